@@ -1,0 +1,107 @@
+"""
+Every error a component may raise on purpose.
+
+* DilocoError
+  x ConfigError            the user's manifest, settings or environment are wrong; do not retry
+  x ProtocolError          a peer broke the contract
+    + StaleIncarnationError  the peer is a process that was replaced
+    + StaleEpochError        the peer talks to a syncer that was replaced
+    + UnknownLearnerError    the learner is not part of this job
+    + DamagedError           bytes do not match their checksum, length or order
+    + NotFiniteError         NaN or Inf where numbers are merged
+  x MismatchError          model or spec differs from the syncer's: refused for good (exit 78)
+  x UnavailableError       try again later; nothing was changed
+  x StorageError           a disk refused or lost something; the previous state is intact
+
+`reason` is stable: it is a status reason, a metric label and a gRPC detail. The message says what was seen,
+what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+EXIT_DONE = 0
+EXIT_USAGE = 2
+EXIT_TRY_AGAIN = 75
+EXIT_REFUSED = 78
+
+
+class DilocoError(Exception):
+    """Base of all errors raised on purpose; carries a stable `reason`."""
+
+    reason = "Error"
+
+
+class ConfigError(DilocoError):
+    """The user's manifest, settings or environment are wrong; retrying cannot help."""
+
+    reason = "Config"
+
+
+class ProtocolError(DilocoError):
+    """A peer broke the contract; its message was not used."""
+
+    reason = "Protocol"
+
+
+class StaleIncarnationError(ProtocolError):
+    """The sender is a process whose successor has joined; it must stop."""
+
+    reason = "StaleIncarnation"
+
+
+class StaleEpochError(ProtocolError):
+    """The sender talks to a syncer that was replaced; it must say Hello again."""
+
+    reason = "StaleEpoch"
+
+
+class UnknownLearnerError(ProtocolError):
+    """The learner's name is not part of this job."""
+
+    reason = "UnknownLearner"
+
+
+class DamagedError(ProtocolError):
+    """Bytes do not match their checksum, length or order."""
+
+    reason = "Damaged"
+
+
+class NotFiniteError(ProtocolError):
+    """NaN or Inf where numbers are merged."""
+
+    reason = "NotFinite"
+
+
+class MismatchError(DilocoError):
+    """Model or spec differs from the syncer's; this learner is refused for good (exit 78)."""
+
+    reason = "Mismatch"
+
+
+class UnavailableError(DilocoError):
+    """Try again later; nothing was changed."""
+
+    reason = "Unavailable"
+
+
+class StorageError(DilocoError):
+    """A disk refused or lost something; the previous state is intact."""
+
+    reason = "Storage"
+
+
+ALL_ERRORS: tuple[type[DilocoError], ...] = (
+    DilocoError,
+    ConfigError,
+    ProtocolError,
+    StaleIncarnationError,
+    StaleEpochError,
+    UnknownLearnerError,
+    DamagedError,
+    NotFiniteError,
+    MismatchError,
+    UnavailableError,
+    StorageError,
+)
+"""The tree, flat, parents before children; a test holds it against the docstring."""

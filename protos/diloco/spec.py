@@ -1,0 +1,158 @@
+"""
+RunSpec: what every process of one job must share, and its hash.
+
+Pure. The planner makes it from a DiLoCoJob; the syncer, the learners and the evaluator read it from the file named by
+DILOCO_SPEC. Learner and syncer compare `RunSpec.hash` when they meet: it covers what must never differ between them
+and leaves out what may change while the job runs (T, K, checkpoint cadences, who takes part).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.errors import ConfigError
+
+UP_FORMATS = ("FP32", "BF16", "Int8", "Int4")
+DOWN_FORMATS = ("FP32", "BF16")
+MERGES = ("Radial", "Average")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checkpoint:
+    """How often state is written, and how many are kept."""
+
+    every_steps: int
+    keep: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunSpec:
+    """The shared facts of a job. Fractions are floats here; the manifest's quoted decimals are parsed once."""
+
+    job: str
+    steps: int
+    """T: global steps; may be raised while the job runs."""
+    seed: int = 0
+    fragments: int = 24
+    """P."""
+    interval: int = 24
+    """H: global steps between two syncs of the same fragment."""
+    overlap: int = 2
+    """τ: rounds that may be in flight."""
+    quorum: int = 1
+    """K; may change while the job runs."""
+    grace_max_steps: float = 1.0
+    """Cap of the grace window in compute steps; 0 turns it off."""
+    grace_safety: float = 0.8
+    """γ in Eq 3."""
+    merge: str = "Radial"
+    average_parameters: tuple[str, ...] = ()
+    outer_learning_rate: float = 0.7
+    outer_momentum: float = 0.5
+    outer_nesterov: bool = True
+    wire_up: str = "BF16"
+    wire_down: str = "BF16"
+    error_feedback: bool = False
+    learners: dict[str, int] = field(default_factory=dict)
+    """Region → number of learners; may change while the job runs."""
+    learner_checkpoint: Checkpoint = Checkpoint(every_steps=100, keep=2)
+    syncer_checkpoint: Checkpoint = Checkpoint(every_steps=48, keep=3)
+    evaluation_every_steps: int | None = None
+    evaluation_command: tuple[str, ...] = ()
+    recipe: str | None = None
+    """Built-in program; None: the user's own command."""
+    recipe_config: dict[str, Any] = field(default_factory=dict)
+    """recipe.config of the manifest before any region's config is laid over it."""
+
+    def __post_init__(self) -> None:
+        problems = [
+            text
+            for bad, text in (
+                (self.steps < 1, f"steps: {self.steps} is less than 1"),
+                (self.fragments < 1, f"fragments: {self.fragments} is less than 1"),
+                (
+                    self.interval < self.fragments,
+                    f"interval: {self.interval} is less than the {self.fragments} fragments",
+                ),
+                (
+                    not 1 <= self.overlap <= max(1, self.interval - 1),
+                    f"overlap: {self.overlap} is not in 1..{max(1, self.interval - 1)}",
+                ),
+                (self.quorum < 1, f"quorum: {self.quorum} is less than 1"),
+                (self.merge not in MERGES, f"merge: {self.merge!r} is none of {MERGES}"),
+                (self.wire_up not in UP_FORMATS, f"wire_up: {self.wire_up!r} is none of {UP_FORMATS}"),
+                (
+                    self.wire_down not in DOWN_FORMATS,
+                    f"wire_down: {self.wire_down!r} is none of {DOWN_FORMATS}",
+                ),
+            )
+            if bad
+        ]
+        if problems:
+            raise ConfigError("run spec: " + "; ".join(problems))
+
+    @property
+    def hash(self) -> str:
+        """16 hex digits over everything that must be equal in all processes of the job."""
+        data = dataclasses.asdict(self)
+        for name in _MAY_CHANGE:
+            del data[name]
+        return hashlib.sha256(canonical(data).encode()).hexdigest()[:16]
+
+    def to_json(self) -> str:
+        """Canonical JSON with the hash beside the fields; `from_json` reads it back."""
+        return canonical({"hash": self.hash, **dataclasses.asdict(self)}) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str, *, source: str = "run spec") -> RunSpec:
+        """
+        Read what `to_json` wrote.
+
+        Raises:
+            ConfigError: not JSON, unknown or missing fields, or the stated hash is not that of the fields.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{source}: not JSON: {error}") from None
+        if not isinstance(data, dict):
+            raise ConfigError(f"{source}: holds a {type(data).__name__}, expected an object")
+        stated = data.pop("hash", None)
+        known = {f.name for f in dataclasses.fields(cls)}
+        if unknown := sorted(data.keys() - known):
+            raise ConfigError(f"{source}: unknown fields {', '.join(unknown)}")
+        for name in ("learner_checkpoint", "syncer_checkpoint"):
+            if name in data:
+                data[name] = Checkpoint(**data[name])
+        for name in ("average_parameters", "evaluation_command"):
+            if name in data:
+                data[name] = tuple(data[name])
+        try:
+            spec = cls(**data)
+        except TypeError as error:
+            raise ConfigError(f"{source}: {error}") from None
+        if stated is not None and stated != spec.hash:
+            raise ConfigError(
+                f"{source}: says hash {stated} but its fields give {spec.hash}; write the file again"
+            )
+        return spec
+
+
+_MAY_CHANGE = (
+    "steps",
+    "quorum",
+    "learners",
+    "learner_checkpoint",
+    "syncer_checkpoint",
+    "evaluation_every_steps",
+    "evaluation_command",
+)
+
+
+def canonical(data: object) -> str:
+    """JSON with sorted keys and no spaces: equal values give equal text."""
+    return json.dumps(data, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
