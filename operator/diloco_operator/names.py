@@ -1,0 +1,78 @@
+"""
+What things are called: grammars of names and endpoints, names of children and learners.
+
+Pure. The patterns are written in the common subset of Python's `re` and RE2, so that the CRD can
+carry them as they are; in Python use `re.fullmatch`, because `$` also matches before a final
+newline.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+JOB_PATTERN = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+"""A DNS label that starts with a letter: Services are named after the job."""
+
+REGION_PATTERN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+"""A DNS label."""
+
+REGION_MOST = 24
+"""Longest region name, in characters."""
+
+CHILD_MOST = 52
+"""Longest `<job>-<region>`: a StatefulSet's revision label adds 11 characters; labels end at 63."""
+
+RESERVED_REGIONS = ("syncer", "evaluator", "spec")
+"""`<job>-<name>` of these is taken by the job's other children."""
+
+DECIMAL_PATTERN = r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,9})?"
+"""A quoted decimal; nine digits on each side, so that a double and a Decimal compare alike."""
+
+_LABEL = r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
+_ENDPOINT = re.compile(
+    rf"(?P<host>\[(?P<six>[0-9A-Fa-f:.]+)\]|{_LABEL}(\.{_LABEL})*):(?P<port>[1-9][0-9]{{0,4}})"
+)
+
+
+def child_name(job: str, suffix: str) -> str:
+    """Name of the child object of a job for a region or a role: `<job>-<suffix>`."""
+    return f"{job}-{suffix}"
+
+
+def learner_name(region: str, index: int) -> str:
+    """
+    Name of a learner on the wire, in metrics and in events.
+
+    >>> learner_name("eu", 0)
+    'eu/0'
+    """
+    return f"{region}/{index}"
+
+
+def learner_slug(name: str) -> str:
+    """
+    The learner's name where a slash cannot stand: its directory, its log.
+
+    Distinct names give distinct slugs, because what follows the last dash is the index.
+
+    >>> learner_slug("eu/0")
+    'eu-0'
+    """
+    return name.replace("/", "-")
+
+
+def is_endpoint(text: str) -> bool:
+    """True for host:port with a DNS name, IPv4 or [IPv6] address and a port of 1..65535."""
+    found = _ENDPOINT.fullmatch(text)
+    if found is None or int(found["port"]) > 65535 or len(found["host"]) > 253:
+        return False
+    try:
+        if found["six"] is not None:
+            ipaddress.IPv6Address(found["six"])
+        elif found["host"].rpartition(".")[2].isdigit():
+            # No top-level domain is a number: what ends in one is meant as an IPv4 address.
+            ipaddress.IPv4Address(found["host"])
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,265 @@
+"""
+What should run for a job: the same plan for one machine and for a cluster.
+
+Pure. A plan knows processes, their words and their settings, but no paths, ports of the moment,
+images or pods: the runtime that carries it out adds those through `learner_env`, `evaluator_env`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.spec import Checkpoint, RunSpec, canonical
+from diloco_operator import names
+from diloco_operator.api import DiLoCoJob, Region
+
+PYTHON = "python"
+"""First word of our own programs; the runtime puts the interpreter it wants there."""
+
+Env = tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerPlan:
+    """One learner process (or group of pods)."""
+
+    name: str
+    """"<region>/<index>"."""
+    region: str
+    index: int
+    """Within its region."""
+    argv: tuple[str, ...]
+    own_command: bool
+    """The user's own program: it starts in the manifest's folder."""
+    config: Mapping[str, Any]
+    """Content of DILOCO_CONFIG."""
+    env: Env
+    """The user's own variables; those with valueFrom are left to the cluster."""
+
+    @property
+    def slug(self) -> str:
+        """ "<region>-<index>": name of its directory and its log."""
+        return names.learner_slug(self.name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncerPlan:
+    """The syncer process."""
+
+    region: str
+    argv: tuple[str, ...]
+    port: int
+    """Port of its Service in a cluster."""
+    endpoint: str
+    """host:port that other regions dial, or ""."""
+    checkpoint: Checkpoint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvaluatorPlan:
+    """The process that scores the syncer's Θ."""
+
+    every_steps: int
+    argv: tuple[str, ...]
+    own_command: bool
+    """It runs the user's own program, which expects the manifest's folder."""
+    config: Mapping[str, Any]
+    """Content of DILOCO_CONFIG: recipe.config without any region's."""
+    env: Env
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that should run."""
+
+    spec: RunSpec
+    syncer: SyncerPlan
+    learners: tuple[LearnerPlan, ...]
+    """In the order of the manifest's regions, then by index."""
+    evaluator: EvaluatorPlan | None
+
+    def learner(self, name: str) -> LearnerPlan | None:
+        """The learner of that name, or None."""
+        return next((one for one in self.learners if one.name == name), None)
+
+
+def plan(job: DiLoCoJob) -> Plan:
+    """The plan of a validated job; equal jobs give equal plans."""
+    spec = job.spec
+    return Plan(
+        spec=run_spec(job),
+        syncer=SyncerPlan(
+            region=spec.syncer_region,
+            argv=(PYTHON, "-m", "diloco_syncer"),
+            port=spec.syncer.service.port,
+            endpoint=spec.syncer.endpoint,
+            checkpoint=_syncer_checkpoint(job),
+        ),
+        learners=tuple(
+            _learner(job, region, index)
+            for region in spec.regions
+            for index in range(region.learners)
+        ),
+        evaluator=_evaluator(job),
+    )
+
+
+def run_spec(job: DiLoCoJob) -> RunSpec:
+    """The facts that every process of the job shares."""
+    spec, sync, recipe = job.spec, job.spec.sync, job.spec.learner.recipe
+    evaluation = spec.evaluation
+    checkpoint = spec.learner.checkpoint
+    return RunSpec(
+        job=job.metadata.name,
+        steps=spec.steps,
+        seed=spec.seed,
+        fragments=sync.fragments,
+        interval=sync.interval,
+        overlap=sync.overlap,
+        quorum=sync.quorum,
+        grace_max_steps=float(sync.grace.max_steps),
+        grace_safety=float(sync.grace.safety),
+        merge=sync.merge,
+        average_parameters=tuple(sync.average_parameters),
+        outer_learning_rate=float(sync.outer.learning_rate),
+        outer_momentum=float(sync.outer.momentum),
+        outer_nesterov=sync.outer.nesterov,
+        wire_up=sync.wire.up,
+        wire_down=sync.wire.down,
+        error_feedback=sync.wire.error_feedback,
+        learners={region.name: region.learners for region in spec.regions},
+        learner_checkpoint=Checkpoint(every_steps=checkpoint.every_steps, keep=checkpoint.keep),
+        syncer_checkpoint=_syncer_checkpoint(job),
+        evaluation_every_steps=evaluation.every_steps if evaluation else None,
+        evaluation_command=tuple(evaluation.command or ()) if evaluation else (),
+        recipe=recipe.name if recipe else None,
+        recipe_config=dict(recipe.config) if recipe else {},
+    )
+
+
+def learner_env(
+    plan: Plan,
+    learner: LearnerPlan,
+    *,
+    syncer: str,
+    spec_path: Path,
+    state_dir: Path,
+    tls_dir: Path | None = None,
+    metrics_port: int = 0,
+) -> dict[str, str]:
+    """
+    The variables a learner process gets besides those it inherits (job.md section 4).
+
+    Args:
+        plan: the job's plan.
+        learner: which of its learners.
+        syncer: host:port to dial.
+        spec_path: file that holds `plan.spec.to_json()`.
+        state_dir: this learner's own directory; outlives a restart.
+        tls_dir: directory with tls.crt, tls.key and ca.crt; None: no TLS.
+        metrics_port: where to serve Prometheus metrics; 0: none.
+    """
+    return {
+        **_process_env(
+            plan,
+            learner.env,
+            config=learner.config,
+            syncer=syncer,
+            spec_path=spec_path,
+            state_dir=state_dir,
+            tls_dir=tls_dir,
+            metrics_port=metrics_port,
+        ),
+        "DILOCO_LEARNER": learner.name,
+    }
+
+
+def evaluator_env(
+    plan: Plan,
+    evaluator: EvaluatorPlan,
+    *,
+    syncer: str,
+    spec_path: Path,
+    state_dir: Path,
+    tls_dir: Path | None = None,
+    metrics_port: int = 0,
+) -> dict[str, str]:
+    """The variables the evaluator gets; as `learner_env`, without a learner's name."""
+    return _process_env(
+        plan,
+        evaluator.env,
+        config=evaluator.config,
+        syncer=syncer,
+        spec_path=spec_path,
+        state_dir=state_dir,
+        tls_dir=tls_dir,
+        metrics_port=metrics_port,
+    )
+
+
+def _process_env(
+    plan: Plan,
+    user: Env,
+    *,
+    config: Mapping[str, Any],
+    syncer: str,
+    spec_path: Path,
+    state_dir: Path,
+    tls_dir: Path | None,
+    metrics_port: int,
+) -> dict[str, str]:
+    # The user's variables first: none of them may take the place of ours.
+    return {
+        **dict(user),
+        "DILOCO_JOB": plan.spec.job,
+        "DILOCO_SYNCER": syncer,
+        "DILOCO_SPEC": str(spec_path),
+        "DILOCO_CONFIG": canonical(dict(config)),
+        "DILOCO_STATE": str(state_dir),
+        **({"DILOCO_TLS": str(tls_dir)} if tls_dir is not None else {}),
+        "DILOCO_METRICS_PORT": str(metrics_port),
+    }
+
+
+def _learner(job: DiLoCoJob, region: Region, index: int) -> LearnerPlan:
+    learner = job.spec.learner
+    if learner.recipe is not None:
+        argv: tuple[str, ...] = (PYTHON, "-m", f"diloco_worker.recipes.{learner.recipe.name}")
+        config = {**learner.recipe.config, **region.config}
+    else:
+        argv = tuple(learner.command or ())
+        config = dict(region.config)
+    return LearnerPlan(
+        name=names.learner_name(region.name, index),
+        region=region.name,
+        index=index,
+        argv=argv,
+        own_command=learner.recipe is None,
+        config=config,
+        env=_user_env(job),
+    )
+
+
+def _evaluator(job: DiLoCoJob) -> EvaluatorPlan | None:
+    evaluation, recipe = job.spec.evaluation, job.spec.learner.recipe
+    if evaluation is None:
+        return None
+    return EvaluatorPlan(
+        every_steps=evaluation.every_steps,
+        argv=(PYTHON, "-m", "diloco_worker.evaluator"),
+        own_command=evaluation.command is not None,
+        config=dict(recipe.config) if recipe else {},
+        env=_user_env(job),
+    )
+
+
+def _syncer_checkpoint(job: DiLoCoJob) -> Checkpoint:
+    checkpoint = job.spec.syncer.checkpoint
+    return Checkpoint(every_steps=checkpoint.every_steps, keep=checkpoint.keep)
+
+
+def _user_env(job: DiLoCoJob) -> Env:
+    return tuple((one.name, one.value) for one in job.spec.learner.env if one.value_from is None)

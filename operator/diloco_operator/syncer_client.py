@@ -1,0 +1,50 @@
+"""
+The operator's view of a syncer: one question, answered before a deadline.
+
+Shell: the only place of this package that dials a syncer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import grpc
+
+from diloco.transport import Tls, channel, error_of
+from diloco.v1 import syncer_pb2, syncer_pb2_grpc
+
+
+class SyncerClient:
+    """Asks one syncer for its status; connects when first asked, and again after every loss."""
+
+    def __init__(self, endpoint: str, *, tls_dir: Path | None = None) -> None:
+        """
+        Nothing is dialled yet.
+
+        Args:
+            endpoint: host:port of the syncer.
+            tls_dir: directory with tls.crt, tls.key and ca.crt; None: no TLS.
+
+        Raises:
+            ConfigError: a TLS file is missing or unreadable.
+        """
+        self.endpoint = endpoint
+        self._channel = channel(endpoint, tls=Tls.load(tls_dir), purpose="control")
+        self._stub = syncer_pb2_grpc.SyncerStub(self._channel)
+
+    def status(self, *, timeout_seconds: float = 1.0) -> syncer_pb2.StatusReply:
+        """
+        What the syncer says about itself.
+
+        Raises:
+            UnavailableError: no answer within the deadline.
+            DilocoError: the syncer refused to answer.
+        """
+        try:
+            return self._stub.GetStatus(syncer_pb2.StatusRequest(), timeout=timeout_seconds)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+    def close(self) -> None:
+        """Close the connection; the client cannot be asked again."""
+        self._channel.close()

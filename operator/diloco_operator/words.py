@@ -1,0 +1,115 @@
+"""
+The words of a refused field: what was seen, what is allowed.
+
+Pure. pydantic finds the problem; its own sentences are made for programmers, these are made for the
+person who wrote the manifest.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from typing import Any, get_args
+
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+
+from diloco_operator.api import DiLoCoJob
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_-]*")
+
+
+def path_text(location: tuple[str | int, ...]) -> str:
+    """
+    A place in the manifest as people and the API server write it.
+
+    >>> path_text(("spec", "regions", 0, "name"))
+    'spec.regions[0].name'
+    """
+    text = ""
+    for part in location:
+        if isinstance(part, int) or not _WORD.fullmatch(part):
+            text += f"[{part}]"
+        else:
+            text += f".{part}" if text else part
+    return text or "the manifest"
+
+
+def shown(value: object, *, most: int = 60) -> str:
+    """A value as the manifest would write it, on one line and cut short."""
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= most else text[: most - 3] + "..."
+
+
+def say(error: ErrorDetails) -> str:
+    """One problem as `path: what was seen, what is allowed`."""
+    return f"{path_text(error['loc'])}: {_message(error)}"
+
+
+def _message(error: ErrorDetails) -> str:
+    seen, context = error["input"], error.get("ctx", {})
+    match error["type"]:
+        case "leaf":
+            return str(context["message"])
+        case "missing":
+            return "missing; it is required"
+        case "extra_forbidden":
+            return _unknown(error["loc"])
+        case _ if seen is None:
+            return "is empty; give it a value or leave it out"
+        case "int_type" if isinstance(seen, str) and re.fullmatch(r"-?\d+", seen):
+            return f"{shown(seen)} is text; write {seen} without quotes"
+        case "int_type":
+            return f"{shown(seen)} is not an integer"
+        case "bool_type":
+            return f"{shown(seen)} is neither true nor false"
+        case "string_type" if isinstance(seen, bool | int | float):
+            return f'{shown(seen)} is not text; write it in quotes: "{shown(seen)}"'
+        case "string_type":
+            return f"{shown(seen)} is not text"
+        case "list_type":
+            return f"{shown(seen)} is not a list"
+        case "dict_type" | "model_type" | "model_attributes_type":
+            return f"{shown(seen)} is not an object with fields"
+        case "literal_error":
+            return f"{shown(seen)} is none of {str(context['expected']).replace(chr(39), '')}"
+        case "greater_than_equal":
+            return f"{seen} is less than {context['ge']}, the least allowed"
+        case "less_than_equal":
+            return f"{seen} is more than {context['le']}, the most allowed"
+        case "too_short" | "string_too_short":
+            return f"is empty; at least {context.get('min_length', 1)} is needed"
+        case "too_long":
+            return f"{len(seen)} entries are more than {context['max_length']}, the most allowed"
+        case _:
+            return f"{shown(seen)}: {error['msg']}"
+
+
+def _unknown(location: tuple[str | int, ...]) -> str:
+    name, known = str(location[-1]), _fields_at(location[:-1])
+    close = difflib.get_close_matches(name, known, n=2, cutoff=0.6)
+    if not close:
+        close = [one for one in known if one.lower() == name.replace("_", "").lower()]
+    if close:
+        return f"unknown field; did you mean {' or '.join(close)}?"
+    return f"unknown field; the fields here are {', '.join(known)}"
+
+
+def _fields_at(location: tuple[str | int, ...]) -> list[str]:
+    """The fields of the model at a place of the manifest, as they are written there."""
+    model: type[BaseModel] = DiLoCoJob
+    for part in location:
+        if isinstance(part, str):
+            field = next(f for f in model.model_fields.values() if f.alias == part)
+            model = _model_in(field.annotation) or model
+    return [field.alias or name for name, field in model.model_fields.items()]
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for inner in get_args(annotation):
+        if (found := _model_in(inner)) is not None:
+            return found
+    return None
