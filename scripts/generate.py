@@ -26,7 +26,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", type=Path, default=None, metavar="DIR")
     out: Path | None = parser.parse_args().check
-    stubs(out / "protos" if out else PROTOS)
+    target = out / "protos" if out else PROTOS
+    target.mkdir(parents=True, exist_ok=True)
+    stubs(target)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,47 @@
+# Two commands on a fresh machine: `make run` trains the example, `make test` checks everything.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+
+.PHONY: help run test setup setup-dev check unit generate format bench clean
+
+help:            ## this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
+
+run: setup       ## install, then train examples/01-text on this machine
+	$(BIN)/diloco run examples/01-text/job.yaml
+
+test: setup-dev  ## install, then format, lint, types, contracts, generated files and every test
+	VENV=$(VENV) scripts/check
+
+setup: $(VENV)/.local-installed       ## the programs in .venv
+setup-dev: $(VENV)/.dev-installed     ## the programs and the development tools in .venv
+
+# uv shares torch's gigabytes between environments; pip alone works as well.
+$(VENV)/bin/uv:
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet uv
+
+$(VENV)/.local-installed: pyproject.toml | $(VENV)/bin/uv
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -e '.[local]'
+	touch $@
+
+$(VENV)/.dev-installed: pyproject.toml | $(VENV)/bin/uv
+	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -e '.[dev]'
+	touch $@ $(VENV)/.local-installed
+
+check:           ## everything of `make test` that needs no processes: under a minute
+	VENV=$(VENV) scripts/check --fast
+
+format:          ## let the formatter and the linter's fixes loose
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+generate:        ## stubs and every other generated file
+	$(BIN)/python scripts/generate.py
+
+bench:           ## all benchmarks; results go to benchmarks/results
+	for b in benchmarks/bench_*.py; do $(BIN)/python $$b || exit 1; done
+
+clean:           ## remove the environment and caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

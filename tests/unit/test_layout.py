@@ -1,0 +1,60 @@
+"""The folder names are the user's; these tests keep them harmless."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+COMPONENTS = ("operator", "worker", "syncer", "protos")
+
+
+def test_component_folders_are_not_packages():
+    """operator/__init__.py would hide the standard library's operator module."""
+    for folder in COMPONENTS:
+        assert not (ROOT / folder / "__init__.py").exists()
+
+
+def test_each_component_folder_holds_exactly_one_package():
+    for folder in COMPONENTS:
+        packages = [p.parent.name for p in (ROOT / folder).glob("*/__init__.py")]
+        assert len(packages) == 1, packages
+
+
+def test_tests_are_not_packages():
+    """tests/unit/operator/__init__.py would replace sys.modules["operator"]."""
+    assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+def test_standard_operator_wins_in_the_repo_root():
+    code = "import operator; assert operator.add(1, 2) == 3; import collections"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_syncer_operator_and_contract_import_without_torch():
+    """Their images have no torch; the training side alone may import it."""
+    code = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import diloco_syncer.__main__, diloco_operator.cli, diloco_operator.local.supervisor\n"
+        "import diloco_worker.link, diloco_worker.fetch"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_no_source_file_holds_two_rooms():
+    """Over 600 lines is a sign that a file does two things."""
+    for folder in COMPONENTS:
+        for path in (ROOT / folder).rglob("*.py"):
+            if "_pb2" not in path.name:
+                assert len(path.read_text().splitlines()) <= 600, path
+
+
+def test_only_settings_read_the_environment():
+    """ruff bans os.environ by name; this finds the other spellings."""
+    for folder in COMPONENTS:
+        for path in (ROOT / folder).rglob("*.py"):
+            if path.name == "settings.py" or "_pb2" in path.name:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
+                    raise AssertionError(f"{path}:{node.lineno} reads the environment")
