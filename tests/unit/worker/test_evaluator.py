@@ -1,0 +1,275 @@
+"""The evaluator: when it scores, what it makes of a user's command, and how it lives without a syncer."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import grpc
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from diloco.errors import ConfigError, DamagedError, UnavailableError
+from diloco.spec import RunSpec
+from diloco.v1 import syncer_pb2 as pb
+from diloco_worker import evaluator
+from diloco_worker.evaluator import CommandScorer, Evaluator, NoScoreError
+
+WEIGHTS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(7, np.int64)}
+
+
+@pytest.mark.parametrize(
+    ("step", "last", "complete", "due"),
+    [
+        (0, None, False, True),
+        (17, None, False, True),
+        (0, 0, False, False),
+        (49, 0, False, False),
+        (50, 0, False, True),
+        (99, 53, False, False),
+        (103, 53, False, True),
+        (199, 150, True, True),
+        (199, 199, True, False),
+        (200, 200, True, False),
+    ],
+)
+def test_the_first_the_last_and_one_of_each_interval_are_due(step, last, complete, due):
+    assert evaluator.is_due(step=step, last=last, every=50, complete=complete) is due
+
+
+# ---------------------------------------------------------------- the user's command
+
+
+def command(tmp_path, body):
+    path = tmp_path / "eval.py"
+    path.write_text(textwrap.dedent(body))
+    return CommandScorer(command=("python", str(path), "--fast"))
+
+
+def test_the_command_gets_the_weights_as_its_last_argument(tmp_path):
+    score = command(
+        tmp_path,
+        f"""
+        import json, shutil, sys
+        shutil.copy(sys.argv[-1], {str(tmp_path / "seen")!r})
+        print("loading")
+        print(json.dumps({{"loss": 9}}))
+        print(json.dumps({{"loss": 1.5, "accuracy": 0.25, "flag": sys.argv[1]}}))
+        print("done")
+        """,
+    )(WEIGHTS)
+    assert score == {"loss": 1.5, "accuracy": 0.25, "flag": "--fast"}
+    seen = load_file(tmp_path / "seen")
+    assert {n: (a.dtype, a.tolist()) for n, a in seen.items()} == {
+        n: (a.dtype, a.tolist()) for n, a in WEIGHTS.items()
+    }
+
+
+def test_the_weights_file_is_gone_afterwards(tmp_path):
+    score = command(
+        tmp_path, 'import json, sys; print(json.dumps({"loss": 1, "path": sys.argv[-1]}))'
+    )(WEIGHTS)
+    assert not Path(score["path"]).exists()
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("import sys; sys.exit('the data is not here')", "ended with 1.*the data is not here"),
+        ("raise KeyError('oops')", "ended with 1.*KeyError: 'oops'"),
+        (
+            "print('loss: 3'); import sys; print('why', file=sys.stderr)",
+            "no line with.*loss: 3.*why",
+        ),
+        ("pass", "no line with a JSON object"),
+        ("print('[1, 2]')", "no line with a JSON object"),
+        ("print('{\"accuracy\": 1}')", 'expected a number under "loss"'),
+        ('print(\'{"loss": "low"}\')', 'expected a number under "loss"'),
+        ("print('{\"loss\": true}')", 'expected a number under "loss"'),
+    ],
+)
+def test_a_command_without_a_score_is_told_what_was_seen(tmp_path, body, message):
+    with pytest.raises(NoScoreError, match=r"(?s)" + message):
+        command(tmp_path, body)(WEIGHTS)
+
+
+def test_a_command_that_is_not_there_gives_no_score():
+    with pytest.raises(NoScoreError, match=r"evaluation\.command: .*no-such-program"):
+        CommandScorer(command=("/no-such-program",))(WEIGHTS)
+
+
+# ---------------------------------------------------------------- a life
+
+
+class Syncer:
+    """A syncer that moves by `stride` steps between two looks, and is away when told to be."""
+
+    def __init__(self, *, steps, stride, away=()):
+        self.steps, self.stride = steps, stride
+        self.away = list(away)
+        """Numbers of the calls (of any kind) that do not arrive."""
+        self.step, self.calls, self.scores = -stride, 0, []
+        self.initialising = 0
+        """So many looks long there is no Θ yet."""
+
+    def call(self):
+        self.calls += 1
+        if self.calls in self.away:
+            raise UnavailableError("connection refused")
+
+    def status(self):
+        self.call()
+        if self.initialising:
+            self.initialising -= 1
+            return pb.StatusReply(state="Initialising", tensors=[pb.TensorInfo(name="w")])
+        self.step = min(self.steps, self.step + self.stride)
+        state = "Complete" if self.step == self.steps else "Training"
+        return pb.StatusReply(
+            state=state,
+            step=self.step,
+            steps=self.steps,
+            tokens=77,
+            tensors=[pb.TensorInfo(name="w")],
+        )
+
+    def fetch(self, status):
+        self.call()
+        return self.step, {"w": np.array([self.step], np.float32)}
+
+    def hand_in(self, evaluation):
+        self.call()
+        self.scores.append((evaluation.step, evaluation.loss))
+
+
+class SleptError(Exception):
+    """The evaluator slept more often than the test allows."""
+
+
+def life(syncer, *, scorer=None, memory=None, every=50, most_sleeps=500):
+    slept = []
+
+    def sleep(seconds):
+        slept.append(seconds)
+        if len(slept) > most_sleeps:
+            raise SleptError
+
+    return Evaluator(
+        spec=RunSpec(job="j", steps=syncer.steps, evaluation_every_steps=every),
+        status=syncer.status,
+        fetch=syncer.fetch,
+        hand_in=syncer.hand_in,
+        scorer=scorer or (lambda weights: {"loss": float(weights["w"][0]) + 0.5}),
+        memory=memory,
+        sleep=sleep,
+    )
+
+
+def test_a_life_scores_the_start_each_interval_and_the_end():
+    syncer = Syncer(steps=210, stride=20)
+    life(syncer).run()
+    assert syncer.scores == [(s, s + 0.5) for s in (0, 60, 100, 160, 200, 210)]
+
+
+def test_initial_weights_are_scored_as_step_0_without_a_download():
+    syncer = Syncer(steps=40, stride=20)
+    life(syncer).run(initial={"w": np.array([-8], np.float32)})
+    assert syncer.scores == [(0, -7.5), (40, 40.5)]
+
+
+def test_nothing_is_downloaded_before_there_is_a_model():
+    syncer = Syncer(steps=40, stride=40)
+    syncer.initialising = 3
+    life(syncer).run()
+    assert syncer.scores == [(0, 0.5), (40, 40.5)]
+
+
+def test_a_syncer_that_is_away_costs_patience_and_no_score():
+    # Calls 1 to 5: looks; then again at a download and three times at a hand-in.
+    syncer = Syncer(steps=210, stride=20, away=[1, 2, 3, 4, 5, 7, 9, 10, 11])
+    life(syncer).run()
+    steps = [step for step, _ in syncer.scores]
+    assert set(syncer.away) <= set(range(syncer.calls + 1))
+    assert steps == sorted(set(steps))
+    assert {step // 50 for step in steps} == {0, 1, 2, 3, 4}
+    assert steps[-1] == 210
+
+
+class Gone(grpc.RpcError):
+    """What a channel without a server raises, without a call to ask."""
+
+
+@pytest.mark.parametrize("error", [Gone(), DamagedError("chunk 3"), UnavailableError("later")])
+def test_no_error_of_a_download_ends_the_evaluator(error):
+    syncer = Syncer(steps=40, stride=20)
+    fetch, errors = syncer.fetch, [error]
+    one = life(syncer)
+    one.fetch = lambda status: fetch(status) if not errors else raise_(errors.pop())
+    one.run()
+    assert not errors
+    assert syncer.scores[-1] == (40, 40.5)
+
+
+def raise_(error):
+    raise error
+
+
+def test_a_model_without_a_score_is_warned_about_and_the_next_one_is_scored(caplog):
+    syncer = Syncer(steps=100, stride=50)
+    answers = iter([NoScoreError("the data is not here"), {"loss": float("nan")}, {"loss": 2.0}])
+
+    def scorer(weights):
+        answer = next(answers)
+        return raise_(answer) if isinstance(answer, Exception) else answer
+
+    life(syncer, scorer=scorer).run()
+    assert syncer.scores == [(100, 2.0)]
+    assert "the data is not here" in caplog.text
+    assert "the loss is nan, expected a finite number" in caplog.text
+
+
+def test_an_evaluator_that_was_restarted_goes_on_where_it_was(tmp_path):
+    memory = tmp_path / "state" / "evaluator.json"
+    first = Syncer(steps=210, stride=20)
+    with pytest.raises(SleptError):
+        life(first, memory=memory, most_sleeps=5).run(initial=WEIGHTS | {"w": np.zeros(1)})
+    assert [s for s, _ in first.scores] == [0, 60, 100]
+    second = Syncer(steps=210, stride=20)
+    second.step = 100
+    life(second, memory=memory).run(initial=WEIGHTS | {"w": np.zeros(1)})
+    assert [s for s, _ in second.scores] == [160, 200, 210]
+
+
+def test_further_numbers_of_a_score_travel_as_detail():
+    syncer = Syncer(steps=1, stride=1)
+    seen = []
+    one = life(syncer, scorer=lambda weights: {"loss": 1, "accuracy": 0.5})
+    one.hand_in = seen.append
+    one.run()
+    detail = json.loads(seen[0].detail)
+    assert detail.pop("seconds") >= 0
+    assert detail == {"accuracy": 0.5, "tokens": 77}
+
+
+# ---------------------------------------------------------------- wiring
+
+
+def test_a_job_without_recipe_and_command_is_refused_in_words():
+    with pytest.raises(ConfigError, match=r"spec\.evaluation\.command: there is none"):
+        evaluator.make_scorer(RunSpec(job="j", steps=1), {})
+
+
+def test_the_evaluator_outside_a_job_says_so_and_is_not_tried_again():
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco_worker.evaluator"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        env={},
+        check=False,
+    )
+    assert done.returncode == 78
+    assert done.stderr.strip().splitlines() == [
+        "DILOCO_SYNCER is not set; the evaluator runs inside a job (`diloco run`)"
+    ]

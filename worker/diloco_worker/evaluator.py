@@ -1,0 +1,310 @@
+"""
+The evaluator: downloads the syncer's Θ now and then, scores it, hands the score in.
+
+    python -m diloco_worker.evaluator
+
+It is an observer: no learner waits for it, and it may die or be away at any time. A recipe's model
+is scored in this process; the model of an own loop is written to a file and scored by the user's
+command.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import logging
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import grpc
+import numpy as np
+import safetensors.numpy
+from numpy.typing import NDArray
+
+from diloco import telemetry, transport
+from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, UnavailableError
+from diloco.spec import RunSpec
+from diloco.v1 import syncer_pb2 as pb
+from diloco.v1.syncer_pb2_grpc import SyncerStub
+from diloco_worker import settings
+from diloco_worker.fetch import fetch_model
+from diloco_worker.recipes import RECIPES
+
+log = logging.getLogger("diloco.evaluator")
+
+Weights = Mapping[str, NDArray[Any]]
+Score = dict[str, Any]
+"""At least {"loss": number}."""
+
+_POLL_SECONDS = 1.0
+# The Θ^(0) of an own loop can only be had before the first merge.
+_FIRST_POLL_SECONDS = 0.2
+_CALL_SECONDS = 10.0
+_COMMAND_SECONDS = 3600.0
+_MOST_STDERR = 2000
+
+
+class NoScoreError(Exception):
+    """The user's command gave no score for this model; the next model is another chance."""
+
+
+class Scorer(Protocol):
+    """How good some weights are."""
+
+    def __call__(self, weights: Weights) -> Score:
+        """
+        The score, with at least `loss`.
+
+        Raises:
+            NoScoreError: there is none this time.
+        """
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandScorer:
+    """
+    The user's `evaluation.command`, called with the path of a model.safetensors as its last
+    argument.
+    """
+
+    command: tuple[str, ...]
+
+    def __call__(self, weights: Weights) -> Score:
+        """What the last JSON object on the command's standard output says."""
+        program = (
+            (sys.executable, *self.command[1:]) if self.command[0] == "python" else self.command
+        )
+        with tempfile.TemporaryDirectory(prefix="diloco-evaluation-") as directory:
+            path = Path(directory) / "model.safetensors"
+            arrays = {name: np.asarray(array, order="C") for name, array in weights.items()}
+            safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
+            try:
+                done = subprocess.run(  # noqa: S603 - running the user's command is the purpose
+                    [*program, str(path)],
+                    capture_output=True,
+                    text=True,
+                    errors="replace",
+                    timeout=_COMMAND_SECONDS,
+                    check=False,
+                )
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise NoScoreError(f"evaluation.command: {error}") from None
+        if done.returncode != 0:
+            raise NoScoreError(
+                f"evaluation.command ended with {done.returncode}, expected 0; its standard error "
+                f"ends with: {done.stderr.strip()[-_MOST_STDERR:]}"
+            )
+        return parse_score(done.stdout, stderr=done.stderr)
+
+
+def parse_score(stdout: str, *, stderr: str = "") -> Score:
+    """
+    The last line of `stdout` that is a JSON object.
+
+    Raises:
+        NoScoreError: there is none, or its `loss` is not a number.
+    """
+    for line in reversed(stdout.splitlines()):
+        try:
+            score = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(score, dict):
+            loss = score.get("loss")
+            if isinstance(loss, bool) or not isinstance(loss, (int, float)):
+                raise NoScoreError(
+                    f'evaluation.command printed {line.strip()!r}, expected a number under "loss"'
+                )
+            return score
+    raise NoScoreError(
+        'evaluation.command printed no line with a JSON object, expected {"loss": number}; '
+        f"its output ends with: {stdout.strip()[-200:]!r}, its standard error with: "
+        f"{stderr.strip()[-_MOST_STDERR:]}"
+    )
+
+
+def is_due(*, step: int, last: int | None, every: int, complete: bool) -> bool:
+    """
+    Whether Θ at global step `step` should be scored; `last` is the step of the last score, if any.
+
+    The first Θ seen, the final one, and one in each interval of `every` steps.
+    """
+    if last is None:
+        return True
+    return step // every > last // every or (complete and step > last)
+
+
+@dataclass(slots=True, kw_only=True)
+class Evaluator:
+    """
+    One life of the evaluator: `run` returns when the job's final model has its score.
+
+    All that it does to the outside goes through its fields, so tests give it their own.
+    """
+
+    spec: RunSpec
+    status: Callable[[], pb.StatusReply]
+    fetch: Callable[[pb.StatusReply], tuple[int, dict[str, NDArray[Any]]]]
+    hand_in: Callable[[pb.Evaluation], object]
+    scorer: Scorer
+    memory: Path | None = None
+    """File that keeps the step of the last score over restarts; None: forget."""
+    sleep: Callable[[float], object] = time.sleep
+    backoff: transport.Backoff = field(
+        # Jitter needs no good randomness.
+        default_factory=lambda: transport.Backoff(0.5, 10.0, random.Random())  # noqa: S311
+    )
+
+    def run(self, *, initial: Weights | None = None) -> None:
+        """
+        Score until the final step has its score.
+
+        Args:
+            initial: Θ^(0) where it is known without a download; scored first unless a score was
+            handed in before.
+        """
+        every = self.spec.evaluation_every_steps or self.spec.steps
+        last = self._remembered()
+        if initial is not None and last is None:
+            last = 0
+            self._score(last, initial, tokens=0)
+        while True:
+            try:
+                status = self.status()
+                complete = status.state == "Complete"
+                if (
+                    status.state != "Initialising"
+                    and status.tensors
+                    and is_due(step=status.step, last=last, every=every, complete=complete)
+                ):
+                    step, weights = self.fetch(status)
+                    # Without a score the next interval is the next chance.
+                    last = max(step, status.step)
+                    self._score(last, weights, tokens=status.tokens)
+                self.backoff.reset()
+            except (grpc.RpcError, DilocoError) as error:
+                if isinstance(error, ConfigError):
+                    raise
+                self._wait_after(error)
+                continue
+            if complete and last is not None and last >= status.step:
+                return
+            self.sleep(_POLL_SECONDS if last is not None else _FIRST_POLL_SECONDS)
+
+    def _score(self, step: int, weights: Weights, *, tokens: int) -> None:
+        """
+        Score and hand in, however long the syncer is away; a model without a score is warned about.
+        """
+        began = time.monotonic()
+        try:
+            score = self.scorer(weights)
+            loss = float(score["loss"])
+            if not math.isfinite(loss):
+                raise NoScoreError(
+                    f"the loss is {loss}, expected a finite number; the model may have diverged"
+                )
+        except NoScoreError as error:
+            log.warning("no score: %s", error, extra={"step": step})
+            return
+        seconds = round(time.monotonic() - began, 3)
+        detail = {name: value for name, value in score.items() if name != "loss"}
+        detail |= {"seconds": seconds, "tokens": tokens}
+        evaluation = pb.Evaluation(step=step, loss=loss, detail=json.dumps(detail))
+        while True:
+            try:
+                self.hand_in(evaluation)
+            except (grpc.RpcError, DilocoError) as error:
+                self._wait_after(error)
+            else:
+                break
+        self.backoff.reset()
+        log.info("scored", extra={"step": step, "loss": f"{loss:.4f}", "seconds": seconds})
+        self._remember(step)
+
+    def _wait_after(self, error: Exception) -> None:
+        said = transport.error_of(error) if isinstance(error, grpc.RpcError) else error
+        seconds = self.backoff.next()
+        level = logging.INFO if isinstance(said, UnavailableError) else logging.WARNING
+        log.log(level, "trying again: %s", said, extra={"seconds": round(seconds, 1)})
+        self.sleep(seconds)
+
+    def _remembered(self) -> int | None:
+        try:
+            return int(json.loads(self.memory.read_text())["step"]) if self.memory else None
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def _remember(self, step: int) -> None:
+        if self.memory is None:
+            return
+        try:
+            self.memory.parent.mkdir(parents=True, exist_ok=True)
+            self.memory.write_text(json.dumps({"step": step}) + "\n")
+        except OSError as error:
+            # It costs a second score of the same step after a restart, no more.
+            log.warning("%s: %s", self.memory, error.strerror)
+
+
+def make_scorer(spec: RunSpec, config: Mapping[str, Any]) -> tuple[Scorer, Weights | None]:
+    """
+    The job's scorer, and Θ^(0) if it can be had without asking.
+
+    Raises:
+        ConfigError: the job has neither a recipe nor a command, or the recipe's config is wrong.
+    """
+    if spec.evaluation_command:
+        return CommandScorer(command=spec.evaluation_command), None
+    if spec.recipe not in RECIPES:
+        raise ConfigError(
+            "spec.evaluation.command: there is none, and the job has no recipe that could score "
+            "its model; give one"
+        )
+    recipe = importlib.import_module(f"diloco_worker.recipes.{spec.recipe}")
+    scorer = recipe.Scorer(config, seed=spec.seed)
+    return scorer, scorer.initial()
+
+
+def main() -> None:
+    """Wire the evaluator to the job that the environment names."""
+    telemetry.configure_logging(json=False, name="evaluator")
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+    # Learners come first where cores are few.
+    os.nice(5)
+    try:
+        job = settings.from_env(observer=True)
+        if job is None:
+            raise ConfigError(
+                "DILOCO_SYNCER is not set; the evaluator runs inside a job (`diloco run`)"
+            )
+        spec = job.read_spec()
+        tls = transport.Tls.load(job.tls)
+        scorer, initial = make_scorer(spec, job.config)
+        control = transport.channel(job.syncer, tls=tls, purpose="control")
+        bulk = transport.channel(job.syncer, tls=tls, purpose="bulk")
+        with control, bulk:
+            stub = SyncerStub(control)
+            Evaluator(
+                spec=spec,
+                status=lambda: stub.GetStatus(pb.StatusRequest(), timeout=_CALL_SECONDS),
+                fetch=lambda status: fetch_model(bulk, status=status, spec=spec),
+                hand_in=lambda evaluation: stub.Evaluated(evaluation, timeout=_CALL_SECONDS),
+                scorer=scorer,
+                memory=job.state / "evaluator.json" if job.state else None,
+            ).run(initial=initial)
+    except ConfigError as error:
+        print(str(error).replace("\n", "; "), file=sys.stderr)
+        sys.exit(EXIT_REFUSED)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,144 @@
+"""
+Inner optimizers: Muon for the hidden matrices with AdamW for the rest, or AdamW for everything
+(decision 1).
+
+Muon's update is scaled to the size of AdamW's, so one learning rate and one weight decay serve
+both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MUON, ADAMW = "Muon", "AdamW"
+OPTIMIZERS = (MUON, ADAMW)
+
+_NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
+
+
+def build(
+    model: nn.Module,
+    hidden: list[nn.Parameter],
+    *,
+    optimizer: str,
+    learning_rate: float,
+    weight_decay: float,
+) -> list[torch.optim.Optimizer]:
+    """
+    The optimizers that together train every parameter of `model` that wants a gradient.
+
+    Args:
+        model: parameters that are frozen are left out.
+        hidden: the matrices between embedding and head; Muon takes these, AdamW the rest.
+        optimizer: one of OPTIMIZERS.
+        learning_rate: of every group; the training loop overwrites `lr` at each step.
+        weight_decay: decoupled, of every group.
+    """
+    chosen = {id(p) for p in hidden} if optimizer == MUON else set()
+    rest = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
+    adamw = torch.optim.AdamW(
+        rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
+    )
+    if optimizer == ADAMW:
+        return [adamw]
+    return [Muon(hidden, lr=learning_rate, weight_decay=weight_decay), adamw]
+
+
+class Muon(torch.optim.Muon):
+    """
+    torch.optim.Muon with the same state and the same update, faster where matrices share a shape.
+
+    torch orthogonalises one matrix after the other, always in bfloat16. Here all matrices of one
+    shape go through one batched product, and the number format is one that the device multiplies
+    fast: on a CPU without bfloat16 instructions torch's own needs 557 ms for the 24 matrices of the
+    example's model, this one 30 ms; with them 21 and 8 ms (one core).
+    """
+
+    def __init__(
+        self, params: Any, *, lr: float, weight_decay: float, momentum: float = 0.95
+    ) -> None:
+        super().__init__(
+            params,
+            lr=lr,
+            weight_decay=weight_decay,
+            momentum=momentum,
+            adjust_lr_fn="match_rms_adamw",
+        )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """
+        One update of every parameter that has a gradient; returns what `closure` gave, as in torch.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            same_shape: dict[tuple[int, ...], list[nn.Parameter]] = {}
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    same_shape.setdefault(tuple(parameter.shape), []).append(parameter)
+            for (rows, columns), parameters in same_shape.items():
+                updates = orthogonal(
+                    torch.stack([self._direction(p, group) for p in parameters]), group["ns_steps"]
+                )
+                size = 0.2 * math.sqrt(max(rows, columns))
+                for parameter, update in zip(parameters, updates, strict=True):
+                    parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                    parameter.add_(update, alpha=-group["lr"] * size)
+        return loss
+
+    def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
+        """
+        Nesterov momentum of the gradient, kept under the name torch uses, so either class reads the
+        other's state.
+        """
+        gradient = parameter.grad
+        if gradient is None:
+            raise ValueError("a parameter without a gradient has no direction")
+        state = self.state[parameter]
+        if "momentum_buffer" not in state:
+            state["momentum_buffer"] = torch.zeros_like(gradient)
+        momentum = state["momentum_buffer"].lerp_(gradient, 1 - group["momentum"])
+        return gradient.lerp(momentum, group["momentum"])
+
+
+def orthogonal(matrices_BRC: Tensor, steps: int = 5) -> Tensor:
+    """
+    Each matrix with its singular values pushed towards 1 (0.7 to 1.2): U Vᵀ, nearly.
+
+    A quintic Newton-Schulz iteration; the coefficients are Keller Jordan's, who traded exactness
+    for few steps (https://kellerjordan.github.io/posts/muon/).
+
+    Args:
+        matrices_BRC: (batch, rows, columns).
+        steps: iterations.
+
+    Returns:
+        Same shape, in the format the products were done in.
+    """
+    a, b, c = _NEWTON_SCHULZ
+    tall = matrices_BRC.size(1) > matrices_BRC.size(2)
+    x = (matrices_BRC.mT if tall else matrices_BRC).to(
+        product_dtype(matrices_BRC.device), copy=True
+    )
+    x /= torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def product_dtype(device: torch.device) -> torch.dtype:
+    """bfloat16 where the device multiplies it in hardware, else float32."""
+    if device.type != "cpu":
+        return torch.bfloat16
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    fast = capabilities.get("avx512_bf16") or capabilities.get("amx_bf16")
+    return torch.bfloat16 if fast else torch.float32
