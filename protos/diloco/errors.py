@@ -13,8 +13,8 @@ Every error a component may raise on purpose.
   x UnavailableError       try again later; nothing was changed
   x StorageError           a disk refused or lost something; the previous state is intact
 
-`reason` is stable: it is a status reason, a metric label and a gRPC detail. The message says what was seen,
-what was expected and what to do.
+`reason` is stable: it is a status reason, a metric label and a gRPC detail. The message says what
+was seen, what was expected and what to do.
 """
 
 from __future__ import annotations

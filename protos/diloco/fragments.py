@@ -1,10 +1,10 @@
 """
 How a model is cut into fragments: balanced, deterministic, the same on both ends (paper C).
 
-Pure. A fragment is one flat fp32 vector: its tensors one after the other, each padded with zeros to a multiple of
-`BLOCK` elements, so that a quantisation block or a chunk never holds two tensors of one block. Nothing about a
-fragment travels on the wire except its index: both ends compute the same `Layout` from the same list of tensors, and
-`Layout.digest` proves it.
+Pure. A fragment is one flat fp32 vector: its tensors one after the other, each padded with zeros to
+a multiple of `BLOCK` elements, so that a quantisation block or a chunk never holds two tensors of
+one block. Nothing about a fragment travels on the wire except its index: both ends compute the same
+`Layout` from the same list of tensors, and `Layout.digest` proves it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,9 @@ class Layout:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over names, shapes, dtypes, kinds and the cut; equal digests mean equal fragments."""
+        """
+        SHA-256 over names, shapes, dtypes, kinds and the cut; equal digests mean equal fragments.
+        """
         text = json.dumps(
             [
                 [describe(t) for t in self.tensors],
@@ -133,8 +135,8 @@ def cut(
     """
     Deal tensors into fragments: largest first, each into the fragment that is smallest so far.
 
-    The largest fragment is at most 4/3 of the best possible (Graham 1969). Ties break by tensor name, then by
-    fragment index. Paper leaves this open: the order of ties.
+    The largest fragment is at most 4/3 of the best possible (Graham 1969). Ties break by tensor
+    name, then by fragment index. Paper leaves this open: the order of ties.
 
     Args:
         tensors: the trained parameters, any order.
@@ -151,11 +153,13 @@ def cut(
     names = [t.name for t in ordered]
     if len(set(names)) != len(names):
         twice = sorted({n for n in names if names.count(n) > 1})
-        raise ConfigError(f"tensor names come twice: {', '.join(twice)}; give each parameter one name")
+        raise ConfigError(
+            f"tensor names come twice: {', '.join(twice)}; give each parameter one name"
+        )
     if num_fragments > len(ordered):
         raise ConfigError(
-            f"spec.sync.fragments: {num_fragments} is more than the {len(ordered)} trained tensors of the model; "
-            f"set it to {len(ordered)} or less"
+            f"spec.sync.fragments: {num_fragments} is more than the {len(ordered)} trained "
+            f"tensors of the model; set it to {len(ordered)} or less"
         )
     heap = [(0, index) for index in range(num_fragments)]
     dealt: list[list[Tensor]] = [[] for _ in range(num_fragments)]

@@ -1,9 +1,10 @@
 """
 RunSpec: what every process of one job must share, and its hash.
 
-Pure. The planner makes it from a DiLoCoJob; the syncer, the learners and the evaluator read it from the file named by
-DILOCO_SPEC. Learner and syncer compare `RunSpec.hash` when they meet: it covers what must never differ between them
-and leaves out what may change while the job runs (T, K, checkpoint cadences, who takes part).
+Pure. The planner makes it from a DiLoCoJob; the syncer, the learners and the evaluator read it from
+the file named by DILOCO_SPEC. Learner and syncer compare `RunSpec.hash` when they meet: it covers
+what must never differ between them and leaves out what may change while the job runs (T, K,
+checkpoint cadences, who takes part).
 """
 
 from __future__ import annotations
@@ -31,7 +32,10 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSpec:
-    """The shared facts of a job. Fractions are floats here; the manifest's quoted decimals are parsed once."""
+    """
+    The shared facts of a job. Fractions are floats here; the manifest's quoted decimals are parsed
+    once.
+    """
 
     job: str
     steps: int
@@ -69,6 +73,7 @@ class RunSpec:
     """recipe.config of the manifest before any region's config is laid over it."""
 
     def __post_init__(self) -> None:
+        """Refuse values out of bounds, all of them in one message."""
         problems = [
             text
             for bad, text in (
@@ -84,7 +89,10 @@ class RunSpec:
                 ),
                 (self.quorum < 1, f"quorum: {self.quorum} is less than 1"),
                 (self.merge not in MERGES, f"merge: {self.merge!r} is none of {MERGES}"),
-                (self.wire_up not in UP_FORMATS, f"wire_up: {self.wire_up!r} is none of {UP_FORMATS}"),
+                (
+                    self.wire_up not in UP_FORMATS,
+                    f"wire_up: {self.wire_up!r} is none of {UP_FORMATS}",
+                ),
                 (
                     self.wire_down not in DOWN_FORMATS,
                     f"wire_down: {self.wire_down!r} is none of {DOWN_FORMATS}",
@@ -113,7 +121,8 @@ class RunSpec:
         Read what `to_json` wrote.
 
         Raises:
-            ConfigError: not JSON, unknown or missing fields, or the stated hash is not that of the fields.
+            ConfigError: not JSON, unknown or missing fields, or the stated hash is not that of the
+                fields.
         """
         try:
             data = json.loads(text)
@@ -122,25 +131,41 @@ class RunSpec:
         if not isinstance(data, dict):
             raise ConfigError(f"{source}: holds a {type(data).__name__}, expected an object")
         stated = data.pop("hash", None)
-        known = {f.name for f in dataclasses.fields(cls)}
-        if unknown := sorted(data.keys() - known):
+        fields = {f.name: str(f.type) for f in dataclasses.fields(cls)}
+        if unknown := sorted(data.keys() - fields):
             raise ConfigError(f"{source}: unknown fields {', '.join(unknown)}")
-        for name in ("learner_checkpoint", "syncer_checkpoint"):
-            if name in data:
-                data[name] = Checkpoint(**data[name])
-        for name in ("average_parameters", "evaluation_command"):
-            if name in data:
-                data[name] = tuple(data[name])
+        for name, value in data.items():
+            if type(value) not in _JSON_TYPES[fields[name]]:
+                raise ConfigError(f"{source}: {name} is {value!r}, expected {fields[name]}")
+            if isinstance(value, list):
+                data[name] = tuple(value)
         try:
+            for name in ("learner_checkpoint", "syncer_checkpoint"):
+                if name in data:
+                    data[name] = Checkpoint(**data[name])
             spec = cls(**data)
-        except TypeError as error:
+        except (TypeError, ConfigError) as error:
             raise ConfigError(f"{source}: {error}") from None
         if stated is not None and stated != spec.hash:
             raise ConfigError(
-                f"{source}: says hash {stated} but its fields give {spec.hash}; write the file again"
+                f"{source}: says hash {stated} but its fields give {spec.hash}; "
+                "write the file again"
             )
         return spec
 
+
+_JSON_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (float, int),
+    "bool": (bool,),
+    "int | None": (int, type(None)),
+    "str | None": (str, type(None)),
+    "tuple[str, ...]": (list,),
+    "dict[str, int]": (dict,),
+    "dict[str, Any]": (dict,),
+    "Checkpoint": (dict,),
+}
 
 _MAY_CHANGE = (
     "steps",

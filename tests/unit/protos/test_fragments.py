@@ -1,0 +1,169 @@
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.errors import ConfigError
+from diloco.fragments import BLOCK, CHUNK, Layout, Tensor, cut, differences, due, offsets
+
+
+def tensor(name: str, *shape: int, dtype: str = "float32", embedding: bool = False) -> Tensor:
+    return Tensor(name=name, shape=shape, dtype=dtype, embedding=embedding)
+
+
+@st.composite
+def models(draw: st.DrawFn) -> tuple[list[Tensor], int]:
+    sizes = draw(st.lists(st.integers(0, 3000), min_size=1, max_size=40))
+    tensors = [tensor(f"t{i}", size) for i, size in enumerate(sizes)]
+    return tensors, draw(st.integers(1, len(tensors)))
+
+
+@given(models())
+def test_every_tensor_lies_in_exactly_one_slot_on_a_block_edge_without_overlap(model):
+    tensors, parts = model
+    layout = cut(tensors, num_fragments=parts)
+    assert [f.index for f in layout.fragments] == list(range(parts))
+    placed = [slot.tensor.name for f in layout.fragments for slot in f.slots]
+    assert sorted(placed) == sorted(t.name for t in tensors)
+    for fragment in layout.fragments:
+        edge = 0
+        for slot in fragment.slots:
+            assert slot.offset == edge
+            assert slot.offset % BLOCK == 0
+            assert slot.end - slot.offset >= slot.tensor.elements
+            edge = slot.end
+        assert fragment.elements == edge
+
+
+@given(models(), st.randoms())
+def test_the_order_in_which_tensors_are_listed_changes_nothing(model, rng):
+    tensors, parts = model
+    shuffled = tensors[:]
+    rng.shuffle(shuffled)
+    first, second = cut(tensors, num_fragments=parts), cut(shuffled, num_fragments=parts)
+    assert first == second
+    assert first.digest == second.digest
+
+
+@given(st.lists(st.integers(1, 9), min_size=3, max_size=7), st.integers(1, 3))
+def test_no_fragment_is_more_than_four_thirds_of_the_best_possible(blocks, parts):
+    tensors = [tensor(f"t{i}", n * BLOCK) for i, n in enumerate(blocks)]
+    largest = max(f.elements for f in cut(tensors, num_fragments=parts).fragments)
+    best = min(
+        max(sum(n for n, p in zip(blocks, deal, strict=True) if p == part) for part in range(parts))
+        for deal in itertools.product(range(parts), repeat=len(blocks))
+    )
+    assert 3 * largest <= 4 * best * BLOCK
+
+
+def test_equal_tensors_are_dealt_evenly():
+    layout = cut([tensor(f"t{i}", BLOCK) for i in range(12)], num_fragments=4)
+    assert [f.elements for f in layout.fragments] == [3 * BLOCK] * 4
+
+
+def test_chunks_cover_a_fragment_once_and_only_the_last_is_short():
+    (fragment,) = cut([tensor("t", 2 * CHUNK + 1)], num_fragments=1).fragments
+    assert fragment.chunks == 3
+    assert [fragment.chunk(i) for i in range(3)] == [
+        (0, CHUNK),
+        (CHUNK, 2 * CHUNK),
+        (2 * CHUNK, 2 * CHUNK + BLOCK),
+    ]
+
+
+def test_embeddings_and_named_patterns_are_averaged():
+    tensors = [tensor("wte", 8, embedding=True), tensor("a.bias", 8), tensor("a.weight", 8)]
+    (fragment,) = cut(tensors, num_fragments=1, average=["*.bias"]).fragments
+    assert {s.tensor.name: s.average for s in fragment.slots} == {
+        "wte": True,
+        "a.bias": True,
+        "a.weight": False,
+    }
+
+
+def test_a_scalar_fills_one_block():
+    (fragment,) = cut([tensor("temperature")], num_fragments=1).fragments
+    assert fragment.elements == BLOCK
+
+
+def test_more_fragments_than_tensors_is_refused_with_both_numbers():
+    with pytest.raises(ConfigError, match=r"spec\.sync\.fragments: 3 is more than the 2 trained"):
+        cut([tensor("a", 1), tensor("b", 1)], num_fragments=3)
+
+
+def test_a_name_that_comes_twice_is_refused():
+    with pytest.raises(ConfigError, match="come twice: a;"):
+        cut([tensor("a", 1), tensor("a", 2), tensor("b", 1)], num_fragments=1)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Tensor(name="a", shape=(4, 2), dtype="float32"),
+        Tensor(name="a", shape=(2, 4), dtype="bfloat16"),
+        Tensor(name="a", shape=(2, 4), dtype="float32", embedding=True),
+        Tensor(name="a", shape=(2, 4), dtype="float32", aliases=("b",)),
+        Tensor(name="c", shape=(2, 4), dtype="float32"),
+    ],
+)
+def test_the_digest_and_the_differences_see_every_fact_of_a_tensor(other):
+    ours = cut([Tensor(name="a", shape=(2, 4), dtype="float32")], num_fragments=1)
+    theirs = cut([other], num_fragments=1)
+    assert ours.digest != theirs.digest
+    assert differences(ours, theirs)
+    assert differences(ours, ours) == []
+
+
+def test_the_digest_sees_constants_the_cut_and_what_is_averaged():
+    tensors = [tensor("a", 8), tensor("b", 8)]
+    digests = {
+        cut(tensors, num_fragments=1).digest,
+        cut(tensors, num_fragments=2).digest,
+        cut(tensors, num_fragments=1, average=["a"]).digest,
+        cut(tensors, num_fragments=1, constants=[tensor("mask", 2)]).digest,
+    }
+    assert len(digests) == 4
+
+
+def test_differences_are_sentences_about_both_sides():
+    ours = cut([tensor("a", 2), tensor("b", 3)], num_fragments=1, constants=[tensor("mask", 2)])
+    theirs = cut([tensor("b", 4, dtype="bfloat16"), tensor("c", 1)], num_fragments=1)
+    assert differences(ours, theirs) == [
+        "parameter a is missing",
+        "parameter c is not part of the job's model",
+        "parameter b has shape [4] instead of [3]",
+        "parameter b has dtype bfloat16 instead of float32",
+        "constant mask is missing",
+    ]
+    assert differences(ours, theirs, most=1) == ["parameter a is missing", "and 4 more"]
+
+
+def test_the_digest_of_a_known_model_is_what_it_was_in_the_first_release():
+    tensors = [tensor("wte", 256, 64, embedding=True), tensor("h.w", 64, 64), tensor("h.b", 64)]
+    assert cut(tensors, num_fragments=2).digest[:16] == "fde4d0f90a9bc23f"
+
+
+@given(st.integers(1, 60).flatmap(lambda p: st.tuples(st.just(p), st.integers(p, 200))))
+def test_in_one_interval_every_fragment_is_due_once_at_its_offset(shape):
+    parts, interval = shape
+    places = offsets(num_fragments=parts, interval=interval)
+    assert len(set(places)) == parts
+    assert all(0 <= place < interval for place in places)
+    steps = range(3 * interval, 4 * interval)
+    found = [due(step, num_fragments=parts, interval=interval) for step in steps]
+    assert [p for p in found if p is not None] == list(range(parts))
+    assert [found.index(p) for p in range(parts)] == list(places)
+
+
+@given(st.integers(1, 60).flatmap(lambda p: st.tuples(st.just(p), st.integers(p, 200))))
+def test_offsets_are_spread_evenly(shape):
+    parts, interval = shape
+    places = offsets(num_fragments=parts, interval=interval)
+    gaps = {b - a for a, b in zip(places, (*places[1:], interval), strict=True)}
+    assert gaps <= {math.floor(interval / parts), math.ceil(interval / parts)}
+
+
+def test_an_empty_layout_has_no_elements():
+    assert Layout(fragments=(), tensors=()).elements == 0
