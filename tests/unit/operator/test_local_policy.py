@@ -1,0 +1,403 @@
+"""The supervisor's decisions in virtual time."""
+
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_operator.local.events import (
+    Broken,
+    Close,
+    Completed,
+    Decision,
+    Event,
+    Exited,
+    Exported,
+    GiveUp,
+    Interrupted,
+    Kill,
+    Limits,
+    Outcome,
+    Phase,
+    Restart,
+    Served,
+    Start,
+    State,
+    Terminate,
+    Tick,
+)
+from diloco_operator.local.policy import Policy
+
+SIGKILL, SIGSEGV = 9, 11
+LEARNERS = ("eu/0", "eu/1")
+
+
+@dataclass
+class Run:
+    """A policy and a clock; `said` are all decisions with their time."""
+
+    policy: Policy
+    now: float = 0.0
+    said: list[tuple[float, Decision]] = field(default_factory=list)
+
+    def tell(self, event: Event, *, at: float | None = None) -> list[Decision]:
+        self.now = self.now if at is None else at
+        decisions = self.policy.handle(event, self.now)
+        self.said += [(self.now, one) for one in decisions]
+        return decisions
+
+    def exits(
+        self, name: str, code: int, *, at: float | None = None, says: str = ""
+    ) -> list[Decision]:
+        return self.tell(Exited(name=name, code=code, last_line=says), at=at)
+
+    def wait(self, *, until: float) -> list[Decision]:
+        said: list[Decision] = []
+        while self.now < until:
+            said += self.tell(Tick(), at=min(until, self.now + 0.25))
+        return said
+
+    def state(self, name: str) -> State:
+        return self.policy.processes[name].state
+
+    def starts(self, name: str) -> list[float]:
+        return [at for at, one in self.said if one == Start(name=name)]
+
+
+def fresh(**limits: float) -> Run:
+    run = Run(Policy(learners=LEARNERS, evaluator=True, limits=Limits(**limits)))
+    run.tell(Tick())
+    return run
+
+
+def training(**limits: float) -> Run:
+    run = fresh(**limits)
+    run.exits("kernels", 0)
+    run.tell(Served())
+    return run
+
+
+def names(decisions: list[Decision], kind: type) -> list[str]:
+    return [one.name for one in decisions if isinstance(one, kind)]
+
+
+# ---------------------------------------------------------------------------------- starting
+
+
+def test_the_kernels_come_first_then_the_syncer_then_everybody_else():
+    run = fresh()
+    assert names(run.tell(Tick()), Start) == []
+    assert run.starts("kernels") == [0.0]
+    assert names(run.exits("kernels", 0, at=3.0), Start) == ["syncer"]
+    assert names(run.tell(Tick(), at=9.0), Start) == []
+    assert names(run.tell(Served(), at=10.0), Start) == ["eu/0", "eu/1", "evaluator"]
+    assert run.policy.phase is Phase.RUNNING
+
+
+def test_kernels_that_do_not_compile_stop_nobody():
+    assert names(fresh().exits("kernels", 1), Start) == ["syncer"]
+
+
+def test_a_complete_job_started_again_runs_no_learner():
+    run = fresh()
+    run.exits("kernels", 0)
+    assert names(run.tell(Served(complete=True)), Start) == []
+    assert run.policy.outcome is Outcome.COMPLETE
+
+
+def test_a_complete_job_started_again_still_gets_its_missing_score():
+    run = fresh()
+    run.exits("kernels", 0)
+    assert names(run.tell(Served(complete=True, evaluated=False)), Start) == ["evaluator"]
+
+
+# ---------------------------------------------------------------------------------- restarts
+
+
+def test_the_pause_of_a_learner_doubles_up_to_its_cap():
+    run = training()
+    pauses = []
+    for _ in range(9):
+        restart = run.exits("eu/0", -SIGKILL)[0]
+        pauses.append(restart.delay_seconds)
+        assert names(run.wait(until=run.now + restart.delay_seconds - 0.01), Start) == []
+        assert names(run.wait(until=run.now + 0.25), Start) == ["eu/0"]
+    assert pauses == [0.5, 1, 2, 4, 8, 16, 30, 30, 30]
+    assert run.policy.processes["eu/0"].restarts == 9
+
+
+@pytest.mark.parametrize(("lived_seconds", "pause"), [(59.0, 2.0), (60.0, 0.5)])
+def test_a_healthy_minute_makes_the_pause_short_again(lived_seconds, pause):
+    run = training()
+    run.exits("eu/0", 1)
+    run.wait(until=0.5)
+    run.exits("eu/0", 1)
+    run.wait(until=1.5)
+    assert run.exits("eu/0", 1, at=1.5 + lived_seconds)[0].delay_seconds == pause
+
+
+def test_a_death_of_one_learner_leaves_the_others_alone():
+    run = training()
+    said = run.exits("eu/0", 1, says="RuntimeError: boom")
+    assert said == [
+        Restart(name="eu/0", code=1, last_line="RuntimeError: boom", restarts=1, delay_seconds=0.5)
+    ]
+
+
+def test_the_syncer_starts_again_at_once_and_learners_stay():
+    run = training()
+    said = run.exits("syncer", -SIGKILL, at=100.0)
+    assert names(said, Start) == ["syncer"]
+    assert names(said, Terminate) == []
+
+
+def test_a_syncer_that_serves_and_dies_over_and_over_is_not_started_in_a_hot_loop():
+    run = training()
+    run.exits("syncer", 1)
+    run.tell(Served())
+    assert run.exits("syncer", 1)[0].delay_seconds == 0.5
+
+
+def test_a_syncer_that_never_serves_again_fails_the_job():
+    run = training(syncer_starts=3)
+    for _ in range(4):
+        run.exits("syncer", 2, says="port 7 is in use")
+        run.wait(until=run.now + 30)
+    assert run.policy.outcome is Outcome.FAILED
+    assert run.policy.message == (
+        "the syncer was started 3 times in a row and did not serve (exit code 2: port 7 is in use)"
+    )
+
+
+@pytest.mark.parametrize("code", [2, 78])
+def test_a_syncer_that_refuses_its_spec_is_not_tried_again(code):
+    run = fresh()
+    run.exits("kernels", 0)
+    run.exits("syncer", code, says="no such spec")
+    assert run.policy.outcome is Outcome.FAILED
+    assert run.starts("syncer") == [0.0]
+
+
+def test_a_learner_that_leaves_early_comes_back():
+    run = training()
+    assert run.exits("eu/0", 0) == []
+    assert names(run.wait(until=1.9), Start) == []
+    said = run.wait(until=2.25)
+    assert names(said, Restart) == ["eu/0"]
+    assert names(said, Start) == ["eu/0"]
+
+
+def test_a_learner_that_leaves_just_before_complete_is_heard_is_done():
+    run = training()
+    run.exits("eu/0", 0)
+    run.tell(Completed(), at=1.0)
+    run.wait(until=10.0)
+    assert run.state("eu/0") is State.DONE
+    assert run.policy.processes["eu/0"].restarts == 0
+
+
+def test_try_again_is_a_restart():
+    assert names(training().exits("eu/0", 75), Restart) == ["eu/0"]
+
+
+def test_a_refused_learner_fails_the_job_with_its_own_words_and_never_starts_again():
+    run = training()
+    run.exits("eu/0", 78, says="parameter head.weight has shape [4] instead of [8]")
+    run.wait(until=200.0)
+    assert run.policy.message == (
+        "learner eu/0 is refused for good: parameter head.weight has shape [4] instead of [8]"
+    )
+    assert run.state("eu/0") is State.REFUSED
+    assert run.starts("eu/0") == [0.0]
+
+
+def test_an_evaluator_that_is_refused_stays_away_and_the_run_goes_on():
+    run = training()
+    assert run.exits("evaluator", 78, says="no data") == [
+        GiveUp(name="evaluator", last_line="no data")
+    ]
+    run.wait(until=100.0)
+    assert run.policy.outcome is None
+    assert run.starts("evaluator") == [0.0]
+
+
+@pytest.mark.parametrize(
+    ("code", "counts"), [(1, True), (75, True), (-SIGSEGV, True), (-SIGKILL, False), (0, False)]
+)
+def test_only_own_faults_count_against_the_restart_limit(code, counts):
+    run = training(learner_restarts=2)
+    for _ in range(3):
+        run.exits("eu/0", code)
+        run.wait(until=run.now + 40)
+    assert (run.policy.outcome is Outcome.FAILED) is counts
+
+
+def test_faults_of_two_learners_are_not_added_up():
+    run = training(learner_restarts=1)
+    run.exits("eu/0", 1)
+    run.exits("eu/1", 1)
+    assert run.policy.outcome is None
+
+
+def test_the_active_deadline_fails_the_job():
+    run = training(active_seconds=100)
+    run.wait(until=99.9)
+    assert run.policy.outcome is None
+    run.wait(until=100.0)
+    assert run.policy.outcome is Outcome.FAILED
+    assert "activeDeadlineSeconds" in run.policy.message
+
+
+# ---------------------------------------------------------------------------------- the end
+
+
+def test_after_completion_nobody_is_asked_to_leave_before_its_time():
+    run = training()
+    run.tell(Completed())
+    run.tell(Exported())
+    assert names(run.wait(until=59.75), Terminate) == []
+    assert names(run.wait(until=60.0), Terminate) == ["eu/0", "eu/1"]
+
+
+def test_when_everybody_left_the_syncer_ends_last_and_the_run_is_closed():
+    run = training()
+    run.tell(Completed())
+    run.tell(Exported())
+    run.exits("eu/0", 0)
+    run.exits("eu/1", 0)
+    assert names(run.wait(until=5.0), Terminate) == []
+    assert names(run.exits("evaluator", 0), Terminate) == ["syncer"]
+    run.exits("syncer", 0)
+    assert run.policy.phase is Phase.CLOSED
+    assert all(one.state is State.DONE for one in run.policy.processes.values())
+
+
+def test_the_syncer_is_not_ended_before_the_model_is_exported():
+    run = training()
+    run.tell(Completed())
+    for name in (*LEARNERS, "evaluator"):
+        run.exits(name, 0)
+    assert names(run.wait(until=100.0), Terminate) == []
+    assert names(run.tell(Exported()), Terminate) == ["syncer"]
+
+
+def test_a_syncer_that_dies_before_the_export_is_started_again():
+    run = training()
+    run.tell(Completed())
+    assert names(run.exits("syncer", -SIGKILL), Start) == ["syncer"]
+
+
+def test_an_evaluator_that_dies_before_the_final_score_is_started_again():
+    run = training()
+    run.tell(Completed())
+    run.exits("evaluator", 1)
+    assert names(run.wait(until=1.0), Start) == ["evaluator"]
+
+
+def test_a_learner_that_dies_after_completion_is_not_started_again():
+    run = training()
+    run.tell(Completed())
+    assert run.exits("eu/0", 1) == []
+    run.wait(until=50.0)
+    assert run.starts("eu/0") == [0.0]
+
+
+def test_an_interrupt_ends_learners_then_evaluator_then_syncer():
+    run = training()
+    assert names(run.tell(Interrupted()), Terminate) == ["eu/0", "eu/1"]
+    run.exits("eu/0", 0)
+    assert names(run.exits("eu/1", 0), Terminate) == ["evaluator"]
+    assert names(run.exits("evaluator", 0), Terminate) == ["syncer"]
+    run.exits("syncer", 0)
+    assert (run.policy.phase, run.policy.outcome) == (Phase.CLOSED, Outcome.SUSPENDED)
+    assert not run.policy.forced
+
+
+def test_who_does_not_leave_is_killed_once():
+    run = training()
+    run.tell(Interrupted())
+    assert names(run.wait(until=29.75), Kill) == []
+    assert names(run.wait(until=60.0), Kill) == ["eu/0", "eu/1"]
+
+
+def test_a_second_interrupt_kills_everybody_at_once():
+    run = training()
+    run.tell(Interrupted())
+    assert names(run.tell(Interrupted()), Kill) == ["syncer", "eu/0", "eu/1", "evaluator"]
+    for name in ("syncer", *LEARNERS, "evaluator"):
+        run.exits(name, -SIGKILL)
+    assert run.policy.phase is Phase.CLOSED
+    assert run.policy.forced
+
+
+def test_an_interrupt_after_completion_hurries_but_stays_complete():
+    run = training()
+    run.tell(Completed())
+    assert names(run.tell(Interrupted()), Terminate) == ["eu/0", "eu/1"]
+    assert run.policy.outcome is Outcome.COMPLETE
+
+
+def test_an_interrupt_while_the_kernels_compile_ends_the_run():
+    run = fresh()
+    assert names(run.tell(Interrupted()), Terminate) == ["kernels"]
+    run.exits("kernels", -15)
+    assert run.policy.phase is Phase.CLOSED
+    assert run.starts("syncer") == []
+
+
+def test_a_learner_in_its_pause_is_not_started_after_an_interrupt():
+    run = training()
+    run.exits("eu/0", 1)
+    run.tell(Interrupted())
+    run.wait(until=20.0)
+    assert run.starts("eu/0") == [0.0]
+
+
+def test_the_first_reason_to_end_is_the_one_that_stands():
+    run = training()
+    run.tell(Broken(message="first"))
+    run.tell(Completed())
+    run.exits("eu/0", 78)
+    assert run.policy.message == "first"
+    assert sum(isinstance(one, Close) for _, one in run.said) == 1
+
+
+EVENTS = st.one_of(
+    st.just(Tick()),
+    st.just(Served()),
+    st.just(Completed()),
+    st.just(Exported()),
+    st.just(Interrupted()),
+    st.builds(
+        Exited,
+        name=st.sampled_from(["kernels", "syncer", *LEARNERS, "evaluator"]),
+        code=st.sampled_from([0, 1, 2, 75, 78, -9, -15]),
+    ),
+)
+
+
+@given(st.lists(st.tuples(EVENTS, st.floats(0, 40)), max_size=40))
+def test_any_history_never_starts_who_is_alive_and_ends_once_interrupted_twice(history):
+    run = Run(Policy(learners=LEARNERS, evaluator=True))
+    alive: set[str] = set()
+
+    def tell(event: Event) -> None:
+        if isinstance(event, Exited):
+            if event.name not in alive:
+                return
+            alive.remove(event.name)
+        for name in names(run.tell(event), Start):
+            assert name not in alive
+            alive.add(name)
+
+    for event, seconds in history:
+        run.now += seconds
+        tell(event)
+    while run.policy.phase is not Phase.CLOSED:
+        run.now += 50.0
+        tell(Interrupted())
+        for name in sorted(alive):
+            tell(Exited(name=name, code=-SIGKILL))
+    assert alive == set()
+    assert names(run.wait(until=run.now + 300.0), Start) == []
