@@ -6,9 +6,9 @@ nothing is merged twice, and the model is as good as if nothing had happened (is
 import json
 
 import pytest
-from diloco_testing.local_run import LocalRun, longest_wait, manifest
 
 from diloco_operator.audit import audit
+from diloco_testing.local_run import LocalRun, longest_wait, manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 

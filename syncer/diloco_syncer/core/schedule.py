@@ -23,9 +23,9 @@ class Pace:
     """
     Keeps the global step from running ahead of the fastest learner.
 
-    Paper leaves this open: decision 5. Each learner has a place on the scale of global steps that moves by one with
-    each of its steps. The next global step may start when somebody's place has reached it. A learner that is slower is moved
-    up to at most PACE_LAG_STEPS behind, so that it can take over soon when the fastest is gone, yet two learners half
+    Paper leaves this open: decision 5. Each learner has a place on the scale of global steps that moves by
+    one with each of its steps. The next global step may start when somebody's place has reached it. A learner
+    that is slower is moved up to at most PACE_LAG_STEPS behind, so that it can take over soon when the fastest is gone, yet two learners half
     a step out of phase do not start two global steps per local one. Steps cannot be saved up: while the syncer waits
     for a quorum, the learners' places stay at most one ahead.
     """
@@ -64,8 +64,8 @@ class Grace:
     The adaptive grace window (paper 3.2, Eq 3): min(cap, γ · (τ·ξ_step − (ξ_quorum + ξ_sync))), never negative.
 
     Paper leaves this open: the EMA factor, the start, whose ξ_step. ξ_step is that of the *fastest* learner that
-    is training: it sets the pace (see `Pace`), so the slack that a round may use is counted in its steps. Measured with the
-    slowest instead: one learner slowed 5× stretches every round to its own step (docs/adr/0005).
+    is training: it sets the pace (see `Pace`), so the slack that a round may use is counted in its steps.
+    Measured with the slowest instead: one learner slowed 5× stretches every round to its own step (docs/adr/0005).
     """
 
     overlap: int

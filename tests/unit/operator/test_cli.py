@@ -42,7 +42,7 @@ def test_a_good_manifest_is_summed_up_in_one_line(tmp_path):
     done = diloco("validate", EXAMPLE, cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout == (
-        f"{EXAMPLE}: stdlib-gpt is good: 1000 steps, 4 learners (eu 2, us 2), quorum 1, "
+        f"{EXAMPLE}: stdlib-gpt is good: 600 steps, 4 learners (eu 2, us 2), quorum 1, "
         "syncer in eu\n"
     )
 

@@ -1,5 +1,6 @@
 """The engine in virtual time: who is merged, when, and what happens when learners come and go."""
 
+import itertools
 import json
 import random
 
@@ -188,8 +189,8 @@ def test_an_attempt_in_which_nobody_delivers_is_repeated_after_longer_and_longer
             now += 0.01
             engine.members.by_name["eu/0"].heard = now
         pulls.append(now)
-    pauses = [b - a for a, b in zip(pulls, pulls[1:], strict=False)]
-    assert pauses == sorted(pauses)
+    pauses = [b - a for a, b in itertools.pairwise(pulls)]
+    assert all(b >= a - 0.02 for a, b in itertools.pairwise(pauses))
     assert pauses[0] < 0.2 < 2.0 < pauses[-1] <= 5.1
 
 
