@@ -1,0 +1,207 @@
+"""A learner's own checkpoint: everything comes back, damage is skipped, nothing half-written is ever used."""
+
+from __future__ import annotations
+
+import json
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco.errors import ConfigError
+from diloco_worker import checkpoint
+from diloco_worker.checkpoint import Checkpoints, pack, unpack
+
+FACTS = {"local_step": 1, "total_tokens": 2, "steps": [1], "tokens": [2]}
+
+
+def trained(optimizer_type=torch.optim.AdamW, *, seed=0, steps=3, **options):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    model.register_buffer("hidden", torch.tensor([1.5]), persistent=False)
+    optimizer = optimizer_type(model.parameters(), lr=0.1, **options)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+def train(model, optimizer, steps):
+    for _ in range(steps):
+
+        def closure():
+            optimizer.zero_grad()
+            loss = model(torch.randn(6, 4)).square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+
+
+def save(store, model, optimizers, *, local_step=1):
+    assert store.start(model, optimizers, local_step=local_step, global_step=2, facts=FACTS)
+    store.finish()
+
+
+@pytest.mark.parametrize(
+    ("optimizer_type", "options"),
+    [
+        (torch.optim.SGD, {"momentum": 0.9}),
+        (torch.optim.AdamW, {"amsgrad": True}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.RMSprop, {}),
+        (torch.optim.LBFGS, {"max_iter": 3}),
+    ],
+)
+def test_training_goes_on_bit_for_bit_after_a_restart(tmp_path, optimizer_type, options):
+    model, optimizer = trained(optimizer_type, **options)
+    store = Checkpoints(tmp_path, keep=2, digest="d")
+    save(store, model, [optimizer])
+    train(model, optimizer, 2)
+    other, other_optimizer = trained(optimizer_type, seed=9, steps=1, **options)
+    again = Checkpoints(tmp_path, keep=2, digest="d")
+    found = again.newest()
+    assert (found.local_step, found.global_step, found.facts) == (1, 2, FACTS)
+    again.load(found, other, [other_optimizer])
+    assert other.hidden == 1.5
+    train(other, other_optimizer, 2)
+    for a, b in zip(model.state_dict().values(), other.state_dict().values(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_several_optimizers_and_parameter_groups_come_back(tmp_path):
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    def optimizers():
+        return [
+            torch.optim.SGD(model[0].parameters(), lr=0.1, momentum=0.5),
+            torch.optim.AdamW(
+                [{"params": [model[1].weight], "lr": 0.2}, {"params": [model[1].bias], "lr": 0.3}]
+            ),
+        ]
+
+    first = optimizers()
+    for optimizer in first:
+        optimizer.zero_grad()
+    model(torch.ones(2, 4)).sum().backward()
+    for optimizer in first:
+        optimizer.step()
+    store = Checkpoints(tmp_path, keep=1, digest="d")
+    save(store, model, first)
+    second = optimizers()
+    store.load(store.newest(), model, second)
+    assert [g["lr"] for g in second[1].param_groups] == [0.2, 0.3]
+    assert second[1].param_groups[0]["betas"] == (0.9, 0.999)
+    assert torch.equal(
+        second[0].state[model[0].weight]["momentum_buffer"],
+        first[0].state[model[0].weight]["momentum_buffer"],
+    )
+
+
+def test_another_set_of_optimizers_is_refused(tmp_path):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=1, digest="d")
+    save(store, model, [optimizer])
+    with pytest.raises(ConfigError, match="1 optimizers, this run 2"):
+        store.load(store.newest(), model, [optimizer, optimizer])
+
+
+def test_the_random_state_comes_back(tmp_path):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=1, digest="d")
+    save(store, model, [optimizer])
+    drawn = (torch.rand(3).tolist(), random.random(), np.random.rand())
+    store.load(store.newest(), model, [optimizer])
+    assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == drawn
+
+
+def test_what_happens_after_the_copy_is_not_in_the_checkpoint(tmp_path):
+    model, optimizer = trained()
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    store = Checkpoints(tmp_path, keep=1, digest="d")
+    store.start(model, [optimizer], local_step=1, global_step=2, facts=FACTS)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(7)
+    store.finish()
+    store.load(store.newest(), model, [optimizer])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_the_last_ones_are_kept(tmp_path):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=2, digest="d")
+    for step in (5, 10, 15):
+        save(store, model, [optimizer], local_step=step)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        f"checkpoint-{step:010d}.{kind}" for step in (10, 15) for kind in ("json", "safetensors")
+    ]
+
+
+@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+def test_a_cut_checkpoint_is_skipped_for_the_one_before(tmp_path, caplog, share, suffix):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=3, digest="d")
+    save(store, model, [optimizer], local_step=5)
+    save(store, model, [optimizer], local_step=10)
+    victim = tmp_path / f"checkpoint-0000000010.{suffix}"
+    data = victim.read_bytes()
+    victim.write_bytes(data[: int(len(data) * share)])
+    assert store.newest().local_step == 5
+    assert "checkpoint-0000000010.json is skipped" in caplog.text
+
+
+def test_a_flipped_bit_is_found(tmp_path, caplog):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=3, digest="d")
+    save(store, model, [optimizer])
+    victim = tmp_path / "checkpoint-0000000001.safetensors"
+    data = bytearray(victim.read_bytes())
+    data[-1] ^= 1
+    victim.write_bytes(data)
+    assert store.newest() is None
+    assert "SHA-256" in caplog.text
+
+
+def test_a_checkpoint_of_another_model_is_skipped(tmp_path, caplog):
+    model, optimizer = trained()
+    save(Checkpoints(tmp_path, keep=1, digest="d"), model, [optimizer])
+    assert Checkpoints(tmp_path, keep=1, digest="e").newest() is None
+    assert "another model" in caplog.text
+
+
+def test_a_full_disk_leaves_the_one_before_and_stops_nothing(tmp_path, caplog, monkeypatch):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=1, digest="d")
+    save(store, model, [optimizer], local_step=5)
+    real = checkpoint.os.write
+
+    def full(fd, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint.os, "write", full)
+    save(store, model, [optimizer], local_step=10)
+    monkeypatch.setattr(checkpoint.os, "write", real)
+    assert "No space left" in caplog.text
+    assert store.newest().local_step == 5
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_trees_survive_without_pickle():
+    tree = {
+        "a": [1, 2.5, None, True, ("x", {3: torch.ones(2)})],
+        4: {"nested": torch.tensor(1, dtype=torch.int64)},
+    }
+    tensors = {}
+    back = unpack(json.loads(json.dumps(pack(tree, tensors))), tensors)
+    assert back["a"][:4] == [1, 2.5, None, True]
+    assert back["a"][4][0] == "x"
+    assert torch.equal(back["a"][4][1][3], torch.ones(2))
+    assert back[4]["nested"] == 1
+
+
+def test_a_value_that_cannot_be_kept_is_named():
+    with pytest.raises(ConfigError, match="/odd is a object"):
+        pack({"odd": object()}, {})

@@ -1,0 +1,166 @@
+"""How a torch model becomes named tensors, and how its values travel to flat memory and back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco.errors import ConfigError, DamagedError
+from diloco.fragments import cut
+from diloco_worker.layout import Copier, ModelTensors, describe
+
+
+class Tied(nn.Module):
+    """A language model's ends: the head is the embedding, one bias frozen, a buffer of each kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 4)
+        self.body = nn.Linear(4, 4)
+        self.head = nn.Linear(4, 10, bias=False)
+        self.head.weight = self.embed.weight
+        self.body.bias.requires_grad_(False)
+        self.scale = nn.Parameter(torch.tensor(2.0))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+
+def memories(tensors: ModelTensors, num_fragments: int):
+    layout = cut([n.info for n in tensors.trained], num_fragments=num_fragments)
+    copier = Copier(tensors, layout)
+    hosts = [np.zeros(f.elements, np.float32) for f in layout.fragments]
+    inboxes = [np.zeros(f.elements, np.float32) for f in layout.fragments]
+    copier.attach(hosts, inboxes)
+    return layout, copier, hosts, inboxes
+
+
+def test_tied_weights_are_one_embedding_with_an_alias_and_frozen_things_are_constants():
+    found = describe(Tied())
+    facts = {n.info.name: (n.info.embedding, n.info.aliases, n.info.shape) for n in found.trained}
+    assert facts == {
+        "body.weight": (False, (), (4, 4)),
+        "embed.weight": (True, ("head.weight",), (10, 4)),
+        "scale": (False, (), ()),
+    }
+    assert [n.info.name for n in found.constants] == ["body.bias", "count"]
+
+
+def test_a_head_tied_the_other_way_round_is_still_an_embedding():
+    model = Tied()
+    model.head = nn.Linear(4, 10, bias=False)
+    model.embed.weight = model.head.weight
+    (name,) = [n.info.name for n in describe(model).trained if n.info.embedding]
+    assert name == "embed.weight"
+
+
+def test_two_parameters_on_one_storage_are_one_tensor():
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[1].weight.data = model[0].weight.data
+    assert [(n.info.name, n.info.aliases) for n in describe(model).trained] == [
+        ("0.weight", ("1.weight",))
+    ]
+
+
+def test_a_compiled_model_has_the_names_of_the_model_inside():
+    assert [n.info.name for n in describe(torch.compile(nn.Linear(2, 2))).trained] == [
+        "bias",
+        "weight",
+    ]
+
+
+def test_nothing_to_train_is_said():
+    with pytest.raises(ConfigError, match="nothing to train"):
+        describe(nn.Linear(2, 2).requires_grad_(False))
+
+
+def test_what_cannot_be_merged_is_named():
+    model = nn.Linear(2, 2)
+    model.odd = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    with pytest.raises(ConfigError, match="odd has dtype complex64"):
+        describe(model)
+
+
+def test_a_model_without_memory_is_named():
+    with pytest.raises(ConfigError, match="weight is on the meta device"):
+        describe(nn.Linear(2, 2, device="meta"))
+
+
+def test_out_and_in_are_inverse_for_every_kind_of_parameter():
+    torch.manual_seed(0)
+    model = Tied()
+    model.flipped = nn.Parameter(torch.randn(6, 5).t())  # not contiguous
+    model.fp16 = nn.Parameter(torch.randn(130).half())
+    model.fp64 = nn.Parameter(torch.randn(3).float().double())
+    model.empty = nn.Parameter(torch.zeros(0, 3))
+    found = describe(model)
+    layout, copier, hosts, inboxes = memories(found, 3)
+    before = {n.info.name: n.tensor.detach().clone() for n in found.trained}
+    for p in range(3):
+        copier.copy_out(p)
+        inboxes[p][:] = hosts[p]
+    with torch.no_grad():
+        for named in found.trained:
+            named.tensor.zero_()
+    for p in range(3):
+        copier.copy_in(p)
+    for named in found.trained:
+        assert torch.equal(named.tensor, before[named.info.name]), named.info.name
+    assert model.head.weight is model.embed.weight
+    for fragment, host in zip(layout.fragments, hosts, strict=True):
+        for slot in fragment.slots:
+            assert not host[slot.offset + slot.tensor.elements : slot.end].any()
+
+
+def test_a_fragment_touches_no_other():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    layout, copier, _, inboxes = memories(describe(model), 2)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    inboxes[0][:] = 9
+    copier.copy_in(0)
+    mine = {slot.tensor.name for slot in layout.fragments[0].slots}
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[name]) == (name not in mine)
+
+
+def test_the_rounding_of_a_bf16_parameter_does_not_stay_in_the_base_of_the_next_delta():
+    model = nn.Linear(64, 4, dtype=torch.bfloat16)
+    layout, copier, hosts, inboxes = memories(describe(model), 1)
+    inboxes[0][: layout.fragments[0].elements] = np.float32(1 / 3)
+    copier.copy_in(0)
+    copier.copy_out(0)
+    real = np.concatenate(
+        [np.arange(s.offset, s.offset + s.tensor.elements) for s in layout.fragments[0].slots]
+    )
+    assert (inboxes[0][real] != np.float32(1 / 3)).all()
+    assert not (inboxes[0] - hosts[0])[real].any()
+
+
+def test_constants_travel_as_safetensors_with_every_type():
+    model = Tied()
+    model.register_buffer("mask", torch.tensor([True, False, True]))
+    model.register_buffer("b16", torch.randn(5).bfloat16())
+    found = describe(model)
+    _, copier, _, _ = memories(found, 1)
+    memory = np.zeros(copier.constants_bytes(), np.uint8)
+    copier.constants_out(memory)
+    other = Tied()
+    other.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
+    other.register_buffer("b16", torch.zeros(5, dtype=torch.bfloat16))
+    _, taker, _, _ = memories(describe(other), 1)
+    with torch.no_grad():
+        other.count.zero_()
+    taker.constants_in(memory)
+    for name in ("body.bias", "count", "mask", "b16"):
+        assert torch.equal(model.state_dict()[name], other.state_dict()[name])
+
+
+def test_constants_of_another_model_are_refused():
+    model = nn.BatchNorm1d(3)
+    _, copier, _, _ = memories(describe(model), 1)
+    memory = np.zeros(copier.constants_bytes(), np.uint8)
+    copier.constants_out(memory)
+    _, taker, _, _ = memories(describe(nn.BatchNorm1d(4)), 1)
+    with pytest.raises(DamagedError, match="running_mean"):
+        taker.constants_in(memory)

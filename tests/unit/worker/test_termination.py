@@ -1,0 +1,31 @@
+"""SIGTERM: noticed here, deadly as ever in children."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+FORKED = """
+import os, signal, time
+from diloco_worker.termination import Termination
+term = Termination()
+ready, tell = os.pipe()
+child = os.fork()
+if child == 0:
+    os.write(tell, b"x")
+    time.sleep(20)
+    os._exit(0)
+os.read(ready, 1)  # a signal that comes while Python forks is dropped by Python
+os.kill(child, signal.SIGTERM)
+_, status = os.waitpid(child, 0)
+print(os.WTERMSIG(status), term.received)
+os.kill(os.getpid(), signal.SIGTERM)
+print(term.received)
+term.restore()
+print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
+"""
+
+
+def test_a_forked_child_still_dies_of_sigterm_and_the_parent_notices_only_its_own():
+    out = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
+    assert out.stdout.split("\n")[:3] == ["15 False", "True", "True"]

@@ -1,0 +1,55 @@
+"""What a learner process is told by its environment."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.errors import ConfigError
+from diloco_worker.settings import Fault, from_env
+
+ENV = {
+    "DILOCO_JOB": "j", "DILOCO_LEARNER": "eu/3", "DILOCO_SYNCER": "host:1", "DILOCO_SPEC": "/s.json",
+}  # fmt: skip
+
+
+def test_without_a_syncer_there_is_no_job():
+    assert from_env({}) is None
+    assert from_env({"DILOCO_SYNCER": "", "DILOCO_JOB": "j"}) is None
+
+
+def test_only_four_variables_are_needed():
+    settings = from_env(ENV)
+    assert (settings.job, settings.learner, settings.region, settings.config) == (
+        "j",
+        "eu/3",
+        "eu",
+        {},
+    )
+    assert settings.state is None
+
+
+def test_everything_that_is_wrong_is_said_at_once():
+    bad = {
+        "DILOCO_SYNCER": "h:1", "DILOCO_LEARNER": "eu", "DILOCO_CONFIG": "[1]", "DILOCO_METRICS_PORT": "x",
+        "DILOCO_FAULTS": "upload:explode",
+    }  # fmt: skip
+    with pytest.raises(ConfigError) as error:
+        from_env(bad)
+    for part in (
+        "DILOCO_JOB is not set", "DILOCO_SPEC is not set", "'eu' is not <region>/<index>",
+        "DILOCO_CONFIG: holds a list", "DILOCO_METRICS_PORT: 'x'", "'upload:explode' is not",
+    ):  # fmt: skip
+        assert part in str(error.value)
+
+
+def test_faults_have_a_number_and_a_limit():
+    settings = from_env({**ENV, "DILOCO_FAULTS": "upload:corrupt-chunk=3@1; upload:nan"})
+    assert settings.faults == (
+        Fault(point="upload", harm="corrupt-chunk", value=3, times=1), Fault(point="upload", harm="nan"),
+    )  # fmt: skip
+
+
+def test_a_spec_that_cannot_be_read_is_named(tmp_path):
+    settings = from_env({**ENV, "DILOCO_SPEC": str(tmp_path / "no.json")})
+    with pytest.raises(ConfigError, match=r"no\.json: No such file"):
+        settings.read_spec()
