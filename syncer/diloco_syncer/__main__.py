@@ -51,6 +51,8 @@ def _run(given: settings.Settings) -> int:
         text = given.spec.read_text()
     except OSError as error:
         raise ConfigError(f"{given.spec}: {error.strerror}; give the RunSpec of the job") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{given.spec}: not UTF-8 text; give the RunSpec of the job") from None
     spec = RunSpec.from_json(text, source=str(given.spec))
     tls = Tls.load(given.tls)
     given.directory.mkdir(parents=True, exist_ok=True)
@@ -66,7 +68,7 @@ def _run(given: settings.Settings) -> int:
     wire.warm_up()
     runner = Runner(
         spec, given.directory, engine=engine, theta=theta, store=store, events=events,
-        metrics=Metrics(given.metrics_port),
+        metrics=Metrics(given.metrics_port), stall_seconds=given.stall_seconds,
     )  # fmt: skip
     runner.record(
         "start",

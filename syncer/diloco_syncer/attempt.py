@@ -67,6 +67,8 @@ class Attempt:
         """All members answered."""
         with self._changed:
             self._merge = merge
+            # From now on others wait for each of them, also for one that never sends a chunk.
+            self._progress = dict.fromkeys(self.deliveries, time.monotonic())
             self._changed.notify_all()
 
     def finish(self, *, committed: bool, why: str = "") -> None:

@@ -25,8 +25,9 @@ from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer import state
 from diloco_syncer.attempt import Attempt
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.buffers import Buffers
 from diloco_syncer.core.engine import HEARTBEAT_SECONDS, Engine
-from diloco_syncer.core.merge import FragmentMerge, Member
+from diloco_syncer.core.merge import FragmentMerge, Member, MemberError
 from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.store import EventLog, Store
@@ -35,11 +36,11 @@ from diloco_syncer.theta import Held, Theta
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-STALL_SECONDS = 20.0
-"""A member that sends nothing for so long while others wait for it is dropped from the merge."""
+TICK_SECONDS = 0.5
+"""How often the engine looks at the clock at least, however many events keep it busy."""
 
-MERGE_WINDOW_CHUNKS = 16
-"""How many chunks a member may be ahead of the slowest: bounds memory to this × members × 1 MiB."""
+MERGE_WINDOW_BYTES = 16 << 20
+"""How far a member may be ahead of the slowest, as encoded: bounds memory to this × members."""
 
 _ERRORS = {error.reason: error for error in ALL_ERRORS}
 
@@ -65,15 +66,17 @@ class Runner:
         directory: the run directory (events.jsonl, snapshots/, model/).
         engine: fresh or resumed.
         theta: what the snapshot held; None for a fresh job.
+        stall_seconds: a member that sends nothing for so long while others wait for it is dropped
+            from the merge.
     """
 
     def __init__(
         self, spec: RunSpec, directory: Path, *, engine: Engine, theta: Theta | None,
-        store: Store, events: EventLog, metrics: Metrics,
+        store: Store, events: EventLog, metrics: Metrics, stall_seconds: float = 20.0,
     ) -> None:  # fmt: skip
         self.spec, self.directory = spec, directory
         self.engine, self.theta, self.store, self.events = engine, theta, store, events
-        self.metrics = metrics
+        self.metrics, self.stall_seconds = metrics, stall_seconds
         self.layout: Layout | None = theta.layout if theta else None
         self.sessions: dict[int, Session] = {}
         self.model: tuple[str, str] = state.exported(directory)
@@ -84,6 +87,7 @@ class Runner:
         """learner → (incarnation, session): read by the bulk threads."""
         self._attempts: OrderedDict[tuple[int, int], Attempt] = OrderedDict()
         self._queue: queue.SimpleQueue[ev.Event | Callable[[], None] | None] = queue.SimpleQueue()
+        self._buffers = Buffers()
         self._lock = threading.Lock()
         self._numbers = itertools.count(1)
         self._disk = ThreadPoolExecutor(1, thread_name_prefix="disk")
@@ -160,29 +164,36 @@ class Runner:
     # ------------------------------------------------------------ the loop
 
     def _run(self) -> None:
-        wake = time.monotonic() + HEARTBEAT_SECONDS
+        wake = tick = time.monotonic() + TICK_SECONDS
         while True:
             event: ev.Event | Callable[[], None] | None
             try:
-                event = self._queue.get(timeout=max(0.0, wake - time.monotonic()))
+                event = self._queue.get(timeout=max(0.0, min(wake, tick) - time.monotonic()))
             except queue.Empty:
                 event = ev.Tick()
             if event is None:
                 return
             if callable(event):
                 event()
-                continue
-            if isinstance(event, ev.Tick):
+            else:
+                wake = self._handle(event, wake)
+            # WakeAt moves on with every event: the reports of others must not hide a silent learner.
+            if time.monotonic() >= tick:
                 self._drop_stalled()
-            try:
-                decisions = self.engine.handle(event, time.monotonic())
-                for decision in decisions:
-                    if isinstance(decision, ev.WakeAt):
-                        wake = decision.seconds
-                    else:
-                        self._carry_out(decision)
-            except Exception:
-                log.exception("event %r could not be handled; going on", type(event).__name__)
+                wake = self._handle(ev.Tick(), wake)
+                tick = time.monotonic() + TICK_SECONDS
+
+    def _handle(self, event: ev.Event, wake: float) -> float:
+        """Let the engine decide and carry it out; returns when it wants to be woken."""
+        try:
+            for decision in self.engine.handle(event, time.monotonic()):
+                if isinstance(decision, ev.WakeAt):
+                    wake = decision.seconds
+                else:
+                    self._carry_out(decision)
+        except Exception:
+            log.exception("event %r could not be handled; going on", type(event).__name__)
+        return wake
 
     def _carry_out(self, decision: ev.Decision) -> None:
         match decision:
@@ -304,14 +315,29 @@ class Runner:
         )
         for learner in decision.learners:
             self._say(learner, message)
+        # Now, not when all have answered: a far learner's request then travels while it encodes.
+        result = pb.Result(
+            round=decision.round, attempt=decision.attempt, fragment=decision.fragment
+        )
+        self._say_all(pb.SyncerMessage(result=result))
 
     def _begin(self, decision: ev.BeginMerge) -> None:
         attempt = self.attempt(decision.round, decision.attempt)
         if attempt is None or self.theta is None or self.layout is None:
             raise AssertionError("a merge without a pull")
-        held = self.theta.held(decision.fragment)
-        merge = FragmentMerge(
-            fragment=self.layout.fragments[decision.fragment],
+        try:
+            merge = self._merge_of(decision, attempt, self.theta, self.layout)
+        except MemberError as error:
+            self._drop(attempt, error.learner, error.reason, str(error))
+            return
+        attempt.begin(merge)
+
+    def _merge_of(
+        self, decision: ev.BeginMerge, attempt: Attempt, theta: Theta, layout: Layout
+    ) -> FragmentMerge:
+        held = theta.held(decision.fragment)
+        return FragmentMerge(
+            fragment=layout.fragments[decision.fragment],
             theta_N=held.theta_N,
             momentum_N=held.momentum_N,
             members=tuple(
@@ -330,13 +356,9 @@ class Runner:
                 nesterov=self.spec.outer_nesterov,
             ),
             down=state.down_format(self.spec),
-            window=MERGE_WINDOW_CHUNKS,
+            window=max(4, MERGE_WINDOW_BYTES // state.chunk_bytes(self.spec)),
+            buffers=self._buffers,
         )
-        attempt.begin(merge)
-        result = pb.Result(
-            round=decision.round, attempt=decision.attempt, fragment=decision.fragment
-        )
-        self._say_all(pb.SyncerMessage(result=result))
 
     def _abort(self, decision: ev.AbortMerge) -> None:
         with self._lock:
@@ -366,17 +388,20 @@ class Runner:
         with self._lock:
             attempts = list(self._attempts.values())
         for attempt in attempts:
-            for learner in attempt.stalled(now=time.monotonic(), limit_seconds=STALL_SECONDS):
-                detail = f"nothing came from {learner} for {STALL_SECONDS:.0f} s"
-                self.post(
-                    ev.Dropped(
-                        learner=learner,
-                        round=attempt.round,
-                        attempt=attempt.attempt,
-                        reason="Stalled",
-                        detail=detail,
-                    )
-                )
+            for learner in attempt.stalled(now=time.monotonic(), limit_seconds=self.stall_seconds):
+                detail = f"nothing came from {learner} for {self.stall_seconds:g} s"
+                self._drop(attempt, learner, "Stalled", detail)
+
+    def _drop(self, attempt: Attempt, learner: str, reason: str, detail: str) -> None:
+        self.post(
+            ev.Dropped(
+                learner=learner,
+                round=attempt.round,
+                attempt=attempt.attempt,
+                reason=reason,
+                detail=detail,
+            )
+        )
 
     # ------------------------------------------------------------ disk
 
@@ -396,8 +421,11 @@ class Runner:
     def _snapshot(
         self, step: int, theta: Theta, arrays: dict[str, Any], meta: dict[str, Any]
     ) -> None:
-        done = self._write_snapshot(step, theta, arrays, meta)
-        self.post(ev.SnapshotDone(step=step if done else None))
+        done = False
+        try:
+            done = self._write_snapshot(step, theta, arrays, meta)
+        finally:
+            self.post(ev.SnapshotDone(step=step if done else None))
 
     def _write_snapshot(
         self, step: int, theta: Theta, arrays: dict[str, Any], meta: dict[str, Any]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import queue
+import re
 import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -16,9 +17,11 @@ from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from diloco import wire
 from diloco.errors import (
+    DamagedError,
     DilocoError,
     MismatchError,
     ProtocolError,
@@ -197,7 +200,8 @@ def _know(runner: Runner, hello: pb.Hello) -> None:
             f"{hello.learner} is of job {hello.job!r}, this syncer runs {spec.job!r}; "
             "check DILOCO_SYNCER and DILOCO_JOB"
         )
-    if hello.region not in spec.learners or not hello.learner.startswith(f"{hello.region}/"):
+    named = re.fullmatch(r"([^/]+)/[0-9]{1,9}", hello.learner)
+    if named is None or named[1] != hello.region or hello.region not in spec.learners:
         raise UnknownLearnerError(
             f"{hello.learner!r} is in none of the job's regions {', '.join(sorted(spec.learners))}"
         )
@@ -272,8 +276,7 @@ class BulkService:
     def download(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Send the result of a round while it is being made, or a current fragment, or the constants."""
         with aborting(context):
-            envelope = wire.unpack(request)
-            wanted = bulk.DownloadRequest.FromString(bytes(envelope.payload))
+            wanted = _wanted(request)
             runner = self._runner
             theta, layout = runner.theta, runner.layout
             if theta is None or layout is None:
@@ -293,6 +296,7 @@ class BulkService:
                 f"fragment {wanted.fragment} does not exist; the model has {len(layout.fragments)}"
             )
         fragment = layout.fragments[wanted.fragment]
+        _exist(wanted, fragment.chunks)
         if wanted.round == 0:
             fmt = wanted.format or state.down_format(self._runner.spec)
             return _current(theta, fragment, wanted, fmt, self._runner.engine.step)
@@ -307,6 +311,20 @@ class BulkService:
             wanted,
             state.down_format(self._runner.spec),
             self._runner.engine.step,
+        )
+
+
+def _wanted(request: bytes) -> bulk.DownloadRequest:
+    try:
+        return bulk.DownloadRequest.FromString(bytes(wire.unpack(request).payload))
+    except DecodeError as error:
+        raise DamagedError(f"the download request cannot be read: {error}") from None
+
+
+def _exist(wanted: bulk.DownloadRequest, chunks: int) -> None:
+    if max(wanted.chunks, default=0) >= max(1, chunks):
+        raise ProtocolError(
+            f"chunk {max(wanted.chunks)} of fragment {wanted.fragment}; it has {chunks}"
         )
 
 
@@ -385,6 +403,7 @@ def _constants(theta: Theta, wanted: bulk.DownloadRequest) -> Iterator[bytes]:
     """Frozen parameters and buffers as one safetensors blob."""
     blob, size = theta.constants, CHUNK * 4
     count = -(-len(blob) // size)
+    _exist(wanted, count)
     version = pb.Version(epoch=theta.held(0).version[0], step=0)
     header = bulk.DownloadHeader(
         fragment=wanted.fragment, format=bulk.RAW, elements=len(blob), chunks=count, version=version

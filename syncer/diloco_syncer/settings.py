@@ -29,6 +29,8 @@ class Settings:
     """Directory with tls.crt, tls.key, ca.crt; None: no TLS."""
     metrics_port: int
     """Prometheus metrics; 0: none."""
+    stall_seconds: float
+    """A member of a merge that sends nothing for so long is dropped."""
     json_logs: bool
 
 
@@ -51,6 +53,7 @@ def read(arguments: Sequence[str] | None = None) -> Settings:
     parser.add_argument(
         "--metrics-port", type=int, default=int(env.get("DILOCO_METRICS_PORT", "0"))
     )
+    parser.add_argument("--stall-seconds", type=float, default=20.0)
     parser.add_argument("--json-logs", action="store_true")
     given = parser.parse_args(arguments)
     for flag, value, variable in (
@@ -66,5 +69,6 @@ def read(arguments: Sequence[str] | None = None) -> Settings:
         endpoint_file=Path(given.endpoint_file) if given.endpoint_file else None,
         tls=Path(given.tls) if given.tls else None,
         metrics_port=given.metrics_port,
+        stall_seconds=given.stall_seconds,
         json_logs=given.json_logs,
     )

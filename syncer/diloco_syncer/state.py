@@ -12,6 +12,7 @@ from typing import Any
 
 from diloco import wire
 from diloco.errors import ConfigError
+from diloco.fragments import CHUNK
 from diloco.spec import RunSpec
 from diloco_syncer.core.engine import Engine
 from diloco_syncer.store import Snapshot, Store, export_model, raw_tensors
@@ -28,6 +29,11 @@ def keep_old(spec: RunSpec) -> int:
 def down_format(spec: RunSpec) -> int:
     """The wire format of results."""
     return wire.format_of(spec.wire_down)
+
+
+def chunk_bytes(spec: RunSpec) -> int:
+    """Encoded size of a full chunk on its way up."""
+    return wire.encoded_bytes(wire.format_of(spec.wire_up), CHUNK)
 
 
 def write_snapshot(

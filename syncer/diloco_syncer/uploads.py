@@ -8,6 +8,7 @@ commits.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -22,6 +23,7 @@ from diloco.errors import (
     ProtocolError,
     StaleEpochError,
     StaleIncarnationError,
+    StorageError,
     UnavailableError,
 )
 from diloco.fragments import CHUNK, Fragment, Layout
@@ -31,6 +33,7 @@ from diloco_syncer.attempt import Attempt, AttemptAbortedError, Delivery
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.merge import FragmentMerge, MemberError
 from diloco_syncer.runner import Runner
+from diloco_syncer.store import raw_tensors
 from diloco_syncer.theta import Theta
 
 log = logging.getLogger(__name__)
@@ -41,6 +44,9 @@ MOST_REPEATS = 3
 ANSWER_SECONDS = 60.0
 """How long an upload waits for the other members' headers."""
 
+HELD_BACK_SECONDS = 0.2
+"""How often a member that is held back by us is noted as alive."""
+
 F32 = npt.NDArray[np.float32]
 Take = Callable[[int, memoryview], None]
 
@@ -49,6 +55,7 @@ Take = Callable[[int, memoryview], None]
 class Initial:
     """Θ^(0) while it comes in; owned by the service, one per job."""
 
+    lock: threading.Lock = field(default_factory=threading.Lock)
     fragments: dict[int, F32] = field(default_factory=dict)
     constants: bytes | None = None
     by: tuple[str, int] | None = None
@@ -72,26 +79,51 @@ def receive(
     header: bulk.UploadHeader | None = None
     try:
         header = _header(messages)
+        _identify(runner, header)
+    except DilocoError as error:
+        # Whoever that is: the round that it names is not its own.
+        _record(runner, header, error)
+        yield _reply(refused=error.reason, detail=str(error))
+        return
+    try:
         layout = _check(runner, header)
         if header.content in (bulk.INITIAL, bulk.CONSTANTS):
             yield from _initial(runner, initial, header, layout, messages)
         else:
             yield from _member(runner, header, layout.fragments[header.fragment], messages, cancel)
-        yield _reply(done=True)
     except DilocoError as error:
         _drop(runner, header, error)
+        if isinstance(error, MemberError) and error.learner != header.learner:
+            error = AttemptAbortedError(f"the round was aborted: {error}")
         yield _reply(refused=error.reason, detail=str(error))
-    except Exception:
-        # Whatever it was, the round must not wait for this member for ever.
+        return
+    except (Exception, GeneratorExit):
+        # Whatever it was (mostly the peer is gone), the round must not wait for this member for ever.
         unexpected = ProtocolError("the upload ended unexpectedly; see the log of the syncer")
         _drop(runner, header, unexpected)
         raise
+    # After this the peer may end the stream as it likes: it has delivered.
+    yield _reply(done=True)
 
 
-def _drop(runner: Runner, header: bulk.UploadHeader | None, error: DilocoError) -> None:
+def _record(runner: Runner, header: bulk.UploadHeader | None, error: DilocoError) -> None:
+    """A refusal that no round is about."""
+    learner = header.learner if header is not None else ""
+    log.warning("refused an upload of %s: %s", learner or "somebody", error)
+    runner.record("refuse", learner=learner, reason=error.reason, detail=str(error))
+
+
+def _drop(runner: Runner, header: bulk.UploadHeader, error: DilocoError) -> None:
     """Tell the engine that a member's upload came to nothing."""
-    if header is None or not header.round or isinstance(error, AttemptAbortedError):
+    if isinstance(error, UnavailableError):
+        return  # nobody's fault: the attempt is over
+    if not header.round:
+        _record(runner, header, error)
         return
+    attempt = runner.attempt(header.round, header.attempt)
+    if attempt is not None:
+        # The end of the attempt cuts the streams of all members; this one has a reason to hear.
+        attempt.delivered(header.learner)
     runner.post(
         ev.Dropped(
             # The thread that completes a chunk may find another member's fault.
@@ -124,12 +156,12 @@ def _header(messages: Iterator[bytes]) -> bulk.UploadHeader:
         raise DamagedError(f"the upload's header cannot be read: {error}") from None
 
 
-def _check(runner: Runner, header: bulk.UploadHeader) -> Layout:
+def _identify(runner: Runner, header: bulk.UploadHeader) -> None:
     """
-    Hold the header against what the syncer knows.
+    Is the sender a living learner of this epoch?
 
     Raises:
-        StaleEpochError, StaleIncarnationError, ProtocolError, UnavailableError.
+        StaleEpochError, StaleIncarnationError.
     """
     if header.epoch != runner.engine.epoch:
         raise StaleEpochError(
@@ -141,10 +173,20 @@ def _check(runner: Runner, header: bulk.UploadHeader) -> Layout:
             f"incarnation {header.incarnation} of {header.learner} uploads, "
             f"but {'nobody' if living is None else f'incarnation {living}'} has joined; say Hello first"
         )
+
+
+def _check(runner: Runner, header: bulk.UploadHeader) -> Layout:
+    """
+    Hold the header against what the syncer knows.
+
+    Raises:
+        ProtocolError, NotFiniteError, UnavailableError.
+    """
     layout = runner.layout
     if layout is None:
         raise UnavailableError("no model is known yet; say Hello first")
     if header.content == bulk.CONSTANTS:
+        _check_constants(header, layout)
         return layout
     if header.fragment >= len(layout.fragments):
         raise ProtocolError(
@@ -167,11 +209,24 @@ def _check(runner: Runner, header: bulk.UploadHeader) -> Layout:
                 f"{header.learner}: the delta of fragment {header.fragment} has a norm of NaN or Inf; "
                 "look at its loss and learning rate"
             )
+        if min(header.norms, default=0.0) < 0:
+            raise ProtocolError(f"a norm of {min(header.norms)}; expected 0 or more")
     if header.format not in (bulk.FP32, bulk.BF16, bulk.INT8, bulk.INT4):
         raise ProtocolError(f"format {header.format} is none of FP32, BF16, INT8, INT4")
     if header.content not in (bulk.DELTA, bulk.WHOLE, bulk.INITIAL):
         raise ProtocolError(f"content {header.content} is none of DELTA, WHOLE, INITIAL, CONSTANTS")
     return layout
+
+
+def _check_constants(header: bulk.UploadHeader, layout: Layout) -> None:
+    """Sizes are bounded before anything is made for them; raises ProtocolError."""
+    most = sum(16 * t.elements + 1024 for t in layout.constants) + 4096
+    chunks = -(-header.elements // (CHUNK * 4))
+    if header.elements > most or header.chunks != chunks:
+        raise ProtocolError(
+            f"constants of {header.elements} bytes in {header.chunks} chunks, expected at most "
+            f"{most} for this model, in chunks of {CHUNK * 4}"
+        )
 
 
 def _chunks(messages: Iterator[bytes], count: int, take: Take) -> Iterator[bytes]:
@@ -268,7 +323,7 @@ def _stream(
     def take(index: int, payload: memoryview) -> None:
         _expect_size(header, fragment, index, payload)
         attempt.moved(learner, len(payload))
-        while not merge.wait_for_room(learner, index, 1.0):
+        while not merge.wait_for_room(learner, index, HELD_BACK_SECONDS):
             if attempt.over:
                 raise AttemptAbortedError(f"round {attempt.round} was aborted")
             attempt.moved(learner, 0)  # held back by us: not stalled
@@ -310,9 +365,10 @@ def _staged(
     merge = _answer(runner, attempt, header, Delivery(format=bulk.FP32, norms=norms), cancel)
     for index in range(fragment.chunks):
         lo, hi = fragment.chunk(index)
-        while not merge.wait_for_room(header.learner, index, 1.0):
+        while not merge.wait_for_room(header.learner, index, HELD_BACK_SECONDS):
             if attempt.over:
                 raise AttemptAbortedError(f"round {attempt.round} was aborted")
+            attempt.moved(header.learner, 0)
         merge.add(header.learner, index, delta_N[lo:hi].view(np.uint8))
     _delivered(runner, attempt, merge, header.learner)
 
@@ -352,9 +408,14 @@ def _initial(
     me = (header.learner, header.incarnation)
     if runner.theta is not None:
         raise ProtocolError("the initial parameters are here already; download them")
-    if initial.by != me:
-        initial.by, initial.constants = me, None
-        initial.fragments.clear()
+    if runner.engine.initialiser != header.learner:
+        raise ProtocolError(
+            f"{header.learner} uploads initial parameters, but {runner.engine.initialiser} was asked"
+        )
+    with initial.lock:
+        if initial.by != me:
+            initial.by, initial.constants = me, None
+            initial.fragments.clear()
     if header.content == bulk.CONSTANTS:
         blob = bytearray(header.elements)
 
@@ -365,7 +426,11 @@ def _initial(
             blob[begin : begin + len(payload)] = payload
 
         yield from _chunks(messages, header.chunks, take_bytes)
-        initial.constants = bytes(blob)
+        constants = bytes(blob)
+        _check_names(constants, layout)
+        with initial.lock:
+            _still(initial, me)
+            initial.constants = constants
     else:
         fragment = layout.fragments[header.fragment]
         values_N = np.zeros(fragment.elements, np.float32)
@@ -376,9 +441,30 @@ def _initial(
             wire.decode(header.format, payload, values_N[lo:hi])
 
         yield from _chunks(messages, fragment.chunks, take)
-        initial.fragments[header.fragment] = values_N
+        with initial.lock:
+            _still(initial, me)
+            initial.fragments[header.fragment] = values_N
     if initial.constants is not None and len(initial.fragments) == len(layout.fragments):
         runner.ask(lambda: _adopt(runner, initial, layout, header.learner))
+
+
+def _still(initial: Initial, me: tuple[str, int]) -> None:
+    """Nobody else began Θ^(0) while this part came in; raises StaleIncarnationError."""
+    if initial.by != me:
+        raise StaleIncarnationError(
+            f"{initial.by} uploads the initial parameters now; parts of two lives are never mixed"
+        )
+
+
+def _check_names(blob: bytes, layout: Layout) -> None:
+    """Θ would be exported without them only at the very end; raises ProtocolError now."""
+    expected = {t.name for t in layout.constants}
+    try:
+        found = set(raw_tensors(blob)) if blob else set()
+    except StorageError as error:
+        raise ProtocolError(f"the constants cannot be read: {error}") from None
+    if not expected <= found:
+        raise ProtocolError(f"constants without {', '.join(sorted(expected - found))}")
 
 
 def _adopt(runner: Runner, initial: Initial, layout: Layout, learner: str) -> None:

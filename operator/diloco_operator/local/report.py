@@ -162,7 +162,10 @@ def _loss(value: float) -> str:
 
 def _milliseconds(seconds: F64) -> str:
     finite = seconds[np.isfinite(seconds)]
-    return f"{1e3 * float(np.median(finite)):.3g} ms" if finite.size else "–"
+    if not finite.size:
+        return "–"
+    middle = float(np.median(finite))
+    return f"{middle:.2f} s" if middle >= 1 else f"{1e3 * middle:.3g} ms"
 
 
 def _clock(seconds: float) -> str:

@@ -177,6 +177,8 @@ class Engine:
             ),
         ]
         self.pace.join(member.name)
+        if self.initialiser == member.name:
+            self.initialiser = None  # the session that was asked is over: ask this one
         self._announced = (-1, ())  # the newcomer has not heard it
         if self.initialised:
             out.append(ev.SayReady(learner=member.name))
@@ -350,7 +352,9 @@ class Engine:
         round_.previous.clear()
         round_.answers.clear()
         round_.phase = Phase.COLLECTING
-        round_.retry_at = now + min(RETRY_MOST_SECONDS, RETRY_SECONDS * 2.0 ** min(round_.attempt, 16))
+        round_.retry_at = now + min(
+            RETRY_MOST_SECONDS, RETRY_SECONDS * 2.0 ** min(round_.attempt, 16)
+        )
         round_.attempt += 1
         round_.deadline = None
         round_.quorum_at = None

@@ -25,8 +25,9 @@ class Pace:
 
     Paper leaves this open: decision 5. Each learner has a place on the scale of global steps that moves by
     one with each of its steps. The next global step may start when somebody's place has reached it. A learner
-    that is slower is moved up to at most PACE_LAG_STEPS behind, so that it can take over soon when the fastest is gone, yet two learners half
-    a step out of phase do not start two global steps per local one. Steps cannot be saved up: while the syncer waits
+    that is slower is moved up to at most PACE_LAG_STEPS behind, so that it can take over soon when
+    the fastest is gone, yet two learners half a step out of phase do not start two global steps per
+    local one. Steps cannot be saved up: while the syncer waits
     for a quorum, the learners' places stay at most one ahead.
     """
 
