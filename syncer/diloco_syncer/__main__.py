@@ -16,6 +16,7 @@ from diloco.telemetry import configure_logging
 from diloco.transport import Tls, bind, kernel_warnings, server, tune_interpreter, tune_malloc
 from diloco.v1 import syncer_pb2_grpc
 from diloco_syncer import settings, state
+from diloco_syncer.core import merge
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.runner import Runner
 from diloco_syncer.service import BulkService, SyncerService
@@ -66,6 +67,7 @@ def _run(given: settings.Settings) -> int:
     events = EventLog(given.directory / "events.jsonl")
     engine, theta = state.resume(spec, given.directory, store, epoch=epoch)
     wire.warm_up()
+    merge.warm_up()
     runner = Runner(
         spec, given.directory, engine=engine, theta=theta, store=store, events=events,
         metrics=Metrics(given.metrics_port), stall_seconds=given.stall_seconds,

@@ -5,15 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import safetensors.numpy
-from diloco_testing.real_syncer import RealSyncer, make_spec
-from diloco_testing.scripted_learner import (
-    END, TENSORS, Model, ScriptedLearner, chunk, committed, encoded, good_round, random_delta,
-)  # fmt: skip
 
 from diloco import wire
 from diloco.fragments import CHUNK, Tensor, cut
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
+from diloco_testing.real_syncer import RealSyncer, make_spec
+from diloco_testing.scripted_learner import (
+    END,
+    TENSORS,
+    Model,
+    ScriptedLearner,
+    chunk,
+    committed,
+    encoded,
+    good_round,
+    random_delta,
+)  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 

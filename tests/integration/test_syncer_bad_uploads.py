@@ -14,16 +14,31 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from diloco_testing.real_syncer import RealSyncer, make_spec, until
-from diloco_testing.scripted_learner import (
-    END, F32, Model, ScriptedLearner, Stream, chunk, committed, encoded, good_round, random_delta,
-)  # fmt: skip
 
 from diloco import wire
-from diloco.errors import DamagedError, DilocoError, ProtocolError, StaleEpochError, StaleIncarnationError
-from diloco.errors import UnavailableError
+from diloco.errors import (
+    DamagedError,
+    DilocoError,
+    ProtocolError,
+    StaleEpochError,
+    StaleIncarnationError,
+    UnavailableError,
+)
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
+from diloco_testing.real_syncer import RealSyncer, make_spec, until
+from diloco_testing.scripted_learner import (
+    END,
+    F32,
+    Model,
+    ScriptedLearner,
+    Stream,
+    chunk,
+    committed,
+    encoded,
+    good_round,
+    random_delta,
+)  # fmt: skip
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -56,7 +71,9 @@ class Try:
         return [chunk(i, p) for i, p in enumerate(self.payloads)]
 
     def begin(self, **changes: object) -> Stream:
-        return self.learner.stream(self.learner.header(self.pull, **{"norms": self.norms, **changes}))
+        return self.learner.stream(
+            self.learner.header(self.pull, **{"norms": self.norms, **changes})
+        )
 
     def whole_upload(self, **changes: object) -> Stream:
         return self.begin(**changes).send(*self.chunks(), END)
@@ -68,7 +85,9 @@ class Try:
         )
         harmed = bytearray(self.payloads[-1])
         if fmt == bulk.BF16:
-            harmed[:2] = (np.array([value], np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+            harmed[:2] = (
+                (np.array([value], np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
+            )
         else:
             harmed[:4] = np.float32(value).tobytes()
         self.payloads[-1] = bytes(harmed)
@@ -77,14 +96,13 @@ class Try:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    with RealSyncer(tmp_path_factory.mktemp("bad"), make_spec()) as syncer:
-        with ScriptedLearner(syncer) as learner:
-            learner.join()
-            thetas = [random_delta(f, f.index, size=1.0) for f in learner.layout.fragments]
-            learner.initialise(thetas)
-            model = Model(learner.layout, syncer.spec, thetas)
-            good_round(learner, model, seed=1)
-            yield World(syncer, learner, model)
+    with RealSyncer(tmp_path_factory.mktemp("bad"), make_spec()) as syncer, ScriptedLearner(syncer) as learner:
+        learner.join()
+        thetas = [random_delta(f, f.index, size=1.0) for f in learner.layout.fragments]
+        learner.initialise(thetas)
+        model = Model(learner.layout, syncer.spec, thetas)
+        good_round(learner, model, seed=1)
+        yield World(syncer, learner, model)
 
 
 @pytest.fixture
@@ -163,7 +181,9 @@ def test_refused_with_its_reason_and_nothing_merged(world, harm):
 
 
 @pytest.mark.usefixtures("intact")
-@pytest.mark.parametrize("damage", ["flipped bit", "flipped index", "cut in half", "nothing", "missing"])
+@pytest.mark.parametrize(
+    "damage", ["flipped bit", "flipped index", "cut in half", "nothing", "missing"]
+)
 def test_a_damaged_chunk_is_asked_for_again_and_the_result_is_unaffected(world, damage):
     this = trying(world, seed=11)
     good = this.chunks()
@@ -227,7 +247,9 @@ def test_an_upload_of_somebody_else_leaves_the_round_alone(world, who):
 
 
 @pytest.mark.usefixtures("intact")
-@pytest.mark.parametrize("first", ["nothing", "a chunk", "a damaged header", "a header of noise", "an empty message"])
+@pytest.mark.parametrize(
+    "first", ["nothing", "a chunk", "a damaged header", "a header of noise", "an empty message"]
+)
 def test_an_upload_without_a_header_is_refused(world, first):
     this = trying(world)
     stream = this.learner.stream()
@@ -283,14 +305,22 @@ def test_a_learner_that_was_not_asked_is_no_member(world):
 
 
 def request(learner: ScriptedLearner, **fields: object) -> bytes:
-    wanted = {"epoch": learner.epoch, "learner": learner.name, "incarnation": learner.incarnation, **fields}
+    wanted = {
+        "epoch": learner.epoch,
+        "learner": learner.name,
+        "incarnation": learner.incarnation,
+        **fields,
+    }
     return wire.pack(wire.Kind.HEADER, 0, bulk.DownloadRequest(**wanted).SerializeToString())
 
 
 DOWNLOADS: dict[str, tuple[type[DilocoError], Callable[[ScriptedLearner], bytes]]] = {
     "unknown fragment": (ProtocolError, lambda x: request(x, fragment=9)),
     "unknown chunk": (ProtocolError, lambda x: request(x, chunks=[99])),
-    "unknown chunk of the constants": (ProtocolError, lambda x: request(x, fragment=2, chunks=[99])),
+    "unknown chunk of the constants": (
+        ProtocolError,
+        lambda x: request(x, fragment=2, chunks=[99]),
+    ),
     "unknown format": (ProtocolError, lambda x: request(x, format=99)),
     "a round that is over": (UnavailableError, lambda x: request(x, round=10**6, attempt=1)),
     "a syncer that was replaced": (StaleEpochError, lambda x: request(x, epoch=0)),

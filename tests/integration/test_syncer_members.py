@@ -132,7 +132,9 @@ def test_a_hello_that_does_not_belong_here_is_refused(syncer, one, hello):
     good_round(one)
 
 
-@pytest.mark.parametrize("first", [pb.LearnerMessage(heartbeat=pb.Heartbeat()), pb.LearnerMessage()])
+@pytest.mark.parametrize(
+    "first", [pb.LearnerMessage(heartbeat=pb.Heartbeat()), pb.LearnerMessage()]
+)
 def test_a_session_that_does_not_begin_with_hello_is_refused(syncer, one, first):
     with ScriptedLearner(syncer, "eu/1") as other:
         other.begin(first)
@@ -354,7 +356,9 @@ def test_initial_parameters_are_taken_whole_from_the_one_who_was_asked(fresh):
         assert one.constants(b"", elements=1 << 60, chunks=1 << 31).refused == "Protocol"
         assert one.constants(b"noise").refused == "Protocol"
         late = one.stream(one.header(pb.Pull(fragment=1), **mine))
-        late.send(*(chunk(i, p) for i, p in enumerate(encoded(one.layout.fragments[1], wrong[1])[0])))
+        late.send(
+            *(chunk(i, p) for i, p in enumerate(encoded(one.layout.fragments[1], wrong[1])[0]))
+        )
         # Its next life begins anew, while a part of the last one is still on its way.
         with ScriptedLearner(fresh, "eu/0") as heir:
             heir.join()

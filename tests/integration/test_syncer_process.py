@@ -257,9 +257,7 @@ def test_mutual_tls_lets_in_only_the_same_authority(tmp_path):
         assert stranger is not None
         assert friend is not None
         # One that trusts our server, but has a certificate of somebody else.
-        forger = Tls(
-            certificate=stranger.certificate, key=stranger.key, authority=friend.authority
-        )
+        forger = Tls(certificate=stranger.certificate, key=stranger.key, authority=friend.authority)
         assert syncer.status(tls=friend).state == "Initialising"
         for other in (None, stranger, forger):
             assert syncer.refuses(tls=other)

@@ -43,6 +43,15 @@ def until(what: Callable[[], Any], *, saying: str, seconds: float = 30.0) -> Any
     return seen
 
 
+def ask_status(endpoint: str, *, tls: Tls | None = None, seconds: float = 10.0) -> pb.StatusReply:
+    """What GetStatus says; raises the DilocoError that it answers with."""
+    with channel(endpoint, tls=tls, purpose="control") as wire:
+        try:
+            return SyncerStub(wire).GetStatus(pb.StatusRequest(), timeout=seconds)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+
 class RealSyncer:
     """`python -m diloco_syncer` on a directory of its own; a context manager."""
 
@@ -117,11 +126,7 @@ class RealSyncer:
 
     def status(self, *, tls: Tls | None = None, seconds: float = 10.0) -> pb.StatusReply:
         """What GetStatus says; raises the DilocoError that it answers with."""
-        with channel(self.endpoint, tls=tls, purpose="control") as wire:
-            try:
-                return SyncerStub(wire).GetStatus(pb.StatusRequest(), timeout=seconds)
-            except grpc.RpcError as error:
-                raise error_of(error) from None
+        return ask_status(self.endpoint, tls=tls, seconds=seconds)
 
     def refuses(self, *, tls: Tls | None = None) -> bool:
         """Whether a client like this gets nothing."""

@@ -60,7 +60,10 @@ def encoded(
         wire.encode(fmt, values_N[lo:hi], out)
         wire.decode(fmt, out, decoded_N[lo:hi])
         payloads.append(out.tobytes())
-    norms = [float(np.linalg.norm(decoded_N[s.offset : s.end].astype(np.float64))) for s in fragment.slots]
+    norms = [
+        float(np.linalg.norm(decoded_N[s.offset : s.end].astype(np.float64)))
+        for s in fragment.slots
+    ]
     return payloads, decoded_N, norms
 
 
@@ -258,9 +261,7 @@ class ScriptedLearner:
         """`sent`, and its last reply."""
         return self.sent(pull, delta_N, fmt=fmt, **changes).reply()
 
-    def initialise(
-        self, thetas: list[F32], constants: bytes = b"", *, asked: bool = True
-    ) -> None:
+    def initialise(self, thetas: list[F32], constants: bytes = b"", *, asked: bool = True) -> None:
         """Upload Θ^(0) as the syncer asked; fewer fragments: only those, and no constants."""
         if asked:
             self.expect("initialise")
@@ -284,15 +285,24 @@ class ScriptedLearner:
         stream = self.stream(bulk.UploadHeader(**fields))
         return stream.send(*(chunk(i, p) for i, p in enumerate(pieces)), END).reply()
 
-    def download(self, fragment: int, **request: Any) -> tuple[bulk.DownloadHeader, bytes, bulk.DownloadTrailer]:
+    def download(
+        self, fragment: int, **request: Any
+    ) -> tuple[bulk.DownloadHeader, bytes, bulk.DownloadTrailer]:
         """Header, all payloads in order, trailer; raises the DilocoError that it ends with."""
-        fields = {"epoch": self.epoch, "learner": self.name, "incarnation": self.incarnation, **request}
+        fields = {
+            "epoch": self.epoch,
+            "learner": self.name,
+            "incarnation": self.incarnation,
+            **request,
+        }
         wanted = bulk.DownloadRequest(fragment=fragment, **fields)
         return self.ask(wire.pack(wire.Kind.HEADER, 0, wanted.SerializeToString()))
 
     def ask(self, request: bytes) -> tuple[bulk.DownloadHeader, bytes, bulk.DownloadTrailer]:
         """A download by its raw request."""
-        call = self._bulk.unary_stream("/diloco.v1.Bulk/Download")(request, timeout=PATIENCE_SECONDS)
+        call = self._bulk.unary_stream("/diloco.v1.Bulk/Download")(
+            request, timeout=PATIENCE_SECONDS
+        )
         try:
             envelopes = [wire.unpack(message) for message in call]
         except grpc.RpcError as error:
@@ -330,7 +340,11 @@ class Model:
                 delta_N[here] = length * direction / np.linalg.norm(direction)
         mu, lr = self.spec.outer_momentum, self.spec.outer_learning_rate
         self.momentum[fragment] = mu * self.momentum[fragment] + delta_N
-        step_N = delta_N + mu * self.momentum[fragment] if self.spec.outer_nesterov else self.momentum[fragment]
+        step_N = (
+            delta_N + mu * self.momentum[fragment]
+            if self.spec.outer_nesterov
+            else self.momentum[fragment]
+        )
         self.theta[fragment] = self.theta[fragment] - lr * step_N
         return self.theta[fragment]
 
@@ -360,8 +374,6 @@ def committed(learner: ScriptedLearner, pull: pb.Pull) -> bulk.DownloadHeader:
         result = learner.expect("result")
         if (result.round, result.attempt) == (pull.round, pull.attempt):
             break
-    header, _, trailer = learner.download(
-        pull.fragment, round=pull.round, attempt=pull.attempt
-    )
+    header, _, trailer = learner.download(pull.fragment, round=pull.round, attempt=pull.attempt)
     assert trailer.committed, trailer.reason
     return header
