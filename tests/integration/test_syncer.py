@@ -148,28 +148,30 @@ def test_a_lost_chunk_of_a_result_can_be_asked_for_again(tmp_path):
         assert part == everything[4 * CHUNK : 8 * CHUNK]
 
 
-def test_chunks_may_come_in_any_order_twice_and_late(tmp_path):
-    """Also more of them in the wrong order than a merge keeps waiting (its window)."""
-    with RealSyncer(tmp_path, make_spec(quorum=2)) as syncer:
-        with ScriptedLearner(syncer, "eu/0") as one, ScriptedLearner(syncer, "eu/1") as two:
-            one.join()
-            thetas = thetas_of(one)
-            one.initialise(thetas)
-            two.join()
-            model = Model(one.layout, syncer.spec, thetas)
-            one.step()
-            two.step()
-            pull = one.expect("pull")
-            two.expect("pull")
-            fragment = one.layout.fragments[pull.fragment]
-            deltas = [random_delta(fragment, i) for i in range(2)]
-            payloads, _, norms = encoded(fragment, deltas[0])
-            stream = one.stream(one.header(pull, norms=norms))
-            backwards = [chunk(i, p) for i, p in reversed(list(enumerate(payloads)))]
-            other = two.sent(pull, deltas[1])
-            stream.send(*(m for m in backwards for _ in range(2)), END)
-            assert stream.reply().done
-            assert other.reply().done
-            committed(one, pull)
-            model.merge(fragment.index, (1.0, deltas[0]), (1.0, deltas[1]))
-            model.check(one)
+def test_chunks_may_come_in_any_order_and_twice(tmp_path):
+    with (
+        RealSyncer(tmp_path, make_spec(quorum=2)) as syncer,
+        ScriptedLearner(syncer, "eu/0") as one,
+        ScriptedLearner(syncer, "eu/1") as two,
+    ):
+        one.join()
+        thetas = thetas_of(one)
+        one.initialise(thetas)
+        two.join()
+        model = Model(one.layout, syncer.spec, thetas)
+        one.step()
+        two.step()
+        pull = one.expect("pull")
+        two.expect("pull")
+        fragment = one.layout.fragments[pull.fragment]
+        deltas = [random_delta(fragment, i) for i in range(2)]
+        payloads, _, norms = encoded(fragment, deltas[0])
+        stream = one.stream(one.header(pull, norms=norms))
+        backwards = [chunk(i, p) for i, p in reversed(list(enumerate(payloads)))]
+        other = two.sent(pull, deltas[1])
+        stream.send(*(m for m in backwards for _ in range(2)), END)
+        assert stream.reply().done
+        assert other.reply().done
+        committed(one, pull)
+        model.merge(fragment.index, (1.0, deltas[0]), (1.0, deltas[1]))
+        model.check(one)

@@ -96,7 +96,10 @@ class Try:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
-    with RealSyncer(tmp_path_factory.mktemp("bad"), make_spec()) as syncer, ScriptedLearner(syncer) as learner:
+    with (
+        RealSyncer(tmp_path_factory.mktemp("bad"), make_spec()) as syncer,
+        ScriptedLearner(syncer) as learner,
+    ):
         learner.join()
         thetas = [random_delta(f, f.index, size=1.0) for f in learner.layout.fragments]
         learner.initialise(thetas)

@@ -36,7 +36,7 @@ from diloco_testing.scripted_learner import (
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-STALL_SECONDS = 1.0
+STALL_SECONDS = 1.5
 
 
 def thetas_of(learner: ScriptedLearner) -> list[np.ndarray]:
@@ -239,7 +239,7 @@ def two(pair):
 
 LOSSES = {
     "its stream is cut": ("Protocol", "Damaged"),
-    "its process is gone": (),
+    "its process is gone": ("Protocol", "Damaged"),  # or none: its session may end first
     "it says goodbye": (),
     "it stops sending": ("Stalled",),
     "it never starts to send": ("Stalled",),
@@ -283,7 +283,9 @@ def test_a_member_that_is_lost_on_the_way_costs_only_its_own_part(pair, two, los
     with contextlib.suppress(UnavailableError):  # the end of the attempt may cut the stream first
         assert upload.reply().done or True
     lines = pair.syncer.events("refuse")[refused:]
-    assert [x["learner"] for x in lines] == ["eu/1"] * bool(LOSSES[loss])
+    if loss != "its process is gone":
+        assert len(lines) == bool(LOSSES[loss])
+    assert all(x["learner"] == "eu/1" for x in lines)
     assert all(x["reason"] in LOSSES[loss] for x in lines)
     pair.syncer.assert_audit()
 
@@ -296,10 +298,9 @@ def test_a_member_that_is_slow_but_moves_is_waited_for(pair, two):
     upload = pair.one.sent(pull, deltas[0])
     payloads, _, norms = encoded(fragment, deltas[1])
     stream = two.stream(two.header(pull, norms=norms))
-    for _ in range(3):
-        time.sleep(0.6 * STALL_SECONDS)
-        stream.send(chunk(0, payloads[0]))
-    stream.send(*(chunk(i, p) for i, p in enumerate(payloads)), END)
+    for message in (*(chunk(i, p) for i, p in enumerate(payloads)), END):
+        time.sleep(0.5 * STALL_SECONDS)
+        stream.send(message)
     assert stream.reply().done
     assert upload.reply().done
     committed(pair.one, pull)
