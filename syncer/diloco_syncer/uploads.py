@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -41,8 +42,11 @@ log = logging.getLogger(__name__)
 MOST_REPEATS = 3
 """How often missing or damaged chunks of one upload are asked for again."""
 
-ANSWER_SECONDS = 60.0
-"""How long an upload waits for the other members' headers."""
+BEGIN_SECONDS = 3600.0
+"""How long an upload waits for the other members' answers; the engine ends the attempt long before."""
+
+PROGRESS_SECONDS = 5.0
+"""How often the engine is told that a staged upload is still coming in."""
 
 HELD_BACK_SECONDS = 0.2
 """How often a member that is held back by us is noted as alive."""
@@ -308,7 +312,7 @@ def _answer(
             base=None if whole else (header.base.epoch, header.base.step),
         )
     )
-    return attempt.merge(timeout_seconds=ANSWER_SECONDS)
+    return attempt.merge(timeout_seconds=BEGIN_SECONDS)
 
 
 def _stream(
@@ -349,8 +353,16 @@ def _staged(
                 "send it whole"
             )
     delta_N = np.zeros(fragment.elements, np.float32)
+    coming = ev.Progressing(learner=header.learner, round=header.round, attempt=header.attempt)
+    said_at = time.monotonic()
 
     def take(index: int, payload: memoryview) -> None:
+        nonlocal said_at
+        if attempt.over:
+            raise AttemptAbortedError(f"round {attempt.round} was aborted")
+        if time.monotonic() - said_at > PROGRESS_SECONDS:
+            said_at = time.monotonic()
+            runner.post(coming)
         _expect_size(header, fragment, index, payload)
         attempt.bytes_up += len(payload)
         lo, hi = fragment.chunk(index)

@@ -12,7 +12,7 @@ from diloco_testing.local_run import LocalRun, longest_wait, manifest
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-STEPS = 600
+STEPS = 900
 PATIENCE_SECONDS = 400.0
 
 

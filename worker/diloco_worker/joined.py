@@ -21,6 +21,7 @@ from diloco.spec import RunSpec
 from diloco_worker.checkpoint import Checkpoints, Manifest
 from diloco_worker.core.ledger import Ledger
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
+from diloco_worker.cores import CoreQueue
 from diloco_worker.journal import Journal
 from diloco_worker.layout import Copier, describe
 from diloco_worker.learner import Learner, exit_with
@@ -67,6 +68,8 @@ class JoinedLearner(Learner):
         self._said = LinkState(text="starting the link process")
         self._loss = _Loss()
         self._step_seconds = self._sync_seconds = self._total_sync_seconds = 0.0
+        self._queued_seconds = 0.0
+        self._cores = CoreQueue()
         self._writing_seconds = 0.0
         """What writing the last line took; counted with the next step, as a line cannot hold its own writing."""
         self._checkpoints: Checkpoints | None = None
@@ -214,7 +217,7 @@ class JoinedLearner(Learner):
         """
         if self._closed:
             return
-        now = time.monotonic()
+        now, queued = time.monotonic(), self._cores.seconds()
         self._step_seconds = now - self._left_at
         self._ledger.count(tokens)
         self._stepped = True
@@ -230,6 +233,7 @@ class JoinedLearner(Learner):
         self._checkpoint_if_due()
         ended = time.monotonic()
         self._sync_seconds = ended - now + self._writing_seconds
+        self._queued_seconds = self._cores.seconds() - queued
         self._total_sync_seconds += self._sync_seconds
         self._record(tokens)
         self._left_at = time.monotonic()
@@ -303,6 +307,8 @@ class JoinedLearner(Learner):
                 "loss": self._loss.value,
                 "seconds": round(self._step_seconds, 6),
                 "syncSeconds": round(self._sync_seconds, 6),
+                # Of syncSeconds: ready to run, but other processes had the cores.
+                "queuedSeconds": round(self._queued_seconds, 6),
             }
         )
 
@@ -355,6 +361,7 @@ class JoinedLearner(Learner):
             self._journal.close()
             self._journal = None
         self._shared.close()
+        self._cores.close()
         self._term.restore()
 
 

@@ -100,6 +100,8 @@ class Engine:
                 return self._initialised(event)
             case ev.Answered():
                 return self._answered(event, now)
+            case ev.Progressing():
+                return self._progressing(event, now)
             case ev.Dropped():
                 return self._dropped(event, now)
             case ev.Merged():
@@ -267,6 +269,17 @@ class Engine:
         member.pulled_step = max(member.pulled_step, event.local_step)
         round_.answers[event.learner] = event
         return self._merge_if_answered(round_, now)
+
+    def _progressing(self, event: ev.Progressing, now: float) -> list[ev.Decision]:
+        round_ = self._round(event.round, event.attempt)
+        if (
+            round_ is not None
+            and round_.phase is Phase.PULLING
+            and event.learner in round_.previous
+        ):
+            # A whole fragment over a thin link may take minutes; silence may not.
+            round_.deadline = now + ANSWER_SECONDS
+        return []
 
     def _merge_if_answered(self, round_: Round, now: float) -> list[ev.Decision]:
         if set(round_.answers) != set(round_.previous):

@@ -91,6 +91,15 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Progressing:
+    """A member's upload that must be complete before it counts as an answer is coming in."""
+
+    learner: str
+    round: int
+    attempt: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
     """A member cannot deliver for this attempt: damaged, not finite, stalled, refused."""
 
@@ -132,6 +141,7 @@ Event = (
     | Heard
     | Initialised
     | Answered
+    | Progressing
     | Dropped
     | Merged
     | SnapshotDone

@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 from diloco.fragments import due
 from diloco.spec import Checkpoint, RunSpec
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.engine import HEARTBEAT_SECONDS, LATE_HEARTBEATS, Engine
+from diloco_syncer.core.engine import (
+    ANSWER_SECONDS,
+    HEARTBEAT_SECONDS,
+    LATE_HEARTBEATS,
+    Engine,
+)
 from diloco_testing.world import World
 
 
@@ -234,6 +239,21 @@ def test_an_answer_of_an_older_incarnation_is_not_merged():
 
 def begins(decisions):
     return [d for d in decisions if isinstance(d, ev.BeginMerge)]
+
+
+def test_a_member_whose_fragment_takes_long_is_waited_for_as_long_as_something_comes():
+    engine, now = started(), 1.0
+    coming = ev.Progressing(learner="eu/0", round=1, attempt=1)
+    for _ in range(10):
+        now += 0.9 * ANSWER_SECONDS
+        engine.members.by_name["eu/0"].heard = now
+        assert not aborts(engine.handle(coming, now))
+    engine.members.by_name["eu/0"].heard = now + ANSWER_SECONDS
+    assert aborts(engine.handle(ev.Tick(), now + ANSWER_SECONDS))
+
+
+def aborts(decisions):
+    return [d for d in decisions if isinstance(d, ev.AbortMerge)]
 
 
 def test_an_answer_for_another_attempt_is_not_merged():
