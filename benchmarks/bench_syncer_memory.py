@@ -1,0 +1,261 @@
+"""
+Peak memory of the syncer for a model of 100 M parameters with 2, 4 and 8 learners:
+`python benchmarks/bench_syncer_memory.py [--quick]`.
+
+The real syncer process; the learners are scripted and live in one process on one shared memory, but
+speak through the product's own session, uploader and download. All are members of every round, and
+each reports anew as soon as it is pulled, so that τ rounds are in flight all the time. Goal: the
+peak with 8 learners is at most 1.10 of that with 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import queue
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from _job import NO_CONSTANTS, Syncer, json_lines, memory_bytes, minor_faults, syncer, wait_for
+from _timing import judge, table, write_results
+
+from diloco import wire
+from diloco.errors import DilocoError
+from diloco.fragments import Layout, Tensor, cut
+from diloco.spec import RunSpec
+from diloco.transport import channel, tune_interpreter, tune_malloc
+from diloco.v1 import syncer_pb2 as pb
+from diloco_worker import download, session
+from diloco_worker.core import events as ev
+from diloco_worker.core.messages import TrainerState
+from diloco_worker.settings import LearnerSettings
+from diloco_worker.shared import HostCopy, Shared
+from diloco_worker.transfer import Buffers, Cancel, Identity
+from diloco_worker.upload import Uploader
+
+GOAL = 1.10
+ROUNDS = 60
+LEARNERS = (2, 4, 8)
+
+
+def layout_of(width: int, layers: int, vocabulary: int) -> Layout:
+    """A transformer's matrices: one big embedding and six per layer."""
+    tensors = [Tensor(name="embedding", shape=(vocabulary, width), dtype="float32", embedding=True)]
+    for layer in range(layers):
+        shapes = dict.fromkeys(("q", "k", "v", "o"), (width, width))
+        shapes |= {"up": (4 * width, width), "down": (width, 4 * width)}
+        tensors += [
+            Tensor(name=f"layers.{layer:02d}.{name}", shape=shape, dtype="float32")
+            for name, shape in shapes.items()
+        ]
+    return cut(tensors, num_fragments=24)
+
+
+class Learner:
+    """One scripted learner: uploads when pulled, downloads every result, reports at every pull."""
+
+    def __init__(self, number: int, spec: RunSpec, syncer: Syncer, shared: Shared) -> None:
+        self._spec, self._shared, self._keeper = spec, shared, number == 0
+        settings = LearnerSettings(
+            job=spec.job, learner=f"r/{number}", syncer=syncer.endpoint, spec=syncer.spec_file
+        )
+        self._channels = [
+            channel(syncer.endpoint, tls=None, purpose="control"),
+            *(channel(syncer.endpoint, tls=None, purpose="bulk") for _ in range(2)),
+        ]
+        self._identity = Identity(learner=settings.learner, epoch=0, incarnation=0)
+        self._uploader = Uploader(self._channels[1], shared, spec)
+        largest = max(f.elements for f in shared.layout.fragments)
+        self._buffers = Buffers(wire.encoded_bytes(wire.BF16, largest))
+        self._uploads: queue.SimpleQueue[ev.Pulled | ev.InitialWanted | None] = queue.SimpleQueue()
+        self._downloads: queue.SimpleQueue[ev.ResultComing | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._watched, args=(work,), daemon=True)
+            for work in (self._upload, self._download)
+        ]
+        hello = session.hello(settings, spec, shared.layout, TrainerState(), {})
+        self._leaving, self.trouble = False, ""
+        for thread in self._threads:
+            thread.start()
+        self._session = session.Session(self._channels[0], hello, self._heard)
+
+    def close(self) -> None:
+        """Leave."""
+        self._leaving = True
+        self._session.close()
+        self._uploads.put(None)
+        self._downloads.put(None)
+        for thread in self._threads:
+            thread.join(10)
+        for one in self._channels:
+            one.close()
+
+    def beat(self) -> None:
+        """Say that this learner is alive."""
+        self._session.send(pb.LearnerMessage(heartbeat=pb.Heartbeat()))
+
+    def _heard(self, event: ev.Event) -> None:
+        match event:
+            case ev.Welcomed():
+                self._identity = Identity(
+                    learner=self._identity.learner, epoch=event.epoch, incarnation=event.incarnation
+                )
+            case ev.InitialWanted():
+                self._uploads.put(event)
+            case ev.ModelReady():
+                self._report(1)
+            case ev.Pulled():
+                self._report(event.round + 1)
+                self._uploads.put(event)
+            case ev.ResultComing():
+                self._downloads.put(event)
+            case ev.Lost():
+                self.trouble = event.text
+
+    def _report(self, local_step: int) -> None:
+        rows = len(self._shared.layout.fragments)
+        message = pb.Report(
+            local_step=local_step, steps=[24] * rows, tokens=[2400] * rows, offers=range(rows),
+            total_tokens=100 * local_step, step_seconds=0.1,
+        )  # fmt: skip
+        self._session.report(message)
+
+    def _watched(self, work: Callable[[], None]) -> None:
+        try:
+            work()
+        except DilocoError as error:
+            if not self._leaving:
+                self.trouble = str(error)
+
+    def _upload(self) -> None:
+        while (event := self._uploads.get()) is not None:
+            if isinstance(event, ev.InitialWanted):
+                self._uploader.initial(self._identity, Cancel())
+                continue
+            index = event.fragment
+            with self._shared.hold(index):
+                base = self._shared.inbox_state(index).generation
+                # Equal for all members of a round, whoever writes it.
+                copy = HostCopy(local_step=event.round, steps=24, tokens=2400, base=base)
+                self._shared.note_copy(index, copy)
+            self._uploader.pull(event, self._identity, Cancel())
+
+    def _download(self) -> None:
+        while (event := self._downloads.get()) is not None:
+            fragment = self._shared.layout.fragments[event.fragment]
+            payloads = download.fetch(
+                self._channels[2], identity=self._identity, fragment=event.fragment,
+                round=event.round, attempt=event.attempt, fmt=0, expected=fragment,
+                take_buffer=lambda _: self._buffers.take(), cancel=Cancel(),
+            )  # fmt: skip
+            if payloads is None:
+                continue
+            if self._keeper:
+                with self._shared.hold(fragment.index):
+                    before = self._shared.inbox_state(fragment.index).generation
+                    download.decode_into(payloads, fragment, self._shared.inbox(fragment.index))
+                    self._shared.publish(fragment.index, before + 1, payloads.version)
+            self._buffers.give(payloads.buffer)
+
+
+def measure(layout: Layout, learners: int, rounds: int) -> dict[str, float]:
+    """One job; facts about its syncer."""
+    spec = RunSpec(job="bench", steps=10**9, quorum=learners, learners={"r": learners})
+    shared = Shared.create(layout, constants_bytes=len(NO_CONSTANTS))
+    shared.constants[:] = np.frombuffer(NO_CONSTANTS, np.uint8)
+    for fragment in layout.fragments:
+        host_N = shared.host(fragment.index)
+        np.random.default_rng(fragment.index).standard_normal(dtype=np.float32, out=host_N)
+        shared.inbox(fragment.index)[:] = host_N
+        shared.publish(fragment.index, 1, (1, 0))
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-memory-") as folder,
+        syncer(spec, Path(folder)) as process,
+    ):
+        idle = memory_bytes(process.pid, "VmRSS")
+        members = [Learner(n, spec, process, shared) for n in range(learners)]
+        events = process.directory / "events.jsonl"
+        merges: list[dict[str, object]] = []
+
+        def merged() -> bool:
+            for member in members:
+                member.beat()
+                if member.trouble:
+                    raise RuntimeError(f"a learner's trouble: {member.trouble}")
+            time.sleep(0.5)
+            merges[:] = [line for line in json_lines(events) if line["event"] == "merge"]
+            return len(merges) >= rounds
+
+        wait_for(lambda: merged() or len(merges) >= 4, "the first merges", 120)
+        start, count, faults = time.monotonic(), len(merges), minor_faults(process.pid)
+        wait_for(merged, f"{rounds} merges", 240)
+        seconds, count = time.monotonic() - start, len(merges) - count
+        facts = {
+            "learners": learners,
+            "merges": len(merges),
+            "members": min(len(m["members"]) for m in merges),  # type: ignore[arg-type]
+            "idle": idle,
+            "peak": memory_bytes(process.pid),
+            "now": memory_bytes(process.pid, "VmRSS"),
+            "faults": (minor_faults(process.pid) - faults) / max(1, count),
+            "rate": count / seconds,
+        }
+        for member in members:
+            member.close()
+    shared.close()
+    return facts
+
+
+def main() -> int:
+    """Measure, write results/syncer_memory.md, exit 1 if the goal is missed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="a small model, no results, no goals")
+    arguments = parser.parse_args()
+    tune_malloc()
+    tune_interpreter()
+    wire.warm_up()
+    layout = layout_of(512, 26, 32768)
+    counts: tuple[int, ...] = LEARNERS
+    rounds = ROUNDS
+    if arguments.quick:
+        layout, counts, rounds = layout_of(128, 6, 4096), (2, 4), 24
+    model_bytes = 4 * layout.elements
+    facts = [measure(layout, learners, rounds) for learners in counts]
+    body = table(
+        ["learners", "merges", "peak MB", "× N", "peak / peak with 2", "RSS at the end MB",
+         "without a model MB", "minor faults per merge", "merges/s"],
+        [
+            [f["learners"], f["merges"], f"{f['peak'] / 1e6:.0f}", f["peak"] / model_bytes,
+             f["peak"] / facts[0]["peak"], f"{f['now'] / 1e6:.0f}", f"{f['idle'] / 1e6:.0f}",
+             f"{f['faults']:.0f}", f["rate"]]
+            for f in facts
+        ],
+    )  # fmt: skip
+    largest = max(f.elements for f in layout.fragments)
+    note = (
+        f"{layout.elements / 1e6:.1f} M parameters in {len(layout.fragments)} fragments, N = "
+        f"{model_bytes / 1e6:.0f} MB in fp32, the largest fragment (the embedding) "
+        f"{4 * largest / 1e6:.0f} MB; bf16 both ways, Radial, τ = 2, a snapshot every 48 steps. "
+        "Every learner is a member of every merge. Peak: VmHWM. It holds Θ and momentum (2 N), the "
+        "rounds in flight and old versions of a few fragments."
+    )
+    if any(f["members"] != f["learners"] for f in facts):
+        print("MISSED a merge had fewer members than there are learners")
+        return 1
+    if arguments.quick:
+        print(f"{note}\n\n{body}")
+        return 0
+    write_results(
+        "syncer_memory", "Peak memory of the syncer", f"{note}\n\n{body}",
+        packages=("numpy", "numba", "grpcio"),
+    )  # fmt: skip
+    ratio = facts[-1]["peak"] / facts[0]["peak"]
+    goals = {f"peak with {counts[-1]} learners against {counts[0]}": (ratio, GOAL)}
+    return judge(goals, at_most=frozenset(goals))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
