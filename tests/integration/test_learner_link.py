@@ -648,6 +648,7 @@ def test_every_step_leaves_a_line(enter):
         assert [line["localStep"] for line in lines] == [1, 2, 3]
         assert lines[-1].keys() == {
             "time", "incarnation", "localStep", "globalStep", "tokens", "loss", "seconds", "syncSeconds",
+            "queuedSeconds",
         }  # fmt: skip
         assert lines[0]["tokens"] == 5
 
@@ -684,9 +685,13 @@ def test_metrics_are_served_by_the_link(enter, monkeypatch):
         with learner:
             step_until(lambda: learner.local_step == 3, learner, model, opt)
             syncer.wait(lambda: syncer.reports[-1].local_step == 3)
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-                text = answer.read().decode()
-            assert "diloco_learner_steps_total 3.0" in text
+            deadline = time.monotonic() + 20
+            text = ""
+            # The link counts a report after it has handed it on.
+            while "diloco_learner_steps_total 3.0" not in text:
+                assert time.monotonic() < deadline, text
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                    text = answer.read().decode()
             assert "diloco_learner_tokens_total 30.0" in text
 
 

@@ -19,7 +19,7 @@ from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.members import Member, Members
 from diloco_syncer.core.outer import weight
-from diloco_syncer.core.round import Phase, Round
+from diloco_syncer.core.round import Phase, Round, merge_line
 from diloco_syncer.core.schedule import Grace, Pace
 
 HEARTBEAT_SECONDS = 2.0
@@ -398,41 +398,17 @@ class Engine:
         self.merges += 1
         self.last_members = len(facts)
         self.last_merge_at = now
-        sync_seconds = now - round_.pulled_at
-        self.grace.synced(sync_seconds)
+        self.grace.synced(now - round_.pulled_at)
         for fact in facts:
             member = self.members.by_name[fact.learner]
             member.merged_round = round_.step
             member.merges += 1
         receivers = len(self.members.connected())
+        line = merge_line(
+            round_, merged, facts, quorum=self.spec.quorum, receivers=receivers, now=now
+        )
         out: list[ev.Decision] = [
-            ev.Log(
-                event="merge",
-                fields={
-                    "step": round_.step,
-                    "fragment": round_.fragment,
-                    "attempt": round_.attempt,
-                    "quorum": self.spec.quorum,
-                    "quorumSeconds": round((round_.quorum_at or now) - round_.started, 6),
-                    "graceSeconds": round(round_.grace_seconds, 6),
-                    "syncSeconds": round(sync_seconds, 6),
-                    "bytesUp": merged.bytes_up,
-                    "bytesDown": merged.bytes_result * receivers,
-                    "deltaNorm": merged.delta_norm,
-                    "members": [
-                        {
-                            "learner": f.learner,
-                            "incarnation": f.incarnation,
-                            "step": f.local_step,
-                            "steps": f.steps,
-                            "tokens": f.tokens,
-                            "weight": f.weight,
-                            "base": None if f.base is None else f.base[1],
-                        }
-                        for f in facts
-                    ],
-                },
-            ),
+            ev.Log(event="merge", fields=line),
             ev.Commit(
                 round=round_.step,
                 attempt=round_.attempt,

@@ -10,9 +10,11 @@ One round of one fragment: who is in it, and how far it is. Pure; the engine mov
 from __future__ import annotations
 
 import enum
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
-from diloco_syncer.core.events import Answered, Merged
+from diloco_syncer.core.events import Answered, MemberFacts, Merged
 
 
 class Phase(enum.Enum):
@@ -56,3 +58,39 @@ class Round:
     def askable(self) -> bool:
         """A learner may still be asked for the fragment."""
         return self.open or self.phase is Phase.PULLING
+
+
+def merge_line(
+    round_: Round,
+    merged: Merged,
+    facts: Sequence[MemberFacts],
+    *,
+    quorum: int,
+    receivers: int,
+    now: float,
+) -> dict[str, Any]:
+    """The fields of a `merge` line of events.jsonl: what the audit needs to judge it."""
+    return {
+        "step": round_.step,
+        "fragment": round_.fragment,
+        "attempt": round_.attempt,
+        "quorum": quorum,
+        "quorumSeconds": round((round_.quorum_at or now) - round_.started, 6),
+        "graceSeconds": round(round_.grace_seconds, 6),
+        "syncSeconds": round(now - round_.pulled_at, 6),
+        "bytesUp": merged.bytes_up,
+        "bytesDown": merged.bytes_result * receivers,
+        "deltaNorm": merged.delta_norm,
+        "members": [
+            {
+                "learner": f.learner,
+                "incarnation": f.incarnation,
+                "step": f.local_step,
+                "steps": f.steps,
+                "tokens": f.tokens,
+                "weight": f.weight,
+                "base": None if f.base is None else f.base[1],
+            }
+            for f in facts
+        ],
+    }
