@@ -511,7 +511,9 @@ Global___Pull: _TypeAlias = Pull  # noqa: Y015
 
 @_typing.final
 class Result(_message.Message):
-    """Syncer → all: a result of this round is being made; download it (it commits at its end or not at all)."""
+    """Syncer → all, with the Pull: the result of this attempt will be made; ask for it now, so that a far learner's
+    request travels while others encode. It commits at its end or not at all: the trailer says which.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
