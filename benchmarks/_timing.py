@@ -28,6 +28,9 @@ Run = Callable[[], float | None]
 Does the work once; returns its seconds if it measured them itself (in another process), else None.
 """
 
+LOAD = os.getloadavg()[0]
+"""How busy others kept the machine when the benchmark began."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Paired:
@@ -116,17 +119,16 @@ def write_results(topic: str, title: str, body: str, *, packages: Sequence[str] 
         packages: distributions whose versions matter, besides Python.
     """
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
-    load = os.getloadavg()[0]
-    busy = f"**Not to be cited: load {load:.1f} on {os.cpu_count()} cores.**\n\n"
+    busy = f"**Not to be cited: load {LOAD:.1f} on {os.cpu_count()} cores.**\n\n"
     text = f"""# {title}
 
-{busy if load > (os.cpu_count() or 1) else ""}{body.strip()}
+{busy if 2 * LOAD > (os.cpu_count() or 1) else ""}{body.strip()}
 
 ## How this was made
 
 - command: `{_command()}`
 - commit: {_commit()}
-- when: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, load {load:.1f}
+- when: {datetime.now(UTC):%Y-%m-%d %H:%M} UTC, load before it {LOAD:.1f}
 - hardware: {_hardware()}
 - versions: Python {platform.python_version()}{", " if versions else ""}{versions}
 """

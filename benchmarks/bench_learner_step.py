@@ -70,8 +70,8 @@ LARGE = Case(
         "learningRate": 3e-4,
     },
     learners=1,
-    checkpoint_steps=10,
-    seconds=90,
+    checkpoint_steps=25,
+    seconds=240,
     goal_percent=2.0,
 )  # fmt: skip
 QUICK = Case(
