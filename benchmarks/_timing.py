@@ -122,7 +122,7 @@ def write_results(topic: str, title: str, body: str, *, packages: Sequence[str] 
     busy = f"**Not to be cited: load {LOAD:.1f} on {os.cpu_count()} cores.**\n\n"
     text = f"""# {title}
 
-{busy if 2 * LOAD > (os.cpu_count() or 1) else ""}{body.strip()}
+{busy if 0.75 * (os.cpu_count() or 1) < LOAD else ""}{body.strip()}
 
 ## How this was made
 
