@@ -19,19 +19,27 @@ from pydantic.alias_generators import to_camel
 
 from diloco_operator.fields import (
     INT32_MOST,
+    Annotations,
     BelowOne,
+    Config,
     Count,
     Endpoint,
     Fraction,
     JobName,
+    Labels,
+    LongText,
+    ObjectName,
     Passed,
     Positive,
     Quantity,
     RegionName,
+    Text,
     UniqueBy,
     UpToBillion,
     Words,
+    list_map,
 )
+from diloco_operator.names import REGION_MOST, REGIONS_MOST
 
 API_VERSION = "diloco.dev/v1alpha1"
 KIND = "DiLoCoJob"
@@ -83,7 +91,7 @@ class Grace(Model):
     max_steps: Fraction = "1"
     """Cap of the grace window, in compute steps; "0" turns it off."""
     safety: BelowOne = "0.8"
-    """γ: the share of the remaining slack that may be waited."""
+    """γ: the share of the remaining slack that may be waited, at least 0 and less than 1."""
 
 
 class Outer(Model):
@@ -115,15 +123,15 @@ class Sync(Model):
     """P: fragments the model is cut into; at most its number of tensors."""
     interval: UpToBillion = 24
     """H: steps between two syncs of the same fragment; at least the number of fragments."""
-    overlap: Annotated[int, Field(ge=1)] = 2
+    overlap: UpToBillion = 2
     """τ: steps a sync may take; so many fragments are in flight."""
-    quorum: Annotated[int, Field(ge=1)] = 1
+    quorum: UpToBillion = 1
     """K: learners that must have reported before a fragment is merged."""
     grace: Grace = Grace()
     """The grace window."""
     merge: Literal["Radial", "Average"] = "Radial"
     """How deltas become one: Radial (RDA) keeps their length, Average is the weighted mean."""
-    average_parameters: list[str] = []
+    average_parameters: Annotated[list[Text], Field(max_length=256)] = []
     """Shell patterns of parameter names that are merged by average besides embeddings."""
     outer: Outer = Outer()
     """The outer optimizer."""
@@ -134,23 +142,26 @@ class Sync(Model):
 # ---------------------------------------------------------------------------------------- pods
 
 
+Quantities = Annotated[dict[str, Quantity], Field(max_length=64)]
+
+
 class Resources(Model):
     """Resources of a container, as in core/v1."""
 
-    requests: dict[str, Quantity] = {}
+    requests: Quantities = {}
     """What the scheduler sets aside."""
-    limits: dict[str, Quantity] = {}
+    limits: Quantities = {}
     """What the container may not exceed."""
-    claims: list[Passed] = []
+    claims: Annotated[list[Passed], Field(max_length=64)] = []
     """Names of resource claims."""
 
 
 class PodMetadata(Model):
     """Labels and annotations of pods."""
 
-    labels: dict[str, str] = {}
+    labels: Labels = {}
     """Added to the operator's own labels."""
-    annotations: dict[str, str] = {}
+    annotations: Annotations = {}
     """Annotations of the pod."""
 
 
@@ -166,9 +177,9 @@ class PodTemplate(Model):
 class EnvVar(Model):
     """One environment variable, as in a container."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[str, Field(min_length=1, max_length=253)]
     """Name of the variable."""
-    value: str = ""
+    value: LongText = ""
     """Its text."""
     value_from: Passed | None = None
     """Where a cluster takes the text from; `diloco run` has no cluster to ask."""
@@ -182,7 +193,7 @@ class Recipe(Model):
 
     name: Literal["gpt"]
     """Which program."""
-    config: Passed = {}
+    config: Config = {}
     """Its settings; the program itself knows which there are."""
 
 
@@ -202,13 +213,17 @@ class Learner(Model):
     """A built-in program; exactly one of recipe and command."""
     command: Words | None = None
     """The words of your own training program; `diloco run` starts it in the manifest's folder."""
-    image: str = ""
+    image: Text = ""
     """Container image; empty: the chart's worker image."""
     pods_per_learner: Annotated[int, Field(ge=1, le=4096)] = 1
     """R/M: pods that form one learner."""
     checkpoint: LearnerCheckpoint = LearnerCheckpoint()
     """The learner's own checkpoint."""
-    env: Annotated[list[EnvVar], AfterValidator(UniqueBy(key="name"))] = []
+    env: Annotated[
+        list[EnvVar],
+        Field(max_length=512, json_schema_extra=list_map("name")),
+        AfterValidator(UniqueBy(key="name")),
+    ] = []
     """Environment of the training program."""
     resources: Resources = Resources()
     """Resources of its container."""
@@ -223,7 +238,7 @@ class Region(Model):
     """A DNS label of at most 24 characters."""
     learners: Annotated[int, Field(ge=0, le=1000)]
     """How many learners; may change while the job runs."""
-    config: Passed = {}
+    config: Config = {}
     """Laid over recipe.config for this region; with an own command it is the whole config."""
     resources: Resources = Resources()
     """Instead of learner.resources."""
@@ -239,7 +254,7 @@ class Storage(Model):
 
     size: Quantity = "10Gi"
     """How large."""
-    storage_class_name: str = ""
+    storage_class_name: ObjectName = ""
     """Empty: the cluster's default."""
 
 
@@ -252,7 +267,7 @@ class Service(Model):
     """Port of the Service."""
     node_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port on every node with type NodePort; 0: the cluster chooses."""
-    annotations: dict[str, str] = {}
+    annotations: Annotations = {}
     """Annotations of the Service."""
 
 
@@ -268,11 +283,11 @@ class SyncerCheckpoint(Model):
 class Syncer(Model):
     """The one process that merges."""
 
-    region: str = ""
+    region: Annotated[str, Field(max_length=REGION_MOST)] = ""
     """The region it lives in; empty: the first of regions."""
     endpoint: Endpoint = ""
     """host:port that other regions dial; needed when regions live in different clusters."""
-    image: str = ""
+    image: Text = ""
     """Container image; empty: the chart's syncer image."""
     resources: Resources = Resources()
     """Resources of its container."""
@@ -298,11 +313,11 @@ class Evaluation(Model):
 class IssuerRef(Model):
     """A cert-manager issuer."""
 
-    name: Annotated[str, Field(min_length=1)]
+    name: Annotated[ObjectName, Field(min_length=1)]
     """Name of the issuer."""
-    kind: str = "Issuer"
+    kind: Text = "Issuer"
     """Issuer or ClusterIssuer."""
-    group: str = "cert-manager.io"
+    group: ObjectName = "cert-manager.io"
     """API group of the issuer."""
 
 
@@ -311,7 +326,7 @@ class Tls(Model):
 
     mode: Literal["Disabled", "Secret", "CertManager"] = "Disabled"
     """Where certificates come from; not Disabled when syncer.endpoint is set."""
-    secret_name: str = ""
+    secret_name: ObjectName = ""
     """Required by mode Secret: a Secret with tls.crt, tls.key and ca.crt."""
     issuer_ref: IssuerRef | None = None
     """Required by mode CertManager."""
@@ -330,7 +345,7 @@ class RunPolicy(Model):
     """Restarts of one learner that were its own fault; left out: no limit."""
     cleanup_policy: Literal["None", "Running", "All"] = "Running"
     """What is removed at the end."""
-    managed_by: str = ""
+    managed_by: Text = ""
     """Another controller's name: this operator then leaves the job alone."""
 
 
@@ -346,7 +361,9 @@ class Spec(Model):
     learner: Learner = Learner()
     """What every learner runs."""
     regions: Annotated[
-        list[Region], Field(min_length=1, max_length=64), AfterValidator(UniqueBy(key="name"))
+        list[Region],
+        Field(min_length=1, max_length=REGIONS_MOST, json_schema_extra=list_map("name")),
+        AfterValidator(UniqueBy(key="name")),
     ]
     """Where learners live, and how many."""
     syncer: Syncer = Syncer()

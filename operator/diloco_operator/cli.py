@@ -40,6 +40,13 @@ class Output(StrEnum):
     json = "json"
 
 
+class RenderOutput(StrEnum):
+    """How Kubernetes objects are printed."""
+
+    yaml = "yaml"
+    json = "json"
+
+
 ManifestArgument = Annotated[
     Path, typer.Argument(metavar="FILE", help="The manifest, a YAML file.")
 ]
@@ -209,6 +216,88 @@ def audit(
     _print(output, {"ok": found.ok, "verdict": found.verdict, **asdict(found)}, text)
     if not found.ok:
         raise typer.Exit(1)
+
+
+@app.command()
+def render(
+    file: ManifestArgument,
+    region: Annotated[
+        str, typer.Option(help="The operator's region.name. Default: all regions are its own.")
+    ] = "",
+    namespace: Annotated[
+        str, typer.Option(help="Default: the manifest's, else default.", show_default=False)
+    ] = "",
+    worker_image: Annotated[
+        str, typer.Option(help="The chart's image of learners.", show_default=False)
+    ] = "",
+    syncer_image: Annotated[
+        str, typer.Option(help="The chart's image of the syncer.", show_default=False)
+    ] = "",
+    sets: SetOption = None,
+    output: Annotated[
+        RenderOutput, typer.Option("-o", "--output", help="How objects are printed.")
+    ] = RenderOutput.yaml,
+) -> None:
+    """Print what the operator would apply for a job."""
+    from importlib.metadata import version
+
+    from diloco_operator import render as rendering
+    from diloco_operator.manifest import load_job
+    from diloco_operator.view import View
+
+    view = View(
+        region=region,
+        worker_image=worker_image or f"diloco-worker:{version('diloco')}",
+        syncer_image=syncer_image or f"diloco-syncer:{version('diloco')}",
+    )
+    objects = rendering.render(load_job(file, sets or ()), view, namespace)
+    if output is RenderOutput.json:
+        _print_json({"apiVersion": "v1", "kind": "List", "items": list(objects)})
+    else:
+        typer.echo(rendering.to_yaml(objects), nl=False)
+
+
+@app.command()
+def crd(
+    output: Annotated[
+        RenderOutput, typer.Option("-o", "--output", help="How it is printed.")
+    ] = RenderOutput.yaml,
+) -> None:
+    """Print the CustomResourceDefinition of DiLoCoJob."""
+    from diloco_operator import crd as made
+
+    if output is RenderOutput.json:
+        _print_json(made.crd())
+    else:
+        typer.echo(made.crd_yaml(), nl=False)
+
+
+@app.command()
+def certs(
+    file: ManifestArgument,
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Keep it: ca.key is in there.")],
+    days: Annotated[int, typer.Option(min=1, help="How long the certificates are good.")] = 365,
+    namespace: Annotated[
+        str, typer.Option(help="Of the Secrets. Default: the manifest's.", show_default=False)
+    ] = "",
+    host: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="One more name or address of the syncer."),
+    ] = None,
+    sets: SetOption = None,
+    output: OutputOption = Output.table,
+) -> None:
+    """Make certificates for a job: an authority, and a Secret for each region's cluster."""
+    from datetime import UTC, datetime
+
+    from diloco_operator.authority import describe, write_certs
+    from diloco_operator.manifest import load_job
+
+    job = load_job(file, sets or ())
+    written = write_certs(
+        job, out, now=datetime.now(UTC), days=days, namespace=namespace, hosts=host or ()
+    )
+    _print(output, [one.to_dict() for one in written], describe(out, written))
 
 
 def _run_dir(given: Path | None) -> Path:

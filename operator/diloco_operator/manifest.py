@@ -72,7 +72,7 @@ def examine(source: Path | str, sets: Sequence[str] = ()) -> tuple[DiLoCoJob | N
 def dump_job(job: DiLoCoJob) -> str:
     """The manifest of a job as YAML, without defaults that were not written; reads back equal."""
     data = job.model_dump(by_alias=True, exclude_unset=True)
-    text: str = yaml.dump(data, Dumper=_Dumper, sort_keys=False, allow_unicode=True)
+    text: str = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True)
     return text
 
 
@@ -109,10 +109,13 @@ class _Loader(yaml.SafeLoader):
     yaml_implicit_resolvers = _resolvers(yaml.SafeLoader)
 
 
-class _Dumper(yaml.SafeDumper):
+class Dumper(yaml.SafeDumper):
+    """Writes what kubectl reads as the same values; without anchors."""
+
     yaml_implicit_resolvers = _resolvers(yaml.SafeDumper)
 
     def ignore_aliases(self, data: object) -> bool:
+        """Always."""
         return True
 
 

@@ -8,6 +8,7 @@ newline.
 
 from __future__ import annotations
 
+import hashlib
 import ipaddress
 import re
 
@@ -20,6 +21,9 @@ REGION_PATTERN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 REGION_MOST = 24
 """Longest region name, in characters."""
 
+REGIONS_MOST = 64
+"""Most regions of a job."""
+
 CHILD_MOST = 52
 """Longest `<job>-<region>`: a StatefulSet's revision label adds 11 characters; labels end at 63."""
 
@@ -30,14 +34,37 @@ DECIMAL_PATTERN = r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,9})?"
 """A quoted decimal; nine digits on each side, so that a double and a Decimal compare alike."""
 
 _LABEL = r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
-_ENDPOINT = re.compile(
-    rf"(?P<host>\[(?P<six>[0-9A-Fa-f:.]+)\]|{_LABEL}(\.{_LABEL})*):(?P<port>[1-9][0-9]{{0,4}})"
-)
+
+ENDPOINT_PATTERN = rf"(\[[0-9A-Fa-f:.]+\]|{_LABEL}(\.{_LABEL})*):[1-9][0-9]{{0,4}}"
+"""host:port as far as a pattern can say it; `is_endpoint` says the rest."""
+
+HOST_MOST = 253
+"""Longest host of an endpoint."""
 
 
 def child_name(job: str, suffix: str) -> str:
     """Name of the child object of a job for a region or a role: `<job>-<suffix>`."""
     return f"{job}-{suffix}"
+
+
+def syncer_name(job: str) -> str:
+    """Name of the syncer's Deployment, Service and PersistentVolumeClaim."""
+    return child_name(job, "syncer")
+
+
+def evaluator_name(job: str) -> str:
+    """Name of the evaluator's Deployment."""
+    return child_name(job, "evaluator")
+
+
+def tls_name(job: str) -> str:
+    """Name of the Certificate, and of its Secret, with tls.mode CertManager."""
+    return child_name(job, "tls")
+
+
+def spec_name(job: str, content: str) -> str:
+    """Name of the ConfigMap that holds a RunSpec: other content, other name."""
+    return child_name(job, f"spec-{hashlib.sha256(content.encode()).hexdigest()[:10]}")
 
 
 def learner_name(region: str, index: int) -> str:
@@ -64,15 +91,18 @@ def learner_slug(name: str) -> str:
 
 def is_endpoint(text: str) -> bool:
     """True for host:port with a DNS name, IPv4 or [IPv6] address and a port of 1..65535."""
-    found = _ENDPOINT.fullmatch(text)
-    if found is None or int(found["port"]) > 65535 or len(found["host"]) > 253:
+    if not re.fullmatch(ENDPOINT_PATTERN, text):
+        return False
+    host, _, port = text.rpartition(":")
+    if int(port) > 65535 or len(host) > HOST_MOST:
         return False
     try:
-        if found["six"] is not None:
-            ipaddress.IPv6Address(found["six"])
-        elif found["host"].rpartition(".")[2].isdigit():
+        if host.startswith("["):
+            # Kubernetes does not take IPv4 written as IPv6 for an address.
+            return ipaddress.IPv6Address(host[1:-1]).ipv4_mapped is None
+        if host.rpartition(".")[2].isdigit():
             # No top-level domain is a number: what ends in one is meant as an IPv4 address.
-            ipaddress.IPv4Address(found["host"])
+            ipaddress.IPv4Address(host)
     except ValueError:
         return False
     return True

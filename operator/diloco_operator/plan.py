@@ -7,6 +7,7 @@ images or pods: the runtime that carries it out adds those through `learner_env`
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Any
 from diloco.spec import Checkpoint, RunSpec, canonical
 from diloco_operator import names
 from diloco_operator.api import DiLoCoJob, Region
+from diloco_operator.fields import BILLION
 
 PYTHON = "python"
 """First word of our own programs; the runtime puts the interpreter it wants there."""
@@ -99,7 +101,7 @@ def plan(job: DiLoCoJob) -> Plan:
             checkpoint=_syncer_checkpoint(job),
         ),
         learners=tuple(
-            _learner(job, region, index)
+            learner_plan(job, region, index)
             for region in spec.regions
             for index in range(region.learners)
         ),
@@ -140,6 +142,28 @@ def run_spec(job: DiLoCoJob) -> RunSpec:
     )
 
 
+def learner_spec(spec: RunSpec) -> RunSpec:
+    """
+    The part of a RunSpec that a learner needs at its start; the hash is the same.
+
+    What may change while the job runs and reaches learners through the syncer (T), or not at all
+    (K, who takes part, the syncer's snapshots, the evaluation), has the same value in every job:
+    where the document is part of the pod's template, changing it replaces no learner.
+    """
+    # An own loop may read Learner.index, which counts by the set of regions, so that stays: without
+    # it learners of two regions would have the same index. Recipes go by their name.
+    regions = dict.fromkeys(spec.learners, 0) if spec.recipe is None else {}
+    return dataclasses.replace(
+        spec,
+        steps=BILLION,
+        quorum=1,
+        learners=regions,
+        syncer_checkpoint=Checkpoint(every_steps=1, keep=1),
+        evaluation_every_steps=None,
+        evaluation_command=(),
+    )
+
+
 def learner_env(
     plan: Plan,
     learner: LearnerPlan,
@@ -163,10 +187,11 @@ def learner_env(
         metrics_port: where to serve Prometheus metrics; 0: none.
     """
     return {
-        **_process_env(
+        # The user's variables first: none of them may take the place of ours.
+        **dict(learner.env),
+        **process_env(
             plan,
-            learner.env,
-            config=learner.config,
+            learner,
             syncer=syncer,
             spec_path=spec_path,
             state_dir=state_dir,
@@ -188,43 +213,44 @@ def evaluator_env(
     metrics_port: int = 0,
 ) -> dict[str, str]:
     """The variables the evaluator gets; as `learner_env`, without a learner's name."""
-    return _process_env(
-        plan,
-        evaluator.env,
-        config=evaluator.config,
-        syncer=syncer,
-        spec_path=spec_path,
-        state_dir=state_dir,
-        tls_dir=tls_dir,
-        metrics_port=metrics_port,
-    )
+    return {
+        **dict(evaluator.env),
+        **process_env(
+            plan,
+            evaluator,
+            syncer=syncer,
+            spec_path=spec_path,
+            state_dir=state_dir,
+            tls_dir=tls_dir,
+            metrics_port=metrics_port,
+        ),
+    }
 
 
-def _process_env(
+def process_env(
     plan: Plan,
-    user: Env,
+    process: LearnerPlan | EvaluatorPlan,
     *,
-    config: Mapping[str, Any],
     syncer: str,
     spec_path: Path,
     state_dir: Path,
-    tls_dir: Path | None,
-    metrics_port: int,
+    tls_dir: Path | None = None,
+    metrics_port: int = 0,
 ) -> dict[str, str]:
-    # The user's variables first: none of them may take the place of ours.
+    """The variables of ours that learners and the evaluator get alike, without the user's."""
     return {
-        **dict(user),
         "DILOCO_JOB": plan.spec.job,
         "DILOCO_SYNCER": syncer,
         "DILOCO_SPEC": str(spec_path),
-        "DILOCO_CONFIG": canonical(dict(config)),
+        "DILOCO_CONFIG": canonical(dict(process.config)),
         "DILOCO_STATE": str(state_dir),
         **({"DILOCO_TLS": str(tls_dir)} if tls_dir is not None else {}),
         "DILOCO_METRICS_PORT": str(metrics_port),
     }
 
 
-def _learner(job: DiLoCoJob, region: Region, index: int) -> LearnerPlan:
+def learner_plan(job: DiLoCoJob, region: Region, index: int) -> LearnerPlan:
+    """One learner of a region; those of a region differ in index and name alone."""
     learner = job.spec.learner
     if learner.recipe is not None:
         argv: tuple[str, ...] = (PYTHON, "-m", f"diloco_worker.recipes.{learner.recipe.name}")

@@ -6,8 +6,6 @@ Shell: the only place of this package that dials a syncer.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import grpc
 
 from diloco.transport import Tls, channel, error_of
@@ -17,19 +15,21 @@ from diloco.v1 import syncer_pb2, syncer_pb2_grpc
 class SyncerClient:
     """Asks one syncer for its status; connects when first asked, and again after every loss."""
 
-    def __init__(self, endpoint: str, *, tls_dir: Path | None = None) -> None:
+    def __init__(
+        self, endpoint: str, *, tls: Tls | None = None, server_name: str | None = None
+    ) -> None:
         """
-        Nothing is dialled yet.
+        Nothing is dialled yet. With other certificates, make another client.
 
         Args:
             endpoint: host:port of the syncer.
-            tls_dir: directory with tls.crt, tls.key and ca.crt; None: no TLS.
-
-        Raises:
-            ConfigError: a TLS file is missing or unreadable.
+            tls: what the job's Secret holds; None: no TLS.
+            server_name: `diloco.tls.server_name(job)`, which the syncer's certificate must have;
+                None: the endpoint's host.
         """
         self.endpoint = endpoint
-        self._channel = channel(endpoint, tls=Tls.load(tls_dir), purpose="control")
+        self.tls = tls
+        self._channel = channel(endpoint, tls=tls, purpose="control", server_name=server_name)
         self._stub = syncer_pb2_grpc.SyncerStub(self._channel)
 
     def status(self, *, timeout_seconds: float = 1.0) -> syncer_pb2.StatusReply:
@@ -37,7 +37,8 @@ class SyncerClient:
         What the syncer says about itself.
 
         Raises:
-            UnavailableError: no answer within the deadline.
+            UnavailableError: no answer within the deadline; `diloco.tls.explain(str(error))` is the
+                reason, as far as gRPC knows it.
             DilocoError: the syncer refused to answer.
         """
         try:

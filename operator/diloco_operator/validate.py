@@ -1,9 +1,13 @@
 """
 Rules between fields, and what may not change: two tables.
 
-Pure. One rule is one entry: the field it is reported at, what it reads, the predicate, the message.
-The CRD carries the same entries as CEL with the same words, so a message is a template with values,
-as CEL's `format` has it, and leaves out the path (the server puts it before).
+Pure. One rule is one entry: the field it is reported at, what it reads, the predicate in Python and
+in CEL, the message. `crd.py` writes the same entries into the CRD, so that an API server refuses
+the same jobs with the same words: a message is a template with values, as CEL's `format` has it,
+and leaves out the path (the server puts it before).
+
+In CEL `self` is the spec, only at a path of metadata it is the whole job; `oldSelf` is what it was.
+Every predicate there is total: it may meet a spec whose bounds are broken, with no region at all.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from typing import Any
 
 from diloco_operator import names
 from diloco_operator.api import DiLoCoJob
+from diloco_operator.cel import quoted
 
 Location = tuple[str | int, ...]
 
@@ -31,6 +36,15 @@ class Rule:
     message: str
     """What was seen, what is allowed; `{}` stands for one of `values`."""
     values: Callable[[DiLoCoJob], tuple[object, ...]] = lambda job: ()
+    cel: str
+    """`holds` in CEL."""
+    cel_values: tuple[str, ...] = ()
+    """`values` in CEL."""
+
+    @property
+    def missing(self) -> bool:
+        """Whether a job breaks it by leaving the field out."""
+        return self.message.startswith("missing;")
 
 
 def _longest_region(job: DiLoCoJob) -> str:
@@ -40,6 +54,17 @@ def _longest_region(job: DiLoCoJob) -> str:
 def _overlap_most(job: DiLoCoJob) -> int:
     return max(1, job.spec.sync.interval - 1)
 
+
+_LONGEST_CEL = (
+    "self.spec.regions.filter(r, self.spec.regions.all(s, size(s.name) <= size(r.name)))[0].name"
+)
+_OVERLAP_MOST_CEL = "(self.sync.interval > 2 ? self.sync.interval - 1 : 1)"
+_NUM_LEARNERS_CEL = "self.regions.map(r, r.learners).sum()"
+# A join has no bound that the server could see: take as many of the most verbs as there are names.
+_REGION_NAMES_CEL = (
+    f"{quoted(', '.join(['%s'] * names.REGIONS_MOST))}.substring(0, 4 * size(self.regions) - 2)"
+    ".format(self.regions.map(r, r.name))"
+)
 
 RULES: tuple[Rule, ...] = (
     Rule(
@@ -55,6 +80,16 @@ RULES: tuple[Rule, ...] = (
             len(names.child_name(job.metadata.name, _longest_region(job))),
             names.CHILD_MOST,
         ),
+        cel=(
+            "self.spec.regions.all(r, size(self.metadata.name) + 1 + size(r.name) <= "
+            f"{names.CHILD_MOST})"
+        ),
+        cel_values=(
+            "self.metadata.name",
+            _LONGEST_CEL,
+            f"size(self.metadata.name) + 1 + size({_LONGEST_CEL})",
+            str(names.CHILD_MOST),
+        ),
     ),
     Rule(
         path="spec.sync.interval",
@@ -62,6 +97,8 @@ RULES: tuple[Rule, ...] = (
         holds=lambda job: job.spec.sync.interval >= job.spec.sync.fragments,
         message="{} is less than the {} fragments",
         values=lambda job: (job.spec.sync.interval, job.spec.sync.fragments),
+        cel="self.sync.interval >= self.sync.fragments",
+        cel_values=("self.sync.interval", "self.sync.fragments"),
     ),
     Rule(
         path="spec.sync.overlap",
@@ -69,6 +106,8 @@ RULES: tuple[Rule, ...] = (
         holds=lambda job: job.spec.sync.overlap <= _overlap_most(job),
         message="{} is more than {}, the most with an interval of {}",
         values=lambda job: (job.spec.sync.overlap, _overlap_most(job), job.spec.sync.interval),
+        cel=f"self.sync.overlap <= {_OVERLAP_MOST_CEL}",
+        cel_values=("self.sync.overlap", _OVERLAP_MOST_CEL, "self.sync.interval"),
     ),
     Rule(
         path="spec.sync.quorum",
@@ -76,6 +115,8 @@ RULES: tuple[Rule, ...] = (
         holds=lambda job: job.spec.sync.quorum <= job.spec.num_learners,
         message="{} is more than the {} learners of all regions together",
         values=lambda job: (job.spec.sync.quorum, job.spec.num_learners),
+        cel=f"self.sync.quorum <= {_NUM_LEARNERS_CEL}",
+        cel_values=("self.sync.quorum", _NUM_LEARNERS_CEL),
     ),
     Rule(
         path="spec.learner",
@@ -85,6 +126,8 @@ RULES: tuple[Rule, ...] = (
         values=lambda job: (
             "both recipe and" if job.spec.learner.recipe else "neither recipe nor",
         ),
+        cel="has(self.learner.recipe) != has(self.learner.command)",
+        cel_values=("has(self.learner.recipe) ? 'both recipe and' : 'neither recipe nor'",),
     ),
     Rule(
         path="spec.syncer.region",
@@ -95,6 +138,11 @@ RULES: tuple[Rule, ...] = (
             job.spec.syncer.region,
             ", ".join(region.name for region in job.spec.regions),
         ),
+        cel=(
+            "self.syncer.region == '' || self.regions.size() == 0"
+            " || self.regions.exists(r, r.name == self.syncer.region)"
+        ),
+        cel_values=("self.syncer.region", _REGION_NAMES_CEL),
     ),
     Rule(
         path="spec.evaluation.command",
@@ -105,6 +153,7 @@ RULES: tuple[Rule, ...] = (
             or job.spec.learner.command is None
         ),
         message="missing; with spec.learner.command only a program of yours can score the model",
+        cel=("!has(self.evaluation) || has(self.evaluation.command) || !has(self.learner.command)"),
     ),
     Rule(
         path="spec.tls.mode",
@@ -112,18 +161,22 @@ RULES: tuple[Rule, ...] = (
         holds=lambda job: job.spec.tls.mode != "Disabled" or not job.spec.syncer.endpoint,
         message='Disabled, but spec.syncer.endpoint is "{}"; use Secret or CertManager',
         values=lambda job: (job.spec.syncer.endpoint,),
+        cel="self.tls.mode != 'Disabled' || self.syncer.endpoint == ''",
+        cel_values=("self.syncer.endpoint",),
     ),
     Rule(
         path="spec.tls.secretName",
         reads=("spec.tls.mode", "spec.tls.secretName"),
         holds=lambda job: job.spec.tls.mode != "Secret" or bool(job.spec.tls.secret_name),
         message="missing; spec.tls.mode Secret needs it",
+        cel="self.tls.mode != 'Secret' || self.tls.secretName != ''",
     ),
     Rule(
         path="spec.tls.issuerRef",
         reads=("spec.tls.mode", "spec.tls.issuerRef"),
         holds=lambda job: job.spec.tls.mode != "CertManager" or job.spec.tls.issuer_ref is not None,
         message="missing; spec.tls.mode CertManager needs it",
+        cel="self.tls.mode != 'CertManager' || has(self.tls.issuerRef)",
     ),
 )
 
@@ -152,6 +205,50 @@ def _touches(paths: Iterable[str], bad: tuple[Location, ...]) -> bool:
 
 # ------------------------------------------------------------------------------ changes
 
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One rule about what a job may become."""
+
+    path: str
+    """Where it is reported."""
+    holds: Callable[[DiLoCoJob, DiLoCoJob], bool]
+    """Given the old and the new job."""
+    message: str
+    """What was seen, what is allowed; `{}` stands for one of `values`."""
+    values: Callable[[DiLoCoJob, DiLoCoJob], tuple[object, ...]]
+    cel: str
+    """`holds` in CEL."""
+    cel_values: tuple[str, ...]
+    """`values` in CEL."""
+
+
+def _syncer_region_cel(spec: str) -> str:
+    return f"({spec}.syncer.region != '' ? {spec}.syncer.region : {spec}.regions[0].name)"
+
+
+CHANGES: tuple[Change, ...] = (
+    Change(
+        path="spec.steps",
+        holds=lambda old, new: new.spec.steps >= old.spec.steps,
+        message="cannot go down from {} to {}; only up",
+        values=lambda old, new: (old.spec.steps, new.spec.steps),
+        cel="self.steps >= oldSelf.steps",
+        cel_values=("oldSelf.steps", "self.steps"),
+    ),
+    Change(
+        path="spec.syncer.region",
+        holds=lambda old, new: new.spec.syncer_region == old.spec.syncer_region,
+        message="cannot change from {} to {} (empty: the first region)",
+        values=lambda old, new: (old.spec.syncer_region, new.spec.syncer_region),
+        cel=(
+            "self.regions.size() == 0"
+            f" || {_syncer_region_cel('self')} == {_syncer_region_cel('oldSelf')}"
+        ),
+        cel_values=(_syncer_region_cel("oldSelf"), _syncer_region_cel("self")),
+    ),
+)
+
 FIXED = (
     "metadata.name",
     "spec.seed",
@@ -177,6 +274,10 @@ FIXED = (
 )
 """Fields that keep the value they had when the job was made. Decimals are compared as text."""
 
+CANNOT_CHANGE = "cannot change from {} to {}"
+OTHER_RECIPE = "cannot change from what the job was made with"
+"""A server cannot show a recipe's config: its settings are unknown to CEL."""
+
 
 def transition_problems(old: DiLoCoJob, new: DiLoCoJob) -> list[str]:
     """What `new` changes in `old` that may not change, as `path: message`; empty: go on."""
@@ -186,17 +287,18 @@ def transition_problems(old: DiLoCoJob, new: DiLoCoJob) -> list[str]:
     for path in FIXED:
         was, is_ = _text(_at(before, path)), _text(_at(after, path))
         if was != is_:
-            said.append(f"{path}: cannot change from {_short(was)} to {_short(is_)}")
-    if new.spec.steps < old.spec.steps:
-        said.append(
-            f"spec.steps: cannot go down from {old.spec.steps} to {new.spec.steps}; only up"
-        )
-    if new.spec.syncer_region != old.spec.syncer_region:
-        said.append(
-            f"spec.syncer.region: cannot change from {old.spec.syncer_region} to "
-            f"{new.spec.syncer_region} (empty: the first region)"
-        )
+            said.append(f"{path}: {fixed_words(path).format(was, is_)}")
+    said += [
+        f"{change.path}: {change.message.format(*change.values(old, new))}"
+        for change in CHANGES
+        if not change.holds(old, new)
+    ]
     return said
+
+
+def fixed_words(path: str) -> str:
+    """What is said of a change of a field of FIXED; `{}` stands for the old and the new value."""
+    return OTHER_RECIPE if path == "spec.learner.recipe" else CANNOT_CHANGE
 
 
 def _at(data: dict[str, Any], path: str) -> object:
@@ -209,7 +311,3 @@ def _at(data: dict[str, Any], path: str) -> object:
 def _text(value: object) -> str:
     # Text, because Python holds 1 and true for equal and the manifest does not.
     return json.dumps(value, sort_keys=True, ensure_ascii=False)
-
-
-def _short(text: str, most: int = 80) -> str:
-    return text if len(text) <= most else text[: most - 3] + "..."

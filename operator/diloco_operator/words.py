@@ -50,14 +50,14 @@ def say(error: ErrorDetails) -> str:
 def _message(error: ErrorDetails) -> str:
     seen, context = error["input"], error.get("ctx", {})
     match error["type"]:
-        case "leaf":
-            return str(context["message"])
         case "missing":
             return "missing; it is required"
         case "extra_forbidden":
             return _unknown(error["loc"])
         case _ if seen is None:
             return "is empty; give it a value or leave it out"
+        case "leaf":
+            return str(context["message"])
         case "int_type" if isinstance(seen, str) and re.fullmatch(r"-?\d+", seen):
             return f"{shown(seen)} is text; write {seen} without quotes"
         case "int_type":
@@ -82,6 +82,11 @@ def _message(error: ErrorDetails) -> str:
             return f"is empty; at least {context.get('min_length', 1)} is needed"
         case "too_long":
             return f"{len(seen)} entries are more than {context['max_length']}, the most allowed"
+        case "string_too_long":
+            most = context["max_length"]
+            return f"{len(seen)} characters are more than {most}, the most allowed"
+        case "string_pattern_mismatch":
+            return f"{shown(seen)} does not match {context['pattern']}"
         case _:
             return f"{shown(seen)}: {error['msg']}"
 

@@ -10,6 +10,7 @@ Every error a component may raise on purpose.
     + DamagedError           bytes do not match their checksum, length or order
     + NotFiniteError         NaN or Inf where numbers are merged
   x MismatchError          model or spec differs from the syncer's: refused for good (exit 78)
+  x UnauthorisedError      the certificate does not allow it: try again with another one
   x UnavailableError       try again later; nothing was changed
   x StorageError           a disk refused or lost something; the previous state is intact
 
@@ -79,6 +80,12 @@ class MismatchError(DilocoError):
     reason = "Mismatch"
 
 
+class UnauthorisedError(DilocoError):
+    """The peer's certificate does not speak for the region it claims; another one may be mounted."""
+
+    reason = "Unauthorised"
+
+
 class UnavailableError(DilocoError):
     """Try again later; nothing was changed."""
 
@@ -101,6 +108,7 @@ ALL_ERRORS: tuple[type[DilocoError], ...] = (
     DamagedError,
     NotFiniteError,
     MismatchError,
+    UnauthorisedError,
     UnavailableError,
     StorageError,
 )

@@ -15,10 +15,11 @@ import os
 import random
 import socket
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, NoReturn
 
@@ -35,9 +36,12 @@ from diloco.errors import (
     StaleEpochError,
     StaleIncarnationError,
     StorageError,
+    UnauthorisedError,
     UnavailableError,
     UnknownLearnerError,
 )
+from diloco.tls import Tls as Tls
+from diloco.tls import TlsFiles, advice, explain
 
 log = logging.getLogger(__name__)
 
@@ -75,41 +79,82 @@ _SERVER = [
 ]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Tls:
-    """One end of mutual TLS, in PEM."""
-
-    certificate: bytes
-    key: bytes
-    authority: bytes
-
-    @classmethod
-    def load(cls, directory: Path | None) -> Tls | None:
-        """
-        Read tls.crt, tls.key and ca.crt; None without a directory.
-
-        Raises:
-            ConfigError: a file is missing, unreadable or not PEM; the message names it.
-        """
-        if directory is None:
-            return None
-        return cls(
-            certificate=_pem(directory / "tls.crt"),
-            key=_pem(directory / "tls.key"),
-            authority=_pem(directory / "ca.crt"),
-        )
+Purpose = Literal["control", "bulk"]
 
 
-def channel(target: str, *, tls: Tls | None, purpose: Literal["control", "bulk"]) -> grpc.Channel:
+def channel(
+    target: str, *, tls: Tls | None, purpose: Purpose, server_name: str | None = None
+) -> grpc.Channel:
     """
     A channel with a TCP connection of its own; it connects when first used, and again after every
     loss.
+
+    Args:
+        target: host:port to dial.
+        tls: certificates; None: plain text.
+        purpose: what the server sees as the user agent.
+        server_name: name that the server's certificate must have; None: the host dialled.
     """
     options = [*_CHANNEL, ("grpc.primary_user_agent", f"diloco-{purpose}")]
     if tls is None:
         return grpc.insecure_channel(target, options=options)
+    if server_name is not None:
+        options.append(("grpc.ssl_target_name_override", server_name))
     credentials = grpc.ssl_channel_credentials(tls.authority, tls.key, tls.certificate)
     return grpc.secure_channel(target, credentials, options=options)
+
+
+class Connection:
+    """One channel to one server, replaced when the certificate files have changed."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        tls_dir: Path | None,
+        purpose: Purpose,
+        server_name: str | None = None,
+    ) -> None:
+        """
+        As `channel`, with the certificates of a directory; None: plain text.
+
+        Raises:
+            ConfigError: the certificate files cannot be used.
+        """
+        tls = Tls.load(tls_dir)
+        self._files = TlsFiles(tls_dir, tls) if tls_dir is not None else None
+        self._make = partial(channel, target, purpose=purpose, server_name=server_name)
+        self._renewing = threading.Lock()
+        self.channel = self._make(tls=tls)
+
+    def renew(self) -> bool:
+        """
+        Call when a connection was lost or refused: True when there is another channel now.
+
+        Calls on the channel before it are cancelled. Files that cannot be used are warned about.
+        """
+        if self._files is None:
+            return False
+        with self._renewing:
+            tls = _renewed(self._files)
+            if tls is None:
+                return False
+            before, self.channel = self.channel, self._make(tls=tls)
+        before.close()
+        log.info("the certificate files changed: dialling with what is there now")
+        return True
+
+    def close(self) -> None:
+        """Close the channel."""
+        self.channel.close()
+
+
+def _renewed(files: TlsFiles) -> Tls | None:
+    try:
+        return files.renewed()
+    except ConfigError as error:
+        log.warning("%s; going on with the certificate that was there before", error)
+        return None
 
 
 def server(handlers: Sequence[grpc.GenericRpcHandler] = (), *, max_workers: int) -> grpc.Server:
@@ -125,11 +170,17 @@ def server(handlers: Sequence[grpc.GenericRpcHandler] = (), *, max_workers: int)
     return grpc.server(threads, handlers=list(handlers), options=_SERVER)
 
 
-def bind(server: grpc.Server, address: str, tls: Tls | None) -> int:
+def bind(server: grpc.Server, address: str, tls: Tls | None, *, tls_dir: Path | None = None) -> int:
     """
     Listen on host:port (port 0: any free one) and return the port.
 
     With TLS, clients must present a certificate of the same authority.
+
+    Args:
+        server: not bound yet.
+        address: host:port.
+        tls: certificates; None: plain text.
+        tls_dir: where they come from: new connections use what lies there then; None: always `tls`.
 
     Raises:
         ConfigError: not host:port, the port is in use or not allowed, or the host is not of this
@@ -140,15 +191,35 @@ def bind(server: grpc.Server, address: str, tls: Tls | None) -> int:
         if tls is None:
             port = server.add_insecure_port(address)
         else:
-            credentials = grpc.ssl_server_credentials(
-                [(tls.key, tls.certificate)], tls.authority, require_client_auth=True
-            )
-            port = server.add_secure_port(address, credentials)
+            port = server.add_secure_port(address, _server_credentials(tls, tls_dir))
     except RuntimeError as error:
         raise ConfigError(f"cannot listen on {address}: {error}") from None
     if not port:
         raise ConfigError(f"cannot listen on {address}: give a free port of this machine")
     return port
+
+
+def _server_credentials(tls: Tls, tls_dir: Path | None) -> grpc.ServerCredentials:
+    def configuration(tls: Tls) -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration(
+            [(tls.key, tls.certificate)], root_certificates=tls.authority
+        )
+
+    files = TlsFiles(tls_dir, tls) if tls_dir is not None else None
+
+    def look() -> grpc.ServerCertificateConfiguration | None:
+        # gRPC asks before each handshake; None: as before.
+        found = _renewed(files) if files is not None else None
+        if found is None:
+            return None
+        log.info("the certificate files changed: new connections get what is there now")
+        return configuration(found)
+
+    return grpc.dynamic_ssl_server_credentials(
+        configuration(tls),
+        look,  # type: ignore[arg-type]  # the stub forgets None
+        require_client_authentication=True,
+    )
 
 
 _STATUS: dict[type[DilocoError], grpc.StatusCode] = {
@@ -161,6 +232,7 @@ _STATUS: dict[type[DilocoError], grpc.StatusCode] = {
     DamagedError: grpc.StatusCode.DATA_LOSS,
     NotFiniteError: grpc.StatusCode.OUT_OF_RANGE,
     MismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    UnauthorisedError: grpc.StatusCode.PERMISSION_DENIED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     StorageError: grpc.StatusCode.RESOURCE_EXHAUSTED,
 }
@@ -222,7 +294,8 @@ def error_of(error: grpc.RpcError) -> DilocoError:
         if key == REASON_KEY and value in _BY_REASON:
             return _BY_REASON[str(value)](details)
     if code in _PASSING:
-        return UnavailableError(f"{code.name}: {details}")
+        meaning = advice(explain(details)) if code is not grpc.StatusCode.CANCELLED else ""
+        return UnavailableError(f"{code.name}: {details}{meaning and f'; {meaning}'}")
     return ProtocolError(f"{code.name if code else 'no status'}: {details}")
 
 
@@ -299,18 +372,6 @@ def _words(file: Path) -> list[str]:
         return file.read_text().split()
     except OSError:
         return []
-
-
-def _pem(file: Path) -> bytes:
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise ConfigError(
-            f"TLS: {file}: {error.strerror}; the directory must hold tls.crt, tls.key and ca.crt"
-        ) from None
-    if b"-----BEGIN" not in data:
-        raise ConfigError(f"TLS: {file}: {len(data)} bytes without a PEM block; expected one")
-    return data
 
 
 def _probe(address: str) -> None:

@@ -11,18 +11,23 @@ from collections.abc import Sequence
 
 from diloco import wire
 from diloco.errors import EXIT_DONE, EXIT_USAGE, ConfigError, DilocoError
+from diloco.health import HealthFile
 from diloco.spec import RunSpec
 from diloco.telemetry import configure_logging
 from diloco.transport import Tls, bind, kernel_warnings, server, tune_interpreter, tune_malloc
 from diloco.v1 import syncer_pb2_grpc
 from diloco_syncer import settings, state
 from diloco_syncer.core import merge
+from diloco_syncer.identity import Gate
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.runner import Runner
 from diloco_syncer.service import BulkService, SyncerService
 from diloco_syncer.store import EventLog, Store
 
 log = logging.getLogger("diloco_syncer")
+
+SIGNAL_SECONDS = 1.0
+"""A signal may reach another thread (after SIGCONT it does): only a main thread that wakes up by itself hears of it."""
 
 STOP_SECONDS = 2.0
 """How long open streams may take to end."""
@@ -60,7 +65,7 @@ def _run(given: settings.Settings) -> int:
     most_learners = max(64, 2 * sum(spec.learners.values()))
     # Each learner holds one thread for its session and up to 2 τ for bulk streams.
     grpc_server = server(max_workers=32 + most_learners * (1 + 2 * spec.overlap))
-    port = bind(grpc_server, given.listen, tls)
+    port = bind(grpc_server, given.listen, tls, tls_dir=given.tls)
     # Bound before the epoch is counted: a second syncer on this port must not get that far.
     store = Store(given.directory / "snapshots", keep=spec.syncer_checkpoint.keep)
     epoch = store.next_epoch()
@@ -71,6 +76,7 @@ def _run(given: settings.Settings) -> int:
     runner = Runner(
         spec, given.directory, engine=engine, theta=theta, store=store, events=events,
         metrics=Metrics(given.metrics_port), stall_seconds=given.stall_seconds,
+        health=HealthFile(given.health_file),
     )  # fmt: skip
     runner.record(
         "start",
@@ -81,9 +87,10 @@ def _run(given: settings.Settings) -> int:
         quorum=spec.quorum,
         spec=spec.hash,
     )
-    service = SyncerService(runner, EventLog(given.directory / "eval.jsonl"))
+    gate = Gate(job=spec.job, tls=tls is not None)
+    service = SyncerService(runner, EventLog(given.directory / "eval.jsonl"), gate)
     syncer_pb2_grpc.add_SyncerServicer_to_server(service, grpc_server)
-    grpc_server.add_generic_rpc_handlers((BulkService(runner).handler(),))
+    grpc_server.add_generic_rpc_handlers((BulkService(runner, gate).handler(),))
     runner.start()
     grpc_server.start()
     host = given.listen.rpartition(":")[0]
@@ -92,7 +99,8 @@ def _run(given: settings.Settings) -> int:
         log.warning("%s", warning)
     if given.endpoint_file is not None:
         _publish(given, f"{host}:{port}")
-    stop.wait()
+    while not stop.wait(SIGNAL_SECONDS):
+        pass
     log.info("ending: last snapshot")
     grpc_server.stop(STOP_SECONDS).wait()
     runner.stop()

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 
 from diloco.errors import ALL_ERRORS, DilocoError, StorageError, UnavailableError
 from diloco.fragments import Layout
+from diloco.health import Health, HealthFile
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer import state
@@ -68,15 +69,18 @@ class Runner:
         theta: what the snapshot held; None for a fresh job.
         stall_seconds: a member that sends nothing for so long while others wait for it is dropped
             from the merge.
+        health: where each turn leaves a sign of life.
     """
 
     def __init__(
         self, spec: RunSpec, directory: Path, *, engine: Engine, theta: Theta | None,
         store: Store, events: EventLog, metrics: Metrics, stall_seconds: float = 20.0,
+        health: HealthFile | None = None,
     ) -> None:  # fmt: skip
         self.spec, self.directory = spec, directory
         self.engine, self.theta, self.store, self.events = engine, theta, store, events
         self.metrics, self.stall_seconds = metrics, stall_seconds
+        self._health = health or HealthFile(None)
         self.layout: Layout | None = theta.layout if theta else None
         self.sessions: dict[int, Session] = {}
         self.model: tuple[str, str] = state.exported(directory)
@@ -156,6 +160,7 @@ class Runner:
         """Last snapshot, then end; blocks until it is durable (SIGTERM)."""
         self._queue.put(None)
         self._thread.join()
+        self._sign("ending: last snapshot", ready=False)
         self._disk.shutdown(wait=True)
         if self.theta is not None and not self.engine.complete:
             self._write_snapshot(self.engine.step, *self._snapshot_state())
@@ -164,7 +169,7 @@ class Runner:
     # ------------------------------------------------------------ the loop
 
     def _run(self) -> None:
-        wake = tick = time.monotonic() + TICK_SECONDS
+        wake = tick = time.monotonic()
         while True:
             event: ev.Event | Callable[[], None] | None
             try:
@@ -182,6 +187,12 @@ class Runner:
                 self._drop_stalled()
                 wake = self._handle(ev.Tick(), wake)
                 tick = time.monotonic() + TICK_SECONDS
+                self._sign(self.engine.waiting_for() or f"serving, step {self.engine.step}")
+
+    def _sign(self, why: str, *, ready: bool = True) -> None:
+        """Leave a sign of life; the last one whatever the time."""
+        now = time.monotonic()
+        self._health.write(Health(at=now, ready=ready, why=why, progress_at=now), now=not ready)
 
     def _handle(self, event: ev.Event, wake: float) -> float:
         """Let the engine decide and carry it out; returns when it wants to be woken."""

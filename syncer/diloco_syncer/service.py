@@ -39,6 +39,7 @@ from diloco_syncer import state, status
 from diloco_syncer.attempt import Attempt, AttemptAbortedError
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.engine import HEARTBEAT_SECONDS
+from diloco_syncer.identity import Gate
 from diloco_syncer.runner import Runner
 from diloco_syncer.runner import Session as Stream
 from diloco_syncer.store import EventLog
@@ -54,8 +55,9 @@ OUTPUT_SECONDS = 300.0
 class SyncerService(syncer_pb2_grpc.SyncerServicer):
     """The control service."""
 
-    def __init__(self, runner: Runner, evaluations: EventLog) -> None:
+    def __init__(self, runner: Runner, evaluations: EventLog, gate: Gate) -> None:
         self._runner = runner
+        self._gate = gate
         self._evaluations = evaluations
         self._joining = threading.Lock()
 
@@ -69,7 +71,7 @@ class SyncerService(syncer_pb2_grpc.SyncerServicer):
             first = next(request_iterator, None)
             if first is None or first.WhichOneof("kind") != "hello":
                 raise ProtocolError("a session begins with Hello")
-            session = self._join(first.hello)
+            session = self._join(first.hello, context)
             reader = threading.Thread(
                 target=self._read,
                 args=(session, request_iterator),
@@ -82,10 +84,11 @@ class SyncerService(syncer_pb2_grpc.SyncerServicer):
             finally:
                 self._runner.close_session(session, "StreamEnded")
 
-    def _join(self, hello: pb.Hello) -> Stream:
+    def _join(self, hello: pb.Hello, context: grpc.ServicerContext) -> Stream:
         runner = self._runner
         try:
             _know(runner, hello)
+            self._gate.admit(context, hello.learner)
             with self._joining:
                 _agree(runner, hello)
                 session = runner.open_session(hello.learner)
@@ -100,6 +103,7 @@ class SyncerService(syncer_pb2_grpc.SyncerServicer):
                         ),
                         local_step=hello.local_step,
                         checkpoint_step=hello.checkpoint_step,
+                        restarts=_count(hello.facts.get("restarts", "")),
                     )
                 )
         except DilocoError as error:
@@ -169,6 +173,11 @@ class SyncerService(syncer_pb2_grpc.SyncerServicer):
             )
             runner.evaluation = (request.step, request.loss)
             return pb.EvaluatedReply()
+
+
+def _count(text: str) -> int:
+    """A peer's count; 0 where it says none, or nonsense."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0
 
 
 def _reported(session: Stream, report: pb.Report) -> ev.Reported:
@@ -250,8 +259,9 @@ def _tensor(info: pb.TensorInfo) -> Tensor:
 class BulkService:
     """Raw bytes: uploads and downloads (bulk.proto)."""
 
-    def __init__(self, runner: Runner) -> None:
+    def __init__(self, runner: Runner, gate: Gate) -> None:
         self._runner = runner
+        self._gate = gate
         self._initial = Initial()
 
     def handler(self) -> grpc.GenericRpcHandler:
@@ -270,7 +280,11 @@ class BulkService:
         """Take in one fragment (or the constants) of one learner."""
         with aborting(context):
             yield from receive(
-                self._runner, self._initial, request_iterator, lambda: _cancel(context)
+                self._runner,
+                self._initial,
+                request_iterator,
+                admit=lambda learner: self._gate.admit(context, learner),
+                cancel=lambda: _cancel(context),
             )
 
     def download(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -278,6 +292,8 @@ class BulkService:
         with aborting(context):
             wanted = _wanted(request)
             runner = self._runner
+            if wanted.learner:  # an observer reads and changes nothing
+                self._admit(wanted.learner, context)
             theta, layout = runner.theta, runner.layout
             if theta is None or layout is None:
                 raise UnavailableError("there are no parameters yet; wait for Ready")
@@ -285,6 +301,14 @@ class BulkService:
             for message in self._messages(theta, layout, wanted):
                 runner.count_down(wanted.learner, len(message))
                 yield message
+
+    def _admit(self, learner: str, context: grpc.ServicerContext) -> None:
+        try:
+            self._gate.admit(context, learner)
+        except DilocoError as error:
+            log.warning("refused a download: %s", error)
+            self._runner.record("refuse", learner=learner, reason=error.reason, detail=str(error))
+            raise
 
     def _messages(
         self, theta: Theta, layout: Layout, wanted: bulk.DownloadRequest

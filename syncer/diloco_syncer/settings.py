@@ -32,6 +32,8 @@ class Settings:
     stall_seconds: float
     """A member of a merge that sends nothing for so long is dropped."""
     json_logs: bool
+    health_file: Path | None
+    """Where to leave signs of life; see diloco/health.py."""
 
 
 def read(arguments: Sequence[str] | None = None) -> Settings:
@@ -54,8 +56,11 @@ def read(arguments: Sequence[str] | None = None) -> Settings:
         "--metrics-port", type=int, default=int(env.get("DILOCO_METRICS_PORT", "0"))
     )
     parser.add_argument("--stall-seconds", type=float, default=20.0)
-    parser.add_argument("--json-logs", action="store_true")
+    parser.add_argument(
+        "--json-logs", action="store_true", default=env.get("DILOCO_LOG_FORMAT") == "json"
+    )
     given = parser.parse_args(arguments)
+    health_file = env.get("DILOCO_HEALTH_FILE")
     for flag, value, variable in (
         ("--spec", given.spec, "DILOCO_SPEC"),
         ("--dir", given.dir, "DILOCO_STATE"),
@@ -71,4 +76,5 @@ def read(arguments: Sequence[str] | None = None) -> Settings:
         metrics_port=given.metrics_port,
         stall_seconds=given.stall_seconds,
         json_logs=given.json_logs,
+        health_file=Path(health_file) if health_file else None,
     )

@@ -76,6 +76,7 @@ def _learner(runner: Runner, member: Member, now: float) -> pb.LearnerStatus:
         merges=member.merges,
         step_seconds=step_seconds,
         sync_seconds=report.sync_seconds if report else 0.0,
+        restarts=member.restarts,
     )
 
 

@@ -66,7 +66,12 @@ class Initial:
 
 
 def receive(
-    runner: Runner, initial: Initial, messages: Iterator[bytes], cancel: Callable[[], None]
+    runner: Runner,
+    initial: Initial,
+    messages: Iterator[bytes],
+    *,
+    admit: Callable[[str], None],
+    cancel: Callable[[], None],
 ) -> Iterator[bytes]:
     """
     Serve one upload stream.
@@ -75,6 +80,7 @@ def receive(
         runner: for facts and events.
         initial: collects Θ^(0).
         messages: raw messages of the stream, header first.
+        admit: raises UnauthorisedError unless the peer may speak for this learner.
         cancel: ends the stream from another thread.
 
     Yields:
@@ -83,6 +89,7 @@ def receive(
     header: bulk.UploadHeader | None = None
     try:
         header = _header(messages)
+        admit(header.learner)
         _identify(runner, header)
     except DilocoError as error:
         # Whoever that is: the round that it names is not its own.

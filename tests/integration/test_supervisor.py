@@ -98,11 +98,13 @@ def test_a_learner_gets_what_the_manifest_promises(fake):
 
 
 def test_threads_that_the_user_set_stay_and_old_contract_variables_do_not(fake):
-    fake.start(environment={"OMP_NUM_THREADS": "7", "DILOCO_TLS": "/old", "RANK": "3"})
+    old = {"DILOCO_TLS": "/old", "RANK": "3", "DILOCO_HEALTH_FILE": "/old", "DILOCO_RESTARTS": "9"}
+    fake.start(environment={"OMP_NUM_THREADS": "7", **old})
     until(fake.all_training, "training")
     said = fake.lives("eu/0")[0]["environment"]
     assert said["OMP_NUM_THREADS"] == "7"
-    assert "DILOCO_TLS" not in said
+    assert not {"DILOCO_TLS", "DILOCO_HEALTH_FILE"} & said.keys()
+    assert said["DILOCO_RESTARTS"] == "0"
 
 
 def test_status_lists_what_the_syncer_says_of_each_learner(fake):
@@ -139,6 +141,7 @@ def test_a_killed_learner_comes_back_and_the_event_log_says_so(fake):
     until(fake.all_training, "training")
     os.kill(fake.lives("us/0")[0]["pid"], signal.SIGKILL)
     until(lambda: len(fake.lives("us/0")) == 2, "second life")
+    assert fake.lives("us/0")[1]["environment"]["DILOCO_RESTARTS"] == "1"
     [event] = fake.events()
     assert (event["event"], event["process"], event["signal"]) == ("restart", "us/0", 9)
     assert (event["restarts"], event["epoch"]) == (1, 1)

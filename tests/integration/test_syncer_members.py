@@ -189,6 +189,14 @@ def test_a_process_that_lost_its_stream_keeps_its_incarnation(syncer, one):
     syncer.assert_audit()
 
 
+@pytest.mark.parametrize(("said", "counted"), [("3", 3), ("", 0), ("-1", 0), ("9" * 30, 0)])
+def test_status_says_how_often_a_learner_was_restarted(syncer, one, said, counted):
+    with ScriptedLearner(syncer, "eu/1") as other:
+        other.join(facts={"restarts": said})
+        found = {x.name: x.restarts for x in syncer.status().learners}
+        assert (found["eu/1"], found["eu/0"]) == (counted, 0)
+
+
 # ---------------------------------------------------------------- members that are lost
 
 

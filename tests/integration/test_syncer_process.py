@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import threading
 import time
 
 import numpy as np
 import pytest
 
+from diloco import health
 from diloco.fragments import Tensor
 from diloco.spec import Checkpoint
 from diloco.transport import Tls
@@ -198,6 +200,29 @@ def test_snapshots_of_another_spec_are_left_alone(tmp_path):
         assert syncer.launch().wait(30) == 2
         assert "use the manifest that began this run" in syncer.said()
         assert [p for p in before if not p.exists()] == []
+
+
+# ---------------------------------------------------------------- signs of life
+
+
+def test_a_syncer_leaves_signs_of_life_while_it_serves(tmp_path, monkeypatch):
+    file = tmp_path / "health.json"
+    monkeypatch.setenv("DILOCO_HEALTH_FILE", str(file))
+    monkeypatch.setenv("DILOCO_LOG_FORMAT", "json")
+    with RealSyncer(tmp_path, make_spec()) as syncer:
+        first = until(lambda: health.read(file), saying="a sign of life")
+        assert first.ready
+        assert first.progress_at == first.at
+        until(lambda: health.read(file).at > first.at, saying="another")
+        stopped = syncer.process
+        stopped.send_signal(signal.SIGSTOP)
+        silent = health.read(file)
+        time.sleep(1.5)
+        assert health.read(file) == silent
+        stopped.send_signal(signal.SIGCONT)
+        assert syncer.terminate() == 0
+        assert (health.read(file).ready, health.read(file).why) == (False, "ending: last snapshot")
+        assert all(json.loads(line) for line in syncer.said().splitlines())
 
 
 # ---------------------------------------------------------------- under load

@@ -10,6 +10,7 @@ command.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -34,6 +35,7 @@ from numpy.typing import NDArray
 from diloco import telemetry, transport
 from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, UnavailableError
 from diloco.spec import RunSpec
+from diloco.tls import server_name
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
 from diloco_worker import settings
@@ -274,6 +276,33 @@ def make_scorer(spec: RunSpec, config: Mapping[str, Any]) -> tuple[Scorer, Weigh
     return scorer, scorer.initial()
 
 
+def _evaluator(
+    spec: RunSpec,
+    job: settings.LearnerSettings,
+    scorer: Scorer,
+    control: transport.Connection,
+    bulk: transport.Connection,
+) -> Evaluator:
+    def stub() -> SyncerStub:
+        return SyncerStub(control.channel)
+
+    def pause(seconds: float) -> None:
+        time.sleep(seconds)
+        # Between two calls: nothing runs on the channels that could be cut.
+        control.renew()
+        bulk.renew()
+
+    return Evaluator(
+        spec=spec,
+        status=lambda: stub().GetStatus(pb.StatusRequest(), timeout=_CALL_SECONDS),
+        fetch=lambda status: fetch_model(bulk.channel, status=status, spec=spec),
+        hand_in=lambda evaluation: stub().Evaluated(evaluation, timeout=_CALL_SECONDS),
+        scorer=scorer,
+        memory=job.state / "evaluator.json" if job.state else None,
+        sleep=pause,
+    )
+
+
 def main() -> None:
     """Wire the evaluator to the job that the environment names."""
     telemetry.configure_logging(json=False, name="evaluator")
@@ -287,20 +316,14 @@ def main() -> None:
                 "DILOCO_SYNCER is not set; the evaluator runs inside a job (`diloco run`)"
             )
         spec = job.read_spec()
-        tls = transport.Tls.load(job.tls)
+        name = server_name(job.job)
+        control = transport.Connection(
+            job.syncer, tls_dir=job.tls, purpose="control", server_name=name
+        )
+        bulk = transport.Connection(job.syncer, tls_dir=job.tls, purpose="bulk", server_name=name)
         scorer, initial = make_scorer(spec, job.config)
-        control = transport.channel(job.syncer, tls=tls, purpose="control")
-        bulk = transport.channel(job.syncer, tls=tls, purpose="bulk")
-        with control, bulk:
-            stub = SyncerStub(control)
-            Evaluator(
-                spec=spec,
-                status=lambda: stub.GetStatus(pb.StatusRequest(), timeout=_CALL_SECONDS),
-                fetch=lambda status: fetch_model(bulk, status=status, spec=spec),
-                hand_in=lambda evaluation: stub.Evaluated(evaluation, timeout=_CALL_SECONDS),
-                scorer=scorer,
-                memory=job.state / "evaluator.json" if job.state else None,
-            ).run(initial=initial)
+        with contextlib.closing(control), contextlib.closing(bulk):
+            _evaluator(spec, job, scorer, control, bulk).run(initial=initial)
     except ConfigError as error:
         print(str(error).replace("\n", "; "), file=sys.stderr)
         sys.exit(EXIT_REFUSED)

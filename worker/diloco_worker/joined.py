@@ -81,6 +81,8 @@ class JoinedLearner(Learner):
             self._found = self._checkpoints.newest()
             self._journal = Journal(config.state / "steps.jsonl")
         self._checkpoint_at = 0
+        self._began = (0, 0)
+        """Local step and tokens with which this process began to train."""
         self._link = LinkProcess(self._shared)
         self._term = Termination()
         try:
@@ -172,6 +174,7 @@ class JoinedLearner(Learner):
             else:
                 self._link.wait(POLL_SECONDS)
         self._ledger.resume(local_step=self._said.local_step, total_tokens=self._said.total_tokens)
+        self._began = (self._ledger.local_step, self._ledger.total_tokens)
         return self._link.offer(self._state())
 
     def _take_model(self) -> None:
@@ -287,6 +290,8 @@ class JoinedLearner(Learner):
             offers=offers,
             applied=self._applied,
             total_tokens=ledger.total_tokens,
+            began_local_step=self._began[0],
+            began_total_tokens=self._began[1],
             loss=self._loss.value,
             step_seconds=self._step_seconds,
             sync_seconds=self._sync_seconds,

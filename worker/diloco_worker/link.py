@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import dataclasses
 import itertools
 import logging
 import os
@@ -31,9 +32,11 @@ import numpy as np
 
 from diloco import wire
 from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError
+from diloco.health import HealthFile
 from diloco.spec import RunSpec
 from diloco.telemetry import configure_logging
-from diloco.transport import Backoff, Tls, channel, kernel_warnings, tune_interpreter, tune_malloc
+from diloco.tls import explain, fault_of, server_name
+from diloco.transport import Backoff, Connection, kernel_warnings, tune_interpreter, tune_malloc
 from diloco.v1 import syncer_pb2 as pb
 from diloco_worker import download, session, settings
 from diloco_worker.core import events as ev
@@ -46,6 +49,7 @@ from diloco_worker.settings import LearnerSettings
 from diloco_worker.shared import Shared
 from diloco_worker.transfer import Buffers, Cancel, Identity
 from diloco_worker.upload import Uploader
+from diloco_worker.vitals import Vitals
 
 log = logging.getLogger("diloco.link")
 
@@ -67,13 +71,17 @@ class Link:
         self._events: queue.SimpleQueue[tuple[int, ev.Event] | None] = queue.SimpleQueue()
         """Events with the number of the session they come from; 0: from elsewhere."""
         self._sessions = 0
-        tls = Tls.load(config.tls)
-        self._control = channel(config.syncer, tls=tls, purpose="control")
+        name = server_name(config.job)
+        self._control = Connection(
+            config.syncer, tls_dir=config.tls, purpose="control", server_name=name
+        )
         # Two connections for bulk data: a download that waits for a merge must not hold an upload
         # back.
-        self._up = channel(config.syncer, tls=tls, purpose="bulk")
-        self._down = channel(config.syncer, tls=tls, purpose="bulk")
-        self._uploader = Uploader(self._up, shared, spec, faults=config.faults)
+        self._up, self._down = (
+            Connection(config.syncer, tls_dir=config.tls, purpose="bulk", server_name=name)
+            for _ in range(2)
+        )
+        self._uploader = Uploader(lambda: self._up.channel, shared, spec, faults=config.faults)
         layout = shared.layout
         largest = max(f.elements for f in layout.fragments)
         self._buffers = Buffers(wire.encoded_bytes(wire.FP32, largest))
@@ -85,7 +93,8 @@ class Link:
         self._staged: dict[int, download.Payloads] = {}
         self._tickets = itertools.count(1)
         self._session: session.Session | None = None
-        self._metrics = Metrics(config.metrics_port)
+        self._metrics = Metrics(config.metrics_port, restarts=config.restarts)
+        self._vitals = Vitals(HealthFile(config.health_file))
         self._identity = Identity(learner=config.learner, epoch=0, incarnation=0)
         backoff = Backoff(*RECONNECT_SECONDS, random.Random())  # noqa: S311  jitter, not a secret
         self._conversation = Conversation(
@@ -106,8 +115,11 @@ class Link:
         """Until the trainer is gone or says that it leaves."""
         threading.Thread(target=self._listen, name="trainer", daemon=True).start()
         while True:
-            wake = self._conversation.wake_at
-            timeout = None if wake is None else max(0.0, wake - time.monotonic())
+            now = time.monotonic()
+            self._vitals.tell(self._conversation.said, now)
+            due = (self._conversation.wake_at, self._vitals.due_at)
+            wake = min((at for at in due if at is not None), default=None)
+            timeout = None if wake is None else max(0.0, wake - now)
             try:
                 entry = self._events.get(timeout=timeout)
             except queue.Empty:
@@ -139,6 +151,7 @@ class Link:
         """Decide and do; False when this process is to end."""
         if isinstance(event, ev.Heard):
             self._metrics.heard(event.state)
+            self._vitals.heard(event.state, time.monotonic())
         elif isinstance(event, ev.Welcomed):
             self._identity = Identity(
                 learner=self._config.learner, epoch=event.epoch, incarnation=event.incarnation
@@ -150,11 +163,13 @@ class Link:
                 event.step,
             )
         elif isinstance(event, ev.Lost):
+            event = self._explained(event)
             log.warning("session lost: %s", event.text)
         todo = self._conversation.handle(event, time.monotonic())
         while todo:
             decision, *todo = todo
             if isinstance(decision, ev.Leave):
+                self._vitals.leave(decision.reason, time.monotonic())
                 self._leave(decision.reason)
                 return False
             if isinstance(decision, ev.Place):
@@ -199,13 +214,31 @@ class Link:
     def _connect(self, state: TrainerState) -> None:
         if self._session is not None:
             self._session.close()
-        facts = {"hostname": platform.node(), "pid": str(os.getppid())}
+        self._control.renew()
+        self._renew_bulk()
+        facts = {
+            "hostname": platform.node(),
+            "pid": str(os.getppid()),
+            "restarts": str(self._config.restarts),
+        }
         first = session.hello(self._config, self._spec, self._shared.layout, state, facts)
         self._sessions += 1
         number = self._sessions
         self._session = session.Session(
-            self._control, first, lambda event: self._events.put((number, event))
+            self._control.channel, first, lambda event: self._events.put((number, event))
         )
+
+    def _renew_bulk(self) -> None:
+        """Dial anew if the certificate files were replaced."""
+        self._up.renew()
+        self._down.renew()
+
+    def _explained(self, lost: ev.Lost) -> ev.Lost:
+        """With what is wrong with our own certificate, which the syncer does not tell."""
+        if self._config.tls is None or explain(lost.text) != "HandshakeRefused":
+            return lost
+        fault = fault_of(self._config.tls)
+        return dataclasses.replace(lost, text=f"{lost.text}; {fault}") if fault else lost
 
     def _leave(self, reason: str) -> None:
         if self._session is not None:
@@ -228,6 +261,7 @@ class Link:
             if not cancel.stopped:
                 self._uploader.pull(pull, identity, cancel)
         except DilocoError as error:
+            self._renew_bulk()
             if not cancel.stopped:
                 log.warning(
                     "upload of fragment %d for round %d attempt %d: %s: %s",
@@ -243,6 +277,7 @@ class Link:
                 return
             self._uploader.initial(identity, cancel)
         except DilocoError as problem:
+            self._renew_bulk()
             error = f"{problem.reason}: {problem}"
         except Exception as problem:
             log.exception("upload of the initial model")
@@ -260,6 +295,7 @@ class Link:
                 return
             staged = self._fetch(wish, identity, cancel)
         except DilocoError as problem:
+            self._renew_bulk()
             error = f"{problem.reason}: {problem}"
         except Exception as problem:
             log.exception("download of fragment %d", wish.fragment)
@@ -276,7 +312,7 @@ class Link:
         # A result that could not be had as such is current by now, or came to nothing.
         current = wish.round == 0 or wish.tries > 1
         payloads = download.fetch(
-            self._down,
+            self._down.channel,
             identity=identity,
             fragment=wish.fragment,
             round=0 if current else wish.round,
@@ -340,12 +376,12 @@ def main() -> None:
     parser.add_argument("--parent", type=int, required=True, help="process id of the trainer")
     options = parser.parse_args()
     _live_with(options.parent)
-    configure_logging(json=False, name="link")
     tune_malloc()
     tune_interpreter()
     config = settings.from_env()
     if config is None:
         raise SystemExit("DILOCO_SYNCER is not set; the link is started by a learner, not by hand")
+    configure_logging(json=config.json_logs, name="link")
     for warning in kernel_warnings():
         log.info("%s", warning)
     pipe = Pipe(socket.socket(fileno=options.socket))

@@ -19,6 +19,7 @@ from diloco.errors import (
     DilocoError,
     MismatchError,
     StaleIncarnationError,
+    UnauthorisedError,
     UnknownLearnerError,
 )
 from diloco.fragments import Layout, Tensor
@@ -29,6 +30,9 @@ from diloco.v1.syncer_pb2_grpc import SyncerStub
 from diloco_worker.core import events as ev
 from diloco_worker.core.messages import TrainerState
 from diloco_worker.settings import LearnerSettings
+
+UNAUTHORISED_SECONDS = 10.0
+"""Pause after the certificate was refused: people replace it, each refusal is a line in the audit."""
 
 
 class Session:
@@ -187,5 +191,11 @@ def _lost(error: DilocoError) -> ev.Lost:
         return ev.Lost(
             text=f"the syncer refused this learner ({error.reason}): {error}",
             refused_exit=EXIT_REFUSED,
+        )
+    if isinstance(error, UnauthorisedError):
+        # No reason to end: the files may be replaced, and training goes on meanwhile.
+        return ev.Lost(
+            text=f"the syncer refused the certificate of this learner: {error}",
+            pause_seconds=UNAUTHORISED_SECONDS,
         )
     return ev.Lost(text=str(error))

@@ -48,6 +48,11 @@ class LearnerSettings:
     state: Path | None = None
     tls: Path | None = None
     metrics_port: int = 0
+    restarts: int = 0
+    """Lives of this learner before this one."""
+    health_file: Path | None = None
+    """Where to leave signs of life; see diloco/health.py."""
+    json_logs: bool = False
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -98,6 +103,9 @@ def from_env(
     port = env.get("DILOCO_METRICS_PORT", "0")
     if not port.isdigit():
         problems.append(f"DILOCO_METRICS_PORT: {port!r} is not a port")
+    restarts = env.get("DILOCO_RESTARTS") or "0"
+    if not (restarts.isascii() and restarts.isdigit()):
+        problems.append(f"DILOCO_RESTARTS: {restarts!r} is not a number of restarts")
     config: Any = {}
     try:
         config = json.loads(env.get("DILOCO_CONFIG") or "{}")
@@ -117,6 +125,9 @@ def from_env(
         state=Path(env["DILOCO_STATE"]) if env.get("DILOCO_STATE") else None,
         tls=Path(env["DILOCO_TLS"]) if env.get("DILOCO_TLS") else None,
         metrics_port=int(port),
+        restarts=int(restarts),
+        health_file=Path(env["DILOCO_HEALTH_FILE"]) if env.get("DILOCO_HEALTH_FILE") else None,
+        json_logs=env.get("DILOCO_LOG_FORMAT") == "json",
         faults=faults,
     )
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import math
 import queue
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,7 @@ class Uploader:
     Sends fragments; safe to use from several threads for different fragments.
 
     Args:
-        channel: bulk channel of its own.
+        channel: gives the bulk channel of its own; another one after certificates changed.
         shared: where host copies and bases are.
         spec: gives the upward format.
         faults: harm to do on purpose (tests).
@@ -63,13 +63,13 @@ class Uploader:
 
     def __init__(
         self,
-        channel: grpc.Channel,
+        channel: Callable[[], grpc.Channel],
         shared: Shared,
         spec: RunSpec,
         *,
         faults: tuple[Fault, ...] = (),
     ) -> None:
-        self._call: Any = channel.stream_stream(METHOD)  # bytes in, bytes out: no serializers
+        self._channel = channel
         self._shared = shared
         self._format = wire.format_of(spec.wire_up)
         largest = max(f.elements for f in shared.layout.fragments)
@@ -259,7 +259,8 @@ class Uploader:
             return
         asks: queue.SimpleQueue[tuple[int, ...] | None] = queue.SimpleQueue()
         harm = _Harm(self._harms() if header.round else [])
-        call = self._call(_requests(header, parts, asks, harm))
+        method: Any = self._channel().stream_stream(METHOD)  # bytes in, bytes out: no serializers
+        call = method(_requests(header, parts, asks, harm))
         cancel.on_stop(call.cancel)
         try:
             for message in call:

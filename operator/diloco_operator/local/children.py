@@ -1,7 +1,7 @@
 """
 The processes of one supervisor: started, watched, signalled and never left behind.
 
-Every child has a process group and a log file of its own, reads nothing, and is on a leash
+Every child has a process group of its own and a log file, or our own output; it reads nothing, and is on a leash
 (`leash.py`): it is gone when the supervisor is gone, however that one died. Only the main thread
 starts children: the kernel's parent-death signal follows the thread that made them.
 """
@@ -15,13 +15,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_operator.local import leash
+from diloco_operator.local.output import Log, Stream
 
-_TAIL_BYTES = 4096
 _CANNOT_START = 126
 
 
@@ -36,8 +36,8 @@ class Command:
     """All of it."""
     directory: Path
     """Working directory."""
-    log: Path
-    """Standard output and error are appended here."""
+    log: Path | None
+    """Standard output and error are appended here; None: they go where ours goes."""
     output: Path | None = None
     """Standard output goes here instead; what was there is replaced."""
 
@@ -57,8 +57,7 @@ class Death:
 class _Child:
     process: subprocess.Popen[bytes]
     mark: str
-    log: Path
-    log_start: int
+    said: Log | Stream
 
 
 class Children:
@@ -93,8 +92,8 @@ class Children:
         leashed = (*_leash("run", str(os.getpid())), *command.argv)
         try:
             with contextlib.ExitStack() as files:
-                log = files.enter_context(command.log.open("ab"))
-                log_start = log.tell()
+                said = Log(command.log) if command.log is not None else Stream()
+                log = files.enter_context(said.open())
                 output = files.enter_context(command.output.open("wb")) if command.output else log
                 process = subprocess.Popen(  # noqa: S603
                     leashed,
@@ -106,10 +105,10 @@ class Children:
                     process_group=0,
                 )
         except OSError as error:
-            said = f"{error.filename or command.argv[0]}: {error.strerror}"
-            self._unborn.append(Death(name=command.name, code=_CANNOT_START, last_line=said))
+            why = f"{error.filename or command.argv[0]}: {error.strerror}"
+            self._unborn.append(Death(name=command.name, code=_CANNOT_START, last_line=why))
             return None
-        self._children[command.name] = _Child(process, mark, command.log, log_start)
+        self._children[command.name] = _Child(process, mark, said)
         return process.pid
 
     def deaths(self) -> list[Death]:
@@ -120,9 +119,19 @@ class Children:
             if code is not None:
                 self._kill_all_of(child)
                 del self._children[name]
-                last_line = _last_line(child.log, start=child.log_start)
-                dead.append(Death(name=name, code=code, last_line=last_line))
+                dead.append(Death(name=name, code=code, last_line=child.said.last_line()))
         return dead
+
+    def bury_strangers(self) -> None:
+        """
+        Reap orphans that the system handed to this process, as it does to the first process of a
+        container; otherwise each helper that outlived its parent would stay as a zombie.
+        """
+        ours = {child.process.pid for child in self._children.values()} | {self._guard.pid}
+        options = os.WEXITED | os.WNOHANG | os.WNOWAIT
+        with contextlib.suppress(ChildProcessError):
+            while (found := os.waitid(os.P_ALL, 0, options)) and found.si_pid not in ours:
+                os.waitpid(found.si_pid, 0)
 
     def pid(self, name: str) -> int | None:
         """Pid of a living child."""
@@ -174,14 +183,3 @@ class Children:
 def _leash(*words: str) -> tuple[str, ...]:
     # Isolated and without site-packages: a few milliseconds, and nothing of the user's is run.
     return (sys.executable, "-I", "-S", leash.__file__, *words)
-
-
-def _last_line(log: Path, *, start: int) -> str:
-    try:
-        with log.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            file.seek(max(start, end - _TAIL_BYTES))
-            lines: Sequence[str] = file.read().decode(errors="replace").split("\n")
-    except OSError:
-        return ""
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")

@@ -45,7 +45,7 @@ class Commands:
     """The manifest's folder: where learners and the user's evaluator start."""
     programs: Programs
 
-    def of(self, name: str, *, port: int, endpoint: str) -> Command:
+    def of(self, name: str, *, port: int, endpoint: str, restarts: int = 0) -> Command:
         """
         The command of one process of the plan.
 
@@ -53,6 +53,7 @@ class Commands:
             name: "kernels", "syncer", "evaluator" or a learner's name.
             port: where the syncer must listen; 0: it chooses.
             endpoint: host:port of the syncer; "" while it has none.
+            restarts: earlier lives of this process.
         """
         if name == "kernels":
             return self._command(name, self.programs.kernels)
@@ -74,6 +75,7 @@ class Commands:
         own = learner_env(
             self.plan, learner, syncer=endpoint, spec_path=self.rundir.spec, state_dir=state
         )
+        own["DILOCO_RESTARTS"] = str(restarts)
         return self._command(name, learner.argv, {**threads, **own})
 
     def sample(self) -> Command:

@@ -12,7 +12,6 @@ Closing goes learners, evaluator, syncer: each leaves while those it still needs
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass, field
 
 from diloco.errors import EXIT_DONE, EXIT_REFUSED, EXIT_USAGE
@@ -38,6 +37,7 @@ from diloco_operator.local.events import (
     Terminate,
     Tick,
 )
+from diloco_operator.local.restarts import is_own_fault, pause_seconds
 from diloco_operator.local.words import ending
 
 
@@ -179,7 +179,7 @@ class Policy:
         if event.code == EXIT_REFUSED:
             said = event.last_line or "its log says no more"
             return f"learner {process.name} is refused for good: {said}"
-        process.faults += _is_own_fault(event.code)
+        process.faults += is_own_fault(event.code)
         limit = self.limits.learner_restarts
         if limit is not None and process.faults > limit:
             return (
@@ -210,14 +210,12 @@ class Policy:
 
     def pause_seconds(self, process: Process) -> float:
         """Pause before the next start: doubles with each death in a row; a syncer's first is 0."""
-        doublings = process.failures - 1
-        if process.role is Role.SYNCER:
-            if doublings == 0:
-                return 0.0
-            doublings -= 1
-        # 2.0**64 is past every cap, and larger powers overflow.
-        pause = self.limits.back_off_seconds * 2.0 ** min(doublings, 64)
-        return min(self.limits.back_off_most_seconds, pause)
+        return pause_seconds(
+            process.failures,
+            at_once=1 if process.role is Role.SYNCER else 0,
+            first_seconds=self.limits.back_off_seconds,
+            most_seconds=self.limits.back_off_most_seconds,
+        )
 
     def _on_interrupt(self, now: float) -> list[Decision]:
         if self.phase is not Phase.CLOSING:
@@ -317,9 +315,3 @@ class Policy:
     def _kill(self, process: Process) -> Kill:
         process.killed = True
         return Kill(name=process.name)
-
-
-def _is_own_fault(code: int) -> bool:
-    """Whether it counts against learnerRestartLimit: not leaving, not being killed from outside."""
-    crashes = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
-    return code > 0 or -code in crashes

@@ -11,6 +11,7 @@ from pathlib import Path
 OURS = (
     *("DILOCO_JOB", "DILOCO_LEARNER", "DILOCO_SYNCER", "DILOCO_SPEC", "DILOCO_CONFIG"),
     *("DILOCO_STATE", "DILOCO_TLS", "DILOCO_METRICS_PORT", "DILOCO_LISTEN"),
+    *("DILOCO_RESTARTS", "DILOCO_HEALTH_FILE", "DILOCO_LOG_FORMAT"),
     *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
 )
 """Variables of the contract: a value left over in the user's shell must not reach a child."""

@@ -251,7 +251,12 @@ class Supervisor:
         if name == "syncer":
             self.rundir.endpoint.unlink(missing_ok=True)
             self._listening_at = None
-        command = self._commands.of(name, port=self._port, endpoint=self._endpoint)
+        command = self._commands.of(
+            name,
+            port=self._port,
+            endpoint=self._endpoint,
+            restarts=self.policy.processes[name].restarts,
+        )
         self._children.start(command)
 
     def _on_restart(self, restart: e.Restart) -> None:

@@ -177,7 +177,7 @@ class Hello(_message.Message):
 
     @_builtins.property
     def facts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Free-form facts for the status page: hostname, device."""
+        """Free-form facts for the status page: hostname, pid; "restarts": lives of this learner before this one."""
 
     def __init__(
         self,
@@ -696,6 +696,7 @@ class LearnerStatus(_message.Message):
     MERGES_FIELD_NUMBER: _builtins.int
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     SYNC_SECONDS_FIELD_NUMBER: _builtins.int
+    RESTARTS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     region: _builtins.str
     state: _builtins.str
@@ -713,6 +714,8 @@ class LearnerStatus(_message.Message):
     merges: _builtins.int
     step_seconds: _builtins.float
     sync_seconds: _builtins.float
+    restarts: _builtins.int
+    """lives of this learner before the present one, as its supervisor counts them"""
     def __init__(
         self,
         *,
@@ -731,10 +734,11 @@ class LearnerStatus(_message.Message):
         merges: _builtins.int = ...,
         step_seconds: _builtins.float = ...,
         sync_seconds: _builtins.float = ...,
+        restarts: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_step", b"global_step", "has_loss", b"has_loss", "incarnation", b"incarnation", "local_step", b"local_step", "loss", b"loss", "merges", b"merges", "name", b"name", "region", b"region", "seconds_since_heard", b"seconds_since_heard", "staleness", b"staleness", "state", b"state", "step_seconds", b"step_seconds", "sync_seconds", b"sync_seconds", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_step", b"global_step", "has_loss", b"has_loss", "incarnation", b"incarnation", "local_step", b"local_step", "loss", b"loss", "merges", b"merges", "name", b"name", "region", b"region", "restarts", b"restarts", "seconds_since_heard", b"seconds_since_heard", "staleness", b"staleness", "state", b"state", "step_seconds", b"step_seconds", "sync_seconds", b"sync_seconds", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

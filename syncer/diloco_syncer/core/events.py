@@ -29,6 +29,8 @@ class Hello:
     """A number never given before, for a fresh start."""
     local_step: int
     checkpoint_step: int
+    restarts: int = 0
+    """Lives of the learner before this one, as its supervisor counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,6 +39,8 @@ class Member:
     merged_round: int = 0
     """Global step of the last merge it was part of."""
     merges: int = 0
+    restarts: int = 0
+    """Lives before this one, as its supervisor counts them."""
 
     @property
     def training(self) -> bool:
@@ -104,6 +106,7 @@ class Members:
         member.incarnation = hello.presented_incarnation if continues else hello.fresh_incarnation
         member.session = hello.session
         member.heard = now
+        member.restarts = hello.restarts
         member.report = None
         member.region = hello.region
         member.step_seconds = None
@@ -156,6 +159,7 @@ class Members:
                 "pulledStep": m.pulled_step,
                 "mergedRound": m.merged_round,
                 "merges": m.merges,
+                "restarts": m.restarts,
             }
             for m in self
         }
@@ -174,6 +178,7 @@ class Members:
                     pulled_step=int(m["pulledStep"]),
                     merged_round=int(m["mergedRound"]),
                     merges=int(m["merges"]),
+                    restarts=int(m.get("restarts", 0)),  # older snapshots have none
                 )
                 for name, m in data.items()
             }

@@ -1,65 +1,67 @@
-"""A certificate authority for tests of TLS: makes what DILOCO_TLS points to."""
+"""Certificates for tests of TLS, made as `diloco certs` makes them, and mounted as Kubernetes does."""
 
 from __future__ import annotations
 
-import ipaddress
+import itertools
+import os
+import shutil
+from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
+from diloco.tls import FILES, Tls
+from diloco_operator.authority import issue, new_authority
+
+_generations = itertools.count(1)
 
 
 class Authority:
-    """Signs certificates that are good for localhost and 127.0.0.1, as server and as client."""
+    """Signs certificates for both ends of job j: all its regions, the syncer's name, localhost."""
 
-    def __init__(self, name: str = "test authority") -> None:
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = _named(name)
-        self._certificate = (
-            _builder(self._name, self._name, self._key.public_key())
-            .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-            .sign(self._key, hashes.SHA256())
-        )
+    def __init__(self, name: str = "j") -> None:
+        self.made = new_authority(name, datetime.now(UTC) - timedelta(days=100))
+
+    def make(
+        self,
+        *,
+        job: str = "j",
+        regions: Sequence[str] = ("eu", "us"),
+        names: Sequence[str] = ("j-syncer", "localhost", "127.0.0.1"),
+        expires_in_seconds: float = 3600.0,
+    ) -> Tls:
+        """One end; a negative time makes an expired one."""
+        begins = datetime.now(UTC) - timedelta(days=1) + timedelta(seconds=expires_in_seconds)
+        issued = issue(self.made, job=job, regions=regions, server_names=names, now=begins, days=1)
+        return Tls(certificate=issued.certificate, key=issued.key, authority=self.made.bundle)
 
     def issue(self, directory: Path) -> Path:
         """Write tls.crt, tls.key and ca.crt of a new pair; returns the directory."""
-        key = ec.generate_private_key(ec.SECP256R1())
-        names: list[x509.GeneralName] = [
-            x509.DNSName("localhost"),
-            x509.IPAddress(ipaddress.ip_address("127.0.0.1")),
-        ]
-        certificate = (
-            _builder(_named("test"), self._name, key.public_key())
-            .add_extension(x509.SubjectAlternativeName(names), critical=False)
-            .sign(self._key, hashes.SHA256())
-        )
-        pem = serialization.Encoding.PEM
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / "tls.crt").write_bytes(certificate.public_bytes(pem))
-        (directory / "ca.crt").write_bytes(self._certificate.public_bytes(pem))
-        (directory / "tls.key").write_bytes(
-            key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        )
-        return directory
+        return write(directory, self.make())
 
 
-def _named(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+def write(directory: Path, tls: Tls) -> Path:
+    """The three files, plain; returns the directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, data in zip(FILES, (tls.certificate, tls.key, tls.authority), strict=True):
+        (directory / name).write_bytes(data)
+    return directory
 
 
-def _builder(
-    subject: x509.Name, issuer: x509.Name, key: ec.EllipticCurvePublicKey
-) -> x509.CertificateBuilder:
-    now = datetime.now(UTC)
-    return (
-        x509.CertificateBuilder()
-        .subject_name(subject)
-        .issuer_name(issuer)
-        .public_key(key)
-        .serial_number(x509.random_serial_number())
-        .not_valid_before(now - timedelta(hours=1))
-        .not_valid_after(now + timedelta(hours=1))
-    )
+def mount(directory: Path, tls: Tls) -> Path:
+    """
+    The three files as the kubelet writes a Secret volume: replaced all at once by one rename.
+
+    Each file is a link through `..data`, which is a link to a directory with a name of its own.
+    """
+    before = directory / "..data"
+    old = before.resolve() if before.is_symlink() else None
+    own = f"..generation_{next(_generations)}"
+    write(directory / own, tls)
+    (directory / "..data_tmp").symlink_to(own)
+    os.replace(directory / "..data_tmp", before)
+    for name in FILES:
+        if not (directory / name).is_symlink():
+            (directory / name).symlink_to(Path("..data") / name)
+    if old is not None:
+        shutil.rmtree(old)
+    return directory

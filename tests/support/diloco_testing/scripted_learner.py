@@ -19,6 +19,7 @@ from diloco import wire
 from diloco.errors import DilocoError
 from diloco.fragments import Fragment, Layout, Tensor, cut
 from diloco.spec import RunSpec
+from diloco.tls import server_name
 from diloco.transport import Tls, channel, error_of
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
@@ -114,7 +115,7 @@ class ScriptedLearner:
 
     def __init__(
         self, syncer: RealSyncer, name: str = "eu/0", *, tensors: Iterable[Tensor] = TENSORS,
-        tls: Tls | None = None,
+        tls: Tls | None = None, bulk_tls: Tls | None = None,
     ) -> None:  # fmt: skip
         self.syncer, self.name, self.spec = syncer, name, syncer.spec
         self.layout: Layout = cut(tensors, num_fragments=self.spec.fragments)
@@ -123,8 +124,9 @@ class ScriptedLearner:
         """What its reports say a step takes."""
         self.epoch = self.incarnation = 0
         self.welcome = pb.Welcome()
-        self._control = channel(syncer.endpoint, tls=tls, purpose="control")
-        self._bulk = channel(syncer.endpoint, tls=tls, purpose="bulk")
+        name = server_name(self.spec.job)
+        self._control = channel(syncer.endpoint, tls=tls, purpose="control", server_name=name)
+        self._bulk = channel(syncer.endpoint, tls=bulk_tls or tls, purpose="bulk", server_name=name)
         self._outbox: queue.SimpleQueue[pb.LearnerMessage | None] = queue.SimpleQueue()
         self._inbox: dict[str, queue.Queue[Any]] = {}
         self._lock = threading.Lock()

@@ -23,18 +23,20 @@ from diloco.errors import (
     ProtocolError,
     UnavailableError,
 )
-from diloco_testing.certificates import Authority
+from diloco_testing.certificates import Authority, mount, write
 
 Behaviour = Callable[[bytes, grpc.ServicerContext], bytes]
 
 
 @contextlib.contextmanager
-def serving(behaviour: Behaviour, *, address: str = "127.0.0.1:0", tls=None) -> Iterator[int]:
+def serving(
+    behaviour: Behaviour, *, address: str = "127.0.0.1:0", tls=None, tls_dir: Path | None = None
+) -> Iterator[int]:
     handler = grpc.unary_unary_rpc_method_handler(behaviour)
     server = transport.server(
         [grpc.method_handlers_generic_handler("test", {"Call": handler})], max_workers=4
     )
-    port = transport.bind(server, address, tls)
+    port = transport.bind(server, address, tls, tls_dir=tls_dir)
     server.start()
     try:
         yield port
@@ -268,6 +270,45 @@ def test_a_key_of_another_certificate_is_refused_when_listening(authority, tmp_p
     mixed = transport.Tls(certificate=tls.certificate, key=other.key, authority=tls.authority)
     with pytest.raises(ConfigError, match=r"127\.0\.0\.1:0"):
         transport.bind(transport.server(max_workers=1), "127.0.0.1:0", mixed)
+
+
+def test_a_server_takes_up_replaced_files_and_a_connection_dials_with_them(authority, tmp_path):
+    here, there = tmp_path / "here", tmp_path / "there"
+    mount(here, authority.make())
+    mount(there, authority.make())
+    with serving(echo, tls=transport.Tls.load(here), tls_dir=here) as port:
+        connection = transport.Connection(
+            f"127.0.0.1:{port}", tls_dir=there, purpose="control", server_name="j-syncer"
+        )
+        with contextlib.closing(connection):
+            assert ask(connection.channel, b"1") == b"1"
+            assert not connection.renew()
+            another = Authority()
+            mount(here, another.make())
+            assert ask(connection.channel, b"2") == b"2", "what is connected stays"
+            stranger = authority.make()
+            assert type(error_from(port, tls=stranger)) is UnavailableError
+            mount(there, another.make())
+            before = connection.channel
+            assert connection.renew()
+            assert connection.channel is not before
+            assert ask(connection.channel, b"3") == b"3"
+
+
+def test_files_that_cannot_be_used_leave_both_ends_with_what_they_had(authority, tmp_path, caplog):
+    here = tmp_path / "here"
+    write(here, authority.make())
+    with serving(echo, tls=transport.Tls.load(here), tls_dir=here) as port:
+        connection = transport.Connection(
+            f"127.0.0.1:{port}", tls_dir=here, purpose="bulk", server_name="j-syncer"
+        )
+        with contextlib.closing(connection):
+            (here / "tls.key").write_bytes(authority.make().key)
+            assert not connection.renew()
+            assert not connection.renew()
+            assert call(port, b"x", tls=authority.make()) == b"x"
+    said = [line for line in caplog.messages if "are no pair" in line]
+    assert len(said) == 2, "each end says it once"
 
 
 @given(st.integers(0, 2**32), st.floats(0.01, 5), st.floats(1, 60), st.integers(1, 30))

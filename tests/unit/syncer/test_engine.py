@@ -1,5 +1,6 @@
 """The engine in virtual time: who is merged, when, and what happens when learners come and go."""
 
+import dataclasses
 import itertools
 import json
 import random
@@ -379,6 +380,17 @@ def test_a_resumed_engine_goes_on_and_does_not_use_a_report_of_the_epoch_before_
     assert member.local_step == 25
     out = engine.handle(hello("eu/0", 1, presented=member.incarnation), 0.0)
     assert next(d for d in out if isinstance(d, ev.Admit)).incarnation == member.incarnation
+
+
+def test_restarts_are_the_last_hellos_and_outlive_the_syncer():
+    world = world_of([1.0])
+    for session, restarts in ((70, 2), (71, 3)):
+        said = dataclasses.replace(hello("eu/0", session), restarts=restarts)
+        world.engine.handle(said, 1.0)
+        assert world.engine.members.by_name["eu/0"].restarts == restarts
+    state = json.loads(json.dumps(world.engine.to_json()))
+    again = Engine.resume(world.spec, epoch=2, state=state)
+    assert again.members.by_name["eu/0"].restarts == 3
 
 
 def test_everything_a_late_joiner_needs_is_said_when_the_job_is_complete():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from diloco.errors import ConfigError
@@ -28,16 +30,31 @@ def test_only_four_variables_are_needed():
     assert settings.state is None
 
 
+def test_what_a_supervisor_says_is_read():
+    env = {"DILOCO_RESTARTS": "3", "DILOCO_HEALTH_FILE": "/h.json", "DILOCO_LOG_FORMAT": "json"}
+    settings = from_env({**ENV, **env})
+    assert (settings.restarts, settings.health_file, settings.json_logs) == (
+        3,
+        Path("/h.json"),
+        True,
+    )
+    assert (from_env(ENV).restarts, from_env(ENV).health_file, from_env(ENV).json_logs) == (
+        0,
+        None,
+        False,
+    )
+
+
 def test_everything_that_is_wrong_is_said_at_once():
     bad = {
         "DILOCO_SYNCER": "h:1", "DILOCO_LEARNER": "eu", "DILOCO_CONFIG": "[1]", "DILOCO_METRICS_PORT": "x",
-        "DILOCO_FAULTS": "upload:explode",
+        "DILOCO_FAULTS": "upload:explode", "DILOCO_RESTARTS": "-1",
     }  # fmt: skip
     with pytest.raises(ConfigError) as error:
         from_env(bad)
     for part in (
         "DILOCO_JOB is not set", "DILOCO_SPEC is not set", "'eu' is not <region>/<index>",
-        "DILOCO_CONFIG: holds a list", "DILOCO_METRICS_PORT: 'x'", "'upload:explode' is not",
+        "DILOCO_CONFIG: holds a list", "DILOCO_METRICS_PORT: 'x'", "DILOCO_RESTARTS: '-1'", "'upload:explode' is not",
     ):  # fmt: skip
         assert part in str(error.value)
 

@@ -225,7 +225,7 @@ class Conversation:
             self._over = True
             self._say(connected=False, refused_exit=event.refused_exit, text=event.text)
             return [ev.CancelTransfers()]
-        self._connect_at = now + self._next_delay()
+        self._connect_at = now + max(event.pause_seconds, self._next_delay())
         self._say(connected=False, text=f"waiting for the syncer at {self._syncer}: {event.text}")
         if self._said.phase in (Phase.WAITING, Phase.DOWNLOADING):
             self._joining.clear()

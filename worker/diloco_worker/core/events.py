@@ -85,6 +85,8 @@ class Lost:
     text: str
     refused_exit: int = 0
     """Exit code when trying again cannot help; else 0."""
+    pause_seconds: float = 0.0
+    """Trying again sooner cannot help."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -59,6 +59,10 @@ class TrainerState:
     now.
     """
     total_tokens: int = 0
+    began_local_step: int = 0
+    """`local_step` when this process began to train."""
+    began_total_tokens: int = 0
+    """`total_tokens` then."""
     loss: float | None = None
     step_seconds: float = 0.0
     sync_seconds: float = 0.0

@@ -1,0 +1,288 @@
+"""What a learner survives, and how it leaves: the library and its link process against a scripted syncer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from diloco.errors import StaleIncarnationError, UnavailableError
+from diloco.v1 import bulk_pb2 as bulk
+from diloco_testing.linked import (
+    connected,
+    flat,
+    holds,
+    job_environment,
+    make_spec,
+    step_until,
+    train,
+)
+from diloco_testing.scripted_syncer import ScriptedSyncer
+
+
+@pytest.fixture
+def enter(monkeypatch, tmp_path):
+    return job_environment(monkeypatch, tmp_path)
+
+
+def test_a_damaged_chunk_of_a_result_is_asked_for_again(enter):
+    hit = []
+
+    def damage(index: int, message: bytes) -> bytes:
+        if not hit:
+            hit.append(index)
+            return message[:-1] + bytes([message[-1] ^ 1])
+        return message
+
+    with ScriptedSyncer(make_spec(wire_down="FP32")) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            syncer.damage = damage
+            wanted = np.where(syncer.theta[0] != 0, 0.125, 0).astype(np.float32)
+            syncer.commit(0, wanted, round_=1)
+            step_until(lambda: holds(syncer, 0, model, wanted), learner, model, opt)
+            assert hit
+            assert list(syncer.downloads[-1].chunks) == [0]
+
+
+@pytest.mark.parametrize("fault", ["corrupt-chunk=0", "truncate", "repeat", "reorder"])
+def test_an_upload_that_is_harmed_on_the_way_arrives_whole(enter, fault):
+    spec = make_spec(wire_up="FP32")
+    with ScriptedSyncer(spec) as syncer:
+        learner, model, opt = connected(syncer, enter, faults=f"upload:{fault}")
+        with learner:
+            syncer.open(0, 1)
+            step_until(lambda: syncer.reports and syncer.reports[-1].offers, learner, model, opt)
+            upload = syncer.pull(0, round_=1)
+            expected = syncer.theta[0] - flat(syncer, 0, model)
+            np.testing.assert_array_equal(upload.values(syncer.layout), expected)
+            assert upload.damaged == (1 if fault in ("corrupt-chunk=0", "truncate") else 0)
+            assert len(upload.order) == (2 if fault == "repeat" else 1)
+
+
+def test_a_delta_with_nan_is_declined_and_training_goes_on(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            syncer.open(0, 1)
+            with torch.no_grad():
+                model[0].weight[0, 0] = float("nan")
+            step_until(lambda: syncer.reports and syncer.reports[-1].offers, learner, model, opt)
+            fragment = next(
+                f.index
+                for f in syncer.layout.fragments
+                if "0.weight" in [s.tensor.name for s in f.slots]
+            )
+            upload = syncer.pull(fragment, round_=1)
+            assert np.isnan(upload.header.norms).all()
+            assert not upload.payloads
+            wanted = np.where(syncer.theta[fragment] != 0, 0.5, 0).astype(np.float32)
+            syncer.commit(fragment, wanted, round_=1)
+            step_until(lambda: holds(syncer, fragment, model, wanted), learner, model, opt)
+
+
+def test_a_broken_session_is_opened_again_with_the_same_incarnation(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            step_until(lambda: syncer.reports, learner, model, opt)
+            before = flat(syncer, 0, model)
+            syncer.end_session(UnavailableError("gone for a moment"))
+            syncer.wait(lambda: len(syncer.hellos) == 2)
+            assert syncer.hellos[1].incarnation == 1
+            np.testing.assert_array_equal(before, flat(syncer, 0, model))
+            seen = len(syncer.reports)
+            step_until(lambda: len(syncer.reports) > seen, learner, model, opt)
+
+
+def test_a_new_syncer_on_the_same_port_is_found_and_training_never_stops(enter):
+    spec = make_spec()
+    with ScriptedSyncer(spec) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        step_until(lambda: syncer.reports, learner, model, opt)
+    with learner:
+        train(learner, model, opt)
+        with ScriptedSyncer(spec, port=syncer.port, epoch=2, initialised=True) as second:
+            second.theta, second.versions = syncer.theta, [(1, 0), (1, 0)]
+            step_until(lambda: second.reports, learner, model, opt)
+            assert second.reports[0].local_step > 1
+            second.open(0, 1)
+            step_until(lambda: second.reports[-1].offers, learner, model, opt)
+            upload = second.pull(0, round_=1)
+            assert (upload.header.epoch, upload.header.content) == (2, bulk.DELTA)
+
+
+def test_a_killed_link_is_replaced_and_keeps_base_and_incarnation(enter):
+    with ScriptedSyncer(make_spec(wire_up="FP32")) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            step_until(lambda: syncer.reports, learner, model, opt)
+            os.kill(learner._link.pid, signal.SIGKILL)
+            step_until(lambda: len(syncer.hellos) == 2, learner, model, opt)
+            assert syncer.hellos[1].incarnation == 1
+            syncer.open(0, 1)
+            step_until(lambda: syncer.reports[-1].offers, learner, model, opt)
+            upload = syncer.pull(0, round_=1)
+            assert upload.header.content == bulk.DELTA
+            np.testing.assert_array_equal(
+                upload.values(syncer.layout), syncer.theta[0] - flat(syncer, 0, model)
+            )
+
+
+def test_a_stopped_link_never_makes_a_step_wait(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            syncer.open(0, 1)
+            step_until(lambda: syncer.reports and syncer.reports[-1].offers, learner, model, opt)
+            os.kill(learner._link.pid, signal.SIGSTOP)
+            longest = 0.0
+            for _ in range(2000):
+                began = time.monotonic()
+                learner.step(tokens=1)
+                longest = max(longest, time.monotonic() - began)
+            os.kill(learner._link.pid, signal.SIGCONT)
+            assert longest < 0.25
+            reached = learner.local_step
+            step_until(lambda: syncer.reports[-1].local_step > reached, learner, model, opt)
+
+
+def test_a_process_that_was_replaced_stops(enter, capfd):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        train(learner, model, opt)
+        syncer.end_session(StaleIncarnationError("eu/0 joined again as incarnation 2"))
+        with pytest.raises(SystemExit) as stopped:
+            step_until(lambda: False, learner, model, opt)
+        assert stopped.value.code == 75
+        assert "joined again as incarnation 2" in capfd.readouterr().err
+
+
+def test_sigterm_leaves_cleanly_with_a_checkpoint_that_the_next_life_takes(enter):
+    spec = make_spec()
+    with ScriptedSyncer(spec) as syncer:
+        learner, model, opt = connected(syncer, enter, optimizer=torch.optim.AdamW)
+        syncer.step = 40
+        syncer.open()
+        step_until(lambda: learner.step_index == 40, learner, model, opt)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert learner.done
+        assert syncer.goodbyes == ["SIGTERM"]
+        left_at = learner.local_step
+        syncer.welcome = {"use_checkpoint": True, "local_step": left_at + 2}
+        again, model2, opt2 = connected(syncer, enter, seed=5, optimizer=torch.optim.AdamW)
+        with again:
+            hello = syncer.hellos[-1]
+            assert (hello.local_step, hello.checkpoint_step, hello.incarnation) == (left_at, 40, 0)
+            for a, b in zip(model.parameters(), model2.parameters(), strict=True):
+                assert torch.equal(a, b)
+            assert opt2.state_dict()["state"][0]["step"] == left_at
+            assert again.local_step == left_at + 2
+            syncer.open(0, 1)
+            step_until(lambda: syncer.reports[-1].offers, again, model2, opt2)
+            upload = syncer.pull(0, round_=50)
+            assert upload.header.content == bulk.WHOLE
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+SCRIPT = """
+import os, sys, time, torch
+from torch import nn
+from diloco_worker import Learner
+from diloco_worker.fetch import fetch_model
+model = nn.Linear(64, 64)
+learner = Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1))
+print("link", learner._link.pid, flush=True)
+while not learner.done:
+    time.sleep(0.01)
+    learner.step(tokens=1)
+print("left", flush=True)
+"""
+
+
+@pytest.fixture
+def script():
+    """A training script as a process of its own; killed at the end of the test whatever happens."""
+    process = subprocess.Popen([sys.executable, "-c", SCRIPT], stdout=subprocess.PIPE, text=True)
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def is_gone(pid: int) -> bool:
+    """Dead, though perhaps not yet reaped by whoever inherited it."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return True
+    return state in "ZX"
+
+
+@pytest.fixture
+def served(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        enter(syncer.spec, syncer.port)
+        yield syncer
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_no_link_outlives_its_trainer_even_one_that_is_stuck(served, script, stuck):
+    link = int(script.stdout.readline().split()[1])
+    assert not is_gone(link)
+    if stuck:
+        os.kill(link, signal.SIGSTOP)
+    script.kill()
+    served.wait(lambda: is_gone(link))
+
+
+def test_a_script_that_is_told_to_stop_leaves_and_exits_with_0(served, script):
+    link = int(script.stdout.readline().split()[1])
+    served.wait(lambda: served.reports)
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(30) == 0
+    assert script.stdout.readline() == "left\n"
+    assert is_gone(link)
+    assert served.goodbyes == ["SIGTERM"]
+
+
+def test_signals_to_the_whole_group_leave_the_goodbye_to_the_trainer(served, script):
+    link = int(script.stdout.readline().split()[1])
+    served.wait(lambda: served.reports)
+    os.kill(link, signal.SIGTERM)
+    os.kill(link, signal.SIGINT)
+    script.send_signal(signal.SIGTERM)
+    assert script.wait(30) == 0
+    assert served.goodbyes == ["SIGTERM"]
+
+
+def test_the_users_own_sigterm_handler_is_called_too_and_comes_back(enter):
+    called = []
+    before = signal.signal(signal.SIGTERM, lambda *_: called.append(1))
+    try:
+        with ScriptedSyncer(make_spec()) as syncer:
+            learner, *_ = connected(syncer, enter)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert learner.done
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert called == [1, 1]
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_syncer_that_lost_everything_is_given_the_model_as_it_is_now(enter):
+    spec = make_spec()
+    with ScriptedSyncer(spec) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        step_until(lambda: syncer.reports, learner, model, opt)
+    with learner, ScriptedSyncer(spec, port=syncer.port, epoch=2) as second:
+        step_until(lambda: second.initialised, learner, model, opt)
+        assert not np.array_equal(second.theta[0], syncer.theta[0])
+        step_until(lambda: second.reports, learner, model, opt)

@@ -1,0 +1,171 @@
+"""How a learner joins a job, or is told why it cannot: the library and its link process against a scripted syncer."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco import transport
+from diloco.errors import MismatchError
+from diloco.v1 import bulk_pb2 as bulk
+from diloco.v1 import syncer_pb2 as pb
+from diloco_testing.certificates import Authority
+from diloco_testing.linked import (
+    connected,
+    flat,
+    job_environment,
+    make_model,
+    make_spec,
+    step_until,
+)
+from diloco_testing.scripted_syncer import ScriptedSyncer
+from diloco_worker import Learner
+from diloco_worker.fetch import fetch_model
+
+
+@pytest.fixture
+def enter(monkeypatch, tmp_path):
+    return job_environment(monkeypatch, tmp_path)
+
+
+def test_the_first_learner_uploads_its_own_initialisation(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, _ = connected(syncer, enter)
+        with learner:
+            for index in range(2):
+                np.testing.assert_array_equal(syncer.theta[index], flat(syncer, index, model))
+            assert {u.header.content for u in syncer.uploads} == {bulk.INITIAL, bulk.CONSTANTS}
+            assert (learner.local_step, learner.step_index, learner.name) == (0, 0, "eu/0")
+            assert learner.config == {"batch": 4}
+        assert syncer.goodbyes == ["Closed"]
+
+
+def test_a_later_learner_starts_from_the_syncers_model_and_constants(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        first, first_model, _ = connected(syncer, enter)
+        first_model[1].running_mean.add_(0)
+        first.close()
+        learner, model, _ = connected(syncer, enter, seed=1, name="us/0")
+        with learner:
+            for (name, ours), theirs in zip(
+                model.state_dict().items(), first_model.state_dict().values(), strict=True
+            ):
+                assert torch.equal(ours, theirs), name
+            assert learner.index == 1
+
+
+def test_the_syncer_is_told_how_often_this_learner_was_restarted(enter, monkeypatch):
+    monkeypatch.setenv("DILOCO_RESTARTS", "7")
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, *_ = connected(syncer, enter)
+        with learner:
+            assert syncer.hellos[0].facts["restarts"] == "7"
+
+
+def test_another_model_is_refused_for_good_with_the_difference(enter, capfd):
+    with ScriptedSyncer(make_spec()) as syncer:
+        syncer.refusal = MismatchError("parameter 0.weight has shape [16, 9] instead of [16, 8]")
+        with pytest.raises(SystemExit) as stopped:
+            connected(syncer, enter)
+        assert stopped.value.code == 78
+        assert "0.weight has shape [16, 9]" in capfd.readouterr().err
+
+
+def test_a_syncer_that_never_comes_means_try_again(enter, capfd):
+    enter(make_spec(), 1)
+    model = make_model()
+    with pytest.raises(SystemExit) as stopped:
+        Learner.connect(
+            model, torch.optim.SGD(model.parameters(), lr=0.1), connect_timeout_seconds=1.5
+        )
+    assert stopped.value.code == 75
+    assert "no syncer within" in capfd.readouterr().err
+
+
+def test_sigterm_while_waiting_for_a_syncer_ends_the_loop_before_it_begins(enter):
+    enter(make_spec(), 1)
+    model = make_model()
+    alarm = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
+    alarm.start()
+    learner = Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert learner.done
+    alarm.join()
+
+
+def test_a_job_that_is_complete_already_is_left_at_once(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        syncer.complete = True
+        learner, *_ = connected(syncer, enter)
+        assert learner.done
+        assert syncer.goodbyes == ["Complete"]
+
+
+def test_an_observer_gets_every_tensor_under_every_name(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        enter(syncer.spec, syncer.port)
+        model = nn.ModuleDict(
+            {"e": nn.Embedding(5, 4), "h": nn.Linear(4, 5, bias=False), "n": nn.BatchNorm1d(4)}
+        )
+        model["h"].weight = model["e"].weight
+        model["n"].half()
+        Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1)).close()
+        status = pb.StatusReply(tensors=syncer.hellos[0].tensors)
+        syncer.step = 12
+        with transport.channel(f"127.0.0.1:{syncer.port}", tls=None, purpose="bulk") as channel:
+            step, tensors = fetch_model(channel, status=status, spec=syncer.spec)
+        assert step == 12
+        assert tensors.keys() == model.state_dict().keys()
+        for name, value in model.state_dict().items():
+            assert tensors[name].shape == value.shape
+            assert np.array_equal(tensors[name], value.numpy()), name
+
+
+def test_without_a_job_the_script_runs_alone(monkeypatch):
+    monkeypatch.delenv("DILOCO_SYNCER", raising=False)
+    model = make_model()
+    learner = Learner.connect(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), standalone_steps=3
+    )
+    while not learner.done:
+        learner.step(tokens=1)
+    assert (learner.step_index, learner.local_step, learner.spec) == (3, 3, None)
+
+
+def test_the_link_does_not_load_torch():
+    code = "import sys, diloco_worker.link, diloco_worker.fetch; sys.exit('torch' in sys.modules)"
+    assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
+
+
+def test_with_tls_files_everything_is_encrypted(enter, monkeypatch, tmp_path):
+    authority = Authority()
+    server = transport.Tls.load(authority.issue(tmp_path / "server"))
+    monkeypatch.setenv("DILOCO_TLS", str(authority.issue(tmp_path / "client")))
+    with ScriptedSyncer(make_spec(), tls=server) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            step_until(lambda: syncer.reports, learner, model, opt)
+
+
+def test_missing_tls_files_are_named_and_not_tried_again(enter, monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("DILOCO_TLS", str(tmp_path))
+    with ScriptedSyncer(make_spec()) as syncer:
+        with pytest.raises(SystemExit) as stopped:
+            connected(syncer, enter)
+        assert stopped.value.code == 78
+        assert "tls.crt" in capfd.readouterr().err
+
+
+def test_a_model_with_fewer_tensors_than_fragments_is_refused_with_the_number(enter, capfd):
+    enter(make_spec(fragments=9, interval=9), 1)
+    model = make_model()
+    with pytest.raises(SystemExit) as stopped:
+        Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert stopped.value.code == 78
+    assert "9 is more than the 5 trained tensors" in capfd.readouterr().err

@@ -1,0 +1,303 @@
+"""What a joined learner reports, uploads and takes in: the library and its link process against a scripted syncer."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco import health
+from diloco.v1 import bulk_pb2 as bulk
+from diloco.v1 import syncer_pb2 as pb
+from diloco_testing.linked import (
+    connected,
+    flat,
+    holds,
+    job_environment,
+    make_spec,
+    step_until,
+    train,
+)
+from diloco_testing.scripted_syncer import ScriptedSyncer
+from diloco_worker import Learner
+
+
+@pytest.fixture
+def enter(monkeypatch, tmp_path):
+    return job_environment(monkeypatch, tmp_path)
+
+
+def test_reports_carry_algorithm_1s_counters_and_offer_only_what_is_open(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            train(learner, model, opt, tokens=7)
+            first = syncer.wait(lambda: syncer.reports)[0]
+            assert (first.local_step, list(first.steps), list(first.tokens)) == (1, [1, 1], [7, 7])
+            assert list(first.offers) == []
+            assert first.has_loss
+            syncer.open(1)
+            step_until(lambda: syncer.reports[-1].offers, learner, model, opt)
+            assert list(syncer.reports[-1].offers) == [1]
+
+
+def test_a_fragment_is_not_offered_at_the_step_that_overwrites_it(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            syncer.open(0, 1)
+            for round_ in range(1, 6):
+                values = np.where(syncer.theta[1] != 0, 0.1 * round_, 0).astype(np.float32)
+                syncer.commit(1, values, round_=round_)
+                before = learner._applied[1]
+                step_until(lambda b=before: learner._applied[1] > b, learner, model, opt)
+            step_until(lambda: syncer.reports[-1].offers, learner, model, opt)
+            fresh = [r for r in syncer.reports if r.steps[1] == 0]
+            assert fresh
+            assert all(1 not in r.offers for r in fresh)
+
+
+def test_what_is_uploaded_belongs_to_the_step_and_counters_in_its_header(enter):
+    with ScriptedSyncer(make_spec(wire_up="FP32")) as syncer:
+        enter(syncer.spec, syncer.port)
+        model = nn.Sequential(*(nn.Linear(1500, 1500, bias=False) for _ in range(2)))
+        with Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1)) as learner:
+            syncer.open(0, 1)
+            stop = threading.Event()
+            pulled = []
+
+            def pull() -> None:
+                syncer.wait(lambda: syncer.reports and syncer.reports[-1].offers)
+                pulled.extend(syncer.pull(r % 2, round_=r, versions=[]) for r in range(1, 31))
+                stop.set()
+
+            puller = threading.Thread(target=pull)
+            puller.start()
+            while not stop.is_set():
+                with torch.no_grad():
+                    for parameter in model.parameters():
+                        parameter.fill_(learner.local_step + 1)
+                learner.step(tokens=3)
+            puller.join()
+        assert len(pulled) == 30
+        for upload in pulled:
+            header = upload.header
+            assert np.unique(upload.values(syncer.layout)[: 1500 * 1500]).tolist() == [
+                header.local_step
+            ]
+            assert (header.steps, header.tokens) == (header.local_step, 3 * header.local_step)
+
+
+def test_a_pull_is_answered_with_the_exact_delta_of_the_reported_step(enter):
+    with ScriptedSyncer(make_spec(wire_up="FP32")) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            syncer.open(0, 1)
+            step_until(lambda: syncer.reports and syncer.reports[-1].offers, learner, model, opt)
+            upload = syncer.pull(1, round_=1)
+            header = upload.header
+            assert header.content == bulk.DELTA
+            assert (header.base.epoch, header.base.step) == (1, 0)
+            assert header.local_step == learner.local_step
+            assert (header.steps, header.tokens) == (learner.local_step, 10 * learner.local_step)
+            expected = syncer.theta[1] - flat(syncer, 1, model)
+            np.testing.assert_array_equal(upload.values(syncer.layout), expected)
+            slot = syncer.layout.fragments[1].slots[0]
+            norm = np.linalg.norm(expected[slot.offset : slot.end].astype(np.float64))
+            assert header.norms[0] == pytest.approx(norm, rel=1e-6)
+
+
+def test_a_result_overwrites_its_fragment_only_and_resets_its_counters(enter):
+    with ScriptedSyncer(make_spec(wire_down="FP32")) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            step_until(lambda: learner.local_step == 3, learner, model, opt)
+            wanted = np.where(syncer.theta[1] != 0, 0.25, 0).astype(np.float32)
+            syncer.commit(1, wanted, round_=1)
+            step_until(lambda: holds(syncer, 1, model, wanted), learner, model, opt)
+            applied_at = learner.local_step
+            train(learner, model, opt)
+            report = syncer.wait(lambda: [r for r in syncer.reports if r.local_step > applied_at])[
+                0
+            ]
+            assert (report.steps[0], report.steps[1]) == (applied_at + 1, 1)
+            assert (report.tokens[0], report.tokens[1]) == (10 * (applied_at + 1), 10)
+
+
+def test_the_next_delta_is_against_what_was_received(enter):
+    with ScriptedSyncer(make_spec(wire_up="FP32", wire_down="BF16")) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            syncer.open(0, 1)
+            train(learner, model, opt)
+            rng = np.random.default_rng(0)
+            values = np.where(syncer.theta[0] != 0, rng.normal(size=syncer.theta[0].size), 0)
+            received = torch.from_numpy(values).float().bfloat16().float().numpy()
+            syncer.commit(0, values, round_=2)
+            step_until(lambda: holds(syncer, 0, model, received), learner, model, opt)
+            applied_at = learner.local_step
+            step_until(
+                lambda: syncer.reports[-1].local_step > applied_at and 0 in syncer.reports[-1].offers,
+                learner, model, opt,
+            )  # fmt: skip
+            upload = syncer.pull(0, round_=4)
+            assert (upload.header.base.epoch, upload.header.base.step) == (1, 2)
+            assert upload.header.steps == upload.header.local_step - applied_at
+            np.testing.assert_array_equal(
+                upload.values(syncer.layout), received - flat(syncer, 0, model)
+            )
+
+
+def test_error_feedback_is_used_up_by_a_merged_round_and_not_by_one_that_is_pulled_again(enter):
+    with ScriptedSyncer(make_spec(wire_up="Int4", error_feedback=True)) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            syncer.open(0, 1)
+            step_until(lambda: syncer.reports and syncer.reports[-1].offers, learner, model, opt)
+            delta = syncer.theta[0] - flat(syncer, 0, model)
+            first = syncer.pull(0, round_=1, attempt=1).values(syncer.layout)
+            again = syncer.pull(0, round_=1, attempt=2).values(syncer.layout)
+            np.testing.assert_array_equal(first, again)
+            later = syncer.pull(0, round_=3).values(syncer.layout)
+            lost = np.linalg.norm(delta - first)
+            assert lost > 0
+            # Without feedback the same values would be lost twice.
+            assert np.linalg.norm(2 * delta - first - later) < 1.5 * lost
+
+
+def test_a_version_the_syncer_no_longer_has_is_answered_whole(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            syncer.open(0, 1)
+            step_until(lambda: syncer.reports and syncer.reports[-1].offers, learner, model, opt)
+            upload = syncer.pull(0, round_=1, versions=[(9, 9)])
+            assert (upload.header.content, upload.header.format) == (bulk.WHOLE, bulk.FP32)
+            np.testing.assert_array_equal(upload.values(syncer.layout), flat(syncer, 0, model))
+
+
+def test_what_was_not_committed_is_forgotten(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            result = syncer.commit(0, np.full_like(syncer.theta[0], 9), round_=1)
+            result.committed = False
+            wanted = np.where(syncer.theta[1] != 0, 0.5, 0).astype(np.float32)
+            syncer.commit(1, wanted, round_=2)
+            step_until(lambda: holds(syncer, 1, model, wanted), learner, model, opt)
+            assert learner._ledger.steps == [learner.local_step, 0]
+            assert not (flat(syncer, 0, model) == 9).any()
+
+
+def test_complete_ends_the_loop_with_a_goodbye(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        train(learner, model, opt)
+        assert not learner.done
+        syncer.say(complete=pb.Complete(step=100))
+        step_until(lambda: learner.done, learner, model, opt)
+        assert syncer.goodbyes == ["Complete"]
+        assert learner.step_index == 100
+
+
+def test_bf16_parameters_send_no_rounding_as_progress(enter):
+    with ScriptedSyncer(make_spec(wire_up="FP32", wire_down="FP32")) as syncer:
+        enter(syncer.spec, syncer.port)
+        model = nn.Linear(32, 4, dtype=torch.bfloat16)
+        with Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1)) as learner:
+            syncer.open(0, 1)
+            values = np.where(syncer.theta[0] != 0, np.float32(1 / 3), 0).astype(np.float32)
+            syncer.commit(0, values, round_=1)
+            deadline = time.monotonic() + 30
+            while (
+                learner._applied[0] < 2 or not syncer.reports or 0 not in syncer.reports[-1].offers
+            ):
+                assert time.monotonic() < deadline
+                learner.step(tokens=1)
+                time.sleep(0.01)
+            upload = syncer.pull(0, round_=2)
+            assert upload.header.content == bulk.DELTA
+            assert (upload.header.base.epoch, upload.header.base.step) == (1, 1)
+            assert not upload.values(syncer.layout).any()
+
+
+def test_every_step_leaves_a_line(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            for _ in range(3):
+                train(learner, model, opt, tokens=5)
+        path = Path(os.environ["DILOCO_STATE"]) / "steps.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [line["localStep"] for line in lines] == [1, 2, 3]
+        assert lines[-1].keys() == {
+            "time", "incarnation", "localStep", "globalStep", "tokens", "loss", "seconds", "syncSeconds",
+            "queuedSeconds",
+        }  # fmt: skip
+        assert lines[0]["tokens"] == 5
+
+
+def test_heartbeats_go_out_while_the_trainer_is_silent(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, *_ = connected(syncer, enter)
+        with learner:
+            syncer.wait(lambda: syncer.heartbeats >= 3)
+
+
+def test_metrics_are_served_by_the_link(enter, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("DILOCO_METRICS_PORT", str(port))
+    monkeypatch.setenv("DILOCO_RESTARTS", "4")
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            step_until(lambda: learner.local_step == 3, learner, model, opt)
+            deadline = time.monotonic() + 20
+            text = ""
+            while "diloco_learner_steps_total 3.0" not in text:
+                assert time.monotonic() < deadline, text
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+                    text = answer.read().decode()
+            assert "diloco_learner_tokens_total 30.0" in text
+            assert "diloco_learner_restarts_total 4.0" in text
+
+
+def test_the_link_leaves_signs_of_life_that_follow_session_and_steps(enter, monkeypatch, tmp_path):
+    file = tmp_path / "health.json"
+    monkeypatch.setenv("DILOCO_HEALTH_FILE", str(file))
+    spec = make_spec()
+
+    def health_when(condition):
+        deadline = time.monotonic() + 30
+        while (found := health.read(file)) is None or not condition(found):
+            assert time.monotonic() < deadline, found
+            time.sleep(0.02)
+        return found
+
+    with ScriptedSyncer(spec) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        began = health_when(lambda found: found.ready)
+        for _ in range(3):
+            train(learner, model, opt)
+        stepped = health_when(lambda found: found.progress_at > began.progress_at)
+        assert stepped.why == "training, local step 3"
+        idle = health_when(lambda found: found.at > stepped.at)
+        assert idle.progress_at == stepped.progress_at
+    with learner:
+        # The syncer is gone: not ready, and the steps that go on are progress all the same.
+        cut_off = health_when(lambda found: not found.ready)
+        assert "waiting for the syncer" in cut_off.why
+        train(learner, model, opt)
+        health_when(lambda found: found.progress_at > cut_off.progress_at)
+    left = health.read(file)
+    assert (left.ready, left.why) == (False, "has left the job: Closed")

@@ -1,0 +1,306 @@
+"""The operator's process (kopf, queue, health, signals) against an API server in memory, over real HTTP."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from diloco_testing.fake_api import FakeApi, Fault
+from diloco_testing.operator_process import OperatorProcess, until
+
+pytestmark = pytest.mark.slow
+
+
+def job(name="a", namespace="ns", **spec):
+    return {
+        "apiVersion": "diloco.dev/v1alpha1",
+        "kind": "DiLoCoJob",
+        "metadata": {"namespace": namespace, "name": name, "uid": f"uid-of-{namespace}-{name}"},
+        "spec": {
+            "steps": 5,
+            "learner": {"recipe": {"name": "gpt", "config": {}}},
+            "regions": [{"name": "eu", "learners": 2}, {"name": "us", "learners": 1}],
+            **spec,
+        },
+    }
+
+
+CHILDREN = (
+    "serviceaccounts", "configmaps", "persistentvolumeclaims", "services", "poddisruptionbudgets",
+    "deployments", "statefulsets",
+)  # fmt: skip
+
+
+def children(api):
+    """What there is, without what the server makes up."""
+    found = {}
+    for plural in CHILDREN:
+        for one in api.all(plural):
+            metadata = {
+                key: value
+                for key, value in one["metadata"].items()
+                if key in ("name", "namespace", "labels", "annotations")
+            }
+            found[(plural, metadata["name"])] = {**one, "metadata": metadata}
+    return found
+
+
+def settled(api):
+    """All children are there, and the status was written."""
+    statefulsets = {one["metadata"]["name"] for one in api.all("statefulsets")}
+    status = (api.get("dilocojobs", "a") or {}).get("status") or {}
+    return statefulsets == {"a-eu", "a-us"} and status.get("conditions")
+
+
+def quiet(api, seconds=3.0):
+    """Wait until the operator has not written for a while; how much it wrote."""
+    while True:
+        before = len(api.writes())
+        time.sleep(seconds)  # what does not happen can only be waited for
+        if len(api.writes()) == before:
+            return before
+
+
+@pytest.fixture
+def api():
+    with FakeApi() as made:
+        yield made
+
+
+def test_a_job_gets_its_children_and_nothing_is_written_after_that_not_even_by_a_new_process(
+    api, tmp_path
+):
+    api.create(job())
+    with OperatorProcess(api, tmp_path) as operator:
+        until(lambda: settled(api), "children and status")
+        wrote = quiet(api)
+        operator.until_ready()
+        assert operator.get("/healthz") == (200, "ok\n")
+        code, text = operator.get("/metrics", operator.metrics_port)
+        assert code == 200
+        assert re.search(r'diloco_operator_writes_total\{kind="StatefulSet"\} 2\.0', text)
+        assert re.search(r'diloco_operator_reconcile_seconds_count\{result="ok"\}', text)
+        assert operator.stop() == 0
+        ours = [line for line in operator.lines() if line["logger"] == "diloco_operator.reconcile"]
+        assert {line["job"] for line in ours} == {"ns/a"}
+        assert {line["level"] for line in operator.lines()} == {"info"}
+    seen = len(api.requests)
+    with OperatorProcess(api, tmp_path / "again") as operator:
+        operator.until_ready()
+        until(lambda: any("/dilocojobs/a" in r.path for r in api.requests[seen:]), "a reconcile")
+        assert quiet(api) == wrote
+
+
+def test_only_labelled_objects_are_asked_for_and_no_rights_beyond_the_jobs_are_used(api, tmp_path):
+    with OperatorProcess(api, tmp_path) as operator:
+        operator.until_ready()
+        watched = {
+            match[1]: "labelSelector=diloco.dev" in request.path
+            for request in api.requests
+            if "watch=true" in request.path and (match := re.search(r"/([a-z]+)\?", request.path))
+        }
+        until(lambda: sum("watch=true" in r.path for r in api.requests) >= 9, "watches")
+        asked = {request.path.split("?")[0] for request in api.requests}
+    assert all(labelled for kind, labelled in watched.items() if kind != "dilocojobs")
+    assert not [path for path in asked if re.search("namespaces|customresource", path)]
+
+
+def test_in_namespaced_mode_no_other_namespace_is_touched(api, tmp_path):
+    api.create(job())
+    api.create(job(namespace="other"))
+    with OperatorProcess(api, tmp_path, DILOCO_WATCH_NAMESPACES="ns,ns2") as operator:
+        operator.until_ready()
+        until(lambda: settled(api), "children")
+        assert "status" not in api.get("dilocojobs", "a", "other")
+    objects = [r.path for r in api.requests if re.search("dilocojobs|pods|services", r.path)]
+    assert objects
+    assert all(re.search(r"/namespaces/ns2?/", path) for path in objects)
+
+
+def test_drift_is_seen_by_the_watches_and_repaired(api, tmp_path):
+    api.create(job())
+    with OperatorProcess(api, tmp_path) as operator:
+        operator.until_ready()
+        until(lambda: settled(api), "children")
+        quiet(api, 1.5)
+        before = children(api)
+        api.delete("services", "a-eu")
+        api.delete("statefulsets", "a-us")
+        api.edit("deployments", "a-syncer", lambda one: one["spec"].update(replicas=5))
+        until(lambda: children(api) == before, "the same children again")
+
+
+def test_a_changed_manifest_is_seen_at_once_and_a_deleted_job_is_forgotten(api, tmp_path):
+    api.create(job())
+    with OperatorProcess(api, tmp_path) as operator:
+        operator.until_ready()
+        until(lambda: settled(api), "children")
+
+        def more(one):
+            one["spec"]["regions"][0]["learners"] = 4
+
+        api.edit("dilocojobs", "a", more)
+        until(lambda: api.get("statefulsets", "a-eu")["spec"]["replicas"] == 4, "four learners")
+        api.delete("dilocojobs", "a")
+        until(
+            lambda: (
+                "diloco_operator_jobs{" not in operator.get("/metrics", operator.metrics_port)[1]
+            ),
+            "no job in the metrics",
+        )
+        assert children(api) == {}, "the garbage collector took them, and nobody made them again"
+        assert operator.stop() == 0
+        assert not [line for line in operator.lines() if line["level"] == "error"]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    with FakeApi() as api:
+        api.create(job())
+        with OperatorProcess(api, tmp_path_factory.mktemp("undisturbed")):
+            until(lambda: settled(api), "children")
+            quiet(api)
+            return children(api), conditions(api)
+
+
+def conditions(api):
+    said = api.get("dilocojobs", "a")["status"]["conditions"]
+    return {one["type"]: (one["status"], one["reason"]) for one in said}
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "after-read",
+        "after-apply-1",
+        "after-apply-5",
+        "after-delete",
+        "before-status",
+        "after-status",
+    ],
+)
+def test_killed_at_any_point_the_next_life_ends_in_the_same_state(
+    api, tmp_path, undisturbed, point
+):
+    api.create(job())
+    with OperatorProcess(api, tmp_path, DILOCO_FAULTS=f"reconcile:kill={point}") as operator:
+        assert operator.process.wait(60) == -9
+    with OperatorProcess(api, tmp_path) as operator:
+        operator.until_ready()
+        until(lambda: settled(api), "children")
+        quiet(api, 2.0)
+        assert (children(api), conditions(api)) == undisturbed
+
+
+def test_an_api_server_that_is_away_ends_nothing_and_what_was_missed_is_made_up_for(api, tmp_path):
+    api.create(job())
+    with OperatorProcess(api, tmp_path) as operator:
+        operator.until_ready()
+        until(lambda: settled(api), "children")
+        api.away = True
+        api.delete("services", "a-eu")
+        api.create(job("b"))
+        for _ in range(20):
+            assert operator.get("/healthz") == (200, "ok\n")
+            assert operator.process.poll() is None
+            time.sleep(0.2)
+        api.away = False
+        until(lambda: api.get("services", "a-eu"), "the Service again")
+        until(lambda: api.get("statefulsets", "b-eu"), "the new job's children")
+
+
+def test_watches_go_on_after_410_gone(api, tmp_path):
+    with OperatorProcess(api, tmp_path, DILOCO_RESYNC_SECONDS="3600") as operator:
+        operator.until_ready()
+        until(lambda: sum("watch=true" in r.path for r in api.requests) >= 9, "watches")
+        api.forget_history()
+        api.create(job())
+        until(lambda: settled(api), "children")
+
+
+def test_a_watch_that_fails_ends_the_process_so_that_it_is_started_anew(api, tmp_path):
+    api.faults.append(Fault("GET", "services.*watch=true", 404, "gone for good"))
+    with OperatorProcess(api, tmp_path) as operator:
+        assert operator.process.wait(60) == 1
+        assert "the watches ended by an error" in operator.log.read_text()
+
+
+def test_what_a_deaf_watch_does_not_bring_comes_by_the_list(api, tmp_path):
+    with OperatorProcess(api, tmp_path) as operator:
+        operator.until_ready()
+        until(lambda: sum("watch=true" in r.path for r in api.requests) >= 9, "watches")
+        api.deaf = True
+        api.create(job())
+        until(lambda: settled(api), "children")
+
+
+def test_a_token_that_is_refused_for_a_while_ends_nothing(api, tmp_path):
+    with OperatorProcess(api, tmp_path, token="secret") as operator:
+        operator.until_ready()
+        until(lambda: sum("watch=true" in r.path for r in api.requests) >= 9, "watches")
+        begun = len(api.requests)
+        api.faults.append(Fault("GET", "", 401, "Unauthorized", times=10**6))
+        api.forget_history()  # makes the watches come again
+
+        def refusals():
+            """Of kopf's requests: each makes it log in anew."""
+            asked = api.requests[begun:]
+            return len([one for one in asked if one.status == 401 and "kopf" in one.agent])
+
+        until(lambda: refusals() >= 9, "every watch was refused")
+        time.sleep(4.0)
+        assert refusals() < 40, "tried again without a pause"
+        api.faults.clear()
+        api.create(job())
+        until(lambda: settled(api), "children")
+        assert operator.process.poll() is None
+        assert "secret" not in operator.log.read_text()
+
+
+def test_it_waits_for_the_crd_and_then_works(api, tmp_path):
+    fault = Fault("GET", "dilocojobs", 404, "the server could not find it", times=10**6)
+    api.faults.append(fault)
+    api.create(job())
+    with OperatorProcess(api, tmp_path) as operator:
+        until(lambda: "waiting for the API server and the CRD" in operator.log.read_text(), "words")
+        assert operator.get("/healthz")[0] == 200
+        assert operator.get("/readyz")[0] == 503
+        fault.times = 0
+        until(lambda: settled(api), "children")
+
+
+@pytest.mark.parametrize("state", ["idle", "in a request that hangs", "waiting for the CRD"])
+def test_sigterm_ends_it_within_five_seconds(api, tmp_path, state):
+    api.create(job())
+    if state == "in a request that hangs":
+        api.faults.append(Fault("GET", "namespaces/ns/pods", hang_seconds=60))
+    if state == "waiting for the CRD":
+        api.faults.append(Fault("GET", "dilocojobs", 404, times=10**6))
+    with OperatorProcess(api, tmp_path) as operator:
+        match state:
+            case "idle":
+                operator.until_ready()
+                until(lambda: settled(api), "children")
+            case "in a request that hangs":
+                until(lambda: any("ns/pods" in r.path for r in api.requests), "the request")
+            case _:
+                until(lambda: "waiting for" in operator.log.read_text(), "waiting")
+        begun = time.monotonic()
+        assert operator.stop() == 0
+        assert time.monotonic() - begun < 5.0
+
+
+def test_settings_that_make_no_sense_are_said_with_exit_code_2():
+    done = subprocess.run(
+        [sys.executable, "-m", "diloco_operator"],
+        env={"PATH": os.environ["PATH"], "DILOCO_WORKER_IMAGE": "w"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert "DILOCO_SYNCER_IMAGE" in done.stderr

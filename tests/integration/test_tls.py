@@ -1,0 +1,330 @@
+"""
+Mutual TLS between real processes: whom the syncer lets in, what a refused learner is told, and
+certificates that are replaced while everything runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from diloco.errors import UnauthorisedError, UnavailableError
+from diloco.tls import Tls, advice, explain, server_name
+from diloco.transport import Connection
+from diloco.v1 import bulk_pb2 as bulk
+from diloco.v1 import syncer_pb2 as pb
+from diloco.v1.syncer_pb2_grpc import SyncerStub
+from diloco_operator.certs import tls_facts
+from diloco_operator.syncer_client import SyncerClient
+from diloco_testing.certificates import Authority, mount, write
+from diloco_testing.real_syncer import RealSyncer, make_spec, until
+from diloco_testing.relay import Relay
+from diloco_testing.scripted_learner import ScriptedLearner, good_round, random_delta
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+MANIFEST = """
+apiVersion: diloco.dev/v1alpha1
+kind: DiLoCoJob
+metadata: {name: j}
+spec:
+  steps: 20
+  learner: {recipe: {name: gpt}}
+  regions: [{name: eu, learners: 1}, {name: us, learners: 1}]
+  tls: {mode: Secret, secretName: j-tls}
+"""
+
+TRAIN = """
+import time, torch
+from diloco_worker import Learner
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+learner = Learner.connect(model, optimizer)
+while not learner.done:
+    loss = model(torch.ones(4, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    learner.step(tokens=10, loss=loss)
+    time.sleep(0.02)
+learner.close()
+"""
+
+
+class Trainer:
+    """A real learner: training process and link; a context manager."""
+
+    def __init__(self, folder: Path, port: int, name: str, tls: Path | None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "spec.json").write_text(make_spec().to_json())
+        self._log = folder / "log"
+        values = {
+            "JOB": "j", "LEARNER": name, "SYNCER": f"127.0.0.1:{port}", "SPEC": str(folder / "spec.json"),
+            "STATE": str(folder / "state"), **({"TLS": str(tls)} if tls else {}),
+        }  # fmt: skip
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", TRAIN],
+                env=os.environ | {f"DILOCO_{key}": value for key, value in values.items()},
+                stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            )  # fmt: skip
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.process.kill()
+        self.process.wait(30)
+
+    def said(self) -> str:
+        """Everything it printed."""
+        return self._log.read_text(errors="replace")
+
+    def says(self, *words: str) -> None:
+        """Wait until all of these words are in its log; it still runs then."""
+        until(
+            lambda: all(word in self.said() for word in words) or self.process.poll() is not None,
+            saying=f"the learner says {words}", seconds=60,
+        )  # fmt: skip
+        assert self.process.poll() is None, self.said()
+
+
+@pytest.fixture(scope="module")
+def secrets(tmp_path_factory) -> dict[str, Tls]:
+    """What `diloco certs` puts into the Secrets of eu (the syncer's region), us, and all."""
+    folder = tmp_path_factory.mktemp("certs")
+    (folder / "job.yaml").write_text(MANIFEST)
+    command = [sys.executable, "-m", "diloco_operator.cli", "certs", "job.yaml", "--out", "out"]
+    subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    found = {}
+    for file in (folder / "out").glob("*.yaml"):
+        data = yaml.safe_load(file.read_text())["data"]
+        certificate, key, authority = (
+            base64.b64decode(data[name]) for name in ("tls.crt", "tls.key", "ca.crt")
+        )
+        found[file.stem] = Tls(certificate=certificate, key=key, authority=authority)
+    return found
+
+
+@pytest.fixture
+def syncer(tmp_path, secrets) -> Iterator[RealSyncer]:
+    tls = mount(tmp_path / "syncer-tls", secrets["eu"])
+    with RealSyncer(tmp_path / "job", make_spec(), tls=tls) as running:
+        yield running
+
+
+def merged(syncer: RealSyncer) -> list[set[str]]:
+    """Who was in each merge so far."""
+    return [{m["learner"] for m in line["members"]} for line in syncer.events("merge")]
+
+
+def refusals(syncer: RealSyncer, learner: str) -> list[dict[str, Any]]:
+    return [line for line in syncer.events("refuse") if line["learner"] == learner]
+
+
+# ---------------------------------------------------------------- who is let in
+
+
+def test_each_region_trains_with_its_own_secret_at_an_address_that_no_certificate_names(
+    tmp_path, secrets, syncer
+):
+    served = tls_facts(secrets["eu"].certificate, secrets["eu"].authority, datetime.now(UTC))
+    assert served.server_names == ("j-syncer",)
+    with (
+        Trainer(tmp_path / "eu", syncer.port, "eu/0", mount(tmp_path / "a", secrets["eu"])),
+        Trainer(tmp_path / "us", syncer.port, "us/0", mount(tmp_path / "b", secrets["us"])),
+    ):
+        until(
+            lambda: {"eu/0", "us/0"} <= set().union(*merged(syncer)),
+            saying="both regions are merged", seconds=60,
+        )  # fmt: skip
+    assert syncer.events("refuse") == []
+    syncer.assert_audit()
+
+
+def test_a_certificate_of_another_region_is_refused_until_it_is_replaced(tmp_path, secrets, syncer):
+    tls = mount(tmp_path / "us-tls", secrets["eu"])
+    with Trainer(tmp_path / "us", syncer.port, "us/0", tls) as learner:
+        learner.says(
+            "the syncer refused the certificate of this learner: us/0 presented a certificate for "
+            "region eu of job j, expected one with the URI name diloco://j/region/us: apply the "
+            "Secret of region us"
+        )
+        refused = refusals(syncer, "us/0")
+        assert refused[0]["reason"] == "Unauthorised"
+        assert "certificate for region eu" in refused[0]["detail"]
+        assert syncer.events("join") == []
+        mount(tls, secrets["us"])
+        until(lambda: merged(syncer), saying="us/0 is merged", seconds=60)
+        assert learner.process.poll() is None
+        assert len(refusals(syncer, "us/0")) < 10, "a refused learner does not fill the audit"
+
+
+def test_bulk_calls_in_the_name_of_another_regions_learner_are_refused(secrets, syncer):
+    def forged() -> ScriptedLearner:
+        return ScriptedLearner(syncer, "eu/0", tls=secrets["eu"], bulk_tls=secrets["us"])
+
+    with ScriptedLearner(syncer, "eu/0", tls=secrets["eu"]) as honest:
+        thetas = [random_delta(f, f.index, size=1.0) for f in honest.layout.fragments]
+        honest.join().initialise(thetas)
+        honest.expect("ready")
+        good_round(honest)
+        with forged() as thief:
+            thief.epoch, thief.incarnation = honest.epoch, honest.incarnation
+            with pytest.raises(
+                UnauthorisedError, match="eu/0 presented a certificate for region us"
+            ):
+                thief.download(0, format=bulk.FP32)
+            pull = honest.pull()
+            reply = thief.upload(pull, random_delta(thief.layout.fragments[pull.fragment], 1))
+            assert (reply.done, reply.refused) == (False, "Unauthorised")
+            # Whoever only looks needs no region: this is how an evaluator reads the model.
+            thief.name = ""
+            thief.download(0, format=bulk.FP32, epoch=0, incarnation=0)
+        assert honest.upload(pull, random_delta(honest.layout.fragments[pull.fragment], 1)).done
+        until(lambda: len(syncer.events("merge")) == 2, saying="the round goes on unharmed")
+    assert [one["reason"] for one in refusals(syncer, "eu/0")] == ["Unauthorised"] * 2
+
+
+def test_a_session_needs_the_region_of_its_learner_whatever_it_says(secrets, syncer):
+    with ScriptedLearner(syncer, "us/0", tls=secrets["eu"]) as liar:
+        with pytest.raises(UnauthorisedError, match="expected one with the URI name"):
+            liar.join()
+    with ScriptedLearner(syncer, "eu/0", tls=secrets["eu"]) as honest:
+        honest.join()
+
+
+def test_a_certificate_of_another_job_speaks_for_no_region(tmp_path):
+    authority = Authority()
+    tls = write(tmp_path / "tls", authority.make())
+    with RealSyncer(tmp_path / "job", make_spec(), tls=tls) as syncer:
+        other = authority.make(job="k", regions=["eu", "us"])
+        with ScriptedLearner(syncer, "eu/0", tls=other) as stranger:
+            with pytest.raises(UnauthorisedError, match="a certificate for no region of job j"):
+                stranger.join()
+
+
+def test_any_certificate_of_the_authority_may_ask_for_the_status(secrets, syncer):
+    for one in secrets.values():
+        with closing(SyncerClient(syncer.endpoint, tls=one, server_name="j-syncer")) as client:
+            assert client.status(timeout_seconds=10).job == "j"
+
+
+# ---------------------------------------------------------------- what the refused are told
+
+
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory) -> Iterator[dict[str, Trainer]]:
+    """Learners that cannot get in, all at once: their processes take long to start."""
+    folder = tmp_path_factory.mktemp("refused")
+    ours, theirs = Authority(), Authority("somebody")
+    tls = write(folder / "tls", ours.make())
+    forged = replace(theirs.make(), authority=ours.made.bundle)
+    expired = ours.make(expires_in_seconds=-60)
+    with ExitStack() as stack:
+
+        def learner(name: str, port: int, given: Tls | None) -> Trainer:
+            directory = write(folder / f"{name}-tls", given) if given else None
+            return stack.enter_context(Trainer(folder / name, port, "eu/0", directory))
+
+        secure = stack.enter_context(RealSyncer(folder / "secure", make_spec(), tls=tls))
+        plain = stack.enter_context(RealSyncer(folder / "plain", make_spec()))
+        yield {
+            "other authority": learner("other", secure.port, theirs.make()),
+            "forged": learner("forged", secure.port, forged),
+            "expired": learner("expired", secure.port, expired),
+            "plain text": learner("plain-text", secure.port, None),
+            "plain syncer": learner("plain-syncer", plain.port, ours.make()),
+        }
+        assert secure.events("join") == plain.events("join") == []
+
+
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        ("other authority", [advice("CertificateOfOtherAuthority")]),
+        ("forged", [advice("HandshakeRefused"), "refused by its own ca.crt: unable to get local"]),
+        ("expired", [advice("HandshakeRefused"), "refused by its own ca.crt: certificate has exp"]),
+        ("plain text", [advice("HandshakeRefused")]),
+        ("plain syncer", [advice("PlainText")]),
+    ],
+)
+def test_a_refused_learner_says_why_and_goes_on_trying(refused, case, words):
+    refused[case].says(*words)
+
+
+# ---------------------------------------------------------------- replaced while running
+
+
+def test_replaced_certificates_are_used_by_both_ends_without_a_restart(tmp_path):
+    old, new = Authority("old"), Authority("new")
+    here, there = tmp_path / "syncer-tls", tmp_path / "learner-tls"
+    for directory in (here, there):
+        mount(directory, old.make())
+    with (
+        RealSyncer(tmp_path / "job", make_spec(), tls=here) as syncer,
+        Relay(syncer.port) as relay,
+        Trainer(tmp_path / "learner", relay.port, "eu/0", there) as learner,
+    ):
+        until(lambda: merged(syncer), saying="a merge", seconds=60)
+        mount(here, old.make(expires_in_seconds=-60))
+        mount(there, old.make(expires_in_seconds=-60))
+
+        def fresh(tls: Tls) -> str:
+            with closing(SyncerClient(syncer.endpoint, tls=tls, server_name="j-syncer")) as client:
+                try:
+                    return client.status(timeout_seconds=10).state
+                except UnavailableError as error:
+                    return explain(str(error))
+
+        # New connections meet the expired certificate; those that stand go on.
+        assert fresh(old.make()) == "CertificateExpired"
+        count = len(merged(syncer))
+        until(lambda: len(merged(syncer)) > count + 3, saying="merges on old connections")
+        assert "session lost" not in learner.said()
+
+        relay.cut()
+        learner.says(advice("CertificateExpired"))
+        mount(here, new.make())
+        until(lambda: fresh(new.make()) == "Waiting" or None, saying="the syncer has the new one")
+        learner.says(advice("CertificateOfOtherAuthority"))
+        count = len(merged(syncer))
+        mount(there, new.make())
+        until(lambda: len(merged(syncer)) > count + 3, saying="merges under new certificates")
+        assert {line["incarnation"] for line in syncer.events("join")} == {1}
+        assert len(syncer.events("start")) == 1
+        assert learner.process.poll() is None
+        syncer.assert_audit()
+
+
+def test_an_observer_dials_anew_with_replaced_files(tmp_path):
+    old, new = Authority("old"), Authority("new")
+    here, there = mount(tmp_path / "a", old.make()), mount(tmp_path / "b", old.make())
+
+    def state(connection: Connection) -> str:
+        asked = SyncerStub(connection.channel).GetStatus
+        return str(asked(pb.StatusRequest(), timeout=10, wait_for_ready=True).state)
+
+    with RealSyncer(tmp_path / "job", make_spec(), tls=here) as syncer:
+        connection = Connection(
+            syncer.endpoint, tls_dir=there, purpose="control", server_name=server_name("j")
+        )
+        with closing(connection):
+            assert state(connection) == "Initialising"
+            mount(here, new.make())
+            mount(there, new.make())
+            assert connection.renew()
+            assert state(connection) == "Initialising"

@@ -1,0 +1,95 @@
+"""The API server's audit log: who asked for what, and what was answered."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+
+WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """One request that was answered."""
+
+    at: datetime
+    """When it was answered, UTC."""
+    user: str
+    agent: str
+    """Its User-Agent."""
+    verb: str
+    group: str
+    """API group, "" for core."""
+    resource: str
+    """Such as "statefulsets" or "dilocojobs/status"."""
+    namespace: str
+    name: str
+    code: int
+
+    @property
+    def writes(self) -> bool:
+        """Whether it asked for a change."""
+        return self.verb in WRITES
+
+    def __str__(self) -> str:
+        where = "/".join(part for part in (self.namespace, self.name) if part)
+        return f"{self.at:%H:%M:%S} {self.verb} {self.resource} {where} → {self.code}"
+
+
+@dataclass(frozen=True, slots=True)
+class AuditLog:
+    """One cluster's audit log; it may still grow."""
+
+    path: Path
+
+    def requests(
+        self,
+        *,
+        user: str = "",
+        namespace: str = "",
+        since: datetime | None = None,
+        until: datetime | None = None,
+    ) -> Iterator[Request]:
+        """
+        Requests in the order of the log.
+
+        Args:
+            user: part of the user's name; "": anybody.
+            namespace: "": any.
+            since: only those answered then or later.
+            until: only those answered before.
+        """
+        with self.path.open() as file:
+            for line in file:
+                if (user and user not in line) or not line.endswith("\n"):
+                    continue
+                one = _request(json.loads(line))
+                if (
+                    one is None
+                    or user not in one.user
+                    or (namespace and one.namespace != namespace)
+                ):
+                    continue
+                if (since is None or one.at >= since) and (until is None or one.at < until):
+                    yield one
+
+
+def _request(line: dict) -> Request | None:  # type: ignore[type-arg]
+    target = line.get("objectRef")
+    if target is None:
+        return None
+    part = target.get("subresource")
+    return Request(
+        at=datetime.fromisoformat(line["stageTimestamp"]),
+        user=line["user"]["username"],
+        agent=line.get("userAgent", ""),
+        verb=line["verb"],
+        group=target.get("apiGroup", ""),
+        resource=target["resource"] + (f"/{part}" if part else ""),
+        namespace=target.get("namespace", ""),
+        name=target.get("name", ""),
+        code=line.get("responseStatus", {}).get("code", 0),
+    )

@@ -1,0 +1,131 @@
+"""kubectl as a person uses it, and waiting with a deadline."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+Object = dict[str, Any]
+
+
+class KubectlError(Exception):
+    """kubectl ended with another code than 0; the text is what it said."""
+
+
+class Kubectl:
+    """kubectl for one cluster; objects are plain dicts."""
+
+    def __init__(self, program: Sequence[str], kubeconfig: Path) -> None:
+        """
+        Args:
+            program: the command, such as ("kubectl",); may first enter a network namespace.
+            kubeconfig: whose cluster, and as whom.
+        """
+        self._program = (*program, "--kubeconfig", str(kubeconfig))
+
+    def __call__(self, *args: str, stdin: str | None = None, seconds: float = 120.0) -> str:
+        """
+        Standard output.
+
+        Raises:
+            KubectlError: it refused, or took longer than `seconds`.
+        """
+        return self.raw(*args, stdin=stdin, seconds=seconds).decode(errors="replace")
+
+    def raw(self, *args: str, stdin: str | None = None, seconds: float = 120.0) -> bytes:
+        """Standard output as it came; see `__call__`."""
+        words = " ".join(args)
+        try:
+            done = subprocess.run(
+                [*self._program, *args],
+                input=None if stdin is None else stdin.encode(),
+                stdin=subprocess.DEVNULL if stdin is None else None,
+                capture_output=True,
+                timeout=seconds,
+            )
+        except subprocess.TimeoutExpired:
+            raise KubectlError(f"kubectl {words}: no end within {seconds} s") from None
+        if done.returncode:
+            said = done.stderr.decode(errors="replace").strip()
+            raise KubectlError(f"kubectl {words}: code {done.returncode}: {said}")
+        return done.stdout
+
+    def popen(self, *args: str, **options: Any) -> subprocess.Popen[bytes]:
+        """Start one that goes on, such as a watch; the caller ends it."""
+        return subprocess.Popen(
+            [*self._program, *args],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            **options,
+        )
+
+    def get(self, kind: str, name: str, namespace: str = "default") -> Object | None:
+        """The object, or None where there is none."""
+        text = self("get", kind, name, "-n", namespace, "-o", "json", "--ignore-not-found")
+        return dict(json.loads(text)) if text.strip() else None
+
+    def list(self, kind: str, namespace: str = "default", selector: str = "") -> list[Object]:
+        """Objects of a kind; namespace "" is all of them."""
+        where = ["-n", namespace] if namespace else ["-A"]
+        chosen = ["-l", selector] if selector else []
+        return list(json.loads(self("get", kind, *where, *chosen, "-o", "json"))["items"])
+
+    def apply(self, *objects: Object, namespace: str = "default") -> str:
+        """Apply all of them, strictly; returns what kubectl says."""
+        text = json.dumps({"apiVersion": "v1", "kind": "List", "items": objects})
+        return self("apply", "-n", namespace, "--validate=strict", "-f", "-", stdin=text)
+
+    def patch(self, kind: str, name: str, change: Object, namespace: str = "default") -> None:
+        """Merge a change into an object."""
+        text = json.dumps(change)
+        self("patch", kind, name, "-n", namespace, "--type=merge", "-p", text)
+
+    def delete(self, kind: str, name: str, namespace: str = "default", *flags: str) -> None:
+        """Delete it; waits until it is gone unless a flag says otherwise."""
+        self("delete", kind, name, "-n", namespace, "--ignore-not-found", *flags)
+
+    def exec(self, pod: str, *command: str, namespace: str, seconds: float = 60.0) -> str:
+        """Run a command in a pod's container `main`; returns its output."""
+        return self("exec", "-n", namespace, pod, "-c", "main", "--", *command, seconds=seconds)
+
+
+def until(
+    what: Callable[[], Any],
+    seconds: float,
+    *,
+    saying: str,
+    every: float = 0.5,
+    tell: Callable[[], str] | None = None,
+) -> Any:
+    """
+    Poll until `what` gives something true, and return that.
+
+    A refusal by kubectl counts as false: the API server may be away on purpose.
+
+    Args:
+        what: the question.
+        seconds: how long at most.
+        saying: the promise, for the failure's text.
+        every: pause between two looks, in seconds.
+        tell: more for the failure's text.
+    """
+    deadline = time.monotonic() + seconds
+    seen: Any = None
+    while True:
+        try:
+            seen = what()
+        except KubectlError as error:
+            seen, refused = None, str(error)
+        else:
+            refused = repr(seen)
+        if seen:
+            return seen
+        if time.monotonic() > deadline:
+            more = f"\n{tell()}" if tell else ""
+            raise AssertionError(f"{saying}: not within {seconds} s; last seen: {refused}{more}")
+        time.sleep(every)

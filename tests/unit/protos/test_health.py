@@ -1,0 +1,57 @@
+"""The sign of life that programs leave for their container's first process."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from diloco.health import Health, HealthFile, read
+
+
+def sign(at):
+    return Health(at=at, ready=True, why="serving, step 7", progress_at=at - 1)
+
+
+def test_what_is_left_is_what_is_read_in_the_agreed_words(tmp_path):
+    path = tmp_path / "health.json"
+    HealthFile(path).write(sign(10.0))
+    assert read(path) == sign(10.0)
+    assert json.loads(path.read_text()) == {
+        "at": 10.0, "ready": True, "why": "serving, step 7", "progressAt": 9.0,
+    }  # fmt: skip
+    assert [p.name for p in tmp_path.iterdir()] == ["health.json"]
+
+
+def test_at_most_one_a_second_unless_it_is_the_last(tmp_path):
+    path = tmp_path / "health.json"
+    file = HealthFile(path)
+    file.write(sign(10.0))
+    assert file.due_at() == 11.0
+    file.write(sign(10.9))
+    assert read(path) == sign(10.0)
+    file.write(sign(11.0))
+    assert read(path) == sign(11.0)
+    file.write(sign(11.1), now=True)
+    assert read(path) == sign(11.1)
+
+
+def test_without_a_path_nothing_is_written_and_nothing_is_due():
+    file = HealthFile(None)
+    file.write(sign(10.0))
+    assert file.due_at() is None
+
+
+@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"at": 1}', '{"at": "x", "ready": 1}'])
+def test_what_cannot_be_read_is_no_sign(tmp_path, content):
+    path = tmp_path / "health.json"
+    if content is not None:
+        path.write_text(content)
+    assert read(path) is None
+
+
+def test_a_disk_that_refuses_is_said_once_and_stops_nobody(tmp_path, caplog):
+    file = HealthFile(tmp_path / "missing" / "health.json")
+    file.write(sign(10.0))
+    file.write(sign(12.0))
+    assert len(caplog.records) == 1
