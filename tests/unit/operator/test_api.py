@@ -9,6 +9,7 @@ import pytest
 from diloco_operator import names
 from diloco_operator.api import DiLoCoJob
 from diloco_operator.manifest import apply_set, examine, load_job
+from diloco_testing.manifest_cases import BROKEN_FIELDS, FITTING_FIELDS
 
 ROOT = Path(__file__).parents[3]
 EVERYTHING = ROOT / "tests/golden/everything.yaml"
@@ -63,106 +64,12 @@ def test_what_is_left_out_has_the_default_of_the_specification():
     assert default == written
 
 
-BROKEN_FIELDS = [
-    ("spec.steps", 0, "0 is less than 1, the least allowed"),
-    ("spec.steps", 10**9 + 1, "1000000001 is more than 1000000000, the most allowed"),
-    ("spec.steps", "5", '"5" is text; write 5 without quotes'),
-    ("spec.steps", True, "true is not an integer"),
-    ("spec.steps", 1.5, "1.5 is not an integer"),
-    ("spec.steps", None, "is empty; give it a value or leave it out"),
-    ("spec.seed", -1, "-1 is less than 0, the least allowed"),
-    ("spec.seed", 2**31, "2147483648 is more than 2147483647, the most allowed"),
-    ("spec.sync.fragments", 0, "0 is less than 1, the least allowed"),
-    ("spec.sync.fragments", 1025, "1025 is more than 1024, the most allowed"),
-    ("spec.sync.interval", 10**9 + 1, "1000000001 is more than 1000000000, the most allowed"),
-    ("spec.sync.overlap", 0, "0 is less than 1, the least allowed"),
-    ("spec.sync.quorum", 0, "0 is less than 1, the least allowed"),
-    ("spec.sync.grace.maxSteps", 1, '1 is a number; write it as a quoted decimal: "1"'),
-    (
-        "spec.sync.grace.maxSteps",
-        1e-5,
-        '1e-05 is a number; write it as a quoted decimal: "0.00001"',
-    ),
-    ("spec.sync.grace.maxSteps", "-1", '"-1" is no decimal'),
-    ("spec.sync.grace.safety", "1", "1 is not less than 1"),
-    ("spec.sync.grace.safety", "0.99999999999999999999", "is no decimal"),
-    ("spec.sync.merge", "radial", '"radial" is none of Radial or Average'),
-    ("spec.sync.averageParameters", "x", '"x" is not a list'),
-    ("spec.sync.outer.learningRate", "0", "0 is not more than 0"),
-    ("spec.sync.outer.learningRate", "0.000000000", "0.000000000 is not more than 0"),
-    ("spec.sync.outer.learningRate", "00.7", '"00.7" is no decimal'),
-    ("spec.sync.outer.learningRate", "1e-3", '"1e-3" is no decimal'),
-    ("spec.sync.outer.learningRate", "0.7\n", "is no decimal"),
-    ("spec.sync.outer.momentum", "1.0", "1.0 is not less than 1"),
-    ("spec.sync.outer.nesterov", 1, "1 is neither true nor false"),
-    ("spec.sync.wire.up", "int8", '"int8" is none of FP32, BF16, Int8 or Int4'),
-    ("spec.sync.wire.down", "Int8", '"Int8" is none of FP32 or BF16'),
-    ("spec.learner.recipe.name", "gpt2", '"gpt2" is none of gpt'),
-    ("spec.learner.command", [], "is empty; at least 1 is needed"),
-    ("spec.learner.podsPerLearner", 4097, "4097 is more than 4096, the most allowed"),
-    ("spec.learner.env", [{"name": "A", "value": 1}], '1 is not text; write it in quotes: "1"'),
-    ("spec.learner.env", [{"name": "A"}, {"name": "A"}], 'two entries have the name "A"'),
-    ("spec.learner.resources", {"requests": {"cpu": 0.5}}, "0.5 is no quantity"),
-    ("spec.learner.checkpoint.everySteps", 0, "0 is less than 1, the least allowed"),
-    ("spec.learner.checkpoint.keep", 1001, "1001 is more than 1000, the most allowed"),
-    ("spec.learner.podTemplate", {"nodeSelector": {}}, "unknown field"),
-    ("spec.regions", [], "is empty; at least 1 is needed"),
-    ("spec.regions", [{"name": f"r{i}", "learners": 1} for i in range(65)], "65 entries are more"),
-    ("spec.regions", [{"name": "eu", "learners": 1}] * 2, 'two entries have the name "eu"'),
-    ("spec.regions", [{"name": "eu"}], "missing; it is required"),
-    ("spec.regions[0].learners", -1, "-1 is less than 0, the least allowed"),
-    ("spec.regions[0].learners", 1001, "1001 is more than 1000, the most allowed"),
-    ("spec.regions[0].name", "EU", '"EU" is no region name'),
-    ("spec.regions[0].name", "eu-", '"eu-" is no region name'),
-    ("spec.regions[0].name", "e" * 25, "is no region name; use at most 24"),
-    ("spec.regions[0].name", "syncer", '"syncer" is taken by the job\'s own children'),
-    ("spec.regions[0].name", "evaluator", '"evaluator" is taken by'),
-    ("spec.regions[0].name", "spec", '"spec" is taken by'),
-    ("spec.regions[0].name", False, 'false is not text; write it in quotes: "false"'),
-    ("spec.syncer.service.type", "External", "is none of ClusterIP, NodePort or LoadBalancer"),
-    ("spec.syncer.service.port", 0, "0 is less than 1, the least allowed"),
-    ("spec.syncer.service.port", 65536, "65536 is more than 65535, the most allowed"),
-    ("spec.syncer.service.nodePort", 65536, "65536 is more than 65535, the most allowed"),
-    ("spec.syncer.checkpoint.everySteps", 10**9 + 1, "is more than 1000000000"),
-    ("spec.syncer.checkpoint.keep", 0, "0 is less than 1, the least allowed"),
-    ("spec.syncer.storage.size", "10Gb", "'10Gb' is no quantity"),
-    ("spec.evaluation", {}, "missing; it is required"),
-    ("spec.evaluation.everySteps", 0, "0 is less than 1, the least allowed"),
-    ("spec.tls.mode", "mTLS", '"mTLS" is none of Disabled, Secret or CertManager'),
-    ("spec.runPolicy.suspend", "yes", '"yes" is neither true nor false'),
-    ("spec.runPolicy.ttlSecondsAfterFinished", -1, "-1 is less than 0, the least allowed"),
-    ("spec.runPolicy.activeDeadlineSeconds", 2**31, "is more than 2147483647"),
-    ("spec.runPolicy.learnerRestartLimit", "3", '"3" is text; write 3 without quotes'),
-    ("spec.runPolicy.cleanupPolicy", "Some", "is none of None, Running or All"),
-    ("metadata.name", "1job", '"1job" is no job name'),
-    ("metadata.name", "My_Job", '"My_Job" is no job name'),
-    ("metadata.name", "j" * 51, "is no job name; use at most 50"),
-]
-
-
 @pytest.mark.parametrize(("path", "value", "words"), BROKEN_FIELDS, ids=lambda v: str(v)[:30])
 def test_a_field_out_of_bounds_is_refused_alone_and_in_words(path, value, words):
     said = problems_with((path, value))
     assert len(said) == 1
     assert said[0].startswith(path)
     assert words in said[0]
-
-
-FITTING_FIELDS = [
-    ("spec.steps", 10**9),
-    ("spec.seed", 2**31 - 1),
-    ("spec.sync.grace.maxSteps", "0"),
-    ("spec.sync.grace.safety", "0.999999999"),
-    ("spec.sync.outer.learningRate", "0.000000001"),
-    ("spec.sync.outer.momentum", "0"),
-    ("spec.regions[0].learners", 0),
-    ("spec.regions[0].name", "0"),
-    ("spec.regions[0].name", "e" * 24),
-    ("spec.learner.resources.requests", {"cpu": 2, "memory": "1.5Gi"}),
-    ("spec.runPolicy.ttlSecondsAfterFinished", None),
-    ("metadata.name", "j" * 49),
-    ("metadata.labels[app.kubernetes.io/name]", "x"),
-]
 
 
 @pytest.mark.parametrize(("path", "value"), FITTING_FIELDS, ids=lambda v: str(v)[:30])

@@ -1,0 +1,60 @@
+"""The operator's Prometheus metrics; names and meanings: diloco/telemetry.py."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from prometheus_client import CollectorRegistry, start_http_server
+
+from diloco.errors import ConfigError
+from diloco.telemetry import register
+from diloco_operator.workqueue import Key
+
+
+class Metrics:
+    """Counts what the reconciles of this process did; safe for use by many threads."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._metrics: Mapping[str, Any] = register("operator", self.registry)
+        self._lock = threading.Lock()
+        self._states: dict[Key, str] = {}
+
+    def serve(self, port: int) -> None:
+        """
+        Answer Prometheus on all addresses; port 0: nothing is served.
+
+        Raises:
+            ConfigError: the port is taken.
+        """
+        if not port:
+            return
+        try:
+            start_http_server(port, registry=self.registry)
+        except OSError as error:
+            raise ConfigError(
+                f"DILOCO_METRICS_PORT: {port}: {error.strerror}; give a free port, or 0 for none"
+            ) from None
+
+    def reconciled(self, result: str, seconds: float) -> None:
+        """One reconcile ended: "ok", "gone", "refused" or "error"."""
+        self._metrics["diloco_operator_reconcile_seconds"].labels(result=result).observe(seconds)
+
+    def wrote(self, kind: str) -> None:
+        """One write was accepted by the API server; the job's own status is kind DiLoCoJob."""
+        self._metrics["diloco_operator_writes_total"].labels(kind=kind).inc()
+
+    def state(self, key: Key, state: str | None) -> None:
+        """The job's state as last reconciled; None: the job is gone."""
+        with self._lock:
+            if state is None:
+                self._states.pop(key, None)
+            else:
+                self._states[key] = state
+            gauge = self._metrics["diloco_operator_jobs"]
+            gauge.clear()
+            for name, count in Counter(self._states.values()).items():
+                gauge.labels(state=name).set(count)

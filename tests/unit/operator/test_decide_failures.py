@@ -1,0 +1,290 @@
+"""What goes wrong in a cluster, and what the conditions say of it."""
+
+import pytest
+
+from diloco_testing.operated import (
+    World,
+    certificate,
+    is_idle,
+    main_of,
+    manifest,
+    set_ready,
+    training,
+)
+
+SECRET = {"tls": {"mode": "Secret", "secretName": "a-tls"}}
+
+
+# ------------------------------------------------------------------------------ pods
+
+
+def stuck(pod, reason, message="", **main):
+    set_ready(pod, False)
+    main_of(pod).update({"state": {"waiting": {"reason": reason, "message": message}}, **main})
+
+
+def test_a_pod_that_cannot_be_scheduled_is_named():
+    world = training()
+    world.pod("a-eu-1")["status"] = {
+        "phase": "Pending",
+        "conditions": [
+            {"type": "PodScheduled", "status": "False", "message": "0/1 nodes: Insufficient cpu"}
+        ],
+    }
+    world.reconcile()
+    assert world.says("LearnersReady") == ("False", "PodTrouble")
+    message = world.condition("LearnersReady")["message"]
+    assert "a-eu-1" in message
+    assert "Insufficient cpu" in message
+
+
+@pytest.mark.parametrize("reason", ["ImagePullBackOff", "ErrImagePull"])
+def test_an_image_that_cannot_be_pulled_is_named_in_words_that_do_not_change(reason):
+    world = training()
+    stuck(world.pod("a-eu-1"), reason, f"{reason}, words that change")
+    world.reconcile()
+    said = "pod a-eu-1: ImagePullBackOff: image diloco/worker:1 cannot be pulled"
+    assert world.condition("LearnersReady")["message"] == said
+
+
+def test_a_pod_that_ends_again_and_again_says_why():
+    world = training()
+    end = {
+        "exitCode": 1,
+        "reason": "Error",
+        "message": '{"reason": "CrashLoop", "message": "no GPU"}',
+    }
+    stuck(world.pod("a-us-0"), "CrashLoopBackOff", "back-off 40s", lastState={"terminated": end})
+    world.reconcile()
+    message = world.condition("LearnersReady")["message"]
+    assert "a-us-0" in message
+    assert "CrashLoopBackOff" in message
+    assert "no GPU" in message
+    assert "40s" not in message
+
+
+def test_a_container_that_cannot_be_made_says_why():
+    world = training()
+    stuck(world.pod("a-us-0"), "CreateContainerConfigError", 'secret "x" not found')
+    world.reconcile()
+    assert 'secret "x" not found' in world.condition("LearnersReady")["message"]
+
+
+def test_more_pods_in_trouble_are_counted():
+    world = training()
+    for name in ("a-eu-0", "a-eu-1", "a-us-0"):
+        stuck(world.pod(name), "ErrImagePull")
+    world.reconcile()
+    assert "(and 2 more pods)" in world.condition("LearnersReady")["message"]
+
+
+def test_a_syncer_in_trouble_says_why():
+    world = training()
+    stuck(world.pod("a-syncer-0"), "ErrImagePull")
+    world.count_pods()
+    world.syncer = None
+    world.reconcile(100)
+    assert world.says("SyncerReady") == ("False", "PodTrouble")
+    assert "a-syncer-0" in world.condition("SyncerReady")["message"]
+    assert world.says("SyncerReachable") == ("False", "NotStarted")
+    assert "a-syncer-0" in world.condition("SyncerReachable")["message"]
+
+
+def test_learners_that_are_missing_are_named():
+    world = training()
+    del world.pods["a-us-1"]
+    world.reconcile()
+    assert world.says("LearnersReady") == ("False", "SomeNotTraining")
+    assert "us/1" in world.condition("LearnersReady")["message"]
+    assert "us/0" not in world.condition("LearnersReady")["message"]
+    assert ("Warning", "SomeNotTraining") in world.events
+
+
+def test_a_learner_of_several_pods_is_ready_when_all_are():
+    learner = {"recipe": {"name": "gpt", "config": {}}, "podsPerLearner": 2}
+    world = training(manifest(learner=learner))
+    assert world.replicas()["a-eu"] == 4
+    assert world.status["learners"]["summary"] == "4/4"
+    set_ready(world.pod("a-eu-3"), False)
+    world.reconcile()
+    assert "eu/1" in world.condition("LearnersReady")["message"]
+    assert world.status["regions"][0]["ready"] == 1
+
+
+def test_restarts_are_those_that_the_syncer_or_the_kubelet_saw():
+    world = training()
+    main_of(world.pod("a-eu-0"))["restartCount"] = 3
+    main_of(world.pod("a-us-0"))["restartCount"] = 1
+    world.answers()
+    learners = tuple(
+        one if one.name != "eu/1" else type(one)(**{**_fields(one), "restarts": 5})
+        for one in world.syncer.learners
+    )
+    world.answers(learners=learners)
+    world.reconcile()
+    assert [one["restarts"] for one in world.status["regions"]] == [8, 1]
+    world.is_silent()
+    world.reconcile(100)
+    assert [one["restarts"] for one in world.status["regions"]] == [8, 1]
+
+
+def _fields(one):
+    return {name: getattr(one, name) for name in one.__slots__}
+
+
+# ------------------------------------------------------------------------------ the syncer
+
+
+def test_a_syncer_that_is_gone_for_a_moment_is_still_reachable():
+    world = training()
+    world.is_silent()
+    decisions = world.reconcile(20)
+    assert is_idle(decisions)
+    assert decisions.again_seconds == 10
+
+
+def test_a_syncer_that_did_not_answer_for_30_s_is_not_reachable_and_the_condition_says_why():
+    world = training()
+    world.is_silent("DialTimeout")
+    world.reconcile(30)
+    assert world.says("SyncerReachable") == ("False", "DialTimeout")
+    assert ("Warning", "DialTimeout") in world.events
+    assert world.says("QuorumMet") == ("Unknown", "NoAnswer")
+    assert world.says("SpecConsistent") == ("Unknown", "NoAnswer")
+    assert world.status["state"] == "Degraded"
+
+
+def test_silence_restarts_nothing_and_keeps_what_is_known():
+    world = training()
+    world.answers(step=700, tokens=9)
+    world.reconcile(30)
+    world.is_silent()
+    decisions = world.reconcile(3600)
+    assert (decisions.apply, decisions.delete) == ((), ())
+    assert (world.status["step"], world.status["tokens"]) == (700, 9)
+    assert world.status["lastSyncTime"] == "2026-03-01T12:00:30Z"
+    assert is_idle(world.reconcile(3600))
+
+
+def test_the_syncer_that_is_back_is_reachable_at_once():
+    world = training()
+    world.is_silent()
+    world.reconcile(100)
+    world.answers(step=150)
+    world.reconcile(1)
+    assert world.says("SyncerReachable") == ("True", "Answers")
+    assert world.says("QuorumMet") == ("True", "EnoughLearners")
+    assert world.status["step"] == 150
+
+
+def test_a_fresh_operator_believes_the_last_status_for_30_s():
+    world = training()
+    world.is_silent()
+    world.last_answer = None
+    assert is_idle(world.reconcile(29))
+    world.reconcile(1)
+    assert world.says("SyncerReachable") == ("False", "ConnectionRefused")
+
+
+def test_a_syncer_pod_that_restarts_is_not_ready():
+    world = training()
+    set_ready(world.pod("a-syncer-0"), False)
+    world.count_pods()
+    world.syncer = None
+    world.reconcile(5)
+    assert world.says("SyncerReady") == ("False", "NotReady")
+    assert world.says("SyncerReachable") == ("True", "Answers")
+    assert ("Warning", "NotReady") in world.events
+
+
+def test_a_lost_quorum_is_said_and_told():
+    world = training()
+    world.answers("Waiting", gone=("eu/1", "us/0", "us/1"))
+    world.reconcile()
+    assert world.says("QuorumMet") == ("False", "TooFewLearners")
+    assert "1 learners report, the quorum is 2" in world.condition("QuorumMet")["message"]
+    assert ("Warning", "TooFewLearners") in world.events
+
+
+def test_one_lost_learner_loses_no_quorum():
+    world = training()
+    world.answers(gone=("us/1",))
+    world.reconcile()
+    assert world.says("QuorumMet") == ("True", "EnoughLearners")
+    assert world.says("LearnersReady") == ("False", "SomeNotTraining")
+    assert world.status["learners"]["summary"] == "3/4"
+    assert world.status["state"] == "Degraded"
+
+
+def test_a_job_without_a_model_yet_has_no_quorum_and_no_trouble():
+    world = World()
+    world.settle()
+    world.answers("Initialising", step=0)
+    world.settle()
+    assert world.says("QuorumMet") == ("False", "Starting")
+    assert not [event for event in world.events if event[0] == "Warning"]
+
+
+def test_a_load_balancer_without_an_address_is_waited_for():
+    world = training(manifest(syncer={"service": {"type": "LoadBalancer"}}))
+    assert world.says("SyncerReady") == ("True", "WaitingForAddress")
+    assert "LoadBalancer" in world.condition("SyncerReady")["message"]
+    service = world.children["Service", "a-syncer"]
+    service["status"] = {"loadBalancer": {"ingress": [{"ip": "192.0.2.7"}]}}
+    world.reconcile()
+    assert world.says("SyncerReady") == ("True", "Serving")
+    assert world.status["syncer"]["endpoint"] == "192.0.2.7:7070"
+
+
+# ------------------------------------------------------------------------------ certificates
+
+
+def cut_off(facts):
+    world = World(job=manifest(**SECRET), certificate=facts)
+    world.reconcile()
+    world.run_controllers(ready=lambda pod: "syncer" in pod["metadata"]["name"])
+    world.is_silent("HandshakeRefused")
+    world.settle()
+    return world
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        (certificate("a", "eu"), "CertificateOfOtherRegion"),
+        (certificate("a"), "CertificateOfOtherRegion"),
+        (certificate("a", "eu", "us", names=("other",)), "CertificateNotForSyncer"),
+        (certificate("a", reason="CertificateExpired", problem="it expired"), "CertificateExpired"),
+        (certificate("a", reason="CertificateMissing", problem="no Secret"), "CertificateMissing"),
+        (certificate("a", problem="odd"), "CertificateUnreadable"),
+    ],
+)
+def test_what_is_wrong_with_the_certificate_is_said_where_it_hurts(facts, reason):
+    world = cut_off(facts)
+    assert world.says("SyncerReachable") == ("False", reason)
+    assert world.says("LearnersReady") == ("False", reason)
+    assert world.events.count(("Warning", reason)) == 1
+
+
+def test_a_good_certificate_is_not_blamed():
+    world = cut_off(certificate("a", "eu", "us"))
+    assert world.says("SyncerReachable") == ("False", "HandshakeRefused")
+    assert world.says("LearnersReady") == ("False", "Starting")
+
+
+def test_a_certificate_of_another_region_is_said_though_the_syncer_answers():
+    world = cut_off(certificate("a", "eu"))
+    world.answers(gone=("us/0", "us/1"))
+    world.settle()
+    assert world.says("SyncerReachable") == ("True", "Answers")
+    assert world.says("LearnersReady") == ("False", "CertificateOfOtherRegion")
+    assert "region us" in world.condition("LearnersReady")["message"]
+
+
+def test_a_region_without_learners_needs_no_name_in_the_certificate():
+    regions = [{"name": "eu", "learners": 2}, {"name": "us", "learners": 0}]
+    world = World(job=manifest(regions=regions, **SECRET), certificate=certificate("a", "eu"))
+    world.settle()
+    world.is_silent("HandshakeRefused")
+    world.settle()
+    assert world.says("SyncerReachable") == ("False", "HandshakeRefused")

@@ -1,0 +1,321 @@
+"""Promises of `decide` for every job: it never raises, and what it decided leaves nothing to do."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from diloco_operator.decide import read_job
+from diloco_operator.observed import Answer, LearnerAnswer, Refusal, Silence
+from diloco_operator.reasons import CONDITIONS
+from diloco_operator.status_api import Status
+from diloco_testing.operated import VIEW, World, certificate, is_idle, main_of, manifest, set_ready
+
+SLOWLY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+# ------------------------------------------------------------------------------ jobs
+
+REGIONS = ("eu", "us", "asia")
+
+regions = st.lists(st.sampled_from(REGIONS), min_size=1, max_size=3, unique=True).flatmap(
+    lambda names: st.tuples(
+        *(
+            st.fixed_dictionaries(
+                {"name": st.just(name), "learners": st.sampled_from([2, 0, 1, 3])}
+            )
+            for name in names
+        )
+    ).map(list)
+)
+policies = st.fixed_dictionaries(
+    {},
+    optional={
+        "suspend": st.booleans(),
+        "ttlSecondsAfterFinished": st.sampled_from([0, 50, 10**6]),
+        "activeDeadlineSeconds": st.sampled_from([0, 50, 10**6]),
+        "learnerRestartLimit": st.integers(0, 3),
+        "cleanupPolicy": st.sampled_from(["None", "Running", "All"]),
+    },
+)
+pod_templates = st.sampled_from(
+    [
+        {},
+        {"metadata": {"labels": {"a": "b"}}, "spec": {"nodeSelector": {"gpu": "yes"}}},
+        {
+            "spec": {
+                "tolerations": [{"key": "spot"}],
+                "containers": [{"name": "side", "image": "x"}],
+            }
+        },
+        {"spec": {"containers": [{"name": "main", "env": [{"name": "X", "value": ""}]}]}},
+    ]
+)
+learner = st.fixed_dictionaries(
+    {"recipe": st.just({"name": "gpt", "config": {}})},
+    optional={
+        "podsPerLearner": st.integers(1, 2),
+        "env": st.just([{"name": "A", "value": "1"}, {"name": "EMPTY", "value": ""}]),
+        "resources": st.just({"requests": {"cpu": 1, "memory": "1024Mi"}, "limits": {"x/gpu": 2}}),
+        "podTemplate": pod_templates,
+    },
+)
+syncers = st.fixed_dictionaries(
+    {},
+    optional={
+        "endpoint": st.sampled_from(["", "sync.example.org:7070"]),
+        "service": st.fixed_dictionaries({"type": st.sampled_from(["ClusterIP", "LoadBalancer"])}),
+    },
+)
+specs = st.fixed_dictionaries(
+    {
+        "regions": regions,
+        "runPolicy": policies,
+        "learner": learner,
+        "syncer": syncers,
+        "steps": st.sampled_from([1, 100, 2000]),
+        "tls": st.just({"mode": "Secret", "secretName": "s"}),
+        "evaluation": st.sampled_from([None, {"everySteps": 5}]),
+    }
+)
+views = st.sampled_from([VIEW, *(replace(VIEW, region=name) for name in REGIONS)])
+
+answers = st.builds(
+    dict,
+    state=st.sampled_from(["Initialising", "Waiting", "Training", "Complete"]),
+    step=st.sampled_from([0, 1, 99, 100, 2000]),
+    seconds_since_merge=st.sampled_from([-1.0, 0.0, 3.7]),
+    gone=st.sampled_from([(), ("eu/0",), ("us/0", "us/1")]),
+    epoch=st.integers(0, 3),
+    eval_step=st.sampled_from([0, 2000]),
+)
+asked = st.one_of(st.none(), answers, st.sampled_from(["DialTimeout", "HandshakeRefused", "Odd"]))
+turns = st.lists(
+    st.tuples(asked, st.sampled_from([0.0, 1.0, 29.0, 60.0, 400.0]), st.booleans()), max_size=5
+)
+
+
+def heard(world: World, what) -> None:
+    world.syncer = None
+    if isinstance(what, dict):
+        world.answers(**what)
+    elif what:
+        world.syncer = Silence(reason=what, message="odd")
+
+
+# ------------------------------------------------------------------------------ steady
+
+
+@SLOWLY
+@given(spec=specs, view=views, life=turns)
+def test_what_was_decided_leaves_nothing_to_decide(spec, view, life):
+    spec["sync"] = {"quorum": 1}
+    world = World(job=manifest(**spec), view=view, certificate=certificate("a", "eu"))
+    for what, seconds, ready in life:
+        if read_job(world.job)[0] is not None:
+            heard(world, what)
+        world.reconcile(seconds)
+        world.run_controllers(ready=lambda pod, ready=ready: ready)
+    world.settle()
+    again = world.decide()
+    assert is_idle(again)
+    assert 1 <= again.again_seconds <= 300
+
+
+@SLOWLY
+@given(spec=specs, view=views, life=turns)
+def test_the_status_is_always_one_that_the_crd_takes(spec, view, life):
+    spec["sync"] = {"quorum": 1}
+    world = World(job=manifest(**spec), view=view)
+    for what, seconds, ready in [(None, 0.0, False), *life]:
+        if read_job(world.job)[0] is not None:
+            heard(world, what)
+        world.reconcile(seconds)
+        world.run_controllers(ready=lambda pod, ready=ready: ready)
+        Status.model_validate(world.status)
+        assert [one["type"] for one in world.status["conditions"]] == list(CONDITIONS)
+        ends = [
+            kind for kind in ("Suspended", "Complete", "Failed") if world.says(kind)[0] == "True"
+        ]
+        assert len(ends) <= 1
+        assert world.status["state"] in (ends or ("Pending", "Starting", "Training", "Degraded"))
+
+
+@SLOWLY
+@given(spec=specs, cut=st.integers(0, 30))
+def test_an_operator_that_dies_between_any_two_writes_ends_in_the_same_state(spec, cut):
+    spec["sync"] = {"quorum": 1}
+    spec["runPolicy"].pop("activeDeadlineSeconds", None)
+    calm = World(job=manifest(**copy.deepcopy(spec)))
+    killed = World(job=manifest(**copy.deepcopy(spec)))
+    if read_job(calm.job)[0] is None:
+        return
+    for world in (calm, killed):
+        world.settle()
+        world.change(steps=spec["steps"] + 1)
+    # Some writes of the reconcile get through, and no status.
+    decisions = killed.decide()
+    for wanted in decisions.apply[:cut]:
+        killed.apply(wanted)
+    killed.run_controllers()
+    for world in (calm, killed):
+        world.settle()
+    assert killed.replicas() == calm.replicas()
+    assert set(killed.children) == set(calm.children)
+    assert [(one["type"], one["status"]) for one in killed.status["conditions"]] == [
+        (one["type"], one["status"]) for one in calm.status["conditions"]
+    ]
+
+
+# ------------------------------------------------------------------------------ any job
+
+json_values = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**70), 2**70)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(
+            st.text(max_size=6) | st.sampled_from(["name", "value", "containers"]),
+            inner,
+            max_size=3,
+        )
+    ),
+    max_leaves=8,
+)
+
+
+def paths(value, path=()):
+    yield path
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from paths(item, (*path, key))
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from paths(item, (*path, index))
+
+
+EVERYTHING = manifest(
+    seed=7,
+    sync={"quorum": 2, "fragments": 4, "interval": 8, "overlap": 2, "averageParameters": ["x"],
+          "outer": {"learningRate": "0.7"}, "grace": {"safety": "0.5"}, "wire": {"up": "Int8"}},
+    learner={"recipe": {"name": "gpt", "config": {"layers": 2}}, "image": "", "podsPerLearner": 2,
+             "env": [{"name": "A", "value": "b"}, {"name": "B", "valueFrom": {"fieldRef": {}}}],
+             "resources": {"requests": {"cpu": "500m"}, "limits": {"gpu": 1}},
+             "podTemplate": {"metadata": {"labels": {"a": "b"}},
+                             "spec": {"containers": [{"name": "main", "env": [{"name": "C"}]}],
+                                      "volumes": [{"name": "state", "emptyDir": {}}],
+                                      "tolerations": [{"key": "x"}]}}},
+    syncer={"region": "eu", "endpoint": "a.b:1", "service": {"type": "NodePort", "port": 1},
+            "storage": {"size": "1Gi"}, "podTemplate": {"spec": {"nodeSelector": {"a": "b"}}}},
+    evaluation={"everySteps": 5},
+    tls={"mode": "CertManager", "issuerRef": {"name": "ca"}},
+    runPolicy={"suspend": False, "ttlSecondsAfterFinished": 5, "activeDeadlineSeconds": 5,
+               "learnerRestartLimit": 1, "cleanupPolicy": "All", "managedBy": ""},
+)  # fmt: skip
+PLACES = sorted((path for path in paths(EVERYTHING["spec"])), key=repr)
+
+
+@settings(deadline=None, max_examples=300)
+@given(changed=st.lists(st.tuples(st.sampled_from(PLACES), json_values), max_size=3), view=views)
+def test_any_spec_gives_children_or_a_clear_condition(changed, view):
+    job = copy.deepcopy(EVERYTHING)
+    for path, value in changed:
+        place = job["spec"]
+        try:
+            for key in path[:-1]:
+                place = place[key]
+            if path:
+                place[path[-1]] = copy.deepcopy(value)
+            else:
+                job["spec"] = value
+        except (KeyError, IndexError, TypeError):
+            pass  # an earlier change took the place away
+    world = World(job=job, view=view)
+    decisions = world.reconcile()
+    policy = job["spec"].get("runPolicy") if isinstance(job["spec"], dict) else None
+    if isinstance(policy, dict) and policy.get("managedBy"):
+        assert is_idle(decisions)
+        return
+    assert world.condition("Accepted")["status"] in ("True", "False")
+    if world.refusals:
+        assert world.condition("Accepted")["status"] == "False"
+    world.run_controllers()
+    world.reconcile()
+    if not decisions.apply:
+        assert world.condition("Accepted")["status"] == "False" or world.status["state"] == "Failed"
+        assert world.condition("Accepted")["message"]
+
+
+@settings(deadline=None, max_examples=200)
+@given(status=json_values, syncer=st.sampled_from(["answer", "silence", "none"]))
+def test_any_status_may_stand_there(status, syncer):
+    world = World()
+    world.reconcile()
+    world.run_controllers()
+    world.job["status"] = {
+        "conditions": [status],
+        "regions": [status],
+        "step": status,
+        "syncer": status,
+    }
+    world.job["status"] |= {"lastSyncTime": status, "startTime": status, "model": status}
+    if syncer == "answer":
+        world.answers()
+    elif syncer == "silence":
+        world.is_silent()
+    world.reconcile()
+    assert len(world.status["conditions"]) == len(CONDITIONS)
+
+
+@pytest.mark.parametrize("view", [VIEW, replace(VIEW, region="us"), replace(VIEW, region="mars")])
+def test_pods_of_every_shape_are_looked_at(view):
+    world = World(view=view)
+    world.settle()
+    shapes = [
+        {}, {"phase": "Pending"}, {"phase": "Failed", "reason": "Evicted"}, {"conditions": []},
+        {"containerStatuses": [{"name": "main"}]}, {"containerStatuses": [{"name": "main", "state": {}}]},
+        {"containerStatuses": [{"name": "main", "state": {"terminated": {}}, "lastState": {}}]},
+        {"containerStatuses": [{"name": "main", "lastState": {"terminated": {"exitCode": 1, "message": "[]"}}}]},
+        {"initContainerStatuses": [{"name": "init", "state": {"waiting": {"reason": "Odd"}}}]},
+    ]  # fmt: skip
+    for shape in shapes:
+        for pod in world.pods.values():
+            pod["status"] = copy.deepcopy(shape)
+        world.reconcile()
+        assert len(world.status["conditions"]) == len(CONDITIONS)
+
+
+def test_an_answer_of_many_learners_that_the_job_does_not_know_is_taken():
+    world = World()
+    world.settle()
+    strangers = tuple(
+        LearnerAnswer(name=name, region=name, state="Training")
+        for name in ("", "x", "eu/9", "mars/0")
+    )
+    world.syncer = Answer(at=world.now, learners=strangers)
+    world.reconcile()
+    assert world.status["learners"]["training"] == 0
+
+
+def test_two_refusals_are_both_said():
+    world = World(refusals=(Refusal(child="A a", message="x"), Refusal(child="B b", message="y")))
+    world.reconcile()
+    assert world.condition("Accepted")["message"] == "the API server refused A a: x; B b: y"
+
+
+def test_the_message_of_a_pod_does_not_flap_with_its_back_off():
+    world = World()
+    world.settle()
+    pod = world.pod("a-eu-0")
+    set_ready(pod, False)
+    writes = 0
+    for seconds in (10, 20, 40, 80):
+        main_of(pod)["state"] = {
+            "waiting": {"reason": "CrashLoopBackOff", "message": f"back-off {seconds}s"}
+        }
+        writes += world.reconcile().status is not None
+    assert writes == 1

@@ -1,0 +1,139 @@
+"""What feeds the queue: kopf's settings, its login, and the list of all jobs."""
+
+import itertools
+import time
+from datetime import UTC, datetime, timedelta
+
+import kopf
+import pytest
+from kubernetes.client import Configuration
+
+from diloco_operator import handlers
+from diloco_operator.cluster import Cluster, connect
+from diloco_operator.health import Health
+from diloco_operator.workqueue import Key, WorkQueue
+from diloco_testing.fake_api import FakeApi
+
+NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
+
+
+def configuration(token):
+    made = Configuration(host="http://127.0.0.1:1")
+    made.api_key["BearerToken"] = f"Bearer {token}"
+    return made
+
+
+def test_without_an_api_server_kopf_tries_for_ever():
+    pauses = handlers.EndlessBackoffs()
+    assert not hasattr(pauses, "__len__")
+    for _ in range(2):  # each request iterates anew
+        seen = list(itertools.islice(pauses, 1000))
+        assert seen[0] == 1
+        assert seen[-1] == 13
+
+
+def test_kopf_writes_nothing_and_asks_for_no_rights_beyond_the_jobs():
+    settings = kopf.OperatorSettings()
+    handlers.configure(settings)
+    assert settings.peering.standalone
+    assert settings.scanning.disabled
+    assert not settings.posting.enabled
+    assert isinstance(settings.networking.error_backoffs, handlers.EndlessBackoffs)
+    assert isinstance(settings.watching.server_timeout, int)
+    assert set(settings.watching.label_selectors.values()) == {"diloco.dev/job"}
+    assert len(settings.watching.label_selectors) == 8
+
+
+def test_no_handler_needs_a_finalizer_or_keeps_state_in_the_cluster():
+    queue = WorkQueue(lambda key: None, threads=1)
+    made = handlers.registry(queue, Health(queue), configuration("t"))
+    assert len(made._watching.get_all_handlers()) == 9
+    assert not made._changing.get_all_handlers()
+    assert not made._spawning.get_all_handlers()
+    assert not made._indexing.get_all_handlers()
+
+
+def test_kopf_dials_with_the_token_of_this_moment_and_asks_again_in_time():
+    source = configuration("first")
+    one = handlers.connection_info(source, NOW)
+    assert (one.server, one.as_http_headers()) == (
+        "http://127.0.0.1:1",
+        {"Authorization": "Bearer first"},
+    )
+    assert one.expiration == NOW + timedelta(seconds=600)
+    source.api_key["BearerToken"] = "Bearer second"
+    assert handlers.connection_info(source, NOW).as_http_headers() == {
+        "Authorization": "Bearer second"
+    }
+
+
+def test_the_same_token_is_a_new_login_because_kopf_never_takes_one_that_was_refused():
+    source = configuration("t")
+    later = NOW + timedelta(seconds=5)
+    assert handlers.connection_info(source, NOW) != handlers.connection_info(source, later)
+
+
+@pytest.fixture
+def api():
+    with FakeApi() as made:
+        yield made
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def world(api, tmp_path):
+    """A queue whose threads do not run, and what fills it."""
+    queue = WorkQueue(lambda key: None, threads=0)
+    clock = Clock()
+    health = Health(queue, clock=clock)
+    found = connect(kubeconfig=api.kubeconfig(tmp_path / "kubeconfig"))
+    resync = handlers.Resync(
+        Cluster(found, manager="m"), queue, health, namespaces=(), every_seconds=3600
+    )
+    return queue, health, clock, resync
+
+
+def job(name, **metadata):
+    return {
+        "apiVersion": "diloco.dev/v1alpha1",
+        "kind": "DiLoCoJob",
+        "metadata": {"namespace": "ns", "name": name, **metadata},
+        "spec": {},
+    }
+
+
+def test_the_list_adds_jobs_that_the_queue_does_not_know_and_looks_at_those_that_are_gone(
+    api, world
+):
+    queue, _, _, resync = world
+    api.create(job("a"))
+    api.create(job("going", deletionTimestamp="2026-01-01T00:00:00Z"))
+    resync.once()
+    assert queue.keys() == {Key("ns", "a")}
+
+    api.delete("dilocojobs", "a")
+    queue.add(Key("ns", "a"), 3600)
+    ran = []
+    queue._work = ran.append
+    resync.once()
+    assert queue._entries[Key("ns", "a")].due <= time.monotonic()
+
+
+def test_the_list_finds_a_deaf_watch_without_a_write(api, world):
+    _, health, clock, resync = world
+    made = api.create(job("a"))
+    health.delivered(made["metadata"]["uid"], 1)
+    api.edit("dilocojobs", "a", lambda one: one["spec"].update(steps=2))
+    resync.once()
+    clock.now += 121
+    resync.once()
+    assert "ns/a (generation 2)" in health.problem()
+    health.delivered(made["metadata"]["uid"], 2)
+    assert health.problem() == ""
+    assert not api.writes()

@@ -1,0 +1,86 @@
+"""What the kubelet's probes are told."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco.health import Health
+from diloco_operator.pod.policy import Role, State
+from diloco_operator.pod.probes import Facts, alive, ready, started
+
+NOW = 10_000.0
+
+
+def health(*, age=0.5, is_ready=True, progress_age=0.5, why="training, local step 7"):
+    return Health(at=NOW - age, ready=is_ready, why=why, progress_at=NOW - progress_age)
+
+
+def facts(**changes):
+    usual = {
+        "role": Role.LEARNER, "state": State.RUNNING, "why": "", "died": False, "started_at": NOW - 10,
+        "health": health(), "turned_at": NOW - 0.5, "stuck_seconds": 900.0,
+    }  # fmt: skip
+    return Facts(**{**usual, **changes})
+
+
+def test_a_training_learner_passes_all_three():
+    for probe in (started, ready, alive):
+        assert probe(facts(), NOW).ok
+    assert ready(facts(), NOW).why == "training, local step 7"
+
+
+def test_a_learner_without_its_syncer_is_unready_and_alive():
+    cut_off = facts(health=health(is_ready=False, why="waiting for the syncer at a:1"))
+    assert (ready(cut_off, NOW).ok, ready(cut_off, NOW).why) == (
+        False,
+        "waiting for the syncer at a:1",
+    )
+    assert started(cut_off, NOW).ok
+    assert alive(cut_off, NOW).ok
+
+
+@pytest.mark.parametrize("role", [Role.LEARNER, Role.SYNCER])
+def test_before_the_first_sign_of_life_it_has_not_started(role):
+    silent = facts(role=role, health=None)
+    assert not started(silent, NOW).ok
+    assert not ready(silent, NOW).ok
+    assert alive(silent, NOW).ok
+
+
+def test_a_slow_loader_is_not_killed_by_the_startup_probe():
+    assert started(facts(health=None, started_at=NOW - 300), NOW).ok
+    assert not started(facts(health=None, started_at=NOW - 299), NOW).ok
+
+
+def test_an_evaluator_lives_without_signs():
+    evaluator = facts(role=Role.EVALUATOR, health=None)
+    assert started(evaluator, NOW).ok
+    assert ready(evaluator, NOW).ok
+    assert alive(evaluator, NOW).ok
+    assert not ready(facts(role=Role.EVALUATOR, state=State.RESTING), NOW).ok
+
+
+@pytest.mark.parametrize("state", [State.RESTING, State.LEAVING, State.OVER])
+def test_without_a_working_child_it_is_unready_for_the_policys_reason_and_alive(state):
+    resting = facts(state=state, why="done", died=True, health=None)
+    assert (ready(resting, NOW).ok, ready(resting, NOW).why) == (False, "done")
+    assert started(resting, NOW).ok
+    assert alive(resting, NOW).ok
+
+
+def test_a_child_that_went_silent_is_unready():
+    assert ready(facts(health=health(age=15)), NOW).ok
+    assert not ready(facts(health=health(age=16)), NOW).ok
+
+
+@pytest.mark.parametrize("stuck", [{"age": 901}, {"progress_age": 901}])
+def test_a_child_without_progress_for_too_long_is_not_alive(stuck):
+    answer = alive(facts(health=health(**stuck)), NOW)
+    assert not answer.ok
+    assert "no progress for 901 s" in answer.why
+    assert alive(facts(health=health(**dict.fromkeys(stuck, 899))), NOW).ok
+
+
+def test_a_loop_that_does_not_turn_is_not_alive():
+    assert alive(facts(turned_at=NOW - 60), NOW).ok
+    assert not alive(facts(turned_at=NOW - 61), NOW).ok

@@ -1,0 +1,96 @@
+"""Who a container is, from its command line and environment; what its program is given."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco.errors import ConfigError
+from diloco_operator.pod.settings import read
+
+LEARNER = {"DILOCO_JOB": "j", "DILOCO_REGION": "eu", "DILOCO_POD": "j-eu-3"}
+WORDS = ("learner", "--", "python", "train.py")
+
+
+def test_the_pods_ordinal_names_the_learner():
+    given = read(WORDS, LEARNER)
+    assert given.name == given.environment["DILOCO_LEARNER"] == "eu/3"
+    assert given.argv == (sys.executable, "train.py")
+    assert "RANK" not in given.environment
+    assert (given.health_port, given.limits.learner_restarts, given.state) == (8080, None, None)
+
+
+@pytest.mark.parametrize(
+    ("ordinal", "learner", "rank", "master"), [(0, 0, 0, 0), (3, 1, 1, 2), (5, 2, 1, 4)]
+)
+def test_several_pods_form_one_learner(ordinal, learner, rank, master):
+    env = {**LEARNER, "DILOCO_POD": f"j-eu-{ordinal}", "DILOCO_PODS_PER_LEARNER": "2"}
+    child = read(WORDS, env).environment
+    assert child["DILOCO_LEARNER"] == f"eu/{learner}"
+    assert (child["RANK"], child["WORLD_SIZE"]) == (str(rank), "2")
+    assert (child["MASTER_ADDR"], child["MASTER_PORT"]) == (f"j-eu-{master}.j-eu", "29500")
+
+
+def test_what_the_user_left_in_the_environment_reaches_the_child_but_cannot_name_it():
+    env = {**LEARNER, "TOKEN": "x", "DILOCO_LEARNER": "us/9", "DILOCO_HEALTH_FILE": "/mine"}
+    given = read(WORDS, env)
+    assert given.environment["TOKEN"] == "x"
+    assert given.environment["DILOCO_LEARNER"] == "eu/3"
+    assert given.environment["DILOCO_HEALTH_FILE"] == str(given.health_file) != "/mine"
+    assert given.environment["PATH"].split(":")[0] == str(Path(sys.executable).parent)
+
+
+def test_a_program_of_the_users_own_keeps_its_first_word():
+    assert read(("learner", "--", "torchrun", "--", "x"), LEARNER).argv == ("torchrun", "--", "x")
+
+
+@pytest.mark.parametrize(("role", "seconds"), [("learner", 55), ("syncer", 55), ("evaluator", 25)])
+def test_the_child_has_the_grace_period_less_five_seconds(role, seconds):
+    assert read((role, "--", "x"), LEARNER).limits.leave_seconds == seconds
+    assert (
+        read((role, "--", "x"), {**LEARNER, "DILOCO_GRACE_SECONDS": "20"}).limits.leave_seconds
+        == 15
+    )
+
+
+def test_limit_and_ports_are_read():
+    env = {**LEARNER, "DILOCO_RESTART_LIMIT": "0", "DILOCO_HEALTH_PORT": "81", "DILOCO_STATE": "/s"}
+    given = read(WORDS, {**env, "DILOCO_LOG_FORMAT": "json", "DILOCO_STUCK_SECONDS": "7"})
+    assert (given.limits.learner_restarts, given.health_port, given.stuck_seconds) == (0, 81, 7)
+    assert (given.state, given.json_logs) == (Path("/s"), True)
+
+
+@pytest.mark.parametrize(
+    "words", [(), ("learner",), ("learner", "python"), ("cook", "--", "x"), ("learner", "--")]
+)
+def test_other_words_are_refused_with_what_was_expected(words):
+    with pytest.raises(ConfigError, match=r"expected learner\|syncer\|evaluator -- COMMAND"):
+        read(words, LEARNER)
+
+
+def test_everything_that_is_wrong_is_said_at_once():
+    env = {"DILOCO_JOB": "j", "DILOCO_RESTART_LIMIT": "many", "DILOCO_PODS_PER_LEARNER": "0"}
+    with pytest.raises(ConfigError) as error:
+        read(WORDS, env)
+    for part in (
+        "DILOCO_REGION is not set", "DILOCO_POD is not set", "DILOCO_RESTART_LIMIT: 'many'",
+        "DILOCO_PODS_PER_LEARNER: 0 is less than 1",
+    ):  # fmt: skip
+        assert part in str(error.value)
+
+
+def test_a_pod_without_an_ordinal_is_refused():
+    with pytest.raises(ConfigError, match="does not end in -<ordinal>"):
+        read(WORDS, {**LEARNER, "DILOCO_POD": "mine"})
+
+
+def test_it_loads_nothing_that_a_worker_or_syncer_image_lacks():
+    code = (
+        "import sys, diloco_operator.pod.__main__\n"
+        "heavy = {'pydantic', 'yaml', 'rich', 'typer', 'kubernetes', 'kopf', 'numpy', 'grpc', 'google'}\n"
+        "sys.exit(' '.join(sorted(heavy & set(sys.modules))) or 0)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)

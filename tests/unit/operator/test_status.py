@@ -1,0 +1,98 @@
+"""When a status is worth a write."""
+
+from datetime import timedelta
+
+from diloco_operator.before import Before, time_of, time_text
+from diloco_testing.operated import START, World, is_idle, training
+
+
+def test_progress_alone_is_written_every_30_s():
+    world = training()
+    written = []
+    for second in range(1, 91):
+        world.answers(step=100 + second, tokens=second)
+        if world.reconcile(1).status is not None:
+            written.append(second)
+    assert written == [30, 60, 90]
+    assert world.status["step"] == 190
+
+
+def test_progress_alone_makes_no_event():
+    world = training()
+    before = list(world.events)
+    world.answers(step=500)
+    world.reconcile(60)
+    assert world.status["step"] == 500
+    assert world.events == before
+
+
+def test_what_is_no_progress_is_written_at_once():
+    world = training()
+    world.answers(step=101, gone=("us/1",))
+    world.reconcile(1)
+    assert world.status["step"] == 101
+    assert world.status["learners"]["summary"] == "3/4"
+
+
+def test_one_more_answer_is_no_news():
+    world = training()
+    for _ in range(20):
+        world.answers(seconds_since_merge=1.0 + (world.now - START).total_seconds())
+        assert is_idle(world.reconcile(30))
+
+
+def test_an_event_is_told_once_for_every_turn():
+    world = training()
+    for _ in range(3):
+        world.answers(gone=("us/1",))
+        world.reconcile(1)
+        world.reconcile(1)
+        world.answers()
+        world.reconcile(1)
+    assert world.events.count(("Warning", "SomeNotTraining")) == 3
+
+
+def test_a_status_that_somebody_spoiled_is_written_again():
+    world = World()
+    world.settle()
+    for spoiled in ({}, {"conditions": "x", "regions": 4, "step": "y", "syncer": []}, None, []):
+        world.job["status"] = spoiled
+        assert world.reconcile().status is not None
+        assert is_idle(world.reconcile())
+
+
+def test_lists_in_another_order_are_the_same_status():
+    world = training()
+    world.job["status"]["conditions"].reverse()
+    world.job["status"]["regions"].reverse()
+    assert is_idle(world.reconcile())
+
+
+def test_the_status_has_no_empty_field():
+    def holes(value):
+        if isinstance(value, dict):
+            return any(map(holes, value.values()))
+        if isinstance(value, list):
+            return any(map(holes, value))
+        return value is None
+
+    world = World()
+    world.reconcile()
+    assert not holes(world.status)
+
+
+def test_times_are_read_back_as_they_were_written():
+    when = START + timedelta(seconds=1)
+    assert time_of(time_text(when)) == when
+    assert time_of("2026-03-01T12:00:01") == when
+    for odd in (None, 7, "", "yesterday", {}):
+        assert time_of(odd) is None
+
+
+def test_a_job_without_a_status_was_never_seen():
+    before = Before.of({"metadata": {}})
+    assert not before.is_true("Complete")
+    assert before.reason("Complete") == ""
+    assert before.number("step") == 0
+    assert before.time("startTime") is None
+    assert before.region("eu") == {}

@@ -1,0 +1,159 @@
+"""The work queue, on real threads."""
+
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from diloco_operator import workqueue
+from diloco_operator.workqueue import Key, RetryError, WorkQueue
+
+A, B = Key("ns", "a"), Key("ns", "b")
+
+
+@contextmanager
+def running(work, *, threads=2, pause_seconds=0.0):
+    queue = WorkQueue(work, threads=threads, pause_seconds=pause_seconds)
+    queue.start()
+    try:
+        yield queue
+    finally:
+        assert queue.stop(10)
+
+
+def wait(condition):
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+def test_a_key_never_runs_on_two_threads_and_runs_again_for_what_came_meanwhile():
+    gate, active, most, runs = threading.Event(), 0, 0, 0
+    lock = threading.Lock()
+
+    def work(key):
+        nonlocal active, most, runs
+        with lock:
+            active, runs = active + 1, runs + 1
+            most = max(most, active)
+        gate.wait(10)
+        with lock:
+            active -= 1
+
+    with running(work, threads=4) as queue:
+        queue.add(A)
+        wait(lambda: runs == 1)
+        for _ in range(50):
+            queue.add(A)
+        gate.set()
+        wait(lambda: not queue.keys())
+    assert (most, runs) == (1, 2)
+
+
+def test_different_keys_run_side_by_side():
+    both = threading.Barrier(2)
+
+    def work(key):
+        both.wait(10)
+
+    with running(work) as queue:
+        queue.add(A)
+        queue.add(B)
+        wait(lambda: not queue.keys())
+
+
+def test_adding_what_waits_moves_it_forward_never_back():
+    ran = threading.Event()
+    with running(lambda key: ran.set()) as queue:
+        queue.add(A, 3600)
+        queue.add(A, 0)
+        queue.add(A, 3600)
+        assert ran.wait(10)
+
+
+def test_the_work_says_when_to_look_again_and_when_to_forget():
+    answers = [0.01, 0.01, None]
+    with running(lambda key: answers.pop(0)) as queue:
+        queue.add(A)
+        wait(lambda: not answers and not queue.keys())
+
+
+@pytest.mark.parametrize("error", [RetryError("no answer"), ValueError("a defect")])
+def test_failures_are_repeated_with_pauses_and_do_not_end_the_thread(error, monkeypatch, caplog):
+    monkeypatch.setattr(workqueue, "BACKOFF_SECONDS", (0.05, 0.1))
+    runs = []
+
+    def work(key):
+        runs.append(time.monotonic())
+        if len(runs) < 4:
+            raise error
+
+    with running(work, threads=1) as queue:
+        queue.add(A)
+        wait(lambda: not queue.keys())
+        assert queue.alive()
+    assert len(runs) == 4
+    traces = [record for record in caplog.records if record.exc_info]
+    assert bool(traces) == isinstance(error, ValueError)
+    assert {record.job for record in caplog.records} == {"ns/a"}
+
+
+def test_a_failing_key_waits_its_pause_whatever_events_come_unless_they_are_urgent(monkeypatch):
+    class Long:
+        def __init__(self, *_):
+            pass
+
+        def next(self):
+            return 3600.0
+
+        def reset(self):
+            pass
+
+    monkeypatch.setattr(workqueue, "Backoff", Long)
+    runs = []
+
+    def work(key):
+        runs.append(key)
+        if len(runs) == 1:
+            raise RetryError("refused")
+
+    with running(work) as queue:
+        queue.add(A)
+        wait(lambda: runs and not queue.longest_seconds())
+        queue.add(A)
+        queue.add(B)
+        wait(lambda: B in runs)
+        assert runs == [A, B]
+        queue.add(A, urgent=True)
+        wait(lambda: not queue.keys())
+    assert runs == [A, B, A]
+
+
+def test_events_that_follow_a_run_wait_for_each_other():
+    runs = []
+
+    def work(key):
+        runs.append(time.monotonic())
+        return 3600.0 if len(runs) == 1 else None
+
+    with running(work, pause_seconds=0.2) as queue:
+        queue.add(A)
+        wait(lambda: runs and not queue.longest_seconds())
+        for _ in range(20):
+            queue.add(A)
+        wait(lambda: not queue.keys())
+    assert len(runs) == 2
+    assert runs[1] - runs[0] >= 0.2
+
+
+def test_a_run_that_does_not_end_is_seen_and_stop_says_that_it_was_left():
+    gate = threading.Event()
+    queue = WorkQueue(lambda key: gate.wait(30) and None, threads=1)
+    queue.start()
+    queue.add(A)
+    wait(lambda: queue.longest_seconds() > 0.05)
+    assert not queue.stop(0.05)
+    gate.set()
+    assert queue.stop(10)
