@@ -7,9 +7,13 @@ from pathlib import Path
 
 from grpc_tools import protoc
 
+from diloco_operator.crd import crd_yaml
+from diloco_operator.reference import reference
+
 ROOT = Path(__file__).parents[1]
 PROTOS = ROOT / "protos"
 KINDS = {"python": "", "grpc_python": "", "mypy": "quiet:", "mypy_grpc": "quiet:"}
+TEXTS = {"charts/diloco/files/crd.yaml": crd_yaml, "docs/reference.md": reference}
 
 
 def stubs(out: Path) -> None:
@@ -26,9 +30,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", type=Path, default=None, metavar="DIR")
     out: Path | None = parser.parse_args().check
-    target = out / "protos" if out else PROTOS
-    target.mkdir(parents=True, exist_ok=True)
-    stubs(target)
+    target = out or ROOT
+    (target / "protos").mkdir(parents=True, exist_ok=True)
+    stubs(target / "protos")
+    for path, text in TEXTS.items():
+        file = target / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text(), encoding="utf-8")
 
 
 if __name__ == "__main__":

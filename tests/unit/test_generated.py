@@ -4,17 +4,34 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_checked_in_stubs_are_what_the_generator_writes(tmp_path):
-    subprocess.run(
-        [sys.executable, ROOT / "scripts" / "generate.py", "--check", tmp_path], check=True
-    )
-    for folder in ("protos",):
-        made = {p.relative_to(tmp_path): p.read_text() for p in (tmp_path / folder).rglob("*_pb2*")}
-        stubs = [p for p in (ROOT / folder).rglob("*_pb2*") if p.suffix in (".py", ".pyi")]
-        there = {p.relative_to(ROOT): p.read_text() for p in stubs}
-        assert made.keys() == there.keys()
-        for path, text in made.items():
-            assert text == there[path], f"{path} is stale: run scripts/generate.py"
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """What the generator makes today."""
+    out = tmp_path_factory.mktemp("generated")
+    subprocess.run([sys.executable, ROOT / "scripts" / "generate.py", "--check", out], check=True)
+    return out
+
+
+def test_checked_in_stubs_are_what_the_generator_writes(made):
+    stubs = {p.relative_to(made): p.read_text() for p in (made / "protos").rglob("*_pb2*")}
+    there = [p for p in (ROOT / "protos").rglob("*_pb2*") if p.suffix in (".py", ".pyi")]
+    assert stubs.keys() == {p.relative_to(ROOT) for p in there}
+    for path, text in stubs.items():
+        assert text == (ROOT / path).read_text(), f"{path} is stale: run scripts/generate.py"
+
+
+@pytest.mark.parametrize("path", ["charts/diloco/files/crd.yaml", "docs/reference.md"])
+def test_checked_in_texts_are_what_the_generator_writes(made, path):
+    text = (made / path).read_text(encoding="utf-8")
+    assert text == (ROOT / path).read_text(encoding="utf-8"), "stale: run scripts/generate.py"
+
+
+def test_nothing_else_is_generated(made):
+    others = {str(p.relative_to(made)) for p in made.rglob("*") if p.is_file()}
+    others = {path for path in others if not path.startswith("protos/")}
+    assert others == {"charts/diloco/files/crd.yaml", "docs/reference.md"}

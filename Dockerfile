@@ -1,0 +1,104 @@
+# The images of the operator, the syncer and the worker, from one wheel.
+#
+#   docker build --target operator -t diloco-operator:0.1.0 .
+#   docker build --target worker -t diloco-worker:0.1.0 --build-arg PIP_ARGS="--index-url https://…" .
+#
+# Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
+# (or a file mounted into the build, and --build-arg PIP_CERT=/ca.crt).
+
+# Any image with Python 3.11 or newer; with apt where it lacks venv.
+ARG BASE_IMAGE=python:3.12-slim
+
+# pip, requirements and the wheel, for the stages below to borrow. What they borrow by COPY makes them anew when it
+# changes; buildah does not look into what is mounted.
+FROM ${BASE_IMAGE} AS build
+RUN python3 -c "import ensurepip" 2>/dev/null \
+    || { apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-venv; }
+RUN python3 -m venv /build
+ARG PIP_ARGS=""
+ARG PIP_CERT=""
+WORKDIR /src
+COPY pyproject.toml scripts/requirements.py ./
+RUN for extra in operator syncer worker; do python3 requirements.py $extra > /build/$extra.txt; done
+COPY README.md ./
+COPY operator operator
+COPY syncer syncer
+COPY worker worker
+COPY protos protos
+RUN --mount=type=secret,id=ca \
+    { [ ! -s /run/secrets/ca ] || export PIP_CERT=/run/secrets/ca; } \
+    && /build/bin/pip wheel --no-cache-dir --no-deps $PIP_ARGS --wheel-dir /build/dist .
+
+FROM ${BASE_IMAGE} AS base
+# torch and others ask for the name of the user.
+RUN printf 'diloco:x:65532:65532::/tmp:/usr/sbin/nologin\n' >> /etc/passwd \
+    && printf 'diloco:x:65532:\n' >> /etc/group
+ENV PATH=/opt/diloco/venv/bin:$PATH HOME=/tmp PYTHONUNBUFFERED=1
+WORKDIR /tmp
+COPY scripts/image-install /opt/diloco/
+
+FROM base AS operator
+ARG PIP_ARGS=""
+ARG PIP_CERT=""
+COPY --from=build /build/operator.txt /opt/diloco/
+RUN --mount=type=bind,from=build,source=/build,target=/build --mount=type=secret,id=ca \
+    /opt/diloco/image-install requirements /opt/diloco/operator.txt
+COPY --from=build /build/dist /opt/diloco/dist
+RUN --mount=type=bind,from=build,source=/build,target=/build \
+    /opt/diloco/image-install wheel /opt/diloco/dist/*.whl
+ENV PYTHONSAFEPATH=1
+USER 65532:65532
+CMD ["python3", "-m", "diloco_operator"]
+ARG VERSION=0.1.0
+ARG REVISION=""
+ARG SOURCE=""
+LABEL org.opencontainers.image.title="diloco-operator" \
+      org.opencontainers.image.description="Runs DiLoCoJobs on Kubernetes" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.source="${SOURCE}"
+
+FROM base AS syncer
+ARG PIP_ARGS=""
+ARG PIP_CERT=""
+COPY --from=build /build/syncer.txt /opt/diloco/
+RUN --mount=type=bind,from=build,source=/build,target=/build --mount=type=secret,id=ca \
+    /opt/diloco/image-install requirements /opt/diloco/syncer.txt
+COPY --from=build /build/dist /opt/diloco/dist
+RUN --mount=type=bind,from=build,source=/build,target=/build \
+    /opt/diloco/image-install wheel /opt/diloco/dist/*.whl \
+    && NUMBA_CACHE_DIR=/opt/diloco/numba python3 -c \
+       "from diloco import wire; from diloco_syncer.core import merge; wire.warm_up(); merge.warm_up()"
+ENV PYTHONSAFEPATH=1
+USER 65532:65532
+CMD ["python3", "-m", "diloco_syncer"]
+ARG VERSION=0.1.0
+ARG REVISION=""
+ARG SOURCE=""
+LABEL org.opencontainers.image.title="diloco-syncer" \
+      org.opencontainers.image.description="Merges what the learners of a DiLoCoJob send" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.source="${SOURCE}"
+
+# Without PYTHONSAFEPATH: a training loop of your own may import what lies beside it.
+FROM base AS worker
+ARG PIP_ARGS=""
+ARG PIP_CERT=""
+COPY --from=build /build/worker.txt /opt/diloco/
+RUN --mount=type=bind,from=build,source=/build,target=/build --mount=type=secret,id=ca \
+    /opt/diloco/image-install requirements /opt/diloco/worker.txt
+COPY --from=build /build/dist /opt/diloco/dist
+RUN --mount=type=bind,from=build,source=/build,target=/build \
+    /opt/diloco/image-install wheel /opt/diloco/dist/*.whl \
+    && NUMBA_CACHE_DIR=/opt/diloco/numba python3 -m diloco.kernels
+USER 65532:65532
+CMD ["python3"]
+ARG VERSION=0.1.0
+ARG REVISION=""
+ARG SOURCE=""
+LABEL org.opencontainers.image.title="diloco-worker" \
+      org.opencontainers.image.description="Trains as a learner of a DiLoCoJob; the base for images with loops of your own" \
+      org.opencontainers.image.version="${VERSION}" \
+      org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.source="${SOURCE}"

@@ -1,0 +1,111 @@
+{{- define "diloco.name" -}}
+{{- default .Chart.Name .Values.nameOverride | trunc 50 | trimSuffix "-" }}
+{{- end }}
+
+{{/* Name of the release's objects. */}}
+{{- define "diloco.fullname" -}}
+{{- if .Values.fullnameOverride }}
+{{- .Values.fullnameOverride | trunc 50 | trimSuffix "-" }}
+{{- else }}
+{{- $name := include "diloco.name" . }}
+{{- if contains $name .Release.Name }}
+{{- .Release.Name | trunc 50 | trimSuffix "-" }}
+{{- else }}
+{{- printf "%s-%s" .Release.Name $name | trunc 50 | trimSuffix "-" }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* Name of cluster-scoped objects: two namespaces may have a release of the same name. */}}
+{{- define "diloco.clusterName" -}}
+{{- printf "%s:%s" (include "diloco.fullname" .) .Release.Namespace }}
+{{- end }}
+
+{{- define "diloco.serviceAccountName" -}}
+{{- if .Values.serviceAccount.create }}
+{{- default (include "diloco.fullname" .) .Values.serviceAccount.name }}
+{{- else }}
+{{- default "default" .Values.serviceAccount.name }}
+{{- end }}
+{{- end }}
+
+{{/* What selects the operator's pod; never changes. */}}
+{{- define "diloco.selectorLabels" -}}
+app.kubernetes.io/name: {{ include "diloco.name" . }}
+app.kubernetes.io/instance: {{ .Release.Name }}
+app.kubernetes.io/component: operator
+{{- end }}
+
+{{- define "diloco.labels" -}}
+helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | trunc 63 | trimSuffix "-" }}
+{{ include "diloco.selectorLabels" . }}
+app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
+app.kubernetes.io/managed-by: {{ .Release.Service }}
+app.kubernetes.io/part-of: diloco
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Reference of one of the three images: list of the root and its name. */}}
+{{- define "diloco.image" -}}
+{{- $root := index . 0 }}
+{{- $image := index $root.Values.images (index . 1) }}
+{{- $name := $image.repository }}
+{{- with $root.Values.images.registry }}
+{{- $name = printf "%s/%s" (trimSuffix "/" .) $name }}
+{{- end }}
+{{- if $image.digest }}
+{{- printf "%s@%s" $name $image.digest }}
+{{- else }}
+{{- printf "%s:%s" $name (default $root.Chart.AppVersion $image.tag) }}
+{{- end }}
+{{- end }}
+
+{{- define "diloco.pullSecrets" -}}
+{{- with .Values.images.pullSecrets -}}
+imagePullSecrets:
+{{- range . }}
+  - name: {{ . }}
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* What the operator may do with the objects of a namespace: what it does, and nothing else. */}}
+{{- define "diloco.rules" -}}
+- apiGroups: [diloco.dev]
+  resources: [dilocojobs]
+  verbs: [get, list, watch, delete]
+- apiGroups: [diloco.dev]
+  resources: [dilocojobs/status]
+  verbs: [patch]
+# Owner references with blockOwnerDeletion, where OwnerReferencesPermissionEnforcement is on.
+- apiGroups: [diloco.dev]
+  resources: [dilocojobs/finalizers]
+  verbs: [update]
+- apiGroups: [apps]
+  resources: [statefulsets, deployments]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [services, configmaps, persistentvolumeclaims, serviceaccounts]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [policy]
+  resources: [poddisruptionbudgets]
+  verbs: [get, list, watch, create, patch, delete]
+- apiGroups: [""]
+  resources: [pods]
+  verbs: [get, list, watch]
+- apiGroups: [""]
+  resources: [events]
+  verbs: [create]
+{{- if .Values.rbac.tlsSecrets }}
+- apiGroups: [""]
+  resources: [secrets]
+  verbs: [get]
+{{- end }}
+{{- if .Values.rbac.certManager }}
+- apiGroups: [cert-manager.io]
+  resources: [certificates]
+  verbs: [get, list, create, patch, delete]
+{{- end }}
+{{- end }}

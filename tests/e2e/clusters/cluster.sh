@@ -1,0 +1,289 @@
+#!/bin/bash
+# Real Kubernetes clusters on one Linux machine without Docker: each cluster is one node in a network namespace of its
+# own (so ports, packet filter and loopback are its own), and all nodes share a bridge, the "WAN".
+#
+#   cluster.sh build               install Debian's parts; build Kubernetes, CoreDNS and helm with Go (minutes, once)
+#   cluster.sh up NAME-N           start a cluster; N (1 ... 40) gives it its addresses: the node is 10.91.0.(10+N)
+#   cluster.sh up-api NAME-N       etcd and API server alone: no pods, no controllers
+#   cluster.sh load NAME-N TAR     import an oci-archive into the node's containerd
+#   cluster.sh cut|heal NAME-N     take the node off the WAN / put it back (`exec` reaches it all the same)
+#   cluster.sh shape NAME-N RATE   limit what the node receives from the WAN, such as 20mbit; none: no limit
+#   cluster.sh api-stop|api-start NAME-N
+#   cluster.sh exec NAME-N CMD...  run a command in the cluster's network namespace
+#   cluster.sh down NAME-N         end everything that the cluster started, and remove its state
+#
+# Needs root and cgroup v1. Programs and state: $DILOCO_E2E_CACHE (default ~/.cache/diloco-e2e): bin/, clusters/NAME-N/.
+set -euo pipefail
+HERE=$(cd "$(dirname "$0")" && pwd)
+CACHE=${DILOCO_E2E_CACHE:-$HOME/.cache/diloco-e2e}
+BIN=$CACHE/bin
+HYPERKUBE=$BIN/hyperkube
+KUBERNETES=1.34.4 HELM=v3.19.0 COREDNS=v1.15.0
+
+use() {   # the variables of one cluster
+  NAME=$1 INDEX=${1##*-}
+  [[ $INDEX =~ ^[0-9]+$ && $INDEX -ge 1 && $INDEX -le 40 ]] || { echo "$1: expected NAME-N with N from 1 to 40" >&2; exit 2; }
+  D=$CACHE/clusters/$NAME NODE=10.91.0.$((10+INDEX)) PODS=10.$((100+INDEX)).0 SERVICES=10.$((150+INDEX)).0 WAN=dlc$INDEX
+}
+
+# --- programs --------------------------------------------------------------------------------------------------------
+
+build() {
+  mkdir -p "$BIN"
+  exec 9>"$BIN/.lock"; flock 9      # two test sessions at once: the second one waits and finds everything there
+  if ! command -v containerd runc buildah etcd debootstrap nft >/dev/null || [ ! -x /usr/lib/cni/bridge ]; then
+    # keep Debian from starting the daemons that it installs
+    [ -e /usr/sbin/policy-rc.d ] || { printf '#!/bin/sh\nexit 101\n' > /usr/sbin/policy-rc.d; chmod +x /usr/sbin/policy-rc.d; }
+    apt-get update -qq
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
+      containerd runc containernetworking-plugins etcd-server iptables nftables ethtool socat conntrack ipset buildah \
+      debootstrap openssl iproute2 gcc libc6-dev >/dev/null
+  fi
+  if [ ! -x "$HYPERKUBE" ]; then
+    (cd "$HERE/hyperkube" && CGO_ENABLED=0 go build -trimpath -o "$HYPERKUBE.new" -ldflags "-s -w \
+      -X k8s.io/component-base/version.gitVersion=v$KUBERNETES -X k8s.io/component-base/version.gitMajor=1 \
+      -X k8s.io/component-base/version.gitMinor=$(echo $KUBERNETES | cut -d. -f2)" .)
+    mv "$HYPERKUBE.new" "$HYPERKUBE"
+  fi
+  [ -x "$BIN/kubectl" ] || { printf '#!/bin/sh\nexec "%s" kubectl "$@"\n' "$HYPERKUBE" > "$BIN/kubectl"; chmod +x "$BIN/kubectl"; }
+  [ -x "$BIN/coredns" ] || GOBIN=$BIN CGO_ENABLED=0 go install github.com/coredns/coredns@$COREDNS
+  [ -x "$BIN/helm" ] || GOBIN=$BIN CGO_ENABLED=0 go install helm.sh/helm/v3/cmd/helm@$HELM
+  [ -f "$CACHE/pause.tar" ] || pause_image
+}
+
+pause_image() {   # the first process of every pod: 20 lines of C, since none can be pulled
+  local w c; w=$(mktemp -d)
+  cat > "$w/pause.c" <<'C'
+#include <signal.h>
+#include <stdlib.h>
+#include <sys/wait.h>
+#include <unistd.h>
+static void end(int s) { exit(0); }
+static void reap(int s) { while (waitpid(-1, 0, WNOHANG) > 0); }
+int main() { signal(SIGINT, end); signal(SIGTERM, end); signal(SIGCHLD, reap); for (;;) pause(); }
+C
+  gcc -static -Os -o "$w/pause" "$w/pause.c"
+  c=$(buildah from scratch); buildah copy -q "$c" "$w/pause" /pause >/dev/null; buildah config --entrypoint '["/pause"]' "$c"
+  buildah commit -q "$c" "oci-archive:$CACHE/pause.tar.new:localhost/pause:1" >/dev/null; buildah rm "$c" >/dev/null
+  mv "$CACHE/pause.tar.new" "$CACHE/pause.tar"; rm -r "$w"
+}
+
+# --- small tools -----------------------------------------------------------------------------------------------------
+
+in_ns() { nsenter --net="/run/netns/dl-$NAME" -- "$@"; }   # the network only: kubelet and containerd must share mounts
+start() {
+  local name=$1; shift
+  setsid nsenter --net="/run/netns/dl-$NAME" -- "$@" >>"$D/log/$name.log" 2>&1 </dev/null 9>&- & echo $! > "$D/run/$name.pid"
+}
+wait_for() {
+  for _ in $(seq 300); do "$@" >/dev/null 2>&1 && return; sleep 0.1; done
+  echo "$NAME: not within the time: $*; see $D/log" >&2; return 1
+}
+kubectl() { in_ns "$HYPERKUBE" kubectl --kubeconfig "$D/admin.conf" "$@"; }
+ctrd() { ctr -a "$D/run/containerd.sock" -n k8s.io "$@"; }
+stop() {   # SIGNAL PART: by the pid that `start` wrote
+  local file=$D/run/$2.pid pid
+  [ -f "$file" ] || return 0
+  pid=$(cat "$file"); kill "-$1" "$pid" 2>/dev/null || true
+  for _ in $(seq 100); do kill -0 "$pid" 2>/dev/null || break; sleep 0.1; done
+  rm -f "$file"
+}
+
+# --- a cluster -------------------------------------------------------------------------------------------------------
+
+network() {
+  ip link show dlcwan >/dev/null 2>&1 || { ip link add dlcwan type bridge; ip addr add 10.91.0.1/24 dev dlcwan; ip link set dlcwan up; }
+  ip netns add "dl-$NAME"
+  ip link add "$WAN" type veth peer name wan0 netns "dl-$NAME"
+  ip link set "$WAN" master dlcwan up
+  in_ns ip link set lo up
+  in_ns ip addr add "$NODE/24" dev wan0
+  in_ns ip link set wan0 up
+  in_ns ip route add default via 10.91.0.1
+  in_ns sysctl -qw net.ipv4.ip_forward=1 net.ipv4.conf.all.route_localnet=1
+}
+
+pki() {
+  openssl req -x509 -newkey rsa:2048 -nodes -keyout pki/ca.key -out pki/ca.crt -days 365 -subj /CN=kube-ca 2>/dev/null
+  sign() {
+    openssl req -newkey rsa:2048 -nodes -keyout "pki/$1.key" -out "pki/$1.csr" -subj "$2" 2>/dev/null
+    openssl x509 -req -in "pki/$1.csr" -CA pki/ca.crt -CAkey pki/ca.key -CAcreateserial -days 365 -out "pki/$1.crt" \
+      -extfile <(printf '%s' "${3:-basicConstraints=CA:FALSE}") 2>/dev/null
+  }
+  sign apiserver /CN=kube-apiserver "subjectAltName=IP:127.0.0.1,IP:$NODE,IP:$SERVICES.1,DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,DNS:localhost"
+  sign admin /O=system:masters/CN=admin
+  sign controllers /CN=system:kube-controller-manager
+  sign scheduler /CN=system:kube-scheduler
+  sign kubelet "/O=system:nodes/CN=system:node:$NAME" "subjectAltName=IP:$NODE,DNS:$NAME"
+  sign kubelet-client /O=system:masters/CN=apiserver-kubelet
+  openssl genrsa -out pki/sa.key 2048 2>/dev/null; openssl rsa -in pki/sa.key -pubout -out pki/sa.pub 2>/dev/null
+  local b64="base64 -w0" user
+  for user in admin controllers scheduler kubelet; do
+    cat > $user.conf <<Y
+apiVersion: v1
+kind: Config
+clusters: [{name: $NAME, cluster: {server: "https://$NODE:6443", certificate-authority-data: $($b64 pki/ca.crt)}}]
+users: [{name: $NAME-$user, user: {client-certificate-data: $($b64 pki/$user.crt), client-key-data: $($b64 pki/$user.key)}}]
+contexts: [{name: $NAME, context: {cluster: $NAME, user: $NAME-$user}}]
+current-context: $NAME
+Y
+  done
+}
+
+api_server() {
+  cd "$D"
+  start apiserver "$HYPERKUBE" kube-apiserver --etcd-servers=http://127.0.0.1:2379 --bind-address=0.0.0.0 --secure-port=6443 \
+    --advertise-address="$NODE" --tls-cert-file=pki/apiserver.crt --tls-private-key-file=pki/apiserver.key --client-ca-file=pki/ca.crt \
+    --service-account-key-file=pki/sa.pub --service-account-signing-key-file=pki/sa.key --service-account-issuer=https://kubernetes.default.svc \
+    --authorization-mode=Node,RBAC --service-cluster-ip-range=$SERVICES.0/16 --kubelet-preferred-address-types=InternalIP \
+    --kubelet-client-certificate=pki/kubelet-client.crt --kubelet-client-key=pki/kubelet-client.key --allow-privileged=true \
+    --shutdown-delay-duration=0s --audit-policy-file="$HERE/audit.yaml" --audit-log-path="$D/log/audit.log"
+  wait_for kubectl get --raw /readyz
+}
+
+controllers() {
+  start controllers "$HYPERKUBE" kube-controller-manager --kubeconfig=controllers.conf --root-ca-file=pki/ca.crt \
+    --service-account-private-key-file=pki/sa.key --use-service-account-credentials --allocate-node-cidrs \
+    --cluster-cidr=$PODS.0/16 --service-cluster-ip-range=$SERVICES.0/16 \
+    --cluster-signing-cert-file=pki/ca.crt --cluster-signing-key-file=pki/ca.key --leader-elect=false
+  start scheduler "$HYPERKUBE" kube-scheduler --kubeconfig=scheduler.conf --leader-elect=false
+}
+
+cgroups() {   # a root of its own: a kubelet ends every pod below its cgroup root that it does not know
+  local c f
+  for c in /sys/fs/cgroup/*/; do
+    [ -e "$c/cgroup.procs" ] || continue
+    mkdir -p "$c/dl-$NAME"
+    [ ! -e "$c/cpuset.cpus" ] || for f in cpuset.cpus cpuset.mems; do cat "$c/$f" > "$c/dl-$NAME/$f"; done
+  done
+}
+
+container_runtime() {
+  cat > cni/10-bridge.conflist <<Y
+{"cniVersion": "0.4.0", "name": "pods", "plugins": [
+  {"type": "bridge", "bridge": "cni0", "isGateway": true, "ipMasq": true, "hairpinMode": true,
+   "ipam": {"type": "host-local", "dataDir": "$D/ipam", "ranges": [[{"subnet": "$PODS.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}]}},
+  {"type": "portmap", "capabilities": {"portMappings": true}}]}
+Y
+  # restrict_oom_score_adj: root without CAP_SYS_RESOURCE may not lower it, and runc would say "can't get final child's PID"
+  cat > containerd.toml <<Y
+version = 2
+root = "$D/containerd"
+state = "$D/run/containerd"
+[grpc]
+  address = "$D/run/containerd.sock"
+[plugins."io.containerd.grpc.v1.cri"]
+  restrict_oom_score_adj = true
+  sandbox_image = "localhost/pause:1"
+  [plugins."io.containerd.grpc.v1.cri".cni]
+    bin_dir = "/usr/lib/cni"
+    conf_dir = "$D/cni"
+Y
+  start containerd containerd -c containerd.toml
+  wait_for ctr -a run/containerd.sock version
+  load "$CACHE/pause.tar"
+}
+
+node() {
+  cat > kubelet.yaml <<Y
+apiVersion: kubelet.config.k8s.io/v1beta1
+kind: KubeletConfiguration
+authentication: {anonymous: {enabled: false}, webhook: {enabled: true}, x509: {clientCAFile: $D/pki/ca.crt}}
+authorization: {mode: Webhook}
+tlsCertFile: $D/pki/kubelet.crt
+tlsPrivateKeyFile: $D/pki/kubelet.key
+cgroupDriver: cgroupfs
+cgroupRoot: /dl-$NAME
+failCgroupV1: false
+failSwapOn: false
+containerRuntimeEndpoint: unix://$D/run/containerd.sock
+clusterDNS: [$NODE]
+clusterDomain: cluster.local
+resolvConf: /etc/resolv.conf
+evictionHard: {memory.available: "0%", nodefs.available: "0%", imagefs.available: "0%"}
+localStorageCapacityIsolation: false
+enforceNodeAllocatable: []
+imageGCHighThresholdPercent: 100
+Y
+  start kubelet "$HYPERKUBE" kubelet --config=kubelet.yaml --kubeconfig=kubelet.conf --root-dir="$D/kubelet" --hostname-override="$NAME" --node-ip="$NODE"
+  cat > proxy.yaml <<Y
+apiVersion: kubeproxy.config.k8s.io/v1alpha1
+kind: KubeProxyConfiguration
+mode: nftables
+clusterCIDR: $PODS.0/16
+clientConnection: {kubeconfig: $D/admin.conf}
+hostnameOverride: $NAME
+conntrack: {maxPerCore: 0}
+Y
+  start proxy "$HYPERKUBE" kube-proxy --config=proxy.yaml
+  printf '.:53 {\n  bind %s\n  errors\n  kubernetes cluster.local in-addr.arpa ip6.arpa {\n    kubeconfig %s/admin.conf\n    ttl 5\n  }\n  cache 5\n}\n' "$NODE" "$D" > Corefile
+  start coredns "$BIN/coredns" -conf Corefile
+  wait_for sh -c "nsenter --net=/run/netns/dl-$NAME '$HYPERKUBE' kubectl --kubeconfig '$D/admin.conf' get node '$NAME' | grep -q ' Ready'"
+  wait_for kubectl get serviceaccount default
+}
+
+load() { ctrd images import "$1" >/dev/null; }
+
+up() {   # WITH_NODE
+  [ ! -d "$D" ] || down
+  mkdir -p "$D"/{pki,log,run,cni}; chmod 700 "$D"; cd "$D"
+  network; pki
+  start etcd etcd --data-dir "$D/etcd" --listen-client-urls http://127.0.0.1:2379 --advertise-client-urls http://127.0.0.1:2379 \
+    --listen-peer-urls http://127.0.0.1:2380 --unsafe-no-fsync
+  api_server
+  if [ "$1" = yes ]; then controllers; cgroups; container_runtime; node; fi
+  echo "$D/admin.conf"
+}
+
+pod_pids() { find /sys/fs/cgroup/*/"dl-$NAME" -name cgroup.procs -exec cat {} + 2>/dev/null | sort -un; }
+pod_namespaces() {   # names in /run/netns of our pods' networks
+  local ours name
+  ours=" $(for pid in $(pod_pids); do stat -L -c %i "/proc/$pid/ns/net" 2>/dev/null || true; done | sort -u | tr '\n' ' ')"
+  for name in /run/netns/cni-*; do
+    [[ "$ours" != *" $(stat -L -c %i "$name" 2>/dev/null || echo none) "* ]] || echo "${name##*/}"
+  done
+}
+shims() {   # containerd's helpers of this cluster alone: they carry the path of its socket
+  local p
+  for p in /proc/[0-9]*; do
+    { tr '\0' ' ' < "$p/cmdline"; } 2>/dev/null | grep -q "containerd-shim.* -address $D/run/containerd.sock" && echo "${p#/proc/}"
+  done
+  return 0
+}
+
+down() {
+  cd /
+  local part pid c name names
+  for part in kubelet proxy coredns scheduler controllers apiserver etcd; do stop KILL $part; done
+  names=$(pod_namespaces)
+  for pid in $(shims) $(pod_pids); do kill -KILL "$pid" 2>/dev/null || true; done
+  stop KILL containerd
+  (grep -o " $D/[^ ]*" /proc/mounts || true) | sort -r | while read -r c; do umount -l "$c" 2>/dev/null || true; done
+  for name in $names; do ip netns del "$name" 2>/dev/null || true; done
+  ip netns del "dl-$NAME" 2>/dev/null || true
+  ip link del "$WAN" 2>/dev/null || true
+  for c in /sys/fs/cgroup/*/"dl-$NAME"; do
+    for _ in $(seq 50); do
+      [ -d "$c" ] || break
+      find "$c" -depth -type d -exec rmdir {} + 2>/dev/null || sleep 0.1
+    done
+  done
+  rm -rf "$D"
+}
+
+case ${1:-} in build|up|up-api|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,18s/^# \?//p' "$0"; exit 2 ;; esac
+[ "$1" = build ] || use "${2:?NAME-N}"
+case $1 in
+  build) build ;;
+  up) up yes ;;
+  up-api) up no ;;
+  load) load "$3" ;;
+  cut) ip link set "$WAN" down ;;
+  heal) ip link set "$WAN" up ;;
+  shape) tc qdisc del dev "$WAN" root 2>/dev/null || true
+         [ "$3" = none ] || tc qdisc add dev "$WAN" root tbf rate "$3" burst 256kb latency 200ms ;;
+  api-stop) stop TERM apiserver ;;
+  api-start) api_server ;;
+  exec) in_ns "${@:3}" ;;
+  down) down ;;
+esac

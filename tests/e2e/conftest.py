@@ -1,0 +1,279 @@
+"""Clusters, images, the operator, a namespace for each test, and what to look at after a failure."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from diloco_testing import clusters, clusters_diagnosis, images, images_mounted
+from diloco_testing.clusters import Cluster, LocalClusters
+from diloco_testing.clusters_install import Images, install, load
+from diloco_testing.clusters_job import Job, manifest
+from diloco_testing.clusters_volumes import Provisioner
+from diloco_testing.kubectl import Kubectl, KubectlError, until
+
+ORDER = (
+    "test_api_rules", "test_scale", "test_one_cluster", "test_failures", "test_lifecycle",
+    "test_steady_state", "test_operator_failures", "test_two_clusters", "test_rbac",
+)  # fmt: skip
+"""What disturbs others comes after them; what reads everybody's audit log comes last."""
+TIMEOUT_SECONDS = 3600
+"""The first test of a session on a bare machine builds Kubernetes and the images."""
+
+OPERATOR = "system:serviceaccount:diloco-system:"
+
+_seen_by = pytest.StashKey[list[tuple[Cluster, str]]]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    here = Path(__file__).parent
+    mine = [item for item in items if here in item.path.parents]
+    for item in mine:
+        item.add_marker(pytest.mark.e2e)
+        item.add_marker(pytest.mark.slow)
+        if item.get_closest_marker("timeout") is None:
+            item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
+    names = list(ORDER)
+    mine.sort(key=lambda one: names.index(one.path.stem) if one.path.stem in names else -1)
+    items[:] = [item for item in items if here not in item.path.parents] + mine
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
+    report = yield
+    if report.failed and call.when in ("setup", "call"):
+        for cluster, namespace in item.stash.get(_seen_by, []):
+            text = clusters_diagnosis.of(cluster, namespace)
+            report.sections.append((f"cluster {cluster.name}, namespace {namespace}", text))
+    return report
+
+
+def unable(why: str) -> None:
+    """Skip where a person runs the tests; fail where they have to run."""
+    if clusters.required():
+        pytest.fail(why, pytrace=False)
+    pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClusters]:
+    """Starts clusters on this machine."""
+    if why := clusters.why_not_local():
+        unable(why)
+    started = LocalClusters(tmp_path_factory.mktemp("audit"))
+    try:
+        yield started
+    finally:
+        started.stop()
+
+
+class Fleet:
+    """Clusters with everything in them that pods need, but for the operator."""
+
+    def __init__(self, local: LocalClusters | None) -> None:
+        self.local = local
+        self._provisioners: dict[str, Provisioner] = {}
+        self._images: Images | None = None
+        self._true_worker: images.Image | None = None
+
+    def cluster(self, name: str, index: int = 0) -> Cluster:
+        """A new local cluster, or the given one of that index."""
+        if self.local is None:
+            return Cluster(name, clusters.given()[index])
+        cluster = self.local.start(name)
+        self._provisioners[name] = Provisioner(cluster)
+        load(cluster, self.images.operator, self.images.syncer, self.images.worker)
+        if not any(images_mounted.numba(images_mounted.code()).rglob("*.nbc")):
+            _compile_kernels(cluster, self.images.worker.name)
+        return cluster
+
+    def end(self, name: str) -> None:
+        """Stop a local cluster."""
+        if self.local is not None:
+            self._provisioners.pop(name).stop()
+            self.local.end(name)
+
+    def stop(self) -> None:
+        """End what is left."""
+        for name in list(self._provisioners):
+            self.end(name)
+
+    @property
+    def images(self) -> Images:
+        """Of this session; built the first time."""
+        if self._images is None:
+            self._images = _images(local=self.local is not None)
+        return self._images
+
+    def true_worker(self, *loaded_into: Cluster) -> images.Image:
+        """The worker image from the Dockerfile, loaded."""
+        if self._true_worker is None:
+            self._true_worker = images.given("worker") or images.build("worker")
+        for cluster in loaded_into:
+            if cluster.local:
+                load(cluster, self._true_worker)
+        return self._true_worker
+
+
+def _images(*, local: bool) -> Images:
+    if local:
+        return Images(
+            operator=images.given("operator") or images.build("operator"),
+            syncer=images.given("syncer") or images.build("syncer"),
+            worker=images.small(),
+            pod_fields=images_mounted.pod_fields(),
+        )
+    named = {one: images.given(one) for one in images.TARGETS}
+    missing = [f"DILOCO_E2E_{one.upper()}_IMAGE" for one, image in named.items() if image is None]
+    if missing:
+        unable(f"DILOCO_E2E_KUBECONFIGS is set, but not {', '.join(missing)}")
+    return Images(**named)  # type: ignore[arg-type]
+
+
+def _compile_kernels(cluster: Cluster, image: str) -> None:
+    pod = images_mounted.compiling_pod(image)
+    name = pod["metadata"]["name"]
+    cluster.kubectl.apply(pod)
+
+    def ended() -> str:
+        return str((cluster.kubectl.get("pod", name) or {}).get("status", {}).get("phase", ""))
+
+    until(lambda: ended() in ("Succeeded", "Failed"), 300, saying="kernels are compiled")
+    assert ended() == "Succeeded", cluster.kubectl("logs", name)
+    cluster.kubectl.delete("pod", name)
+
+
+@pytest.fixture(scope="session")
+def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    """Where clusters come from."""
+    known = clusters.given()
+    made = Fleet(None if known else request.getfixturevalue("local"))
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+@pytest.fixture(scope="session")
+def eu(fleet: Fleet) -> Cluster:
+    """A cluster whose operator runs all regions of every job (region.name is empty)."""
+    cluster = fleet.cluster("eu")
+    install(cluster, fleet.images)
+    return cluster
+
+
+@pytest.fixture
+def namespaces(request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
+    """Makes a namespace of this test in a cluster; deleted afterwards, shown after a failure."""
+    made: list[tuple[Cluster, str]] = []
+    request.node.stash[_seen_by] = made
+    short = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-")
+
+    def make(cluster: Cluster, **labels: str) -> str:
+        name = short.removeprefix("test-")
+        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
+        cluster.kubectl.apply({**body, "metadata": {"name": name, "labels": labels}})
+        made.append((cluster, name))
+        return name
+
+    yield make
+    for cluster, name in made:
+        with contextlib.suppress(KubectlError):
+            cluster.kubectl.delete("namespace", name, "", "--wait=false")
+
+
+@pytest.fixture
+def kubectl(eu: Cluster) -> Kubectl:
+    """kubectl of the first cluster."""
+    return eu.kubectl
+
+
+@dataclass(slots=True)
+class Quiet:
+    """Jobs to which nothing happens."""
+
+    cluster: Cluster
+    namespace: str
+    jobs: list[Job]
+    states: dict[str, str]
+    lives: dict[str, dict[str, tuple[str, int]]]
+    since: datetime
+    """From then on nothing was left to do."""
+
+
+@pytest.fixture(scope="session")
+def quiet(eu: Cluster, fleet: Fleet) -> Quiet:
+    """
+    A complete job, a suspended one, one without a node for its learners, one whose name is taken.
+
+    Modules ask for it before they begin, so that its ten minutes pass while they run.
+    """
+    if not eu.local:
+        unable("a given cluster's audit log cannot be read")
+    namespace = "quiet"
+    eu.kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    fields, one = fleet.images.pod_fields, {"eu": 1}
+    nowhere = {**fields, "nodeSelector": {"there-is": "none"}}
+    jobs = {
+        "Complete": manifest("complete", steps=3, regions=one, pod_fields=fields),
+        "Suspended": manifest(
+            "suspended", steps=9, regions=one, pod_fields=fields, runPolicy={"suspend": True}
+        ),
+        "Starting": manifest("waiting", steps=9, regions=one, pod_fields=nowhere),
+        "Pending": manifest("taken", steps=9, regions=one, pod_fields=nowhere),
+    }
+    somebody = {"ports": [{"port": 1}], "clusterIP": "None"}
+    eu.kubectl.apply(
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "taken-eu"}, "spec": somebody},
+        namespace=namespace,
+    )
+    made = [Job(eu, namespace, body).apply() for body in jobs.values()]
+    complete, suspended, waiting, taken = made
+    complete.until_condition("Complete", 240)
+    suspended.until_condition("Suspended", 120)
+    waiting.until_condition("SyncerReachable", 120)
+    taken.until_condition("Accepted", 120, status="False", reason="NameTaken")
+    until(lambda: not complete.pods("learner"), 120, saying="the complete job's learners are gone")
+    since = _rest(eu, namespace)
+    return Quiet(
+        cluster=eu, namespace=namespace, jobs=made, since=since,
+        states={job.name: job.status()["state"] for job in made},
+        lives={job.name: job.lives() for job in made},
+    )  # fmt: skip
+
+
+def _rest(cluster: Cluster, namespace: str, seconds: float = 45.0) -> datetime:
+    """When the operator had written nothing in a namespace for so long."""
+
+    def rested() -> datetime | None:
+        writes = [
+            one.at
+            for one in cluster.audit.requests(user=OPERATOR, namespace=namespace)
+            if one.writes
+        ]
+        last = max(writes, default=datetime.now(UTC))
+        return last if datetime.now(UTC) - last > timedelta(seconds=seconds) else None
+
+    last: datetime = until(rested, 300, every=5.0, saying=f"the operator rests in {namespace}")
+    return last + timedelta(milliseconds=1)
+
+
+@pytest.fixture(scope="module")
+def training(eu: Cluster, fleet: Fleet) -> Iterator[Job]:
+    """A job that trains in peace."""
+    namespace = "training"
+    eu.kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    job = Job(
+        eu, namespace,
+        manifest("steady", steps=10**6, regions={"eu": 1}, pod_fields=fleet.images.pod_fields),
+    ).apply()  # fmt: skip
+    job.until_condition("LearnersReady", 180)
+    job.until_step(20, 120)
+    yield job
+    eu.kubectl.delete("namespace", namespace, "", "--wait=false")

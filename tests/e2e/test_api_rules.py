@@ -1,0 +1,481 @@
+"""
+What a real API server makes of the CRD: every rule of the manifest is refused there with the words
+that `diloco validate` has for it, and whatever it accepts, the operator can read.
+
+Needs etcd and kube-apiserver (or hyperkube) in the folder that DILOCO_E2E_BIN names; nothing runs
+but those two.
+"""
+
+import copy
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from diloco_operator.crd import crd, schema
+from diloco_operator.manifest import apply_set, examine, load_job
+from diloco_operator.validate import FIXED, transition_problems
+from diloco_testing.api_server import CRDS, JOBS, ApiServer, Refusal, running
+from diloco_testing.manifest_cases import (
+    ALLOWED_CHANGES,
+    BROKEN_FIELDS,
+    BROKEN_RULES,
+    FITTING_FIELDS,
+    JOB,
+    KEPT_RULES,
+    REFUSED_CHANGES,
+)
+
+ROOT = Path(__file__).parents[2]
+FOLDER = os.environ.get("DILOCO_E2E_BIN")
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not FOLDER, reason="DILOCO_E2E_BIN names no folder with an API server"),
+]
+
+Json = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory) -> Iterator[ApiServer]:
+    """An API server that knows DiLoCoJob."""
+    with running(Path(str(FOLDER)), tmp_path_factory.mktemp("api")) as server:
+        server.install(crd())
+        yield server
+
+
+@pytest.fixture
+def stored(api) -> Iterator[Json]:
+    """The job of the tables, as the server has it."""
+    made = api.create(job_with())
+    assert not isinstance(made, Refusal), made
+    yield made
+    api.delete(made["metadata"]["name"])
+
+
+def job_with(*sets: str) -> Json:
+    data: Any = yaml.safe_load(JOB)
+    for one in sets:
+        data = apply_set(data, one)
+    return dict(data)
+
+
+def refused(answer: object) -> Refusal:
+    assert isinstance(answer, Refusal), f"accepted: {answer}"
+    return answer
+
+
+# ------------------------------------------------------------------------------ rules
+
+
+@pytest.mark.parametrize(("sets", "words"), BROKEN_RULES, ids=lambda v: str(v)[:40])
+def test_the_server_refuses_a_broken_rule_with_the_words_of_validate(api, sets, words):
+    manifest = job_with(*sets)
+    [said] = examine(json.dumps(manifest))[1]
+    assert said.startswith(words)
+    problems = refused(api.create(manifest, dry_run=True)).problems
+    if "is no endpoint" in said:
+        # The pattern is the schema's; its words are the server's own.
+        assert problems[0].startswith("spec.syncer.endpoint: ")
+    else:
+        assert problems == [said]
+
+
+@pytest.mark.parametrize("sets", KEPT_RULES, ids=str)
+def test_the_server_keeps_a_rule_at_its_edge(api, sets):
+    assert not isinstance(api.create(job_with(*sets), dry_run=True), Refusal)
+
+
+def test_rules_of_many_regions_are_said_in_the_same_words(api):
+    regions = [{"name": f"r{'x' * (n % 23)}{n}"[:24], "learners": 1} for n in range(64)]
+    manifest = job_with("spec.syncer.region=nowhere", "spec.sync.quorum=65")
+    manifest["spec"]["regions"] = regions
+    manifest["metadata"]["name"] = "j" * 40
+    said = examine(json.dumps(manifest))[1]
+    assert len(said) == 3
+    assert sorted(refused(api.create(manifest, dry_run=True)).problems) == sorted(said)
+
+
+def test_everything_wrong_between_fields_is_said_at_once(api):
+    manifest = job_with("spec.sync.fragments=30", "spec.sync.quorum=9", "spec.tls.mode=Secret")
+    said = examine(json.dumps(manifest))[1]
+    assert len(said) == 3
+    assert sorted(refused(api.create(manifest, dry_run=True)).problems) == sorted(said)
+
+
+LEAF_WORDS = (
+    "is not more than",
+    "is not less than 1",
+    "is taken by",
+)
+
+
+@pytest.mark.parametrize(("path", "value", "words"), BROKEN_FIELDS, ids=lambda v: str(v)[:30])
+def test_the_server_refuses_a_field_out_of_bounds_at_its_path(api, path, value, words):
+    manifest = job_with(f"{path}={json.dumps(value)}")
+    said = refused(api.create(manifest, dry_run=True))
+    if words == "unknown field":
+        assert f'unknown field "{path}.' in said.message
+        return
+    # A field that is missing is reported at itself, an entry at its index.
+    assert any(field.startswith(path) for field, _ in said.causes), said.causes
+    if any(one in words for one in LEAF_WORDS):
+        assert said.problems == examine(json.dumps(manifest))[1]
+
+
+@pytest.mark.parametrize(("path", "value"), FITTING_FIELDS, ids=lambda v: str(v)[:30])
+def test_the_server_accepts_a_field_at_its_bound(api, path, value):
+    manifest = job_with(f"{path}={json.dumps(value)}")
+    made = api.create(manifest, dry_run=True)
+    assert not isinstance(made, Refusal), made
+    assert examine(json.dumps(made))[1] == []
+
+
+ENDPOINTS = {
+    "syncer:1": True,
+    "a.b-c.example:65535": True,
+    "10.0.0.1:7070": True,
+    "[::1]:7070": True,
+    "[fe80::1.2.3.4]:1": True,
+    f"{'a' * 63}.{'b' * 63}.{'c' * 63}.{'d' * 61}:65535": True,
+    f"{'a' * 63}.{'b' * 63}.{'c' * 63}.{'d' * 62}:1": False,
+    "host": False,
+    "host:0": False,
+    "host:65536": False,
+    "host:99999": False,
+    "300.1.1.1:1": False,
+    "1.2.3:1": False,
+    "1:1": False,
+    "01.2.3.4:1": False,
+    "::1:1": False,
+    "[::g]:1": False,
+    "[1.2.3.4]:1": False,
+    "[::ffff:1.2.3.4]:1": False,
+    "[1::2::3]:1": False,
+    "[:]:1": False,
+    "http://a:1": False,
+}
+
+
+@pytest.mark.parametrize(("text", "good"), ENDPOINTS.items(), ids=str)
+def test_both_judges_agree_on_endpoints(api, text, good):
+    manifest = job_with("spec.tls={mode: Secret, secretName: s}")
+    manifest["spec"]["syncer"] = {"endpoint": text}
+    assert (examine(json.dumps(manifest))[1] == []) is good
+    assert (not isinstance(api.create(manifest, dry_run=True), Refusal)) is good
+
+
+# ---------------------------------------------------------------------------- changes
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [one for one in REFUSED_CHANGES if not one[0].startswith("metadata.name")],
+    ids=lambda v: str(v)[:40],
+)
+def test_the_server_refuses_a_change_with_the_words_of_validate(api, stored, change, words):
+    del stored
+    manifest = job_with(change)
+    said = transition_problems(load_job(JOB), load_job(JOB, [change]))
+    assert said[0].startswith(words)
+    assert refused(api.replace(manifest)).problems == said
+    # What is applied by somebody else is laid over the stored regions, and 8.0 is read as 8.
+    if not change.startswith("spec.regions") and "8.0" not in change:
+        assert refused(api.apply(manifest)).problems == said
+
+
+OTHER_CHANGES = {
+    "spec.learner.command": (
+        ["spec.learner={command: [python, a.py]}"],
+        ["spec.learner={command: [python, b.py]}"],
+    ),
+    "spec.learner.recipe": ([], ["spec.learner={command: [python, a.py]}"]),
+    "spec.tls.mode": ([], ["spec.tls={mode: Secret, secretName: s}"]),
+    "spec.syncer.storage.size": (["spec.syncer.storage.size=10"], ["spec.syncer.storage.size=11"]),
+}
+
+
+@pytest.mark.parametrize("path", OTHER_CHANGES)
+def test_the_server_refuses_what_takes_two_fields_to_change(api, path):
+    before, after = OTHER_CHANGES[path]
+    assert not isinstance(api.create(job_with(*before)), Refusal)
+    try:
+        said = transition_problems(load_job(JOB, before), load_job(JOB, after))
+        assert path in {one.partition(":")[0] for one in said}
+        assert refused(api.replace(job_with(*after))).problems == said
+    finally:
+        api.delete("job")
+
+
+def test_every_fixed_field_was_tried_on_the_server():
+    tried = {words.partition(":")[0] for _, words in REFUSED_CHANGES} | OTHER_CHANGES.keys()
+    assert set(FIXED) <= tried
+
+
+@pytest.mark.parametrize(
+    "value",
+    ['{"a": 1, "b": {"c": [1]}}', '{"a": 1, "b": {"c": [2]}}', '{"a": {"b": 1}}', '{"x": null}'],
+)
+def test_settings_deep_inside_may_not_change_either(api, value):
+    """The comparison that CEL gets wrong when the fields are unknown to it."""
+    first = job_with('spec.learner.recipe.config={"a": {"b": 1, "c": [1]}, "d": 2}')
+    assert not isinstance(api.create(first), Refusal)
+    try:
+        other = job_with(f"spec.learner.recipe.config={value}")
+        assert refused(api.replace(other)).problems == [
+            "spec.learner.recipe: cannot change from what the job was made with"
+        ]
+        assert not isinstance(api.replace(first), Refusal)
+    finally:
+        api.delete("job")
+
+
+def test_the_same_manifest_again_is_no_change_whatever_its_numbers_look_like(api):
+    manifest = job_with("spec.learner.recipe.config={a: 8.0, b: 1e3, c: 0.1, d: 1e30, e: [2.0]}")
+    try:
+        assert api.apply(manifest) is None
+        assert api.apply(manifest) is None
+        assert api.apply(manifest, manager="somebody-else") is None
+    finally:
+        api.delete("job")
+
+
+@pytest.mark.parametrize("change", ALLOWED_CHANGES)
+def test_the_server_lets_everything_else_change(api, stored, change):
+    del stored
+    assert not isinstance(api.replace(job_with(change)), Refusal)
+
+
+def test_one_region_can_be_scaled_by_somebody_else(api, stored):
+    name = stored["metadata"]["name"]
+    part = {key: stored[key] for key in ("apiVersion", "kind")}
+    part |= {
+        "metadata": {"name": name},
+        "spec": {"steps": 100, "regions": [{"name": "us", "learners": 7}]},
+    }
+    assert api.apply(part, manager="scaler") is None
+    regions = api.send("GET", f"{JOBS}/{name}")[1]["spec"]["regions"]
+    assert {one["name"]: one["learners"] for one in regions} == {"eu": 2, "us": 7}
+
+
+# --------------------------------------------------------------- good manifests, status
+
+GOOD = [ROOT / "tests/golden/everything.yaml", *sorted((ROOT / "examples").glob("*/job.yaml"))]
+
+
+@pytest.mark.parametrize("path", GOOD, ids=lambda path: path.parent.name)
+def test_every_example_is_accepted_and_read_back_as_it_was_meant(api, path):
+    manifest = yaml.safe_load(path.read_text())
+    made = api.create(manifest, dry_run=True)
+    assert not isinstance(made, Refusal), made
+    job, problems = examine(json.dumps(made))
+    assert problems == []
+    assert job is not None
+    assert job.spec == load_job(path).spec
+
+
+def test_null_means_left_out_where_a_field_may_be_left_out(api):
+    nulls = job_with(
+        "spec.runPolicy={ttlSecondsAfterFinished: null, activeDeadlineSeconds: null}",
+        "spec.runPolicy.learnerRestartLimit=null",
+        "spec.evaluation=null",
+        "spec.learner.command=null",
+        "spec.tls={issuerRef: null}",
+    )
+    assert not isinstance(api.create(nulls, dry_run=True), Refusal)
+    try:
+        assert api.apply(nulls) is None
+        read = api.send("GET", f"{JOBS}/job")[1]
+        assert examine(json.dumps(read))[1] == []
+    finally:
+        api.delete("job")
+
+
+def test_the_stored_job_shows_its_defaults_and_no_empty_ones(stored):
+    spec = stored["spec"]
+    assert spec["sync"]["outer"] == {"learningRate": "0.7", "momentum": "0.5", "nesterov": True}
+    assert spec["runPolicy"] == {"suspend": False, "cleanupPolicy": "Running", "managedBy": ""}
+    assert spec["regions"][0] == {"name": "eu", "learners": 2}
+
+
+STATUS = {
+    "observedGeneration": 1,
+    "state": "Training",
+    "step": 1200,
+    "steps": 2000,
+    "progress": "1200/2000",
+    "tokens": 5_000_000_000_000,
+    "epoch": 1,
+    "specHash": "abc",
+    "syncer": {"endpoint": "job-syncer:7070", "region": "eu"},
+    "learners": {"desired": 4, "ready": 3, "training": 3, "summary": "3/4"},
+    "regions": [{"name": "eu", "desired": 2, "ready": 2, "training": 2, "restarts": 1}],
+    "startTime": "2026-11-21T10:00:00Z",
+    "conditions": [
+        {
+            "type": "QuorumMet",
+            "status": "True",
+            "reason": "Enough",
+            "message": "3 of 1",
+            "lastTransitionTime": "2026-11-21T10:00:00Z",
+            "observedGeneration": 1,
+        }
+    ],
+}
+
+
+def test_a_status_is_kept_whole_and_printed(api, stored):
+    path = f"{JOBS}/{stored['metadata']['name']}"
+    code, said = api.send(
+        "PATCH",
+        f"{path}/status",
+        {key: stored[key] for key in ("apiVersion", "kind")} | {"status": STATUS},
+        kind="application/apply-patch+yaml",
+        fieldManager="operator-status",
+        fieldValidation="Strict",
+    )
+    assert code == 200, said
+    assert said["status"] == STATUS
+    table = api.send("GET", path, accept="application/json;as=Table;v=v1;g=meta.k8s.io")[1]
+    columns = [one["name"] for one in table["columnDefinitions"]]
+    cells = dict(zip(columns, table["rows"][0]["cells"], strict=True))
+    assert cells | {"Age": ""} == {
+        "Name": "job",
+        "State": "Training",
+        "Step": "1200/2000",
+        "Learners": "3/4",
+        "Quorum": "True",
+        "Region": "eu",
+        "Endpoint": "job-syncer:7070",
+        "Tokens": 5_000_000_000_000,
+        "Age": "",
+    }
+    wide = [one["name"] for one in table["columnDefinitions"] if one["priority"]]
+    assert wide == ["Region", "Endpoint", "Tokens"]
+
+
+def test_the_crd_is_found_by_its_short_name_and_category(api):
+    resources = api.send("GET", JOBS.partition("/namespaces")[0])[1]["resources"]
+    [jobs] = [one for one in resources if one["name"] == "dilocojobs"]
+    assert jobs["shortNames"] == ["dlj"]
+    assert jobs["categories"] == ["all"]
+    assert {one["name"] for one in resources} == {"dilocojobs", "dilocojobs/status"}
+
+
+def test_the_crd_can_be_applied_over_itself(api):
+    """An upgrade of the chart does so each time."""
+    code, said = api.send(
+        "PATCH",
+        f"{CRDS}/{crd()['metadata']['name']}",
+        crd(),
+        kind="application/apply-patch+yaml",
+        fieldManager="chart",
+        force="true",
+        fieldValidation="Strict",
+    )
+    assert code == 200, said
+
+
+# -------------------------------------------------------------------------------- fuzz
+
+HOSTILE = st.sampled_from(
+    [None, True, 0, -1, 1, 2, 24, 1.5, 10**9, 2**31, 2**63 - 1, 10**20, "", "0", "1", "0.5", "eu",
+     "us", "a\nb", "ü", "x" * 300, "10Gi", "-1", "1e3", "Secret", [], [1], ["a"], [{}], {}, {"a": 1},
+     {"a": None}, {"name": "eu"}, [{"name": "eu", "learners": 1}] * 2]
+)  # fmt: skip
+
+
+def paths(node: Json, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Every place of a manifest that its schema knows, entries of lists at the first."""
+    for name, inner in node.get("properties", {}).items():
+        yield (*above, name)
+        yield from paths(inner, (*above, name))
+        if inner.get("type") == "array":
+            yield from paths(inner["items"], (*above, name, 0))
+
+
+PLACES = [one for one in paths(schema()) if one[0] == "spec" or one == ("metadata", "name")]
+
+
+def fitting(node: Json) -> st.SearchStrategy[Any]:
+    """Values at the bounds of a field's own schema, mostly inside."""
+    if "enum" in node:
+        return st.sampled_from(node["enum"])
+    match node.get("type"):
+        case "integer":
+            least, most = node["minimum"], node.get("maximum", 2**63 - 1)
+            return st.sampled_from([least, least + 1, most, least - 1, most + 1, 2, 3, 25])
+        case "boolean":
+            return st.booleans()
+        case "string":
+            texts = ["", "0.5", "eu", "us", "job", "1", "0.999999999", "a:1", "[::1]:65536"]
+            return st.sampled_from([*texts, "x" * node["maxLength"], "x" * (node["maxLength"] + 1)])
+        case _:
+            return HOSTILE
+
+
+def node_at(place: tuple[str | int, ...]) -> Json:
+    node = schema()
+    for part in place:
+        node = node["items"] if isinstance(part, int) else node["properties"][part]
+    return node
+
+
+NODES = {place: node_at(place) for place in PLACES}
+CHANGE = st.sampled_from(PLACES).flatmap(
+    lambda place: st.tuples(st.just(place), st.one_of(fitting(NODES[place]), HOSTILE))
+)
+
+
+def put(data: Any, place: tuple[str | int, ...], value: Any) -> None:
+    *above, last = place
+    for part in above:
+        if isinstance(part, int):
+            if not isinstance(data, list):
+                return
+            if not data:
+                data.append({})
+        elif not isinstance(data, dict):
+            return
+        elif not isinstance(data.get(part), dict | list):
+            data[part] = [] if part in ("env", "regions", "claims") else {}
+        data = data[part]
+    if isinstance(data, dict):
+        data[last] = value
+
+
+@settings(
+    max_examples=600,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+@given(st.lists(CHANGE, min_size=1, max_size=4))
+@example([(("spec", "sync"), None)])
+@example([(("spec", "regions"), [])])
+def test_both_judges_agree_whatever_is_written(api, changes):
+    """
+    What `diloco validate` finds good, the server accepts; what the server accepts, the operator
+    can read, so that it never meets a job that it cannot say anything about.
+    """
+    manifest = job_with()
+    for place, value in changes:
+        put(manifest, place, copy.deepcopy(value))
+    problems = examine(json.dumps(manifest))[1]
+    answer = api.create(manifest, dry_run=True)
+    if isinstance(answer, Refusal):
+        assert answer.code in (400, 422), answer
+        assert problems, f"validate finds it good, the server says {answer.message}"
+    else:
+        assert examine(json.dumps(answer))[1] == [], "the server stores what nobody can read"
+        # What validate refuses and a server takes: null, which the server replaces by the default.
+        for problem in problems:
+            assert "is empty; give it a value or leave it out" in problem, problem

@@ -1,0 +1,232 @@
+"""
+A job's life from outside: suspended and resumed, scaled, finished, failed, deleted; the chart upgraded and uninstalled.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_testing.clusters_install import NAMESPACE, RELEASE, install
+from diloco_testing.clusters_job import Job, manifest, steadily
+from diloco_testing.kubectl import until
+
+DEPLOYMENT = "deployment/diloco"
+SOON = 120.0
+
+
+@pytest.fixture
+def make(eu, fleet, quiet, namespaces):
+    """A job in a namespace of this test. `quiet` comes to its ten minutes while these tests run."""
+    namespace = namespaces(eu)
+
+    def made(name: str, *, steps: int = 10**6, learners: int = 1, **spec) -> Job:
+        regions = spec.pop("regions", {"eu": learners})
+        fields = fleet.images.pod_fields
+        return Job(
+            eu, namespace, manifest(name, steps=steps, regions=regions, pod_fields=fields, **spec)
+        )
+
+    return made
+
+
+def own_program(job: Job, text: str) -> Job:
+    """The job with a program of the user's own as learner; it needs no torch to start."""
+    learner = job.manifest["spec"]["learner"]
+    del learner["recipe"]
+    learner["command"] = ["python3", "-c", text]
+    return job
+
+
+def test_suspend_keeps_the_state_and_frees_the_pods_and_resume_goes_on_from_it(make):
+    job = make("nap").apply()
+    job.until_step(40, 240)
+    job.change(runPolicy={"suspend": True})
+    job.until_condition("Suspended", SOON)
+    until(lambda: not job.pods(), SOON, saying="no pod is left", tell=job.tell)
+    step = job.status()["step"]
+    assert step >= 40
+    assert job.status()["state"] == "Suspended"
+    claims = [c for c in job.children() if c["kind"] == "PersistentVolumeClaim"]
+    assert len(claims) == 1, "the syncer's volume stays"
+    job.change(runPolicy={"suspend": False})
+    job.until_condition("LearnersReady", SOON)
+    assert job.step() >= step, "what was done before the suspension is not done again"
+    job.until_step(step + 10, SOON)
+    assert job.audit().ok
+
+
+def test_learners_come_and_go_while_the_job_trains(make):
+    job = make("tide").apply()
+    job.until_condition("LearnersReady", 240)
+    first = job.lives()[job.pod_of("eu/0")]
+    job.change(regions=[{"name": "eu", "learners": 2}])
+    until(lambda: len(job.pods("learner")) == 2, SOON, saying="one more learner")
+    job.until_condition("LearnersReady", SOON)
+    job.change(regions=[{"name": "eu", "learners": 1}, {"name": "us", "learners": 1}])
+    until(
+        lambda: {p["metadata"]["name"] for p in job.pods("learner")} == {"tide-eu-0", "tide-us-0"},
+        SOON, saying="one region more, one learner less", tell=job.tell,
+    )  # fmt: skip
+    job.until_condition("LearnersReady", SOON)
+    job.change(regions=[{"name": "eu", "learners": 1}])
+    until(
+        lambda: not any(c["metadata"]["name"] == "tide-us" for c in job.children()),
+        SOON, saying="the region's children are gone", tell=job.tell,
+    )  # fmt: skip
+    assert job.lives()[job.pod_of("eu/0")] == first, "the first learner trained through all of it"
+    assert job.audit().ok
+
+
+def test_raised_steps_make_a_complete_job_go_on(make):
+    job = make("more", steps=5).apply()
+    job.until_condition("Complete", 240)
+    job.change(steps=30)
+    job.until_condition("Complete", SOON, status="False")
+    job.until_condition("Complete", 240)
+    assert job.status()["step"] == 30
+
+
+def test_a_finished_job_is_removed_after_its_time(make):
+    job = make("brief", steps=3, runPolicy={"ttlSecondsAfterFinished": 10}).apply()
+    kubectl, namespace = job.cluster.kubectl, job.namespace
+    job.until_condition("Complete", 240)
+    until(lambda: kubectl.get("dlj", job.name, namespace) is None, SOON, saying="the job is gone")
+    until(lambda: not job.children() and not job.pods(), SOON, saying="and all that it had")
+
+
+def test_a_job_that_may_leave_nothing_leaves_nothing(make):
+    """cleanupPolicy All: after the end no child is left, and the job still says how it ended."""
+    job = make("clean", steps=3, runPolicy={"cleanupPolicy": "All"}).apply()
+    job.until_condition("Complete", 240)
+    until(lambda: not job.children() and not job.pods(), 180, saying="no child is left",
+          tell=job.tell)  # fmt: skip
+    assert job.status()["state"] == "Complete"
+    assert job.status()["step"] == 3
+
+
+def test_a_job_beyond_its_deadline_fails_and_frees_its_pods(make):
+    job = make("late", runPolicy={"activeDeadlineSeconds": 15})
+    own_program(job, "import time; time.sleep(1e6)").apply()
+    job.until_condition("Failed", SOON, reason="DeadlineExceeded")
+    until(lambda: not job.pods(), SOON, saying="no pod is left", tell=job.tell)
+
+
+def test_a_learner_that_was_refused_for_good_fails_the_job(make):
+    """Exit code 78; the condition has the program's last words, and nobody starts it again."""
+    job = own_program(make("no"), "import sys; print('the model does not fit'); sys.exit(78)")
+    job.apply()
+    failed = job.until_condition("Failed", SOON, reason="LearnerRefused")
+    assert "eu/0" in failed["message"]
+    assert "the model does not fit" in failed["message"]
+    until(lambda: not job.pods(), SOON, saying="no pod is left", tell=job.tell)
+    assert "LearnerRefused" in dict(job.events())
+
+
+def test_a_learner_that_crashes_too_often_fails_the_job(make):
+    job = make("fall", runPolicy={"learnerRestartLimit": 2})
+    own_program(job, "raise SystemExit('out of luck')").apply()
+    failed = job.until_condition("Failed", SOON, reason="LearnerRestartLimit")
+    assert "eu/0" in failed["message"]
+
+
+def test_deleted_pods_do_not_count_as_the_learners_own_fault(make):
+    job = make("drained", runPolicy={"learnerRestartLimit": 0})
+    own_program(job, "import time; time.sleep(1e6)").apply()
+    kubectl, pod = job.cluster.kubectl, job.pod_of("eu/0")
+    for _ in range(3):
+        until(lambda: _running(job, pod), SOON, saying=f"{pod} runs", tell=job.tell)
+        kubectl.delete("pod", pod, job.namespace, "--force", "--grace-period=0")
+    until(lambda: _running(job, pod), SOON, saying=f"{pod} runs", tell=job.tell)
+    assert job.condition("Failed")["status"] == "False"
+
+
+def test_a_job_of_another_controller_is_left_alone(make):
+    job = make("theirs", runPolicy={"managedBy": "example.com/other"}).apply()
+    steadily(lambda: not job.children() and not job.status(), 10, saying="nothing is written")
+
+
+def test_a_job_is_deleted_at_once_while_the_operator_is_away(make):
+    job = make("gone").apply()
+    job.until_condition("SyncerReady", SOON)
+    kubectl = job.cluster.kubectl
+    kubectl("scale", DEPLOYMENT, "-n", NAMESPACE, "--replicas=0")
+    try:
+        job.delete("--timeout=20s")
+        until(lambda: not job.children(), SOON, saying="the garbage collector took its children")
+    finally:
+        kubectl("scale", DEPLOYMENT, "-n", NAMESPACE, "--replicas=1")
+        kubectl("rollout", "status", DEPLOYMENT, "-n", NAMESPACE, "--timeout=120s")
+    steadily(lambda: not job.children(), 10, saying="the operator brings nothing back")
+
+
+def test_a_namespace_with_a_running_job_is_deleted(make):
+    job = make("inside").apply()
+    job.until_condition("SyncerReady", SOON)
+    job.cluster.kubectl.delete("namespace", job.namespace, "", "--timeout=120s")
+
+
+def test_an_upgrade_of_the_chart_restarts_no_learner(eu, fleet, make):
+    """Not even with new default images: a running job keeps those that it began with."""
+    job = make("kept").apply()
+    job.until_condition("LearnersReady", 240)
+    lives = job.lives()
+    install(eu, fleet.images, "--set", "images.worker.tag=next", podLabels={"release": "next"})
+    step = job.step()
+    job.until_step(step + 20, SOON)
+    assert job.lives() == lives
+    install(eu, fleet.images)
+
+
+def test_uninstalling_leaves_nothing_and_hangs_nothing(eu, fleet, make):
+    """The CRD and the jobs stay (crds.keep); jobs go on, and are deleted without the operator."""
+    job = make("orphan").apply()
+    job.until_condition("LearnersReady", 240)
+    kubectl = eu.kubectl
+    eu.helm("uninstall", RELEASE, "--namespace", NAMESPACE, "--wait", "--timeout", "2m")
+    try:
+        left = _of_release(kubectl)
+        assert left == [], left
+        step = job.step()
+        job.until_step(step + 5, SOON)
+        job.delete("--timeout=20s")
+        until(lambda: not job.children(), SOON, saying="its children are gone", tell=job.tell)
+    finally:
+        install(eu, fleet.images)
+
+
+def test_named_namespaces_are_enough_for_an_operator(eu, fleet, make):
+    """watchNamespaces: a Role there, no ClusterRole, and a job completes."""
+    job = make("named", steps=5)
+    other = "elsewhere"
+    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": other}}
+    eu.kubectl.apply(body)
+    stranger = Job(eu, other, job.manifest)
+    install(eu, fleet.images, watchNamespaces=[job.namespace])
+    try:
+        assert eu.kubectl.get("clusterrole", "diloco", "") is None
+        job.apply()
+        stranger.apply()
+        job.until_condition("Complete", 240)
+        assert not stranger.status(), "a job of another namespace is not its own"
+    finally:
+        stranger.delete("--wait=false")
+        install(eu, fleet.images)
+        eu.kubectl.delete("namespace", other, "", "--wait=false")
+
+
+def _of_release(kubectl) -> list[str]:
+    kinds = (
+        "deployments,services,serviceaccounts,configmaps,secrets,pods,roles,rolebindings,"
+        "clusterroles,clusterrolebindings,networkpolicies"
+    )
+    chosen = "app.kubernetes.io/instance=diloco,app.kubernetes.io/managed-by=Helm"
+    return str(
+        kubectl("get", kinds, "-A", "-l", chosen, "-o", "name", "--ignore-not-found")
+    ).split()
+
+
+def _running(job: Job, pod: str) -> bool:
+    return any(
+        p["metadata"]["name"] == pod and p["status"].get("phase") == "Running"
+        for p in job.pods("learner")
+    )

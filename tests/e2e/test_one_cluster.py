@@ -1,0 +1,125 @@
+"""
+One cluster, as the README shows it: helm install, kubectl apply, wait, fetch the model, generate text.
+
+The learners run in the true worker image, in a namespace that enforces restricted Pod Security.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from diloco_testing.clusters import ROOT
+from diloco_testing.clusters_job import TINY, Job
+
+STEPS = 150
+PATIENCE_SECONDS = 600.0
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+
+
+def text_example():
+    """examples/01-text/job.yaml, made smaller by its fields alone."""
+    manifest = yaml.safe_load((ROOT / "examples/01-text/job.yaml").read_text())
+    spec = manifest["spec"]
+    spec["steps"] = STEPS
+    spec["learner"]["recipe"]["config"] = dict(TINY)
+    spec["learner"]["env"] = [{"name": "OMP_NUM_THREADS", "value": "1"}]
+    spec["syncer"] = {"storage": {"size": "1Gi"}}
+    return manifest
+
+
+@pytest.fixture(scope="module")
+def example(eu, fleet):
+    """The finished example; its namespace stays until the module ends."""
+    worker = fleet.true_worker(eu)
+    namespace = "text-example"
+    body = {"apiVersion": "v1", "kind": "Namespace"}
+    eu.kubectl.apply({**body, "metadata": {"name": namespace, "labels": RESTRICTED}})
+    job = Job(eu, namespace, text_example())
+    job.manifest["spec"]["learner"]["image"] = worker.name
+    watched = eu.kubectl.popen("get", "dlj", "-n", namespace, "--watch")
+    try:
+        job.apply()
+        eu.kubectl(
+            "wait", "--for=condition=Complete", f"dlj/{job.name}", "-n", namespace,
+            f"--timeout={int(PATIENCE_SECONDS)}s", seconds=PATIENCE_SECONDS + 30,
+        )  # fmt: skip
+    except Exception as error:
+        raise AssertionError(f"{error}\n{job.tell()}") from None
+    finally:
+        watched.kill()
+        job.watched = watched.communicate()[0].decode()
+    yield job
+    eu.kubectl.delete("namespace", namespace, "", "--wait=false")
+
+
+def test_the_text_example_becomes_complete(example):
+    status = example.status()
+    assert status["state"] == "Complete"
+    assert status["step"] == STEPS
+    assert status["progress"] == f"{STEPS}/{STEPS}"
+    conditions = {c["type"]: c["status"] for c in status["conditions"]}
+    assert conditions["Complete"] == "True"
+    assert conditions["Accepted"] == "True"
+    assert conditions["Failed"] == "False"
+
+
+def test_kubectl_get_shows_the_way_there(example):
+    """The printer columns, as a person who watches sees them."""
+    lines = example.watched.splitlines()
+    assert lines[0].split()[:5] == ["NAME", "STATE", "STEP", "LEARNERS", "QUORUM"]
+    states = [line.split()[1] for line in lines[1:] if len(line.split()) > 4]
+    assert "Training" in states, example.watched
+    assert states[-1] == "Complete", example.watched
+    assert any("4/4" in line for line in lines), example.watched
+
+
+def test_children_have_the_promised_names(example):
+    kinds = {}
+    for child in example.children():
+        kinds.setdefault(child["kind"], set()).add(child["metadata"]["name"])
+    name = example.name
+    assert kinds["StatefulSet"] == {f"{name}-eu", f"{name}-us"}
+    assert kinds["Deployment"] == {f"{name}-syncer", f"{name}-evaluator"}
+    assert kinds["PersistentVolumeClaim"] == {f"{name}-syncer"}
+    assert kinds["Service"] == {f"{name}-eu", f"{name}-us", f"{name}-syncer"}
+    assert kinds["ServiceAccount"] == {name}
+    assert kinds["PodDisruptionBudget"] == {f"{name}-eu", f"{name}-us"}
+
+
+def test_nothing_but_the_syncer_runs_any_more(example):
+    """cleanupPolicy Running: the learners are gone, the syncer holds the model."""
+    roles = {pod["metadata"]["labels"]["diloco.dev/role"] for pod in example.pods()}
+    assert roles <= {"syncer", "evaluator"}
+    assert "syncer" in roles
+
+
+def test_the_audit_of_the_run_is_clean(example):
+    verdict = example.audit()
+    assert verdict.ok, verdict.violations
+    assert verdict.merges == STEPS
+
+
+def test_the_model_is_fetched_and_generates_text(example, tmp_path):
+    facts = json.loads(example.kept("model/model.json"))
+    weights = example.kept("model/model.safetensors")
+    assert hashlib.sha256(weights).hexdigest() == facts["sha256"]
+    assert example.status()["model"]["sha256"] == facts["sha256"]
+    (tmp_path / "model.json").write_text(json.dumps(facts))
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    said = subprocess.run(
+        [sys.executable, "-m", "diloco_worker.sample", "--model", str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    assert len(said.stdout.strip()) > 20
+
+
+def test_the_validation_loss_falls(example):
+    lines = [json.loads(line) for line in example.kept("eval.jsonl").decode().splitlines()]
+    assert lines[-1]["loss"] < 0.9 * lines[0]["loss"], lines

@@ -1,0 +1,280 @@
+"""
+One job in two clusters over mutual TLS: it completes, survives a cut and a thin WAN, and strangers stay outside.
+
+Region eu with the syncer lives in one cluster, region us in the other; each has an operator for its region alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime, timedelta
+
+import pytest
+import yaml
+
+from diloco_operator.api import DiLoCoJob
+from diloco_operator.authority import write_certs
+from diloco_testing.clusters_install import install
+from diloco_testing.clusters_job import Job, manifest, steadily, when
+from diloco_testing.kubectl import KubectlError, until
+
+CUT_SECONDS = 60.0
+THIN = "20mbit"
+PATIENCE_SECONDS = 240.0
+
+
+class Pair:
+    """The same job in both clusters."""
+
+    def __init__(self, pair, fleet, name: str, node_port: int, folder, **spec) -> None:
+        endpoint = f"{pair['eu'].address}:{node_port}"
+        self.namespace = name
+        self.folder = folder
+        made = manifest(
+            name, regions={"eu": 1, "us": 1}, pod_fields=fleet.images.pod_fields,
+            tls={"mode": "Secret", "secretName": f"{name}-tls"},
+            syncer={"region": "eu", "endpoint": endpoint,
+                    "service": {"type": "NodePort", "nodePort": node_port}},
+            **spec,
+        )  # fmt: skip
+        self.jobs = {region: Job(cluster, name, made) for region, cluster in pair.items()}
+        self.eu, self.us = self.jobs["eu"], self.jobs["us"]
+
+    def make_namespaces(self) -> None:
+        for job in self.jobs.values():
+            body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.namespace}}
+            job.cluster.kubectl.apply(body)
+
+    def certificates(self, folder="good", *, now: datetime | None = None, days: int = 30):
+        """What `diloco certs` writes, as {file: Secret}."""
+        directory = self.folder / folder
+        job = DiLoCoJob.model_validate(self.eu.manifest)
+        write_certs(
+            job, directory, now=now or datetime.now(UTC), days=days, namespace=self.namespace
+        )
+        return {path.stem: yaml.safe_load(path.read_text()) for path in directory.glob("*.yaml")}
+
+    def start(self) -> Pair:
+        self.make_namespaces()
+        secrets = self.certificates()
+        for region, job in self.jobs.items():
+            job.cluster.kubectl.apply(secrets[region], namespace=self.namespace)
+            job.apply()
+        return self
+
+    def end(self) -> None:
+        for job in self.jobs.values():
+            with contextlib.suppress(KubectlError):
+                job.cluster.kubectl.delete("namespace", self.namespace, "", "--wait=false")
+
+    def tell(self) -> str:
+        return "\n".join(f"{region}: {job.tell()}" for region, job in self.jobs.items())
+
+    def members(self, since_step: int = 0) -> set[str]:
+        """Learners that were merged after that step."""
+        return {
+            member["learner"]
+            for merge in self.eu.merges()
+            if merge["step"] > since_step
+            for member in merge["members"]
+        }
+
+
+@pytest.fixture(scope="module")
+def pair(fleet):
+    """Two clusters, an operator for each region."""
+    made = {"eu": fleet.cluster("east", 0), "us": fleet.cluster("west", 1)}
+    for region, cluster in made.items():
+        install(cluster, fleet.images, region={"name": region})
+    yield made
+    for name in ("east", "west"):
+        fleet.end(name)
+
+
+@pytest.fixture(scope="module")
+def trained(pair, fleet, tmp_path_factory):
+    """A job that trains in both clusters until the module ends."""
+    made = Pair(
+        pair, fleet, "wan", 30711, tmp_path_factory.mktemp("wan"), steps=10**6
+    ).start()  # fmt: skip
+    until(lambda: made.members() == {"eu/0", "us/0"}, 240, saying="both train", tell=made.tell)
+    yield made
+    made.end()
+
+
+def test_a_job_in_two_clusters_becomes_complete(pair, fleet, tmp_path):
+    made = Pair(pair, fleet, "both", 30710, tmp_path, steps=120).start()
+    try:
+        for job in made.jobs.values():
+            job.until_condition("Complete", PATIENCE_SECONDS)
+        for job in made.jobs.values():
+            status = job.status()
+            assert status["progress"] == "120/120"
+            assert {one["name"] for one in status["regions"]} == {"eu", "us"}
+        assert made.eu.status()["specHash"] == made.us.status()["specHash"]
+        assert made.members() == {"eu/0", "us/0"}
+        verdict = made.eu.audit()
+        assert verdict.ok, verdict.violations
+        assert not made.us.pods("syncer"), "the syncer lives in its region alone"
+        assert not made.us.pods("learner"), "the other region's learners are gone as well"
+    finally:
+        made.end()
+
+
+def test_each_region_shows_the_whole_job(trained):
+    for job in trained.jobs.values():
+        job.until_condition("SyncerReachable", 60)
+        job.until_condition("SpecConsistent", 60)
+        regions = until(
+            lambda j=job: _training(j) == {"eu": 1, "us": 1} and _training(j),
+            60, saying="both regions' learners are shown", tell=trained.tell,
+        )  # fmt: skip
+        assert regions == {"eu": 1, "us": 1}
+
+
+def test_a_cut_of_the_wan_stops_neither_side_and_the_heal_brings_them_together(pair, trained):
+    if not pair["us"].local:
+        pytest.skip("the WAN between given clusters is not ours to cut")
+    lives = {region: job.lives() for region, job in trained.jobs.items()}
+    begun, step = datetime.now(UTC), trained.eu.step()
+    pair["us"].cut()
+    try:
+        trained.us.until_condition("SyncerReachable", CUT_SECONDS, status="False")
+        until(
+            lambda: _training(trained.eu).get("us") == 0, CUT_SECONDS,
+            saying="eu says that us is silent", tell=trained.tell,
+        )  # fmt: skip
+        time.sleep(max(0.0, CUT_SECONDS - (datetime.now(UTC) - begun).total_seconds()))
+        cut_step = trained.eu.step()
+        during = [x for x in trained.us.steps("us/0") if when(x["time"]) > begun]
+    finally:
+        pair["us"].heal()
+    assert cut_step > step + 10, "eu went on by quorum"
+    assert len(during) > 10, "us went on alone"
+    assert trained.members(since_step=cut_step - 5) == {"eu/0"}
+    trained.us.until_condition("SyncerReachable", 90)
+    until(
+        lambda: "us/0" in trained.members(since_step=cut_step), 90,
+        saying="us is merged again", tell=trained.tell,
+    )  # fmt: skip
+    verdict = trained.eu.audit()
+    assert verdict.ok, verdict.violations
+    assert {region: job.lives() for region, job in trained.jobs.items()} == lives, "no restart"
+
+
+def test_a_thin_wan_keeps_both_regions_in_the_job(pair, trained):
+    if not pair["us"].local:
+        pytest.skip("the WAN between given clusters is not ours to limit")
+    step = trained.eu.step()
+    with pair["us"].shaped(THIN), pair["eu"].shaped(THIN):
+        trained.eu.until_step(step + 30, PATIENCE_SECONDS)
+        recent = trained.members(since_step=step + 10)
+        steadily(
+            lambda: trained.us.condition("SyncerReachable").get("status") == "True", 10,
+            saying="us reaches the syncer",
+        )  # fmt: skip
+    assert recent == {"eu/0", "us/0"}
+
+
+BAD = {
+    "a wrong CA": ("CertificateOfOtherAuthority", "HandshakeRefused"),
+    "another region": ("CertificateOfOtherRegion",),
+    "an expired certificate": ("CertificateExpired",),
+}
+
+
+@pytest.mark.parametrize("kind", BAD)
+def test_a_bad_certificate_is_refused_and_the_condition_says_why(trained, kind):
+    us, kubectl = trained.us, trained.us.cluster.kubectl
+    if kind == "a wrong CA":
+        bad = trained.certificates("other")["us"]
+    elif kind == "another region":
+        bad = trained.certificates()["eu"]
+    else:
+        long_ago = datetime.now(UTC) - timedelta(days=3)
+        bad = trained.certificates("expired", now=long_ago, days=1)["us"]
+        good = trained.certificates()["us"]
+        bad["data"]["ca.crt"] = good["data"]["ca.crt"]
+    step = trained.eu.step()
+    kubectl.apply(bad, namespace=trained.namespace)
+    kubectl.delete("pod", us.pod_of("us/0"), trained.namespace, "--force", "--grace-period=0")
+    found = until(
+        lambda: _reason(us, "SyncerReachable") in BAD[kind] and us.condition("SyncerReachable"),
+        120, saying=f"us says why {kind} is refused", tell=trained.tell,
+    )  # fmt: skip
+    print(f"{kind}: {found['reason']}: {found['message']}")
+    until(lambda: found["reason"] in dict(us.events()), 30, saying="an Event says so as well")
+    assert "us/0" not in trained.members(since_step=trained.eu.step() - 3)
+    assert trained.eu.step() > step, "eu goes on"
+    kubectl.apply(trained.certificates()["us"], namespace=trained.namespace)
+    us.until_condition("SyncerReachable", 120)
+    mended = trained.eu.step()
+    until(
+        lambda: "us/0" in trained.members(since_step=mended), 180,
+        saying="us is merged again with the right certificate, and nothing was restarted for it",
+        tell=trained.tell,
+    )  # fmt: skip
+
+
+def test_plain_text_is_refused_by_the_syncer(pair, trained):
+    """A client without TLS gets no answer from a syncer with TLS."""
+    endpoint = trained.eu.manifest["spec"]["syncer"]["endpoint"]
+    program = (
+        "import sys, grpc\n"
+        "from diloco.v1 import syncer_pb2 as pb, syncer_pb2_grpc as rpc\n"
+        "stub = rpc.SyncerStub(grpc.insecure_channel(sys.argv[1]))\n"
+        "try:\n    stub.GetStatus(pb.StatusRequest(), timeout=10)\n"
+        "except grpc.RpcError as error:\n    print(error.code().name)\n"
+        "else:\n    print('ANSWERED')\n"
+    )
+    command = pair["us"].entered(sys.executable, "-c", program, endpoint)
+    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert said.split() == ["UNAVAILABLE"]
+
+
+def test_a_syncer_that_speaks_plain_text_is_not_trusted(pair, fleet, tmp_path):
+    """The manifest of us asks for TLS, the one of eu does not: us says so, and sends nothing."""
+    made = Pair(pair, fleet, "plain", 30712, tmp_path, steps=10**6)
+    made.make_namespaces()
+    try:
+        made.us.cluster.kubectl.apply(made.certificates()["us"], namespace=made.namespace)
+        without = json.loads(json.dumps(made.eu.manifest))
+        without["spec"]["tls"] = {"mode": "Disabled"}
+        without["spec"]["syncer"]["endpoint"] = ""
+        Job(made.eu.cluster, made.namespace, without).apply()
+        made.eu.until_step(3, PATIENCE_SECONDS)
+        made.us.apply()
+        made.us.until_condition("SyncerReachable", 90, status="False", reason="PlainText")
+        until(lambda: "PlainText" in dict(made.us.events()), 30, saying="an Event says so as well")
+        assert made.members() == {"eu/0"}
+    finally:
+        made.end()
+
+
+def test_a_changed_manifest_in_one_region_alone_is_told(trained):
+    """SpecConsistent=False names who differs."""
+    us = trained.us
+    # A field that may not change is changed by making the job anew: the syncer's region keeps its own.
+    other = json.loads(json.dumps(us.manifest))
+    other["spec"]["sync"]["outer"] = {"learningRate": "0.5"}
+    us.delete()
+    Job(us.cluster, us.namespace, other).apply()
+    try:
+        one = us.until_condition("SpecConsistent", 120, status="False")
+        print(one["message"])
+    finally:
+        us.delete()
+        us.apply()
+    us.until_condition("SpecConsistent", 120)
+
+
+def _training(job: Job) -> dict[str, int]:
+    return {one["name"]: one.get("training", 0) for one in job.status().get("regions", ())}
+
+
+def _reason(job: Job, kind: str) -> str:
+    return str(job.condition(kind).get("reason", ""))

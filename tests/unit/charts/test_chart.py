@@ -1,0 +1,429 @@
+"""The chart as helm renders it. Without helm, only what needs none runs; scripts/check has it."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from diloco.telemetry import METRICS
+from diloco_operator.reasons import REASONS
+from diloco_testing.clusters import cache as programs_cache
+from diloco_testing.clusters import required
+
+ROOT = Path(__file__).parents[3]
+CHART = ROOT / "charts" / "diloco"
+VALUES_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
+OLDEST = "1.29.0"
+"""Kubernetes that Chart.yaml asks for; a helm built by `go install` takes itself for far older."""
+EVERYTHING = CHART / "ci" / "everything-values.yaml"
+
+
+def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
+    places = (os.environ.get("DILOCO_E2E_BIN"), str(programs_cache() / "bin"), os.environ["PATH"])
+    path = os.pathsep.join(filter(None, places))
+    program = shutil.which("helm", path=path)
+    if program is None:
+        assert not required(), f"no helm in {path}"
+        pytest.skip("needs helm in PATH, or the one that tests/e2e builds")
+    return subprocess.run(
+        [program, *arguments], capture_output=True, text=True, check=False, timeout=60
+    )
+
+
+@cache
+def render(*arguments: str, release: str = "diloco", namespace: str = "system") -> list[Any]:
+    kube = ("--namespace", namespace, "--kube-version", OLDEST)
+    done = helm("template", release, str(CHART), *kube, *arguments)
+    assert done.returncode == 0, done.stderr
+    return [one for one in yaml.safe_load_all(done.stdout) if one]
+
+
+def sets(**values: object) -> tuple[str, ...]:
+    """--set-json flags; a double underscore stands for a dot."""
+    return tuple(
+        word
+        for key, value in values.items()
+        for word in ("--set-json", f"{key.replace('__', '.')}={json.dumps(value)}")
+    )
+
+
+def only(objects: list[Any], kind: str) -> Any:
+    found = [one for one in objects if one["kind"] == kind and not is_test(one)]
+    assert len(found) == 1, [one["metadata"]["name"] for one in found]
+    return found[0]
+
+
+def is_test(one: Any) -> bool:
+    return "helm.sh/hook" in one["metadata"].get("annotations", {})
+
+
+def installed(objects: list[Any]) -> list[Any]:
+    return [one for one in objects if not is_test(one)]
+
+
+def granted(rules: list[Any]) -> dict[str, set[str]]:
+    """ "group/resource" → verbs."""
+    return {
+        f"{group}/{resource}": set(rule["verbs"])
+        for rule in rules
+        for group in rule["apiGroups"]
+        for resource in rule["resources"]
+    }
+
+
+def operator_container(*arguments: str) -> Any:
+    return only(render(*arguments), "Deployment")["spec"]["template"]["spec"]["containers"][0]
+
+
+def operator_env(*arguments: str) -> dict[str, str]:
+    return {one["name"]: one.get("value") for one in operator_container(*arguments)["env"]}
+
+
+# Values and schema
+
+
+def closed_keys(schema: Any, path: str = "") -> set[str]:
+    keys = set()
+    for name, below in schema["properties"].items():
+        keys.add(path + name)
+        if "properties" in below:
+            keys |= closed_keys(below, f"{path}{name}.")
+    return keys
+
+
+def value_keys(values: Any, schema: Any, path: str = "") -> set[str]:
+    keys = set()
+    for name, value in values.items():
+        keys.add(path + name)
+        below = schema["properties"].get(name, {})
+        if isinstance(value, dict) and "properties" in below:
+            keys |= value_keys(value, below, f"{path}{name}.")
+    return keys
+
+
+def test_schema_knows_every_value_and_nothing_else():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    values = yaml.safe_load((CHART / "values.yaml").read_text())
+    optional = {
+        f"{probe}.{field}"
+        for probe in ("livenessProbe", "startupProbe")
+        for field in ("initialDelaySeconds", "successThreshold")
+    }
+    assert value_keys(values, schema) == closed_keys(schema) - optional
+
+
+def test_every_object_of_the_schema_refuses_unknown_keys_but_global_and_pass_through():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    open_ones = {
+        name
+        for name, below in schema["properties"].items()
+        if below["type"] == "object" and "additionalProperties" not in below
+    }
+    assert not schema["additionalProperties"]
+    passed_through = {"resources", "podSecurityContext", "securityContext", "affinity"}
+    assert open_ones == passed_through | {"global"}
+
+
+def test_every_value_says_what_it_is():
+    lines = (CHART / "values.yaml").read_text().splitlines()
+    silent = [
+        line
+        for before, line in pairwise(lines)
+        # a key with a value on its line, or the first of a passed-through block
+        if re.match(r" *[a-zA-Z]+: \S", line)
+        and not re.match(r" *# -- ", before)
+        and not re.match(r"  (requests|limits|runAs|fsGroup|seccomp|allow|readOnly|capa)", line)
+    ]
+    assert silent == []
+
+
+@pytest.mark.parametrize("values", VALUES_FILES, ids=lambda path: path.stem)
+def test_lints(values):
+    done = helm("lint", "--strict", "--kube-version", OLDEST, str(CHART), "--values", str(values))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"regoin": {"name": "eu"}},
+        {"region": {"name": "Europe"}},
+        {"region": {"name": "syncer"}},
+        {"images": {"worker": {"digest": "sha256:12"}}},
+        {"images": {"pullPolicy": "Sometimes"}},
+        {"watchNamespaces": "default"},
+        {"resyncSeconds": 0},
+        {"networkPolicy": {"syncerPorts": [0]}},
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused(wrong):
+    done = helm("template", "x", str(CHART), "--kube-version", OLDEST, *sets(**wrong))
+    assert done.returncode != 0
+    assert "values don't meet the specifications of the schema" in done.stderr
+
+
+# What is written about it
+
+
+def test_the_operations_guide_says_what_to_do_about_every_warning():
+    guide = (ROOT / "docs" / "operations.md").read_text()
+    section = guide.partition("## What the conditions mean")[2].partition("\n## ")[0]
+    warned = {(one.condition, one.reason) for one in REASONS if one.event == "Warning"}
+    assert {reason for _, reason in warned if not re.search(rf"\b{reason}\b", section)} == set()
+
+
+def test_the_operations_guide_names_every_alert():
+    guide = (ROOT / "docs" / "operations.md").read_text()
+    alerts = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"][0]["rules"]
+    described = set(re.findall(r"^\| (Diloco\w+) \|", guide, re.M))
+    assert described == {one["alert"] for one in alerts}
+
+
+# What is installed
+
+
+def test_the_defaults_need_nothing_but_kubernetes():
+    kinds = sorted(one["kind"] for one in installed(render()))
+    assert kinds == [
+        "ClusterRole", "ClusterRole", "ClusterRole", "ClusterRole", "ClusterRoleBinding",
+        "CustomResourceDefinition", "Deployment", "Service", "ServiceAccount",
+    ]  # fmt: skip
+
+
+def test_everything_can_be_switched_on():
+    kinds = {one["kind"] for one in render("--values", str(EVERYTHING))}
+    assert {"ServiceMonitor", "PodMonitor", "PrometheusRule", "NetworkPolicy", "ConfigMap"} <= kinds
+
+
+def test_the_crd_is_the_generated_one_and_stays_after_an_uninstall():
+    generated = yaml.safe_load((CHART / "files" / "crd.yaml").read_text())
+    crd = only(render(), "CustomResourceDefinition")
+    assert crd["spec"] == generated["spec"]
+    assert crd["metadata"]["name"] == generated["metadata"]["name"]
+    assert crd["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+def test_the_crd_can_be_removed_with_the_release_or_left_out():
+    crd = only(render(*sets(crds__keep=False)), "CustomResourceDefinition")
+    assert "helm.sh/resource-policy" not in crd["metadata"].get("annotations", {})
+    kinds = {one["kind"] for one in render(*sets(crds__install=False))}
+    assert "CustomResourceDefinition" not in kinds
+
+
+def test_two_regions_in_one_cluster_share_no_object():
+    def names(region: str, namespace: str, **more: object) -> set[tuple[str, str, str]]:
+        flags = sets(region__name=region, **more)
+        return {
+            (one["kind"], one["metadata"].get("namespace", ""), one["metadata"]["name"])
+            for one in render(*flags, release=f"diloco-{region}", namespace=namespace)
+        }
+
+    first = names("eu", "system")
+    for namespace in ("system", "other"):
+        assert not first & names("us", namespace, crds__install=False)
+    assert not first & names("eu", "other", crds__install=False), "same release, other namespace"
+
+
+def test_every_object_has_the_standard_labels():
+    for one in render("--values", str(EVERYTHING)):
+        assert {
+            "app.kubernetes.io/name", "app.kubernetes.io/instance", "app.kubernetes.io/version",
+            "app.kubernetes.io/component", "app.kubernetes.io/part-of",
+            "app.kubernetes.io/managed-by", "helm.sh/chart",
+        } <= one["metadata"]["labels"].keys(), one["kind"]  # fmt: skip
+
+
+# Rights
+
+CHILD = {"get", "list", "watch", "create", "patch", "delete"}
+RIGHTS = {
+    "diloco.dev/dilocojobs": {"get", "list", "watch", "delete"},
+    "diloco.dev/dilocojobs/status": {"patch"},
+    "diloco.dev/dilocojobs/finalizers": {"update"},
+    "apps/statefulsets": CHILD,
+    "apps/deployments": CHILD,
+    "/services": CHILD,
+    "/configmaps": CHILD,
+    "/persistentvolumeclaims": CHILD,
+    "/serviceaccounts": CHILD,
+    "policy/poddisruptionbudgets": CHILD,
+    "/pods": {"get", "list", "watch"},
+    "/events": {"create"},
+    "/secrets": {"get"},
+}
+
+
+def operator_role(*arguments: str) -> Any:
+    return next(
+        one
+        for one in installed(render(*arguments))
+        if one["kind"] in ("ClusterRole", "Role")
+        and not any("aggregate-to" in label for label in one["metadata"]["labels"])
+    )
+
+
+def test_the_operator_may_do_what_it_does_and_nothing_else():
+    assert granted(operator_role()["rules"]) == RIGHTS
+
+
+def test_secrets_and_certificates_are_only_opened_on_request():
+    without = granted(operator_role(*sets(rbac__tlsSecrets=False))["rules"])
+    assert without == {key: verbs for key, verbs in RIGHTS.items() if key != "/secrets"}
+    more = granted(operator_role(*sets(rbac__certManager=True))["rules"])
+    assert more.keys() - RIGHTS.keys() == {"cert-manager.io/certificates"}
+
+
+def test_with_named_namespaces_nothing_is_granted_elsewhere():
+    flags = sets(
+        watchNamespaces=["a", "b"], crds__install=False, rbac__aggregate=False, region__name="eu"
+    )
+    objects = render(*flags)
+    assert {one["metadata"].get("namespace") for one in objects} == {"system", "a", "b"}
+    roles = [one for one in objects if one["kind"] == "Role" and not is_test(one)]
+    assert [one["metadata"]["namespace"] for one in roles] == ["a", "b"]
+    assert all(granted(one["rules"]) == RIGHTS for one in roles)
+    account = only(objects, "ServiceAccount")["metadata"]
+    for binding in (x for x in objects if x["kind"] == "RoleBinding" and not is_test(x)):
+        assert binding["subjects"] == [
+            {"kind": "ServiceAccount", "name": account["name"], "namespace": "system"}
+        ]
+
+
+def test_the_clusters_own_roles_learn_about_jobs():
+    added = {
+        label.rpartition("-")[2]: granted(one["rules"])
+        for one in render()
+        if one["kind"] == "ClusterRole"
+        for label in one["metadata"]["labels"]
+        if "aggregate-to" in label
+    }
+    assert added.keys() == {"view", "edit", "admin"}
+    assert added["view"]["diloco.dev/dilocojobs"] == {"get", "list", "watch"}
+    for role in ("edit", "admin"):
+        assert {"create", "patch", "delete"} <= added[role]["diloco.dev/dilocojobs"]
+    assert all(one["diloco.dev/dilocojobs/status"] == {"get"} for one in added.values())
+
+
+# The operator's pod
+
+
+@pytest.mark.parametrize("kind", ["Deployment", "Pod"])
+def test_pods_are_restricted(kind):
+    for values in ((), ("--values", str(EVERYTHING))):
+        one = next(x for x in render(*values) if x["kind"] == kind)
+        pod = one["spec"] if kind == "Pod" else one["spec"]["template"]["spec"]
+        assert pod["securityContext"]["runAsNonRoot"]
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["limits"]["memory"]
+
+
+def test_there_is_never_a_second_operator():
+    spec = only(render(), "Deployment")["spec"]
+    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+
+
+def test_what_selects_the_operator_never_changes():
+    plain = only(render(), "Deployment")["spec"]["selector"]
+    changed = sets(commonLabels={"a": "b"}, podLabels={"c": "d"}, images__operator__tag="9")
+    assert plain == only(render(*changed), "Deployment")["spec"]["selector"]
+    assert plain["matchLabels"].keys() == {
+        f"app.kubernetes.io/{key}" for key in ("name", "instance", "component")
+    }
+    pod = only(render(), "Deployment")["spec"]["template"]["metadata"]["labels"]
+    assert plain["matchLabels"].items() <= pod.items()
+    assert only(render(), "Service")["spec"]["selector"] == plain["matchLabels"]
+
+
+def test_every_switch_reaches_the_operator():
+    env = operator_env("--values", str(EVERYTHING))
+    assert {key: value for key, value in env.items() if key.startswith("DILOCO_")} == {
+        "DILOCO_REGION": "eu",
+        "DILOCO_WATCH_NAMESPACES": "research,production",
+        "DILOCO_WORKER_IMAGE": "registry.example.com/team/own-worker:7",
+        "DILOCO_SYNCER_IMAGE": "registry.example.com/team/diloco-syncer:1.2.3",
+        "DILOCO_IMAGE_PULL_POLICY": "Always",
+        "DILOCO_IMAGE_PULL_SECRETS": "registry",
+        "DILOCO_CLUSTER_DOMAIN": "example.internal",
+        "DILOCO_HEALTH_PORT": "8080",
+        "DILOCO_METRICS_PORT": "9090",
+        "DILOCO_LOG_FORMAT": "text",
+        "DILOCO_RESYNC_SECONDS": "60",
+        "DILOCO_RECONCILE_THREADS": "8",
+        "DILOCO_POD": None,
+    }
+
+
+def test_the_operator_reads_what_it_is_told():
+    settings = ROOT / "operator" / "diloco_operator" / "settings.py"
+    told = {name for name in operator_env() if name.startswith("DILOCO_")}
+    read = set(re.findall(r'"(DILOCO_[A-Z_]+)"', settings.read_text())) - {"DILOCO_FAULTS"}
+    assert told == read
+
+
+def test_a_digest_wins_over_a_tag_and_the_version_is_the_default():
+    version = yaml.safe_load((CHART / "Chart.yaml").read_text())["appVersion"]
+    assert operator_container()["image"] == f"diloco-operator:{version}"
+    digest = f"sha256:{'0' * 64}"
+    flags = sets(images__operator={"tag": "1", "digest": digest}, images__registry="r.example/x/")
+    assert operator_container(*flags)["image"] == f"r.example/x/diloco-operator@{digest}"
+
+
+def test_chart_and_program_have_one_version():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert project
+    assert chart["appVersion"] == chart["version"] == project[1]
+
+
+# Metrics
+
+
+def used_metrics(text: str) -> set[str]:
+    return set(re.findall(r"\bdiloco_(?!dev_)[a-z_]+", text))
+
+
+@pytest.mark.parametrize("file", ["files/alerts.yaml", "dashboards/diloco.json"])
+def test_alerts_and_dashboard_name_metrics_that_exist(file):
+    known = {metric.name for metric in METRICS}
+    known |= {
+        metric.name + end
+        for metric in METRICS
+        if metric.kind == "histogram"
+        for end in ("_bucket", "_sum", "_count")
+    }
+    used = used_metrics((CHART / file).read_text())
+    assert used
+    assert used <= known
+
+
+def test_the_dashboard_shows_every_metric():
+    shown = used_metrics((CHART / "dashboards" / "diloco.json").read_text())
+    silent = {
+        metric.name for metric in METRICS if not any(name.startswith(metric.name) for name in shown)
+    }
+    # Per process: the sums of the syncer and of the steps say the same.
+    assert silent == {
+        "diloco_snapshot_seconds", "diloco_learner_tokens_total", "diloco_learner_step_seconds",
+    }  # fmt: skip
+
+
+def test_alerts_name_the_service_of_the_release():
+    rule = only(render("--values", str(EVERYTHING)), "PrometheusRule")
+    text = json.dumps(rule)
+    assert "OPERATOR_SERVICE" not in text
+    assert 'service=\\"diloco\\"' in text
