@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: help run test setup setup-dev check unit generate format bench clean
+.PHONY: help run test setup setup-dev check e2e unit generate format bench clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -32,6 +32,9 @@ $(VENV)/.dev-installed: pyproject.toml | $(VENV)/bin/uv
 
 check:           ## everything of `make test` that needs no processes: under a minute
 	VENV=$(VENV) scripts/check --fast
+
+e2e: setup-dev   ## the tests on real Kubernetes clusters alone (tests/e2e/README.md)
+	DILOCO_E2E=required $(BIN)/python -m pytest -ra --durations=15 tests/e2e
 
 format:          ## let the formatter and the linter's fixes loose
 	$(BIN)/ruff format .

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -58,6 +59,13 @@ DirOption = Annotated[
     Path | None,
     typer.Option("--dir", metavar="DIR", help="The run directory. Default: the only one in runs/."),
 ]
+JobOption = Annotated[
+    str | None, typer.Option("--job", metavar="NAME", help="A job in a cluster, by kubectl.")
+]
+NamespaceOption = Annotated[
+    str, typer.Option("-n", "--namespace", help="Its namespace. Default: the context's.")
+]
+ContextOption = Annotated[str, typer.Option("--context", help="Default: the current one.")]
 OutputOption = Annotated[Output, typer.Option("-o", "--output", help="How data is printed.")]
 
 
@@ -169,14 +177,43 @@ def report(directory: DirOption = None, output: OutputOption = Output.table) -> 
 def export(
     to: Annotated[Path, typer.Option("--to", metavar="PATH", help="Directory for the model.")],
     directory: DirOption = None,
+    job: JobOption = None,
+    namespace: NamespaceOption = "",
+    context: ContextOption = "",
     output: OutputOption = Output.table,
 ) -> None:
-    """Copy the finished model and check the copy."""
+    """Copy the finished model, of a run here or of a job in a cluster, and check the copy."""
     from diloco_operator.local.export import export_model
 
-    facts = export_model(_run_dir(directory), to)
+    if job is None:
+        facts = export_model(_run_dir(directory), to)
+    else:
+        from diloco_operator.remote import MODEL, RemoteJob
+
+        with tempfile.TemporaryDirectory(prefix="diloco-export-") as fetched:
+            remote = RemoteJob(name=job, namespace=namespace, context=context)
+            remote.fetch(MODEL, Path(fetched))
+            facts = export_model(Path(fetched), to)
     said = f"{to}: model.safetensors and model.json, SHA-256 {facts['sha256']}"
     _print(output, {"path": str(to), **facts}, said)
+
+
+@app.command()
+def logs(
+    job: Annotated[str, typer.Argument(metavar="JOB", help="Name of a job in a cluster.")],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Run directory to write.")],
+    namespace: NamespaceOption = "",
+    context: ContextOption = "",
+) -> None:
+    """Fetch what a job in a cluster has written: events.jsonl, eval.jsonl, its manifest."""
+    from diloco_operator.remote import LOGS, RemoteJob
+
+    remote = RemoteJob(name=job, namespace=namespace, context=context)
+    manifest = remote.manifest()
+    to.mkdir(parents=True, exist_ok=True)
+    remote.fetch(LOGS, to)
+    (to / "job.yaml").write_bytes(manifest)
+    typer.echo(f"{to}: fetched; check every merge with: diloco audit --dir {to}")
 
 
 @app.command()

@@ -21,6 +21,7 @@ from diloco_operator.cel import quoted, validation
 
 BILLION = 10**9
 INT32_MOST = 2**31 - 1
+INT64_MOST = 2**63 - 1
 _QUANTITY_MOST = 63
 
 _QUANTITY = r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+))?"
@@ -102,7 +103,7 @@ def _decimal(value: object) -> object:
 
 
 def _quantity(value: object) -> int | str:
-    if isinstance(value, int) and not isinstance(value, bool):
+    if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= INT64_MOST:
         return value
     if isinstance(value, str) and len(value) <= _QUANTITY_MOST and re.fullmatch(_QUANTITY, value):
         return value

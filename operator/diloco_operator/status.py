@@ -11,7 +11,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 from diloco_operator import conditions
-from diloco_operator.before import Before, time_of, time_text
+from diloco_operator.before import Before, time_text
 from diloco_operator.course import Course, Phase
 from diloco_operator.reasons import CONDITIONS, Verdict, clip, say
 from diloco_operator.situation import Situation
@@ -21,9 +21,6 @@ Status = dict[str, Any]
 
 PROGRESS_SECONDS = 30.0
 """Progress alone is written so often."""
-
-_JITTER_SECONDS = 3.0
-"""Times that are reckoned from an age differ by so much without any news."""
 
 _TIMES = ("lastSyncTime", "lastMergeTime", "lastSeenTime")
 _PROGRESS = ("step", "progress", "tokens", *_TIMES)
@@ -107,7 +104,7 @@ def _syncer(now: Situation) -> Status:
     answer, before = now.answer, now.before.part("syncer")
     merged = str(before.get("lastMergeTime", ""))
     if answer is not None and answer.seconds_since_merge >= 0:
-        merged = _steady(answer.at - timedelta(seconds=answer.seconds_since_merge), merged)
+        merged = time_text(answer.at - timedelta(seconds=answer.seconds_since_merge))
     return _without_empty(
         {
             "endpoint": endpoint(now),
@@ -183,14 +180,6 @@ def _conditions(
             }
         )
     return made
-
-
-def _steady(when: datetime, old: str) -> str:
-    """`when`, or the old text if it says the same moment."""
-    before = time_of(old)
-    if before is not None and abs((when - before).total_seconds()) <= _JITTER_SECONDS:
-        return old
-    return time_text(when)
 
 
 def _without_empty(fields: Status) -> Status:

@@ -221,7 +221,12 @@ def test_every_fixed_field_was_tried_on_the_server():
 
 @pytest.mark.parametrize(
     "value",
-    ['{"a": 1, "b": {"c": [1]}}', '{"a": 1, "b": {"c": [2]}}', '{"a": {"b": 1}}', '{"x": null}'],
+    [
+        '{"x": {"b": 1, "c": [1]}, "y": 2}',
+        '{"a": {"b": 1, "c": [2]}, "d": 2}',
+        '{"a": {"b": 1, "c": [1]}}',
+        '{"a": {"b": 1, "c": [1]}, "d": null}',
+    ],
 )
 def test_settings_deep_inside_may_not_change_either(api, value):
     """The comparison that CEL gets wrong when the fields are unknown to it."""
@@ -385,11 +390,9 @@ def test_the_crd_can_be_applied_over_itself(api):
 
 # -------------------------------------------------------------------------------- fuzz
 
-HOSTILE = st.sampled_from(
-    [None, True, 0, -1, 1, 2, 24, 1.5, 10**9, 2**31, 2**63 - 1, 10**20, "", "0", "1", "0.5", "eu",
+HOSTILE = [None, True, 0, -1, 1, 2, 24, 1.5, 10**9, 2**31, 2**63 - 1, 10**20, "", "0", "1", "0.5", "eu",
      "us", "a\nb", "ü", "x" * 300, "10Gi", "-1", "1e3", "Secret", [], [1], ["a"], [{}], {}, {"a": 1},
-     {"a": None}, {"name": "eu"}, [{"name": "eu", "learners": 1}] * 2]
-)  # fmt: skip
+     {"a": None}, {"name": "eu"}, [{"name": "eu", "learners": 1}] * 2]  # fmt: skip
 
 
 def paths(node: Json, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
@@ -404,21 +407,30 @@ def paths(node: Json, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
 PLACES = [one for one in paths(schema()) if one[0] == "spec" or one == ("metadata", "name")]
 
 
-def fitting(node: Json) -> st.SearchStrategy[Any]:
-    """Values at the bounds of a field's own schema, mostly inside."""
+def edges(node: Json) -> list[Any]:
+    """Values at the bounds of a field's own schema and one beyond."""
     if "enum" in node:
-        return st.sampled_from(node["enum"])
+        return [*node["enum"], node["enum"][0].lower()]
     match node.get("type"):
         case "integer":
-            least, most = node["minimum"], node.get("maximum", 2**63 - 1)
-            return st.sampled_from([least, least + 1, most, least - 1, most + 1, 2, 3, 25])
-        case "boolean":
-            return st.booleans()
+            bounds = [node["minimum"], node.get("maximum", 2**63 - 1)]
+            return [one + more for one in bounds for more in (-1, 0, 1)] + [2, 3, 25]
         case "string":
-            texts = ["", "0.5", "eu", "us", "job", "1", "0.999999999", "a:1", "[::1]:65536"]
-            return st.sampled_from([*texts, "x" * node["maxLength"], "x" * (node["maxLength"] + 1)])
+            most = ["x" * (node["maxLength"] + more) for more in (-1, 0, 1)]
+            return [*most, "", "0.5", "eu", "us", "job", "1", "0.999999999", "a:1", "[::1]:65536"]
+        case "array" if node["items"].get("type") == "string":
+            longest = "x" * node["items"]["maxLength"]
+            counts = [["x"] * (node["maxItems"] + more) for more in (0, 1)]
+            return [[], [longest], [longest + "x"], *counts]
+        case "object" if "additionalProperties" in node:
+            texts = node["additionalProperties"].get("maxLength", 1)
+            maps = [{"a": "1" * (texts + more)} for more in (0, 1)]
+            most = node["maxProperties"]
+            return maps + [{str(key): "1" for key in range(most + more)} for more in (0, 1)]
+        case "boolean":
+            return [True, False]
         case _:
-            return HOSTILE
+            return [{}]
 
 
 def node_at(place: tuple[str | int, ...]) -> Json:
@@ -430,7 +442,7 @@ def node_at(place: tuple[str | int, ...]) -> Json:
 
 NODES = {place: node_at(place) for place in PLACES}
 CHANGE = st.sampled_from(PLACES).flatmap(
-    lambda place: st.tuples(st.just(place), st.one_of(fitting(NODES[place]), HOSTILE))
+    lambda place: st.tuples(st.just(place), st.sampled_from([*edges(NODES[place]), *HOSTILE]))
 )
 
 
@@ -451,6 +463,58 @@ def put(data: Any, place: tuple[str | int, ...], value: Any) -> None:
         data[last] = value
 
 
+def agree(api: ApiServer, manifest: Json) -> bool:
+    """
+    Whether the server accepts a manifest; that both judges agree is checked.
+
+    What `diloco validate` finds good, the server accepts; what the server accepts, the operator can
+    read, so that it never meets a job that it cannot say anything about.
+    """
+    problems = examine(json.dumps(manifest))[1]
+    answer = api.create(manifest, dry_run=True)
+    if isinstance(answer, Refusal):
+        assert answer.code in (400, 422), answer
+        assert problems, f"validate finds it good, the server says {answer.message}"
+        return False
+    assert examine(json.dumps(answer))[1] == [], "the server stores what nobody can read"
+    # What validate refuses and a server takes: null, which the server replaces by the default.
+    for problem in problems:
+        assert "is empty; give it a value or leave it out" in problem, problem
+    return True
+
+
+def job_with_everything() -> Json:
+    return job_with(
+        "spec.learner.env=[{name: A}]",
+        "spec.learner.resources.claims=[{name: a}]",
+        "spec.evaluation={everySteps: 5, command: [x]}",
+        "spec.tls={mode: Secret, secretName: s, issuerRef: {name: a}}",
+        "spec.sync={fragments: 1, overlap: 1}",
+    )
+
+
+REQUIRE_MORE = {
+    ("spec",),
+    ("spec", "regions"),
+    ("spec", "learner"),
+    ("spec", "learner", "recipe"),
+}
+"""Too much is required inside for one of the tried values to be good."""
+
+
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: ".".join(map(str, place)))
+def test_both_judges_draw_the_line_of_a_field_at_the_same_value(api, place):
+    accepted = 0
+    for value in [*edges(NODES[place]), *HOSTILE]:
+        manifest = job_with_everything()
+        if place == ("spec", "learner", "command"):
+            del manifest["spec"]["learner"]["recipe"]
+        put(manifest, place, copy.deepcopy(value))
+        accepted += agree(api, manifest)
+    if place not in REQUIRE_MORE:
+        assert accepted, "no value was good: the manifest around it must be bad"
+
+
 @settings(
     max_examples=600,
     deadline=None,
@@ -462,20 +526,7 @@ def put(data: Any, place: tuple[str | int, ...], value: Any) -> None:
 @example([(("spec", "sync"), None)])
 @example([(("spec", "regions"), [])])
 def test_both_judges_agree_whatever_is_written(api, changes):
-    """
-    What `diloco validate` finds good, the server accepts; what the server accepts, the operator
-    can read, so that it never meets a job that it cannot say anything about.
-    """
     manifest = job_with()
     for place, value in changes:
         put(manifest, place, copy.deepcopy(value))
-    problems = examine(json.dumps(manifest))[1]
-    answer = api.create(manifest, dry_run=True)
-    if isinstance(answer, Refusal):
-        assert answer.code in (400, 422), answer
-        assert problems, f"validate finds it good, the server says {answer.message}"
-    else:
-        assert examine(json.dumps(answer))[1] == [], "the server stores what nobody can read"
-        # What validate refuses and a server takes: null, which the server replaces by the default.
-        for problem in problems:
-            assert "is empty; give it a value or leave it out" in problem, problem
+    agree(api, manifest)

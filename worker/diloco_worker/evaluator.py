@@ -305,7 +305,6 @@ def _evaluator(
 
 def main() -> None:
     """Wire the evaluator to the job that the environment names."""
-    telemetry.configure_logging(json=False, name="evaluator")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     # Learners come first where cores are few.
     os.nice(5)
@@ -315,6 +314,7 @@ def main() -> None:
             raise ConfigError(
                 "DILOCO_SYNCER is not set; the evaluator runs inside a job (`diloco run`)"
             )
+        telemetry.configure_logging(json=job.json_logs, name="evaluator")
         spec = job.read_spec()
         name = server_name(job.job)
         control = transport.Connection(

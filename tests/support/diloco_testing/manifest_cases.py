@@ -208,6 +208,7 @@ BROKEN_FIELDS: list[tuple[str, Any, str]] = [
     ("spec.syncer.checkpoint.keep", 0, "0 is less than 1, the least allowed"),
     ("spec.syncer.storage.size", "10Gb", "'10Gb' is no quantity"),
     ("spec.syncer.storage.size", {}, "{} is no quantity"),
+    ("spec.syncer.storage.size", 10**20, "100000000000000000000 is no quantity"),
     ("spec.syncer.storage.storageClassName", "Fast SSD", '"Fast SSD" does not match ^'),
     ("spec.learner.image", "x" * 1025, "1025 characters are more than 1024, the most allowed"),
     ("spec.learner.command", ["x"] * 257, "257 entries are more than 256, the most allowed"),

@@ -114,6 +114,7 @@ def test_a_learner_of_several_pods_is_ready_when_all_are():
 def test_restarts_are_those_that_the_syncer_or_the_kubelet_saw():
     world = training()
     main_of(world.pod("a-eu-0"))["restartCount"] = 3
+    main_of(world.pod("a-eu-1"))["restartCount"] = 2
     main_of(world.pod("a-us-0"))["restartCount"] = 1
     world.answers()
     learners = tuple(

@@ -199,7 +199,10 @@ def test_complete_stays_when_the_syncer_goes():
 def test_complete_stays_when_a_syncer_without_its_snapshots_answers():
     world = complete()
     world.answers("Initialising", step=0)
-    world.settle()
+    world.reconcile(60)
+    world.answers("Initialising", step=0, tokens=1)
+    world.reconcile(60)
+    assert world.status["tokens"] == 1
     assert world.says("Complete") == ("True", "StepsDone")
     assert world.status["step"] == 2000
 

@@ -3,7 +3,7 @@
 from datetime import timedelta
 
 from diloco_operator.before import Before, time_of, time_text
-from diloco_testing.operated import START, World, is_idle, training
+from diloco_testing.operated import START, World, certificate, is_idle, training
 
 
 def test_progress_alone_is_written_every_30_s():
@@ -39,6 +39,26 @@ def test_one_more_answer_is_no_news():
     for _ in range(20):
         world.answers(seconds_since_merge=1.0 + (world.now - START).total_seconds())
         assert is_idle(world.reconcile(30))
+
+
+def test_another_reason_of_the_same_status_keeps_the_time_of_the_turn():
+    world = training()
+    world.answers(gone=("us/1",))
+    world.reconcile(60)
+    since = world.condition("LearnersReady")["lastTransitionTime"]
+    world.certificate = certificate("a", "eu")
+    world.reconcile(60)
+    assert world.says("LearnersReady") == ("False", "CertificateOfOtherRegion")
+    assert world.condition("LearnersReady")["lastTransitionTime"] == since
+
+
+def test_learners_that_are_no_longer_wanted_are_not_counted():
+    world = training()
+    world.change(regions=[{"name": "eu", "learners": 1}, {"name": "us", "learners": 2}])
+    learners = world.syncer.learners
+    world.answers(learners=learners)
+    world.settle()
+    assert world.status["learners"] == {"desired": 3, "ready": 3, "training": 3, "summary": "3/3"}
 
 
 def test_an_event_is_told_once_for_every_turn():

@@ -374,10 +374,10 @@ def main() -> None:
     flags.add_argument("--steps", default=500, type=int)
     flags.add_argument("--seed", default=0, type=int)
     given = flags.parse_args()
-    telemetry.configure_logging(json=False, name="learner")
     try:
-        transport.tune_malloc()
         job = settings.from_env()
+        telemetry.configure_logging(json=job is not None and job.json_logs, name="learner")
+        transport.tune_malloc()
         spec = job.read_spec() if job else None
         config = config_reader.read(Config, job.config if job else given.config)
         if config.threads is not None:
