@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -28,7 +28,7 @@ TIMEOUT_SECONDS = 3600
 
 OPERATOR = "system:serviceaccount:diloco-system:"
 
-_seen_by = pytest.StashKey[list[tuple[Cluster, str]]]()
+_fleet = pytest.StashKey["Fleet"]()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -48,7 +48,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     report = yield
     if report.failed and call.when in ("setup", "call"):
-        for cluster, namespace in item.stash.get(_seen_by, []):
+        fleet = item.config.stash.get(_fleet, None)
+        for cluster, namespace in fleet.namespaces[-2:] if fleet else ():
             text = clusters_diagnosis.of(cluster, namespace)
             report.sections.append((f"cluster {cluster.name}, namespace {namespace}", text))
     return report
@@ -78,6 +79,8 @@ class Fleet:
 
     def __init__(self, local: LocalClusters | None) -> None:
         self.local = local
+        self.namespaces: list[tuple[Cluster, str]] = []
+        """Of the tests that run, the newest last."""
         self._provisioners: dict[str, Provisioner] = {}
         self._images: Images | None = None
         self._true_worker: images.Image | None = None
@@ -103,6 +106,22 @@ class Fleet:
         """End what is left."""
         for name in list(self._provisioners):
             self.end(name)
+
+    @contextlib.contextmanager
+    def namespace(self, name: str, *in_clusters: Cluster, **labels: str) -> Iterator[str]:
+        """A namespace for as long as it is needed; a failure meanwhile shows what is in it."""
+        metadata = {"name": name, "labels": labels}
+        for cluster in in_clusters:
+            cluster.kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": metadata})
+            self.namespaces.append((cluster, name))
+        try:
+            yield name
+        finally:
+            for cluster in in_clusters:
+                self.namespaces.remove((cluster, name))
+                # Deletion with everything in it is a test of its own; here nobody waits for it.
+                with contextlib.suppress(KubectlError):
+                    cluster.kubectl.delete("namespace", name, "", "--wait=false")
 
     @property
     def images(self) -> Images:
@@ -154,6 +173,7 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     """Where clusters come from."""
     known = clusters.given()
     made = Fleet(None if known else request.getfixturevalue("local"))
+    request.config.stash[_fleet] = made
     try:
         yield made
     finally:
@@ -169,23 +189,11 @@ def eu(fleet: Fleet) -> Cluster:
 
 
 @pytest.fixture
-def namespaces(request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
-    """Makes a namespace of this test in a cluster; deleted afterwards, shown after a failure."""
-    made: list[tuple[Cluster, str]] = []
-    request.node.stash[_seen_by] = made
-    short = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower())[:40].strip("-")
-
-    def make(cluster: Cluster, **labels: str) -> str:
-        name = short.removeprefix("test-")
-        body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}}
-        cluster.kubectl.apply({**body, "metadata": {"name": name, "labels": labels}})
-        made.append((cluster, name))
-        return name
-
-    yield make
-    for cluster, name in made:
-        with contextlib.suppress(KubectlError):
-            cluster.kubectl.delete("namespace", name, "", "--wait=false")
+def namespace(request: pytest.FixtureRequest, eu: Cluster, fleet: Fleet) -> Iterator[str]:
+    """A namespace of this test in the first cluster."""
+    name = re.sub(r"[^a-z0-9]+", "-", request.node.name.lower()).removeprefix("test-")
+    with fleet.namespace(name[:40].strip("-"), eu) as made:
+        yield made
 
 
 @pytest.fixture
@@ -208,7 +216,7 @@ class Quiet:
 
 
 @pytest.fixture(scope="session")
-def quiet(eu: Cluster, fleet: Fleet) -> Quiet:
+def quiet(eu: Cluster, fleet: Fleet) -> Iterator[Quiet]:
     """
     A complete job, a suspended one, one without a node for its learners, one whose name is taken.
 
@@ -216,8 +224,11 @@ def quiet(eu: Cluster, fleet: Fleet) -> Quiet:
     """
     if not eu.local:
         unable("a given cluster's audit log cannot be read")
-    namespace = "quiet"
-    eu.kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    with fleet.namespace("quiet", eu) as namespace:
+        yield _at_rest(eu, fleet, namespace)
+
+
+def _at_rest(eu: Cluster, fleet: Fleet, namespace: str) -> Quiet:
     fields, one = fleet.images.pod_fields, {"eu": 1}
     nowhere = {**fields, "nodeSelector": {"there-is": "none"}}
     jobs = {
@@ -267,13 +278,9 @@ def _rest(cluster: Cluster, namespace: str, seconds: float = 45.0) -> datetime:
 @pytest.fixture(scope="module")
 def training(eu: Cluster, fleet: Fleet) -> Iterator[Job]:
     """A job that trains in peace."""
-    namespace = "training"
-    eu.kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-    job = Job(
-        eu, namespace,
-        manifest("steady", steps=10**6, regions={"eu": 1}, pod_fields=fleet.images.pod_fields),
-    ).apply()  # fmt: skip
-    job.until_condition("LearnersReady", 180)
-    job.until_step(20, 120)
-    yield job
-    eu.kubectl.delete("namespace", namespace, "", "--wait=false")
+    body = manifest("steady", steps=10**6, regions={"eu": 1}, pod_fields=fleet.images.pod_fields)
+    with fleet.namespace("training", eu) as namespace:
+        job = Job(eu, namespace, body).apply()
+        job.until_condition("LearnersReady", 180)
+        job.until_step(20, 120)
+        yield job

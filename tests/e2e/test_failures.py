@@ -6,7 +6,6 @@ One job of four learners goes through all of it, one death after the other.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 
@@ -14,7 +13,7 @@ import pytest
 
 from diloco_testing.clusters_harm import kill_child, kill_first_process
 from diloco_testing.clusters_job import Job, manifest, when
-from diloco_testing.kubectl import KubectlError, until
+from diloco_testing.kubectl import until
 
 BACK_SECONDS = 120.0
 """For a pod that Kubernetes makes again: kubelet, start, import of torch, on busy cores."""
@@ -25,17 +24,14 @@ RECIPE = "diloco_worker.recipes"
 @pytest.fixture(scope="module")
 def job(eu, fleet):
     """Four learners that train for as long as the module needs them."""
-    namespace = "failures"
-    eu.kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-    made = Job(
-        eu, namespace,
-        manifest("storm", steps=10**6, regions={"eu": 2, "us": 2}, pod_fields=fleet.images.pod_fields),
-    ).apply()  # fmt: skip
-    made.until_condition("LearnersReady", 180)
-    made.until_step(5, 120)
-    yield made
-    with contextlib.suppress(KubectlError):
-        eu.kubectl.delete("namespace", namespace, "", "--wait=false")
+    body = manifest(
+        "storm", steps=10**6, regions={"eu": 2, "us": 2}, pod_fields=fleet.images.pod_fields
+    )
+    with fleet.namespace("failures", eu) as namespace:
+        made = Job(eu, namespace, body).apply()
+        made.until_condition("LearnersReady", 180)
+        made.until_step(5, 120)
+        yield made
 
 
 @pytest.fixture

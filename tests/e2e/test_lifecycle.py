@@ -15,9 +15,8 @@ SOON = 120.0
 
 
 @pytest.fixture
-def make(eu, fleet, quiet, namespaces):
+def make(eu, fleet, quiet, namespace):
     """A job in a namespace of this test. `quiet` comes to its ten minutes while these tests run."""
-    namespace = namespaces(eu)
 
     def made(name: str, *, steps: int = 10**6, learners: int = 1, **spec) -> Job:
         regions = spec.pop("regions", {"eu": learners})
@@ -197,12 +196,10 @@ def test_uninstalling_leaves_nothing_and_hangs_nothing(eu, fleet, make):
 def test_named_namespaces_are_enough_for_an_operator(eu, fleet, make):
     """watchNamespaces: a Role there, no ClusterRole, and a job completes."""
     job = make("named", steps=5)
-    other = "elsewhere"
-    body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": other}}
-    eu.kubectl.apply(body)
-    stranger = Job(eu, other, job.manifest)
     install(eu, fleet.images, watchNamespaces=[job.namespace])
     try:
+      with fleet.namespace("elsewhere", eu) as other:
+        stranger = Job(eu, other, job.manifest)
         assert eu.kubectl.get("clusterrole", "diloco", "") is None
         job.apply()
         stranger.apply()

@@ -16,6 +16,7 @@ import yaml
 
 from diloco_testing.clusters import ROOT
 from diloco_testing.clusters_job import TINY, Job
+from diloco_testing.kubectl import KubectlError
 
 STEPS = 150
 PATIENCE_SECONDS = 600.0
@@ -37,29 +38,37 @@ def text_example():
 def example(eu, fleet):
     """The finished example; its namespace stays until the module ends."""
     worker = fleet.true_worker(eu)
-    namespace = "text-example"
-    body = {"apiVersion": "v1", "kind": "Namespace"}
-    eu.kubectl.apply({**body, "metadata": {"name": namespace, "labels": RESTRICTED}})
-    job = Job(eu, namespace, text_example())
-    job.manifest["spec"]["learner"]["image"] = worker.name
-    watched = eu.kubectl.popen("get", "dlj", "-n", namespace, "--watch")
-    try:
-        job.apply()
-        eu.kubectl(
-            "wait", "--for=condition=Complete", f"dlj/{job.name}", "-n", namespace,
-            f"--timeout={int(PATIENCE_SECONDS)}s", seconds=PATIENCE_SECONDS + 30,
-        )  # fmt: skip
-    except Exception as error:
-        raise AssertionError(f"{error}\n{job.tell()}") from None
-    finally:
-        watched.kill()
-        job.watched = watched.communicate()[0].decode()
-    yield job
-    eu.kubectl.delete("namespace", namespace, "", "--wait=false")
+    with fleet.namespace("text-example", eu, **RESTRICTED) as namespace:
+        job = Job(eu, namespace, text_example())
+        job.manifest["spec"]["learner"]["image"] = worker.name
+        watched = eu.kubectl.popen("get", "dlj", "-n", namespace, "--watch")
+        try:
+            job.apply()
+            eu.kubectl(
+                "wait", "--for=condition=Complete", f"dlj/{job.name}", "-n", namespace,
+                f"--timeout={int(PATIENCE_SECONDS)}s", seconds=PATIENCE_SECONDS + 30,
+            )  # fmt: skip
+        except KubectlError as error:
+            raise AssertionError(f"{error}\n{job.tell()}") from None
+        finally:
+            watched.kill()
+            seen = watched.communicate()[0].decode()
+        yield job, seen
 
 
-def test_the_text_example_becomes_complete(example):
-    status = example.status()
+@pytest.fixture(scope="module")
+def job(example):
+    return example[0]
+
+
+@pytest.fixture(scope="module")
+def watched(example):
+    """What `kubectl get dlj --watch` printed meanwhile."""
+    return example[1]
+
+
+def test_the_text_example_becomes_complete(job):
+    status = job.status()
     assert status["state"] == "Complete"
     assert status["step"] == STEPS
     assert status["progress"] == f"{STEPS}/{STEPS}"
@@ -69,21 +78,21 @@ def test_the_text_example_becomes_complete(example):
     assert conditions["Failed"] == "False"
 
 
-def test_kubectl_get_shows_the_way_there(example):
+def test_kubectl_get_shows_the_way_there(watched):
     """The printer columns, as a person who watches sees them."""
-    lines = example.watched.splitlines()
+    lines = watched.splitlines()
     assert lines[0].split()[:5] == ["NAME", "STATE", "STEP", "LEARNERS", "QUORUM"]
     states = [line.split()[1] for line in lines[1:] if len(line.split()) > 4]
-    assert "Training" in states, example.watched
-    assert states[-1] == "Complete", example.watched
-    assert any("4/4" in line for line in lines), example.watched
+    assert "Training" in states, watched
+    assert states[-1] == "Complete", watched
+    assert any("4/4" in line for line in lines), watched
 
 
-def test_children_have_the_promised_names(example):
+def test_children_have_the_promised_names(job):
     kinds = {}
-    for child in example.children():
+    for child in job.children():
         kinds.setdefault(child["kind"], set()).add(child["metadata"]["name"])
-    name = example.name
+    name = job.name
     assert kinds["StatefulSet"] == {f"{name}-eu", f"{name}-us"}
     assert kinds["Deployment"] == {f"{name}-syncer", f"{name}-evaluator"}
     assert kinds["PersistentVolumeClaim"] == {f"{name}-syncer"}
@@ -92,24 +101,24 @@ def test_children_have_the_promised_names(example):
     assert kinds["PodDisruptionBudget"] == {f"{name}-eu", f"{name}-us"}
 
 
-def test_nothing_but_the_syncer_runs_any_more(example):
+def test_nothing_but_the_syncer_runs_any_more(job):
     """cleanupPolicy Running: the learners are gone, the syncer holds the model."""
-    roles = {pod["metadata"]["labels"]["diloco.dev/role"] for pod in example.pods()}
+    roles = {pod["metadata"]["labels"]["diloco.dev/role"] for pod in job.pods()}
     assert roles <= {"syncer", "evaluator"}
     assert "syncer" in roles
 
 
-def test_the_audit_of_the_run_is_clean(example):
-    verdict = example.audit()
+def test_the_audit_of_the_run_is_clean(job):
+    verdict = job.audit()
     assert verdict.ok, verdict.violations
     assert verdict.merges == STEPS
 
 
-def test_the_model_is_fetched_and_generates_text(example, tmp_path):
-    facts = json.loads(example.kept("model/model.json"))
-    weights = example.kept("model/model.safetensors")
+def test_the_model_is_fetched_and_generates_text(job, tmp_path):
+    facts = json.loads(job.kept("model/model.json"))
+    weights = job.kept("model/model.safetensors")
     assert hashlib.sha256(weights).hexdigest() == facts["sha256"]
-    assert example.status()["model"]["sha256"] == facts["sha256"]
+    assert job.status()["model"]["sha256"] == facts["sha256"]
     (tmp_path / "model.json").write_text(json.dumps(facts))
     (tmp_path / "model.safetensors").write_bytes(weights)
     said = subprocess.run(
@@ -120,6 +129,6 @@ def test_the_model_is_fetched_and_generates_text(example, tmp_path):
     assert len(said.stdout.strip()) > 20
 
 
-def test_the_validation_loss_falls(example):
-    lines = [json.loads(line) for line in example.kept("eval.jsonl").decode().splitlines()]
+def test_the_validation_loss_falls(job):
+    lines = [json.loads(line) for line in job.kept("eval.jsonl").decode().splitlines()]
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"], lines

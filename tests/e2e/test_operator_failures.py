@@ -4,7 +4,6 @@ The operator dies at every named point of its reconcile, the API server goes awa
 
 from __future__ import annotations
 
-import contextlib
 import time
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from diloco_operator.settings import FAULT_POINTS
 from diloco_testing.clusters_install import NAMESPACE
 from diloco_testing.clusters_job import Job, manifest
-from diloco_testing.kubectl import KubectlError, until
+from diloco_testing.kubectl import until
 
 DEPLOYMENT = "deployment/diloco"
 CHILDREN = 10
@@ -56,12 +55,9 @@ def shape(job: Job):
 
 
 @pytest.fixture(scope="module")
-def namespace(eu):
-    name = "operator-failures"
-    eu.kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": name}})
-    yield name
-    with contextlib.suppress(KubectlError):
-        eu.kubectl.delete("namespace", name, "", "--wait=false")
+def namespace(eu, fleet):
+    with fleet.namespace("operator-failures", eu) as name:
+        yield name
 
 
 def small_job(eu, fleet, namespace, name, learners=1):

@@ -111,7 +111,7 @@ def test_help_names_every_command(tmp_path):
     assert done.returncode == 0
     assert set(re.findall(r"^  (\w+)  ", done.stdout, re.M)) == {
         "validate", "run", "status", "kill", "suspend", "resume", "report", "export", "sample",
-        "audit", "render", "crd", "certs",
+        "audit", "render", "crd", "certs", "logs",
     }  # fmt: skip
 
 
