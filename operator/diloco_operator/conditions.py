@@ -189,6 +189,9 @@ def _spec_consistent(now: Situation) -> Verdict:
     if now.answer is None or not now.answer.spec_hash:
         return _last_said(now, name) or say(name, "NoAnswer")
     if now.answer.spec_hash == now.spec_hash:
+        differing = ", ".join(f"that of {one} is {its}" for one, its in now.answer.differing)
+        if differing:
+            return say(name, "OtherHash", own=now.spec_hash, others=differing)
         return say(name, "SameHash")
     others = f"that of the syncer in region {now.job.spec.syncer_region} is {now.answer.spec_hash}"
     return say(name, "OtherHash", own=now.spec_hash, others=others)

@@ -69,6 +69,8 @@ class Answer:
     waiting_for: str = ""
     """One sentence for people when nothing can proceed."""
     eval_step: int = 0
+    differing: tuple[tuple[str, str], ...] = ()
+    """Learners that were refused because of another spec, and its hash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +151,7 @@ def answer_of(reply: pb.StatusReply, at: datetime) -> Answer:
         model_sha256=reply.model_sha256,
         waiting_for=reply.waiting_for,
         eval_step=reply.eval_step,
+        differing=tuple((one.learner, one.spec_hash) for one in reply.differing),
     )
 
 

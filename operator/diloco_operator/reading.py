@@ -9,8 +9,6 @@ import binascii
 from collections.abc import Callable
 from datetime import datetime
 
-from pydantic import ValidationError
-
 from diloco.errors import DilocoError
 from diloco.tls import explain, server_name
 from diloco.transport import Tls
@@ -18,6 +16,7 @@ from diloco_operator import names
 from diloco_operator.api import DiLoCoJob
 from diloco_operator.certs import tls_facts
 from diloco_operator.cluster import Cluster, Json
+from diloco_operator.decide import read_job
 from diloco_operator.observed import (
     Answer,
     CertificateFacts,
@@ -55,7 +54,7 @@ class Reader:
         Raises:
             ApiError: the API server did not answer, or does not allow it.
         """
-        job = _parsed(raw)
+        job, _ = read_job(raw)  # `decide` says what is wrong with it
         uses_certificates = job is not None and job.spec.tls.mode == "CertManager"
         children = self._cluster.children(*key, certificates=uses_certificates)
         pods = self._cluster.pods(*key)
@@ -119,13 +118,6 @@ class Reader:
         at = self._now()
         self._syncers.answered(key, at)
         return answer_of(reply, at)
-
-
-def _parsed(raw: Json) -> DiLoCoJob | None:
-    try:
-        return DiLoCoJob.model_validate(raw)
-    except ValidationError:
-        return None  # `decide` says what is wrong with it
 
 
 def _decoded(text: str) -> bytes:

@@ -86,6 +86,8 @@ class Runner:
         self.model: tuple[str, str] = state.exported(directory)
         self.snapshot_step = engine.step if theta else 0
         self.evaluation: tuple[int, float] = (0, 0.0)
+        self.differing: dict[str, str] = {}
+        """Learner → hash of the spec for which its last Hello was refused."""
         self.bytes_up = self.bytes_down = 0
         self._living: dict[str, tuple[int, int]] = {}
         """learner → (incarnation, session): read by the bulk threads."""

@@ -87,8 +87,8 @@ class SyncerService(syncer_pb2_grpc.SyncerServicer):
     def _join(self, hello: pb.Hello, context: grpc.ServicerContext) -> Stream:
         runner = self._runner
         try:
-            _know(runner, hello)
             self._gate.admit(context, hello.learner)
+            _know(runner, hello)
             with self._joining:
                 _agree(runner, hello)
                 session = runner.open_session(hello.learner)
@@ -214,7 +214,9 @@ def _know(runner: Runner, hello: pb.Hello) -> None:
         raise UnknownLearnerError(
             f"{hello.learner!r} is in none of the job's regions {', '.join(sorted(spec.learners))}"
         )
+    runner.differing.pop(hello.learner, None)
     if hello.spec_hash != spec.hash:
+        runner.differing[hello.learner] = hello.spec_hash
         raise MismatchError(
             f"{hello.learner} runs spec {hello.spec_hash}, this syncer runs {spec.hash}; "
             "start it with the spec of this job"

@@ -48,6 +48,10 @@ def reply(runner: Runner) -> pb.StatusReply:
         snapshot_step=runner.snapshot_step,
         tensors=[_info(t) for t in (runner.layout.tensors if runner.layout else ())],
         waiting_for=engine.waiting_for(),
+        differing=[
+            pb.LearnerSpec(learner=name, spec_hash=spec_hash)
+            for name, spec_hash in sorted(runner.differing.copy().items())
+        ],
         eval_step=runner.evaluation[0],
         eval_loss=runner.evaluation[1],
     )

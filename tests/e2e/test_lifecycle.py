@@ -198,17 +198,15 @@ def test_named_namespaces_are_enough_for_an_operator(eu, fleet, make):
     job = make("named", steps=5)
     install(eu, fleet.images, watchNamespaces=[job.namespace])
     try:
-      with fleet.namespace("elsewhere", eu) as other:
-        stranger = Job(eu, other, job.manifest)
         assert eu.kubectl.get("clusterrole", "diloco", "") is None
-        job.apply()
-        stranger.apply()
-        job.until_condition("Complete", 240)
-        assert not stranger.status(), "a job of another namespace is not its own"
+        with fleet.namespace("elsewhere", eu) as other:
+            stranger = Job(eu, other, job.manifest).apply()
+            job.apply()
+            job.until_condition("Complete", 240)
+            assert not stranger.status(), "a job of another namespace is not its own"
+            stranger.delete()
     finally:
-        stranger.delete("--wait=false")
         install(eu, fleet.images)
-        eu.kubectl.delete("namespace", other, "", "--wait=false")
 
 
 def _of_release(kubectl) -> list[str]:

@@ -30,6 +30,7 @@ def text_example():
     spec["steps"] = STEPS
     spec["learner"]["recipe"]["config"] = dict(TINY)
     spec["learner"]["env"] = [{"name": "OMP_NUM_THREADS", "value": "1"}]
+    spec["sync"] = {"fragments": 8, "interval": 8}  # the small model has 14 tensors
     spec["syncer"] = {"storage": {"size": "1Gi"}}
     return manifest
 

@@ -6,7 +6,6 @@ Region eu with the syncer lives in one cluster, region us in the other; each has
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 import sys
@@ -20,7 +19,7 @@ from diloco_operator.api import DiLoCoJob
 from diloco_operator.authority import write_certs
 from diloco_testing.clusters_install import install
 from diloco_testing.clusters_job import Job, manifest, steadily, when
-from diloco_testing.kubectl import KubectlError, until
+from diloco_testing.kubectl import until
 
 CUT_SECONDS = 60.0
 THIN = "20mbit"
@@ -44,11 +43,6 @@ class Pair:
         self.jobs = {region: Job(cluster, name, made) for region, cluster in pair.items()}
         self.eu, self.us = self.jobs["eu"], self.jobs["us"]
 
-    def make_namespaces(self) -> None:
-        for job in self.jobs.values():
-            body = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": self.namespace}}
-            job.cluster.kubectl.apply(body)
-
     def certificates(self, folder="good", *, now: datetime | None = None, days: int = 30):
         """What `diloco certs` writes, as {file: Secret}."""
         directory = self.folder / folder
@@ -59,17 +53,12 @@ class Pair:
         return {path.stem: yaml.safe_load(path.read_text()) for path in directory.glob("*.yaml")}
 
     def start(self) -> Pair:
-        self.make_namespaces()
+        """Certificates and manifests, as a person applies them."""
         secrets = self.certificates()
         for region, job in self.jobs.items():
             job.cluster.kubectl.apply(secrets[region], namespace=self.namespace)
             job.apply()
         return self
-
-    def end(self) -> None:
-        for job in self.jobs.values():
-            with contextlib.suppress(KubectlError):
-                job.cluster.kubectl.delete("namespace", self.namespace, "", "--wait=false")
 
     def tell(self) -> str:
         return "\n".join(f"{region}: {job.tell()}" for region, job in self.jobs.items())
@@ -98,17 +87,15 @@ def pair(fleet):
 @pytest.fixture(scope="module")
 def trained(pair, fleet, tmp_path_factory):
     """A job that trains in both clusters until the module ends."""
-    made = Pair(
-        pair, fleet, "wan", 30711, tmp_path_factory.mktemp("wan"), steps=10**6
-    ).start()  # fmt: skip
-    until(lambda: made.members() == {"eu/0", "us/0"}, 240, saying="both train", tell=made.tell)
-    yield made
-    made.end()
+    with fleet.namespace("wan", *pair.values()):
+        made = Pair(pair, fleet, "wan", 30711, tmp_path_factory.mktemp("wan"), steps=10**6).start()
+        until(lambda: made.members() == {"eu/0", "us/0"}, 240, saying="both train", tell=made.tell)
+        yield made
 
 
 def test_a_job_in_two_clusters_becomes_complete(pair, fleet, tmp_path):
-    made = Pair(pair, fleet, "both", 30710, tmp_path, steps=120).start()
-    try:
+    with fleet.namespace("both", *pair.values()):
+        made = Pair(pair, fleet, "both", 30710, tmp_path, steps=120).start()
         for job in made.jobs.values():
             job.until_condition("Complete", PATIENCE_SECONDS)
         for job in made.jobs.values():
@@ -120,9 +107,7 @@ def test_a_job_in_two_clusters_becomes_complete(pair, fleet, tmp_path):
         verdict = made.eu.audit()
         assert verdict.ok, verdict.violations
         assert not made.us.pods("syncer"), "the syncer lives in its region alone"
-        assert not made.us.pods("learner"), "the other region's learners are gone as well"
-    finally:
-        made.end()
+        until(lambda: not made.us.pods(), 60, saying="the other region's learners are gone as well")
 
 
 def test_each_region_shows_the_whole_job(trained):
@@ -238,9 +223,8 @@ def test_plain_text_is_refused_by_the_syncer(pair, trained):
 
 def test_a_syncer_that_speaks_plain_text_is_not_trusted(pair, fleet, tmp_path):
     """The manifest of us asks for TLS, the one of eu does not: us says so, and sends nothing."""
-    made = Pair(pair, fleet, "plain", 30712, tmp_path, steps=10**6)
-    made.make_namespaces()
-    try:
+    with fleet.namespace("plain", *pair.values()):
+        made = Pair(pair, fleet, "plain", 30712, tmp_path, steps=10**6)
         made.us.cluster.kubectl.apply(made.certificates()["us"], namespace=made.namespace)
         without = json.loads(json.dumps(made.eu.manifest))
         without["spec"]["tls"] = {"mode": "Disabled"}
@@ -251,8 +235,6 @@ def test_a_syncer_that_speaks_plain_text_is_not_trusted(pair, fleet, tmp_path):
         made.us.until_condition("SyncerReachable", 90, status="False", reason="PlainText")
         until(lambda: "PlainText" in dict(made.us.events()), 30, saying="an Event says so as well")
         assert made.members() == {"eu/0"}
-    finally:
-        made.end()
 
 
 def test_a_changed_manifest_in_one_region_alone_is_told(trained):

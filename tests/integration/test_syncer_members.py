@@ -132,6 +132,19 @@ def test_a_hello_that_does_not_belong_here_is_refused(syncer, one, hello):
     good_round(one)
 
 
+def test_the_status_names_who_runs_another_spec_until_it_comes_with_ours(syncer, one):
+    def differing():
+        return [(x.learner, x.spec_hash) for x in syncer.status().differing]
+
+    with ScriptedLearner(syncer, "eu/1") as other:
+        with pytest.raises(MismatchError):
+            other.join(spec_hash="abc")
+        assert differing() == [("eu/1", "abc")]
+    with ScriptedLearner(syncer, "eu/1") as other:
+        other.join()
+        assert differing() == []
+
+
 @pytest.mark.parametrize(
     "first", [pb.LearnerMessage(heartbeat=pb.Heartbeat()), pb.LearnerMessage()]
 )

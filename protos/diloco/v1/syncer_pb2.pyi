@@ -602,6 +602,7 @@ class StatusReply(_message.Message):
     WAITING_FOR_FIELD_NUMBER: _builtins.int
     EVAL_LOSS_FIELD_NUMBER: _builtins.int
     EVAL_STEP_FIELD_NUMBER: _builtins.int
+    DIFFERING_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
@@ -641,6 +642,10 @@ class StatusReply(_message.Message):
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
         """the model; empty until a learner said Hello"""
 
+    @_builtins.property
+    def differing(self) -> _containers.RepeatedCompositeFieldContainer[Global___LearnerSpec]:
+        """learners whose last Hello was refused because they run another spec"""
+
     def __init__(
         self,
         *,
@@ -668,14 +673,37 @@ class StatusReply(_message.Message):
         waiting_for: _builtins.str = ...,
         eval_loss: _builtins.float = ...,
         eval_step: _builtins.int = ...,
+        differing: _abc.Iterable[Global___LearnerSpec] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "epoch", b"epoch", "eval_loss", b"eval_loss", "eval_step", b"eval_step", "grace_seconds", b"grace_seconds", "job", b"job", "last_members", b"last_members", "learners", b"learners", "merges", b"merges", "model_path", b"model_path", "model_sha256", b"model_sha256", "quorum", b"quorum", "quorum_seconds", b"quorum_seconds", "seconds_since_merge", b"seconds_since_merge", "snapshot_step", b"snapshot_step", "spec_hash", b"spec_hash", "state", b"state", "step", b"step", "steps", b"steps", "sync_seconds", b"sync_seconds", "tensors", b"tensors", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "differing", b"differing", "epoch", b"epoch", "eval_loss", b"eval_loss", "eval_step", b"eval_step", "grace_seconds", b"grace_seconds", "job", b"job", "last_members", b"last_members", "learners", b"learners", "merges", b"merges", "model_path", b"model_path", "model_sha256", b"model_sha256", "quorum", b"quorum", "quorum_seconds", b"quorum_seconds", "seconds_since_merge", b"seconds_since_merge", "snapshot_step", b"snapshot_step", "spec_hash", b"spec_hash", "state", b"state", "step", b"step", "steps", b"steps", "sync_seconds", b"sync_seconds", "tensors", b"tensors", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class LearnerSpec(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEARNER_FIELD_NUMBER: _builtins.int
+    SPEC_HASH_FIELD_NUMBER: _builtins.int
+    learner: _builtins.str
+    spec_hash: _builtins.str
+    def __init__(
+        self,
+        *,
+        learner: _builtins.str = ...,
+        spec_hash: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learner", b"learner", "spec_hash", b"spec_hash"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LearnerSpec: _TypeAlias = LearnerSpec  # noqa: Y015
 
 @_typing.final
 class LearnerStatus(_message.Message):

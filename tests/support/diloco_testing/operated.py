@@ -289,14 +289,22 @@ def main_of(pod: Json) -> Json:
 
 
 def _stored(wanted: Json) -> Json:
-    """What an API server keeps of an applied object: defaults added, empty text left out."""
+    """
+    What an API server keeps of an applied object: defaults added, empty text left out.
+
+    Raises:
+        TypeError, AttributeError, KeyError: it has a shape that the server does not take.
+    """
     new = copy.deepcopy(wanted)
     template = new.get("spec", {}).get("template")
     if template is not None:
         template["spec"].setdefault("restartPolicy", "Always")
         template["spec"].setdefault("dnsPolicy", "ClusterFirst")
+        for volume in template["spec"]["volumes"]:
+            volume.update()
         for container in template["spec"]["containers"]:
             container["terminationMessagePath"] = "/dev/termination-log"
+            container["image"] += ""
             for variable in container.get("env", ()):
                 if variable.get("value") == "":
                     del variable["value"]

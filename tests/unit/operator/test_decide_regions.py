@@ -114,6 +114,15 @@ def test_another_spec_in_one_region_is_told_there():
     assert ("Warning", "OtherHash") in us.events
 
 
+def test_another_spec_in_one_region_is_told_where_the_syncer_is():
+    eu = trains(EU)
+    assert eu.says("SpecConsistent") == ("True", "SameHash")
+    eu.answers(differing=(("us/0", "0123456789abcdef"),))
+    eu.reconcile()
+    assert eu.says("SpecConsistent") == ("False", "OtherHash")
+    assert "that of us/0 is 0123456789abcdef" in eu.condition("SpecConsistent")["message"]
+
+
 def test_steps_that_were_raised_in_one_region_alone_are_told_there():
     us = trains(US)
     us.answers("Complete", step=2000)
