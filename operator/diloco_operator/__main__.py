@@ -22,6 +22,8 @@ log = logging.getLogger("diloco_operator")
 STOP_SECONDS = 3.0
 """For reconciles that run; kopf has 1 s more. Whatever is cut off is done again by the next life."""
 CRD_SECONDS = 5.0
+LEVELS_MOST = 15_000
+"""An API server stores objects 10 000 levels deep, and the JSON parser calls itself for each."""
 
 
 def main() -> int:
@@ -29,6 +31,8 @@ def main() -> int:
     try:
         given = Settings.from_environment()
         logs.configure(json=given.json_logs)
+        # One such job would end all watches; `fields` refuses it once it is read.
+        sys.setrecursionlimit(LEVELS_MOST)
         return _run(given)
     except ConfigError as error:
         print(f"diloco-operator: {error}", file=sys.stderr)

@@ -227,8 +227,10 @@ class Cluster:
             if 200 <= status < 300:
                 return _parsed(data, what)
             error = ApiError(what, status, _message(status, data))
-            # A 409 of an apply is a race inside the server; a create or delete means it.
-            again = status in (0, 429, 500, 502, 503, 504) or (status == 409 and method == "PATCH")
+            # An apply is answered by 409 for a race inside the server, by 500 for a field of the
+            # wrong type; a create or delete means its 409.
+            passing = 409 if method == "PATCH" else 500
+            again = status in (0, 429, passing, 502, 503, 504)
             if pause is None or not again or wait is None:
                 raise error
             log.info("%s; trying again", error)

@@ -22,6 +22,8 @@ from diloco_operator.cel import quoted, validation
 BILLION = 10**9
 INT32_MOST = 2**31 - 1
 INT64_MOST = 2**63 - 1
+LEVELS_MOST = 64
+"""Of objects and lists inside each other, where a manifest may hold anything."""
 _QUANTITY_MOST = 63
 
 _QUANTITY = r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+))?"
@@ -137,6 +139,17 @@ def _region_name(value: str) -> str:
     return value
 
 
+def _not_too_deep(value: dict[str, Any]) -> dict[str, Any]:
+    # Level by level: the API server stores 10 000 levels, on which a recursion would end.
+    level: list[Any] = [value]
+    for _ in range(LEVELS_MOST):
+        entries = (one.values() if isinstance(one, dict) else one for one in level)
+        level = [one for some in entries for one in some if isinstance(one, dict | list)]
+        if not level:
+            return value
+    raise refuse("is nested deeper than {} levels; that is the most", LEVELS_MOST)
+
+
 def _endpoint(value: str) -> str:
     if value and not names.is_endpoint(value):
         raise refuse(NO_ENDPOINT, value)
@@ -233,11 +246,12 @@ ObjectName = Annotated[str, Field(max_length=253, pattern=r"^([a-z0-9]([-a-z0-9.
 """Name of another object of the cluster, or empty."""
 Labels = Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=256)]
 Annotations = Annotated[dict[str, LongText], Field(max_length=256)]
-Passed = dict[str, Any]
+Passed = Annotated[dict[str, Any], AfterValidator(_not_too_deep)]
 """An object that is passed through: what is inside is not ours to know."""
 Config = Annotated[
     dict[str, Any],
     Field(max_length=256),
+    AfterValidator(_not_too_deep),
     # CEL compares an object of unknown fields wrongly, but a map of unknown values rightly.
     WithJsonSchema(
         {

@@ -40,6 +40,21 @@ class EndlessBackoffs:
             yield _BACKOFFS[-1]
 
 
+class NoDiffs(kopf.DiffBaseStorage):
+    """What kopf compares objects by: nothing. It would copy every object, deep ones until it falls."""
+
+    def build(self, **_: Any) -> Any:
+        """Nothing of the object."""
+        return {}
+
+    def fetch(self, **_: Any) -> Any:
+        """Nothing was kept."""
+        return None
+
+    def store(self, **_: Any) -> None:
+        """Nothing is kept."""
+
+
 def registry(queue: WorkQueue, health: Health, configuration: Configuration) -> Any:
     """All handlers of the operator."""
     made = kopf.OperatorRegistry()
@@ -73,6 +88,7 @@ def configure(settings: kopf.OperatorSettings) -> None:
         settings.watching.label_selectors[group, version, KINDS[kind].plural] = JOB_LABEL
     settings.peering.standalone = True  # a peering object of somebody else would pause us
     settings.scanning.disabled = True  # no right to namespaces and CRDs; __main__ awaits our CRD
+    settings.persistence.diffbase_storage = NoDiffs()
     settings.posting.enabled = False  # our Events have names of their own
     settings.execution.default_backoff = 5
     settings.queueing.exit_timeout = 0.5

@@ -145,7 +145,9 @@ class Reconciler:
             try:
                 after = self._cluster.apply(body)
             except ApiError as error:
-                if not error.refused:
+                # 500 is also the answer to fields of a wrong type ("expected list, got x") and for
+                # an admission webhook that is away: somebody has to be told.
+                if not error.refused and error.status != 500:
                     raise
                 met.refusals.append(Refusal(child=f"{kind} {name}", message=error.message))
                 continue

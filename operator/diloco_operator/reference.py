@@ -26,7 +26,7 @@ A job with everything in it: [tests/golden/everything.yaml](../tests/golden/ever
 Unknown fields are errors (`diloco validate`; `kubectl apply` says so too). Numbers with a fraction are
 quoted decimals, at most nine digits before and nine after the point: `"0.7"`. A quantity is an
 integer or text such as `500m` or `10Gi`. *Passed through* means that what is inside belongs to
-Kubernetes or to your program and is not looked at.
+Kubernetes or to your program and is not looked at; it may be nested 64 levels deep.
 """
 
 

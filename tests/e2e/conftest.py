@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_testing import clusters, clusters_diagnosis, images, images_mounted
+from diloco_testing import api_server, clusters, clusters_diagnosis, images, images_mounted
 from diloco_testing.clusters import Cluster, LocalClusters
 from diloco_testing.clusters_install import Images, install, load
 from diloco_testing.clusters_job import Job, manifest
@@ -19,7 +20,7 @@ from diloco_testing.clusters_volumes import Provisioner
 from diloco_testing.kubectl import Kubectl, KubectlError, until
 
 ORDER = (
-    "test_api_rules", "test_scale", "test_one_cluster", "test_failures", "test_lifecycle",
+    "test_api_rules", "test_fuzzed_jobs", "test_scale", "test_one_cluster", "test_failures", "test_lifecycle",
     "test_steady_state", "test_operator_failures", "test_two_clusters", "test_rbac",
 )  # fmt: skip
 """What disturbs others comes after them; what reads everybody's audit log comes last."""
@@ -60,6 +61,15 @@ def unable(why: str) -> None:
     if clusters.required():
         pytest.fail(why, pytrace=False)
     pytest.skip(why)
+
+
+@pytest.fixture(scope="session")
+def programs() -> Path:
+    """Folder of etcd and an API server (DILOCO_E2E_BIN), for tests that need nothing else."""
+    folder = Path(os.environ.get("DILOCO_E2E_BIN") or clusters.cache() / "bin")
+    if api_server.programs(folder) is None:
+        unable(f"{folder}: neither etcd nor an API server; tests/e2e/clusters/cluster.sh build")
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,11 @@
 What a real API server makes of the CRD: every rule of the manifest is refused there with the words
 that `diloco validate` has for it, and whatever it accepts, the operator can read.
 
-Needs etcd and kube-apiserver (or hyperkube) in the folder that DILOCO_E2E_BIN names; nothing runs
-but those two.
+Needs etcd and kube-apiserver (or hyperkube); nothing runs but those two.
 """
 
 import copy
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from diloco_operator.crd import crd, schema
+from diloco_operator.crd import crd
 from diloco_operator.manifest import apply_set, examine, load_job
 from diloco_operator.validate import FIXED, transition_problems
 from diloco_testing.api_server import CRDS, JOBS, ApiServer, Refusal, running
@@ -31,22 +29,17 @@ from diloco_testing.manifest_cases import (
     KEPT_RULES,
     REFUSED_CHANGES,
 )
+from diloco_testing.manifest_fuzz import CHANGE, HOSTILE, NODES, PLACES, edges, put
 
 ROOT = Path(__file__).parents[2]
-FOLDER = os.environ.get("DILOCO_E2E_BIN")
-
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not FOLDER, reason="DILOCO_E2E_BIN names no folder with an API server"),
-]
 
 Json = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def api(tmp_path_factory) -> Iterator[ApiServer]:
+def api(programs, tmp_path_factory) -> Iterator[ApiServer]:
     """An API server that knows DiLoCoJob."""
-    with running(Path(str(FOLDER)), tmp_path_factory.mktemp("api")) as server:
+    with running(programs, tmp_path_factory.mktemp("api")) as server:
         server.install(crd())
         yield server
 
@@ -389,78 +382,6 @@ def test_the_crd_can_be_applied_over_itself(api):
 
 
 # -------------------------------------------------------------------------------- fuzz
-
-HOSTILE = [None, True, 0, -1, 1, 2, 24, 1.5, 10**9, 2**31, 2**63 - 1, 10**20, "", "0", "1", "0.5", "eu",
-     "us", "a\nb", "ü", "x" * 300, "10Gi", "-1", "1e3", "Secret", [], [1], ["a"], [{}], {}, {"a": 1},
-     {"a": None}, {"name": "eu"}, [{"name": "eu", "learners": 1}] * 2]  # fmt: skip
-
-
-def paths(node: Json, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    """Every place of a manifest that its schema knows, entries of lists at the first."""
-    for name, inner in node.get("properties", {}).items():
-        yield (*above, name)
-        yield from paths(inner, (*above, name))
-        if inner.get("type") == "array":
-            yield from paths(inner["items"], (*above, name, 0))
-
-
-PLACES = [one for one in paths(schema()) if one[0] == "spec" or one == ("metadata", "name")]
-
-
-def edges(node: Json) -> list[Any]:
-    """Values at the bounds of a field's own schema and one beyond."""
-    if "enum" in node:
-        return [*node["enum"], node["enum"][0].lower()]
-    match node.get("type"):
-        case "integer":
-            bounds = [node["minimum"], node.get("maximum", 2**63 - 1)]
-            return [one + more for one in bounds for more in (-1, 0, 1)] + [2, 3, 25]
-        case "string":
-            most = ["x" * (node["maxLength"] + more) for more in (-1, 0, 1)]
-            return [*most, "", "0.5", "eu", "us", "job", "1", "0.999999999", "a:1", "[::1]:65536"]
-        case "array" if node["items"].get("type") == "string":
-            longest = "x" * node["items"]["maxLength"]
-            counts = [["x"] * (node["maxItems"] + more) for more in (0, 1)]
-            return [[], [longest], [longest + "x"], *counts]
-        case "object" if "additionalProperties" in node:
-            texts = node["additionalProperties"].get("maxLength", 1)
-            maps = [{"a": "1" * (texts + more)} for more in (0, 1)]
-            most = node["maxProperties"]
-            return maps + [{str(key): "1" for key in range(most + more)} for more in (0, 1)]
-        case "boolean":
-            return [True, False]
-        case _:
-            return [{}]
-
-
-def node_at(place: tuple[str | int, ...]) -> Json:
-    node = schema()
-    for part in place:
-        node = node["items"] if isinstance(part, int) else node["properties"][part]
-    return node
-
-
-NODES = {place: node_at(place) for place in PLACES}
-CHANGE = st.sampled_from(PLACES).flatmap(
-    lambda place: st.tuples(st.just(place), st.sampled_from([*edges(NODES[place]), *HOSTILE]))
-)
-
-
-def put(data: Any, place: tuple[str | int, ...], value: Any) -> None:
-    *above, last = place
-    for part in above:
-        if isinstance(part, int):
-            if not isinstance(data, list):
-                return
-            if not data:
-                data.append({})
-        elif not isinstance(data, dict):
-            return
-        elif not isinstance(data.get(part), dict | list):
-            data[part] = [] if part in ("env", "regions", "claims") else {}
-        data = data[part]
-    if isinstance(data, dict):
-        data[last] = value
 
 
 def agree(api: ApiServer, manifest: Json) -> bool:

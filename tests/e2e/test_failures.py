@@ -105,6 +105,8 @@ def test_a_killed_training_process_steps_again_at_once_five_times_in_a_row(watch
             90, saying=f"{VICTIM} steps again", every=0.3, tell=job.tell,
         )  # fmt: skip
         gap = _gap_before_last_life(job)
+        # Other work on the machine comes and goes: what counts is the slower one of the two looks.
+        imported = max(imported, import_seconds(job, VICTIM))
         measured.append((round(gap, 2), round(imported, 2)))
         print(f"killed: stepping again after {gap:.2f} s; import torch takes {imported:.2f} s")
     assert job.lives()[pod] == lives_before, "the container itself was not restarted"

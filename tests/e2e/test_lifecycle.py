@@ -73,7 +73,8 @@ def test_learners_come_and_go_while_the_job_trains(make):
         SOON, saying="the region's children are gone", tell=job.tell,
     )  # fmt: skip
     assert job.lives()[job.pod_of("eu/0")] == first, "the first learner trained through all of it"
-    assert job.audit().ok
+    # The syncer is replaced, as it has to know of the change.
+    assert until(job.audit, SOON, saying="the new syncer's log can be read").ok
 
 
 def test_raised_steps_make_a_complete_job_go_on(make):

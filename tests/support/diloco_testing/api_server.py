@@ -61,8 +61,24 @@ class ApiServer:
 
     def __init__(self, port: int, certificate: Path) -> None:
         self._port = port
+        self._certificate = certificate
         self._tls = ssl.create_default_context(cafile=str(certificate))
         self._tls.check_hostname = False
+
+    def kubeconfig(self, path: Path, token: str = "") -> Path:
+        """Write a kubeconfig that leads here, as the administrator unless another token is given."""
+        cluster = {
+            "server": f"https://127.0.0.1:{self._port}",
+            "certificate-authority": str(self._certificate),
+        }
+        config = {
+            "apiVersion": "v1", "kind": "Config", "current-context": "test",
+            "clusters": [{"name": "test", "cluster": cluster}],
+            "users": [{"name": "test", "user": {"token": token or _TOKEN}}],
+            "contexts": [{"name": "test", "context": {"cluster": "test", "user": "test"}}],
+        }  # fmt: skip
+        path.write_text(json.dumps(config))
+        return path
 
     def send(
         self,

@@ -67,6 +67,10 @@ def manifest(
     )
 
 
+_LIVING = ("SyncerReady", "LearnersReady", "QuorumMet", "Suspended", "Complete")
+"""Conditions that a job which failed never has again."""
+
+
 class Job:
     """A job in one cluster."""
 
@@ -113,9 +117,14 @@ class Job:
         """Wait for a condition's status (and reason); returns the condition."""
 
         def seen() -> Object | None:
-            one = self.condition(kind)
-            fits = one.get("status") == status and (not reason or one.get("reason") == reason)
-            return one if fits else None
+            found = {one["type"]: one for one in self.status().get("conditions", ())}
+            one = found.get(kind, {})
+            if one.get("status") == status and (not reason or one.get("reason") == reason):
+                return one
+            failed = found.get("Failed", {})
+            never = status == "True" and kind in _LIVING and failed.get("status") == "True"
+            assert not never, f"{self.name} failed: {failed['reason']}: {failed['message']}"
+            return None
 
         wanted = f"{kind}={status}{f', {reason}' if reason else ''}"
         return dict(until(seen, seconds, saying=f"{self.name}: {wanted}", tell=self.tell))

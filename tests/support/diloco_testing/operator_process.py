@@ -1,4 +1,4 @@
-"""The operator as a process of its own, against an API server in memory."""
+"""The operator as a process of its own, against an API server in memory or a real one."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from diloco_testing.api_server import ApiServer
 from diloco_testing.fake_api import FakeApi
 
 DEADLINE_SECONDS = 60.0
@@ -31,7 +32,9 @@ def until(condition: Callable[[], Any], what: str) -> Any:
 class OperatorProcess:
     """Use as a context manager; killed at the end if it still runs."""
 
-    def __init__(self, api: FakeApi, directory: Path, *, token: str = "", **env: str) -> None:
+    def __init__(
+        self, api: FakeApi | ApiServer, directory: Path, *, token: str = "", **env: str
+    ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self.log = directory / "operator.log"
         self.health_port, self.metrics_port = _free(), _free()

@@ -8,6 +8,7 @@ import pytest
 
 from diloco_operator import names
 from diloco_operator.api import DiLoCoJob
+from diloco_operator.decide import read_job
 from diloco_operator.manifest import apply_set, examine, load_job
 from diloco_testing.manifest_cases import BROKEN_FIELDS, FITTING_FIELDS
 
@@ -126,3 +127,29 @@ def test_an_endpoint_is_a_host_and_a_port(text):
 )  # fmt: skip
 def test_anything_else_is_no_endpoint(text):
     assert not names.is_endpoint(text)
+
+
+def nested(levels):
+    value = []
+    for _ in range(levels - 1):
+        value = [value]
+    return value
+
+
+@pytest.mark.parametrize("place", ["learner.recipe.config", "learner.podTemplate.spec"])
+def test_what_is_passed_through_may_be_nested_so_deep_and_no_deeper(place):
+    """An API server stores 10 000 levels; whoever walks down there by recursion falls."""
+
+    def problems(levels):
+        raw = minimal()
+        *above, last = place.split(".")
+        inner = raw["spec"]
+        for part in above:
+            inner = inner.setdefault(part, {})
+        inner[last] = {"a": nested(levels - 1)}
+        return read_job(raw)[1]
+
+    assert problems(64) == []
+    for levels in (65, 5000):
+        [said] = problems(levels)
+        assert said == f"spec.{place}: is nested deeper than 64 levels; that is the most"

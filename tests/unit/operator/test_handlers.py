@@ -44,6 +44,19 @@ def test_kopf_writes_nothing_and_asks_for_no_rights_beyond_the_jobs():
     assert len(settings.watching.label_selectors) == 8
 
 
+def test_kopf_compares_no_objects_and_so_copies_none():
+    """It would fall over one that is nested deeper than its recursion goes, and never deliver it."""
+    settings = kopf.OperatorSettings()
+    handlers.configure(settings)
+    deep: list[object] = []
+    for _ in range(5000):
+        deep = [deep]
+    body = kopf.Body({"metadata": {}, "spec": {"deep": deep}})
+    storage = settings.persistence.diffbase_storage
+    assert storage.fetch(body=body) is None
+    assert settings.persistence.progress_storage.clear(essence=storage.build(body=body)) == {}
+
+
 def test_no_handler_needs_a_finalizer_or_keeps_state_in_the_cluster():
     queue = WorkQueue(lambda key: None, threads=1)
     made = handlers.registry(queue, Health(queue), configuration("t"))

@@ -246,8 +246,10 @@ def test_a_child_left_over_without_a_controller_is_adopted(world):
     assert world.api.get("configmaps", "a-spec")["data"]["x"] == "1"
 
 
-def test_what_the_server_refuses_is_said_in_the_status_and_tried_again_with_back_off(world):
-    world.api.faults.append(Fault("PATCH", "configmaps/a-1", 422, "data: Forbidden", times=9))
+@pytest.mark.parametrize("code", [400, 403, 422, 500])
+def test_what_the_server_refuses_is_said_in_the_status_and_tried_again_with_back_off(world, code):
+    """500 as well: a real API server says so where a field has the wrong type."""
+    world.api.faults.append(Fault("PATCH", "configmaps/a-1", code, "data: Forbidden", times=9))
     world.decide = lambda observed: Decisions(
         apply=(world.child("a-1"), world.child("a-2")),
         status={"state": ";".join(f"{one.child}={one.message}" for one in observed.refusals)},
