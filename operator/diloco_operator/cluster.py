@@ -77,12 +77,14 @@ class ApiError(DilocoError):
 
     reason = "KubernetesApi"
 
-    def __init__(self, what: str, status: int, message: str) -> None:
+    def __init__(self, what: str, status: int, message: str, *, ending: bool = False) -> None:
         super().__init__(f"{what}: {message}" if status else f"{what}: no answer: {message}")
         self.status = status
         """HTTP status; 0: no answer."""
         self.message = message
         """The server's words."""
+        self.ending = ending
+        """Refused because the namespace is being deleted, where nothing can be made any more."""
 
     @property
     def refused(self) -> bool:
@@ -226,7 +228,7 @@ class Cluster:
             status, data, wait = self._once(method, url, sent, content)
             if 200 <= status < 300:
                 return _parsed(data, what)
-            error = ApiError(what, status, _message(status, data))
+            error = _error(what, status, data)
             # An apply is answered by 409 for a race inside the server, by 500 for a field of the
             # wrong type; a create or delete means its 409.
             passing = 409 if method == "PATCH" else 500
@@ -305,12 +307,15 @@ def _parsed(data: bytes, what: str) -> Json:
     return found
 
 
-def _message(status: int, data: bytes) -> str:
+def _error(what: str, status: int, data: bytes) -> ApiError:
     try:
-        said = json.loads(data)["message"]
-    except (ValueError, KeyError, TypeError):
-        said = data.decode(errors="replace")[:500]
-    return str(said) or f"HTTP status {status}"
+        said = json.loads(data)
+        causes = (said.get("details") or {}).get("causes") or ()
+        ending = any(one.get("reason") == "NamespaceTerminating" for one in causes)
+        message = said["message"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, ending = data.decode(errors="replace")[:500], False
+    return ApiError(what, status, str(message) or f"HTTP status {status}", ending=ending)
 
 
 def _seconds(headers: Mapping[str, str]) -> float:

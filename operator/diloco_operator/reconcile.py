@@ -145,6 +145,9 @@ class Reconciler:
             try:
                 after = self._cluster.apply(body)
             except ApiError as error:
+                if error.ending:
+                    # The job goes with its namespace; a word about it could not be written either.
+                    raise _RefusedError(error.message) from None
                 # 500 is also the answer to fields of a wrong type ("expected list, got x") and for
                 # an admission webhook that is away: somebody has to be told.
                 if not error.refused and error.status != 500:

@@ -239,15 +239,17 @@ def quiet(eu: Cluster, fleet: Fleet) -> Iterator[Quiet]:
 
 
 def _at_rest(eu: Cluster, fleet: Fleet, namespace: str) -> Quiet:
-    fields, one = fleet.images.pod_fields, {"eu": 1}
+    fields = fleet.images.pod_fields
     nowhere = {**fields, "nodeSelector": {"there-is": "none"}}
+    # An image of its own: with the chart's, learners that never ran follow the chart's upgrades.
+    every = {"regions": {"eu": 1}, "learner": {"image": fleet.images.worker.name}}
     jobs = {
-        "Complete": manifest("complete", steps=3, regions=one, pod_fields=fields),
+        "Complete": manifest("complete", steps=3, pod_fields=fields, **every),
         "Suspended": manifest(
-            "suspended", steps=9, regions=one, pod_fields=fields, runPolicy={"suspend": True}
+            "suspended", steps=9, pod_fields=fields, runPolicy={"suspend": True}, **every
         ),
-        "Starting": manifest("waiting", steps=9, regions=one, pod_fields=nowhere),
-        "Pending": manifest("taken", steps=9, regions=one, pod_fields=nowhere),
+        "Starting": manifest("waiting", steps=9, pod_fields=nowhere, **every),
+        "Pending": manifest("taken", steps=9, pod_fields=nowhere, **every),
     }
     somebody = {"ports": [{"port": 1}], "clusterIP": "None"}
     eu.kubectl.apply(

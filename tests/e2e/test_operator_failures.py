@@ -28,10 +28,17 @@ def operator_env(kubectl, *settings: str) -> None:
     kubectl("set", "env", DEPLOYMENT, "-n", NAMESPACE, *settings)
 
 
+def operators(kubectl):
+    return kubectl.list("pods", NAMESPACE, "app.kubernetes.io/component=operator")
+
+
 def operator_restarts(kubectl) -> int:
-    pods = kubectl.list("pods", NAMESPACE, "app.kubernetes.io/component=operator")
     return max(
-        (c["restartCount"] for p in pods for c in p["status"].get("containerStatuses", ())),
+        (
+            one["restartCount"]
+            for pod in operators(kubectl)
+            for one in pod["status"].get("containerStatuses", ())
+        ),
         default=0,
     )
 
@@ -90,6 +97,7 @@ def test_an_operator_killed_there_ends_in_the_same_state(
     kubectl = eu.kubectl
     calm = undisturbed.lives()
     kubectl("scale", DEPLOYMENT, "-n", NAMESPACE, "--replicas=0")
+    until(lambda: not operators(kubectl), 60, saying="no operator is left that knows no fault")
     job = small_job(eu, fleet, namespace, f"killed-{point}").apply()
     operator_env(kubectl, f"DILOCO_FAULTS=reconcile:kill={point}")
     kubectl("scale", DEPLOYMENT, "-n", NAMESPACE, "--replicas=1")

@@ -28,6 +28,8 @@ class Request:
     namespace: str
     name: str
     code: int
+    ending: bool
+    """Refused because the namespace was being deleted."""
 
     @property
     def writes(self) -> bool:
@@ -81,7 +83,7 @@ def _request(line: dict) -> Request | None:  # type: ignore[type-arg]
     target = line.get("objectRef")
     if target is None:
         return None
-    part = target.get("subresource")
+    part, answer = target.get("subresource"), line.get("responseStatus", {})
     return Request(
         at=datetime.fromisoformat(line["stageTimestamp"]),
         user=line["user"]["username"],
@@ -91,5 +93,7 @@ def _request(line: dict) -> Request | None:  # type: ignore[type-arg]
         resource=target["resource"] + (f"/{part}" if part else ""),
         namespace=target.get("namespace", ""),
         name=target.get("name", ""),
-        code=line.get("responseStatus", {}).get("code", 0),
+        code=answer.get("code", 0),
+        # The audit log leaves out the causes.
+        ending="because it is being terminated" in answer.get("message", ""),
     )

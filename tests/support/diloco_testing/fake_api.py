@@ -65,6 +65,8 @@ class Fault:
     """A regular expression, searched in path?query."""
     status: int = 500
     message: str = "a fault of the test"
+    cause: str = ""
+    """Reason of the Status's only cause, such as NamespaceTerminating."""
     hang_seconds: float = 0.0
     headers: dict[str, str] = field(default_factory=dict)
     times: int = 1
@@ -449,7 +451,10 @@ def _handler(api: FakeApi) -> type[BaseHTTPRequestHandler]:
             try:
                 if fault is not None and not fault.hang_seconds:
                     self._answer(
-                        request, fault.status, _status(fault.status, fault.message), fault.headers
+                        request,
+                        fault.status,
+                        _status(fault.status, fault.message, fault.cause),
+                        fault.headers,
                     )
                 elif query.get("watch") == "true":
                     self._stream(request)
@@ -496,11 +501,12 @@ def _handler(api: FakeApi) -> type[BaseHTTPRequestHandler]:
     return Handler
 
 
-def _status(code: int, message: str) -> Json:
+def _status(code: int, message: str, cause: str = "") -> Json:
     return {
         "kind": "Status",
         "apiVersion": "v1",
         "status": "Failure",
         "code": code,
         "message": message,
+        "details": {"causes": [{"reason": cause}]} if cause else {},
     }

@@ -261,6 +261,22 @@ def test_what_the_server_refuses_is_said_in_the_status_and_tried_again_with_back
     assert world.count("diloco_operator_reconcile_seconds_count", result="refused") == 1
 
 
+def test_nothing_more_is_tried_in_a_namespace_that_is_being_deleted(world):
+    world.api.faults.append(
+        Fault("PATCH", "configmaps/", 403, "is being terminated", "NamespaceTerminating", times=9)
+    )
+    world.decide = lambda observed: Decisions(
+        apply=(world.child("a-1"), world.child("a-2")),
+        status={"state": "Refused"},
+        events=(EventOf(type="Warning", reason="Refused", message="said"),),
+    )
+    with pytest.raises(RetryError, match="is being terminated"):
+        world.run()
+    assert [one.path.partition("?")[0] for one in world.api.writes()] == [
+        "/api/v1/namespaces/ns/configmaps/a-1"
+    ]
+
+
 def test_a_server_that_is_away_ends_the_reconcile_without_a_word_in_the_status(world):
     world.api.faults.append(Fault("GET", "pods", 503, times=9))
     with pytest.raises(RetryError, match="pods"):
