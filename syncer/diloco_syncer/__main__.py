@@ -19,6 +19,7 @@ from diloco.v1 import syncer_pb2_grpc
 from diloco_syncer import settings, state
 from diloco_syncer.core import merge
 from diloco_syncer.identity import Gate
+from diloco_syncer.lock import hold
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.runner import Runner
 from diloco_syncer.service import BulkService, SyncerService
@@ -66,7 +67,9 @@ def _run(given: settings.Settings) -> int:
     # Each learner holds one thread for its session and up to 2 τ for bulk streams.
     grpc_server = server(max_workers=32 + most_learners * (1 + 2 * spec.overlap))
     port = bind(grpc_server, given.listen, tls, tls_dir=given.tls)
-    # Bound before the epoch is counted: a second syncer on this port must not get that far.
+    # Bound and held before the epoch is counted: a second syncer must not get that far.
+    if hold(given.directory, stop) is None:
+        return EXIT_DONE
     store = Store(given.directory / "snapshots", keep=spec.syncer_checkpoint.keep)
     epoch = store.next_epoch()
     events = EventLog(given.directory / "events.jsonl")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import threading
@@ -146,6 +147,28 @@ def test_sigterm_leaves_the_current_state_durable(tmp_path):
             model.check(again)
         assert syncer.events("stop")[0]["step"] == 3
         syncer.assert_audit()
+
+
+@pytest.mark.parametrize("end", ["terminate", "kill"])
+def test_a_successor_waits_until_its_predecessor_has_left_the_directory(tmp_path, end):
+    """As when a pod is deleted: both run for a while, on one volume."""
+    spec = make_spec(syncer_checkpoint=Checkpoint(every_steps=1, keep=2))
+    with RealSyncer(tmp_path, spec) as first, ScriptedLearner(first) as one:
+        one.join().initialise(thetas_of(one))
+        one.expect("ready")
+        successor = RealSyncer(tmp_path / "second", spec)
+        successor.dir = first.dir
+        with contextlib.ExitStack() as ended:
+            ended.callback(successor.__exit__)
+            successor.launch()
+            until(lambda: "another syncer works here" in successor.said(), saying="it waits")
+            good_round(one)
+            durable(first, 1)
+            assert [line["epoch"] for line in first.events("start")] == [1]
+            getattr(first, end)()
+            until(lambda: len(first.events("start")) == 2, saying="the successor has begun")
+        assert [line["step"] for line in first.events("start")] == [0, 1]
+        first.assert_audit()
 
 
 # ---------------------------------------------------------------- started wrongly
