@@ -1,9 +1,9 @@
 """
 The status that was written before, read with care.
 
-Pure. Only three things of it matter for decisions, as with Kubernetes' own Job: that a job was
-Complete or Failed, when it was started, and how far it had come. The rest keeps times of conditions
-and what the syncer said last while it does not answer.
+Pure. Only four things of it matter for decisions, as with Kubernetes' own Job: that a job was
+Complete or Failed, when it was started, when it ended, and how far it had come. The rest keeps times
+of conditions and what the syncer said last while it does not answer.
 """
 
 from __future__ import annotations

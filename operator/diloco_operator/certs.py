@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
@@ -20,6 +20,14 @@ from diloco.tls import regions_of
 
 USAGES = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
 """One certificate serves both ends: a cluster has one Secret."""
+
+_NO_EXTENSION = (
+    x509.ExtensionNotFound,
+    x509.DuplicateExtension,
+    x509.UnsupportedGeneralNameType,
+    ValueError,
+)
+"""It is not there, or cannot be read."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,21 +134,21 @@ def certificates(pem: bytes) -> list[x509.Certificate]:
     """All certificates of a PEM file, in order; empty when it holds none."""
     try:
         return x509.load_pem_x509_certificates(pem)
-    except ValueError:
+    except (ValueError, x509.InvalidVersion):
         return []
 
 
 def _names(certificate: x509.Certificate) -> x509.SubjectAlternativeName:
     try:
         return certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
-    except (x509.ExtensionNotFound, ValueError):
+    except _NO_EXTENSION:
         return x509.SubjectAlternativeName([])
 
 
 def _usages(certificate: x509.Certificate) -> set[x509.ObjectIdentifier]:
     try:
         return set(certificate.extensions.get_extension_for_class(x509.ExtendedKeyUsage).value)
-    except (x509.ExtensionNotFound, ValueError):
+    except _NO_EXTENSION:
         return set(USAGES)  # without the extension every usage is allowed
 
 
@@ -165,7 +173,7 @@ def _path(
 def _issued(certificate: x509.Certificate, issuer: x509.Certificate) -> bool:
     try:
         certificate.verify_directly_issued_by(issuer)
-    except (ValueError, TypeError, InvalidSignature):
+    except (ValueError, TypeError, InvalidSignature, UnsupportedAlgorithm):
         return False
     return True
 
@@ -174,9 +182,9 @@ def is_key_of(key_pem: bytes, certificate: x509.Certificate) -> bool:
     """Whether this is the certificate's key, unencrypted."""
     try:
         key = serialization.load_pem_private_key(key_pem, password=None)
-    except (ValueError, TypeError):
+        return key.public_key() == certificate.public_key()
+    except (ValueError, TypeError, UnsupportedAlgorithm):
         return False
-    return key.public_key() == certificate.public_key()
 
 
 def day(moment: datetime) -> str:

@@ -7,7 +7,7 @@ region by region.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from diloco_operator.manifests import desired
 from diloco_operator.observed import Object, controller_uid, identity
 from diloco_operator.podfacts import has_run, is_homeless, is_ready
 from diloco_operator.situation import Situation
+from diloco_operator.tally import tally
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 
@@ -42,6 +43,9 @@ class Changes:
 
 def changes(now: Situation, course: Course) -> Changes:
     """What is to be done so that the job's children are as they should be."""
+    if course.failing:
+        # The proof is in the pods: it is written down before anything happens to them.
+        return Changes(apply=(), delete=())
     right_now = wanted(now, course)
     view = now.view.as_made(_proved(now))
     wants = desired(now.job, now.owner, view, right_now)
@@ -52,8 +56,7 @@ def changes(now: Situation, course: Course) -> Changes:
         and ((live := now.child(*identity(want))) is None or has_drifted(live, want))
     ]
     due = [want for want in needed if not _is_going(now.child(*identity(want)))]
-    rolls = [want for want in due if _disturbs(now.child(*identity(want)), want)]
-    waiting = rolls if _is_rolling(now) else rolls[1:]
+    waiting = _waiting(now, [want for want in due if _disturbs(now.child(*identity(want)), want)])
     names = {identity(want) for want in wants}
     return Changes(
         apply=tuple(want for want in due if want not in waiting),
@@ -98,9 +101,36 @@ def _disturbs(live: Object | None, want: Object) -> bool:
     return applied(live) != applied(want) and not scaled
 
 
-def _is_rolling(now: Situation) -> bool:
-    """Whether some region's learners are being replaced right now."""
-    return any(_rolls(now, one) for one in now.children.values() if one["kind"] == "StatefulSet")
+def _waiting(now: Situation, rolls: Sequence[Object]) -> list[Object]:
+    """Those of the rolls that have to wait."""
+    rolling = _rolling(now)
+    # A region in the middle of a roll takes a correction: what it was given may never be ready.
+    new = [want for want in rolls if identity(want) not in rolling]
+    if rolling:
+        return new
+    held = _complete_regions(now) if _is_short(now) else ()
+    begun = [want for want in new if _place(want)[1] not in held][:1]
+    return [want for want in new if want not in begun]
+
+
+def _is_short(now: Situation) -> bool:
+    """Exactly a quorum trains, of more learners: nobody can be spared until another one is back."""
+    if now.answer is None:
+        return False
+    quorum = now.answer.quorum or now.job.spec.sync.quorum
+    training = sum(one.training or 0 for one in tally(now).regions)
+    return training == quorum < now.job.spec.num_learners
+
+
+def _complete_regions(now: Situation) -> set[str]:
+    """Regions all of whose learners train; what another one lacks may be mended by its roll."""
+    return {one.name for one in tally(now).regions if (one.training or 0) >= one.desired}
+
+
+def _rolling(now: Situation) -> set[tuple[str, str]]:
+    """StatefulSets whose learners are being replaced right now."""
+    sets = ((name, one) for name, one in now.children.items() if one["kind"] == "StatefulSet")
+    return {name for name, one in sets if _rolls(now, one)}
 
 
 def _rolls(now: Situation, live: Object) -> bool:

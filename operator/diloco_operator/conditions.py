@@ -16,10 +16,10 @@ from diloco_operator.reasons import CONDITIONS, Verdict, is_known, say
 from diloco_operator.situation import OwnRegion, Situation
 from diloco_operator.tally import Tally
 
-_AT_FIRST = (
-    *("", "Starting", "NotStarted", "NotAsked", "NotLooked", "NoAnswer"),
-    *("Suspended", "Complete", "Failed"),
-)
+_AT_REST = ("Suspended", "Complete", "Failed", "NotLooked")
+"""Reasons of a job that did not run: none of them is true of one that does."""
+
+_AT_FIRST = ("", "Starting", "NotStarted", "NotAsked", "NoAnswer", *_AT_REST)
 """Reasons from which a condition comes to be True for the first time: not yet is no trouble."""
 
 _NAMES_SHOWN = 4
@@ -200,7 +200,7 @@ def _spec_consistent(now: Situation) -> Verdict:
 def _last_said(now: Situation, name: str) -> Verdict | None:
     """What was said of the syncer's answers, as long as the last one counts."""
     reason = now.before.reason(name)
-    if not now.reachable or not is_known(name, reason):
+    if not now.reachable or reason in _AT_REST or not is_known(name, reason):
         return None
     said = now.before.conditions[name]
     return Verdict(

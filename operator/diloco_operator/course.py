@@ -44,6 +44,8 @@ class Course:
     phase: Phase
     failed: Verdict | None = None
     """Why it failed."""
+    failing: bool = False
+    """It failed just now, and the status does not say so yet."""
     started: datetime | None
     """When it was started, resumed, or went on after its steps were raised; None: it was not."""
     ended: datetime | None
@@ -68,6 +70,7 @@ def course(now: Situation) -> Course:
     return Course(
         phase=phase,
         failed=failed,
+        failing=failed is not None and not before.is_true("Failed"),
         started=None if phase is Phase.SUSPENDED else started,
         ended=(before.time("completionTime") or now.now) if ended else None,
         volume_gone=phase is Phase.COMPLETE and _volume_gone(now),
@@ -168,6 +171,8 @@ def turns(now: Situation, course: Course) -> Iterator[datetime]:
         yield deadline
     if now.answer is None:
         yield now.reachable_until
+    if course.failing:
+        yield _after(now.now, 1.0)
     if course.ended is not None:
         for seconds in (EVALUATOR_SECONDS, FETCH_SECONDS, policy.ttl_seconds_after_finished):
             if seconds is not None:

@@ -9,7 +9,7 @@ a steady job costs no write.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
@@ -27,7 +27,7 @@ from diloco_operator.validate import rule_problems
 from diloco_operator.view import View
 from diloco_operator.words import say
 
-__all__ = ["Decisions", "EventOf", "ObjectRef", "decide", "read_job"]
+__all__ = ["Decisions", "EventOf", "ObjectRef", "decide", "managed_by", "read_job"]
 
 RUNNING_SECONDS = 30.0
 """A job that runs is looked at so often, whatever happens."""
@@ -75,7 +75,7 @@ def decide(observed: Observed, view: View, now: datetime) -> Decisions:
         now: wall clock, UTC.
     """
     raw = observed.job
-    if raw["metadata"].get("deletionTimestamp") or _managed_by(raw):
+    if raw["metadata"].get("deletionTimestamp") or managed_by(raw):
         return Decisions(again_seconds=RESTING_SECONDS)
     job, problems = read_job(raw)
     if job is None:
@@ -94,7 +94,7 @@ def decide(observed: Observed, view: View, now: datetime) -> Decisions:
     return _told(raw, said, now, decisions)
 
 
-def _managed_by(raw: Object) -> str:
+def managed_by(raw: Object) -> str:
     """Another controller that looks after the job, whatever else stands in its spec."""
     spec = raw.get("spec")
     policy = spec.get("runPolicy") if isinstance(spec, Mapping) else None
@@ -120,14 +120,7 @@ def _told(raw: Object, said: dict[str, Any], now: datetime, decisions: Decisions
     """The decisions, with a status where it is worth a write and the Events that go with it."""
     if not statuses.is_news(said, raw, now):
         return decisions
-    return Decisions(
-        apply=decisions.apply,
-        delete=decisions.delete,
-        status=said,
-        events=_events(said, Before.of(raw)),
-        again_seconds=decisions.again_seconds,
-        remove_job=decisions.remove_job,
-    )
+    return replace(decisions, status=said, events=_events(said, Before.of(raw)))
 
 
 def _events(said: dict[str, Any], before: Before) -> tuple[EventOf, ...]:

@@ -8,6 +8,7 @@ nothing. A handler puts a key into the queue and returns; the watch is never hel
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -191,7 +192,9 @@ class Watches:
 
     def stop(self, timeout_seconds: float) -> None:
         """End, and wait for it so long."""
-        self._stop()
+        # Its loop is closed where the watches ended by themselves.
+        with contextlib.suppress(RuntimeError):
+            self._stop()
         self._thread.join(timeout_seconds)
 
     def _run(self) -> None:

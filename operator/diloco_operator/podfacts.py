@@ -130,15 +130,17 @@ def failure(learners: Iterable[LearnerPods], limit: int | None) -> Verdict | Non
             reason, message = _last_words(end)
             if end.get("exitCode") == EXIT_REFUSED:
                 return say("Failed", "LearnerRefused", learner=learner.name, detail=message)
-            beyond = learner.restarts > (limit or 0) and _is_own_fault(end)
-            if limit is not None and (reason == "RestartLimit" or beyond):
-                return say(
-                    "Failed",
-                    "LearnerRestartLimit",
-                    learner=learner.name,
-                    limit=limit,
-                    detail=message,
-                )
+            if limit is None:
+                continue
+            if reason != "RestartLimit":
+                if learner.restarts <= limit or not _is_own_fault(end):
+                    continue
+                # Who ended it the times before is not known any more.
+                times = f"its container was restarted {learner.restarts} times"
+                message = f"{times}, at last by its own fault: {message}"
+            return say(
+                "Failed", "LearnerRestartLimit", learner=learner.name, limit=limit, detail=message
+            )
     return None
 
 

@@ -15,8 +15,8 @@ from diloco.transport import Tls
 from diloco_operator import names
 from diloco_operator.api import DiLoCoJob
 from diloco_operator.certs import tls_facts
-from diloco_operator.cluster import Cluster, Json
-from diloco_operator.decide import read_job
+from diloco_operator.cluster import ApiError, Cluster, Json
+from diloco_operator.decide import managed_by, read_job
 from diloco_operator.observed import (
     Answer,
     CertificateFacts,
@@ -54,17 +54,19 @@ class Reader:
         Raises:
             ApiError: the API server did not answer, or does not allow it.
         """
-        job, _ = read_job(raw)  # `decide` says what is wrong with it
-        uses_certificates = job is not None and job.spec.tls.mode == "CertManager"
+        job, _ = read_job(raw)
+        if job is None or managed_by(raw):
+            # `decide` takes nothing else in; nobody is dialled where another controller says so.
+            return Observed(job=raw)
+        uses_certificates = job.spec.tls.mode == "CertManager"
         children = self._cluster.children(*key, certificates=uses_certificates)
         pods = self._cluster.pods(*key)
-        tls, facts = self._certificate(key, job) if job is not None else (None, None)
-        syncer = self._ask(key, job, children, tls, facts) if job is not None else None
+        tls, facts = self._certificate(key, job)
         return Observed(
             job=raw,
             children=children,
             pods=pods,
-            syncer=syncer,
+            syncer=self._ask(key, job, children, tls, facts),
             last_answer=self._syncers.last_answer(key),
             certificate=facts,
         )
@@ -73,7 +75,13 @@ class Reader:
         name = tls_secret(job)
         if not name:
             return None, None
-        found = self._cluster.get("Secret", key.namespace, name)
+        try:
+            found = self._cluster.get("Secret", key.namespace, name)
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            problem = f"the operator may not read Secret {name} (rbac.tlsSecrets of its chart)"
+            return None, CertificateFacts(reason="CertificateUnreadable", problem=problem)
         if found is None:
             problem = f"Secret {name} does not exist in namespace {key.namespace}"
             return None, CertificateFacts(reason="CertificateMissing", problem=problem)

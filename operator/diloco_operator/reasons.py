@@ -77,7 +77,10 @@ _CERTIFICATE: tuple[_Row, ...] = tuple(
     (reason, "Warning", "{detail}", advice)
     for reason, advice in (
         ("CertificateMissing", "make the Secret (diloco certs) or look at cert-manager"),
-        ("CertificateUnreadable", "make the Secret anew (diloco certs)"),
+        (
+            "CertificateUnreadable",
+            "make the Secret anew (diloco certs), or let the operator read it (rbac.tlsSecrets)",
+        ),
         ("CertificateExpired", "renew the Secret (diloco certs); it is taken up by itself"),
         ("CertificateNotYetValid", "look at the clocks of both clusters"),
         ("CertificateOfOtherAuthority", "take the Secrets of all clusters from one authority"),
@@ -263,8 +266,7 @@ REASONS: tuple[Reason, ...] = (
         (
             "LearnerRestartLimit",
             "Warning",
-            "learner {learner} ended more than {limit} times by its own fault "
-            "(spec.runPolicy.learnerRestartLimit): {detail}",
+            "learner {learner} is given up (spec.runPolicy.learnerRestartLimit is {limit}): {detail}",
             "see kubectl logs of its pod; make a new job",
         ),
         (

@@ -109,7 +109,7 @@ class Reconciler:
         self._faults.reached("after-read")
         decisions = self._decide(observed, self._view, self._now())
         met = self._apply(key, observed, decisions)
-        self._delete(key, decisions)
+        self._delete(key, decisions, met)
         self._faults.reached("after-delete")
         if met.foreign or met.refusals:
             # Said by the same pure function, so that a status is always the whole truth.
@@ -117,10 +117,10 @@ class Reconciler:
             said = self._decide(observed, self._view, self._now())
             decisions = replace(decisions, status=said.status, events=said.events)
         self._say(key, observed, decisions)
-        if met.refusals:
-            raise _RefusedError("; ".join(f"{one.child}: {one.message}" for one in met.refusals))
         if decisions.remove_job:
             self._remove(key, observed)
+        if met.refusals:
+            raise _RefusedError("; ".join(f"{one.child}: {one.message}" for one in met.refusals))
         return decisions.again_seconds
 
     def _forget(self, key: Key) -> None:
@@ -135,22 +135,20 @@ class Reconciler:
         idle: dict[tuple[str, str], str] = {}
         for number, body in enumerate(decisions.apply, start=1):
             kind, name = identity(body)
-            child = live.get((kind, name)) or self._cluster.get(kind, key.namespace, name)
-            if child is not None and not _ours(child, observed.job):
-                met.foreign.append(f"{kind} {name}")
-                continue
-            if child is not None and before.get((kind, name)) == (mark := _mark(body, child)):
-                idle[(kind, name)] = mark
-                continue
             try:
+                child = live.get((kind, name)) or self._cluster.get(kind, key.namespace, name)
+                if child is not None and not _ours(child, observed.job):
+                    met.foreign.append(f"{kind} {name}")
+                    continue
+                if child is not None and before.get((kind, name)) == (mark := _mark(body, child)):
+                    idle[(kind, name)] = mark
+                    continue
                 after = self._cluster.apply(body)
             except ApiError as error:
                 if error.ending:
                     # The job goes with its namespace; a word about it could not be written either.
                     raise _RefusedError(error.message) from None
-                # 500 is also the answer to fields of a wrong type ("expected list, got x") and for
-                # an admission webhook that is away: somebody has to be told.
-                if not error.refused and error.status != 500:
+                if not _is_to_be_said(error):
                     raise
                 met.refusals.append(Refusal(child=f"{kind} {name}", message=error.message))
                 continue
@@ -161,10 +159,15 @@ class Reconciler:
         self._idle[key] = idle
         return met
 
-    def _delete(self, key: Key, decisions: Decisions) -> None:
+    def _delete(self, key: Key, decisions: Decisions, met: _Outcome) -> None:
         for ref in decisions.delete:
-            if self._cluster.delete(ref.kind, key.namespace, ref.name, uid=ref.uid):
-                self._wrote("deleted", ref.kind, ref.name)
+            try:
+                if self._cluster.delete(ref.kind, key.namespace, ref.name, uid=ref.uid):
+                    self._wrote("deleted", ref.kind, ref.name)
+            except ApiError as error:
+                if not _is_to_be_said(error):
+                    raise
+                met.refusals.append(Refusal(child=f"{ref.kind} {ref.name}", message=error.message))
 
     def _say(self, key: Key, observed: Observed, decisions: Decisions) -> None:
         status = decisions.status
@@ -203,6 +206,13 @@ class Reconciler:
 
 class _RefusedError(RetryError):
     """The API server refused a child; the status says so."""
+
+
+def _is_to_be_said(error: ApiError) -> bool:
+    """Somebody has to be told: the same request will not help at once."""
+    # 500 is also the answer to fields of a wrong type ("expected list, got x") and for an admission
+    # webhook that is away.
+    return error.refused or error.status == 500
 
 
 def _version(child: Mapping[str, Any]) -> tuple[str, str]:

@@ -44,7 +44,7 @@ class SyncerStatus(Model):
     """The one process that merges, as this operator knows it."""
 
     endpoint: str = ""
-    """host:port that learners of this operator's regions dial."""
+    """host:port of the syncer, as others may dial it."""
     region: str = ""
     """The region it lives in."""
     last_merge_time: Time = ""

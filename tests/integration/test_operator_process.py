@@ -195,6 +195,39 @@ def test_killed_at_any_point_the_next_life_ends_in_the_same_state(
         assert (children(api), conditions(api)) == undisturbed
 
 
+def refused_pod(api):
+    """The learner eu/0 ended for good, as its container says."""
+    owner = api.get("statefulsets", "a-eu")["metadata"]
+    end = {"exitCode": 78, "message": '{"reason": "Refused", "message": "another model"}'}
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {
+            "namespace": "ns",
+            "name": "a-eu-0",
+            "labels": owner["labels"],
+            "ownerReferences": [{"uid": owner["uid"], "controller": True}],
+        },
+        "status": {"containerStatuses": [{"name": "main", "state": {"terminated": end}}]},
+    }
+
+
+@pytest.mark.parametrize("point", ["after-delete", "before-status", "after-status"])
+def test_a_job_that_failed_stays_failed_wherever_the_operator_is_killed(api, tmp_path, point):
+    """Its pod is the only proof, and goes with the children."""
+    api.create(job(runPolicy={"cleanupPolicy": "All"}))
+    with OperatorProcess(api, tmp_path) as operator:
+        until(lambda: settled(api), "children and status")
+        assert operator.stop() == 0
+    api.create(refused_pod(api))
+    with OperatorProcess(api, tmp_path, DILOCO_FAULTS=f"reconcile:kill={point}") as operator:
+        assert operator.process.wait(60) == -9
+    with OperatorProcess(api, tmp_path):
+        until(lambda: children(api) == {}, "nothing is left")
+        until(lambda: conditions(api)["Failed"] == ("True", "LearnerRefused"), "the reason")
+        assert api.all("pods") == []
+
+
 def test_an_api_server_that_is_away_ends_nothing_and_what_was_missed_is_made_up_for(api, tmp_path):
     api.create(job())
     with OperatorProcess(api, tmp_path) as operator:

@@ -30,8 +30,8 @@ log = logging.getLogger("diloco.pod")
 
 TURN_SECONDS = 0.5
 
-MOST_MESSAGE = 3000
-"""Characters of the termination log's message; the kubelet keeps 4096 bytes."""
+MOST_BYTES = 4000
+"""Of the termination log; the kubelet keeps 4096, and half a JSON object says nothing."""
 
 
 class Supervisor:
@@ -137,6 +137,7 @@ class Supervisor:
         running = policy.state in (p.State.RUNNING, p.State.LEAVING)
         return Facts(
             role=policy.role,
+            rank=self._settings.rank,
             state=policy.state,
             why=policy.why,
             died=policy.died,
@@ -164,11 +165,23 @@ class Supervisor:
 
 def leave_message(path: Path, reason: str, message: str) -> None:
     """Say in the pod's status why the container ended."""
-    text = json.dumps({"reason": reason, "message": message[:MOST_MESSAGE]}, ensure_ascii=False)
     try:
-        path.write_text(text)
+        path.write_bytes(_last_words(reason, message))
     except OSError as error:
         log.warning("%s: %s; the reason stands in the log only", path, error.strerror)
+
+
+def _last_words(reason: str, message: str) -> bytes:
+    """What goes into the termination log: whole JSON, the message cut at its end where it must."""
+    message = message[:MOST_BYTES]
+    while True:
+        said = json.dumps({"reason": reason, "message": message}, ensure_ascii=False)
+        data = said.encode(errors="replace")  # a line of the child may hold lone surrogates
+        beyond = len(data) - MOST_BYTES
+        if beyond <= 0 or not message:
+            return data
+        # A character takes at most six bytes, as an escape.
+        message = message[: -max(1, beyond // 6)]
 
 
 def _plain(line: str) -> str:

@@ -21,7 +21,7 @@ from diloco_testing.clusters import required
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "charts" / "diloco"
 VALUES_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
-OLDEST = "1.29.0"
+OLDEST = "1.31.0"
 """Kubernetes that Chart.yaml asks for; a helm built by `go install` takes itself for far older."""
 EVERYTHING = CHART / "ci" / "everything-values.yaml"
 
@@ -188,6 +188,24 @@ def test_the_operations_guide_names_every_alert():
     assert described == {one["alert"] for one in alerts}
 
 
+def test_the_alerts_name_a_section_of_the_operations_guide():
+    guide = (ROOT / "docs" / "operations.md").read_text()
+    named = re.findall(
+        r'docs/operations.md, "(.+?)"', (CHART / "files" / "alerts.yaml").read_text()
+    )
+    assert named
+    assert all(f"## {section}\n" in guide for section in named)
+
+
+def test_no_alert_waits_for_a_change_of_a_gauge():
+    """A series of jobs by state first appears with its value: its delta is 0."""
+    text = (CHART / "files" / "alerts.yaml").read_text()
+    kinds = {metric.name: metric.kind for metric in METRICS}
+    assert not re.search(r"\bi?delta\(", text)
+    for name in re.findall(r"\b(?:increase|rate)\((diloco_[a-z_]+)", text):
+        assert kinds.get(name) != "gauge", name
+
+
 # What is installed
 
 
@@ -256,7 +274,7 @@ RIGHTS = {
     "/persistentvolumeclaims": CHILD,
     "/serviceaccounts": CHILD,
     "policy/poddisruptionbudgets": CHILD,
-    "/pods": {"get", "list", "watch"},
+    "/pods": {"list", "watch"},
     "/events": {"create"},
     "/secrets": {"get"},
 }

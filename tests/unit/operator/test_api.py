@@ -1,10 +1,12 @@
 """Types, bounds and defaults of single fields."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from diloco_operator import names
 from diloco_operator.api import DiLoCoJob
@@ -46,6 +48,17 @@ def test_the_example_of_the_specification_loads_word_for_word():
 @pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*/job.yaml")), ids=str)
 def test_every_example_is_a_good_manifest(path):
     assert examine(path)[1] == []
+
+
+def test_the_manifests_in_the_operations_guide_are_good():
+    text = (ROOT / "docs" / "operations.md").read_text()
+    blocks = [yaml.safe_load(one) for one in re.findall(r"```yaml\n(.+?)```", text, re.S)]
+    parts = [one for one in blocks if "kind" not in one]  # of a job's spec
+    assert [list(one) for one in parts] == [["regions"], ["learner"]]
+    for part in parts:
+        data = minimal()
+        data["spec"] |= part
+        assert examine(json.dumps(data))[1] == []
 
 
 def test_what_is_left_out_has_the_default_of_the_specification():

@@ -341,3 +341,60 @@ def test_an_expired_authority_is_named_as_the_one_that_expired(authority):
     )
     assert found.reason == "CertificateExpired"
     assert one.expires > NOW + timedelta(days=9)
+
+
+# Made with OpenSSL: a key on the curve secp112r1, which `cryptography` does not load.
+ODD_KEY = b"""\
+-----BEGIN PRIVATE KEY-----
+ME4CAQAwEAYHKoZIzj0CAQYFK4EEAAYENzA1AgEBBA6zPx2lJ5PoRTjUJnp55KEg
+Ax4ABGHKs+6VG+9bAPTbRX9JJOb1bIGNUETWpIDxtQg=
+-----END PRIVATE KEY-----
+"""
+ODD_CERTIFICATE = b"""\
+-----BEGIN CERTIFICATE-----
+MIIBSjCCARSgAwIBAgITZ+BTUYeHa++DL3DQ/6xWxSAQjjAKBggqhkjOPQQDAjAO
+MQwwCgYDVQQDDANvZGQwIBcNMjYxMTIxMTU1MjExWhgPMjEyNjEwMjgxNTUyMTFa
+MA4xDDAKBgNVBAMMA29kZDAyMBAGByqGSM49AgEGBSuBBAAGAx4ABGHKs+6VG+9b
+APTbRX9JJOb1bIGNUETWpIDxtQijdjB0MB0GA1UdDgQWBBQYZR7yeOCQc4FM+MaO
+YuA9pjpzMTAfBgNVHSMEGDAWgBQYZR7yeOCQc4FM+MaOYuA9pjpzMTAPBgNVHRMB
+Af8EBTADAQH/MCEGA1UdEQQaMBiGFmRpbG9jbzovL2dwdC9yZWdpb24vZXUwCgYI
+KoZIzj0EAwIDJAAwIQIPAKJuanWB2/0qAFX95e3WAg5m3ZN/Uraz+QWnYVLmuw==
+-----END CERTIFICATE-----
+"""
+LATER = datetime(2027, 5, 1, tzinfo=UTC)
+
+
+def test_a_key_on_a_curve_that_nobody_knows_is_a_problem_and_no_error():
+    found = tls_facts(ODD_CERTIFICATE, ODD_CERTIFICATE, LATER, job="gpt", key_pem=ODD_KEY)
+    assert (found.reason, found.regions) == ("KeyOfOtherCertificate", ("eu",))
+
+
+def test_an_authority_on_a_curve_that_nobody_knows_is_a_problem_and_no_error(authority):
+    certificate = x509.load_pem_x509_certificate(ODD_CERTIFICATE)
+    odd = Authority(certificate=certificate, key=authority.key, bundle=ODD_CERTIFICATE)
+    one, _ = own(odd)
+    found = tls_facts(pem(one), ODD_CERTIFICATE, NOW)
+    assert found.reason == "CertificateOfOtherAuthority"
+
+
+@pytest.mark.parametrize("fault", ["a name of an unknown kind", "an extension twice"])
+def test_a_certificate_whose_extensions_cannot_be_read_speaks_for_nobody(authority, fault):
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(x509.Name([]))
+        .issuer_name(authority.certificate.subject)
+        .public_key(authority.key.public_key())
+        .serial_number(1)
+        .not_valid_before(NOW - timedelta(days=1))
+        .not_valid_after(NOW + timedelta(days=9))
+    )
+    if fault == "an extension twice":
+        names = x509.SubjectAlternativeName([x509.DNSName("a")])
+        builder = builder.add_extension(names, critical=False)
+        builder._extensions.append(builder._extensions[0])
+    else:
+        x400 = x509.UnrecognizedExtension(x509.SubjectAlternativeName.oid, b"\x30\x02\xa3\x00")
+        builder = builder.add_extension(x400, critical=False)
+    certificate = builder.sign(authority.key, hashes.SHA256())
+    found = tls_facts(pem(certificate), authority.bundle, NOW)
+    assert (found.reason, found.regions, found.server_names) == ("", (), ())

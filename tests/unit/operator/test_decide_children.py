@@ -6,7 +6,15 @@ import pytest
 
 from diloco_operator.observed import Refusal
 from diloco_operator.view import View
-from diloco_testing.operated import VIEW, World, is_idle, manifest, training
+from diloco_testing.operated import (
+    VIEW,
+    World,
+    is_idle,
+    main_of,
+    manifest,
+    set_ready,
+    training,
+)
 
 
 def names(decisions):
@@ -282,6 +290,118 @@ def test_a_roll_is_over_when_every_learner_that_has_a_node_is_back(second, done)
         world.pod(name)["metadata"]["labels"] |= {"controller-revision-hash": revision}
     world.pod("a-eu-1")["status"]["conditions"] = second
     assert rolled(world.reconcile()) == (["a-us"] if done else [])
+
+
+def set_image(world, image):
+    world.change(learner={"recipe": {"name": "gpt", "config": {}}, "image": image})
+
+
+def stuck_at_its_first_pod(world, name):
+    """The StatefulSet replaces its last pod, whose image nobody can pull."""
+    live, last = world.children["StatefulSet", name], world.pod(f"{name}-1")
+    live["status"] |= {
+        "observedGeneration": live["metadata"]["generation"],
+        "readyReplicas": 1,
+        "currentRevision": "old",
+        "updateRevision": "new",
+    }
+    world.pod(f"{name}-0")["metadata"]["labels"] |= {"controller-revision-hash": "old"}
+    last["metadata"]["labels"] |= {"controller-revision-hash": "new"}
+    set_ready(last, False)
+    main_of(last)["state"] = {"waiting": {"reason": "ImagePullBackOff"}}
+
+
+def test_a_correction_reaches_a_region_that_is_stuck_in_the_middle_of_its_roll():
+    world = training()
+    set_image(world, "typo")
+    assert rolled(world.reconcile()) == ["a-eu"]
+    stuck_at_its_first_pod(world, "a-eu")
+    assert rolled(world.reconcile(30)) == []
+    set_image(world, "right")
+    assert rolled(world.reconcile(30)) == ["a-eu"]
+    world.run_controllers()
+    assert rolled(world.reconcile(30)) == ["a-us"]
+
+
+THREE = {"regions": regions(eu=2, us=2, asia=1), "sync": {"quorum": 4}}
+
+
+def test_no_roll_begins_while_a_quorum_and_no_more_trains():
+    world = training(manifest(**THREE))
+    set_ready(world.pod("a-asia-0"), False)
+    world.count_pods()
+    world.answers(gone=("asia/0",))
+    set_env(world, "1")
+    assert rolled(world.reconcile()) == ["a-asia"], "it has nothing to lose"
+    world.count_pods()
+    for _ in range(3):
+        assert rolled(world.reconcile(30)) == []
+    set_ready(world.pod("a-asia-0"), True)
+    world.count_pods()
+    world.answers()
+    assert rolled(world.reconcile(30)) == ["a-eu"]
+
+
+def test_lowering_the_quorum_lets_a_roll_begin():
+    world = training(manifest(**THREE))
+    world.answers(gone=("asia/0",))
+    world.pods.pop("a-asia-0")
+    world.children["StatefulSet", "a-asia"]["status"]["readyReplicas"] = 0
+    set_env(world, "1")
+    world.reconcile()
+    world.children["StatefulSet", "a-asia"]["status"]["observedGeneration"] += 1
+    assert rolled(world.reconcile(30)) == []
+    world.change(sync={"quorum": 3})
+    world.answers(gone=("asia/0",))
+    assert rolled(world.reconcile(30)) == ["a-eu"]
+
+
+@pytest.mark.parametrize("missing", [("us/1",), ("us/0", "us/1")])
+def test_a_region_that_lacks_a_learner_takes_a_correction_before_the_others(missing):
+    """Ready and yet not training: the others must not wait for what nobody corrects."""
+    world = training(manifest(sync={"quorum": 4 - len(missing)}))
+    world.answers(gone=missing)
+    set_env(world, "1")
+    assert rolled(world.reconcile()) == ["a-us"]
+    world.run_controllers()
+    assert rolled(world.reconcile(30)) == []
+    world.answers()
+    assert rolled(world.reconcile(30)) == ["a-eu"]
+
+
+@pytest.mark.parametrize(
+    ("quorum", "gone"),
+    [
+        (4, ()),
+        (3, ()),
+        (3, ("us/0", "us/1")),
+        (2, ("eu/0", "eu/1", "us/0", "us/1")),
+    ],
+    ids=["all-are-the-quorum", "one-to-spare", "below-the-quorum", "nobody-trains"],
+)
+def test_a_roll_is_not_held_back_where_it_could_never_begin_or_costs_no_merge(quorum, gone):
+    world = training(manifest(sync={"quorum": quorum}))
+    world.answers(gone=gone)
+    set_env(world, "1")
+    assert rolled(world.reconcile()) == ["a-eu"]
+
+
+def test_a_roll_is_not_held_back_while_the_syncer_does_not_answer():
+    world = training(manifest(**THREE))
+    world.answers(gone=("asia/0",))
+    world.is_silent()
+    set_env(world, "1")
+    assert rolled(world.reconcile()) == ["a-eu"]
+
+
+def test_a_region_of_another_cluster_that_is_missing_holds_back_a_roll_here():
+    view = View(region="eu", worker_image="w", syncer_image="s")
+    world = training(manifest(sync={"quorum": 2}), view=view)
+    world.answers(gone=("us/0", "us/1"))
+    set_env(world, "1")
+    assert rolled(world.reconcile()) == []
+    world.answers(gone=("us/0",))
+    assert rolled(world.reconcile(30)) == ["a-eu"]
 
 
 def test_suspending_does_not_wait_for_a_roll():

@@ -137,6 +137,27 @@ def test_the_deadline_begins_anew_at_resume():
     assert world.says("Failed") == ("True", "DeadlineExceeded")
 
 
+def test_what_was_said_while_the_job_rested_is_not_repeated_when_it_runs_again():
+    world = training()
+    world.change(runPolicy={"suspend": True})
+    world.reconcile()
+    assert world.says("QuorumMet") == ("False", "Suspended")
+    world.change(runPolicy={})
+    world.is_silent()
+    world.reconcile(5)
+    assert world.says("SyncerReachable") == ("True", "Answers")
+    assert world.says("QuorumMet") == ("Unknown", "NoAnswer")
+
+
+def test_what_was_said_of_a_complete_job_is_not_repeated_when_its_steps_are_raised():
+    world = complete()
+    assert world.says("QuorumMet") == ("False", "Complete")
+    world.change(steps=3000)
+    world.is_silent()
+    world.reconcile(5)
+    assert world.says("QuorumMet") == ("Unknown", "NoAnswer")
+
+
 def test_a_job_that_is_made_suspended_starts_nothing():
     world = World(job=manifest(runPolicy={"suspend": True}))
     world.settle()
@@ -303,9 +324,10 @@ def test_extreme_times_are_times(seconds):
 def test_the_deadline_fails_a_job_and_frees_its_pods():
     world = training(manifest(runPolicy={"activeDeadlineSeconds": 100}))
     assert world.reconcile(95).again_seconds == 5
-    world.reconcile(5)
+    assert world.reconcile(5).again_seconds == 1
     assert world.says("Failed") == ("True", "DeadlineExceeded")
     assert world.status["state"] == "Failed"
+    world.reconcile(1)
     assert set(world.replicas().values()) == {0}
     assert ("PersistentVolumeClaim", "a-syncer") in world.children
     assert world.status["completionTime"] == "2026-03-01T12:01:40Z"
@@ -330,8 +352,42 @@ def test_failed_is_final():
 def test_the_cleanup_policy_holds_for_a_failed_job(policy, left):
     world = training(manifest(runPolicy={"activeDeadlineSeconds": 9, "cleanupPolicy": policy}))
     world.reconcile(9)
+    world.reconcile(1)
     assert sum(world.replicas().values()) == left
     assert bool(world.children) == (policy != "All")
+
+
+def die_before_the_status(world):
+    """The operator carries out what it decides, and is killed before it writes the status."""
+    before = world.job.get("status")
+    world.reconcile(1)
+    world.job["status"] = before
+    world.run_controllers()
+
+
+@pytest.mark.parametrize("policy", ["Running", "All"])
+def test_a_job_that_failed_stays_failed_when_the_operator_dies_at_that_moment(policy):
+    """Its pods are the only proof until the status is written."""
+    world = training(manifest(runPolicy={"cleanupPolicy": policy}))
+    refuse(world.pod("a-us-1"))
+    die_before_the_status(world)
+    world.reconcile(1)
+    assert world.says("Failed") == ("True", "LearnerRefused")
+    die_before_the_status(world)
+    world.reconcile(1)
+    assert world.says("Failed") == ("True", "LearnerRefused")
+    assert "hidden size 4" in world.condition("Failed")["message"]
+    assert not any(world.replicas().values())
+    assert bool(world.children) == (policy == "Running")
+
+
+def test_a_correction_takes_no_proof_away_before_the_failure_is_written():
+    world = training()
+    refuse(world.pod("a-us-1"))
+    world.change(learner={"recipe": {"name": "gpt", "config": {}}, "image": "another"})
+    decisions = world.reconcile()
+    assert (decisions.apply, decisions.delete) == ((), ())
+    assert world.says("Failed") == ("True", "LearnerRefused")
 
 
 def refuse(pod, code=78, message='{"reason": "Refused", "message": "hidden size 4, expected 8"}'):
@@ -409,6 +465,8 @@ def test_more_own_faults_than_the_limit_fail_the_job(code, reason):
     restarted(world.pod("a-us-1"), 4, code, reason)
     world.reconcile()
     assert world.says("Failed") == ("True", "LearnerRestartLimit")
+    words = "its container was restarted 4 times, at last by its own fault: exit code"
+    assert words in world.condition("Failed")["message"]
 
 
 @pytest.mark.parametrize(

@@ -179,6 +179,7 @@ def test_a_refused_learner_fails_the_job_in_its_own_cluster():
     us.pod("a-us-0")["status"]["containerStatuses"][0]["state"] = {"terminated": end}
     us.reconcile()
     assert us.says("Failed") == ("True", "LearnerRefused")
+    us.reconcile(1)
     assert us.replicas() == {"a-us": 0}
 
 

@@ -66,6 +66,21 @@ def test_no_handler_needs_a_finalizer_or_keeps_state_in_the_cluster():
     assert not made._indexing.get_all_handlers()
 
 
+def test_watches_that_ended_by_an_error_can_be_stopped(monkeypatch):
+    async def fail(**_):
+        raise RuntimeError("a watch failed")
+
+    monkeypatch.setattr(handlers.kopf, "operator", fail)
+    ended = []
+    watches = handlers.Watches(
+        kopf.OperatorRegistry(), namespaces=(), ended=lambda: ended.append(True)
+    )
+    watches.start()
+    watches._thread.join(10)
+    assert ended == [True]
+    watches.stop(1.0)
+
+
 def test_kopf_dials_with_the_token_of_this_moment_and_asks_again_in_time():
     source = configuration("first")
     one = handlers.connection_info(source, NOW)

@@ -14,7 +14,7 @@ from diloco_operator import cluster as cluster_module
 from diloco_operator import logs
 from diloco_operator.authority import issue, new_authority
 from diloco_operator.cluster import Cluster, connect
-from diloco_operator.decide import Decisions, EventOf, ObjectRef
+from diloco_operator.decide import Decisions, EventOf, ObjectRef, decide
 from diloco_operator.metrics import Metrics
 from diloco_operator.observed import Answer, Silence
 from diloco_operator.reconcile import Reconciler
@@ -261,6 +261,58 @@ def test_what_the_server_refuses_is_said_in_the_status_and_tried_again_with_back
     assert world.count("diloco_operator_reconcile_seconds_count", result="refused") == 1
 
 
+def test_a_delete_that_is_refused_is_said_and_holds_up_nothing(world):
+    world.api.create(world.child("old"))
+    world.api.create(world.child("older"))
+    refs = tuple(
+        ObjectRef(
+            api_version="v1",
+            kind="ConfigMap",
+            name=name,
+            uid=world.api.get("configmaps", name)["metadata"]["uid"],
+        )
+        for name in ("old", "older")
+    )
+    world.api.faults.append(Fault("DELETE", "configmaps/old$", 403, "a policy says no", times=9))
+    world.decide = lambda observed: Decisions(
+        delete=refs,
+        status={"state": ";".join(f"{one.child}={one.message}" for one in observed.refusals)},
+    )
+    with pytest.raises(RetryError, match="a policy says no"):
+        world.run()
+    assert world.api.get("configmaps", "older") is None
+    assert world.api.get("dilocojobs", "a")["status"] == {"state": "ConfigMap old=a policy says no"}
+
+
+def test_a_finished_job_is_removed_though_the_server_refuses_a_child(world):
+    world.api.faults.append(Fault("PATCH", "configmaps/", 403, "no", times=9))
+    world.decide = lambda observed: Decisions(apply=(world.child(),), remove_job=True)
+    with pytest.raises(RetryError, match="no"):
+        world.run()
+    assert world.api.get("dilocojobs", "a") is None
+
+
+def reasons(api):
+    said = api.get("dilocojobs", "a")["status"]["conditions"]
+    return {one["type"]: (one["status"], one["reason"], one["message"]) for one in said}
+
+
+def test_without_a_right_to_certificates_the_job_says_so_and_gets_its_other_children(api, tmp_path):
+    """rbac.certManager of the chart is false: reading one is refused like making one."""
+    api.create(job(tls={"mode": "CertManager", "issuerRef": {"name": "ca"}}))
+    api.faults.append(Fault("*", "certificates", 403, "certificates is forbidden", times=99))
+    world = World(api, tmp_path)
+    world.decide = lambda observed: decide(observed, VIEW, NOW)
+    with pytest.raises(RetryError, match="certificates is forbidden"):
+        world.run()
+    world.reconciler.close()
+    assert api.get("statefulsets", "a-eu")
+    assert api.get("deployments", "a-syncer")
+    status, reason, message = reasons(api)["Accepted"]
+    assert (status, reason) == ("False", "Refused")
+    assert "Certificate a-tls: certificates is forbidden" in message
+
+
 def test_nothing_more_is_tried_in_a_namespace_that_is_being_deleted(world):
     world.api.faults.append(
         Fault("PATCH", "configmaps/", 403, "is being terminated", "NamespaceTerminating", times=9)
@@ -383,6 +435,22 @@ def test_a_remote_syncer_is_asked_at_the_endpoint_of_the_manifest(api, tmp_path)
     world.reconciler.close()
 
 
+def test_a_secret_that_may_not_be_read_is_a_condition(api, tmp_path):
+    """rbac.tlsSecrets of the chart is false."""
+    tls = {"mode": "Secret", "secretName": "s"}
+    world = remote(api, tmp_path, "127.0.0.1:1", tls=tls)
+    api.faults.append(Fault("GET", "secrets/s", 403, "secrets is forbidden", times=9))
+    view = View(region="us", worker_image="w", syncer_image="s")
+    world.decide = lambda observed: decide(observed, view, NOW)
+    world.run()
+    world.reconciler.close()
+    for condition in ("SyncerReachable", "LearnersReady"):
+        status, reason, message = reasons(api)[condition]
+        assert (status, reason) == ("False", "CertificateUnreadable")
+        assert "may not read Secret s (rbac.tlsSecrets" in message
+    assert api.get("statefulsets", "a-us")
+
+
 def test_the_certificate_comes_from_the_secret_and_the_answer_from_the_syncer(api, tmp_path):
     authority = new_authority("a", datetime.now(UTC))
     ours = issued(authority, ["us"])
@@ -446,3 +514,13 @@ def test_a_manifest_that_cannot_be_read_reaches_the_decision_and_nobody_is_asked
     world.api.edit("dilocojobs", "a", lambda one: one["spec"].update(steps=-1))
     assert world.run() == 30.0
     assert world.observed[0].syncer is None
+    assert [one.method for one in world.api.requests] == ["GET"], "the job, and nothing else"
+
+
+def test_of_a_job_that_another_controller_manages_nothing_more_is_read(api, tmp_path):
+    policy = {"managedBy": "kueue.x-k8s.io/multikueue"}
+    tls = {"mode": "Secret", "secretName": "s"}
+    world = remote(api, tmp_path, "127.0.0.1:1", tls=tls, runPolicy=policy)
+    world.run()
+    assert world.observed[0].syncer is None, "nobody was dialled"
+    assert [one.method for one in api.requests] == ["GET"]

@@ -45,6 +45,17 @@ def alone(*arguments, **env):
 # ---------------------------------------------------------------- config
 
 
+def test_one_of_several_processes_of_a_learner_is_refused_before_it_reads_anything(tmp_path):
+    job = {"DILOCO_JOB": "j", "DILOCO_LEARNER": "eu/0", "DILOCO_SYNCER": "127.0.0.1:1"}
+    spec = {"DILOCO_SPEC": str(tmp_path / "none.json"), "RANK": "0", "WORLD_SIZE": "2"}
+    done = alone(**job, **spec)
+    assert (done.returncode, done.stdout) == (EXIT_REFUSED, "")
+    assert done.stderr == (
+        "WORLD_SIZE: 2, expected 1: the built-in recipe trains in one process; set "
+        "spec.learner.podsPerLearner to 1, or give a program of your own in spec.learner.command\n"
+    )
+
+
 def test_an_empty_config_is_the_examples():
     assert config_reader.read(gpt.Config, {}) == gpt.Config(layers=4, width=128, heads=4)
 

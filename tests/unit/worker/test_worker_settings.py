@@ -45,16 +45,23 @@ def test_what_a_supervisor_says_is_read():
     )
 
 
+def test_a_process_knows_its_place_among_those_of_its_learner():
+    assert (from_env(ENV).rank, from_env(ENV).world_size) == (0, 1)
+    settings = from_env({**ENV, "RANK": "3", "WORLD_SIZE": "4"})
+    assert (settings.rank, settings.world_size) == (3, 4)
+
+
 def test_everything_that_is_wrong_is_said_at_once():
     bad = {
         "DILOCO_SYNCER": "h:1", "DILOCO_LEARNER": "eu", "DILOCO_CONFIG": "[1]", "DILOCO_METRICS_PORT": "x",
-        "DILOCO_FAULTS": "upload:explode", "DILOCO_RESTARTS": "-1",
+        "DILOCO_FAULTS": "upload:explode", "DILOCO_RESTARTS": "-1", "RANK": "first", "WORLD_SIZE": "-2",
     }  # fmt: skip
     with pytest.raises(ConfigError) as error:
         from_env(bad)
     for part in (
         "DILOCO_JOB is not set", "DILOCO_SPEC is not set", "'eu' is not <region>/<index>",
         "DILOCO_CONFIG: holds a list", "DILOCO_METRICS_PORT: 'x'", "DILOCO_RESTARTS: '-1'", "'upload:explode' is not",
+        "RANK: 'first' is not a rank", "WORLD_SIZE: '-2'",
     ):  # fmt: skip
         assert part in str(error.value)
 
