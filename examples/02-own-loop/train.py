@@ -1,8 +1,9 @@
 """
 An ordinary PyTorch script: a small recurrent network learns to write Python, byte by byte.
 
-Alone (`python train.py`) it trains one model for 600 steps. Under `diloco run job.yaml` several
-copies of it train one model together. What that took is marked with (1) to (3).
+Alone (`python train.py`) it trains one model for 600 steps (STEPS=50 in the environment: for 50).
+Under `diloco run job.yaml` several copies of it train one model together. What that took is marked
+with (1) to (3).
 """
 
 import os
@@ -14,7 +15,8 @@ from torch import nn
 
 from diloco_worker import Learner
 
-STEPS, BATCH, CONTEXT = 600, 32, 64
+STEPS = int(os.environ.get("STEPS", "600"))
+BATCH, CONTEXT = 32, 64
 
 
 class ByteGRU(nn.Module):

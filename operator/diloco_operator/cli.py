@@ -205,14 +205,11 @@ def logs(
     namespace: NamespaceOption = "",
     context: ContextOption = "",
 ) -> None:
-    """Fetch what a job in a cluster has written: events.jsonl, eval.jsonl, its manifest."""
-    from diloco_operator.remote import LOGS, RemoteJob
+    """Fetch what a job in a cluster has written, as a run directory for `report` and `audit`."""
+    from diloco_operator.remote import RemoteJob, fetch_run
 
-    remote = RemoteJob(name=job, namespace=namespace, context=context)
-    manifest = remote.manifest()
-    to.mkdir(parents=True, exist_ok=True)
-    remote.fetch(LOGS, to)
-    (to / "job.yaml").write_bytes(manifest)
+    for missing in fetch_run(RemoteJob(name=job, namespace=namespace, context=context), to):
+        typer.echo(missing)
     typer.echo(f"{to}: fetched; check every merge with: diloco audit --dir {to}")
 
 

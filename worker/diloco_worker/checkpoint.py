@@ -2,8 +2,9 @@
 A learner's own checkpoint: model, inner optimizer state, random state, counters (decision 11: the
 first source of recovery).
 
-    <state>/checkpoint-<local step>.safetensors    every tensor <state>/checkpoint-<local step>.json
-    everything else, and the SHA-256 of the file above; written last
+    <state>/checkpoint-<local step>.safetensors    every tensor
+    <state>/checkpoint-<local step>.json           everything else, and the SHA-256 of the file
+                                                   above; written last
 
 Decision 13: a temporary name, fsync, rename, the manifest last; damaged ones are skipped with a
 message and the one before is used. The training thread only copies into memory that is used again;

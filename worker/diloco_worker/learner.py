@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco.errors import EXIT_REFUSED, DilocoError
+from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError
 from diloco.spec import RunSpec
 from diloco_worker import settings
 from diloco_worker.core.ledger import Ledger
@@ -51,6 +51,9 @@ class Learner:
         """
         Join the job that the environment names, and return when the model holds what the job says.
 
+        Of the processes of one learner (RANK, WORLD_SIZE) rank 0 connects; the others take its
+        parameters after each `step`, for example by torch.distributed.broadcast.
+
         Args:
             model: parameters are overwritten in place, now and during training; move it to its
                 device before.
@@ -59,9 +62,9 @@ class Learner:
             connect_timeout_seconds: how long to wait for a syncer that does not answer.
 
         Raises:
-            SystemExit: 78 when the job refused this model, spec or name for good; 75 when the
-                syncer did not come in time or this process was replaced; one sentence on standard
-                error says why.
+            SystemExit: 78 when the job refused this model, spec or name for good, or this is not
+                rank 0; 75 when the syncer did not come in time or this process was replaced; one
+                sentence on standard error says why.
         """
         from diloco_worker.joined import JoinedLearner
 
@@ -69,6 +72,7 @@ class Learner:
             config = settings.from_env()
             if config is None:
                 return Learner(standalone_steps=standalone_steps)
+            _refuse_other_ranks(config)
             optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
             return JoinedLearner(
                 config, model, optimizers, connect_timeout_seconds=connect_timeout_seconds
@@ -153,6 +157,16 @@ class Learner:
     def __exit__(self, *error: object) -> None:
         """Leave the job."""
         self.close()
+
+
+def _refuse_other_ranks(config: settings.LearnerSettings) -> None:
+    # Each would replace the one before: to the syncer they are one learner.
+    if config.rank > 0:
+        raise ConfigError(
+            f"RANK: {config.rank}, expected 0: of the {config.world_size} processes of learner "
+            f"{config.learner} only rank 0 connects; the others take its parameters, for example "
+            "by torch.distributed.broadcast after its learner.step()"
+        )
 
 
 def exit_with(code: int, sentence: str) -> SystemExit:

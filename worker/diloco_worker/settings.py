@@ -48,6 +48,10 @@ class LearnerSettings:
     state: Path | None = None
     tls: Path | None = None
     metrics_port: int = 0
+    rank: int = 0
+    """Of this process among those of its learner."""
+    world_size: int = 1
+    """Processes of its learner."""
     restarts: int = 0
     """Lives of this learner before this one."""
     health_file: Path | None = None
@@ -103,9 +107,9 @@ def from_env(
     port = env.get("DILOCO_METRICS_PORT", "0")
     if not port.isdigit():
         problems.append(f"DILOCO_METRICS_PORT: {port!r} is not a port")
-    restarts = env.get("DILOCO_RESTARTS") or "0"
-    if not (restarts.isascii() and restarts.isdigit()):
-        problems.append(f"DILOCO_RESTARTS: {restarts!r} is not a number of restarts")
+    restarts = _count(env, "DILOCO_RESTARTS", 0, "a number of restarts", problems)
+    rank = _count(env, "RANK", 0, "a rank", problems)
+    world_size = _count(env, "WORLD_SIZE", 1, "a number of processes", problems)
     config: Any = {}
     try:
         config = json.loads(env.get("DILOCO_CONFIG") or "{}")
@@ -125,11 +129,21 @@ def from_env(
         state=Path(env["DILOCO_STATE"]) if env.get("DILOCO_STATE") else None,
         tls=Path(env["DILOCO_TLS"]) if env.get("DILOCO_TLS") else None,
         metrics_port=int(port),
-        restarts=int(restarts),
+        rank=rank,
+        world_size=world_size,
+        restarts=restarts,
         health_file=Path(env["DILOCO_HEALTH_FILE"]) if env.get("DILOCO_HEALTH_FILE") else None,
         json_logs=env.get("DILOCO_LOG_FORMAT") == "json",
         faults=faults,
     )
+
+
+def _count(env: Mapping[str, str], name: str, default: int, what: str, problems: list[str]) -> int:
+    text = env.get(name) or str(default)
+    if text.isascii() and text.isdigit():
+        return int(text)
+    problems.append(f"{name}: {text!r} is not {what}")
+    return default
 
 
 def _faults(text: str, problems: list[str]) -> tuple[Fault, ...]:

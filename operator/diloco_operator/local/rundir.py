@@ -178,6 +178,11 @@ class RunDir:
             raise StorageError(
                 f"{self.status_file}: {error}; a supervisor at work rewrites it"
             ) from None
+        if "processes" not in status:
+            raise ConfigError(
+                f"{self.path}: was fetched from a cluster, where the job is; ask kubectl, or look at "
+                f"it with: diloco report --dir {self.path}"
+            )
         if status["state"] not in FINAL_STATES and self.supervisor_pid() is None:
             status["state"] = "Suspended"
             status["message"] = (

@@ -29,6 +29,8 @@ class Facts:
     """What one turn of the supervisor's loop saw."""
 
     role: Role
+    rank: int
+    """Of this pod among those of its learner."""
     state: State
     why: str
     """While it does not run: what it waits for."""
@@ -41,6 +43,14 @@ class Facts:
     turned_at: float
     stuck_seconds: float
     """A program without progress for so long is stuck."""
+
+    @property
+    def silent(self) -> bool:
+        """
+        It leaves no signs of life, and does its work while it runs: an evaluator, and every pod of a
+        learner but the first, which alone joins the job.
+        """
+        return self.role is Role.EVALUATOR or self.rank > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +69,7 @@ def started(facts: Facts, now: float) -> Answer:
         return Answer(ok=True, why=facts.why)  # from here on restarts are the supervisor's business
     if facts.state is State.WAITING:
         return Answer(ok=False, why=facts.why)
-    if facts.role is Role.EVALUATOR or now - facts.started_at >= STARTING_SECONDS:
+    if facts.silent or now - facts.started_at >= STARTING_SECONDS:
         return Answer(ok=True, why="started")
     return Answer(ok=False, why="started, no sign of life yet")
 
@@ -68,7 +78,7 @@ def ready(facts: Facts, now: float) -> Answer:
     """`/readyz`."""
     if facts.state is not State.RUNNING:
         return Answer(ok=False, why=facts.why)
-    if facts.role is Role.EVALUATOR:
+    if facts.silent:
         return Answer(ok=True, why="running")
     if facts.health is None:
         return Answer(ok=False, why="started, no sign of life yet")

@@ -32,6 +32,8 @@ class Settings:
     role: Role
     name: str
     """For people: the learner's name, or the role."""
+    rank: int
+    """Of this pod among those of its learner."""
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     """All of the child's, but for its count of restarts."""
@@ -73,6 +75,7 @@ def read(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     return Settings(
         role=role,
         name=own.get("DILOCO_LEARNER", role.value),
+        rank=int(own.get("RANK", "0")),
         argv=(sys.executable, *argv[1:]) if argv[0] == PYTHON else argv,
         # A line must not wait in a buffer: it may be the last one.
         environment={"PYTHONUNBUFFERED": "1", **env, "PATH": path, **own},

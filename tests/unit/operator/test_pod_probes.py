@@ -17,7 +17,7 @@ def health(*, age=0.5, is_ready=True, progress_age=0.5, why="training, local ste
 
 def facts(**changes):
     usual = {
-        "role": Role.LEARNER, "state": State.RUNNING, "why": "", "died": False, "started_at": NOW - 10,
+        "role": Role.LEARNER, "rank": 0, "state": State.RUNNING, "why": "", "died": False, "started_at": NOW - 10,
         "health": health(), "turned_at": NOW - 0.5, "stuck_seconds": 900.0,
     }  # fmt: skip
     return Facts(**{**usual, **changes})
@@ -52,12 +52,13 @@ def test_a_slow_loader_is_not_killed_by_the_startup_probe():
     assert not started(facts(health=None, started_at=NOW - 299), NOW).ok
 
 
-def test_an_evaluator_lives_without_signs():
-    evaluator = facts(role=Role.EVALUATOR, health=None)
-    assert started(evaluator, NOW).ok
-    assert ready(evaluator, NOW).ok
-    assert alive(evaluator, NOW).ok
-    assert not ready(facts(role=Role.EVALUATOR, state=State.RESTING), NOW).ok
+@pytest.mark.parametrize("who", [{"role": Role.EVALUATOR}, {"rank": 1}])
+def test_an_evaluator_and_the_other_pods_of_a_learner_live_without_signs(who):
+    silent = facts(**who, health=None)
+    assert started(silent, NOW).ok
+    assert (ready(silent, NOW).ok, ready(silent, NOW).why) == (True, "running")
+    assert alive(silent, NOW).ok
+    assert not ready(facts(**who, state=State.RESTING), NOW).ok
 
 
 @pytest.mark.parametrize("state", [State.RESTING, State.LEAVING, State.OVER])

@@ -31,7 +31,13 @@ def test_several_pods_form_one_learner(ordinal, learner, rank, master):
     child = read(WORDS, env).environment
     assert child["DILOCO_LEARNER"] == f"eu/{learner}"
     assert (child["RANK"], child["WORLD_SIZE"]) == (str(rank), "2")
+    assert read(WORDS, env).rank == rank
     assert (child["MASTER_ADDR"], child["MASTER_PORT"]) == (f"j-eu-{master}.j-eu", "29500")
+
+
+def test_a_rank_that_the_user_gave_is_the_programs_business():
+    given = read(WORDS, {**LEARNER, "RANK": "5"})
+    assert (given.rank, given.environment["RANK"]) == (0, "5")
 
 
 def test_what_the_user_left_in_the_environment_reaches_the_child_but_cannot_name_it():

@@ -376,6 +376,12 @@ def main() -> None:
     given = flags.parse_args()
     try:
         job = settings.from_env()
+        if job is not None and job.world_size > 1:
+            raise ConfigError(
+                f"WORLD_SIZE: {job.world_size}, expected 1: the built-in recipe trains in one "
+                "process; set spec.learner.podsPerLearner to 1, or give a program of your own in "
+                "spec.learner.command"
+            )
         telemetry.configure_logging(json=job is not None and job.json_logs, name="learner")
         transport.tune_malloc()
         spec = job.read_spec() if job else None

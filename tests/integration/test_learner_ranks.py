@@ -1,0 +1,127 @@
+"""A learner of several processes: rank 0 joins the job, the others take its parameters."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from diloco_testing.fake_run import until
+from diloco_testing.linked import connected, job_environment, make_spec
+from diloco_testing.pod import Pod
+from diloco_testing.real_syncer import RealSyncer
+from diloco_testing.real_syncer import make_spec as make_fast_spec
+from diloco_testing.scripted_syncer import ScriptedSyncer
+
+SUPPORT = Path(__file__).parents[1] / "support"
+SILENT = """
+import os, signal, time
+signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+print("life", os.getpid(), 0, flush=True)
+time.sleep(600)
+"""
+"""Leaves no sign of life."""
+SECONDS = 60.0
+
+
+def test_another_rank_is_refused_with_what_it_should_do_instead(monkeypatch, tmp_path, capfd):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with ScriptedSyncer(make_spec()) as syncer:
+        with pytest.raises(SystemExit) as stopped:
+            connected(syncer, job_environment(monkeypatch, tmp_path))
+        assert syncer.hellos == []
+    assert stopped.value.code == 78
+    assert capfd.readouterr().err == (
+        "diloco: RANK: 1, expected 0: of the 2 processes of learner eu/0 only rank 0 connects; the "
+        "others take its parameters, for example by torch.distributed.broadcast after its "
+        "learner.step()\n"
+    )
+
+
+@pytest.mark.slow
+def test_a_pod_of_another_rank_is_ready_while_its_program_runs(tmp_path):
+    several = {"DILOCO_PODS_PER_LEARNER": "2", "DILOCO_POD": "j-eu-1"}
+    with Pod(tmp_path, SILENT, environment=several) as pod:
+        child = pod.life(0)
+        until(lambda: pod.ask("/readyz") == (200, "running"), "ready pod")
+        assert pod.ask("/startz") == (200, "started")
+        os.kill(child, signal.SIGTERM)
+        until(lambda: pod.ask("/readyz") == (503, "done"), "idle pod")
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def start_ranks(folder: Path, syncer: RealSyncer, size: int) -> list[subprocess.Popen[str]]:
+    """The processes of learner eu/0, as their pods' first processes would start them."""
+    spec = folder / "learner-spec.json"
+    spec.write_text(syncer.spec.to_json())
+    environment = {
+        **os.environ, "PYTHONPATH": str(SUPPORT), "DILOCO_JOB": "j", "DILOCO_LEARNER": "eu/0",
+        "DILOCO_SYNCER": syncer.endpoint, "DILOCO_SPEC": str(spec), "WORLD_SIZE": str(size),
+        "OMP_NUM_THREADS": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+    }  # fmt: skip
+    return [
+        subprocess.Popen(
+            [sys.executable, "-m", "diloco_testing.ranks"],
+            env={**environment, "RANK": str(rank), "DILOCO_STATE": str(folder / str(rank))},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(size)
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def pair(tmp_path):
+    """Starts a syncer and the two processes of its learner; leaves nobody behind."""
+    started: list[subprocess.Popen[str]] = []
+    spec = make_fast_spec(learners={"eu": 1}, steps=60)
+    with RealSyncer(tmp_path / "syncer", spec) as syncer:
+        started += start_ranks(tmp_path, syncer, 2)
+        yield syncer, started
+        for process in started:
+            process.kill()
+            process.communicate()
+
+
+def ends(ranks: list[subprocess.Popen[str]]) -> list[dict[str, object]]:
+    """What they say at the end."""
+    said = [process.communicate(timeout=SECONDS) for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], [error for _, error in said]
+    return [json.loads(out.splitlines()[-1]) for out, _ in said]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_two_processes_train_one_learner_and_end_with_one_model(pair):
+    syncer, ranks = pair
+    first, second = ends(ranks)
+    assert first["model"] == second["model"]
+    assert first["steps"] == second["steps"] > 30
+    members = [member["learner"] for merge in syncer.events("merge") for member in merge["members"]]
+    assert len(members) > 30
+    assert set(members) == {"eu/0"}
+    assert [join["incarnation"] for join in syncer.events("join")] == [1]
+    syncer.assert_audit()
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_pods_that_are_told_to_stop_leave_together(pair):
+    syncer, ranks = pair
+    until(lambda: len(syncer.events("merge")) > 5, "a few merges")
+    for process in reversed(ranks):
+        process.terminate()
+    first, second = ends(ranks)
+    assert first["model"] == second["model"]
+    until(lambda: syncer.events("leave"), "the learner's goodbye")
+    assert syncer.events("leave")[-1]["reason"] == "SIGTERM"
