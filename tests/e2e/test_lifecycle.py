@@ -4,19 +4,23 @@ A job's life from outside: suspended and resumed, scaled, finished, failed, dele
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
-from diloco_testing.clusters_install import NAMESPACE, RELEASE, install
+from diloco_testing.clusters_install import CLUSTER_ROLE, NAMESPACE, RELEASE, install
 from diloco_testing.clusters_job import Job, manifest, steadily
-from diloco_testing.kubectl import until
+from diloco_testing.kubectl import KubectlError, until
 
 DEPLOYMENT = "deployment/diloco"
 SOON = 120.0
 
 
 @pytest.fixture
-def make(eu, fleet, quiet, namespace):
-    """A job in a namespace of this test. `quiet` comes to its ten minutes while these tests run."""
+def make(request, eu, fleet, namespace):
+    """A job in a namespace of this test."""
+    if eu.local:
+        request.getfixturevalue("quiet")  # comes to its ten minutes while these tests run
 
     def made(name: str, *, steps: int = 10**6, learners: int = 1, **spec) -> Job:
         regions = spec.pop("regions", {"eu": learners})
@@ -140,6 +144,43 @@ def test_deleted_pods_do_not_count_as_the_learners_own_fault(make):
     assert job.condition("Failed")["status"] == "False"
 
 
+def test_evictions_are_rationed_and_are_not_the_learners_own_fault(make):
+    """As a drain of nodes asks: one learner may go, the quorum stays; and nothing counts."""
+    job = make("drain", learners=2, sync={"quorum": 1}, runPolicy={"learnerRestartLimit": 0})
+    job.apply().until_condition("LearnersReady", 240)
+    before = job.lives()
+    until(lambda: _allowed(job) == 1, 60, saying="one disruption is allowed", tell=job.tell)
+    _evict(job, job.pod_of("eu/0"))
+    with pytest.raises(KubectlError, match="disruption budget"):
+        _evict(job, job.pod_of("eu/1"))
+    until(
+        lambda: job.lives().get(job.pod_of("eu/0"), before[job.pod_of("eu/0")])
+        != before[job.pod_of("eu/0")],
+        SOON, saying="another pod takes its place", tell=job.tell,
+    )  # fmt: skip
+    job.until_condition("LearnersReady", SOON)
+    assert job.lives()[job.pod_of("eu/1")] == before[job.pod_of("eu/1")]
+    assert job.condition("Failed")["status"] == "False"
+
+
+def test_a_changed_template_reaches_one_learner_after_the_other_and_not_the_syncer(make):
+    job = make("change", learners=2).apply()
+    job.until_condition("LearnersReady", 240)
+    before = job.lives()
+    env = [*job.manifest["spec"]["learner"]["env"], {"name": "NEW", "value": "1"}]
+    job.change(learner={"env": env})
+    missing: list[int] = []
+
+    def replaced() -> bool:
+        ready = [pod for pod in job.pods("learner") if _is_ready(pod)]
+        missing.append(2 - len(ready))
+        return not missing[-1] and all(_has_env(pod, "NEW") for pod in ready)
+
+    until(replaced, 2 * SOON, saying="both have the new variable", tell=job.tell, every=0.2)
+    assert max(missing) == 1, "one at a time"
+    assert job.lives()[job.syncer_pod()] == before[job.syncer_pod()]
+
+
 def test_a_job_of_another_controller_is_left_alone(make):
     job = make("theirs", runPolicy={"managedBy": "example.com/other"}).apply()
     steadily(lambda: not job.children() and not job.status(), 10, saying="nothing is written")
@@ -196,9 +237,10 @@ def test_uninstalling_leaves_nothing_and_hangs_nothing(eu, fleet, make):
 def test_named_namespaces_are_enough_for_an_operator(eu, fleet, make):
     """watchNamespaces: a Role there, no ClusterRole, and a job completes."""
     job = make("named", steps=5)
+    assert eu.kubectl.get("clusterrole", CLUSTER_ROLE, "") is not None
     install(eu, fleet.images, watchNamespaces=[job.namespace])
     try:
-        assert eu.kubectl.get("clusterrole", "diloco", "") is None
+        assert eu.kubectl.get("clusterrole", CLUSTER_ROLE, "") is None
         with fleet.namespace("elsewhere", eu) as other:
             stranger = Job(eu, other, job.manifest).apply()
             job.apply()
@@ -218,6 +260,32 @@ def _of_release(kubectl) -> list[str]:
     return str(
         kubectl("get", kinds, "-A", "-l", chosen, "-o", "name", "--ignore-not-found")
     ).split()
+
+
+def _evict(job: Job, pod: str) -> None:
+    body = {
+        "apiVersion": "policy/v1", "kind": "Eviction",
+        "metadata": {"name": pod, "namespace": job.namespace},
+    }  # fmt: skip
+    path = f"/api/v1/namespaces/{job.namespace}/pods/{pod}/eviction"
+    job.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+
+
+def _allowed(job: Job) -> int:
+    budget = job.cluster.kubectl.get("pdb", f"{job.name}-eu", job.namespace)
+    assert budget is not None
+    return int(budget["status"]["disruptionsAllowed"])
+
+
+def _is_ready(pod) -> bool:
+    return any(
+        c["type"] == "Ready" and c["status"] == "True" for c in pod["status"].get("conditions", ())
+    )
+
+
+def _has_env(pod, name: str) -> bool:
+    main = next(c for c in pod["spec"]["containers"] if c["name"] == "main")
+    return name in {one["name"] for one in main.get("env", ())}
 
 
 def _running(job: Job, pod: str) -> bool:

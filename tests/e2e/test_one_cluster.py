@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import yaml
 
 from diloco_testing.clusters import ROOT
+from diloco_testing.clusters_install import NAMESPACE, RELEASE, RESTRICTED
 from diloco_testing.clusters_job import TINY, Job
 from diloco_testing.kubectl import KubectlError
 
 STEPS = 150
 PATIENCE_SECONDS = 600.0
-RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
 
 
 def text_example():
@@ -81,6 +83,7 @@ def test_the_text_example_becomes_complete(job):
 
 def test_kubectl_get_shows_the_way_there(watched):
     """The printer columns, as a person who watches sees them."""
+    print(watched)
     lines = watched.splitlines()
     assert lines[0].split()[:5] == ["NAME", "STATE", "STEP", "LEARNERS", "QUORUM"]
     states = [line.split()[1] for line in lines[1:] if len(line.split()) > 4]
@@ -115,19 +118,59 @@ def test_the_audit_of_the_run_is_clean(job):
     assert verdict.merges == STEPS
 
 
-def test_the_model_is_fetched_and_generates_text(job, tmp_path):
-    facts = json.loads(job.kept("model/model.json"))
-    weights = job.kept("model/model.safetensors")
-    assert hashlib.sha256(weights).hexdigest() == facts["sha256"]
-    assert job.status()["model"]["sha256"] == facts["sha256"]
-    (tmp_path / "model.json").write_text(json.dumps(facts))
-    (tmp_path / "model.safetensors").write_bytes(weights)
-    said = subprocess.run(
-        [sys.executable, "-m", "diloco_worker.sample", "--model", str(tmp_path)],
-        capture_output=True, text=True, check=False, timeout=120,
-    )  # fmt: skip
-    assert said.returncode == 0, said.stderr
-    assert len(said.stdout.strip()) > 20
+@pytest.fixture(scope="module")
+def diloco(job, tmp_path_factory):
+    """Runs `diloco ...` as a person does who has kubectl for this cluster; returns what it prints."""
+    folder = tmp_path_factory.mktemp("person")
+    path = job.cluster.kubectl.script(folder / "bin").parent
+    environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [str(Path(sys.executable).with_name("diloco")), *words], env=environment,
+            cwd=folder, capture_output=True, text=True, check=False, timeout=180,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run.folder = folder
+    return run
+
+
+@pytest.fixture(scope="module")
+def fetched(job, diloco):
+    """What the run wrote, and its model, in a directory of this machine."""
+    where = ("-n", job.namespace, "--to")
+    print(diloco("logs", job.name, *where, "fetched"))
+    print(diloco("export", "--job", job.name, *where, "fetched/model"))
+    return diloco.folder / "fetched"
+
+
+def test_the_model_is_fetched_and_generates_text(job, diloco, fetched):
+    digest = hashlib.sha256((fetched / "model/model.safetensors").read_bytes()).hexdigest()
+    assert digest == job.status()["model"]["sha256"]
+    text = diloco("sample", "--dir", "fetched")
+    print(text)
+    assert len(text.strip()) > 100
+
+
+def test_what_the_run_wrote_is_fetched_and_audited(diloco, fetched):
+    assert f"{STEPS} merges of" in diloco("audit", "--dir", "fetched")
+    diloco("report", "--dir", "fetched")
+    assert (fetched / "report.html").stat().st_size > 10_000
+
+
+def test_the_chart_tests_its_release(eu, job):
+    """`helm test`, in a namespace that enforces restricted Pod Security like the operator itself."""
+    said = eu.helm("test", RELEASE, "--namespace", NAMESPACE, "--timeout", "2m")
+    assert "Succeeded" in said, said
+
+
+def test_neither_operator_nor_syncer_has_torch(eu, job):
+    command = ("python3", "-c", "import importlib.util as u; print(u.find_spec('torch'))")
+    operator = ("exec", "-n", NAMESPACE, "deployment/diloco", "-c", "operator", "--")
+    assert eu.kubectl(*operator, *command).strip() == "None"
+    assert eu.kubectl.exec(job.syncer_pod(), *command, namespace=job.namespace).strip() == "None"
 
 
 def test_the_validation_loss_falls(job):

@@ -14,8 +14,6 @@ from diloco_testing.clusters_job import Job, manifest
 from diloco_testing.kubectl import until
 
 DEPLOYMENT = "deployment/diloco"
-CHILDREN = 10
-"""Applies of a new job of one region: ServiceAccount, two ConfigMaps, claim, two Services, …"""
 POINTS = [
     point.replace("N", str(n))
     for point in FAULT_POINTS

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 import pytest
 
 from diloco_testing.clusters_audit import Request
+from diloco_testing.clusters_install import CLUSTER_ROLE
 
 OPERATOR = "system:serviceaccount:diloco-system:diloco"
 
@@ -45,7 +46,7 @@ def test_every_right_was_used(eu, requests, request):
         pytest.skip(
             f"{', '.join(sorted(missing))} did not run, and some rights are used only there"
         )
-    rules = eu.kubectl.get("clusterrole", "diloco", "")
+    rules = eu.kubectl.get("clusterrole", CLUSTER_ROLE, "")
     assert rules is not None
     granted = {
         (group, resource, verb)

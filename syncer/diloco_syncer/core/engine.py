@@ -1,7 +1,7 @@
 """
 Algorithm 2 of the paper as a state machine: `handle(event, now) -> decisions`.
 
-Pure: no clock, socket, file or thread. The server, the simulator and the replay run this same class.
+Pure: no clock, socket, file or thread. The server runs it, and the tests run it in virtual time.
 
 Rules kept here, and nowhere else:
   1. Only one round collects reports at a time, the oldest; at most τ are in flight; commits happen in order.

@@ -14,6 +14,10 @@ from diloco_testing.images import Image
 CHART = ROOT / "charts/diloco"
 NAMESPACE = "diloco-system"
 RELEASE = "diloco"
+CLUSTER_ROLE = f"{RELEASE}:{NAMESPACE}"
+"""The operator's, as the chart names it."""
+RESTRICTED = {"pod-security.kubernetes.io/enforce": "restricted"}
+"""Labels of a namespace that takes only pods with restricted Pod Security."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,13 +63,15 @@ def install(
         "images": {"pullPolicy": "IfNotPresent", **{k: _value(v) for k, v in chosen.items()}},
         **values,
     }
+    labelled = {"name": namespace, "labels": RESTRICTED}
+    cluster.kubectl.apply({"apiVersion": "v1", "kind": "Namespace", "metadata": labelled})
     path = Path(cluster.kubeconfig).parent / f"values-{release}.json"
     if not cluster.local:
         path = Path(f"{cluster.kubeconfig}.{release}.values.json")
     path.write_text(json.dumps(chart_values))
     cluster.helm(
         "upgrade", "--install", release, str(CHART), "--namespace", namespace,
-        "--create-namespace", "--values", str(path), "--wait", "--timeout", "3m", *flags,
+        "--values", str(path), "--wait", "--timeout", "3m", *flags,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -63,6 +64,14 @@ class Kubectl:
             stderr=subprocess.DEVNULL,
             **options,
         )
+
+    def script(self, folder: Path) -> Path:
+        """Write a program `kubectl` for this cluster, for programs that call kubectl themselves."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "kubectl"
+        path.write_text(f'#!/bin/sh\nexec {shlex.join(self._program)} "$@"\n')
+        path.chmod(0o755)
+        return path
 
     def get(self, kind: str, name: str, namespace: str = "default") -> Object | None:
         """The object, or None where there is none."""
