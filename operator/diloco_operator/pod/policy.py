@@ -54,7 +54,7 @@ class Limits:
     """Before the second restart in a row; the first comes at once."""
     most_pause_seconds: float = 60.0
     healthy_seconds: float = 60.0
-    """A life this long makes the next restart the first one again."""
+    """A life this long makes the next restart the first one again; so does one that did its work and was killed."""
     done_seconds: float = 300.0
     """A child whose work was done is started again after this, should the job go on after all."""
     hopeless_deaths: int = 10
@@ -147,6 +147,8 @@ class Policy:
     _deaths: int = 0
     """In a row, without a healthy life between them."""
     _ever_healthy: bool = False
+    _worked: bool = False
+    """In this life."""
     _kill_at: float = 0.0
 
     def handle(self, event: Event, now: float) -> list[Decision]:
@@ -159,7 +161,7 @@ class Policy:
             case Stop():
                 return self._stop(now)
             case Ready():
-                self._ever_healthy = True
+                self._ever_healthy = self._worked = True
             case Tick():
                 pass
         return self._due(now)
@@ -176,7 +178,9 @@ class Policy:
         self.died = True
         healthy = now - self.started_at >= self.limits.healthy_seconds
         self._ever_healthy = self._ever_healthy or healthy
-        self._deaths = 1 if healthy else self._deaths + 1
+        # A kill from outside says nothing about the next life.
+        killed = self._worked and not is_own_fault(event.code)
+        self._deaths = 1 if healthy or killed else self._deaths + 1
         self.state = State.RESTING
         # A syncer never ends by itself: somebody signalled it.
         if event.code == EXIT_DONE and self.role is not Role.SYNCER:
@@ -231,7 +235,7 @@ class Policy:
         resting = self.state is State.RESTING and now >= self.start_at
         if not resting and self.state is not State.WAITING:
             return []
-        self.state, self.started_at = State.RUNNING, now
+        self.state, self.started_at, self._worked = State.RUNNING, now, False
         self.lives += 1
         return [Start(restarts=self.lives - 1)]
 

@@ -71,6 +71,15 @@ def test_a_healthy_life_begins_the_pauses_anew():
     assert die(one, one.started_at) == 0.25
 
 
+def test_a_kill_from_outside_of_a_life_that_did_its_work_is_answered_at_once_each_time():
+    one = started()
+    for _ in range(5):
+        one.handle(Ready(), one.started_at + 1)
+        assert die(one, one.started_at + 2) == 0
+    one.handle(Ready(), one.started_at + 1)
+    assert [die(one, one.started_at + 2, code=1) for _ in range(3)] == [0.25, 0.5, 1]
+
+
 def test_restarts_count_on_from_the_lives_of_earlier_containers():
     one = Policy(role=Role.LEARNER, name="eu/0", limits=Limits(leave_seconds=1), lives=3)
     assert one.handle(Tick(), 0.0) == [Start(restarts=3)]
