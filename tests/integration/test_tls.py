@@ -151,7 +151,8 @@ def test_each_region_trains_with_its_own_secret_at_an_address_that_no_certificat
             lambda: {"eu/0", "us/0"} <= set().union(*merged(syncer)),
             saying="both regions are merged", seconds=60,
         )  # fmt: skip
-    assert syncer.events("refuse") == []
+    # What was under way when a learner left is refused as well, for another reason.
+    assert "Unauthorised" not in {line["reason"] for line in syncer.events("refuse")}
     syncer.assert_audit()
 
 
