@@ -74,7 +74,7 @@ class Learner:
             *(channel(syncer.endpoint, tls=None, purpose="bulk") for _ in range(2)),
         ]
         self._identity = Identity(learner=settings.learner, epoch=0, incarnation=0)
-        self._uploader = Uploader(self._channels[1], shared, spec)
+        self._uploader = Uploader(lambda: self._channels[1], shared, spec)
         largest = max(f.elements for f in shared.layout.fragments)
         self._buffers = Buffers(wire.encoded_bytes(wire.BF16, largest))
         self._uploads: queue.SimpleQueue[ev.Pulled | ev.InitialWanted | None] = queue.SimpleQueue()
