@@ -20,11 +20,16 @@ ARG PIP_CERT=""
 WORKDIR /src
 COPY pyproject.toml scripts/requirements.py ./
 RUN for extra in operator syncer worker; do python3 requirements.py $extra > /build/$extra.txt; done
-COPY README.md ./
-COPY operator operator
+COPY LICENSE README.md ./
+COPY protos protos
+COPY job job
+COPY agent agent
 COPY syncer syncer
 COPY worker worker
-COPY protos protos
+COPY operator operator
+COPY local local
+COPY cli cli
+COPY sim sim
 RUN --mount=type=secret,id=ca \
     { [ ! -s /run/secrets/ca ] || export PIP_CERT=/run/secrets/ca; } \
     && /build/bin/pip wheel --no-cache-dir --no-deps $PIP_ARGS --wheel-dir /build/dist .
@@ -45,7 +50,7 @@ RUN --mount=type=bind,from=build,source=/build,target=/build --mount=type=secret
     /opt/diloco/image-install requirements /opt/diloco/operator.txt
 COPY --from=build /build/dist /opt/diloco/dist
 RUN --mount=type=bind,from=build,source=/build,target=/build \
-    /opt/diloco/image-install wheel /opt/diloco/dist/*.whl
+    /opt/diloco/image-install wheel /opt/diloco/dist/*.whl diloco diloco_job diloco_operator
 ENV PYTHONSAFEPATH=1
 USER 65532:65532
 CMD ["python3", "-m", "diloco_operator"]
@@ -66,9 +71,9 @@ RUN --mount=type=bind,from=build,source=/build,target=/build --mount=type=secret
     /opt/diloco/image-install requirements /opt/diloco/syncer.txt
 COPY --from=build /build/dist /opt/diloco/dist
 RUN --mount=type=bind,from=build,source=/build,target=/build \
-    /opt/diloco/image-install wheel /opt/diloco/dist/*.whl \
+    /opt/diloco/image-install wheel /opt/diloco/dist/*.whl diloco diloco_agent diloco_syncer \
     && NUMBA_CACHE_DIR=/opt/diloco/numba python3 -c \
-       "from diloco import wire; from diloco_syncer.core import merge; wire.warm_up(); merge.warm_up()"
+       "from diloco.codec import formats; from diloco_syncer.merging import streaming; formats.warm_up(); streaming.warm_up()"
 ENV PYTHONSAFEPATH=1
 USER 65532:65532
 CMD ["python3", "-m", "diloco_syncer"]
@@ -90,8 +95,8 @@ RUN --mount=type=bind,from=build,source=/build,target=/build --mount=type=secret
     /opt/diloco/image-install requirements /opt/diloco/worker.txt
 COPY --from=build /build/dist /opt/diloco/dist
 RUN --mount=type=bind,from=build,source=/build,target=/build \
-    /opt/diloco/image-install wheel /opt/diloco/dist/*.whl \
-    && NUMBA_CACHE_DIR=/opt/diloco/numba python3 -m diloco.kernels
+    /opt/diloco/image-install wheel /opt/diloco/dist/*.whl diloco diloco_agent diloco_worker \
+    && NUMBA_CACHE_DIR=/opt/diloco/numba python3 -m diloco.codec.kernels
 USER 65532:65532
 CMD ["python3"]
 ARG VERSION=0.1.0

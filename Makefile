@@ -33,10 +33,10 @@ $(VENV)/.dev-installed: pyproject.toml | $(VENV)/bin/uv
 check:           ## everything of `make test` that needs no processes: under a minute
 	VENV=$(VENV) scripts/check --fast
 
-e2e: setup-dev   ## the tests on real Kubernetes clusters alone (tests/e2e/README.md)
+e2e: setup-dev   ## the tests on Kubernetes clusters alone (tests/e2e/README.md)
 	DILOCO_E2E=required $(BIN)/python -m pytest -ra --durations=15 tests/e2e
 
-format:          ## let the formatter and the linter's fixes loose
+format:          ## format, and apply the fixes of the linter
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 

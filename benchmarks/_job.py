@@ -19,12 +19,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from diloco.fragments import Layout
+from diloco.model.fragments import Layout
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import Ledger
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
-from diloco_worker.process import LinkProcess
-from diloco_worker.shared import HostCopy, Shared
+from diloco_worker.ipc.link_process import LinkProcess
+from diloco_worker.ipc.shared_memory import HostCopy, SharedMemory
 
 F32 = npt.NDArray[np.float32]
 
@@ -55,7 +55,7 @@ def syncer(
         spec: the job.
         directory: run directory, made if needed; the log is there as well.
         host: where it listens.
-        prefix: words before the command.
+        prefix: arguments before the command.
     """
     directory.mkdir(parents=True, exist_ok=True)
     spec_file, place, log = (directory / name for name in ("spec.json", "endpoint", "syncer.log"))
@@ -108,13 +108,13 @@ class Trainer:
         # The link reads its environment once, at its start.
         os.environ.update(learner_environment(spec, learner, endpoint, spec_file))
         rows = len(layout.fragments)
-        self.shared = Shared.create(layout, constants_bytes=len(NO_CONSTANTS))
+        self.shared = SharedMemory.create(layout, constants_bytes=len(NO_CONSTANTS))
         self.shared.constants[:] = np.frombuffer(NO_CONSTANTS, np.uint8)
         self._ledger = Ledger(rows)
         self._applied = [0] * rows
         self._initial = 0
         self._in_place = False
-        self._said = LinkState()
+        self._link_state = LinkState()
         self._link = LinkProcess(self.shared)
         self._link.ensure(self._state(()), now=time.monotonic())
         self._until(self._joined, "the model")
@@ -124,21 +124,21 @@ class Trainer:
 
     def take(self, fragment: int, delta_N: F32) -> None:
         """Make the host copy of a fragment what training would have left: base − delta."""
-        with self.shared.hold(fragment):
+        with self.shared.lock(fragment):
             np.subtract(self.shared.inbox(fragment), delta_N, out=self.shared.host(fragment))
 
     def step(self, *, tokens: int, offers: Sequence[int]) -> None:
         """Count one step and report it, offering host copies that `take` has made."""
         self._ledger.count(tokens)
         for fragment in offers:
-            with self.shared.hold(fragment):
+            with self.shared.lock(fragment):
                 copy = HostCopy(
                     local_step=self._ledger.local_step,
                     steps=self._ledger.steps[fragment],
                     tokens=self._ledger.tokens[fragment],
                     base=self._applied[fragment],
                 )
-                self.shared.note_copy(fragment, copy)
+                self.shared.set_host_copy(fragment, copy)
         self._link.offer(self._state(offers))
 
     def receive(self, fragment: int) -> None:
@@ -146,7 +146,7 @@ class Trainer:
         before = self._applied[fragment]
 
         def here() -> bool:
-            return any(p == fragment and g > before for p, g in self._said.ready)
+            return any(p == fragment and g > before for p, g in self._link_state.ready)
 
         self._until(here, f"fragment {fragment}")
         self._apply()
@@ -157,16 +157,16 @@ class Trainer:
         self.shared.close()
 
     def _joined(self) -> bool:
-        if self._said.initialise > self._initial:
+        if self._link_state.initial_requested > self._initial:
             for fragment in self.shared.layout.fragments:
-                with self.shared.hold(fragment.index):
+                with self.shared.lock(fragment.index):
                     self.shared.host(fragment.index)[:] = 0
-            self._initial = self._said.initialise
+            self._initial = self._link_state.initial_requested
             self._link.offer(self._state(()))
-        return self._said.phase is Phase.PLACED
+        return self._link_state.phase is Phase.APPLY_MODEL
 
     def _apply(self) -> None:
-        for fragment, generation in self._said.ready:
+        for fragment, generation in self._link_state.ready:
             if generation > self._applied[fragment]:
                 self._applied[fragment] = generation
                 self._ledger.received(fragment)
@@ -175,25 +175,25 @@ class Trainer:
         deadline = time.monotonic() + START_SECONDS
         while not done():
             now = time.monotonic()
-            if now > deadline or self._said.refused_exit:
-                raise RuntimeError(f"waited for {what}; the link says: {self._said.text!r}")
+            if now > deadline or self._link_state.refused_exit:
+                raise RuntimeError(f"waited for {what}; the link reports {self._link_state.text!r}")
             self._link.wait(0.2)
-            self._said = self._link.newest(now=now) or self._said
+            self._link_state = self._link.newest(now=now) or self._link_state
 
     def _state(self, offers: Sequence[int], *, leaving: str = "") -> TrainerState:
         return TrainerState(
-            incarnation=self._said.incarnation,
-            epoch=self._said.epoch,
-            in_place=self._in_place,
+            incarnation=self._link_state.incarnation,
+            epoch=self._link_state.epoch,
+            model_loaded=self._in_place,
             stepped=self._ledger.local_step > 0,
             local_step=self._ledger.local_step,
-            global_step=self._said.step,
+            global_step=self._link_state.step,
             steps=self._ledger.steps,
             tokens=self._ledger.tokens,
             offers=offers,
             applied=self._applied,
             total_tokens=self._ledger.total_tokens,
-            initial=self._initial,
+            initial_copied=self._initial,
             leaving=leaving,
         )
 
@@ -208,7 +208,7 @@ def wait_for(done: Callable[[], bool], what: str, seconds: float = START_SECONDS
 
 
 def memory_bytes(pid: int, what: str = "VmHWM") -> int:
-    """VmHWM (peak) or VmRSS of a process; 0 when it is gone."""
+    """VmHWM (peak) or VmRSS of a process; 0 when it has exited."""
     try:
         lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     except OSError:
@@ -223,7 +223,7 @@ def minor_faults(pid: int) -> int:
 
 
 def children(pid: int) -> list[int]:
-    """Direct children of all threads of a process; empty when it is gone."""
+    """Direct children of all threads of a process; empty when it has exited."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         try:

@@ -1,7 +1,7 @@
 """
-What every benchmark shares: paired timing, medians, and a results file that says how it was made.
+What every benchmark shares: paired timing, medians, and a results file that records how it was made.
 
-The machine's speed moves while a benchmark runs, so a time alone says little. Here every run of a
+The machine's speed moves while a benchmark runs, so a time alone means little. Here every run of a
 variant sits between two runs of its baseline, and what is reported is the median of the ratios of
 the rounds.
 """
@@ -110,7 +110,7 @@ def write_results(topic: str, title: str, body: str, *, packages: Sequence[str] 
     """
     Write benchmarks/results/<topic>.md: the body with how, where and with what it was measured.
 
-    A machine with more work than cores says so in the first line: its ratios are noise.
+    On a machine with more work than cores the first line warns: the ratios are noise.
 
     Args:
         topic: file name without the ending.
@@ -143,7 +143,7 @@ def judge(
     goals: Mapping[str, tuple[float, float]], *, at_most: frozenset[str] = frozenset()
 ) -> int:
     """
-    Say of each goal {name: (measured, wanted)} whether it is met; the exit status for `main`.
+    Print whether each goal {name: (measured, wanted)} is met; return the exit status for `main`.
 
     Args:
         goals: wanted is a lower bound, or an upper bound for the names in `at_most`.
@@ -164,8 +164,8 @@ def _command() -> str:
 
 
 def _commit() -> str:
-    def git(*words: str) -> str:
-        command = ["git", "-C", str(ROOT), *words]
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (

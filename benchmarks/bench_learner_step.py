@@ -1,7 +1,7 @@
 """
 What `learner.step()` costs, in % of a training step: `python benchmarks/bench_learner_step.py [--quick]`.
 
-Real processes: the syncer, learners that run the built-in recipe, a link beside each; rounds go on
+Real processes: the syncer, learners that run the built-in recipe, a link beside each; rounds are merged
 all the time and local checkpoints are written. The numbers are the learner's own (steps.jsonl):
 `syncSeconds` is the time `learner.step()` took from the loop, `seconds` the rest of the step. Goals:
 at most 1 % for the model of examples/01-text, at most 2 % for 100 M parameters.
@@ -86,7 +86,7 @@ QUICK = Case(
 
 @dataclass(slots=True)
 class Process:
-    """One learner; its peaks are watched while it lives."""
+    """One learner; its peaks are watched while it runs."""
 
     process: subprocess.Popen[bytes]
     state: Path
@@ -107,7 +107,7 @@ class Process:
             raise RuntimeError(f"a learner ended:\n{(self.state / 'log').read_text()[-2000:]}")
 
     def end(self) -> None:
-        """Kill what is left; the link dies with its trainer."""
+        """Kill the remaining processes; the link exits with its trainer."""
         self.process.kill()
         self.process.wait()
 
@@ -143,12 +143,12 @@ def measure(case: Case) -> dict[str, Any]:
             learner = start(case, index, spec, at)
             stack.callback(learner.end)
             learners.append(learner)
-        files = [one.state / "steps.jsonl" for one in learners]
+        files = [learner.state / "steps.jsonl" for learner in learners]
         wait_for(lambda: all(json_lines(file) for file in files), "the first steps", 90)
         deadline = time.monotonic() + case.seconds
         while time.monotonic() < deadline:
-            for one in learners:
-                one.watch()
+            for learner in learners:
+                learner.watch()
             time.sleep(0.2)
         lines = [json_lines(file)[SKIPPED:] for file in files]
         if min(map(len, lines)) < 5:
@@ -167,8 +167,8 @@ def measure(case: Case) -> dict[str, Any]:
             "max": sync[-1],
             "percent": 100 * statistics.median(sync) / seconds,
             "mean_percent": 100 * sum(sync) / sum(line["seconds"] for line in steps),
-            "peak": max(one.peak for one in learners),
-            "link_peak": max(one.link_peak for one in learners),
+            "peak": max(learner.peak for learner in learners),
+            "link_peak": max(learner.link_peak for learner in learners),
         }
 
 
@@ -198,9 +198,9 @@ def main() -> int:
         return 0
     note = (
         "Syncer, learners and links share the cores. 24 fragments, each merged every 24 steps, τ = 2, bf16 "
-        "both ways. p99 and longest hold the moments at which a local checkpoint copies model and "
-        "optimizer, and the waits for a core. Memory: VmHWM; the memory that trainer and link share "
-        f"(2 N) counts in both. The first {SKIPPED} steps are left out."
+        "both ways. p99 and longest include local checkpoints, which copy model and "
+        "optimizer, and waits for a core. Memory: VmHWM; the memory that trainer and link share "
+        f"(2 N) counts in both. The first {SKIPPED} steps are excluded."
     )
     write_results(
         "learner_step", "What learner.step() costs", f"{note}\n\n{body}",

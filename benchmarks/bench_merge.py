@@ -18,11 +18,13 @@ from dataclasses import dataclass
 import numpy as np
 from _timing import Paired, Run, judge, paired, spread, table, write_results
 
-from diloco import transport, wire
-from diloco.fragments import Fragment, Slot, Tensor
-from diloco_syncer.core.buffers import Buffers
-from diloco_syncer.core.merge import F32, FragmentMerge, Member
+from diloco.codec import formats, frames
+from diloco.model.fragments import Fragment, Slot, Tensor
+from diloco.runtime import malloc
+from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.outer import OuterOptimizer
+from diloco_syncer.merging.buffers import Buffers
+from diloco_syncer.merging.streaming import F32, FragmentMerge
 
 OUTER = OuterOptimizer(learning_rate=0.7, momentum=0.5, nesterov=True)
 TENSOR = 4 << 20
@@ -41,7 +43,7 @@ class Case:
     theta_N: F32
     momentum_N: F32
     deltas: tuple[F32, ...]
-    members: tuple[Member, ...]
+    contributions: tuple[Contribution, ...]
     payloads: tuple[tuple[memoryview, ...], ...]
 
 
@@ -64,7 +66,7 @@ def case(num_members: int, mib: int) -> Case:
     )
     messages = [
         [
-            wire.pack(wire.Kind.CHUNK, i, delta_N[slice(*fragment.chunk(i))])
+            frames.pack(frames.Kind.CHUNK, i, delta_N[slice(*fragment.chunk(i))])
             for i in range(fragment.chunks)
         ]
         for delta_N in deltas
@@ -74,16 +76,22 @@ def case(num_members: int, mib: int) -> Case:
         theta_N=rng.standard_normal(elements, dtype=np.float32),
         momentum_N=rng.standard_normal(elements, dtype=np.float32),
         deltas=deltas,
-        members=tuple(
-            Member(
+        contributions=tuple(
+            Contribution(
                 learner=f"region/{m}",
-                weight=1.0 + m,
-                format=wire.FP32,
-                norms=tuple(wire.slot_norms(fragment, delta_N)),
+                incarnation=1,
+                round=1,
+                attempt=1,
+                local_step=1,
+                steps=1 + m,
+                tokens=1 + m,
+                base=(1, 0),
+                format=formats.FP32,
+                norms=tuple(formats.slot_norms(fragment, delta_N)),
             )
             for m, delta_N in enumerate(deltas)
         ),
-        payloads=tuple(tuple(wire.unpack(m).payload for m in one) for one in messages),
+        payloads=tuple(tuple(frames.unpack(m).payload for m in mine) for mine in messages),
     )
 
 
@@ -91,11 +99,11 @@ def streaming(this: Case, merge: str, down: int, buffers: Buffers | None) -> Run
     """The real merge, chunk by chunk."""
 
     def run() -> None:
-        one = FragmentMerge(
+        running = FragmentMerge(
             fragment=this.fragment,
             theta_N=this.theta_N,
             momentum_N=this.momentum_N,
-            members=this.members,
+            contributions=this.contributions,
             merge=merge,
             outer=OUTER,
             down=down,
@@ -103,9 +111,9 @@ def streaming(this: Case, merge: str, down: int, buffers: Buffers | None) -> Run
             buffers=buffers,
         )
         for index in range(this.fragment.chunks):
-            for member, payloads in zip(this.members, this.payloads, strict=True):
-                one.add(member.learner, index, payloads[index])
-        if not one.finished:
+            for contribution, payloads in zip(this.contributions, this.payloads, strict=True):
+                running.add(contribution.learner, index, payloads[index])
+        if not running.finished:
             raise RuntimeError("the merge did not finish")
 
     return run
@@ -118,8 +126,8 @@ def naive_torch(this: Case, merge: str) -> Run:
     torch.set_num_threads(1)
     deltas = [torch.from_numpy(d) for d in this.deltas]
     theta, momentum = torch.from_numpy(this.theta_N), torch.from_numpy(this.momentum_N)
-    total = sum(m.weight for m in this.members)
-    shares = [m.weight / total for m in this.members]
+    total = sum(c.weight for c in this.contributions)
+    shares = [c.weight / total for c in this.contributions]
 
     def outer(here: slice, delta: torch.Tensor) -> None:
         buf = OUTER.momentum * momentum[here] + delta
@@ -144,13 +152,16 @@ def variants(this: Case) -> list[dict[str, Run]]:
     Every merge beside its naive form, in groups that are timed one after the other.
 
     In one group they would disturb each other's heap: what one frees, the kernel takes back, and
-    the next one pays for fresh pages. A syncer does one thing all the time.
+    the next pays for fresh pages. A syncer does one thing all the time.
     """
     buffers = Buffers()
     return [
-        {merge: streaming(this, merge, wire.BF16, buffers) for merge in MUST},
-        {f"{merge}, result in fp32": streaming(this, merge, wire.FP32, buffers) for merge in MUST},
-        {f"{merge}, fresh buffers": streaming(this, merge, wire.BF16, None) for merge in MUST},
+        {merge: streaming(this, merge, formats.BF16, buffers) for merge in MUST},
+        {
+            f"{merge}, result in fp32": streaming(this, merge, formats.FP32, buffers)
+            for merge in MUST
+        },
+        {f"{merge}, fresh buffers": streaming(this, merge, formats.BF16, None) for merge in MUST},
         {f"{merge}, naive torch": naive_torch(this, merge) for merge in MUST},
     ]
 
@@ -201,7 +212,7 @@ def main() -> int:
         "--quick", action="store_true", help="small and short, half the goals, no file"
     )
     quick = parser.parse_args().quick
-    transport.tune_malloc()
+    malloc.tune_malloc()
     rows: list[list[object]] = []
     goals: dict[str, tuple[float, float]] = {}
     for num_members, mib in SIZES.items():
@@ -217,10 +228,10 @@ def main() -> int:
     else:
         note = (
             "fp32 deltas, tensors of 16 MiB, outer step with Nesterov momentum, result in bf16 "
-            f"unless said; CPU time of one thread, {ROUNDS} rounds, every run between two memcpy of a fragment. "
+            f"unless noted; CPU time of one thread, {ROUNDS} rounds, every run between two memcpy of a fragment. "
             "Share: (M + 4) streams per second of the merge by 2 streams per second of memcpy. "
             "Fresh buffers: the two new vectors come from the kernel instead of `Buffers`. "
-            "Naive torch makes no result in wire format and checks nothing."
+            "Naive torch neither encodes the result nor checks anything."
         )
         write_results(
             "merge",

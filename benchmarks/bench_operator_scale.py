@@ -21,10 +21,10 @@ from _timing import ROOT, judge, table, write_results
 
 sys.path.insert(0, str(ROOT / "tests/support"))
 
-from diloco_testing import scale
-from diloco_testing.clusters import Cluster, LocalClusters
-from diloco_testing.clusters_audit import Request
-from diloco_testing.kubectl import until
+from diloco_testing.clusters import scale
+from diloco_testing.clusters.audit import Request
+from diloco_testing.clusters.kubectl import until
+from diloco_testing.clusters.provision import Cluster, LocalClusters
 
 QUIET_SECONDS = 90.0
 
@@ -50,7 +50,7 @@ def _measure(api: Cluster, folder: Path) -> int:
         again, restarted_seconds = _restarted(api)
         restarted_megabytes = operator.peak_megabytes()
     writes = scale.writes_by_job(asked)
-    kinds = Counter(one.resource for one in asked if one.writes)
+    kinds = Counter(request.resource for request in asked if request.writes)
     rows = [
         ("time until all is there", f"{took.seconds:.0f} s", f"≤ {scale.CONVERGE_SECONDS:.0f} s"),
         ("CPU of the operator meanwhile", f"{took.cpu_seconds:.0f} s", ""),
@@ -69,7 +69,7 @@ def _measure(api: Cluster, folder: Path) -> int:
     regions = len(scale.REGIONS)
     body = f"""{scale.JOBS} jobs of {regions} regions with 2 learners each ({scale.JOBS * regions} \
 StatefulSets), applied at once. etcd, API server and operator share the cores; there are no nodes and \
-no controllers, so every job waits for its syncer, the state in which the operator looks most often.
+no controllers, so every job waits for its syncer, the state in which the operator polls most often.
 
 {table(("", "measured", "goal"), rows)}
 
@@ -96,21 +96,25 @@ def _restarted(api: Cluster) -> tuple[list[Request], float]:
 
     def all_read() -> bool:
         found = scale.requests(api, since)
-        read = {one.name for one in found if (one.verb, one.resource) == ("get", "dilocojobs")}
+        read = {
+            request.name
+            for request in found
+            if (request.verb, request.resource) == ("get", "dilocojobs")
+        }
         return len(read) == scale.JOBS
 
-    until(all_read, scale.CONVERGE_SECONDS, saying="every job was read again", every=1.0)
+    until(all_read, scale.CONVERGE_SECONDS, expected="every job was read again", every=1.0)
     seconds = time.monotonic() - begun
     time.sleep(10.0)  # the last reconciles end
     return scale.requests(api, since), seconds
 
 
 def _writes(found: list[Request]) -> int:
-    return sum(one.writes for one in found)
+    return sum(request.writes for request in found)
 
 
 def _reads(found: list[Request]) -> int:
-    return sum(one.verb in ("get", "list") for one in found)
+    return sum(request.verb in ("get", "list") for request in found)
 
 
 if __name__ == "__main__":

@@ -33,9 +33,9 @@ import wan
 from _job import F32, Syncer, Trainer, syncer
 from _timing import Paired, Run, judge, paired, spread, table, write_results
 
-from diloco.fragments import Tensor, cut
+from diloco.model.fragments import Tensor, cut
+from diloco.runtime.malloc import tune_malloc
 from diloco.spec import Checkpoint, RunSpec
-from diloco.transport import tune_malloc
 
 MEMBERS = 2
 LEARNING_RATE, MOMENTUM = 0.7, 0.5
@@ -75,7 +75,7 @@ def tensors_of(variant: str, megabytes: int) -> list[Tensor]:
 
 
 def delta_of(rank: int, elements: int) -> F32:
-    """What this rank's training would have changed; a shorter one is the beginning of a longer."""
+    """What this rank's training would have changed; a shorter result is a prefix of a longer one."""
     values_N = np.random.default_rng(rank).standard_normal(elements, dtype=np.float32)
     return values_N * np.float32(1e-3)
 
@@ -164,7 +164,7 @@ class Bench:
 
     def op(self, name: str) -> Run:
         """
-        One sync of all ranks, timed from the last that is told to the last that is done.
+        One sync of all ranks, timed from the last command sent to the last reply.
 
         Another of ours goes before it, noted apart: rounds of a job follow each other, but here a
         variant's connections lie idle while the others run, far longer than gloo's ever do, and a
@@ -179,15 +179,15 @@ class Bench:
         return run
 
     def _once(self, name: str) -> float:
-        self._tell(name)
-        self._hear()
+        self._send(name)
+        self._receive()
         start = time.perf_counter()
-        self._tell("go")
-        said = self._hear()
+        self._send("go")
+        replies = self._receive()
         seconds = time.perf_counter() - start
-        values = {float(line) for line in said}
+        values = {float(line) for line in replies}
         if len(values) != 1:
-            raise RuntimeError(f"{name}: the ranks hold different values: {said}")
+            raise RuntimeError(f"{name}: the ranks hold different values: {replies}")
         self.values[name].append(values.pop())
         return seconds
 
@@ -197,7 +197,7 @@ class Bench:
         mean = float(np.mean(np.array(deltas, np.float64)))
         for name, values in self.values.items():
             if "Radial" in name or "int4" in name:
-                continue  # another Δ, on purpose; the ranks agreeing is all that can be said here
+                continue  # another Δ, on purpose; only the agreement of the ranks is checked
             theta = momentum = 0.0
             for value in values[:3]:
                 momentum = MOMENTUM * momentum + mean
@@ -205,13 +205,13 @@ class Bench:
                 if abs(value - theta) > 1e-5 * abs(theta) + 1e-9:
                     raise RuntimeError(f"{name}: {value}, Nesterov gives {theta}")
 
-    def _tell(self, line: str) -> None:
+    def _send(self, line: str) -> None:
         for rank in self._ranks:
             assert rank.stdin is not None
             rank.stdin.write(line + "\n")
             rank.stdin.flush()
 
-    def _hear(self) -> list[str]:
+    def _receive(self) -> list[str]:
         return [_line(rank) for rank in self._ranks]
 
 
@@ -338,7 +338,7 @@ def main() -> int:
                 [*columns, "link floor ms", "floor / ours", "goal"],
                 rows_of(results, pauses, megabytes, floor=True),
             )
-            parts.append(f"## Link of {link.words}\n\n{body}")
+            parts.append(f"## Link of {link.description}\n\n{body}")
             if not arguments.quick:
                 goals = {
                     f"{name}, emulated link": (results[name].ratio, GOALS[name]) for name in GOALS
@@ -355,10 +355,10 @@ def main() -> int:
         "between two of gloo. Ours: from both trainers' report to the new Θ in both shared memories "
         "(report, pull, encode, upload, merge, Nesterov, download, decode), real syncer and link "
         "processes, scripted trainers. Gloo: all_reduce in fp32 and the same Nesterov on each rank; "
-        "lossy formats do not compute the same numbers. Before each measured sync of ours goes "
-        "another that is not part of the ratio (after a pause: gloo and the other variants ran "
-        "meanwhile); gloo's connections never pause so long. Link floor: the larger direction's bytes at "
-        "the link's rate plus one round trip."
+        "lossy formats do not compute the same numbers. Before each measured sync of ours, "
+        "one runs that is not part of the ratio, because our connections were idle while gloo and the "
+        "other variants ran; gloo's connections are never idle for so long. Link floor: "
+        "the larger direction's bytes at the link's rate plus one round trip."
     )
     if not goals:
         print("\n\n".join(parts))

@@ -97,7 +97,7 @@ class Job:
         self.directory, self._output, self._cores = folder / "run", folder / "output", cores
         file = folder / "job.yaml"
         file.write_text(yaml.safe_dump(manifest(regions)))
-        program = ["taskset", "-c", str(cores[1]), sys.executable, "-m", "diloco_operator.cli"]
+        program = ["taskset", "-c", str(cores[1]), sys.executable, "-m", "diloco_cli"]
         with self._output.open("wb") as out:
             self.process = subprocess.Popen(
                 [*program, "run", str(file), "--dir", str(self.directory)],
@@ -116,8 +116,8 @@ class Job:
     def check(self) -> None:
         """It still runs, and every process is on its core."""
         if self.process.poll() is not None:
-            said = self._output.read_text()[-2000:]
-            raise RuntimeError(f"diloco run ended with {self.process.returncode}:\n{said}")
+            output = self._output.read_text()[-2000:]
+            raise RuntimeError(f"diloco run ended with {self.process.returncode}:\n{output}")
         pin(self.process.pid, *self._cores)
 
 
@@ -200,8 +200,8 @@ def main() -> int:
     )  # fmt: skip
     note = (
         f"GPT recipe {CONFIG}, {seconds:.0f} s each; B: slowdown {SLOWDOWN}. A's trainer alone on one core, "
-        f"everything else on the other, B in both cases. Median ratio {ratio:.3f}. Measured from when "
-        f"both had made {SKIPPED} steps. Each report of B can be part of one merge at most."
+        f"everything else on the other, B in both cases. Median ratio {ratio:.3f}. Measured after "
+        f"both had made {SKIPPED} steps. Each report of B can be part of at most one merge."
     )
     write_results(
         "slow_learner", "A slow learner beside a fast one", f"{note}\n\n{body}",

@@ -4,7 +4,7 @@ Peak memory of the syncer for a model of 100 M parameters with 2, 4 and 8 learne
 
 The real syncer process; the learners are scripted and live in one process on one shared memory, but
 speak through the product's own session, uploader and download. All are members of every round, and
-each reports anew as soon as it is pulled, so that τ rounds are in flight all the time: as many
+each reports again as soon as it is pulled, so that τ rounds are in flight all the time: as many
 merges as the machine can do, far more than learners of that size would ask for. While a snapshot is
 written, what is merged meanwhile exists twice; so one more row has learners that take STEP_SECONDS
 for a step. Goal: the peak with 8 learners is at most 1.10 of that with 2.
@@ -24,19 +24,24 @@ import numpy as np
 from _job import NO_CONSTANTS, Syncer, json_lines, memory_bytes, minor_faults, syncer, wait_for
 from _timing import judge, table, write_results
 
-from diloco import wire
+from diloco.codec import formats
 from diloco.errors import DilocoError
-from diloco.fragments import Layout, Tensor, cut
+from diloco.model.fragments import Layout, Tensor, cut
+from diloco.rpc.channels import channel
+from diloco.runtime.interpreter import tune_interpreter
+from diloco.runtime.malloc import tune_malloc
 from diloco.spec import RunSpec
-from diloco.transport import channel, tune_interpreter, tune_malloc
 from diloco.v1 import syncer_pb2 as pb
-from diloco_worker import download, session
 from diloco_worker.core import events as ev
 from diloco_worker.core.messages import TrainerState
+from diloco_worker.ipc.shared_memory import HostCopy, SharedMemory
+from diloco_worker.link import download, session
+from diloco_worker.link.buffers import BufferPool, most_idle_bytes
+from diloco_worker.link.encoder import Encoder
+from diloco_worker.link.staging import Staging
+from diloco_worker.link.transfer import CancelToken, Identity
+from diloco_worker.link.upload import Uploader
 from diloco_worker.settings import LearnerSettings
-from diloco_worker.shared import HostCopy, Shared
-from diloco_worker.transfer import Buffers, Cancel, Identity
-from diloco_worker.upload import Uploader
 
 GOAL = 1.10
 ROUNDS = 60
@@ -62,7 +67,7 @@ class Learner:
     """One scripted learner: uploads when pulled, downloads every result, reports at every pull."""
 
     def __init__(
-        self, number: int, spec: RunSpec, syncer: Syncer, shared: Shared, step_seconds: float
+        self, number: int, spec: RunSpec, syncer: Syncer, shared: SharedMemory, step_seconds: float
     ) -> None:
         self._step_seconds = step_seconds
         self._spec, self._shared, self._keeper = spec, shared, number == 0
@@ -74,11 +79,14 @@ class Learner:
             *(channel(syncer.endpoint, tls=None, purpose="bulk") for _ in range(2)),
         ]
         self._identity = Identity(learner=settings.learner, epoch=0, incarnation=0)
-        self._uploader = Uploader(lambda: self._channels[1], shared, spec)
-        largest = max(f.elements for f in shared.layout.fragments)
-        self._buffers = Buffers(wire.encoded_bytes(wire.BF16, largest))
-        self._uploads: queue.SimpleQueue[ev.Pulled | ev.InitialWanted | None] = queue.SimpleQueue()
-        self._downloads: queue.SimpleQueue[ev.ResultComing | None] = queue.SimpleQueue()
+        self._buffers = BufferPool(most_idle_bytes=most_idle_bytes(shared.layout, spec))
+        self._staging = Staging(shared, spec, self._buffers)
+        encoder = Encoder(shared, spec, self._buffers)
+        self._uploader = Uploader(lambda: self._channels[1], encoder)
+        self._uploads: queue.SimpleQueue[ev.Pulled | ev.InitialRequested | None] = (
+            queue.SimpleQueue()
+        )
+        self._downloads: queue.SimpleQueue[ev.ResultAnnounced | None] = queue.SimpleQueue()
         self._threads = [
             threading.Thread(target=self._watched, args=(work,), daemon=True)
             for work in (self._upload, self._download)
@@ -87,7 +95,7 @@ class Learner:
         self._leaving, self.trouble = False, ""
         for thread in self._threads:
             thread.start()
-        self._session = session.Session(self._channels[0], hello, self._heard)
+        self._session = session.Session(self._channels[0], hello, self._on_event)
 
     def close(self) -> None:
         """Leave."""
@@ -98,29 +106,29 @@ class Learner:
         self._downloads.put(None)
         for thread in self._threads:
             thread.join(10)
-        for one in self._channels:
-            one.close()
+        for bulk in self._channels:
+            bulk.close()
 
     def beat(self) -> None:
-        """Say that this learner is alive."""
+        """Send a heartbeat."""
         self._session.send(pb.LearnerMessage(heartbeat=pb.Heartbeat()))
 
-    def _heard(self, event: ev.Event) -> None:
+    def _on_event(self, event: ev.Event) -> None:
         match event:
             case ev.Welcomed():
                 self._identity = Identity(
                     learner=self._identity.learner, epoch=event.epoch, incarnation=event.incarnation
                 )
-            case ev.InitialWanted():
+            case ev.InitialRequested():
                 self._uploads.put(event)
             case ev.ModelReady():
                 self._report(1)
             case ev.Pulled():
                 threading.Timer(self._step_seconds, self._report, (event.round + 1,)).start()
                 self._uploads.put(event)
-            case ev.ResultComing():
+            case ev.ResultAnnounced():
                 self._downloads.put(event)
-            case ev.Lost():
+            case ev.SessionLost():
                 self.trouble = event.text
 
     def _report(self, local_step: int) -> None:
@@ -140,39 +148,37 @@ class Learner:
 
     def _upload(self) -> None:
         while (event := self._uploads.get()) is not None:
-            if isinstance(event, ev.InitialWanted):
-                self._uploader.initial(self._identity, Cancel())
+            if isinstance(event, ev.InitialRequested):
+                self._uploader.initial(self._identity, CancelToken())
                 continue
             index = event.fragment
-            with self._shared.hold(index):
+            with self._shared.lock(index):
                 base = self._shared.inbox_state(index).generation
-                # Equal for all members of a round, whoever writes it.
+                # Equal for all members of a round, so any of them may write it.
                 copy = HostCopy(local_step=event.round, steps=24, tokens=2400, base=base)
-                self._shared.note_copy(index, copy)
-            self._uploader.pull(event, self._identity, Cancel())
+                self._shared.set_host_copy(index, copy)
+            self._uploader.pull(event, self._identity, CancelToken())
 
     def _download(self) -> None:
         while (event := self._downloads.get()) is not None:
             fragment = self._shared.layout.fragments[event.fragment]
-            payloads = download.fetch(
-                self._channels[2], identity=self._identity, fragment=event.fragment,
-                round=event.round, attempt=event.attempt, fmt=0, expected=fragment,
-                take_buffer=lambda _: self._buffers.take(), cancel=Cancel(),
-            )  # fmt: skip
+            request = ev.Download(fragment=event.fragment, round=event.round, attempt=event.attempt)
+            assembly = self._staging.begin(request, self._identity)
+            payloads = download.fetch(self._channels[2], assembly, CancelToken())
             if payloads is None:
                 continue
+            staged = self._staging.stage(request, payloads)
             if self._keeper:
-                with self._shared.hold(fragment.index):
-                    before = self._shared.inbox_state(fragment.index).generation
-                    download.decode_into(payloads, fragment, self._shared.inbox(fragment.index))
-                    self._shared.publish(fragment.index, before + 1, payloads.version)
-            self._buffers.give(payloads.buffer)
+                before = self._shared.inbox_state(fragment.index).generation
+                self._staging.place(ev.Place(staged=staged, generation=before + 1))
+            else:
+                self._staging.discard(staged)
 
 
 def measure(layout: Layout, learners: int, rounds: int, step_seconds: float) -> dict[str, float]:
     """One job; facts about its syncer."""
     spec = RunSpec(job="bench", steps=10**9, quorum=learners, learners={"r": learners})
-    shared = Shared.create(layout, constants_bytes=len(NO_CONSTANTS))
+    shared = SharedMemory.create(layout, constants_bytes=len(NO_CONSTANTS))
     shared.constants[:] = np.frombuffer(NO_CONSTANTS, np.uint8)
     for fragment in layout.fragments:
         host_N = shared.host(fragment.index)
@@ -224,7 +230,7 @@ def main() -> int:
     arguments = parser.parse_args()
     tune_malloc()
     tune_interpreter()
-    wire.warm_up()
+    formats.warm_up()
     layout = layout_of(512, 26, 32768)
     counts: tuple[int, ...] = LEARNERS
     rounds = ROUNDS
@@ -250,7 +256,7 @@ def main() -> int:
         f"{4 * largest / 1e6:.0f} MB; bf16 both ways, Radial, τ = 2, a snapshot every 48 steps. "
         f"Every learner is a member of every merge; in the last row a step takes {STEP_SECONDS} s. "
         "Peak: VmHWM. It holds Θ and momentum (2 N), the rounds in flight, old versions of a few "
-        "fragments, and while a snapshot is written what is replaced meanwhile."
+        "fragments, and while a snapshot is written the fragments that are replaced meanwhile."
     )
     if any(f["members"] != f["learners"] for f in (*facts, calm)):
         print("MISSED a merge had fewer members than there are learners")

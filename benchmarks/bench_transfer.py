@@ -29,7 +29,9 @@ import grpc
 import numpy as np
 from _timing import Run, judge, paired, spread, table, write_results
 
-from diloco import transport, wire
+from diloco.codec import frames
+from diloco.rpc import channels, servers
+from diloco.runtime import interpreter, malloc
 
 CHUNK_BYTES = 1 << 20
 FRAGMENT_BYTES = 64 << 20
@@ -69,17 +71,17 @@ class Side:
         """Every chunk, packed, then the end."""
         view = memoryview(self.source.data)
         for index, start in enumerate(range(0, FRAGMENT_BYTES, CHUNK_BYTES)):
-            yield wire.pack(wire.Kind.CHUNK, index, view[start : start + CHUNK_BYTES])
-        yield wire.pack(wire.Kind.END, 0)
+            yield frames.pack(frames.Kind.CHUNK, index, view[start : start + CHUNK_BYTES])
+        yield frames.pack(frames.Kind.END, 0)
 
     def receive(self, messages: Iterator[bytes]) -> None:
         """Check every message and put its chunk in place."""
-        arrivals = wire.Arrivals(FRAGMENT_BYTES // CHUNK_BYTES)
+        arrivals = frames.Arrivals(FRAGMENT_BYTES // CHUNK_BYTES)
         for message in messages:
-            envelope = wire.unpack(message)
-            if envelope.kind is wire.Kind.END:
+            envelope = frames.unpack(message)
+            if envelope.kind is frames.Kind.END:
                 break
-            arrivals.heard(envelope.index)
+            arrivals.received(envelope.index)
             start = envelope.index * CHUNK_BYTES
             self.target[start : start + CHUNK_BYTES] = np.frombuffer(envelope.payload, np.uint8)
         if arrivals.missing():
@@ -106,13 +108,13 @@ class Side:
 
 def serve() -> None:
     """Serve both kinds until standard input closes; prints the two ports."""
-    transport.tune_malloc()
-    transport.tune_interpreter()
+    malloc.tune_malloc()
+    interpreter.tune_interpreter()
     side = Side()
 
     def upload(messages: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         side.receive(messages)
-        yield wire.pack(wire.Kind.TRAILER, 0)
+        yield frames.pack(frames.Kind.TRAILER, 0)
 
     def download(request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         return side.messages()
@@ -126,10 +128,10 @@ def serve() -> None:
         "Download": grpc.unary_stream_rpc_method_handler(download),
         "Usage": grpc.unary_unary_rpc_method_handler(usage),
     }
-    server = transport.server(
+    server = servers.server(
         [grpc.method_handlers_generic_handler("bench", handlers)], max_workers=4
     )
-    port = transport.bind(server, "127.0.0.1:0", None)
+    port = servers.bind(server, "127.0.0.1:0", None)
     server.start()
     listener = socket.create_server(("127.0.0.1", 0))
     threading.Thread(target=serve_raw, args=(listener, side), daemon=True).start()
@@ -168,7 +170,7 @@ class Client:
         """One upload by gRPC."""
         upload: Any = self.channel.stream_stream("/bench/Upload")
         replies: Iterator[bytes] = upload(self.side.messages())
-        if [wire.unpack(reply).kind for reply in replies] != [wire.Kind.TRAILER]:
+        if [frames.unpack(reply).kind for reply in replies] != [frames.Kind.TRAILER]:
             raise RuntimeError("the upload was not acknowledged")
 
     def down(self) -> None:
@@ -218,7 +220,7 @@ def connected() -> Iterator[Client]:
         assert process.stdout is not None
         port, raw_port = map(int, process.stdout.readline().split())
         with (
-            transport.channel(f"127.0.0.1:{port}", tls=None, purpose="bulk") as channel,
+            channels.channel(f"127.0.0.1:{port}", tls=None, purpose="bulk") as channel,
             socket.create_connection(("127.0.0.1", raw_port)) as raw,
         ):
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -235,8 +237,8 @@ def main() -> int:
     if arguments.serve:
         serve()
         return 0
-    transport.tune_malloc()
-    transport.tune_interpreter()
+    malloc.tune_malloc()
+    interpreter.tune_interpreter()
     rounds = 3 if arguments.quick else ROUNDS
     with connected() as client:
         results = paired(

@@ -13,32 +13,32 @@ import argparse
 import numpy as np
 from _timing import Run, judge, paired, spread, table, write_results
 
-from diloco import kernels, wire
-from diloco.fragments import CHUNK
+from diloco.codec import formats, kernels
+from diloco.model.fragments import CHUNK
 
-FORMATS = {"fp32": wire.FP32, "bf16": wire.BF16, "int8": wire.INT8, "int4": wire.INT4}
+FORMATS = {"fp32": formats.FP32, "bf16": formats.BF16, "int8": formats.INT8, "int4": formats.INT4}
 ROUNDS = 15
 MUST = {f"{fmt} {what}" for fmt in ("bf16", "int4") for what in ("encode", "decode")}
 
 
-def variants(source_N: wire.F32, target_N: wire.F32) -> dict[str, Run]:
+def variants(source_N: formats.F32, target_N: formats.F32) -> dict[str, Run]:
     """Every operation of every format over all chunks of a vector."""
     runs: dict[str, Run] = {}
     starts = range(0, source_N.size, CHUNK)
     for name, fmt in FORMATS.items():
-        payloads = [np.ones(wire.encoded_bytes(fmt, CHUNK), np.uint8) for _ in starts]
+        payloads = [np.ones(formats.encoded_bytes(fmt, CHUNK), np.uint8) for _ in starts]
 
-        def encode(fmt: int = fmt, payloads: list[wire.U8] = payloads) -> None:
+        def encode(fmt: int = fmt, payloads: list[formats.U8] = payloads) -> None:
             for start, payload in zip(starts, payloads, strict=True):
-                wire.encode(fmt, source_N[start : start + CHUNK], payload)
+                formats.encode(fmt, source_N[start : start + CHUNK], payload)
 
-        def decode(fmt: int = fmt, payloads: list[wire.U8] = payloads) -> None:
+        def decode(fmt: int = fmt, payloads: list[formats.U8] = payloads) -> None:
             for start, payload in zip(starts, payloads, strict=True):
-                wire.decode(fmt, payload, target_N[start : start + CHUNK])
+                formats.decode(fmt, payload, target_N[start : start + CHUNK])
 
-        def accumulate(fmt: int = fmt, payloads: list[wire.U8] = payloads) -> None:
+        def accumulate(fmt: int = fmt, payloads: list[formats.U8] = payloads) -> None:
             for start, payload in zip(starts, payloads, strict=True):
-                wire.accumulate(fmt, payload, target_N[start : start + CHUNK], 0.5)
+                formats.accumulate(fmt, payload, target_N[start : start + CHUNK], 0.5)
 
         encode()
         runs |= {
@@ -83,7 +83,7 @@ def main() -> int:
         note = (
             f"{elements * 4 >> 20} MiB of normal values in chunks of 1 MiB, one thread, "
             f"{ROUNDS} rounds, every run between two memcpy of the whole. Decode and accumulate "
-            "also sum the squares in float64; encode also looks for NaN and Inf."
+            "also sum the squares in float64; encode also checks for NaN and Inf."
         )
         write_results(
             "wire", "Wire codec against memcpy", f"{note}\n\n{body}", packages=("numpy", "numba")

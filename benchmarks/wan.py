@@ -32,8 +32,8 @@ class Wan:
     far: str
     near: str
     """Names of the namespaces."""
-    words: str
-    """What it is, for people."""
+    description: str
+    """For the results."""
 
     @staticmethod
     def inside(namespace: str) -> list[str]:
@@ -83,11 +83,11 @@ def link(*, round_trip_ms: float, rate_mbit: float, mtu: int = 9000) -> Iterator
         for namespace in (far, near):
             route = ("ip", "route", "replace", "10.9.0.0/24", "dev", "tun0", "congctl", control)
             _run(*Wan.inside(namespace), *route)
-        words = (
+        description = (
             f"{rate_mbit:g} Mbit/s, {round_trip_ms:g} ms round trip, queue {queue_mb:.1f} MB, "
             f"MTU {mtu}, {control}, TCP buffers up to {_BUFFER_BYTES >> 20} MiB"
         )
-        yield Wan(far=far, near=near, words=words)
+        yield Wan(far=far, near=near, description=description)
 
 
 def _end(process: subprocess.Popen[str]) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 
 def needs(project: dict[str, Any], extra: str) -> Iterator[str]:
     """Requirements of an extra; extras of our own that it names are followed."""
-    for one in project["optional-dependencies"][extra]:
-        name, _, inner = one.partition("[")
+    for requirement in project["optional-dependencies"][extra]:
+        name, _, inner = requirement.partition("[")
         if name == project["name"]:
             for other in inner.rstrip("]").split(","):
                 yield from needs(project, other)
         else:
-            yield one
+            yield requirement
 
 
 def main() -> None:

@@ -11,7 +11,7 @@ from train import ByteGRU, loss_on, read_text
 
 @torch.no_grad()
 def main() -> None:
-    """Mean loss over 20 batches of validation text, always the same ones."""
+    """Print the mean loss over 20 fixed batches of validation text."""
     _, text = read_text()
     model = ByteGRU()
     model.load_state_dict(load_file(sys.argv[-1]))

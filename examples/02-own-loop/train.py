@@ -1,9 +1,9 @@
 """
 An ordinary PyTorch script: a small recurrent network learns to write Python, byte by byte.
 
-Alone (`python train.py`) it trains one model for 600 steps (STEPS=50 in the environment: for 50).
-Under `diloco run job.yaml` several copies of it train one model together. What that took is marked
-with (1) to (3).
+By itself (`python train.py`) it trains for 600 steps (with STEPS=50 in the environment: for 50).
+Under `diloco run job.yaml` several copies of it train a common model. (1) to (3) mark the lines that
+make this possible.
 """
 
 import os
@@ -20,7 +20,7 @@ BATCH, CONTEXT = 32, 64
 
 
 class ByteGRU(nn.Module):
-    """Predicts the next byte; input embedding and output layer are one matrix."""
+    """Predicts the next byte; input embedding and output layer share their weights."""
 
     def __init__(self, width: int = 128) -> None:
         super().__init__()
@@ -31,12 +31,12 @@ class ByteGRU(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Logits of the next byte at every place."""
+        """Logits of the next byte, shape (batch, context, 256)."""
         return self.head(self.memory(self.embedding(x))[0])
 
 
 def read_text() -> tuple[torch.Tensor, torch.Tensor]:
-    """Source text of the standard library as bytes: every 20th file is for validation."""
+    """Training and validation text: the standard library, every 20th file for validation."""
     files = sorted(Path(os.__file__).parent.glob("*.py"))
     validation = b"".join(file.read_bytes() for file in files[::20])
     train = b"".join(file.read_bytes() for i, file in enumerate(files) if i % 20)
@@ -44,12 +44,12 @@ def read_text() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def as_tensor(data: bytes) -> torch.Tensor:
-    """One number per byte."""
+    """The bytes as an int64 tensor."""
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).long()
 
 
 def loss_on(model: nn.Module, text: torch.Tensor, seed: int) -> torch.Tensor:
-    """Mean cross-entropy (nats per byte) of one random batch; the seed says which."""
+    """Mean cross-entropy (nats per byte) of a random batch that the seed determines."""
     generator = torch.Generator().manual_seed(seed)
     starts = torch.randint(len(text) - CONTEXT, (BATCH, 1), generator=generator)
     windows = text[starts + torch.arange(CONTEXT + 1)]

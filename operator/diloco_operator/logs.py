@@ -1,4 +1,4 @@
-"""One kind of log line for all that runs here: our own, kopf's, the Kubernetes client's."""
+"""Logging of the operator: the same line format for our records, kopf's and the client library's."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TextIO
 
-from diloco.telemetry import configure_logging
+from diloco.runtime.logs import configure_logging
 from diloco_operator.workqueue import Key
 
 _KEY: ContextVar[str] = ContextVar("job")
 
 
 @contextmanager
-def about(key: Key) -> Iterator[None]:
-    """Every line that this thread logs in the body carries the job's key, whoever logs it."""
+def job_context(key: Key) -> Iterator[None]:
+    """Add the job's key to every record that this thread logs in the body, from any logger."""
     token = _KEY.set(str(key))
     try:
         yield
@@ -29,21 +29,21 @@ def configure(*, json: bool, stream: TextIO | None = None) -> None:
     configure_logging(json=json, name="operator", stream=stream)
     for handler in logging.getLogger().handlers:
         handler.addFilter(_keyed)
-    # One line for each event of each object says nothing that a reconcile does not say.
+    # kopf logs each event of each object; the reconciler's own lines are enough.
     logging.getLogger("kopf.objects").setLevel(logging.WARNING)
-    # kopf runs beside the main thread, which handles signals itself: its warning is untrue here.
+    # kopf warns that it ignores signals outside the main thread; here, __main__ handles them.
     logging.getLogger("kopf._core.reactor.running").addFilter(_no_signal_warning)
 
 
 def _keyed(record: logging.LogRecord) -> bool:
-    """Add the job's key; take off what kopf attaches for its own formatter."""
+    """Add the job's key; remove the attributes that kopf adds for its own formatter."""
     fields = vars(record)
-    seen = fields.pop("k8s_ref", None)
+    reference = fields.pop("k8s_ref", None)
     for name in ("settings", "k8s_skip"):
         fields.pop(name, None)
-    if seen is not None:
-        what = "job" if seen.get("kind") == "DiLoCoJob" else "object"
-        fields.setdefault(what, f"{seen.get('namespace')}/{seen.get('name')}")
+    if reference is not None:
+        field = "job" if reference.get("kind") == "DiLoCoJob" else "object"
+        fields.setdefault(field, f"{reference.get('namespace')}/{reference.get('name')}")
     if (key := _KEY.get(None)) is not None:
         fields.setdefault("job", key)
     return True

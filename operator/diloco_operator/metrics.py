@@ -1,4 +1,4 @@
-"""The operator's Prometheus metrics; names and meanings: diloco/telemetry.py."""
+"""The operator's Prometheus metrics; `diloco.runtime.metrics` defines their names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 from prometheus_client import CollectorRegistry, start_http_server
 
 from diloco.errors import ConfigError
-from diloco.telemetry import register
+from diloco.runtime.metrics import register
 from diloco_operator.workqueue import Key
 
 
 class Metrics:
-    """Counts what the reconciles of this process did; safe for use by many threads."""
+    """Counts reconciles and writes of this process; safe for use by many threads."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -25,10 +25,10 @@ class Metrics:
 
     def serve(self, port: int) -> None:
         """
-        Answer Prometheus on all addresses; port 0: nothing is served.
+        Serve Prometheus on all addresses; port 0: serve nothing.
 
         Raises:
-            ConfigError: the port is taken.
+            ConfigError: the port is in use.
         """
         if not port:
             return
@@ -36,19 +36,19 @@ class Metrics:
             start_http_server(port, registry=self.registry)
         except OSError as error:
             raise ConfigError(
-                f"DILOCO_METRICS_PORT: {port}: {error.strerror}; give a free port, or 0 for none"
+                f"DILOCO_METRICS_PORT: {port}: {error.strerror}; set a free port, or 0 for none"
             ) from None
 
     def reconciled(self, result: str, seconds: float) -> None:
-        """One reconcile ended: "ok", "gone", "refused" or "error"."""
+        """A reconcile ended with result "ok", "gone", "refused" or "error"."""
         self._metrics["diloco_operator_reconcile_seconds"].labels(result=result).observe(seconds)
 
     def wrote(self, kind: str) -> None:
-        """One write was accepted by the API server; the job's own status is kind DiLoCoJob."""
+        """The API server accepted a write; kind DiLoCoJob is the job's status."""
         self._metrics["diloco_operator_writes_total"].labels(kind=kind).inc()
 
     def state(self, key: Key, state: str | None) -> None:
-        """The job's state as last reconciled; None: the job is gone."""
+        """The job's state after its last reconcile; None: the job was deleted."""
         with self._lock:
             if state is None:
                 self._states.pop(key, None)

@@ -1,8 +1,8 @@
 """
-One job, once: read everything, decide (pure), carry out, write the status, tell about it.
+Reconciles one job: observe, decide (pure), carry out, write the status, post Events.
 
-Level-triggered: nothing is taken from the event that led here. Killed at any point, the next
-reconcile reads what is there and ends in the same state.
+Level-triggered: a reconcile uses nothing of the event that caused it. Killed at any point, the next
+reconcile observes what exists and reaches the same state.
 """
 
 from __future__ import annotations
@@ -11,25 +11,20 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from typing import Any
 
-from diloco_operator.cluster import JOB_LABEL, ApiError, Cluster, Json
-from diloco_operator.decide import Decisions, EventOf, decide
-from diloco_operator.logs import about
-from diloco_operator.manifests import APPLIED
+from diloco_operator.cluster.client import JOB_LABEL, ApiError, Cluster, Json
+from diloco_operator.cluster.observe import Observer
+from diloco_operator.decide.decisions import Decisions, JobEvent, decide
+from diloco_operator.logs import job_context
 from diloco_operator.metrics import Metrics
-from diloco_operator.observed import (
-    Observed,
-    Refusal,
-    controller_uid,
-    identity,
-)
-from diloco_operator.reading import Reader
+from diloco_operator.resources import APPLIED
+from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.settings import Faults
-from diloco_operator.view import View
+from diloco_operator.state.objects import Object, controller_uid, identity, is_deleting, labels
+from diloco_operator.state.observation import Observation, Refusal
 from diloco_operator.workqueue import Key, RetryError
 
 log = logging.getLogger(__name__)
@@ -39,10 +34,23 @@ COMPONENT = "diloco-operator"
 
 @dataclass(slots=True)
 class _Outcome:
-    """What carrying out met."""
+    """What carrying out the decisions revealed."""
 
-    foreign: list[str]
-    refusals: list[Refusal]
+    foreign: list[Object] = field(default_factory=list)
+    refusals: list[Refusal] = field(default_factory=list)
+
+    def refused(self, kind: str, name: str, error: ApiError) -> None:
+        """
+        Record a refusal, which a condition reports.
+
+        Raises:
+            ApiError: the error may pass by itself.
+        """
+        # 500 is also the answer to a field of the wrong type ("expected list, got x") and to an
+        # admission webhook that is unavailable.
+        if not (error.refused or error.status == 500):
+            raise error
+        self.refusals.append(Refusal(child=f"{kind} {name}", message=error.message))
 
 
 class Reconciler:
@@ -51,195 +59,194 @@ class Reconciler:
     def __init__(
         self,
         cluster: Cluster,
-        view: View,
+        scope: OperatorScope,
         *,
         metrics: Metrics,
-        decide: Callable[[Observed, View, datetime], Decisions] = decide,
+        decide: Callable[[Observation, OperatorScope, datetime], Decisions] = decide,
         reporter: str = COMPONENT,
         faults: Faults = Faults(),  # noqa: B008 (frozen)
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
         self._cluster = cluster
-        self._view = view
+        self._scope = scope
         self._metrics = metrics
         self._decide = decide
         self._reporter = reporter
         self._faults = faults
         self._now = now
-        self._reader = Reader(cluster, view, now=now)
-        # Applies that changed nothing, so that they are not sent again: by key and child.
-        self._idle: dict[Key, dict[tuple[str, str], str]] = {}
+        self._observer = Observer(cluster, scope, now=now)
+        # Fingerprints of applies that changed nothing and are not repeated: by key and child.
+        self._unchanged: dict[Key, dict[tuple[str, str], str]] = {}
 
     def reconcile(self, key: Key) -> float | None:
         """
-        Bring one job to where its manifest wants it; seconds until it should be looked at again.
+        Bring the cluster to the state that the job's manifest describes.
 
         Returns:
-            None: the job is gone.
+            Seconds until the next reconcile; None: the job was deleted.
 
         Raises:
-            RetryError: the API server is away or refused something; what can be said is said.
+            RetryError: the API server is unavailable or refused a child; the status has been
+                written as far as possible.
         """
-        begun = time.monotonic()
+        started = time.monotonic()
         result = "error"
-        with about(key):
+        with job_context(key):
             try:
-                again = self._reconcile(key)
-                result = "ok" if again is not None else "gone"
+                requeue = self._reconcile(key)
+                result = "ok" if requeue is not None else "gone"
             except _RefusedError:
                 result = "refused"
                 raise
             except ApiError as error:
                 raise RetryError(str(error)) from None
             finally:
-                self._metrics.reconciled(result, time.monotonic() - begun)
-        return again
+                self._metrics.reconciled(result, time.monotonic() - started)
+        return requeue
 
     def close(self) -> None:
         """Close the connections to syncers."""
-        self._reader.close()
+        self._observer.close()
 
     def _reconcile(self, key: Key) -> float | None:
         raw = self._cluster.job(*key)
-        if raw is None or raw["metadata"].get("deletionTimestamp"):
-            # Children go with their owner: the garbage collector needs no help, and no finalizer.
+        if raw is None or is_deleting(raw):
+            # The garbage collector deletes children with their owner; no finalizer is needed.
             self._forget(key)
             return None
-        observed = self._reader.read(key, raw)
+        observation = self._observer.observe(key, raw)
         self._faults.reached("after-read")
-        decisions = self._decide(observed, self._view, self._now())
-        met = self._apply(key, observed, decisions)
-        self._delete(key, decisions, met)
+        decisions = self._decide(observation, self._scope, self._now())
+        outcome = _Outcome()
+        self._apply(key, observation, decisions, outcome)
+        self._delete(key, decisions, outcome)
         self._faults.reached("after-delete")
-        if met.foreign or met.refusals:
-            # Said by the same pure function, so that a status is always the whole truth.
-            observed = replace(observed, foreign=tuple(met.foreign), refusals=tuple(met.refusals))
-            said = self._decide(observed, self._view, self._now())
-            decisions = replace(decisions, status=said.status, events=said.events)
-        self._say(key, observed, decisions)
+        if outcome.foreign or outcome.refusals:
+            # The same pure function reports them, so that the status is always complete.
+            observation = replace(
+                observation, foreign=tuple(outcome.foreign), refusals=tuple(outcome.refusals)
+            )
+            report = self._decide(observation, self._scope, self._now())
+            decisions = replace(decisions, status=report.status, events=report.events)
+        self._report(key, raw, decisions)
         if decisions.remove_job:
-            self._remove(key, observed)
-        if met.refusals:
-            raise _RefusedError("; ".join(f"{one.child}: {one.message}" for one in met.refusals))
-        return decisions.again_seconds
+            self._remove(key, raw)
+        if outcome.refusals:
+            raise _RefusedError(
+                "; ".join(f"{refusal.child}: {refusal.message}" for refusal in outcome.refusals)
+            )
+        return decisions.requeue_seconds
 
     def _forget(self, key: Key) -> None:
-        self._reader.forget(key)
-        self._idle.pop(key, None)
+        self._observer.forget(key)
+        self._unchanged.pop(key, None)
         self._metrics.state(key, None)
 
-    def _apply(self, key: Key, observed: Observed, decisions: Decisions) -> _Outcome:
-        met = _Outcome(foreign=[], refusals=[])
-        live = {identity(child): child for child in observed.children}
-        before = self._idle.get(key, {})
-        idle: dict[tuple[str, str], str] = {}
+    def _apply(
+        self, key: Key, observation: Observation, decisions: Decisions, outcome: _Outcome
+    ) -> None:
+        raw = observation.stored.raw
+        live = {identity(child): child for child in observation.children}
+        previous = self._unchanged.get(key, {})
+        unchanged: dict[tuple[str, str], str] = {}
         for number, body in enumerate(decisions.apply, start=1):
             kind, name = identity(body)
             try:
                 child = live.get((kind, name)) or self._cluster.get(kind, key.namespace, name)
-                if child is not None and not _ours(child, observed.job):
-                    met.foreign.append(f"{kind} {name}")
+                if child is not None and not _is_own(child, raw):
+                    outcome.foreign.append(child)
                     continue
-                if child is not None and before.get((kind, name)) == (mark := _mark(body, child)):
-                    idle[(kind, name)] = mark
-                    continue
+                if child is not None:
+                    fingerprint = _fingerprint(body, child)
+                    if previous.get((kind, name)) == fingerprint:
+                        unchanged[kind, name] = fingerprint
+                        continue
                 after = self._cluster.apply(body)
             except ApiError as error:
-                if error.ending:
-                    # The job goes with its namespace; a word about it could not be written either.
+                if error.namespace_terminating:
+                    # The job goes with its namespace; its status could not be written either.
                     raise _RefusedError(error.message) from None
-                if not _is_to_be_said(error):
-                    raise
-                met.refusals.append(Refusal(child=f"{kind} {name}", message=error.message))
+                outcome.refused(kind, name, error)
                 continue
             if child is not None and _version(child) == _version(after):
-                idle[(kind, name)] = _mark(body, after)
+                unchanged[kind, name] = _fingerprint(body, after)
             self._wrote("applied", kind, name)
             self._faults.reached(f"after-apply-{number}")
-        self._idle[key] = idle
-        return met
+        self._unchanged[key] = unchanged
 
-    def _delete(self, key: Key, decisions: Decisions, met: _Outcome) -> None:
+    def _delete(self, key: Key, decisions: Decisions, outcome: _Outcome) -> None:
         for ref in decisions.delete:
             try:
                 if self._cluster.delete(ref.kind, key.namespace, ref.name, uid=ref.uid):
                     self._wrote("deleted", ref.kind, ref.name)
             except ApiError as error:
-                if not _is_to_be_said(error):
-                    raise
-                met.refusals.append(Refusal(child=f"{ref.kind} {ref.name}", message=error.message))
+                outcome.refused(ref.kind, ref.name, error)
 
-    def _say(self, key: Key, observed: Observed, decisions: Decisions) -> None:
+    def _report(self, key: Key, raw: Object, decisions: Decisions) -> None:
         status = decisions.status
         if status is not None:
             self._faults.reached("before-status")
-            self._cluster.put_status(observed.job, status)
+            self._cluster.put_status(raw, status)
             self._metrics.wrote("DiLoCoJob")
             self._faults.reached("after-status")
         now = self._now()
         for event in decisions.events:
             log.info("%s: %s", event.reason, event.message, extra={"type": event.type})
             try:
-                self._cluster.event(_event(observed.job, event, now, self._reporter))
+                self._cluster.event(_event(raw, event, now, self._reporter))
             except ApiError as error:
                 log.warning(
-                    "Event %s is lost (the condition says the same): %s", event.reason, error
+                    "cannot post Event %s; the condition has the same message: %s",
+                    event.reason,
+                    error,
                 )
             else:
                 self._metrics.wrote("Event")
-        shown = status if status is not None else observed.job.get("status") or {}
-        self._metrics.state(key, shown.get("state") or "Pending")
+        current = status if status is not None else raw.get("status") or {}
+        self._metrics.state(key, current.get("state") or "Pending")
 
-    def _remove(self, key: Key, observed: Observed) -> None:
-        metadata = observed.job["metadata"]
-        # The version as well: somebody may raise spec.steps at this very moment.
+    def _remove(self, key: Key, raw: Object) -> None:
+        metadata = raw["metadata"]
+        # With the version: spec.steps may be raised at the same moment.
         removed = self._cluster.delete(
             "DiLoCoJob", *key, uid=metadata["uid"], resource_version=metadata["resourceVersion"]
         )
         if removed:
             self._wrote("deleted", "DiLoCoJob", key.name)
 
-    def _wrote(self, did: str, kind: str, name: str) -> None:
-        log.info("%s %s %s", did, kind, name)
+    def _wrote(self, verb: str, kind: str, name: str) -> None:
+        log.info("%s %s %s", verb, kind, name)
         self._metrics.wrote(kind)
 
 
 class _RefusedError(RetryError):
-    """The API server refused a child; the status says so."""
+    """The API server refused a child; the status reports it."""
 
 
-def _is_to_be_said(error: ApiError) -> bool:
-    """Somebody has to be told: the same request will not help at once."""
-    # 500 is also the answer to fields of a wrong type ("expected list, got x") and for an admission
-    # webhook that is away.
-    return error.refused or error.status == 500
-
-
-def _version(child: Mapping[str, Any]) -> tuple[str, str]:
+def _version(child: Object) -> tuple[str, str]:
     return child["metadata"]["uid"], child["metadata"]["resourceVersion"]
 
 
-def _ours(child: Mapping[str, Any], job: Mapping[str, Any]) -> bool:
-    """Controlled by this very job, or left over without a controller and labelled as the job's."""
+def _is_own(child: Object, job: Object) -> bool:
+    """Controlled by this job, or without a controller and with the job's label."""
     if controller := controller_uid(child):
         return controller == str(job["metadata"]["uid"])
-    labels: Mapping[str, str] = child["metadata"].get("labels") or {}
-    return labels.get(JOB_LABEL) == str(job["metadata"]["name"])
+    return labels(child).get(JOB_LABEL) == str(job["metadata"]["name"])
 
 
-_PASSING = ("resourceVersion", "managedFields", "generation")
+_VOLATILE = ("resourceVersion", "managedFields", "generation")
 
 
-def _mark(body: Json, child: Mapping[str, Any]) -> str:
-    """What was applied to what: changes when either does, but not with the child's status."""
-    metadata = {k: v for k, v in child["metadata"].items() if k not in _PASSING}
-    rest = {k: v for k, v in child.items() if k not in ("status", "metadata")}
-    wanted = (body["metadata"].get("annotations") or {}).get(APPLIED, "")
-    content = json.dumps([wanted, metadata, rest], sort_keys=True)
-    return hashlib.sha256(content.encode()).hexdigest()
+def _fingerprint(body: Json, child: Object) -> str:
+    """Hash of an apply and of its target; the child's status does not change it."""
+    metadata = {k: v for k, v in child["metadata"].items() if k not in _VOLATILE}
+    content = {k: v for k, v in child.items() if k not in ("status", "metadata")}
+    applied = (body["metadata"].get("annotations") or {}).get(APPLIED, "")
+    text = json.dumps([applied, metadata, content], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _event(job: Mapping[str, Any], event: EventOf, now: datetime, reporter: str) -> Json:
+def _event(job: Object, event: JobEvent, now: datetime, reporter: str) -> Json:
     metadata = job["metadata"]
     at = now.isoformat(timespec="seconds").replace("+00:00", "Z")
     unique = f"{metadata['uid']} {event.reason} {metadata.get('generation')} {at}"

@@ -1,8 +1,8 @@
 """
-Which job is reconciled next: a keyed queue that runs each key on one thread at a time.
+The work queue of the operator: runs each key on one thread at a time.
 
-Adding a key that waits already moves it forward, never back; adding one that runs makes it run once
-more. A key whose work fails waits longer and longer; a key that says so is forgotten.
+Adding a waiting key can only move it forward; adding a running key runs it once more. A key whose
+work fails is retried with exponential back-off; a key whose work returns None is forgotten.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from diloco.transport import Backoff
+from diloco.runtime.backoff import Backoff
 
 log = logging.getLogger(__name__)
 
 PAUSE_SECONDS = 0.5
-"""Between two runs of one key: a burst of events is one piece of work."""
+"""Between two runs of a key, so that a burst of events causes a single run."""
 BACKOFF_SECONDS = (1.0, 120.0)
-"""First and longest pause after failures in a row."""
+"""First and longest pause after consecutive failures."""
 
 
 class Key(NamedTuple):
@@ -36,21 +36,21 @@ class Key(NamedTuple):
 
 
 class RetryError(Exception):
-    """The work is not done and is tried again with back-off; said in one sentence, not a defect."""
+    """An expected failure: logged in one line, and the work is retried with back-off."""
 
 
 @dataclass(slots=True)
 class _Entry:
     due: float | None
-    """When to run it; None: it runs, and nothing new is wanted."""
+    """When to run it; None: it is running, and no further run is due."""
     backoff: Backoff
     started: float | None = None
     earliest: float = 0.0
-    """Not before: the pause after a run, or after failures."""
+    """Not before this time: the pause after a run or a failure."""
 
 
 Work = Callable[[Key], float | None]
-"""Seconds until the key is looked at again; None: forget it."""
+"""Seconds until the key runs again; None: forget it."""
 
 
 class WorkQueue:
@@ -68,18 +68,18 @@ class WorkQueue:
         ]
 
     def start(self) -> None:
-        """Let the threads run."""
+        """Start the threads."""
         for thread in self._threads:
             thread.start()
 
     def add(self, key: Key, after_seconds: float = 0.0, *, urgent: bool = False) -> None:
         """
-        Run the key so many seconds from now, or earlier if it is due before.
+        Run the key at this time, or earlier if it is already due earlier.
 
         Args:
             key: what to run.
             after_seconds: from now.
-            urgent: what made the key fail may be gone: do not sit out its back-off.
+            urgent: the cause of failures may be gone: reset the back-off.
         """
         due = time.monotonic() + after_seconds
         with self._changed:
@@ -91,23 +91,24 @@ class WorkQueue:
             self._changed.notify()
 
     def keys(self) -> frozenset[Key]:
-        """Keys that wait or run."""
+        """Waiting and running keys."""
         with self._changed:
             return frozenset(self._entries)
 
     def longest_seconds(self) -> float:
-        """For how long the longest run that goes on now has been going on; 0.0: none does."""
+        """How long the longest current run has been running; 0.0: none is running."""
         now = time.monotonic()
         with self._changed:
-            started = [one.started for one in self._entries.values() if one.started is not None]
+            entries = self._entries.values()
+            started = [entry.started for entry in entries if entry.started is not None]
         return now - min(started) if started else 0.0
 
     def alive(self) -> bool:
-        """Whether every thread that was started still runs."""
+        """Whether all threads are running."""
         return all(thread.is_alive() for thread in self._threads)
 
     def stop(self, timeout_seconds: float) -> bool:
-        """Begin nothing new; wait for what runs. Whether all of it ended in time."""
+        """Start no further run and wait for the current ones; whether all ended in time."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -118,25 +119,25 @@ class WorkQueue:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _new(self) -> _Entry:
-        # Jitter only spreads the jobs of an outage over time: nothing secret depends on it.
+        # Jitter spreads the retries after an outage; it needs no secure randomness.
         return _Entry(due=None, backoff=Backoff(*BACKOFF_SECONDS, random.Random()))  # noqa: S311
 
     def _run(self) -> None:
         while (key := self._take()) is not None:
-            again, failed = self._once(key)
-            self._done(key, again, failed=failed)
+            requeue, failed = self._work_on(key)
+            self._done(key, requeue, failed=failed)
 
-    def _once(self, key: Key) -> tuple[float | None, bool]:
+    def _work_on(self, key: Key) -> tuple[float | None, bool]:
         try:
             return self._work(key), False
         except RetryError as error:
-            log.warning("%s; trying again", error, extra={"job": str(key)})
+            log.warning("%s; retrying", error, extra={"job": str(key)})
         except Exception:
-            log.exception("reconcile ended by an unexpected error", extra={"job": str(key)})
+            log.exception("unexpected error in reconcile", extra={"job": str(key)})
         return None, True
 
     def _take(self) -> Key | None:
-        """Wait for the next key that is due and mark it as running; None: the queue was stopped."""
+        """Wait for the next due key and mark it as running; None: the queue was stopped."""
         with self._changed:
             while not self._stopped:
                 now = time.monotonic()
@@ -153,20 +154,20 @@ class WorkQueue:
                 self._changed.wait(due - now)
             return None
 
-    def _done(self, key: Key, again: float | None, *, failed: bool) -> None:
+    def _done(self, key: Key, requeue: float | None, *, failed: bool) -> None:
         now = time.monotonic()
         with self._changed:
             entry = self._entries[key]
             entry.started = None
             if failed:
-                # Events do not shorten this: a reconcile that fails may have caused them itself.
+                # Events do not shorten this: the failed reconcile may have caused them.
                 entry.earliest = now + self._pause_seconds + entry.backoff.next()
                 entry.due = entry.due or entry.earliest
             else:
                 entry.backoff.reset()
                 entry.earliest = now + self._pause_seconds
-                if again is None and entry.due is None:
+                if requeue is None and entry.due is None:
                     del self._entries[key]
-                elif again is not None:
-                    entry.due = min(entry.due or now + again, now + again)
+                elif requeue is not None:
+                    entry.due = min(entry.due or now + requeue, now + requeue)
             self._changed.notify()

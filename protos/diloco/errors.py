@@ -3,18 +3,18 @@ Every error a component may raise on purpose.
 
 * DilocoError
   x ConfigError            the user's manifest, settings or environment are wrong; do not retry
-  x ProtocolError          a peer broke the contract
+  x ProtocolError          a peer violated the contract
     + StaleIncarnationError  the peer is a process that was replaced
-    + StaleEpochError        the peer talks to a syncer that was replaced
+    + StaleEpochError        the peer addresses a syncer that was replaced
     + UnknownLearnerError    the learner is not part of this job
     + DamagedError           bytes do not match their checksum, length or order
     + NotFiniteError         NaN or Inf where numbers are merged
-  x MismatchError          model or spec differs from the syncer's: refused for good (exit 78)
-  x UnauthorisedError      the certificate does not allow it: try again with another one
-  x UnavailableError       try again later; nothing was changed
+  x MismatchError          model or spec differs from the syncer's: refused permanently (exit 78)
+  x UnauthorisedError      the certificate does not allow it: retry with another certificate
+  x UnavailableError       retry later; nothing was changed
   x StorageError           a disk refused or lost something; the previous state is intact
 
-`reason` is stable: it is a status reason, a metric label and a gRPC detail. The message says what
+`reason` is stable: it is a status reason, a metric label and a gRPC detail. The message states what
 was seen, what was expected and what to do.
 """
 
@@ -39,7 +39,7 @@ class ConfigError(DilocoError):
 
 
 class ProtocolError(DilocoError):
-    """A peer broke the contract; its message was not used."""
+    """A peer violated the contract; its message was not used."""
 
     reason = "Protocol"
 
@@ -51,7 +51,7 @@ class StaleIncarnationError(ProtocolError):
 
 
 class StaleEpochError(ProtocolError):
-    """The sender talks to a syncer that was replaced; it must say Hello again."""
+    """The sender addresses a syncer that was replaced; it must send Hello again."""
 
     reason = "StaleEpoch"
 
@@ -75,19 +75,19 @@ class NotFiniteError(ProtocolError):
 
 
 class MismatchError(DilocoError):
-    """Model or spec differs from the syncer's; this learner is refused for good (exit 78)."""
+    """Model or spec differs from the syncer's; this learner is refused permanently (exit 78)."""
 
     reason = "Mismatch"
 
 
 class UnauthorisedError(DilocoError):
-    """The peer's certificate does not speak for the region it claims; another one may be mounted."""
+    """The peer's certificate does not cover the region it claims; another may be mounted later."""
 
     reason = "Unauthorised"
 
 
 class UnavailableError(DilocoError):
-    """Try again later; nothing was changed."""
+    """Retry later; nothing was changed."""
 
     reason = "Unavailable"
 
@@ -112,4 +112,4 @@ ALL_ERRORS: tuple[type[DilocoError], ...] = (
     UnavailableError,
     StorageError,
 )
-"""The tree, flat, parents before children; a test holds it against the docstring."""
+"""The tree, flat, parents before children; a test compares it with the docstring."""

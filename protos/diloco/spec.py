@@ -2,8 +2,8 @@
 RunSpec: what every process of one job must share, and its hash.
 
 Pure. The planner makes it from a DiLoCoJob; the syncer, the learners and the evaluator read it from
-the file named by DILOCO_SPEC. Learner and syncer compare `RunSpec.hash` when they meet: it covers
-what must never differ between them and leaves out what may change while the job runs (T, K,
+the file named by DILOCO_SPEC. Learner and syncer compare `RunSpec.hash` when they connect: it
+covers what must never differ between them and leaves out what may change while the job runs (T, K,
 checkpoint cadences, who takes part).
 """
 
@@ -68,12 +68,14 @@ class RunSpec:
     evaluation_every_steps: int | None = None
     evaluation_command: tuple[str, ...] = ()
     recipe: str | None = None
-    """Built-in program; None: the user's own command."""
+    """Built-in training program; None: the user's own command."""
     recipe_config: dict[str, Any] = field(default_factory=dict)
     """recipe.config of the manifest before any region's config is laid over it."""
 
     def __post_init__(self) -> None:
         """Refuse values out of bounds, all of them in one message."""
+        # Two rounds of one fragment in flight would overwrite each other.
+        most_overlap = max(1, min(self.interval - 1, self.fragments))
         problems = [
             text
             for bad, text in (
@@ -84,8 +86,8 @@ class RunSpec:
                     f"interval: {self.interval} is less than the {self.fragments} fragments",
                 ),
                 (
-                    not 1 <= self.overlap <= max(1, self.interval - 1),
-                    f"overlap: {self.overlap} is not in 1..{max(1, self.interval - 1)}",
+                    not 1 <= self.overlap <= most_overlap,
+                    f"overlap: {self.overlap} is not in 1..{most_overlap}",
                 ),
                 (self.quorum < 1, f"quorum: {self.quorum} is less than 1"),
                 (self.merge not in MERGES, f"merge: {self.merge!r} is none of {MERGES}"),
@@ -118,7 +120,7 @@ class RunSpec:
     @classmethod
     def from_json(cls, text: str, *, source: str = "run spec") -> RunSpec:
         """
-        Read what `to_json` wrote.
+        Parse the output of `to_json`.
 
         Raises:
             ConfigError: not JSON, unknown or missing fields, or the stated hash is not that of the
@@ -148,8 +150,7 @@ class RunSpec:
             raise ConfigError(f"{source}: {error}") from None
         if stated is not None and stated != spec.hash:
             raise ConfigError(
-                f"{source}: says hash {stated} but its fields give {spec.hash}; "
-                "write the file again"
+                f"{source}: states hash {stated}, its fields give {spec.hash}; write the file again"
             )
         return spec
 

@@ -1,7 +1,13 @@
 """
 The syncer: pulls fragments from learners, merges them, applies the outer optimizer, sends the result to all.
 
-`core` is pure (no clock, no socket, no file, no thread except the lock of a streaming merge). The shell is `service`
-(gRPC: translate), `runner` (one thread that feeds events to the engine and carries its decisions out), `theta` (the
-parameters), `store` (durable files) and `__main__` (composition root). No torch anywhere.
+    core/       decisions, pure: engine (Algorithm 2), admission, learners, rounds, pacing, contributions
+    merging/    the streaming merge of one fragment; numpy and numba, shared between threads
+    storage/    parameters in memory; snapshots, counters and the exported model on disk
+    rpc/        gRPC: control (sessions, status), uploads, downloads; translates between protos and values
+    coordinator carries the engine's decisions out, without thread, clock, socket or disk
+    runner      the one thread that owns the state: queue, clock, health file around the coordinator
+    attempts, sessions, messages, state, metrics    what coordinator, runner and rpc share
+
+Begin with core/engine.py, then coordinator.py. May import `diloco` (the contract), never another program or torch.
 """

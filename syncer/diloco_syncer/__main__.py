@@ -1,4 +1,4 @@
-"""Composition root of the syncer: settings → store → engine → runner → server; signals; exit codes."""
+"""Composition root of the syncer: settings → store → state → runner → server; signals; exit codes."""
 
 from __future__ import annotations
 
@@ -8,34 +8,48 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from functools import partial
 
-from diloco import wire
+from diloco.codec import formats
 from diloco.errors import EXIT_DONE, EXIT_USAGE, ConfigError, DilocoError
-from diloco.health import HealthFile
+from diloco.journal.background import BackgroundWriter
+from diloco.journal.writer import JournalWriter
+from diloco.rpc.servers import bind, server
+from diloco.rpc.tls import Tls
+from diloco.runtime import files
+from diloco.runtime.health import HealthFile
+from diloco.runtime.interpreter import tune_interpreter
+from diloco.runtime.logs import configure_logging
+from diloco.runtime.malloc import tune_malloc
+from diloco.runtime.sysctl import kernel_warnings
 from diloco.spec import RunSpec
-from diloco.telemetry import configure_logging
-from diloco.transport import Tls, bind, kernel_warnings, server, tune_interpreter, tune_malloc
-from diloco.v1 import syncer_pb2_grpc
-from diloco_syncer import settings, state
-from diloco_syncer.core import merge
-from diloco_syncer.identity import Gate
-from diloco_syncer.lock import hold
+from diloco_syncer import settings
+from diloco_syncer.core.admission import Admission
+from diloco_syncer.merging import streaming
 from diloco_syncer.metrics import Metrics
+from diloco_syncer.refusals import Refusals
+from diloco_syncer.rpc.authorizer import Authorizer
+from diloco_syncer.rpc.bulk import BulkService
+from diloco_syncer.rpc.control import ControlService
+from diloco_syncer.rpc.door import Door
 from diloco_syncer.runner import Runner
-from diloco_syncer.service import BulkService, SyncerService
-from diloco_syncer.store import EventLog, Store
+from diloco_syncer.state import State
+from diloco_syncer.storage import snapshots
+from diloco_syncer.storage.lock import hold
+from diloco_syncer.storage.store import Store
+from diloco_syncer.storage.writer import make_durable
 
 log = logging.getLogger("diloco_syncer")
 
 SIGNAL_SECONDS = 1.0
-"""A signal may reach another thread (after SIGCONT it does): only a main thread that wakes up by itself hears of it."""
+"""Another thread may receive a signal (after SIGCONT it does); the main thread runs its handler when it wakes up."""
 
 STOP_SECONDS = 2.0
-"""How long open streams may take to end."""
+"""How long open streams may take to end on shutdown."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run until SIGTERM; 0 when it ended cleanly, 2 for a usage error, 1 otherwise."""
+    """Run until SIGTERM; 0 when it ended cleanly, 2 for a usage error, 1 otherwise (see `Runner.failure`)."""
     try:
         given = settings.read(arguments)
         configure_logging(json=given.json_logs, name="syncer")
@@ -63,37 +77,42 @@ def _run(given: settings.Settings) -> int:
     spec = RunSpec.from_json(text, source=str(given.spec))
     tls = Tls.load(given.tls)
     given.directory.mkdir(parents=True, exist_ok=True)
-    most_learners = max(64, 2 * sum(spec.learners.values()))
-    # Each learner holds one thread for its session and up to 2 τ for bulk streams.
-    grpc_server = server(max_workers=32 + most_learners * (1 + 2 * spec.overlap))
+    grpc_server = server(max_workers=1)  # each service has threads of its own (rpc/door.py)
     port = bind(grpc_server, given.listen, tls, tls_dir=given.tls)
-    # Bound and held before the epoch is counted: a second syncer must not get that far.
+    # Port and directory come before the epoch: a second syncer must not count one.
     if hold(given.directory, stop) is None:
         return EXIT_DONE
     store = Store(given.directory / "snapshots", keep=spec.syncer_checkpoint.keep)
     epoch = store.next_epoch()
-    events = EventLog(given.directory / "events.jsonl")
-    engine, theta = state.resume(spec, given.directory, store, epoch=epoch)
-    wire.warm_up()
-    merge.warm_up()
-    runner = Runner(
-        spec, given.directory, engine=engine, theta=theta, store=store, events=events,
-        metrics=Metrics(given.metrics_port), stall_seconds=given.stall_seconds,
-        health=HealthFile(given.health_file),
-    )  # fmt: skip
-    runner.record(
-        "start",
-        step=engine.step,
-        steps=spec.steps,
-        fragments=spec.fragments,
-        interval=spec.interval,
-        quorum=spec.quorum,
-        spec=spec.hash,
+    events = BackgroundWriter(JournalWriter(given.directory / "events.jsonl"))
+    engine, parameters = snapshots.resume(spec, given.directory, store, epoch=epoch)
+    formats.warm_up()
+    streaming.warm_up()
+    newest = max((learner.incarnation for learner in engine.learners), default=0)
+    admission = Admission(
+        spec,
+        layout=parameters.layout if parameters else None,
+        issued_before=max(newest, store.issued_incarnations()),
     )
-    gate = Gate(job=spec.job, tls=tls is not None)
-    service = SyncerService(runner, EventLog(given.directory / "eval.jsonl"), gate)
-    syncer_pb2_grpc.add_SyncerServicer_to_server(service, grpc_server)
-    grpc_server.add_generic_rpc_handlers((BulkService(runner, gate).handler(),))
+    state = State(
+        engine=engine,
+        admission=admission,
+        parameters=parameters,
+        model=snapshots.exported(given.directory),
+    )
+    runner = Runner(
+        state, given.directory, store=store, events=events, metrics=Metrics(given.metrics_port),
+        health=HealthFile(given.health_file), on_failure=stop.set,
+    )  # fmt: skip
+    authorizer = Authorizer(job=spec.job, tls=tls is not None)
+    door = Door(spec, Refusals(runner.record))
+    control = ControlService(
+        runner, JournalWriter(given.directory / "eval.jsonl"), authorizer, door,
+        # Below a number in events.jsonl, a fresh learner would be refused as a replaced one.
+        next_incarnation=partial(store.next_incarnation, at_least=newest),
+    )  # fmt: skip
+    bulk = BulkService(runner, authorizer, door)
+    grpc_server.add_generic_rpc_handlers((control.handler(), bulk.handler()))
     runner.start()
     grpc_server.start()
     host = given.listen.rpartition(":")[0]
@@ -104,10 +123,14 @@ def _run(given: settings.Settings) -> int:
         _publish(given, f"{host}:{port}")
     while not stop.wait(SIGNAL_SECONDS):
         pass
-    log.info("ending: last snapshot")
+    if runner.failure is None:
+        log.info("ending: last snapshot")
     grpc_server.stop(STOP_SECONDS).wait()
     runner.stop()
     events.close()
+    if runner.failure is not None:
+        make_durable(events.path)
+        return 1  # the supervisor starts a successor, which resumes from the newest snapshot
     return EXIT_DONE
 
 
@@ -116,13 +139,11 @@ def _publish(given: settings.Settings, endpoint: str) -> None:
     if file is None:
         return
     file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(file.name + ".tmp")
-    temporary.write_text(endpoint + "\n")
-    os.replace(temporary, file)
+    files.replace(file, endpoint + "\n")
 
 
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    # gRPC's threads of streams that never ended would keep the interpreter alive.
+    # gRPC threads of streams that have not ended would keep the interpreter alive.
     os._exit(code)

@@ -1,78 +1,109 @@
 """
-The syncer's Prometheus metrics, derived from the same events that go into events.jsonl.
+The syncer's Prometheus metrics, derived from the events that go into events.jsonl and from the engine.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
 
-from diloco.telemetry import register
+from diloco.runtime.metrics import register
 from diloco_syncer.core.engine import Engine
+from diloco_syncer.core.learners import LearnerRecord
+
+STATES = ("Training", "Joining", "Ejected", "Gone")
 
 
 class Metrics:
     """
-    Counts what the runner logs. With port 0 nothing is served and nothing counted.
+    Counts bytes for the status and, unless the port is 0, serves all metrics; thread-safe.
 
-    Names and meanings: diloco/telemetry.py.
+    Names and meanings: diloco/runtime/metrics.py.
     """
 
     def __init__(self, port: int) -> None:
+        self._lock = threading.Lock()
+        self.merged_bytes = self.sent_bytes = 0
+        """Bulk bytes of committed merges, and all that were sent."""
         self._on = port != 0
         if not self._on:
             return
         registry = CollectorRegistry()
         self._metrics: Mapping[str, Any] = register("syncer", registry)
         self._tokens: dict[str, int] = {}
+        self._learners: set[str] = set()
+        """Learners that have a series."""
         start_http_server(port, registry=registry)
 
-    def event(self, event: str, fields: Mapping[str, Any], engine: Engine) -> None:
-        """Take one line of the audit."""
+    def event(self, event: str, fields: Mapping[str, Any]) -> None:
+        """Count one line of events.jsonl."""
+        if event == "merge":
+            self.merged_bytes += int(fields["bytesUp"])
         if not self._on:
             return
+        metrics = self._metrics
         if event == "merge":
-            self._merge(fields, engine)
+            metrics["diloco_merges_total"].inc()
+            metrics["diloco_merge_members"].observe(len(fields["members"]))
+            metrics["diloco_quorum_wait_seconds"].observe(fields["quorumSeconds"])
+            metrics["diloco_grace_seconds"].observe(fields["graceSeconds"])
+            metrics["diloco_sync_seconds"].observe(fields["syncSeconds"])
         elif event == "refuse":
-            self._metrics["diloco_refused_total"].labels(reason=fields["reason"]).inc()
+            count = fields.get("count", 1)  # refusals that were only counted come as one event
+            metrics["diloco_refused_total"].labels(reason=fields["reason"]).inc(count)
+        elif event == "eject":
+            metrics["diloco_ejections_total"].labels(reason=fields["reason"]).inc()
         elif event == "snapshot" and fields.get("ok"):
-            self._metrics["diloco_snapshot_seconds"].observe(fields["seconds"])
+            metrics["diloco_snapshot_seconds"].observe(fields["seconds"])
 
-    def sent(self, region: str, size: int) -> None:
-        """Bulk bytes to one region; "" for observers."""
+    def sent(self, learner: str, size: int) -> None:
+        """Count bulk bytes to a learner; "" for an observer."""
+        with self._lock:
+            self.sent_bytes += size
+        self._wire("down", learner, size)
+
+    def received(self, learner: str, size: int) -> None:
+        """Count bulk bytes from a learner."""
+        self._wire("up", learner, size)
+
+    def _wire(self, direction: str, learner: str, size: int) -> None:
         if self._on:
-            self._metrics["diloco_wire_bytes_total"].labels(direction="down", region=region).inc(
-                size
-            )
+            region = learner.partition("/")[0]
+            counter = self._metrics["diloco_wire_bytes_total"]
+            counter.labels(direction=direction, region=region).inc(size)
 
-    def received(self, region: str, size: int) -> None:
-        """Bulk bytes from one region."""
-        if self._on:
-            self._metrics["diloco_wire_bytes_total"].labels(direction="up", region=region).inc(size)
-
-    def _merge(self, fields: Mapping[str, Any], engine: Engine) -> None:
+    def update(self, engine: Engine) -> None:
+        """Set what depends on the state and not on events; called on the runner's thread."""
+        if not self._on:
+            return
         metrics = self._metrics
         metrics["diloco_global_step"].set(engine.step)
-        metrics["diloco_merges_total"].inc()
-        metrics["diloco_merge_members"].observe(len(fields["members"]))
-        metrics["diloco_quorum_wait_seconds"].observe(fields["quorumSeconds"])
-        metrics["diloco_grace_seconds"].observe(fields["graceSeconds"])
-        metrics["diloco_sync_seconds"].observe(fields["syncSeconds"])
         states: Counter[tuple[str, str]] = Counter()
         tokens: Counter[str] = Counter()
-        for member in engine.members:
-            for state in ("Training", "Joining", "Gone"):
-                states[(member.region, state)] += state == member.state
-            tokens[member.region] += member.total_tokens
-            metrics["diloco_learner_staleness_steps"].labels(learner=member.name).set(
-                engine.staleness(member)
-            )
+        records = [r for r in engine.learners if r.session is not None or _expected(engine, r)]
+        for gone in self._learners - {record.name for record in records}:
+            metrics["diloco_learner_staleness_steps"].remove(gone)
+        self._learners = {record.name for record in records}
+        for record in records:
+            for state in STATES:
+                states[(record.region, state)] += state == record.state
+            tokens[record.region] += record.total_tokens
+            staleness = metrics["diloco_learner_staleness_steps"].labels(learner=record.name)
+            staleness.set(engine.staleness(record))
         for (region, state), count in states.items():
             metrics["diloco_learners"].labels(region=region, state=state).set(count)
         for region, total in tokens.items():
-            counter = metrics["diloco_tokens_total"].labels(region=region)
-            counter.inc(total - self._tokens.get(region, 0))
+            metrics["diloco_tokens_total"].labels(region=region).inc(
+                total - self._tokens.get(region, 0)
+            )
             self._tokens[region] = total
+
+
+def _expected(engine: Engine, record: LearnerRecord) -> bool:
+    """The spec has this learner; one that was removed from it keeps its record, but no series."""
+    index = record.name.rpartition("/")[2]
+    return int(index) < engine.spec.learners.get(record.region, 0)

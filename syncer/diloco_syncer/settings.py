@@ -10,30 +10,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.errors import ConfigError
+from diloco.runtime.env import Environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What one syncer process is told."""
+    """Settings of a syncer process."""
 
     spec: Path
     """RunSpec file."""
     directory: Path
     """Run directory: events.jsonl, eval.jsonl, snapshots/, model/."""
     listen: str
-    """host:port; port 0 takes any free one."""
+    """host:port; port 0: any free port."""
     endpoint_file: Path | None
-    """Where to write the address that was bound, once it serves."""
+    """File for the bound address, written once the syncer serves."""
     tls: Path | None
     """Directory with tls.crt, tls.key, ca.crt; None: no TLS."""
     metrics_port: int
     """Prometheus metrics; 0: none."""
-    stall_seconds: float
-    """A member of a merge that sends nothing for so long is dropped."""
     json_logs: bool
     health_file: Path | None
-    """Where to leave signs of life; see diloco/health.py."""
+    """See diloco.runtime.health."""
 
 
 def read(arguments: Sequence[str] | None = None) -> Settings:
@@ -41,32 +39,29 @@ def read(arguments: Sequence[str] | None = None) -> Settings:
     Read flags and environment.
 
     Raises:
-        ConfigError: a required one is missing.
+        ConfigError: something is missing or cannot be used; the message names all of it.
     """
-    env = os.environ
+    env = Environment(os.environ)
     parser = argparse.ArgumentParser(
         prog="python -m diloco_syncer", description="The syncer of one job."
     )
-    parser.add_argument("--spec", default=env.get("DILOCO_SPEC"), metavar="FILE")
-    parser.add_argument("--dir", default=env.get("DILOCO_STATE"), metavar="DIR")
-    parser.add_argument("--listen", default=env.get("DILOCO_LISTEN", "0.0.0.0:7070"))
+    parser.add_argument("--spec", default=env.text("DILOCO_SPEC"), metavar="FILE")
+    parser.add_argument("--dir", default=env.text("DILOCO_STATE"), metavar="DIR")
+    parser.add_argument("--listen", default=env.text("DILOCO_LISTEN", "0.0.0.0:7070"))
     parser.add_argument("--endpoint-file", default=None, metavar="FILE")
-    parser.add_argument("--tls", default=env.get("DILOCO_TLS"), metavar="DIR")
+    parser.add_argument("--tls", default=env.text("DILOCO_TLS"), metavar="DIR")
+    parser.add_argument("--metrics-port", type=int, default=env.port("DILOCO_METRICS_PORT", 0))
     parser.add_argument(
-        "--metrics-port", type=int, default=int(env.get("DILOCO_METRICS_PORT", "0"))
-    )
-    parser.add_argument("--stall-seconds", type=float, default=20.0)
-    parser.add_argument(
-        "--json-logs", action="store_true", default=env.get("DILOCO_LOG_FORMAT") == "json"
+        "--json-logs", action="store_true", default=env.text("DILOCO_LOG_FORMAT") == "json"
     )
     given = parser.parse_args(arguments)
-    health_file = env.get("DILOCO_HEALTH_FILE")
     for flag, value, variable in (
         ("--spec", given.spec, "DILOCO_SPEC"),
         ("--dir", given.dir, "DILOCO_STATE"),
     ):
         if not value:
-            raise ConfigError(f"{flag} is not given and {variable} is not set; give one of them")
+            env.problem(f"{flag} is not given and {variable} is not set; give one of them")
+    env.check()
     return Settings(
         spec=Path(given.spec),
         directory=Path(given.dir),
@@ -74,7 +69,6 @@ def read(arguments: Sequence[str] | None = None) -> Settings:
         endpoint_file=Path(given.endpoint_file) if given.endpoint_file else None,
         tls=Path(given.tls) if given.tls else None,
         metrics_port=given.metrics_port,
-        stall_seconds=given.stall_seconds,
         json_logs=given.json_logs,
-        health_file=Path(health_file) if health_file else None,
+        health_file=env.path("DILOCO_HEALTH_FILE"),
     )

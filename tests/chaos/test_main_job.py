@@ -1,26 +1,26 @@
 """
-The promise of the product, on real processes: learners and the syncer are killed with -9, the job ends at T,
-nothing is merged twice, and the model is as good as if nothing had happened (issue 4, "must be shown" 1 and 2).
+Learners and the syncer are killed with SIGKILL: the job reaches step T, no upload is merged twice, and the model
+is as good as that of an undisturbed run.
 """
 
 import json
 
 import pytest
 
-from diloco_operator.audit import audit
-from diloco_testing.local_run import LocalRun, longest_wait, manifest
+from diloco.journal.audit import audit
+from diloco_testing.local.run_process import LocalRun, longest_wait, manifest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500)]
 
 STEPS = 900
-PATIENCE_SECONDS = 400.0
+TIMEOUT_SECONDS = 1200.0
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     run = LocalRun(tmp_path_factory.mktemp("undisturbed"), manifest("calm", steps=STEPS))
     try:
-        assert run.wait(PATIENCE_SECONDS) == 0, run.tail()
+        assert run.wait(TIMEOUT_SECONDS) == 0, run.tail()
         yield run
     finally:
         run.stop()
@@ -30,14 +30,14 @@ def undisturbed(tmp_path_factory):
 def disturbed(tmp_path_factory):
     run = LocalRun(tmp_path_factory.mktemp("disturbed"), manifest("storm", steps=STEPS))
     try:
-        run.until(lambda: run.stepped("eu/1") > 20, 200, saying="eu/1 trains")
+        run.until(lambda: run.stepped("eu/1") > 20, 200, expected="eu/1 trains")
         run.kill_learner("eu/1")
-        run.until(lambda: run.stepped("us/0") > 40, 200, saying="us/0 trains")
+        run.until(lambda: run.stepped("us/0") > 40, 200, expected="us/0 trains")
         run.kill_learner("us/0")
         for name in ("eu/1", "us/0"):
-            run.until(lambda n=name: run.lives(n) > 1, 200, saying=f"{name} is back")
+            run.until(lambda n=name: run.incarnations(n) > 1, 200, expected=f"{name} trains again")
         run.kill_syncer()
-        assert run.wait(PATIENCE_SECONDS) == 0, run.tail()
+        assert run.wait(TIMEOUT_SECONDS) == 0, run.tail()
         yield run
     finally:
         run.stop()
@@ -49,7 +49,7 @@ def final_loss(run):
     return lines[-1]["loss"]
 
 
-def test_a_run_leaves_everything_that_is_promised(undisturbed):
+def test_a_run_leaves_all_of_its_files(undisturbed):
     for name in (
         "job.yaml", "spec.json", "status.json", "events.jsonl", "eval.jsonl", "report.html", "report.png",
         "model/model.safetensors", "model/model.json", "logs/syncer.log", "logs/eu-0.log",
@@ -75,14 +75,14 @@ def test_both_audits_are_clean(undisturbed, disturbed):
         assert verdict.ok, verdict.violations
     events = disturbed.lines("events.jsonl")
     assert max(line["epoch"] for line in events if "epoch" in line) == 2
-    lives = {}
+    starts = {}
     for line in events:
         if line["event"] == "join" and line["fresh"]:
-            lives[line["learner"]] = lives.get(line["learner"], 0) + 1
-    assert lives == {"eu/0": 1, "eu/1": 2, "us/0": 2, "us/1": 1}, "only the killed began anew"
+            starts[line["learner"]] = starts.get(line["learner"], 0) + 1
+    assert starts == {"eu/0": 1, "eu/1": 2, "us/0": 2, "us/1": 1}, "only killed learners restarted"
 
 
-def test_the_step_never_goes_back_beyond_the_last_snapshot(disturbed):
+def test_the_step_never_falls_behind_the_last_snapshot(disturbed):
     events = disturbed.lines("events.jsonl")
     start = next(i for i, x in enumerate(events) if x["event"] == "start" and x["epoch"] == 2)
     durable = [x["step"] for x in events[:start] if x["event"] == "snapshot" and x["ok"]]
@@ -90,19 +90,19 @@ def test_the_step_never_goes_back_beyond_the_last_snapshot(disturbed):
 
 
 def test_survivors_never_wait(undisturbed, disturbed):
-    """The longest time that learner.step() took is below one median step, the syncer's death included."""
+    """learner.step() never takes longer than a median step, even when the syncer is killed."""
     for run in (undisturbed, disturbed):
         for learner in ("eu-0", "us-1"):
             longest, median = longest_wait(run, learner)
             assert longest < median, f"{learner}: {longest:.4f} s against {median:.4f} s"
 
 
-def test_a_restarted_learner_goes_on_where_its_data_stands(disturbed):
+def test_a_restarted_learner_continues_at_its_data_position(disturbed):
     lines = disturbed.lines("learners/eu-1/steps.jsonl")
     first, second = sorted({x["incarnation"] for x in lines})
-    died_at = max(x["localStep"] for x in lines if x["incarnation"] == first)
-    came_back_at = min(x["localStep"] for x in lines if x["incarnation"] == second)
-    assert died_at - 3 <= came_back_at <= died_at + 1
-    # The LR schedule follows the global step, which the newcomer takes from the syncer.
+    killed_at = max(x["localStep"] for x in lines if x["incarnation"] == first)
+    resumed_at = min(x["localStep"] for x in lines if x["incarnation"] == second)
+    assert killed_at - 3 <= resumed_at <= killed_at + 1
+    # The LR schedule follows the global step, which a restarted learner gets from the syncer.
     back = [x["globalStep"] for x in lines if x["incarnation"] == second]
     assert back[0] >= max(x["globalStep"] for x in lines if x["incarnation"] == first)

@@ -1,4 +1,4 @@
-"""Clusters, images, the operator, a namespace for each test, and what to look at after a failure."""
+"""Clusters, images, the operator, a namespace for each test, and diagnosis after a failure."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from pathlib import Path
 
 import pytest
 
-from diloco_testing import api_server, clusters, clusters_diagnosis, images, images_mounted
-from diloco_testing.clusters import Cluster, LocalClusters
-from diloco_testing.clusters_install import Images, install, load
-from diloco_testing.clusters_job import Job, manifest
-from diloco_testing.clusters_volumes import Provisioner
-from diloco_testing.kubectl import Kubectl, KubectlError, until
+from diloco_testing.clusters import diagnosis, images, images_mounted, provision
+from diloco_testing.clusters.install import Images, install, load
+from diloco_testing.clusters.job import Job, manifest
+from diloco_testing.clusters.kubectl import Kubectl, KubectlError, until
+from diloco_testing.clusters.provision import Cluster, LocalClusters
+from diloco_testing.clusters.volumes import Provisioner
+from diloco_testing.kubernetes import api_server
 
 ORDER = (
     "test_api_rules", "test_fuzzed_jobs", "test_scale", "test_one_cluster", "test_failures", "test_lifecycle",
     "test_steady_state", "test_operator_failures", "test_two_clusters", "test_rbac",
 )  # fmt: skip
-"""What disturbs others comes after them; what reads everybody's audit log comes last."""
+"""Tests that disturb others run after them; tests that read every audit log run last."""
 TIMEOUT_SECONDS = 3600
 """The first test of a session on a bare machine builds Kubernetes and the images."""
 
@@ -41,7 +42,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("timeout") is None:
             item.add_marker(pytest.mark.timeout(TIMEOUT_SECONDS))
     names = list(ORDER)
-    mine.sort(key=lambda one: names.index(one.path.stem) if one.path.stem in names else -1)
+    mine.sort(key=lambda item: names.index(item.path.stem) if item.path.stem in names else -1)
     items[:] = [item for item in items if here not in item.path.parents] + mine
 
 
@@ -51,21 +52,21 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     if report.failed and call.when in ("setup", "call"):
         fleet = item.config.stash.get(_fleet, None)
         for cluster, namespace in fleet.namespaces[-2:] if fleet else ():
-            text = clusters_diagnosis.of(cluster, namespace)
+            text = diagnosis.of(cluster, namespace)
             report.sections.append((f"cluster {cluster.name}, namespace {namespace}", text))
     return report
 
 
 def unable(why: str) -> None:
-    """Skip where a person runs the tests; fail where they have to run."""
-    if clusters.required():
+    """Skip where a user runs the tests; fail where they are required."""
+    if provision.required():
         pytest.fail(why, pytrace=False)
     pytest.skip(why)
 
 
 def only_local(why: str) -> None:
     """Skip on given clusters, which cannot serve this; elsewhere as `unable`."""
-    if clusters.given():
+    if provision.given():
         pytest.skip(why)
     unable(why)
 
@@ -73,22 +74,26 @@ def only_local(why: str) -> None:
 @pytest.fixture(scope="session")
 def programs() -> Path:
     """Folder of etcd and an API server (DILOCO_E2E_BIN), for tests that need nothing else."""
-    folder = Path(os.environ.get("DILOCO_E2E_BIN") or clusters.cache() / "bin")
+    folder = Path(os.environ.get("DILOCO_E2E_BIN") or provision.cache() / "bin")
     if api_server.programs(folder) is None:
         only_local(f"{folder}: neither etcd nor an API server; tests/e2e/clusters/cluster.sh build")
     return folder
 
 
 @pytest.fixture(scope="session")
-def local(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalClusters]:
+def local(request, tmp_path_factory) -> Iterator[LocalClusters]:
     """Starts clusters on this machine."""
-    if why := clusters.why_not_local():
+    if why := provision.why_not_local():
         only_local(why)
-    started = LocalClusters(tmp_path_factory.mktemp("audit"))
+    shared = os.environ.get("DILOCO_E2E_AUDITS")
+    keep = Path(shared) if shared else tmp_path_factory.mktemp("audit")
+    started = LocalClusters(keep)
     try:
         yield started
     finally:
         started.stop()
+        files = {item.path.stem for item in request.session.items}
+        (keep / f"{os.getpid()}.ran").write_text("\n".join(sorted(files)))
 
 
 class Fleet:
@@ -105,12 +110,13 @@ class Fleet:
     def cluster(self, name: str, index: int = 0) -> Cluster:
         """A new local cluster, or the given one of that index."""
         if self.local is None:
-            return Cluster(name, clusters.given()[index])
+            return Cluster(name, provision.given()[index])
         cluster = self.local.start(name)
         self._provisioners[name] = Provisioner(cluster)
         load(cluster, self.images.operator, self.images.syncer, self.images.worker)
-        if not any(images_mounted.numba(images_mounted.code()).rglob("*.nbc")):
-            _compile_kernels(cluster, self.images.worker.name)
+        with images.one_session("kernels"):
+            if not any(images_mounted.numba(images_mounted.code()).rglob("*.nbc")):
+                _compile_kernels(cluster, self.images.worker.name)
         return cluster
 
     def end(self, name: str) -> None:
@@ -136,7 +142,7 @@ class Fleet:
         finally:
             for cluster in in_clusters:
                 self.namespaces.remove((cluster, name))
-                # Deletion with everything in it is a test of its own; here nobody waits for it.
+                # Another test covers the deletion of everything; here nothing waits for it.
                 with contextlib.suppress(KubectlError):
                     cluster.kubectl.delete("namespace", name, "", "--wait=false")
 
@@ -165,8 +171,10 @@ def _images(*, local: bool) -> Images:
             worker=images.small(),
             pod_fields=images_mounted.pod_fields(),
         )
-    named = {one: images.given(one) for one in images.TARGETS}
-    missing = [f"DILOCO_E2E_{one.upper()}_IMAGE" for one, image in named.items() if image is None]
+    named = {target: images.given(target) for target in images.TARGETS}
+    missing = [
+        f"DILOCO_E2E_{target.upper()}_IMAGE" for target, image in named.items() if image is None
+    ]
     if missing:
         unable(f"DILOCO_E2E_KUBECONFIGS is set, but not {', '.join(missing)}")
     return Images(**named)  # type: ignore[arg-type]
@@ -180,7 +188,7 @@ def _compile_kernels(cluster: Cluster, image: str) -> None:
     def ended() -> str:
         return str((cluster.kubectl.get("pod", name) or {}).get("status", {}).get("phase", ""))
 
-    until(lambda: ended() in ("Succeeded", "Failed"), 300, saying="kernels are compiled")
+    until(lambda: ended() in ("Succeeded", "Failed"), 300, expected="kernels are compiled")
     assert ended() == "Succeeded", cluster.kubectl("logs", name)
     cluster.kubectl.delete("pod", name)
 
@@ -188,7 +196,7 @@ def _compile_kernels(cluster: Cluster, image: str) -> None:
 @pytest.fixture(scope="session")
 def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
     """Where clusters come from."""
-    known = clusters.given()
+    known = provision.given()
     made = Fleet(None if known else request.getfixturevalue("local"))
     request.config.stash[_fleet] = made
     try:
@@ -227,7 +235,7 @@ class Quiet:
     namespace: str
     jobs: list[Job]
     states: dict[str, str]
-    lives: dict[str, dict[str, tuple[str, int]]]
+    instances: dict[str, dict[str, tuple[str, int]]]
     since: datetime
     """From then on nothing was left to do."""
 
@@ -258,9 +266,9 @@ def _at_rest(eu: Cluster, fleet: Fleet, namespace: str) -> Quiet:
         "Starting": manifest("waiting", steps=9, pod_fields=nowhere, **every),
         "Pending": manifest("taken", steps=9, pod_fields=nowhere, **every),
     }
-    somebody = {"ports": [{"port": 1}], "clusterIP": "None"}
+    taken = {"ports": [{"port": 1}], "clusterIP": "None"}
     eu.kubectl.apply(
-        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "taken-eu"}, "spec": somebody},
+        {"apiVersion": "v1", "kind": "Service", "metadata": {"name": "taken-eu"}, "spec": taken},
         namespace=namespace,
     )
     made = [Job(eu, namespace, body).apply() for body in jobs.values()]
@@ -269,12 +277,14 @@ def _at_rest(eu: Cluster, fleet: Fleet, namespace: str) -> Quiet:
     suspended.until_condition("Suspended", 120)
     waiting.until_condition("SyncerReachable", 120)
     taken.until_condition("Accepted", 120, status="False", reason="NameTaken")
-    until(lambda: not complete.pods("learner"), 120, saying="the complete job's learners are gone")
+    until(
+        lambda: not complete.pods("learner"), 120, expected="the complete job's learners are gone"
+    )
     since = _rest(eu, namespace)
     return Quiet(
         cluster=eu, namespace=namespace, jobs=made, since=since,
         states={job.name: job.status()["state"] for job in made},
-        lives={job.name: job.lives() for job in made},
+        instances={job.name: job.instances() for job in made},
     )  # fmt: skip
 
 
@@ -283,14 +293,14 @@ def _rest(cluster: Cluster, namespace: str, seconds: float = 45.0) -> datetime:
 
     def rested() -> datetime | None:
         writes = [
-            one.at
-            for one in cluster.audit.requests(user=OPERATOR, namespace=namespace)
-            if one.writes
+            request.at
+            for request in cluster.audit.requests(user=OPERATOR, namespace=namespace)
+            if request.writes
         ]
         last = max(writes, default=datetime.now(UTC))
         return last if datetime.now(UTC) - last > timedelta(seconds=seconds) else None
 
-    last: datetime = until(rested, 300, every=5.0, saying=f"the operator rests in {namespace}")
+    last: datetime = until(rested, 300, every=5.0, expected=f"the operator rests in {namespace}")
     return last + timedelta(milliseconds=1)
 
 

@@ -1,6 +1,6 @@
 """
-What a real API server makes of the CRD: every rule of the manifest is refused there with the words
-that `diloco validate` has for it, and whatever it accepts, the operator can read.
+The CRD on a real API server: it refuses every broken rule of the manifest with the message of
+`diloco validate`, and the operator can read everything that it accepts.
 
 Needs etcd and kube-apiserver (or hyperkube); nothing runs but those two.
 """
@@ -16,11 +16,11 @@ import yaml
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from diloco_operator.crd import crd
-from diloco_operator.manifest import apply_set, examine, load_job
-from diloco_operator.validate import FIXED, transition_problems
-from diloco_testing.api_server import CRDS, JOBS, ApiServer, Refusal, running
-from diloco_testing.manifest_cases import (
+from diloco_job.crd import crd
+from diloco_job.manifest_file import apply_set, examine
+from diloco_job.rules import FIXED, transition_problems
+from diloco_testing.kubernetes.api_server import CRDS, JOBS, ApiServer, Refusal, running
+from diloco_testing.manifests.cases import (
     ALLOWED_CHANGES,
     BROKEN_FIELDS,
     BROKEN_RULES,
@@ -29,7 +29,8 @@ from diloco_testing.manifest_cases import (
     KEPT_RULES,
     REFUSED_CHANGES,
 )
-from diloco_testing.manifest_fuzz import CHANGE, HOSTILE, NODES, PLACES, edges, put
+from diloco_testing.manifests.files import load_job
+from diloco_testing.manifests.fuzz import CHANGE, HOSTILE, NODES, PLACES, edges, put
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,8 +56,8 @@ def stored(api) -> Iterator[Json]:
 
 def job_with(*sets: str) -> Json:
     data: Any = yaml.safe_load(JOB)
-    for one in sets:
-        data = apply_set(data, one)
+    for change in sets:
+        data = apply_set(data, change)
     return dict(data)
 
 
@@ -68,17 +69,17 @@ def refused(answer: object) -> Refusal:
 # ------------------------------------------------------------------------------ rules
 
 
-@pytest.mark.parametrize(("sets", "words"), BROKEN_RULES, ids=lambda v: str(v)[:40])
-def test_the_server_refuses_a_broken_rule_with_the_words_of_validate(api, sets, words):
+@pytest.mark.parametrize(("sets", "message"), BROKEN_RULES, ids=lambda v: str(v)[:40])
+def test_the_server_refuses_a_broken_rule_with_the_message_of_validate(api, sets, message):
     manifest = job_with(*sets)
-    [said] = examine(json.dumps(manifest))[1]
-    assert said.startswith(words)
+    [expected] = examine(json.dumps(manifest))[1]
+    assert expected.startswith(message)
     problems = refused(api.create(manifest, dry_run=True)).problems
-    if "is no endpoint" in said:
-        # The pattern is the schema's; its words are the server's own.
+    if "is not an endpoint" in expected:
+        # The pattern is the schema's; the message is the server's own.
         assert problems[0].startswith("spec.syncer.endpoint: ")
     else:
-        assert problems == [said]
+        assert problems == [expected]
 
 
 @pytest.mark.parametrize("sets", KEPT_RULES, ids=str)
@@ -86,41 +87,41 @@ def test_the_server_keeps_a_rule_at_its_edge(api, sets):
     assert not isinstance(api.create(job_with(*sets), dry_run=True), Refusal)
 
 
-def test_rules_of_many_regions_are_said_in_the_same_words(api):
+def test_rules_of_many_regions_have_the_same_messages(api):
     regions = [{"name": f"r{'x' * (n % 23)}{n}"[:24], "learners": 1} for n in range(64)]
     manifest = job_with("spec.syncer.region=nowhere", "spec.sync.quorum=65")
     manifest["spec"]["regions"] = regions
     manifest["metadata"]["name"] = "j" * 40
-    said = examine(json.dumps(manifest))[1]
-    assert len(said) == 3
-    assert sorted(refused(api.create(manifest, dry_run=True)).problems) == sorted(said)
+    expected = examine(json.dumps(manifest))[1]
+    assert len(expected) == 3
+    assert sorted(refused(api.create(manifest, dry_run=True)).problems) == sorted(expected)
 
 
-def test_everything_wrong_between_fields_is_said_at_once(api):
+def test_everything_wrong_between_fields_is_reported_at_once(api):
     manifest = job_with("spec.sync.fragments=30", "spec.sync.quorum=9", "spec.tls.mode=Secret")
-    said = examine(json.dumps(manifest))[1]
-    assert len(said) == 3
-    assert sorted(refused(api.create(manifest, dry_run=True)).problems) == sorted(said)
+    expected = examine(json.dumps(manifest))[1]
+    assert len(expected) == 3
+    assert sorted(refused(api.create(manifest, dry_run=True)).problems) == sorted(expected)
 
 
-LEAF_WORDS = (
+LEAF_MESSAGES = (
     "is not more than",
     "is not less than 1",
-    "is taken by",
+    "is reserved for",
 )
 
 
-@pytest.mark.parametrize(("path", "value", "words"), BROKEN_FIELDS, ids=lambda v: str(v)[:30])
-def test_the_server_refuses_a_field_out_of_bounds_at_its_path(api, path, value, words):
+@pytest.mark.parametrize(("path", "value", "message"), BROKEN_FIELDS, ids=lambda v: str(v)[:30])
+def test_the_server_refuses_a_field_out_of_bounds_at_its_path(api, path, value, message):
     manifest = job_with(f"{path}={json.dumps(value)}")
-    said = refused(api.create(manifest, dry_run=True))
-    if words == "unknown field":
-        assert f'unknown field "{path}.' in said.message
+    refusal = refused(api.create(manifest, dry_run=True))
+    if message == "unknown field":
+        assert f'unknown field "{path}.' in refusal.message
         return
     # A field that is missing is reported at itself, an entry at its index.
-    assert any(field.startswith(path) for field, _ in said.causes), said.causes
-    if any(one in words for one in LEAF_WORDS):
-        assert said.problems == examine(json.dumps(manifest))[1]
+    assert any(field.startswith(path) for field, _ in refusal.causes), refusal.causes
+    if any(part in message for part in LEAF_MESSAGES):
+        assert refusal.problems == examine(json.dumps(manifest))[1]
 
 
 @pytest.mark.parametrize(("path", "value"), FITTING_FIELDS, ids=lambda v: str(v)[:30])
@@ -158,7 +159,7 @@ ENDPOINTS = {
 
 
 @pytest.mark.parametrize(("text", "good"), ENDPOINTS.items(), ids=str)
-def test_both_judges_agree_on_endpoints(api, text, good):
+def test_both_validators_agree_on_endpoints(api, text, good):
     manifest = job_with("spec.tls={mode: Secret, secretName: s}")
     manifest["spec"]["syncer"] = {"endpoint": text}
     assert (examine(json.dumps(manifest))[1] == []) is good
@@ -169,19 +170,19 @@ def test_both_judges_agree_on_endpoints(api, text, good):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
-    [one for one in REFUSED_CHANGES if not one[0].startswith("metadata.name")],
+    ("change", "message"),
+    [row for row in REFUSED_CHANGES if not row[0].startswith("metadata.name")],
     ids=lambda v: str(v)[:40],
 )
-def test_the_server_refuses_a_change_with_the_words_of_validate(api, stored, change, words):
+def test_the_server_refuses_a_change_with_the_message_of_validate(api, stored, change, message):
     del stored
     manifest = job_with(change)
-    said = transition_problems(load_job(JOB), load_job(JOB, [change]))
-    assert said[0].startswith(words)
-    assert refused(api.replace(manifest)).problems == said
-    # What is applied by somebody else is laid over the stored regions, and 8.0 is read as 8.
+    expected = transition_problems(load_job(JOB), load_job(JOB, [change]))
+    assert expected[0].startswith(message)
+    assert refused(api.replace(manifest)).problems == expected
+    # What another manager applies is laid over the stored regions, and 8.0 is read as 8.
     if not change.startswith("spec.regions") and "8.0" not in change:
-        assert refused(api.apply(manifest)).problems == said
+        assert refused(api.apply(manifest)).problems == expected
 
 
 OTHER_CHANGES = {
@@ -200,15 +201,15 @@ def test_the_server_refuses_what_takes_two_fields_to_change(api, path):
     before, after = OTHER_CHANGES[path]
     assert not isinstance(api.create(job_with(*before)), Refusal)
     try:
-        said = transition_problems(load_job(JOB, before), load_job(JOB, after))
-        assert path in {one.partition(":")[0] for one in said}
-        assert refused(api.replace(job_with(*after))).problems == said
+        expected = transition_problems(load_job(JOB, before), load_job(JOB, after))
+        assert path in {problem.partition(":")[0] for problem in expected}
+        assert refused(api.replace(job_with(*after))).problems == expected
     finally:
         api.delete("job")
 
 
 def test_every_fixed_field_was_tried_on_the_server():
-    tried = {words.partition(":")[0] for _, words in REFUSED_CHANGES} | OTHER_CHANGES.keys()
+    tried = {message.partition(":")[0] for _, message in REFUSED_CHANGES} | OTHER_CHANGES.keys()
     assert set(FIXED) <= tried
 
 
@@ -228,7 +229,7 @@ def test_settings_deep_inside_may_not_change_either(api, value):
     try:
         other = job_with(f"spec.learner.recipe.config={value}")
         assert refused(api.replace(other)).problems == [
-            "spec.learner.recipe: cannot change from what the job was made with"
+            "spec.learner.recipe: cannot change after the job is created"
         ]
         assert not isinstance(api.replace(first), Refusal)
     finally:
@@ -240,18 +241,18 @@ def test_the_same_manifest_again_is_no_change_whatever_its_numbers_look_like(api
     try:
         assert api.apply(manifest) is None
         assert api.apply(manifest) is None
-        assert api.apply(manifest, manager="somebody-else") is None
+        assert api.apply(manifest, manager="another-manager") is None
     finally:
         api.delete("job")
 
 
 @pytest.mark.parametrize("change", ALLOWED_CHANGES)
-def test_the_server_lets_everything_else_change(api, stored, change):
+def test_the_server_accepts_every_other_change(api, stored, change):
     del stored
     assert not isinstance(api.replace(job_with(change)), Refusal)
 
 
-def test_one_region_can_be_scaled_by_somebody_else(api, stored):
+def test_a_region_can_be_scaled_by_another_manager(api, stored):
     name = stored["metadata"]["name"]
     part = {key: stored[key] for key in ("apiVersion", "kind")}
     part |= {
@@ -260,7 +261,7 @@ def test_one_region_can_be_scaled_by_somebody_else(api, stored):
     }
     assert api.apply(part, manager="scaler") is None
     regions = api.send("GET", f"{JOBS}/{name}")[1]["spec"]["regions"]
-    assert {one["name"]: one["learners"] for one in regions} == {"eu": 2, "us": 7}
+    assert {region["name"]: region["learners"] for region in regions} == {"eu": 2, "us": 7}
 
 
 # --------------------------------------------------------------- good manifests, status
@@ -269,7 +270,7 @@ GOOD = [ROOT / "tests/golden/everything.yaml", *sorted((ROOT / "examples").glob(
 
 
 @pytest.mark.parametrize("path", GOOD, ids=lambda path: path.parent.name)
-def test_every_example_is_accepted_and_read_back_as_it_was_meant(api, path):
+def test_every_example_is_accepted_and_read_back_unchanged(api, path):
     manifest = yaml.safe_load(path.read_text())
     made = api.create(manifest, dry_run=True)
     assert not isinstance(made, Refusal), made
@@ -331,7 +332,7 @@ STATUS = {
 
 def test_a_status_is_kept_whole_and_printed(api, stored):
     path = f"{JOBS}/{stored['metadata']['name']}"
-    code, said = api.send(
+    code, answer = api.send(
         "PATCH",
         f"{path}/status",
         {key: stored[key] for key in ("apiVersion", "kind")} | {"status": STATUS},
@@ -339,10 +340,10 @@ def test_a_status_is_kept_whole_and_printed(api, stored):
         fieldManager="operator-status",
         fieldValidation="Strict",
     )
-    assert code == 200, said
-    assert said["status"] == STATUS
+    assert code == 200, answer
+    assert answer["status"] == STATUS
     table = api.send("GET", path, accept="application/json;as=Table;v=v1;g=meta.k8s.io")[1]
-    columns = [one["name"] for one in table["columnDefinitions"]]
+    columns = [column["name"] for column in table["columnDefinitions"]]
     cells = dict(zip(columns, table["rows"][0]["cells"], strict=True))
     assert cells | {"Age": ""} == {
         "Name": "job",
@@ -355,21 +356,21 @@ def test_a_status_is_kept_whole_and_printed(api, stored):
         "Tokens": 5_000_000_000_000,
         "Age": "",
     }
-    wide = [one["name"] for one in table["columnDefinitions"] if one["priority"]]
+    wide = [column["name"] for column in table["columnDefinitions"] if column["priority"]]
     assert wide == ["Region", "Endpoint", "Tokens"]
 
 
 def test_the_crd_is_found_by_its_short_name_and_category(api):
     resources = api.send("GET", JOBS.partition("/namespaces")[0])[1]["resources"]
-    [jobs] = [one for one in resources if one["name"] == "dilocojobs"]
+    [jobs] = [resource for resource in resources if resource["name"] == "dilocojobs"]
     assert jobs["shortNames"] == ["dlj"]
     assert jobs["categories"] == ["all"]
-    assert {one["name"] for one in resources} == {"dilocojobs", "dilocojobs/status"}
+    assert {resource["name"] for resource in resources} == {"dilocojobs", "dilocojobs/status"}
 
 
 def test_the_crd_can_be_applied_over_itself(api):
     """An upgrade of the chart does so each time."""
-    code, said = api.send(
+    code, answer = api.send(
         "PATCH",
         f"{CRDS}/{crd()['metadata']['name']}",
         crd(),
@@ -378,7 +379,7 @@ def test_the_crd_can_be_applied_over_itself(api):
         force="true",
         fieldValidation="Strict",
     )
-    assert code == 200, said
+    assert code == 200, answer
 
 
 # -------------------------------------------------------------------------------- fuzz
@@ -386,18 +387,18 @@ def test_the_crd_can_be_applied_over_itself(api):
 
 def agree(api: ApiServer, manifest: Json) -> bool:
     """
-    Whether the server accepts a manifest; that both judges agree is checked.
+    Whether the server accepts a manifest; that both validators agree is checked.
 
     What `diloco validate` finds good, the server accepts; what the server accepts, the operator can
-    read, so that it never meets a job that it cannot say anything about.
+    read, so that it never meets a job that it cannot report on.
     """
     problems = examine(json.dumps(manifest))[1]
     answer = api.create(manifest, dry_run=True)
     if isinstance(answer, Refusal):
         assert answer.code in (400, 422), answer
-        assert problems, f"validate finds it good, the server says {answer.message}"
+        assert problems, f"validate accepts it, the server refuses it: {answer.message}"
         return False
-    assert examine(json.dumps(answer))[1] == [], "the server stores what nobody can read"
+    assert examine(json.dumps(answer))[1] == [], "the server stores what validate cannot read"
     # What validate refuses and a server takes: null, which the server replaces by the default.
     for problem in problems:
         assert "is empty; give it a value or leave it out" in problem, problem

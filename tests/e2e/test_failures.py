@@ -1,7 +1,7 @@
 """
-Whatever dies comes back without help; nothing is merged twice; the others do not wait.
+Every killed process restarts without help; nothing is merged twice; the others do not wait.
 
-One job of four learners goes through all of it, one death after the other.
+One job of four learners takes all failures, one after the other.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import time
 
 import pytest
 
-from diloco_testing.clusters_harm import kill_child, kill_first_process
-from diloco_testing.clusters_job import Job, manifest, when
-from diloco_testing.kubectl import until
+from diloco_testing.clusters.faults import kill_child, kill_first_process
+from diloco_testing.clusters.job import Job, manifest, when
+from diloco_testing.clusters.kubectl import until
+from diloco_testing.clusters.machine import slowdown
 
 BACK_SECONDS = 120.0
-"""For a pod that Kubernetes makes again: kubelet, start, import of torch, on busy cores."""
+"""For a pod that Kubernetes recreates: kubelet, start, import of torch, on busy cores."""
+NO_PAUSE_SECONDS = 2.0
+"""A back-off would pause for 2 s after the fifth exit in a row."""
 VICTIM, WITNESS = "us/1", "eu/0"
 RECIPE = "diloco_worker.recipes"
 
@@ -36,19 +39,21 @@ def job(eu, fleet):
 
 @pytest.fixture
 def watched(job):
-    """Around each death: the step never goes back beyond a snapshot, the witness goes on."""
+    """Around each failure: the step never goes back beyond a snapshot, the witness keeps training."""
     before, since = job.step(), time.time()
-    witness = job.lives()[job.pod_of(WITNESS)]
+    witness = job.instances()[job.pod_of(WITNESS)]
     yield job
     job.until_condition("LearnersReady", BACK_SECONDS)
     job.until_step(before + 10, BACK_SECONDS)
     verdict = job.audit()
     assert verdict.ok, verdict.violations
     never_back_beyond_a_snapshot(job)
-    assert job.lives()[job.pod_of(WITNESS)] == witness, "who is left alone is not restarted"
+    assert job.instances()[job.pod_of(WITNESS)] == witness, (
+        "the learner that was not killed is not restarted"
+    )
     rest = longest_rest(job, WITNESS, since)
     print(f"longest time between two steps of {WITNESS}: {rest:.2f} s")
-    assert rest < 5.0, "nobody waits for others"
+    assert rest < 5.0 * slowdown(), "no learner waits for another"
 
 
 def never_back_beyond_a_snapshot(job: Job) -> None:
@@ -59,12 +64,12 @@ def never_back_beyond_a_snapshot(job: Job) -> None:
             assert line["step"] == max(durable, default=0), line
 
 
-def stepping_again(job: Job, learner: str, lives: int) -> bool:
-    return len({line["incarnation"] for line in job.steps(learner)}) >= lives
+def stepping_again(job: Job, learner: str, incarnations: int) -> bool:
+    return len({line["incarnation"] for line in job.steps(learner)}) >= incarnations
 
 
 def import_seconds(job: Job, learner: str) -> float:
-    """How long `import torch` takes in that container now, with everything else going on."""
+    """How long `import torch` takes in that container now, under the present load."""
     program = "import time; t = time.monotonic(); import torch; print(time.monotonic() - t)"
     return float(job.in_learner(learner, program))
 
@@ -76,7 +81,7 @@ def longest_rest(job: Job, learner: str, since: float) -> float:
     return max((b - a for a, b in itertools.pairwise(times)), default=0.0)
 
 
-def test_a_deleted_learner_pod_comes_back_and_the_others_go_on(watched):
+def test_a_deleted_learner_pod_is_replaced_and_the_others_keep_training(watched):
     job, pod = watched, watched.pod_of(VICTIM)
     uid = next(p["metadata"]["uid"] for p in job.pods() if p["metadata"]["name"] == pod)
     job.cluster.kubectl.delete("pod", pod, job.namespace, "--force", "--grace-period=0")
@@ -85,89 +90,96 @@ def test_a_deleted_learner_pod_comes_back_and_the_others_go_on(watched):
             p["metadata"]["name"] == pod and p["metadata"]["uid"] != uid and _ready(p)
             for p in job.pods("learner")
         ),
-        BACK_SECONDS, saying=f"{pod} is back", tell=job.tell,
+        BACK_SECONDS, expected=f"{pod} is back", details=job.details,
     )  # fmt: skip
-    until(lambda: job.steps(VICTIM), BACK_SECONDS, saying=f"{VICTIM} steps again")
+    until(lambda: job.steps(VICTIM), BACK_SECONDS, expected=f"{VICTIM} steps again")
 
 
 def test_a_killed_training_process_steps_again_at_once_five_times_in_a_row(watched):
-    """Within 5 s plus the time of `import torch`, each time: no kubelet is in between."""
+    """Nothing pauses in between, the kubelet least of all: the rest of the gap is what a start takes here and now."""
     job, pod = watched, watched.pod_of(VICTIM)
-    until(lambda: job.steps(VICTIM), BACK_SECONDS, saying=f"{VICTIM} steps")
-    lives_before = job.lives()[pod]
+    until(lambda: job.steps(VICTIM), BACK_SECONDS, expected=f"{VICTIM} steps")
+    instance = job.instances()[pod]
     measured = []
     for _ in range(5):
         imported = import_seconds(job, VICTIM)
-        lives = len({line["incarnation"] for line in job.steps(VICTIM)})
-        kill_child(job, pod, RECIPE)
+        incarnations = len({line["incarnation"] for line in job.steps(VICTIM)})
+        paused = kill_child(job, pod, RECIPE)
         until(
-            lambda n=lives: stepping_again(job, VICTIM, n + 1),
-            90, saying=f"{VICTIM} steps again", every=3.0, tell=job.tell,
+            lambda n=incarnations: stepping_again(job, VICTIM, n + 1),
+            90, expected=f"{VICTIM} steps again", every=3.0, details=job.details,
         )  # fmt: skip
-        # Its own file says when; looking often would take a part of the cores from it.
-        gap = _gap_before_last_life(job)
-        # Other work on the machine comes and goes: what counts is the slower one of the two looks.
+        # Its own file records when; frequent polling would take CPU from it.
+        gap = _gap_before_last_start(job)
+        # Other work on the machine comes and goes: the slower of the two measurements counts.
         imported = max(imported, import_seconds(job, VICTIM))
-        measured.append((round(gap, 2), round(imported, 2)))
-        print(f"killed: stepping again after {gap:.2f} s; import torch takes {imported:.2f} s")
-    assert job.lives()[pod] == lives_before, "the container itself was not restarted"
-    assert all(gap < 5.0 + imported for gap, imported in measured), measured
+        measured.append({"paused": paused, "gap": gap, "import": imported})
+        print(
+            f"killed: {paused:.2f} s to the next process, {gap:.2f} s to the next step; import torch: {imported:.2f} s"
+        )
+    assert job.instances()[pod] == instance, "the container itself was not restarted"
+    assert all(kill["paused"] < NO_PAUSE_SECONDS for kill in measured), measured
+    assert all(kill["gap"] < 5.0 * slowdown() + 3 * kill["import"] for kill in measured), measured
 
 
 def test_a_killed_first_process_is_restarted_by_the_kubelet(watched):
     job, pod = watched, watched.pod_of(VICTIM)
     if not job.cluster.local:
         pytest.skip("the pods' processes are another machine's")
-    restarts = job.lives()[pod][1]
+    restarts = job.instances()[pod][1]
     kill_first_process(next(p for p in job.pods() if p["metadata"]["name"] == pod))
-    until(lambda: job.lives()[pod][1] == restarts + 1, BACK_SECONDS, saying=f"{pod} was restarted")
+    until(
+        lambda: job.instances()[pod][1] == restarts + 1,
+        BACK_SECONDS,
+        expected=f"{pod} was restarted",
+    )
     status = job.status()
     assert status["state"] != "Failed"
 
 
-def test_a_killed_syncer_process_goes_on_from_its_snapshot(watched):
+def test_a_killed_syncer_process_continues_from_its_snapshot(watched):
     job = watched
     epoch = job.status()["epoch"]
     kill_child(job, job.syncer_pod(), "diloco_syncer")
     until(
         lambda: (job.status().get("epoch") or 0) > epoch, BACK_SECONDS,
-        saying="the syncer serves again", tell=job.tell,
+        expected="the syncer serves again", details=job.details,
     )  # fmt: skip
 
 
-def test_a_deleted_syncer_pod_goes_on_from_its_volume(watched):
+def test_a_deleted_syncer_pod_continues_from_its_volume(watched):
     job = watched
     epoch, pod = job.status()["epoch"], job.syncer_pod()
-    learners = _learner_lives(job)
+    learners = _learner_instances(job)
     job.cluster.kubectl.delete("pod", pod, job.namespace, "--force", "--grace-period=0")
     until(
         lambda: (job.status().get("epoch") or 0) > epoch, BACK_SECONDS,
-        saying="a new syncer pod serves", tell=job.tell,
+        expected="a new syncer pod serves", details=job.details,
     )  # fmt: skip
-    assert _learner_lives(job) == learners, "no learner was restarted"
+    assert _learner_instances(job) == learners, "no learner was restarted"
 
 
 def test_a_deleted_syncer_deployment_is_made_again(watched):
     job = watched
     epoch = job.status()["epoch"]
-    learners = _learner_lives(job)
+    learners = _learner_instances(job)
     job.cluster.kubectl.delete("deployment", f"{job.name}-syncer", job.namespace)
     until(
         lambda: (job.status().get("epoch") or 0) > epoch, BACK_SECONDS,
-        saying="the Deployment is back and its syncer serves", tell=job.tell,
+        expected="the Deployment is back and its syncer serves", details=job.details,
     )  # fmt: skip
-    assert _learner_lives(job) == learners, "no learner was restarted"
+    assert _learner_instances(job) == learners, "no learner was restarted"
 
 
-def test_a_deleted_stateful_set_is_made_again_and_the_other_region_goes_on(watched):
+def test_a_deleted_stateful_set_is_made_again_and_the_other_region_keeps_training(watched):
     job = watched
-    before = {k: v for k, v in _learner_lives(job).items() if "-eu-" in k}
+    before = {k: v for k, v in _learner_instances(job).items() if "-eu-" in k}
     job.cluster.kubectl.delete("statefulset", f"{job.name}-us", job.namespace)
     job.until_condition("LearnersReady", BACK_SECONDS)
-    assert {k: v for k, v in _learner_lives(job).items() if "-eu-" in k} == before
+    assert {k: v for k, v in _learner_instances(job).items() if "-eu-" in k} == before
 
 
-def test_a_job_that_lost_everything_at_once_goes_on(watched):
+def test_a_job_that_lost_everything_at_once_continues(watched):
     """All pods of the job at the same moment: the syncer's volume is what remains."""
     job = watched
     step, epoch = job.step(), job.status()["epoch"]
@@ -177,7 +189,9 @@ def test_a_job_that_lost_everything_at_once_goes_on(watched):
                 "pod", pod["metadata"]["name"], job.namespace, "--force", "--grace-period=0"
             )
     until(
-        lambda: (job.status().get("epoch") or 0) > epoch, BACK_SECONDS, saying="the syncer is back"
+        lambda: (job.status().get("epoch") or 0) > epoch,
+        BACK_SECONDS,
+        expected="the syncer is back",
     )
     job.until_step(step + 1, BACK_SECONDS)
 
@@ -188,12 +202,12 @@ def _ready(pod) -> bool:
     )
 
 
-def _learner_lives(job: Job) -> dict[str, tuple[str, int]]:
-    return {pod: life for pod, life in job.lives().items() if "-syncer-" not in pod}
+def _learner_instances(job: Job) -> dict[str, tuple[str, int]]:
+    return {pod: instance for pod, instance in job.instances().items() if "-syncer-" not in pod}
 
 
-def _gap_before_last_life(job: Job) -> float:
-    """Seconds between the last step of the life before and the first of the present one."""
+def _gap_before_last_start(job: Job) -> float:
+    """Seconds between the last step of the previous incarnation and the first of the current one."""
     lines = job.steps(VICTIM)
     last = lines[-1]["incarnation"]
     first = next(i for i, line in enumerate(lines) if line["incarnation"] == last)

@@ -1,5 +1,5 @@
 """
-Whatever the API server accepts as a job yields children or a clear condition, and the operator goes on.
+Whatever the API server accepts as a job yields children or a clear condition, and the operator keeps running.
 
 Etcd, an API server, and the operator as a process: the field values of `manifest_fuzz`, and nonsense
 in everything that is passed through unseen to pods, Services and claims.
@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 
-from diloco_operator.crd import crd
-from diloco_testing.api_server import JOBS, ApiServer, Refusal, running
-from diloco_testing.manifest_cases import JOB
-from diloco_testing.manifest_fuzz import HOSTILE, NODES, PLACES, edges, put
-from diloco_testing.operator_process import OperatorProcess, until
+from diloco_job.crd import crd
+from diloco_testing.kubernetes.api_server import JOBS, ApiServer, Refusal, running
+from diloco_testing.kubernetes.operator_process import OperatorProcess, until
+from diloco_testing.manifests.cases import JOB
+from diloco_testing.manifests.fuzz import HOSTILE, NODES, PLACES, edges, put
 
 Json = dict[str, Any]
 
@@ -58,9 +58,9 @@ POD_NONSENSE = [
     {"schedulingGates": [{"name": "a"}] * 2}, {"serviceAccountName": "Not A Name"},
 ]  # fmt: skip
 CHANGES: list[tuple[tuple[str | int, ...], Any]] = [
-    *((SPEC, one) for one in POD_NONSENSE),
-    *((("spec", "regions", 0, "podTemplate", "spec"), one) for one in POD_NONSENSE[:4]),
-    *((("spec", "syncer", "podTemplate", "spec"), one) for one in POD_NONSENSE[:4]),
+    *((SPEC, spec) for spec in POD_NONSENSE),
+    *((("spec", "regions", 0, "podTemplate", "spec"), spec) for spec in POD_NONSENSE[:4]),
+    *((("spec", "syncer", "podTemplate", "spec"), spec) for spec in POD_NONSENSE[:4]),
     (LABELS, {"no label!": "x"}), (LABELS, {"a": "no value!"}), (LABELS, {"diloco.dev/job": "x"}),
     (("spec", "learner", "podTemplate", "metadata", "annotations"), {"no key!": "x"}),
     (("spec", "learner", "env"), [{"name": "A", "valueFrom": {}}]),
@@ -99,8 +99,8 @@ def fuzzed() -> Iterator[list[tuple[tuple[str | int, ...], Any]]]:
     for change in CHANGES:
         yield [change]
     chance = random.Random(5)
-    # A job that another controller manages is left alone, without a word.
-    places = [one for one in PLACES if one[0] == "spec" and "managedBy" not in one]
+    # A job that another controller manages is left alone, without a condition.
+    places = [place for place in PLACES if place[0] == "spec" and "managedBy" not in place]
     for place in chance.sample(places, FIELDS_TRIED):
         yield [(place, chance.choice([*edges(NODES[place]), *HOSTILE]))]
 
@@ -129,7 +129,7 @@ def operator(api: ApiServer, tmp_path_factory) -> Iterator[OperatorProcess]:
 
 @pytest.fixture(scope="module")
 def accepted(api, operator) -> dict[str, list[tuple[tuple[str | int, ...], Any]]]:
-    """Jobs that the server took, by name, and what is odd about them."""
+    """Jobs that the server accepted, by name, and their changes."""
     made = {}
     for number, changes in enumerate(fuzzed()):
         name = f"odd-{number}"
@@ -140,10 +140,10 @@ def accepted(api, operator) -> dict[str, list[tuple[tuple[str | int, ...], Any]]
 
 
 def stored(api: ApiServer) -> dict[str, Json]:
-    return {one["metadata"]["name"]: one for one in api.send("GET", JOBS)[1]["items"]}
+    return {job["metadata"]["name"]: job for job in api.send("GET", JOBS)[1]["items"]}
 
 
-def verdict(job: Json) -> Json | None:
+def accepted_of(job: Json) -> Json | None:
     """The condition Accepted, where it is about the job as it is now."""
     status = job.get("status") or {}
     if status.get("observedGeneration") != job["metadata"]["generation"]:
@@ -154,65 +154,65 @@ def verdict(job: Json) -> Json | None:
 def children(api: ApiServer, name: str) -> set[str]:
     path = "/apis/apps/v1/namespaces/default/statefulsets"
     found = api.send("GET", path, labelSelector=f"diloco.dev/job={name}")[1]["items"]
-    return {one["metadata"]["name"] for one in found}
+    return {child["metadata"]["name"] for child in found}
 
 
-def until_told(api: ApiServer, names: set[str], seconds: float) -> dict[str, Json]:
+def until_reported(api: ApiServer, names: set[str], seconds: float) -> dict[str, Json]:
     """The condition Accepted of each of these jobs."""
     deadline = time.monotonic() + seconds
     while True:
-        told = {name: verdict(one) for name, one in stored(api).items() if name in names}
-        silent = sorted(name for name in names if not told.get(name))
+        reported = {name: accepted_of(job) for name, job in stored(api).items() if name in names}
+        silent = sorted(name for name in names if not reported.get(name))
         if not silent:
-            return {name: said for name, said in told.items() if said}
-        assert time.monotonic() < deadline, f"nothing was said of {silent}"
+            return {name: condition for name, condition in reported.items() if condition}
+        assert time.monotonic() < deadline, f"nothing was reported about {silent}"
         time.sleep(0.5)
 
 
-def test_every_accepted_job_has_children_or_a_condition_that_says_why_not(api, operator, accepted):
-    said = until_told(api, set(accepted), 240)
-    for name, verdict in said.items():
-        about = f"{accepted[name]!r:.200}: {verdict}"
-        if verdict["status"] == "True":
+def test_every_accepted_job_has_children_or_a_condition_with_the_reason(api, operator, accepted):
+    reported = until_reported(api, set(accepted), 240)
+    for name, condition in reported.items():
+        about = f"{accepted[name]!r:.200}: {condition}"
+        if condition["status"] == "True":
             regions = stored(api)[name]["spec"]["regions"]
-            assert children(api, name) == {f"{name}-{one['name']}" for one in regions}, about
+            assert children(api, name) == {f"{name}-{region['name']}" for region in regions}, about
         else:
-            assert verdict["status"] == "False", about
-            assert verdict["reason"] in ("Refused", "InvalidSpec", "NoEndpoint"), about
-            assert verdict["message"], about
-    assert {"True", "False"} == {one["status"] for one in said.values()}
+            assert condition["status"] == "False", about
+            assert condition["reason"] in ("Refused", "InvalidSpec", "NoEndpoint"), about
+            assert condition["message"], about
+    assert {"True", "False"} == {condition["status"] for condition in reported.values()}
 
 
-def test_a_refused_child_is_named_with_the_servers_words(api, operator, accepted):
+def test_a_refused_child_is_named_with_the_servers_message(api, operator, accepted):
     name = next(n for n, changes in accepted.items() if changes == [(SPEC, {"containers": "x"})])
-    said = until_told(api, {name}, 240)[name]
-    assert (said["status"], said["reason"]) == ("False", "Refused")
-    assert f"StatefulSet {name}-eu" in said["message"]
-    assert ".spec.template.spec.containers" in said["message"]
+    condition = until_reported(api, {name}, 240)[name]
+    assert (condition["status"], condition["reason"]) == ("False", "Refused")
+    assert f"StatefulSet {name}-eu" in condition["message"]
+    assert ".spec.template.spec.containers" in condition["message"]
 
 
 def test_a_job_that_is_mended_gets_its_children_at_once(api, operator, accepted):
     name = next(n for n, changes in accepted.items() if changes == [(SPEC, {"containers": "x"})])
-    until_told(api, {name}, 240)
+    until_reported(api, {name}, 240)
     mended = api.replace(job(name))
     assert not isinstance(mended, Refusal), mended
-    assert until_told(api, {name}, 20)[name]["status"] == "True"
+    assert until_reported(api, {name}, 20)[name]["status"] == "True"
 
 
-def test_the_operator_is_well_and_serves_other_jobs_at_once(api, operator, accepted):
-    until_told(api, set(accepted), 240)
+def test_the_operator_is_healthy_and_serves_other_jobs_at_once(api, operator, accepted):
+    until_reported(api, set(accepted), 240)
     assert not isinstance(api.create(job("sane")), Refusal)
-    assert until_told(api, {"sane"}, 30)["sane"]["status"] == "True"
+    assert until_reported(api, {"sane"}, 30)["sane"]["status"] == "True"
     assert operator.process.poll() is None
     assert operator.get("/healthz") == (200, "ok\n")
     odd = [line for line in operator.lines() if line["level"] not in ("info", "warning")]
     assert not odd, odd[:3]
 
 
-def test_then_nothing_more_is_written_about_odd_jobs_that_were_accepted(api, operator, accepted):
+def test_fuzzed_jobs_cause_no_further_writes(api, operator, accepted):
     """A child that reads back otherwise than it was applied would be applied without end."""
-    said = until_told(api, set(accepted), 240)
-    good = {name for name, verdict in said.items() if verdict["status"] == "True"}
+    reported = until_reported(api, set(accepted), 240)
+    good = {name for name, condition in reported.items() if condition["status"] == "True"}
 
     def writes() -> dict[str, int]:
         found: dict[str, int] = {}
@@ -229,5 +229,5 @@ def test_then_nothing_more_is_written_about_odd_jobs_that_were_accepted(api, ope
 
     until(rested, "the operator rests")
     before = writes()
-    time.sleep(65.0)  # two looks at each running job
+    time.sleep(65.0)  # two checks of each running job
     assert writes() == before

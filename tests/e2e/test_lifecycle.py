@@ -1,5 +1,5 @@
 """
-A job's life from outside: suspended and resumed, scaled, finished, failed, deleted; the chart upgraded and uninstalled.
+The lifecycle of a job from outside: suspend, resume, scale, finish, fail, delete; the chart upgraded and uninstalled.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ import json
 
 import pytest
 
-from diloco_testing.clusters_install import CLUSTER_ROLE, NAMESPACE, RELEASE, install
-from diloco_testing.clusters_job import Job, manifest, steadily
-from diloco_testing.kubectl import KubectlError, until
+from diloco_testing.clusters.install import CLUSTER_ROLE, NAMESPACE, RELEASE, install
+from diloco_testing.clusters.job import Job, manifest, steadily
+from diloco_testing.clusters.kubectl import KubectlError, until
 
 DEPLOYMENT = "deployment/diloco"
 SOON = 120.0
@@ -20,7 +20,7 @@ SOON = 120.0
 def make(request, eu, fleet, namespace):
     """A job in a namespace of this test."""
     if eu.local:
-        request.getfixturevalue("quiet")  # comes to its ten minutes while these tests run
+        request.getfixturevalue("quiet")  # its ten minutes pass while these tests run
 
     def made(name: str, *, steps: int = 10**6, learners: int = 1, **spec) -> Job:
         regions = spec.pop("regions", {"eu": learners})
@@ -40,12 +40,12 @@ def own_program(job: Job, text: str) -> Job:
     return job
 
 
-def test_suspend_keeps_the_state_and_frees_the_pods_and_resume_goes_on_from_it(make):
+def test_suspend_keeps_the_state_and_frees_the_pods_and_resume_continues_from_it(make):
     job = make("nap").apply()
     job.until_step(40, 240)
     job.change(runPolicy={"suspend": True})
     job.until_condition("Suspended", SOON)
-    until(lambda: not job.pods(), SOON, saying="no pod is left", tell=job.tell)
+    until(lambda: not job.pods(), SOON, expected="no pod is left", details=job.details)
     step = job.status()["step"]
     assert step >= 40
     assert job.status()["state"] == "Suspended"
@@ -61,27 +61,29 @@ def test_suspend_keeps_the_state_and_frees_the_pods_and_resume_goes_on_from_it(m
 def test_learners_come_and_go_while_the_job_trains(make):
     job = make("tide").apply()
     job.until_condition("LearnersReady", 240)
-    first = job.lives()[job.pod_of("eu/0")]
+    first = job.instances()[job.pod_of("eu/0")]
     job.change(regions=[{"name": "eu", "learners": 2}])
-    until(lambda: len(job.pods("learner")) == 2, SOON, saying="one more learner")
+    until(lambda: len(job.pods("learner")) == 2, SOON, expected="one more learner")
     job.until_condition("LearnersReady", SOON)
     job.change(regions=[{"name": "eu", "learners": 1}, {"name": "us", "learners": 1}])
     until(
         lambda: {p["metadata"]["name"] for p in job.pods("learner")} == {"tide-eu-0", "tide-us-0"},
-        SOON, saying="one region more, one learner less", tell=job.tell,
+        SOON, expected="one region more, one learner less", details=job.details,
     )  # fmt: skip
     job.until_condition("LearnersReady", SOON)
     job.change(regions=[{"name": "eu", "learners": 1}])
     until(
         lambda: not any(c["metadata"]["name"] == "tide-us" for c in job.children()),
-        SOON, saying="the region's children are gone", tell=job.tell,
+        SOON, expected="the region's children are gone", details=job.details,
     )  # fmt: skip
-    assert job.lives()[job.pod_of("eu/0")] == first, "the first learner trained through all of it"
-    # The syncer is replaced, as it has to know of the change.
-    assert until(job.audit, SOON, saying="the new syncer's log can be read").ok
+    assert job.instances()[job.pod_of("eu/0")] == first, (
+        "the first learner trained through all of it"
+    )
+    # The syncer is replaced, because its spec changes.
+    assert until(job.audit, SOON, expected="the new syncer's log can be read").ok
 
 
-def test_raised_steps_make_a_complete_job_go_on(make):
+def test_raised_steps_make_a_complete_job_continue(make):
     job = make("more", steps=5).apply()
     job.until_condition("Complete", 240)
     job.change(steps=30)
@@ -94,16 +96,16 @@ def test_a_finished_job_is_removed_after_its_time(make):
     job = make("brief", steps=3, runPolicy={"ttlSecondsAfterFinished": 10}).apply()
     kubectl, namespace = job.cluster.kubectl, job.namespace
     job.until_condition("Complete", 240)
-    until(lambda: kubectl.get("dlj", job.name, namespace) is None, SOON, saying="the job is gone")
-    until(lambda: not job.children() and not job.pods(), SOON, saying="and all that it had")
+    until(lambda: kubectl.get("dlj", job.name, namespace) is None, SOON, expected="the job is gone")
+    until(lambda: not job.children() and not job.pods(), SOON, expected="and all that it had")
 
 
-def test_a_job_that_may_leave_nothing_leaves_nothing(make):
-    """cleanupPolicy All: after the end no child is left, and the job still says how it ended."""
+def test_cleanup_policy_all_leaves_nothing_in_the_cluster(make):
+    """cleanupPolicy All: after the end no child is left, and the job still reports how it ended."""
     job = make("clean", steps=3, runPolicy={"cleanupPolicy": "All"}).apply()
     job.until_condition("Complete", 240)
-    until(lambda: not job.children() and not job.pods(), 180, saying="no child is left",
-          tell=job.tell)  # fmt: skip
+    until(lambda: not job.children() and not job.pods(), 180, expected="no child is left",
+          details=job.details)  # fmt: skip
     assert job.status()["state"] == "Complete"
     assert job.status()["step"] == 3
 
@@ -112,17 +114,17 @@ def test_a_job_beyond_its_deadline_fails_and_frees_its_pods(make):
     job = make("late", runPolicy={"activeDeadlineSeconds": 15})
     own_program(job, "import time; time.sleep(1e6)").apply()
     job.until_condition("Failed", SOON, reason="DeadlineExceeded")
-    until(lambda: not job.pods(), SOON, saying="no pod is left", tell=job.tell)
+    until(lambda: not job.pods(), SOON, expected="no pod is left", details=job.details)
 
 
 def test_a_learner_that_was_refused_for_good_fails_the_job(make):
-    """Exit code 78; the condition has the program's last words, and nobody starts it again."""
+    """Exit code 78; the condition has the program's last log line, and it is not restarted."""
     job = own_program(make("no"), "import sys; print('the model does not fit'); sys.exit(78)")
     job.apply()
     failed = job.until_condition("Failed", SOON, reason="LearnerRefused")
     assert "eu/0" in failed["message"]
     assert "the model does not fit" in failed["message"]
-    until(lambda: not job.pods(), SOON, saying="no pod is left", tell=job.tell)
+    until(lambda: not job.pods(), SOON, expected="no pod is left", details=job.details)
     assert "LearnerRefused" in dict(job.events())
 
 
@@ -133,40 +135,40 @@ def test_a_learner_that_crashes_too_often_fails_the_job(make):
     assert "eu/0" in failed["message"]
 
 
-def test_deleted_pods_do_not_count_as_the_learners_own_fault(make):
+def test_deleted_pods_do_not_count_as_crashes(make):
     job = make("drained", runPolicy={"learnerRestartLimit": 0})
     own_program(job, "import time; time.sleep(1e6)").apply()
     kubectl, pod = job.cluster.kubectl, job.pod_of("eu/0")
     for _ in range(3):
-        until(lambda: _running(job, pod), SOON, saying=f"{pod} runs", tell=job.tell)
+        until(lambda: _running(job, pod), SOON, expected=f"{pod} runs", details=job.details)
         kubectl.delete("pod", pod, job.namespace, "--force", "--grace-period=0")
-    until(lambda: _running(job, pod), SOON, saying=f"{pod} runs", tell=job.tell)
+    until(lambda: _running(job, pod), SOON, expected=f"{pod} runs", details=job.details)
     assert job.condition("Failed")["status"] == "False"
 
 
-def test_evictions_are_rationed_and_are_not_the_learners_own_fault(make):
+def test_evictions_are_limited_and_do_not_count_as_crashes(make):
     """As a drain of nodes asks: one learner may go, the quorum stays; and nothing counts."""
     job = make("drain", learners=2, sync={"quorum": 1}, runPolicy={"learnerRestartLimit": 0})
     job.apply().until_condition("LearnersReady", 240)
-    before = job.lives()
-    until(lambda: _allowed(job) == 1, 60, saying="one disruption is allowed", tell=job.tell)
+    before = job.instances()
+    until(lambda: _allowed(job) == 1, 60, expected="one disruption is allowed", details=job.details)
     _evict(job, job.pod_of("eu/0"))
     with pytest.raises(KubectlError, match="disruption budget"):
         _evict(job, job.pod_of("eu/1"))
     until(
-        lambda: job.lives().get(job.pod_of("eu/0"), before[job.pod_of("eu/0")])
+        lambda: job.instances().get(job.pod_of("eu/0"), before[job.pod_of("eu/0")])
         != before[job.pod_of("eu/0")],
-        SOON, saying="another pod takes its place", tell=job.tell,
+        SOON, expected="another pod takes its place", details=job.details,
     )  # fmt: skip
     job.until_condition("LearnersReady", SOON)
-    assert job.lives()[job.pod_of("eu/1")] == before[job.pod_of("eu/1")]
+    assert job.instances()[job.pod_of("eu/1")] == before[job.pod_of("eu/1")]
     assert job.condition("Failed")["status"] == "False"
 
 
 def test_a_changed_template_reaches_one_learner_after_the_other_and_not_the_syncer(make):
     job = make("change", learners=2).apply()
     job.until_condition("LearnersReady", 240)
-    before = job.lives()
+    before = job.instances()
     env = [*job.manifest["spec"]["learner"]["env"], {"name": "NEW", "value": "1"}]
     job.change(learner={"env": env})
     missing: list[int] = []
@@ -176,28 +178,28 @@ def test_a_changed_template_reaches_one_learner_after_the_other_and_not_the_sync
         missing.append(2 - len(ready))
         return not missing[-1] and all(_has_env(pod, "NEW") for pod in ready)
 
-    until(replaced, 2 * SOON, saying="both have the new variable", tell=job.tell, every=0.2)
+    until(replaced, 2 * SOON, expected="both have the new variable", details=job.details, every=0.2)
     assert max(missing) == 1, "one at a time"
-    assert job.lives()[job.syncer_pod()] == before[job.syncer_pod()]
+    assert job.instances()[job.syncer_pod()] == before[job.syncer_pod()]
 
 
 def test_a_job_of_another_controller_is_left_alone(make):
     job = make("theirs", runPolicy={"managedBy": "example.com/other"}).apply()
-    steadily(lambda: not job.children() and not job.status(), 10, saying="nothing is written")
+    steadily(lambda: not job.children() and not job.status(), 10, expected="nothing is written")
 
 
-def test_a_job_is_deleted_at_once_while_the_operator_is_away(make):
+def test_a_job_is_deleted_at_once_while_the_operator_is_down(make):
     job = make("gone").apply()
     job.until_condition("SyncerReady", SOON)
     kubectl = job.cluster.kubectl
     kubectl("scale", DEPLOYMENT, "-n", NAMESPACE, "--replicas=0")
     try:
         job.delete("--timeout=20s")
-        until(lambda: not job.children(), SOON, saying="the garbage collector took its children")
+        until(lambda: not job.children(), SOON, expected="the garbage collector took its children")
     finally:
         kubectl("scale", DEPLOYMENT, "-n", NAMESPACE, "--replicas=1")
         kubectl("rollout", "status", DEPLOYMENT, "-n", NAMESPACE, "--timeout=120s")
-    steadily(lambda: not job.children(), 10, saying="the operator brings nothing back")
+    steadily(lambda: not job.children(), 10, expected="the operator brings nothing back")
 
 
 def test_a_namespace_with_a_running_job_is_deleted(make):
@@ -210,26 +212,28 @@ def test_an_upgrade_of_the_chart_restarts_no_learner(eu, fleet, make):
     """Not even with new default images: a running job keeps those that it began with."""
     job = make("kept").apply()
     job.until_condition("LearnersReady", 240)
-    lives = job.lives()
+    instances = job.instances()
     install(eu, fleet.images, "--set", "images.worker.tag=next", podLabels={"release": "next"})
     step = job.step()
     job.until_step(step + 20, SOON)
-    assert job.lives() == lives
+    assert job.instances() == instances
     install(eu, fleet.images)
 
 
-def test_uninstalling_leaves_nothing_and_hangs_nothing(eu, fleet, make):
-    """The CRD and the jobs stay (crds.keep); jobs go on, and are deleted without the operator."""
+def test_an_uninstall_leaves_nothing_and_does_not_hang(eu, fleet, make):
+    """The CRD and the jobs stay (crds.keep); jobs keep training, and are deleted without the operator."""
     job = make("orphan").apply()
     job.until_condition("LearnersReady", 240)
     kubectl = eu.kubectl
     eu.helm("uninstall", RELEASE, "--namespace", NAMESPACE, "--wait", "--timeout", "2m")
     try:
         step = job.step()
-        until(lambda: not _of_release(kubectl), 30, saying="the release's last pod has ended")
+        until(lambda: not _of_release(kubectl), 30, expected="the release's last pod has ended")
         job.until_step(step + 5, SOON)
         job.delete("--timeout=20s")
-        until(lambda: not job.children(), SOON, saying="its children are gone", tell=job.tell)
+        until(
+            lambda: not job.children(), SOON, expected="its children are gone", details=job.details
+        )
     finally:
         install(eu, fleet.images)
 
@@ -242,11 +246,11 @@ def test_named_namespaces_are_enough_for_an_operator(eu, fleet, make):
     try:
         assert eu.kubectl.get("clusterrole", CLUSTER_ROLE, "") is None
         with fleet.namespace("elsewhere", eu) as other:
-            stranger = Job(eu, other, job.manifest).apply()
+            copy = Job(eu, other, job.manifest).apply()
             job.apply()
             job.until_condition("Complete", 240)
-            assert not stranger.status(), "a job of another namespace is not its own"
-            stranger.delete()
+            assert not copy.status(), "a job of another namespace is not its own"
+            copy.delete()
     finally:
         install(eu, fleet.images)
 
@@ -285,7 +289,7 @@ def _is_ready(pod) -> bool:
 
 def _has_env(pod, name: str) -> bool:
     main = next(c for c in pod["spec"]["containers"] if c["name"] == "main")
-    return name in {one["name"] for one in main.get("env", ())}
+    return name in {variable["name"] for variable in main.get("env", ())}
 
 
 def _running(job: Job, pod: str) -> bool:

@@ -11,15 +11,17 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import yaml
 
-from diloco_testing.clusters import ROOT
-from diloco_testing.clusters_install import NAMESPACE, RELEASE, RESTRICTED
-from diloco_testing.clusters_job import TINY, Job
-from diloco_testing.kubectl import KubectlError
+from diloco_testing.clusters.install import NAMESPACE, RELEASE, RESTRICTED
+from diloco_testing.clusters.job import TINY, Job
+from diloco_testing.clusters.kubectl import KubectlError, until
+from diloco_testing.clusters.provision import ROOT
 
 STEPS = 150
 PATIENCE_SECONDS = 600.0
@@ -45,18 +47,33 @@ def example(eu, fleet):
         job = Job(eu, namespace, text_example())
         job.manifest["spec"]["learner"]["image"] = worker.name
         watched = eu.kubectl.popen("get", "dlj", "-n", namespace, "--watch")
+        seen: list[str] = []
+        reader = threading.Thread(target=_read, args=(watched.stdout, seen), daemon=True)
+        reader.start()
         try:
             job.apply()
             eu.kubectl(
                 "wait", "--for=condition=Complete", f"dlj/{job.name}", "-n", namespace,
                 f"--timeout={int(PATIENCE_SECONDS)}s", seconds=PATIENCE_SECONDS + 30,
             )  # fmt: skip
+            # `wait` and the watch are two connections: the last line may come later.
+            deadline = time.monotonic() + 60
+            while not any(" Complete " in line for line in seen) and time.monotonic() < deadline:
+                time.sleep(0.1)
         except KubectlError as error:
-            raise AssertionError(f"{error}\n{job.tell()}") from None
+            raise AssertionError(f"{error}\n{job.details()}") from None
         finally:
             watched.kill()
-            seen = watched.communicate()[0].decode()
-        yield job, seen
+            watched.wait()
+            reader.join(30)
+            watched.stdout.close()
+        yield job, "".join(seen)
+
+
+def _read(output, lines):
+    """Keep each line as soon as it comes."""
+    for line in output:
+        lines.append(line.decode())
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +98,8 @@ def test_the_text_example_becomes_complete(job):
     assert conditions["Failed"] == "False"
 
 
-def test_kubectl_get_shows_the_way_there(watched):
-    """The printer columns, as a person who watches sees them."""
+def test_kubectl_get_shows_the_progress(watched):
+    """The printer columns, as `kubectl get --watch` prints them."""
     print(watched)
     lines = watched.splitlines()
     assert lines[0].split()[:5] == ["NAME", "STATE", "STEP", "LEARNERS", "QUORUM"]
@@ -92,7 +109,7 @@ def test_kubectl_get_shows_the_way_there(watched):
     assert any("4/4" in line for line in lines), watched
 
 
-def test_children_have_the_promised_names(job):
+def test_children_have_the_documented_names(job):
     kinds = {}
     for child in job.children():
         kinds.setdefault(child["kind"], set()).add(child["metadata"]["name"])
@@ -105,7 +122,7 @@ def test_children_have_the_promised_names(job):
     assert kinds["PodDisruptionBudget"] == {f"{name}-eu", f"{name}-us"}
 
 
-def test_nothing_but_the_syncer_runs_any_more(job):
+def test_only_the_syncer_still_runs(job):
     """cleanupPolicy Running: the learners are gone, the syncer holds the model."""
     roles = {pod["metadata"]["labels"]["diloco.dev/role"] for pod in job.pods()}
     assert roles <= {"syncer", "evaluator"}
@@ -120,14 +137,14 @@ def test_the_audit_of_the_run_is_clean(job):
 
 @pytest.fixture(scope="module")
 def diloco(job, tmp_path_factory):
-    """Runs `diloco ...` as a person does who has kubectl for this cluster; returns what it prints."""
+    """Runs `diloco ...` as a user with kubectl for this cluster does; returns what it prints."""
     folder = tmp_path_factory.mktemp("person")
     path = job.cluster.kubectl.script(folder / "bin").parent
     environment = {**os.environ, "PATH": f"{path}:{os.environ['PATH']}"}
 
-    def run(*words: str) -> str:
+    def run(*arguments: str) -> str:
         done = subprocess.run(
-            [str(Path(sys.executable).with_name("diloco")), *words], env=environment,
+            [str(Path(sys.executable).with_name("diloco")), *arguments], env=environment,
             cwd=folder, capture_output=True, text=True, check=False, timeout=180,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
@@ -162,15 +179,74 @@ def test_what_the_run_wrote_is_fetched_and_audited(diloco, fetched):
 
 def test_the_chart_tests_its_release(eu, job):
     """`helm test`, in a namespace that enforces restricted Pod Security like the operator itself."""
-    said = eu.helm("test", RELEASE, "--namespace", NAMESPACE, "--timeout", "2m")
-    assert "Succeeded" in said, said
+    output = eu.helm("test", RELEASE, "--namespace", NAMESPACE, "--timeout", "2m")
+    assert "Succeeded" in output, output
 
 
-def test_neither_operator_nor_syncer_has_torch(eu, job):
-    command = ("python3", "-c", "import importlib.util as u; print(u.find_spec('torch'))")
-    operator = ("exec", "-n", NAMESPACE, "deployment/diloco", "-c", "operator", "--")
-    assert eu.kubectl(*operator, *command).strip() == "None"
-    assert eu.kubectl.exec(job.syncer_pod(), *command, namespace=job.namespace).strip() == "None"
+HOLDS = {
+    "operator": {"diloco", "diloco_job", "diloco_operator"},
+    "syncer": {"diloco", "diloco_agent", "diloco_syncer"},
+    "worker": {"diloco", "diloco_agent", "diloco_worker"},
+}
+"""Image → our packages in it."""
+
+CONTENTS = """
+import importlib.util, json, pathlib, shutil, sysconfig
+site = pathlib.Path(sysconfig.get_paths()["purelib"])
+names = ("torch", "kopf", "matplotlib", "rich", "typer")
+print(json.dumps({
+    "ours": sorted(path.name for path in site.glob("diloco*") if path.suffix != ".dist-info"),
+    "others": [name for name in names if importlib.util.find_spec(name)],
+    "command": shutil.which("diloco"),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def contents(fleet, job):
+    """What each image holds, as a pod of it reports; what it prints comes last in its log."""
+    kubectl = job.cluster.kubectl
+    images = {
+        "operator": fleet.images.operator, "syncer": fleet.images.syncer, "worker": fleet.true_worker(),
+    }  # fmt: skip
+    names = {kind: f"contents-{kind}" for kind in images}
+    pods = [_printing(names[kind], image.name) for kind, image in images.items()]
+    kubectl.apply(*pods, namespace=job.namespace)
+    found = {}
+    for kind, name in names.items():
+        until(lambda n=name: _phase(job, n) == "Succeeded", 120, expected=f"{name} has ended")
+        found[kind] = json.loads(kubectl("logs", "-n", job.namespace, name))
+        kubectl.delete("pod", name, job.namespace, "--wait=false")
+    return found
+
+
+@pytest.mark.parametrize("kind", HOLDS)
+def test_an_image_holds_only_the_packages_that_it_runs(contents, kind):
+    assert set(contents[kind]["ours"]) == HOLDS[kind]
+    assert contents[kind]["command"] is None, "the command line has no package there"
+    others = {"operator": {"kopf"}, "syncer": set(), "worker": {"torch"}}
+    assert set(contents[kind]["others"]) == others[kind]
+
+
+def _printing(name: str, image: str):
+    """A pod under restricted Pod Security that prints CONTENTS."""
+    secured = {
+        "allowPrivilegeEscalation": False, "runAsNonRoot": True, "runAsUser": 65532,
+        "capabilities": {"drop": ["ALL"]}, "seccompProfile": {"type": "RuntimeDefault"},
+    }  # fmt: skip
+    container = {
+        "name": "main", "image": image, "imagePullPolicy": "IfNotPresent",
+        "command": ["python3", "-c", CONTENTS], "securityContext": secured,
+    }  # fmt: skip
+    return {
+        "apiVersion": "v1", "kind": "Pod", "metadata": {"name": name},
+        "spec": {"restartPolicy": "Never", "containers": [container]},
+    }  # fmt: skip
+
+
+def _phase(job: Job, pod: str) -> str:
+    found = job.cluster.kubectl.get("pod", pod, job.namespace)
+    return str((found or {}).get("status", {}).get("phase", ""))
 
 
 def test_the_validation_loss_falls(job):

@@ -1,5 +1,5 @@
 """
-The operator dies at every named point of its reconcile, the API server goes away: the end is as if nothing had been.
+The operator is killed at every named point of its reconcile, or loses the API server: the result is the same.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import time
 import pytest
 
 from diloco_operator.settings import FAULT_POINTS
-from diloco_testing.clusters_install import NAMESPACE
-from diloco_testing.clusters_job import Job, manifest
-from diloco_testing.kubectl import until
+from diloco_testing.clusters.install import NAMESPACE
+from diloco_testing.clusters.job import Job, manifest
+from diloco_testing.clusters.kubectl import until
 
 DEPLOYMENT = "deployment/diloco"
 POINTS = [
@@ -33,9 +33,9 @@ def operators(kubectl):
 def operator_restarts(kubectl) -> int:
     return max(
         (
-            one["restartCount"]
+            status["restartCount"]
             for pod in operators(kubectl)
-            for one in pod["status"].get("containerStatuses", ())
+            for status in pod["status"].get("containerStatuses", ())
         ),
         default=0,
     )
@@ -74,7 +74,7 @@ def small_job(eu, fleet, namespace, name, learners=1):
 
 @pytest.fixture(scope="module")
 def undisturbed(eu, fleet, namespace):
-    """A job whose operator nobody killed; its children are the measure."""
+    """A job whose operator was not killed; its children are the reference."""
     job = small_job(eu, fleet, namespace, "calm").apply()
     job.until_condition("LearnersReady", 180)
     return job
@@ -82,7 +82,7 @@ def undisturbed(eu, fleet, namespace):
 
 @pytest.fixture
 def mended(eu):
-    """Whatever happens, the operator is whole afterwards."""
+    """The operator is restored afterwards in any case."""
     yield
     operator_env(eu.kubectl, "DILOCO_FAULTS-")
     eu.kubectl("rollout", "status", DEPLOYMENT, "-n", NAMESPACE, "--timeout=120s")
@@ -93,40 +93,40 @@ def test_an_operator_killed_there_ends_in_the_same_state(
     eu, fleet, namespace, undisturbed, mended, point
 ):
     kubectl = eu.kubectl
-    calm = undisturbed.lives()
+    calm = undisturbed.instances()
     kubectl("scale", DEPLOYMENT, "-n", NAMESPACE, "--replicas=0")
-    until(lambda: not operators(kubectl), 60, saying="no operator is left that knows no fault")
+    until(lambda: not operators(kubectl), 60, expected="no operator is left that knows no fault")
     job = small_job(eu, fleet, namespace, f"killed-{point}").apply()
     operator_env(kubectl, f"DILOCO_FAULTS=reconcile:kill={point}")
     kubectl("scale", DEPLOYMENT, "-n", NAMESPACE, "--replicas=1")
-    until(lambda: operator_restarts(kubectl) >= 1, 90, saying=f"the operator was killed {point}")
+    until(lambda: operator_restarts(kubectl) >= 1, 90, expected=f"the operator was killed {point}")
     operator_env(kubectl, "DILOCO_FAULTS-")
     job.until_condition("LearnersReady", 180)
     assert shape(job) == shape(undisturbed)
-    assert all(restarts == 0 for _, restarts in job.lives().values()), job.lives()
-    assert undisturbed.lives() == calm, "a job that stood by was touched"
+    assert all(restarts == 0 for _, restarts in job.instances().values()), job.instances()
+    assert undisturbed.instances() == calm, "a job that stood by was touched"
     job.delete("--wait=false")
 
 
 def test_half_a_minute_without_an_api_server_changes_nothing(eu, undisturbed):
     if not eu.local:
         pytest.skip("the API server is not ours to stop")
-    calm, step, before = undisturbed.lives(), undisturbed.step(), shape(undisturbed)
+    calm, step, before = undisturbed.instances(), undisturbed.step(), shape(undisturbed)
     with eu.without_api_server():
         time.sleep(30.0)
-    assert undisturbed.step() > step, "pods went on meanwhile"
+    assert undisturbed.step() > step, "pods kept running meanwhile"
     undisturbed.until_condition("SyncerReachable", 120)
     undisturbed.until_condition("LearnersReady", 120)
-    assert undisturbed.lives() == calm
+    assert undisturbed.instances() == calm
     assert shape(undisturbed) == before
-    # The operator acts again: what is deleted by hand comes back.
+    # The operator acts again: a deleted child comes back.
     eu.kubectl.delete("service", f"{undisturbed.name}-eu", undisturbed.namespace)
     until(
         lambda: eu.kubectl.get("service", f"{undisturbed.name}-eu", undisturbed.namespace),
-        120, saying="the operator repairs drift after the API server was away",
+        120, expected="the operator repairs drift after the API server was unavailable",
     )  # fmt: skip
 
 
-def test_the_operator_itself_is_not_restarted_by_an_api_server_that_was_away(eu):
-    """Its own restarts are those that the tests asked for: the pod is the newest, unharmed one."""
+def test_the_operator_itself_is_not_restarted_by_an_api_server_that_was_down(eu):
+    """Its own restarts are those that the tests asked for: the pod is the newest and was not killed."""
     assert operator_restarts(eu.kubectl) == 0

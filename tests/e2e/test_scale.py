@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from diloco_testing import scale
-from diloco_testing.scale import CONVERGE_SECONDS, JOBS
+from diloco_testing.clusters import scale
+from diloco_testing.clusters.kubectl import until
+from diloco_testing.clusters.machine import slowdown
+from diloco_testing.clusters.scale import CONVERGE_SECONDS, JOBS
 
 QUIET_SECONDS = 60.0
 MOST_MEGABYTES = 256
@@ -38,7 +40,7 @@ def converged(api, tmp_path_factory):
 
 def test_two_hundred_jobs_get_their_children(converged):
     _, took = converged
-    assert took.seconds < CONVERGE_SECONDS
+    assert took.seconds < CONVERGE_SECONDS * slowdown()
 
 
 def test_the_operator_stays_small(converged):
@@ -48,18 +50,23 @@ def test_the_operator_stays_small(converged):
 
 def test_no_job_is_written_about_again_and_again_and_then_it_is_quiet(api, converged):
     _, took = converged
-    time.sleep(QUIET_SECONDS / 2)  # what the first status could not know yet
+
+    def rested() -> bool:  # what the first status could not know yet is written
+        pause = datetime.now(UTC) - timedelta(seconds=QUIET_SECONDS / 2)
+        return not any(request.writes for request in scale.requests(api, pause))
+
+    until(rested, CONVERGE_SECONDS, every=5.0, expected="the operator rests")
     since = datetime.now(UTC)
     time.sleep(QUIET_SECONDS)
-    writes = [one for one in scale.requests(api, took.since) if one.writes]
+    writes = [request for request in scale.requests(api, took.since) if request.writes]
     about = scale.writes_by_job(writes)
     assert len(about) == JOBS, set(about)
     assert max(about.values()) <= MOST_WRITES, about.most_common(3)
     applied = Counter(
-        (one.resource, one.name)
-        for one in writes
-        if one.verb == "patch" and "/" not in one.resource
+        (request.resource, request.name)
+        for request in writes
+        if request.verb == "patch" and "/" not in request.resource
     )
     assert applied.most_common(1)[0][1] <= 2, applied.most_common(5)
-    late = [one for one in writes if one.at >= since]
+    late = [request for request in writes if request.at >= since]
     assert not late, "\n".join(map(str, late[:20]))

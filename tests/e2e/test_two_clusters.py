@@ -1,7 +1,7 @@
 """
-One job in two clusters over mutual TLS: it completes, survives a cut and a thin WAN, and strangers stay outside.
+One job in two clusters over mutual TLS: it survives a partition and a slow WAN, and refuses other certificates.
 
-Region eu with the syncer lives in one cluster, region us in the other; each has an operator for its region alone.
+Region eu with the syncer is in one cluster, region us in the other; each has an operator for its region alone.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import yaml
 
-from diloco_operator.api import DiLoCoJob
-from diloco_operator.authority import write_certs
-from diloco_testing.clusters_install import install
-from diloco_testing.clusters_job import TINY, Job, manifest, when
-from diloco_testing.kubectl import until
+from diloco_cli.authority import write_certs
+from diloco_job.types import DiLoCoJob
+from diloco_testing.clusters.install import install
+from diloco_testing.clusters.job import TINY, Job, manifest, when
+from diloco_testing.clusters.kubectl import until
 
 CUT_SECONDS = 60.0
 THIN = "20mbit"
@@ -54,7 +54,7 @@ class Pair:
         return {path.stem: yaml.safe_load(path.read_text()) for path in directory.glob("*.yaml")}
 
     def start(self) -> Pair:
-        """Certificates and manifests, as a person applies them."""
+        """Certificates and manifests, as a user applies them."""
         secrets = self.certificates()
         for region, job in self.jobs.items():
             job.cluster.kubectl.apply(secrets[region], namespace=self.namespace)
@@ -62,7 +62,7 @@ class Pair:
         return self
 
     def bad_secret(self, kind: str):
-        """What a person may apply in us by mistake."""
+        """What a user may apply in us by mistake."""
         if kind == "a wrong CA":
             return self.certificates("other")["us"]
         if kind == "another region":
@@ -75,8 +75,8 @@ class Pair:
         kubectl.apply(secret, namespace=self.namespace)
         kubectl.delete("pod", pod, self.namespace, "--grace-period=1")
 
-    def tell(self) -> str:
-        return "\n".join(f"{region}: {job.tell()}" for region, job in self.jobs.items())
+    def details(self) -> str:
+        return "\n".join(f"{region}: {job.details()}" for region, job in self.jobs.items())
 
     def members(self, since_step: int = 0) -> set[str]:
         """Learners that were merged after that step."""
@@ -106,7 +106,12 @@ def trained(pair, fleet, tmp_path_factory):
         made = Pair(pair, fleet, "wan", 30711, tmp_path_factory.mktemp("wan"), steps=10**6).start()
         for job in made.jobs.values():
             job.until_condition("LearnersReady", PATIENCE_SECONDS)
-        until(lambda: made.members() == {"eu/0", "us/0"}, 60, saying="both train", tell=made.tell)
+        until(
+            lambda: made.members() == {"eu/0", "us/0"},
+            60,
+            expected="both train",
+            details=made.details,
+        )
         yield made
 
 
@@ -118,13 +123,15 @@ def test_a_job_in_two_clusters_becomes_complete(pair, fleet, tmp_path):
         for job in made.jobs.values():
             status = job.status()
             assert status["progress"] == "120/120"
-            assert {one["name"] for one in status["regions"]} == {"eu", "us"}
+            assert {region["name"] for region in status["regions"]} == {"eu", "us"}
         assert made.eu.status()["specHash"] == made.us.status()["specHash"]
         assert made.members() == {"eu/0", "us/0"}
         verdict = made.eu.audit()
         assert verdict.ok, verdict.violations
-        assert not made.us.pods("syncer"), "the syncer lives in its region alone"
-        until(lambda: not made.us.pods(), 60, saying="the other region's learners are gone as well")
+        assert not made.us.pods("syncer"), "the syncer runs in its region alone"
+        until(
+            lambda: not made.us.pods(), 60, expected="the other region's learners are gone as well"
+        )
 
 
 def test_a_job_becomes_complete_over_a_thin_wan(pair, fleet, tmp_path):
@@ -155,7 +162,7 @@ def test_each_region_shows_the_whole_job(trained):
         job.until_condition("SpecConsistent", 60)
         regions = until(
             lambda j=job: _training(j) == {"eu": 1, "us": 1} and _training(j),
-            60, saying="both regions' learners are shown", tell=trained.tell,
+            60, expected="both regions' learners are shown", details=trained.details,
         )  # fmt: skip
         assert regions == {"eu": 1, "us": 1}
 
@@ -163,18 +170,18 @@ def test_each_region_shows_the_whole_job(trained):
 def test_a_cut_of_the_wan_stops_neither_side_and_the_heal_brings_them_together(pair, trained):
     if not pair["us"].local:
         pytest.skip("the WAN between given clusters is not ours to cut")
-    lives = {region: job.lives() for region, job in trained.jobs.items()}
+    instances = {region: job.instances() for region, job in trained.jobs.items()}
     begun, step = datetime.now(UTC), trained.eu.step()
     pair["us"].cut()
     try:
         trained.us.until_condition("SyncerReachable", CUT_SECONDS, status="False")
         until(
             lambda: _training(trained.eu).get("us") == 0, CUT_SECONDS,
-            saying="eu says that us is silent", tell=trained.tell,
+            expected="eu reports us as unreachable", details=trained.details,
         )  # fmt: skip
         until(
-            lambda: "train on by themselves" in trained.us.condition("LearnersReady")["message"],
-            CUT_SECONDS, saying="us says that it trains alone", tell=trained.tell,
+            lambda: "running learners continue without it" in trained.us.condition("LearnersReady")["message"],
+            CUT_SECONDS, expected="us reports that it trains alone", details=trained.details,
         )  # fmt: skip
         assert [job.status()["state"] for job in trained.jobs.values()] == ["Degraded"] * 2
         time.sleep(max(0.0, CUT_SECONDS - (datetime.now(UTC) - begun).total_seconds()))
@@ -184,26 +191,28 @@ def test_a_cut_of_the_wan_stops_neither_side_and_the_heal_brings_them_together(p
         alone = [x for x in trained.us.steps("us/0") if when(x["time"]) > late]
     finally:
         pair["us"].heal()
-    assert cut_step > step + 10, "eu went on by quorum"
+    assert cut_step > step + 10, "eu continued by quorum"
     assert merged == {"eu/0"}
-    assert len(alone) > 10, "us went on alone"
+    assert len(alone) > 10, "us continued alone"
     trained.us.until_condition("SyncerReachable", 90)
     until(
         lambda: "us/0" in trained.members(since_step=cut_step), 90,
-        saying="us is merged again", tell=trained.tell,
+        expected="us is merged again", details=trained.details,
     )  # fmt: skip
     joined = [x for x in trained.eu.log() if x["event"] == "join" and x["learner"] == "us/0"]
-    assert not joined[-1]["fresh"], "us goes on from what it learned alone"
+    assert not joined[-1]["fresh"], "us continues from what it learned alone"
     verdict = trained.eu.audit()
     assert verdict.ok, verdict.violations
-    assert {region: job.lives() for region, job in trained.jobs.items()} == lives, "no restart"
+    assert {region: job.instances() for region, job in trained.jobs.items()} == instances, (
+        "no restart"
+    )
 
 
 BAD = {
     "a wrong CA": (
-        "SyncerReachable", "CertificateOfOtherAuthority", "not from the authority in our ca.crt",
+        "SyncerReachable", "CertificateOfOtherAuthority", "not issued by the authority in our ca.crt",
     ),
-    # Whoever has a certificate of the job's authority may ask for the status, but not train.
+    # Any holder of a certificate of the job's authority may ask for the status, but not train.
     "another region": (
         "LearnersReady", "CertificateOfOtherRegion", "presented a certificate for region eu",
     ),
@@ -211,33 +220,33 @@ BAD = {
         "SyncerReachable", "CertificateExpired", "certificate has expired",
     ),
 }  # fmt: skip
-"""Kind → the condition that suffers, its reason, and what the learner's log says."""
+"""Kind → the affected condition, its reason, and a line of the learner's log."""
 
 
 @pytest.mark.parametrize("kind", BAD)
-def test_a_bad_certificate_is_refused_and_the_condition_says_why(trained, kind):
-    us, (condition, reason, words) = trained.us, BAD[kind]
+def test_a_bad_certificate_is_refused_and_the_condition_names_the_reason(trained, kind):
+    us, (condition, reason, line) = trained.us, BAD[kind]
     trained.give_us(trained.bad_secret(kind))
-    until(lambda: words in _said(us, "us/0"), 120, saying=f"the log of us/0 says {words}")
+    until(lambda: line in _log_of(us, "us/0"), 120, expected=f"the log of us/0 has {line}")
     found = us.until_condition(condition, 90, status="False", reason=reason)
     print(f"{kind}: {found['reason']}: {found['message']}")
-    until(lambda: reason in dict(us.events()), 30, saying="an Event says so as well")
+    until(lambda: reason in dict(us.events()), 30, expected="an Event reports it as well")
     refused_since = trained.eu.step()
     trained.eu.until_step(refused_since + 20, 60)
     assert trained.members(since_step=refused_since) == {"eu/0"}
     if kind == "another region":
         refusals = [line for line in trained.eu.log() if line["event"] == "refuse"]
         assert {line["reason"] for line in refusals} == {"Unauthorised"}
-    lives = us.lives()
+    instances = us.instances()
     us.cluster.kubectl.apply(trained.certificates()["us"], namespace=trained.namespace)
-    _look_at_volumes(us, "us/0")
+    _refresh_volumes(us, "us/0")
     until(
         lambda: "us/0" in trained.members(since_step=refused_since), 180,
-        saying="us is merged with the right certificate", tell=trained.tell,
+        expected="us is merged with the right certificate", details=trained.details,
     )  # fmt: skip
     for kind_of_condition in ("SyncerReachable", "LearnersReady"):
         us.until_condition(kind_of_condition, 60)
-    assert us.lives() == lives, "the right certificate needs no restart"
+    assert us.instances() == instances, "the right certificate needs no restart"
 
 
 def test_plain_text_is_refused_by_the_syncer(pair, trained):
@@ -252,12 +261,12 @@ def test_plain_text_is_refused_by_the_syncer(pair, trained):
         "else:\n    print('ANSWERED')\n"
     )
     command = pair["us"].entered(sys.executable, "-c", program, endpoint)
-    said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
-    assert said.split() == ["UNAVAILABLE"]
+    output = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    assert output.split() == ["UNAVAILABLE"]
 
 
-def test_a_syncer_that_speaks_plain_text_is_not_trusted(pair, fleet, tmp_path):
-    """The manifest of us asks for TLS, the one of eu does not: us says so, and sends nothing."""
+def test_a_syncer_in_plain_text_is_refused(pair, fleet, tmp_path):
+    """The manifest of us asks for TLS, the one of eu does not: us reports it, and sends nothing."""
     with fleet.namespace("plain", *pair.values()):
         made = Pair(pair, fleet, "plain", 30712, tmp_path, steps=10**6)
         made.us.cluster.kubectl.apply(made.certificates()["us"], namespace=made.namespace)
@@ -268,24 +277,28 @@ def test_a_syncer_that_speaks_plain_text_is_not_trusted(pair, fleet, tmp_path):
         made.eu.until_step(3, PATIENCE_SECONDS)
         made.us.apply()
         made.us.until_condition("SyncerReachable", 90, status="False", reason="PlainText")
-        until(lambda: "PlainText" in dict(made.us.events()), 30, saying="an Event says so as well")
+        until(
+            lambda: "PlainText" in dict(made.us.events()),
+            30,
+            expected="an Event reports it as well",
+        )
         assert made.members() == {"eu/0"}
 
 
-def test_a_changed_manifest_in_one_region_alone_is_told_in_both(trained):
-    """SpecConsistent=False says who differs; the region with the other manifest does not train."""
+def test_a_changed_manifest_in_one_region_alone_is_reported_in_both(trained):
+    """SpecConsistent=False names the region that differs; the region with the other manifest does not train."""
     us = trained.us
-    # A field that may not change is changed by making the job anew: the syncer's region keeps its own.
+    # A field that may not change is changed by recreating the job: the syncer's region keeps its own.
     other = json.loads(json.dumps(us.manifest))
     other["spec"]["sync"]["outer"] = {"learningRate": "0.5"}
     us.delete()
     Job(us.cluster, us.namespace, other).apply()
-    said = us.until_condition("SpecConsistent", 120, status="False", reason="OtherHash")
-    assert "the syncer in region eu" in said["message"]
+    condition = us.until_condition("SpecConsistent", 120, status="False", reason="OtherHash")
+    assert "the syncer in region eu" in condition["message"]
     failed = us.until_condition("Failed", 120, reason="LearnerRefused")
     assert us.status()["specHash"] in failed["message"]
-    said = trained.eu.until_condition("SpecConsistent", 60, status="False", reason="OtherHash")
-    assert "us/0" in said["message"]
+    condition = trained.eu.until_condition("SpecConsistent", 60, status="False", reason="OtherHash")
+    assert "us/0" in condition["message"]
     us.delete()
     us.apply()
     for job in trained.jobs.values():
@@ -293,14 +306,14 @@ def test_a_changed_manifest_in_one_region_alone_is_told_in_both(trained):
 
 
 def _training(job: Job) -> dict[str, int]:
-    return {one["name"]: one.get("training", 0) for one in job.status().get("regions", ())}
+    return {region["name"]: region.get("training", 0) for region in job.status().get("regions", ())}
 
 
-def _said(job: Job, learner: str) -> str:
+def _log_of(job: Job, learner: str) -> str:
     return job.cluster.kubectl("logs", "-n", job.namespace, job.pod_of(learner))
 
 
-def _look_at_volumes(job: Job, learner: str) -> None:
-    """The kubelet hands out a changed Secret within some 90 s; a changed annotation is looked at now."""
+def _refresh_volumes(job: Job, learner: str) -> None:
+    """The kubelet hands out a changed Secret within some 90 s; a changed annotation triggers it now."""
     change = {"metadata": {"annotations": {"e2e": datetime.now(UTC).isoformat()}}}
     job.cluster.kubectl.patch("pod", job.pod_of(learner), change, job.namespace)

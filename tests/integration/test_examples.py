@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_testing.local_run import CLI
+from diloco_testing.local.run_process import CLI
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
 
@@ -18,26 +18,26 @@ OWN_LOOP = Path(__file__).parents[2] / "examples/02-own-loop"
 
 
 def run(*command: object, **environment: str) -> str:
-    """Standard output of a command that must succeed; a run that hangs dies with its supervisor."""
+    """Standard output of a command that must succeed; a run that hangs is killed with its supervisor."""
     quiet = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [str(word) for word in command], env={**os.environ, **quiet, **environment},
+        [str(argument) for argument in command], env={**os.environ, **quiet, **environment},
         stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
-def test_the_own_loop_runs_alone():
-    said = run(sys.executable, OWN_LOOP / "train.py", STEPS="50").splitlines()
-    assert len(said) == 1
-    assert said[0].startswith("step 50: loss ")
-    assert float(said[0].rpartition(" ")[2]) < 5.0  # ln 256 = 5.5 without having learnt anything
+def test_the_own_loop_runs_standalone():
+    lines = run(sys.executable, OWN_LOOP / "train.py", STEPS="50").splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("step 50: loss ")
+    assert float(lines[0].rpartition(" ")[2]) < 5.0  # an untrained model has ln 256 = 5.5
 
 
 def test_the_own_loop_trains_under_diloco_and_its_eval_scores_the_model(tmp_path):
     changes = ("spec.steps=24", "spec.evaluation.everySteps=12")
-    sets = [word for change in changes for word in ("--set", change)]
+    sets = [part for change in changes for part in ("--set", change)]
     run(*CLI, "run", OWN_LOOP / "job.yaml", "--dir", tmp_path / "run", *sets)
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["state"], status["progress"]) == ("Complete", "24/24")

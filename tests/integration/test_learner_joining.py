@@ -1,4 +1,4 @@
-"""How a learner joins a job, or is told why it cannot: the library and its link process against a scripted syncer."""
+"""Joining a job, or being refused: the library and its link process against a scripted syncer."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import os
 import signal
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from diloco import transport
 from diloco.errors import MismatchError
+from diloco.rpc import channels
+from diloco.rpc.tls import Tls
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
-from diloco_testing.certificates import Authority
-from diloco_testing.linked import (
+from diloco_testing.learners.linked import (
     connected,
     flat,
     job_environment,
@@ -25,7 +26,8 @@ from diloco_testing.linked import (
     make_spec,
     step_until,
 )
-from diloco_testing.scripted_syncer import ScriptedSyncer
+from diloco_testing.network.certificates import Authority
+from diloco_testing.syncers.scripted import ScriptedSyncer
 from diloco_worker import Learner
 from diloco_worker.fetch import fetch_model
 
@@ -61,7 +63,7 @@ def test_a_later_learner_starts_from_the_syncers_model_and_constants(enter):
             assert learner.index == 1
 
 
-def test_the_syncer_is_told_how_often_this_learner_was_restarted(enter, monkeypatch):
+def test_hello_contains_the_number_of_restarts(enter, monkeypatch):
     monkeypatch.setenv("DILOCO_RESTARTS", "7")
     with ScriptedSyncer(make_spec()) as syncer:
         learner, *_ = connected(syncer, enter)
@@ -69,7 +71,7 @@ def test_the_syncer_is_told_how_often_this_learner_was_restarted(enter, monkeypa
             assert syncer.hellos[0].facts["restarts"] == "7"
 
 
-def test_another_model_is_refused_for_good_with_the_difference(enter, capfd):
+def test_another_model_is_refused_with_the_difference(enter, capfd):
     with ScriptedSyncer(make_spec()) as syncer:
         syncer.refusal = MismatchError("parameter 0.weight has shape [16, 9] instead of [16, 8]")
         with pytest.raises(SystemExit) as stopped:
@@ -78,7 +80,7 @@ def test_another_model_is_refused_for_good_with_the_difference(enter, capfd):
         assert "0.weight has shape [16, 9]" in capfd.readouterr().err
 
 
-def test_a_syncer_that_never_comes_means_try_again(enter, capfd):
+def test_a_syncer_that_never_answers_ends_the_process_with_the_retry_code(enter, capfd):
     enter(make_spec(), 1)
     model = make_model()
     with pytest.raises(SystemExit) as stopped:
@@ -89,17 +91,23 @@ def test_a_syncer_that_never_comes_means_try_again(enter, capfd):
     assert "no syncer within" in capfd.readouterr().err
 
 
-def test_sigterm_while_waiting_for_a_syncer_ends_the_loop_before_it_begins(enter):
+def test_sigterm_while_waiting_for_a_syncer_ends_the_loop_before_its_first_step(enter):
     enter(make_spec(), 1)
     model = make_model()
-    alarm = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM))
-    alarm.start()
+
+    def terminate() -> None:
+        while signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+            time.sleep(0.01)  # without a handler, the signal would kill this process
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    terminator = threading.Thread(target=terminate)
+    terminator.start()
     learner = Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert learner.done
-    alarm.join()
+    terminator.join()
 
 
-def test_a_job_that_is_complete_already_is_left_at_once(enter):
+def test_a_learner_leaves_a_complete_job_at_once(enter):
     with ScriptedSyncer(make_spec()) as syncer:
         syncer.complete = True
         learner, *_ = connected(syncer, enter)
@@ -118,7 +126,7 @@ def test_an_observer_gets_every_tensor_under_every_name(enter):
         Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1)).close()
         status = pb.StatusReply(tensors=syncer.hellos[0].tensors)
         syncer.step = 12
-        with transport.channel(f"127.0.0.1:{syncer.port}", tls=None, purpose="bulk") as channel:
+        with channels.channel(f"127.0.0.1:{syncer.port}", tls=None, purpose="bulk") as channel:
             step, tensors = fetch_model(channel, status=status, spec=syncer.spec)
         assert step == 12
         assert tensors.keys() == model.state_dict().keys()
@@ -127,7 +135,7 @@ def test_an_observer_gets_every_tensor_under_every_name(enter):
             assert np.array_equal(tensors[name], value.numpy()), name
 
 
-def test_without_a_job_the_script_runs_alone(monkeypatch):
+def test_without_a_job_the_script_runs_standalone(monkeypatch):
     monkeypatch.delenv("DILOCO_SYNCER", raising=False)
     model = make_model()
     learner = Learner.connect(
@@ -139,13 +147,13 @@ def test_without_a_job_the_script_runs_alone(monkeypatch):
 
 
 def test_the_link_does_not_load_torch():
-    code = "import sys, diloco_worker.link, diloco_worker.fetch; sys.exit('torch' in sys.modules)"
+    code = "import sys, diloco_worker.link.__main__, diloco_worker.fetch; sys.exit('torch' in sys.modules)"
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
 
 
 def test_with_tls_files_everything_is_encrypted(enter, monkeypatch, tmp_path):
     authority = Authority()
-    server = transport.Tls.load(authority.issue(tmp_path / "server"))
+    server = Tls.load(authority.issue(tmp_path / "server"))
     monkeypatch.setenv("DILOCO_TLS", str(authority.issue(tmp_path / "client")))
     with ScriptedSyncer(make_spec(), tls=server) as syncer:
         learner, model, opt = connected(syncer, enter)
@@ -153,7 +161,7 @@ def test_with_tls_files_everything_is_encrypted(enter, monkeypatch, tmp_path):
             step_until(lambda: syncer.reports, learner, model, opt)
 
 
-def test_missing_tls_files_are_named_and_not_tried_again(enter, monkeypatch, tmp_path, capfd):
+def test_missing_tls_files_are_named_without_a_retry(enter, monkeypatch, tmp_path, capfd):
     monkeypatch.setenv("DILOCO_TLS", str(tmp_path))
     with ScriptedSyncer(make_spec()) as syncer:
         with pytest.raises(SystemExit) as stopped:

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from diloco_testing.fake_api import FakeApi, Fault
-from diloco_testing.operator_process import OperatorProcess, until
+from diloco_testing.kubernetes.fake_api import FakeApi, Fault
+from diloco_testing.kubernetes.operator_process import OperatorProcess, until
 
 pytestmark = pytest.mark.slow
 
@@ -35,28 +35,28 @@ CHILDREN = (
 
 
 def children(api):
-    """What there is, without what the server makes up."""
+    """The children, without the fields that the server sets."""
     found = {}
     for plural in CHILDREN:
-        for one in api.all(plural):
+        for item in api.all(plural):
             metadata = {
                 key: value
-                for key, value in one["metadata"].items()
+                for key, value in item["metadata"].items()
                 if key in ("name", "namespace", "labels", "annotations")
             }
-            found[(plural, metadata["name"])] = {**one, "metadata": metadata}
+            found[(plural, metadata["name"])] = {**item, "metadata": metadata}
     return found
 
 
 def settled(api):
-    """All children are there, and the status was written."""
-    statefulsets = {one["metadata"]["name"] for one in api.all("statefulsets")}
+    """All children exist, and the status was written."""
+    statefulsets = {item["metadata"]["name"] for item in api.all("statefulsets")}
     status = (api.get("dilocojobs", "a") or {}).get("status") or {}
     return statefulsets == {"a-eu", "a-us"} and status.get("conditions")
 
 
 def quiet(api, seconds=3.0):
-    """Wait until the operator has not written for a while; how much it wrote."""
+    """Wait until the operator stops writing; the number of writes."""
     while True:
         before = len(api.writes())
         time.sleep(seconds)  # what does not happen can only be waited for
@@ -94,7 +94,7 @@ def test_a_job_gets_its_children_and_nothing_is_written_after_that_not_even_by_a
         assert quiet(api) == wrote
 
 
-def test_only_labelled_objects_are_asked_for_and_no_rights_beyond_the_jobs_are_used(api, tmp_path):
+def test_only_labelled_objects_are_requested_and_no_rights_beyond_the_jobs_are_used(api, tmp_path):
     with OperatorProcess(api, tmp_path) as operator:
         operator.until_ready()
         watched = {
@@ -129,7 +129,7 @@ def test_drift_is_seen_by_the_watches_and_repaired(api, tmp_path):
         before = children(api)
         api.delete("services", "a-eu")
         api.delete("statefulsets", "a-us")
-        api.edit("deployments", "a-syncer", lambda one: one["spec"].update(replicas=5))
+        api.edit("deployments", "a-syncer", lambda item: item["spec"].update(replicas=5))
         until(lambda: children(api) == before, "the same children again")
 
 
@@ -139,8 +139,8 @@ def test_a_changed_manifest_is_seen_at_once_and_a_deleted_job_is_forgotten(api, 
         operator.until_ready()
         until(lambda: settled(api), "children")
 
-        def more(one):
-            one["spec"]["regions"][0]["learners"] = 4
+        def more(item):
+            item["spec"]["regions"][0]["learners"] = 4
 
         api.edit("dilocojobs", "a", more)
         until(lambda: api.get("statefulsets", "a-eu")["spec"]["replicas"] == 4, "four learners")
@@ -151,7 +151,9 @@ def test_a_changed_manifest_is_seen_at_once_and_a_deleted_job_is_forgotten(api, 
             ),
             "no job in the metrics",
         )
-        assert children(api) == {}, "the garbage collector took them, and nobody made them again"
+        assert children(api) == {}, (
+            "the garbage collector deleted them, and they were not created again"
+        )
         assert operator.stop() == 0
         assert not [line for line in operator.lines() if line["level"] == "error"]
 
@@ -167,8 +169,10 @@ def undisturbed(tmp_path_factory):
 
 
 def conditions(api):
-    said = api.get("dilocojobs", "a")["status"]["conditions"]
-    return {one["type"]: (one["status"], one["reason"]) for one in said}
+    conditions = api.get("dilocojobs", "a")["status"]["conditions"]
+    return {
+        condition["type"]: (condition["status"], condition["reason"]) for condition in conditions
+    }
 
 
 @pytest.mark.parametrize(
@@ -182,7 +186,7 @@ def conditions(api):
         "after-status",
     ],
 )
-def test_killed_at_any_point_the_next_life_ends_in_the_same_state(
+def test_killed_at_any_point_the_next_process_reaches_the_same_state(
     api, tmp_path, undisturbed, point
 ):
     api.create(job())
@@ -196,7 +200,7 @@ def test_killed_at_any_point_the_next_life_ends_in_the_same_state(
 
 
 def refused_pod(api):
-    """The learner eu/0 ended for good, as its container says."""
+    """The container of learner eu/0 reports a permanent failure."""
     owner = api.get("statefulsets", "a-eu")["metadata"]
     end = {"exitCode": 78, "message": '{"reason": "Refused", "message": "another model"}'}
     return {
@@ -214,7 +218,7 @@ def refused_pod(api):
 
 @pytest.mark.parametrize("point", ["after-delete", "before-status", "after-status"])
 def test_a_job_that_failed_stays_failed_wherever_the_operator_is_killed(api, tmp_path, point):
-    """Its pod is the only proof, and goes with the children."""
+    """The only evidence is its pod, which is deleted with the children."""
     api.create(job(runPolicy={"cleanupPolicy": "All"}))
     with OperatorProcess(api, tmp_path) as operator:
         until(lambda: settled(api), "children and status")
@@ -228,24 +232,24 @@ def test_a_job_that_failed_stays_failed_wherever_the_operator_is_killed(api, tmp
         assert api.all("pods") == []
 
 
-def test_an_api_server_that_is_away_ends_nothing_and_what_was_missed_is_made_up_for(api, tmp_path):
+def test_an_unavailable_api_server_ends_nothing_and_missed_events_are_caught_up(api, tmp_path):
     api.create(job())
     with OperatorProcess(api, tmp_path) as operator:
         operator.until_ready()
         until(lambda: settled(api), "children")
-        api.away = True
+        api.unavailable = True
         api.delete("services", "a-eu")
         api.create(job("b"))
         for _ in range(20):
             assert operator.get("/healthz") == (200, "ok\n")
             assert operator.process.poll() is None
             time.sleep(0.2)
-        api.away = False
+        api.unavailable = False
         until(lambda: api.get("services", "a-eu"), "the Service again")
         until(lambda: api.get("statefulsets", "b-eu"), "the new job's children")
 
 
-def test_watches_go_on_after_410_gone(api, tmp_path):
+def test_watches_continue_after_410_gone(api, tmp_path):
     with OperatorProcess(api, tmp_path, DILOCO_RESYNC_SECONDS="3600") as operator:
         operator.until_ready()
         until(lambda: sum("watch=true" in r.path for r in api.requests) >= 9, "watches")
@@ -254,14 +258,14 @@ def test_watches_go_on_after_410_gone(api, tmp_path):
         until(lambda: settled(api), "children")
 
 
-def test_a_watch_that_fails_ends_the_process_so_that_it_is_started_anew(api, tmp_path):
+def test_a_failing_watch_ends_the_process_so_that_it_restarts(api, tmp_path):
     api.faults.append(Fault("GET", "services.*watch=true", 404, "gone for good"))
     with OperatorProcess(api, tmp_path) as operator:
         assert operator.process.wait(60) == 1
-        assert "the watches ended by an error" in operator.log.read_text()
+        assert "the watches failed" in operator.log.read_text()
 
 
-def test_what_a_deaf_watch_does_not_bring_comes_by_the_list(api, tmp_path):
+def test_the_list_brings_what_a_watch_misses(api, tmp_path):
     with OperatorProcess(api, tmp_path) as operator:
         operator.until_ready()
         until(lambda: sum("watch=true" in r.path for r in api.requests) >= 9, "watches")
@@ -279,9 +283,11 @@ def test_a_token_that_is_refused_for_a_while_ends_nothing(api, tmp_path):
         api.forget_history()  # makes the watches come again
 
         def refusals():
-            """Of kopf's requests: each makes it log in anew."""
+            """Refused requests of kopf: each makes it log in again."""
             asked = api.requests[begun:]
-            return len([one for one in asked if one.status == 401 and "kopf" in one.agent])
+            return len(
+                [request for request in asked if request.status == 401 and "kopf" in request.agent]
+            )
 
         until(lambda: refusals() >= 9, "every watch was refused")
         time.sleep(4.0)
@@ -298,7 +304,10 @@ def test_it_waits_for_the_crd_and_then_works(api, tmp_path):
     api.faults.append(fault)
     api.create(job())
     with OperatorProcess(api, tmp_path) as operator:
-        until(lambda: "waiting for the API server and the CRD" in operator.log.read_text(), "words")
+        until(
+            lambda: "waiting for the API server and the CRD" in operator.log.read_text(),
+            "the warning",
+        )
         assert operator.get("/healthz")[0] == 200
         assert operator.get("/readyz")[0] == 503
         fault.times = 0
@@ -326,7 +335,7 @@ def test_sigterm_ends_it_within_five_seconds(api, tmp_path, state):
         assert time.monotonic() - begun < 5.0
 
 
-def test_settings_that_make_no_sense_are_said_with_exit_code_2():
+def test_invalid_settings_are_reported_with_exit_code_2():
     done = subprocess.run(
         [sys.executable, "-m", "diloco_operator"],
         env={"PATH": os.environ["PATH"], "DILOCO_WORKER_IMAGE": "w"},

@@ -1,4 +1,4 @@
-"""The first process of a container: real processes, real signals, real probes."""
+"""The agent of a container: real processes, real signals, real probes."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from diloco_testing.fake_run import alive, until
-from diloco_testing.pod import CHILD, Pod
+from diloco_testing.local.container import CHILD, Pod
+from diloco_testing.local.fake_run import alive, until
 
 pytestmark = pytest.mark.slow
 
@@ -20,171 +20,174 @@ START_SECONDS = 3.0
 """For a small Python program to begin on a busy machine."""
 
 
-def test_a_child_killed_five_times_in_a_row_is_back_each_time_within_its_pause(tmp_path):
+def test_a_process_killed_five_times_in_a_row_restarts_after_its_back_off(tmp_path):
     with Pod(tmp_path) as pod:
         for number, pause in enumerate((0, 0.25, 0.5, 1, 2)):
-            pid = pod.life(number)
+            pid = pod.pid(number)
             os.kill(pid, signal.SIGKILL)
             killed = time.monotonic()
-            pod.life(number + 1)
+            pod.pid(number + 1)
             took = time.monotonic() - killed
             assert pause <= took < pause + START_SECONDS
-        assert [restarts for _, restarts in pod.lives] == [0, 1, 2, 3, 4, 5]
+        assert [restarts for _, restarts in pod.starts] == [0, 1, 2, 3, 4, 5]
         assert pod.process.poll() is None
 
 
-def test_a_killed_supervisor_takes_child_and_helpers_along(tmp_path):
+def test_a_killed_agent_takes_its_process_and_helpers_with_it(tmp_path):
     helper = (
         "import subprocess; print('helper', subprocess.Popen(['sleep', '600']).pid, flush=True)"
     )
     with Pod(tmp_path, helper + CHILD) as pod:
-        child = pod.life(0)
+        child = pod.pid(0)
         helper = int(pod.output.partition("helper ")[2].split()[0])
         pod.process.kill()
         until(lambda: not alive(child) and not alive(helper), "end of child and helper")
 
 
-def test_a_new_container_of_the_pod_counts_on(tmp_path):
+def test_a_new_container_of_the_pod_continues_the_restart_count(tmp_path):
     with Pod(tmp_path) as pod:
-        pod.life(0)
+        pod.pid(0)
         pod.process.kill()
         pod.wait()
         pod.process.stdout.close()
         pod.start()
-        pod.life(1)
-        assert pod.lives[1][1] == 1
+        pod.pid(1)
+        assert pod.starts[1][1] == 1
 
 
-def test_sigterm_reaches_the_child_which_leaves_and_the_container_ends_with_0(tmp_path):
+def test_sigterm_reaches_the_process_and_the_container_exits_with_0(tmp_path):
     with Pod(tmp_path) as pod:
-        child = pod.life(0)
+        child = pod.pid(0)
         assert pod.stop() == 0
         assert "left" in pod.output.splitlines()
         assert not alive(child)
         assert not pod.termination_log.exists()
 
 
-def test_a_child_that_ignores_sigterm_is_killed_before_the_grace_period_ends(tmp_path):
+def test_a_process_that_ignores_sigterm_is_killed_before_the_grace_period_ends(tmp_path):
     stubborn = CHILD.replace("signal.signal(signal.SIGTERM, leave)", "signal.signal(15, 1)")
     stubborn = stubborn.replace("signal.signal(15, 1)", "signal.signal(15, signal.SIG_IGN)")
     with Pod(tmp_path, stubborn, environment={"DILOCO_GRACE_SECONDS": "5.5"}) as pod:
-        child = pod.life(0)
+        child = pod.pid(0)
         began = time.monotonic()
         assert pod.stop() == 0
         assert 0.5 <= time.monotonic() - began < 5
         assert not alive(child)
 
 
-def test_a_refused_child_ends_the_container_with_78_and_its_last_line(tmp_path):
+def test_a_refused_process_exits_the_container_with_78_and_its_last_line(tmp_path):
     code = "import sys; print('diloco: eu/0: 9 is not 8', file=sys.stderr); sys.exit(78)"
     with Pod(tmp_path, code) as pod:
         assert pod.wait() == 78
-        assert pod.last_words == {"reason": "Refused", "message": "diloco: eu/0: 9 is not 8"}
+        assert pod.termination_message == {
+            "reason": "Refused",
+            "message": "diloco: eu/0: 9 is not 8",
+        }
 
 
-def test_the_message_of_a_json_line_is_what_the_pods_status_says(tmp_path):
+def test_the_message_of_a_json_line_is_the_termination_message(tmp_path):
     code = """print('{"level": "error", "message": "no"}', flush=True); raise SystemExit(78)"""
     with Pod(tmp_path, code) as pod:
         pod.wait()
-        assert pod.last_words["message"] == "no"
+        assert pod.termination_message["message"] == "no"
 
 
-def test_a_child_whose_work_is_done_leaves_an_idle_container(tmp_path):
-    with Pod(tmp_path, "print('life', 1, 0, flush=True)") as pod:
+def test_a_process_whose_work_is_done_leaves_an_idle_container(tmp_path):
+    with Pod(tmp_path, "print('start', 1, 0, flush=True)") as pod:
         until(lambda: pod.ask("/readyz") == (503, "done"), "idle container")
         assert pod.ask("/startz")[0] == 200
         assert pod.ask("/livez")[0] == 200
-        assert len(pod.lives) == 1
+        assert len(pod.starts) == 1
         assert pod.stop() == 0
 
 
-def test_a_syncer_that_was_signalled_by_itself_is_back_at_once(tmp_path):
+def test_a_syncer_that_was_signalled_directly_restarts_immediately(tmp_path):
     with Pod(tmp_path, role="syncer") as pod:
-        os.kill(pod.life(0), signal.SIGTERM)
-        pod.life(1)
+        os.kill(pod.pid(0), signal.SIGTERM)
+        pod.pid(1)
 
 
-def test_too_many_own_faults_end_the_container_and_say_so(tmp_path):
+def test_too_many_crashes_exit_the_container_with_the_reason(tmp_path):
     code = "print('boom'); raise SystemExit(3)"
     with Pod(tmp_path, code, environment={"DILOCO_RESTART_LIMIT": "1"}) as pod:
         assert pod.wait() == 1
-        assert pod.last_words["reason"] == "RestartLimit"
-        assert "learner eu/0 ended 2 times by its own fault" in pod.last_words["message"]
-        assert "exit code 3: boom" in pod.last_words["message"]
+        assert pod.termination_message["reason"] == "RestartLimit"
+        assert "learner eu/0 crashed 2 times" in pod.termination_message["message"]
+        assert "exit code 3: boom" in pod.termination_message["message"]
 
 
-def test_a_program_that_is_not_there_is_a_death_that_readiness_names(tmp_path):
+def test_readiness_names_a_missing_program(tmp_path):
     with Pod(tmp_path, ("no-such-program",)) as pod:
         until(lambda: "no-such-program: No such file" in pod.ask("/readyz")[1], "reason")
 
 
-def test_probes_follow_the_childs_signs_of_life(tmp_path):
+def test_probes_follow_the_health_reports_of_the_process(tmp_path):
     slow = CHILD.replace("while True:", "sys.stdin = open(os.environ['GATE'])\nwhile True:")
     gate = tmp_path / "gate"
     os.mkfifo(gate)
     with Pod(tmp_path, slow, environment={"GATE": str(gate)}) as pod:
-        child = pod.life(0)
-        assert pod.ask("/startz") == (503, "started, no sign of life yet")
-        assert pod.ask("/readyz") == (503, "started, no sign of life yet")
+        child = pod.pid(0)
+        assert pod.ask("/startz") == (503, "started, no health report yet")
+        assert pod.ask("/readyz") == (503, "started, no health report yet")
         assert pod.ask("/livez") == (200, "alive")
         assert pod.ask("/metrics")[0] == 404
         with gate.open("w"):
-            until(lambda: pod.ask("/readyz") == (200, "working"), "ready child")
+            until(lambda: pod.ask("/readyz") == (200, "working"), "readiness")
         assert pod.ask("/startz") == (200, "working")
         os.kill(child, signal.SIGKILL)
-        pod.life(1)
-        # A life's signs end with it.
-        until(lambda: pod.ask("/readyz") == (503, "started, no sign of life yet"), "unready")
+        pod.pid(1)
+        # Reports of an earlier start do not count.
+        until(lambda: pod.ask("/readyz") == (503, "started, no health report yet"), "unready")
         assert pod.ask("/startz")[0] == 200
 
 
-def test_a_stuck_child_fails_liveness(tmp_path):
+def test_a_stuck_process_fails_liveness(tmp_path):
     stuck = CHILD.replace("progress_at=now", "progress_at=now - 8")
     with Pod(tmp_path, stuck, environment={"DILOCO_STUCK_SECONDS": "7"}) as pod:
         until(lambda: pod.ask("/livez")[0] == 503, "failing liveness")
         assert "no progress for 8 s: working" in pod.ask("/livez")[1]
 
 
-def test_probes_are_answered_also_to_broken_requests(tmp_path):
+def test_malformed_requests_are_answered_too(tmp_path):
     with Pod(tmp_path) as pod:
-        pod.life(0)
+        pod.pid(0)
         for request in (b"GET /livez HTTP/1.1\r\nHost: x\r\n\r\n", b"\r\n", b"GET\r\n\r\n"):
             with (
-                socket.create_connection(("localhost", pod.port), timeout=10) as conversation,
-                conversation.makefile("rb") as answer,
+                socket.create_connection(("localhost", pod.port), timeout=10) as connection,
+                connection.makefile("rb") as answer,
             ):
-                conversation.sendall(request)
+                connection.sendall(request)
                 assert answer.readline().startswith(b"HTTP/1.0 ")
         assert pod.ask("/livez")[0] == 200
 
 
-def test_kernels_of_the_image_are_copied_with_their_times_unless_some_are_there(tmp_path):
+def test_kernels_of_the_image_are_copied_with_their_times_into_an_empty_cache(tmp_path):
     image, cache = tmp_path / "image", tmp_path / "cache"
     (image / "diloco_1").mkdir(parents=True)
     (image / "diloco_1" / "k.nbi").write_text("index")
     os.utime(image / "diloco_1" / "k.nbi", (1_000_000, 1_000_000))
     environment = {"DILOCO_KERNELS": str(image), "NUMBA_CACHE_DIR": str(cache)}
     with Pod(tmp_path, environment=environment) as pod:
-        pod.life(0)
+        pod.pid(0)
         copied = cache / "diloco_1" / "k.nbi"
         assert (copied.read_text(), copied.stat().st_mtime) == ("index", 1_000_000)
         copied.write_text("newer")
         assert pod.stop() == 0
         pod.process.stdout.close()
         pod.start()
-        pod.life(1)
+        pod.pid(1)
         assert copied.read_text() == "newer"
 
 
-def test_orphans_that_are_handed_to_it_are_reaped(tmp_path):
+def test_reparented_orphans_are_reaped(tmp_path):
     orphan = "import os\nfor _ in range(3):\n  if os.fork() == 0:\n    os.fork() or os._exit(0)\n    os._exit(0)\n"
     subreaper = (
         "import ctypes, os, sys; ctypes.CDLL(None).prctl(36, 1, 0, 0, 0);"
         "os.execv(sys.argv[1], sys.argv[1:])"
     )
     with Pod(tmp_path, orphan + CHILD, wrapped=(sys.executable, "-c", subreaper)) as pod:
-        os.kill(pod.life(0), signal.SIGKILL)
-        pod.life(1)
+        os.kill(pod.pid(0), signal.SIGKILL)
+        pod.pid(1)
 
         def zombies() -> list[str]:
             pids = Path(f"/proc/{pod.process.pid}/task/{pod.process.pid}/children").read_text()
@@ -194,10 +197,10 @@ def test_orphans_that_are_handed_to_it_are_reaped(tmp_path):
         assert pod.process.poll() is None
 
 
-def test_it_weighs_little(tmp_path):
+def test_it_uses_less_than_30_mib(tmp_path):
     with Pod(tmp_path) as pod:
-        pod.life(0)
-        until(lambda: pod.ask("/readyz")[0] == 200, "ready child")
+        pod.pid(0)
+        until(lambda: pod.ask("/readyz")[0] == 200, "readiness")
         status = Path(f"/proc/{pod.process.pid}/status").read_text()
         resident_kib = int(status.partition("VmRSS:")[2].split()[0])
         assert resident_kib < 30 * 1024
@@ -209,4 +212,4 @@ def test_a_port_that_is_taken_is_named(tmp_path):
         with Pod(tmp_path, environment={"DILOCO_HEALTH_PORT": port}) as pod:
             assert pod.wait() == 2
             assert f"port {port}: Address already in use" in pod.output
-            assert pod.last_words["reason"] == "Config"
+            assert pod.termination_message["reason"] == "Config"

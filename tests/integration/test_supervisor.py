@@ -1,4 +1,4 @@
-"""Real supervisors with real processes: what is started, what survives, what is left."""
+"""Real supervisors with real processes: what they start, what survives, what remains."""
 
 import json
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from diloco_operator.local import control
-from diloco_operator.local.rundir import RunDir
-from diloco_testing.fake_run import FakeRun, alive, until
+from diloco_local import control
+from diloco_local.run_directory import RunDir
+from diloco_testing.local.fake_run import FakeRun, alive, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -45,18 +45,18 @@ def ended(supervisor, *, seconds=60):
 
 
 def children(fake):
-    """Every pid that the living processes of the run are known by, helpers included."""
-    learners = [life for name in ("eu/0", "us/0") for life in fake.lives(name)]
-    helpers = [pid for life in learners for pid in life.get("helpers", ())]
-    until(lambda: fake.lives("evaluator"), "evaluator")
-    learners += fake.lives("evaluator")
-    return [fake.process("syncer")["pid"], *(life["pid"] for life in learners), *helpers]
+    """The pids of all processes of the run, helpers included."""
+    learners = [start for name in ("eu/0", "us/0") for start in fake.starts(name)]
+    helpers = [pid for start in learners for pid in start.get("helpers", ())]
+    until(lambda: fake.starts("evaluator"), "evaluator")
+    learners += fake.starts("evaluator")
+    return [fake.process("syncer")["pid"], *(start["pid"] for start in learners), *helpers]
 
 
 # ---------------------------------------------------------------------------------- a whole run
 
 
-def test_a_run_ends_complete_with_everything_it_promises(fake):
+def test_a_complete_run_leaves_all_of_its_files(fake):
     supervisor = fake.start()
     until(fake.all_training, "training")
     fake.complete()
@@ -65,8 +65,8 @@ def test_a_run_ends_complete_with_everything_it_promises(fake):
     status = fake.status()
     assert (status["state"], status["progress"], status["tokens"]) == ("Complete", "50/50", 4321)
     assert status["completionTime"] > status["startTime"]
-    assert {one["state"] for one in status["processes"]} == {"Done"}
-    assert {one["pid"] for one in status["processes"]} == {None}
+    assert {process["state"] for process in status["processes"]} == {"Done"}
+    assert {process["pid"] for process in status["processes"]} == {None}
     assert "step 50: validation loss 1.5000" in out
     assert "complete: 50 steps, 4321 tokens in " in out
     assert (fake.dir / "job.yaml").read_text() == MANIFEST
@@ -77,37 +77,37 @@ def test_a_run_ends_complete_with_everything_it_promises(fake):
     assert fake.events() == []
 
 
-def test_a_learner_gets_what_the_manifest_promises(fake):
+def test_a_learner_gets_the_environment_of_the_manifest(fake):
     fake.start()
     until(fake.all_training, "training")
-    eu, us = fake.lives("eu/0")[0], fake.lives("us/0")[0]
+    eu, us = fake.starts("eu/0")[0], fake.starts("us/0")[0]
     assert us["cwd"] == str(fake.folder)
-    said = us["environment"]
+    environment = us["environment"]
     endpoint = fake.status()["syncer"]["endpoint"]
     assert re.fullmatch(r"127\.0\.0\.1:\d+", endpoint)
-    assert said["DILOCO_SYNCER"] == endpoint
-    assert (said["DILOCO_JOB"], said["DILOCO_LEARNER"]) == ("fake", "us/0")
-    assert json.loads(said["DILOCO_CONFIG"]) == {"lr": 3}
-    assert said["DILOCO_STATE"] == str(fake.dir / "learners" / "us-0")
-    assert said["DILOCO_SPEC"] == str(fake.dir / "spec.json")
-    assert said["USER_WORD"] == "hello"
+    assert environment["DILOCO_SYNCER"] == endpoint
+    assert (environment["DILOCO_JOB"], environment["DILOCO_LEARNER"]) == ("fake", "us/0")
+    assert json.loads(environment["DILOCO_CONFIG"]) == {"lr": 3}
+    assert environment["DILOCO_STATE"] == str(fake.dir / "learners" / "us-0")
+    assert environment["DILOCO_SPEC"] == str(fake.dir / "spec.json")
+    assert environment["USER_WORD"] == "hello"
     threads = str(max(1, len(os.sched_getaffinity(0)) // 2))
-    assert (said["OMP_NUM_THREADS"], said["MKL_NUM_THREADS"]) == (threads, threads)
+    assert (environment["OMP_NUM_THREADS"], environment["MKL_NUM_THREADS"]) == (threads, threads)
     assert fake.process("us/0")["pid"] == us["pid"]
     assert eu["pid"] != us["pid"]
 
 
-def test_threads_that_the_user_set_stay_and_old_contract_variables_do_not(fake):
+def test_the_users_threads_are_kept_and_old_contract_variables_are_not(fake):
     old = {"DILOCO_TLS": "/old", "RANK": "3", "DILOCO_HEALTH_FILE": "/old", "DILOCO_RESTARTS": "9"}
     fake.start(environment={"OMP_NUM_THREADS": "7", **old})
     until(fake.all_training, "training")
-    said = fake.lives("eu/0")[0]["environment"]
-    assert said["OMP_NUM_THREADS"] == "7"
-    assert not {"DILOCO_TLS", "DILOCO_HEALTH_FILE"} & said.keys()
-    assert said["DILOCO_RESTARTS"] == "0"
+    environment = fake.starts("eu/0")[0]["environment"]
+    assert environment["OMP_NUM_THREADS"] == "7"
+    assert not {"DILOCO_TLS", "DILOCO_HEALTH_FILE"} & environment.keys()
+    assert environment["DILOCO_RESTARTS"] == "0"
 
 
-def test_status_lists_what_the_syncer_says_of_each_learner(fake):
+def test_status_lists_what_the_syncer_reports_for_each_learner(fake):
     fake.start()
     until(fake.all_training, "training")
     entry = fake.process("us/0")
@@ -133,32 +133,32 @@ def test_status_lists_what_the_syncer_says_of_each_learner(fake):
     }
 
 
-# ---------------------------------------------------------------------------------- deaths
+# ---------------------------------------------------------------------------------- kills
 
 
-def test_a_killed_learner_comes_back_and_the_event_log_says_so(fake):
+def test_a_killed_learner_restarts_and_the_event_log_has_it(fake):
     fake.start()
     until(fake.all_training, "training")
-    os.kill(fake.lives("us/0")[0]["pid"], signal.SIGKILL)
-    until(lambda: len(fake.lives("us/0")) == 2, "second life")
-    assert fake.lives("us/0")[1]["environment"]["DILOCO_RESTARTS"] == "1"
+    os.kill(fake.starts("us/0")[0]["pid"], signal.SIGKILL)
+    until(lambda: len(fake.starts("us/0")) == 2, "second start")
+    assert fake.starts("us/0")[1]["environment"]["DILOCO_RESTARTS"] == "1"
     [event] = fake.events()
     assert (event["event"], event["process"], event["signal"]) == ("restart", "us/0", 9)
     assert (event["restarts"], event["epoch"]) == (1, 1)
     until(lambda: fake.process("us/0").get("restarts") == 1, "restart in status.json")
-    assert len(fake.lives("eu/0")) == 1
+    assert len(fake.starts("eu/0")) == 1
 
 
-def test_helpers_die_with_their_learner_also_those_in_a_session_of_their_own(fake):
+def test_helpers_are_killed_with_their_learner_in_any_session(fake):
     fake.start()
     until(fake.all_training, "training")
-    life = fake.lives("eu/0")[0]
-    assert all(map(alive, life["helpers"]))
-    os.kill(life["pid"], signal.SIGKILL)
-    until(lambda: not any(map(alive, life["helpers"])), "end of the helpers")
+    start = fake.starts("eu/0")[0]
+    assert all(map(alive, start["helpers"]))
+    os.kill(start["pid"], signal.SIGKILL)
+    until(lambda: not any(map(alive, start["helpers"])), "end of the helpers")
 
 
-def test_a_killed_syncer_serves_again_on_its_port_and_learners_live_on(fake):
+def test_a_killed_syncer_serves_again_on_its_port_and_learners_keep_running(fake):
     fake.start()
     until(fake.all_training, "training")
     endpoint, pid = fake.status()["syncer"]["endpoint"], fake.process("syncer")["pid"]
@@ -167,10 +167,10 @@ def test_a_killed_syncer_serves_again_on_its_port_and_learners_live_on(fake):
     with_answer = fake.status()["lastSyncTime"]
     until(lambda: fake.status()["lastSyncTime"] > with_answer, "answer of the second syncer")
     assert fake.status()["syncer"]["endpoint"] == endpoint
-    assert len(fake.lives("eu/0")) == len(fake.lives("us/0")) == 1
+    assert len(fake.starts("eu/0")) == len(fake.starts("us/0")) == 1
 
 
-def test_a_port_that_somebody_took_is_waited_for(fake):
+def test_a_syncer_whose_port_is_taken_retries_until_it_is_free(fake):
     supervisor = fake.start(syncer_starts=50)
     until(fake.all_training, "training")
     port, pid = (
@@ -197,29 +197,27 @@ def _bound(thief, port):
     return True
 
 
-def test_a_syncer_that_cannot_start_fails_the_job_with_its_words(fake):
+def test_a_syncer_that_cannot_start_fails_the_job_with_its_last_line(fake):
     fake.order("syncer", 2, "diloco-syncer: 127.0.0.1:7: the port is in use")
     (fake.dir / "job.yaml").write_text(MANIFEST)
     code, out, _ = ended(fake.start())
     assert code == 1
     assert "the syncer was started once and did not serve" in out
     assert "the port is in use" in out
-    assert fake.lives("eu/0") == []
+    assert fake.starts("eu/0") == []
 
 
-def test_a_refused_learner_fails_the_job_and_is_never_started_again(fake):
+def test_a_refused_learner_fails_the_job_and_never_restarts(fake):
     supervisor = fake.start()
     until(fake.all_training, "training")
     fake.order("us/0", 78, "parameter head.weight has shape [4] instead of [8]")
     code, out, _ = ended(supervisor)
-    sentence = (
-        "learner us/0 is refused for good: parameter head.weight has shape [4] instead of [8]"
-    )
+    sentence = "learner us/0 was refused: parameter head.weight has shape [4] instead of [8]"
     assert code == 1
     assert sentence in out
     assert (fake.status()["state"], fake.status()["message"]) == ("Failed", sentence)
     assert fake.process("us/0")["state"] == "Refused"
-    assert len(fake.lives("us/0")) == 1
+    assert len(fake.starts("us/0")) == 1
     assert (fake.dir / "order-of-leaving").read_text().split()[-1] == "syncer"
 
 
@@ -231,12 +229,12 @@ def test_a_learner_that_crashes_too_often_fails_the_job(tmp_path):
         code, out, _ = ended(fake.start())
         assert code == 1
         assert "learnerRestartLimit is 2 (exit code 1: RuntimeError: boom)" in out
-        assert len(fake.lives("us/0")) == 3
+        assert len(fake.starts("us/0")) == 3
     finally:
         fake.close()
 
 
-def test_no_child_and_no_helper_outlives_a_killed_supervisor(fake):
+def test_no_process_and_no_helper_outlives_a_killed_supervisor(fake):
     supervisor = fake.start()
     until(fake.all_training, "training")
     pids = children(fake)
@@ -246,21 +244,21 @@ def test_no_child_and_no_helper_outlives_a_killed_supervisor(fake):
     until(lambda: not any(map(alive, pids)), "end of all children", seconds=5)
 
 
-def test_children_die_even_when_the_guard_is_killed_with_the_supervisor(fake):
+def test_processes_are_killed_even_if_the_guard_is_killed_with_the_supervisor(fake):
     supervisor = fake.start()
     until(fake.all_training, "training")
     pids = [fake.process(name)["pid"] for name in ("syncer", "eu/0", "us/0", "evaluator")]
     os.kill(_guard_of(supervisor.pid), signal.SIGKILL)
     supervisor.kill()
     until(lambda: not any(map(alive, pids)), "end of the children", seconds=5)
-    for pid in fake.lives("eu/0")[0]["helpers"]:
-        os.kill(pid, signal.SIGKILL)  # nobody was left to do it
+    for pid in fake.starts("eu/0")[0]["helpers"]:
+        os.kill(pid, signal.SIGKILL)  # the guard that does this was killed
 
 
 def _guard_of(supervisor):
     for pid in filter(str.isdigit, os.listdir("/proc")):
-        words = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
-        if b"guard" in words and control._parent(int(pid)) == supervisor:
+        arguments = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
+        if b"guard" in arguments and control._parent(int(pid)) == supervisor:
             return int(pid)
     raise AssertionError("the supervisor has no guard")
 
@@ -269,34 +267,34 @@ def _guard_of(supervisor):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_one_interrupt_suspends_in_order_and_the_run_goes_on_later(fake, number):
+def test_one_interrupt_suspends_in_order_and_the_run_can_be_resumed(fake, number):
     first = fake.start()
     until(fake.all_training, "training")
     first.send_signal(number)
     code, out, err = ended(first)
     assert (code, err) == (0, "")
-    assert "press Ctrl-C again to stop at once" in out
-    assert "suspended at step 5/50; go on with: diloco resume --dir" in out
+    assert "press Ctrl-C again to stop immediately" in out
+    assert "suspended at step 5/50; resume it with: diloco resume --dir" in out
     assert fake.status()["state"] == "Suspended"
     order = (fake.dir / "order-of-leaving").read_text().split()
     assert (sorted(order[:2]), order[2:]) == (["eu/0", "us/0"], ["evaluator", "syncer"])
     began = fake.status()["startTime"]
 
     second = fake.start()
-    until(lambda: len(fake.lives("us/0")) == 2, "second life")
+    until(lambda: len(fake.starts("us/0")) == 2, "second start")
     fake.complete()
     assert ended(second)[0] == 0
     assert fake.status()["startTime"] == began
 
 
-def test_a_second_interrupt_stops_at_once(tmp_path):
+def test_a_second_interrupt_stops_immediately(tmp_path):
     fake = FakeRun(tmp_path, manifest=MANIFEST.replace("{lr: 3}", "{stubborn: true}"))
     try:
         supervisor = fake.start(leave_seconds=60)
         until(fake.all_training, "training")
         pids = children(fake)
         supervisor.send_signal(signal.SIGINT)
-        until(lambda: fake.process("eu/0")["state"] == "Done", "leaving of the willing")
+        until(lambda: fake.process("eu/0")["state"] == "Done", "exit of the other learner")
         supervisor.send_signal(signal.SIGINT)
         code, out, _ = ended(supervisor, seconds=10)
         assert code == 130
@@ -336,9 +334,9 @@ def test_the_directory_of_a_killed_supervisor_is_free_again(fake):
     first.kill()
     first.wait()
     assert RunDir(fake.dir).status()["state"] == "Suspended"
-    assert f"(pid {first.pid}) is gone" in RunDir(fake.dir).status()["message"]
+    assert f"(pid {first.pid}) does not run any more" in RunDir(fake.dir).status()["message"]
     second = fake.start()
-    until(lambda: len(fake.lives("us/0")) == 2, "second life")
+    until(lambda: len(fake.starts("us/0")) == 2, "second start")
     fake.complete()
     assert ended(second)[0] == 0
 
@@ -346,10 +344,10 @@ def test_the_directory_of_a_killed_supervisor_is_free_again(fake):
 def test_kill_ends_a_learner_and_its_helpers_and_the_supervisor_restarts_it(fake):
     fake.start()
     until(fake.all_training, "training")
-    life = fake.lives("eu/0")[0]
-    assert control.kill(fake.dir, "eu/0") == life["pid"]
-    until(lambda: len(fake.lives("eu/0")) == 2, "second life")
-    assert not any(map(alive, life["helpers"]))
+    start = fake.starts("eu/0")[0]
+    assert control.kill(fake.dir, "eu/0") == start["pid"]
+    until(lambda: len(fake.starts("eu/0")) == 2, "second start")
+    assert not any(map(alive, start["helpers"]))
 
 
 def test_kill_refuses_a_pid_that_is_not_the_supervisors_child(fake):
@@ -357,8 +355,8 @@ def test_kill_refuses_a_pid_that_is_not_the_supervisors_child(fake):
     until(fake.all_training, "training")
     status = fake.status()
     bystander = os.getpid()
-    for one in status["processes"]:
-        one["pid"] = bystander if one["name"] == "eu/0" else one["pid"]
+    for process in status["processes"]:
+        process["pid"] = bystander if process["name"] == "eu/0" else process["pid"]
 
     class Stale(RunDir):
         def status(self):
@@ -366,18 +364,18 @@ def test_kill_refuses_a_pid_that_is_not_the_supervisors_child(fake):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(control, "RunDir", Stale)
-        with pytest.raises(ConfigError, match=f"pid {bystander} has just ended"):
+        with pytest.raises(ConfigError, match=f"pid {bystander} has just exited"):
             control.kill(fake.dir, "eu/0")
 
 
-def test_kill_names_the_learners_that_there_are(fake):
+def test_kill_lists_the_learners_of_the_run(fake):
     fake.start()
     until(fake.all_training, "training")
     with pytest.raises(ConfigError, match=r'no learner "eu/7"; the learners are eu/0, us/0'):
         control.kill(fake.dir, "eu/7")
 
 
-def test_suspend_returns_when_the_supervisor_is_gone(fake):
+def test_suspend_returns_when_the_supervisor_has_exited(fake):
     supervisor = fake.start()
     until(fake.all_training, "training")
     control.suspend(fake.dir)
@@ -386,53 +384,53 @@ def test_suspend_returns_when_the_supervisor_is_gone(fake):
     assert fake.status()["state"] == "Suspended"
 
 
-def test_control_of_a_directory_where_nothing_runs_says_so(fake):
+def test_control_of_a_directory_without_an_active_run_is_refused(fake):
     supervisor = fake.start()
     until(fake.all_training, "training")
     control.suspend(fake.dir)
     ended(supervisor)
-    with pytest.raises(ConfigError, match="nothing runs here"):
+    with pytest.raises(ConfigError, match="no run is active here"):
         control.suspend(fake.dir)
-    with pytest.raises(ConfigError, match="eu/0 is not alive"):
+    with pytest.raises(ConfigError, match="eu/0 is not running"):
         control.kill(fake.dir, "eu/0")
 
 
-def test_resume_starts_own_commands_in_the_first_manifests_folder(fake):
+def test_resume_starts_commands_in_the_directory_of_the_first_manifest(fake):
     supervisor = fake.start()
     until(fake.all_training, "training")
     control.suspend(fake.dir)
     ended(supervisor)
     fake.job = fake.dir / "job.yaml"  # what `resume` runs
     fake.start()
-    until(lambda: len(fake.lives("us/0")) == 2, "second life")
-    assert fake.lives("us/0")[1]["cwd"] == str(fake.folder)
+    until(lambda: len(fake.starts("us/0")) == 2, "second start")
+    assert fake.starts("us/0")[1]["cwd"] == str(fake.folder)
 
 
-def test_a_program_that_is_not_there_is_refused_before_anything_starts(tmp_path):
+def test_a_missing_program_is_refused_before_anything_starts(tmp_path):
     fake = FakeRun(tmp_path, manifest=MANIFEST.replace("[python, learner.py]", "[trian, x]"))
     try:
         code, _, err = ended(fake.start())
         assert code == 2
-        assert "spec.learner.command: trian is no program" in err
+        assert "spec.learner.command: program trian not found" in err
         assert not (fake.dir / "status.json").exists()
     finally:
         fake.close()
 
 
-def test_a_full_disk_for_status_costs_the_file_and_not_the_run(fake):
-    """Stands in for a full disk: a directory is in the way of the temporary file."""
+def test_a_status_that_cannot_be_written_does_not_stop_the_run(fake):
+    """In place of a full disk: a directory is in the way of the temporary file."""
     fake.dir.mkdir()
     (fake.dir / "job.yaml").write_text(MANIFEST)
     (fake.dir / "status.json.tmp").mkdir()
     supervisor = fake.start()
-    until(lambda: fake.lives("eu/0") and fake.lives("us/0"), "learners")
+    until(lambda: fake.starts("eu/0") and fake.starts("us/0"), "learners")
     fake.complete()
     code, out, _ = ended(supervisor)
     assert code == 0
-    assert out.count("the run goes on without it") == 1
+    assert out.count("the run continues") == 1
 
 
-def test_a_finished_job_with_more_steps_goes_on(fake):
+def test_a_finished_job_with_more_steps_continues(fake):
     first = fake.start()
     until(fake.all_training, "training")
     fake.complete()
@@ -441,13 +439,13 @@ def test_a_finished_job_with_more_steps_goes_on(fake):
     (fake.dir / "scored").unlink()
     fake.job.write_text(MANIFEST.replace("steps: 50", "steps: 60"))
     second = fake.start()
-    until(lambda: len(fake.lives("us/0")) == 2, "second life")
+    until(lambda: len(fake.starts("us/0")) == 2, "second start")
     fake.complete()
     assert ended(second)[0] == 0
     assert fake.status()["progress"] == "60/60"
 
 
-def test_a_finished_job_started_again_ends_at_once(fake):
+def test_a_finished_job_started_again_ends_immediately(fake):
     first = fake.start()
     until(fake.all_training, "training")
     fake.complete()
@@ -455,4 +453,4 @@ def test_a_finished_job_started_again_ends_at_once(fake):
     began = time.monotonic()
     assert ended(fake.start())[0] == 0
     assert time.monotonic() - began < 20
-    assert len(fake.lives("us/0")) == 1
+    assert len(fake.starts("us/0")) == 1

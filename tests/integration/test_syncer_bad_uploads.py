@@ -1,8 +1,8 @@
 """
-Everything a learner can do wrong, against one real syncer that lives through all of it.
+Every wrong upload of a learner, against one real syncer that survives them.
 
-After each harm: the syncer answers, Θ is bit by bit what it was, a `refuse` line says why, the same learner's next
-good round commits what float64 says (so the momentum was not touched either), and the audit is clean.
+After each fault: the syncer answers, Θ is bit by bit unchanged, a `refuse` line gives the reason, the next good round
+of the same learner commits the float64 result (so the momentum did not change either), and the audit is clean.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from diloco import wire
+from diloco.codec import frames
 from diloco.errors import (
     DamagedError,
     DilocoError,
@@ -26,8 +26,7 @@ from diloco.errors import (
 )
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
-from diloco_testing.real_syncer import RealSyncer, make_spec, until
-from diloco_testing.scripted_learner import (
+from diloco_testing.learners.scripted import (
     END,
     F32,
     Model,
@@ -39,6 +38,7 @@ from diloco_testing.scripted_learner import (
     good_round,
     random_delta,
 )  # fmt: skip
+from diloco_testing.syncers.process import RealSyncer, make_spec, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -46,8 +46,8 @@ NAN, INF = float("nan"), float("inf")
 
 
 @dataclass
-class World:
-    """One syncer, one learner that is at fault, and what Θ has to be."""
+class Subject:
+    """One syncer, one learner that is at fault, and what Θ must be."""
 
     syncer: RealSyncer
     learner: ScriptedLearner
@@ -59,7 +59,7 @@ class World:
 
 @dataclass
 class Try:
-    """One upload in the making."""
+    """One upload in progress."""
 
     learner: ScriptedLearner
     pull: pb.Pull
@@ -79,23 +79,23 @@ class Try:
         return self.begin(**changes).send(*self.chunks(), END)
 
     def poisoned(self, value: float, fmt: int = bulk.FP32, **changes: object) -> Stream:
-        """One value (or scale) of the last chunk is not finite; the header claims that all is well."""
+        """One value (or scale) of the last chunk is not finite; the header claims finite values."""
         self.payloads, _, norms = encoded(
             self.learner.layout.fragments[self.pull.fragment], self.delta_N, fmt
         )
-        harmed = bytearray(self.payloads[-1])
+        damaged = bytearray(self.payloads[-1])
         if fmt == bulk.BF16:
-            harmed[:2] = (
+            damaged[:2] = (
                 (np.array([value], np.float32).view(np.uint32) >> 16).astype(np.uint16).tobytes()
             )
         else:
-            harmed[:4] = np.float32(value).tobytes()
-        self.payloads[-1] = bytes(harmed)
+            damaged[:4] = np.float32(value).tobytes()
+        self.payloads[-1] = bytes(damaged)
         return self.whole_upload(**{"norms": norms, "format": fmt, **changes})
 
 
 @pytest.fixture(scope="module")
-def world(tmp_path_factory):
+def subject(tmp_path_factory):
     with (
         RealSyncer(tmp_path_factory.mktemp("bad"), make_spec()) as syncer,
         ScriptedLearner(syncer) as learner,
@@ -105,33 +105,33 @@ def world(tmp_path_factory):
         learner.initialise(thetas)
         model = Model(learner.layout, syncer.spec, thetas)
         good_round(learner, model, seed=1)
-        yield World(syncer, learner, model)
+        yield Subject(syncer, learner, model)
 
 
 @pytest.fixture
-def intact(world):
+def intact(subject):
     """The promise of the module, checked after every test."""
-    before = [world.learner.theta(p) for p in range(2)]
-    merges = len(world.syncer.events("merge"))
+    before = [subject.learner.theta(p) for p in range(2)]
+    merges = len(subject.syncer.events("merge"))
     yield
-    assert world.syncer.status().state == "Training"
-    if len(world.syncer.events("merge")) == merges:
+    assert subject.syncer.status().state == "Training"
+    if len(subject.syncer.events("merge")) == merges:
         for fragment, theta_N in enumerate(before):
-            np.testing.assert_array_equal(world.learner.theta(fragment), theta_N)
-    good_round(world.learner, world.model, seed=len(world.syncer.events()))
-    world.model.check(world.learner)
-    world.syncer.assert_audit()
+            np.testing.assert_array_equal(subject.learner.theta(fragment), theta_N)
+    good_round(subject.learner, subject.model, seed=len(subject.syncer.events()))
+    subject.model.check(subject.learner)
+    subject.syncer.assert_audit()
 
 
-def trying(world, seed=7) -> Try:
-    pull = world.learner.pull()
-    fragment = world.learner.layout.fragments[pull.fragment]
+def trying(subject, seed=7) -> Try:
+    pull = subject.learner.pull()
+    fragment = subject.learner.layout.fragments[pull.fragment]
     delta_N = random_delta(fragment, seed)
     payloads, _, norms = encoded(fragment, delta_N)
-    return Try(world.learner, pull, delta_N, payloads, norms)
+    return Try(subject.learner, pull, delta_N, payloads, norms)
 
 
-HARMS: dict[str, tuple[str, Callable[[Try], Stream]]] = {
+FAULTS: dict[str, tuple[str, Callable[[Try], Stream]]] = {
     "unknown fragment": ("Protocol", lambda t: t.whole_upload(fragment=7)),
     "other fragment": ("Protocol", lambda t: t.whole_upload(fragment=1 - t.pull.fragment)),
     "too many values": ("Protocol", lambda t: t.whole_upload(elements=len(t.delta_N) + 128)),
@@ -165,30 +165,30 @@ HARMS: dict[str, tuple[str, Callable[[Try], Stream]]] = {
         lambda t: t.begin(content=bulk.WHOLE, norms=[]).send(chunk(0, t.payloads[0][:-4]), END),
     ),
     "a chunk beyond the last": ("Protocol", lambda t: t.begin().send(*t.chunks(), chunk(9, t.payloads[0]), END)),
-    "a header among the chunks": ("Protocol", lambda t: t.begin().send(wire.pack(wire.Kind.HEADER, 0), END)),
+    "a header among the chunks": ("Protocol", lambda t: t.begin().send(frames.pack(frames.Kind.HEADER, 0), END)),
     "the stream ends early": ("Damaged", lambda t: t.begin().send(t.chunks()[0]).close()),
     "the stream ends at once": ("Damaged", lambda t: t.begin().close()),
 }  # fmt: skip
 
 
 @pytest.mark.usefixtures("intact")
-@pytest.mark.parametrize("harm", HARMS)
-def test_refused_with_its_reason_and_nothing_merged(world, harm):
-    reason, do = HARMS[harm]
-    before = world.refusals()
-    reply = do(trying(world)).reply()
+@pytest.mark.parametrize("fault", FAULTS)
+def test_refused_with_its_reason_and_nothing_merged(subject, fault):
+    reason, do = FAULTS[fault]
+    before = subject.refusals()
+    reply = do(trying(subject)).reply()
     assert (reply.refused, reply.done) == (reason, False), reply.detail
     assert len(reply.detail) > 20
-    until(lambda: world.refusals()[len(before) :], saying="a refuse line")
-    assert world.refusals()[len(before) :] == [("eu/0", reason)]
+    until(lambda: subject.refusals()[len(before) :], expected="a refuse line")
+    assert subject.refusals()[len(before) :] == [("eu/0", reason)]
 
 
 @pytest.mark.usefixtures("intact")
 @pytest.mark.parametrize(
     "damage", ["flipped bit", "flipped index", "cut in half", "nothing", "missing"]
 )
-def test_a_damaged_chunk_is_asked_for_again_and_the_result_is_unaffected(world, damage):
-    this = trying(world, seed=11)
+def test_a_damaged_chunk_is_asked_for_again_and_the_result_is_unaffected(subject, damage):
+    this = trying(subject, seed=11)
     good = this.chunks()
     bad = {
         "flipped bit": good[1][:-1] + bytes([good[1][-1] ^ 1]),
@@ -199,15 +199,15 @@ def test_a_damaged_chunk_is_asked_for_again_and_the_result_is_unaffected(world, 
     stream = this.begin().send(good[0], *([bad] if bad is not None else []), *good[2:], END)
     assert list(stream.reply().again) == [1]
     assert stream.send(good[1], END).reply().done
-    committed(world.learner, this.pull)
-    world.model.merge(this.pull.fragment, (1.0, this.delta_N))
-    world.model.check(world.learner)
+    committed(subject.learner, this.pull)
+    subject.model.merge(this.pull.fragment, (1.0, this.delta_N))
+    subject.model.check(subject.learner)
 
 
 @pytest.mark.usefixtures("intact")
 @pytest.mark.parametrize("kind", ["never sent", "always damaged"])
-def test_a_chunk_that_stays_missing_is_given_up_after_three_repeats(world, kind):
-    this = trying(world)
+def test_a_chunk_that_stays_missing_is_refused_after_three_repeats(subject, kind):
+    this = trying(subject)
     good = this.chunks()
     again = [good[0][:-1] + bytes([good[0][-1] ^ 1])] if kind == "always damaged" else []
     stream = this.begin().send(*again, *good[1:], END)
@@ -217,94 +217,94 @@ def test_a_chunk_that_stays_missing_is_given_up_after_three_repeats(world, kind)
     reply = stream.reply()
     assert reply.refused == "Damaged"
     assert "after 3 repeats" in reply.detail
-    until(lambda: world.refusals()[-1] == ("eu/0", "Damaged"), saying="a refuse line")
+    until(lambda: subject.refusals()[-1] == ("eu/0", "Damaged"), expected="a refuse line")
 
 
-STRANGERS: dict[str, tuple[str, dict[str, object]]] = {
+WRONG_SENDERS: dict[str, tuple[str, dict[str, object]]] = {
     "a syncer that was replaced": ("StaleEpoch", {"epoch": 0}),
     "a syncer to come": ("StaleEpoch", {"epoch": 99}),
-    "a life that is over": ("StaleIncarnation", {"incarnation": 0}),
-    "a life to come": ("StaleIncarnation", {"incarnation": 99}),
-    "nobody who joined": ("StaleIncarnation", {"learner": "eu/77"}),
+    "an old incarnation": ("StaleIncarnation", {"incarnation": 0}),
+    "a future incarnation": ("StaleIncarnation", {"incarnation": 99}),
+    "a learner that never joined": ("StaleIncarnation", {"learner": "eu/77"}),
     "a round to come": ("Aborted", {"round": 10**6}),
     "another attempt": ("Aborted", {"attempt": 77}),
 }
 
 
 @pytest.mark.usefixtures("intact")
-@pytest.mark.parametrize("who", STRANGERS)
-def test_an_upload_of_somebody_else_leaves_the_round_alone(world, who):
+@pytest.mark.parametrize("who", WRONG_SENDERS)
+def test_an_upload_of_another_sender_does_not_affect_the_round(subject, who):
     """The refused upload names a round that is running, with a learner's name that is in it."""
-    reason, identity = STRANGERS[who]
-    before = world.refusals()
-    this = trying(world)
+    reason, identity = WRONG_SENDERS[who]
+    before = subject.refusals()
+    this = trying(subject)
     reply = this.whole_upload(**identity).reply()
     assert reply.refused == reason, reply
     if reason != "Aborted":
         named = identity.get("learner", "eu/0")
-        assert world.refusals()[len(before) :] == [(named, reason)]
-    # The pull still stands: the honest upload on the same attempt is what commits.
+        assert subject.refusals()[len(before) :] == [(named, reason)]
+    # The pull is still open: the honest upload on the same attempt is what commits.
     assert this.whole_upload().reply().done
-    committed(world.learner, this.pull)
-    world.model.merge(this.pull.fragment, (1.0, this.delta_N))
+    committed(subject.learner, this.pull)
+    subject.model.merge(this.pull.fragment, (1.0, this.delta_N))
 
 
 @pytest.mark.usefixtures("intact")
 @pytest.mark.parametrize(
     "first", ["nothing", "a chunk", "a damaged header", "a header of noise", "an empty message"]
 )
-def test_an_upload_without_a_header_is_refused(world, first):
-    this = trying(world)
+def test_an_upload_without_a_header_is_refused(subject, first):
+    this = trying(subject)
     stream = this.learner.stream()
     if first == "nothing":
         stream.close()
     elif first == "a chunk":
         stream.send(this.chunks()[0])
     elif first == "a damaged header":
-        stream.send(wire.pack(wire.Kind.HEADER, 0, b"abc")[:-1])
+        stream.send(frames.pack(frames.Kind.HEADER, 0, b"abc")[:-1])
     elif first == "a header of noise":
-        stream.send(wire.pack(wire.Kind.HEADER, 0, b"\xff" * 40))
+        stream.send(frames.pack(frames.Kind.HEADER, 0, b"\xff" * 40))
     else:
         stream.send(b"")
     assert stream.reply().refused in ("Protocol", "Damaged")
     assert this.whole_upload().reply().done
-    committed(world.learner, this.pull)
-    world.model.merge(this.pull.fragment, (1.0, this.delta_N))
+    committed(subject.learner, this.pull)
+    subject.model.merge(this.pull.fragment, (1.0, this.delta_N))
 
 
 @pytest.mark.usefixtures("intact")
-def test_a_stream_that_is_cut_ends_the_attempt(world):
-    this = trying(world)
-    before = world.refusals()
+def test_a_stream_that_is_cut_ends_the_attempt(subject):
+    this = trying(subject)
+    before = subject.refusals()
     stream = this.begin().send(this.chunks()[0], END)
     assert stream.reply().again  # so it is in the middle of the merge
     stream.cancel()
-    until(lambda: world.refusals()[len(before) :], saying="a refuse line", seconds=5)
-    [(who, reason)] = world.refusals()[len(before) :]
+    until(lambda: subject.refusals()[len(before) :], expected="a refuse line", seconds=5)
+    [(who, reason)] = subject.refusals()[len(before) :]
     assert (who, reason in ("Protocol", "Damaged")) == ("eu/0", True)
     # `intact` shows that the learner's next report is pulled again.
 
 
 @pytest.mark.usefixtures("intact")
-def test_a_report_that_was_merged_is_not_merged_again(world):
-    merged = world.syncer.events("merge")[-1]["members"][0]["step"]
-    this = trying(world)
+def test_a_report_that_was_merged_is_not_merged_again(subject):
+    merged = subject.syncer.events("merge")[-1]["members"][0]["step"]
+    this = trying(subject)
     stream = this.whole_upload(local_step=merged)
     with contextlib.suppress(UnavailableError):  # the end of the attempt may cut the stream first
         assert stream.reply().refused == "Aborted"
 
 
 @pytest.mark.usefixtures("intact")
-def test_a_learner_that_was_not_asked_is_no_member(world):
-    with ScriptedLearner(world.syncer, "eu/3") as other:
+def test_a_learner_that_was_not_asked_is_no_member(subject):
+    with ScriptedLearner(subject.syncer, "eu/3") as other:
         other.join()
-        this = trying(world)
+        this = trying(subject)
         uninvited = other.sent(this.pull, this.delta_N)
         assert this.whole_upload().reply().done
         assert uninvited.reply().refused == "Protocol"
-        committed(world.learner, this.pull)
-        world.model.merge(this.pull.fragment, (1.0, this.delta_N))
-        assert [m["learner"] for m in world.syncer.events("merge")[-1]["members"]] == ["eu/0"]
+        committed(subject.learner, this.pull)
+        subject.model.merge(this.pull.fragment, (1.0, this.delta_N))
+        assert [m["learner"] for m in subject.syncer.events("merge")[-1]["members"]] == ["eu/0"]
 
 
 def request(learner: ScriptedLearner, **fields: object) -> bytes:
@@ -314,7 +314,7 @@ def request(learner: ScriptedLearner, **fields: object) -> bytes:
         "incarnation": learner.incarnation,
         **fields,
     }
-    return wire.pack(wire.Kind.HEADER, 0, bulk.DownloadRequest(**wanted).SerializeToString())
+    return frames.pack(frames.Kind.HEADER, 0, bulk.DownloadRequest(**wanted).SerializeToString())
 
 
 DOWNLOADS: dict[str, tuple[type[DilocoError], Callable[[ScriptedLearner], bytes]]] = {
@@ -327,22 +327,22 @@ DOWNLOADS: dict[str, tuple[type[DilocoError], Callable[[ScriptedLearner], bytes]
     "unknown format": (ProtocolError, lambda x: request(x, format=99)),
     "a round that is over": (UnavailableError, lambda x: request(x, round=10**6, attempt=1)),
     "a syncer that was replaced": (StaleEpochError, lambda x: request(x, epoch=0)),
-    "a life that is over": (StaleIncarnationError, lambda x: request(x, incarnation=0)),
-    "noise": (DamagedError, lambda x: wire.pack(wire.Kind.HEADER, 0, b"\xff" * 9)),
+    "an old incarnation": (StaleIncarnationError, lambda x: request(x, incarnation=0)),
+    "noise": (DamagedError, lambda x: frames.pack(frames.Kind.HEADER, 0, b"\xff" * 9)),
     "no envelope": (DamagedError, lambda x: b"hello"),
 }
 
 
 @pytest.mark.usefixtures("intact")
 @pytest.mark.parametrize("what", DOWNLOADS)
-def test_a_wrong_download_is_refused(world, what):
+def test_a_wrong_download_is_refused(subject, what):
     error, ask = DOWNLOADS[what]
     with pytest.raises(error) as seen:
-        world.learner.ask(ask(world.learner))
+        subject.learner.ask(ask(subject.learner))
     assert type(seen.value) is error
 
 
 @pytest.mark.usefixtures("intact")
-def test_every_line_of_the_log_of_events_is_json(world):
-    for line in (world.syncer.dir / "events.jsonl").read_text().splitlines():
+def test_every_line_of_the_log_of_events_is_json(subject):
+    for line in (subject.syncer.dir / "events.jsonl").read_text().splitlines():
         assert json.loads(line)["epoch"] == 1

@@ -1,4 +1,4 @@
-"""Who may join the real syncer, who is refused and why, and what becomes of a round when a member is lost."""
+"""Which learners the real syncer admits or refuses and why, and how a round continues when a member is lost."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from diloco.errors import (
     ConfigError,
     DilocoError,
     MismatchError,
+    NotFiniteError,
     ProtocolError,
     StaleIncarnationError,
     UnavailableError,
     UnknownLearnerError,
 )
-from diloco.fragments import Tensor
+from diloco.model.fragments import Tensor
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
-from diloco_testing.real_syncer import RealSyncer, make_spec, until
-from diloco_testing.scripted_learner import (
+from diloco_testing.learners.scripted import (
     END,
     TENSORS,
     Model,
@@ -33,10 +33,12 @@ from diloco_testing.scripted_learner import (
     good_round,
     random_delta,
 )
+from diloco_testing.syncers.process import RealSyncer, make_spec, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
-STALL_SECONDS = 1.5
+STEP_SECONDS = 4.0
+"""Rounds wait for a report about as long, and twice as long for an upload (core/delivery.py)."""
 
 
 def thetas_of(learner: ScriptedLearner) -> list[np.ndarray]:
@@ -46,7 +48,7 @@ def thetas_of(learner: ScriptedLearner) -> list[np.ndarray]:
 @pytest.fixture(scope="module")
 def syncer(tmp_path_factory):
     folder = tmp_path_factory.mktemp("members")
-    with RealSyncer(folder, make_spec(), "--stall-seconds", str(STALL_SECONDS)) as running:
+    with RealSyncer(folder, make_spec()) as running:
         with ScriptedLearner(running, "us/0") as first:
             first.join().initialise(thetas_of(first))
             first.expect("ready")
@@ -54,18 +56,19 @@ def syncer(tmp_path_factory):
 
 
 @pytest.fixture
-def one(syncer):
+def learner(syncer):
     with ScriptedLearner(syncer, "eu/0") as learner:
         learner.join()
         learner.local_step += 1000
         yield learner
     until(
-        lambda: {x.state for x in syncer.status().learners} == {"Gone"}, saying="everybody is gone"
+        lambda: {x.state for x in syncer.status().learners} == {"Gone"},
+        expected="all learners are gone",
     )
 
 
 def model_now(learner: ScriptedLearner) -> Model:
-    """Tests that use it look at one round; the momentum before it counts, so it is measured by it."""
+    """Tests that use it check one round, and take the momentum before it into account."""
     return Model(learner.layout, learner.spec, [learner.theta(p) for p in range(2)])
 
 
@@ -95,14 +98,14 @@ MODELS: dict[str, tuple[tuple[Tensor, ...], str]] = {
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_another_model_is_refused_with_the_difference(syncer, one, model):
-    tensors, said = MODELS[model]
+def test_another_model_is_refused_with_the_difference(syncer, learner, model):
+    tensors, message = MODELS[model]
     with ScriptedLearner(syncer, "eu/1", tensors=tensors) as other:
         with pytest.raises(MismatchError, match="trains another model") as seen:
             other.join()
-        assert said in str(seen.value)
-    assert said in syncer.events("refuse")[-1]["detail"]
-    good_round(one)
+        assert message in str(seen.value)
+    assert message in syncer.events("refuse")[-1]["detail"]
+    good_round(learner)
 
 
 HELLOS: dict[str, tuple[type[DilocoError], dict[str, object], str]] = {
@@ -113,26 +116,32 @@ HELLOS: dict[str, tuple[type[DilocoError], dict[str, object], str]] = {
     "no index": (UnknownLearnerError, {"learner": "eu/x"}, "'eu/x'"),
     "a path": (UnknownLearnerError, {"learner": "eu/../../0"}, "'eu/../../0'"),
     "no name": (UnknownLearnerError, {"learner": "", "region": ""}, "''"),
-    "a name twice": (ConfigError, {"tensors": [pb.TensorInfo(name="a", shape=[2])] * 2}, "twice"),
+    "a name twice": (
+        ConfigError,
+        {"tensors": [pb.TensorInfo(name="a", shape=[2])] * 2},
+        "duplicate",
+    ),
     "too few tensors": (ConfigError, {"tensors": [pb.TensorInfo(name="a")]}, "fragments: 2"),
 }
 
 
 @pytest.mark.parametrize("hello", HELLOS)
-def test_a_hello_that_does_not_belong_here_is_refused(syncer, one, hello):
-    error, changes, said = HELLOS[hello]
+def test_a_hello_that_does_not_belong_here_is_refused(syncer, learner, hello):
+    error, changes, message = HELLOS[hello]
     refused = len(syncer.events("refuse"))
     with ScriptedLearner(syncer, "eu/1") as other:
         with pytest.raises(error) as seen:
             other.join(**changes)
         assert type(seen.value) is error
-        assert said in str(seen.value)
+        assert message in str(seen.value)
     [line] = syncer.events("refuse")[refused:]
-    assert (line["reason"], said in line["detail"]) == (error.reason, True)
-    good_round(one)
+    assert (line["reason"], message in line["detail"]) == (error.reason, True)
+    good_round(learner)
 
 
-def test_the_status_names_who_runs_another_spec_until_it_comes_with_ours(syncer, one):
+def test_the_status_names_learners_with_another_spec_until_they_join_with_that_of_the_job(
+    syncer, learner
+):
     def differing():
         return [(x.learner, x.spec_hash) for x in syncer.status().differing]
 
@@ -148,64 +157,64 @@ def test_the_status_names_who_runs_another_spec_until_it_comes_with_ours(syncer,
 @pytest.mark.parametrize(
     "first", [pb.LearnerMessage(heartbeat=pb.Heartbeat()), pb.LearnerMessage()]
 )
-def test_a_session_that_does_not_begin_with_hello_is_refused(syncer, one, first):
+def test_a_session_that_does_not_begin_with_hello_is_refused(syncer, learner, first):
     with ScriptedLearner(syncer, "eu/1") as other:
         other.begin(first)
         with pytest.raises(ProtocolError, match="begins with Hello"):
             other.expect("welcome")
-    good_round(one)
+    good_round(learner)
 
 
-# ---------------------------------------------------------------- lives
+# ---------------------------------------------------------------- incarnations
 
 
-def test_a_successor_replaces_its_predecessor_whose_uploads_count_no_more(syncer, one):
-    pull = one.pull()
-    fragment = one.layout.fragments[pull.fragment]
+def test_a_successor_replaces_its_predecessor_whose_uploads_count_no_more(syncer, learner):
+    pull = learner.pull()
+    fragment = learner.layout.fragments[pull.fragment]
     payloads, _, norms = encoded(fragment, random_delta(fragment, 1))
-    stream = one.stream(one.header(pull, norms=norms)).send(chunk(0, payloads[0]), END)
+    stream = learner.stream(learner.header(pull, norms=norms)).send(chunk(0, payloads[0]), END)
     assert stream.reply().again
-    before = one.theta(pull.fragment)
-    with ScriptedLearner(syncer, "eu/0") as heir:
-        heir.join()
-        assert heir.incarnation == one.incarnation + 1
+    before = learner.theta(pull.fragment)
+    with ScriptedLearner(syncer, "eu/0") as successor:
+        successor.join()
+        assert successor.incarnation == learner.incarnation + 1
         with pytest.raises(StaleIncarnationError, match="joined again as incarnation"):
-            one.expect("complete", seconds=10)
-        # The upload that was on its way, and one that begins now.
+            learner.expect("complete", seconds=10)
+        # The upload in progress, and an upload that begins now.
         stream.send(*(chunk(i, p) for i, p in enumerate(payloads)), END)
         with pytest.raises(UnavailableError):
             stream.reply()
-        assert one.upload(pull, random_delta(fragment, 1)).refused == "StaleIncarnation"
+        assert learner.upload(pull, random_delta(fragment, 1)).refused == "StaleIncarnation"
         with pytest.raises(StaleIncarnationError):
-            one.theta(0)
+            learner.theta(0)
         with (
-            ScriptedLearner(syncer, "eu/0") as zombie,
+            ScriptedLearner(syncer, "eu/0") as replaced,
             pytest.raises(StaleIncarnationError, match="this process must stop"),
         ):
-            zombie.join(incarnation=one.incarnation)
-        np.testing.assert_array_equal(heir.theta(pull.fragment), before)
-        heir.local_step += 10
-        good_round(heir)
+            replaced.join(incarnation=learner.incarnation)
+        np.testing.assert_array_equal(successor.theta(pull.fragment), before)
+        successor.local_step += 10
+        good_round(successor)
         [member] = syncer.events("merge")[-1]["members"]
-        assert member["incarnation"] == heir.incarnation
+        assert member["incarnation"] == successor.incarnation
     assert {"StaleIncarnation"} == {x["reason"] for x in syncer.events("refuse")[-2:]}
     syncer.assert_audit()
 
 
-def test_a_process_that_lost_its_stream_keeps_its_incarnation(syncer, one):
-    good_round(one)
+def test_a_process_that_lost_its_stream_keeps_its_incarnation(syncer, learner):
+    good_round(learner)
     with ScriptedLearner(syncer, "eu/0") as again:
-        again.join(incarnation=one.incarnation, local_step=one.local_step)
-        assert again.incarnation == one.incarnation
-        assert again.local_step == one.local_step
+        again.join(incarnation=learner.incarnation, local_step=learner.local_step)
+        assert again.incarnation == learner.incarnation
+        assert again.local_step == learner.local_step
         good_round(again)
     syncer.assert_audit()
 
 
-@pytest.mark.parametrize(("said", "counted"), [("3", 3), ("", 0), ("-1", 0), ("9" * 30, 0)])
-def test_status_says_how_often_a_learner_was_restarted(syncer, one, said, counted):
+@pytest.mark.parametrize(("stated", "counted"), [("3", 3), ("", 0), ("-1", 0), ("9" * 30, 0)])
+def test_the_status_counts_the_restarts_of_a_learner(syncer, learner, stated, counted):
     with ScriptedLearner(syncer, "eu/1") as other:
-        other.join(facts={"restarts": said})
+        other.join(facts={"restarts": stated})
         found = {x.name: x.restarts for x in syncer.status().learners}
         assert (found["eu/1"], found["eu/0"]) == (counted, 0)
 
@@ -218,50 +227,63 @@ class Pair:
     """A learner that does everything right, and what Θ has to be."""
 
     syncer: RealSyncer
-    one: ScriptedLearner
+    learner: ScriptedLearner
     model: Model
 
-    def pulled(self, two: ScriptedLearner) -> pb.Pull:
+    def pulled(self, second: ScriptedLearner) -> pb.Pull:
         """Both report and are pulled together: a learner that never reported is not waited for."""
-        two.step()
+        second.step()
         until(
-            lambda: self.syncer.status().learners[1].local_step == two.local_step,
-            saying="eu/1 reports",
+            lambda: self.syncer.status().learners[1].local_step == second.local_step,
+            expected="eu/1 reports",
         )
-        self.one.step()
-        pull = self.one.expect("pull")
-        assert two.expect("pull") == pull
+        self.readmit(second)
+        self.learner.step()
+        pull = self.learner.expect("pull")
+        assert second.expect("pull") == pull
         return pull
+
+    def readmit(self, second: ScriptedLearner) -> None:
+        """After a test in which eu/1 did not deliver, it is probed first."""
+        while self.syncer.status().learners[1].state == "Ejected":
+            second.step()
+            probe = second.expect("pull")
+            assert probe.probe
+            delta_N = random_delta(second.layout.fragments[probe.fragment], 9)
+            assert second.upload(probe, delta_N).done
+            until(
+                lambda: self.syncer.status().learners[1].state == "Training", expected="readmitted"
+            )
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory):
-    """The grace window is as long as a step, and a step is said to take a minute: rounds wait for everybody."""
+    """The grace window is as long as a step, and learners report long steps: rounds wait for all of them."""
     folder, spec = tmp_path_factory.mktemp("pair"), make_spec(grace_max_steps=1.0)
     with (
-        RealSyncer(folder, spec, "--stall-seconds", str(STALL_SECONDS)) as running,
-        ScriptedLearner(running, "eu/0") as one,
+        RealSyncer(folder, spec) as running,
+        ScriptedLearner(running, "eu/0") as learner,
     ):
-        one.step_seconds = 60.0
-        one.join().initialise(thetas_of(one))
-        model = Model(one.layout, spec, thetas_of(one))
-        good_round(one, model)
-        yield Pair(running, one, model)
+        learner.step_seconds = STEP_SECONDS
+        learner.join().initialise(thetas_of(learner))
+        model = Model(learner.layout, spec, thetas_of(learner))
+        good_round(learner, model)
+        yield Pair(running, learner, model)
 
 
 @pytest.fixture
-def two(pair):
+def second(pair):
     with ScriptedLearner(pair.syncer, "eu/1") as learner:
-        learner.step_seconds = 60.0
+        learner.step_seconds = STEP_SECONDS
         learner.join()
         yield learner
-    until(lambda: pair.syncer.status().learners[1].state == "Gone", saying="eu/1 is gone")
+    until(lambda: pair.syncer.status().learners[1].state == "Gone", expected="eu/1 is gone")
 
 
 LOSSES = {
     "its stream is cut": ("Protocol", "Damaged"),
     "its process is gone": ("Protocol", "Damaged"),  # or none: its session may end first
-    "it says goodbye": (),
+    "it sends Goodbye": (),
     "it stops sending": ("Stalled",),
     "it never starts to send": ("Stalled",),
     "it sends NaN": ("NotFinite",),
@@ -270,37 +292,37 @@ LOSSES = {
 
 
 @pytest.mark.parametrize("loss", LOSSES)
-def test_a_member_that_is_lost_on_the_way_costs_only_its_own_part(pair, two, loss):
+def test_a_member_that_is_lost_on_the_way_costs_only_its_own_part(pair, second, loss):
     """The round is tried again with the other member: what it commits is the other's delta alone."""
-    one, refused = pair.one, len(pair.syncer.events("refuse"))
-    pull = pair.pulled(two)
-    fragment = one.layout.fragments[pull.fragment]
+    learner, refused = pair.learner, len(pair.syncer.events("refuse"))
+    pull = pair.pulled(second)
+    fragment = learner.layout.fragments[pull.fragment]
     mine_N = random_delta(fragment, 1)
     payloads, _, norms = encoded(fragment, random_delta(fragment, 2))
-    upload = one.sent(pull, mine_N)
-    stream = two.stream(two.header(pull, norms=norms))
+    upload = learner.sent(pull, mine_N)
+    stream = second.stream(second.header(pull, norms=norms))
     if loss != "it never starts to send":
         stream.send(chunk(0, payloads[0]), END)
         assert stream.reply().again  # now it is in the middle of the merge
     if loss == "its stream is cut":
         stream.cancel()
     elif loss == "its process is gone":
-        two.__exit__()
-    elif loss == "it says goodbye":
-        two.send(goodbye=pb.Goodbye(reason="Closed"))
+        second.__exit__()
+    elif loss == "it sends Goodbye":
+        second.send(goodbye=pb.Goodbye(reason="Closed"))
     elif loss == "it ends early":
         stream.close()
     elif loss == "it sends NaN":
         nan = np.float32(np.nan).tobytes()
         stream.send(*(chunk(i, nan + p[4:]) for i, p in enumerate(payloads) if i), END)
-    again = one.expect("pull", seconds=10)
+    again = learner.expect("pull", seconds=60)
     assert (again.round, again.attempt) == (pull.round, pull.attempt + 1)
-    assert one.upload(again, mine_N).done
-    committed(one, again)
+    assert learner.upload(again, mine_N).done
+    committed(learner, again)
     [member] = pair.syncer.events("merge")[-1]["members"]
     assert member["learner"] == "eu/0"
     pair.model.merge(fragment.index, (1.0, mine_N))
-    pair.model.check(one)
+    pair.model.check(learner)
     with contextlib.suppress(UnavailableError):  # the end of the attempt may cut the stream first
         assert upload.reply().done or True
     lines = pair.syncer.events("refuse")[refused:]
@@ -311,41 +333,41 @@ def test_a_member_that_is_lost_on_the_way_costs_only_its_own_part(pair, two, los
     pair.syncer.assert_audit()
 
 
-def test_a_member_that_is_slow_but_moves_is_waited_for(pair, two):
-    """Longer than the limit for one that is stalled, chunk by chunk."""
-    pull = pair.pulled(two)
-    fragment = pair.one.layout.fragments[pull.fragment]
+def test_a_round_waits_for_a_member_that_is_slow_but_makes_progress(pair, second):
+    """Chunk by chunk, for as long as the rounds in flight hide."""
+    pull = pair.pulled(second)
+    fragment = pair.learner.layout.fragments[pull.fragment]
     deltas = [random_delta(fragment, i) for i in range(2)]
-    upload = pair.one.sent(pull, deltas[0])
+    upload = pair.learner.sent(pull, deltas[0])
     payloads, _, norms = encoded(fragment, deltas[1])
-    stream = two.stream(two.header(pull, norms=norms))
+    stream = second.stream(second.header(pull, norms=norms))
     for message in (*(chunk(i, p) for i, p in enumerate(payloads)), END):
-        time.sleep(0.5 * STALL_SECONDS)
+        time.sleep(0.15 * STEP_SECONDS)
         stream.send(message)
     assert stream.reply().done
     assert upload.reply().done
-    committed(pair.one, pull)
+    committed(pair.learner, pull)
     assert len(pair.syncer.events("merge")[-1]["members"]) == 2
     pair.model.merge(fragment.index, (1.0, deltas[0]), (1.0, deltas[1]))
-    pair.model.check(pair.one)
+    pair.model.check(pair.learner)
 
 
-def test_a_silent_learner_is_gone_however_busy_the_others_are(pair, two):
-    """Its stream lives on (a stopped process); the reports of the others come faster than the engine sleeps."""
-    two.step()
-    until(lambda: pair.syncer.status().learners[1].state == "Training", saying="eu/1 trains")
-    two.beating.clear()
+def test_a_silent_learner_is_removed_however_busy_the_others_are(pair, second):
+    """Its stream stays open (a stopped process); reports of the others arrive faster than the engine sleeps."""
+    second.step()
+    until(lambda: pair.syncer.status().learners[1].state == "Training", expected="eu/1 trains")
+    second.beating.clear()
     deadline = time.monotonic() + 15
     while not [x for x in pair.syncer.events("leave") if x["reason"] == "HeartbeatLate"]:
-        assert time.monotonic() < deadline, "eu/1 says nothing, and nobody notices"
-        pair.one.step()
+        assert time.monotonic() < deadline, "eu/1 is silent, and the syncer does not notice"
+        pair.learner.step()
         time.sleep(0.05)
-    with pytest.raises(UnavailableError, match="nothing heard from eu/1"):
-        two.expect("complete")
-    pull = pair.one.expect("pull")
-    delta_N = random_delta(pair.one.layout.fragments[pull.fragment], 5)
-    assert pair.one.upload(pull, delta_N).done
-    committed(pair.one, pull)
+    with pytest.raises(UnavailableError, match="nothing received from eu/1"):
+        second.expect("complete")
+    pull = pair.learner.expect("pull")
+    delta_N = random_delta(pair.learner.layout.fragments[pull.fragment], 5)
+    assert pair.learner.upload(pull, delta_N).done
+    committed(pair.learner, pull)
     pair.model.merge(pull.fragment, (1.0, delta_N))
 
 
@@ -358,40 +380,52 @@ def fresh(tmp_path):
         yield running
 
 
-def test_initial_parameters_are_taken_whole_from_the_one_who_was_asked(fresh):
-    """Parts of two learners or two lives are never mixed; what is wrong with a part is said."""
-    with ScriptedLearner(fresh, "eu/0") as one, ScriptedLearner(fresh, "eu/1") as two:
-        one.join()
-        two.join()
-        one.expect("initialise")
+def test_a_learner_whose_initial_parameters_are_not_finite_is_refused_and_the_next_is_asked(fresh):
+    with ScriptedLearner(fresh, "eu/0") as learner, ScriptedLearner(fresh, "eu/1") as second:
+        learner.join()
+        second.join()
+        learner.expect("initialise")
+        payloads, _, _ = encoded(learner.layout.fragments[0], thetas_of(learner)[0])
+        nan = [np.float32(np.nan).tobytes() + p[4:] for p in payloads]
+        header = learner.header(pb.Pull(fragment=0), content=bulk.INITIAL, norms=[], base=None)
+        stream = learner.stream(header).send(*map(chunk, range(len(nan)), nan), END)
+        assert stream.reply().refused == "NotFinite"
+        with pytest.raises(NotFiniteError, match="NaN or Inf"):
+            learner.expect("ready")
+        second.initialise(thetas_of(second))
+        second.expect("ready")
+
+
+def test_initial_parameters_come_completely_from_the_learner_that_was_asked(fresh):
+    """Parts of two learners or two incarnations are never mixed; every refusal has a reason."""
+    with ScriptedLearner(fresh, "eu/0") as learner, ScriptedLearner(fresh, "eu/1") as second:
+        learner.join()
+        second.join()
+        learner.expect("initialise")
         with pytest.raises(UnavailableError, match="no parameters yet"):
-            one.theta(0)
-        wrong = [t + 1 for t in thetas_of(one)]
+            learner.theta(0)
+        wrong = [t + 1 for t in thetas_of(learner)]
         mine = {"content": bulk.INITIAL, "norms": [], "base": None}
         where = pb.Pull(fragment=0)
-        assert one.upload(where, wrong[0], **mine).done
-        assert two.upload(where, wrong[0], **mine).refused == "Protocol"
-        payloads, _, _ = encoded(one.layout.fragments[0], wrong[0])
-        nan = [np.float32(np.nan).tobytes() + p[4:] for p in payloads]
-        stream = one.stream(one.header(where, **mine)).send(*map(chunk, range(len(nan)), nan), END)
-        assert stream.reply().refused == "NotFinite"
-        assert one.constants(b"", elements=1 << 60, chunks=1 << 31).refused == "Protocol"
-        assert one.constants(b"noise").refused == "Protocol"
-        late = one.stream(one.header(pb.Pull(fragment=1), **mine))
+        assert learner.upload(where, wrong[0], **mine).done
+        assert second.upload(where, wrong[0], **mine).refused == "Protocol"
+        assert learner.constants(b"", elements=1 << 60, chunks=1 << 31).refused == "Protocol"
+        assert learner.constants(b"noise").refused == "Protocol"
+        late = learner.stream(learner.header(pb.Pull(fragment=1), **mine))
         late.send(
-            *(chunk(i, p) for i, p in enumerate(encoded(one.layout.fragments[1], wrong[1])[0]))
+            *(chunk(i, p) for i, p in enumerate(encoded(learner.layout.fragments[1], wrong[1])[0]))
         )
-        # Its next life begins anew, while a part of the last one is still on its way.
-        with ScriptedLearner(fresh, "eu/0") as heir:
-            heir.join()
-            heir.initialise(thetas_of(heir)[:1])
+        # It restarts from the beginning while a part of the previous upload is still on its way.
+        with ScriptedLearner(fresh, "eu/0") as successor:
+            successor.join()
+            successor.initialise(thetas_of(successor)[:1])
             late.send(END)
             assert late.reply().refused == "StaleIncarnation"
-            heir.initialise(thetas_of(heir), asked=False)
-            heir.expect("ready")
-            for index, theta_N in enumerate(thetas_of(heir)):
-                np.testing.assert_array_equal(two.theta(index), theta_N)
+            successor.initialise(thetas_of(successor), asked=False)
+            successor.expect("ready")
+            for index, theta_N in enumerate(thetas_of(successor)):
+                np.testing.assert_array_equal(second.theta(index), theta_N)
     assert fresh.status().state in ("Waiting", "Training")
     assert [x["reason"] for x in fresh.events("refuse")] == [
-        "Protocol", "NotFinite", "Protocol", "Protocol", "StaleIncarnation",
+        "Protocol", "Protocol", "Protocol", "StaleIncarnation",
     ]  # fmt: skip

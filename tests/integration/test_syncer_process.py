@@ -1,24 +1,24 @@
-"""The syncer as a process: killed with -9 and started again, ended, started wrongly, under load, behind TLS."""
+"""The syncer as a process: killed and restarted, terminated, misconfigured, under load, with TLS."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import signal
+import socket
 import threading
 import time
+import urllib.request
 
 import numpy as np
 import pytest
 
-from diloco import health
-from diloco.fragments import Tensor
+from diloco.model.fragments import Tensor
+from diloco.rpc.tls import Tls
+from diloco.runtime import health
 from diloco.spec import Checkpoint
-from diloco.transport import Tls
 from diloco.v1 import bulk_pb2 as bulk
-from diloco_testing.certificates import Authority
-from diloco_testing.real_syncer import RealSyncer, make_spec, until
-from diloco_testing.scripted_learner import (
+from diloco_testing.learners.scripted import (
     END,
     Model,
     ScriptedLearner,
@@ -28,6 +28,8 @@ from diloco_testing.scripted_learner import (
     good_round,
     random_delta,
 )
+from diloco_testing.network.certificates import Authority
+from diloco_testing.syncers.process import RealSyncer, make_spec, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 
@@ -43,7 +45,7 @@ def theta_now(learner):
 def durable(syncer, step):
     until(
         lambda: any(x["ok"] and x["step"] >= step for x in syncer.events("snapshot")),
-        saying=f"a snapshot of step {step}",
+        expected=f"a snapshot of step {step}",
     )
 
 
@@ -53,33 +55,33 @@ def durable(syncer, step):
 @pytest.mark.parametrize("when", ["after Θ^(0)", "between snapshots", "while a member uploads"])
 def test_a_killed_syncer_resumes_from_its_newest_snapshot(tmp_path, when):
     spec = make_spec(syncer_checkpoint=Checkpoint(every_steps=2, keep=2))
-    with RealSyncer(tmp_path, spec) as syncer, ScriptedLearner(syncer) as one:
-        thetas = thetas_of(one)
-        one.join().initialise(thetas)
-        one.expect("ready")
+    with RealSyncer(tmp_path, spec) as syncer, ScriptedLearner(syncer) as learner:
+        thetas = thetas_of(learner)
+        learner.join().initialise(thetas)
+        learner.expect("ready")
         at = {0: thetas}
         durable(syncer, 0)
         for step in range(1, 1 if when == "after Θ^(0)" else 6):
-            good_round(one, seed=step)
-            at[step] = theta_now(one)
+            good_round(learner, seed=step)
+            at[step] = theta_now(learner)
             if step % 2 == 0:
                 durable(syncer, step)
-        stale = one.pull()
+        stale = learner.pull()
         if when == "while a member uploads":
-            delta_N = random_delta(one.layout.fragments[stale.fragment], 77)
-            payloads, _, norms = encoded(one.layout.fragments[stale.fragment], delta_N)
-            stream = one.stream(one.header(stale, norms=norms))
+            delta_N = random_delta(learner.layout.fragments[stale.fragment], 77)
+            payloads, _, norms = encoded(learner.layout.fragments[stale.fragment], delta_N)
+            stream = learner.stream(learner.header(stale, norms=norms))
             assert stream.send(chunk(0, payloads[0]), END).reply().again
         syncer.kill()
         kept = max(x["step"] for x in syncer.events("snapshot"))
         syncer.start()
         assert (syncer.status().epoch, syncer.status().step) == (2, kept)
         with ScriptedLearner(syncer) as again:
-            again.join(incarnation=one.incarnation, local_step=one.local_step)
+            again.join(incarnation=learner.incarnation, local_step=learner.local_step)
             assert (again.epoch, again.incarnation, again.welcome.step) == (2, 1, kept)
             for seen_N, kept_N in zip(theta_now(again), at[kept], strict=True):
                 np.testing.assert_array_equal(seen_N, kept_N)
-            # What is left of the first epoch is refused, also where it names a round of now.
+            # Uploads of the first epoch are refused, even if they name a current round.
             pull = again.pull()
             delta_N = random_delta(again.layout.fragments[pull.fragment], 78)
             old = {"round": pull.round, "attempt": pull.attempt, "epoch": 1}
@@ -95,13 +97,13 @@ def test_a_killed_syncer_resumes_from_its_newest_snapshot(tmp_path, when):
 
 
 def test_a_syncer_killed_before_its_first_snapshot_asks_again(tmp_path):
-    with RealSyncer(tmp_path, make_spec()) as syncer, ScriptedLearner(syncer) as one:
-        one.join().initialise(thetas_of(one)[:1])
+    with RealSyncer(tmp_path, make_spec()) as syncer, ScriptedLearner(syncer) as learner:
+        learner.join().initialise(thetas_of(learner)[:1])
         syncer.kill()
         syncer.start()
         assert syncer.status().state == "Initialising"
         with ScriptedLearner(syncer) as again:
-            again.join(incarnation=one.incarnation)
+            again.join(incarnation=learner.incarnation)
             again.initialise(thetas_of(again))
             again.expect("ready")
             for seen_N, meant_N in zip(theta_now(again), thetas_of(again), strict=True):
@@ -109,41 +111,41 @@ def test_a_syncer_killed_before_its_first_snapshot_asks_again(tmp_path):
             good_round(again)
 
 
-def test_the_life_after_the_syncers_death_gets_a_new_number(tmp_path):
-    """Also a life of which only events.jsonl knows, not the snapshot."""
-    with RealSyncer(tmp_path, make_spec()) as syncer, ScriptedLearner(syncer) as one:
-        one.join().initialise(thetas_of(one))
+def test_a_learner_that_joins_after_the_syncers_death_gets_a_new_incarnation(tmp_path):
+    """Also if only events.jsonl records the previous incarnation, not the snapshot."""
+    with RealSyncer(tmp_path, make_spec()) as syncer, ScriptedLearner(syncer) as learner:
+        learner.join().initialise(thetas_of(learner))
         durable(syncer, 0)
-        with ScriptedLearner(syncer) as two:
-            two.join()
-            good_round(two)
+        with ScriptedLearner(syncer) as other:
+            other.join()
+            good_round(other)
             syncer.kill()
         syncer.start()
-        with ScriptedLearner(syncer) as three:
-            three.join()
-            assert three.incarnation == two.incarnation + 1 == 3
-            assert three.local_step == two.local_step
-            good_round(three)
+        with ScriptedLearner(syncer) as third:
+            third.join()
+            assert third.incarnation == other.incarnation + 1 == 3
+            assert third.local_step == other.local_step
+            good_round(third)
         syncer.assert_audit()
 
 
 def test_sigterm_leaves_the_current_state_durable(tmp_path):
-    with RealSyncer(tmp_path, make_spec()) as syncer, ScriptedLearner(syncer) as one:
-        thetas = thetas_of(one)
-        one.join().initialise(thetas)
-        model = Model(one.layout, syncer.spec, thetas)
+    with RealSyncer(tmp_path, make_spec()) as syncer, ScriptedLearner(syncer) as learner:
+        thetas = thetas_of(learner)
+        learner.join().initialise(thetas)
+        model = Model(learner.layout, syncer.spec, thetas)
         for step in range(3):
-            good_round(one, model, seed=step)
-        before = theta_now(one)
+            good_round(learner, model, seed=step)
+        before = theta_now(learner)
         assert syncer.terminate() == 0
         syncer.start()
         assert (syncer.status().epoch, syncer.status().step) == (2, 3)
         with ScriptedLearner(syncer) as again:
-            again.join(incarnation=one.incarnation)
+            again.join(incarnation=learner.incarnation)
             for seen_N, before_N in zip(theta_now(again), before, strict=True):
                 np.testing.assert_array_equal(seen_N, before_N)
-            again.local_step = one.local_step
-            good_round(again, model, seed=9)  # float64 says that the momentum came back as well
+            again.local_step = learner.local_step
+            good_round(again, model, seed=9)  # float64 shows that the momentum was restored as well
             model.check(again)
         assert syncer.events("stop")[0]["step"] == 3
         syncer.assert_audit()
@@ -153,22 +155,69 @@ def test_sigterm_leaves_the_current_state_durable(tmp_path):
 def test_a_successor_waits_until_its_predecessor_has_left_the_directory(tmp_path, end):
     """As when a pod is deleted: both run for a while, on one volume."""
     spec = make_spec(syncer_checkpoint=Checkpoint(every_steps=1, keep=2))
-    with RealSyncer(tmp_path, spec) as first, ScriptedLearner(first) as one:
-        one.join().initialise(thetas_of(one))
-        one.expect("ready")
+    with RealSyncer(tmp_path, spec) as first, ScriptedLearner(first) as learner:
+        learner.join().initialise(thetas_of(learner))
+        learner.expect("ready")
         successor = RealSyncer(tmp_path / "second", spec)
         successor.dir = first.dir
         with contextlib.ExitStack() as ended:
             ended.callback(successor.__exit__)
             successor.launch()
-            until(lambda: "another syncer works here" in successor.said(), saying="it waits")
-            good_round(one)
+            until(
+                lambda: "another syncer holds this directory" in successor.output(),
+                expected="it waits",
+            )
+            good_round(learner)
             durable(first, 1)
             assert [line["epoch"] for line in first.events("start")] == [1]
             getattr(first, end)()
-            until(lambda: len(first.events("start")) == 2, saying="the successor has begun")
+            until(lambda: len(first.events("start")) == 2, expected="the successor has begun")
         assert [line["step"] for line in first.events("start")] == [0, 1]
         first.assert_audit()
+
+
+# ---------------------------------------------------------------- a fault of its own
+
+ENGINE_RAISES = """
+import os, sys
+from diloco_syncer.core.engine import Engine
+handle = Engine.handle
+def raising(self, event, now):
+    if getattr(event, "local_step", 0) == 3:
+        raise ZeroDivisionError("at a named point")
+    return handle(self, event, now)
+Engine.handle = raising
+import diloco_syncer.__main__ as program
+os._exit(program.main(sys.argv[1:]))
+"""
+
+
+def test_a_syncer_whose_engine_raises_ends_with_its_reason_and_its_successor_resumes(tmp_path):
+    spec = make_spec(syncer_checkpoint=Checkpoint(every_steps=1, keep=2))
+    syncer = RealSyncer(tmp_path, spec)
+    syncer.program = ["-c", ENGINE_RAISES]
+    with syncer, ScriptedLearner(syncer) as learner:
+        learner.join().initialise(thetas_of(learner))
+        learner.expect("ready")
+        for step in (1, 2):
+            good_round(learner, seed=step)
+            durable(syncer, step)
+        before = theta_now(learner)
+        learner.step()
+        assert syncer.process.wait(30) == 1
+        assert "the engine cannot process Reported" in syncer.output()
+        assert "at a named point" in syncer.output()
+        assert [x["step"] for x in syncer.events("snapshot")] == [0, 1, 2]
+        assert syncer.events("stop") == []
+        syncer.program = ["-m", "diloco_syncer"]
+        syncer.start()
+        with ScriptedLearner(syncer) as again:
+            again.join(incarnation=learner.incarnation, local_step=learner.local_step)
+            for seen_N, before_N in zip(theta_now(again), before, strict=True):
+                np.testing.assert_array_equal(seen_N, before_N)
+            again.step()
+            again.expect("pull")
+        syncer.assert_audit()
 
 
 # ---------------------------------------------------------------- started wrongly
@@ -179,7 +228,7 @@ def test_a_port_in_use_is_named_and_its_owner_keeps_it(tmp_path):
         second = RealSyncer(tmp_path / "two", make_spec())
         second.port = first.port
         assert second.launch().wait(30) == 2
-        assert f"port {first.port} of 127.0.0.1 is in use" in second.said()
+        assert f"port {first.port} of 127.0.0.1 is in use" in second.output()
         assert second.events() == []
         assert first.process.poll() is None
         assert [first.status().epoch for _ in range(20)] == [1] * 20
@@ -192,14 +241,14 @@ SPECS = {
     "is not text": (b"\xff\xfe\x00", "not UTF-8 text"),
     "is a list": (b"[]", "holds a list, expected an object"),
     "has a field too many": (b'{"job": "j", "steps": 1, "colour": 3}', "unknown fields colour"),
-    "was edited": (make_spec().to_json().replace('"seed":0', '"seed":1').encode(), "says hash"),
+    "was edited": (make_spec().to_json().replace('"seed":0', '"seed":1').encode(), "states hash"),
     "is out of bounds": (b'{"job": "j", "steps": 0}', "steps: 0 is less than 1"),
 }
 
 
 @pytest.mark.parametrize("spec", SPECS)
-def test_a_spec_that_cannot_be_used_ends_it_with_a_sentence(tmp_path, spec):
-    content, said = SPECS[spec]
+def test_an_unusable_spec_ends_the_syncer_with_a_message(tmp_path, spec):
+    content, message = SPECS[spec]
     with RealSyncer(tmp_path, make_spec()) as syncer:
         assert syncer.terminate() == 0
         known = len(syncer.events())
@@ -207,36 +256,36 @@ def test_a_spec_that_cannot_be_used_ends_it_with_a_sentence(tmp_path, spec):
         file.unlink() if content is None else file.write_bytes(content)
         syncer.log.unlink()
         assert syncer.launch().wait(30) == 2
-        assert said in syncer.said()
-        assert "Traceback" not in syncer.said()
-        assert str(file) in syncer.said()
+        assert message in syncer.output()
+        assert "Traceback" not in syncer.output()
+        assert str(file) in syncer.output()
         assert len(syncer.events()) == known
 
 
 def test_snapshots_of_another_spec_are_left_alone(tmp_path):
-    with RealSyncer(tmp_path, make_spec()) as syncer, ScriptedLearner(syncer) as one:
-        one.join().initialise(thetas_of(one))
+    with RealSyncer(tmp_path, make_spec()) as syncer, ScriptedLearner(syncer) as learner:
+        learner.join().initialise(thetas_of(learner))
         durable(syncer, 0)
         syncer.terminate()
         before = sorted((syncer.dir / "snapshots").iterdir())
         (tmp_path / "spec.json").write_text(make_spec(seed=5).to_json())
         assert syncer.launch().wait(30) == 2
-        assert "use the manifest that began this run" in syncer.said()
+        assert "use the manifest that began this run" in syncer.output()
         assert [p for p in before if not p.exists()] == []
 
 
-# ---------------------------------------------------------------- signs of life
+# ---------------------------------------------------------------- heartbeat
 
 
-def test_a_syncer_leaves_signs_of_life_while_it_serves(tmp_path, monkeypatch):
+def test_a_syncer_writes_its_heartbeat_while_it_serves(tmp_path, monkeypatch):
     file = tmp_path / "health.json"
     monkeypatch.setenv("DILOCO_HEALTH_FILE", str(file))
     monkeypatch.setenv("DILOCO_LOG_FORMAT", "json")
     with RealSyncer(tmp_path, make_spec()) as syncer:
-        first = until(lambda: health.read(file), saying="a sign of life")
+        first = until(lambda: health.read(file), expected="a heartbeat")
         assert first.ready
         assert first.progress_at == first.at
-        until(lambda: health.read(file).at > first.at, saying="another")
+        until(lambda: health.read(file).at > first.at, expected="the next heartbeat")
         stopped = syncer.process
         stopped.send_signal(signal.SIGSTOP)
         silent = health.read(file)
@@ -245,7 +294,59 @@ def test_a_syncer_leaves_signs_of_life_while_it_serves(tmp_path, monkeypatch):
         stopped.send_signal(signal.SIGCONT)
         assert syncer.terminate() == 0
         assert (health.read(file).ready, health.read(file).why) == (False, "ending: last snapshot")
-        assert all(json.loads(line) for line in syncer.said().splitlines())
+        assert all(json.loads(line) for line in syncer.output().splitlines())
+
+
+# ---------------------------------------------------------------- metrics
+
+
+@pytest.fixture
+def metrics_port():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def metric(port, sample):
+    """The value of one sample, labels included; None: it is not there."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        lines = page.read().decode().splitlines()
+    return next((float(x.rpartition(" ")[2]) for x in lines if x.startswith(f"{sample} ")), None)
+
+
+def test_learners_are_counted_also_before_the_first_merge(tmp_path, metrics_port):
+    """The alert DilocoNoMerges compares both."""
+
+    def learners(state):
+        return metric(metrics_port, f'diloco_learners{{region="eu",state="{state}"}}')
+
+    flags = ("--metrics-port", str(metrics_port))
+    with RealSyncer(tmp_path, make_spec(quorum=2), *flags) as syncer:
+        with ScriptedLearner(syncer) as learner:
+            learner.join()
+            until(lambda: learners("Joining") == 1, expected="it joined")
+            learner.initialise(thetas_of(learner))
+            learner.expect("ready")
+            learner.step()
+            until(lambda: learners("Training") == 1, expected="it trains")
+            assert metric(metrics_port, "diloco_merges_total") == 0
+        until(lambda: (learners("Training"), learners("Gone")) == (0, 1), expected="it left")
+
+
+def test_bulk_bytes_are_counted_in_both_directions(tmp_path, metrics_port):
+    def wire(direction):
+        sample = f'diloco_wire_bytes_total{{direction="{direction}",region="eu"}}'
+        return metric(metrics_port, sample) or 0
+
+    flags = ("--metrics-port", str(metrics_port))
+    with RealSyncer(tmp_path, make_spec(), *flags) as syncer, ScriptedLearner(syncer) as learner:
+        learner.join().initialise(thetas_of(learner))
+        learner.expect("ready")
+        before = wire("up")
+        assert before >= sum(4 * f.elements for f in learner.layout.fragments), "fp32"
+        fragment = learner.layout.fragments[good_round(learner).fragment]
+        assert 4 * fragment.elements <= wire("up") - before < 4.1 * fragment.elements
+        assert 4 * fragment.elements <= wire("down") < 4.1 * fragment.elements
 
 
 # ---------------------------------------------------------------- under load
@@ -257,13 +358,15 @@ def test_a_slow_bulk_transfer_delays_no_control_message(tmp_path):
     tensors = (Tensor(name="big", shape=(1 << 24,), dtype="float32"),)
     with (
         RealSyncer(tmp_path, spec) as syncer,
-        ScriptedLearner(syncer, "eu/0", tensors=tensors) as one,
+        ScriptedLearner(syncer, "eu/0", tensors=tensors) as learner,
     ):
-        one.join().initialise([np.ones(1 << 24, np.float32)])
-        one.expect("ready")
-        pull = one.pull()
-        payloads, _, norms = encoded(one.layout.fragments[0], np.full(1 << 24, 1e-3, np.float32))
-        stream = one.stream(one.header(pull, norms=norms))
+        learner.join().initialise([np.ones(1 << 24, np.float32)])
+        learner.expect("ready")
+        pull = learner.pull()
+        payloads, _, norms = encoded(
+            learner.layout.fragments[0], np.full(1 << 24, 1e-3, np.float32)
+        )
+        stream = learner.stream(learner.header(pull, norms=norms))
         over = threading.Event()
         answers: list[float] = []
 
@@ -285,7 +388,7 @@ def test_a_slow_bulk_transfer_delays_no_control_message(tmp_path):
         finally:
             over.set()
             asking.join()
-        committed(one, pull)
+        committed(learner, pull)
         assert len(answers) > 5
         assert max(answers) < 1.0
         assert not [x for x in syncer.events("leave") if x["reason"] == "HeartbeatLate"]
@@ -296,21 +399,23 @@ def test_a_slow_bulk_transfer_delays_no_control_message(tmp_path):
 # ---------------------------------------------------------------- TLS
 
 
-def test_mutual_tls_lets_in_only_the_same_authority(tmp_path):
+def test_mutual_tls_admits_only_the_same_authority(tmp_path):
     ours, theirs = Authority(), Authority("another authority")
     server = ours.issue(tmp_path / "server")
     with RealSyncer(tmp_path / "job", make_spec(), tls=server) as syncer:
         friend = Tls.load(ours.issue(tmp_path / "friend"))
-        stranger = Tls.load(theirs.issue(tmp_path / "stranger"))
-        assert stranger is not None
+        untrusted = Tls.load(theirs.issue(tmp_path / "untrusted"))
+        assert untrusted is not None
         assert friend is not None
-        # One that trusts our server, but has a certificate of somebody else.
-        forger = Tls(certificate=stranger.certificate, key=stranger.key, authority=friend.authority)
+        # It trusts our server, but has a certificate of another authority.
+        forger = Tls(
+            certificate=untrusted.certificate, key=untrusted.key, authority=friend.authority
+        )
         assert syncer.status(tls=friend).state == "Initialising"
-        for other in (None, stranger, forger):
+        for other in (None, untrusted, forger):
             assert syncer.refuses(tls=other)
-        with ScriptedLearner(syncer, tls=friend) as one:
-            one.join().initialise(thetas_of(one))
-            one.expect("ready")
-            good_round(one)
+        with ScriptedLearner(syncer, tls=friend) as learner:
+            learner.join().initialise(thetas_of(learner))
+            learner.expect("ready")
+            good_round(learner)
         assert syncer.events("refuse") == []

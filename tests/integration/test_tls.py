@@ -1,5 +1,5 @@
 """
-Mutual TLS between real processes: whom the syncer lets in, what a refused learner is told, and
+Mutual TLS between real processes: which learners the syncer admits, what a refused learner logs, and
 certificates that are replaced while everything runs.
 """
 
@@ -20,19 +20,19 @@ import pytest
 import yaml
 
 from diloco.errors import UnauthorisedError, UnavailableError
-from diloco.tls import Tls, advice, explain, server_name
-from diloco.transport import Connection
+from diloco.rpc.certificates import tls_facts
+from diloco.rpc.channels import Connection
+from diloco.rpc.status_client import SyncerClient
+from diloco.rpc.tls import Tls, advice, explain, server_name
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
-from diloco_operator.certs import tls_facts
-from diloco_operator.syncer_client import SyncerClient
-from diloco_testing.certificates import Authority, mount, write
-from diloco_testing.real_syncer import RealSyncer, make_spec, until
-from diloco_testing.relay import Relay
-from diloco_testing.scripted_learner import ScriptedLearner, good_round, random_delta
+from diloco_testing.learners.scripted import ScriptedLearner, good_round, random_delta
+from diloco_testing.network.certificates import Authority, mount, write
+from diloco_testing.network.relay import Relay
+from diloco_testing.syncers.process import RealSyncer, make_spec, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MANIFEST = """
 apiVersion: diloco.dev/v1alpha1
@@ -89,17 +89,17 @@ class Trainer:
         self.process.kill()
         self.process.wait(30)
 
-    def said(self) -> str:
+    def log(self) -> str:
         """Everything it printed."""
         return self._log.read_text(errors="replace")
 
-    def says(self, *words: str) -> None:
-        """Wait until all of these words are in its log; it still runs then."""
+    def wait_for_log(self, *texts: str) -> None:
+        """Wait until its log has all of these texts; it still runs then."""
         until(
-            lambda: all(word in self.said() for word in words) or self.process.poll() is not None,
-            saying=f"the learner says {words}", seconds=60,
+            lambda: all(text in self.log() for text in texts) or self.process.poll() is not None,
+            expected=f"{texts} in the log of the learner", seconds=240,
         )  # fmt: skip
-        assert self.process.poll() is None, self.said()
+        assert self.process.poll() is None, self.log()
 
 
 @pytest.fixture(scope="module")
@@ -107,7 +107,7 @@ def secrets(tmp_path_factory) -> dict[str, Tls]:
     """What `diloco certs` puts into the Secrets of eu (the syncer's region), us, and all."""
     folder = tmp_path_factory.mktemp("certs")
     (folder / "job.yaml").write_text(MANIFEST)
-    command = [sys.executable, "-m", "diloco_operator.cli", "certs", "job.yaml", "--out", "out"]
+    command = [sys.executable, "-m", "diloco_cli", "certs", "job.yaml", "--out", "out"]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
     found = {}
     for file in (folder / "out").glob("*.yaml"):
@@ -135,7 +135,7 @@ def refusals(syncer: RealSyncer, learner: str) -> list[dict[str, Any]]:
     return [line for line in syncer.events("refuse") if line["learner"] == learner]
 
 
-# ---------------------------------------------------------------- who is let in
+# ---------------------------------------------------------------- which learners are admitted
 
 
 def test_each_region_trains_with_its_own_secret_at_an_address_that_no_certificate_names(
@@ -149,7 +149,7 @@ def test_each_region_trains_with_its_own_secret_at_an_address_that_no_certificat
     ):
         until(
             lambda: {"eu/0", "us/0"} <= set().union(*merged(syncer)),
-            saying="both regions are merged", seconds=60,
+            expected="both regions are merged", seconds=240,
         )  # fmt: skip
     # What was under way when a learner left is refused as well, for another reason.
     assert "Unauthorised" not in {line["reason"] for line in syncer.events("refuse")}
@@ -159,7 +159,7 @@ def test_each_region_trains_with_its_own_secret_at_an_address_that_no_certificat
 def test_a_certificate_of_another_region_is_refused_until_it_is_replaced(tmp_path, secrets, syncer):
     tls = mount(tmp_path / "us-tls", secrets["eu"])
     with Trainer(tmp_path / "us", syncer.port, "us/0", tls) as learner:
-        learner.says(
+        learner.wait_for_log(
             "the syncer refused the certificate of this learner: us/0 presented a certificate for "
             "region eu of job j, expected one with the URI name diloco://j/region/us: apply the "
             "Secret of region us"
@@ -169,7 +169,7 @@ def test_a_certificate_of_another_region_is_refused_until_it_is_replaced(tmp_pat
         assert "certificate for region eu" in refused[0]["detail"]
         assert syncer.events("join") == []
         mount(tls, secrets["us"])
-        until(lambda: merged(syncer), saying="us/0 is merged", seconds=60)
+        until(lambda: merged(syncer), expected="us/0 is merged", seconds=240)
         assert learner.process.poll() is None
         assert len(refusals(syncer, "us/0")) < 10, "a refused learner does not fill the audit"
 
@@ -183,55 +183,55 @@ def test_bulk_calls_in_the_name_of_another_regions_learner_are_refused(secrets, 
         honest.join().initialise(thetas)
         honest.expect("ready")
         good_round(honest)
-        with forged() as thief:
-            thief.epoch, thief.incarnation = honest.epoch, honest.incarnation
+        with forged() as impostor:
+            impostor.epoch, impostor.incarnation = honest.epoch, honest.incarnation
             with pytest.raises(
                 UnauthorisedError, match="eu/0 presented a certificate for region us"
             ):
-                thief.download(0, format=bulk.FP32)
+                impostor.download(0, format=bulk.FP32)
             pull = honest.pull()
-            reply = thief.upload(pull, random_delta(thief.layout.fragments[pull.fragment], 1))
+            reply = impostor.upload(pull, random_delta(impostor.layout.fragments[pull.fragment], 1))
             assert (reply.done, reply.refused) == (False, "Unauthorised")
-            # Whoever only looks needs no region: this is how an evaluator reads the model.
-            thief.name = ""
-            thief.download(0, format=bulk.FP32, epoch=0, incarnation=0)
+            # A reader needs no region: this is how an evaluator reads the model.
+            impostor.name = ""
+            impostor.download(0, format=bulk.FP32, epoch=0, incarnation=0)
         assert honest.upload(pull, random_delta(honest.layout.fragments[pull.fragment], 1)).done
-        until(lambda: len(syncer.events("merge")) == 2, saying="the round goes on unharmed")
-    assert [one["reason"] for one in refusals(syncer, "eu/0")] == ["Unauthorised"] * 2
+        until(lambda: len(syncer.events("merge")) == 2, expected="the round commits")
+    assert [line["reason"] for line in refusals(syncer, "eu/0")] == ["Unauthorised"] * 2
 
 
-def test_a_session_needs_the_region_of_its_learner_whatever_it_says(secrets, syncer):
-    with ScriptedLearner(syncer, "us/0", tls=secrets["eu"]) as liar:
+def test_a_session_needs_the_region_of_its_learner_whatever_it_claims(secrets, syncer):
+    with ScriptedLearner(syncer, "us/0", tls=secrets["eu"]) as impostor:
         with pytest.raises(UnauthorisedError, match="expected one with the URI name"):
-            liar.join()
+            impostor.join()
     with ScriptedLearner(syncer, "eu/0", tls=secrets["eu"]) as honest:
         honest.join()
 
 
-def test_a_certificate_of_another_job_speaks_for_no_region(tmp_path):
+def test_a_certificate_of_another_job_is_valid_for_no_region(tmp_path):
     authority = Authority()
     tls = write(tmp_path / "tls", authority.make())
     with RealSyncer(tmp_path / "job", make_spec(), tls=tls) as syncer:
         other = authority.make(job="k", regions=["eu", "us"])
-        with ScriptedLearner(syncer, "eu/0", tls=other) as stranger:
+        with ScriptedLearner(syncer, "eu/0", tls=other) as learner:
             with pytest.raises(UnauthorisedError, match="a certificate for no region of job j"):
-                stranger.join()
+                learner.join()
 
 
 def test_any_certificate_of_the_authority_may_ask_for_the_status(secrets, syncer):
-    for one in secrets.values():
-        with closing(SyncerClient(syncer.endpoint, tls=one, server_name="j-syncer")) as client:
+    for tls in secrets.values():
+        with closing(SyncerClient(syncer.endpoint, tls=tls, server_name="j-syncer")) as client:
             assert client.status(timeout_seconds=10).job == "j"
 
 
-# ---------------------------------------------------------------- what the refused are told
+# ---------------------------------------------------------------- what a refused learner logs
 
 
 @pytest.fixture(scope="module")
 def refused(tmp_path_factory) -> Iterator[dict[str, Trainer]]:
-    """Learners that cannot get in, all at once: their processes take long to start."""
+    """Learners that are refused, all at once: their processes take long to start."""
     folder = tmp_path_factory.mktemp("refused")
-    ours, theirs = Authority(), Authority("somebody")
+    ours, theirs = Authority(), Authority("another")
     tls = write(folder / "tls", ours.make())
     forged = replace(theirs.make(), authority=ours.made.bundle)
     expired = ours.make(expires_in_seconds=-60)
@@ -254,7 +254,7 @@ def refused(tmp_path_factory) -> Iterator[dict[str, Trainer]]:
 
 
 @pytest.mark.parametrize(
-    ("case", "words"),
+    ("case", "texts"),
     [
         ("other authority", [advice("CertificateOfOtherAuthority")]),
         ("forged", [advice("HandshakeRefused"), "refused by its own ca.crt: unable to get local"]),
@@ -263,8 +263,8 @@ def refused(tmp_path_factory) -> Iterator[dict[str, Trainer]]:
         ("plain syncer", [advice("PlainText")]),
     ],
 )
-def test_a_refused_learner_says_why_and_goes_on_trying(refused, case, words):
-    refused[case].says(*words)
+def test_a_refused_learner_logs_why_and_retries(refused, case, texts):
+    refused[case].wait_for_log(*texts)
 
 
 # ---------------------------------------------------------------- replaced while running
@@ -280,7 +280,7 @@ def test_replaced_certificates_are_used_by_both_ends_without_a_restart(tmp_path)
         Relay(syncer.port) as relay,
         Trainer(tmp_path / "learner", relay.port, "eu/0", there) as learner,
     ):
-        until(lambda: merged(syncer), saying="a merge", seconds=60)
+        until(lambda: merged(syncer), expected="a merge", seconds=240)
         mount(here, old.make(expires_in_seconds=-60))
         mount(there, old.make(expires_in_seconds=-60))
 
@@ -291,27 +291,27 @@ def test_replaced_certificates_are_used_by_both_ends_without_a_restart(tmp_path)
                 except UnavailableError as error:
                     return explain(str(error))
 
-        # New connections meet the expired certificate; those that stand go on.
+        # New connections meet the expired certificate; established connections persist.
         assert fresh(old.make()) == "CertificateExpired"
         count = len(merged(syncer))
-        until(lambda: len(merged(syncer)) > count + 3, saying="merges on old connections")
-        assert "session lost" not in learner.said()
+        until(lambda: len(merged(syncer)) > count + 3, expected="merges on old connections")
+        assert "session lost" not in learner.log()
 
         relay.cut()
-        learner.says(advice("CertificateExpired"))
+        learner.wait_for_log(advice("CertificateExpired"))
         mount(here, new.make())
-        until(lambda: fresh(new.make()) == "Waiting" or None, saying="the syncer has the new one")
-        learner.says(advice("CertificateOfOtherAuthority"))
+        until(lambda: fresh(new.make()) == "Waiting" or None, expected="the syncer has the new one")
+        learner.wait_for_log(advice("CertificateOfOtherAuthority"))
         count = len(merged(syncer))
         mount(there, new.make())
-        until(lambda: len(merged(syncer)) > count + 3, saying="merges under new certificates")
+        until(lambda: len(merged(syncer)) > count + 3, expected="merges under new certificates")
         assert {line["incarnation"] for line in syncer.events("join")} == {1}
         assert len(syncer.events("start")) == 1
         assert learner.process.poll() is None
         syncer.assert_audit()
 
 
-def test_an_observer_dials_anew_with_replaced_files(tmp_path):
+def test_an_observer_reconnects_with_replaced_files(tmp_path):
     old, new = Authority("old"), Authority("new")
     here, there = mount(tmp_path / "a", old.make()), mount(tmp_path / "b", old.make())
 

@@ -1,15 +1,126 @@
-"""The layers of docs/architecture.md, enforced by import-linter (pyproject.toml)."""
+"""The layers of docs/architecture.md, enforced by import-linter (pyproject.toml), and what it cannot see of purity."""
 
+import ast
+import os
+import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
+CONFIG = ROOT / "pyproject.toml"
+PROJECT = tomllib.loads(CONFIG.read_text())
+WHEEL = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
+PACKAGES = {Path(path).name: ROOT / path for path in WHEEL["packages"]}
+PURE = next(
+    contract["source_modules"]
+    for contract in PROJECT["tool"]["importlinter"]["contracts"]
+    if contract["name"] == "pure code does no I/O"
+)
+
+
+def lint(*search: Path) -> subprocess.CompletedProcess[str]:
+    """Run import-linter with the project's configuration; packages in `search` hide the installed ones."""
+    program = Path(sys.executable).with_name("lint-imports")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, search))}
+    return subprocess.run(
+        [program, "--no-cache", "--config", CONFIG],
+        cwd=search[0] if search else ROOT, env=environment, capture_output=True, text=True,
+    )  # fmt: skip
 
 
 def test_import_contracts_are_kept():
-    lint = Path(sys.executable).with_name("lint-imports")
-    done = subprocess.run(
-        [lint, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False
-    )
+    done = lint()
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """A copy of all packages, to break contracts in."""
+    for package in PACKAGES.values():
+        skipped = shutil.ignore_patterns("__pycache__", "*.nb?")
+        shutil.copytree(package, tmp_path / package.name, ignore=skipped)
+    return tmp_path
+
+
+def test_a_copy_of_the_packages_keeps_the_contracts(copy):
+    done = lint(copy)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_a_misplaced_import_is_refused(copy):
+    path = copy / "diloco_syncer/core/engine.py"
+    path.write_text(f"{path.read_text()}\nimport diloco_syncer.storage\n")
+    done = lint(copy)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "layers of the syncer BROKEN" in done.stdout
+    assert "diloco_syncer.core.engine -> diloco_syncer.storage" in done.stdout
+
+
+@pytest.mark.parametrize("folder", ["", "core"])
+def test_a_module_without_a_layer_is_refused(copy, folder):
+    (copy / "diloco_syncer" / folder / "misplaced.py").touch()
+    done = lint(copy)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "misplaced" in done.stdout + done.stderr
+
+
+# Purity: import-linter sees imports of modules, not builtins or members of modules.
+
+BUILTINS = {"breakpoint", "eval", "exec", "input", "open", "print"}
+CLOCKS = {"now", "today", "utcnow"}
+PATHS = {"Path", "PosixPath", "WindowsPath"}
+
+
+def sources(module: str) -> list[Path]:
+    """Files of a module or package, by its dotted name."""
+    package, *names = module.split(".")
+    path = PACKAGES[package].joinpath(*names)
+    return sorted(path.rglob("*.py")) if path.is_dir() else [path.with_suffix(".py")]
+
+
+def impurities(text: str) -> Iterator[str]:
+    """What in this source reads a clock, a file or a terminal, each with its line."""
+    for node in ast.walk(ast.parse(text)):
+        match node:
+            case ast.Name(id=name) if name in BUILTINS and isinstance(node.ctx, ast.Load):
+                yield f"{node.lineno}: {name}"
+            case ast.Attribute(
+                value=ast.Name(id="datetime" | "date") | ast.Attribute(attr="datetime" | "date"),
+                attr=name,
+            ) if name in CLOCKS:
+                yield f"{node.lineno}: datetime.{name}"
+            case ast.ImportFrom(module="pathlib", names=names):
+                yield from (f"{node.lineno}: pathlib.{n.name}" for n in names if n.name in PATHS)
+            case ast.Attribute(value=ast.Name(id="pathlib"), attr=name) if name in PATHS:
+                yield f"{node.lineno}: pathlib.{name}"
+
+
+@pytest.mark.parametrize("module", PURE)
+def test_pure_code_reads_no_clock_file_or_terminal(module):
+    found = [
+        f"{p.relative_to(ROOT)}:{it}" for p in sources(module) for it in impurities(p.read_text())
+    ]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "open('x')", "list(map(print, []))", "eval('1')", "datetime.now()", "datetime.datetime.utcnow()",
+        "clock = datetime.now", "date.today()", "from pathlib import Path", "pathlib.Path('x')",
+    ],
+)  # fmt: skip
+def test_the_check_of_purity_finds(text):
+    assert len(list(impurities(text))) == 1
+
+
+def test_the_check_of_purity_leaves_values_alone():
+    allowed = (
+        "from pathlib import PurePosixPath\nstate.now\nself.open()\ndatetime.fromisoformat('')"
+    )
+    assert not list(impurities(allowed))

@@ -1,9 +1,9 @@
 """
-The learner's side of a job: the `Learner` library, the link process, the built-in recipe, the
-evaluator.
+The learner's side of a job: the `Learner` library, the link process, the GPT recipe, the evaluator.
 
-`Learner` is loaded on first use: the link process and `fetch` live in this package and must not
-import torch.
+Begin with `learner`, the public class; `joined` implements it in a job, with trainer/ in the training
+process and link/ in the process beside it, and the decisions of both in core/ (pure). Imports only
+the contract (`diloco`); torch stays out of core/, link/ and `fetch`, so `Learner` loads on first use.
 """
 
 from __future__ import annotations

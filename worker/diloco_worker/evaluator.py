@@ -1,10 +1,10 @@
 """
-The evaluator: downloads the syncer's Θ now and then, scores it, hands the score in.
+The evaluator: downloads the syncer's Θ at intervals, scores it, and submits the score.
 
     python -m diloco_worker.evaluator
 
-It is an observer: no learner waits for it, and it may die or be away at any time. A recipe's model
-is scored in this process; the model of an own loop is written to a file and scored by the user's
+It is an observer: no learner waits for it, and it may die at any time. The model of a recipe is
+scored in this process; the model of a user's own loop is written to a file and scored by the user's
 command.
 """
 
@@ -32,10 +32,11 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from diloco import telemetry, transport
 from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, UnavailableError
+from diloco.rpc import channels, status_codes
+from diloco.rpc.tls import server_name
+from diloco.runtime import backoff, logs
 from diloco.spec import RunSpec
-from diloco.tls import server_name
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
 from diloco_worker import settings
@@ -49,7 +50,7 @@ Score = dict[str, Any]
 """At least {"loss": number}."""
 
 _POLL_SECONDS = 1.0
-# The Θ^(0) of an own loop can only be had before the first merge.
+# The Θ^(0) of a user's own loop is available only until the first merge.
 _FIRST_POLL_SECONDS = 0.2
 _CALL_SECONDS = 10.0
 _COMMAND_SECONDS = 3600.0
@@ -57,18 +58,18 @@ _MOST_STDERR = 2000
 
 
 class NoScoreError(Exception):
-    """The user's command gave no score for this model; the next model is another chance."""
+    """The user's command returned no score for this model; the next model gets another try."""
 
 
 class Scorer(Protocol):
-    """How good some weights are."""
+    """Scores weights."""
 
     def __call__(self, weights: Weights) -> Score:
         """
         The score, with at least `loss`.
 
         Raises:
-            NoScoreError: there is none this time.
+            NoScoreError: this model could not be scored.
         """
 
 
@@ -82,7 +83,7 @@ class CommandScorer:
     command: tuple[str, ...]
 
     def __call__(self, weights: Weights) -> Score:
-        """What the last JSON object on the command's standard output says."""
+        """The last JSON object on the command's standard output."""
         program = (
             (sys.executable, *self.command[1:]) if self.command[0] == "python" else self.command
         )
@@ -149,22 +150,22 @@ def is_due(*, step: int, last: int | None, every: int, complete: bool) -> bool:
 @dataclass(slots=True, kw_only=True)
 class Evaluator:
     """
-    One life of the evaluator: `run` returns when the job's final model has its score.
+    One run of the evaluator: `run` returns when the job's final model has its score.
 
-    All that it does to the outside goes through its fields, so tests give it their own.
+    All side effects go through its fields, so tests can replace them.
     """
 
     spec: RunSpec
     status: Callable[[], pb.StatusReply]
     fetch: Callable[[pb.StatusReply], tuple[int, dict[str, NDArray[Any]]]]
-    hand_in: Callable[[pb.Evaluation], object]
+    submit: Callable[[pb.Evaluation], object]
     scorer: Scorer
-    memory: Path | None = None
-    """File that keeps the step of the last score over restarts; None: forget."""
+    state_file: Path | None = None
+    """Keeps the step of the last score over restarts; None: do not keep it."""
     sleep: Callable[[float], object] = time.sleep
-    backoff: transport.Backoff = field(
-        # Jitter needs no good randomness.
-        default_factory=lambda: transport.Backoff(0.5, 10.0, random.Random())  # noqa: S311
+    backoff: backoff.Backoff = field(
+        # Jitter needs no secure randomness.
+        default_factory=lambda: backoff.Backoff(0.5, 10.0, random.Random())  # noqa: S311
     )
 
     def run(self, *, initial: Weights | None = None) -> None:
@@ -172,11 +173,11 @@ class Evaluator:
         Score until the final step has its score.
 
         Args:
-            initial: Θ^(0) where it is known without a download; scored first unless a score was
-            handed in before.
+            initial: Θ^(0) if it is known without a download; scored first, unless an earlier run
+                submitted a score.
         """
         every = self.spec.evaluation_every_steps or self.spec.steps
-        last = self._remembered()
+        last = self._last_scored_step()
         if initial is not None and last is None:
             last = 0
             self._score(last, initial, tokens=0)
@@ -190,7 +191,7 @@ class Evaluator:
                     and is_due(step=status.step, last=last, every=every, complete=complete)
                 ):
                     step, weights = self.fetch(status)
-                    # Without a score the next interval is the next chance.
+                    # A model without a score is not scored again; the next interval is.
                     last = max(step, status.step)
                     self._score(last, weights, tokens=status.tokens)
                 self.backoff.reset()
@@ -205,9 +206,9 @@ class Evaluator:
 
     def _score(self, step: int, weights: Weights, *, tokens: int) -> None:
         """
-        Score and hand in, however long the syncer is away; a model without a score is warned about.
+        Score and submit, however long the syncer is unavailable; log a model without a score.
         """
-        began = time.monotonic()
+        started = time.monotonic()
         try:
             score = self.scorer(weights)
             loss = float(score["loss"])
@@ -218,48 +219,48 @@ class Evaluator:
         except NoScoreError as error:
             log.warning("no score: %s", error, extra={"step": step})
             return
-        seconds = round(time.monotonic() - began, 3)
+        seconds = round(time.monotonic() - started, 3)
         detail = {name: value for name, value in score.items() if name != "loss"}
         detail |= {"seconds": seconds, "tokens": tokens}
         evaluation = pb.Evaluation(step=step, loss=loss, detail=json.dumps(detail))
         while True:
             try:
-                self.hand_in(evaluation)
+                self.submit(evaluation)
             except (grpc.RpcError, DilocoError) as error:
                 self._wait_after(error)
             else:
                 break
         self.backoff.reset()
         log.info("scored", extra={"step": step, "loss": f"{loss:.4f}", "seconds": seconds})
-        self._remember(step)
+        self._save_step(step)
 
     def _wait_after(self, error: Exception) -> None:
-        said = transport.error_of(error) if isinstance(error, grpc.RpcError) else error
+        cause = status_codes.error_of(error) if isinstance(error, grpc.RpcError) else error
         seconds = self.backoff.next()
-        level = logging.INFO if isinstance(said, UnavailableError) else logging.WARNING
-        log.log(level, "trying again: %s", said, extra={"seconds": round(seconds, 1)})
+        level = logging.INFO if isinstance(cause, UnavailableError) else logging.WARNING
+        log.log(level, "retrying: %s", cause, extra={"seconds": round(seconds, 1)})
         self.sleep(seconds)
 
-    def _remembered(self) -> int | None:
+    def _last_scored_step(self) -> int | None:
         try:
-            return int(json.loads(self.memory.read_text())["step"]) if self.memory else None
+            return int(json.loads(self.state_file.read_text())["step"]) if self.state_file else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _remember(self, step: int) -> None:
-        if self.memory is None:
+    def _save_step(self, step: int) -> None:
+        if self.state_file is None:
             return
         try:
-            self.memory.parent.mkdir(parents=True, exist_ok=True)
-            self.memory.write_text(json.dumps({"step": step}) + "\n")
+            self.state_file.parent.mkdir(parents=True, exist_ok=True)
+            self.state_file.write_text(json.dumps({"step": step}) + "\n")
         except OSError as error:
-            # It costs a second score of the same step after a restart, no more.
-            log.warning("%s: %s", self.memory, error.strerror)
+            # The only consequence is a second score of the same step after a restart.
+            log.warning("%s: %s", self.state_file, error.strerror)
 
 
 def make_scorer(spec: RunSpec, config: Mapping[str, Any]) -> tuple[Scorer, Weights | None]:
     """
-    The job's scorer, and Θ^(0) if it can be had without asking.
+    The job's scorer, and Θ^(0) if it is known without a download.
 
     Raises:
         ConfigError: the job has neither a recipe nor a command, or the recipe's config is wrong.
@@ -268,8 +269,8 @@ def make_scorer(spec: RunSpec, config: Mapping[str, Any]) -> tuple[Scorer, Weigh
         return CommandScorer(command=spec.evaluation_command), None
     if spec.recipe not in RECIPES:
         raise ConfigError(
-            "spec.evaluation.command: there is none, and the job has no recipe that could score "
-            "its model; give one"
+            "spec.evaluation.command: not set, and the job has no recipe that can score its model; "
+            "set one"
         )
     recipe = importlib.import_module(f"diloco_worker.recipes.{spec.recipe}")
     scorer = recipe.Scorer(config, seed=spec.seed)
@@ -280,15 +281,15 @@ def _evaluator(
     spec: RunSpec,
     job: settings.LearnerSettings,
     scorer: Scorer,
-    control: transport.Connection,
-    bulk: transport.Connection,
+    control: channels.Connection,
+    bulk: channels.Connection,
 ) -> Evaluator:
     def stub() -> SyncerStub:
         return SyncerStub(control.channel)
 
     def pause(seconds: float) -> None:
         time.sleep(seconds)
-        # Between two calls: nothing runs on the channels that could be cut.
+        # Between two calls, so no call on the channels is interrupted.
         control.renew()
         bulk.renew()
 
@@ -296,17 +297,17 @@ def _evaluator(
         spec=spec,
         status=lambda: stub().GetStatus(pb.StatusRequest(), timeout=_CALL_SECONDS),
         fetch=lambda status: fetch_model(bulk.channel, status=status, spec=spec),
-        hand_in=lambda evaluation: stub().Evaluated(evaluation, timeout=_CALL_SECONDS),
+        submit=lambda evaluation: stub().Evaluated(evaluation, timeout=_CALL_SECONDS),
         scorer=scorer,
-        memory=job.state / "evaluator.json" if job.state else None,
+        state_file=job.state / "evaluator.json" if job.state else None,
         sleep=pause,
     )
 
 
 def main() -> None:
-    """Wire the evaluator to the job that the environment names."""
+    """Evaluate the job that the environment names."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    # Learners come first where cores are few.
+    # Learners have priority where cores are few.
     os.nice(5)
     try:
         job = settings.from_env(observer=True)
@@ -314,13 +315,13 @@ def main() -> None:
             raise ConfigError(
                 "DILOCO_SYNCER is not set; the evaluator runs inside a job (`diloco run`)"
             )
-        telemetry.configure_logging(json=job.json_logs, name="evaluator")
+        logs.configure_logging(json=job.json_logs, name="evaluator")
         spec = job.read_spec()
         name = server_name(job.job)
-        control = transport.Connection(
+        control = channels.Connection(
             job.syncer, tls_dir=job.tls, purpose="control", server_name=name
         )
-        bulk = transport.Connection(job.syncer, tls_dir=job.tls, purpose="bulk", server_name=name)
+        bulk = channels.Connection(job.syncer, tls_dir=job.tls, purpose="bulk", server_name=name)
         scorer, initial = make_scorer(spec, job.config)
         with contextlib.closing(control), contextlib.closing(bulk):
             _evaluator(spec, job, scorer, control, bulk).run(initial=initial)

@@ -1,4 +1,4 @@
-"""The syncer's model for those who only look at it (the evaluator). No torch."""
+"""Download of the syncer's model by an observer (the evaluator). No torch."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import grpc
 import numpy as np
 import numpy.typing as npt
 
-from diloco import wire
+from diloco.codec import formats
 from diloco.errors import UnavailableError
-from diloco.fragments import Layout, Tensor, cut
+from diloco.model import tensorfile
+from diloco.model.fragments import Layout, cut
+from diloco.rpc.tensor_info import from_proto
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
-from diloco_worker import download
-from diloco_worker.core import tensorfile
-from diloco_worker.transfer import Cancel, Identity
+from diloco_worker.link import download
+from diloco_worker.link.assembly import Assembly, Payloads, Wanted, decode_into
+from diloco_worker.link.transfer import CancelToken, Identity
 
 OBSERVER = Identity(learner="", epoch=0, incarnation=0)
 
@@ -24,29 +26,30 @@ def fetch_model(
     channel: grpc.Channel, *, status: pb.StatusReply, spec: RunSpec
 ) -> tuple[int, dict[str, npt.NDArray[Any]]]:
     """
-    Download what is current: every fragment in fp32, and the constants.
+    Download the current model: every fragment in fp32, and the constants.
 
     Args:
         channel: bulk channel.
-        status: says what the model looks like.
-        spec: says how it is cut.
+        status: describes the tensors.
+        spec: defines how they are cut into fragments.
 
-    Returns: The global step, and every tensor under every name it has, in its shape: fp32, except
-        constants that are not floating point. Fragments are fetched one after the other; the step
-        is the newest that any of them had.
+    Returns:
+        The global step, and every tensor under each of its names, in its shape: fp32, except for
+        constants that are not floating point. Fragments are downloaded one after the other; the
+        step is the newest of theirs.
 
     Raises:
-        DilocoError: there is no model yet, or the connection broke; nothing was changed, try again.
+        DilocoError: there is no model yet, or the connection broke; try again.
     """
     if not status.tensors:
-        raise UnavailableError("the syncer knows no model yet; wait for its first learner")
+        raise UnavailableError("the syncer has no model yet; wait for its first learner")
     layout = _layout(status, spec)
     out: dict[str, npt.NDArray[Any]] = {}
     newest = 0
     for fragment in layout.fragments:
-        payloads = _one(channel, layout, fragment.index)
+        payloads = _download(channel, layout, fragment.index)
         flat_N = np.empty(fragment.elements, np.float32)
-        download.decode_into(payloads, fragment, flat_N)
+        decode_into(payloads, fragment, flat_N)
         newest = max(newest, payloads.step)
         for slot in fragment.slots:
             values = flat_N[slot.offset : slot.offset + slot.tensor.elements].reshape(
@@ -54,38 +57,26 @@ def fetch_model(
             )
             for name in (slot.tensor.name, *slot.tensor.aliases):
                 out[name] = values
-    payloads = _one(channel, layout, len(layout.fragments))
+    payloads = _download(channel, layout, len(layout.fragments))
     out.update(_constants(payloads.buffer[: payloads.size_bytes]))
     return newest, out
 
 
 def _layout(status: pb.StatusReply, spec: RunSpec) -> Layout:
-    tensors = [
-        Tensor(
-            name=t.name,
-            shape=tuple(t.shape),
-            dtype=t.dtype,
-            embedding=t.embedding,
-            aliases=tuple(t.aliases),
-        )
-        for t in status.tensors
-    ]
+    tensors = [from_proto(t) for t in status.tensors]
     return cut(tensors, num_fragments=spec.fragments, average=spec.average_parameters)
 
 
-def _one(channel: grpc.Channel, layout: Layout, index: int) -> download.Payloads:
+def _download(channel: grpc.Channel, layout: Layout, index: int) -> Payloads:
     constants = index == len(layout.fragments)
-    payloads = download.fetch(
-        channel,
+    wanted = Wanted(
         identity=OBSERVER,
         fragment=index,
-        round=0,
-        attempt=0,
-        fmt=wire.RAW if constants else wire.FP32,
+        format=formats.RAW if constants else formats.FP32,
         expected=None if constants else layout.fragments[index],
-        take_buffer=lambda size: np.empty(size, np.uint8),
-        cancel=Cancel(),
     )
+    assembly = Assembly(wanted, lambda size: np.empty(size, np.uint8), lambda buffer: None)
+    payloads = download.fetch(channel, assembly, CancelToken())
     if payloads is None:
         raise UnavailableError(f"fragment {index} was not committed; try again")
     return payloads

@@ -1,44 +1,72 @@
 """
-`Learner`: puts an ordinary torch loop into a DiLoCo job.
+`Learner`: adds an ordinary torch training loop to a DiLoCo job.
 
     learner = Learner.connect(model, optimizer)
     while not learner.done:
         loss = train_one_step(model, optimizer, learner.step_index)
         learner.step(tokens=n_tokens, loss=loss)
 
-This process never touches the network: `step` counts, copies a few fragments to and from shared
-memory and sends one message that nobody waits for. Everything else happens in the link process
-(link.py).
+`Learner` is a facade. In a job `joined.py` does the work; without one, `standalone.py` does. Neither
+touches the network: the link process does (link/).
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError
+from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, StorageError
 from diloco.spec import RunSpec
 from diloco_worker import settings
-from diloco_worker.core.ledger import Ledger
+from diloco_worker.joined import JoinedTrainer
+from diloco_worker.standalone import StandaloneTrainer
+from diloco_worker.trainer.termination import exit_with
+
+
+class Trainer(Protocol):
+    """What `Learner` needs of its implementations; each member means what it means there."""
+
+    name: str
+    index: int
+    spec: RunSpec | None
+    config: dict[str, Any]
+
+    @property
+    def done(self) -> bool:
+        """Whether to leave the loop."""
+
+    @property
+    def step_index(self) -> int:
+        """Global step t."""
+
+    @property
+    def total_steps(self) -> int | None:
+        """T."""
+
+    @property
+    def local_step(self) -> int:
+        """t_m."""
+
+    def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
+        """Count an optimizer step and exchange fragments."""
+
+    def close(self) -> None:
+        """Leave the job."""
 
 
 class Learner:
     """
-    One learner; as it stands here, one that is alone (no DILOCO_SYNCER): it counts and takes no
-    part in anything.
+    One learner of a job; without a job (DILOCO_SYNCER is not set) it only counts steps.
 
-    Use `Learner.connect`, in the main thread and after the model is on its device.
+    Create it with `Learner.connect`, in the main thread and after the model is on its device.
     """
 
-    def __init__(self, *, standalone_steps: int | None = None) -> None:
-        self._standalone_steps = standalone_steps
-        self._ledger = Ledger(0)
-        self._closed = False
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
 
     @staticmethod
     def connect(
@@ -49,109 +77,115 @@ class Learner:
         connect_timeout_seconds: float = 600,
     ) -> Learner:
         """
-        Join the job that the environment names, and return when the model holds what the job says.
+        Join the job that the environment names; return when the model holds the job's parameters.
 
-        Of the processes of one learner (RANK, WORLD_SIZE) rank 0 connects; the others take its
-        parameters after each `step`, for example by torch.distributed.broadcast.
+        Of the processes of a learner (RANK, WORLD_SIZE) only rank 0 connects; the others take its
+        parameters after each `step`, for example with torch.distributed.broadcast.
 
         Args:
-            model: parameters are overwritten in place, now and during training; move it to its
-                device before.
-            optimizer: one or several; only used for local checkpoints.
-            standalone_steps: without a job, `done` after so many steps; None: never.
+            model: its parameters are overwritten in place, now and during training; move it to its
+                device first.
+            optimizer: one or several; used only for local checkpoints.
+            standalone_steps: without a job, `done` after this many steps; None: never.
             connect_timeout_seconds: how long to wait for a syncer that does not answer.
 
         Raises:
-            SystemExit: 78 when the job refused this model, spec or name for good, or this is not
-                rank 0; 75 when the syncer did not come in time or this process was replaced; one
-                sentence on standard error says why.
+            SystemExit: 78 if the job refuses this model, spec or name for good, or if this is not
+                rank 0; 75 if the syncer does not answer in time or a newer process replaced this
+                one; 1 if DILOCO_STATE cannot be written. One sentence on standard error gives the
+                reason.
         """
-        from diloco_worker.joined import JoinedLearner
-
         try:
             config = settings.from_env()
             if config is None:
-                return Learner(standalone_steps=standalone_steps)
+                return Learner(StandaloneTrainer(steps=standalone_steps))
             _refuse_other_ranks(config)
             optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-            return JoinedLearner(
-                config, model, optimizers, connect_timeout_seconds=connect_timeout_seconds
+            return Learner(
+                JoinedTrainer(
+                    config, model, optimizers, connect_timeout_seconds=connect_timeout_seconds
+                )
             )
+        except StorageError as error:
+            # Not a refusal: the disk may work again after a restart.
+            raise exit_with(1, str(error)) from None
         except DilocoError as error:
             raise exit_with(EXIT_REFUSED, str(error)) from None
 
-    # ------------------------------------------------------------ facts
+    # ------------------------------------------------------------ properties
 
     @property
     def done(self) -> bool:
-        """The job is complete, or this process was told to stop: leave the loop."""
-        return self._closed or (
-            self._standalone_steps is not None and self._ledger.local_step >= self._standalone_steps
-        )
+        """
+        Whether to leave the loop: the job is complete, or this process received SIGTERM.
+
+        The first time it is true, the learner leaves the job.
+        """
+        return self._trainer.done
 
     @property
     def step_index(self) -> int:
-        """Global step t, for the learning-rate schedule; alone: the local step."""
-        return self._ledger.local_step
+        """Global step t, for the learning rate schedule; without a job: the local step."""
+        return self._trainer.step_index
 
     @property
     def total_steps(self) -> int | None:
         """
-        T as the syncer last said it (it may be raised while the job runs); alone:
+        T, as last received from the syncer (it can be raised while the job runs); without a job:
         `standalone_steps`.
         """
-        return self._standalone_steps
+        return self._trainer.total_steps
 
     @property
     def local_step(self) -> int:
-        """t_m: steps this learner has made over all its lives, so the position in its data."""
-        return self._ledger.local_step
+        """t_m: steps of this learner over all its restarts, so the position in its data."""
+        return self._trainer.local_step
 
     @property
     def name(self) -> str:
-        """ "<region>/<index>"; alone: "alone/0"."""
-        return "alone/0"
+        """ "<region>/<index>"; without a job: "alone/0"."""
+        return self._trainer.name
 
     @property
     def index(self) -> int:
         """
         A number that no other learner of the job has: index in the region × number of regions +
-        place of the region.
+        position of the region.
 
-        Stays the same while learners are added or removed; only another set of regions changes it.
-        Alone: 0.
+        Adding or removing learners does not change it; only another set of regions does. Without a
+        job: 0.
         """
-        return 0
+        return self._trainer.index
 
     @property
     def spec(self) -> RunSpec | None:
-        """What all processes of the job share; alone: None."""
-        return None
+        """What all processes of the job share; without a job: None."""
+        return self._trainer.spec
 
     @property
     def config(self) -> dict[str, Any]:
-        """DILOCO_CONFIG; alone: empty."""
-        return {}
+        """DILOCO_CONFIG; without a job: empty."""
+        return self._trainer.config
 
     # ------------------------------------------------------------ training
 
     def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         """
-        Call once after each optimizer step.
+        Call this once after each optimizer step.
 
         Args:
-            tokens: how many the step trained on; weighs this learner in a merge.
-            loss: for the records; a tensor on another device is read one step later, so that
-                nothing waits for it.
+            tokens: number of tokens in the step; the weight of this learner in a merge.
+            loss: for logs and metrics; a tensor on another device is read one step later, so that
+                the step does not wait for the device.
         """
-        self._ledger.count(tokens)
+        self._trainer.step(tokens=tokens, loss=loss)
 
     def close(self) -> None:
-        """Leave the job; `done` from now on. Happens by itself when `done` turns true."""
-        self._closed = True
+        """Leave the job; `done` is true from now on. Not needed after `done` became true."""
+        self._trainer.close()
 
     def __enter__(self) -> Learner:
-        """Nothing; for `with`."""
+        """Return this learner, for `with`."""
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -160,16 +194,10 @@ class Learner:
 
 
 def _refuse_other_ranks(config: settings.LearnerSettings) -> None:
-    # Each would replace the one before: to the syncer they are one learner.
+    # The syncer sees the ranks as one learner, so each connection would replace the previous one.
     if config.rank > 0:
         raise ConfigError(
             f"RANK: {config.rank}, expected 0: of the {config.world_size} processes of learner "
             f"{config.learner} only rank 0 connects; the others take its parameters, for example "
             "by torch.distributed.broadcast after its learner.step()"
         )
-
-
-def exit_with(code: int, sentence: str) -> SystemExit:
-    """Print the sentence to standard error; raise the result to end the process with `code`."""
-    print(f"diloco: {sentence}", file=sys.stderr, flush=True)
-    return SystemExit(code)

@@ -1,8 +1,7 @@
 """
 Text from a finished model: `python -m diloco_worker.sample --model DIR`.
 
-Reads what a job leaves behind (model.json and model.safetensors) and needs nothing else: no syncer,
-no data.
+Needs only the model/ directory of a run (model.json and model.safetensors): no syncer, no data.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from diloco_worker.recipes.data import SEPARATOR
 
 def load(directory: Path) -> gpt.GPT:
     """
-    The model of a run's model/ directory.
+    Load the model of a run's model/ directory.
 
     Raises:
-        ConfigError: the files are not there, or hold a model of another program.
+        ConfigError: the files are missing or damaged, or hold the model of another program.
     """
     try:
         meta = json.loads((directory / "model.json").read_text())
@@ -47,7 +46,7 @@ def load(directory: Path) -> gpt.GPT:
     model = gpt.GPT(config_reader.read(gpt.Config, meta.get("config", {})), seed=0)
     try:
         model.load_state_dict(load_file(directory / "model.safetensors"))
-    except Exception as error:  # safetensors, the disk and torch each have their own
+    except Exception as error:  # safetensors, the disk and torch raise different errors
         raise ConfigError(f"{directory / 'model.safetensors'}: {error}") from None
     return model
 
@@ -57,12 +56,12 @@ def generate(
     model: gpt.GPT, prompt: bytes, *, tokens: int, temperature: float, seed: int
 ) -> Iterator[int]:
     """
-    Bytes that go on where `prompt` ends, one at a time; the same arguments give the same bytes.
+    Continue `prompt`, one byte at a time; the same arguments give the same bytes.
 
-    An empty prompt means the beginning of a file. Temperature 0 takes the likeliest byte each time.
+    An empty prompt means the beginning of a file. Temperature 0 selects the most likely byte.
     """
     generator = torch.Generator().manual_seed(seed)
-    # The model learned SEPARATOR as what stands before a file.
+    # In training, SEPARATOR precedes every file.
     text = list(SEPARATOR + prompt)
     for _ in range(tokens):
         logits_V = model(torch.tensor([text[-model.context :]]))[0, -1].float()
@@ -70,13 +69,13 @@ def generate(
         if temperature == 0:
             text.append(int(logits_V.argmax()))
         else:
-            chances_V = torch.softmax(logits_V / temperature, dim=-1)
-            text.append(int(torch.multinomial(chances_V, 1, generator=generator)))
+            probabilities_V = torch.softmax(logits_V / temperature, dim=-1)
+            text.append(int(torch.multinomial(probabilities_V, 1, generator=generator)))
         yield text[-1]
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; a wrong one ends the program with code 2."""
+    """Parse the command line; exit with code 2 if it is wrong."""
     flags = argparse.ArgumentParser(
         prog="python -m diloco_worker.sample", description="Text from a finished model."
     )
@@ -84,25 +83,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--model", required=True, type=Path, metavar="DIR", help="a run's model/ directory"
     )
     flags.add_argument(
-        "--prompt", default="def ", help="text to go on from; empty: the beginning of a file"
+        "--prompt", default="def ", help="text to continue; empty: the beginning of a file"
     )
-    flags.add_argument("--tokens", default=400, type=_whole, help="bytes to write")
+    flags.add_argument("--tokens", default=400, type=_whole_number, help="number of bytes to write")
     flags.add_argument(
-        "--temperature", default=0.7, type=_not_negative, help="0: always the likeliest"
+        "--temperature", default=0.7, type=_not_negative, help="0: always the most likely byte"
     )
-    flags.add_argument("--seed", default=0, type=_whole)
+    flags.add_argument("--seed", default=0, type=_whole_number)
     return flags.parse_args(arguments)
 
 
 def main() -> None:
-    """Write prompt and continuation to standard output."""
+    """Write the prompt and its continuation to standard output."""
     given = parse()
     try:
         model = load(given.model)
     except ConfigError as error:
         print(error, file=sys.stderr)
         sys.exit(EXIT_USAGE)
-    # A byte model may write what is not UTF-8.
+    # A byte-level model can produce invalid UTF-8.
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     sys.stdout.reconfigure(encoding="utf-8")  # type: ignore[union-attr]
     sys.stdout.write(given.prompt)
@@ -118,7 +117,7 @@ def main() -> None:
     sys.stdout.write(decoder.decode(b"", final=True) + "\n")
 
 
-def _whole(text: str) -> int:
+def _whole_number(text: str) -> int:
     if not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of 0 or more")
     return int(text)

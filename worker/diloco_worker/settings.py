@@ -1,14 +1,12 @@
 """
-What a learner process is told by its environment (the only place of this package that reads it).
+The environment of a learner process; no other module of this package reads it.
 
-Faults (tests only) are read here as well: DILOCO_FAULTS="upload:corrupt-chunk=3@1;upload:nan" makes
-the named point do the named harm, `=` gives it a number, `@` limits it to the first so many
-answers to pulls.
+Tests inject faults: DILOCO_FAULTS="upload:corrupt-chunk=3@1;upload:nan" gives a point and its
+effect; `=` adds a value, `@` limits the fault to the first uploads that answer a pull.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping
@@ -17,21 +15,22 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError
+from diloco.runtime.env import Environment
 from diloco.spec import RunSpec
 
-_FAULT = re.compile(r"(?P<point>[a-z]+):(?P<harm>[a-z-]+)(=(?P<value>\d+))?(@(?P<times>\d+))?")
-_HARMS = ("corrupt-chunk", "truncate", "repeat", "reorder", "nan")
+_FAULT = re.compile(r"(?P<point>[a-z]+):(?P<effect>[a-z-]+)(=(?P<value>\d+))?(@(?P<times>\d+))?")
+_EFFECTS = ("corrupt-chunk", "truncate", "repeat", "reorder", "nan")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    """One harm to be done on purpose."""
+    """A fault to inject."""
 
     point: str
-    harm: str
+    effect: str
     value: int = 0
     times: int | None = None
-    """How many uploads it befalls, the first ones; None: every one."""
+    """Number of uploads that it affects, from the first on; None: all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,13 +48,13 @@ class LearnerSettings:
     tls: Path | None = None
     metrics_port: int = 0
     rank: int = 0
-    """Of this process among those of its learner."""
+    """Rank of this process in its learner."""
     world_size: int = 1
-    """Processes of its learner."""
+    """Number of processes of the learner."""
     restarts: int = 0
-    """Lives of this learner before this one."""
+    """Previous restarts of this learner."""
     health_file: Path | None = None
-    """Where to leave signs of life; see diloco/health.py."""
+    """Where to write the health file; see diloco.runtime.health."""
     json_logs: bool = False
     faults: tuple[Fault, ...] = ()
 
@@ -66,10 +65,10 @@ class LearnerSettings:
 
     def read_spec(self) -> RunSpec:
         """
-        The RunSpec.
+        Read the RunSpec.
 
         Raises:
-            ConfigError: unreadable, or not one.
+            ConfigError: the file cannot be read, or is not a RunSpec.
         """
         try:
             text = self.spec.read_text()
@@ -80,86 +79,58 @@ class LearnerSettings:
         return RunSpec.from_json(text, source=str(self.spec))
 
 
-_NEEDED = ("DILOCO_JOB", "DILOCO_LEARNER", "DILOCO_SPEC")
-
-
 def from_env(
     environ: Mapping[str, str] | None = None, *, observer: bool = False
 ) -> LearnerSettings | None:
     """
-    What the environment says; None when this process is not part of a job (no DILOCO_SYNCER).
+    The settings in the environment; None if this process is not part of a job (no DILOCO_SYNCER).
 
     An observer (the evaluator) has no DILOCO_LEARNER: its name is empty.
 
     Raises:
-        ConfigError: a variable is missing or cannot be read; the message names all of them.
+        ConfigError: a variable is missing or cannot be used; the message names all of them.
     """
-    env = os.environ if environ is None else environ
-    if not env.get("DILOCO_SYNCER"):
+    env = Environment(os.environ if environ is None else environ)
+    syncer = env.text("DILOCO_SYNCER")
+    if not syncer:
         return None
-    needed = ("DILOCO_JOB", "DILOCO_SPEC") if observer else _NEEDED
-    problems = [
-        f"{name} is not set, though DILOCO_SYNCER is" for name in needed if not env.get(name)
-    ]
-    learner = env.get("DILOCO_LEARNER", "")
-    if learner and not re.fullmatch(r"[^/]+/\d+", learner):
-        problems.append(f"DILOCO_LEARNER: {learner!r} is not <region>/<index>")
-    port = env.get("DILOCO_METRICS_PORT", "0")
-    if not port.isdigit():
-        problems.append(f"DILOCO_METRICS_PORT: {port!r} is not a port")
-    restarts = _count(env, "DILOCO_RESTARTS", 0, "a number of restarts", problems)
-    rank = _count(env, "RANK", 0, "a rank", problems)
-    world_size = _count(env, "WORLD_SIZE", 1, "a number of processes", problems)
-    config: Any = {}
-    try:
-        config = json.loads(env.get("DILOCO_CONFIG") or "{}")
-    except ValueError as error:
-        problems.append(f"DILOCO_CONFIG: not JSON: {error}")
-    if not isinstance(config, dict):
-        problems.append(f"DILOCO_CONFIG: holds a {type(config).__name__}, expected an object")
-    faults = _faults(env.get("DILOCO_FAULTS", ""), problems)
-    if problems:
-        raise ConfigError("environment: " + "; ".join(problems))
-    return LearnerSettings(
-        job=env["DILOCO_JOB"],
-        learner=learner,
-        syncer=env["DILOCO_SYNCER"],
-        spec=Path(env["DILOCO_SPEC"]),
-        config=config,
-        state=Path(env["DILOCO_STATE"]) if env.get("DILOCO_STATE") else None,
-        tls=Path(env["DILOCO_TLS"]) if env.get("DILOCO_TLS") else None,
-        metrics_port=int(port),
-        rank=rank,
-        world_size=world_size,
-        restarts=restarts,
-        health_file=Path(env["DILOCO_HEALTH_FILE"]) if env.get("DILOCO_HEALTH_FILE") else None,
-        json_logs=env.get("DILOCO_LOG_FORMAT") == "json",
-        faults=faults,
+    name = r"[^/]+/[0-9]+"
+    if not observer:
+        env.required("DILOCO_LEARNER", "<region>/<index>, as DILOCO_SYNCER is set")
+    settings = LearnerSettings(
+        job=env.required("DILOCO_JOB", "the job's name, as DILOCO_SYNCER is set"),
+        learner=env.text("DILOCO_LEARNER", pattern=name, expected="<region>/<index>"),
+        syncer=syncer,
+        spec=Path(env.required("DILOCO_SPEC", "the job's spec.json, as DILOCO_SYNCER is set")),
+        config=env.json_object("DILOCO_CONFIG"),
+        state=env.path("DILOCO_STATE"),
+        tls=env.path("DILOCO_TLS"),
+        metrics_port=env.port("DILOCO_METRICS_PORT", 0),
+        rank=env.integer("RANK", 0, least=0),
+        world_size=env.integer("WORLD_SIZE", 1, least=1),
+        restarts=env.integer("DILOCO_RESTARTS", 0, least=0),
+        health_file=env.path("DILOCO_HEALTH_FILE"),
+        json_logs=env.text("DILOCO_LOG_FORMAT") == "json",
+        faults=_faults(env),
     )
+    env.check()
+    return settings
 
 
-def _count(env: Mapping[str, str], name: str, default: int, what: str, problems: list[str]) -> int:
-    text = env.get(name) or str(default)
-    if text.isascii() and text.isdigit():
-        return int(text)
-    problems.append(f"{name}: {text!r} is not {what}")
-    return default
-
-
-def _faults(text: str, problems: list[str]) -> tuple[Fault, ...]:
+def _faults(env: Environment) -> tuple[Fault, ...]:
     faults = []
-    for part in filter(None, (p.strip() for p in text.split(";"))):
+    for part in filter(None, (p.strip() for p in env.text("DILOCO_FAULTS").split(";"))):
         found = _FAULT.fullmatch(part)
-        if found is None or found["point"] != "upload" or found["harm"] not in _HARMS:
-            problems.append(
-                f"DILOCO_FAULTS: {part!r} is not upload:<{'|'.join(_HARMS)}>[=number][@times]"
+        if found is None or found["point"] != "upload" or found["effect"] not in _EFFECTS:
+            env.problem(
+                f"DILOCO_FAULTS: {part!r}, expected upload:<{'|'.join(_EFFECTS)}>[=number][@times]"
             )
             continue
         times = int(found["times"]) if found["times"] else None
         faults.append(
             Fault(
                 point=found["point"],
-                harm=found["harm"],
+                effect=found["effect"],
                 value=int(found["value"] or 0),
                 times=times,
             )

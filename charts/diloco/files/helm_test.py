@@ -1,8 +1,8 @@
 """
-What `helm test` runs: the operator is healthy, the CRD is served, and the API server checks
-manifests by it. Standard library only; nothing is created.
+Run by `helm test`: checks that the operator is healthy, that the CRD is served, and that the API server
+validates manifests against it. Standard library only; creates no object.
 """
-# ruff: noqa: S105, S310, TID251  (its own program in a pod of its own)
+# ruff: noqa: S105, S310, TID251  (a separate program in a pod of its own)
 
 import json
 import os
@@ -14,12 +14,12 @@ import urllib.request
 
 TOKEN = "/var/run/secrets/kubernetes.io/serviceaccount"
 JOBS = "/apis/diloco.dev/v1alpha1"
-GOOD = {"learners": 2, "quorum": 2}
-BAD = {"learners": 2, "quorum": 3}
+VALID = {"learners": 2, "quorum": 2}
+INVALID = {"learners": 2, "quorum": 3}
 
 
 def healthy(url):
-    """The operator answers 200 within a minute."""
+    """Whether the operator answers 200 within a minute."""
     for _ in range(30):
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:
@@ -31,7 +31,7 @@ def healthy(url):
 
 
 def ask(method, path, body=None):
-    """Ask the API server; (status, answer)."""
+    """Send a request to the API server; (status, response)."""
     with open(f"{TOKEN}/token") as file:
         token = file.read()
     host = os.environ["KUBERNETES_SERVICE_HOST"]
@@ -53,7 +53,7 @@ def ask(method, path, body=None):
 
 
 def create(learners, quorum):
-    """Dry run of creating a job; (status, the server's message)."""
+    """Create a job as a dry run; (status, the message of the server)."""
     job = {
         "apiVersion": "diloco.dev/v1alpha1",
         "kind": "DiLoCoJob",
@@ -72,19 +72,19 @@ def create(learners, quorum):
 
 
 def main():
-    """Every check, one line each; 1 when one of them is not as it should be."""
-    served = [one["name"] for one in ask("GET", JOBS)[1].get("resources", [])]
-    good, bad = create(**GOOD), create(**BAD)
+    """Print one line per check; 1 if a check fails."""
+    served = [resource["name"] for resource in ask("GET", JOBS)[1].get("resources", [])]
+    valid, invalid = create(**VALID), create(**INVALID)
     checks = {
         "the operator is healthy": healthy(os.environ["HEALTH"]),
         f"the CRD is served with its status: {served}": {"dilocojobs", "dilocojobs/status"}
         <= set(served),
-        f"a good job is accepted: {good}": good[0] == 201,
-        f"a job with a quorum of 3 out of 2 learners is refused: {bad}": bad[0] == 422
-        and "quorum" in bad[1],
+        f"a valid job is accepted: {valid}": valid[0] == 201,
+        f"a job with a quorum of 3 out of 2 learners is rejected: {invalid}": invalid[0] == 422
+        and "quorum" in invalid[1],
     }
-    for what, is_so in checks.items():
-        print("ok  " if is_so else "NOT ", what)
+    for check, passed in checks.items():
+        print("ok    " if passed else "FAILED", check)
     return 0 if all(checks.values()) else 1
 
 

@@ -16,7 +16,7 @@
 {{- end }}
 {{- end }}
 
-{{/* Name of cluster-scoped objects: two namespaces may have a release of the same name. */}}
+{{/* Name of cluster-scoped objects: releases in two namespaces may have the same name. */}}
 {{- define "diloco.clusterName" -}}
 {{- printf "%s:%s" (include "diloco.fullname" .) .Release.Namespace }}
 {{- end }}
@@ -29,7 +29,7 @@
 {{- end }}
 {{- end }}
 
-{{/* What selects the operator's pod; never changes. */}}
+{{/* Selector of the operator's pod; immutable. */}}
 {{- define "diloco.selectorLabels" -}}
 app.kubernetes.io/name: {{ include "diloco.name" . }}
 app.kubernetes.io/instance: {{ .Release.Name }}
@@ -47,7 +47,7 @@ app.kubernetes.io/part-of: diloco
 {{- end }}
 {{- end }}
 
-{{/* Reference of one of the three images: list of the root and its name. */}}
+{{/* Reference of an image; argument: list of the root context and operator, syncer or worker. */}}
 {{- define "diloco.image" -}}
 {{- $root := index . 0 }}
 {{- $image := index $root.Values.images (index . 1) }}
@@ -71,7 +71,7 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* What the operator may do with the objects of a namespace: what it does, and nothing else. */}}
+{{/* Rules of the operator for the objects of a namespace: exactly those that it uses. */}}
 {{- define "diloco.rules" -}}
 - apiGroups: [diloco.dev]
   resources: [dilocojobs]
@@ -79,7 +79,7 @@ imagePullSecrets:
 - apiGroups: [diloco.dev]
   resources: [dilocojobs/status]
   verbs: [patch]
-# Owner references with blockOwnerDeletion, where OwnerReferencesPermissionEnforcement is on.
+# Owner references with blockOwnerDeletion, where OwnerReferencesPermissionEnforcement is enabled.
 - apiGroups: [diloco.dev]
   resources: [dilocojobs/finalizers]
   verbs: [update]

@@ -6,9 +6,9 @@ Headers of the raw bulk methods. Tensors travel as raw bytes, not as protobuf fi
   /diloco.v1.Bulk/Upload    stream → stream   learner: UploadHeader, chunk…, end;   syncer: UploadReply…
   /diloco.v1.Bulk/Download  unary  → stream   learner: DownloadRequest;   syncer: DownloadHeader, chunk…, DownloadTrailer
 
-A chunk message is a 16-byte prefix and a payload (diloco/wire.py): little-endian u32 index, u32 kind
+A chunk message is a 16-byte prefix and a payload (diloco/codec/frames.py): little-endian u32 index, u32 kind
 (0 chunk, 1 end, 2 header, 3 trailer/reply), u64 xxh3_64 of the payload seeded with kind << 32 | index, so
-that a flipped bit of the prefix is found as well. Headers and replies travel in the
+that a flipped bit of the prefix is detected as well. Headers and replies travel in the
 same envelope, kind 2 and 3, so that every byte on these streams is checksummed.
 """
 
@@ -119,7 +119,7 @@ class UploadHeader(_message.Message):
     tokens: _builtins.int
     """c_tokens[p] at t_m"""
     elements: _builtins.int
-    """padded length of the fragment (fragments.py); bytes for RAW"""
+    """padded length of the fragment (diloco/model/fragments.py); bytes for RAW"""
     chunks: _builtins.int
     @_builtins.property
     def base(self) -> _syncer_pb2.Version:
@@ -255,7 +255,7 @@ class DownloadHeader(_message.Message):
     """global step t when the stream began"""
     @_builtins.property
     def version(self) -> _syncer_pb2.Version:
-        """the version this becomes if the trailer says committed"""
+        """the version this becomes if the trailer has committed"""
 
     def __init__(
         self,
@@ -281,18 +281,22 @@ class DownloadTrailer(_message.Message):
 
     COMMITTED_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    ABORTED_FIELD_NUMBER: _builtins.int
     committed: _builtins.bool
-    """false: forget these bytes"""
+    """false: discard the fragment"""
     reason: _builtins.str
+    aborted: _builtins.bool
+    """false and not committed: not decided yet, request it again"""
     def __init__(
         self,
         *,
         committed: _builtins.bool = ...,
         reason: _builtins.str = ...,
+        aborted: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "reason", b"reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted", b"aborted", "committed", b"committed", "reason", b"reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,9 +6,9 @@ Headers of the raw bulk methods. Tensors travel as raw bytes, not as protobuf fi
   /diloco.v1.Bulk/Upload    stream → stream   learner: UploadHeader, chunk…, end;   syncer: UploadReply…
   /diloco.v1.Bulk/Download  unary  → stream   learner: DownloadRequest;   syncer: DownloadHeader, chunk…, DownloadTrailer
 
-A chunk message is a 16-byte prefix and a payload (diloco/wire.py): little-endian u32 index, u32 kind
+A chunk message is a 16-byte prefix and a payload (diloco/codec/frames.py): little-endian u32 index, u32 kind
 (0 chunk, 1 end, 2 header, 3 trailer/reply), u64 xxh3_64 of the payload seeded with kind << 32 | index, so
-that a flipped bit of the prefix is found as well. Headers and replies travel in the
+that a flipped bit of the prefix is detected as well. Headers and replies travel in the
 same envelope, kind 2 and 3, so that every byte on these streams is checksummed.
 """
 

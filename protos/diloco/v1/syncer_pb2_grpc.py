@@ -55,7 +55,7 @@ class SyncerServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def Session(self, request_iterator, context):
-        """A learner's whole life with the syncer. The first LearnerMessage is Hello, the first
+        """One stream per learner process. The first LearnerMessage is Hello, the first
         SyncerMessage is Welcome. A refusal ends the stream with a status whose details carry the reason.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -63,14 +63,14 @@ class SyncerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def GetStatus(self, request, context):
-        """Facts for people and controllers; never blocks on training.
+        """Status for people and controllers; never blocks on training.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Evaluated(self, request, context):
-        """The evaluator hands in the score of a model it downloaded.
+        """The evaluator reports the score of a model that it downloaded.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,1 +1,1 @@
-"""Everything the syncer decides and computes, without I/O: engine, rounds, schedule, members, merge."""
+"""Everything the syncer decides, without I/O: admission, learners, rounds, pacing. Begin with engine.py."""

@@ -1,8 +1,8 @@
 """
-What the engine is told (events) and what it wants done (decisions). Plain values, nothing else.
+Facts that the engine receives (events) and actions that it requests (decisions). Plain values, nothing else.
 
-A learner is named "<region>/<index>"; one life of its process is an incarnation. A round is named by the global step it
-is for; an attempt counts how often that round has been pulled.
+A learner is named "<region>/<index>"; each start of its process is an incarnation. A round is named by its global
+step; an attempt counts how often that round has been pulled.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-Version = tuple[int, int]
-"""(epoch, global step) of the commit that made a fragment; (epoch, 0) is Θ^(0)."""
+from diloco_syncer.core.contribution import Contribution
 
 # ---------------------------------------------------------------- events
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hello:
-    """A learner opened a session and its model and spec were found to agree with the job's."""
+    """A learner opened a session and was admitted (core/admission.py)."""
 
     session: int
     learner: str
     region: str
-    presented_incarnation: int
-    """What the process had before its stream broke; 0 on a fresh start."""
-    fresh_incarnation: int
-    """A number never given before, for a fresh start."""
+    incarnation: int
+    """What the process had before its stream broke, or a number never used before."""
+    fresh: bool
+    """The process has just started: this is a new incarnation."""
     local_step: int
     checkpoint_step: int
     restarts: int = 0
-    """Lives of the learner before this one, as its supervisor counts them."""
+    """Restarts of its process, as its supervisor counts them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +62,8 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
-    """A heartbeat."""
+class Heartbeat:
+    """A learner is alive and has nothing to report."""
 
     session: int
     learner: str
@@ -78,27 +77,28 @@ class Initialised:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answered:
-    """A member's upload has begun (or, if it had to be staged, ended): its facts are known."""
+class InitialFailed:
+    """The upload of Θ^(0) ended without a usable model."""
 
     learner: str
-    incarnation: int
-    round: int
-    attempt: int
-    local_step: int
-    steps: int
-    tokens: int
-    base: Version | None
-    """None: the fragment came whole."""
+    reason: str
+    detail: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Progressing:
-    """A member's upload that must be complete before it counts as an answer is coming in."""
+class Progress:
+    """How far a learner's upload has come; posted a few times a second while it runs."""
 
     learner: str
     round: int
+    """0: of Θ^(0)."""
     attempt: int
+    received_bytes: int
+    """Payload received in this attempt so far."""
+    waiting: bool = False
+    """It cannot continue before slower members do: the window of the merge is full."""
+    done: bool = False
+    """Everything has arrived."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,9 +126,36 @@ class Merged:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SnapshotDone:
-    """A snapshot became durable, or could not (step None)."""
+    """A snapshot attempt ended."""
 
     step: int | None
+    """Global step that is durable now; None: the attempt failed."""
+    reason: str = ""
+    """Why it failed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """The model of a job at step T is written."""
+
+    step: int
+    path: str = ""
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportFailed:
+    """The model could not be written."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failed:
+    """A decision could not be carried out."""
+
+    decision: Decision
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -140,13 +167,17 @@ Event = (
     Hello
     | Left
     | Reported
-    | Heard
+    | Heartbeat
     | Initialised
-    | Answered
-    | Progressing
+    | InitialFailed
+    | Contribution
+    | Progress
     | Dropped
     | Merged
     | SnapshotDone
+    | Exported
+    | ExportFailed
+    | Failed
     | Tick
 )
 
@@ -175,37 +206,38 @@ class Close:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AskInitial:
-    """This learner uploads Θ^(0)."""
+class RequestInitial:
+    """Request Θ^(0) from this learner."""
 
     learner: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SayReady:
-    """Tell this learner that Θ exists and which versions are current."""
+class AnnounceReady:
+    """Notify this learner that Θ exists, with the current versions."""
 
     learner: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SayComplete:
-    """Tell this learner that the job is done."""
+class AnnounceComplete:
+    """Notify this learner that the job is complete."""
 
     learner: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Announce:
-    """Tell every learner the global step and which fragments can be asked for next, soonest first."""
+class AnnounceFragments:
+    """Send these learners the global step and the fragments that may be pulled next, soonest first."""
 
+    learners: tuple[str, ...]
     step: int
     fragments: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PullFrom:
-    """Ask these learners for this fragment."""
+class Pull:
+    """Request this fragment from these learners."""
 
     round: int
     attempt: int
@@ -214,31 +246,29 @@ class PullFrom:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MemberFacts:
-    """One member of a merge as it goes into the audit."""
-
-    learner: str
-    incarnation: int
-    local_step: int
-    steps: int
-    tokens: int
-    weight: float
-    base: Version | None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BeginMerge:
-    """Merge what these members upload and announce the result to all learners."""
+class ProbeLearner:
+    """Request a fragment from an ejected learner, to be received and discarded (core/ejection.py)."""
 
     round: int
     attempt: int
     fragment: int
-    members: tuple[MemberFacts, ...]
+    learner: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BeginMerge:
+    """Merge what these members upload."""
+
+    round: int
+    attempt: int
+    fragment: int
+    contributions: tuple[Contribution, ...]
+    """In the order of learner names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortMerge:
-    """Forget this attempt: a member was lost."""
+    """Discard this attempt."""
 
     round: int
     attempt: int
@@ -253,19 +283,21 @@ class Commit:
     attempt: int
     fragment: int
     changed: bool
-    """False: all weights were zero, Θ stays as it is (decision 7)."""
+    """False: all weights were zero, Θ does not change (docs/algorithm.md, "Weights")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TakeSnapshot:
-    """Write the state as of now durably, in the background."""
+    """Make the state as of this decision durable, in the background; `SnapshotDone` follows."""
 
     step: int
+    engine: dict[str, Any]
+    """`Engine.to_json()` at the commit of `step`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finish:
-    """Global step T is done: last snapshot, export, then tell everyone that is connected."""
+    """The snapshot of step T is durable: export the model; `Exported` or `ExportFailed` follows."""
 
     step: int
 
@@ -280,7 +312,7 @@ class Log:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WakeAt:
-    """Send a Tick at this monotonic time at the latest."""
+    """Send a Tick at this monotonic time or before."""
 
     seconds: float
 
@@ -288,11 +320,12 @@ class WakeAt:
 Decision = (
     Admit
     | Close
-    | AskInitial
-    | SayReady
-    | SayComplete
-    | Announce
-    | PullFrom
+    | RequestInitial
+    | AnnounceReady
+    | AnnounceComplete
+    | AnnounceFragments
+    | Pull
+    | ProbeLearner
     | BeginMerge
     | AbortMerge
     | Commit

@@ -1,5 +1,5 @@
 """
-The outer optimizer and the weight of a member (paper 1.4, decisions 1 and 7). Pure.
+The outer optimizer and the weight of a contribution (paper 3.2). Pure.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ class OuterOptimizer:
 
         buf ← μ·buf + Δ;   Θ ← Θ − lr·(Δ + μ·buf)  with Nesterov,   Θ ← Θ − lr·buf  without
 
-    Paper leaves this open: it names Nesterov as an example and gives no values (decision 1).
+    Paper leaves this open: it names Nesterov as an example and gives no values
+    (docs/algorithm.md, "Outer optimizer").
     """
 
     learning_rate: float
@@ -37,10 +38,10 @@ class OuterOptimizer:
 
 def weight(*, tokens: int, steps: int) -> float:
     """
-    w = tokens² / steps: quantity times quality (paper 1.4).
+    w = tokens² / steps: quantity times quality (paper 3.2).
 
-    Paper leaves this open: 0/0. Without a step or a token since its last receipt a learner weighs
-    nothing (decision 7).
+    Paper leaves this open: 0/0. A learner without a step or a token since it last received the
+    fragment has weight 0 (docs/algorithm.md, "Weights").
 
     >>> weight(tokens=600, steps=3)
     120000.0

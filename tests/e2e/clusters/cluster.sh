@@ -2,23 +2,26 @@
 # Real Kubernetes clusters on one Linux machine without Docker: each cluster is one node in a network namespace of its
 # own (so ports, packet filter and loopback are its own), and all nodes share a bridge, the "WAN".
 #
-#   cluster.sh build               install Debian's parts; build Kubernetes, CoreDNS and helm with Go (minutes, once)
+#   cluster.sh check               exit 0 if this machine can run clusters; else print why not
+#   cluster.sh packages            install Debian's packages
+#   cluster.sh build               packages; build Kubernetes, CoreDNS and helm with Go (minutes, once)
 #   cluster.sh up NAME-N           start a cluster; N (1 ... 40) gives it its addresses: the node is 10.91.0.(10+N)
 #   cluster.sh up-api NAME-N       etcd and API server alone: no pods, no controllers
 #   cluster.sh load NAME-N TAR     import an oci-archive into the node's containerd
-#   cluster.sh cut|heal NAME-N     take the node off the WAN / put it back (`exec` reaches it all the same)
+#   cluster.sh cut|heal NAME-N     take the node off the WAN / put it back (`exec` still reaches it)
 #   cluster.sh shape NAME-N RATE   limit what the node receives from the WAN, such as 20mbit; none: no limit
 #   cluster.sh api-stop|api-start NAME-N
 #   cluster.sh exec NAME-N CMD...  run a command in the cluster's network namespace
 #   cluster.sh down NAME-N         end everything that the cluster started, and remove its state
 #
-# Needs root and cgroup v1. Programs and state: $DILOCO_E2E_CACHE (default ~/.cache/diloco-e2e): bin/, clusters/NAME-N/.
+# Needs root, Debian's apt and Go, as `check` reports in detail. Programs and state: $DILOCO_E2E_CACHE (default ~/.cache/diloco-e2e): bin/, clusters/NAME-N/.
 set -euo pipefail
 HERE=$(cd "$(dirname "$0")" && pwd)
 CACHE=${DILOCO_E2E_CACHE:-$HOME/.cache/diloco-e2e}
 BIN=$CACHE/bin
 HYPERKUBE=$BIN/hyperkube
-KUBERNETES=1.34.4 HELM=v3.19.0 COREDNS=v1.15.0
+PACKAGES="containerd runc containernetworking-plugins etcd-server iptables nftables ethtool socat conntrack ipset buildah
+  debootstrap openssl iproute2 gcc libc6-dev"
 
 use() {   # the variables of one cluster
   NAME=$1 INDEX=${1##*-}
@@ -28,27 +31,54 @@ use() {   # the variables of one cluster
 
 # --- programs --------------------------------------------------------------------------------------------------------
 
-build() {
+installed() { command -v containerd runc buildah etcd debootstrap nft >/dev/null && [ -x /usr/lib/cni/bridge ]; }
+built() { [ -x "$HYPERKUBE" ] && [ -x "$BIN/coredns" ] && [ -x "$BIN/helm" ]; }
+
+check() {   # one sentence for what is missing first
+  [ "$(uname -s)" = Linux ] || { echo "they need Linux"; return 1; }
+  [ "$(id -u)" = 0 ] || { echo "they need root"; return 1; }
+  installed || command -v apt-get >/dev/null || { echo "they need Debian's apt"; return 1; }
+  built || command -v go >/dev/null || { echo "they need Go"; return 1; }
+  unshare --net --mount true 2>/dev/null || { echo "this container may not make network namespaces"; return 1; }
+  local c
+  for c in $(hierarchies); do
+    { mkdir "$c/dl-check-$$" && rmdir "$c/dl-check-$$" && hand_down "$c"; } 2>/dev/null \
+      || { echo "this container may not make cgroups in $c"; return 1; }
+  done
+}
+
+packages() {
   mkdir -p "$BIN"
-  exec 9>"$BIN/.lock"; flock 9      # two test sessions at once: the second one waits and finds everything there
-  if ! command -v containerd runc buildah etcd debootstrap nft >/dev/null || [ ! -x /usr/lib/cni/bridge ]; then
+  exec 8>"$BIN/.packages.lock"; flock 8      # a second session waits, and finds everything there
+  if ! installed; then
     # keep Debian from starting the daemons that it installs
     [ -e /usr/sbin/policy-rc.d ] || { printf '#!/bin/sh\nexit 101\n' > /usr/sbin/policy-rc.d; chmod +x /usr/sbin/policy-rc.d; }
     apt-get update -qq
-    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends \
-      containerd runc containernetworking-plugins etcd-server iptables nftables ethtool socat conntrack ipset buildah \
-      debootstrap openssl iproute2 gcc libc6-dev >/dev/null
+    # shellcheck disable=SC2086  # several arguments
+    DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $PACKAGES >/dev/null
   fi
-  if [ ! -x "$HYPERKUBE" ]; then
-    (cd "$HERE/hyperkube" && CGO_ENABLED=0 go build -trimpath -o "$HYPERKUBE.new" -ldflags "-s -w \
-      -X k8s.io/component-base/version.gitVersion=v$KUBERNETES -X k8s.io/component-base/version.gitMajor=1 \
-      -X k8s.io/component-base/version.gitMinor=$(echo $KUBERNETES | cut -d. -f2)" .)
-    mv "$HYPERKUBE.new" "$HYPERKUBE"
-  fi
+  exec 8>&-
+}
+
+build() {
+  mkdir -p "$BIN"
+  exec 9>"$BIN/.lock"; flock 9
+  local downloads=
+  # The network is busy with modules while apt unpacks.
+  if ! built; then (cd "$HERE/programs" && go mod download) 9>&- & downloads=$!; fi
+  packages
+  [ -z "$downloads" ] || { wait "$downloads"; programs; }
   [ -x "$BIN/kubectl" ] || { printf '#!/bin/sh\nexec "%s" kubectl "$@"\n' "$HYPERKUBE" > "$BIN/kubectl"; chmod +x "$BIN/kubectl"; }
-  [ -x "$BIN/coredns" ] || GOBIN=$BIN CGO_ENABLED=0 go install github.com/coredns/coredns@$COREDNS
-  [ -x "$BIN/helm" ] || GOBIN=$BIN CGO_ENABLED=0 go install helm.sh/helm/v3/cmd/helm@$HELM
   [ -f "$CACHE/pause.tar" ] || pause_image
+}
+
+programs() {   # one module for all three: what they share is downloaded and compiled once
+  local new=$BIN/.new version; cd "$HERE/programs"
+  version=$(go list -m -f '{{.Version}}' k8s.io/kubernetes)
+  CGO_ENABLED=0 go build -o "$new/" -gcflags=all=-dwarf=false -ldflags "-s -w \
+    -X k8s.io/component-base/version.gitVersion=$version -X k8s.io/component-base/version.gitMajor=1 \
+    -X k8s.io/component-base/version.gitMinor=$(echo "$version" | cut -d. -f2)" ./hyperkube ./coredns helm.sh/helm/v3/cmd/helm
+  mv "$new"/* "$BIN/"; rmdir "$new"
 }
 
 pause_image() {   # the first process of every pod: 20 lines of C, since none can be pulled
@@ -92,7 +122,11 @@ stop() {   # SIGNAL PART: by the pid that `start` wrote
 # --- a cluster -------------------------------------------------------------------------------------------------------
 
 network() {
-  ip link show dlcwan >/dev/null 2>&1 || { ip link add dlcwan type bridge; ip addr add 10.91.0.1/24 dev dlcwan; ip link set dlcwan up; }
+  # Another session may do the same at this moment.
+  ip link add dlcwan type bridge 2>/dev/null || ip link show dlcwan >/dev/null
+  ip addr replace 10.91.0.1/24 dev dlcwan
+  ip link set dlcwan up
+  ip link del "$WAN" 2>/dev/null || true   # of a session that was killed
   ip netns add "dl-$NAME"
   ip link add "$WAN" type veth peer name wan0 netns "dl-$NAME"
   ip link set "$WAN" master dlcwan up
@@ -149,12 +183,24 @@ controllers() {
   start scheduler "$HYPERKUBE" kube-scheduler --kubeconfig=scheduler.conf --leader-elect=false
 }
 
+hierarchies() {   # of cgroups: the one of v2, or v1's
+  if [ -e /sys/fs/cgroup/cgroup.controllers ]; then echo /sys/fs/cgroup; return; fi
+  local c
+  for c in /sys/fs/cgroup/*/; do [ ! -e "$c/cgroup.procs" ] || echo "${c%/}"; done
+}
+
+hand_down() {   # v2: a group has the controllers that its parent enables
+  local f
+  [ ! -e "$1/cgroup.controllers" ] || for f in $(cat "$1/cgroup.controllers"); do echo "+$f" > "$1/cgroup.subtree_control" || return; done
+}
+
 cgroups() {   # a root of its own: a kubelet ends every pod below its cgroup root that it does not know
   local c f
-  for c in /sys/fs/cgroup/*/; do
-    [ -e "$c/cgroup.procs" ] || continue
+  for c in $(hierarchies); do
+    hand_down "$c"
     mkdir -p "$c/dl-$NAME"
-    [ ! -e "$c/cpuset.cpus" ] || for f in cpuset.cpus cpuset.mems; do cat "$c/$f" > "$c/dl-$NAME/$f"; done
+    [ -e "$c/cgroup.controllers" ] || [ ! -e "$c/cpuset.cpus" ] || \
+      for f in cpuset.cpus cpuset.mems; do cat "$c/$f" > "$c/dl-$NAME/$f"; done
   done
 }
 
@@ -235,7 +281,7 @@ up() {   # WITH_NODE
   echo "$D/admin.conf"
 }
 
-pod_pids() { find /sys/fs/cgroup/*/"dl-$NAME" -name cgroup.procs -exec cat {} + 2>/dev/null | sort -un; }
+pod_pids() { hierarchies | while read -r c; do find "$c/dl-$NAME" -name cgroup.procs -exec cat {} + 2>/dev/null; done | sort -un; }
 pod_namespaces() {   # names in /run/netns of our pods' networks
   local ours name
   ours=" $(for pid in $(pod_pids); do stat -L -c %i "/proc/$pid/ns/net" 2>/dev/null || true; done | sort -u | tr '\n' ' ')"
@@ -262,18 +308,20 @@ down() {
   for name in $names; do ip netns del "$name" 2>/dev/null || true; done
   ip netns del "dl-$NAME" 2>/dev/null || true
   ip link del "$WAN" 2>/dev/null || true
-  for c in /sys/fs/cgroup/*/"dl-$NAME"; do
+  for c in $(hierarchies); do
     for _ in $(seq 50); do
-      [ -d "$c" ] || break
-      find "$c" -depth -type d -exec rmdir {} + 2>/dev/null || sleep 0.1
+      [ -d "$c/dl-$NAME" ] || break
+      find "$c/dl-$NAME" -depth -type d -exec rmdir {} + 2>/dev/null || sleep 0.1
     done
   done
   rm -rf "$D"
 }
 
-case ${1:-} in build|up|up-api|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,18s/^# \?//p' "$0"; exit 2 ;; esac
-[ "$1" = build ] || use "${2:?NAME-N}"
+case ${1:-} in check|packages|build|up|up-api|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,20s/^# \?//p' "$0"; exit 2 ;; esac
+[[ $1 =~ ^(check|packages|build)$ ]] || use "${2:?NAME-N}"
 case $1 in
+  check) check ;;
+  packages) packages ;;
   build) build ;;
   up) up yes ;;
   up-api) up no ;;

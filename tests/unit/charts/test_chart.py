@@ -1,5 +1,6 @@
-"""The chart as helm renders it. Without helm, only what needs none runs; scripts/check has it."""
+"""The chart as helm renders it. Without helm, only the tests run that do not need it."""
 
+import base64
 import json
 import os
 import re
@@ -13,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from diloco.telemetry import METRICS
-from diloco_operator.reasons import REASONS
-from diloco_testing.clusters import cache as programs_cache
-from diloco_testing.clusters import required
+from diloco.runtime.metrics import METRICS
+from diloco_job.reasons import REASONS
+from diloco_testing.clusters.provision import cache as programs_cache
+from diloco_testing.clusters.provision import required
 
 ROOT = Path(__file__).parents[3]
 CHART = ROOT / "charts" / "diloco"
@@ -32,7 +33,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = shutil.which("helm", path=path)
     if program is None:
         assert not required(), f"no helm in {path}"
-        pytest.skip("needs helm in PATH, or the one that tests/e2e builds")
+        pytest.skip("needs helm in PATH, or the helm that tests/e2e builds")
     return subprocess.run(
         [program, *arguments], capture_output=True, text=True, check=False, timeout=60
     )
@@ -43,11 +44,11 @@ def render(*arguments: str, release: str = "diloco", namespace: str = "system") 
     kube = ("--namespace", namespace, "--kube-version", OLDEST)
     done = helm("template", release, str(CHART), *kube, *arguments)
     assert done.returncode == 0, done.stderr
-    return [one for one in yaml.safe_load_all(done.stdout) if one]
+    return [document for document in yaml.safe_load_all(done.stdout) if document]
 
 
 def sets(**values: object) -> tuple[str, ...]:
-    """--set-json flags; a double underscore stands for a dot."""
+    """--set-json flags; a double underscore is a dot."""
     return tuple(
         word
         for key, value in values.items()
@@ -56,17 +57,17 @@ def sets(**values: object) -> tuple[str, ...]:
 
 
 def only(objects: list[Any], kind: str) -> Any:
-    found = [one for one in objects if one["kind"] == kind and not is_test(one)]
-    assert len(found) == 1, [one["metadata"]["name"] for one in found]
+    found = [item for item in objects if item["kind"] == kind and not is_test(item)]
+    assert len(found) == 1, [item["metadata"]["name"] for item in found]
     return found[0]
 
 
-def is_test(one: Any) -> bool:
-    return "helm.sh/hook" in one["metadata"].get("annotations", {})
+def is_test(item: Any) -> bool:
+    return "helm.sh/hook" in item["metadata"].get("annotations", {})
 
 
 def installed(objects: list[Any]) -> list[Any]:
-    return [one for one in objects if not is_test(one)]
+    return [item for item in objects if not is_test(item)]
 
 
 def granted(rules: list[Any]) -> dict[str, set[str]]:
@@ -84,7 +85,10 @@ def operator_container(*arguments: str) -> Any:
 
 
 def operator_env(*arguments: str) -> dict[str, str]:
-    return {one["name"]: one.get("value") for one in operator_container(*arguments)["env"]}
+    return {
+        variable["name"]: variable.get("value")
+        for variable in operator_container(*arguments)["env"]
+    }
 
 
 # Values and schema
@@ -109,7 +113,7 @@ def value_keys(values: Any, schema: Any, path: str = "") -> set[str]:
     return keys
 
 
-def test_schema_knows_every_value_and_nothing_else():
+def test_the_schema_has_exactly_the_values():
     schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
     optional = {
@@ -132,7 +136,7 @@ def test_every_object_of_the_schema_refuses_unknown_keys_but_global_and_pass_thr
     assert open_ones == passed_through | {"global"}
 
 
-def test_every_value_says_what_it_is():
+def test_every_value_is_described():
     lines = (CHART / "values.yaml").read_text().splitlines()
     silent = [
         line
@@ -174,10 +178,10 @@ def test_a_wrong_value_is_refused(wrong):
 # What is written about it
 
 
-def test_the_operations_guide_says_what_to_do_about_every_warning():
+def test_the_operations_guide_covers_every_warning():
     guide = (ROOT / "docs" / "operations.md").read_text()
     section = guide.partition("## What the conditions mean")[2].partition("\n## ")[0]
-    warned = {(one.condition, one.reason) for one in REASONS if one.event == "Warning"}
+    warned = {(row.condition, row.reason) for row in REASONS if row.event == "Warning"}
     assert {reason for _, reason in warned if not re.search(rf"\b{reason}\b", section)} == set()
 
 
@@ -185,7 +189,7 @@ def test_the_operations_guide_names_every_alert():
     guide = (ROOT / "docs" / "operations.md").read_text()
     alerts = yaml.safe_load((CHART / "files" / "alerts.yaml").read_text())["groups"][0]["rules"]
     described = set(re.findall(r"^\| (Diloco\w+) \|", guide, re.M))
-    assert described == {one["alert"] for one in alerts}
+    assert described == {alert["alert"] for alert in alerts}
 
 
 def test_the_alerts_name_a_section_of_the_operations_guide():
@@ -210,7 +214,7 @@ def test_no_alert_waits_for_a_change_of_a_gauge():
 
 
 def test_the_defaults_need_nothing_but_kubernetes():
-    kinds = sorted(one["kind"] for one in installed(render()))
+    kinds = sorted(item["kind"] for item in installed(render()))
     assert kinds == [
         "ClusterRole", "ClusterRole", "ClusterRole", "ClusterRole", "ClusterRoleBinding",
         "CustomResourceDefinition", "Deployment", "Service", "ServiceAccount",
@@ -218,7 +222,7 @@ def test_the_defaults_need_nothing_but_kubernetes():
 
 
 def test_everything_can_be_switched_on():
-    kinds = {one["kind"] for one in render("--values", str(EVERYTHING))}
+    kinds = {item["kind"] for item in render("--values", str(EVERYTHING))}
     assert {"ServiceMonitor", "PodMonitor", "PrometheusRule", "NetworkPolicy", "ConfigMap"} <= kinds
 
 
@@ -233,7 +237,7 @@ def test_the_crd_is_the_generated_one_and_stays_after_an_uninstall():
 def test_the_crd_can_be_removed_with_the_release_or_left_out():
     crd = only(render(*sets(crds__keep=False)), "CustomResourceDefinition")
     assert "helm.sh/resource-policy" not in crd["metadata"].get("annotations", {})
-    kinds = {one["kind"] for one in render(*sets(crds__install=False))}
+    kinds = {item["kind"] for item in render(*sets(crds__install=False))}
     assert "CustomResourceDefinition" not in kinds
 
 
@@ -241,8 +245,8 @@ def test_two_regions_in_one_cluster_share_no_object():
     def names(region: str, namespace: str, **more: object) -> set[tuple[str, str, str]]:
         flags = sets(region__name=region, **more)
         return {
-            (one["kind"], one["metadata"].get("namespace", ""), one["metadata"]["name"])
-            for one in render(*flags, release=f"diloco-{region}", namespace=namespace)
+            (item["kind"], item["metadata"].get("namespace", ""), item["metadata"]["name"])
+            for item in render(*flags, release=f"diloco-{region}", namespace=namespace)
         }
 
     first = names("eu", "system")
@@ -252,12 +256,12 @@ def test_two_regions_in_one_cluster_share_no_object():
 
 
 def test_every_object_has_the_standard_labels():
-    for one in render("--values", str(EVERYTHING)):
+    for item in render("--values", str(EVERYTHING)):
         assert {
             "app.kubernetes.io/name", "app.kubernetes.io/instance", "app.kubernetes.io/version",
             "app.kubernetes.io/component", "app.kubernetes.io/part-of",
             "app.kubernetes.io/managed-by", "helm.sh/chart",
-        } <= one["metadata"]["labels"].keys(), one["kind"]  # fmt: skip
+        } <= item["metadata"]["labels"].keys(), item["kind"]  # fmt: skip
 
 
 # Rights
@@ -282,10 +286,10 @@ RIGHTS = {
 
 def operator_role(*arguments: str) -> Any:
     return next(
-        one
-        for one in installed(render(*arguments))
-        if one["kind"] in ("ClusterRole", "Role")
-        and not any("aggregate-to" in label for label in one["metadata"]["labels"])
+        item
+        for item in installed(render(*arguments))
+        if item["kind"] in ("ClusterRole", "Role")
+        and not any("aggregate-to" in label for label in item["metadata"]["labels"])
     )
 
 
@@ -305,10 +309,10 @@ def test_with_named_namespaces_nothing_is_granted_elsewhere():
         watchNamespaces=["a", "b"], crds__install=False, rbac__aggregate=False, region__name="eu"
     )
     objects = render(*flags)
-    assert {one["metadata"].get("namespace") for one in objects} == {"system", "a", "b"}
-    roles = [one for one in objects if one["kind"] == "Role" and not is_test(one)]
-    assert [one["metadata"]["namespace"] for one in roles] == ["a", "b"]
-    assert all(granted(one["rules"]) == RIGHTS for one in roles)
+    assert {item["metadata"].get("namespace") for item in objects} == {"system", "a", "b"}
+    roles = [item for item in objects if item["kind"] == "Role" and not is_test(item)]
+    assert [role["metadata"]["namespace"] for role in roles] == ["a", "b"]
+    assert all(granted(role["rules"]) == RIGHTS for role in roles)
     account = only(objects, "ServiceAccount")["metadata"]
     for binding in (x for x in objects if x["kind"] == "RoleBinding" and not is_test(x)):
         assert binding["subjects"] == [
@@ -318,17 +322,17 @@ def test_with_named_namespaces_nothing_is_granted_elsewhere():
 
 def test_the_clusters_own_roles_learn_about_jobs():
     added = {
-        label.rpartition("-")[2]: granted(one["rules"])
-        for one in render()
-        if one["kind"] == "ClusterRole"
-        for label in one["metadata"]["labels"]
+        label.rpartition("-")[2]: granted(item["rules"])
+        for item in render()
+        if item["kind"] == "ClusterRole"
+        for label in item["metadata"]["labels"]
         if "aggregate-to" in label
     }
     assert added.keys() == {"view", "edit", "admin"}
     assert added["view"]["diloco.dev/dilocojobs"] == {"get", "list", "watch"}
     for role in ("edit", "admin"):
         assert {"create", "patch", "delete"} <= added[role]["diloco.dev/dilocojobs"]
-    assert all(one["diloco.dev/dilocojobs/status"] == {"get"} for one in added.values())
+    assert all(rights["diloco.dev/dilocojobs/status"] == {"get"} for rights in added.values())
 
 
 # The operator's pod
@@ -337,8 +341,8 @@ def test_the_clusters_own_roles_learn_about_jobs():
 @pytest.mark.parametrize("kind", ["Deployment", "Pod"])
 def test_pods_are_restricted(kind):
     for values in ((), ("--values", str(EVERYTHING))):
-        one = next(x for x in render(*values) if x["kind"] == kind)
-        pod = one["spec"] if kind == "Pod" else one["spec"]["template"]["spec"]
+        item = next(x for x in render(*values) if x["kind"] == kind)
+        pod = item["spec"] if kind == "Pod" else item["spec"]["template"]["spec"]
         assert pod["securityContext"]["runAsNonRoot"]
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         for container in pod["containers"]:
@@ -386,11 +390,11 @@ def test_every_switch_reaches_the_operator():
     }
 
 
-def test_the_operator_reads_what_it_is_told():
+def test_the_operator_reads_every_variable_that_the_chart_sets():
     settings = ROOT / "operator" / "diloco_operator" / "settings.py"
-    told = {name for name in operator_env() if name.startswith("DILOCO_")}
+    given = {name for name in operator_env() if name.startswith("DILOCO_")}
     read = set(re.findall(r'"(DILOCO_[A-Z_]+)"', settings.read_text())) - {"DILOCO_FAULTS"}
-    assert told == read
+    assert given == read
 
 
 def test_a_digest_wins_over_a_tag_and_the_version_is_the_default():
@@ -406,6 +410,20 @@ def test_chart_and_program_have_one_version():
     project = re.search(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert project
     assert chart["appVersion"] == chart["version"] == project[1]
+
+
+def test_the_icon_is_the_one_beside_the_chart():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    kind, _, data = chart["icon"].partition(",")
+    assert kind == "data:image/svg+xml;base64"
+    assert base64.b64decode(data) == (CHART / "icon.svg").read_bytes()
+
+
+def test_chart_and_program_have_one_license():
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    project = re.search(r'^license = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)
+    assert project
+    assert chart["annotations"]["artifacthub.io/license"] == project[1] == "Apache-2.0"
 
 
 # Metrics
@@ -434,7 +452,7 @@ def test_the_dashboard_shows_every_metric():
     silent = {
         metric.name for metric in METRICS if not any(name.startswith(metric.name) for name in shown)
     }
-    # Per process: the sums of the syncer and of the steps say the same.
+    # Per process: the sums of the syncer and of the steps show the same.
     assert silent == {
         "diloco_snapshot_seconds", "diloco_learner_tokens_total", "diloco_learner_step_seconds",
     }  # fmt: skip

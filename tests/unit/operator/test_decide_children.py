@@ -1,14 +1,14 @@
-"""Children: what is applied, what is deleted, what is left alone, and in which order they roll."""
+"""Changes to children: applied, deleted, left alone, and the order of rollouts."""
 
 import copy
 
 import pytest
 
-from diloco_operator.observed import Refusal
-from diloco_operator.view import View
-from diloco_testing.operated import (
-    VIEW,
-    World,
+from diloco_operator.resources.operator_scope import OperatorScope
+from diloco_operator.state.observation import Refusal
+from diloco_testing.kubernetes.operated_job import (
+    SCOPE,
+    OperatedJob,
     is_idle,
     main_of,
     manifest,
@@ -18,7 +18,7 @@ from diloco_testing.operated import (
 
 
 def names(decisions):
-    return [(one["kind"], one["metadata"]["name"]) for one in decisions.apply]
+    return [(child["kind"], child["metadata"]["name"]) for child in decisions.apply]
 
 
 def regions(**learners):
@@ -28,7 +28,7 @@ def regions(**learners):
 # ------------------------------------------------------------------------------ drift
 
 
-def test_what_is_as_it_should_be_is_not_applied_again():
+def test_a_child_without_drift_is_not_applied_again():
     world = training()
     assert world.reconcile().apply == ()
 
@@ -38,13 +38,13 @@ def test_what_is_as_it_should_be_is_not_applied_again():
     [("StatefulSet", "a-eu"), ("Deployment", "a-syncer"), ("Service", "a-syncer"), ("Service", "a-us"),
      ("ServiceAccount", "a"), ("PodDisruptionBudget", "a-eu")],
 )  # fmt: skip
-def test_a_deleted_child_is_made_again_and_nothing_else_is_touched(child):
+def test_a_deleted_child_is_created_again_and_no_other_changes(child):
     world = training()
     del world.children[child]
     assert names(world.reconcile()) == [child]
 
 
-def test_scaling_a_stateful_set_by_hand_is_undone():
+def test_a_manual_scaling_of_a_stateful_set_is_undone():
     world = training()
     world.children["StatefulSet", "a-eu"]["spec"]["replicas"] = 7
     assert names(world.reconcile()) == [("StatefulSet", "a-eu")]
@@ -74,7 +74,7 @@ def test_a_child_that_is_being_deleted_is_waited_for():
     assert names(world.reconcile()) == [("Service", "a-syncer")]
 
 
-def test_a_child_that_was_orphaned_is_taken_back():
+def test_an_orphaned_child_is_adopted():
     world = training()
     del world.children["StatefulSet", "a-eu"]["metadata"]["ownerReferences"]
     world.reconcile()
@@ -82,15 +82,15 @@ def test_a_child_that_was_orphaned_is_taken_back():
     assert owner["uid"] == "uid-of-a"
 
 
-# ------------------------------------------------------------------------------ others' children
+# ------------------------------------------------------------------------------ foreign children
 
 
-def test_a_child_of_another_owner_is_left_alone_and_the_others_are_made():
-    world = World(foreign=("StatefulSet a-eu",))
+def test_a_child_of_another_owner_is_left_alone_and_the_others_are_created():
+    world = OperatedJob(foreign=({"kind": "StatefulSet", "metadata": {"name": "a-eu"}},))
     decisions = world.reconcile()
     assert ("StatefulSet", "a-eu") not in names(decisions)
     assert ("StatefulSet", "a-us") in names(decisions)
-    assert world.says("Accepted") == ("False", "NameTaken")
+    assert world.reason("Accepted") == ("False", "NameTaken")
     assert "StatefulSet a-eu" in world.condition("Accepted")["message"]
 
 
@@ -101,15 +101,15 @@ def test_children_of_a_former_job_of_the_same_name_are_waited_for():
     world.syncer = None
     decisions = world.reconcile()
     assert (decisions.apply, decisions.delete) == ((), ())
-    assert world.says("Accepted") == ("False", "NameTaken")
+    assert world.reason("Accepted") == ("False", "NameTaken")
     assert world.condition("SyncerReady")["status"] != "True"
     assert world.status["state"] == "Pending"
     world.children.clear()
     world.settle()
-    assert world.says("Accepted") == ("True", "Valid")
+    assert world.reason("Accepted") == ("True", "Valid")
 
 
-def test_children_that_nobody_wants_are_deleted_only_if_they_are_this_jobs():
+def test_obsolete_children_are_deleted_only_if_they_are_this_jobs():
     world = training()
     stray = copy.deepcopy(world.children["Service", "a-us"])
     for name, uid in (("ours", "uid-of-a"), ("orphan", None), ("other", "uid-of-b")):
@@ -119,7 +119,7 @@ def test_children_that_nobody_wants_are_deleted_only_if_they_are_this_jobs():
         if uid is None:
             del child["metadata"]["ownerReferences"]
         world.children["Service", name] = child
-    assert [one.name for one in world.reconcile().delete] == ["ours"]
+    assert [ref.name for ref in world.reconcile().delete] == ["ours"]
 
 
 def test_children_of_another_regions_operator_are_left_alone():
@@ -131,17 +131,17 @@ def test_children_of_another_regions_operator_are_left_alone():
     assert world.reconcile().delete == ()
 
 
-def test_what_the_api_server_refuses_is_said_in_its_words():
+def test_a_refusal_of_the_api_server_is_reported_with_its_message():
     world = training()
-    words = 'admission webhook "policy" denied the request'
-    world.refusals = (Refusal(child="StatefulSet a-eu", message=words),)
+    message = 'admission webhook "policy" denied the request'
+    world.refusals = (Refusal(child="StatefulSet a-eu", message=message),)
     world.reconcile()
-    assert world.says("Accepted") == ("False", "Refused")
-    assert words in world.condition("Accepted")["message"]
+    assert world.reason("Accepted") == ("False", "Refused")
+    assert message in world.condition("Accepted")["message"]
     assert world.status["state"] == "Training"
     world.refusals = ()
     world.reconcile()
-    assert world.says("Accepted") == ("True", "Valid")
+    assert world.reason("Accepted") == ("True", "Valid")
 
 
 # ------------------------------------------------------------------------------ scaling, regions
@@ -161,7 +161,7 @@ def test_scaling_learners_changes_replicas_and_the_quorums_facts_alone():
 def test_a_region_of_no_learners_is_ready():
     world = training(manifest(regions=regions(eu=2, us=0)))
     assert world.replicas()["a-us"] == 0
-    assert world.says("LearnersReady") == ("True", "AllTraining")
+    assert world.reason("LearnersReady") == ("True", "AllTraining")
 
 
 def test_a_new_region_gets_its_children():
@@ -170,7 +170,7 @@ def test_a_new_region_gets_its_children():
     world.settle()
     assert world.replicas()["a-asia"] == 1
     assert ("Service", "a-asia") in world.children
-    assert [one["name"] for one in world.status["regions"]] == ["eu", "us", "asia"]
+    assert [region["name"] for region in world.status["regions"]] == ["eu", "us", "asia"]
 
 
 def test_a_removed_region_loses_its_children():
@@ -179,18 +179,20 @@ def test_a_removed_region_loses_its_children():
     world.settle()
     assert not [name for kind, name in world.children if name == "a-us"]
     assert world.replicas() == {"a-eu": 2, "a-syncer": 1}
-    assert [one["name"] for one in world.status["regions"]] == ["eu"]
+    assert [region["name"] for region in world.status["regions"]] == ["eu"]
 
 
 def test_a_changed_quorum_restarts_no_learner():
     world = training()
-    before = {name: pod["spec"] for name, pod in world.pods.items() if "syncer" not in name}
+    previous = {name: pod["spec"] for name, pod in world.pods.items() if "syncer" not in name}
     world.change(sync={"quorum": 3}, steps=9000)
     world.settle()
-    assert {name: pod["spec"] for name, pod in world.pods.items() if "syncer" not in name} == before
+    assert {
+        name: pod["spec"] for name, pod in world.pods.items() if "syncer" not in name
+    } == previous
 
 
-def test_an_evaluation_that_is_taken_back_loses_its_deployment():
+def test_a_removed_evaluation_loses_its_deployment():
     world = training(manifest(evaluation={"everySteps": 5}))
     assert "a-evaluator" in world.replicas()
     world.change(evaluation=None)
@@ -202,7 +204,7 @@ def documents(world):
     return {name for kind, name in world.children if kind == "ConfigMap"}
 
 
-def test_a_document_stays_until_no_pod_has_it_mounted():
+def test_a_config_map_stays_until_no_pod_has_it_mounted():
     world = training()
     old = documents(world)
     world.change(sync={"quorum": 3})
@@ -217,7 +219,7 @@ def test_a_document_stays_until_no_pod_has_it_mounted():
     assert documents(world) != old
 
 
-def test_the_volume_is_never_taken_from_a_job_that_runs():
+def test_the_volume_of_a_running_job_is_never_deleted():
     world = training()
     world.children["PersistentVolumeClaim", "old"] = copy.deepcopy(
         world.children["PersistentVolumeClaim", "a-syncer"]
@@ -226,7 +228,7 @@ def test_the_volume_is_never_taken_from_a_job_that_runs():
     assert world.reconcile().delete == ()
 
 
-# ------------------------------------------------------------------------------ rolls
+# ------------------------------------------------------------------------------ rollouts
 
 
 def set_env(world, value):
@@ -242,7 +244,7 @@ def test_a_changed_template_reaches_one_region_after_the_other():
     world = training()
     set_env(world, "1")
     assert rolled(world.reconcile()) == ["a-eu"]
-    # The controller has not looked yet, then is at it.
+    # The controller has not observed the change yet, then is rolling it out.
     assert rolled(world.reconcile()) == []
     world.count_pods()
     world.children["StatefulSet", "a-eu"]["status"] |= {"currentRevision": "old"}
@@ -253,7 +255,7 @@ def test_a_changed_template_reaches_one_region_after_the_other():
     assert rolled(world.reconcile()) == []
 
 
-def test_a_field_that_is_taken_back_rolls_one_region_after_the_other():
+def test_a_removed_field_rolls_one_region_after_the_other():
     world = training()
     set_env(world, "1")
     world.settle()
@@ -263,7 +265,7 @@ def test_a_field_that_is_taken_back_rolls_one_region_after_the_other():
 
 
 def test_a_region_without_a_ready_pod_has_nothing_to_lose():
-    world = World()
+    world = OperatedJob()
     world.reconcile()
     world.run_controllers(ready=lambda pod: False)
     set_env(world, "1")
@@ -297,7 +299,7 @@ def set_image(world, image):
 
 
 def stuck_at_its_first_pod(world, name):
-    """The StatefulSet replaces its last pod, whose image nobody can pull."""
+    """The StatefulSet replaces its last pod, whose image cannot be pulled."""
     live, last = world.children["StatefulSet", name], world.pod(f"{name}-1")
     live["status"] |= {
         "observedGeneration": live["metadata"]["generation"],
@@ -326,7 +328,7 @@ def test_a_correction_reaches_a_region_that_is_stuck_in_the_middle_of_its_roll()
 THREE = {"regions": regions(eu=2, us=2, asia=1), "sync": {"quorum": 4}}
 
 
-def test_no_roll_begins_while_a_quorum_and_no_more_trains():
+def test_no_rollout_starts_while_only_a_quorum_trains():
     world = training(manifest(**THREE))
     set_ready(world.pod("a-asia-0"), False)
     world.count_pods()
@@ -342,7 +344,7 @@ def test_no_roll_begins_while_a_quorum_and_no_more_trains():
     assert rolled(world.reconcile(30)) == ["a-eu"]
 
 
-def test_lowering_the_quorum_lets_a_roll_begin():
+def test_lowering_the_quorum_starts_a_rollout():
     world = training(manifest(**THREE))
     world.answers(gone=("asia/0",))
     world.pods.pop("a-asia-0")
@@ -358,7 +360,7 @@ def test_lowering_the_quorum_lets_a_roll_begin():
 
 @pytest.mark.parametrize("missing", [("us/1",), ("us/0", "us/1")])
 def test_a_region_that_lacks_a_learner_takes_a_correction_before_the_others(missing):
-    """Ready and yet not training: the others must not wait for what nobody corrects."""
+    """Ready but not training: the others must not wait for a learner that nothing repairs."""
     world = training(manifest(sync={"quorum": 4 - len(missing)}))
     world.answers(gone=missing)
     set_env(world, "1")
@@ -377,9 +379,9 @@ def test_a_region_that_lacks_a_learner_takes_a_correction_before_the_others(miss
         (3, ("us/0", "us/1")),
         (2, ("eu/0", "eu/1", "us/0", "us/1")),
     ],
-    ids=["all-are-the-quorum", "one-to-spare", "below-the-quorum", "nobody-trains"],
+    ids=["all-are-the-quorum", "one-to-spare", "below-the-quorum", "none-trains"],
 )
-def test_a_roll_is_not_held_back_where_it_could_never_begin_or_costs_no_merge(quorum, gone):
+def test_a_rollout_starts_where_it_could_never_start_otherwise_or_costs_no_merge(quorum, gone):
     world = training(manifest(sync={"quorum": quorum}))
     world.answers(gone=gone)
     set_env(world, "1")
@@ -389,14 +391,14 @@ def test_a_roll_is_not_held_back_where_it_could_never_begin_or_costs_no_merge(qu
 def test_a_roll_is_not_held_back_while_the_syncer_does_not_answer():
     world = training(manifest(**THREE))
     world.answers(gone=("asia/0",))
-    world.is_silent()
+    world.becomes_unreachable()
     set_env(world, "1")
     assert rolled(world.reconcile()) == ["a-eu"]
 
 
 def test_a_region_of_another_cluster_that_is_missing_holds_back_a_roll_here():
-    view = View(region="eu", worker_image="w", syncer_image="s")
-    world = training(manifest(sync={"quorum": 2}), view=view)
+    scope = OperatorScope(region="eu", worker_image="w", syncer_image="s")
+    world = training(manifest(sync={"quorum": 2}), scope=scope)
     world.answers(gone=("us/0", "us/1"))
     set_env(world, "1")
     assert rolled(world.reconcile()) == []
@@ -423,18 +425,18 @@ def test_scaling_does_not_wait_for_a_roll():
 # ------------------------------------------------------------------------------ images
 
 
-NEXT = View(worker_image="diloco/worker:2", syncer_image="diloco/syncer:2")
+NEXT = OperatorScope(worker_image="diloco/worker:2", syncer_image="diloco/syncer:2")
 
 
 def test_another_chart_restarts_nothing_of_a_job_that_runs():
     world = training()
-    world.view = NEXT
+    world.scope = NEXT
     assert is_idle(world.reconcile())
 
 
 def test_a_job_takes_the_new_images_after_a_suspension():
     world = training()
-    world.view = NEXT
+    world.scope = NEXT
     world.change(runPolicy={"suspend": True})
     world.syncer = None
     world.settle()
@@ -445,12 +447,12 @@ def test_a_job_takes_the_new_images_after_a_suspension():
 
 
 def test_an_image_that_never_ran_is_replaced_by_the_new_charts():
-    world = World(view=View(worker_image="typo", syncer_image="typo"))
+    world = OperatedJob(scope=OperatorScope(worker_image="typo", syncer_image="typo"))
     world.reconcile()
     world.run_controllers()
     for pod in world.pods.values():
         pod["status"]["containerStatuses"][0] |= {"imageID": "", "state": {"waiting": {}}}
-    world.view = VIEW
+    world.scope = SCOPE
     world.settle()
     images = {pod["spec"]["containers"][0]["image"] for pod in world.pods.values()}
-    assert images == {VIEW.worker_image, VIEW.syncer_image}
+    assert images == {SCOPE.worker_image, SCOPE.syncer_image}

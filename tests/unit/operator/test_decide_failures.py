@@ -1,9 +1,11 @@
-"""What goes wrong in a cluster, and what the conditions say of it."""
+"""Failures in a cluster, and the conditions that report them."""
+
+import copy
 
 import pytest
 
-from diloco_testing.operated import (
-    World,
+from diloco_testing.kubernetes.operated_job import (
+    OperatedJob,
     certificate,
     is_idle,
     main_of,
@@ -32,22 +34,22 @@ def test_a_pod_that_cannot_be_scheduled_is_named():
         ],
     }
     world.reconcile()
-    assert world.says("LearnersReady") == ("False", "PodTrouble")
+    assert world.reason("LearnersReady") == ("False", "PodTrouble")
     message = world.condition("LearnersReady")["message"]
     assert "a-eu-1" in message
     assert "Insufficient cpu" in message
 
 
 @pytest.mark.parametrize("reason", ["ImagePullBackOff", "ErrImagePull"])
-def test_an_image_that_cannot_be_pulled_is_named_in_words_that_do_not_change(reason):
+def test_an_image_that_cannot_be_pulled_is_named_in_a_stable_message(reason):
     world = training()
-    stuck(world.pod("a-eu-1"), reason, f"{reason}, words that change")
+    stuck(world.pod("a-eu-1"), reason, f"{reason}, a message that changes")
     world.reconcile()
-    said = "pod a-eu-1: ImagePullBackOff: image diloco/worker:1 cannot be pulled"
-    assert world.condition("LearnersReady")["message"] == said
+    message = "pod a-eu-1: ImagePullBackOff: image diloco/worker:1 cannot be pulled"
+    assert world.condition("LearnersReady")["message"] == message
 
 
-def test_a_pod_that_ends_again_and_again_says_why():
+def test_the_message_explains_why_a_pod_keeps_exiting():
     world = training()
     end = {
         "exitCode": 1,
@@ -63,7 +65,7 @@ def test_a_pod_that_ends_again_and_again_says_why():
     assert "40s" not in message
 
 
-def test_a_container_that_cannot_be_made_says_why():
+def test_the_message_explains_why_a_container_cannot_be_created():
     world = training()
     stuck(world.pod("a-us-0"), "CreateContainerConfigError", 'secret "x" not found')
     world.reconcile()
@@ -78,15 +80,15 @@ def test_more_pods_in_trouble_are_counted():
     assert "(and 2 more pods)" in world.condition("LearnersReady")["message"]
 
 
-def test_a_syncer_in_trouble_says_why():
+def test_the_message_explains_why_the_syncers_pod_cannot_run():
     world = training()
     stuck(world.pod("a-syncer-0"), "ErrImagePull")
     world.count_pods()
     world.syncer = None
     world.reconcile(100)
-    assert world.says("SyncerReady") == ("False", "PodTrouble")
+    assert world.reason("SyncerReady") == ("False", "PodTrouble")
     assert "a-syncer-0" in world.condition("SyncerReady")["message"]
-    assert world.says("SyncerReachable") == ("False", "NotStarted")
+    assert world.reason("SyncerReachable") == ("False", "NotStarted")
     assert "a-syncer-0" in world.condition("SyncerReachable")["message"]
 
 
@@ -94,10 +96,37 @@ def test_learners_that_are_missing_are_named():
     world = training()
     del world.pods["a-us-1"]
     world.reconcile()
-    assert world.says("LearnersReady") == ("False", "SomeNotTraining")
+    assert world.reason("LearnersReady") == ("False", "SomeNotTraining")
     assert "us/1" in world.condition("LearnersReady")["message"]
     assert "us/0" not in world.condition("LearnersReady")["message"]
     assert ("Warning", "SomeNotTraining") in world.events
+
+
+def test_an_ejected_learner_is_named_and_keeps_its_pod():
+    world = training()
+    pods = copy.deepcopy(world.pods)
+    world.answers(ejected=("us/1",))
+    decisions = world.reconcile()
+    assert not decisions.delete
+    assert not decisions.apply
+    assert world.pods == pods
+    assert world.reason("LearnersReady") == ("False", "SomeNotTraining")
+    message = world.condition("LearnersReady")["message"]
+    assert message == "3 of 4 are training; ejected, because they do not deliver: us/1"
+    assert world.reason("QuorumMet") == ("True", "EnoughLearners")
+
+
+def test_an_ejected_learner_costs_no_write_per_reconcile():
+    world = training()
+    world.answers(ejected=("us/1",))
+    waiting = world.reconcile()
+    world.answers()
+    assert waiting.requeue_seconds == world.reconcile().requeue_seconds, (
+        "it is not asked more often"
+    )
+    world.answers(ejected=("us/1",))
+    world.reconcile(1)
+    assert world.reconcile().status is None
 
 
 def test_a_learner_of_several_pods_is_ready_when_all_are():
@@ -118,48 +147,48 @@ def test_restarts_are_those_that_the_syncer_or_the_kubelet_saw():
     main_of(world.pod("a-us-0"))["restartCount"] = 1
     world.answers()
     learners = tuple(
-        one if one.name != "eu/1" else type(one)(**{**_fields(one), "restarts": 5})
-        for one in world.syncer.learners
+        learner if learner.name != "eu/1" else type(learner)(**{**_fields(learner), "restarts": 5})
+        for learner in world.syncer.learners
     )
     world.answers(learners=learners)
     world.reconcile()
-    assert [one["restarts"] for one in world.status["regions"]] == [8, 1]
-    world.is_silent()
+    assert [region["restarts"] for region in world.status["regions"]] == [8, 1]
+    world.becomes_unreachable()
     world.reconcile(100)
-    assert [one["restarts"] for one in world.status["regions"]] == [8, 1]
+    assert [region["restarts"] for region in world.status["regions"]] == [8, 1]
 
 
-def _fields(one):
-    return {name: getattr(one, name) for name in one.__slots__}
+def _fields(learner):
+    return {name: getattr(learner, name) for name in learner.__slots__}
 
 
 # ------------------------------------------------------------------------------ the syncer
 
 
-def test_a_syncer_that_is_gone_for_a_moment_is_still_reachable():
+def test_a_syncer_that_is_briefly_unavailable_is_still_reachable():
     world = training()
-    world.is_silent()
+    world.becomes_unreachable()
     decisions = world.reconcile(20)
     assert is_idle(decisions)
-    assert decisions.again_seconds == 10
+    assert decisions.requeue_seconds == 10
 
 
-def test_a_syncer_that_did_not_answer_for_30_s_is_not_reachable_and_the_condition_says_why():
+def test_a_syncer_that_did_not_answer_for_30_s_is_not_reachable_and_the_condition_explains_why():
     world = training()
-    world.is_silent("DialTimeout")
+    world.becomes_unreachable("DialTimeout")
     world.reconcile(30)
-    assert world.says("SyncerReachable") == ("False", "DialTimeout")
+    assert world.reason("SyncerReachable") == ("False", "DialTimeout")
     assert ("Warning", "DialTimeout") in world.events
-    assert world.says("QuorumMet") == ("Unknown", "NoAnswer")
-    assert world.says("SpecConsistent") == ("Unknown", "NoAnswer")
+    assert world.reason("QuorumMet") == ("Unknown", "NoAnswer")
+    assert world.reason("SpecConsistent") == ("Unknown", "NoAnswer")
     assert world.status["state"] == "Degraded"
 
 
-def test_silence_restarts_nothing_and_keeps_what_is_known():
+def test_an_unreachable_syncer_restarts_nothing_and_keeps_the_known_status():
     world = training()
     world.answers(step=700, tokens=9)
     world.reconcile(30)
-    world.is_silent()
+    world.becomes_unreachable()
     decisions = world.reconcile(3600)
     assert (decisions.apply, decisions.delete) == ((), ())
     assert (world.status["step"], world.status["tokens"]) == (700, 9)
@@ -169,22 +198,22 @@ def test_silence_restarts_nothing_and_keeps_what_is_known():
 
 def test_the_syncer_that_is_back_is_reachable_at_once():
     world = training()
-    world.is_silent()
+    world.becomes_unreachable()
     world.reconcile(100)
     world.answers(step=150)
     world.reconcile(1)
-    assert world.says("SyncerReachable") == ("True", "Answers")
-    assert world.says("QuorumMet") == ("True", "EnoughLearners")
+    assert world.reason("SyncerReachable") == ("True", "Answers")
+    assert world.reason("QuorumMet") == ("True", "EnoughLearners")
     assert world.status["step"] == 150
 
 
 def test_a_fresh_operator_believes_the_last_status_for_30_s():
     world = training()
-    world.is_silent()
+    world.becomes_unreachable()
     world.last_answer = None
     assert is_idle(world.reconcile(29))
     world.reconcile(1)
-    assert world.says("SyncerReachable") == ("False", "ConnectionRefused")
+    assert world.reason("SyncerReachable") == ("False", "ConnectionRefused")
 
 
 def test_a_syncer_pod_that_restarts_is_not_ready():
@@ -193,16 +222,16 @@ def test_a_syncer_pod_that_restarts_is_not_ready():
     world.count_pods()
     world.syncer = None
     world.reconcile(5)
-    assert world.says("SyncerReady") == ("False", "NotReady")
-    assert world.says("SyncerReachable") == ("True", "Answers")
+    assert world.reason("SyncerReady") == ("False", "NotReady")
+    assert world.reason("SyncerReachable") == ("True", "Answers")
     assert ("Warning", "NotReady") in world.events
 
 
-def test_a_lost_quorum_is_said_and_told():
+def test_a_lost_quorum_is_a_condition_and_an_event():
     world = training()
     world.answers("Waiting", gone=("eu/1", "us/0", "us/1"))
     world.reconcile()
-    assert world.says("QuorumMet") == ("False", "TooFewLearners")
+    assert world.reason("QuorumMet") == ("False", "TooFewLearners")
     assert "1 learners report, the quorum is 2" in world.condition("QuorumMet")["message"]
     assert ("Warning", "TooFewLearners") in world.events
 
@@ -211,29 +240,29 @@ def test_one_lost_learner_loses_no_quorum():
     world = training()
     world.answers(gone=("us/1",))
     world.reconcile()
-    assert world.says("QuorumMet") == ("True", "EnoughLearners")
-    assert world.says("LearnersReady") == ("False", "SomeNotTraining")
+    assert world.reason("QuorumMet") == ("True", "EnoughLearners")
+    assert world.reason("LearnersReady") == ("False", "SomeNotTraining")
     assert world.status["learners"]["summary"] == "3/4"
     assert world.status["state"] == "Degraded"
 
 
 def test_a_job_without_a_model_yet_has_no_quorum_and_no_trouble():
-    world = World()
+    world = OperatedJob()
     world.settle()
     world.answers("Initialising", step=0)
     world.settle()
-    assert world.says("QuorumMet") == ("False", "Starting")
+    assert world.reason("QuorumMet") == ("False", "Starting")
     assert not [event for event in world.events if event[0] == "Warning"]
 
 
 def test_a_load_balancer_without_an_address_is_waited_for():
     world = training(manifest(syncer={"service": {"type": "LoadBalancer"}}))
-    assert world.says("SyncerReady") == ("True", "WaitingForAddress")
+    assert world.reason("SyncerReady") == ("True", "WaitingForAddress")
     assert "LoadBalancer" in world.condition("SyncerReady")["message"]
     service = world.children["Service", "a-syncer"]
     service["status"] = {"loadBalancer": {"ingress": [{"ip": "192.0.2.7"}]}}
     world.reconcile()
-    assert world.says("SyncerReady") == ("True", "Serving")
+    assert world.reason("SyncerReady") == ("True", "Serving")
     assert world.status["syncer"]["endpoint"] == "192.0.2.7:7070"
 
 
@@ -241,10 +270,10 @@ def test_a_load_balancer_without_an_address_is_waited_for():
 
 
 def cut_off(facts):
-    world = World(job=manifest(**SECRET), certificate=facts)
+    world = OperatedJob(job=manifest(**SECRET), certificate=facts)
     world.reconcile()
     world.run_controllers(ready=lambda pod: "syncer" in pod["metadata"]["name"])
-    world.is_silent("HandshakeRefused")
+    world.becomes_unreachable("HandshakeRefused")
     world.settle()
     return world
 
@@ -254,38 +283,38 @@ def cut_off(facts):
     [
         (certificate("a", "eu"), "CertificateOfOtherRegion"),
         (certificate("a"), "CertificateOfOtherRegion"),
-        (certificate("a", "eu", "us", names=("other",)), "CertificateNotForSyncer"),
+        (certificate("a", "eu", "us", server_names=("other",)), "CertificateNotForSyncer"),
         (certificate("a", reason="CertificateExpired", problem="it expired"), "CertificateExpired"),
         (certificate("a", reason="CertificateMissing", problem="no Secret"), "CertificateMissing"),
         (certificate("a", problem="odd"), "CertificateUnreadable"),
     ],
 )
-def test_what_is_wrong_with_the_certificate_is_said_where_it_hurts(facts, reason):
+def test_a_certificate_problem_is_reported_by_the_conditions_that_depend_on_it(facts, reason):
     world = cut_off(facts)
-    assert world.says("SyncerReachable") == ("False", reason)
-    assert world.says("LearnersReady") == ("False", reason)
+    assert world.reason("SyncerReachable") == ("False", reason)
+    assert world.reason("LearnersReady") == ("False", reason)
     assert world.events.count(("Warning", reason)) == 1
 
 
 def test_a_good_certificate_is_not_blamed():
     world = cut_off(certificate("a", "eu", "us"))
-    assert world.says("SyncerReachable") == ("False", "HandshakeRefused")
-    assert world.says("LearnersReady") == ("False", "Starting")
+    assert world.reason("SyncerReachable") == ("False", "HandshakeRefused")
+    assert world.reason("LearnersReady") == ("False", "Starting")
 
 
-def test_a_certificate_of_another_region_is_said_though_the_syncer_answers():
+def test_a_certificate_of_another_region_is_reported_though_the_syncer_answers():
     world = cut_off(certificate("a", "eu"))
     world.answers(gone=("us/0", "us/1"))
     world.settle()
-    assert world.says("SyncerReachable") == ("True", "Answers")
-    assert world.says("LearnersReady") == ("False", "CertificateOfOtherRegion")
+    assert world.reason("SyncerReachable") == ("True", "Answers")
+    assert world.reason("LearnersReady") == ("False", "CertificateOfOtherRegion")
     assert "region us" in world.condition("LearnersReady")["message"]
 
 
 def test_a_region_without_learners_needs_no_name_in_the_certificate():
     regions = [{"name": "eu", "learners": 2}, {"name": "us", "learners": 0}]
-    world = World(job=manifest(regions=regions, **SECRET), certificate=certificate("a", "eu"))
+    world = OperatedJob(job=manifest(regions=regions, **SECRET), certificate=certificate("a", "eu"))
     world.settle()
-    world.is_silent("HandshakeRefused")
+    world.becomes_unreachable("HandshakeRefused")
     world.settle()
-    assert world.says("SyncerReachable") == ("False", "HandshakeRefused")
+    assert world.reason("SyncerReachable") == ("False", "HandshakeRefused")

@@ -1,4 +1,4 @@
-"""Promises of `decide` for every job: it never raises, and what it decided leaves nothing to do."""
+"""Properties of `decide` for every job: it never raises, and its decisions leave nothing to do."""
 
 import copy
 from dataclasses import replace
@@ -7,11 +7,19 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from diloco_operator.decide import read_job
-from diloco_operator.observed import Answer, LearnerAnswer, Refusal, Silence
-from diloco_operator.reasons import CONDITIONS
-from diloco_operator.status_api import Status
-from diloco_testing.operated import VIEW, World, certificate, is_idle, main_of, manifest, set_ready
+from diloco_job.reasons import CONDITIONS
+from diloco_job.status_types import Status
+from diloco_operator.state.observation import Answer, LearnerAnswer, Refusal, Unreachable
+from diloco_operator.state.stored_job import StoredJob
+from diloco_testing.kubernetes.operated_job import (
+    SCOPE,
+    OperatedJob,
+    certificate,
+    is_idle,
+    main_of,
+    manifest,
+    set_ready,
+)
 
 SLOWLY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
@@ -79,7 +87,7 @@ specs = st.fixed_dictionaries(
         "evaluation": st.sampled_from([None, {"everySteps": 5}]),
     }
 )
-views = st.sampled_from([VIEW, *(replace(VIEW, region=name) for name in REGIONS)])
+views = st.sampled_from([SCOPE, *(replace(SCOPE, region=name) for name in REGIONS)])
 
 answers = st.builds(
     dict,
@@ -96,47 +104,47 @@ turns = st.lists(
 )
 
 
-def heard(world: World, what) -> None:
+def observe(world: OperatedJob, what) -> None:
     world.syncer = None
     if isinstance(what, dict):
         world.answers(**what)
     elif what:
-        world.syncer = Silence(reason=what, message="odd")
+        world.syncer = Unreachable(reason=what, message="odd")
 
 
 # ------------------------------------------------------------------------------ steady
 
 
 @SLOWLY
-@given(spec=specs, view=views, life=turns)
-def test_what_was_decided_leaves_nothing_to_decide(spec, view, life):
+@given(spec=specs, scope=views, events=turns)
+def test_after_the_decisions_are_carried_out_nothing_is_left_to_decide(spec, scope, events):
     spec["sync"] = {"quorum": 1}
-    world = World(job=manifest(**spec), view=view, certificate=certificate("a", "eu"))
-    for what, seconds, ready in life:
-        if read_job(world.job)[0] is not None:
-            heard(world, what)
+    world = OperatedJob(job=manifest(**spec), scope=scope, certificate=certificate("a", "eu"))
+    for what, seconds, ready in events:
+        if StoredJob.parse(world.job).job is not None:
+            observe(world, what)
         world.reconcile(seconds)
         world.run_controllers(ready=lambda pod, ready=ready: ready)
     world.settle()
     again = world.decide()
     assert is_idle(again)
-    assert 1 <= again.again_seconds <= 300
+    assert 1 <= again.requeue_seconds <= 300
 
 
 @SLOWLY
-@given(spec=specs, view=views, life=turns)
-def test_the_status_is_always_one_that_the_crd_takes(spec, view, life):
+@given(spec=specs, scope=views, events=turns)
+def test_the_status_always_matches_the_crd(spec, scope, events):
     spec["sync"] = {"quorum": 1}
-    world = World(job=manifest(**spec), view=view)
-    for what, seconds, ready in [(None, 0.0, False), *life]:
-        if read_job(world.job)[0] is not None:
-            heard(world, what)
+    world = OperatedJob(job=manifest(**spec), scope=scope)
+    for what, seconds, ready in [(None, 0.0, False), *events]:
+        if StoredJob.parse(world.job).job is not None:
+            observe(world, what)
         world.reconcile(seconds)
         world.run_controllers(ready=lambda pod, ready=ready: ready)
         Status.model_validate(world.status)
-        assert [one["type"] for one in world.status["conditions"]] == list(CONDITIONS)
+        assert [condition["type"] for condition in world.status["conditions"]] == list(CONDITIONS)
         ends = [
-            kind for kind in ("Suspended", "Complete", "Failed") if world.says(kind)[0] == "True"
+            kind for kind in ("Suspended", "Complete", "Failed") if world.reason(kind)[0] == "True"
         ]
         assert len(ends) <= 1
         assert world.status["state"] in (ends or ("Pending", "Starting", "Training", "Degraded"))
@@ -144,17 +152,17 @@ def test_the_status_is_always_one_that_the_crd_takes(spec, view, life):
 
 @SLOWLY
 @given(spec=specs, cut=st.integers(0, 30))
-def test_an_operator_that_dies_between_any_two_writes_ends_in_the_same_state(spec, cut):
+def test_an_operator_that_is_killed_between_any_two_writes_reaches_the_same_state(spec, cut):
     spec["sync"] = {"quorum": 1}
     spec["runPolicy"].pop("activeDeadlineSeconds", None)
-    calm = World(job=manifest(**copy.deepcopy(spec)))
-    killed = World(job=manifest(**copy.deepcopy(spec)))
-    if read_job(calm.job)[0] is None:
+    calm = OperatedJob(job=manifest(**copy.deepcopy(spec)))
+    killed = OperatedJob(job=manifest(**copy.deepcopy(spec)))
+    if StoredJob.parse(calm.job).job is None:
         return
     for world in (calm, killed):
         world.settle()
         world.change(steps=spec["steps"] + 1)
-    # Some writes of the reconcile get through, and no status.
+    # Some writes of the reconcile succeed, but not the status.
     decisions = killed.decide()
     for wanted in decisions.apply[:cut]:
         killed.apply(wanted)
@@ -163,9 +171,9 @@ def test_an_operator_that_dies_between_any_two_writes_ends_in_the_same_state(spe
         world.settle()
     assert killed.replicas() == calm.replicas()
     assert set(killed.children) == set(calm.children)
-    assert [(one["type"], one["status"]) for one in killed.status["conditions"]] == [
-        (one["type"], one["status"]) for one in calm.status["conditions"]
-    ]
+    assert [
+        (condition["type"], condition["status"]) for condition in killed.status["conditions"]
+    ] == [(condition["type"], condition["status"]) for condition in calm.status["conditions"]]
 
 
 # ------------------------------------------------------------------------------ any job
@@ -220,8 +228,8 @@ PLACES = sorted((path for path in paths(EVERYTHING["spec"])), key=repr)
 
 
 @settings(deadline=None, max_examples=300)
-@given(changed=st.lists(st.tuples(st.sampled_from(PLACES), json_values), max_size=3), view=views)
-def test_any_spec_gives_children_or_a_clear_condition(changed, view):
+@given(changed=st.lists(st.tuples(st.sampled_from(PLACES), json_values), max_size=3), scope=views)
+def test_any_spec_gives_children_or_a_clear_condition(changed, scope):
     job = copy.deepcopy(EVERYTHING)
     for path, value in changed:
         place = job["spec"]
@@ -233,8 +241,8 @@ def test_any_spec_gives_children_or_a_clear_condition(changed, view):
             else:
                 job["spec"] = value
         except (KeyError, IndexError, TypeError):
-            pass  # an earlier change took the place away
-    world = World(job=job, view=view)
+            pass  # an earlier change removed the place
+    world = OperatedJob(job=job, scope=scope)
     decisions = world.reconcile()
     policy = job["spec"].get("runPolicy") if isinstance(job["spec"], dict) else None
     if isinstance(policy, dict) and policy.get("managedBy"):
@@ -251,9 +259,9 @@ def test_any_spec_gives_children_or_a_clear_condition(changed, view):
 
 
 @settings(deadline=None, max_examples=200)
-@given(status=json_values, syncer=st.sampled_from(["answer", "silence", "none"]))
+@given(status=json_values, syncer=st.sampled_from(["answer", "unreachable", "none"]))
 def test_any_status_may_stand_there(status, syncer):
-    world = World()
+    world = OperatedJob()
     world.reconcile()
     world.run_controllers()
     world.job["status"] = {
@@ -265,15 +273,17 @@ def test_any_status_may_stand_there(status, syncer):
     world.job["status"] |= {"lastSyncTime": status, "startTime": status, "model": status}
     if syncer == "answer":
         world.answers()
-    elif syncer == "silence":
-        world.is_silent()
+    elif syncer == "unreachable":
+        world.becomes_unreachable()
     world.reconcile()
     assert len(world.status["conditions"]) == len(CONDITIONS)
 
 
-@pytest.mark.parametrize("view", [VIEW, replace(VIEW, region="us"), replace(VIEW, region="mars")])
-def test_pods_of_every_shape_are_looked_at(view):
-    world = World(view=view)
+@pytest.mark.parametrize(
+    "scope", [SCOPE, replace(SCOPE, region="us"), replace(SCOPE, region="mars")]
+)
+def test_pods_of_every_shape_are_accepted(scope):
+    world = OperatedJob(scope=scope)
     world.settle()
     shapes = [
         {}, {"phase": "Pending"}, {"phase": "Failed", "reason": "Evicted"}, {"conditions": []},
@@ -289,26 +299,27 @@ def test_pods_of_every_shape_are_looked_at(view):
         assert len(world.status["conditions"]) == len(CONDITIONS)
 
 
-def test_an_answer_of_many_learners_that_the_job_does_not_know_is_taken():
-    world = World()
+def test_an_answer_with_unknown_learners_is_accepted():
+    world = OperatedJob()
     world.settle()
-    strangers = tuple(
-        LearnerAnswer(name=name, region=name, state="Training")
-        for name in ("", "x", "eu/9", "mars/0")
+    unknown = tuple(
+        LearnerAnswer(name=name, state="Training") for name in ("", "x", "eu/9", "mars/0")
     )
-    world.syncer = Answer(at=world.now, learners=strangers)
+    world.syncer = Answer(at=world.now, learners=unknown)
     world.reconcile()
     assert world.status["learners"]["training"] == 0
 
 
-def test_two_refusals_are_both_said():
-    world = World(refusals=(Refusal(child="A a", message="x"), Refusal(child="B b", message="y")))
+def test_two_refusals_are_both_reported():
+    world = OperatedJob(
+        refusals=(Refusal(child="A a", message="x"), Refusal(child="B b", message="y"))
+    )
     world.reconcile()
-    assert world.condition("Accepted")["message"] == "the API server refused A a: x; B b: y"
+    assert world.condition("Accepted")["message"] == "the API server rejected A a: x; B b: y"
 
 
 def test_the_message_of_a_pod_does_not_flap_with_its_back_off():
-    world = World()
+    world = OperatedJob()
     world.settle()
     pod = world.pod("a-eu-0")
     set_ready(pod, False)

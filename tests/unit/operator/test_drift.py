@@ -1,4 +1,4 @@
-"""Whether a live object still is what is wanted."""
+"""Whether a live object has drifted."""
 
 import copy
 
@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco_operator.drift import covers, has_drifted, same_quantity
+from diloco_operator.decide.drift import covers, has_drifted, same_quantity
 
 
 def child(kind="StatefulSet", applied="1", **spec):
@@ -73,20 +73,20 @@ def test_a_claim_that_was_enlarged_is_left_alone():
 
 
 @pytest.mark.parametrize(
-    ("one", "two"),
+    ("first", "second"),
     [("1000m", 1), ("0.5", "500m"), ("1024Mi", "1Gi"), (2, "2"), ("1e3", "1k"), ("odd", "odd")],
 )
-def test_quantities_are_compared_by_value(one, two):
-    assert same_quantity(one, two)
-    assert covers({"requests": {"cpu": one}}, {"requests": {"cpu": two}})
+def test_quantities_are_compared_by_value(first, second):
+    assert same_quantity(first, second)
+    assert covers({"requests": {"cpu": first}}, {"requests": {"cpu": second}})
 
 
 @pytest.mark.parametrize(
-    ("one", "two"), [("1G", "1Gi"), ("1", "2"), (None, "1"), ("odd", "1"), ("", "1")]
+    ("first", "second"), [("1G", "1Gi"), ("1", "2"), (None, "1"), ("odd", "1"), ("", "1")]
 )
-def test_other_values_are_other_quantities(one, two):
-    assert not same_quantity(one, two)
-    assert not covers({"limits": {"cpu": one}}, {"limits": {"cpu": two}})
+def test_other_values_are_other_quantities(first, second):
+    assert not same_quantity(first, second)
+    assert not covers({"limits": {"cpu": first}}, {"limits": {"cpu": second}})
 
 
 def test_the_servers_defaults_are_no_drift():
@@ -100,7 +100,7 @@ def test_entries_that_kubernetes_merges_by_name_may_stand_in_any_order_beside_ot
     assert not covers(live, {"env": [{"name": "C", "value": "y"}]})
 
 
-def test_ports_without_a_name_are_told_apart_by_number_and_protocol():
+def test_ports_without_a_name_are_identified_by_number_and_protocol():
     live = {
         "ports": [{"containerPort": 1, "protocol": "UDP"}, {"containerPort": 1, "protocol": "TCP"}]
     }
@@ -119,10 +119,10 @@ def test_other_lists_are_compared_as_a_whole():
     assert not covers({"args": ["b", "a"]}, {"args": ["a", "b"]})
 
 
-def test_what_the_server_leaves_out_because_it_is_empty_is_no_drift():
+def test_an_empty_value_that_the_server_omits_is_no_drift():
     assert covers({}, {"value": "", "list": [], "map": {}, "flag": False})
     assert not covers({}, {"flag": True})
 
 
-def test_true_is_not_one():
+def test_true_is_not_1():
     assert not covers({"a": 1}, {"a": True})

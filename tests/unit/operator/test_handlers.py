@@ -1,4 +1,4 @@
-"""What feeds the queue: kopf's settings, its login, and the list of all jobs."""
+"""Sources of the queue: kopf's settings, its login, and the list of all jobs."""
 
 import itertools
 import time
@@ -8,11 +8,11 @@ import kopf
 import pytest
 from kubernetes.client import Configuration
 
-from diloco_operator import handlers
-from diloco_operator.cluster import Cluster, connect
-from diloco_operator.health import Health
+from diloco_operator.cluster.client import Cluster, connect
+from diloco_operator.watch import handlers
+from diloco_operator.watch.health import Health
 from diloco_operator.workqueue import Key, WorkQueue
-from diloco_testing.fake_api import FakeApi
+from diloco_testing.kubernetes.fake_api import FakeApi
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
@@ -26,7 +26,7 @@ def configuration(token):
 def test_without_an_api_server_kopf_tries_for_ever():
     pauses = handlers.EndlessBackoffs()
     assert not hasattr(pauses, "__len__")
-    for _ in range(2):  # each request iterates anew
+    for _ in range(2):  # each request iterates again
         seen = list(itertools.islice(pauses, 1000))
         assert seen[0] == 1
         assert seen[-1] == 13
@@ -45,7 +45,7 @@ def test_kopf_writes_nothing_and_asks_for_no_rights_beyond_the_jobs():
 
 
 def test_kopf_compares_no_objects_and_so_copies_none():
-    """It would fall over one that is nested deeper than its recursion goes, and never deliver it."""
+    """kopf's diffs fail on an object nested deeper than the recursion limit, so it is never delivered."""
     settings = kopf.OperatorSettings()
     handlers.configure(settings)
     deep: list[object] = []
@@ -83,19 +83,19 @@ def test_watches_that_ended_by_an_error_can_be_stopped(monkeypatch):
 
 def test_kopf_dials_with_the_token_of_this_moment_and_asks_again_in_time():
     source = configuration("first")
-    one = handlers.connection_info(source, NOW)
-    assert (one.server, one.as_http_headers()) == (
+    connection = handlers.connection_info(source, NOW)
+    assert (connection.server, connection.as_http_headers()) == (
         "http://127.0.0.1:1",
         {"Authorization": "Bearer first"},
     )
-    assert one.expiration == NOW + timedelta(seconds=600)
+    assert connection.expiration == NOW + timedelta(seconds=600)
     source.api_key["BearerToken"] = "Bearer second"
     assert handlers.connection_info(source, NOW).as_http_headers() == {
         "Authorization": "Bearer second"
     }
 
 
-def test_the_same_token_is_a_new_login_because_kopf_never_takes_one_that_was_refused():
+def test_the_same_token_is_a_new_login_because_kopf_never_reuses_a_rejected_one():
     source = configuration("t")
     later = NOW + timedelta(seconds=5)
     assert handlers.connection_info(source, NOW) != handlers.connection_info(source, later)
@@ -116,7 +116,7 @@ class Clock:
 
 @pytest.fixture
 def world(api, tmp_path):
-    """A queue whose threads do not run, and what fills it."""
+    """A queue whose threads do not run, with its sources."""
     queue = WorkQueue(lambda key: None, threads=0)
     clock = Clock()
     health = Health(queue, clock=clock)
@@ -136,9 +136,7 @@ def job(name, **metadata):
     }
 
 
-def test_the_list_adds_jobs_that_the_queue_does_not_know_and_looks_at_those_that_are_gone(
-    api, world
-):
+def test_the_list_queues_jobs_that_only_the_list_or_only_the_queue_has(api, world):
     queue, _, _, resync = world
     api.create(job("a"))
     api.create(job("going", deletionTimestamp="2026-01-01T00:00:00Z"))
@@ -157,7 +155,7 @@ def test_the_list_finds_a_deaf_watch_without_a_write(api, world):
     _, health, clock, resync = world
     made = api.create(job("a"))
     health.delivered(made["metadata"]["uid"], 1)
-    api.edit("dilocojobs", "a", lambda one: one["spec"].update(steps=2))
+    api.edit("dilocojobs", "a", lambda item: item["spec"].update(steps=2))
     resync.once()
     clock.now += 121
     resync.once()

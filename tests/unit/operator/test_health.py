@@ -1,4 +1,4 @@
-"""What makes the operator unhealthy, and what must not."""
+"""When the operator is unhealthy, and when it is not."""
 
 import threading
 import time
@@ -7,16 +7,16 @@ import urllib.request
 
 import pytest
 
-from diloco_operator.health import Health, HealthServer
+from diloco_operator.watch.health import Health, HealthServer
 from diloco_operator.workqueue import Key, WorkQueue
 
 
 class Queue:
     def __init__(self):
-        self.seconds, self.lives = 0.0, True
+        self.seconds, self.running = 0.0, True
 
     def alive(self):
-        return self.lives
+        return self.running
 
     def longest_seconds(self):
         return self.seconds
@@ -47,7 +47,7 @@ def health(queue, clock):
 def test_an_operator_that_just_started_is_healthy_and_not_ready(health):
     assert health.problem() == ""
     assert not health.ready()
-    health.turned()
+    health.heartbeat()
     health.listed([])
     assert health.ready()
 
@@ -60,17 +60,17 @@ def test_a_reconcile_of_more_than_five_minutes_is_a_problem(health, queue):
 
 
 def test_a_dead_thread_is_a_problem(health, queue):
-    queue.lives = False
+    queue.running = False
     assert "thread" in health.problem()
 
 
-def test_a_loop_that_stands_is_a_problem(health, clock):
-    health.turned()
+def test_a_stalled_loop_is_a_problem(health, clock):
+    health.heartbeat()
     clock.now += 59
     assert health.problem() == ""
     clock.now += 2
     assert "event loop" in health.problem()
-    health.turned()
+    health.heartbeat()
     assert health.problem() == ""
 
 
@@ -93,7 +93,7 @@ def test_a_job_that_the_watch_never_brought_is_a_problem(health, clock):
 
 
 def test_a_job_that_changes_all_the_time_is_no_problem_while_the_watch_follows(health, clock):
-    """Each list sees a generation that the watch brings a moment later."""
+    """Each list sees a generation that the watch delivers a moment later."""
     for generation in range(1, 20):
         health.listed([("uid", generation, "ns/a")])
         health.delivered("uid", generation)
@@ -101,7 +101,7 @@ def test_a_job_that_changes_all_the_time_is_no_problem_while_the_watch_follows(h
         assert health.problem() == ""
 
 
-def test_a_job_that_went_away_is_forgotten(health, clock):
+def test_a_deleted_job_is_forgotten(health, clock):
     health.listed([("uid", 1, "ns/a")])
     clock.now += 60
     health.listed([])
@@ -109,17 +109,17 @@ def test_a_job_that_went_away_is_forgotten(health, clock):
     assert health.problem() == ""
 
 
-def test_an_api_server_that_is_away_is_no_problem(health, clock):
-    """No list, no events, nothing but the loop that turns: a restart would not help."""
+def test_an_unavailable_api_server_is_no_problem(health, clock):
+    """No list, no events, only heartbeats of the loop: a restart does not help."""
     health.listed([("uid", 1, "ns/a")])
     health.delivered("uid", 1)
     for _ in range(1000):
         clock.now += 10
-        health.turned()
+        health.heartbeat()
     assert health.problem() == ""
 
 
-def test_the_endpoint_says_200_or_503_with_the_reason(health, queue):
+def test_the_endpoint_returns_200_or_503_with_the_reason(health, queue):
     server = HealthServer(health, 0, "127.0.0.1")
     try:
         url = f"http://127.0.0.1:{server.port}"
@@ -129,7 +129,7 @@ def test_the_endpoint_says_200_or_503_with_the_reason(health, queue):
             urllib.request.urlopen(url + "/readyz", timeout=10)
         assert refused.value.code == 503
         refused.value.close()
-        queue.lives = False
+        queue.running = False
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(url + "/healthz", timeout=10)
         assert refused.value.code == 503
@@ -139,13 +139,13 @@ def test_the_endpoint_says_200_or_503_with_the_reason(health, queue):
         server.close()
 
 
-def test_a_real_queue_whose_thread_ended_is_seen(clock, monkeypatch):
+def test_an_ended_thread_of_a_real_queue_is_detected(clock, monkeypatch):
     queue = WorkQueue(lambda key: None, threads=1)
     health = Health(queue, clock=clock)
     queue.start()
     assert health.problem() == ""
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
-    monkeypatch.setattr(queue, "_once", None)  # a defect of the queue itself
+    monkeypatch.setattr(queue, "_work_on", None)  # a defect of the queue itself
     queue.add(Key("ns", "a"))
     deadline = time.monotonic() + 10
     while not health.problem():

@@ -1,4 +1,4 @@
-"""What one reconcile reads and writes, with decisions that the test makes; the API server is in memory, over HTTP."""
+"""Reads and writes of a reconcile, with decisions that the test defines; the API server is in memory, over HTTP."""
 
 import base64
 import logging
@@ -7,25 +7,27 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 
-from diloco import transport
-from diloco.tls import Tls
+from diloco.rpc import servers
+from diloco.rpc.tls import Tls
 from diloco.v1 import syncer_pb2, syncer_pb2_grpc
-from diloco_operator import cluster as cluster_module
+from diloco_cli.authority import issue, new_authority
+from diloco_job.types import DiLoCoJob
 from diloco_operator import logs
-from diloco_operator.authority import issue, new_authority
-from diloco_operator.cluster import Cluster, connect
-from diloco_operator.decide import Decisions, EventOf, ObjectRef, decide
+from diloco_operator.cluster import client as cluster_module
+from diloco_operator.cluster.client import Cluster, connect
+from diloco_operator.decide.decisions import Decisions, JobEvent, ObjectRef, decide
 from diloco_operator.metrics import Metrics
-from diloco_operator.observed import Answer, Silence
 from diloco_operator.reconcile import Reconciler
+from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.settings import Faults
-from diloco_operator.view import View
+from diloco_operator.state.objects import identity
+from diloco_operator.state.observation import Answer, Unreachable
 from diloco_operator.workqueue import Key, RetryError
-from diloco_testing.fake_api import FakeApi, Fault
+from diloco_testing.kubernetes.fake_api import FakeApi, Fault
 
 KEY = Key("ns", "a")
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
-VIEW = View(worker_image="worker", syncer_image="syncer")
+SCOPE = OperatorScope(worker_image="worker", syncer_image="syncer")
 
 
 def job(**spec):
@@ -45,16 +47,16 @@ def job(**spec):
 class World:
     """A reconciler whose decisions are `self.decide`."""
 
-    def __init__(self, api, tmp_path, view=VIEW, faults=None):
+    def __init__(self, api, tmp_path, scope=SCOPE, faults=None):
         configuration = connect(kubeconfig=api.kubeconfig(tmp_path / "kubeconfig"))
         self.api = api
         self.now = NOW
-        self.observed = []
-        self.decide = lambda observed: Decisions()
+        self.observation = []
+        self.decide = lambda observation: Decisions()
         self.metrics = Metrics()
         self.reconciler = Reconciler(
             Cluster(configuration, manager="diloco-operator"),
-            view,
+            scope,
             metrics=self.metrics,
             decide=self._decide,
             reporter="pod-1",
@@ -62,13 +64,13 @@ class World:
             now=lambda: self.now,
         )
 
-    def _decide(self, observed, view, now):
+    def _decide(self, observation, scope, now):
         assert now == self.now
-        self.observed.append(observed)
-        return self.decide(observed)
+        self.observation.append(observation)
+        return self.decide(observation)
 
     def run(self):
-        self.observed.clear()
+        self.observation.clear()
         return self.reconciler.reconcile(KEY)
 
     def child(self, name="a-spec", applied="1", **data):
@@ -106,20 +108,20 @@ def world(api, tmp_path):
     made.reconciler.close()
 
 
-def test_a_job_that_is_gone_is_forgotten(api, tmp_path):
+def test_a_deleted_job_is_forgotten(api, tmp_path):
     world = World(api, tmp_path)
     assert world.run() is None
-    assert not world.observed
+    assert not world.observation
 
 
 def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector(world):
     world.api.edit(
         "dilocojobs",
         "a",
-        lambda one: one["metadata"].update(deletionTimestamp="2026-01-01T00:00:00Z"),
+        lambda item: item["metadata"].update(deletionTimestamp="2026-01-01T00:00:00Z"),
     )
     assert world.run() is None
-    assert not world.observed
+    assert not world.observation
     assert not world.api.writes()
 
 
@@ -133,8 +135,8 @@ def test_everything_is_read_fresh_and_nothing_is_written_without_a_decision(worl
         }
     )
     assert world.run() == 30.0
-    (seen,) = world.observed
-    assert seen.job["spec"]["steps"] == 5
+    (seen,) = world.observation
+    assert seen.stored.raw["spec"]["steps"] == 5
     assert [child["metadata"]["name"] for child in seen.children] == ["a-spec"]
     assert [pod["metadata"]["name"] for pod in seen.pods] == ["a-eu-0"]
     assert (seen.syncer, seen.certificate, seen.foreign, seen.refusals) == (None, None, (), ())
@@ -144,12 +146,12 @@ def test_everything_is_read_fresh_and_nothing_is_written_without_a_decision(worl
 def test_decisions_are_carried_out_in_order_and_counted(world):
     world.api.create(world.child("old"))
     uid = world.api.get("configmaps", "old")["metadata"]["uid"]
-    world.decide = lambda observed: Decisions(
+    world.decide = lambda observation: Decisions(
         apply=(world.child("a-1"), world.child("a-2")),
-        delete=(ObjectRef(api_version="v1", kind="ConfigMap", name="old", uid=uid),),
+        delete=(ObjectRef(kind="ConfigMap", name="old", uid=uid),),
         status={"state": "Training", "step": 3},
-        events=(EventOf(type="Normal", reason="Valid", message="the job can be run"),),
-        again_seconds=7.0,
+        events=(JobEvent(type="Normal", reason="Valid", message="the job can be run"),),
+        requeue_seconds=7.0,
     )
     assert world.run() == 7.0
     assert [(write.method, write.path.split("?")[0].rpartition("/")[2]) for write in world.api.writes()] == [
@@ -167,9 +169,9 @@ def test_decisions_are_carried_out_in_order_and_counted(world):
     assert world.count("diloco_operator_reconcile_seconds_count", result="ok") == 1
 
 
-def test_an_event_says_what_it_is_about_and_who_says_it(world):
-    world.decide = lambda observed: Decisions(
-        events=(EventOf(type="Warning", reason="Refused", message="x" * 5000),)
+def test_an_event_has_its_object_and_its_reporter(world):
+    world.decide = lambda observation: Decisions(
+        events=(JobEvent(type="Warning", reason="Refused", message="x" * 5000),)
     )
     world.run()
     (event,) = world.api.all("events")
@@ -185,16 +187,16 @@ def test_an_event_says_what_it_is_about_and_who_says_it(world):
 def test_an_apply_that_changed_nothing_is_not_sent_again_until_something_differs(world):
     world.api.create(world.child())
     applied = ["1"]
-    world.decide = lambda observed: Decisions(apply=(world.child(applied=applied[0]),))
+    world.decide = lambda observation: Decisions(apply=(world.child(applied=applied[0]),))
     world.run()
     world.run()
     assert len(world.api.writes()) == 1
 
-    world.api.edit("configmaps", "a-spec", lambda one: one.update(status={"seen": 1}))
+    world.api.edit("configmaps", "a-spec", lambda item: item.update(status={"seen": 1}))
     world.run()
     assert len(world.api.writes()) == 1, "a status is not ours to repair"
 
-    world.api.edit("configmaps", "a-spec", lambda one: one["data"].update(x="drifted"))
+    world.api.edit("configmaps", "a-spec", lambda item: item["data"].update(x="drifted"))
     world.run()
     assert len(world.api.writes()) == 2
     assert world.api.get("configmaps", "a-spec")["data"] == {"x": "1"}
@@ -207,11 +209,48 @@ def test_an_apply_that_changed_nothing_is_not_sent_again_until_something_differs
     }
 
 
-def foreign_one(world, **metadata):
+def foreign_child(world, **metadata):
     body = world.child()
     body["metadata"] = {"namespace": "ns", "name": "a-spec", **metadata}
-    body["data"] = {"of": "somebody else"}
+    body["data"] = {"of": "another owner"}
     return body
+
+
+def taken(observation):
+    return map(identity, observation.foreign)
+
+
+def test_a_foreign_child_passes_through_as_the_object_that_was_read(world):
+    body = foreign_child(
+        world,
+        labels={"diloco.dev/job": "a"},
+        ownerReferences=[{"uid": "other", "controller": True}],
+    )
+    world.api.create(body)
+    world.decide = lambda observation: Decisions(apply=(world.child(),))
+    world.run()
+    first, second = world.observation
+    assert first.foreign == ()
+    (listed,) = first.children
+    (foreign,) = second.foreign
+    assert foreign is listed
+
+
+def test_a_job_is_parsed_once_per_reconcile_even_if_decisions_are_made_twice(world, monkeypatch):
+    parsed = []
+
+    def model_validate(data, validate=DiLoCoJob.model_validate):
+        parsed.append(data)
+        return validate(data)
+
+    monkeypatch.setattr(DiLoCoJob, "model_validate", model_validate)
+    world.api.create(foreign_child(world))
+    world.decide = lambda observation: decide(observation, SCOPE, NOW)
+    world.api.faults.append(Fault("PATCH", "statefulsets/a-eu", 403, "no", times=9))
+    with pytest.raises(RetryError):
+        world.run()
+    assert len(world.observation) == 2
+    assert len(parsed) == 1
 
 
 @pytest.mark.parametrize(
@@ -225,34 +264,38 @@ def foreign_one(world, **metadata):
             "ownerReferences": [{"uid": "other", "controller": True}],
         },
     ],
-    ids=["nobody's", "another job's", "another controller's", "a predecessor's"],
+    ids=["no owner", "another job's", "another controller's", "a predecessor's"],
 )
-def test_a_child_that_another_owner_holds_is_left_alone_and_the_others_are_applied(world, metadata):
-    world.api.create(foreign_one(world, **metadata))
-    world.decide = lambda observed: Decisions(
+def test_a_child_of_another_owner_is_left_alone_and_the_others_are_applied(world, metadata):
+    world.api.create(foreign_child(world, **metadata))
+    world.decide = lambda observation: Decisions(
         apply=(world.child(), world.child("a-2")),
-        status={"state": ",".join(observed.foreign) or "Fine"},
+        status={"state": ",".join(f"{kind} {name}" for kind, name in taken(observation))},
     )
     world.run()
-    assert world.api.get("configmaps", "a-spec")["data"] == {"of": "somebody else"}
+    assert world.api.get("configmaps", "a-spec")["data"] == {"of": "another owner"}
     assert world.api.get("configmaps", "a-2") is not None
     assert world.api.get("dilocojobs", "a")["status"] == {"state": "ConfigMap a-spec"}
 
 
-def test_a_child_left_over_without_a_controller_is_adopted(world):
-    world.api.create(foreign_one(world, labels={"diloco.dev/job": "a"}))
-    world.decide = lambda observed: Decisions(apply=(world.child(),))
+def test_a_labelled_child_without_a_controller_is_adopted(world):
+    world.api.create(foreign_child(world, labels={"diloco.dev/job": "a"}))
+    world.decide = lambda observation: Decisions(apply=(world.child(),))
     world.run()
     assert world.api.get("configmaps", "a-spec")["data"]["x"] == "1"
 
 
 @pytest.mark.parametrize("code", [400, 403, 422, 500])
-def test_what_the_server_refuses_is_said_in_the_status_and_tried_again_with_back_off(world, code):
-    """500 as well: a real API server says so where a field has the wrong type."""
+def test_a_refused_child_is_reported_in_the_status_and_retried_with_back_off(world, code):
+    """500 as well: a real API server returns it for a field of the wrong type."""
     world.api.faults.append(Fault("PATCH", "configmaps/a-1", code, "data: Forbidden", times=9))
-    world.decide = lambda observed: Decisions(
+    world.decide = lambda observation: Decisions(
         apply=(world.child("a-1"), world.child("a-2")),
-        status={"state": ";".join(f"{one.child}={one.message}" for one in observed.refusals)},
+        status={
+            "state": ";".join(
+                f"{refusal.child}={refusal.message}" for refusal in observation.refusals
+            )
+        },
     )
     with pytest.raises(RetryError, match="data: Forbidden"):
         world.run()
@@ -261,48 +304,58 @@ def test_what_the_server_refuses_is_said_in_the_status_and_tried_again_with_back
     assert world.count("diloco_operator_reconcile_seconds_count", result="refused") == 1
 
 
-def test_a_delete_that_is_refused_is_said_and_holds_up_nothing(world):
+def test_a_refused_delete_is_reported_and_blocks_nothing(world):
     world.api.create(world.child("old"))
     world.api.create(world.child("older"))
     refs = tuple(
         ObjectRef(
-            api_version="v1",
             kind="ConfigMap",
             name=name,
             uid=world.api.get("configmaps", name)["metadata"]["uid"],
         )
         for name in ("old", "older")
     )
-    world.api.faults.append(Fault("DELETE", "configmaps/old$", 403, "a policy says no", times=9))
-    world.decide = lambda observed: Decisions(
+    world.api.faults.append(Fault("DELETE", "configmaps/old$", 403, "denied by a policy", times=9))
+    world.decide = lambda observation: Decisions(
         delete=refs,
-        status={"state": ";".join(f"{one.child}={one.message}" for one in observed.refusals)},
+        status={
+            "state": ";".join(
+                f"{refusal.child}={refusal.message}" for refusal in observation.refusals
+            )
+        },
     )
-    with pytest.raises(RetryError, match="a policy says no"):
+    with pytest.raises(RetryError, match="denied by a policy"):
         world.run()
     assert world.api.get("configmaps", "older") is None
-    assert world.api.get("dilocojobs", "a")["status"] == {"state": "ConfigMap old=a policy says no"}
+    assert world.api.get("dilocojobs", "a")["status"] == {
+        "state": "ConfigMap old=denied by a policy"
+    }
 
 
 def test_a_finished_job_is_removed_though_the_server_refuses_a_child(world):
     world.api.faults.append(Fault("PATCH", "configmaps/", 403, "no", times=9))
-    world.decide = lambda observed: Decisions(apply=(world.child(),), remove_job=True)
+    world.decide = lambda observation: Decisions(apply=(world.child(),), remove_job=True)
     with pytest.raises(RetryError, match="no"):
         world.run()
     assert world.api.get("dilocojobs", "a") is None
 
 
 def reasons(api):
-    said = api.get("dilocojobs", "a")["status"]["conditions"]
-    return {one["type"]: (one["status"], one["reason"], one["message"]) for one in said}
+    conditions = api.get("dilocojobs", "a")["status"]["conditions"]
+    return {
+        condition["type"]: (condition["status"], condition["reason"], condition["message"])
+        for condition in conditions
+    }
 
 
-def test_without_a_right_to_certificates_the_job_says_so_and_gets_its_other_children(api, tmp_path):
-    """rbac.certManager of the chart is false: reading one is refused like making one."""
+def test_without_access_to_certificates_the_job_reports_it_and_gets_its_other_children(
+    api, tmp_path
+):
+    """rbac.certManager of the chart is false: reading a Certificate is refused like creating one."""
     api.create(job(tls={"mode": "CertManager", "issuerRef": {"name": "ca"}}))
     api.faults.append(Fault("*", "certificates", 403, "certificates is forbidden", times=99))
     world = World(api, tmp_path)
-    world.decide = lambda observed: decide(observed, VIEW, NOW)
+    world.decide = lambda observation: decide(observation, SCOPE, NOW)
     with pytest.raises(RetryError, match="certificates is forbidden"):
         world.run()
     world.reconciler.close()
@@ -317,36 +370,36 @@ def test_nothing_more_is_tried_in_a_namespace_that_is_being_deleted(world):
     world.api.faults.append(
         Fault("PATCH", "configmaps/", 403, "is being terminated", "NamespaceTerminating", times=9)
     )
-    world.decide = lambda observed: Decisions(
+    world.decide = lambda observation: Decisions(
         apply=(world.child("a-1"), world.child("a-2")),
         status={"state": "Refused"},
-        events=(EventOf(type="Warning", reason="Refused", message="said"),),
+        events=(JobEvent(type="Warning", reason="Refused", message="refused"),),
     )
     with pytest.raises(RetryError, match="is being terminated"):
         world.run()
-    assert [one.path.partition("?")[0] for one in world.api.writes()] == [
+    assert [request.path.partition("?")[0] for request in world.api.writes()] == [
         "/api/v1/namespaces/ns/configmaps/a-1"
     ]
 
 
-def test_a_server_that_is_away_ends_the_reconcile_without_a_word_in_the_status(world):
+def test_an_unavailable_server_ends_the_reconcile_without_a_status(world):
     world.api.faults.append(Fault("GET", "pods", 503, times=9))
     with pytest.raises(RetryError, match="pods"):
         world.run()
-    assert not world.observed
+    assert not world.observation
     assert not world.api.writes()
     assert world.count("diloco_operator_reconcile_seconds_count", result="error") == 1
 
 
 def test_a_finished_job_is_removed_unless_it_changed_meanwhile(world):
-    def change_it(observed):
-        world.api.edit("dilocojobs", "a", lambda one: one["spec"].update(steps=9))
+    def change_it(observation):
+        world.api.edit("dilocojobs", "a", lambda item: item["spec"].update(steps=9))
         return Decisions(remove_job=True)
 
     world.decide = change_it
     world.run()
     assert world.api.get("dilocojobs", "a") is not None
-    world.decide = lambda observed: Decisions(remove_job=True)
+    world.decide = lambda observation: Decisions(remove_job=True)
     world.run()
     assert world.api.get("dilocojobs", "a") is None
     assert world.run() is None
@@ -357,7 +410,7 @@ def test_every_line_of_a_reconcile_carries_the_jobs_key(world, capfd):
     handlers, level = root.handlers[:], root.level
     try:
         logs.configure(json=True)
-        world.decide = lambda observed: Decisions(apply=(world.child(),))
+        world.decide = lambda observation: Decisions(apply=(world.child(),))
         world.run()
     finally:
         root.handlers[:] = handlers
@@ -383,13 +436,13 @@ def test_faults_come_where_they_are_named(api, tmp_path, point, done):
     class StopError(Exception):
         pass
 
-    class Harm(Faults):
+    class StopAtPoint(Faults):
         def reached(self, at):
             if at == point:
                 raise StopError
 
-    world = World(api, tmp_path, faults=Harm())
-    world.decide = lambda observed: Decisions(
+    world = World(api, tmp_path, faults=StopAtPoint())
+    world.decide = lambda observation: Decisions(
         apply=(world.child("a-1"), world.child("a-2")), status={"step": 1}
     )
     with pytest.raises(StopError):
@@ -407,9 +460,9 @@ class FakeSyncer(syncer_pb2_grpc.SyncerServicer):
 
 @contextmanager
 def syncing(tls=None):
-    server = transport.server(max_workers=2)
+    server = servers.server(max_workers=2)
     syncer_pb2_grpc.add_SyncerServicer_to_server(FakeSyncer(), server)
-    port = transport.bind(server, "127.0.0.1:0", tls)
+    port = servers.bind(server, "127.0.0.1:0", tls)
     server.start()
     try:
         yield f"127.0.0.1:{port}"
@@ -418,18 +471,20 @@ def syncing(tls=None):
 
 
 def remote(api, tmp_path, endpoint, **spec):
-    """The job of region us, whose syncer lives in eu."""
+    """The job of region us, whose syncer runs in eu."""
     regions = [{"name": "eu", "learners": 2}, {"name": "us", "learners": 1}]
     api.create(job(regions=regions, syncer={"region": "eu", "endpoint": endpoint}, **spec))
-    return World(api, tmp_path, view=View(region="us", worker_image="w", syncer_image="s"))
+    return World(
+        api, tmp_path, scope=OperatorScope(region="us", worker_image="w", syncer_image="s")
+    )
 
 
-def test_a_remote_syncer_is_asked_at_the_endpoint_of_the_manifest(api, tmp_path):
+def test_a_remote_syncer_is_contacted_at_the_endpoint_of_the_manifest(api, tmp_path):
     with syncing() as endpoint:
         world = remote(api, tmp_path, endpoint, tls={"mode": "Secret", "secretName": "none"})
         world.run()
-    (seen,) = world.observed
-    assert isinstance(seen.syncer, Silence)
+    (seen,) = world.observation
+    assert isinstance(seen.syncer, Unreachable)
     assert (seen.syncer.reason, seen.certificate.reason) == ("CertificateMissing",) * 2
     assert "none" in seen.certificate.problem
     world.reconciler.close()
@@ -440,8 +495,8 @@ def test_a_secret_that_may_not_be_read_is_a_condition(api, tmp_path):
     tls = {"mode": "Secret", "secretName": "s"}
     world = remote(api, tmp_path, "127.0.0.1:1", tls=tls)
     api.faults.append(Fault("GET", "secrets/s", 403, "secrets is forbidden", times=9))
-    view = View(region="us", worker_image="w", syncer_image="s")
-    world.decide = lambda observed: decide(observed, view, NOW)
+    scope = OperatorScope(region="us", worker_image="w", syncer_image="s")
+    world.decide = lambda observation: decide(observation, scope, NOW)
     world.run()
     world.reconciler.close()
     for condition in ("SyncerReachable", "LearnersReady"):
@@ -460,23 +515,23 @@ def test_the_certificate_comes_from_the_secret_and_the_answer_from_the_syncer(ap
         put_secret(api, ours)
         world.now = datetime.now(UTC) + timedelta(seconds=1)
         world.run()
-        (seen,) = world.observed
+        (seen,) = world.observation
         assert seen.certificate.problem == ""
         assert seen.certificate.regions == ("us",)
         assert isinstance(seen.syncer, Answer), seen.syncer
         assert (seen.syncer.step, seen.syncer.at, seen.last_answer) == (7, world.now, world.now)
     world.run()
-    (seen,) = world.observed
-    assert isinstance(seen.syncer, Silence)
+    (seen,) = world.observation
+    assert isinstance(seen.syncer, Unreachable)
     assert seen.last_answer == world.now
     world.reconciler.close()
 
 
 def issued(authority, regions, server_names=()):
-    one = issue(
+    issued_tls = issue(
         authority, job="a", regions=regions, server_names=server_names, now=datetime.now(UTC)
     )
-    return Tls(certificate=one.certificate, key=one.key, authority=authority.bundle)
+    return Tls(certificate=issued_tls.certificate, key=issued_tls.key, authority=authority.bundle)
 
 
 def put_secret(api, tls):
@@ -491,30 +546,32 @@ def put_secret(api, tls):
     )
 
 
-def test_the_own_syncer_is_asked_only_while_its_pod_is_ready(world, monkeypatch):
+def test_the_own_syncer_is_contacted_only_while_its_pod_is_ready(world, monkeypatch):
     asked = []
 
     def ask(key, address):
         asked.append(address.endpoint)
         return syncer_pb2.StatusReply(step=7)
 
-    monkeypatch.setattr(world.reconciler._reader._syncers, "ask", ask)
+    monkeypatch.setattr(world.reconciler._observer._syncers, "ask", ask)
     body = world.child("a-syncer") | {"apiVersion": "apps/v1", "kind": "Deployment"}
     world.api.create(body)
     world.run()
-    assert world.observed[0].syncer is None
+    assert world.observation[0].syncer is None
     assert not asked
-    world.api.edit("deployments", "a-syncer", lambda one: one.update(status={"readyReplicas": 1}))
+    world.api.edit("deployments", "a-syncer", lambda item: item.update(status={"readyReplicas": 1}))
     world.run()
     assert asked == ["a-syncer.ns.svc:7070"]
-    assert world.observed[0].syncer.step == 7
+    assert world.observation[0].syncer.step == 7
 
 
-def test_a_manifest_that_cannot_be_read_reaches_the_decision_and_nobody_is_asked(world):
-    world.api.edit("dilocojobs", "a", lambda one: one["spec"].update(steps=-1))
+def test_an_invalid_manifest_reaches_the_decision_and_no_syncer_is_contacted(world):
+    world.api.edit("dilocojobs", "a", lambda item: item["spec"].update(steps=-1))
     assert world.run() == 30.0
-    assert world.observed[0].syncer is None
-    assert [one.method for one in world.api.requests] == ["GET"], "the job, and nothing else"
+    assert world.observation[0].syncer is None
+    assert [request.method for request in world.api.requests] == ["GET"], (
+        "the job, and nothing else"
+    )
 
 
 def test_of_a_job_that_another_controller_manages_nothing_more_is_read(api, tmp_path):
@@ -522,5 +579,5 @@ def test_of_a_job_that_another_controller_manages_nothing_more_is_read(api, tmp_
     tls = {"mode": "Secret", "secretName": "s"}
     world = remote(api, tmp_path, "127.0.0.1:1", tls=tls, runPolicy=policy)
     world.run()
-    assert world.observed[0].syncer is None, "nobody was dialled"
-    assert [one.method for one in api.requests] == ["GET"]
+    assert world.observation[0].syncer is None, "no syncer was contacted"
+    assert [request.method for request in api.requests] == ["GET"]

@@ -2,8 +2,14 @@
 
 from datetime import timedelta
 
-from diloco_operator.before import Before, time_of, time_text
-from diloco_testing.operated import START, World, certificate, is_idle, training
+from diloco_operator.state.previous_status import PreviousStatus, time_of, time_text
+from diloco_testing.kubernetes.operated_job import (
+    START,
+    OperatedJob,
+    certificate,
+    is_idle,
+    training,
+)
 
 
 def test_progress_alone_is_written_every_30_s():
@@ -19,14 +25,14 @@ def test_progress_alone_is_written_every_30_s():
 
 def test_progress_alone_makes_no_event():
     world = training()
-    before = list(world.events)
+    previous = list(world.events)
     world.answers(step=500)
     world.reconcile(60)
     assert world.status["step"] == 500
-    assert world.events == before
+    assert world.events == previous
 
 
-def test_what_is_no_progress_is_written_at_once():
+def test_a_change_that_is_not_progress_is_written_at_once():
     world = training()
     world.answers(step=101, gone=("us/1",))
     world.reconcile(1)
@@ -34,7 +40,7 @@ def test_what_is_no_progress_is_written_at_once():
     assert world.status["learners"]["summary"] == "3/4"
 
 
-def test_one_more_answer_is_no_news():
+def test_a_new_answer_alone_causes_no_write():
     world = training()
     for _ in range(20):
         world.answers(seconds_since_merge=1.0 + (world.now - START).total_seconds())
@@ -48,7 +54,7 @@ def test_another_reason_of_the_same_status_keeps_the_time_of_the_turn():
     since = world.condition("LearnersReady")["lastTransitionTime"]
     world.certificate = certificate("a", "eu")
     world.reconcile(60)
-    assert world.says("LearnersReady") == ("False", "CertificateOfOtherRegion")
+    assert world.reason("LearnersReady") == ("False", "CertificateOfOtherRegion")
     assert world.condition("LearnersReady")["lastTransitionTime"] == since
 
 
@@ -61,7 +67,7 @@ def test_learners_that_are_no_longer_wanted_are_not_counted():
     assert world.status["learners"] == {"desired": 3, "ready": 3, "training": 3, "summary": "3/3"}
 
 
-def test_an_event_is_told_once_for_every_turn():
+def test_each_change_of_a_condition_has_one_event():
     world = training()
     for _ in range(3):
         world.answers(gone=("us/1",))
@@ -72,8 +78,8 @@ def test_an_event_is_told_once_for_every_turn():
     assert world.events.count(("Warning", "SomeNotTraining")) == 3
 
 
-def test_a_status_that_somebody_spoiled_is_written_again():
-    world = World()
+def test_a_corrupted_status_is_written_again():
+    world = OperatedJob()
     world.settle()
     for spoiled in ({}, {"conditions": "x", "regions": 4, "step": "y", "syncer": []}, None, []):
         world.job["status"] = spoiled
@@ -96,7 +102,7 @@ def test_the_status_has_no_empty_field():
             return any(map(holes, value))
         return value is None
 
-    world = World()
+    world = OperatedJob()
     world.reconcile()
     assert not holes(world.status)
 
@@ -110,9 +116,9 @@ def test_times_are_read_back_as_they_were_written():
 
 
 def test_a_job_without_a_status_was_never_seen():
-    before = Before.of({"metadata": {}})
-    assert not before.is_true("Complete")
-    assert before.reason("Complete") == ""
-    assert before.number("step") == 0
-    assert before.time("startTime") is None
-    assert before.region("eu") == {}
+    previous = PreviousStatus.of({"metadata": {}})
+    assert not previous.is_true("Complete")
+    assert previous.reason("Complete") == ""
+    assert previous.number("step") == 0
+    assert previous.time("startTime") is None
+    assert previous.region("eu") == {}

@@ -29,7 +29,7 @@ def wait(condition):
         time.sleep(0.005)
 
 
-def test_a_key_never_runs_on_two_threads_and_runs_again_for_what_came_meanwhile():
+def test_a_key_never_runs_on_two_threads_and_runs_again_if_added_meanwhile():
     gate, active, most, runs = threading.Event(), 0, 0, 0
     lock = threading.Lock()
 
@@ -64,7 +64,7 @@ def test_different_keys_run_side_by_side():
         wait(lambda: not queue.keys())
 
 
-def test_adding_what_waits_moves_it_forward_never_back():
+def test_adding_a_waiting_key_moves_it_forward_never_back():
     ran = threading.Event()
     with running(lambda key: ran.set()) as queue:
         queue.add(A, 3600)
@@ -73,7 +73,7 @@ def test_adding_what_waits_moves_it_forward_never_back():
         assert ran.wait(10)
 
 
-def test_the_work_says_when_to_look_again_and_when_to_forget():
+def test_the_work_decides_when_to_requeue_and_when_to_forget():
     answers = [0.01, 0.01, None]
     with running(lambda key: answers.pop(0)) as queue:
         queue.add(A)
@@ -100,7 +100,7 @@ def test_failures_are_repeated_with_pauses_and_do_not_end_the_thread(error, monk
     assert {record.job for record in caplog.records} == {"ns/a"}
 
 
-def test_a_failing_key_waits_its_pause_whatever_events_come_unless_they_are_urgent(monkeypatch):
+def test_a_failing_key_waits_its_pause_unless_an_event_is_urgent(monkeypatch):
     class Long:
         def __init__(self, *_):
             pass
@@ -148,7 +148,7 @@ def test_events_that_follow_a_run_wait_for_each_other():
     assert runs[1] - runs[0] >= 0.2
 
 
-def test_a_run_that_does_not_end_is_seen_and_stop_says_that_it_was_left():
+def test_a_run_that_does_not_end_is_detected_and_reported_by_stop():
     gate = threading.Event()
     queue = WorkQueue(lambda key: gate.wait(30) and None, threads=1)
     queue.start()

@@ -1,4 +1,5 @@
 import itertools
+import json
 import math
 
 import pytest
@@ -6,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
-from diloco.fragments import BLOCK, CHUNK, Layout, Tensor, cut, differences, due, offsets
+from diloco.model.fragments import BLOCK, CHUNK, Layout, Tensor, cut, differences, due, offsets
+from diloco.rpc import tensor_info
 
 
 def tensor(name: str, *shape: int, dtype: str = "float32", embedding: bool = False) -> Tensor:
@@ -94,7 +96,7 @@ def test_more_fragments_than_tensors_is_refused_with_both_numbers():
 
 
 def test_a_name_that_comes_twice_is_refused():
-    with pytest.raises(ConfigError, match="come twice: a;"):
+    with pytest.raises(ConfigError, match="duplicate tensor names: a;"):
         cut([tensor("a", 1), tensor("a", 2), tensor("b", 1)], num_fragments=1)
 
 
@@ -116,7 +118,24 @@ def test_the_digest_and_the_differences_see_every_fact_of_a_tensor(other):
     assert differences(ours, ours) == []
 
 
-def test_the_digest_sees_constants_the_cut_and_what_is_averaged():
+def test_json_and_message_of_a_tensor_give_it_back_and_the_digest_stays():
+    embed = Tensor(
+        name="embed.weight",
+        shape=(10, 4),
+        dtype="float32",
+        embedding=True,
+        aliases=("head.weight",),
+    )
+    scale = Tensor(name="scale", shape=(), dtype="bfloat16")
+    for info in (embed, scale):
+        assert Tensor.from_json(json.loads(json.dumps(info.to_json()))) == info
+        assert tensor_info.from_proto(tensor_info.to_proto(info)) == info
+    layout = cut([embed, scale], num_fragments=2, constants=[tensor("mask", 3, dtype="bool")])
+    # Snapshots of running jobs hold this digest.
+    assert layout.digest == "89cba7da217506e94298bde2b7b0bfb4584f97b394d5a37d708083c7a2db6fbe"
+
+
+def test_the_digest_covers_constants_the_cut_and_averaged_tensors():
     tensors = [tensor("a", 8), tensor("b", 8)]
     digests = {
         cut(tensors, num_fragments=1).digest,

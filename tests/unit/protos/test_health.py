@@ -1,4 +1,4 @@
-"""The sign of life that programs leave for their container's first process."""
+"""The heartbeat that programs write for their container's first process."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import json
 
 import pytest
 
-from diloco.health import Health, HealthFile, read
+from diloco.runtime.health import Health, HealthFile, read
 
 
-def sign(at):
+def health(at):
     return Health(at=at, ready=True, why="serving, step 7", progress_at=at - 1)
 
 
-def test_what_is_left_is_what_is_read_in_the_agreed_words(tmp_path):
+def test_what_is_written_is_what_is_read_in_the_agreed_format(tmp_path):
     path = tmp_path / "health.json"
-    HealthFile(path).write(sign(10.0))
-    assert read(path) == sign(10.0)
+    HealthFile(path).write(health(10.0))
+    assert read(path) == health(10.0)
     assert json.loads(path.read_text()) == {
         "at": 10.0, "ready": True, "why": "serving, step 7", "progressAt": 9.0,
     }  # fmt: skip
@@ -26,32 +26,32 @@ def test_what_is_left_is_what_is_read_in_the_agreed_words(tmp_path):
 def test_at_most_one_a_second_unless_it_is_the_last(tmp_path):
     path = tmp_path / "health.json"
     file = HealthFile(path)
-    file.write(sign(10.0))
+    file.write(health(10.0))
     assert file.due_at() == 11.0
-    file.write(sign(10.9))
-    assert read(path) == sign(10.0)
-    file.write(sign(11.0))
-    assert read(path) == sign(11.0)
-    file.write(sign(11.1), now=True)
-    assert read(path) == sign(11.1)
+    file.write(health(10.9))
+    assert read(path) == health(10.0)
+    file.write(health(11.0))
+    assert read(path) == health(11.0)
+    file.write(health(11.1), now=True)
+    assert read(path) == health(11.1)
 
 
 def test_without_a_path_nothing_is_written_and_nothing_is_due():
     file = HealthFile(None)
-    file.write(sign(10.0))
+    file.write(health(10.0))
     assert file.due_at() is None
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", '{"at": 1}', '{"at": "x", "ready": 1}'])
-def test_what_cannot_be_read_is_no_sign(tmp_path, content):
+def test_what_cannot_be_read_is_no_heartbeat(tmp_path, content):
     path = tmp_path / "health.json"
     if content is not None:
         path.write_text(content)
     assert read(path) is None
 
 
-def test_a_disk_that_refuses_is_said_once_and_stops_nobody(tmp_path, caplog):
+def test_a_failed_write_is_logged_once_and_raises_nothing(tmp_path, caplog):
     file = HealthFile(tmp_path / "missing" / "health.json")
-    file.write(sign(10.0))
-    file.write(sign(12.0))
+    file.write(health(10.0))
+    file.write(health(12.0))
     assert len(caplog.records) == 1

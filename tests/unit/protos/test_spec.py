@@ -24,7 +24,7 @@ def specs(draw: st.DrawFn) -> RunSpec:
         seed=draw(st.integers(0, 2**31 - 1)),
         fragments=fragments,
         interval=interval,
-        overlap=draw(st.integers(1, max(1, interval - 1))),
+        overlap=draw(st.integers(1, max(1, min(interval - 1, fragments)))),
         quorum=draw(st.integers(1, 9)),
         grace_safety=draw(fraction),
         merge=draw(st.sampled_from(MERGES)),
@@ -91,7 +91,7 @@ def test_the_two_lists_of_this_test_name_every_field():
 
 
 @pytest.mark.parametrize("name", MUST_AGREE)
-def test_the_hash_sees_what_all_processes_must_agree_on(name):
+def test_the_hash_covers_what_all_processes_must_share(name):
     assert spec(**{name: MUST_AGREE[name]}).hash != spec().hash
 
 
@@ -105,10 +105,10 @@ def test_the_order_of_mapping_keys_does_not_change_the_text():
     assert first == spec(recipe_config={"b": 2, "a": 1}).to_json()
 
 
-def test_everything_wrong_is_said_in_one_message():
+def test_all_problems_are_in_one_message():
     with pytest.raises(ConfigError) as caught:
         spec(steps=0, fragments=5, interval=4, overlap=9, quorum=0, merge="Sum", wire_up="fp32")
-    for words in (
+    for message in (
         "steps: 0",
         "interval: 4 is less than the 5 fragments",
         "overlap: 9 is not in 1..3",
@@ -116,7 +116,7 @@ def test_everything_wrong_is_said_in_one_message():
         "merge: 'Sum'",
         "wire_up: 'fp32'",
     ):
-        assert words in str(caught.value)
+        assert message in str(caught.value)
 
 
 def test_down_formats_are_fewer_than_up_formats():
@@ -131,14 +131,14 @@ def changed(**changes: object) -> str:
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
         ("{", "not JSON"),
         ("[]", "holds a list, expected an object"),
         (changed(colour=1, size=2), "unknown fields colour, size"),
         (changed(steps=..., hash=...), "steps"),
         (changed(seed=9), "write the file again"),
-        (changed(hash="0" * 16), "says hash 0000000000000000"),
+        (changed(hash="0" * 16), "states hash 0000000000000000"),
         (changed(learner_checkpoint=5), "learner_checkpoint"),
         (changed(learner_checkpoint={"every": 1}), "every"),
         (changed(average_parameters=5), "average_parameters"),
@@ -147,10 +147,10 @@ def changed(**changes: object) -> str:
         (changed(quorum=0, hash=...), "quorum: 0 is less than 1"),
     ],
 )
-def test_a_file_that_is_not_a_spec_is_refused_with_its_name_and_the_fault(text, words):
+def test_a_file_that_is_not_a_spec_is_refused_with_its_name_and_the_fault(text, message):
     with pytest.raises(ConfigError, match=r"^here\.json: ") as caught:
         RunSpec.from_json(text, source="here.json")
-    assert words in str(caught.value)
+    assert message in str(caught.value)
 
 
 def test_a_file_without_a_hash_is_accepted():

@@ -1,4 +1,4 @@
-"""Certificate files, names in certificates, and what gRPC says about each refusal (measured here)."""
+"""Certificate files, names in certificates, and what gRPC reports for each refusal (measured here)."""
 
 import contextlib
 import os
@@ -11,9 +11,9 @@ from pathlib import Path
 import grpc
 import pytest
 
-from diloco import tls, transport
 from diloco.errors import ConfigError, UnavailableError
-from diloco_testing.certificates import Authority, mount, write
+from diloco.rpc import channels, servers, status_codes, tls
+from diloco_testing.network.certificates import Authority, mount, write
 
 
 @pytest.fixture(scope="module")
@@ -48,14 +48,14 @@ def test_what_is_not_quite_our_uri_names_no_region(uri):
 # ---------------------------------------------------------------- files
 
 
-def test_a_key_of_another_certificate_is_told_with_what_to_do(authority, tmp_path):
+def test_a_key_of_another_certificate_is_reported_with_advice(authority, tmp_path):
     write(tmp_path, authority.make())
     (tmp_path / "tls.key").write_bytes(authority.make().key)
-    with pytest.raises(ConfigError, match=r"tls\.crt and .*tls\.key are no pair .*replace both"):
+    with pytest.raises(ConfigError, match=r"tls\.crt and .*tls\.key do not match .*replace both"):
         tls.Tls.load(tmp_path)
 
 
-def test_an_authority_that_is_no_certificate_is_told(authority, tmp_path):
+def test_an_authority_that_is_no_certificate_is_reported(authority, tmp_path):
     write(tmp_path, authority.make())
     (tmp_path / "ca.crt").write_bytes(authority.make().key)
     with pytest.raises(ConfigError, match=r"ca\.crt: holds no certificate"):
@@ -87,7 +87,7 @@ def test_a_volume_that_is_replaced_while_it_is_read_never_gives_a_torn_pair(auth
     thread.start()
     try:
         for _ in range(50):
-            with contextlib.suppress(ConfigError):  # it keeps changing: said, not taken
+            with contextlib.suppress(ConfigError):  # it keeps changing: reported, not used
                 assert tls.Tls.load(tmp_path) in pairs
     finally:
         over.set()
@@ -100,10 +100,10 @@ def test_a_volume_that_is_replaced_while_it_is_read_never_gives_a_torn_pair(auth
 @contextlib.contextmanager
 def serving(given: tls.Tls | None) -> Iterator[int]:
     handler = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
-    server = transport.server(
+    server = servers.server(
         [grpc.method_handlers_generic_handler("test", {"Call": handler})], max_workers=2
     )
-    port = transport.bind(server, "127.0.0.1:0", given)
+    port = servers.bind(server, "127.0.0.1:0", given)
     server.start()
     try:
         yield port
@@ -112,27 +112,27 @@ def serving(given: tls.Tls | None) -> Iterator[int]:
 
 
 def error_at(port: int, given: tls.Tls | None, *, host="127.0.0.1", seconds=20.0) -> str:
-    with transport.channel(
+    with channels.channel(
         f"{host}:{port}", tls=given, purpose="control", server_name="j-syncer"
     ) as channel:
         with pytest.raises(grpc.RpcError) as caught:
             channel.unary_unary("/test/Call")(b"", timeout=seconds)
-    error = transport.error_of(caught.value)
+    error = status_codes.error_of(caught.value)
     assert type(error) is UnavailableError
     return str(error)
 
 
-def says(text: str, reason: str) -> None:
+def assert_explained(text: str, reason: str) -> None:
     """The reason is found, and what to do about it is in the message."""
     assert tls.explain(text) == reason, text
     assert tls.advice(reason) in text
 
 
-def test_a_fixed_name_makes_any_address_good(authority):
+def test_a_fixed_server_name_allows_any_address(authority):
     only_name = authority.make(names=["j-syncer"])
     with serving(only_name) as port:
         for host in ("127.0.0.1", "localhost"):
-            with transport.channel(
+            with channels.channel(
                 f"{host}:{port}", tls=authority.make(), purpose="bulk", server_name="j-syncer"
             ) as channel:
                 assert channel.unary_unary("/test/Call")(b"x", timeout=20) == b"x"
@@ -143,68 +143,70 @@ def test_a_certificate_that_the_server_refuses(authority):
     forged = Authority("another").make()
     forged = tls.Tls(certificate=forged.certificate, key=forged.key, authority=ours.authority)
     with serving(ours) as port:
-        says(error_at(port, forged), "HandshakeRefused")
-        says(error_at(port, authority.make(expires_in_seconds=-60)), "HandshakeRefused")
+        assert_explained(error_at(port, forged), "HandshakeRefused")
+        assert_explained(error_at(port, authority.make(expires_in_seconds=-60)), "HandshakeRefused")
 
 
 def test_plain_text_to_a_server_with_tls(authority):
     with serving(authority.make()) as port:
-        says(error_at(port, None), "HandshakeRefused")
+        assert_explained(error_at(port, None), "HandshakeRefused")
 
 
 def test_tls_to_a_server_in_plain_text(authority):
     with serving(None) as port:
-        says(error_at(port, authority.make()), "PlainText")
+        assert_explained(error_at(port, authority.make()), "PlainText")
 
 
 def test_a_server_of_another_authority(authority):
     with serving(Authority("another").make()) as port:
-        says(error_at(port, authority.make()), "CertificateOfOtherAuthority")
+        assert_explained(error_at(port, authority.make()), "CertificateOfOtherAuthority")
 
 
 def test_a_server_whose_certificate_expired(authority):
     with serving(authority.make(expires_in_seconds=-60)) as port:
-        says(error_at(port, authority.make()), "CertificateExpired")
+        assert_explained(error_at(port, authority.make()), "CertificateExpired")
 
 
 def test_a_server_whose_certificate_begins_tomorrow(authority):
     with serving(authority.make(expires_in_seconds=2 * 86400)) as port:
-        says(error_at(port, authority.make()), "CertificateNotYetValid")
+        assert_explained(error_at(port, authority.make()), "CertificateNotYetValid")
 
 
 def test_a_server_that_is_not_the_syncer_of_this_job(authority):
     with serving(authority.make(names=["k-syncer"])) as port:
-        says(error_at(port, authority.make()), "CertificateNotForSyncer")
+        assert_explained(error_at(port, authority.make()), "CertificateNotForSyncer")
 
 
-def test_nobody_listens(authority):
+def test_nothing_listens(authority):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        says(error_at(free.getsockname()[1], authority.make()), "ConnectionRefused")
+        assert_explained(error_at(free.getsockname()[1], authority.make()), "ConnectionRefused")
 
 
-def test_a_name_that_nobody_knows(authority):
-    says(error_at(7070, authority.make(), host="nowhere.invalid"), "NameUnknown")
+def test_an_unknown_name(authority):
+    assert_explained(error_at(7070, authority.make(), host="nowhere.invalid"), "NameUnknown")
 
 
 @pytest.mark.parametrize("seconds", [1.0, 30.0], ids=["call", "connection"])
 @pytest.mark.parametrize("encrypted", [True, False])
-def test_a_server_that_says_nothing(authority, seconds, encrypted):
+def test_a_silent_server(authority, seconds, encrypted):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         given = authority.make() if encrypted else None
-        says(error_at(silent.getsockname()[1], given, seconds=seconds), "DialTimeout")
+        assert_explained(error_at(silent.getsockname()[1], given, seconds=seconds), "DialTimeout")
 
 
-def test_packets_that_nobody_answers(authority):
+def test_packets_without_an_answer(authority):
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.socket())
         full.bind(("127.0.0.1", 0))
         full.listen(0)
         for _ in range(4):  # the queue of connections is full: Linux then drops what comes
-            one = stack.enter_context(socket.socket())
-            one.setblocking(False)
-            one.connect_ex(full.getsockname())
-        says(error_at(full.getsockname()[1], authority.make(), seconds=30), "DialTimeout")
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        assert_explained(
+            error_at(full.getsockname()[1], authority.make(), seconds=30), "DialTimeout"
+        )
 
 
 def test_a_load_balancer_without_a_server(authority):
@@ -217,7 +219,7 @@ def test_a_load_balancer_without_a_server(authority):
 
         thread = threading.Thread(target=close_all, daemon=True)
         thread.start()
-        says(error_at(listener.getsockname()[1], authority.make()), "ConnectionClosed")
+        assert_explained(error_at(listener.getsockname()[1], authority.make()), "ConnectionClosed")
         listener.shutdown(socket.SHUT_RDWR)
         thread.join()
 
@@ -227,7 +229,7 @@ def test_what_to_do_never_points_at_another_reason():
         assert tls.explain(text) in ("", reason)
 
 
-def test_words_that_nobody_knows_have_no_reason():
+def test_an_unknown_message_has_no_reason():
     assert tls.explain("UNAVAILABLE: the moon is full") == ""
     assert tls.advice("Moon") == ""
 
@@ -239,18 +241,18 @@ def test_a_good_certificate_has_no_fault(authority, tmp_path):
     assert tls.fault_of(write(tmp_path, authority.make())) == ""
 
 
-def test_an_expired_certificate_says_so_itself(authority, tmp_path):
+def test_an_expired_certificate_is_a_fault(authority, tmp_path):
     write(tmp_path, authority.make(expires_in_seconds=-60))
     assert tls.fault_of(tmp_path).endswith("certificate has expired")
 
 
-def test_a_certificate_of_another_authority_says_so_itself(authority, tmp_path):
+def test_a_certificate_of_another_authority_is_a_fault(authority, tmp_path):
     write(tmp_path, authority.make())
     (tmp_path / "ca.crt").write_bytes(Authority("another").made.bundle)
     assert "unable to get local issuer" in tls.fault_of(tmp_path)
 
 
-def test_files_that_are_not_there_have_no_fault_to_tell(tmp_path):
+def test_files_that_are_not_there_have_no_fault(tmp_path):
     assert tls.fault_of(tmp_path) == ""
 
 
@@ -262,7 +264,7 @@ def test_an_encrypted_key_is_refused_without_asking_for_its_password(authority, 
     (tmp_path / "tls.key").write_bytes(
         key.private_bytes(s.Encoding.PEM, s.PrivateFormat.PKCS8, s.BestAvailableEncryption(b"x"))
     )
-    with pytest.raises(ConfigError, match="no pair"):
+    with pytest.raises(ConfigError, match="do not match"):
         tls.Tls.load(tmp_path)
 
 
@@ -273,14 +275,14 @@ def test_the_file_that_is_missing_is_named(tmp_path, authority):
         tls.Tls.load(Path(tmp_path))
 
 
-def test_while_an_authority_is_replaced_certificates_of_both_are_taken(authority):
+def test_while_an_authority_is_replaced_certificates_of_both_are_accepted(authority):
     newer = Authority("newer")
     both = authority.made.bundle + newer.made.bundle
-    old, new = (replace(one.make(), authority=both) for one in (authority, newer))
+    old, new = (replace(issuer.make(), authority=both) for issuer in (authority, newer))
     for server, client in ((old, new), (new, old)):
         with (
             serving(server) as port,
-            transport.channel(
+            channels.channel(
                 f"127.0.0.1:{port}", tls=client, purpose="control", server_name="j-syncer"
             ) as channel,
         ):

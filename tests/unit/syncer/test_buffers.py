@@ -1,4 +1,4 @@
-"""Buffers come back by themselves, and never while anybody can see them."""
+"""Buffers are reused automatically, and never while they are referenced."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from diloco_syncer.core.buffers import Buffers
+from diloco_syncer.merging.buffers import Buffers
 
 
 def address(array: np.ndarray) -> int:
     return array.ctypes.data
 
 
-def test_a_buffer_that_nobody_sees_is_used_again():
+def test_a_buffer_without_references_is_reused():
     buffers = Buffers()
     first = buffers.take(1000)
     where = address(first)
@@ -38,7 +38,7 @@ def test_a_buffer_that_nobody_sees_is_used_again():
     ],
     ids=["itself", "slice", "shape", "bytes", "memoryview", "frombuffer"],
 )
-def test_a_buffer_that_somebody_sees_in_any_way_is_not_given_away(look):
+def test_a_referenced_buffer_is_not_reused(look):
     buffers = Buffers()
     seen = look(buffers.take(1000))
     others = [buffers.take(1000) for _ in range(3)]

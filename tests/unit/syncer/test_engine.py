@@ -1,4 +1,4 @@
-"""The engine in virtual time: who is merged, when, and what happens when learners come and go."""
+"""The engine in virtual time: which learners are merged, when, and what happens when learners join and leave."""
 
 import dataclasses
 import itertools
@@ -10,16 +10,13 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from diloco.fragments import due
+from diloco.model.fragments import due
 from diloco.spec import Checkpoint, RunSpec
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.engine import (
-    ANSWER_SECONDS,
-    HEARTBEAT_SECONDS,
-    LATE_HEARTBEATS,
-    Engine,
-)
-from diloco_testing.world import World
+from diloco_syncer.core.contribution import Contribution
+from diloco_syncer.core.delivery import LEAST_BYTES_PER_SECOND, START_SECONDS
+from diloco_syncer.core.engine import HEARTBEAT_SECONDS, LATE_HEARTBEATS, Engine
+from diloco_testing.syncers.virtual_job import VirtualJob
 
 
 def spec_of(**changes):
@@ -29,7 +26,7 @@ def spec_of(**changes):
 
 def world_of(seconds, *, join=True, delay=lambda what: 0.0, **changes):
     learners = {f"eu/{i}": s for i, s in enumerate(seconds)}
-    world = World(spec_of(**changes), learners, delay=delay)
+    world = VirtualJob(spec_of(**changes), learners, delay=delay)
     if join:
         for name in learners:
             world.join(name)
@@ -37,7 +34,7 @@ def world_of(seconds, *, join=True, delay=lambda what: 0.0, **changes):
 
 
 def assert_audit_clean(world, *, quorum):
-    """What job.md section 5 promises of events.jsonl, checked from its lines alone."""
+    """What docs/manifest.md ("Run directory") promises of events.jsonl, checked from its lines alone."""
     newest, living = {}, {}
     last = 0
     for line in map(json.loads, world.lines):
@@ -53,7 +50,7 @@ def assert_audit_clean(world, *, quorum):
         assert len(line["members"]) >= quorum
         assert len({m["learner"] for m in line["members"]}) == len(line["members"])
         for m in line["members"]:
-            assert m["incarnation"] == living[m["learner"]], "a dead incarnation was merged"
+            assert m["incarnation"] == living[m["learner"]], "an old incarnation was merged"
             report = (m["learner"], m["incarnation"], line["fragment"])
             assert m["step"] > newest.get(report, -1), "merged twice"
             newest[report] = m["step"]
@@ -95,11 +92,11 @@ def test_two_learners_half_a_step_out_of_phase_do_not_double_the_pace():
     assert world.finished_at == pytest.approx(60.0, rel=0.06)
 
 
-def test_the_slow_take_over_the_pace_when_the_fastest_is_gone():
+def test_slow_learners_set_the_pace_when_the_fastest_is_gone():
     world = world_of([1.0, 3.0], steps=40)
     world.at(20.0, lambda: world.die("eu/0"))
     world.run(1000)
-    # 20 steps at one a second, then 20 at one in three, after at most three steps of taking over.
+    # 20 steps at 1 per second, then 20 at 1 per 3 seconds, after at most three steps of transition.
     assert world.finished_at is not None
     assert world.finished_at < 20 + 20 * 3 + 4 * 3
     assert_audit_clean(world, quorum=1)
@@ -120,7 +117,7 @@ def test_grace_window_waits_for_a_learner_that_is_a_little_slower_but_never_over
     assert set(windows(0.0)) == {0.0}
 
 
-def test_quorum_is_waited_for_and_training_goes_on_meanwhile():
+def test_the_syncer_waits_for_the_quorum_while_learners_train_on():
     world = world_of([1.0, 1.0], quorum=2)
     world.at(10.1, lambda: world.die("eu/1"))
     world.at(30.1, lambda: world.join("eu/1"))
@@ -172,28 +169,28 @@ def test_a_member_that_drops_out_with_a_reason_is_refused_and_logged():
     engine.handle(reported("eu/2", 3, 2), 1.0)
     engine.handle(reported("eu/0", 1, 2), 1.0)
     out = engine.handle(reported("eu/1", 2, 2), 1.0)
-    pull = next(d for d in out if isinstance(d, ev.PullFrom))
+    pull = next(d for d in out if isinstance(d, ev.Pull))
     assert pull.learners == names
     out = engine.handle(
         ev.Dropped(learner="eu/1", round=1, attempt=1, reason="NotFinite", detail="NaN"), 1.1
     )
     assert any(isinstance(d, ev.Log) and d.fields["reason"] == "NotFinite" for d in out)
-    assert not begins(engine.handle(answered("eu/0", 1, 2), 1.2))
-    out = engine.handle(answered("eu/2", 3, 2), 1.2)
-    assert [m.learner for m in begins(out)[0].members] == ["eu/0", "eu/2"]
+    assert not begins(engine.handle(contribution("eu/0", 1, 2), 1.2))
+    out = engine.handle(contribution("eu/2", 3, 2), 1.2)
+    assert [m.learner for m in begins(out)[0].contributions] == ["eu/0", "eu/2"]
 
 
-def test_an_attempt_in_which_nobody_delivers_is_repeated_after_longer_and_longer_pauses():
+def test_an_attempt_that_fails_for_all_members_is_repeated_after_longer_and_longer_pauses():
     engine, now, pulls = started(), 1.0, [1.0]
     for attempt in range(1, 14, 2):  # going back to collecting counts as well
         dropped = ev.Dropped(learner="eu/0", round=1, attempt=attempt, reason="Damaged", detail="")
         engine.handle(dropped, now)
         out = engine.handle(reported("eu/0", 1, attempt + 1), now)
-        assert not [d for d in out if isinstance(d, ev.PullFrom)]
+        assert not [d for d in out if isinstance(d, ev.Pull)]
         now = next(d.seconds for d in reversed(out) if isinstance(d, ev.WakeAt))
-        while not [d for d in engine.handle(ev.Tick(), now) if isinstance(d, ev.PullFrom)]:
+        while not [d for d in engine.handle(ev.Tick(), now) if isinstance(d, ev.Pull)]:
             now += 0.01
-            engine.members.by_name["eu/0"].heard = now
+            engine.learners.by_name["eu/0"].last_seen = now
         pulls.append(now)
     pauses = [b - a for a, b in itertools.pairwise(pulls)]
     assert all(b >= a - 0.02 for a, b in itertools.pairwise(pauses))
@@ -202,8 +199,8 @@ def test_an_attempt_in_which_nobody_delivers_is_repeated_after_longer_and_longer
 
 def hello(name, session, *, presented=0, checkpoint=0):
     return ev.Hello(
-        session=session, learner=name, region="eu", presented_incarnation=presented,
-        fresh_incarnation=0 if presented else session, local_step=0, checkpoint_step=checkpoint,
+        session=session, learner=name, region="eu", incarnation=presented or session,
+        fresh=not presented, local_step=0, checkpoint_step=checkpoint,
     )  # fmt: skip
 
 
@@ -215,10 +212,10 @@ def reported(name, session, local_step, *, offers=frozenset(range(4)), steps=1, 
     )  # fmt: skip
 
 
-def answered(name, incarnation, local_step, *, round=1, attempt=1, steps=1, tokens=10):  # noqa: A002
-    return ev.Answered(
+def contribution(name, incarnation, local_step, *, round=1, attempt=1, steps=1, tokens=10):  # noqa: A002
+    return Contribution(
         learner=name, incarnation=incarnation, round=round, attempt=attempt,
-        local_step=local_step, steps=steps, tokens=tokens, base=(1, 0),
+        local_step=local_step, steps=steps, tokens=tokens, base=(1, 0), format=1, norms=(),
     )  # fmt: skip
 
 
@@ -228,57 +225,77 @@ def started(**changes):
     engine.handle(hello("eu/0", 1), 0.0)
     engine.handle(ev.Initialised(learner="eu/0"), 0.0)
     out = engine.handle(reported("eu/0", 1, 1), 1.0)
-    assert any(isinstance(d, ev.PullFrom) for d in out)
+    assert any(isinstance(d, ev.Pull) for d in out)
     return engine
 
 
-def test_an_answer_of_an_older_incarnation_is_not_merged():
+def test_a_contribution_of_an_older_incarnation_is_not_merged():
     engine = started()
-    assert not begins(engine.handle(answered("eu/0", 99, 1), 1.0))
-    assert begins(engine.handle(answered("eu/0", 1, 1), 1.0))
+    assert not begins(engine.handle(contribution("eu/0", 99, 1), 1.0))
+    assert begins(engine.handle(contribution("eu/0", 1, 1), 1.0))
 
 
 def begins(decisions):
     return [d for d in decisions if isinstance(d, ev.BeginMerge)]
 
 
-def test_a_member_whose_fragment_takes_long_is_waited_for_as_long_as_something_comes():
-    engine, now = started(), 1.0
-    coming = ev.Progressing(learner="eu/0", round=1, attempt=1)
-    for _ in range(10):
-        now += 0.9 * ANSWER_SECONDS
-        engine.members.by_name["eu/0"].heard = now
-        assert not aborts(engine.handle(coming, now))
-    engine.members.by_name["eu/0"].heard = now + ANSWER_SECONDS
-    assert aborts(engine.handle(ev.Tick(), now + ANSWER_SECONDS))
+def test_a_round_waits_for_a_slow_member_while_its_upload_is_fast_enough():
+    engine, now, received = started(), 1.0, 0
+    for _ in range(100):
+        now, received = now + 2.0, received + 2 * int(LEAST_BYTES_PER_SECOND)
+        progress = ev.Progress(learner="eu/0", round=1, attempt=1, received_bytes=received)
+        assert not aborts(engine.handle(progress, now))
+        engine.handle(ev.Heartbeat(session=1, learner="eu/0"), now)
+        assert not aborts(engine.handle(ev.Tick(), now))
+    out = wait_with_heartbeats(engine, now, START_SECONDS + 1)
+    assert aborts(out)
+
+
+def wait_with_heartbeats(engine, now, seconds):
+    """Let time pass in steps of a second while the learner is connected; returns all decisions."""
+    out = []
+    for passed in range(1, int(seconds) + 1):
+        out += engine.handle(ev.Heartbeat(session=1, learner="eu/0"), now + passed)
+        out += engine.handle(ev.Tick(), now + passed)
+    return out
 
 
 def aborts(decisions):
     return [d for d in decisions if isinstance(d, ev.AbortMerge)]
 
 
-def test_an_answer_for_another_attempt_is_not_merged():
+def test_a_contribution_to_another_attempt_is_not_merged():
     engine = started()
-    assert not begins(engine.handle(answered("eu/0", 1, 1, attempt=2), 1.0))
-    assert not begins(engine.handle(answered("eu/0", 1, 1, round=2), 1.0))
+    assert not begins(engine.handle(contribution("eu/0", 1, 1, attempt=2), 1.0))
+    assert not begins(engine.handle(contribution("eu/0", 1, 1, round=2), 1.0))
 
 
 def test_all_weights_zero_closes_the_round_without_a_change():
     engine = started()
-    out = engine.handle(answered("eu/0", 1, 1, steps=0, tokens=0), 1.0)
+    out = engine.handle(contribution("eu/0", 1, 1, steps=0, tokens=0), 1.0)
     commit = next(d for d in out if isinstance(d, ev.Commit))
     assert not commit.changed
     assert not begins(out)
     assert engine.step == 1
 
 
-def test_a_replaced_incarnation_that_comes_back_is_refused():
+def test_a_replaced_incarnation_that_joins_again_is_refused():
     engine = started()
     out = engine.handle(hello("eu/0", 2), 2.0)
     assert any(isinstance(d, ev.Close) and d.session == 1 for d in out)
     out = engine.handle(hello("eu/0", 3, presented=1), 3.0)
     close = next(d for d in out if isinstance(d, ev.Close))
     assert (close.session, close.reason) == (3, "StaleIncarnation")
+
+
+def test_of_two_processes_that_start_at_once_the_older_incarnation_is_refused():
+    """Incarnations are assigned concurrently: the newer may arrive first."""
+    engine = started()
+    engine.handle(hello("eu/0", 7), 2.0)
+    out = engine.handle(hello("eu/0", 6), 2.0)
+    close = next(d for d in out if isinstance(d, ev.Close))
+    assert (close.session, close.reason) == (6, "StaleIncarnation")
+    assert engine.learners.by_name["eu/0"].incarnation == 7
 
 
 def test_a_stream_that_broke_keeps_its_incarnation():
@@ -292,29 +309,30 @@ def test_reports_of_a_session_that_was_replaced_do_not_count():
     engine = started()
     engine.handle(hello("eu/0", 2), 2.0)
     engine.handle(reported("eu/0", 1, 50), 2.5)
-    assert engine.members.by_name["eu/0"].local_step == 1
+    assert engine.learners.by_name["eu/0"].local_step == 1
 
 
-def test_a_silent_learner_is_gone_after_three_heartbeats():
+def test_a_silent_learner_leaves_after_three_heartbeats():
     engine = started()
     limit = 1.0 + HEARTBEAT_SECONDS * LATE_HEARTBEATS
-    out = engine.handle(ev.Tick(), limit)
-    assert not [d for d in out if isinstance(d, ev.Close)]
+    for now in (2.0, 4.0, 6.0, limit):
+        out = engine.handle(ev.Tick(), now)
+        assert not [d for d in out if isinstance(d, ev.Close)]
     out = engine.handle(ev.Tick(), limit + 0.01)
     assert [d.session for d in out if isinstance(d, ev.Close)] == [1]
     assert [d for d in out if isinstance(d, ev.AbortMerge)], "its round does not wait for it"
 
 
-def test_when_the_initialiser_dies_the_next_learner_is_asked():
+def test_when_the_initialiser_is_gone_the_next_learner_is_asked():
     engine = Engine(spec=spec_of(), epoch=1)
     engine.handle(hello("eu/0", 1), 0.0)
     engine.handle(hello("eu/1", 2), 0.0)
     out = engine.handle(ev.Left(session=1, learner="eu/0", reason="StreamEnded"), 1.0)
-    assert [d.learner for d in out if isinstance(d, ev.AskInitial)] == ["eu/1"]
+    assert [d.learner for d in out if isinstance(d, ev.RequestInitial)] == ["eu/1"]
 
 
 def test_own_checkpoint_is_used_only_when_at_most_h_steps_old():
-    engine = Engine(spec=spec_of(), epoch=1, step=20, initialised=True)
+    engine = Engine(spec=spec_of(), epoch=1, start_step=20, initialised=True)
     fresh = next(
         d for d in engine.handle(hello("eu/0", 1, checkpoint=16), 0.0) if isinstance(d, ev.Admit)
     )
@@ -326,14 +344,28 @@ def test_own_checkpoint_is_used_only_when_at_most_h_steps_old():
 
 def test_commits_are_in_order_even_when_a_later_round_is_merged_first():
     engine = started()
-    engine.handle(answered("eu/0", 1, 1), 1.0)
+    engine.handle(contribution("eu/0", 1, 1), 1.0)
     engine.handle(reported("eu/0", 1, 2), 2.0)
-    assert begins(engine.handle(answered("eu/0", 1, 2, round=2), 2.0))
+    assert begins(engine.handle(contribution("eu/0", 1, 2, round=2), 2.0))
     later = ev.Merged(round=2, attempt=1, delta_norm=1, bytes_up=1, bytes_result=1)
     assert not [d for d in engine.handle(later, 2.1) if isinstance(d, ev.Commit)]
     first = ev.Merged(round=1, attempt=1, delta_norm=1, bytes_up=1, bytes_result=1)
     out = engine.handle(first, 2.2)
     assert [d.round for d in out if isinstance(d, ev.Commit)] == [1, 2]
+
+
+def test_a_snapshot_is_taken_after_the_last_of_several_commits():
+    engine = started(syncer_checkpoint=Checkpoint(every_steps=1, keep=2))
+    engine.handle(ev.SnapshotDone(step=0), 1.0)
+    engine.handle(contribution("eu/0", 1, 1), 1.0)
+    engine.handle(reported("eu/0", 1, 2), 2.0)
+    engine.handle(contribution("eu/0", 1, 2, round=2), 2.0)
+    for round_ in (2, 1):
+        merged = ev.Merged(round=round_, attempt=1, delta_norm=1, bytes_up=1, bytes_result=1)
+        out = engine.handle(merged, 2.1)
+    done = [d for d in out if isinstance(d, ev.Commit | ev.TakeSnapshot)]
+    assert [type(d) for d in done] == [ev.Commit, ev.Commit, ev.TakeSnapshot]
+    assert done[-1].step == engine.step == 2
 
 
 def test_at_most_tau_rounds_are_in_flight():
@@ -342,7 +374,7 @@ def test_at_most_tau_rounds_are_in_flight():
     while world.finished_at is None:
         world.run(world.now + 0.25)
         world.now += 0.25
-        most = max(most, len(world.engine.rounds))
+        most = max(most, len(world.engine.scheduler.in_flight))
         assert world.now < 500
     assert most == 2
 
@@ -367,16 +399,16 @@ def test_snapshots_are_taken_every_t_c_steps_and_never_two_at_once():
     assert taken == [0, 10, 20, 30, 40]
 
 
-def test_a_resumed_engine_goes_on_and_does_not_use_a_report_of_the_epoch_before_again():
+def test_a_resumed_engine_continues_and_does_not_use_a_report_of_the_epoch_before_again():
     world = world_of([1.0, 1.0])
     world.run(20.5)
     state = json.loads(json.dumps(world.engine.to_json()))
     world.run(25.5)
     engine = Engine.resume(world.spec, epoch=2, state=state)
-    engine.members.replay(map(json.loads, world.lines))
+    engine.learners.replay(map(json.loads, world.lines))
     assert engine.step == state["step"]
-    member = engine.members.by_name["eu/0"]
-    assert member.pulled_step == 25
+    member = engine.learners.by_name["eu/0"]
+    assert member.claims.newest == 25
     assert member.local_step == 25
     out = engine.handle(hello("eu/0", 1, presented=member.incarnation), 0.0)
     assert next(d for d in out if isinstance(d, ev.Admit)).incarnation == member.incarnation
@@ -385,19 +417,19 @@ def test_a_resumed_engine_goes_on_and_does_not_use_a_report_of_the_epoch_before_
 def test_restarts_are_the_last_hellos_and_outlive_the_syncer():
     world = world_of([1.0])
     for session, restarts in ((70, 2), (71, 3)):
-        said = dataclasses.replace(hello("eu/0", session), restarts=restarts)
-        world.engine.handle(said, 1.0)
-        assert world.engine.members.by_name["eu/0"].restarts == restarts
+        rejoin = dataclasses.replace(hello("eu/0", session), restarts=restarts)
+        world.engine.handle(rejoin, 1.0)
+        assert world.engine.learners.by_name["eu/0"].restarts == restarts
     state = json.loads(json.dumps(world.engine.to_json()))
     again = Engine.resume(world.spec, epoch=2, state=state)
-    assert again.members.by_name["eu/0"].restarts == 3
+    assert again.learners.by_name["eu/0"].restarts == 3
 
 
-def test_everything_a_late_joiner_needs_is_said_when_the_job_is_complete():
+def test_a_late_joiner_gets_everything_it_needs_when_the_job_is_complete():
     world = world_of([1.0], steps=4)
     world.run(100)
     out = world.engine.handle(hello("eu/3", 77), 200.0)
-    assert {type(d) for d in out} >= {ev.Admit, ev.SayReady, ev.SayComplete}
+    assert {type(d) for d in out} >= {ev.Admit, ev.AnnounceReady, ev.AnnounceComplete}
 
 
 histories = st.lists(
@@ -449,7 +481,7 @@ def test_any_history_merges_a_report_at_most_once_and_never_below_quorum(
 
 
 def test_virtual_time_without_delays_equals_plain_training():
-    """One learner, outer lr 1, no momentum, fp32: the syncer gives back what it was given (issue 4, item 4)."""
+    """One learner, outer lr 1, no momentum, fp32: the syncer returns what it received."""
     rng = np.random.default_rng(3)
     initial = [rng.standard_normal(64).astype(np.float32) for _ in range(4)]
     target = [rng.standard_normal(64).astype(np.float32) for _ in range(4)]
@@ -465,7 +497,7 @@ def test_virtual_time_without_delays_equals_plain_training():
 
     spec = spec_of(outer_learning_rate=1.0, outer_momentum=0.0, wire_up="FP32", wire_down="FP32",
                    learners={"eu": 1})  # fmt: skip
-    world = World(
+    world = VirtualJob(
         spec, {"eu/0": 1.0}, initial=initial, train=lambda me: gradient_step(me.theta), merge=merge
     )
     world.join("eu/0")

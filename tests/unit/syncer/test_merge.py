@@ -12,11 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from diloco import wire
-from diloco.fragments import CHUNK, Fragment
-from diloco_syncer.core.merge import MemberError, MergeResult, merge_slot
+from diloco.codec import formats, frames
+from diloco.model.fragments import CHUNK, Fragment
+from diloco_syncer.core.contribution import ContributionError
 from diloco_syncer.core.outer import OuterOptimizer, weight
-from diloco_testing.merging import (
+from diloco_syncer.merging.arithmetic import MergeResult
+from diloco_syncer.merging.blend import merge_slot
+from diloco_testing.syncers.merging import (
     F32,
     PLAIN,
     Upload,
@@ -30,7 +32,7 @@ from diloco_testing.merging import (
 # Small tensors that share a chunk, one that spans three chunks, an embedding across a chunk's end.
 MANY = fragment_of(100, 1, 2 * CHUNK, 130, CHUNK // 2, 5, CHUNK // 2, average=(4, 5))
 ONE = fragment_of(1000)
-FORMATS = {"fp32": wire.FP32, "bf16": wire.BF16, "int8": wire.INT8, "int4": wire.INT4}
+FORMATS = {"fp32": formats.FP32, "bf16": formats.BF16, "int8": formats.INT8, "int4": formats.INT4}
 NESTEROV = OuterOptimizer(learning_rate=0.7, momentum=0.5, nesterov=True)
 HEAVY_BALL = OuterOptimizer(learning_rate=0.4, momentum=0.9, nesterov=False)
 
@@ -39,12 +41,12 @@ def reference(
     fragment: Fragment, uploads: list[Upload], theta_N: F32, momentum_N: F32,
     merge: str, outer: OuterOptimizer,
 ) -> tuple[np.ndarray, np.ndarray, float]:  # fmt: skip
-    """New Θ, new momentum and ‖Δ‖ in float64, straight from paper D.2 and decision 1."""
+    """New Θ, new momentum and ‖Δ‖ in float64, straight from paper D.2 and docs/algorithm.md (Outer optimizer)."""
     delta = np.zeros(fragment.elements)
-    total = sum(u.member.weight for u in uploads)
+    total = sum(u.contribution.weight for u in uploads)
     for slot in fragment.slots:
         here = slice(slot.offset, slot.end)
-        rows = [(u.member.weight, u.values_N[here].astype(np.float64)) for u in uploads]
+        rows = [(u.contribution.weight, u.values_N[here].astype(np.float64)) for u in uploads]
         mean = sum(w * v for w, v in rows) / total
         if merge == "Radial" and not slot.average:
             lengths = [(w, np.linalg.norm(v)) for w, v in rows]
@@ -58,7 +60,7 @@ def reference(
 
 
 def merged(fragment: Fragment, uploads: list[Upload], **kwargs) -> MergeResult:
-    merge = merge_of(fragment, [u.member for u in uploads], **kwargs)
+    merge = merge_of(fragment, [u.contribution for u in uploads], **kwargs)
     feed(merge, uploads)
     return merge.result()
 
@@ -74,7 +76,7 @@ def test_equals_the_float64_reference(merge, outer, formats, num_members):
             MANY,
             f"region/{m}",
             values_of(MANY, seed=m, size=10.0**-m),
-            weight=weight(tokens=1000 * (m + 1), steps=24 - m),
+            weight=round(weight(tokens=1000 * (m + 1), steps=24 - m)),
             fmt=FORMATS[names[m]],
         )
         for m in range(num_members)
@@ -107,16 +109,16 @@ def test_rounds_that_follow_each_other_equal_the_reference():
 @pytest.mark.parametrize("down", ["fp32", "bf16"])
 def test_downloads_hold_the_new_parameters_in_the_down_format(down):
     uploads = [upload(MANY, f"a/{m}", values_of(MANY, seed=m)) for m in range(2)]
-    merge = merge_of(MANY, [u.member for u in uploads], down=FORMATS[down])
+    merge = merge_of(MANY, [u.contribution for u in uploads], down=FORMATS[down])
     feed(merge, uploads)
     result = merge.result()
     sizes = 0
     for index in range(MANY.chunks):
         lo, hi = MANY.chunk(index)
-        expected = np.zeros(wire.encoded_bytes(FORMATS[down], hi - lo), np.uint8)
-        wire.encode(FORMATS[down], result.theta_N[lo:hi], expected)
-        envelope = wire.unpack(merge.output(index, 0))
-        assert (envelope.kind, envelope.index) == (wire.Kind.CHUNK, index)
+        expected = np.zeros(formats.encoded_bytes(FORMATS[down], hi - lo), np.uint8)
+        formats.encode(FORMATS[down], result.theta_N[lo:hi], expected)
+        envelope = frames.unpack(merge.output(index, 0))
+        assert (envelope.kind, envelope.index) == (frames.Kind.CHUNK, index)
         assert bytes(envelope.payload) == expected.tobytes()
         sizes += len(envelope.payload)
     assert result.encoded_bytes == sizes
@@ -129,17 +131,17 @@ def test_downloads_hold_the_new_parameters_in_the_down_format(down):
     merge=st.sampled_from(["Average", "Radial"]),
 )
 def test_order_of_members_and_of_arrival_changes_no_bit(order, shuffle, merge):
-    formats = [wire.FP32, wire.BF16, wire.INT8, wire.INT4, wire.FP32]
+    fmts = [formats.FP32, formats.BF16, formats.INT8, formats.INT4, formats.FP32]
     uploads = [
-        upload(MANY, f"a/{m}", values_of(MANY, seed=m, size=m + 0.1), weight=m + 1, fmt=formats[m])
+        upload(MANY, f"a/{m}", values_of(MANY, seed=m, size=m + 0.1), weight=m + 1, fmt=fmts[m])
         for m in range(5)
     ]
     straight = merged(MANY, uploads, merge=merge, outer=NESTEROV)
     arrivals = [(u, index) for u in uploads for index in range(MANY.chunks)]
     random.Random(shuffle).shuffle(arrivals)
-    other = merge_of(MANY, [uploads[m].member for m in order], merge=merge, outer=NESTEROV)
+    other = merge_of(MANY, [uploads[m].contribution for m in order], merge=merge, outer=NESTEROV)
     for each, index in arrivals:
-        other.add(each.member.learner, index, each.chunks[index])
+        other.add(each.contribution.learner, index, each.chunks[index])
     result = other.result()
     assert result.theta_N.tobytes() == straight.theta_N.tobytes()
     assert result.momentum_N.tobytes() == straight.momentum_N.tobytes()
@@ -148,10 +150,10 @@ def test_order_of_members_and_of_arrival_changes_no_bit(order, shuffle, merge):
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_a_single_learner_merges_to_its_delta_exactly(fmt):
-    only = upload(MANY, "a/0", values_of(MANY, seed=1), weight=12345.678, fmt=FORMATS[fmt])
-    idle = upload(MANY, "a/1", values_of(MANY, seed=2), weight=0.0)
-    rounded = tuple(n * 1.0005 for n in only.member.norms)
-    coarse = replace(only, member=replace(only.member, norms=rounded))
+    only = upload(MANY, "a/0", values_of(MANY, seed=1), weight=12346, fmt=FORMATS[fmt])
+    idle = upload(MANY, "a/1", values_of(MANY, seed=2), weight=0)
+    rounded = tuple(n * 1.0005 for n in only.contribution.norms)
+    coarse = replace(only, contribution=replace(only.contribution, norms=rounded))
     for mine in (only, coarse):
         assert np.array_equal(merged(MANY, [mine, idle]).momentum_N, only.values_N)
 
@@ -179,7 +181,7 @@ parameters = hnp.arrays(
 def test_one_learner_without_momentum_gets_back_what_it_reported(theta_N, local_N, merge, nesterov):
     fragment = fragment_of(128)
     outer = OuterOptimizer(learning_rate=1.0, momentum=0.0, nesterov=nesterov)
-    only = upload(fragment, "a/0", theta_N - local_N, weight=7.3)
+    only = upload(fragment, "a/0", theta_N - local_N, weight=7)
     back_N = merged(fragment, [only], theta_N=theta_N, merge=merge, outer=outer).theta_N
     largest_N = np.maximum(np.maximum(abs(theta_N), abs(local_N)), abs(theta_N - local_N))
     assert (abs(back_N.astype(np.float64) - local_N) <= np.spacing(largest_N)).all()
@@ -187,9 +189,9 @@ def test_one_learner_without_momentum_gets_back_what_it_reported(theta_N, local_
 
 def test_members_without_weight_change_nothing_and_are_not_waited_for():
     uploads = [upload(MANY, f"a/{m}", values_of(MANY, seed=m), weight=m + 1) for m in range(2)]
-    idle = upload(MANY, "a/9", values_of(MANY, seed=9), weight=0.0)
+    idle = upload(MANY, "a/9", values_of(MANY, seed=9), weight=0)
     without = merged(MANY, uploads)
-    merge = merge_of(MANY, [u.member for u in [idle, *uploads]])
+    merge = merge_of(MANY, [u.contribution for u in [idle, *uploads]])
     merge.add("a/9", 0, idle.chunks[0])
     feed(merge, uploads)
     assert merge.finished
@@ -197,9 +199,11 @@ def test_members_without_weight_change_nothing_and_are_not_waited_for():
 
 
 def test_all_weights_zero_is_finished_at_once_and_changes_nothing():
-    idle = upload(MANY, "a/0", values_of(MANY, seed=1), weight=0.0)
+    idle = upload(MANY, "a/0", values_of(MANY, seed=1), weight=0)
     theta_N, momentum_N = values_of(MANY, seed=2), values_of(MANY, seed=3)
-    merge = merge_of(MANY, [idle.member], theta_N=theta_N, momentum_N=momentum_N, outer=NESTEROV)
+    merge = merge_of(
+        MANY, [idle.contribution], theta_N=theta_N, momentum_N=momentum_N, outer=NESTEROV
+    )
     assert merge.finished
     assert merge.wait_for_room("a/0", 10**6, 0)
     merge.add("a/0", 0, idle.chunks[0])
@@ -207,7 +211,7 @@ def test_all_weights_zero_is_finished_at_once_and_changes_nothing():
     assert np.array_equal(result.theta_N, values_of(MANY, seed=2))
     assert np.array_equal(result.momentum_N, values_of(MANY, seed=3))
     assert result.delta_norm == 0
-    first = wire.unpack(merge.output(0, 0)).payload
+    first = frames.unpack(merge.output(0, 0)).payload
     assert bytes(first) == theta_N[:CHUNK].tobytes()
 
 
@@ -227,17 +231,17 @@ def test_directions_that_cancel_fall_back_to_the_weighted_mean(fragment, ratio):
 def test_nearly_cancelling_directions_still_keep_the_length():
     v_N, other_N = values_of(ONE, seed=1), values_of(ONE, seed=2, size=0.01)
     uploads = [upload(ONE, "a/0", v_N), upload(ONE, "a/1", other_N - v_N)]
-    lengths = [u.member.norms[0] for u in uploads]
+    lengths = [u.contribution.norms[0] for u in uploads]
     assert merged(ONE, uploads, merge="Radial").delta_norm == pytest.approx(sum(lengths) / 2)
 
 
 def test_a_zero_delta_has_no_direction_but_shortens_the_step():
     v_N = values_of(ONE, seed=1)
-    uploads = [upload(ONE, "a/0", v_N), upload(ONE, "a/1", np.zeros_like(v_N), weight=3.0)]
+    uploads = [upload(ONE, "a/0", v_N), upload(ONE, "a/1", np.zeros_like(v_N), weight=3)]
     np.testing.assert_allclose(merged(ONE, uploads).momentum_N, v_N / 4, rtol=1e-6)
 
 
-def test_zero_deltas_of_everybody_leave_only_the_momentum():
+def test_zero_deltas_of_all_learners_leave_only_the_momentum():
     nothing_N = np.zeros(MANY.elements, np.float32)
     uploads = [upload(MANY, f"a/{m}", nothing_N) for m in range(3)]
     theta_N, momentum_N = values_of(MANY, seed=2), values_of(MANY, seed=3)
@@ -252,7 +256,7 @@ def test_lengths_of_any_size_meet_without_overflow(exponents):
     rows = [np.float32(10.0**e) * values_of(ONE, seed=e + 50, size=0.1) for e in exponents]
     uploads = [upload(ONE, f"a/{m}", row_N) for m, row_N in enumerate(rows)]
     result = merged(ONE, uploads, merge="Radial")
-    mean_length = sum(u.member.norms[0] for u in uploads) / len(uploads)
+    mean_length = sum(u.contribution.norms[0] for u in uploads) / len(uploads)
     assert np.isfinite(result.momentum_N).all()
     if mean_length > 1e-30:  # below, fp32 itself has few digits left
         assert result.delta_norm == pytest.approx(mean_length, rel=1e-4)
@@ -274,7 +278,7 @@ def test_padding_that_counts_in_a_norm_is_refused():
     fragment = fragment_of(100)
     dirty_N = values_of(fragment, seed=1)
     dirty_N[100:] = 1.0
-    with pytest.raises(MemberError, match="a/0: the delta of t0 has norm"):
+    with pytest.raises(ContributionError, match="a/0: the delta of t0 has norm"):
         merged(fragment, [upload(fragment, "a/0", dirty_N)])
 
 
@@ -295,13 +299,13 @@ def test_the_merge_in_one_piece_agrees_with_the_streaming_one(radial):
         for m in range(4)
     ]
     whole_MN = np.stack([u.values_N for u in uploads])
-    weights = [u.member.weight for u in uploads]
+    weights = [u.contribution.weight for u in uploads]
     streamed = merged(fragment, uploads, merge="Radial" if radial else "Average", outer=PLAIN)
     piece_N = merge_slot(whole_MN, weights, radial=radial)
     np.testing.assert_allclose(streamed.momentum_N, piece_N, rtol=2e-6, atol=2e-6)
 
 
-def test_the_merge_in_one_piece_of_nobody_is_zero():
+def test_the_merge_in_one_piece_without_members_is_zero():
     assert not merge_slot(np.ones((2, 5), np.float32), [0.0, 0.0], radial=True).any()
 
 

@@ -1,18 +1,19 @@
-"""A learner's own checkpoint: everything comes back, damage is skipped, nothing half-written is ever used."""
+"""Local checkpoints: the complete state is restored, and damaged or partial ones are skipped."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from diloco.errors import ConfigError
-from diloco_worker import checkpoint
-from diloco_worker.checkpoint import Checkpoints, pack, unpack
+from diloco.errors import ConfigError, DamagedError
+from diloco_worker.trainer.checkpoint import Checkpoints, pack, unpack
 
 FACTS = {"local_step": 1, "total_tokens": 2, "steps": [1], "tokens": [2]}
 
@@ -53,7 +54,7 @@ def save(store, model, optimizers, *, local_step=1):
         (torch.optim.LBFGS, {"max_iter": 3}),
     ],
 )
-def test_training_goes_on_bit_for_bit_after_a_restart(tmp_path, optimizer_type, options):
+def test_training_continues_bit_for_bit_after_a_restart(tmp_path, optimizer_type, options):
     model, optimizer = trained(optimizer_type, **options)
     store = Checkpoints(tmp_path, keep=2, digest="d")
     save(store, model, [optimizer])
@@ -69,7 +70,7 @@ def test_training_goes_on_bit_for_bit_after_a_restart(tmp_path, optimizer_type, 
         assert torch.equal(a, b)
 
 
-def test_several_optimizers_and_parameter_groups_come_back(tmp_path):
+def test_several_optimizers_and_parameter_groups_are_restored(tmp_path):
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
 
     def optimizers():
@@ -106,7 +107,7 @@ def test_another_set_of_optimizers_is_refused(tmp_path):
         store.load(store.newest(), model, [optimizer, optimizer])
 
 
-def test_the_random_state_comes_back(tmp_path):
+def test_the_random_state_is_restored(tmp_path):
     model, optimizer = trained()
     store = Checkpoints(tmp_path, keep=1, digest="d")
     save(store, model, [optimizer])
@@ -115,7 +116,7 @@ def test_the_random_state_comes_back(tmp_path):
     assert (torch.rand(3).tolist(), random.random(), np.random.rand()) == drawn
 
 
-def test_what_happens_after_the_copy_is_not_in_the_checkpoint(tmp_path):
+def test_changes_after_the_copy_are_not_in_the_checkpoint(tmp_path):
     model, optimizer = trained()
     before = {k: v.clone() for k, v in model.state_dict().items()}
     store = Checkpoints(tmp_path, keep=1, digest="d")
@@ -129,7 +130,42 @@ def test_what_happens_after_the_copy_is_not_in_the_checkpoint(tmp_path):
         assert torch.equal(value, before[name])
 
 
-def test_the_last_ones_are_kept(tmp_path):
+def memory_kib(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def test_loading_needs_no_more_memory_than_the_checkpoint_has_bytes(tmp_path):
+    model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(2)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    store = Checkpoints(tmp_path, keep=1, digest="d")
+    save(store, model, [optimizer])
+    found = store.newest()
+    Path("/proc/self/clear_refs").write_text("5")  # begin a new peak
+    before = memory_kib("VmRSS")
+    store.load(found, model, [optimizer])
+    extra = (memory_kib("VmHWM") - before) * 1024 / found.path.stat().st_size
+    assert extra < 1.1
+
+
+def test_a_checkpoint_that_shrinks_after_it_was_verified_changes_nothing(tmp_path):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=1, digest="d")
+    save(store, model, [optimizer])
+    found = store.newest()
+    os.truncate(found.path, 100)
+    train(model, optimizer, 1)
+    before = {k: v.clone() for k, v in model.state_dict().items()}
+    with pytest.raises(DamagedError):
+        store.load(found, model, [optimizer])
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name])
+
+
+def test_the_newest_checkpoints_are_kept(tmp_path):
     model, optimizer = trained()
     store = Checkpoints(tmp_path, keep=2, digest="d")
     for step in (5, 10, 15):
@@ -141,7 +177,7 @@ def test_the_last_ones_are_kept(tmp_path):
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
 @pytest.mark.parametrize("suffix", ["json", "safetensors"])
-def test_a_cut_checkpoint_is_skipped_for_the_one_before(tmp_path, caplog, share, suffix):
+def test_a_truncated_checkpoint_is_skipped_for_the_previous_one(tmp_path, caplog, share, suffix):
     model, optimizer = trained()
     store = Checkpoints(tmp_path, keep=3, digest="d")
     save(store, model, [optimizer], local_step=5)
@@ -172,24 +208,26 @@ def test_a_checkpoint_of_another_model_is_skipped(tmp_path, caplog):
     assert "another model" in caplog.text
 
 
-def test_a_full_disk_leaves_the_one_before_and_stops_nothing(tmp_path, caplog, monkeypatch):
+def test_a_full_disk_keeps_the_previous_checkpoint_and_does_not_stop_training(
+    tmp_path, caplog, monkeypatch
+):
     model, optimizer = trained()
     store = Checkpoints(tmp_path, keep=1, digest="d")
     save(store, model, [optimizer], local_step=5)
-    real = checkpoint.os.write
+    real = os.write
 
     def full(fd, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint.os, "write", full)
+    monkeypatch.setattr(os, "write", full)
     save(store, model, [optimizer], local_step=10)
-    monkeypatch.setattr(checkpoint.os, "write", real)
+    monkeypatch.setattr(os, "write", real)
     assert "No space left" in caplog.text
     assert store.newest().local_step == 5
     assert not list(tmp_path.glob("*.tmp"))
 
 
-def test_trees_survive_without_pickle():
+def test_trees_are_restored_without_pickle():
     tree = {
         "a": [1, 2.5, None, True, ("x", {3: torch.ones(2)})],
         4: {"nested": torch.tensor(1, dtype=torch.int64)},
@@ -202,6 +240,6 @@ def test_trees_survive_without_pickle():
     assert back[4]["nested"] == 1
 
 
-def test_a_value_that_cannot_be_kept_is_named():
+def test_a_value_that_cannot_be_saved_is_named():
     with pytest.raises(ConfigError, match="/odd is a object"):
         pack({"odd": object()}, {})

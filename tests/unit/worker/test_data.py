@@ -1,4 +1,4 @@
-"""Text, its split, and which windows are in which batch."""
+"""Text, its split, and the windows of each batch."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import pytest
 from diloco.errors import ConfigError
 from diloco_worker.recipes import data
 
-SENTENCE = b"the quick brown fox jumps over the lazy dog, said file %d. "
+SENTENCE = b"the quick brown fox jumps over the lazy dog, from file %d. "
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ def files_of(text):
     return set(bytes(text).split(data.SEPARATOR))
 
 
-def test_a_folder_is_split_by_file_with_nothing_in_both_parts(folder):
+def test_a_folder_is_split_by_file_into_disjoint_parts(folder):
     corpus = data.load(str(folder), context=16, validation_fraction=0.1)
     train, validation = files_of(corpus.train), files_of(corpus.validation)
     assert not train & validation
@@ -31,7 +31,7 @@ def test_a_folder_is_split_by_file_with_nothing_in_both_parts(folder):
     assert 8 <= len(validation) <= 36
 
 
-def test_another_file_moves_no_file_to_the_other_part(folder):
+def test_a_new_file_moves_no_file_to_the_other_part(folder):
     before = data.load(str(folder), context=16)
     (folder / "new.txt").write_bytes(b"something else entirely")
     after = data.load(str(folder), context=16)
@@ -39,7 +39,7 @@ def test_another_file_moves_no_file_to_the_other_part(folder):
     assert files_of(before.validation) <= files_of(after.validation)
 
 
-def test_the_split_does_not_depend_on_where_the_folder_lies(folder, tmp_path):
+def test_the_split_does_not_depend_on_the_location_of_the_folder(folder, tmp_path):
     before = data.load(str(folder), context=16)
     folder.rename(tmp_path / "elsewhere")
     after = data.load(str(tmp_path / "elsewhere"), context=16)
@@ -47,7 +47,7 @@ def test_the_split_does_not_depend_on_where_the_folder_lies(folder, tmp_path):
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])
-def test_a_few_files_still_give_both_parts(tmp_path, count):
+def test_both_parts_of_a_few_files_have_text(tmp_path, count):
     for number in range(count):
         (tmp_path / f"{number}.txt").write_bytes((SENTENCE % number) * 3)
     corpus = data.load(str(tmp_path), context=16, validation_fraction=1e-6)
@@ -58,7 +58,7 @@ def test_a_few_files_still_give_both_parts(tmp_path, count):
 
 
 @pytest.mark.parametrize("in_a_folder", [True, False])
-def test_a_single_file_gives_its_tail_for_validation(tmp_path, in_a_folder):
+def test_the_tail_of_a_single_file_is_the_validation_text(tmp_path, in_a_folder):
     path = tmp_path / "one.txt"
     path.write_bytes(bytes(range(1, 101)) * 10)
     corpus = data.load(str(tmp_path if in_a_folder else path), context=16, validation_fraction=0.1)
@@ -78,7 +78,7 @@ def test_hidden_and_binary_files_are_not_text(folder):
     assert b"BINARY" not in everything
 
 
-def test_the_standard_library_is_python_and_nothing_but_its_source():
+def test_the_standard_library_is_python_source_only():
     corpus = data.load("stdlib", context=128)
     assert corpus.train.size > 2_000_000
     assert 0.01 < corpus.validation.size / corpus.train.size < 0.1
@@ -96,7 +96,7 @@ def test_the_standard_library_is_python_and_nothing_but_its_source():
         ({"a.txt": b"short", "b.txt": b"x" * 500}, "a context of 64 needs at least 65"),
     ],
 )
-def test_a_folder_without_enough_text_is_refused_in_words(tmp_path, files, message):
+def test_a_folder_without_enough_text_is_refused_with_a_message(tmp_path, files, message):
     root = tmp_path / "texts"
     if files is not None:
         root.mkdir()
@@ -106,7 +106,7 @@ def test_a_folder_without_enough_text_is_refused_in_words(tmp_path, files, messa
         data.load(str(root), context=64)
 
 
-def test_an_empty_file_is_refused_in_words(tmp_path):
+def test_an_empty_file_is_refused_with_a_message(tmp_path):
     (tmp_path / "empty").touch()
     with pytest.raises(ConfigError, match="is empty; give a file with text"):
         data.load(str(tmp_path / "empty"), context=64)
@@ -120,7 +120,7 @@ def draw(**changed):
     return data.batch(TEXT, **given)
 
 
-def test_a_batch_is_the_same_whenever_it_is_drawn():
+def test_a_batch_is_reproducible():
     assert np.array_equal(draw(), draw())
 
 
@@ -129,11 +129,11 @@ def test_seed_learner_and_step_each_change_the_batch(changed):
     assert not np.array_equal(draw(), draw(**changed))
 
 
-def test_a_batch_on_another_machine_is_this_one():
+def test_a_batch_is_the_same_on_every_machine():
     assert draw(batch=3, context=1).tolist() == [[217, 218], [78, 79], [254, 255]]
 
 
-def test_windows_are_pieces_of_the_text_and_reach_both_of_its_ends():
+def test_windows_are_contiguous_and_reach_both_ends_of_the_text():
     text = np.arange(40, dtype=np.uint8)
     windows = data.batch(text, seed=1, learner="a/0", step=0, batch=2000, context=32)
     assert windows.shape == (2000, 33)

@@ -1,4 +1,4 @@
-"""The evaluator: when it scores, what it makes of a user's command, and how it lives without a syncer."""
+"""The evaluator: its schedule, the user's command, and an unavailable syncer."""
 
 import json
 import subprocess
@@ -35,7 +35,7 @@ WEIGHTS = {"w": np.arange(6, dtype=np.float32).reshape(2, 3), "n": np.array(7, n
         (200, 200, True, False),
     ],
 )
-def test_the_first_the_last_and_one_of_each_interval_are_due(step, last, complete, due):
+def test_the_first_the_last_and_one_step_of_each_interval_are_due(step, last, complete, due):
     assert evaluator.is_due(step=step, last=last, every=50, complete=complete) is due
 
 
@@ -67,7 +67,7 @@ def test_the_command_gets_the_weights_as_its_last_argument(tmp_path):
     }
 
 
-def test_the_weights_file_is_gone_afterwards(tmp_path):
+def test_the_weights_file_is_deleted_afterwards(tmp_path):
     score = command(
         tmp_path, 'import json, sys; print(json.dumps({"loss": 1, "path": sys.argv[-1]}))'
     )(WEIGHTS)
@@ -90,33 +90,33 @@ def test_the_weights_file_is_gone_afterwards(tmp_path):
         ("print('{\"loss\": true}')", 'expected a number under "loss"'),
     ],
 )
-def test_a_command_without_a_score_is_told_what_was_seen(tmp_path, body, message):
+def test_the_error_of_a_command_without_a_score_contains_its_output(tmp_path, body, message):
     with pytest.raises(NoScoreError, match=r"(?s)" + message):
         command(tmp_path, body)(WEIGHTS)
 
 
-def test_a_command_that_is_not_there_gives_no_score():
+def test_a_missing_command_gives_no_score():
     with pytest.raises(NoScoreError, match=r"evaluation\.command: .*no-such-program"):
         CommandScorer(command=("/no-such-program",))(WEIGHTS)
 
 
-# ---------------------------------------------------------------- a life
+# ---------------------------------------------------------------- a run
 
 
 class Syncer:
-    """A syncer that moves by `stride` steps between two looks, and is away when told to be."""
+    """A syncer that advances by `stride` steps per status call, and can be unavailable."""
 
-    def __init__(self, *, steps, stride, away=()):
+    def __init__(self, *, steps, stride, unavailable=()):
         self.steps, self.stride = steps, stride
-        self.away = list(away)
-        """Numbers of the calls (of any kind) that do not arrive."""
+        self.unavailable = list(unavailable)
+        """Numbers of the calls (of any kind) that fail."""
         self.step, self.calls, self.scores = -stride, 0, []
         self.initialising = 0
-        """So many looks long there is no Θ yet."""
+        """Number of status calls until Θ exists."""
 
     def call(self):
         self.calls += 1
-        if self.calls in self.away:
+        if self.calls in self.unavailable:
             raise UnavailableError("connection refused")
 
     def status(self):
@@ -138,7 +138,7 @@ class Syncer:
         self.call()
         return self.step, {"w": np.array([self.step], np.float32)}
 
-    def hand_in(self, evaluation):
+    def submit(self, evaluation):
         self.call()
         self.scores.append((evaluation.step, evaluation.loss))
 
@@ -147,7 +147,7 @@ class SleptError(Exception):
     """The evaluator slept more often than the test allows."""
 
 
-def life(syncer, *, scorer=None, memory=None, every=50, most_sleeps=500):
+def evaluator_of(syncer, *, scorer=None, state_file=None, every=50, most_sleeps=500):
     slept = []
 
     def sleep(seconds):
@@ -159,54 +159,54 @@ def life(syncer, *, scorer=None, memory=None, every=50, most_sleeps=500):
         spec=RunSpec(job="j", steps=syncer.steps, evaluation_every_steps=every),
         status=syncer.status,
         fetch=syncer.fetch,
-        hand_in=syncer.hand_in,
+        submit=syncer.submit,
         scorer=scorer or (lambda weights: {"loss": float(weights["w"][0]) + 0.5}),
-        memory=memory,
+        state_file=state_file,
         sleep=sleep,
     )
 
 
-def test_a_life_scores_the_start_each_interval_and_the_end():
+def test_a_run_scores_the_start_each_interval_and_the_end():
     syncer = Syncer(steps=210, stride=20)
-    life(syncer).run()
+    evaluator_of(syncer).run()
     assert syncer.scores == [(s, s + 0.5) for s in (0, 60, 100, 160, 200, 210)]
 
 
 def test_initial_weights_are_scored_as_step_0_without_a_download():
     syncer = Syncer(steps=40, stride=20)
-    life(syncer).run(initial={"w": np.array([-8], np.float32)})
+    evaluator_of(syncer).run(initial={"w": np.array([-8], np.float32)})
     assert syncer.scores == [(0, -7.5), (40, 40.5)]
 
 
 def test_nothing_is_downloaded_before_there_is_a_model():
     syncer = Syncer(steps=40, stride=40)
     syncer.initialising = 3
-    life(syncer).run()
+    evaluator_of(syncer).run()
     assert syncer.scores == [(0, 0.5), (40, 40.5)]
 
 
-def test_a_syncer_that_is_away_costs_patience_and_no_score():
-    # Calls 1 to 5: looks; then again at a download and three times at a hand-in.
-    syncer = Syncer(steps=210, stride=20, away=[1, 2, 3, 4, 5, 7, 9, 10, 11])
-    life(syncer).run()
+def test_an_unavailable_syncer_delays_scores_and_loses_none():
+    # Calls 1 to 5 get the status; the others are a download and three submissions.
+    syncer = Syncer(steps=210, stride=20, unavailable=[1, 2, 3, 4, 5, 7, 9, 10, 11])
+    evaluator_of(syncer).run()
     steps = [step for step, _ in syncer.scores]
-    assert set(syncer.away) <= set(range(syncer.calls + 1))
+    assert set(syncer.unavailable) <= set(range(syncer.calls + 1))
     assert steps == sorted(set(steps))
     assert {step // 50 for step in steps} == {0, 1, 2, 3, 4}
     assert steps[-1] == 210
 
 
 class Gone(grpc.RpcError):
-    """What a channel without a server raises, without a call to ask."""
+    """As a channel without a server raises it: without a status code."""
 
 
 @pytest.mark.parametrize("error", [Gone(), DamagedError("chunk 3"), UnavailableError("later")])
 def test_no_error_of_a_download_ends_the_evaluator(error):
     syncer = Syncer(steps=40, stride=20)
     fetch, errors = syncer.fetch, [error]
-    one = life(syncer)
-    one.fetch = lambda status: fetch(status) if not errors else raise_(errors.pop())
-    one.run()
+    evaluation = evaluator_of(syncer)
+    evaluation.fetch = lambda status: fetch(status) if not errors else raise_(errors.pop())
+    evaluation.run()
     assert not errors
     assert syncer.scores[-1] == (40, 40.5)
 
@@ -215,7 +215,7 @@ def raise_(error):
     raise error
 
 
-def test_a_model_without_a_score_is_warned_about_and_the_next_one_is_scored(caplog):
+def test_a_model_without_a_score_is_logged_and_the_next_model_is_scored(caplog):
     syncer = Syncer(steps=100, stride=50)
     answers = iter([NoScoreError("the data is not here"), {"loss": float("nan")}, {"loss": 2.0}])
 
@@ -223,44 +223,46 @@ def test_a_model_without_a_score_is_warned_about_and_the_next_one_is_scored(capl
         answer = next(answers)
         return raise_(answer) if isinstance(answer, Exception) else answer
 
-    life(syncer, scorer=scorer).run()
+    evaluator_of(syncer, scorer=scorer).run()
     assert syncer.scores == [(100, 2.0)]
     assert "the data is not here" in caplog.text
     assert "the loss is nan, expected a finite number" in caplog.text
 
 
-def test_an_evaluator_that_was_restarted_goes_on_where_it_was(tmp_path):
-    memory = tmp_path / "state" / "evaluator.json"
+def test_a_restarted_evaluator_continues_after_its_last_score(tmp_path):
+    state_file = tmp_path / "state" / "evaluator.json"
     first = Syncer(steps=210, stride=20)
     with pytest.raises(SleptError):
-        life(first, memory=memory, most_sleeps=5).run(initial=WEIGHTS | {"w": np.zeros(1)})
+        evaluator_of(first, state_file=state_file, most_sleeps=5).run(
+            initial=WEIGHTS | {"w": np.zeros(1)}
+        )
     assert [s for s, _ in first.scores] == [0, 60, 100]
     second = Syncer(steps=210, stride=20)
     second.step = 100
-    life(second, memory=memory).run(initial=WEIGHTS | {"w": np.zeros(1)})
+    evaluator_of(second, state_file=state_file).run(initial=WEIGHTS | {"w": np.zeros(1)})
     assert [s for s, _ in second.scores] == [160, 200, 210]
 
 
-def test_further_numbers_of_a_score_travel_as_detail():
+def test_other_values_of_a_score_are_submitted_as_detail():
     syncer = Syncer(steps=1, stride=1)
     seen = []
-    one = life(syncer, scorer=lambda weights: {"loss": 1, "accuracy": 0.5})
-    one.hand_in = seen.append
-    one.run()
+    evaluation = evaluator_of(syncer, scorer=lambda weights: {"loss": 1, "accuracy": 0.5})
+    evaluation.submit = seen.append
+    evaluation.run()
     detail = json.loads(seen[0].detail)
     assert detail.pop("seconds") >= 0
     assert detail == {"accuracy": 0.5, "tokens": 77}
 
 
-# ---------------------------------------------------------------- wiring
+# ---------------------------------------------------------------- the program
 
 
-def test_a_job_without_recipe_and_command_is_refused_in_words():
-    with pytest.raises(ConfigError, match=r"spec\.evaluation\.command: there is none"):
+def test_a_job_without_recipe_and_command_is_refused_with_a_message():
+    with pytest.raises(ConfigError, match=r"spec\.evaluation\.command: not set"):
         evaluator.make_scorer(RunSpec(job="j", steps=1), {})
 
 
-def test_the_evaluator_outside_a_job_says_so_and_is_not_tried_again():
+def test_the_evaluator_outside_a_job_exits_with_a_message_and_no_retry():
     done = subprocess.run(
         [sys.executable, "-m", "diloco_worker.evaluator"],
         capture_output=True,

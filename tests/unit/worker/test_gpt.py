@@ -45,14 +45,15 @@ def alone(*arguments, **env):
 # ---------------------------------------------------------------- config
 
 
-def test_one_of_several_processes_of_a_learner_is_refused_before_it_reads_anything(tmp_path):
+@pytest.mark.slow
+def test_several_processes_per_learner_are_refused_before_reading_anything(tmp_path):
     job = {"DILOCO_JOB": "j", "DILOCO_LEARNER": "eu/0", "DILOCO_SYNCER": "127.0.0.1:1"}
     spec = {"DILOCO_SPEC": str(tmp_path / "none.json"), "RANK": "0", "WORLD_SIZE": "2"}
     done = alone(**job, **spec)
     assert (done.returncode, done.stdout) == (EXIT_REFUSED, "")
     assert done.stderr == (
         "WORLD_SIZE: 2, expected 1: the built-in recipe trains in one process; set "
-        "spec.learner.podsPerLearner to 1, or give a program of your own in spec.learner.command\n"
+        "spec.learner.podsPerLearner to 1, or your own program in spec.learner.command\n"
     )
 
 
@@ -94,12 +95,12 @@ def test_keys_are_camel_case_and_fractions_may_be_quoted():
         ({"device": "tpu"}, "config.device: 'tpu' is not auto, cpu or cuda"),
     ],
 )
-def test_a_wrong_config_is_refused_in_words(raw, message):
+def test_a_wrong_config_is_refused_with_a_message(raw, message):
     with pytest.raises(ConfigError, match=message):
         config_reader.read(gpt.Config, raw)
 
 
-def test_all_problems_of_a_config_are_said_at_once():
+def test_a_message_lists_all_problems_of_a_config():
     with pytest.raises(ConfigError) as caught:
         config_reader.read(gpt.Config, {"layers": 0, "batch": -1, "dtype": "x"})
     assert str(caught.value).count("\n") == 2
@@ -125,6 +126,7 @@ print(hashed.hexdigest())
 """
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_bits_on_a_cpu_without_vector_instructions():
     other = subprocess.run(
         [sys.executable, "-c", PRINT_DIGEST],
@@ -148,7 +150,7 @@ def test_the_examples_model_has_at_least_as_many_tensors_as_fragments():
     assert len(model.state_dict()) == len(list(model.parameters()))
 
 
-def test_an_untrained_model_knows_nothing():
+def test_an_untrained_model_predicts_a_uniform_distribution():
     windows = np.random.default_rng(1).integers(0, 256, (8, 17))
     loss = gpt.loss_of(gpt.GPT(tiny(), seed=1), windows, tiny(), CPU).item()
     assert loss == pytest.approx(math.log(256), abs=0.05)
@@ -178,7 +180,7 @@ def trained(steps=30, **changed):
 
 @pytest.mark.parametrize("optimizer", ["Muon", "AdamW"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_thirty_steps_teach_it_a_simple_text(optimizer, dtype):
+def test_the_model_learns_a_simple_text_in_thirty_steps(optimizer, dtype):
     _, losses = trained(optimizer=optimizer, dtype=dtype)
     assert losses[-1] < 2.5 < 5 < losses[0]
 
@@ -197,12 +199,12 @@ def test_no_byte_sees_a_later_one():
 def test_the_order_of_earlier_bytes_matters():
     model, _ = trained()
     with torch.no_grad():
-        one = model(torch.tensor([list(b"abcd")]))[0, -1]
-        other = model(torch.tensor([list(b"bacd")]))[0, -1]
-    assert not torch.allclose(one, other, atol=1e-4)
+        first = model(torch.tensor([list(b"abcd")]))[0, -1]
+        second = model(torch.tensor([list(b"bacd")]))[0, -1]
+    assert not torch.allclose(first, second, atol=1e-4)
 
 
-def test_attention_sees_how_far_apart_two_bytes_are_and_not_where():
+def test_attention_depends_on_the_distance_of_two_bytes_and_not_on_their_position():
     attention = gpt.GPT(tiny(context=16), seed=1).blocks[0].attention
     queries, keys = (torch.randn(1, 1, 1, 8).expand(1, 2, 16, 8) for _ in range(2))
     scores = (attention._rotate(queries) @ attention._rotate(keys).mT)[0, 0]
@@ -240,7 +242,7 @@ def test_steps_beyond_the_end_do_not_raise_the_rate_again():
 
 
 class FakeClock(SimpleNamespace):
-    """Every look at it is one second later."""
+    """Advances by one second per call."""
 
     def __init__(self):
         self.now, self.slept = 0.0, []
@@ -254,33 +256,33 @@ class FakeClock(SimpleNamespace):
         self.slept.append(seconds)
 
 
-def test_slowdown_makes_a_step_take_so_many_times_as_long(text, monkeypatch):
+def test_slowdown_multiplies_the_duration_of_a_step(text, monkeypatch):
     clock = FakeClock()
     monkeypatch.setattr(gpt, "time", clock)
     gpt.train(tiny(data=text, slowdown=5), seed=1, steps=3)
     assert clock.slept == [4.0, 4.0, 4.0]
 
 
-def test_training_alone_is_the_same_to_the_bit_each_time(text):
+def test_training_without_a_job_is_reproducible_bit_for_bit(text):
     first, second = (gpt.train(tiny(data=text), seed=1, steps=5) for _ in range(2))
     assert digest(first) == digest(second)
     assert digest(first) != digest(gpt.GPT(tiny(), seed=1))
 
 
 def test_the_loop_follows_the_learners_global_step_and_its_own_data(text, monkeypatch):
-    seen = {"steps": [], "batches": [], "told": []}
+    seen = {"steps": [], "batches": [], "calls": []}
 
     class FakeLearner:
-        """Rejoined at local step 40 when the job is at 70 of now 200 steps; over after three."""
+        """Rejoined at local step 40, with the job at step 70 of 200; done after three steps."""
 
         name, local_step, step_index, total_steps = "us/1", 40, 70, 200
 
         @property
         def done(self):
-            return len(seen["told"]) == 3
+            return len(seen["calls"]) == 3
 
         def step(self, *, tokens, loss):
-            seen["told"].append((tokens, float(loss)))
+            seen["calls"].append((tokens, float(loss)))
             self.local_step += 1
             self.step_index += 2
 
@@ -307,17 +309,19 @@ def test_the_loop_follows_the_learners_global_step_and_its_own_data(text, monkey
     gpt.train(tiny(data=text), seed=1, steps=100)
     assert seen["steps"] == [(70, 200), (72, 200), (74, 200)]
     assert seen["batches"] == [("us/1", 40), ("us/1", 41), ("us/1", 42)]
-    assert [tokens for tokens, _ in seen["told"]] == [64, 64, 64]
-    assert all(4 < loss < 7 for _, loss in seen["told"])
+    assert [tokens for tokens, _ in seen["calls"]] == [64, 64, 64]
+    assert all(4 < loss < 7 for _, loss in seen["calls"])
 
 
-def test_the_program_trains_alone_and_prints_its_validation_loss(text):
+@pytest.mark.slow
+def test_the_program_trains_without_a_job_and_prints_its_validation_loss(text):
     done = alone("--steps", "40", "--config", json.dumps(TINY | {"data": text}))
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["loss"] < 3.0
 
 
-def test_a_wrong_config_ends_the_program_for_good_with_one_line():
+@pytest.mark.slow
+def test_a_wrong_config_ends_the_program_with_one_line_and_no_retry():
     done = alone("--config", '{"layers": "four", "width": "wide"}')
     assert done.returncode == EXIT_REFUSED
     assert done.stderr.strip().splitlines() == [
@@ -328,7 +332,7 @@ def test_a_wrong_config_ends_the_program_for_good_with_one_line():
 # ---------------------------------------------------------------- scorer
 
 
-def test_the_scorers_first_weights_are_those_a_learner_starts_with(text):
+def test_the_initial_weights_of_the_scorer_are_those_of_a_learner(text):
     scorer = gpt.Scorer(TINY | {"data": text}, seed=7)
     start = gpt.GPT(tiny(), seed=7).state_dict()
     assert {n: a.tolist() for n, a in scorer.initial().items()} == {
@@ -348,8 +352,8 @@ def test_a_score_is_the_mean_loss_of_the_validation_text(text):
     assert score["bitsPerByte"] == pytest.approx(expected / math.log(2), rel=1e-5)
 
 
-def test_weights_of_another_model_are_refused_in_words(text):
+def test_weights_of_another_model_are_refused_with_a_message(text):
     scorer = gpt.Scorer(TINY | {"data": text}, seed=7)
     other = gpt.weights_of(gpt.GPT(tiny(layers=2), seed=7))
-    with pytest.raises(ConfigError, match="not the one of its recipe config"):
+    with pytest.raises(ConfigError, match="does not match its recipe config"):
         scorer(other)

@@ -1,4 +1,4 @@
-"""How a torch model becomes named tensors, and how its values travel to flat memory and back."""
+"""The named tensors of a torch model, and copies of their values to flat memory and back."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 from diloco.errors import ConfigError, DamagedError
-from diloco.fragments import cut
-from diloco_worker.layout import Copier, ModelTensors, describe
+from diloco.model.fragments import cut
+from diloco_worker.trainer.layout import Copier, ModelTensors, describe
 
 
 class Tied(nn.Module):
-    """A language model's ends: the head is the embedding, one bias frozen, a buffer of each kind."""
+    """A language model without layers: a tied head, a frozen bias, a buffer of each kind."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def memories(tensors: ModelTensors, num_fragments: int):
     return layout, copier, hosts, inboxes
 
 
-def test_tied_weights_are_one_embedding_with_an_alias_and_frozen_things_are_constants():
+def test_tied_weights_are_an_embedding_with_an_alias_and_frozen_tensors_are_constants():
     found = describe(Tied())
     facts = {n.info.name: (n.info.embedding, n.info.aliases, n.info.shape) for n in found.trained}
     assert facts == {
@@ -55,7 +55,7 @@ def test_a_head_tied_the_other_way_round_is_still_an_embedding():
     assert name == "embed.weight"
 
 
-def test_two_parameters_on_one_storage_are_one_tensor():
+def test_parameters_that_share_memory_are_a_single_tensor():
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[1].weight.data = model[0].weight.data
     assert [(n.info.name, n.info.aliases) for n in describe(model).trained] == [
@@ -63,19 +63,19 @@ def test_two_parameters_on_one_storage_are_one_tensor():
     ]
 
 
-def test_a_compiled_model_has_the_names_of_the_model_inside():
+def test_a_compiled_model_has_the_tensor_names_of_the_original():
     assert [n.info.name for n in describe(torch.compile(nn.Linear(2, 2))).trained] == [
         "bias",
         "weight",
     ]
 
 
-def test_nothing_to_train_is_said():
+def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ConfigError, match="nothing to train"):
         describe(nn.Linear(2, 2).requires_grad_(False))
 
 
-def test_what_cannot_be_merged_is_named():
+def test_a_tensor_that_cannot_be_merged_is_named():
     model = nn.Linear(2, 2)
     model.odd = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ConfigError, match="odd has dtype complex64"):
@@ -113,7 +113,7 @@ def test_out_and_in_are_inverse_for_every_kind_of_parameter():
             assert not host[slot.offset + slot.tensor.elements : slot.end].any()
 
 
-def test_a_fragment_touches_no_other():
+def test_copying_a_fragment_changes_no_other_fragment():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     layout, copier, _, inboxes = memories(describe(model), 2)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -137,7 +137,7 @@ def test_the_rounding_of_a_bf16_parameter_does_not_stay_in_the_base_of_the_next_
     assert not (inboxes[0] - hosts[0])[real].any()
 
 
-def test_constants_travel_as_safetensors_with_every_type():
+def test_constants_of_every_dtype_survive_safetensors():
     model = Tied()
     model.register_buffer("mask", torch.tensor([True, False, True]))
     model.register_buffer("b16", torch.randn(5).bfloat16())

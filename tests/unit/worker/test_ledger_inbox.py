@@ -1,4 +1,4 @@
-"""Counters of Algorithm 1, and who may touch a fragment's inbox."""
+"""Counters of Algorithm 1, and access to the inbox of a fragment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def staged(step: int, *, epoch: int = 1) -> Staged:
     return Staged(fragment=0, version=(epoch, step), ticket=step)
 
 
-def test_a_step_counts_for_every_fragment_and_a_receipt_resets_one():
+def test_a_step_counts_for_every_fragment_and_receiving_a_fragment_resets_its_counters():
     ledger = Ledger(2)
     ledger.count(10)
     ledger.count(5)
@@ -25,33 +25,33 @@ def test_a_step_counts_for_every_fragment_and_a_receipt_resets_one():
 
 
 @pytest.mark.parametrize("tokens", [-1, 1.5, True, "3", None])
-def test_tokens_that_are_no_count_are_refused_and_nothing_is_counted(tokens):
+def test_invalid_tokens_are_refused_and_not_counted(tokens):
     ledger = Ledger(1)
     with pytest.raises(ValueError, match="tokens"):
         ledger.count(tokens)
     assert ledger.local_step == 0
 
 
-def test_resuming_never_goes_back():
+def test_resuming_never_decreases_a_counter():
     ledger = Ledger(1)
     ledger.resume(local_step=7, total_tokens=70)
     ledger.resume(local_step=3, total_tokens=90)
     assert (ledger.local_step, ledger.total_tokens) == (7, 90)
 
 
-def test_a_ledger_survives_its_json():
+def test_a_ledger_is_restored_from_json():
     ledger = Ledger(3)
     ledger.count(4)
     ledger.received(2)
     assert Ledger.from_json(ledger.to_json()).to_json() == ledger.to_json()
 
 
-def test_a_download_is_placed_at_once_when_the_trainer_has_applied_everything():
+def test_a_download_is_placed_at_once_if_the_trainer_has_applied_the_previous_one():
     slot = Slot(fragment=0)
     assert slot.arrived(staged(1)) == (staged(1), None)
 
 
-def test_a_download_waits_for_the_trainer_and_only_the_newest_waits():
+def test_only_the_newest_download_is_held_until_the_trainer_has_applied_the_previous_one():
     slot = Slot(fragment=0)
     slot.arrived(staged(1))
     slot.placed()
@@ -71,7 +71,7 @@ def test_an_older_or_equal_version_never_follows_a_newer_one():
 
 
 @given(st.lists(st.one_of(st.integers(1, 9).map(lambda s: ("arrive", s)), st.just(("apply", 0)))))
-def test_no_history_writes_an_inbox_that_the_trainer_may_read(history):
+def test_no_sequence_of_events_writes_an_inbox_that_the_trainer_may_read(history):
     slot = Slot(fragment=0)
     in_inbox = 0
     applied = 0

@@ -1,4 +1,4 @@
-"""The newest state wins, and nobody waits."""
+"""Messages between trainer and link: the newest replaces older ones, and sending never blocks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
-from diloco_worker.pipe import Pipe
+from diloco_worker.ipc.pipe import Pipe
 
 
 @pytest.fixture
@@ -20,12 +20,12 @@ def pipes():
     b.close()
 
 
-def test_states_survive_their_lines():
+def test_states_are_restored_from_their_lines():
     trainer = TrainerState(
         steps=[1, 2], tokens=[3, 4], offers=[1], applied=[0, 1], loss=0.5, leaving="x"
     )
     assert TrainerState.from_line(trainer.to_line()) == trainer
-    link = LinkState(phase=Phase.PLACED, open=[1], ready=[[0, 3]], text="a\nb")
+    link = LinkState(phase=Phase.APPLY_MODEL, open=[1], ready=[[0, 3]], text="a\nb")
     assert LinkState.from_line(link.to_line()) == link
     assert link.to_line().count(b"\n") == 1
 
@@ -38,7 +38,7 @@ def test_only_the_newest_line_is_received(pipes):
     assert b.newest() is None
 
 
-def test_a_peer_that_does_not_read_costs_nothing_and_gets_the_newest_later(pipes):
+def test_a_peer_that_does_not_read_never_blocks_the_sender_and_gets_the_newest_line_later(pipes):
     a, b = pipes
     for number in range(5000):
         a.offer(b"%d " % number + b"x" * 1000 + b"\n")
@@ -51,7 +51,7 @@ def test_a_peer_that_does_not_read_costs_nothing_and_gets_the_newest_later(pipes
     assert all(len(line.partition(b" ")[2]) == 1000 for line in got)
 
 
-def test_the_end_of_the_peer_is_heard_after_its_last_word(pipes):
+def test_the_last_line_is_received_before_the_end_of_the_peer(pipes):
     a, b = pipes
     a.offer(b"bye\n")
     a.close()
@@ -60,7 +60,7 @@ def test_the_end_of_the_peer_is_heard_after_its_last_word(pipes):
         b.newest()
 
 
-def test_speaking_to_a_peer_that_is_gone_is_harmless(pipes):
+def test_sending_to_a_closed_peer_is_harmless(pipes):
     a, b = pipes
     b.close()
     a.offer(b"x\n")
@@ -68,7 +68,7 @@ def test_speaking_to_a_peer_that_is_gone_is_harmless(pipes):
 
 
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8))
-def test_lines_cut_anywhere_are_put_together(sizes):
+def test_lines_are_reassembled_wherever_they_are_split(sizes):
     left, right = socket.socketpair()
     pipe = Pipe(right)
     data = b"".join(b"%d:%s\n" % (n, b"y" * size) for n, size in enumerate(sizes))

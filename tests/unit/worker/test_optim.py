@@ -1,4 +1,4 @@
-"""Inner optimizers, held against torch's own."""
+"""Inner optimizers, compared with those of torch."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ def torch_muon(parameters):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_muon_moves_as_torchs_does_whatever_the_format_of_its_products(dtype, monkeypatch):
+def test_muon_updates_as_torch_does_in_every_dtype_of_its_products(dtype, monkeypatch):
     monkeypatch.setattr(optim, "product_dtype", lambda device: dtype)
     ours, theirs, start = matrices(), matrices(), matrices()
     walk(optim.Muon(ours, lr=0.01, weight_decay=0.1), ours, 3)
@@ -40,7 +40,7 @@ def test_muon_moves_as_torchs_does_whatever_the_format_of_its_products(dtype, mo
         assert (mine - other).norm() < 0.03 * moved
 
 
-def test_either_muon_goes_on_from_the_others_state():
+def test_either_muon_loads_the_state_of_the_other():
     first, second = matrices(), matrices()
     theirs = torch_muon(first)
     walk(theirs, first, 1)
@@ -54,12 +54,12 @@ def test_either_muon_goes_on_from_the_others_state():
 
 
 @pytest.mark.parametrize("shape", [(2, 64, 64), (1, 32, 128), (3, 128, 32)])
-def test_an_orthogonalised_matrix_keeps_its_directions_and_loses_its_lengths(shape):
+def test_an_orthogonalised_matrix_keeps_its_singular_vectors_and_gets_singular_values_near_1(shape):
     given = torch.randn(shape, generator=torch.Generator().manual_seed(3))
     found = optim.orthogonal(given).float()
     assert found.shape == given.shape
     lengths = torch.linalg.svdvals(found)
-    # A square Gaussian matrix has singular values near zero; five steps do not lift all of those.
+    # A square Gaussian matrix has singular values near zero; five steps do not raise all of them.
     assert lengths.max() < 1.3
     assert lengths.median() > 0.6
     left, _, right = torch.linalg.svd(given, full_matrices=False)
@@ -68,7 +68,7 @@ def test_an_orthogonalised_matrix_keeps_its_directions_and_loses_its_lengths(sha
     assert cosine > 0.95
 
 
-def test_a_matrix_without_a_gradient_stays():
+def test_a_matrix_without_a_gradient_does_not_change():
     moved, still = matrices()[:2]
     optimizer = optim.Muon([moved, still], lr=0.1, weight_decay=0.1)
     before = still.detach().clone()

@@ -18,7 +18,7 @@ CONFIG = {"layers": 1, "width": 16, "heads": 2, "context": 16}
 
 @pytest.fixture
 def directory(tmp_path):
-    """What a complete job leaves: a model that has not learned much."""
+    """The model directory of a complete job; its model has not learned much."""
     model = gpt.GPT(config_reader.read(gpt.Config, CONFIG), seed=3)
     with torch.no_grad():
         model.head.weight.mul_(20)  # far from uniform, so that temperature matters
@@ -41,7 +41,7 @@ def run(*arguments):
     )
 
 
-def test_the_same_seed_writes_the_same_text(directory):
+def test_the_same_seed_gives_the_same_text(directory):
     assert written(directory) == written(directory)
     assert len(written(directory)) == 40
 
@@ -53,7 +53,7 @@ def test_seed_temperature_and_prompt_each_change_the_text(directory, changed):
     assert written(directory) != written(directory, **changed)
 
 
-def test_temperature_zero_takes_the_likeliest_byte(directory):
+def test_temperature_zero_selects_the_most_likely_byte(directory):
     assert written(directory, temperature=0, seed=1) == written(directory, temperature=0, seed=2)
     model = sample.load(directory)
     with torch.no_grad():
@@ -62,13 +62,14 @@ def test_temperature_zero_takes_the_likeliest_byte(directory):
     assert written(directory, temperature=0)[0] == logits.argmax().item()
 
 
-def test_the_mark_between_files_is_never_written(directory):
+def test_the_separator_of_files_is_never_written(directory):
     model = sample.load(directory)
     with torch.no_grad():
         model.head.weight.zero_()
     assert 0 not in bytes(sample.generate(model, b"", tokens=2000, temperature=1.0, seed=1))
 
 
+@pytest.mark.slow
 def test_the_program_writes_prompt_and_text_to_standard_output(directory):
     done = run("--model", str(directory), "--prompt", "é", "--tokens", "30", "--seed", "1")
     assert done.returncode == 0, done.stderr
@@ -76,7 +77,8 @@ def test_the_program_writes_prompt_and_text_to_standard_output(directory):
     assert done.stdout.decode() == "é" + text.decode(errors="replace") + "\n"
 
 
-def test_a_model_of_another_program_is_refused_in_words(directory):
+@pytest.mark.slow
+def test_a_model_of_another_program_is_refused_with_a_message(directory):
     (directory / "model.json").write_text(json.dumps({"recipe": None, "config": {}}))
     done = run("--model", str(directory))
     assert done.returncode == EXIT_USAGE
@@ -85,7 +87,7 @@ def test_a_model_of_another_program_is_refused_in_words(directory):
 
 
 @pytest.mark.parametrize(
-    ("harm", "message"),
+    ("damage", "message"),
     [
         (lambda d: (d / "model.json").unlink(), "no model.json; give the model/ directory"),
         (lambda d: (d / "model.json").write_text("{"), "model.json: "),
@@ -99,8 +101,8 @@ def test_a_model_of_another_program_is_refused_in_words(directory):
         ),
     ],
 )
-def test_missing_and_damaged_files_are_named(directory, harm, message):
-    harm(directory)
+def test_missing_and_damaged_files_are_named(directory, damage, message):
+    damage(directory)
     with pytest.raises(ConfigError, match=message):
         sample.load(directory)
 

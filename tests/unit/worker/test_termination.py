@@ -1,4 +1,4 @@
-"""SIGTERM: noticed here, deadly as ever in children."""
+"""SIGTERM: noticed in the training process, fatal in its children."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ import sys
 
 FORKED = """
 import os, signal, time
-from diloco_worker.termination import Termination
+from diloco_worker.trainer.termination import Termination
 term = Termination()
-ready, tell = os.pipe()
+ready, notify = os.pipe()
 child = os.fork()
 if child == 0:
-    os.write(tell, b"x")
+    os.write(notify, b"x")
     time.sleep(20)
     os._exit(0)
-os.read(ready, 1)  # a signal that comes while Python forks is dropped by Python
+os.read(ready, 1)  # Python drops a signal that arrives during fork
 os.kill(child, signal.SIGTERM)
 _, status = os.waitpid(child, 0)
 print(os.WTERMSIG(status), term.received)
@@ -26,6 +26,6 @@ print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 """
 
 
-def test_a_forked_child_still_dies_of_sigterm_and_the_parent_notices_only_its_own():
+def test_a_forked_child_still_ends_on_sigterm_and_the_parent_notices_only_its_own_signal():
     out = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
     assert out.stdout.split("\n")[:3] == ["15 False", "True", "True"]

@@ -1,3 +1,7 @@
 """
-The learner's decisions, pure: no clock, socket, file, thread, torch or proto. Time is an argument.
+What the link and the trainer decide, as pure code: no clock, socket, file, thread, torch or proto.
+
+Time is an argument. Begin with `link_protocol`: it turns events into decisions (both in `events`).
+`messages` are the states that trainer and link exchange, `inbox` decides which side may touch a fragment,
+`ledger` counts steps and tokens.
 """

@@ -1,5 +1,5 @@
 """
-What the link hears (events) and what it does about it (decisions). Plain values, nothing else.
+Events that reach the link, and its decisions. Plain values.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ from diloco_worker.core.messages import TrainerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Heard:
-    """The trainer said its state."""
+class TrainerUpdate:
+    """The trainer sent its state."""
 
     state: TrainerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Welcomed:
-    """The syncer let us in."""
+    """The syncer accepted the session."""
 
     epoch: int
     incarnation: int
@@ -34,7 +34,7 @@ class Welcomed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InitialWanted:
+class InitialRequested:
     """This learner must upload Θ^(0)."""
 
 
@@ -42,10 +42,21 @@ class InitialWanted:
 class ModelReady:
     """Θ exists."""
 
+    versions: tuple[Version, ...] = ()
+    """Current version of each fragment; empty: not stated."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """A fragment has this version now."""
+
+    fragment: int
+    version: Version
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Opened:
-    """These fragments may be asked for next."""
+    """The syncer may pull these fragments next."""
 
     step: int
     steps: int
@@ -54,17 +65,20 @@ class Opened:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pulled:
-    """Upload this fragment."""
+    """The syncer pulls this fragment."""
 
     round: int
     attempt: int
     fragment: int
     versions: tuple[Version, ...]
+    """Versions that the syncer still has, so a delta may be against any of them."""
+    probe: bool = False
+    """The upload will be discarded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ResultComing:
-    """A result is being made."""
+class ResultAnnounced:
+    """The syncer merges this fragment; its result can be downloaded."""
 
     round: int
     attempt: int
@@ -73,25 +87,25 @@ class ResultComing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
-    """Global step T is done."""
+    """Global step T is reached."""
 
     step: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
+class SessionLost:
     """The session broke, or could not be opened."""
 
     text: str
     refused_exit: int = 0
-    """Exit code when trying again cannot help; else 0."""
+    """Exit code if a retry cannot help; else 0."""
     pause_seconds: float = 0.0
-    """Trying again sooner cannot help."""
+    """Minimum pause before the next session."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InitialSent:
-    """The upload of Θ^(0) came to its end."""
+class InitialUploaded:
+    """The upload of Θ^(0) ended."""
 
     request: int
     error: str = ""
@@ -99,18 +113,20 @@ class InitialSent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Downloaded:
-    """A download came to its end."""
+    """A download ended."""
 
-    wish: Download
+    request: Download
     staged: Staged | None = None
-    """None: it was not committed, or it broke."""
+    """None: the round was aborted, or the download failed."""
     error: str = ""
-    """Why it broke; empty when it was just not committed."""
+    """Why it failed; empty if it did not."""
+    aborted: bool = False
+    """The syncer aborted the attempt: its result will never count."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Placed:
-    """A staged fragment is in the inbox, or its bytes turned out to be no numbers."""
+    """A staged fragment is in the inbox, or could not be decoded."""
 
     fragment: int
     error: str = ""
@@ -122,8 +138,8 @@ class Tick:
 
 
 Event = (
-    Heard | Welcomed | InitialWanted | ModelReady | Opened | Pulled | ResultComing | Completed | Lost | InitialSent
-    | Downloaded | Placed | Tick
+    TrainerUpdate | Welcomed | InitialRequested | ModelReady | Committed | Opened | Pulled | ResultAnnounced | Completed
+    | SessionLost | InitialUploaded | Downloaded | Placed | Tick
 )  # fmt: skip
 
 # ---------------------------------------------------------------- decisions
@@ -131,33 +147,33 @@ Event = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Connect:
-    """Open a session; Hello carries what this state says."""
+    """Open a session; its Hello is made from this state."""
 
     state: TrainerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendReport:
-    """Report this state; a newer one may replace it before it leaves."""
+    """Report this state; a newer report may replace it before it is sent."""
 
     state: TrainerState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SendHeartbeat:
-    """Say that we are alive."""
+    """Send a heartbeat to the syncer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leave:
-    """Say goodbye, then end the process."""
+    """Send Goodbye, then end the process."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CancelTransfers:
-    """The session they belong to is over."""
+    """Cancel every transfer: the session they belong to is over."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,37 +194,39 @@ class UploadInitial:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Download:
     """
-    Fetch the result of a round, or (round 0) what is current, in fp32; fragment P: the constants.
+    Download the result of a round, or (round 0) the current version; fragment P: the constants.
     """
 
     fragment: int
     round: int = 0
     attempt: int = 0
+    exact: bool = True
+    """Of the current version: in fp32, else in the job's format."""
     tries: int = 1
     delay_seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Decode a staged fragment into the inbox; answered by `Placed`."""
+    """Decode a staged fragment into the inbox; `Placed` follows."""
 
     staged: Staged
     generation: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Drop:
-    """Forget a staged fragment."""
+class Discard:
+    """Release a staged fragment."""
 
     staged: Staged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Tell:
-    """Give the trainer what `Conversation.said` is when this is carried out."""
+class NotifyTrainer:
+    """Send `LinkProtocol.link_state`, as it is when this is carried out, to the trainer."""
 
 
 Decision = (
-    Connect | SendReport | SendHeartbeat | Leave | CancelTransfers | Upload | UploadInitial | Download | Place | Drop
-    | Tell
+    Connect | SendReport | SendHeartbeat | Leave | CancelTransfers | Upload | UploadInitial | Download | Place
+    | Discard | NotifyTrainer
 )  # fmt: skip

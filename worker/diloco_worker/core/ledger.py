@@ -1,30 +1,47 @@
 """
-The learner's counters (paper Algorithm 1): t_m, and per fragment c_steps and c_tokens since it was
-last received. Pure.
+The learner's counters (paper Algorithm 1): t_m, and per fragment c_steps and c_tokens since the
+fragment was last received. Pure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostCopy:
+    """t_m and the fragment's counters when the host copy was taken."""
+
+    local_step: int
+    steps: int
+    tokens: int
+    base: int
+    """Inbox generation that the parameters had applied last; 0: none."""
+
+
 class Ledger:
-    """Counts what was trained; nothing else may change these numbers."""
+    """Counts steps and tokens; only its methods change the counters."""
 
     def __init__(self, num_fragments: int) -> None:
         self.local_step = 0
-        """t_m: position in this learner's data over all its lives."""
+        """t_m: position in this learner's data, over all its restarts."""
         self.total_tokens = 0
-        """Ever trained by this learner."""
+        """Tokens that this learner has trained on, over all its restarts."""
         self.steps = [0] * num_fragments
         self.tokens = [0] * num_fragments
 
     def count(self, tokens: int) -> None:
-        """One optimizer step on `tokens` tokens: counts for every fragment."""
+        """
+        Count one optimizer step on `tokens` tokens, for every fragment.
+
+        Raises:
+            ValueError: `tokens` is not a whole number of 0 or more.
+        """
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
             raise ValueError(
-                f"tokens: {tokens!r} is not a whole number >= 0; pass how many tokens the step used"
+                f"tokens: {tokens!r} is not a whole number >= 0; pass the number of tokens in the step"
             )
         self.local_step += 1
         self.total_tokens += tokens
@@ -32,27 +49,33 @@ class Ledger:
         self.tokens = [c + tokens for c in self.tokens]
 
     def received(self, fragment: int) -> None:
-        """The fragment was overwritten: it starts to count anew."""
+        """The fragment was overwritten: reset its counters."""
         self.steps[fragment] = 0
         self.tokens[fragment] = 0
 
+    def host_copy(self, fragment: int, *, base: int) -> HostCopy:
+        """The counters of a copy that is taken now."""
+        return HostCopy(
+            local_step=self.local_step, steps=self.steps[fragment], tokens=self.tokens[fragment], base=base
+        )  # fmt: skip
+
     def resume(self, *, local_step: int, total_tokens: int) -> None:
-        """Continue where this learner's data stands; never goes back."""
+        """Continue from these totals, unless the own ones are ahead."""
         self.local_step = max(self.local_step, local_step)
         self.total_tokens = max(self.total_tokens, total_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """What a local checkpoint holds."""
+        """The form that local checkpoints hold."""
         return {
             "local_step": self.local_step,
             "total_tokens": self.total_tokens,
-            "steps": self.steps,
-            "tokens": self.tokens,
+            "steps": [*self.steps],
+            "tokens": [*self.tokens],
         }
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> Ledger:
-        """What `to_json` gave."""
+        """The inverse of `to_json`."""
         ledger = cls(len(data["steps"]))
         ledger.local_step, ledger.total_tokens = int(data["local_step"]), int(data["total_tokens"])
         ledger.steps, ledger.tokens = (

@@ -1,8 +1,8 @@
 """
-What trainer and link tell each other. Pure.
+The states that trainer and link exchange. Pure.
 
-Every message is the whole truth of its sender, so one that is lost, late or merged with the next
-costs nothing: the newest wins. That is what lets both sides send without ever waiting.
+Every message is the complete state of its sender and replaces all earlier ones, so a lost, late or
+skipped message costs nothing, and neither side ever waits to send.
 """
 
 from __future__ import annotations
@@ -16,35 +16,35 @@ from typing import Any
 
 
 class Phase(StrEnum):
-    """Where the link stands; says what the trainer must do before it may train."""
+    """State of the link, and what the trainer must do before it can train."""
 
     CONNECTING = "connecting"
-    """No syncer yet."""
+    """There is no session yet."""
     WAITING = "waiting"
-    """Welcomed; somebody must upload Θ^(0) first."""
+    """Welcomed; a learner must upload Θ^(0) first."""
     DOWNLOADING = "downloading"
-    PLACED = "placed"
-    """The whole model lies in the inbox: apply it."""
-    LOAD = "load"
-    """Take your own checkpoint."""
+    APPLY_MODEL = "apply-model"
+    """The whole model is in the inbox: apply it."""
+    LOAD_CHECKPOINT = "load-checkpoint"
+    """Load the local checkpoint."""
     TRAINING = "training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainerState:
-    """Trainer → link, after every step and whenever something below changed."""
+    """Trainer → link, after every step and whenever a field below changes."""
 
     incarnation: int = 0
-    """What the last link was given; 0 before the first Welcome."""
+    """Given to the previous link by the syncer; 0 before the first Welcome."""
     epoch: int = 0
-    """The newest epoch it was told of."""
+    """The newest epoch that the link reported."""
     checkpoint_local_step: int = 0
     checkpoint_step: int = 0
     """Global step of the local checkpoint; 0: none."""
-    in_place: bool = False
-    """The model holds what the job says: Θ, or the local checkpoint."""
+    model_loaded: bool = False
+    """The model holds the job's parameters: Θ, or the local checkpoint."""
     stepped: bool = False
-    """At least one step was made since: the facts below are a report."""
+    """This process has made a step: the fields below are a report."""
     local_step: int = 0
     global_step: int = 0
     steps: Sequence[int] = ()
@@ -55,24 +55,21 @@ class TrainerState:
     """Fragments whose host copy was taken at `local_step`."""
     applied: Sequence[int] = ()
     """
-    Per fragment, the newest inbox generation that is in the parameters; the link may overwrite it
-    now.
+    Per fragment, the newest inbox generation in the parameters; the link may overwrite that inbox.
     """
     total_tokens: int = 0
-    began_local_step: int = 0
+    start_local_step: int = 0
     """`local_step` when this process began to train."""
-    began_total_tokens: int = 0
-    """`total_tokens` then."""
+    start_total_tokens: int = 0
+    """`total_tokens` at that time."""
     loss: float | None = None
     step_seconds: float = 0.0
     sync_seconds: float = 0.0
-    """Of the step before."""
+    """Of the previous step."""
     total_sync_seconds: float = 0.0
-    """Taken from the training loop by this process so far."""
-    initial: int = 0
-    """
-    Answer to `LinkState.initialise`: all host copies and the constants are ready for that request.
-    """
+    """Time that this process has taken from the training loop."""
+    initial_copied: int = 0
+    """The newest `LinkState.initial_requested` for which all host copies and constants are ready."""
     leaving: str = ""
     """Why this learner leaves now; empty: it stays."""
 
@@ -82,13 +79,13 @@ class TrainerState:
 
     @classmethod
     def from_line(cls, line: bytes) -> TrainerState:
-        """What `to_line` wrote."""
+        """The inverse of `to_line`."""
         return cls(**json.loads(line))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkState:
-    """Link → trainer, whenever something below changed."""
+    """Link → trainer, whenever a field below changes."""
 
     phase: Phase = Phase.CONNECTING
     connected: bool = False
@@ -99,20 +96,20 @@ class LinkState:
     steps: int = 0
     """T."""
     local_step: int = 0
-    """Where this learner's data continues, as the Welcome said."""
+    """Where this learner's data continues, from Welcome."""
     total_tokens: int = 0
-    """What the syncer had on record at the Welcome."""
+    """Total tokens of this learner on record at the syncer, from Welcome."""
     open: Sequence[int] = ()
-    """Fragments of which host copies are wanted, soonest first."""
+    """Fragments to keep host copies of, soonest first."""
     ready: Sequence[Sequence[int]] = ()
-    """(fragment, generation) that lie in the inbox and are not applied yet."""
-    initialise: int = 0
-    """Grows with every request for the initial model; 0: never asked."""
+    """(fragment, generation) that are in the inbox and not applied yet."""
+    initial_requested: int = 0
+    """Counts the requests for the initial model; 0: none."""
     complete: bool = False
     refused_exit: int = 0
-    """Exit code when the syncer does not want this process; 0: it does."""
+    """Exit code if the syncer refuses this process; else 0."""
     text: str = ""
-    """One sentence for people: what is waited for, or why it was refused."""
+    """One sentence for users: what the link waits for, or why it was refused."""
 
     def to_line(self) -> bytes:
         """One line of JSON."""
@@ -120,7 +117,7 @@ class LinkState:
 
     @classmethod
     def from_line(cls, line: bytes) -> LinkState:
-        """What `to_line` wrote."""
+        """The inverse of `to_line`."""
         data = json.loads(line)
         data["phase"] = Phase(data["phase"])
         return cls(**data)

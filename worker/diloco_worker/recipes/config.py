@@ -1,5 +1,5 @@
 """
-Turn the JSON object of DILOCO_CONFIG into a recipe's frozen dataclass, all problems in one message.
+Converts the JSON object of DILOCO_CONFIG to a recipe's frozen dataclass; one message lists all problems.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from diloco.errors import ConfigError
 C = TypeVar("C")
 
 Ranges = Mapping[str, tuple[Callable[[Any], bool], str]]
-"""Field → (whether a value is allowed, what is allowed in words)."""
+"""Field → (whether a value is allowed, description of what is allowed)."""
 
 
 def read(cls: type[C], raw: Mapping[str, Any]) -> C:
@@ -26,7 +26,7 @@ def read(cls: type[C], raw: Mapping[str, Any]) -> C:
     YAML reads 3e-4 as a string anyway. The dataclass checks ranges itself and raises ConfigError.
 
     Raises:
-        ConfigError: unknown keys (with the closest known one) and values of another type.
+        ConfigError: unknown keys (with the closest known one), or values of another type.
     """
     types = typing.get_type_hints(cls)
     fields = {_camel(f.name): f.name for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
@@ -48,7 +48,7 @@ def read(cls: type[C], raw: Mapping[str, Any]) -> C:
 
 
 def out_of_range(config: object, ranges: Ranges) -> list[str]:
-    """One sentence for each field whose value is not allowed; None always is."""
+    """One sentence for each field whose value is not allowed; None is always allowed."""
     values = {name: getattr(config, name) for name in ranges}
     return [
         f"config.{_camel(name)}: {value!r} is not {ranges[name][1]}"

@@ -1,10 +1,10 @@
 """
-Text as bytes: where a recipe's data comes from, and which bytes are in which batch.
+Text as bytes: a recipe's data, its split, and the batches.
 
-Two promises. The split into training and validation text depends on nothing but the files (their
-names and content), so every learner and the evaluator agree without talking. A batch is a pure
-function of (seed, learner, local step): there is no loader state to save, and a learner that
-restarts goes on with the batch it would have seen next.
+The split into training and validation text depends only on the files (names and content), so all
+learners and the evaluator agree without communication. A batch is a pure function of (seed,
+learner, local step): there is no loader state to save, and a restarted learner continues with its
+next batch (docs/algorithm.md, "Data position").
 
 Shape letters: N = bytes of a text, B = windows of a batch, T = bytes of context.
 """
@@ -25,20 +25,20 @@ from diloco.errors import ConfigError
 Bytes = NDArray[np.uint8]
 
 STDLIB = "stdlib"
-"""The value of `data` that means the source text of Python's own standard library."""
+"""Value of `data` for the source text of Python's standard library."""
 
 SEPARATOR = b"\0"
-"""Stands between two files; valid text does not hold it."""
+"""Separates two files; text never contains it."""
 
 _NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
-# Tables made by programs (code pages, the text of the language reference): a tenth of the bytes,
-# and no Python to learn.
+# Generated tables (code pages, the text of the language reference): a tenth of the bytes, but no
+# Python to learn.
 _NOT_PROSE = {"encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Corpus:
-    """One text in two parts that share no byte."""
+    """A text in two disjoint parts."""
 
     train: Bytes
     validation: Bytes
@@ -49,8 +49,8 @@ def load(source: str, *, context: int, validation_fraction: float = 0.05) -> Cor
     Read a text and split it.
 
     A folder (and the standard library) is split by file: the hash of a file's relative path
-    decides, so adding a file moves no other one. A single file is split once, its tail is the
-    validation text.
+    decides, so a new file does not move any other. Of a single file, the tail is the validation
+    text.
 
     Args:
         source: `stdlib`, or the path of a folder or a file.
@@ -58,7 +58,7 @@ def load(source: str, *, context: int, validation_fraction: float = 0.05) -> Cor
         validation_fraction: share of the files (or of the single file) kept for validation.
 
     Raises:
-        ConfigError: there is no such path, no text in it, or too little.
+        ConfigError: the path does not exist, or holds no or too little text.
     """
     path = Path(source).expanduser()
     if source == STDLIB:
@@ -66,7 +66,7 @@ def load(source: str, *, context: int, validation_fraction: float = 0.05) -> Cor
     elif path.is_dir():
         corpus = _split_files(_folder(path), validation_fraction, where=str(path))
     elif path.is_file():
-        corpus = _split_tail(_one_file(path), validation_fraction)
+        corpus = _split_tail(_single_file(path), validation_fraction)
     else:
         raise ConfigError(
             f"data: there is no file or folder {path.absolute()}; give a path that exists on every "
@@ -88,8 +88,8 @@ def batch(
     The windows that `learner` trains on in its local step `step`: shape (B, T + 1), inputs and
     targets overlap.
 
-    Windows are drawn with replacement. The raw bits of PCG64 are stable between numpy versions and
-    machines.
+    Windows are drawn with replacement. The raw bits of PCG64 are the same in all numpy versions and
+    on all machines.
     """
     name = int.from_bytes(hashlib.sha256(learner.encode()).digest()[:8], "little")
     raw_B = np.random.PCG64(np.random.SeedSequence([seed, name, step])).random_raw(batch)
@@ -114,8 +114,8 @@ def _windows(text_N: Bytes, starts_B: NDArray[np.int64], context: int) -> NDArra
 
 def _stdlib() -> Iterator[tuple[str, bytes]]:
     """
-    (relative path, content) of every source file of the standard library worth reading, in sorted
-    order.
+    (relative path, content) of the source files of the standard library, without tests and
+    generated tables, in sorted order.
     """
     root = Path(sysconfig.get_path("stdlib"))
     for path in sorted(root.rglob("*.py")):
@@ -142,7 +142,7 @@ def _read(path: Path) -> bytes:
         return path.read_bytes()
     except OSError as error:
         raise ConfigError(
-            f"data: {path}: {error.strerror}; make it readable or move it away"
+            f"data: {path}: {error.strerror}; make it readable or move it elsewhere"
         ) from None
 
 
@@ -154,8 +154,8 @@ def _is_text(content: bytes) -> bool:
     return SEPARATOR not in content
 
 
-def _one_file(path: Path) -> Bytes:
-    """The bytes of one file, mapped: a file larger than memory is fine."""
+def _single_file(path: Path) -> Bytes:
+    """The bytes of one file, memory-mapped, so it may be larger than memory."""
     if path.stat().st_size == 0:
         raise ConfigError(f"data: {path} is empty; give a file with text")
     try:
@@ -173,8 +173,8 @@ def _split_files(files: Iterator[tuple[str, bytes]], fraction: float, *, where: 
         )
     if len(ranked) == 1:
         return _split_tail(np.frombuffer(ranked[0][1], np.uint8), fraction)
-    # With a handful of files the hash may put all on one side: the lowest is then validation, the
-    # highest training.
+    # The hash may put all of a few files on the same side: then the lowest is validation text, the
+    # highest training text.
     lowest, highest = min(rank for rank, _ in ranked), max(rank for rank, _ in ranked)
     limit = min(max(fraction, lowest), np.nextafter(highest, 0))
     return Corpus(
@@ -184,7 +184,7 @@ def _split_files(files: Iterator[tuple[str, bytes]], fraction: float, *, where: 
 
 
 def _rank(name: str) -> float:
-    """A number in [0, 1) made from a file's name alone."""
+    """A number in [0, 1) that depends only on the file's name."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:6], "big") / 2**48
 
 

@@ -3,9 +3,9 @@ The built-in recipe: a byte-level GPT and the loop that trains it, in one file.
 
     python -m diloco_worker.recipes.gpt
 
-Under `diloco run` it is one learner of a job; started by hand, without DILOCO_SYNCER, it trains
-alone. Read `main` first: everything DiLoCo is in the three lines with `learner` in them. The keys
-of `recipe.config` are the fields of `Config` in camelCase.
+Under `diloco run` it is a learner of a job; without DILOCO_SYNCER it trains by itself. Read `train`
+first: only the lines with `learner` in them are about DiLoCo. The keys of `recipe.config` are the
+fields of `Config` in camelCase.
 
 Shape letters: B = windows of a batch, T = bytes of context, H = heads, D = width / heads, C =
 width, V = 256 bytes.
@@ -25,12 +25,12 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F  # noqa: N812 - torch's own habit
+import torch.nn.functional as F  # noqa: N812 - as in torch's documentation
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from diloco import telemetry, transport
 from diloco.errors import EXIT_REFUSED, ConfigError
+from diloco.runtime import logs, malloc
 from diloco_worker import Learner, settings
 from diloco_worker.recipes import config as config_reader
 from diloco_worker.recipes import data, optim
@@ -38,7 +38,6 @@ from diloco_worker.recipes import data, optim
 log = logging.getLogger("diloco.gpt")
 
 VOCABULARY = 256
-
 
 _AT_LEAST_ONE = "layers", "width", "heads", "context", "batch", "validation_tokens", "threads"
 _RANGES: config_reader.Ranges = {
@@ -57,21 +56,21 @@ _RANGES: config_reader.Ranges = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Config:
-    """What `recipe.config` may say; a region's `config` is laid over it."""
+    """The fields of `recipe.config`; a region's `config` overrides them."""
 
     layers: int = 4
     width: int = 128
     """Size of the residual stream; a multiple of 2 * heads."""
     heads: int = 4
     context: int = 128
-    """Bytes the model looks back."""
+    """Bytes of context."""
     batch: int = 16
-    """Windows of one step of one learner."""
+    """Windows per step of a learner."""
     data: str = data.STDLIB
     """`stdlib`, or the path of a folder or file with text."""
     validation_fraction: float = 0.05
     validation_tokens: int = 32768
-    """How many bytes the evaluator scores each time."""
+    """Bytes per evaluation."""
     optimizer: str = optim.MUON
     learning_rate: float = 1.2e-2
     """At the end of the warm-up; best for the example's model with either optimizer."""
@@ -81,11 +80,11 @@ class Config:
     warmup_steps: int | None = None
     """Global steps from zero to the full learning rate; None: a twentieth of T, at most 100."""
     slowdown: float = 1.0
-    """Makes every step take so many times as long, to see how a job lives with a slow learner."""
+    """Factor on the duration of every step, to simulate a slow learner."""
     dtype: str = "float32"
     """Of the matrix products; parameters are always float32."""
     threads: int | None = None
-    """CPU threads of torch; None: as many as OMP_NUM_THREADS or torch itself says."""
+    """CPU threads of torch; None: OMP_NUM_THREADS, or torch's default."""
     device: str = "auto"
     """auto (cuda if there is one) | cpu | cuda."""
 
@@ -116,23 +115,23 @@ class GPT(nn.Module):
         self._initialise(seed)
 
     def forward(self, bytes_BT: Tensor) -> Tensor:
-        """Logits of the next byte, shape (B, T, V); T may be anything up to the context."""
+        """Logits of the next byte, shape (B, T, V); T is at most the context."""
         x_BTC = norm(self.embedding(bytes_BT))
         for block in self.blocks:
             x_BTC = block(x_BTC)
         return self.head(norm(x_BTC))  # type: ignore[no-any-return]
 
     def hidden(self) -> list[nn.Parameter]:
-        """The matrices that Muon may have: all but embedding and head."""
+        """The matrices that Muon may train: all but embedding and head."""
         return list(self.blocks.parameters())
 
     @torch.no_grad()
     def _initialise(self, seed: int) -> None:
         """
-        Uniform with deviation 1/√fan_in; 1 for the embedding, small for the head, zero for what
-        writes to the residual.
+        Uniform with standard deviation 1/√fan_in; 1 for the embedding, small for the head, zero for
+        the layers that write to the residual stream.
 
-        Uniform, because a normal draw goes through libm, whose last bit differs between machines.
+        Not normal: normal samples use libm, whose last bit differs between machines.
         """
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():
@@ -163,8 +162,8 @@ class Block(nn.Module):
 
 class Attention(nn.Module):
     """
-    Causal self-attention with rotary positions; queries and keys are normalised, so logits cannot
-    run away.
+    Causal self-attention with rotary positions; queries and keys are normalised, which bounds the
+    logits.
     """
 
     def __init__(self, config: Config) -> None:
@@ -176,7 +175,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
         half = width // self.heads // 2
         angle_TD = torch.arange(config.context)[:, None] * 10000.0 ** (-torch.arange(half) / half)
-        # Not persistent: these follow from the config and are no part of the model that travels.
+        # Not persistent: they follow from the config, so they are not part of the merged model.
         self.register_buffer("cos_TD", angle_TD.cos(), persistent=False)
         self.register_buffer("sin_TD", angle_TD.sin(), persistent=False)
 
@@ -194,8 +193,8 @@ class Attention(nn.Module):
 
     def _rotate(self, x_BHTD: Tensor) -> Tensor:
         """
-        Rotary positions (arXiv:2104.09864): turn each pair of coordinates by an angle that grows
-        with the place.
+        Rotary positions (arXiv:2104.09864): rotate each pair of coordinates by an angle that grows
+        with the position.
         """
         T = x_BHTD.size(2)
         cos, sin = self.cos_TD[:T].to(x_BHTD.dtype), self.sin_TD[:T].to(x_BHTD.dtype)  # type: ignore[index]
@@ -217,7 +216,7 @@ class MLP(nn.Module):
 
 
 def norm(x: Tensor) -> Tensor:
-    """Root mean square of the last dimension becomes 1."""
+    """Scale the last dimension to a root mean square of 1."""
     return F.rms_norm(x, (x.size(-1),))
 
 
@@ -235,7 +234,8 @@ def learning_rate(config: Config, *, step: int, steps: int) -> float:
     """
     Linear warm-up, then a cosine to zero at global step `steps`.
 
-    Global, not local: a learner that comes back is at the right place of the schedule (decision 2).
+    Not the local step: a learner that rejoins is at the same position of the schedule as the others
+    (docs/algorithm.md, "Inner optimizer and schedule").
     """
     warmup = min(100, steps // 20) if config.warmup_steps is None else config.warmup_steps
     if step < warmup:
@@ -246,10 +246,10 @@ def learning_rate(config: Config, *, step: int, steps: int) -> float:
 
 class Scorer:
     """
-    Validation loss of given weights, always on the same bytes; what the evaluator calls.
+    Computes the validation loss of weights, always on the same bytes; used by the evaluator.
 
     Raises:
-        ConfigError: the config is not this recipe's, or its data is not there.
+        ConfigError: the config is not valid for this recipe, or its data is missing.
     """
 
     def __init__(self, raw_config: Mapping[str, Any], *, seed: int) -> None:
@@ -263,7 +263,7 @@ class Scorer:
         )
 
     def initial(self) -> dict[str, NDArray[Any]]:
-        """Θ^(0): what the first learner of a fresh job hands in."""
+        """Θ^(0), as the first learner of a new job uploads it."""
         return weights_of(self._model)
 
     def __call__(self, weights: Mapping[str, NDArray[Any]]) -> dict[str, float]:
@@ -274,14 +274,14 @@ class Scorer:
             )
         except RuntimeError as error:
             raise ConfigError(
-                f"the job's model is not the one of its recipe config: {error}"
+                f"the job's model does not match its recipe config: {error}"
             ) from None
         loss = validation_loss(self._model, self._windows, self.config, self.device)
         return {"loss": loss, "bitsPerByte": loss / math.log(2)}
 
 
 def weights_of(model: nn.Module) -> dict[str, NDArray[Any]]:
-    """The state dict, copied."""
+    """A copy of the state dict."""
     return {name: tensor.cpu().numpy().copy() for name, tensor in model.state_dict().items()}
 
 
@@ -289,7 +289,7 @@ def weights_of(model: nn.Module) -> dict[str, NDArray[Any]]:
 def validation_loss(
     model: nn.Module, windows: NDArray[np.int64], config: Config, device: torch.device
 ) -> float:
-    """Mean loss of all windows, a batch at a time."""
+    """Mean loss of all windows, computed in batches."""
     total = 0.0
     for start in range(0, len(windows), 32):
         part = windows[start : start + 32]
@@ -298,7 +298,7 @@ def validation_loss(
 
 
 def load_data(config: Config) -> data.Corpus:
-    """The text that the config names, split."""
+    """The training and validation text of a config."""
     return data.load(
         config.data, context=config.context, validation_fraction=config.validation_fraction
     )
@@ -306,22 +306,20 @@ def load_data(config: Config) -> data.Corpus:
 
 def device_of(config: Config) -> torch.device:
     """
-    Where to compute.
+    The device of a config.
 
     Raises:
-        ConfigError: the config asks for cuda and torch sees none.
+        ConfigError: the config requires cuda, and torch does not find it.
     """
     if config.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "config.device: cuda, but torch sees no CUDA device here; say auto or cpu"
-        )
+        raise ConfigError("config.device: cuda, but torch finds no CUDA device; set auto or cpu")
     if config.device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return torch.device(config.device)
 
 
 def train(config: Config, *, seed: int, steps: int) -> GPT:
-    """Train until the job is done (alone: for `steps` steps); returns this process's model."""
+    """Train until the job is done (without a job: for `steps` steps); return the local model."""
     device = device_of(config)
     corpus = load_data(config)
     model = GPT(config, seed=seed).to(device)
@@ -334,7 +332,7 @@ def train(config: Config, *, seed: int, steps: int) -> GPT:
     )
     with Learner.connect(model, optimizers, standalone_steps=steps) as learner:
         while not learner.done:
-            began = time.monotonic()
+            started = time.monotonic()
             windows = data.batch(
                 corpus.train,
                 seed=seed,
@@ -356,17 +354,17 @@ def train(config: Config, *, seed: int, steps: int) -> GPT:
                 optimizer.zero_grad()
             if learner.local_step % 50 == 0:
                 log.info("step %d: loss %.4f", learner.local_step, loss.item())
-            time.sleep((config.slowdown - 1) * (time.monotonic() - began))
+            time.sleep((config.slowdown - 1) * (time.monotonic() - started))
             learner.step(tokens=config.batch * config.context, loss=loss.detach())
     return model
 
 
 def main() -> None:
-    """Find out what to train and train it."""
+    """Train what the job, or the command line, describes."""
     flags = argparse.ArgumentParser(
         prog="python -m diloco_worker.recipes.gpt",
-        description="Train the built-in GPT. In a job the manifest decides; "
-        "these flags are for a run alone.",
+        description="Train the built-in GPT. In a job, the manifest configures it; "
+        "the flags are for a run without a job.",
     )
     flags.add_argument(
         "--config", default="{}", type=json.loads, metavar="JSON", help="keys of recipe.config"
@@ -379,11 +377,11 @@ def main() -> None:
         if job is not None and job.world_size > 1:
             raise ConfigError(
                 f"WORLD_SIZE: {job.world_size}, expected 1: the built-in recipe trains in one "
-                "process; set spec.learner.podsPerLearner to 1, or give a program of your own in "
+                "process; set spec.learner.podsPerLearner to 1, or your own program in "
                 "spec.learner.command"
             )
-        telemetry.configure_logging(json=job is not None and job.json_logs, name="learner")
-        transport.tune_malloc()
+        logs.configure_logging(json=job is not None and job.json_logs, name="learner")
+        malloc.tune_malloc()
         spec = job.read_spec() if job else None
         config = config_reader.read(Config, job.config if job else given.config)
         if config.threads is not None:
@@ -394,7 +392,7 @@ def main() -> None:
         model = train(config, seed=given.seed, steps=given.steps)
         print(json.dumps(Scorer(given.config, seed=given.seed)(weights_of(model))))
     except ConfigError as error:
-        # Restarting cannot help: the supervisor must not try.
+        # A restart cannot help, so the supervisor must not try.
         print(str(error).replace("\n", "; "), file=sys.stderr)
         sys.exit(EXIT_REFUSED)
 

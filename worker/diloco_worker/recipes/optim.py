@@ -1,9 +1,8 @@
 """
 Inner optimizers: Muon for the hidden matrices with AdamW for the rest, or AdamW for everything
-(decision 1).
+(docs/algorithm.md, "Inner optimizer and schedule").
 
-Muon's update is scaled to the size of AdamW's, so one learning rate and one weight decay serve
-both.
+Muon's update is scaled to the size of AdamW's, so both use the same learning rate and weight decay.
 """
 
 from __future__ import annotations
@@ -30,11 +29,11 @@ def build(
     weight_decay: float,
 ) -> list[torch.optim.Optimizer]:
     """
-    The optimizers that together train every parameter of `model` that wants a gradient.
+    The optimizers that together train every parameter of `model` that requires a gradient.
 
     Args:
-        model: parameters that are frozen are left out.
-        hidden: the matrices between embedding and head; Muon takes these, AdamW the rest.
+        model: its frozen parameters are ignored.
+        hidden: the matrices between embedding and head, for Muon; AdamW trains the rest.
         optimizer: one of OPTIMIZERS.
         learning_rate: of every group; the training loop overwrites `lr` at each step.
         weight_decay: decoupled, of every group.
@@ -53,10 +52,10 @@ class Muon(torch.optim.Muon):
     """
     torch.optim.Muon with the same state and the same update, faster where matrices share a shape.
 
-    torch orthogonalises one matrix after the other, always in bfloat16. Here all matrices of one
-    shape go through one batched product, and the number format is one that the device multiplies
-    fast: on a CPU without bfloat16 instructions torch's own needs 557 ms for the 24 matrices of the
-    example's model, this one 30 ms; with them 21 and 8 ms (one core).
+    torch orthogonalises one matrix after the other, always in bfloat16. This class multiplies all
+    matrices of a shape in one batch, in a dtype that is fast on the device. For the 24 matrices of
+    the example's model on one core, torch takes 557 ms without bfloat16 instructions and this class
+    30 ms; with them, 21 and 8 ms.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Muon(torch.optim.Muon):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """
-        One update of every parameter that has a gradient; returns what `closure` gave, as in torch.
+        Update every parameter that has a gradient; return the result of `closure`, as torch does.
         """
         loss = None
         if closure is not None:
@@ -96,8 +95,8 @@ class Muon(torch.optim.Muon):
 
     def _direction(self, parameter: nn.Parameter, group: dict[str, Any]) -> Tensor:
         """
-        Nesterov momentum of the gradient, kept under the name torch uses, so either class reads the
-        other's state.
+        Nesterov momentum of the gradient, under the name that torch uses, so either class can load
+        the other's state.
         """
         gradient = parameter.grad
         if gradient is None:
@@ -111,17 +110,17 @@ class Muon(torch.optim.Muon):
 
 def orthogonal(matrices_BRC: Tensor, steps: int = 5) -> Tensor:
     """
-    Each matrix with its singular values pushed towards 1 (0.7 to 1.2): U Vᵀ, nearly.
+    Move the singular values of each matrix close to 1 (0.7 to 1.2): approximately U Vᵀ.
 
-    A quintic Newton-Schulz iteration; the coefficients are Keller Jordan's, who traded exactness
-    for few steps (https://kellerjordan.github.io/posts/muon/).
+    A quintic Newton-Schulz iteration with Keller Jordan's coefficients, which trade exactness for
+    few steps (https://kellerjordan.github.io/posts/muon/).
 
     Args:
         matrices_BRC: (batch, rows, columns).
         steps: iterations.
 
     Returns:
-        Same shape, in the format the products were done in.
+        Same shape, in the dtype of the products.
     """
     a, b, c = _NEWTON_SCHULZ
     tall = matrices_BRC.size(1) > matrices_BRC.size(2)

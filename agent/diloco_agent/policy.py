@@ -1,0 +1,242 @@
+"""
+What the agent does about its one process: start, restart, terminate, exit.
+
+    WAITING --> RUNNING --exit--> BACK_OFF --delay over--> RUNNING
+                RUNNING --exit 0--> BACK_OFF with a long delay (its work is done)
+                RUNNING --refused, limit reached--> FINISHED
+                RUNNING --stop requested--> TERMINATING --exit--> FINISHED
+
+Pure. Events come in through `Policy.handle(event, now)`; decisions are returned as values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from diloco.errors import EXIT_DONE, EXIT_REFUSED
+from diloco_agent.restarts import backoff_seconds, exit_cause, is_crash, limit_message
+
+EXIT_FAILED = 1
+
+
+class Role(StrEnum):
+    """What the process is for."""
+
+    LEARNER = "learner"
+    SYNCER = "syncer"
+    EVALUATOR = "evaluator"
+
+
+class State(StrEnum):
+    """State of the process."""
+
+    WAITING = "Waiting"
+    """Not started yet."""
+    RUNNING = "Running"
+    BACK_OFF = "BackOff"
+    """Exited; restarts at `Policy.start_at`."""
+    TERMINATING = "Terminating"
+    """Got SIGTERM."""
+    FINISHED = "Finished"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """All durations and bounds of the policy."""
+
+    leave_seconds: float
+    """Between SIGTERM and SIGKILL."""
+    learner_restarts: int | None = None
+    """runPolicy.learnerRestartLimit."""
+    first_backoff_seconds: float = 0.25
+    """Before the second restart in a row; the first is immediate."""
+    max_backoff_seconds: float = 60.0
+    healthy_seconds: float = 60.0
+    """A run this long resets the back-off; so does the kill of a process that was ready."""
+    done_seconds: float = 300.0
+    """A process whose work is done restarts after this, in case spec.steps was raised."""
+    crash_loop_exits: int = 10
+    """Exits in a row after which a syncer or evaluator that was never healthy fails."""
+
+
+# ---------------------------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exited:
+    """The process exited."""
+
+    code: int
+    """Exit code; minus the signal's number when a signal ended it."""
+    last_line: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ready:
+    """The process reports that it is ready."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopRequested:
+    """The container must stop."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tick:
+    """Time passed."""
+
+
+Event = Exited | Ready | StopRequested | Tick
+
+
+# ---------------------------------------------------------------------------------- decisions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """Start the process."""
+
+    restarts: int
+    """Number of its earlier starts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminate:
+    """Send SIGTERM."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kill:
+    """Send SIGKILL to the process and its helpers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExitContainer:
+    """Exit the container."""
+
+    code: int
+    reason: str = ""
+    """For the termination log: Refused, RestartLimit, CrashLoop; "": write none."""
+    message: str = ""
+
+
+Decision = Start | Terminate | Kill | ExitContainer
+
+
+@dataclass(slots=True, kw_only=True)
+class Policy:
+    """State of the process in this container."""
+
+    role: Role
+    name: str
+    """For messages: "eu/0", "syncer"."""
+    limits: Limits
+    starts: int = 0
+    """Starts of the process so far, in earlier containers too."""
+    crashes: int = 0
+    """Crashes so far, in earlier containers too."""
+    state: State = State.WAITING
+    message: str = "not started yet"
+    """Why the process does not run, when it does not."""
+    exited: bool = False
+    """It exited at least once in this container."""
+    started_at: float = 0.0
+    start_at: float = 0.0
+    _exits: int = 0
+    """In a row, without a healthy run between them."""
+    _ever_healthy: bool = False
+    _was_ready: bool = False
+    """In the current run."""
+    _kill_at: float = 0.0
+
+    def handle(self, event: Event, now: float) -> list[Decision]:
+        """Handle one event; return what to do about it and about the time."""
+        if self.state is State.FINISHED:
+            return []
+        match event:
+            case Exited():
+                return self._on_exit(event, now)
+            case StopRequested():
+                return self._on_stop(now)
+            case Ready():
+                self._ever_healthy = self._was_ready = True
+            case Tick():
+                pass
+        return self._due(now)
+
+    def wake_at(self) -> float | None:
+        """When the next Tick is due; None: no deadline."""
+        if self.state is State.BACK_OFF:
+            return self.start_at
+        return self._kill_at if self.state is State.TERMINATING else None
+
+    def _on_exit(self, event: Exited, now: float) -> list[Decision]:
+        if self.state is State.TERMINATING:
+            return self._finish(ExitContainer(code=EXIT_DONE))
+        self.exited = True
+        healthy = now - self.started_at >= self.limits.healthy_seconds
+        self._ever_healthy = self._ever_healthy or healthy
+        # A kill from outside does not predict how the next run ends.
+        killed = self._was_ready and not is_crash(event.code)
+        self._exits = 1 if healthy or killed else self._exits + 1
+        self.state = State.BACK_OFF
+        # A syncer never exits by itself: it was signalled.
+        if event.code == EXIT_DONE and self.role is not Role.SYNCER:
+            self._exits = 0
+            self.start_at, self.message = now + self.limits.done_seconds, "done"
+            return []
+        cause = exit_cause(event.code, event.last_line)
+        if failure := self._failure(event, cause):
+            return self._finish(failure)
+        delay = backoff_seconds(
+            self._exits,
+            immediate=1,
+            first_seconds=self.limits.first_backoff_seconds,
+            max_seconds=self.limits.max_backoff_seconds,
+        )
+        self.start_at, self.message = now + delay, f"exited ({cause}); restarts after {delay:g} s"
+        return []
+
+    def _failure(self, event: Exited, cause: str) -> ExitContainer | None:
+        """Why this exit is the last one; None when the process restarts."""
+        if event.code == EXIT_REFUSED:
+            message = event.last_line or f"{self.name} was refused and logged no reason"
+            return ExitContainer(code=EXIT_REFUSED, reason="Refused", message=message)
+        if self.role is Role.LEARNER:
+            self.crashes += is_crash(event.code)
+            limit = self.limits.learner_restarts
+            message = limit_message(self.name, crashes=self.crashes, limit=limit, cause=cause)
+            if not message:
+                return None
+            return ExitContainer(code=EXIT_FAILED, reason="RestartLimit", message=message)
+        if self._ever_healthy or self._exits < self.limits.crash_loop_exits:
+            return None
+        message = (
+            f"the {self.name} exited {self._exits} times in a row and was never ready ({cause})"
+        )
+        return ExitContainer(code=EXIT_FAILED, reason="CrashLoop", message=message)
+
+    def _on_stop(self, now: float) -> list[Decision]:
+        if self.state is State.TERMINATING:
+            return []
+        self.message = "stopping"
+        if self.state is not State.RUNNING:
+            return self._finish(ExitContainer(code=EXIT_DONE))
+        self.state, self._kill_at = State.TERMINATING, now + self.limits.leave_seconds
+        return [Terminate()]
+
+    def _due(self, now: float) -> list[Decision]:
+        if self.state is State.TERMINATING and now >= self._kill_at:
+            self._kill_at = float("inf")
+            return [Kill()]
+        due = self.state is State.BACK_OFF and now >= self.start_at
+        if not due and self.state is not State.WAITING:
+            return []
+        self.state, self.started_at, self._was_ready = State.RUNNING, now, False
+        self.starts += 1
+        return [Start(restarts=self.starts - 1)]
+
+    def _finish(self, decision: ExitContainer) -> list[Decision]:
+        self.state = State.FINISHED
+        return [decision]

@@ -1,0 +1,80 @@
+"""
+Answers probes over HTTP.
+
+Not `http.server`, which would double the memory of this process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import socketserver
+import threading
+from collections.abc import Callable
+
+from diloco.errors import ConfigError
+from diloco_agent.probes import Answer
+
+REQUEST_SECONDS = 5.0
+_MOST_LINES = 100
+_MOST_BYTES = 8192
+_PHRASES = {200: "OK", 404: "Not Found", 503: "Service Unavailable"}
+
+
+class Server:
+    """
+    Serves on all addresses until the process ends.
+
+    Args:
+        port: 0: any free port, see `port`.
+        answer: maps a path to its answer; None: no such path. Called from other threads.
+
+    Raises:
+        ConfigError: the port is not available.
+    """
+
+    def __init__(self, port: int, answer: Callable[[str], Answer | None]) -> None:
+        class Handler(socketserver.StreamRequestHandler):
+            timeout = REQUEST_SECONDS
+
+            def handle(self) -> None:
+                with contextlib.suppress(OSError):
+                    self.wfile.write(_reply(answer(self._path())))
+
+            def _path(self) -> str:
+                first = self.rfile.readline(_MOST_BYTES).split()
+                # Closing before all of the request is read would reset the connection.
+                for _ in range(_MOST_LINES if first else 0):
+                    if not self.rfile.readline(_MOST_BYTES).strip():
+                        break
+                return first[1].decode("latin-1").partition("?")[0] if len(first) > 1 else ""
+
+        class Threads(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+            request_queue_size = 32
+            address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+
+            def server_bind(self) -> None:
+                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if self.address_family == socket.AF_INET6:
+                    self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+                self.socket.bind(("", port))
+
+        try:
+            self._server = Threads(("", port), Handler)
+        except OSError as error:
+            raise ConfigError(
+                f"DILOCO_HEALTH_PORT: port {port}: {error.strerror}; choose a free port"
+            ) from None
+        self.port: int = self._server.socket.getsockname()[1]
+        threading.Thread(target=self._server.serve_forever, name="probes", daemon=True).start()
+
+
+def _reply(answer: Answer | None) -> bytes:
+    code = 404 if answer is None else 200 if answer.ok else 503
+    body = f"{answer.message if answer else 'the paths are /startz, /readyz and /livez'}\n".encode()
+    head = (
+        f"HTTP/1.0 {code} {_PHRASES[code]}\r\nContent-Type: text/plain; charset=utf-8\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    return head.encode() + body

@@ -1,0 +1,105 @@
+"""
+The kubelet's probes.
+
+Pure. Startup: has the program begun to work? Readiness: does it work now? Liveness: can only a new
+container help? Liveness never depends on another machine: an unreachable syncer makes a learner
+unready and restarts nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco.runtime.health import Health
+from diloco_agent.policy import Role, State
+
+STALE_SECONDS = 15.0
+"""A program reports its health every second; without a report for this long it is not ready."""
+
+TURN_SECONDS = 60.0
+"""Liveness fails when the supervisor's loop, which runs twice a second, has stalled for this long."""
+
+STARTING_SECONDS = 300.0
+"""Without a health report, a program counts as started after this: a user's own loop may load data
+for hours before it joins. Shorter than the startup probe's limit."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What one turn of the supervisor's loop observed."""
+
+    role: Role
+    rank: int
+    """Of this pod among those of its learner."""
+    state: State
+    message: str
+    """Why the program does not run, when it does not."""
+    exited: bool
+    """The program exited at least once in this container."""
+    started_at: float
+    """Start of its current run."""
+    health: Health | None
+    """Latest report of this run; None before the first."""
+    turned_at: float
+    stuck_seconds: float
+    """A program without progress for this long is stuck."""
+
+    @property
+    def silent(self) -> bool:
+        """
+        Whether it reports no health and works while it runs: an evaluator, and every pod of a
+        learner except the first, which alone joins the job.
+        """
+        return self.role is Role.EVALUATOR or self.rank > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The answer to a probe."""
+
+    ok: bool
+    message: str
+
+
+def started(facts: Facts, now: float) -> Answer:
+    """`/startz`."""
+    if facts.health is not None:
+        return Answer(ok=True, message=facts.health.why)
+    if facts.exited:
+        return Answer(ok=True, message=facts.message)  # the supervisor restarts it, not the kubelet
+    if facts.state is State.WAITING:
+        return Answer(ok=False, message=facts.message)
+    if facts.silent or now - facts.started_at >= STARTING_SECONDS:
+        return Answer(ok=True, message="started")
+    return Answer(ok=False, message="started, no health report yet")
+
+
+def ready(facts: Facts, now: float) -> Answer:
+    """`/readyz`."""
+    if facts.state is not State.RUNNING:
+        return Answer(ok=False, message=facts.message)
+    if facts.silent:
+        return Answer(ok=True, message="running")
+    if facts.health is None:
+        return Answer(ok=False, message="started, no health report yet")
+    silence = now - facts.health.at
+    if silence > STALE_SECONDS:
+        return Answer(ok=False, message=f"no health report for {silence:.0f} s")
+    return Answer(ok=facts.health.ready, message=facts.health.why)
+
+
+def alive(facts: Facts, now: float) -> Answer:
+    """`/livez`."""
+    stalled = now - facts.turned_at
+    if stalled > TURN_SECONDS:
+        return Answer(
+            ok=False, message=f"the supervisor's loop has been stalled for {stalled:.0f} s"
+        )
+    if facts.state is State.RUNNING and facts.health is not None:
+        quiet = now - min(facts.health.at, facts.health.progress_at)
+        if quiet > facts.stuck_seconds:
+            return Answer(ok=False, message=f"no progress for {quiet:.0f} s: {facts.health.why}")
+    return Answer(ok=True, message="alive")
+
+
+PROBES = {"/startz": started, "/readyz": ready, "/livez": alive}

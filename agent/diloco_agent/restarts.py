@@ -1,0 +1,60 @@
+"""
+Restart rules that the agent of a container and the local supervisor share.
+
+Pure: how long to back off, which exits are crashes, and when a learner has crashed too often.
+"""
+
+from __future__ import annotations
+
+import signal
+
+from diloco.runtime.formatting import ending
+
+_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
+
+
+def backoff_seconds(
+    exits: int, *, immediate: int = 0, first_seconds: float, max_seconds: float
+) -> float:
+    """
+    Delay before the next start; it doubles with each exit.
+
+    Args:
+        exits: in a row, without a healthy run between them; at least 1.
+        immediate: number of exits that are followed by an immediate restart.
+        first_seconds: the first delay after those.
+        max_seconds: upper bound of the delay.
+    """
+    doublings = exits - 1 - immediate
+    if doublings < 0:
+        return 0.0
+    # 2.0**64 is past every bound, and larger powers overflow.
+    return min(max_seconds, first_seconds * 2.0 ** min(doublings, 64))
+
+
+def is_crash(code: int) -> bool:
+    """
+    Whether an exit counts against learnerRestartLimit: neither success nor a kill from outside.
+
+    Args:
+        code: exit code; minus the signal's number when a signal ended the process.
+    """
+    return code > 0 or -code in _CRASHES
+
+
+def exit_cause(code: int, last_line: str) -> str:
+    """
+    How a process ended, with the last line of its log.
+
+    >>> exit_cause(1, "no such file"), exit_cause(-9, "")
+    ('exit code 1: no such file', 'signal 9 (SIGKILL)')
+    """
+    return f"{ending(code)}: {last_line}" if last_line else ending(code)
+
+
+def limit_message(learner: str, *, crashes: int, limit: int | None, cause: str) -> str:
+    """Why a learner is not restarted again; "" while its crashes are within the limit."""
+    if limit is None or crashes <= limit:
+        return ""
+    times = "once" if crashes == 1 else f"{crashes} times"
+    return f"learner {learner} crashed {times}, spec.runPolicy.learnerRestartLimit is {limit} ({cause})"

@@ -1,0 +1,246 @@
+"""
+The loop of the agent: collects events, passes them to the policy and carries out its decisions.
+
+It wakes up when the process exits, when a signal arrives, and twice a second; it never blocks on the
+process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import select
+import shutil
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+
+from diloco.runtime import files, health
+from diloco_agent import policy as p
+from diloco_agent.probe_server import Server
+from diloco_agent.probes import PROBES, Answer, Facts
+from diloco_agent.processes import Command, Processes
+from diloco_agent.settings import Settings
+
+log = logging.getLogger("diloco.agent")
+
+TURN_SECONDS = 0.5
+
+MAX_MESSAGE_BYTES = 4000
+"""Of the termination log: the kubelet keeps 4096 bytes, and a truncated JSON object is useless."""
+
+
+class Supervisor:
+    """
+    Keeps one process running; `run` returns the container's exit code.
+
+    Raises:
+        ConfigError: the port of the probes is not available.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._counts = None if settings.state is None else settings.state / "lives.json"
+        starts, crashes = _read_counts(self._counts)
+        self._policy = p.Policy(
+            role=settings.role, name=settings.name, limits=settings.limits, starts=starts,
+            crashes=crashes,
+        )  # fmt: skip
+        self._stops = 0
+        self._exit: p.ExitContainer | None = None
+        self._facts = self._observe(time.monotonic())
+        self._server = Server(settings.health_port, self._answer)
+        self._processes = Processes()
+
+    def run(self) -> int:
+        """Run until the policy exits the container. Call it from the main thread."""
+        log.info("serving probes on port %d", self._server.port)
+        # Signals first: the first process of a container loses those without a handler.
+        with _wakeups(self._on_stop) as sleep:
+            try:
+                if self._settings.kernels is not None:
+                    _copy_kernels(*self._settings.kernels)
+                while self._exit is None:
+                    self._turn()
+                    if self._exit is None:
+                        sleep(self._sleep_seconds())
+            finally:
+                self._processes.close()
+                self._settings.health_file.unlink(missing_ok=True)
+        return self._exit.code
+
+    def _turn(self) -> None:
+        for event in self._events():
+            for decision in self._policy.handle(event, time.monotonic()):
+                self._carry_out(decision)
+        self._processes.reap_orphans()
+        self._facts = self._observe(time.monotonic())
+
+    def _events(self) -> Iterator[p.Event]:
+        for done in self._processes.exits():
+            log.info("%s exited with %d: %s", self._settings.name, done.code, done.last_line)
+            yield p.Exited(code=done.code, last_line=_message_of(done.last_line))
+        if self._facts.health is not None and self._facts.health.ready:
+            yield p.Ready()
+        if self._stops:
+            yield p.StopRequested()
+        yield p.Tick()
+
+    def _carry_out(self, decision: p.Decision) -> None:
+        match decision:
+            case p.Start():
+                self._start(decision.restarts)
+            case p.Terminate():
+                self._processes.terminate("main")
+            case p.Kill():
+                log.warning("%s did not exit in time; sending SIGKILL", self._settings.name)
+                self._processes.kill("main")
+            case p.ExitContainer():
+                self._exit = decision
+                if decision.reason:
+                    log.error("%s: %s", decision.reason, decision.message)
+                    write_termination_message(
+                        self._settings.termination_log, decision.reason, decision.message
+                    )
+
+    def _start(self, restarts: int) -> None:
+        # A report of an earlier run does not apply to this one.
+        self._settings.health_file.unlink(missing_ok=True)
+        self._write_counts()
+        command = Command(
+            name="main",
+            argv=self._settings.argv,
+            environment={**self._settings.environment, "DILOCO_RESTARTS": str(restarts)},
+            directory=Path.cwd(),
+            log=None,
+        )
+        pid = self._processes.start(command)
+        log.info("started %s, pid %s, restarts %d", self._settings.name, pid, restarts)
+
+    def _write_counts(self) -> None:
+        if self._counts is None:
+            return
+        text = json.dumps({"lives": self._policy.starts, "faults": self._policy.crashes})
+        try:
+            files.replace(self._counts, text)
+        except OSError as error:
+            log.warning(
+                "%s: %s; the next container counts restarts from 0", self._counts, error.strerror
+            )
+
+    # ------------------------------------------------------------------------------ probes
+
+    def _observe(self, now: float) -> Facts:
+        policy = self._policy
+        running = policy.state in (p.State.RUNNING, p.State.TERMINATING)
+        return Facts(
+            role=policy.role,
+            rank=self._settings.rank,
+            state=policy.state,
+            message=policy.message,
+            exited=policy.exited,
+            started_at=policy.started_at,
+            health=health.read(self._settings.health_file) if running else None,
+            turned_at=now,
+            stuck_seconds=self._settings.stuck_seconds,
+        )
+
+    def _answer(self, path: str) -> Answer | None:
+        probe = PROBES.get(path)
+        return probe(self._facts, time.monotonic()) if probe is not None else None
+
+    # ------------------------------------------------------------------------------ time
+
+    def _sleep_seconds(self) -> float:
+        wake_at = self._policy.wake_at()
+        if wake_at is None:
+            return TURN_SECONDS
+        return min(TURN_SECONDS, max(0.0, wake_at - time.monotonic()))
+
+    def _on_stop(self) -> None:
+        self._stops += 1
+
+
+def write_termination_message(path: Path, reason: str, message: str) -> None:
+    """Report in the pod's status why the container exited."""
+    try:
+        path.write_bytes(_termination_message(reason, message))
+    except OSError as error:
+        log.warning("%s: %s; the reason is in the log only", path, error.strerror)
+
+
+def _termination_message(reason: str, message: str) -> bytes:
+    """Content of the termination log: complete JSON, with the message truncated if necessary."""
+    message = message[:MAX_MESSAGE_BYTES]
+    while True:
+        text = json.dumps({"reason": reason, "message": message}, ensure_ascii=False)
+        data = text.encode(errors="replace")  # output may contain lone surrogates
+        excess = len(data) - MAX_MESSAGE_BYTES
+        if excess <= 0 or not message:
+            return data
+        # A character takes at most six bytes, as an escape.
+        message = message[: -max(1, excess // 6)]
+
+
+def _message_of(line: str) -> str:
+    """The message of a log line, which may be a JSON record."""
+    with contextlib.suppress(ValueError):
+        record = json.loads(line)
+        if isinstance(record, dict) and isinstance(record.get("message"), str):
+            return str(record["message"])
+    return line
+
+
+def _read_counts(path: Path | None) -> tuple[int, int]:
+    """Starts and crashes of the process in earlier containers of this pod."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        if path is not None:
+            counts = json.loads(path.read_text())
+            return int(counts["lives"]), int(counts["faults"])
+    return 0, 0
+
+
+def _copy_kernels(source: Path, target: Path) -> None:
+    """
+    Copy the kernels that the image contains into numba's cache, unless the cache has some.
+
+    numba's index identifies sources by time and size, so modification times are preserved.
+    """
+    try:
+        if source.is_dir() and not (target.is_dir() and any(target.iterdir())):
+            shutil.copytree(source, target, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as error:
+        log.warning("cannot copy the compiled kernels, they are compiled again: %s", error)
+
+
+@contextlib.contextmanager
+def _wakeups(on_stop: Callable[[], None]) -> Iterator[Callable[[float], None]]:
+    """Yields a sleep that a signal interrupts, SIGCHLD included."""
+    reader, writer = socket.socketpair()
+    for end in (reader, writer):
+        end.setblocking(False)
+
+    def sleep(seconds: float) -> None:
+        select.select([reader], [], [], seconds)
+        with contextlib.suppress(BlockingIOError):
+            reader.recv(4096)
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        if number != signal.SIGCHLD:
+            on_stop()
+
+    fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
+    before = {number: signal.signal(number, on_signal) for number in numbers}
+    try:
+        yield sleep
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        signal.set_wakeup_fd(fd_before)
+        reader.close()
+        writer.close()

@@ -1,0 +1,181 @@
+"""Commands that run, inspect and control jobs on this machine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from diloco.errors import EXIT_USAGE, ConfigError
+from diloco.runtime.formatting import printable
+from diloco_cli.options import (
+    RUNS,
+    Context,
+    Format,
+    Manifest,
+    Namespace,
+    Output,
+    PositionalRunDirectory,
+    RunDirectory,
+    Sets,
+    echo,
+    run_directory,
+    show,
+    show_json,
+)
+
+
+def run(
+    file: Manifest,
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="The run directory. Default: runs/<job>."),
+    ] = None,
+    sets: Sets = None,
+) -> None:
+    """Run a job on this machine, or resume it."""
+    from diloco_local import supervisor
+    from diloco_local.manifest import load_job
+
+    job = load_job(file, sets or ())
+    raise typer.Exit(supervisor.run(file, job, directory or RUNS / job.metadata.name))
+
+
+def suspend(directory: RunDirectory = None) -> None:
+    """Stop a run cleanly, so that it can be resumed."""
+    from diloco_local import control
+
+    run_dir = run_directory(directory)
+    control.suspend(run_dir)
+    echo(f"{run_dir}: suspended; resume it with: diloco resume --dir {run_dir}")
+
+
+def resume(
+    directory: RunDirectory = None,
+    from_snapshot: Annotated[
+        int | None,
+        typer.Option(
+            "--from-snapshot", metavar="STEP", min=0,
+            help="Start from the snapshot of this step instead of the newest; 0: begin anew. Newer ones are set aside.",
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """Resume a run that was stopped."""
+    from diloco_local import control
+
+    raise typer.Exit(control.resume(run_directory(directory), from_snapshot=from_snapshot))
+
+
+def kill(
+    learner: Annotated[str, typer.Argument(metavar="LEARNER", help="Its name, such as eu/0.")],
+    directory: RunDirectory = None,
+) -> None:
+    """Kill a learner as a crash would; it restarts."""
+    from diloco_local import control
+
+    pid = control.kill(run_directory(directory), learner)
+    echo(f"killed {learner} (pid {pid})")
+
+
+def status(
+    positional: PositionalRunDirectory = None,
+    directory: RunDirectory = None,
+    output: Format = Output.table,
+) -> None:
+    """Show the state of a run."""
+    from rich.console import Console
+
+    from diloco_local.progress import Rate, view
+    from diloco_local.run_directory import RunDir
+
+    found = RunDir(run_directory(positional or directory)).status()
+    if output is Output.json:
+        show_json(found)
+    else:
+        Console().print(view(found, Rate()))
+        if found["message"]:
+            echo(printable(found["message"]))
+
+
+def report(directory: RunDirectory = None, output: Format = Output.table) -> None:
+    """Write report.html and report.png of a run."""
+    from diloco_local.report.page import write_report
+
+    run_dir = run_directory(directory)
+    write_report(run_dir)
+    files = {name: str(run_dir / f"report.{name}") for name in ("html", "png")}
+    show(output, files, "\n".join(files.values()))
+
+
+def audit(
+    positional: PositionalRunDirectory = None,
+    directory: RunDirectory = None,
+    output: Format = Output.table,
+) -> None:
+    """Verify every merge of a run from events.jsonl."""
+    from diloco.journal import reader
+    from diloco.journal.audit import audit_parts
+    from diloco.journal.parts import parts
+
+    events = run_directory(positional or directory) / "events.jsonl"
+    if not parts(events):
+        raise ConfigError(f"{events}: no such file; the syncer writes it when the job starts")
+    found = audit_parts(reader.lines(events))
+    text = "\n".join(map(printable, [found.verdict, *found.violations, *found.notes]))
+    show(output, {"ok": found.ok, "verdict": found.verdict, **asdict(found)}, text)
+    if not found.ok:
+        raise typer.Exit(1)
+
+
+def export(
+    to: Annotated[Path, typer.Option("--to", metavar="PATH", help="Directory for the model.")],
+    directory: RunDirectory = None,
+    job: Annotated[
+        str | None,
+        typer.Option("--job", metavar="NAME", help="Export from a job in a cluster instead."),
+    ] = None,
+    namespace: Namespace = "",
+    context: Context = "",
+    output: Format = Output.table,
+) -> None:
+    """Copy a finished model and verify the copy."""
+    from diloco_local.export import export_model
+
+    if job is None:
+        facts = export_model(run_directory(directory), to)
+    else:
+        from diloco_cli.remote import MODEL, MODEL_CAPS, RemoteJob
+
+        with tempfile.TemporaryDirectory(prefix="diloco-export-") as fetched:
+            remote = RemoteJob(name=job, namespace=namespace, context=context)
+            remote.fetch(MODEL, Path(fetched), caps=MODEL_CAPS)
+            facts = export_model(Path(fetched), to)
+    text = f"{to}: model.safetensors and model.json, SHA-256 {facts['sha256']}"
+    show(output, {"path": str(to), **facts}, text)
+
+
+def sample(
+    directory: RunDirectory = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=1, help="Number of bytes to generate.")] = None,
+    temperature: Annotated[
+        float | None, typer.Option(min=0.0, help="0: always the most likely byte.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Equal seeds give equal text.")] = None,
+) -> None:
+    """Generate text with the model of a built-in recipe."""
+    model = run_directory(directory) / "model"
+    if not (model / "model.json").is_file():
+        raise ConfigError(f"{model}: no model yet; a run writes it when it is complete")
+    given = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "seed": seed}
+    flags = [f"--{name}={value}" for name, value in given.items() if value is not None]
+    # In its own process: the command line never imports torch.
+    argv = [sys.executable, "-m", "diloco_worker.sample", f"--model={model}", *flags]
+    done = subprocess.run(argv, check=False)  # noqa: S603
+    if done.returncode:
+        raise typer.Exit(EXIT_USAGE if done.returncode == EXIT_USAGE else 1)

@@ -1,0 +1,35 @@
+"""The command that runs simulated worlds."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.util import find_spec
+from typing import Annotated
+
+import typer
+
+from diloco.errors import EXIT_USAGE, ConfigError
+
+
+def sim(
+    seed: Annotated[int | None, typer.Option(min=0, help="Run this world.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option(metavar="A..B", help="Run these worlds, both ends included.")
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Global steps of each world.")] = 100,
+    shrink: Annotated[
+        bool, typer.Option("--shrink", help="Show a smaller world that fails in the same way.")
+    ] = False,
+) -> None:
+    """Simulate jobs under faults and check what they promise."""
+    if (seed is None) is (seeds is None):
+        raise ConfigError("give either --seed or --seeds")
+    if find_spec("diloco_sim") is None:
+        raise ConfigError("the simulator is not installed; install diloco[local]")
+    which = [f"--seed={seed}"] if seeds is None else [f"--seeds={seeds}"]
+    # In its own process: the command line imports neither syncer nor worker.
+    argv = [sys.executable, "-m", "diloco_sim", *which, f"--steps={steps}"]
+    done = subprocess.run([*argv, "--shrink"] if shrink else argv, check=False)  # noqa: S603
+    if done.returncode:
+        raise typer.Exit(EXIT_USAGE if done.returncode == EXIT_USAGE else 1)

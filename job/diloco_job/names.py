@@ -1,0 +1,107 @@
+"""
+Names: grammars of names and endpoints, names of a job's objects and learners.
+
+Pure. Patterns use the common subset of Python's `re` and RE2, so that the CRD can contain them
+unchanged; in Python use `re.fullmatch`, because `$` also matches before a final newline.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import ipaddress
+import re
+
+JOB_PATTERN = r"[a-z]([-a-z0-9]*[a-z0-9])?"
+"""A DNS label that starts with a letter: Services are named after the job."""
+
+REGION_PATTERN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+"""A DNS label."""
+
+REGION_MAX = 24
+"""Maximum length of a region name, in characters."""
+
+REGIONS_MAX = 64
+"""Maximum number of regions of a job."""
+
+CHILD_MAX = 52
+"""Maximum length of `<job>-<region>`: a StatefulSet's revision label adds 11 characters; labels end at 63."""
+
+RESERVED_REGIONS = ("syncer", "evaluator", "spec")
+"""`<job>-<name>` of these is the name of another object of the job."""
+
+DECIMAL_PATTERN = r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,9})?"
+"""A quoted decimal; nine digits on each side, so that double and Decimal comparisons agree."""
+
+_LABEL = r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
+
+ENDPOINT_PATTERN = rf"(\[[0-9A-Fa-f:.]+\]|{_LABEL}(\.{_LABEL})*):[1-9][0-9]{{0,4}}"
+"""host:port, as far as a pattern can check it; `is_endpoint` checks the rest."""
+
+HOST_MAX = 253
+"""Maximum length of the host of an endpoint."""
+
+
+def child_name(job: str, suffix: str) -> str:
+    """Name of the child object of a job for a region or a role: `<job>-<suffix>`."""
+    return f"{job}-{suffix}"
+
+
+def syncer_name(job: str) -> str:
+    """Name of the syncer's Deployment, Service and PersistentVolumeClaim."""
+    return child_name(job, "syncer")
+
+
+def evaluator_name(job: str) -> str:
+    """Name of the evaluator's Deployment."""
+    return child_name(job, "evaluator")
+
+
+def tls_name(job: str) -> str:
+    """Name of the Certificate, and of its Secret, with tls.mode CertManager."""
+    return child_name(job, "tls")
+
+
+def spec_name(job: str, content: str) -> str:
+    """Name of the ConfigMap that contains a RunSpec; it depends on the content."""
+    return child_name(job, f"spec-{hashlib.sha256(content.encode()).hexdigest()[:10]}")
+
+
+def learner_name(region: str, index: int) -> str:
+    """
+    Name of a learner on the wire, in metrics and in events.
+
+    >>> learner_name("eu", 0)
+    'eu/0'
+    """
+    return f"{region}/{index}"
+
+
+def learner_slug(name: str) -> str:
+    """
+    The learner's name without the slash, for its directory and its log.
+
+    Distinct names give distinct slugs, because the index follows the last dash.
+
+    >>> learner_slug("eu/0")
+    'eu-0'
+    """
+    return name.replace("/", "-")
+
+
+def is_endpoint(text: str) -> bool:
+    """True for host:port with a DNS name, IPv4 or [IPv6] address and a port of 1..65535."""
+    if not re.fullmatch(ENDPOINT_PATTERN, text):
+        return False
+    host, _, port = text.rpartition(":")
+    if int(port) > 65535 or len(host) > HOST_MAX:
+        return False
+    try:
+        if host.startswith("["):
+            # Kubernetes does not accept IPv4-mapped IPv6 addresses.
+            return ipaddress.IPv6Address(host[1:-1]).ipv4_mapped is None
+        if host.rpartition(".")[2].isdigit():
+            # No top-level domain is a number, so this must be an IPv4 address.
+            ipaddress.IPv4Address(host)
+    except ValueError:
+        return False
+    return True

@@ -1,0 +1,326 @@
+"""
+The table of conditions and reasons: status, message and Event of each.
+
+Pure. A pair of condition and reason has one status, one message template and at most one type of
+Event. The reference page is generated from this table; no other module of the operator defines the
+status or the message of a reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["True", "False", "Unknown"]
+EventType = Literal["", "Normal", "Warning"]
+
+_Row = tuple[str, EventType, str] | tuple[str, EventType, str, str]
+"""Reason, type of its Event, message, optional advice."""
+
+MESSAGE_MOST = 1000
+"""Longest message of a condition or an Event, in characters; Kubernetes limits Events to 1024."""
+
+CONDITIONS: dict[str, str] = {
+    "Accepted": "the spec passed the checks that only the operator can make",
+    "SyncerReady": "the syncer is serving; Unknown outside its region",
+    "SyncerReachable": "the syncer replied to this operator within the last 30 s",
+    "LearnersReady": "all learners of this operator's regions are training",
+    "QuorumMet": "at least spec.sync.quorum learners report to the syncer",
+    "SpecConsistent": "every region runs the same shared spec (status.specHash)",
+    "Suspended": "spec.runPolicy.suspend is set and the job does not run",
+    "Complete": "the syncer completed spec.steps steps; False again when steps is raised",
+    "Failed": "the job ended without a result; final",
+}
+"""Condition → when it is True, in the order in which status lists them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reason:
+    """One reason of one condition."""
+
+    condition: str
+    status: Status
+    reason: str
+    message: str
+    """Template with fields in braces."""
+    event: EventType
+    """Type of the Event posted when the condition changes to this reason; "": none."""
+    advice: str
+    """What to do about it; "": nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConditionState:
+    """The state of a condition; `status_types.Condition` is its form in the CRD."""
+
+    type: str
+    status: Status
+    reason: str
+    message: str
+
+
+def _of(condition: str, status: Status, *rows: _Row) -> tuple[Reason, ...]:
+    return tuple(
+        Reason(
+            condition=condition,
+            status=status,
+            reason=row[0],
+            event=row[1],
+            message=row[2],
+            advice=row[3] if len(row) == 4 else "",
+        )
+        for row in rows
+    )
+
+
+_CERTIFICATE: tuple[_Row, ...] = tuple(
+    (reason, "Warning", "{detail}", advice)
+    for reason, advice in (
+        ("CertificateMissing", "create the Secret (diloco certs) or check cert-manager"),
+        (
+            "CertificateUnreadable",
+            "recreate the Secret (diloco certs), or let the operator read it (rbac.tlsSecrets)",
+        ),
+        ("CertificateExpired", "renew the Secret (diloco certs); no restart is needed"),
+        ("CertificateNotYetValid", "check the clocks of both clusters"),
+        ("CertificateOfOtherAuthority", "issue the Secrets of all clusters from one authority"),
+        ("CertificateOfOtherRegion", "apply the Secret that was created for this region"),
+        ("CertificateNotForSyncer", "give the syncer's region a certificate for <job>-syncer"),
+        ("CertificateUsage", "issue it for client auth and server auth"),
+        ("KeyOfOtherCertificate", "replace tls.crt and tls.key together"),
+    )
+)
+"""Problems of a certificate, for the conditions that depend on it."""
+
+_OVER: tuple[_Row, ...] = (
+    ("Suspended", "", "the job is suspended"),
+    ("Complete", "", "the job is complete"),
+    ("Failed", "", "the job failed"),
+)
+"""For conditions of components that should not run; only the condition of that name has an Event."""
+
+_NOT_EVALUATED: _Row = ("NotEvaluated", "", "not evaluated: the job is not accepted")
+
+REASONS: tuple[Reason, ...] = (
+    *_of("Accepted", "True", ("Valid", "Normal", "the job can be run")),
+    *_of(
+        "Accepted",
+        "False",
+        ("InvalidSpec", "Warning", "{problems}", "correct the manifest; nothing was changed"),
+        (
+            "RegionNotInSpec",
+            "Warning",
+            "this operator runs region {region}, but spec.regions has {regions}",
+            "add the region, or delete the job from this cluster",
+        ),
+        (
+            "VolumeGone",
+            "Warning",
+            "spec.steps was raised to {steps}, but the job was complete at step {step} and its "
+            "volume {volume} was deleted: there is no state to resume from",
+            "create a new job",
+        ),
+        (
+            "NoEndpoint",
+            "Warning",
+            "spec.syncer.endpoint is empty, but the syncer runs in region {syncer_region}: the "
+            "learners of region {region} cannot connect to it",
+            "set spec.syncer.endpoint in every region's manifest",
+        ),
+        (
+            "NameTaken",
+            "Warning",
+            "{children} already exists and belongs to another owner; the operator does not change it",
+            "delete it, or rename the job or the region",
+        ),
+        (
+            "Refused",
+            "Warning",
+            "the API server rejected {refusals}",
+            "see the server's message and correct the manifest",
+        ),
+    ),
+    *_of(
+        "SyncerReady",
+        "True",
+        ("Serving", "Normal", "the syncer is serving"),
+        (
+            "WaitingForAddress",
+            "Normal",
+            "the syncer is serving, but its Service {service} of type LoadBalancer has no address "
+            "yet; other clusters cannot connect to it until then",
+            "install a load balancer, or use type NodePort",
+        ),
+    ),
+    *_of(
+        "SyncerReady",
+        "False",
+        ("Starting", "", "the syncer's pod is not ready yet: {detail}"),
+        ("NotReady", "Warning", "the syncer's pod is no longer ready: {detail}"),
+        ("PodTrouble", "Warning", "{detail}", "see kubectl describe pod"),
+        *_OVER,
+    ),
+    *_of(
+        "SyncerReady",
+        "Unknown",
+        ("OtherRegion", "", "the syncer runs in region {region}; see the job's status there"),
+        _NOT_EVALUATED,
+    ),
+    *_of("SyncerReachable", "True", ("Answers", "Normal", "{endpoint} replies")),
+    *_of(
+        "SyncerReachable",
+        "False",
+        ("NotStarted", "", "the syncer has not started: {detail}"),
+        ("NoEndpoint", "Warning", "spec.syncer.endpoint is empty", "set it in the manifest"),
+        *(
+            (reason, "Warning", "{endpoint}: {detail}", advice)
+            for reason, advice in (
+                ("DialTimeout", "check the network between the clusters and the firewalls"),
+                ("ConnectionRefused", "check the syncer's pod and the address"),
+                ("ConnectionClosed", "check the load balancer in front of the syncer"),
+                ("NameUnknown", "check spec.syncer.endpoint and DNS"),
+                ("Unreachable", "check routes and firewalls"),
+                ("HandshakeRefused", "check tls.crt here and the log of the syncer"),
+                ("PlainText", "check the address and spec.tls in both clusters"),
+                ("OtherJob", "check spec.syncer.endpoint"),
+                ("NoAnswer", "check the log of the syncer"),
+            )
+        ),
+        *_CERTIFICATE,
+        *_OVER,
+    ),
+    *_of(
+        "SyncerReachable",
+        "Unknown",
+        ("NotAsked", "", "the operator has not contacted the syncer yet"),
+        _NOT_EVALUATED,
+    ),
+    *_of(
+        "LearnersReady", "True", ("AllTraining", "Normal", "{training} of {desired} are training")
+    ),
+    *_of(
+        "LearnersReady",
+        "False",
+        ("Starting", "", "{training} of {desired} are training{detail}"),
+        (
+            "SomeNotTraining",
+            "Warning",
+            "{training} of {desired} are training{detail}",
+            "the others restart and rejoin automatically; see kubectl get pods",
+        ),
+        ("PodTrouble", "Warning", "{detail}", "see kubectl describe pod"),
+        ("NoEndpoint", "", "not started: spec.syncer.endpoint is empty"),
+        *_CERTIFICATE,
+        *_OVER,
+    ),
+    *_of("LearnersReady", "Unknown", _NOT_EVALUATED),
+    *_of(
+        "QuorumMet",
+        "True",
+        ("EnoughLearners", "Normal", "{reporting} learners report, the quorum is {quorum}"),
+    ),
+    *_of(
+        "QuorumMet",
+        "False",
+        ("Starting", "", "{reporting} learners report, the quorum is {quorum}"),
+        (
+            "TooFewLearners",
+            "Warning",
+            "{reporting} learners report, the quorum is {quorum}: the syncer waits for more",
+            "restore learners, or lower spec.sync.quorum",
+        ),
+        *_OVER,
+    ),
+    *_of("QuorumMet", "Unknown", ("NoAnswer", "", "the syncer does not reply"), _NOT_EVALUATED),
+    *_of("SpecConsistent", "True", ("SameHash", "", "the syncer runs this manifest's spec")),
+    *_of(
+        "SpecConsistent",
+        "False",
+        (
+            "OtherHash",
+            "Warning",
+            "this manifest's spec is {own}, {others}",
+            "apply the same manifest in every cluster",
+        ),
+    ),
+    *_of(
+        "SpecConsistent", "Unknown", ("NoAnswer", "", "the syncer does not reply"), _NOT_EVALUATED
+    ),
+    *_of("Suspended", "True", ("Suspended", "Normal", "spec.runPolicy.suspend is set")),
+    *_of(
+        "Suspended",
+        "False",
+        ("NotSuspended", "", "spec.runPolicy.suspend is not set"),
+        ("Resumed", "Normal", "spec.runPolicy.suspend was cleared"),
+    ),
+    *_of("Complete", "True", ("StepsDone", "Normal", "all {steps} steps are complete")),
+    *_of(
+        "Complete",
+        "False",
+        ("NotComplete", "", "the job has steps left"),
+        ("StepsRaised", "Normal", "spec.steps was raised to {steps}: the job continues"),
+        (
+            "SyncerDone",
+            "Warning",
+            "the syncer completed at step {step}, but this manifest has spec.steps {steps}",
+            "apply the same manifest in the syncer's region",
+        ),
+    ),
+    *_of(
+        "Failed",
+        "True",
+        (
+            "LearnerRefused",
+            "Warning",
+            "learner {learner} was permanently refused: {detail}",
+            "correct the manifest or the program and create a new job",
+        ),
+        (
+            "LearnerRestartLimit",
+            "Warning",
+            "learner {learner} exceeded spec.runPolicy.learnerRestartLimit ({limit}): {detail}",
+            "see kubectl logs of its pod; create a new job",
+        ),
+        (
+            "DeadlineExceeded",
+            "Warning",
+            "the job ran longer than spec.runPolicy.activeDeadlineSeconds ({seconds} s)",
+            "create a new job with a higher limit",
+        ),
+    ),
+    *_of("Failed", "False", ("NotFailed", "", "the job did not fail")),
+)
+
+_TABLE = {(reason.condition, reason.reason): reason for reason in REASONS}
+
+
+def has_reason(condition: str, reason: str) -> bool:
+    """Whether the condition may have this reason."""
+    return (condition, reason) in _TABLE
+
+
+def condition(kind: str, reason: str, **values: object) -> ConditionState:
+    """
+    The condition with this reason; `values` fill its message.
+
+    Raises:
+        KeyError: the table has no such reason, or the message needs a value that is not given.
+    """
+    row = _TABLE[kind, reason]
+    return ConditionState(
+        type=kind,
+        status=row.status,
+        reason=reason,
+        message=clip(row.message.format(**values)),
+    )
+
+
+def event_type(condition: str, reason: str) -> EventType:
+    """Type of the Event posted when the condition changes to this reason; "": none."""
+    row = _TABLE.get((condition, reason))
+    return row.event if row else ""
+
+
+def clip(text: str) -> str:
+    """The text, shortened to MESSAGE_MOST characters."""
+    return text if len(text) <= MESSAGE_MOST else text[: MESSAGE_MOST - 3] + "..."

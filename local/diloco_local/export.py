@@ -1,0 +1,77 @@
+"""Copies the model out of a run directory and verifies the copy."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigError, StorageError
+from diloco.runtime import files
+
+MODEL = "model.safetensors"
+FACTS = "model.json"
+
+_COPY_BYTES = 8 << 20
+
+
+def export_model(run_dir: Path, to: Path) -> dict[str, Any]:
+    """
+    Copy model.safetensors and, last, model.json into the directory `to`, created if missing.
+
+    Returns:
+        The content of model.json.
+
+    Raises:
+        ConfigError: the run has no model yet, or `to` is a file.
+        StorageError: the model does not match its SHA-256, or a file cannot be written.
+    """
+    source = run_dir / "model"
+    if not (source / FACTS).is_file():
+        raise ConfigError(
+            f"{source}: no model yet; a run writes it when it is complete (see diloco status)"
+        )
+    if to.exists() and not to.is_dir():
+        raise ConfigError(f"{to}: is a file; give a directory")
+    facts = _facts(source / FACTS)
+    partial = [files.temporary(to / name) for name in (MODEL, FACTS)]
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        for name, part in zip((MODEL, FACTS), partial, strict=True):
+            _copy(source / name, part)
+        with partial[0].open("rb") as file:
+            copied = hashlib.file_digest(file, "sha256").hexdigest()
+        if copied != facts["sha256"]:
+            raise StorageError(
+                f"{source / MODEL}: SHA-256 is {copied}, expected {facts['sha256']}; nothing "
+                "was exported; run the job again"
+            )
+        for name in (MODEL, FACTS):
+            files.publish(to / name, durable=False)
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or to}: {error.strerror}; nothing was exported"
+        ) from None
+    finally:
+        for part in partial:
+            part.unlink(missing_ok=True)
+    return facts
+
+
+def _facts(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (ValueError, RecursionError) as error:
+        raise StorageError(f"{path}: {error}; run the job again") from None
+    if not isinstance(found, dict) or not isinstance(found.get("sha256"), str):
+        raise StorageError(f"{path}: has no sha256 of the model; run the job again")
+    return found
+
+
+def _copy(source: Path, part: Path) -> None:
+    part.unlink(missing_ok=True)
+    # A new file: a link that was planted under this name is not written through.
+    with source.open("rb") as data, part.open("xb") as copy:
+        shutil.copyfileobj(data, copy, _COPY_BYTES)

@@ -1,0 +1,309 @@
+"""
+What the supervisor does next: which processes it starts, restarts, terminates or abandons, and when.
+
+Pure. Events come in through `Policy.handle(event, now)`; decisions are returned as values.
+
+    WARMING --kernels compiled--> STARTING --syncer serves--> RUNNING
+                                      --complete, interrupt, failure--> CLOSING --> CLOSED
+
+Closing stops learners, then the evaluator, then the syncer: each stops before those it depends on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diloco.errors import EXIT_DONE, EXIT_REFUSED, EXIT_USAGE
+from diloco_agent.restarts import backoff_seconds, exit_cause, is_crash, limit_message
+from diloco_local.events import (
+    Abandon,
+    Close,
+    Completed,
+    Decision,
+    Event,
+    Exited,
+    Exported,
+    Interrupted,
+    Kill,
+    Limits,
+    Outcome,
+    Phase,
+    Restart,
+    Role,
+    Served,
+    Start,
+    State,
+    Terminate,
+    Tick,
+)
+
+
+@dataclass(slots=True, kw_only=True)
+class Process:
+    """One process over all its runs."""
+
+    name: str
+    role: Role
+    state: State = State.WAITING
+    restarts: int = 0
+    crashes: int = 0
+    exits: int = 0
+    """In a row, without a healthy run between them."""
+    unserved: int = 0
+    """Runs in a row in which the syncer never served."""
+    served: bool = False
+    """Whether it served in this run."""
+    last_code: int | None = None
+    """Exit code of its last run."""
+    started_at: float = 0.0
+    start_at: float = 0.0
+    terminated_at: float | None = None
+    killed: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Policy:
+    """State of one run of the supervisor."""
+
+    learners: tuple[str, ...]
+    evaluator: bool = False
+    limits: Limits = field(default_factory=Limits)
+    phase: Phase = Phase.WARMING
+    outcome: Outcome | None = None
+    message: str = ""
+    """Why the run ended."""
+    forced: bool = False
+    """Interrupted twice: all processes were killed."""
+    processes: dict[str, Process] = field(init=False)
+    _ever_served: bool = False
+    _begun_at: float | None = None
+    _closing_at: float = 0.0
+    _exported: bool = False
+    _skip_waiting: bool = False
+
+    def __post_init__(self) -> None:
+        """Add every process of the run."""
+        roles = {"kernels": Role.KERNELS, "syncer": Role.SYNCER}
+        roles |= dict.fromkeys(self.learners, Role.LEARNER)
+        if self.evaluator:
+            roles["evaluator"] = Role.EVALUATOR
+        self.processes = {name: Process(name=name, role=role) for name, role in roles.items()}
+
+    def handle(self, event: Event, now: float) -> list[Decision]:
+        """Handle one event; return what to do about it and about the time."""
+        if self._begun_at is None:
+            self._begun_at = now
+        decisions: list[Decision] = []
+        match event:
+            case Served():
+                decisions += self._on_served(event, now)
+            case Exited():
+                decisions += self._on_exit(event, now)
+            case Completed():
+                decisions += self._close(Outcome.COMPLETE, "the final step is complete", now)
+            case Exported():
+                self._exported = True
+            case Interrupted():
+                decisions += self._on_interrupt(now)
+            case Tick():
+                pass
+        return decisions + self._due(now)
+
+    def of(self, *roles: Role) -> list[Process]:
+        """The processes with one of these roles, in the order of the plan."""
+        return [process for process in self.processes.values() if process.role in roles]
+
+    # ------------------------------------------------------------------------------ events
+
+    def _on_served(self, event: Served, now: float) -> list[Decision]:
+        self._ever_served = self.processes["syncer"].served = True
+        if self.phase is not Phase.STARTING:
+            return []
+        self.phase = Phase.RUNNING
+        if not event.complete:
+            return []
+        needed = [] if event.evaluated else self.of(Role.EVALUATOR)
+        started = [start for process in needed for start in self._start(process, now)]
+        return started + self._close(Outcome.COMPLETE, "the job was already complete", now)
+
+    def _on_exit(self, event: Exited, now: float) -> list[Decision]:
+        process = self.processes[event.name]
+        healthy = now - process.started_at >= self.limits.healthy_seconds
+        process.exits = 1 if healthy else process.exits + 1
+        process.unserved = 0 if process.served else process.unserved + 1
+        process.last_code = event.code
+        if self._is_final(process):
+            process.state = State.DONE if event.code == EXIT_DONE else State.STOPPED
+            return []
+        if process.role is Role.EVALUATOR and event.code == EXIT_REFUSED:
+            process.state = State.REFUSED
+            return [Abandon(name=process.name, last_line=event.last_line)]
+        if message := self._failure(process, event):
+            process.state = State.REFUSED if event.code == EXIT_REFUSED else State.STOPPED
+            return self._close(Outcome.FAILED, message, now)
+        return self._back_off(process, event, now)
+
+    def _is_final(self, process: Process) -> bool:
+        """Whether a process that just exited does not restart."""
+        if process.role is Role.KERNELS or process.terminated_at is not None or process.killed:
+            return True
+        if self.phase is not Phase.CLOSING:
+            return False
+        return not self._is_needed(process)
+
+    def _is_needed(self, process: Process) -> bool:
+        """Whether closing still needs it: for the final validation loss or the exported model."""
+        if self.outcome is not Outcome.COMPLETE or self.forced:
+            return False
+        if process.role is Role.EVALUATOR:
+            return process.last_code != EXIT_DONE and not self._skip_waiting
+        return process.role is Role.SYNCER
+
+    def _failure(self, process: Process, event: Exited) -> str:
+        """Why this exit fails the job; "" when it does not."""
+        cause = exit_cause(event.code, event.last_line)
+        if process.role is Role.SYNCER:
+            rejected = not self._ever_served and event.code in (EXIT_USAGE, EXIT_REFUSED)
+            if rejected or process.unserved >= self.limits.syncer_starts:
+                times = "once" if process.unserved == 1 else f"{process.unserved} times in a row"
+                return f"the syncer was started {times} and did not serve ({cause})"
+            return ""
+        if process.role is not Role.LEARNER:
+            return ""
+        if event.code == EXIT_REFUSED:
+            reason = event.last_line or "it logged no reason"
+            return f"learner {process.name} was refused: {reason}"
+        process.crashes += is_crash(event.code)
+        limit = self.limits.learner_restarts
+        return limit_message(process.name, crashes=process.crashes, limit=limit, cause=cause)
+
+    def _back_off(self, process: Process, event: Exited, now: float) -> list[Decision]:
+        delay = self._backoff_seconds(process)
+        process.state = State.BACK_OFF
+        if event.code == EXIT_DONE:
+            # The run may be complete, which the syncer reports a moment later: no restart yet.
+            process.start_at = now + max(delay, self.limits.early_exit_seconds)
+            return []
+        process.start_at = now + delay
+        return [self._restart(process, event, delay)]
+
+    def _restart(self, process: Process, event: Exited, delay_seconds: float) -> Restart:
+        process.restarts += 1
+        return Restart(
+            name=process.name,
+            code=event.code,
+            last_line=event.last_line,
+            restarts=process.restarts,
+            delay_seconds=delay_seconds,
+        )
+
+    def _backoff_seconds(self, process: Process) -> float:
+        return backoff_seconds(
+            process.exits,
+            # Every learner waits for the syncer, so its first restart is immediate.
+            immediate=1 if process.role is Role.SYNCER else 0,
+            first_seconds=self.limits.back_off_seconds,
+            max_seconds=self.limits.back_off_max_seconds,
+        )
+
+    def _on_interrupt(self, now: float) -> list[Decision]:
+        if self.phase is not Phase.CLOSING:
+            return self._close(Outcome.SUSPENDED, "interrupted", now)
+        if self.outcome is Outcome.COMPLETE and not self._skip_waiting:
+            self._skip_waiting = True
+            return []
+        self.forced = True
+        return [self._kill(process) for process in self._running()]
+
+    # ------------------------------------------------------------------------------ time
+
+    def _due(self, now: float) -> list[Decision]:
+        decisions: list[Decision] = []
+        deadline = self.limits.active_seconds
+        if deadline is not None and self._begun_at is not None and now - self._begun_at >= deadline:
+            message = (
+                f"the job ran for {deadline:g} s, which is spec.runPolicy.activeDeadlineSeconds"
+            )
+            decisions += self._close(Outcome.FAILED, message, now)
+        ready = self.processes["kernels"].state in (State.DONE, State.STOPPED)
+        if self.phase is Phase.WARMING and ready:
+            self.phase = Phase.STARTING
+        for process in self.processes.values():
+            if self._may_start(process, now):
+                decisions += self._start(process, now)
+        if self.phase is Phase.CLOSING:
+            decisions += self._closing(now)
+        return decisions
+
+    def _may_start(self, process: Process, now: float) -> bool:
+        if process.state is State.BACK_OFF:
+            return now >= process.start_at and not self.forced
+        if process.state is not State.WAITING:
+            return False
+        if process.role is Role.KERNELS:
+            return self.phase is Phase.WARMING
+        if process.role is Role.SYNCER:
+            return self.phase is Phase.STARTING
+        return self.phase is Phase.RUNNING
+
+    def _start(self, process: Process, now: float) -> list[Decision]:
+        decisions: list[Decision] = []
+        if process.state is State.BACK_OFF and process.last_code == EXIT_DONE:
+            decisions.append(self._restart(process, Exited(name=process.name, code=EXIT_DONE), 0.0))
+        process.state = State.RUNNING
+        process.started_at = now
+        process.served = False
+        return [*decisions, Start(name=process.name)]
+
+    def _close(self, outcome: Outcome, message: str, now: float) -> list[Decision]:
+        if self.phase in (Phase.CLOSING, Phase.CLOSED):
+            return []
+        self.phase, self._closing_at = Phase.CLOSING, now
+        self.outcome, self.message = outcome, message
+        for process in self.processes.values():
+            backing_off = process.state is State.BACK_OFF and not self._is_needed(process)
+            if backing_off or process.state is State.WAITING:
+                done = backing_off and process.last_code == EXIT_DONE
+                process.state = State.DONE if done else State.STOPPED
+        return [Close(outcome=outcome, message=message)]
+
+    def _closing(self, now: float) -> list[Decision]:
+        """Terminate role after role, each when the processes of the previous one have exited."""
+        for roles in ((Role.KERNELS, Role.LEARNER), (Role.EVALUATOR,), (Role.SYNCER,)):
+            remaining = [p for p in self.of(*roles) if p.state in (State.RUNNING, State.BACK_OFF)]
+            if remaining:
+                return [decision for p in remaining for decision in self._stop(p, now)]
+        self.phase = Phase.CLOSED
+        return []
+
+    def _stop(self, process: Process, now: float) -> list[Decision]:
+        if process.terminated_at is not None:
+            if now - process.terminated_at >= self.limits.leave_seconds and not process.killed:
+                return [self._kill(process)]
+            return []
+        if now < self._closing_at + self._wait_seconds(process.role):
+            return []
+        if process.state is State.BACK_OFF:
+            process.state = State.STOPPED
+            return self._closing(now)
+        process.terminated_at = now
+        return [Terminate(name=process.name)]
+
+    def _wait_seconds(self, role: Role) -> float:
+        """How long after closing began a process may take to exit by itself."""
+        if self.outcome is not Outcome.COMPLETE or self.forced:
+            return 0.0
+        if role is Role.SYNCER:
+            return 0.0 if self._exported else self.limits.complete_export_seconds
+        if self._skip_waiting:
+            return 0.0
+        if role is Role.EVALUATOR:
+            return self.limits.complete_evaluator_seconds
+        return self.limits.complete_learner_seconds
+
+    def _running(self) -> list[Process]:
+        return [p for p in self.processes.values() if p.state is State.RUNNING]
+
+    def _kill(self, process: Process) -> Kill:
+        process.killed = True
+        return Kill(name=process.name)

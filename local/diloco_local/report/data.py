@@ -1,0 +1,355 @@
+"""
+The content of a run directory, read once and arranged for the report.
+
+Any file may be missing or incomplete: a run that just started, a line truncated by a kill, a status
+of an older version. Unreadable parts are skipped and are never an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.journal.audit import Audit, audit_parts
+from diloco.journal.reader import lines as journal_lines
+from diloco.journal.reader import objects
+from diloco.journal.records import Complete, Join, Leave, Merge, Restart
+
+F64 = npt.NDArray[np.float64]
+
+MAX_STEP_LINES = 200_000
+"""Lines that are parsed of all steps.jsonl together; longer files are sampled."""
+MIN_STEP_LINES = 1_000
+
+_MAX_NUMBER = 1e30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """A sample of a learner's optimizer steps; arrays of equal length, in order of time."""
+
+    time: F64
+    tokens: F64
+    """Trained by this learner up to this step, in all its incarnations."""
+    loss: F64
+    seconds: F64
+    sync_seconds: F64
+    last_local_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifetime:
+    """One process of a learner, or one epoch of the syncer."""
+
+    number: int
+    """Incarnation or epoch."""
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerRun:
+    """A learner over all its incarnations."""
+
+    name: str
+    lifetimes: tuple[Lifetime, ...]
+    merge_times: F64
+    restart_times: F64
+    """When the supervisor restarted it."""
+    steps: Steps
+
+    @property
+    def tokens(self) -> float:
+        """Trained in all its incarnations."""
+        return float(self.steps.tokens[-1]) if self.steps.tokens.size else 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Merges:
+    """All merges; arrays of equal length, in the order of the event log."""
+
+    time: F64
+    step: F64
+    quorum_seconds: F64
+    grace_seconds: F64
+    sync_seconds: F64
+    members: F64
+    quorum: F64
+    bytes_up: F64
+    bytes_down: F64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scores:
+    """Evaluations of the syncer's Θ."""
+
+    time: F64
+    tokens: F64
+    loss: F64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Everything the report shows; times are seconds since the start of the run."""
+
+    name: str
+    state: str
+    step: int
+    steps: int | None
+    tokens: float
+    seconds: float
+    spec: Mapping[str, Any]
+    epochs: tuple[Lifetime, ...]
+    learners: tuple[LearnerRun, ...]
+    merges: Merges
+    scores: Scores
+    audit: Audit
+    sample: str | None
+
+    def tokens_at(self, time: F64) -> F64:
+        """Tokens of all learners together at these times."""
+        total = np.zeros(time.shape)
+        for learner in self.learners:
+            steps = learner.steps
+            if steps.time.size:
+                total += np.interp(time, steps.time, steps.tokens, left=0.0)
+        return total
+
+
+def load(run_dir: Path) -> Run:
+    """Read a run directory, as far as it exists."""
+    lines = _lines(run_dir / "events.jsonl")
+    events = list(objects(line for _, line in lines))
+    spec, status = _object(run_dir / "spec.json"), _object(run_dir / "status.json")
+    steps = _all_steps(run_dir / "learners")
+    scores = list(objects(_text(run_dir / "eval.jsonl").splitlines()))
+
+    stamps = [t for e in (*events, *scores) if (t := _time(e)) is not None]
+    stamps += [float(s.time[i]) for s in steps.values() if s.time.size for i in (0, -1)]
+    begin, end = (min(stamps), max(stamps)) if stamps else (0.0, 0.0)
+
+    merges = [e for e in events if e.get("event") == Merge.kind and _time(e) is not None]
+    learners = _learners(events, merges, steps, begin, end)
+    trained = sum(learner.tokens for learner in learners)
+    reached = max((_number(e, "step", 0.0) for e in events), default=0.0)
+    sample = _text(run_dir / "model" / "sample.txt")
+    return Run(
+        name=str(spec.get("job") or run_dir.resolve().name),
+        state=str(status.get("state") or _state(events)),
+        step=int(_number(status, "step", reached)),
+        steps=int(steps_) if (steps_ := _number(spec, "steps", 0.0)) else None,
+        tokens=_number(status, "tokens", trained) or trained,
+        seconds=end - begin,
+        spec=spec,
+        epochs=_epochs(events, begin),
+        learners=learners,
+        merges=_merges(merges, begin),
+        scores=Scores(
+            time=_column(scores, _time) - begin,
+            tokens=_column(scores, lambda e: _number(e, "tokens")),
+            loss=_column(scores, lambda e: _number(e, "loss")),
+        ),
+        audit=audit_parts(lines),
+        sample=sample or None,
+    )
+
+
+def _state(events: Iterable[Mapping[str, Any]]) -> str:
+    return "Complete" if any(e.get("event") == Complete.kind for e in events) else "Unknown"
+
+
+def _merges(merges: Sequence[Mapping[str, Any]], begin: float) -> Merges:
+    def column(name: str) -> F64:
+        return _column(merges, lambda e: _number(e, name))
+
+    return Merges(
+        time=_column(merges, _time) - begin,
+        step=column("step"),
+        quorum_seconds=column("quorumSeconds"),
+        grace_seconds=column("graceSeconds"),
+        sync_seconds=column("syncSeconds"),
+        members=_column(merges, lambda e: float(len(_members(e)))),
+        quorum=column("quorum"),
+        bytes_up=np.nan_to_num(column("bytesUp")),
+        bytes_down=np.nan_to_num(column("bytesDown")),
+    )
+
+
+def _epochs(events: Sequence[Mapping[str, Any]], begin: float) -> tuple[Lifetime, ...]:
+    """The epochs of the syncer, from the first to the last event of each."""
+    seen: dict[int, list[float]] = {}
+    for event in events:
+        time, epoch = _time(event), event.get("epoch")
+        # Events of the supervisor carry the last epoch that it knew.
+        if time is not None and isinstance(epoch, int) and event.get("event") != Restart.kind:
+            seen.setdefault(epoch, []).append(time - begin)
+    return tuple(
+        Lifetime(number=epoch, begin=min(times), end=max(times))
+        for epoch, times in sorted(seen.items())
+    )
+
+
+def _learners(
+    events: Sequence[Mapping[str, Any]],
+    merges: Sequence[Mapping[str, Any]],
+    steps: Mapping[str, Steps],
+    begin: float,
+    end: float,
+) -> tuple[LearnerRun, ...]:
+    merged: dict[str, list[float]] = {}
+    sightings: dict[str, dict[int, list[float]]] = {}
+    """learner → incarnation → times at which it was running."""
+    running: dict[str, int] = {}
+
+    def seen(learner: object, incarnation: object, time: float) -> None:
+        if isinstance(learner, str) and isinstance(incarnation, int):
+            sightings.setdefault(learner, {}).setdefault(incarnation, []).append(time)
+
+    for event in events:
+        time, kind = _time(event), event.get("event")
+        if time is None:
+            continue
+        learner, incarnation = event.get("learner"), event.get("incarnation")
+        if kind in (Join.kind, Leave.kind):
+            seen(learner, incarnation, time)
+            if kind == Join.kind:
+                running[str(learner)] = incarnation if isinstance(incarnation, int) else -1
+            elif running.get(str(learner)) == incarnation:
+                del running[str(learner)]
+    for event in merges:
+        time = _time(event) or begin
+        for member in _members(event):
+            seen(member.get("learner"), member.get("incarnation"), time)
+            merged.setdefault(str(member.get("learner")), []).append(time)
+    for learner, number in running.items():
+        # Not left: it runs until its own last step, or until the last known time.
+        if learner in steps and (own := steps[learner].time).size:
+            seen(learner, number, max(float(own[-1]), max(sightings[learner][number])))
+        else:
+            seen(learner, number, end)
+    return tuple(
+        LearnerRun(
+            name=name,
+            lifetimes=tuple(
+                Lifetime(number=number, begin=min(times) - begin, end=max(times) - begin)
+                for number, times in sorted(sightings.get(name, {}).items())
+            ),
+            merge_times=np.sort(np.array(merged.get(name, []))) - begin,
+            restart_times=np.array(_restarts(events, name)) - begin,
+            steps=_shifted(steps.get(name) or _steps([]), begin),
+        )
+        for name in sorted(sightings.keys() | steps.keys(), key=_natural)
+    )
+
+
+def _restarts(events: Sequence[Mapping[str, Any]], name: str) -> list[float]:
+    return [
+        time
+        for event in events
+        if event.get("event") == Restart.kind
+        and event.get("process") == name
+        and (time := _time(event)) is not None
+    ]
+
+
+def _all_steps(directory: Path) -> dict[str, Steps]:
+    paths = sorted(directory.glob("*/steps.jsonl"))
+    limit = max(MIN_STEP_LINES, MAX_STEP_LINES // max(1, len(paths)))
+    found = {}
+    for path in paths:
+        region, _, index = path.parent.name.rpartition("-")
+        stride, lines = _sampled(path, limit)
+        found[f"{region}/{index}"] = _steps(list(objects(lines)), stride)
+    return found
+
+
+def _steps(rows: Sequence[Mapping[str, Any]], stride: int = 1) -> Steps:
+    rows = [row for row in rows if _time(row) is not None]
+    tokens = np.nan_to_num(_column(rows, lambda e: _number(e, "tokens")))
+    return Steps(
+        time=np.maximum.accumulate(_column(rows, _time)),
+        tokens=_total(tokens, stride),
+        loss=_column(rows, lambda e: _number(e, "loss")),
+        seconds=_column(rows, lambda e: _number(e, "seconds")),
+        sync_seconds=_column(rows, lambda e: _number(e, "syncSeconds")),
+        last_local_step=int(max((_number(row, "localStep", 0.0) for row in rows), default=0.0)),
+    )
+
+
+def _total(tokens: F64, stride: int) -> F64:
+    """Running total, whether lines contain the tokens per step or the running total."""
+    if tokens.size > 2 and np.mean(np.diff(tokens) > 0) > 0.9:
+        return np.asarray(np.maximum.accumulate(tokens))
+    return np.asarray(np.cumsum(tokens) * stride)
+
+
+def _shifted(steps: Steps, begin: float) -> Steps:
+    return replace(steps, time=steps.time - begin)
+
+
+def _sampled(path: Path, limit: int) -> tuple[int, list[str]]:
+    """n, and every n-th line, so that about `limit` lines remain."""
+    lines = [line for _, line in _lines(path)]
+    stride = max(1, math.ceil(len(lines) / limit))
+    return stride, lines[stride - 1 :: stride]
+
+
+def _column(
+    rows: Sequence[Mapping[str, Any]], value: Callable[[Mapping[str, Any]], float | None]
+) -> F64:
+    return np.array([math.nan if (v := value(row)) is None else v for row in rows], np.float64)
+
+
+def _members(event: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    members = event.get("members")
+    return [m for m in members if isinstance(m, dict)] if isinstance(members, list) else []
+
+
+def _number(row: Mapping[str, Any], name: str, default: float = math.nan) -> float:
+    value = row.get(name)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return default
+    # Numbers beyond this, infinity and whole numbers of hundreds of digits are none that a run has.
+    return float(value) if abs(value) <= _MAX_NUMBER else default
+
+
+def _time(row: Mapping[str, Any]) -> float | None:
+    """Seconds since 1970, from ISO 8601 or from seconds."""
+    value = row.get("time")
+    if isinstance(value, str):
+        try:
+            return datetime.fromisoformat(value).timestamp()
+        except ValueError:
+            return None
+    number = _number(row, "time")
+    return number if math.isfinite(number) else None
+
+
+def _natural(name: str) -> tuple[str, int, str]:
+    region, _, index = name.rpartition("/")
+    return region, int(index) if index.isdecimal() else -1, index
+
+
+def _object(path: Path) -> Mapping[str, Any]:
+    return next(iter(objects([_text(path)])), {})
+
+
+def _lines(path: Path) -> list[tuple[str, str]]:
+    try:
+        return list(journal_lines(path))
+    except OSError:
+        return []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

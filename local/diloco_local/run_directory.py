@@ -1,0 +1,264 @@
+"""
+The run directory: all files of one job on one machine.
+
+One supervisor at a time holds the directory with a file lock, which the kernel releases when the
+process exits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from diloco.errors import ConfigError, StorageError
+from diloco.journal import writer
+from diloco.runtime import files
+from diloco.runtime.disk import PRIVATE
+from diloco.spec import RunSpec
+from diloco_job.manifest_file import Dumper, parse_job
+from diloco_job.names import learner_slug
+from diloco_job.rules import transition_problems
+from diloco_job.types import DiLoCoJob
+from diloco_local.manifest import load_job
+
+FINAL_STATES = ("Suspended", "Complete", "Failed")
+
+
+class RunDir:
+    """Paths of a run directory, and the files that the supervisor writes."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path.absolute()
+        self.manifest = self.path / "job.yaml"
+        self.spec = self.path / "spec.json"
+        self.status_file = self.path / "status.json"
+        self.events = self.path / "events.jsonl"
+        self.evaluations = self.path / "eval.jsonl"
+        self.from_snapshot = self.path / "snapshots" / "from-snapshot"
+        self.model = self.path / "model"
+        self.sample = self.model / "sample.txt"
+        self.report = self.path / "report.html"
+        self.endpoint = self.path / "state" / "endpoint"
+        self._origin = self.path / "state" / "origin.json"
+        self._lock = self.path / "state" / "supervisor.lock"
+
+    def log(self, process: str) -> Path:
+        """The log file of a process."""
+        return self.path / "logs" / f"{learner_slug(process)}.log"
+
+    def state_of(self, process: str) -> Path:
+        """The directory of a learner or the evaluator; outlives its restarts."""
+        place = "learners" if "/" in process else "state"
+        return self.path / place / learner_slug(process)
+
+    # ------------------------------------------------------------------------------ lock
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """
+        Lock this directory for one supervisor.
+
+        Raises:
+            ConfigError: the directory holds other files, or another supervisor uses it.
+            StorageError: the directory cannot be written.
+        """
+        self._refuse_foreign()
+        with _storage(self.path):
+            self._lock.parent.mkdir(parents=True, exist_ok=True)
+            fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE)
+        try:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"{self.path}: in use by the supervisor with pid {_read_pid(fd)}; "
+                    f"stop it with: diloco suspend --dir {self.path}"
+                ) from None
+            with _storage(self._lock):
+                os.ftruncate(fd, 0)
+                os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
+            yield
+        finally:
+            os.close(fd)
+
+    def supervisor_pid(self) -> int | None:
+        """Pid of the supervisor that uses this directory; None when there is none."""
+        try:
+            fd = os.open(self._lock, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return _read_pid(fd)
+        else:
+            return None
+        finally:
+            os.close(fd)
+
+    def _refuse_foreign(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise ConfigError(f"{self.path}: is a file; give a directory with --dir")
+        if not self.path.exists() or self.manifest.exists() or self._lock.exists():
+            return
+        if others := sorted(entry.name for entry in self.path.iterdir()):
+            raise ConfigError(
+                f"{self.path}: not a run directory: it contains {', '.join(others[:3])} and no "
+                "job.yaml; give an empty or a new directory with --dir"
+            )
+
+    # ------------------------------------------------------------------------------ content
+
+    def adopt(self, job_path: Path, job: DiLoCoJob, spec: RunSpec) -> Path:
+        """
+        Prepare the directory for `job`, new or resumed; call it while holding the lock.
+
+        Returns:
+            The directory of the user's manifest, where the user's own commands start.
+
+        Raises:
+            ConfigError: it belongs to another job, a change is not allowed, or the manifest's
+                directory does not exist any more.
+            StorageError: the directory cannot be written.
+        """
+        if self.manifest.exists():
+            old = load_job(self.manifest)
+            if old.metadata.name != job.metadata.name:
+                raise ConfigError(
+                    f'{self.path}: belongs to job "{old.metadata.name}", not to '
+                    f'"{job.metadata.name}"; give another directory with --dir'
+                )
+            if problems := transition_problems(old, job):
+                raise ConfigError(
+                    f"{self.path}: the job started with other values; give another directory with "
+                    "--dir, or change them back:\n" + "\n".join(problems)
+                )
+        origin = self._origin_of(job_path)
+        if not origin.parent.is_dir():
+            raise ConfigError(
+                f"{origin.parent}: the directory of the job's manifest does not exist any more; the "
+                "job's commands start there, so restore it"
+            )
+        text = _manifest_text(job_path, job)
+        with _storage(self.path):
+            for folder in ("learners", "logs", "snapshots", "state"):
+                (self.path / folder).mkdir(exist_ok=True)
+            files.replace(self.manifest, text, mode=PRIVATE)
+            files.replace(self.spec, spec.to_json(), mode=PRIVATE)
+            files.replace(self._origin, json.dumps({"manifest": str(origin)}) + "\n", mode=PRIVATE)
+        return origin.parent
+
+    def _origin_of(self, job_path: Path) -> Path:
+        """`job_path`, or the file it was copied from if it is this directory's job.yaml."""
+        path = job_path.absolute()
+        if path.resolve() == self.manifest.resolve() and self._origin.exists():
+            return Path(json.loads(self._origin.read_text())["manifest"])
+        return path
+
+    def status(self) -> dict[str, Any]:
+        """
+        The latest status, corrected if the supervisor was killed.
+
+        Raises:
+            ConfigError: this is not the directory of a local run.
+            StorageError: status.json is not valid JSON.
+        """
+        try:
+            status: dict[str, Any] = json.loads(self.status_file.read_text())
+        except FileNotFoundError:
+            raise ConfigError(
+                f"{self.path}: no status.json found; give the directory of a run with --dir"
+            ) from None
+        except ValueError as error:
+            raise StorageError(
+                f"{self.status_file}: {error}; a running supervisor rewrites it"
+            ) from None
+        if "processes" not in status:
+            raise ConfigError(
+                f"{self.path}: was fetched from a cluster; use kubectl for the status of the job, or "
+                f"inspect what was fetched with: diloco report --dir {self.path}"
+            )
+        if status["state"] not in FINAL_STATES and self.supervisor_pid() is None:
+            status["state"] = "Suspended"
+            status["message"] = (
+                f"the supervisor (pid {status['supervisor']['pid']}) does not run any more; "
+                f"resume the job with: diloco resume --dir {self.path}"
+            )
+            for process in status["processes"]:
+                process |= {"state": "Stopped", "pid": None}
+        return status
+
+    def find_learner_pid(self, name: str) -> int:
+        """
+        Pid of a running learner.
+
+        Raises:
+            ConfigError: there is no such learner, or it does not run.
+        """
+        learners = [p for p in self.status()["processes"] if p["role"] == "learner"]
+        learner = next((found for found in learners if found["name"] == name), None)
+        if learner is None:
+            known = ", ".join(found["name"] for found in learners)
+            raise ConfigError(f'no learner "{name}"; the learners are {known}')
+        pid = learner["pid"]
+        if not isinstance(pid, int):
+            raise ConfigError(f"learner {name} is not running (state {learner['state']})")
+        return pid
+
+    def choose_snapshot(self, step: int) -> None:
+        """
+        Have the next syncer start from the snapshot of this step; 0: begin anew.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        with _storage(self.path):
+            self.from_snapshot.parent.mkdir(exist_ok=True)
+            files.replace(self.from_snapshot, f"{step}\n", durable=True, mode=PRIVATE)
+
+    def write_status(self, status: Mapping[str, Any]) -> None:
+        """Replace status.json atomically."""
+        files.replace(self.status_file, json.dumps(status, indent=2) + "\n", mode=PRIVATE)
+
+    def append_event(self, event: Mapping[str, Any]) -> None:
+        """Append a line to events.jsonl; the syncer appends to the file too."""
+        writer.append(self.events, event)
+
+
+def wall_text(when: datetime) -> str:
+    """A wall clock time in the format of all files of a run."""
+    return when.isoformat(timespec="milliseconds")
+
+
+def _manifest_text(job_path: Path, job: DiLoCoJob) -> str:
+    """The manifest as written, or with the changes of `--set` applied."""
+    text = job_path.read_text()
+    if parse_job(text).model_dump() == job.model_dump():
+        return text
+    data = job.model_dump(by_alias=True, exclude_unset=True, mode="json")
+    body = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True)
+    return f"# {job_path.name} with the changes of --set\n{body}"
+
+
+def _read_pid(fd: int) -> int | None:
+    text = os.pread(fd, 32, 0).decode(errors="replace").strip()
+    return int(text) if text.isdigit() else None
+
+
+@contextlib.contextmanager
+def _storage(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        where = error.filename or path
+        raise StorageError(
+            f"{where}: {error.strerror}; the run cannot write its files there"
+        ) from None

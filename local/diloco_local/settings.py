@@ -1,0 +1,66 @@
+"""Settings of the local runtime: environment, interpreter, cores."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+OURS = (
+    *("DILOCO_JOB", "DILOCO_LEARNER", "DILOCO_SYNCER", "DILOCO_SPEC", "DILOCO_CONFIG"),
+    *("DILOCO_STATE", "DILOCO_TLS", "DILOCO_METRICS_PORT", "DILOCO_LISTEN"),
+    *("DILOCO_RESTARTS", "DILOCO_HEALTH_FILE", "DILOCO_LOG_FORMAT"),
+    *("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+)
+"""Variables of the contract: values set in the user's shell must not reach our processes."""
+
+THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Read once at start."""
+
+    environment: Mapping[str, str]
+    """What every process inherits; PATH begins with the directory of our interpreter."""
+    python: str
+    """The interpreter that "python" in a plan stands for."""
+    cores: int
+    """Cores that this process may use."""
+
+    @classmethod
+    def from_environment(cls) -> Settings:
+        """The settings of this process."""
+        environment = {name: value for name, value in os.environ.items() if name not in OURS}
+        own = str(Path(sys.executable).parent)
+        # So that scripts started by name (torchrun, the user's tools) use our interpreter.
+        environment["PATH"] = os.pathsep.join([own, environment.get("PATH", os.defpath)])
+        # Unbuffered: logs are read while the process runs.
+        environment.setdefault("PYTHONUNBUFFERED", "1")
+        return cls(environment=environment, python=sys.executable, cores=_cores())
+
+    def threads(self, *, learners: int) -> dict[str, str]:
+        """
+        The number of threads per learner, as variables for math libraries; the user's values win.
+
+        Without it every learner starts one thread per core, and learners slow each other down.
+        """
+        each = str(max(1, self.cores // max(1, learners)))
+        return {name: each for name in THREAD_VARIABLES if name not in self.environment}
+
+
+def quiet_grpc() -> None:
+    """
+    Turn off gRPC's own log lines, unless the user asked for them.
+
+    Call it before the first import of grpc, which reads the setting.
+    """
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

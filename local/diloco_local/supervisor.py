@@ -1,0 +1,356 @@
+"""
+`diloco run`: runs one plan on this machine until it is complete, suspended or failed.
+
+The loop collects events, passes them to the policy and carries out its decisions. It never blocks on
+a process, and nothing else starts or signals processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+from diloco.errors import EXIT_DONE, ConfigError, DilocoError
+from diloco.runtime import formatting
+from diloco_agent.processes import Processes
+from diloco_agent.restarts import exit_cause
+from diloco_job.plan import plan as plan_of
+from diloco_job.types import DiLoCoJob
+from diloco_local import events as e
+from diloco_local.commands import Commands, Programs, local_problems
+from diloco_local.policy import Policy
+from diloco_local.progress import Progress, progress_on
+from diloco_local.run_directory import RunDir, wall_text
+from diloco_local.settings import Settings, quiet_grpc
+from diloco_local.status import Facts, Status, build, is_complete
+from diloco_local.summary import conclude
+
+if TYPE_CHECKING:
+    from diloco_local.status_poller import Poller
+
+TURN_SECONDS = 0.1
+STATUS_SECONDS = 1.0
+FIRST_REPLY_SECONDS = 5.0
+"""A syncer that listens counts as serving after this, even without a reply."""
+
+EXIT_FAILED = 1
+EXIT_FORCED = 130
+
+
+def run(
+    job_path: Path,
+    job: DiLoCoJob,
+    run_dir: Path,
+    *,
+    console: Console | None = None,
+    programs: Programs | None = None,
+    limits: e.Limits | None = None,
+) -> int:
+    """
+    Start or resume a job in `run_dir`. Call it from the main thread.
+
+    Args:
+        job_path: the manifest; the user's own commands start in its directory.
+        job: the job of the manifest, with the changes of `--set`.
+        run_dir: the run directory (docs/manifest.md, "Run directory"); created if missing.
+        console: where progress is shown; None: standard output.
+        programs: replacements for our own programs.
+        limits: replacement for `job_limits(job)`.
+
+    Returns:
+        The exit code: 0 complete, or suspended after one Ctrl-C; 130 after two; 1 failed.
+
+    Raises:
+        ConfigError: the job cannot run on one machine, or not in this directory.
+        StorageError: the directory cannot be written.
+    """
+    if problems := local_problems(job):
+        raise ConfigError(f"{job_path}: cannot run on one machine:\n" + "\n".join(problems))
+    console = console or Console()
+    rundir, plan = RunDir(run_dir), plan_of(job)
+    with rundir.hold():
+        directory = rundir.adopt(job_path, job, plan.spec)
+        commands = Commands(
+            plan=plan,
+            rundir=rundir,
+            settings=Settings.from_environment(),
+            directory=directory,
+            programs=programs or Programs(),
+        )
+        if problems := commands.problems():
+            raise ConfigError(f"{job_path}: cannot run on one machine:\n" + "\n".join(problems))
+        if job.spec.tls.mode != "Disabled":
+            console.print("spec.tls is ignored: these processes communicate over loopback")
+        # gRPC's "Got goaway" at the syncer's normal exit would disturb the live table.
+        quiet_grpc()
+        from diloco_local.status_poller import Poller
+
+        supervisor = Supervisor(commands, limits or job_limits(job), progress_on(console), Poller())
+        supervisor.run()
+        try:
+            conclude(commands, supervisor.policy, supervisor.status, console)
+        except KeyboardInterrupt:
+            return EXIT_FORCED
+        return exit_code(supervisor.policy)
+
+
+def job_limits(job: DiLoCoJob) -> e.Limits:
+    """
+    The limits of the job's runPolicy, and defaults for the rest.
+
+    ttlSecondsAfterFinished and cleanupPolicy apply to objects in a cluster; a run directory stays.
+    """
+    policy = job.spec.run_policy
+    return e.Limits(
+        learner_restarts=policy.learner_restart_limit,
+        active_seconds=policy.active_deadline_seconds,
+    )
+
+
+class Supervisor:
+    """One run of one plan; `run` returns when no process is left."""
+
+    def __init__(
+        self, commands: Commands, limits: e.Limits, progress: Progress, poller: Poller
+    ) -> None:
+        self.plan, self.rundir = commands.plan, commands.rundir
+        self.policy = Policy(
+            learners=tuple(learner.name for learner in self.plan.learners),
+            evaluator=self.plan.evaluator is not None,
+            limits=limits,
+        )
+        self.interrupts = 0
+        self.status: Status = {}
+        self._commands, self._progress = commands, progress
+        self._processes, self._poller = Processes(), poller
+        self._endpoint, self._port = "", 0
+        self._listening_at: float | None = None
+        self._interrupts_seen = 0
+        self._status_at = 0.0
+        self._evaluated = -1
+        self._started = wall_text(datetime.now(UTC))
+        self._completed: str | None = None
+        self._warned: set[Path] = set()
+
+    def run(self) -> None:
+        """Run until the policy closes the run."""
+        self._read_earlier_status()
+        with self._signals():
+            try:
+                self._apply(e.Tick())
+                while self.policy.phase is not e.Phase.CLOSED:
+                    self._turn()
+                    time.sleep(TURN_SECONDS)
+            finally:
+                self._poller.close()
+                self._processes.close()
+                self._publish(time.monotonic())
+                self._progress.close()
+
+    # ------------------------------------------------------------------------------ events
+
+    def _turn(self) -> None:
+        for event in self._events(time.monotonic()):
+            self._apply(event)
+        now = time.monotonic()
+        if now - self._status_at >= STATUS_SECONDS:
+            self._publish(now)
+
+    def _events(self, now: float) -> Iterator[e.Event]:
+        while self._interrupts_seen < self.interrupts:
+            self._interrupts_seen += 1
+            yield e.Interrupted()
+        for done in self._processes.exits():
+            if done.name == "syncer":
+                self._listening_at = None
+            if done.name == "kernels" and done.code != 0:
+                cause = exit_cause(done.code, done.last_line)
+                self._progress.note(f"warning: cannot compile the kernels in advance ({cause})")
+            self._poller.poll_now()
+            yield e.Exited(name=done.name, code=done.code, last_line=done.last_line)
+        yield from self._syncer_events(now)
+        yield e.Tick()
+
+    def _syncer_events(self, now: float) -> Iterator[e.Event]:
+        syncer = self.policy.processes["syncer"]
+        if syncer.state is not e.State.RUNNING:
+            return
+        if self._listening_at is None:
+            self._find_endpoint(now)
+            return
+        latest = self._poller.latest()
+        fresh = latest is not None and latest.at >= self._listening_at
+        reply = latest.reply if latest is not None and fresh else None
+        if not syncer.served and (fresh or now - self._listening_at >= FIRST_REPLY_SECONDS):
+            complete = reply is not None and is_complete(reply)
+            evaluated = reply is None or reply.eval_step >= reply.steps
+            yield e.Served(complete=complete, evaluated=evaluated)
+        if reply is None:
+            return
+        if self.policy.outcome is None and is_complete(reply):
+            yield e.Completed()
+        if reply.model_path and reply.state == "Complete":
+            yield e.Exported()
+        scored = reply.eval_step or reply.eval_loss  # step 0 is scored too
+        if scored and reply.eval_step > self._evaluated:
+            self._evaluated = reply.eval_step
+            self._progress.note(f"step {reply.eval_step}: validation loss {reply.eval_loss:.4f}")
+
+    def _find_endpoint(self, now: float) -> None:
+        try:
+            endpoint = self.rundir.endpoint.read_text().strip()
+        except FileNotFoundError:
+            return
+        self._endpoint, self._port = endpoint, int(endpoint.rpartition(":")[2])
+        self._listening_at = now
+        self._poller.watch(endpoint)
+
+    # ------------------------------------------------------------------------------ decisions
+
+    def _apply(self, event: e.Event) -> None:
+        now = time.monotonic()
+        decisions = self.policy.handle(event, now)
+        started = [start.name for start in decisions if isinstance(start, e.Start)]
+        for decision in decisions:
+            self._carry_out(decision)
+        if started == ["kernels"]:
+            self._progress.note("compiling the kernels; this takes up to a minute the first time")
+        elif started:
+            self._progress.note(f"started {', '.join(started)}")
+        if decisions:
+            self._publish(now)
+
+    def _carry_out(self, decision: e.Decision) -> None:
+        match decision:
+            case e.Start():
+                self._start(decision.name)
+            case e.Terminate():
+                self._processes.terminate(decision.name)
+            case e.Kill():
+                self._processes.kill(decision.name)
+            case e.Restart():
+                self._on_restart(decision)
+            case e.Abandon():
+                self._progress.note(
+                    f"{decision.name} cannot run; training continues without it: {decision.last_line}"
+                )
+            case e.Close():
+                self._on_close(decision)
+
+    def _start(self, name: str) -> None:
+        if name == "syncer":
+            self.rundir.endpoint.unlink(missing_ok=True)
+            self._listening_at = None
+        command = self._commands.of(
+            name,
+            port=self._port,
+            endpoint=self._endpoint,
+            restarts=self.policy.processes[name].restarts,
+        )
+        self._processes.start(command)
+
+    def _on_restart(self, restart: e.Restart) -> None:
+        cause = exit_cause(restart.code, restart.last_line if restart.code > 0 else "")
+        when = f"in {restart.delay_seconds:g} s" if restart.delay_seconds else "now"
+        self._progress.note(
+            f"{restart.name} exited ({cause}); restarts {when}, restart {restart.restarts}"
+        )
+        latest = self._poller.latest()
+        code = {"exitCode": restart.code} if restart.code >= 0 else {"signal": -restart.code}
+        event = {
+            "epoch": latest.reply.epoch if latest else 0,
+            "event": "restart",
+            "process": restart.name,
+            "reason": formatting.ending(restart.code),
+            **code,
+            "restarts": restart.restarts,
+        }
+        with self._warn_once(self.rundir.events):
+            self.rundir.append_event(event)
+
+    def _on_close(self, close: e.Close) -> None:
+        match close.outcome:
+            case e.Outcome.COMPLETE:
+                self._progress.note(
+                    f"{close.message}; waiting for the learners, the last evaluation and the model"
+                )
+            case e.Outcome.SUSPENDED:
+                self._progress.note(
+                    "finishing the current step and saving; press Ctrl-C again to stop immediately"
+                )
+            case e.Outcome.FAILED:
+                self._progress.note(f"failed: {close.message}")
+
+    # ------------------------------------------------------------------------------ status
+
+    def _publish(self, now: float) -> None:
+        self._status_at = now
+        latest = self._poller.latest()
+        if self.policy.phase is e.Phase.CLOSED and self.policy.outcome is e.Outcome.COMPLETE:
+            self._completed = self._completed or wall_text(datetime.now(UTC))
+        facts = Facts(
+            plan=self.plan,
+            policy=self.policy,
+            pids={name: self._processes.pid(name) for name in self.policy.processes},
+            supervisor_pid=os.getpid(),
+            endpoint=self._endpoint,
+            reply=latest.reply if latest else None,
+            reply_age_seconds=now - latest.at if latest else 0.0,
+            started=self._started,
+            completed=self._completed,
+            now=datetime.now(UTC),
+        )
+        self.status = build(facts, self.status)
+        with self._warn_once(self.rundir.status_file):
+            self.rundir.write_status(self.status)
+        self._progress.show(self.status, now)
+
+    @contextlib.contextmanager
+    def _warn_once(self, path: Path) -> Iterator[None]:
+        """Warn once if `path` cannot be written, for example on a full disk; training continues."""
+        try:
+            yield
+        except OSError as error:
+            if path not in self._warned:
+                self._warned.add(path)
+                self._progress.note(
+                    f"warning: cannot write {path}: {error.strerror}; the run continues"
+                )
+
+    def _read_earlier_status(self) -> None:
+        """Continue the status of an earlier run in this directory."""
+        with contextlib.suppress(DilocoError):
+            earlier = self.rundir.status()
+            self._started = earlier["startTime"]
+            self.status = earlier
+
+    # ------------------------------------------------------------------------------ signals
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            self.interrupts += 1
+
+        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        before = {number: signal.signal(number, on_signal) for number in numbers}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def exit_code(policy: Policy) -> int:
+    """Exit code of the process that ran this policy."""
+    if policy.forced:
+        return EXIT_FORCED
+    return EXIT_FAILED if policy.outcome is e.Outcome.FAILED else EXIT_DONE

@@ -1,0 +1,333 @@
+"""
+The Kubernetes API as the operator uses it: plain dicts in and out, a deadline on every request.
+
+The client library provides only the connections (a urllib3 pool) and the credentials: kubeconfig,
+TLS, proxies and token renewal. These are the same in versions 36 and 37 and return responses as the
+server sent them, while the typed methods raise on what their models do not accept (`items: null`).
+Every request may be repeated: applies are idempotent, deletes have a uid, Events a unique name.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from urllib.parse import urlencode
+
+import urllib3
+from kubernetes import config
+from kubernetes.client import ApiClient, Configuration
+
+from diloco.errors import ConfigError, DilocoError
+
+log = logging.getLogger(__name__)
+
+Json = dict[str, Any]
+
+CONNECT_SECONDS = 5.0
+READ_SECONDS = 15.0
+RETRY_PAUSES = (0.2, 1.0)
+"""Before the second and third attempt; the work queue retries longer failures."""
+PAGE = 500
+JOB_LABEL = "diloco.dev/job"
+MERGED = "application/apply-patch+yaml"  # JSON is YAML; +cbor and +yaml are all the server takes
+
+
+class Kind(NamedTuple):
+    """Where the API server serves a kind."""
+
+    api_version: str
+    plural: str
+
+    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
+        """The resource's path; namespace "": all namespaces."""
+        root = "/apis" if "/" in self.api_version else "/api"
+        parts = [root, self.api_version]
+        parts += ["namespaces", namespace] if namespace else []
+        parts += [part for part in (self.plural, name, subresource) if part]
+        return "/".join(parts)
+
+
+KINDS = {
+    "DiLoCoJob": Kind("diloco.dev/v1alpha1", "dilocojobs"),
+    "StatefulSet": Kind("apps/v1", "statefulsets"),
+    "Deployment": Kind("apps/v1", "deployments"),
+    "Service": Kind("v1", "services"),
+    "ConfigMap": Kind("v1", "configmaps"),
+    "PersistentVolumeClaim": Kind("v1", "persistentvolumeclaims"),
+    "ServiceAccount": Kind("v1", "serviceaccounts"),
+    "PodDisruptionBudget": Kind("policy/v1", "poddisruptionbudgets"),
+    "Certificate": Kind("cert-manager.io/v1", "certificates"),
+    "Pod": Kind("v1", "pods"),
+    "Secret": Kind("v1", "secrets"),
+    "Event": Kind("v1", "events"),
+}
+CHILD_KINDS = (
+    *("StatefulSet", "Deployment", "Service", "ConfigMap", "PersistentVolumeClaim"),
+    *("ServiceAccount", "PodDisruptionBudget"),
+)
+"""Kinds of children in every cluster; with cert-manager there are Certificates as well."""
+
+
+class ApiError(DilocoError):
+    """The API server refused a request, or did not answer."""
+
+    reason = "KubernetesApi"
+
+    def __init__(
+        self, request: str, status: int, message: str, *, namespace_terminating: bool = False
+    ) -> None:
+        super().__init__(f"{request}: {message}" if status else f"{request}: no answer: {message}")
+        self.status = status
+        """HTTP status; 0: no answer."""
+        self.message = message
+        """The server's message."""
+        self.namespace_terminating = namespace_terminating
+        """Refused because the namespace is terminating, so that nothing can be created in it."""
+
+    @property
+    def refused(self) -> bool:
+        """Whether the server rejected the request, so that an immediate retry cannot help."""
+        return 400 <= self.status < 500 and self.status not in (401, 408, 409, 429)
+
+
+class Cluster:
+    """One API server; safe for use by many threads."""
+
+    def __init__(
+        self, configuration: Configuration, *, manager: str, connections: int = 10
+    ) -> None:
+        """
+        Nothing is dialled yet.
+
+        Args:
+            configuration: address and credentials of the API server.
+            manager: field manager of children; the status has `<manager>-status`.
+            connections: kept open for the next request.
+        """
+        configuration.connection_pool_maxsize = connections
+        self._configuration = configuration
+        client: Any = ApiClient(configuration)  # without types
+        self._pool: urllib3.PoolManager = client.rest_client.pool_manager
+        self._manager = manager
+
+    def job(self, namespace: str, name: str) -> Json | None:
+        """A DiLoCoJob; None: there is none."""
+        return self.get("DiLoCoJob", namespace, name)
+
+    def jobs(self, namespaces: Sequence[str] = ()) -> Iterator[Json]:
+        """All DiLoCoJobs of these namespaces; (): of all namespaces."""
+        for namespace in namespaces or ("",):
+            yield from self._list("DiLoCoJob", namespace)
+
+    def children(self, namespace: str, job: str, *, certificates: bool) -> tuple[Json, ...]:
+        """All objects except pods with the job's label, whatever their owner."""
+        found: list[Json] = []
+        for kind in CHILD_KINDS:
+            found += self._list(kind, namespace, job)
+        if certificates:
+            try:
+                found += self._list("Certificate", namespace, job)
+            except ApiError as error:
+                if not error.refused:
+                    raise
+                # No cert-manager, or no access to it: a condition reports it after the apply.
+        return tuple(found)
+
+    def pods(self, namespace: str, job: str) -> tuple[Json, ...]:
+        """The job's pods."""
+        return tuple(self._list("Pod", namespace, job))
+
+    def get(self, kind: str, namespace: str, name: str) -> Json | None:
+        """One object; None: there is none."""
+        try:
+            return self._request("GET", KINDS[kind].path(namespace, name))
+        except ApiError as error:
+            if error.status == 404:
+                return None
+            raise
+
+    def apply(self, body: Json) -> Json:
+        """Server-side apply that takes over conflicting fields; the resulting object."""
+        metadata = body["metadata"]
+        path = KINDS[body["kind"]].path(metadata["namespace"], metadata["name"])
+        return self._apply(path, body, self._manager)
+
+    def put_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> None:
+        """Apply the status of the job that was read; a newer job of the same name is left alone."""
+        metadata = job["metadata"]
+        body = {
+            "apiVersion": KINDS["DiLoCoJob"].api_version,
+            "kind": "DiLoCoJob",
+            "metadata": {key: metadata[key] for key in ("namespace", "name", "uid")},
+            "status": status,
+        }
+        path = KINDS["DiLoCoJob"].path(metadata["namespace"], metadata["name"], "status")
+        self._apply(path, body, f"{self._manager}-status")
+
+    def delete(
+        self, kind: str, namespace: str, name: str, *, uid: str, resource_version: str = ""
+    ) -> bool:
+        """
+        Delete exactly the object that was read, and its dependents in the background.
+
+        Returns:
+            Whether it was deleted: False if it did not exist or changed since `resource_version`.
+        """
+        version = {"resourceVersion": resource_version} if resource_version else {}
+        body = {"propagationPolicy": "Background", "preconditions": {"uid": uid} | version}
+        try:
+            self._request("DELETE", KINDS[kind].path(namespace, name), body=body)
+        except ApiError as error:
+            if error.status in (404, 409):
+                return False
+            raise
+        return True
+
+    def event(self, body: Json) -> None:
+        """Post an Event; an existing Event of this name does not change."""
+        try:
+            path = KINDS["Event"].path(body["metadata"]["namespace"])
+            self._request("POST", path, body=body)
+        except ApiError as error:
+            if error.status != 409:
+                raise
+
+    def _list(self, kind: str, namespace: str, job: str = "") -> Iterator[Json]:
+        resource = KINDS[kind]
+        query = {"limit": str(PAGE)} | ({"labelSelector": f"{JOB_LABEL}={job}"} if job else {})
+        while True:
+            page = self._request("GET", resource.path(namespace), query=query)
+            for item in page.get("items") or ():
+                yield {"apiVersion": resource.api_version, "kind": kind, **item}
+            token = (page.get("metadata") or {}).get("continue")
+            if not token:
+                return
+            query["continue"] = token
+
+    def _apply(self, path: str, body: Mapping[str, Any], manager: str) -> Json:
+        query = {"fieldManager": manager, "force": "true"}
+        return self._request("PATCH", path, query=query, body=body, content=MERGED)
+
+    def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, str] | None = None,
+        body: Mapping[str, Any] | None = None,
+        content: str = "application/json",
+    ) -> Json:
+        request = f"{method} {path}"
+        url = (
+            self._configuration.host.rstrip("/") + path + (f"?{urlencode(query)}" if query else "")
+        )
+        payload = None if body is None else json.dumps(body).encode()
+        for pause in (*RETRY_PAUSES, None):
+            status, data, wait = self._send(method, url, payload, content)
+            if 200 <= status < 300:
+                return _parsed(data, request)
+            error = _error(request, status, data)
+            # For an apply, 409 is a race inside the server and 500 a field of the wrong type; for a
+            # create or delete, 409 is final.
+            transient = 409 if method == "PATCH" else 500
+            retry = status in (0, 429, transient, 502, 503, 504)
+            if pause is None or not retry or wait is None:
+                raise error
+            log.info("%s; retrying", error)
+            time.sleep(max(pause, wait))
+        raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _send(
+        self, method: str, url: str, body: bytes | None, content: str
+    ) -> tuple[int, bytes, float | None]:
+        """Status, body, and seconds to wait before a retry (None: do not retry)."""
+        headers = {"Accept": "application/json", "User-Agent": self._manager}
+        settings: Mapping[str, Any] = self._configuration.auth_settings()
+        for auth in settings.values():
+            if auth["value"]:
+                headers[auth["key"]] = auth["value"]
+        if body is not None:
+            headers["Content-Type"] = content
+        try:
+            response = self._pool.request(
+                method,
+                url,
+                headers=headers,
+                body=body,
+                timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS),
+                retries=False,
+            )
+        except urllib3.exceptions.ReadTimeoutError as error:
+            # The server hangs: a retry would block a thread as long.
+            return 0, str(error).encode(), None
+        except (urllib3.exceptions.HTTPError, OSError) as error:
+            return 0, str(error).encode(), 0.0
+        return response.status, response.data, _seconds(response.headers)
+
+
+def connect(*, kubeconfig: Path | None = None) -> Configuration:
+    """
+    Address and credentials of the API server: from the pod, else from kubeconfig.
+
+    `auth_settings` rereads tokens from their file once a minute.
+
+    Args:
+        kubeconfig: replaces the client library's default file.
+
+    Raises:
+        ConfigError: neither exists.
+    """
+    configuration = Configuration()
+    load: Any = config  # without types
+    try:
+        load.load_incluster_config(client_configuration=configuration)
+    except config.ConfigException:
+        try:
+            load.load_kube_config(
+                str(kubeconfig) if kubeconfig else None, client_configuration=configuration
+            )
+        except config.ConfigException as error:
+            raise ConfigError(
+                f"no API server: not in a pod with a service account, and kubeconfig: {error}"
+            ) from None
+    return configuration
+
+
+def _parsed(data: bytes, request: str) -> Json:
+    try:
+        parsed = json.loads(data)
+    except ValueError:
+        parsed = None
+    if not isinstance(parsed, dict):
+        raise ApiError(
+            request, 502, f"{len(data)} bytes that are not a JSON object; is this the API server?"
+        )
+    return parsed
+
+
+def _error(request: str, status: int, data: bytes) -> ApiError:
+    try:
+        details = json.loads(data)
+        causes = (details.get("details") or {}).get("causes") or ()
+        terminating = any(cause.get("reason") == "NamespaceTerminating" for cause in causes)
+        message = details["message"]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        message, terminating = data.decode(errors="replace")[:500], False
+    return ApiError(
+        request,
+        status,
+        str(message) or f"HTTP status {status}",
+        namespace_terminating=terminating,
+    )
+
+
+def _seconds(headers: Mapping[str, str]) -> float:
+    """Retry-After, at most 5 s, because it blocks a thread."""
+    try:
+        return min(5.0, float(headers.get("Retry-After", "0")))
+    except ValueError:
+        return 0.0

@@ -1,0 +1,151 @@
+"""
+Observes one job for a reconcile: its objects, its certificate and its syncer, all read fresh.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from datetime import datetime
+
+from diloco.errors import DilocoError
+from diloco.rpc.certificates import CertificateFacts, tls_facts
+from diloco.rpc.tls import Tls, explain, server_name
+from diloco_job import names
+from diloco_job.types import DiLoCoJob
+from diloco_operator.cluster.client import ApiError, Cluster, Json
+from diloco_operator.cluster.syncers import Address, Syncers
+from diloco_operator.resources.operator_scope import OperatorScope, tls_secret
+from diloco_operator.state.objects import identity
+from diloco_operator.state.observation import Answer, Observation, Unreachable, answer_of
+from diloco_operator.state.stored_job import StoredJob
+from diloco_operator.workqueue import Key
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Credentials:
+    """The certificate of this cluster."""
+
+    tls: Tls | None
+    """None: it could not be read; `facts` has the reason."""
+    facts: CertificateFacts
+
+
+class Observer:
+    """Safe for use by many threads, with one thread per key at a time."""
+
+    def __init__(
+        self, cluster: Cluster, scope: OperatorScope, *, now: Callable[[], datetime]
+    ) -> None:
+        self._cluster = cluster
+        self._scope = scope
+        self._now = now
+        self._syncers = Syncers()
+
+    def forget(self, key: Key) -> None:
+        """The job was deleted."""
+        self._syncers.forget(key)
+
+    def close(self) -> None:
+        """Close the connections to syncers."""
+        self._syncers.close()
+
+    def observe(self, key: Key, raw: Json) -> Observation:
+        """
+        Observe everything around the job whose object is `raw`.
+
+        Raises:
+            ApiError: the API server did not answer, or denied access.
+        """
+        stored = StoredJob.parse(raw)
+        job = stored.job
+        if job is None:
+            # Another controller's syncer is not contacted either.
+            return Observation(stored=stored)
+        uses_certificates = job.spec.tls.mode == "CertManager"
+        children = self._cluster.children(*key, certificates=uses_certificates)
+        pods = self._cluster.pods(*key)
+        credentials = self._credentials(key, job)
+        return Observation(
+            stored=stored,
+            children=children,
+            pods=pods,
+            syncer=self._ask(key, job, children, credentials),
+            last_answer=self._syncers.last_answer(key),
+            certificate=credentials.facts if credentials else None,
+        )
+
+    def _credentials(self, key: Key, job: DiLoCoJob) -> _Credentials | None:
+        name = tls_secret(job)
+        if not name:
+            return None
+        try:
+            secret = self._cluster.get("Secret", key.namespace, name)
+        except ApiError as error:
+            if error.status != 403:
+                raise
+            return _no_credentials(
+                "CertificateUnreadable",
+                f"the operator may not read Secret {name} (rbac.tlsSecrets of its chart)",
+            )
+        if secret is None:
+            return _no_credentials(
+                "CertificateMissing", f"Secret {name} does not exist in namespace {key.namespace}"
+            )
+        data = secret.get("data") or {}
+        certificate, private, authority = (
+            _decoded(data.get(file, "")) for file in ("tls.crt", "tls.key", "ca.crt")
+        )
+        facts = tls_facts(certificate, authority, self._now(), job=key.name, key_pem=private)
+        if facts.problem:
+            facts = replace(facts, problem=f"Secret {name}: {facts.problem}")
+        tls = Tls(certificate=certificate, key=private, authority=authority)
+        return _Credentials(tls=tls, facts=facts)
+
+    def _ask(
+        self,
+        key: Key,
+        job: DiLoCoJob,
+        children: tuple[Json, ...],
+        credentials: _Credentials | None,
+    ) -> Answer | Unreachable | None:
+        """The syncer's answer; None: it is not running or has no address."""
+        if self._scope.has_syncer(job) and not _is_serving(job, children):
+            return None
+        endpoint = self._scope.syncer_address(job, key.namespace)
+        if not endpoint:
+            return None
+        if credentials is not None and credentials.tls is None:
+            facts = credentials.facts
+            return Unreachable(reason=facts.reason, message=facts.problem)
+        tls = credentials.tls if credentials else None
+        address = Address(endpoint=endpoint, tls=tls, server_name=server_name(key.name))
+        try:
+            reply = self._syncers.ask(key, address)
+        except DilocoError as error:
+            return Unreachable(reason=explain(str(error)) or "NoAnswer", message=str(error))
+        at = self._now()
+        self._syncers.answered(key, at)
+        return answer_of(reply, at)
+
+
+def _no_credentials(reason: str, problem: str) -> _Credentials:
+    return _Credentials(tls=None, facts=CertificateFacts(reason=reason, problem=problem))
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        return b""
+
+
+def _is_serving(job: DiLoCoJob, children: tuple[Json, ...]) -> bool:
+    name = names.syncer_name(job.metadata.name)
+    return any(
+        (child.get("status") or {}).get("readyReplicas")
+        for child in children
+        if identity(child) == ("Deployment", name)
+    )

@@ -1,0 +1,91 @@
+"""
+Connections to the syncers of all jobs: one each, kept between status requests.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from datetime import datetime
+
+from diloco.rpc.status_client import SyncerClient
+from diloco.rpc.tls import Tls
+from diloco.v1 import syncer_pb2
+from diloco_operator.workqueue import Key
+
+ASK_SECONDS = 1.5
+"""Longest time that a status request may block a thread."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """How to dial a job's syncer; a new address opens a new connection."""
+
+    endpoint: str
+    tls: Tls | None
+    server_name: str
+    """Name that the syncer's certificate must have; ignored without TLS."""
+
+
+@dataclass(slots=True)
+class _Known:
+    address: Address
+    client: SyncerClient
+    answered: datetime | None
+
+
+class Syncers:
+    """Safe for use by many threads, with one thread per key at a time."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._known: dict[Key, _Known] = {}
+
+    def ask(self, key: Key, address: Address) -> syncer_pb2.StatusReply:
+        """
+        The status of this job's syncer, within ASK_SECONDS.
+
+        Raises:
+            DilocoError: the request failed; the message is the transport's or the syncer's.
+        """
+        return self._client(key, address).status(timeout_seconds=ASK_SECONDS)
+
+    def answered(self, key: Key, at: datetime) -> None:
+        """Record the time of an answer of this job's syncer."""
+        with self._lock:
+            if (known := self._known.get(key)) is not None:
+                known.answered = at
+
+    def last_answer(self, key: Key) -> datetime | None:
+        """Time of the syncer's last answer; None: none since this process started."""
+        with self._lock:
+            known = self._known.get(key)
+            return known.answered if known is not None else None
+
+    def forget(self, key: Key) -> None:
+        """The job was deleted: close the connection."""
+        with self._lock:
+            known = self._known.pop(key, None)
+        if known is not None:
+            known.client.close()
+
+    def close(self) -> None:
+        """Close all connections."""
+        with self._lock:
+            keys = list(self._known)
+        for key in keys:
+            self.forget(key)
+
+    def _client(self, key: Key, address: Address) -> SyncerClient:
+        with self._lock:
+            previous = self._known.get(key)
+            if previous is not None and previous.address == address:
+                return previous.client
+            client = SyncerClient(
+                address.endpoint, tls=address.tls, server_name=address.server_name
+            )
+            answered = previous.answered if previous is not None else None
+            self._known[key] = _Known(address, client, answered)
+        if previous is not None:
+            previous.client.close()
+        return client

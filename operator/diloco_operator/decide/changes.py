@@ -1,0 +1,68 @@
+"""
+Which children to apply and which to delete.
+
+Pure. A child without drift is left alone, and so is every object of another owner. `rollout` delays
+changes that restart learners; `pruning` selects what to delete.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_operator.decide.drift import has_drifted
+from diloco_operator.decide.phase import Lifecycle, wanted
+from diloco_operator.decide.pruning import obsolete
+from diloco_operator.decide.rollout import held_back, running_workloads
+from diloco_operator.resources import desired
+from diloco_operator.state.job_state import JobState
+from diloco_operator.state.objects import Object, identity, is_deleting
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectRef:
+    """A child to delete: exactly the object that was read."""
+
+    kind: str
+    name: str
+    uid: str
+    """A precondition: a newer object of the same name is left alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Changes to a job's children."""
+
+    apply: tuple[dict[str, Any], ...]
+    delete: tuple[ObjectRef, ...]
+
+
+def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
+    """The changes that make the job's children match its manifest and phase."""
+    if lifecycle.failing:
+        # The pods hold the evidence: the status records it before they change.
+        return Changes(apply=(), delete=())
+    running = wanted(state, lifecycle)
+    scope = state.scope.with_images_of(running_workloads(state))
+    wants = desired(state.job, state.owner, scope, running, plan=state.plan)
+    due = [want for want in wants if _is_due(state, want)]
+    waiting = held_back(state, due)
+    keys = {identity(want) for want in wants}
+    return Changes(
+        apply=tuple(want for want in due if want not in waiting),
+        delete=tuple(map(_ref, obsolete(state, keys, keep_volume=running.volume))),
+    )
+
+
+def _is_due(state: JobState, want: Object) -> bool:
+    """Missing or drifted, and free to be applied."""
+    if identity(want) in state.taken:
+        return False
+    live = state.child(*identity(want))
+    # Applying to an object that is being deleted would create nothing.
+    return live is None or (has_drifted(live, want) and not is_deleting(live))
+
+
+def _ref(live: Object) -> ObjectRef:
+    metadata = live["metadata"]
+    return ObjectRef(kind=live["kind"], name=metadata["name"], uid=metadata["uid"])

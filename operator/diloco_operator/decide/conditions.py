@@ -1,0 +1,253 @@
+"""
+The conditions of a job: each gets a reason of the table (`reasons.py`).
+
+Pure. One function per condition. Messages hold no progress: each change of a message is a write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from diloco.rpc.tls import advice
+from diloco_job import names
+from diloco_job.reasons import CONDITIONS, ConditionState, condition, has_reason
+from diloco_operator.decide.phase import Lifecycle, Phase
+from diloco_operator.state.job_state import JobState
+from diloco_operator.state.learner_counts import LearnerCounts
+from diloco_operator.state.objects import Object
+from diloco_operator.state.pods import LearnerPods, describe_unready, pod_problem
+
+_STOPPED = ("Suspended", "Complete", "Failed", "NotEvaluated")
+"""Reasons of a job that does not run; none applies to a running one."""
+
+_INITIAL = ("", "Starting", "NotStarted", "NotAsked", "NoAnswer", *_STOPPED)
+"""Reasons of a condition that has not been True yet, which is no problem while a job starts."""
+
+_NAMES_SHOWN = 4
+
+
+def evaluate(
+    state: JobState, lifecycle: Lifecycle, counts: LearnerCounts
+) -> tuple[ConditionState, ...]:
+    """All conditions of a job with a valid spec, in the table's order."""
+    accepted = acceptance(state, lifecycle)
+    if accepted.reason == "RegionNotInSpec":
+        return (accepted, *(not_evaluated(name) for name in CONDITIONS if name != "Accepted"))
+    return (
+        accepted,
+        _syncer_ready(state, lifecycle),
+        _syncer_reachable(state, lifecycle),
+        _learners_ready(state, lifecycle, counts),
+        _quorum_met(state, lifecycle, counts),
+        _spec_consistent(state),
+        _suspended(state, lifecycle),
+        _complete(state, lifecycle),
+        lifecycle.failed or condition("Failed", "NotFailed"),
+    )
+
+
+def not_evaluated(name: str) -> ConditionState:
+    """The condition of a job that is not accepted."""
+    if name in ("Suspended", "Complete", "Failed"):
+        return condition(name, f"Not{name}")
+    return condition(name, "NotEvaluated")
+
+
+def acceptance(state: JobState, lifecycle: Lifecycle) -> ConditionState:
+    """Whether the spec passed the checks that only the operator can make."""
+    job = state.job
+    if not state.in_scope:
+        regions = ", ".join(region.name for region in job.spec.regions)
+        return condition("Accepted", "RegionNotInSpec", region=state.scope.region, regions=regions)
+    if lifecycle.volume_gone and job.spec.steps > state.previous.number("step"):
+        return condition(
+            "Accepted",
+            "VolumeGone",
+            steps=job.spec.steps,
+            step=state.previous.number("step"),
+            volume=names.syncer_name(job.metadata.name),
+        )
+    if not state.address:
+        return condition(
+            "Accepted",
+            "NoEndpoint",
+            region=state.scope.region,
+            syncer_region=job.spec.syncer_region,
+        )
+    if state.taken:
+        children = ", ".join(sorted(f"{kind} {name}" for kind, name in state.taken))
+        return condition("Accepted", "NameTaken", children=children)
+    if state.refusals:
+        return condition("Accepted", "Refused", refusals="; ".join(state.refusals))
+    return condition("Accepted", "Valid")
+
+
+def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
+    name = "SyncerReady"
+    if not state.has_syncer:
+        return condition(name, "OtherRegion", region=state.job.spec.syncer_region)
+    if _is_serving(state):
+        if _waits_for_address(state):
+            return condition(
+                name, "WaitingForAddress", service=names.syncer_name(state.job.metadata.name)
+            )
+        return condition(name, "Serving")
+    if lifecycle.finished:
+        return condition(name, lifecycle.phase.value)
+    pods = state.pods_of("syncer")
+    if problem := pod_problem(pods):
+        return condition(name, "PodTrouble", detail=problem)
+    initial = state.previous.reason(name) in _INITIAL
+    return condition(name, "Starting" if initial else "NotReady", detail=describe_unready(pods))
+
+
+def _is_serving(state: JobState) -> bool:
+    deployment = state.syncer_child("Deployment") or {}
+    return bool((deployment.get("status") or {}).get("readyReplicas"))
+
+
+def _waits_for_address(state: JobState) -> bool:
+    service = state.syncer_child("Service") or {}
+    is_balancer = (service.get("spec") or {}).get("type") == "LoadBalancer"
+    return is_balancer and not load_balancer_address(service)
+
+
+def load_balancer_address(service: Object) -> str:
+    """IP or name that the cluster assigned to a Service of type LoadBalancer; "": none yet."""
+    ingress = ((service.get("status") or {}).get("loadBalancer") or {}).get("ingress") or [{}]
+    return str(ingress[0].get("hostname") or ingress[0].get("ip") or "")
+
+
+def _syncer_reachable(state: JobState, lifecycle: Lifecycle) -> ConditionState:
+    name = "SyncerReachable"
+    if state.reachable:
+        return condition(name, "Answers", endpoint=state.address)
+    if lifecycle.finished and state.has_syncer and not _is_serving(state):
+        return condition(name, lifecycle.phase.value)
+    if not state.address:
+        return condition(name, "NoEndpoint")
+    if problem := state.certificate_problem():
+        return condition(name, problem[0], detail=problem[1])
+    if state.unreachable is not None:
+        reason = state.unreachable.reason
+        reason = reason if has_reason(name, reason) else "NoAnswer"
+        detail = advice(reason) or state.unreachable.message
+        return condition(name, reason, endpoint=state.address, detail=detail)
+    if state.has_syncer and state.syncer_child("Deployment") is not None:
+        pods = state.pods_of("syncer")
+        return condition(name, "NotStarted", detail=pod_problem(pods) or describe_unready(pods))
+    return condition(name, "NotAsked")
+
+
+def _learners_ready(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts) -> ConditionState:
+    name = "LearnersReady"
+    if lifecycle.finished:
+        return condition(name, lifecycle.phase.value)
+    if not state.address:
+        return condition(name, "NoEndpoint")
+    own = [counts.of(region.region.name) for region in state.regions]
+    desired = sum(region.desired for region in own)
+    training = sum(min(region.training or 0, region.ready or 0) for region in own)
+    if training == desired:
+        return condition(name, "AllTraining", training=training, desired=desired)
+    if problem := state.certificate_problem():
+        return condition(name, problem[0], detail=problem[1])
+    learners = [learner for region in state.regions for learner in region.learners]
+    if stuck := pod_problem(pod for learner in learners for pod in learner.pods):
+        return condition(name, "PodTrouble", detail=stuck)
+    initial = state.previous.reason(name) in _INITIAL
+    return condition(
+        name,
+        "Starting" if initial else "SomeNotTraining",
+        training=training,
+        desired=desired,
+        detail=_missing(learners)
+        + _ejected(state, learners)
+        + ("" if initial or state.reachable else _WITHOUT_SYNCER),
+    )
+
+
+_WITHOUT_SYNCER = "; the syncer does not reply, and running learners continue without it"
+
+
+def _missing(learners: Iterable[LearnerPods]) -> str:
+    return _list("not registered", [learner.name for learner in learners if not learner.ready])
+
+
+def _ejected(state: JobState, learners: Iterable[LearnerPods]) -> str:
+    """Without their reasons and probes: those change often, and each change would be a write."""
+    answers = state.answer.learners if state.answer else ()
+    ejected = {learner.name for learner in answers if learner.state == "Ejected"}
+    ready = [learner.name for learner in learners if learner.ready and learner.name in ejected]
+    return _list("ejected, because they do not deliver", ready)
+
+
+def _list(title: str, found: Sequence[str]) -> str:
+    if not found:
+        return ""
+    shown = ", ".join(found[:_NAMES_SHOWN])
+    more = len(found) - _NAMES_SHOWN
+    return f"; {title}: {shown}" + (f" and {more} more" if more > 0 else "")
+
+
+def _quorum_met(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts) -> ConditionState:
+    name = "QuorumMet"
+    if lifecycle.finished:
+        return condition(name, lifecycle.phase.value)
+    if state.answer is None:
+        return _last_known(state, name) or condition(name, "NoAnswer")
+    quorum = state.answer.quorum or state.job.spec.sync.quorum
+    values = {"reporting": counts.reporting, "quorum": quorum}
+    if counts.reporting >= quorum and state.answer.state != "Initialising":
+        return condition(name, "EnoughLearners", reporting=f"at least {quorum}", quorum=quorum)
+    initial = not state.step or state.previous.reason(name) in _INITIAL
+    return condition(name, "Starting" if initial else "TooFewLearners", **values)
+
+
+def _spec_consistent(state: JobState) -> ConditionState:
+    name = "SpecConsistent"
+    if state.answer is None or not state.answer.spec_hash:
+        return _last_known(state, name) or condition(name, "NoAnswer")
+    if state.answer.spec_hash == state.spec_hash:
+        differing = ", ".join(
+            f"that of {learner} is {other}" for learner, other in state.answer.differing
+        )
+        if differing:
+            return condition(name, "OtherHash", own=state.spec_hash, others=differing)
+        return condition(name, "SameHash")
+    others = (
+        f"that of the syncer in region {state.job.spec.syncer_region} is {state.answer.spec_hash}"
+    )
+    return condition(name, "OtherHash", own=state.spec_hash, others=others)
+
+
+def _last_known(state: JobState, name: str) -> ConditionState | None:
+    """The condition from the syncer's last answer, as long as that counts."""
+    reason = state.previous.reason(name)
+    if not state.reachable or reason in _STOPPED or not has_reason(name, reason):
+        return None
+    return ConditionState(
+        type=name,
+        status=state.previous.conditions[name]["status"],
+        reason=reason,
+        message=state.previous.message(name),
+    )
+
+
+def _suspended(state: JobState, lifecycle: Lifecycle) -> ConditionState:
+    if lifecycle.phase is Phase.SUSPENDED:
+        return condition("Suspended", "Suspended")
+    resumed = state.previous.is_true("Suspended") or state.previous.reason("Suspended") == "Resumed"
+    return condition("Suspended", "Resumed" if resumed else "NotSuspended")
+
+
+def _complete(state: JobState, lifecycle: Lifecycle) -> ConditionState:
+    steps, previous, answer = state.job.spec.steps, state.previous, state.answer
+    if lifecycle.phase is Phase.COMPLETE:
+        done = previous.number("step") if lifecycle.volume_gone else steps
+        return condition("Complete", "StepsDone", steps=done)
+    if answer is not None and answer.state == "Complete" and not state.has_syncer:
+        return condition("Complete", "SyncerDone", step=answer.step, steps=steps)
+    if previous.is_true("Complete") or previous.reason("Complete") == "StepsRaised":
+        return condition("Complete", "StepsRaised", steps=steps)
+    return condition("Complete", "NotComplete")

@@ -1,0 +1,135 @@
+"""
+The operator's decisions for one job: an observation in, decisions out.
+
+Pure. `cluster` observes, `decide` decides, `reconcile` carries out. Equal observations give equal
+decisions, and once these are carried out there is nothing left to decide: a steady job costs no
+write.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Any
+
+from diloco_job.reasons import event_type
+from diloco_operator.decide import status as statuses
+from diloco_operator.decide.changes import ObjectRef, changes
+from diloco_operator.decide.phase import Lifecycle, Phase, is_expired, lifecycle_of, timeouts
+from diloco_operator.resources.operator_scope import OperatorScope
+from diloco_operator.state.job_state import JobState
+from diloco_operator.state.objects import Object
+from diloco_operator.state.observation import Observation
+from diloco_operator.state.previous_status import PreviousStatus
+
+__all__ = ["Decisions", "JobEvent", "ObjectRef", "decide"]
+
+RUNNING_SECONDS = 30.0
+"""Longest time between two reconciles of a running job."""
+
+IDLE_SECONDS = 300.0
+"""The same for a job that is suspended, finished or not accepted."""
+
+JOINING_SECONDS = 5.0
+"""The same while learners join: no event announces that they begin to train."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent:
+    """A core/v1 Event about the job."""
+
+    type: str
+    """Normal | Warning."""
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decisions:
+    """What to do, in this order."""
+
+    apply: tuple[dict[str, Any], ...] = ()
+    """Children to apply (server-side, force), in order."""
+    delete: tuple[ObjectRef, ...] = ()
+    status: dict[str, Any] | None = None
+    """The whole new status; None: it does not change."""
+    events: tuple[JobEvent, ...] = ()
+    requeue_seconds: float = RUNNING_SECONDS
+    """When to reconcile again if no event arrives earlier."""
+    remove_job: bool = False
+    """The job outlived spec.runPolicy.ttlSecondsAfterFinished: delete it."""
+
+
+def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Decisions:
+    """
+    Decide what to do for this job now; never raises for a job that the API server stores.
+
+    Args:
+        observation: of this reconcile.
+        scope: the part of the job that this operator runs.
+        now: wall clock, UTC.
+    """
+    stored = observation.stored
+    if stored.ignored:
+        return Decisions(requeue_seconds=IDLE_SECONDS)
+    if stored.job is None:
+        status = statuses.invalid(stored.raw, stored.problems, now)
+        return _with_status(Decisions(requeue_seconds=IDLE_SECONDS), stored.raw, status, now)
+    state = JobState.of(observation, stored.job, scope, now)
+    lifecycle = lifecycle_of(state)
+    due = changes(state, lifecycle)
+    decisions = Decisions(
+        apply=due.apply,
+        delete=due.delete,
+        requeue_seconds=_requeue_seconds(state, lifecycle),
+        remove_job=is_expired(state, lifecycle),
+    )
+    return _with_status(decisions, stored.raw, statuses.build(state, lifecycle), now)
+
+
+def _with_status(
+    decisions: Decisions, raw: Object, status: dict[str, Any], now: datetime
+) -> Decisions:
+    """Add the status, if it is worth a write, and its Events."""
+    if not statuses.is_worth_writing(status, raw, now):
+        return decisions
+    return replace(decisions, status=status, events=_events(status, PreviousStatus.of(raw)))
+
+
+def _events(status: dict[str, Any], previous: PreviousStatus) -> tuple[JobEvent, ...]:
+    """One Event for each reason that a condition changed to."""
+    events: dict[str, JobEvent] = {}
+    for condition in status["conditions"]:
+        kind, reason = condition["type"], condition["reason"]
+        old = previous.conditions.get(kind, {})
+        event = event_type(kind, reason)
+        if event and (old.get("status"), old.get("reason")) != (condition["status"], reason):
+            # Two conditions may change to the same reason: one Event is enough.
+            events.setdefault(
+                reason, JobEvent(type=event, reason=reason, message=condition["message"])
+            )
+    return tuple(events.values())
+
+
+def _requeue_seconds(state: JobState, lifecycle: Lifecycle) -> float:
+    idle = lifecycle.finished or not state.in_scope
+    seconds = [IDLE_SECONDS if idle else RUNNING_SECONDS]
+    if lifecycle.phase is Phase.RUNNING and _is_joining(state):
+        seconds.append(JOINING_SECONDS)
+    left = [(when - state.now).total_seconds() for when in timeouts(state, lifecycle)]
+    return min([*seconds, *(max(1.0, wait) for wait in left if wait > 0)])
+
+
+def _is_joining(state: JobState) -> bool:
+    """All own learners are registered, but not all of them train yet; an ejected one may not for long."""
+    if state.answer is None:
+        return False
+    learners = [learner for own in state.regions for learner in own.learners]
+    joined = {
+        learner.name
+        for learner in state.answer.learners
+        if learner.state in ("Training", "Ejected")
+    }
+    return all(learner.ready for learner in learners) and any(
+        learner.name not in joined for learner in learners
+    )

@@ -1,0 +1,189 @@
+"""
+The phase of a job, and which of its components should run in it.
+
+Pure.
+
+    Running <--suspend, resume--> Suspended
+       |  ^
+       |  `--steps raised-- Complete       (the syncer completed the last step; ends by TTL)
+       `------------------> Failed         (final; ends by TTL)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from enum import StrEnum
+
+from diloco_job.reasons import ConditionState, condition
+from diloco_operator.resources import Wanted
+from diloco_operator.state.job_state import JobState
+from diloco_operator.state.pods import failed_condition
+
+EVALUATOR_SECONDS = 120.0
+"""How long the evaluator of a complete job may take for its last score."""
+
+FETCH_SECONDS = 60.0
+"""With cleanupPolicy All: how long the model of a complete job stays available."""
+
+
+class Phase(StrEnum):
+    """The phases of a job."""
+
+    RUNNING = "Running"
+    SUSPENDED = "Suspended"
+    COMPLETE = "Complete"
+    FAILED = "Failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifecycle:
+    """The phase of a job, with its times."""
+
+    phase: Phase
+    failed: ConditionState | None = None
+    """Why it failed."""
+    failing: bool = False
+    """It failed in this reconcile; the status does not show it yet."""
+    started: datetime | None
+    """When it started, resumed, or continued after its steps were raised; None: not started."""
+    ended: datetime | None
+    """When it became Complete or Failed."""
+    volume_gone: bool = False
+    """It is Complete, and its state was deleted."""
+
+    @property
+    def finished(self) -> bool:
+        """Whether the job should not train, for now or for good."""
+        return self.phase is not Phase.RUNNING
+
+
+def lifecycle_of(state: JobState) -> Lifecycle:
+    """The job's phase now."""
+    if not state.in_scope:
+        return Lifecycle(phase=Phase.RUNNING, started=None, ended=None)
+    phase, failed = _phase(state)
+    previous = state.previous
+    ended = phase in (Phase.COMPLETE, Phase.FAILED)
+    started = previous.time("startTime") or state.now if ended else _started(state)
+    return Lifecycle(
+        phase=phase,
+        failed=failed,
+        failing=failed is not None and not previous.is_true("Failed"),
+        started=None if phase is Phase.SUSPENDED else started,
+        ended=(previous.time("completionTime") or state.now) if ended else None,
+        volume_gone=phase is Phase.COMPLETE and _volume_gone(state),
+    )
+
+
+def _phase(state: JobState) -> tuple[Phase, ConditionState | None]:
+    previous, policy = state.previous, state.job.spec.run_policy
+    if previous.is_true("Failed"):
+        return Phase.FAILED, ConditionState(
+            type="Failed",
+            status="True",
+            reason=previous.reason("Failed"),
+            message=previous.message("Failed"),
+        )
+    if _is_complete(state):
+        return Phase.COMPLETE, None
+    if policy.suspend:
+        return Phase.SUSPENDED, None
+    learners = [learner for own in state.regions for learner in own.learners]
+    failed = failed_condition(learners, policy.learner_restart_limit)
+    deadline = _deadline(state)
+    if failed is None and deadline is not None and state.now >= deadline:
+        seconds = policy.active_deadline_seconds
+        failed = condition("Failed", "DeadlineExceeded", seconds=seconds)
+    return (Phase.FAILED, failed) if failed else (Phase.RUNNING, None)
+
+
+def _is_complete(state: JobState) -> bool:
+    steps, answer = state.job.spec.steps, state.answer
+    if state.previous.is_true("Complete"):
+        return steps <= state.previous.number("step") or _volume_gone(state)
+    # Only the state Complete means that the model is exported.
+    return answer is not None and answer.state == "Complete" and answer.step >= steps
+
+
+def _volume_gone(state: JobState) -> bool:
+    return state.has_syncer and state.syncer_child("PersistentVolumeClaim") is None
+
+
+def _started(state: JobState) -> datetime:
+    """Start time of a running job; reset when a complete job continues."""
+    # A suspended job has no startTime, so resuming resets it as well.
+    continued = state.previous.is_true("Complete")
+    return (None if continued else state.previous.time("startTime")) or state.now
+
+
+def _deadline(state: JobState) -> datetime | None:
+    seconds = state.job.spec.run_policy.active_deadline_seconds
+    return None if seconds is None else _after(_started(state), seconds)
+
+
+def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
+    """Which components should run, and whether the job should have children at all."""
+    policy = state.job.spec.run_policy.cleanup_policy
+    nothing = Wanted(learners=False, syncer=False, evaluator=False, volume=False)
+    stopped = Wanted(learners=False, syncer=False, evaluator=False)
+    match lifecycle.phase:
+        case Phase.RUNNING:
+            return Wanted()
+        case Phase.SUSPENDED:
+            return stopped
+        case Phase.COMPLETE if lifecycle.volume_gone or _fetched(state, lifecycle):
+            return nothing
+        case _ if policy == "None":
+            return Wanted()
+        case Phase.COMPLETE:
+            # The syncer serves the model and reports completion to other regions.
+            return Wanted(learners=False, evaluator=_is_scoring(state, lifecycle))
+        case _:
+            return nothing if policy == "All" else stopped
+
+
+def _fetched(state: JobState, lifecycle: Lifecycle) -> bool:
+    return state.job.spec.run_policy.cleanup_policy == "All" and _past(
+        state, lifecycle, FETCH_SECONDS
+    )
+
+
+def _is_scoring(state: JobState, lifecycle: Lifecycle) -> bool:
+    scored = state.answer is not None and state.answer.eval_step >= state.job.spec.steps
+    return not scored and not _past(state, lifecycle, EVALUATOR_SECONDS)
+
+
+def _past(state: JobState, lifecycle: Lifecycle, seconds: float) -> bool:
+    return lifecycle.ended is not None and state.now >= _after(lifecycle.ended, seconds)
+
+
+def is_expired(state: JobState, lifecycle: Lifecycle) -> bool:
+    """Whether the job finished spec.runPolicy.ttlSecondsAfterFinished ago."""
+    ttl = state.job.spec.run_policy.ttl_seconds_after_finished
+    return ttl is not None and _past(state, lifecycle, ttl)
+
+
+def timeouts(state: JobState, lifecycle: Lifecycle) -> Iterator[datetime]:
+    """Times at which the decisions change without an event; some may have passed."""
+    policy = state.job.spec.run_policy
+    deadline = _deadline(state)
+    if deadline is not None and lifecycle.phase is Phase.RUNNING:
+        yield deadline
+    if state.answer is None:
+        yield state.reachable_until
+    if lifecycle.failing:
+        yield _after(state.now, 1.0)
+    if lifecycle.ended is not None:
+        for seconds in (EVALUATOR_SECONDS, FETCH_SECONDS, policy.ttl_seconds_after_finished):
+            if seconds is not None:
+                yield _after(lifecycle.ended, seconds)
+
+
+def _after(when: datetime, seconds: float) -> datetime:
+    """Some seconds later; datetime.max where that overflows."""
+    try:
+        return when + timedelta(seconds=seconds)
+    except OverflowError:
+        return datetime.max.replace(tzinfo=when.tzinfo)

@@ -1,0 +1,65 @@
+"""
+Pruning: children that the operator created for a job and that the job no longer needs.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
+from diloco_operator.state.job_state import JobState
+from diloco_operator.state.objects import Object, controller_uid, is_deleting, labels
+
+MANAGED_BY = "app.kubernetes.io/managed-by"
+
+
+def obsolete(
+    state: JobState, desired: Collection[tuple[str, str]], *, keep_volume: bool
+) -> Iterator[Object]:
+    """
+    Live children to delete.
+
+    Args:
+        state: of the job.
+        desired: kind and name of the children that should exist.
+        keep_volume: keep PersistentVolumeClaims, which hold the model. Only
+            spec.runPolicy.cleanupPolicy All deletes them.
+    """
+    # Without desired children, no new pod mounts anything.
+    in_use = set(_config_maps_in_use(state)) if desired else set()
+    for (kind, name), live in state.children.items():
+        if (kind, name) in desired or is_deleting(live) or not _is_own(state, live):
+            continue
+        if kind == "ConfigMap" and name in in_use:
+            continue
+        if kind == "PersistentVolumeClaim" and keep_volume:
+            continue
+        yield live
+
+
+def _is_own(state: JobState, live: Object) -> bool:
+    managed = labels(live).get(MANAGED_BY) == state.scope.manager
+    return managed and controller_uid(live) == state.owner.uid
+
+
+def _config_maps_in_use(state: JobState) -> Iterator[str]:
+    """Names of ConfigMaps that a pod has mounted, or that a new pod would mount."""
+    workloads = (
+        child for child in state.children.values() if child["kind"] in ("StatefulSet", "Deployment")
+    )
+    yield from _mounted(pod.get("spec") for pod in state.pods)
+    yield from _mounted(
+        ((workload.get("spec") or {}).get("template") or {}).get("spec")
+        for workload in workloads
+        if not is_deleting(workload)
+    )
+
+
+def _mounted(specs: Iterable[Any]) -> Iterator[str]:
+    for spec in specs:
+        for volume in (spec or {}).get("volumes") or ():
+            name = (volume.get("configMap") or {}).get("name")
+            if name:
+                yield name

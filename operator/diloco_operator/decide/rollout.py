@@ -1,0 +1,98 @@
+"""
+Rolling changes to learners: one region at a time, and none while only a quorum trains.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from diloco_operator.decide.drift import applied, covers
+from diloco_operator.state.job_state import JobState
+from diloco_operator.state.learner_counts import count_learners
+from diloco_operator.state.objects import Object, controller_uid, identity, labels
+from diloco_operator.state.pods import has_run, is_ready, is_unschedulable
+
+
+def running_workloads(state: JobState) -> Iterator[Object]:
+    """
+    Workloads of which a pod has run.
+
+    They keep their default image when a new chart brings another one. An image that cannot be
+    pulled is not kept.
+    """
+    ran = {_component(pod) for pod in state.pods if has_run(pod)}
+    return (child for child in state.children.values() if _component(child) in ran)
+
+
+def held_back(state: JobState, wants: Sequence[Object]) -> list[Object]:
+    """Those of the objects to apply that would start a rollout which has to wait."""
+    rollouts = [want for want in wants if _restarts_learners(state.child(*identity(want)), want)]
+    in_progress = _in_progress(state)
+    # A rollout in progress accepts further changes: its pods may never become ready otherwise.
+    new = [want for want in rollouts if identity(want) not in in_progress]
+    if in_progress:
+        return new
+    complete = _complete_regions(state) if _has_only_quorum(state) else set()
+    started = [want for want in new if _component(want)[1] not in complete][:1]
+    return [want for want in new if want not in started]
+
+
+def _component(item: Object) -> tuple[str | None, str | None]:
+    return labels(item).get("diloco.dev/role"), labels(item).get("diloco.dev/region")
+
+
+def _restarts_learners(live: Object | None, want: Object) -> bool:
+    """Whether the apply replaces learners that train."""
+    if live is None or want["kind"] != "StatefulSet" or not want["spec"]["replicas"]:
+        return False
+    if not (live.get("status") or {}).get("readyReplicas"):
+        return False
+    if not covers(live["spec"].get("template"), want["spec"]["template"]):
+        return True
+    # Only the hash shows a removed field, but it also changes with the replicas.
+    scaled = live["spec"].get("replicas") != want["spec"]["replicas"]
+    return applied(live) != applied(want) and not scaled
+
+
+def _has_only_quorum(state: JobState) -> bool:
+    """Exactly a quorum trains, of more learners: no learner can be spared until another is back."""
+    if state.answer is None:
+        return False
+    quorum = state.answer.quorum or state.job.spec.sync.quorum
+    training = sum(region.training or 0 for region in count_learners(state).regions)
+    return training == quorum < state.job.spec.num_learners
+
+
+def _complete_regions(state: JobState) -> set[str]:
+    """Regions in which all learners train; a rollout may repair an incomplete region."""
+    regions = count_learners(state).regions
+    return {region.name for region in regions if (region.training or 0) >= region.desired}
+
+
+def _in_progress(state: JobState) -> set[tuple[str, str]]:
+    """StatefulSets whose learners are being replaced."""
+    return {
+        key
+        for key, child in state.children.items()
+        if child["kind"] == "StatefulSet" and _is_rolling(state, child)
+    }
+
+
+def _is_rolling(state: JobState, live: Object) -> bool:
+    status, replicas = live.get("status") or {}, (live.get("spec") or {}).get("replicas")
+    if not replicas:
+        return False
+    if status.get("observedGeneration", 0) < live["metadata"].get("generation", 0):
+        return True
+    if status.get("currentRevision") == status.get("updateRevision"):
+        return False
+    pods = [pod for pod in state.pods if controller_uid(pod) == live["metadata"]["uid"]]
+    return len(pods) < replicas or not all(_is_updated(pod, status) for pod in pods)
+
+
+def _is_updated(pod: Object, status: Object) -> bool:
+    """Replaced, and ready again; an unschedulable pod does not block a rollout."""
+    replaced = labels(pod).get("controller-revision-hash") == status.get("updateRevision")
+    return replaced and (is_ready(pod) or is_unschedulable(pod))

@@ -1,0 +1,75 @@
+"""
+The children of a job as Kubernetes objects: the desired state of everything the operator manages.
+
+Pure and deterministic: equal arguments give equal objects, ready for server-side apply (every field
+that is ours, no nulls, no status). They depend neither on the chart nor on the operator's version,
+so an upgrade changes none. Begin with `desired`; each role has a module, `pods` has what their pods
+share, `overlay` applies a podTemplate. Imports diloco_job and the contract; nothing of the
+operator outside this folder.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_job.plan import Plan, learner_spec
+from diloco_job.plan import plan as plan_of
+from diloco_job.types import DiLoCoJob
+from diloco_operator.resources import evaluator, learners, shared, syncer
+from diloco_operator.resources.common import APPLIED, JobContext, Owner, Wanted
+from diloco_operator.resources.operator_scope import OperatorScope
+
+__all__ = ["APPLIED", "Owner", "Wanted", "desired"]
+
+
+def desired(
+    job: DiLoCoJob,
+    owner: Owner,
+    scope: OperatorScope,
+    wanted: Wanted,
+    plan: Plan | None = None,
+) -> tuple[dict[str, Any], ...]:
+    """
+    The children of a job that this operator should keep, in the order to apply them.
+
+    ServiceAccount, ConfigMaps, Certificate, PersistentVolumeClaim, Services, PodDisruptionBudgets,
+    Deployments, StatefulSets. Other children of the job are obsolete.
+
+    Args:
+        job: a validated job.
+        owner: the job's object in the cluster.
+        scope: the part of the job that this operator runs, and its defaults.
+        wanted: which components should run now.
+        plan: of the job; None: make it.
+    """
+    plan = plan or plan_of(job)
+    context = JobContext(
+        job=job,
+        plan=plan,
+        owner=owner,
+        scope=scope,
+        wanted=wanted,
+        spec=plan.spec.to_json(),
+        learner_spec=learner_spec(plan.spec).to_json(),
+    )
+    if not wanted.volume or not (context.regions or context.has_syncer):
+        return ()
+    children = [
+        *shared.children(context),
+        *(syncer.children(context) if context.has_syncer else ()),
+        *(evaluator.children(context) if context.has_syncer else ()),
+        *(child for region in context.regions for child in learners.children(context, region)),
+    ]
+    return tuple(sorted(children, key=lambda child: _ORDER.index(child["kind"])))
+
+
+_ORDER = (
+    "ServiceAccount",
+    "ConfigMap",
+    "Certificate",
+    "PersistentVolumeClaim",
+    "Service",
+    "PodDisruptionBudget",
+    "Deployment",
+    "StatefulSet",
+)

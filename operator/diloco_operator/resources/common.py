@@ -1,0 +1,135 @@
+"""
+What all children share: the context they are built from, labels, selectors, metadata.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.spec import canonical
+from diloco_job.plan import Plan
+from diloco_job.types import API_VERSION, KIND, DiLoCoJob, Region
+from diloco_operator.resources.operator_scope import OperatorScope
+
+APPLIED = "diloco.dev/applied"
+"""Annotation of every child: a hash of its content (16 hex digits), so that a field which is no
+longer desired shows as drift."""
+
+SYNC_PORT = 7070
+METRICS_PORT = 9090
+HEALTH_PORT = 8080
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """The DiLoCoJob object that children belong to."""
+
+    namespace: str
+    uid: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """Which components should run now; the others keep their objects, with 0 replicas."""
+
+    learners: bool = True
+    syncer: bool = True
+    evaluator: bool = True
+    volume: bool = True
+    """The syncer's volume; without it, the job has no children at all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext:
+    """What every child is built from."""
+
+    job: DiLoCoJob
+    plan: Plan
+    owner: Owner
+    scope: OperatorScope
+    wanted: Wanted
+    spec: str
+    """Content of the syncer's and the evaluator's spec.json."""
+    learner_spec: str
+    """Content of a learner's spec.json."""
+
+    @property
+    def name(self) -> str:
+        """The job's name."""
+        return self.job.metadata.name
+
+    @property
+    def regions(self) -> tuple[Region, ...]:
+        """Regions whose learners this operator runs."""
+        return self.scope.own_regions(self.job)
+
+    @property
+    def has_syncer(self) -> bool:
+        """Whether this operator runs the syncer and the evaluator."""
+        return self.scope.has_syncer(self.job)
+
+    @property
+    def syncer_address(self) -> str:
+        """host:port to dial; "": the manifest has none."""
+        return self.scope.syncer_address(self.job, self.owner.namespace)
+
+
+def labels(context: JobContext, component: str, region: str = "") -> dict[str, str]:
+    """
+    Labels of a child and of its pods.
+
+    Args:
+        scope: of the job.
+        component: learner, syncer, evaluator, or shared.
+        region: of its pods; "" for shared children.
+    """
+    return {
+        "app.kubernetes.io/name": "diloco",
+        "app.kubernetes.io/instance": context.name,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/managed-by": context.scope.manager,
+        "app.kubernetes.io/part-of": "diloco",
+        "diloco.dev/job": context.name,
+        **({"diloco.dev/region": region, "diloco.dev/role": component} if region else {}),
+    }
+
+
+def selector(context: JobContext, role: str, region: str) -> dict[str, str]:
+    """The labels that identify pods; a workload's selector is immutable."""
+    return {"diloco.dev/job": context.name, "diloco.dev/region": region, "diloco.dev/role": role}
+
+
+def child(
+    context: JobContext,
+    *,
+    api_version: str,
+    kind: str,
+    name: str,
+    labels: Mapping[str, str],
+    body: Mapping[str, Any],
+    annotations: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """A child object: metadata with the job as its owner, and `body` beside it."""
+    annotations = dict(annotations or {})
+    metadata: dict[str, Any] = {
+        "name": name,
+        "namespace": context.owner.namespace,
+        "labels": dict(labels),
+        "annotations": annotations,
+        "ownerReferences": [
+            {
+                "apiVersion": API_VERSION,
+                "kind": KIND,
+                "name": context.name,
+                "uid": context.owner.uid,
+                "controller": True,
+                "blockOwnerDeletion": True,
+            }
+        ],
+    }
+    item = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **body}
+    annotations[APPLIED] = hashlib.sha256(canonical(item).encode()).hexdigest()[:16]
+    return item

@@ -1,0 +1,85 @@
+"""
+The evaluator: Deployment `<job>-evaluator`, beside the syncer.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_job import names
+from diloco_job.plan import EvaluatorPlan, process_env
+from diloco_job.types import Region
+from diloco_operator.resources import common, learners, pods
+from diloco_operator.resources.common import JobContext, child
+from diloco_operator.resources.operator_scope import DEFAULT_IMAGE, tls_secret
+
+ROLE = "evaluator"
+
+GRACE_SECONDS = 30
+
+_RESOURCES = ("cpu", "memory", "ephemeral-storage")
+
+
+def children(context: JobContext) -> list[dict[str, Any]]:
+    """The Deployment; empty for a job without evaluation."""
+    planned = context.plan.evaluator
+    if planned is None:
+        return []
+    spec = context.job.spec
+    region = next(region for region in spec.regions if region.name == spec.syncer_region)
+    deployment = {
+        "replicas": 1 if context.wanted.evaluator else 0,
+        "strategy": {"type": "Recreate"},
+        "revisionHistoryLimit": 2,
+        "selector": {"matchLabels": common.selector(context, ROLE, region.name)},
+        "template": pods.template(context, _parts(context, planned, region)),
+    }
+    default_image = {} if spec.learner.image else {DEFAULT_IMAGE: context.scope.worker_image}
+    return [
+        child(
+            context,
+            api_version="apps/v1",
+            kind="Deployment",
+            name=names.evaluator_name(context.name),
+            labels=common.labels(context, ROLE, region.name),
+            annotations=default_image,
+            body={"spec": deployment},
+        )
+    ]
+
+
+def _parts(context: JobContext, planned: EvaluatorPlan, region: Region) -> pods.Parts:
+    """As the learners of the syncer's region: image, environment and podTemplate."""
+    learner = context.job.spec.learner
+    return pods.Parts(
+        role=ROLE,
+        region=region.name,
+        argv=planned.argv,
+        image=learner.image or context.scope.worker_image,
+        env=process_env(
+            context.plan,
+            planned,
+            syncer=context.syncer_address,
+            spec_path=str(pods.SPEC_PATH),
+            state_dir=str(pods.STATE_DIR),
+            tls_dir=str(pods.TLS_DIR) if tls_secret(context.job) else "",
+            metrics_port=common.METRICS_PORT,
+        ),
+        spec=context.spec,
+        user_env=tuple(learner.env),
+        resources=_resources(context, region),
+        templates=(learner.pod_template, region.pod_template),
+        grace_seconds=GRACE_SECONDS,
+        ports={},
+    )
+
+
+def _resources(context: JobContext, region: Region) -> dict[str, Any]:
+    # No devices: an evaluator that holds an accelerator could prevent a learner from starting.
+    # A podTemplate can add one.
+    fields = pods.as_fields(learners.resources(context, region))
+    kept = {
+        part: {key: value for key, value in fields.get(part, {}).items() if key in _RESOURCES}
+        for part in ("requests", "limits")
+    }
+    return {part: values for part, values in kept.items() if values}

@@ -1,0 +1,139 @@
+"""
+A region's learners: StatefulSet, headless Service and PodDisruptionBudget `<job>-<region>`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_job import names
+from diloco_job.plan import learner_plan, process_env
+from diloco_job.types import Region, Resources
+from diloco_operator.resources import common, pods
+from diloco_operator.resources.common import JobContext, child
+from diloco_operator.resources.operator_scope import DEFAULT_IMAGE, tls_secret
+
+ROLE = "learner"
+
+GRACE_SECONDS = 60
+"""Time to leave the job and write a checkpoint."""
+
+
+def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
+    """The children of one region."""
+    name = names.child_name(context.name, region.name)
+    labels = common.labels(context, ROLE, region.name)
+    select = common.selector(context, ROLE, region.name)
+    service = {
+        "clusterIP": "None",
+        # The pods of a learner resolve each other's names before they are ready.
+        "publishNotReadyAddresses": True,
+        "selector": select,
+        "ports": [
+            {
+                "name": "metrics",
+                "port": common.METRICS_PORT,
+                "targetPort": "metrics",
+                "protocol": "TCP",
+            }
+        ],
+    }
+    budget = {
+        "maxUnavailable": max_unavailable(context, region),
+        "unhealthyPodEvictionPolicy": "AlwaysAllow",
+        "selector": {"matchLabels": select},
+    }
+    learner = context.job.spec.learner
+    # Without an address, a learner would run standalone.
+    runs = context.wanted.learners and bool(context.syncer_address)
+    stateful_set = {
+        "replicas": region.learners * learner.pods_per_learner if runs else 0,
+        "serviceName": name,
+        "podManagementPolicy": "Parallel",
+        "updateStrategy": {"type": "RollingUpdate"},
+        "revisionHistoryLimit": 2,
+        "selector": {"matchLabels": select},
+        "template": pods.template(context, _parts(context, region)),
+    }
+    default_image = {} if learner.image else {DEFAULT_IMAGE: context.scope.worker_image}
+    return [
+        child(
+            context,
+            api_version="v1",
+            kind="Service",
+            name=name,
+            labels=labels,
+            body={"spec": service},
+        ),
+        child(
+            context,
+            api_version="policy/v1",
+            kind="PodDisruptionBudget",
+            name=name,
+            labels=labels,
+            body={"spec": budget},
+        ),
+        child(
+            context,
+            api_version="apps/v1",
+            kind="StatefulSet",
+            name=name,
+            labels=labels,
+            annotations=default_image,
+            body={"spec": stateful_set},
+        ),
+    ]
+
+
+def max_unavailable(context: JobContext, region: Region) -> int:
+    """
+    Pods of a region that may be unavailable during drains.
+
+    The learners beyond the quorum are divided among the regions by size: drains of different
+    regions do not coordinate, but together they leave a quorum. At least 1: a drain must not block,
+    and a waiting round loses nothing.
+    """
+    spec = context.job.spec
+    beyond = spec.num_learners - spec.sync.quorum
+    share = beyond * region.learners // max(1, spec.num_learners)
+    return max(1, share * spec.learner.pods_per_learner)
+
+
+def resources(context: JobContext, region: Region) -> Resources:
+    """The region's own resources, else those of all learners."""
+    return (
+        region.resources if pods.as_fields(region.resources) else context.job.spec.learner.resources
+    )
+
+
+def _parts(context: JobContext, region: Region) -> pods.Parts:
+    learner = context.job.spec.learner
+    planned = learner_plan(context.job, region, 0)
+    limit = context.job.spec.run_policy.learner_restart_limit
+    env = {
+        **process_env(
+            context.plan,
+            planned,
+            syncer=context.syncer_address,
+            spec_path=str(pods.SPEC_PATH),
+            state_dir=str(pods.STATE_DIR),
+            tls_dir=str(pods.TLS_DIR) if tls_secret(context.job) else "",
+            metrics_port=common.METRICS_PORT,
+        ),
+        "DILOCO_REGION": region.name,
+        "DILOCO_PODS_PER_LEARNER": str(learner.pods_per_learner),
+        **({"DILOCO_RESTART_LIMIT": str(limit)} if limit is not None else {}),
+    }
+    return pods.Parts(
+        role=ROLE,
+        region=region.name,
+        argv=planned.argv,
+        image=learner.image or context.scope.worker_image,
+        env=env,
+        spec=context.learner_spec,
+        user_env=tuple(learner.env),
+        resources=pods.as_fields(resources(context, region)),
+        templates=(learner.pod_template, region.pod_template),
+        grace_seconds=GRACE_SECONDS,
+        ports={},
+    )

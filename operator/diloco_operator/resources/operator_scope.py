@@ -1,0 +1,92 @@
+"""
+The settings of an operator that children depend on, and the part of a job that it runs.
+
+Pure. Everything that depends on the installation (region, the chart's images) comes from an
+`OperatorScope`; operators with equal scopes build equal children of a job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from diloco_job import names
+from diloco_job.types import DiLoCoJob, Region
+
+MANAGER = "diloco-operator"
+
+DEFAULT_IMAGE = "diloco.dev/default-image"
+"""Annotation of a StatefulSet or Deployment: the scope's image, if the manifest has none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OperatorScope:
+    """Which part of each job an operator runs, and the defaults of its children."""
+
+    region: str = ""
+    """The region that it runs, with the syncer if that is there; "": all regions."""
+    worker_image: str
+    """Default image of learners and the evaluator."""
+    syncer_image: str
+    """Default image of the syncer."""
+    image_pull_policy: str = "IfNotPresent"
+    image_pull_secrets: tuple[str, ...] = ()
+    """Names of Secrets in the job's namespace."""
+    cluster_domain: str = "cluster.local"
+
+    @property
+    def manager(self) -> str:
+        """Field manager of children, and their label managed-by."""
+        return f"{MANAGER}-{self.region}" if self.region else MANAGER
+
+    def own_regions(self, job: DiLoCoJob) -> tuple[Region, ...]:
+        """The job's regions whose learners this operator runs, in the manifest's order."""
+        return tuple(region for region in job.spec.regions if self.region in ("", region.name))
+
+    def has_syncer(self, job: DiLoCoJob) -> bool:
+        """Whether this operator runs the job's syncer (and its evaluator)."""
+        return self.region in ("", job.spec.syncer_region)
+
+    def syncer_address(self, job: DiLoCoJob, namespace: str) -> str:
+        """
+        host:port that this operator's learners dial: the Service if it runs the syncer, else
+        spec.syncer.endpoint; "": the manifest has none.
+        """
+        if not self.has_syncer(job):
+            return job.spec.syncer.endpoint
+        name = names.syncer_name(job.metadata.name)
+        return f"{name}.{namespace}.svc:{job.spec.syncer.service.port}"
+
+    def with_images_of(self, children: Iterable[Mapping[str, Any]]) -> OperatorScope:
+        """
+        This scope with the default images of a job's running children.
+
+        A new chart brings new default images. They reach a running job only through its manifest or
+        after a suspension, so an upgrade of the operator restarts nothing.
+
+        Args:
+            children: live objects of one job; workloads without replicas do not count.
+        """
+        scope = self
+        for child in children:
+            metadata = child.get("metadata") or {}
+            image = (metadata.get("annotations") or {}).get(DEFAULT_IMAGE)
+            if not image or not (child.get("spec") or {}).get("replicas"):
+                continue
+            if (metadata.get("labels") or {}).get("diloco.dev/role") == "syncer":
+                scope = replace(scope, syncer_image=image)
+            else:
+                scope = replace(scope, worker_image=image)
+        return scope
+
+
+def tls_secret(job: DiLoCoJob) -> str:
+    """Name of the Secret with tls.crt, tls.key and ca.crt in the job's namespace; "": no TLS."""
+    match job.spec.tls.mode:
+        case "Secret":
+            return job.spec.tls.secret_name
+        case "CertManager":
+            return names.tls_name(job.metadata.name)
+        case _:
+            return ""

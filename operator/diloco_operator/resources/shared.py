@@ -1,0 +1,66 @@
+"""
+What the pods of a job share: ServiceAccount, ConfigMaps with the RunSpec, Certificate.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco.rpc.tls import region_uri, server_name
+from diloco_job import names
+from diloco_operator.resources import common, pods
+from diloco_operator.resources.common import JobContext, child
+
+
+def children(context: JobContext) -> list[dict[str, Any]]:
+    """The children that belong to no single role."""
+    labels = common.labels(context, "shared")
+    account = child(
+        context,
+        api_version="v1",
+        kind="ServiceAccount",
+        name=context.name,
+        labels=labels,
+        body={"automountServiceAccountToken": False},
+    )
+    contents = [context.spec] if context.has_syncer else []
+    contents += [context.learner_spec] if context.regions else []
+    documents = [
+        child(
+            context,
+            api_version="v1",
+            kind="ConfigMap",
+            name=names.spec_name(context.name, content),
+            labels=labels,
+            body={"immutable": True, "data": {pods.SPEC_FILE: content}},
+        )
+        for content in dict.fromkeys(contents)
+    ]
+    return [account, *documents, *_certificate(context, labels)]
+
+
+def _certificate(context: JobContext, labels: dict[str, str]) -> list[dict[str, Any]]:
+    issuer = context.job.spec.tls.issuer_ref
+    if context.job.spec.tls.mode != "CertManager" or issuer is None:
+        return []
+    name, host = names.tls_name(context.name), server_name(context.name)
+    inside = f"{host}.{context.owner.namespace}.svc"
+    hosts = [host, inside, f"{inside}.{context.scope.cluster_domain}"] if context.has_syncer else []
+    spec = {
+        "secretName": name,
+        "issuerRef": {"name": issuer.name, "kind": issuer.kind, "group": issuer.group},
+        "uris": [region_uri(context.name, region.name) for region in context.regions],
+        **({"dnsNames": hosts} if hosts else {}),
+        "usages": ["digital signature", "key encipherment", "server auth", "client auth"],
+        "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
+    }
+    return [
+        child(
+            context,
+            api_version="cert-manager.io/v1",
+            kind="Certificate",
+            name=name,
+            labels=labels,
+            body={"spec": spec},
+        )
+    ]

@@ -1,0 +1,98 @@
+"""
+The syncer: Deployment, Service and PersistentVolumeClaim `<job>-syncer`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_job import names
+from diloco_operator.resources import common, pods
+from diloco_operator.resources.common import JobContext, child
+from diloco_operator.resources.operator_scope import DEFAULT_IMAGE
+
+ROLE = "syncer"
+
+GRACE_SECONDS = 60
+"""Time to write a last snapshot."""
+
+
+def children(context: JobContext) -> list[dict[str, Any]]:
+    """The syncer's children."""
+    name, region = names.syncer_name(context.name), context.job.spec.syncer_region
+    labels = common.labels(context, ROLE, region)
+    select = common.selector(context, ROLE, region)
+    syncer = context.job.spec.syncer
+    deployment = {
+        "replicas": 1 if context.wanted.syncer else 0,
+        # Two syncers must never write to the same volume.
+        "strategy": {"type": "Recreate"},
+        "revisionHistoryLimit": 2,
+        "selector": {"matchLabels": select},
+        "template": pods.template(context, _parts(context)),
+    }
+    default_image = {} if syncer.image else {DEFAULT_IMAGE: context.scope.syncer_image}
+    return [
+        child(
+            context,
+            api_version="v1",
+            kind="PersistentVolumeClaim",
+            name=name,
+            labels=labels,
+            body={"spec": _claim(context)},
+        ),
+        child(
+            context,
+            api_version="v1",
+            kind="Service",
+            name=name,
+            labels=labels,
+            annotations=syncer.service.annotations,
+            body={"spec": _service(context, select)},
+        ),
+        child(
+            context,
+            api_version="apps/v1",
+            kind="Deployment",
+            name=name,
+            labels=labels,
+            annotations=default_image,
+            body={"spec": deployment},
+        ),
+    ]
+
+
+def _claim(context: JobContext) -> dict[str, Any]:
+    storage = context.job.spec.syncer.storage
+    storage_class = storage.storage_class_name
+    return {
+        "accessModes": ["ReadWriteOnce"],
+        "resources": {"requests": {"storage": str(storage.size)}},
+        **({"storageClassName": storage_class} if storage_class else {}),
+    }
+
+
+def _service(context: JobContext, select: dict[str, str]) -> dict[str, Any]:
+    service = context.job.spec.syncer.service
+    port = {"name": "sync", "port": service.port, "targetPort": "sync", "protocol": "TCP"}
+    if service.type == "NodePort" and service.node_port:
+        port["nodePort"] = service.node_port
+    return {"type": service.type, "selector": select, "ports": [port]}
+
+
+def _parts(context: JobContext) -> pods.Parts:
+    syncer = context.job.spec.syncer
+    return pods.Parts(
+        role=ROLE,
+        region=context.job.spec.syncer_region,
+        argv=context.plan.syncer.argv,
+        image=syncer.image or context.scope.syncer_image,
+        env={"DILOCO_LISTEN": f"0.0.0.0:{common.SYNC_PORT}"},
+        spec=context.spec,
+        resources=pods.as_fields(syncer.resources),
+        templates=(syncer.pod_template,),
+        grace_seconds=GRACE_SECONDS,
+        claim=names.syncer_name(context.name),
+        ports={"sync": common.SYNC_PORT},
+        shared_memory=False,
+    )

@@ -1,0 +1,208 @@
+"""
+One accepted job at one moment: the observation in order, with the properties that decisions need.
+
+Pure. `phase`, `conditions`, `status` and `changes` take a `JobState`; none of them reads an
+`Observation`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+
+from diloco.rpc.certificates import CertificateFacts
+from diloco.rpc.tls import server_name
+from diloco_job import names
+from diloco_job.plan import Plan, plan
+from diloco_job.types import DiLoCoJob, Region
+from diloco_operator.resources import Owner
+from diloco_operator.resources.operator_scope import OperatorScope
+from diloco_operator.state.objects import Object, controller_uid, identity, labels
+from diloco_operator.state.observation import Answer, Observation, Unreachable
+from diloco_operator.state.pods import LearnerPods, learners_of
+from diloco_operator.state.previous_status import PreviousStatus
+
+REACHABLE_SECONDS = 30.0
+"""How long an answer counts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnRegion:
+    """A region whose learners this operator runs."""
+
+    region: Region
+    learners: tuple[LearnerPods, ...]
+
+    @property
+    def num_ready(self) -> int:
+        """Learners that are registered with the syncer."""
+        return sum(learner.ready for learner in self.learners)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobState:
+    """Everything that is known of one job now."""
+
+    job: DiLoCoJob
+    plan: Plan
+    generation: int
+    owner: Owner
+    scope: OperatorScope
+    now: datetime
+    previous: PreviousStatus
+    children: Mapping[tuple[str, str], Object]
+    """Live children of this job, by kind and name."""
+    taken: frozenset[tuple[str, str]]
+    """Kind and name of the known objects of other owners."""
+    pods: tuple[Object, ...]
+    regions: tuple[OwnRegion, ...]
+    """The regions that this operator runs."""
+    answer: Answer | None
+    """The syncer's answer in this reconcile; None: there is none."""
+    unreachable: Unreachable | None
+    """Why the status request failed."""
+    last_answer: datetime | None
+    certificate: CertificateFacts | None
+    refusals: tuple[str, ...]
+    """Such as "StatefulSet a-eu: <the server's message>"."""
+
+    @classmethod
+    def of(
+        cls, observation: Observation, job: DiLoCoJob, scope: OperatorScope, now: datetime
+    ) -> JobState:
+        """Put an observation in order."""
+        raw = observation.stored.raw
+        metadata = raw["metadata"]
+        owner = Owner(namespace=metadata.get("namespace", ""), uid=metadata.get("uid", ""))
+        # A child without a controller was orphaned on purpose (--cascade=orphan): it is adopted.
+        own = {
+            identity(child): child
+            for child in observation.children
+            if controller_uid(child) in ("", owner.uid)
+        }
+        sets = [
+            child["metadata"].get("uid", "")
+            for child in own.values()
+            if child["kind"] == "StatefulSet"
+        ]
+        answer, unreachable = _answer_about(job, observation)
+        previous = PreviousStatus.of(raw)
+        # The shell records the time of every answer; an answer about another job does not count.
+        counts = unreachable is observation.syncer or answer is not None
+        last_answer = observation.last_answer if counts else None
+        return cls(
+            job=job,
+            plan=plan(job),
+            generation=metadata.get("generation", 0),
+            owner=owner,
+            scope=scope,
+            now=now,
+            previous=previous,
+            children=own,
+            taken=frozenset(
+                [
+                    *(identity(child) for child in observation.foreign),
+                    *(key for child in observation.children if (key := identity(child)) not in own),
+                ]
+            ),
+            pods=observation.pods,
+            regions=tuple(
+                OwnRegion(region=region, learners=learners_of(job, region, observation.pods, sets))
+                for region in scope.own_regions(job)
+            ),
+            answer=answer,
+            unreachable=unreachable,
+            last_answer=last_answer or previous.time("lastSyncTime"),
+            certificate=observation.certificate,
+            refusals=tuple(
+                f"{refusal.child}: {refusal.message}" for refusal in observation.refusals
+            ),
+        )
+
+    @property
+    def has_syncer(self) -> bool:
+        """Whether this operator runs the syncer."""
+        return self.scope.has_syncer(self.job)
+
+    @property
+    def in_scope(self) -> bool:
+        """Whether this operator runs some part of the job."""
+        return bool(self.regions) or self.has_syncer
+
+    @property
+    def address(self) -> str:
+        """host:port that this operator's learners dial; "": the manifest has none."""
+        return self.scope.syncer_address(self.job, self.owner.namespace)
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the syncer answered within the last 30 s."""
+        return self.answer is not None or self.now < self.reachable_until
+
+    @property
+    def reachable_until(self) -> datetime:
+        """When the last answer expires."""
+        last = self.last_answer or datetime.min.replace(tzinfo=self.now.tzinfo)
+        return last + timedelta(seconds=REACHABLE_SECONDS)
+
+    @property
+    def step(self) -> int:
+        """Last known global step."""
+        return self.answer.step if self.answer else self.previous.number("step")
+
+    @property
+    def spec_hash(self) -> str:
+        """Hash of the spec that all regions must share."""
+        return self.plan.spec.hash
+
+    def child(self, kind: str, name: str) -> Object | None:
+        """The job's live child of that name."""
+        return self.children.get((kind, name))
+
+    def syncer_child(self, kind: str) -> Object | None:
+        """The syncer's live Deployment, Service or PersistentVolumeClaim."""
+        return self.child(kind, names.syncer_name(self.job.metadata.name))
+
+    def pods_of(self, role: str) -> list[Object]:
+        """Pods of a role: learner, syncer or evaluator."""
+        return [pod for pod in self.pods if labels(pod).get("diloco.dev/role") == role]
+
+    def certificate_problem(self) -> tuple[str, str] | None:
+        """Reason and message of a problem with this cluster's certificate."""
+        facts = self.certificate
+        if facts is None:
+            return None
+        if facts.reason or facts.problem:
+            return facts.reason or "CertificateUnreadable", facts.problem
+        needed = [own.region.name for own in self.regions if own.region.learners]
+        if not set(needed) <= set(facts.regions):
+            return (
+                "CertificateOfOtherRegion",
+                f"the certificate is valid for {_listed(facts.regions) or 'no region of this job'}, "
+                f"but learners of {_listed(needed)} use it",
+            )
+        name = server_name(self.job.metadata.name)
+        if self.has_syncer and name not in facts.server_names:
+            return (
+                "CertificateNotForSyncer",
+                f"the certificate has no DNS name {name}, which learners expect of the syncer",
+            )
+        return None
+
+
+def _answer_about(
+    job: DiLoCoJob, observation: Observation
+) -> tuple[Answer | None, Unreachable | None]:
+    match observation.syncer:
+        case Answer() as answer if answer.job not in ("", job.metadata.name):
+            detail = f"the syncer of job {answer.job} answered"
+            return None, Unreachable(reason="OtherJob", message=detail)
+        case Answer() as answer:
+            return answer, None
+        case unreachable:
+            return None, unreachable
+
+
+def _listed(regions: list[str] | tuple[str, ...]) -> str:
+    return ", ".join(f"region {name}" for name in regions)

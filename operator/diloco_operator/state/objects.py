@@ -1,0 +1,34 @@
+"""
+Reading Kubernetes objects that stay the plain dicts which the API server sends.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+Object = Mapping[str, Any]
+"""A Kubernetes object, with apiVersion and kind (a LIST omits them: fill them in)."""
+
+
+def identity(item: Object) -> tuple[str, str]:
+    """Kind and name, which identify an object within its namespace."""
+    return item["kind"], item["metadata"]["name"]
+
+
+def labels(item: Object) -> Mapping[str, str]:
+    """Its labels; empty where there are none."""
+    return item["metadata"].get("labels") or {}
+
+
+def controller_uid(item: Object) -> str:
+    """uid of the owner that controls the object; "": it has no controller."""
+    owners = item["metadata"].get("ownerReferences") or ()
+    return next((str(owner.get("uid", "")) for owner in owners if owner.get("controller")), "")
+
+
+def is_deleting(item: Object) -> bool:
+    """Whether the object has a deletion timestamp."""
+    return bool(item["metadata"].get("deletionTimestamp"))

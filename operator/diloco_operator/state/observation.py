@@ -1,0 +1,129 @@
+"""
+What one reconcile observed: the job, its children and pods, the syncer's answer, the certificate.
+
+Pure values. `cluster.observe` fills an `Observation` from fresh reads; `decide` gets nothing else
+but an `OperatorScope` and the time. Kubernetes objects stay the plain dicts that the API server
+sends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import datetime
+
+from diloco.rpc.certificates import CertificateFacts
+from diloco.v1 import syncer_pb2 as pb
+from diloco_operator.state.objects import Object
+from diloco_operator.state.stored_job import StoredJob
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """Everything that one reconcile knows."""
+
+    stored: StoredJob
+    """The DiLoCoJob, from a fresh GET."""
+    children: tuple[Object, ...] = ()
+    """Live objects with the label diloco.dev/job of this job, whatever their owner."""
+    foreign: tuple[Object, ...] = ()
+    """Live objects of other owners that have a name which this job needs."""
+    pods: tuple[Object, ...] = ()
+    """Pods with the label diloco.dev/job of this job."""
+    syncer: Answer | Unreachable | None = None
+    """Result of the status request; None: none was sent."""
+    last_answer: datetime | None = None
+    """Time of the syncer's last answer; None: none since this process started."""
+    certificate: CertificateFacts | None = None
+    """The certificate of this cluster; None: spec.tls.mode is Disabled."""
+    refusals: tuple[Refusal, ...] = ()
+    """Children that the API server rejected in this reconcile; a condition reports them, so
+    `foreign` and `refusals` are passed again as long as they hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """The fields of a StatusReply that the operator uses."""
+
+    at: datetime
+    """When it arrived, UTC."""
+    job: str = ""
+    """Name of the syncer's job."""
+    epoch: int = 0
+    step: int = 0
+    tokens: int = 0
+    spec_hash: str = ""
+    state: str = ""
+    """Initialising | Waiting | Training | Complete."""
+    quorum: int = 0
+    """K as the syncer has it."""
+    seconds_since_merge: float = -1.0
+    """-1 before the first merge of this syncer process."""
+    learners: tuple[LearnerAnswer, ...] = ()
+    model_path: str = ""
+    """Set once the model is exported."""
+    model_sha256: str = ""
+    eval_step: int = 0
+    differing: tuple[tuple[str, str], ...] = ()
+    """Learners that were refused because of another spec, with its hash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerAnswer:
+    """One learner as the syncer reports it."""
+
+    name: str
+    """"<region>/<index>"."""
+    state: str
+    """Joining | Training | Ejected | Gone."""
+    seconds_since_heard: float = -1.0
+    """-1: it is gone."""
+    restarts: int = 0
+    """Its number of restarts, as the learner reports it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unreachable:
+    """Why the syncer gave no answer."""
+
+    reason: str
+    """A reason of the condition SyncerReachable: DialTimeout, ConnectionRefused, ..."""
+    message: str = ""
+    """The transport's message."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """A child that the API server rejected."""
+
+    child: str
+    """Such as "StatefulSet a-eu"."""
+    message: str
+    """The server's message."""
+
+
+def answer_of(reply: pb.StatusReply, at: datetime) -> Answer:
+    """The reply as plain values; `at` is its time of arrival."""
+    return Answer(
+        at=at,
+        job=reply.job,
+        epoch=reply.epoch,
+        step=reply.step,
+        tokens=reply.tokens,
+        spec_hash=reply.spec_hash,
+        state=reply.state,
+        quorum=reply.quorum,
+        seconds_since_merge=reply.seconds_since_merge,
+        learners=tuple(
+            LearnerAnswer(
+                name=learner.name,
+                state=learner.state,
+                seconds_since_heard=learner.seconds_since_heard,
+                restarts=learner.restarts,
+            )
+            for learner in reply.learners
+        ),
+        model_path=reply.model_path,
+        model_sha256=reply.model_sha256,
+        eval_step=reply.eval_step,
+        differing=tuple((other.learner, other.spec_hash) for other in reply.differing),
+    )

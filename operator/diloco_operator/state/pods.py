@@ -1,0 +1,232 @@
+"""
+The state of pods: which learners are ready, why a pod does not run, whether a learner failed.
+
+Pure. Only the container `main` is ours; its first process (diloco_agent) writes a JSON object as the
+container's termination message when it exits for the last time.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.errors import EXIT_REFUSED
+from diloco_job import names
+from diloco_job.reasons import ConditionState, condition
+from diloco_job.types import DiLoCoJob, Region
+from diloco_operator.resources.pods import MAIN
+from diloco_operator.state.objects import Object, controller_uid, is_deleting
+
+_NO_IMAGE = ("ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName")
+_USUAL_WAITS = ("", "ContainerCreating", "PodInitializing")
+
+_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
+_CRASH_CODES = {128 + getattr(signal, name) for name in _CRASHES}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerPods:
+    """One learner of an own region and the pods that form it."""
+
+    name: str
+    """"<region>/<index>"."""
+    pods: tuple[Object, ...]
+    """The existing ones, in the order of their ranks."""
+    num_wanted: int
+
+    @property
+    def ready(self) -> bool:
+        """Whether all its pods exist and are ready: the learner is registered with the syncer."""
+        return len(self.pods) == self.num_wanted and all(map(is_ready, self.pods))
+
+    @property
+    def restarts(self) -> int:
+        """How often the kubelet restarted its containers."""
+        return sum(_restarts(pod) for pod in self.pods)
+
+
+def learners_of(
+    job: DiLoCoJob, region: Region, pods: Iterable[Object], controllers: Iterable[str]
+) -> tuple[LearnerPods, ...]:
+    """
+    The learners that a region should have, by index, with their pods.
+
+    Args:
+        job: the job.
+        region: one of its regions.
+        pods: pods of the job.
+        controllers: uids of this job's own StatefulSets; pods of others do not count.
+    """
+    size = job.spec.learner.pods_per_learner
+    stem, owners = names.child_name(job.metadata.name, region.name), frozenset(controllers)
+    mine = {
+        ordinal: pod
+        for pod in pods
+        if controller_uid(pod) in owners and (ordinal := _ordinal(pod, stem)) is not None
+    }
+    return tuple(
+        LearnerPods(
+            name=names.learner_name(region.name, index),
+            pods=tuple(mine[at] for at in range(index * size, (index + 1) * size) if at in mine),
+            num_wanted=size,
+        )
+        for index in range(region.learners)
+    )
+
+
+def is_ready(pod: Object) -> bool:
+    """Whether the pod is ready and not terminating."""
+    return not is_deleting(pod) and _condition(pod, "Ready").get("status") == "True"
+
+
+def is_unschedulable(pod: Object) -> bool:
+    """Whether no node fits the pod."""
+    return _condition(pod, "PodScheduled").get("status") == "False"
+
+
+def has_run(pod: Object) -> bool:
+    """Whether the container `main` was created at least once, so that its image can be pulled."""
+    return bool(_main(pod).get("imageID"))
+
+
+def pod_problem(pods: Iterable[Object]) -> str:
+    """Which pod cannot run and why, and how many others cannot; "": all can."""
+    problems = [problem for pod in sorted(pods, key=_name) if (problem := _problem(pod))]
+    if not problems:
+        return ""
+    more = f" (and {len(problems) - 1} more pods)" if len(problems) > 1 else ""
+    return problems[0] + more
+
+
+def describe_unready(pods: Sequence[Object]) -> str:
+    """The state of pods of which none is ready, in one short sentence."""
+    if not pods:
+        return "the pod does not exist yet"
+    pod = min(pods, key=_name)
+    if is_deleting(pod):
+        return f"pod {_name(pod)} is terminating"
+    return f"pod {_name(pod)} is {(pod.get('status') or {}).get('phase', 'Pending')}, not ready"
+
+
+def failed_condition(learners: Iterable[LearnerPods], limit: int | None) -> ConditionState | None:
+    """
+    The condition Failed, if a learner failed permanently.
+
+    Evictions, preemptions, deletions and lost nodes remove the pod, so they do not count.
+
+    Args:
+        learners: of the own regions.
+        limit: spec.runPolicy.learnerRestartLimit.
+    """
+    for learner in learners:
+        for end in (end for pod in learner.pods for end in _terminations(pod)):
+            reason, message = _exit_message(end)
+            if end.get("exitCode") == EXIT_REFUSED:
+                return condition("Failed", "LearnerRefused", learner=learner.name, detail=message)
+            if limit is None:
+                continue
+            if reason != "RestartLimit":
+                if learner.restarts <= limit or not _is_crash(end):
+                    continue
+                # The causes of earlier restarts are no longer known.
+                message = (
+                    f"its container restarted {learner.restarts} times, "
+                    f"the last time because of its own error: {message}"
+                )
+            return condition(
+                "Failed", "LearnerRestartLimit", learner=learner.name, limit=limit, detail=message
+            )
+    return None
+
+
+# ------------------------------------------------------------------------------ one pod
+
+
+def _name(pod: Object) -> str:
+    return str(pod["metadata"]["name"])
+
+
+def _ordinal(pod: Object, stem: str) -> int | None:
+    head, _, tail = _name(pod).rpartition("-")
+    return int(tail) if head == stem and tail.isascii() and tail.isdigit() else None
+
+
+def _condition(pod: Object, kind: str) -> Mapping[str, Any]:
+    conditions = (pod.get("status") or {}).get("conditions") or ()
+    return next((entry for entry in conditions if entry.get("type") == kind), {})
+
+
+def _containers(pod: Object) -> list[Mapping[str, Any]]:
+    status = pod.get("status") or {}
+    return [*(status.get("initContainerStatuses") or ()), *(status.get("containerStatuses") or ())]
+
+
+def _main(pod: Object) -> Mapping[str, Any]:
+    return next((status for status in _containers(pod) if status.get("name") == MAIN), {})
+
+
+def _restarts(pod: Object) -> int:
+    return int(_main(pod).get("restartCount") or 0)
+
+
+def _terminations(pod: Object) -> Iterator[Mapping[str, Any]]:
+    """The current and the last termination of `main`."""
+    for state in ("state", "lastState"):
+        end = (_main(pod).get(state) or {}).get("terminated")
+        if end:
+            yield end
+
+
+def _exit_message(end: Mapping[str, Any]) -> tuple[str, str]:
+    """Reason and message that the container wrote, else the kubelet's."""
+    text = str(end.get("message") or "").strip()
+    try:
+        written = json.loads(text)
+    except ValueError:
+        written = None
+    if isinstance(written, dict):
+        return str(written.get("reason", "")), str(written.get("message") or "no message")
+    return str(end.get("reason", "")), text or _exit_text(end)
+
+
+def _exit_text(end: Mapping[str, Any]) -> str:
+    code, reason = end.get("exitCode"), end.get("reason")
+    return f"exit code {code}" + (f" ({reason})" if reason not in (None, "", "Error") else "")
+
+
+def _is_crash(end: Mapping[str, Any]) -> bool:
+    """Neither a clean exit nor a kill from outside (`diloco run` has the same rule)."""
+    code = end.get("exitCode") or 0
+    # An OOM kill counts as the container's own; any other SIGKILL or SIGTERM came from outside.
+    return end.get("reason") == "OOMKilled" or 0 < code < 128 or code in _CRASH_CODES
+
+
+def _problem(pod: Object) -> str:
+    if is_deleting(pod) or is_ready(pod):
+        return ""
+    if is_unschedulable(pod):
+        why = _condition(pod, "PodScheduled").get("message", "")
+        return f"pod {_name(pod)} cannot be scheduled: {why}"
+    for container in _containers(pod):
+        wait = (container.get("state") or {}).get("waiting") or {}
+        text = _waiting_message(container, wait)
+        if text:
+            return f"pod {_name(pod)}: {text}"
+    return ""
+
+
+def _waiting_message(container: Mapping[str, Any], wait: Mapping[str, Any]) -> str:
+    """Why a container waits; the message changes only with the reason."""
+    reason = str(wait.get("reason") or "")
+    if reason in _USUAL_WAITS:
+        return ""
+    if reason in _NO_IMAGE:
+        return f"ImagePullBackOff: image {container.get('image')} cannot be pulled"
+    if reason == "CrashLoopBackOff":
+        end = (container.get("lastState") or {}).get("terminated") or {}
+        name = container.get("name")
+        return f"CrashLoopBackOff: container {name} keeps exiting: {_exit_message(end)[1]}"
+    return f"{reason}: {wait.get('message', '')}".removesuffix(": ")

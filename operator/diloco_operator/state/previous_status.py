@@ -1,0 +1,92 @@
+"""
+The status of the last reconcile, read without trusting its shape.
+
+Pure. Decisions depend on only four facts of it, as with Kubernetes' own Job: whether the job was
+Complete or Failed, when it started, when it ended, and its step. The rest preserves transition times
+of conditions, and the syncer's last answer while it does not reply.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+
+def time_text(when: datetime) -> str:
+    """
+    A time as the status stores it: RFC 3339, UTC, whole seconds.
+
+    >>> time_text(datetime(2026, 3, 1, 12, 0, 5, 900000, tzinfo=UTC))
+    '2026-03-01T12:00:05Z'
+    """
+    return when.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def time_of(text: object) -> datetime | None:
+    """Parse a time of the status; None: it is not a time."""
+    try:
+        when = datetime.fromisoformat(str(text))
+    except ValueError:
+        return None
+    return when if when.tzinfo else when.replace(tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PreviousStatus:
+    """The last status of a job; empty before the first one."""
+
+    status: Mapping[str, Any]
+    conditions: Mapping[str, Mapping[str, Any]]
+    """By type."""
+
+    @classmethod
+    def of(cls, job: Mapping[str, Any]) -> PreviousStatus:
+        """The status in a job object."""
+        status = job.get("status")
+        status = status if isinstance(status, Mapping) else {}
+        return cls(
+            status=status, conditions={entry["type"]: entry for entry in _named(status, "type")}
+        )
+
+    def is_true(self, condition: str) -> bool:
+        """Whether the condition was True."""
+        return self.conditions.get(condition, {}).get("status") == "True"
+
+    def reason(self, condition: str) -> str:
+        """The condition's reason; "" before the first status."""
+        return str(self.conditions.get(condition, {}).get("reason", ""))
+
+    def message(self, condition: str) -> str:
+        """The condition's message."""
+        return str(self.conditions.get(condition, {}).get("message", ""))
+
+    def number(self, name: str) -> int:
+        """An integer of the status; 0 where there is none."""
+        value = self.status.get(name)
+        return value if isinstance(value, int) else 0
+
+    def time(self, name: str) -> datetime | None:
+        """A time of the status."""
+        return time_of(self.status.get(name))
+
+    def part(self, name: str) -> Mapping[str, Any]:
+        """An object of the status, such as `syncer`."""
+        value = self.status.get(name)
+        return value if isinstance(value, Mapping) else {}
+
+    def region(self, name: str) -> Mapping[str, Any]:
+        """The status of a region."""
+        regions = _named(self.status, "name", "regions")
+        return next((region for region in regions if region["name"] == name), {})
+
+
+def _named(
+    status: Mapping[str, Any], key: str, field: str = "conditions"
+) -> list[Mapping[str, Any]]:
+    entries = status.get(field)
+    entries = entries if isinstance(entries, list) else []
+    return [
+        entry for entry in entries if isinstance(entry, Mapping) and isinstance(entry.get(key), str)
+    ]

@@ -1,0 +1,6 @@
+"""
+Sources of work: kopf's watches and periodic lists, and the health of both.
+
+`handlers.py` adds keys to the work queue; `health.py` detects watches that miss events. Imports
+`cluster.client` and `workqueue`. Begin with `handlers.registry`.
+"""

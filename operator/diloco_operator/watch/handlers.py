@@ -1,0 +1,280 @@
+"""
+Adds jobs to the work queue: from kopf's watches and, in case they miss events, from periodic lists.
+
+There are only `on.event` handlers, so that kopf stores no state in the cluster, adds no finalizer
+and writes nothing. A handler adds a key to the queue and returns; it never blocks a watch.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import kopf
+from kubernetes.client import Configuration
+
+from diloco_operator.cluster.client import CHILD_KINDS, JOB_LABEL, KINDS, ApiError, Cluster
+from diloco_operator.watch.health import Health
+from diloco_operator.workqueue import Key, WorkQueue
+
+log = logging.getLogger(__name__)
+
+CHILD_PAUSE_SECONDS = 0.3
+"""Children change in bursts, for which one reconcile is enough."""
+LOGIN_SECONDS = 600.0
+"""kopf logs in again after this time; a projected token is valid for an hour or more."""
+HEARTBEAT_SECONDS = 5.0
+_BACKOFFS = (1, 2, 3, 5, 8, 13)
+
+
+class EndlessBackoffs:
+    """Pauses between retries, without end: the operator waits for the API server."""
+
+    def __iter__(self) -> Iterator[float]:
+        yield from _BACKOFFS
+        while True:
+            yield _BACKOFFS[-1]
+
+
+class NoDiffs(kopf.DiffBaseStorage):
+    """Disables kopf's diffs, which copy every object and fail on deeply nested ones."""
+
+    def build(self, **_: Any) -> Any:
+        """Use nothing of the object."""
+        return {}
+
+    def fetch(self, **_: Any) -> Any:
+        """Nothing was stored."""
+        return None
+
+    def store(self, **_: Any) -> None:
+        """Store nothing."""
+
+
+def registry(queue: WorkQueue, health: Health, configuration: Configuration) -> Any:
+    """All handlers of the operator."""
+    handlers = kopf.OperatorRegistry()
+    on: Any = kopf.on
+    on.login(id="login", registry=handlers)(_login(configuration))
+    on.startup(id="startup", registry=handlers)(_startup(health))
+    on.event("diloco.dev", "v1alpha1", "dilocojobs", registry=handlers)(_job(queue, health))
+    for kind in (*CHILD_KINDS, "Pod"):
+        group, _, version = KINDS[kind].api_version.rpartition("/")
+        on.event(group, version, KINDS[kind].plural, id=kind, registry=handlers)(_child(queue))
+    return handlers
+
+
+def configure(settings: kopf.OperatorSettings) -> None:
+    """Configure kopf; settings without a comment are its defaults, pinned here."""
+    # Endless: after its last retry kopf ends the process, and a restart does not help.
+    settings.networking.error_backoffs = EndlessBackoffs()
+    settings.networking.request_timeout = 30
+    settings.networking.connect_timeout = 10
+    settings.networking.enforce_retry_after = True
+    settings.watching.server_timeout = 300  # an int, because it goes into the query unchanged
+    settings.watching.client_timeout = 330
+    settings.watching.connect_timeout = 10
+    settings.watching.inactivity_timeout = 70
+    settings.watching.chunk_size = 500
+    # Without selectors, kopf reads every pod of the cluster.
+    for kind in (*CHILD_KINDS, "Pod"):
+        group, _, version = KINDS[kind].api_version.rpartition("/")
+        settings.watching.label_selectors[group, version, KINDS[kind].plural] = JOB_LABEL
+    settings.peering.standalone = True  # a peering object of another operator would pause this one
+    settings.scanning.disabled = True  # no access to namespaces and CRDs; __main__ awaits the CRD
+    settings.persistence.diffbase_storage = NoDiffs()
+    settings.posting.enabled = False  # the reconciler posts Events
+    settings.execution.default_backoff = 5
+    settings.queueing.exit_timeout = 0.5
+    settings.process.ultimate_exiting_timeout = None  # __main__ ends the process
+
+
+def _login(configuration: Configuration) -> Any:
+    last = datetime.min.replace(tzinfo=UTC)
+
+    async def login(**_: Any) -> kopf.ConnectionInfo:
+        nonlocal last
+        # Otherwise kopf retries a rejected token at once, in an endless loop.
+        if datetime.now(UTC) - last < timedelta(seconds=5):
+            await asyncio.sleep(5)
+        last = datetime.now(UTC)
+        return connection_info(configuration, last)
+
+    return login
+
+
+def connection_info(configuration: Configuration, now: datetime) -> kopf.ConnectionInfo:
+    """kopf's connection to the same API server, with the current token from its file."""
+    auth: Mapping[str, Any] = configuration.auth_settings()
+    header = next((str(entry["value"]) for entry in auth.values() if entry["value"]), "")
+    scheme, _, token = header.rpartition(" ")
+    return kopf.ConnectionInfo(
+        server=configuration.host,
+        ca_path=configuration.ssl_ca_cert,
+        insecure=not configuration.verify_ssl,
+        scheme=scheme or None,
+        token=token or None,
+        certificate_path=configuration.cert_file,
+        private_key_path=configuration.key_file,
+        # Also makes the same token a new login: kopf does not reuse a rejected one.
+        expiration=now + timedelta(seconds=LOGIN_SECONDS),
+    )
+
+
+def _startup(health: Health) -> Any:
+    running: set[asyncio.Task[None]] = set()
+
+    async def heartbeat() -> None:
+        while True:
+            health.heartbeat()
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+
+    async def startup(**_: Any) -> None:
+        running.add(asyncio.create_task(heartbeat(), name="heartbeat"))
+
+    return startup
+
+
+def _job(queue: WorkQueue, health: Health) -> Any:
+    seen: dict[str, int] = {}
+
+    async def job(event: Any, namespace: str, name: str, **_: Any) -> None:
+        metadata = event["object"]["metadata"]
+        uid, generation = metadata["uid"], metadata.get("generation", 0)
+        health.delivered(uid, generation)
+        changed = event["type"] == "DELETED" or seen.get(uid) != generation
+        if event["type"] == "DELETED":
+            seen.pop(uid, None)
+        else:
+            seen[uid] = generation
+        # Other changes are those of the status, which the operator itself writes.
+        if changed:
+            queue.add(Key(namespace, name), urgent=True)
+
+    return job
+
+
+def _child(queue: WorkQueue) -> Any:
+    async def child(namespace: str, labels: Any, **_: Any) -> None:
+        if job := labels.get(JOB_LABEL):
+            queue.add(Key(namespace, job), CHILD_PAUSE_SECONDS)
+
+    return child
+
+
+class Watches:
+    """Runs kopf on a thread of its own."""
+
+    def __init__(
+        self,
+        registry: kopf.OperatorRegistry,
+        *,
+        namespaces: Sequence[str],
+        ended: Callable[[], None],
+    ) -> None:
+        """Call `ended` when the watches end, whether by `stop` or by an error."""
+        self._registry = registry
+        self._namespaces = namespaces
+        self._ended = ended
+        self._stop: Callable[[], object] = lambda: None
+        self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
+
+    def start(self) -> None:
+        """Start to watch."""
+        self._thread.start()
+
+    def stop(self, timeout_seconds: float) -> None:
+        """Stop, and wait at most this long for the thread to end."""
+        # The event loop is already closed if the watches ended by an error.
+        with contextlib.suppress(RuntimeError):
+            self._stop()
+        self._thread.join(timeout_seconds)
+
+    def _run(self) -> None:
+        try:
+            asyncio.run(self._operate())
+        except Exception:
+            log.exception("the watches failed")
+        finally:
+            self._ended()
+
+    async def _operate(self) -> None:
+        settings = kopf.OperatorSettings()
+        configure(settings)
+        # Not a threading.Event: kopf waits for it on a thread that it cannot end, and would then
+        # keep running without watches when a watch fails.
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+        self._stop = lambda: loop.call_soon_threadsafe(stop.set)
+        await kopf.operator(
+            registry=self._registry,
+            settings=settings,
+            clusterwide=not self._namespaces,
+            namespaces=self._namespaces,
+            stop_flag=stop,
+        )
+
+
+class Resync:
+    """Lists all jobs periodically and compares the list with what the watch delivered."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        queue: WorkQueue,
+        health: Health,
+        *,
+        namespaces: Sequence[str],
+        every_seconds: float,
+    ) -> None:
+        self._cluster = cluster
+        self._queue = queue
+        self._health = health
+        self._namespaces = namespaces
+        self._every_seconds = every_seconds
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="resync", daemon=True)
+
+    def start(self) -> None:
+        """Start, with the first list at once."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop after the current request."""
+        self._stopped.set()
+
+    def once(self) -> None:
+        """
+        List all jobs, and queue each that is only in the list or only in the queue.
+
+        Raises:
+            ApiError: the list request failed.
+        """
+        known = self._queue.keys()
+        listed: list[tuple[str, int, str]] = []
+        found: set[Key] = set()
+        for job in self._cluster.jobs(self._namespaces):
+            metadata = job["metadata"]
+            key = Key(metadata["namespace"], metadata["name"])
+            if not metadata.get("deletionTimestamp"):
+                found.add(key)
+            generation = metadata.get("generation", 0)
+            listed.append((metadata["uid"], generation, f"{key} (generation {generation})"))
+        self._health.listed(listed)
+        for key in found ^ known:
+            self._queue.add(key)
+
+    def _run(self) -> None:
+        while not self._stopped.is_set():
+            try:
+                self.once()
+            except ApiError as error:
+                log.warning("cannot list jobs: %s", error)
+            except Exception:
+                log.exception("unexpected error in the comparison of jobs")
+            self._stopped.wait(self._every_seconds)

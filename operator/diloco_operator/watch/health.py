@@ -1,0 +1,151 @@
+"""
+Health of the operator process, served over HTTP and determined without any write.
+
+The process is unhealthy if only a restart helps: a reconcile that does not end, a thread that
+ended, a blocked event loop, a watch that misses events. An unavailable API server is none of these,
+because a restart does not help.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import NamedTuple
+
+from diloco.errors import ConfigError
+from diloco_operator.workqueue import WorkQueue
+
+STUCK_SECONDS = 300.0
+"""A longer reconcile hangs: each of its requests has a deadline of seconds."""
+WATCH_SECONDS = 120.0
+"""Longest delay of a watch event; kopf reopens an idle watch after 70 s."""
+LOOP_SECONDS = 60.0
+"""Longest time between two heartbeats of the watches' event loop."""
+
+Clock = Callable[[], float]
+
+
+class _Missing(NamedTuple):
+    name: str
+    generation: int
+    since: float
+
+
+class Health:
+    """Collects reports from all threads and derives the health of the process."""
+
+    def __init__(self, queue: WorkQueue, *, clock: Clock = time.monotonic) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._delivered: dict[str, int] = {}
+        self._missing: dict[str, _Missing] = {}
+        self._listed_once = False
+        self._heartbeat: float | None = None
+
+    def delivered(self, uid: str, generation: int) -> None:
+        """The watch delivered this generation of a job."""
+        with self._lock:
+            self._delivered[uid] = max(generation, self._delivered.get(uid, 0))
+
+    def listed(self, jobs: Iterable[tuple[str, int, str]]) -> None:
+        """A list of all jobs was read: uid, generation and display name."""
+        now = self._clock()
+        with self._lock:
+            found = {uid: (generation, name) for uid, generation, name in jobs}
+            self._delivered = {u: g for u, g in self._delivered.items() if u in found}
+            self._missing = {
+                uid: self._still_missing(uid) or _Missing(name, generation, now)
+                for uid, (generation, name) in found.items()
+                if self._delivered.get(uid, 0) < generation
+            }
+            self._listed_once = True
+
+    def heartbeat(self) -> None:
+        """The event loop of the watches is running."""
+        with self._lock:
+            self._heartbeat = self._clock()
+
+    def ready(self) -> bool:
+        """Whether the operator has listed jobs and watches them."""
+        with self._lock:
+            return self._listed_once and self._heartbeat is not None
+
+    def problem(self) -> str:
+        """Why this process is unhealthy, in one sentence; "": it is healthy."""
+        if not self._queue.alive():
+            return "a reconcile thread ended"
+        if (seconds := self._queue.longest_seconds()) > STUCK_SECONDS:
+            return f"a reconcile has been running for {seconds:.0f} s"
+        now = self._clock()
+        with self._lock:
+            if self._heartbeat is not None and (stall := now - self._heartbeat) > LOOP_SECONDS:
+                return f"the event loop of the watches has been stalled for {stall:.0f} s"
+            for uid in self._missing:
+                job = self._still_missing(uid)
+                if job is not None and now - job.since > WATCH_SECONDS:
+                    return f"the watch has not delivered {job.name} for {now - job.since:.0f} s"
+        return ""
+
+    def _still_missing(self, uid: str) -> _Missing | None:
+        """The job, if it was missing before and has not been delivered since."""
+        job = self._missing.get(uid)
+        return job if job and self._delivered.get(uid, 0) < job.generation else None
+
+
+class HealthServer:
+    """Serves /healthz and /readyz on a thread of its own: 200, or 503 with the reason."""
+
+    def __init__(self, health: Health, port: int, host: str = "") -> None:
+        """
+        Listen; port 0: any free port.
+
+        Raises:
+            ConfigError: the port is in use.
+        """
+        try:
+            self._server = ThreadingHTTPServer((host, port), _handler(health))
+        except OSError as error:
+            raise ConfigError(
+                f"DILOCO_HEALTH_PORT: {port}: {error.strerror}; set a free port"
+            ) from None
+        self._server.daemon_threads = True
+        self.port: int = self._server.server_address[1]
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="health", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop serving."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+def _handler(health: Health) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = 10
+
+        def do_GET(self) -> None:
+            match self.path:
+                case "/healthz":
+                    problem = health.problem()
+                case "/readyz":
+                    problem = "" if health.ready() else "jobs have not been listed yet"
+                case _:
+                    return self.send_error(404)
+            body = ((problem or "ok") + "\n").encode()
+            self.send_response(503 if problem else 200)
+            self.send_header("Content-Type", "text/plain; charset=utf-8")
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+            return None
+
+        def log_message(self, *args: object) -> None:
+            """Do not log probes."""
+
+    return Handler

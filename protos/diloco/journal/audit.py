@@ -1,0 +1,280 @@
+"""
+Proves from events.jsonl alone that a run merged only what it may.
+
+Pure: lines in, violations out. Checked for every line, from the oldest part on:
+
+    a report, which is (learner, incarnation, t_m), is merged at most once, into whatever fragment, in
+    all epochs together: a syncer that resumes replays what its predecessor merged
+    per learner, incarnation and fragment the merged t_m strictly increases
+    once a learner's next incarnation joined, none of its earlier ones is merged or joins again
+    each weight is tokens² / steps, and 0 where either is 0
+    no merge has fewer members than the quorum it states
+    within an epoch the global step of merges strictly increases, and the fragment is the one due
+    epochs never decrease
+    at most one torn line per change of epoch (a syncer that was killed), and one at the end
+    no part is missing between two others
+
+Torn lines that a kill explains are notes, everything else is a violation. What the file states not to
+contain, older parts that were deleted and lines that a disk did not take in time, is `unseen`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco.journal import reader, records
+from diloco.journal.records import Dropped, Join, Merge, MergeMember, Restart, Rotate, Start
+from diloco.model.fragments import due
+
+WEIGHT_TOLERANCE = 1e-9
+
+_CHECKED = {Start.kind, Join.kind, Merge.kind, Rotate.kind, Dropped.kind}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Audit:
+    """Violations, and how much was checked."""
+
+    violations: tuple[str, ...]
+    """One sentence each, with the line number; empty when every promise was kept."""
+    notes: tuple[str, ...]
+    unseen: tuple[str, ...]
+    """What could not be checked, one phrase each."""
+    events: int
+    merges: int
+    reports: int
+    """Reports that were merged: members summed over all merges."""
+    epochs: int
+    learners: int
+    incarnations: int
+    torn_lines: int
+
+    @property
+    def ok(self) -> bool:
+        """No violation."""
+        return not self.violations
+
+    @property
+    def verdict(self) -> str:
+        """One sentence for people."""
+        seen = (
+            f"{_count(self.merges, 'merge')} of {_count(self.reports, 'report')} from "
+            f"{_count(self.learners, 'learner')} in {_count(self.incarnations, 'incarnation')}, "
+            f"{_count(self.epochs, 'syncer epoch')}"
+        )
+        missing = f" Not checked: {'; '.join(self.unseen)}." if self.unseen else ""
+        if self.ok:
+            return (
+                f"Passed: {seen}; no report was merged twice, no merge was below the quorum, every "
+                f"weight is tokens²/steps, and every fragment kept its schedule.{missing}"
+            )
+        return f"Failed: {_count(len(self.violations), 'violation')} in {seen}.{missing}"
+
+
+def audit(lines: Iterable[str]) -> Audit:
+    """Check all lines of an events.jsonl that has one part, as `audit_parts` does."""
+    return audit_parts((f"line {number}", line) for number, line in enumerate(lines, 1))
+
+
+def audit_parts(lines: Iterable[tuple[str, str]]) -> Audit:
+    """
+    Check all lines of an events.jsonl; unknown events and fields are ignored, a required field that is
+    missing is a violation.
+
+    Args:
+        lines: of all parts, the oldest first, each with its place for messages (`reader.lines`).
+    """
+    book = _Book()
+    torn: list[str] = []
+    last = ""
+    for place, line in lines:
+        if not line.strip():
+            continue
+        last = place
+        event = reader.parse(line)
+        if event is None:
+            torn.append(place)
+        else:
+            book.check(place, event)
+    changes = max(0, len(book.epochs) - 1)
+    allowed = changes + (1 if torn and torn[-1] == last else 0)
+    violations = list(book.violations)
+    notes = [f"{place} is torn" for place in torn]
+    if len(torn) > allowed:
+        violations.append(
+            f"{_count(len(torn), 'line')} cannot be read ({', '.join(torn[:8])}), kills "
+            f"of the syncer explain {allowed}: events are missing"
+        )
+    return Audit(
+        violations=tuple(violations),
+        notes=tuple(notes),
+        unseen=book.unseen(),
+        events=book.events,
+        merges=book.merges,
+        reports=book.reports,
+        epochs=len(book.epochs),
+        learners=len({learner for learner, _ in book.incarnations}),
+        incarnations=len(book.incarnations),
+        torn_lines=len(torn),
+    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Book:
+    """State after the lines so far; `check` takes the next line."""
+
+    violations: list[str] = field(default_factory=list)
+    epochs: set[int] = field(default_factory=set)
+    incarnations: set[tuple[str, int]] = field(default_factory=set)
+    events: int = 0
+    merges: int = 0
+    reports: int = 0
+    epoch: int = 0
+    schedule: tuple[int, int] | None = None
+    """(P, H) of the last start."""
+    merged_step: dict[int, int] = field(default_factory=dict)
+    """epoch → global step of its last merge."""
+    newest: dict[str, int] = field(default_factory=dict)
+    """learner → largest incarnation that joined."""
+    used: dict[tuple[str, int, int], int] = field(default_factory=dict)
+    """(learner, incarnation, fragment) → t_m of the report that was merged last."""
+    reports_merged: dict[tuple[str, int], dict[int, tuple[int, int]]] = field(default_factory=dict)
+    """(learner, incarnation) → t_m → (global step, fragment) of the merge that the report is part of."""
+
+    part: int = 1
+    deleted: int = 0
+    """Parts before the first line."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """event → lines of it that were not written."""
+
+    def unseen(self) -> tuple[str, ...]:
+        found = []
+        if self.deleted:
+            found.append(f"{_count(self.deleted, 'older part')} that rotation deleted")
+        if self.dropped:
+            kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(self.dropped.items()))
+            found.append(f"lines that the disk did not take in time ({kinds})")
+        return tuple(found)
+
+    def check(self, place: str, event: Mapping[str, Any]) -> None:
+        self.events += 1
+        try:
+            found = list(self._findings(event))
+        except records.RecordError as error:
+            found = [f"{event.get('event') or 'event'} {error}"]
+        self.violations += [f"{place}: {sentence}" for sentence in found]
+
+    def _findings(self, event: Mapping[str, Any]) -> Iterator[str]:
+        # A restart is written by the supervisor, which may not know the newest epoch yet.
+        if event.get("event") != Restart.kind and "epoch" in event:
+            yield from self._epoch(records.value(event, "epoch", int))
+        match records.decode(event) if event.get("event") in _CHECKED else None:
+            case Start() as start:
+                yield from self._start(start)
+            case Join() as join:
+                yield from self._join(join.learner, join.incarnation)
+            case Rotate() as rotate:
+                yield from self._rotate(rotate)
+            case Dropped() as dropped:
+                self.dropped.update(dropped.events)
+            case Merge() as merge:
+                yield from self._merge(merge, records.value(event, "epoch", int))
+
+    def _epoch(self, epoch: int) -> Iterator[str]:
+        if epoch < self.epoch:
+            yield f"epoch {epoch} comes after epoch {self.epoch}"
+        self.epoch = max(self.epoch, epoch)
+        self.epochs.add(epoch)
+
+    def _rotate(self, rotate: Rotate) -> Iterator[str]:
+        if self.events == 1:
+            self.deleted = max(0, rotate.part - 1)
+        elif rotate.part != self.part + 1:
+            yield f"part {rotate.part} begins after part {self.part}: lines are missing or counted twice"
+        self.part = max(self.part, rotate.part)
+        if self.schedule is None and rotate.fragments > 0 < rotate.interval:
+            self.schedule = rotate.fragments, rotate.interval
+
+    def _start(self, start: Start) -> Iterator[str]:
+        schedule = start.fragments, start.interval
+        if self.schedule is not None and schedule != self.schedule:
+            yield (
+                f"the schedule became {schedule[0]} fragments every {schedule[1]} steps, it was "
+                f"{self.schedule[0]} every {self.schedule[1]}"
+            )
+        self.schedule = schedule
+
+    def _join(self, learner: str, incarnation: int) -> Iterator[str]:
+        newest = self.newest.get(learner, 0)
+        if incarnation < newest:
+            yield f"incarnation {incarnation} of {learner} joined after its successor {newest}"
+        self.newest[learner] = max(newest, incarnation)
+        self.incarnations.add((learner, incarnation))
+
+    def _merge(self, merge: Merge, epoch: int) -> Iterator[str]:
+        self.merges += 1
+        yield from self._place(epoch, merge.step, merge.fragment)
+        distinct = {member.learner for member in merge.members}
+        if merge.quorum < 1 or len(distinct) < merge.quorum:
+            yield (
+                f"merge of step {merge.step} has {_count(len(distinct), 'learner')}, its quorum is "
+                f"{merge.quorum}"
+            )
+        for member in merge.members:
+            self.reports += 1
+            yield from self._member(member, merge.step, merge.fragment)
+
+    def _place(self, epoch: int, step: int, fragment: int) -> Iterator[str]:
+        before = self.merged_step.get(epoch)
+        if before is not None and step <= before:
+            yield f"merge of step {step} comes after that of step {before} in epoch {epoch}"
+        self.merged_step[epoch] = step
+        if self.schedule is None:
+            if self.deleted:
+                return
+            yield f"merge of step {step} comes before any start: its schedule cannot be checked"
+            return
+        fragments, interval = self.schedule
+        expected = due(step, num_fragments=fragments, interval=interval)
+        if fragment != expected:
+            what = "none" if expected is None else f"fragment {expected}"
+            yield f"merge of step {step} is of fragment {fragment}, due is {what}"
+
+    def _member(self, member: MergeMember, step: int, fragment: int) -> Iterator[str]:
+        learner, incarnation = member.learner, member.incarnation
+        who = f"merge of step {step}: {learner} (incarnation {incarnation})"
+        self.incarnations.add((learner, incarnation))
+        newest = self.newest.get(learner)
+        if newest is not None and incarnation < newest:
+            yield f"{who} was merged after its successor {newest} joined"
+        local_step = member.step
+        key = (learner, incarnation, fragment)
+        before = self.used.get(key)
+        merged = self.reports_merged.setdefault((learner, incarnation), {})
+        if (first := merged.get(local_step)) is not None:
+            yield (
+                f"{who}: its report of local step {local_step}, fragment {fragment}, counts twice: "
+                f"it is in the merge of step {first[0]}, fragment {first[1]}"
+            )
+        elif before is not None and local_step < before:
+            yield (
+                f"{who}: its report of local step {local_step}, fragment {fragment}, is older "
+                f"than that of {before}, merged before"
+            )
+        self.used[key] = max(local_step, before or 0)
+        merged.setdefault(local_step, (step, fragment))
+        steps, tokens, weight = member.steps, member.tokens, member.weight
+        expected = tokens * tokens / steps if steps > 0 and tokens > 0 else 0.0
+        if not math.isclose(weight, expected, rel_tol=WEIGHT_TOLERANCE):
+            yield (
+                f"{who} has weight {weight:.12g}, expected {expected:.12g} for {tokens:g} tokens "
+                f"in {steps:g} steps"
+            )
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun if number == 1 else noun + 's'}"

@@ -1,0 +1,241 @@
+"""Appends lines to events.jsonl, eval.jsonl and steps.jsonl."""
+
+from __future__ import annotations
+
+import json
+import logging
+import threading
+import time
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import StorageError
+from diloco.journal.parts import PART_BYTES, TOTAL_BYTES, Position, numbers, part_path
+from diloco.runtime.disk import LOCAL, Disk, File, Mode
+
+log = logging.getLogger(__name__)
+
+ROTATE = "rotate"
+"""The event that begins a part."""
+
+TORN_CHECKS, TORN_SECONDS = 5, 0.01
+"""A line counts as torn if it has no end in this many checks, this far apart."""
+
+
+class JournalWriter:
+    """
+    Appends JSON objects as whole lines to a file that other processes may append to as well.
+
+    A line torn by the death of an earlier writer is terminated on opening. A disk that refuses
+    costs lines, counted in `lost` and logged once, never an exception: training continues without.
+
+    Args:
+        path: of the newest part.
+        disk: holds the files.
+
+    Raises:
+        StorageError: the file cannot be opened.
+    """
+
+    def __init__(self, path: Path, *, disk: Disk = LOCAL) -> None:
+        self.path, self._disk = path, disk
+        self.lost = 0
+        self._lock = threading.Lock()
+        self._file: File | None
+        try:
+            disk.make_directory(path.parent)
+            self._file, self._torn = _open(disk, path)
+            self._size = self._file.size()
+            number = max(numbers(path, disk.names(path.parent)), default=0) + 1
+        except OSError as error:
+            raise StorageError(f"opening {path}: {error.strerror or error}") from error
+        self._position = Position(number, self._size)
+        if self._torn:
+            self._append(b"")
+        if number > 1 and self._size == 0:  # killed in the middle of a rotation
+            self._append(_line({"event": ROTATE, "part": number}))
+
+    def position(self) -> Position:
+        """
+        A place before which all lines are that were written so far, or earlier; never waits.
+
+        Lines of other processes count only when the file is opened.
+        """
+        return self._position
+
+    def sync(self) -> bool:
+        """Make the lines written so far durable; False: the disk refused."""
+        with self._lock:
+            try:
+                if self._file is not None:
+                    self._file.sync()
+            except OSError as error:
+                log.warning("%s: not durable: %s", self.path, error.strerror or error)
+                return False
+        return True
+
+    def rotate(
+        self, *, needed: int, heading: Mapping[str, Any] | None = None,
+        part_bytes: int = PART_BYTES, total_bytes: int = TOTAL_BYTES,
+    ) -> bool:  # fmt: skip
+        """
+        Bound the journal: begin a new part if this one is large enough, delete the oldest ones.
+
+        Args:
+            needed: number of the oldest part that must stay, however large the journal is.
+            heading: further fields of the line `rotate` that begins the new part.
+            part_bytes: size from which on the newest file becomes an earlier part.
+            total_bytes: of all parts.
+
+        Returns:
+            False: the disk refused; no line is lost by that.
+        """
+        with self._lock:
+            try:
+                if self._file is not None and self._size >= part_bytes:
+                    self._begin_part(heading or {})
+                self._delete_old(needed, total_bytes)
+            except OSError as error:
+                log.warning("%s: cannot rotate: %s", self.path, error.strerror or error)
+                return False
+        return True
+
+    def append(self, event: Mapping[str, Any]) -> None:
+        """
+        Add one line; `time` (UTC, ISO 8601) is filled in unless the event has it.
+
+        numpy scalars and arrays become numbers and lists, other values their text.
+        """
+        self._append(_line(event))
+
+    def replace_older(self, older: Path) -> bool:
+        """
+        Give the file this name, in place of what has it, and begin an empty one.
+
+        Returns:
+            False: the disk refused; no line is lost by that.
+        """
+        with self._lock:
+            try:
+                self._begin_file(older)
+            except OSError as error:
+                log.warning("%s: cannot begin a new file: %s", self.path, error.strerror or error)
+                return False
+        return True
+
+    def close(self) -> None:
+        """Close the file; further events are lost."""
+        with self._lock:
+            file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _begin_part(self, heading: Mapping[str, Any]) -> None:
+        number = self._position.part + 1
+        self._begin_file(part_path(self.path, number - 1))
+        self._position = Position(number, 0)
+        self._write(_line({"event": ROTATE, "part": number, **heading}))
+
+    def _begin_file(self, earlier: Path) -> None:
+        self._disk.rename(self.path, earlier)
+        try:
+            file = _create(self._disk, self.path)
+        except OSError:
+            # The open file still takes the lines, so it must have its name again.
+            self._disk.rename(earlier, self.path)
+            raise
+        before, self._file, self._torn = self._file, file, False
+        self._size, self._position = 0, Position(self._position.part, 0)
+        if before is not None:
+            before.close()
+
+    def _delete_old(self, needed: int, total_bytes: int) -> None:
+        known = numbers(self.path, self._disk.names(self.path.parent))
+        sizes = {n: self._disk.size(part_path(self.path, n)) or 0 for n in known}
+        total = self._size + sum(sizes.values())
+        for number in known:
+            if total <= total_bytes or number >= needed:
+                return
+            self._disk.remove(part_path(self.path, number))
+            total -= sizes[number]
+
+    def _append(self, line: bytes) -> None:
+        with self._lock:
+            self._write(line)
+
+    def _write(self, line: bytes) -> None:
+        data = b"\n" + line if self._torn else line
+        if self._file is None:
+            self._lose("the file is closed")
+            return
+        try:
+            # One write in append mode: the kernel puts whole lines one after the other.
+            written = self._file.write(data)
+        except OSError as error:
+            self._lose(error.strerror or str(error))
+            return
+        self._size += written
+        self._position = Position(self._position.part, self._size)
+        if written == len(data):
+            self._torn = False
+        else:
+            self._torn = self._torn or written > 0
+            self._lose(f"only {written} of {len(data)} bytes were written")
+
+    def _lose(self, why: str) -> None:
+        if self.lost == 0:
+            log.warning("%s: lines are being lost, training continues: %s", self.path, why)
+        self.lost += 1
+
+
+def append(path: Path, event: Mapping[str, Any], *, disk: Disk = LOCAL) -> None:
+    """
+    Add one line, as `JournalWriter.append` does, to a file that is not kept open.
+
+    Raises:
+        OSError: the disk refused; a part of the line may be there.
+    """
+    file, torn = _open(disk, path)
+    with file:
+        file.write(b"\n" + _line(event) if torn else _line(event))
+
+
+def _open(disk: Disk, path: Path) -> tuple[File, bool]:
+    """The file, and whether its last line is torn."""
+    file = _create(disk, path)
+    last = bytearray(1)
+    # Another process may be in the middle of its write; a line that a crash has torn stays torn.
+    for _ in range(TORN_CHECKS):
+        size_bytes = file.size()
+        if size_bytes == 0:
+            return file, False
+        file.read_into(memoryview(last), size_bytes - 1)
+        if last == b"\n":
+            return file, False
+        time.sleep(TORN_SECONDS)
+    return file, True
+
+
+def _create(disk: Disk, path: Path) -> File:
+    """The file for appending; a new one keeps its name after a crash of the machine."""
+    new = disk.size(path) is None
+    file = disk.open(path, Mode.APPEND)
+    if new:
+        try:
+            # To its own name, which changes nothing: another process may have it open already.
+            disk.rename(path, path, durable=True)
+        except BaseException:
+            file.close()
+            raise
+    return file
+
+
+def _line(event: Mapping[str, Any]) -> bytes:
+    stamped = {"time": datetime.now(UTC).isoformat(timespec="milliseconds"), **event}
+    return json.dumps(stamped, separators=(",", ":"), default=_plain).encode() + b"\n"
+
+
+def _plain(value: Any) -> object:
+    return value.tolist() if hasattr(value, "tolist") else str(value)

@@ -1,0 +1,243 @@
+"""
+Cuts a model into fragments: balanced, deterministic, the same on both ends (paper C).
+
+Pure. A fragment is one flat fp32 vector: its tensors one after the other, each padded with zeros to
+a multiple of `BLOCK` elements, so that a quantisation block or a chunk never holds two tensors of
+one block. Nothing about a fragment travels on the wire except its index: both ends compute the same
+`Layout` from the same list of tensors, and `Layout.digest` proves it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from functools import cached_property
+from typing import Any
+
+from diloco.errors import ConfigError
+
+BLOCK = 128
+"""Elements that share one quantisation scale; every tensor is padded to a multiple of it."""
+
+CHUNK = 1 << 18
+"""Elements of one chunk: 1 MiB of fp32, the size at which gRPC streams best (docs/adr/0003)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One trained parameter (or, in `constants`, one frozen parameter or buffer)."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """As torch prints it without the prefix: "float32", "bfloat16"."""
+    embedding: bool = False
+    """An nn.Embedding weight or anything tied to one."""
+    aliases: tuple[str, ...] = ()
+    """Other state_dict names of the same storage."""
+
+    @property
+    def elements(self) -> int:
+        """Number of values; 1 for a scalar."""
+        return math.prod(self.shape)
+
+    @property
+    def padded(self) -> int:
+        """`elements` rounded up to a multiple of BLOCK."""
+        return -(-self.elements // BLOCK) * BLOCK
+
+    def to_json(self) -> dict[str, Any]:
+        """The description as JSON values; `Layout.digest` depends on the order of the keys."""
+        return {
+            "name": self.name,
+            "shape": list(self.shape),
+            "dtype": self.dtype,
+            "embedding": self.embedding,
+            "aliases": list(self.aliases),
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any]) -> Tensor:
+        """The tensor that `to_json` described; raises KeyError if something is missing."""
+        return cls(
+            name=data["name"],
+            shape=tuple(data["shape"]),
+            dtype=data["dtype"],
+            embedding=data["embedding"],
+            aliases=tuple(data["aliases"]),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slot:
+    """Where one tensor lies inside its fragment."""
+
+    tensor: Tensor
+    offset: int
+    """First element inside the fragment; a multiple of BLOCK."""
+    average: bool
+    """Merged by plain average instead of RDA."""
+
+    @property
+    def end(self) -> int:
+        """One past the last padded element."""
+        return self.offset + self.tensor.padded
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fragment:
+    """One flat fp32 vector of `elements` values."""
+
+    index: int
+    slots: tuple[Slot, ...]
+
+    @property
+    def elements(self) -> int:
+        """Padded length."""
+        return self.slots[-1].end if self.slots else 0
+
+    @property
+    def chunks(self) -> int:
+        """Number of wire chunks; the last may be short."""
+        return -(-self.elements // CHUNK)
+
+    def chunk(self, index: int) -> tuple[int, int]:
+        """Element range [lo, hi) of one chunk."""
+        return index * CHUNK, min(self.elements, (index + 1) * CHUNK)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All fragments of a model, plus the constants that are not trained."""
+
+    fragments: tuple[Fragment, ...]
+    tensors: tuple[Tensor, ...]
+    constants: tuple[Tensor, ...] = ()
+
+    @cached_property
+    def digest(self) -> str:
+        """
+        SHA-256 over names, shapes, dtypes, kinds and the cut; equal digests mean equal fragments.
+        """
+        text = json.dumps(
+            [
+                [list(t.to_json().values()) for t in self.tensors],
+                [list(t.to_json().values()) for t in self.constants],
+                [[(s.tensor.name, s.offset, s.average) for s in f.slots] for f in self.fragments],
+            ],
+            separators=(",", ":"),
+        )
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def elements(self) -> int:
+        """Trained values without padding."""
+        return sum(t.elements for t in self.tensors)
+
+
+def cut(
+    tensors: Iterable[Tensor],
+    *,
+    num_fragments: int,
+    constants: Iterable[Tensor] = (),
+    average: Sequence[str] = (),
+) -> Layout:
+    """
+    Deal tensors into fragments: largest first, each into the fragment that is smallest so far.
+
+    The largest fragment is at most 4/3 of the best possible (Graham 1969). Ties break by tensor
+    name, then by fragment index. Paper leaves this open: the order of ties.
+
+    Args:
+        tensors: the trained parameters, any order.
+        num_fragments: P, at most the number of tensors.
+        constants: tensors that are not trained; only described, never cut.
+        average: shell patterns of further names, besides embeddings, that are merged by average.
+
+    Raises:
+        ConfigError: P is larger than the number of tensors, or a name is not unique.
+
+    Reference: paper section C, "balanced tensor fragmentation".
+    """
+    ordered = tuple(sorted(tensors, key=lambda t: t.name))
+    names = [t.name for t in ordered]
+    if len(set(names)) != len(names):
+        twice = sorted({n for n in names if names.count(n) > 1})
+        raise ConfigError(
+            f"duplicate tensor names: {', '.join(twice)}; give each parameter a name of its own"
+        )
+    if num_fragments > len(ordered):
+        raise ConfigError(
+            f"spec.sync.fragments: {num_fragments} is more than the {len(ordered)} trained "
+            f"tensors of the model; set it to {len(ordered)} or less"
+        )
+    heap = [(0, index) for index in range(num_fragments)]
+    dealt: list[list[Tensor]] = [[] for _ in range(num_fragments)]
+    for tensor in sorted(ordered, key=lambda t: (-t.padded, t.name)):
+        total, index = heapq.heappop(heap)
+        dealt[index].append(tensor)
+        heapq.heappush(heap, (total + tensor.padded, index))
+    fragments = []
+    for index, mine in enumerate(dealt):
+        slots, offset = [], 0
+        for tensor in sorted(mine, key=lambda t: t.name):
+            plain = tensor.embedding or any(fnmatchcase(tensor.name, p) for p in average)
+            slots.append(Slot(tensor=tensor, offset=offset, average=plain))
+            offset += tensor.padded
+        fragments.append(Fragment(index=index, slots=tuple(slots)))
+    return Layout(
+        fragments=tuple(fragments),
+        tensors=ordered,
+        constants=tuple(sorted(constants, key=lambda t: t.name)),
+    )
+
+
+def offsets(*, num_fragments: int, interval: int) -> tuple[int, ...]:
+    """
+    t_p for every fragment: distinct, spread evenly over 0..H-1 (paper 2, 3; the even spread is ours).
+
+    >>> offsets(num_fragments=3, interval=6)
+    (0, 2, 4)
+    """
+    return tuple(index * interval // num_fragments for index in range(num_fragments))
+
+
+def due(step: int, *, num_fragments: int, interval: int) -> int | None:
+    """The fragment p with step mod H = t_p, or None where no fragment is due (P < H)."""
+    place = step % interval
+    index = -(-place * num_fragments // interval)
+    if index < num_fragments and index * interval // num_fragments == place:
+        return index
+    return None
+
+
+def differences(ours: Layout, theirs: Layout, *, most: int = 8) -> list[str]:
+    """
+    Messages on what differs between two models; empty if they agree.
+
+    `ours` is the syncer's model, `theirs` that of a learner.
+    """
+    found: list[str] = []
+    for kind, mine, other in (
+        ("parameter", ours.tensors, theirs.tensors),
+        ("constant", ours.constants, theirs.constants),
+    ):
+        a, b = {t.name: t for t in mine}, {t.name: t for t in other}
+        found += [f"{kind} {n} is missing" for n in sorted(a.keys() - b.keys())]
+        found += [f"{kind} {n} is not part of the job's model" for n in sorted(b.keys() - a.keys())]
+        for name in sorted(a.keys() & b.keys()):
+            x, y = a[name], b[name]
+            if x.shape != y.shape:
+                found.append(f"{kind} {name} has shape {list(y.shape)} instead of {list(x.shape)}")
+            if x.dtype != y.dtype:
+                found.append(f"{kind} {name} has dtype {y.dtype} instead of {x.dtype}")
+            if x.embedding != y.embedding or x.aliases != y.aliases:
+                found.append(f"{kind} {name} is tied or used as an embedding differently")
+    if len(found) > most:
+        found = [*found[:most], f"and {len(found) - most} more"]
+    return found

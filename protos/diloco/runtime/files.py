@@ -1,0 +1,85 @@
+"""
+Replaces a file as a whole: a reader sees the old content or the new. Standard library only.
+
+    temporary name → write → fsync (durable) → rename → fsync of the directory (durable)
+
+Without `durable` a crash of the machine may lose the new content or leave the file empty; a crash
+of the process cannot.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+TEMPORARY = ".tmp"
+"""Suffix of a file that is not complete yet."""
+
+
+def temporary(path: Path) -> Path:
+    """The name a file has until it is complete."""
+    return path.with_name(path.name + TEMPORARY)
+
+
+def replace(path: Path, content: str | bytes, *, durable: bool = False, mode: int = 0o666) -> None:
+    """
+    Give `path` this content, text in UTF-8.
+
+    Raises:
+        OSError: the disk refused; the old file is intact and no temporary one is left.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    with replacing(path, durable=durable, mode=mode) as fd:
+        write_all(fd, data)
+
+
+@contextlib.contextmanager
+def replacing(path: Path, *, durable: bool = False, mode: int = 0o666) -> Iterator[int]:
+    """
+    A file descriptor to write the new content to; `path` has it when the block ends without error.
+
+    The mode, less the umask, holds from the first byte on: a secret is never readable for others.
+
+    Raises:
+        OSError: the disk refused; the old file is intact and no temporary one is left.
+    """
+    unfinished = temporary(path)
+    unfinished.unlink(missing_ok=True)
+    fd = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+    try:
+        try:
+            yield fd
+            if durable:
+                os.fsync(fd)
+        finally:
+            os.close(fd)
+        publish(path, durable=durable)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink(missing_ok=True)
+        raise
+
+
+def publish(path: Path, *, durable: bool) -> None:
+    """Rename the temporary file of `path`, complete and, if `durable`, synced, to `path`."""
+    os.replace(temporary(path), path)
+    if durable:
+        sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable."""
+    directory = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def write_all(fd: int, data: bytes | memoryview) -> None:
+    """Write all bytes, however many calls it takes."""
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]

@@ -1,0 +1,86 @@
+"""
+The health file that a program writes for the first process of its container: small JSON, replaced
+as a whole. Standard library only.
+
+Times are `time.monotonic()`, the same clock in every process of a machine.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from diloco.runtime import files
+
+log = logging.getLogger(__name__)
+
+WRITE_SECONDS = 1.0
+"""The file is written this often at most."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    """State of a program."""
+
+    at: float
+    """When this was written."""
+    ready: bool
+    """It does its work: a learner trains in the job, a syncer serves."""
+    why: str
+    """What it does or waits for, in one sentence."""
+    progress_at: float
+    """Its last progress: an optimizer step, a turn of the engine."""
+
+    def to_json(self) -> str:
+        """The file's content."""
+        return json.dumps(
+            {"at": self.at, "ready": self.ready, "why": self.why, "progressAt": self.progress_at}
+        )
+
+
+def read(path: Path) -> Health | None:
+    """The last state; None: nothing was written yet, or it cannot be read."""
+    try:
+        data = json.loads(path.read_text())
+        return Health(
+            at=float(data["at"]),
+            ready=bool(data["ready"]),
+            why=str(data["why"]),
+            progress_at=float(data["progressAt"]),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+class HealthFile:
+    """
+    Writes the health file; used from one thread.
+
+    Args:
+        path: the file; None: nothing is written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self._path = path
+        self._due_at = float("-inf")
+        self._warned = False
+
+    def due_at(self) -> float | None:
+        """When the next write is due; None: never."""
+        return None if self._path is None else self._due_at
+
+    def write(self, health: Health, *, now: bool = False) -> None:
+        """Write if it is due, or `now`; a disk that refuses is logged once."""
+        if self._path is None or not (now or health.at >= self._due_at):
+            return
+        self._due_at = health.at + WRITE_SECONDS
+        try:
+            files.replace(self._path, health.to_json())
+        except OSError as error:
+            if not self._warned:
+                log.warning(
+                    "%s: %s; probes will report this process as dead", self._path, error.strerror
+                )
+            self._warned = True

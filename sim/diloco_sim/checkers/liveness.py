@@ -1,0 +1,131 @@
+"""
+Once all faults are over, everything recovers within stated bounds and stays so.
+
+    merges follow each other; each healthy learner takes part again; each connected learner has the
+    newest result of every fragment, or a newer one; the job is complete
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from diloco_sim.checkers.checker import Violation
+from diloco_sim.checkers.observations import Committed, Moment, Refused
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bounds:
+    """Virtual seconds."""
+
+    merge: float
+    """From the end of the last fault, or a merge, to the next merge."""
+    participation: float
+    """From the end of the last fault, or a merge of a learner, to its next merge."""
+    result: float
+    """From a commit until each connected learner has it."""
+
+
+class Liveness:
+    """
+    Args:
+        steps: T; no merge follows after it.
+        bounds: how long each may take.
+    """
+
+    observes = (dict, Moment, Committed, Refused)
+
+    def __init__(self, steps: int, bounds: Bounds) -> None:
+        self._steps, self._bounds = steps, bounds
+        self._quiet_at: float | None = None
+        self._merged_at = 0.0
+        self._took_part: dict[str, float] = {}
+        self._committed: dict[int, list[tuple[float, tuple[int, int]]]] = {}
+        """Fragment → when it got which version, newest last."""
+        self._connected_at: dict[str, float] = {}
+        self._exported = False
+
+    def observe(self, event: dict[str, Any] | Moment | Committed | Refused, now: float) -> None:
+        """See `Checker`."""
+        match event:
+            case Moment():
+                self._judge(event, now)
+            case Committed():
+                versions = self._committed.setdefault(event.commit.fragment, [])
+                versions.append((now, event.fragment.version))
+            case Refused():
+                self._fail(f"{event.learner} is refused for good: {event.text}", 0, now)
+            case {"event": "merge", "members": members}:
+                self._merged_at = now
+                for member in members:
+                    self._took_part[member["learner"]] = now
+            case {"event": "start", "step": step}:
+                for versions in self._committed.values():
+                    versions[:] = [(at, v) for at, v in versions if v[1] <= step]
+                self._exported = False
+            case {"event": "complete"}:
+                self._exported = True
+
+    def finish(self, now: float) -> None:
+        """See `Checker`."""
+
+    def _judge(self, moment: Moment, now: float) -> None:
+        for name, learner in moment.learners.items():
+            if not learner.connected:
+                self._connected_at.pop(name, None)
+            else:
+                self._connected_at.setdefault(name, now)
+        if not moment.quiet:
+            return
+        if self._quiet_at is None:
+            self._quiet_at = now
+        if not self._exported:
+            self._judge_merges(moment, self._quiet_at, now)
+            for name, learner in moment.learners.items():
+                self._judge_versions(name, learner.versions, self._quiet_at, moment.step, now)
+
+    def _judge_merges(self, moment: Moment, quiet_at: float, now: float) -> None:
+        seconds = now - max(quiet_at, self._merged_at)
+        if seconds > self._bounds.merge:
+            self._fail(
+                f"no merge for {seconds:.0f} s without a fault, expected one within {self._bounds.merge:.0f}",
+                moment.step,
+                now,
+            )
+        for name in moment.learners:
+            seconds = now - max(quiet_at, self._took_part.get(name, 0.0))
+            if seconds > self._bounds.participation:
+                self._fail(
+                    f"{name} has been in no merge for {seconds:.0f} s without a fault, expected one "
+                    f"within {self._bounds.participation:.0f}",
+                    moment.step,
+                    now,
+                )
+
+    def _judge_versions(
+        self,
+        name: str,
+        held: tuple[tuple[int, int] | None, ...],
+        quiet_at: float,
+        step: int,
+        now: float,
+    ) -> None:
+        since = self._connected_at.get(name)
+        if since is None:
+            return
+        until = now - self._bounds.result
+        if until < max(since, quiet_at):
+            return
+        for fragment, versions in self._committed.items():
+            due = next((v for at, v in reversed(versions) if at <= until), None)
+            version = held[fragment]
+            if due is not None and (version is None or version < due):
+                self._fail(
+                    f"{name} holds {version} of fragment {fragment}, {due} was committed more than "
+                    f"{self._bounds.result:.0f} s ago",
+                    step,
+                    now,
+                )
+
+    def _fail(self, sentence: str, step: int, now: float) -> None:
+        raise Violation("liveness", sentence, step=step, now=now)

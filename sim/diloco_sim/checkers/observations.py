@@ -1,0 +1,83 @@
+"""What checkers observe besides lines and decisions. Plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from diloco.spec import RunSpec
+from diloco.v1 import bulk_pb2 as bulk
+from diloco_syncer.core.events import Commit
+from diloco_syncer.storage.parameters import FragmentParameters, Parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """A syncer has started."""
+
+    epoch: int
+    step: int
+    parameters: Parameters | None
+    """None: there was no snapshot."""
+    spec: RunSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Captured:
+    """A snapshot of this state is to be written."""
+
+    epoch: int
+    step: int
+    fragments: list[FragmentParameters]
+
+
+@dataclass(frozen=True, slots=True)
+class Received:
+    """An upload has begun to arrive."""
+
+    header: bulk.UploadHeader
+    chunks: dict[int, bytes]
+    """Payloads, as encoded; filled as they arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A fragment after its commit."""
+
+    commit: Commit
+    fragment: FragmentParameters
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A learner ended because the syncer refused it for good."""
+
+    learner: str
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerMoment:
+    """One learner at a moment."""
+
+    connected: bool
+    """In a session, with a loaded model."""
+    done: bool
+    """It has left because the job is complete."""
+    versions: tuple[tuple[int, int] | None, ...]
+    """Of each fragment in its inbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """The world at a moment, every few virtual seconds."""
+
+    quiet: bool
+    """All faults are over."""
+    step: int
+    learners: dict[str, LearnerMoment]
+    attempts: int
+    """Attempts that the syncer knows."""
+    queues: int
+    """Events and lines that wait in the syncer."""
+    streams: int
+    """Transfers that wait in the syncer."""

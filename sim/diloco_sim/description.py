@@ -1,0 +1,200 @@
+"""What a world is made of: a job, its learners and a plan of faults, all drawn from one seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from diloco.model.fragments import Layout, Tensor, cut
+from diloco.spec import Checkpoint, RunSpec
+from diloco_sim.checkers.liveness import Bounds
+from diloco_sim.faults import POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
+from diloco_sim.learner import TRAINER
+from diloco_sim.seeds import fork
+
+SYNCER = "syncer"
+
+LEFT_OUT: Mapping[Kind, str] = {
+    Kind.DISK_FLIP: "a flipped bit in a counter, or in the only snapshot, stops the syncer until a person decides",
+    Kind.STALE: "not simulated yet",
+    Kind.LIE_TOKENS: "not simulated yet",
+    Kind.LIE_STEPS: "not simulated yet",
+    Kind.LIE_NORMS: "not simulated yet",
+}
+"""Kinds of faults that no world has, and why."""
+
+LOSING = "after a crash of the machine, a disk whose syncs write nothing has lost what was durable"
+"""Why no world has both: the promise that a snapshot survives rests on the disk."""
+
+SIMULATED: Mapping[Kind, float] = {
+    kind: weight
+    for kind, weight in {**WEIGHTS, Kind.MUTE: 0.5, Kind.TRICKLE: 0.5}.items()
+    if kind not in LEFT_OUT
+}
+"""Weights of the kinds of faults that a world carries out."""
+
+FAULT_SHARE = 0.6
+"""All faults are over when the fastest learner could have made this share of the steps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A world before it runs: a function of its seed, its number of steps and its plan."""
+
+    seed: int
+    steps: int
+    """Global steps to train."""
+    learners: int
+    plan: Plan
+    spec: RunSpec
+    sizes: tuple[int, ...]
+    """Elements of each tensor."""
+    step_seconds: tuple[float, ...]
+    """Of each learner at full speed."""
+    latency: float
+    bandwidth: float
+    checkpoint_every: int | None
+    """Local steps between own checkpoints."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The learners."""
+        return names(self.learners)
+
+    @property
+    def layout(self) -> Layout:
+        """The model."""
+        tensors = [
+            Tensor(name=f"t{i:02d}", shape=(size,), dtype="float32", embedding=i == 1)
+            for i, size in enumerate(self.sizes)
+        ]
+        return cut(tensors, num_fragments=self.spec.fragments)
+
+    @property
+    def job(self) -> RunSpec:
+        """The spec for this number of steps and learners."""
+        regions: dict[str, int] = {}
+        for name in self.names:
+            region = name.partition("/")[0]
+            regions[region] = regions.get(region, 0) + 1
+        quorum = min(self.spec.quorum, self.learners)
+        return replace(self.spec, steps=self.steps, learners=regions, quorum=quorum)
+
+    @property
+    def slowest(self) -> float:
+        """Seconds of a step of the slowest learner."""
+        return max(self.step_seconds[: self.learners])
+
+    @property
+    def merges_per_second(self) -> float:
+        """Of the schedule, if the fastest learner is at full speed."""
+        between = self.spec.interval / self.spec.fragments
+        return 1 / (between * min(self.step_seconds[: self.learners]))
+
+    @property
+    def bounds(self) -> Bounds:
+        """
+        How long recovery may take: time-outs of connections (40 s each), of heartbeats, deliveries and
+        back-offs of a minute at most in all, and for a learner that was ejected up to 600 s more.
+        """
+        between = self.spec.interval / self.spec.fragments + self.spec.overlap
+        rounds = 10 * between * self.slowest
+        return Bounds(
+            merge=240.0 + rounds, participation=900.0 + rounds, result=90.0 + 4 * self.slowest
+        )
+
+    @property
+    def quiet_at(self) -> float:
+        """When all faults are over."""
+        return self.steps * min(self.step_seconds[: self.learners]) * FAULT_SHARE
+
+
+def names(count: int) -> tuple[str, ...]:
+    """The learners, in two regions."""
+    return tuple(f"{'eu' if i % 2 == 0 else 'us'}/{i // 2}" for i in range(count))
+
+
+def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
+    """
+    Draw a world.
+
+    Args:
+        seed: decides everything but the steps.
+        steps: global steps to train.
+        faults: False: the same world without faults.
+    """
+    source = random.Random(seed)
+    of_spec, of_plan = fork(source), fork(source)
+    description = _sample(seed, steps, of_spec)
+    if not faults:
+        return description
+    count = of_plan.choice((0, 1, 2, 3, 5, 8, 12, 20))
+    quiet_at = description.quiet_at
+    plan = Plan.sample(
+        of_plan, learners=description.names, syncer=SYNCER, horizon=0.9 * quiet_at, count=count,
+        weights=SIMULATED,
+    )  # fmt: skip
+    fitted = Plan.of(*(_fit(fault, quiet_at, of_plan) for fault in plan))
+    return replace(description, plan=_without_losses(fitted))
+
+
+def _fit(fault: Fault, quiet_at: float, source: random.Random) -> Fault:
+    """Over before the quiet period; half of the faults of a learner's process are its trainer's."""
+    fault = replace(fault, end=round(max(fault.begin + 0.001, min(fault.end, quiet_at)), 3))
+    trainer = source.random() < 0.5
+    if fault.kind in PROCESS and fault.target != SYNCER and trainer:
+        return replace(fault, target=fault.target + TRAINER)
+    return fault
+
+
+def _without_losses(plan: Plan) -> Plan:
+    """No crash of the syncer's machine if its disk forgets; see `LOSING`."""
+    if not plan.only(Kind.DISK_FORGET):
+        return plan
+    return Plan.of(
+        *(replace(f, peer="") if f.peer == POWER and f.target == SYNCER else f for f in plan)
+    )
+
+
+def _sample(seed: int, steps: int, source: random.Random) -> Description:
+    learners = source.randint(1, 8)
+    fragments = source.randint(1, 6)
+    interval = fragments * source.choice((1, 1, 2, 3)) + source.choice((0, 0, 1))
+    overlap = source.randint(1, max(1, min(interval - 1, fragments, 3)))
+    quorum = source.choice((1, 1, max(1, learners // 2), max(1, learners - 1), learners))
+    base = source.choice((0.1, 0.5, 1.0, 5.0))
+    spec = RunSpec(
+        job="simulated",
+        steps=steps,
+        fragments=fragments,
+        interval=interval,
+        overlap=overlap,
+        quorum=quorum,
+        grace_max_steps=source.choice((0.0, 1.0, 1.0, 2.0)),
+        merge=source.choice(("Radial", "Average")),
+        outer_learning_rate=source.choice((0.4, 0.7, 1.0)),
+        outer_momentum=source.choice((0.0, 0.5, 0.9)),
+        outer_nesterov=source.random() < 0.5,
+        wire_up=source.choice(("FP32", "BF16", "Int8", "Int4")),
+        wire_down=source.choice(("FP32", "BF16")),
+        error_feedback=source.random() < 0.5,
+        syncer_checkpoint=Checkpoint(
+            every_steps=source.choice((1, 4, 10, 30)), keep=source.randint(1, 3)
+        ),
+    )
+    return Description(
+        seed=seed,
+        steps=steps,
+        learners=learners,
+        plan=Plan(),
+        spec=spec,
+        sizes=tuple(source.randint(1, 300) for _ in range(fragments + source.randint(0, 4))),
+        step_seconds=tuple(
+            base * source.choice((1.0, 1.0, 1.1, 1.5, 3.0)) * source.uniform(0.95, 1.05)
+            for _ in range(learners)
+        ),
+        latency=source.choice((0.0005, 0.02, 0.1)),
+        bandwidth=source.choice((float("inf"), 1e7, 2e5)),
+        checkpoint_every=source.choice((None, None, 5, 20)),
+    )

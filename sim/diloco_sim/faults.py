@@ -1,0 +1,286 @@
+"""
+Faults as values, and a seeded plan of them.
+
+A plan is what makes a world hard. It can be sampled, printed, read back (`Plan.parse`) and made
+smaller (`without`), so a failing run is a short text:
+
+    3.250..9.000 cut eu/0 syncer
+    4.100..4.900 crash syncer power
+    5.000..8.000 trickle us/1 2000
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+
+
+class Kind(Enum):
+    """What happens to the target."""
+
+    LATENCY = "latency"
+    """`amount` seconds more to and from `peer`."""
+    BANDWIDTH = "bandwidth"
+    """`amount` of the bandwidth (a factor) to and from `peer`."""
+    JITTER = "jitter"
+    """Up to `amount` seconds more, for each message to and from `peer`."""
+    CUT = "cut"
+    """Nothing passes between target and `peer`."""
+    HALF_OPEN = "half-open"
+    """Nothing passes from the target to `peer`, and no end notices it by itself."""
+    BULK_DEAD = "bulk-dead"
+    """No bulk message passes between target and `peer`; control messages do."""
+    CORRUPTION = "corruption"
+    """A bulk message from the target to `peer` is damaged with probability `amount`."""
+    CRASH = "crash"
+    """Killed; starts again at the end. `peer` is "power" if the machine ends with it."""
+    PAUSE = "pause"
+    """Executes nothing (SIGSTOP)."""
+    SLOW = "slow"
+    """Its work takes `amount` times as long."""
+    JUMP = "jump"
+    """Its monotonic clock jumps forward by `amount` seconds."""
+    WALL_JUMP = "wall-jump"
+    """Its clock of the day jumps by `amount` seconds."""
+    DISK_SLOW = "disk-slow"
+    """Operations of its disk take `amount` times as long."""
+    DISK_HANG = "disk-hang"
+    DISK_FULL = "disk-full"
+    DISK_FAIL = "disk-fail"
+    """An operation fails with EIO with probability `amount`."""
+    DISK_FORGET = "disk-forget"
+    """A sync writes nothing."""
+    DISK_FLIP = "disk-flip"
+    """A bit of a file flips."""
+    LATE = "late"
+    """The learner starts at the end, not at the beginning of the world."""
+    LEAVE = "leave"
+    """The learner ends in an orderly way, and comes back at the end."""
+    SCALE = "scale"
+    """There are `amount` learners."""
+    SPEED = "speed"
+    """A step of the learner takes `amount` times as long."""
+    MUTE = "mute"
+    """The learner reports and never uploads."""
+    TRICKLE = "trickle"
+    """The learner uploads `amount` bytes per second."""
+    STALE = "stale"
+    """The learner uploads against the oldest base it has, and applies no result."""
+    LIE_TOKENS = "lie-tokens"
+    """The learner states `amount` times its tokens."""
+    LIE_STEPS = "lie-steps"
+    """The learner states `amount` times its steps."""
+    LIE_NORMS = "lie-norms"
+    """The learner states `amount` times its norms."""
+
+
+LINK = (
+    Kind.LATENCY,
+    Kind.BANDWIDTH,
+    Kind.JITTER,
+    Kind.CUT,
+    Kind.HALF_OPEN,
+    Kind.BULK_DEAD,
+    Kind.CORRUPTION,
+)
+"""Between target and `peer`."""
+PROCESS = (Kind.CRASH, Kind.PAUSE, Kind.SLOW, Kind.JUMP, Kind.WALL_JUMP)
+DISK = (
+    Kind.DISK_SLOW, Kind.DISK_HANG, Kind.DISK_FULL, Kind.DISK_FAIL, Kind.DISK_FORGET, Kind.DISK_FLIP,
+)  # fmt: skip
+MEMBERSHIP = (Kind.LATE, Kind.LEAVE, Kind.SCALE, Kind.SPEED)
+MISBEHAVIOUR = (
+    Kind.MUTE,
+    Kind.TRICKLE,
+    Kind.STALE,
+    Kind.LIE_TOKENS,
+    Kind.LIE_STEPS,
+    Kind.LIE_NORMS,
+)
+
+POWER = "power"
+"""`peer` of a crash that takes the machine along."""
+
+AMOUNTS: Mapping[Kind, tuple[float, float]] = {
+    Kind.LATENCY: (0.01, 2.0),
+    Kind.BANDWIDTH: (0.001, 0.5),
+    Kind.JITTER: (0.01, 1.0),
+    Kind.CORRUPTION: (0.001, 0.5),
+    Kind.SLOW: (1.5, 20.0),
+    Kind.JUMP: (1.0, 300.0),
+    Kind.WALL_JUMP: (1.0, 3600.0),
+    Kind.DISK_SLOW: (2.0, 1000.0),
+    Kind.DISK_FAIL: (0.01, 1.0),
+    Kind.SCALE: (1.0, 8.0),
+    Kind.SPEED: (0.3, 5.0),
+    Kind.TRICKLE: (100.0, 1e5),
+    Kind.LIE_TOKENS: (2.0, 1e6),
+    Kind.LIE_STEPS: (2.0, 1e3),
+    Kind.LIE_NORMS: (1e-6, 1e6),
+}
+"""Range of the amounts, sampled evenly by their logarithm."""
+
+WEIGHTS: Mapping[Kind, float] = {
+    **dict.fromkeys(LINK, 1.0),
+    **dict.fromkeys(PROCESS, 1.0),
+    **dict.fromkeys(DISK, 0.5),
+    **dict.fromkeys(MEMBERSHIP, 0.5),
+    Kind.CUT: 2.0,
+    Kind.CRASH: 3.0,
+    Kind.PAUSE: 2.0,
+}
+"""How often each kind is sampled unless stated otherwise: faults of honest members only."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """One thing that goes wrong for a while."""
+
+    kind: Kind
+    target: str
+    """A process; a fault of a process that the world does not have does nothing."""
+    begin: float
+    """Virtual seconds."""
+    end: float
+    peer: str = ""
+    """The other process of a link."""
+    amount: float = 0.0
+
+    def __str__(self) -> str:
+        words = [f"{self.begin:.3f}..{self.end:.3f}", self.kind.value, self.target]
+        if self.peer:
+            words.append(self.peer)
+        if self.amount:
+            words.append(f"{self.amount:.6g}")
+        return " ".join(words)
+
+    @classmethod
+    def parse(cls, line: str) -> Fault:
+        """
+        Read what `str` printed.
+
+        Raises:
+            ValueError: it is not a fault.
+        """
+        try:
+            window, kind, target, *rest = line.split()
+            begin, end = map(float, window.split(".."))
+            amount = float(rest.pop()) if rest and _is_number(rest[-1]) else 0.0
+            peer = rest.pop() if rest else ""
+            if rest:
+                raise ValueError(f"{rest[0]} is too much")
+            return cls(Kind(kind), target, begin, end, peer, amount)
+        except ValueError as error:
+            raise ValueError(
+                f"{line.strip()!r} is not a fault, expected 'BEGIN..END KIND TARGET [PEER] [AMOUNT]': {error}"
+            ) from None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Faults in the order of their beginning."""
+
+    faults: tuple[Fault, ...] = ()
+
+    def __str__(self) -> str:
+        return "\n".join(map(str, self.faults))
+
+    def __len__(self) -> int:
+        return len(self.faults)
+
+    def __iter__(self) -> Iterator[Fault]:
+        return iter(self.faults)
+
+    @classmethod
+    def of(cls, *faults: Fault) -> Plan:
+        """A plan of these faults."""
+        return cls(tuple(sorted(faults, key=lambda fault: fault.begin)))
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """
+        Read what `str` printed; empty lines and what follows a # are ignored.
+
+        Raises:
+            ValueError: a line is not a fault.
+        """
+        lines = (line.split("#", 1)[0] for line in text.splitlines())
+        return cls.of(*(Fault.parse(line) for line in lines if line.strip()))
+
+    @classmethod
+    def sample(
+        cls, random: random.Random, *, learners: Sequence[str], syncer: str, horizon: float, count: int,
+        weights: Mapping[Kind, float] = WEIGHTS,
+    ) -> Plan:  # fmt: skip
+        """
+        Draw a plan.
+
+        Args:
+            random: of the world.
+            learners: their processes.
+            syncer: its process.
+            horizon: when the last fault has begun; most are much shorter.
+            count: how many faults.
+            weights: relative frequency of each kind; a kind that is missing never happens.
+        """
+        kinds, frequencies = list(weights), list(weights.values())
+        drawn = random.choices(kinds, frequencies, k=count) if count else []
+        return cls.of(*(_sample(random, kind, learners, syncer, horizon) for kind in drawn))
+
+    def without(self, index: int) -> Plan:
+        """The plan less a fault."""
+        return Plan(self.faults[:index] + self.faults[index + 1 :])
+
+    def only(self, *kinds: Kind) -> Plan:
+        """The faults of these kinds."""
+        return Plan(tuple(fault for fault in self.faults if fault.kind in kinds))
+
+    def at(self, now: float) -> tuple[Fault, ...]:
+        """The faults of this moment."""
+        return tuple(fault for fault in self.faults if fault.begin <= now < fault.end)
+
+    @property
+    def end(self) -> float:
+        """When the last fault is over."""
+        return max((fault.end for fault in self.faults), default=0.0)
+
+
+def _sample(
+    random: random.Random, kind: Kind, learners: Sequence[str], syncer: str, horizon: float
+) -> Fault:  # fmt: skip
+    learner = random.choice(learners)
+    begin = random.uniform(0, horizon)
+    # From a blink to a large part of the world: by its logarithm.
+    seconds = math.exp(random.uniform(math.log(0.01), math.log(max(0.02, horizon / 2))))
+    low, high = AMOUNTS.get(kind, (0.0, 0.0))
+    amount = math.exp(random.uniform(math.log(low), math.log(high))) if low else 0.0
+    fault = Fault(
+        kind, learner, round(begin, 3), round(begin + seconds, 3), "", float(f"{amount:.4g}")
+    )
+    if kind in LINK:
+        forward = random.random() < 0.5
+        target, peer = (learner, syncer) if forward else (syncer, learner)
+        return replace(fault, target=target, peer=peer)
+    if kind in DISK:
+        return replace(fault, target=syncer)
+    if kind in PROCESS:
+        target = syncer if random.random() < 0.25 else learner
+        power = POWER if kind is Kind.CRASH and random.random() < 0.3 else ""
+        sign = -1.0 if kind is Kind.WALL_JUMP and random.random() < 0.5 else 1.0
+        return replace(fault, target=target, peer=power, amount=sign * fault.amount)
+    if kind is Kind.SCALE:
+        return replace(fault, target="learners", amount=float(round(fault.amount)))
+    if kind is Kind.LATE:
+        return replace(fault, begin=0.0, end=fault.begin)
+    return fault
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

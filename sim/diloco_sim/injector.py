@@ -1,0 +1,161 @@
+"""
+Carries out a plan of faults on the clock, the network and the disks; what only a world can do goes to the world.
+
+Overlapping faults of a kind add up: of two cuts the link is mended when the second is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from diloco_sim import faults
+from diloco_sim.clock import Clock, Process
+from diloco_sim.disk import SimulatedDisk, Weakness
+from diloco_sim.faults import Fault, Kind, Plan
+from diloco_sim.link import BULK, Link
+from diloco_sim.network import Network
+
+Begin = Callable[[Fault, bool], object]
+"""Called with a fault, and True at its beginning, False at its end."""
+
+_WEAKNESSES = {
+    Kind.DISK_SLOW: Weakness.SLOW,
+    Kind.DISK_HANG: Weakness.HANG,
+    Kind.DISK_FULL: Weakness.FULL,
+    Kind.DISK_FAIL: Weakness.FAIL,
+    Kind.DISK_FORGET: Weakness.FORGET,
+}
+
+
+class Injector:
+    """
+    Schedules all faults of a plan.
+
+    Args:
+        plan: a fault of a process that is not there does nothing.
+        clock: its processes are the targets.
+        network: carries out the faults of links.
+        disks: of the processes that have one.
+        restart: starts the program of a process that has crashed; called after `Process.start`.
+        world: carries out membership and misbehaviour.
+    """
+
+    def __init__(
+        self, plan: Plan, *, clock: Clock, network: Network, disks: Mapping[str, SimulatedDisk],
+        restart: Callable[[Process], object], world: Begin,
+    ) -> None:  # fmt: skip
+        self._clock, self._network, self._disks = clock, network, disks
+        self._restart, self._world = restart, world
+        self._active: list[Fault] = []
+        self._bases: dict[tuple[str, str], tuple[float, float, float, float]] = {}
+        self.injected: dict[Kind, int] = {}
+        """How many faults of each kind took effect."""
+        for fault in plan:
+            if fault.kind in _WEAKNESSES:
+                self._weaken(fault)
+            else:
+                clock.at(fault.begin, self._begin, fault)
+
+    def _weaken(self, fault: Fault) -> None:
+        disk = self._disks.get(fault.target)
+        if disk is not None:
+            self._count(fault)
+            disk.weaken(_WEAKNESSES[fault.kind], fault.begin, fault.end, fault.amount or 1.0)
+
+    def _begin(self, fault: Fault) -> None:
+        processes = self._clock.processes
+        kind = fault.kind
+        if kind in faults.MEMBERSHIP or kind in faults.MISBEHAVIOUR:
+            self._world(fault, True)
+        elif kind is Kind.DISK_FLIP:
+            disk = self._disks.get(fault.target)
+            if disk is None or disk.flip() is None:
+                return
+        elif kind in faults.LINK:
+            if fault.target not in processes or fault.peer not in processes:
+                return
+            self._link(fault, True)
+        elif fault.target not in processes or not self._strike(fault, processes[fault.target]):
+            return
+        self._count(fault)
+        self._active.append(fault)
+        self._clock.at(fault.end, self._end, fault)
+
+    def _end(self, fault: Fault) -> None:
+        self._active.remove(fault)
+        if fault.kind in faults.MEMBERSHIP or fault.kind in faults.MISBEHAVIOUR:
+            self._world(fault, False)
+        elif fault.kind in faults.LINK:
+            self._link(fault, False)
+        elif fault.kind is Kind.SLOW:
+            self._slow(self._clock.processes[fault.target])
+        elif fault.kind is Kind.CRASH:
+            process = self._clock.processes[fault.target]
+            down = any(f.kind is Kind.CRASH and f.target == fault.target for f in self._active)
+            if not process.alive and not down:
+                process.start()
+                self._restart(process)
+
+    def _strike(self, fault: Fault, process: Process) -> bool:
+        """Begin a fault of a process; whether it has an effect."""
+        if not process.alive:
+            return False
+        match fault.kind:
+            case Kind.CRASH:
+                process.crash(power=fault.peer == faults.POWER)
+            case Kind.PAUSE:
+                process.pause(fault.end)
+            case Kind.JUMP:
+                process.jump(fault.amount)
+            case Kind.WALL_JUMP:
+                process.set_wall(fault.amount)
+            case Kind.SLOW:
+                process.slowness *= fault.amount
+        return True
+
+    def _slow(self, process: Process) -> None:
+        """Of all faults that are still there."""
+        process.slowness = 1.0
+        for fault in self._active:
+            if fault.kind is Kind.SLOW and fault.target == process.name:
+                process.slowness *= fault.amount
+
+    def _link(self, fault: Fault, begins: bool) -> None:
+        a, b, network = fault.target, fault.peer, self._network
+        change = network.cut if begins else network.mend
+        match fault.kind:
+            case Kind.CUT:
+                change(a, b)
+                change(b, a)
+            case Kind.HALF_OPEN:
+                change(a, b, silent=True)
+            case Kind.BULK_DEAD:
+                change(a, b, BULK)
+                change(b, a, BULK)
+            case _:
+                for pair in ((a, b), (b, a)):
+                    self._adjust(pair, fault if begins else None)
+
+    def _adjust(self, pair: tuple[str, str], begins: Fault | None) -> None:
+        """Set a link to what it was at first, changed by all faults of it."""
+        link: Link = self._network.link(*pair)
+        if pair not in self._bases:
+            self._bases[pair] = link.latency, link.jitter, link.corruption, link.pipe.bandwidth
+        latency, jitter, corruption, bandwidth = self._bases[pair]
+        for fault in [*self._active, begins] if begins else self._active:
+            if (fault.target, fault.peer) not in (pair, pair[::-1]):
+                continue
+            match fault.kind:
+                case Kind.LATENCY:
+                    latency += fault.amount
+                case Kind.JITTER:
+                    jitter += fault.amount
+                case Kind.BANDWIDTH:
+                    bandwidth *= fault.amount
+                case Kind.CORRUPTION if (fault.target, fault.peer) == pair:
+                    corruption = max(corruption, fault.amount)
+        link.latency, link.jitter, link.corruption = latency, jitter, corruption
+        link.pipe.bandwidth = bandwidth
+
+    def _count(self, fault: Fault) -> None:
+        self.injected[fault.kind] = self.injected.get(fault.kind, 0) + 1

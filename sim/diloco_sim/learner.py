@@ -1,0 +1,295 @@
+"""
+A simulated learner: a trainer process around the real `TrainerCore`, and its link process (uplink.py).
+
+    <region>/<index>          the link process, which is what the network connects
+    <region>/<index>+trainer  the trainer; the link process dies with it
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from diloco.errors import EXIT_TRY_AGAIN
+from diloco.model.fragments import Layout
+from diloco.spec import RunSpec
+from diloco_sim.checkers.observations import LearnerMoment, Refused
+from diloco_sim.clock import Process
+from diloco_sim.memory import F32, PlainMemory, ToyModel, seed_of
+from diloco_sim.network import Network
+from diloco_sim.pipe import Pipe
+from diloco_sim.transfers import Behaviour
+from diloco_sim.uplink import Uplink
+from diloco_worker.core import trainer as core
+from diloco_worker.core.messages import LinkState, Phase
+
+TRAINER = "+trainer"
+"""Suffix of the name of the trainer process."""
+
+POLL_SECONDS = 0.2
+"""As in diloco_worker/joined.py."""
+
+CONNECT_SECONDS = 600.0
+RESTART_SECONDS = 2.0
+"""Pause of the supervisor after a process that ended."""
+LEAVE_SECONDS = 5.0
+"""Timeout for a link to leave the job, as in diloco_worker/ipc/link_process.py."""
+CHECKPOINT_SECONDS = 0.2
+"""From the start of a local checkpoint until it is durable."""
+
+
+class SimulatedLearner:
+    """
+    One learner over all its incarnations.
+
+    Args:
+        name: "<region>/<index>".
+        network: connects it.
+        server: the syncer.
+        spec: of the job.
+        layout: of the model.
+        start: seed of the initial model, the same for all learners.
+        source: of its random numbers.
+        step_seconds: of one step at full speed.
+        tokens: of one step.
+        checkpoint_every: local steps between own checkpoints; None: none.
+        observe: gets what checkers observe.
+    """
+
+    def __init__(
+        self, name: str, network: Network, server: Process, *, spec: RunSpec, layout: Layout, start: int,
+        source: random.Random, step_seconds: float, tokens: int, checkpoint_every: int | None,
+        observe: Callable[[object], None],
+    ) -> None:  # fmt: skip
+        clock = network.clock
+        self.name, self.spec, self.layout = name, spec, layout
+        self.link_process, self.process = clock.process(name), clock.process(name + TRAINER)
+        self.behaviour = Behaviour()
+        self.speed = 1.0
+        """Factor of the duration of a step."""
+        self.away = 0
+        """More than 0: it has not started yet, or has left for a while."""
+        self.refused = self.done = False
+        self.step_seconds = step_seconds
+        self._network, self._server, self._source = network, server, source
+        self._start, self._target = start, seed_of(source)
+        self._tokens, self._checkpoint_every = tokens, checkpoint_every
+        self._observe = observe
+        self._saved: tuple[core.SaveCheckpoint, F32] | None = None
+        """The newest own checkpoint; survives everything."""
+        self._terminated = self._leaving = self._waits = False
+        self._polls = self._code = 0
+        self.uplink: Uplink | None = None
+        self.process.observers.append(self)
+        self.link_process.observers.append(self)
+
+    # ------------------------------------------------------------ processes
+
+    def boot(self) -> None:
+        """The trainer process starts."""
+        if self.done or self.refused or self.away:
+            self.process.crash()
+            return
+        self._terminated = self._leaving = self._waits = False
+        self.memory = PlainMemory(self.layout)
+        self.model = ToyModel(self.layout, start=self._start, target=self._target)
+        found, saved = None, self._saved
+        if saved is not None:
+            found = core.LocalCheckpoint(
+                local_step=saved[0].local_step, global_step=saved[0].global_step
+            )
+        self.core = core.TrainerCore(
+            name=self.name,
+            fragments=len(self.layout.fragments),
+            found=found,
+            checkpoint_every=self._checkpoint_every,
+            connect_timeout_seconds=CONNECT_SECONDS,
+        )
+        self._from_link: Pipe[LinkState] = Pipe(self.process, self._line)
+        if not self.link_process.alive:
+            self.link_process.start()
+        self.start_link()
+        self._join()
+
+    def start_link(self) -> None:
+        """The link process starts; nothing without a trainer."""
+        if not self.process.alive or self._leaving:
+            return
+        self._from_link = Pipe(self.process, self._line)
+        self.uplink = Uplink(
+            self.link_process, self._network, self._server, name=self.name, spec=self.spec,
+            memory=self.memory, to_trainer=self._from_link, source=self._source,
+            behaviour=self.behaviour, left=self._left,
+        )  # fmt: skip
+        self.uplink.from_trainer.offer(self.core.state())
+
+    def moment(self) -> LearnerMoment:
+        """What can be seen from outside."""
+        uplink = self.uplink
+        state = uplink.protocol.link_state if uplink is not None else None
+        connected = state is not None and state.connected and state.phase is Phase.TRAINING
+        versions = (
+            tuple(inbox.version for inbox in self.memory.inboxes) if uplink is not None else ()
+        )
+        return LearnerMoment(connected=connected, done=self.done, versions=versions)
+
+    def terminate(self) -> None:
+        """SIGTERM."""
+        self._terminated = True
+
+    def come_back(self) -> None:
+        """It is not away any more."""
+        self._terminated = False
+        if not self._leaving:
+            self._restart()
+
+    def crashed(self, process: Process, *, power: bool) -> None:
+        """The link dies with the trainer."""
+        self.uplink = None
+        if process is self.process:
+            self.link_process.crash(power=power)
+
+    def paused(self, process: Process) -> None:
+        """Its events wait."""
+
+    def resumed(self, process: Process) -> None:
+        """Its events follow."""
+
+    def _end(self, code: int) -> None:
+        """The trainer process ends; its supervisor starts another one if that can help."""
+        self.process.crash()
+        self._leaving = False
+        if code == EXIT_TRY_AGAIN or not (self.done or self.refused or self.away):
+            clock = self.process.clock
+            clock.at(clock.now + RESTART_SECONDS, self._restart)
+
+    def _restart(self) -> None:
+        if not self.process.alive:
+            self.process.start()
+            self.boot()
+
+    # ------------------------------------------------------------ joining
+
+    def _line(self) -> None:
+        if self._waits:
+            self._join()
+
+    def _join(self) -> None:
+        life = self.process.life
+        self._waits = False
+        while not (self.core.joined or self.core.closed):
+            state = self._from_link.newest()
+            actions = self.core.join(state, now=self.process.now, terminated=self._terminated)
+            self._carry_out(actions)
+            if self.process.life != life:
+                return
+            if any(isinstance(action, core.AwaitLink) for action in actions):
+                self._waits = True
+                self._polls += 1
+                self.process.after(POLL_SECONDS, self._poll, self._polls)
+                return
+        self._next_step()
+
+    def _poll(self, number: int) -> None:
+        if self._waits and number == self._polls:
+            self._join()
+
+    # ------------------------------------------------------------ training
+
+    def _next_step(self) -> None:
+        life = self.process.life
+        if not self.core.closed:
+            state = self._from_link.newest()
+            self._carry_out(self.core.check(state, terminated=self._terminated))
+        if not self.core.closed and self.process.life == life:
+            self.process.work(self.step_seconds * self.speed, self._stepped)
+
+    def _stepped(self) -> None:
+        self.model.step()
+        now, life = self.process.now, self.process.life
+        actions = self.core.step(self._tokens, self._from_link.newest(), now=now)
+        copied = self._carry_out(actions)
+        if self.process.life != life:
+            return
+        self._carry_out(self.core.copied(copied, loss=1.0))
+        self.core.line(now=now, queued_seconds=0.0)
+        self.core.ended(now=now)
+        self._next_step()
+
+    # ------------------------------------------------------------ actions
+
+    def _carry_out(self, actions: Sequence[core.Action]) -> list[int]:
+        copied: list[int] = []
+        for action in actions:
+            match action:
+                case core.CopyFragment(fragment, copy):
+                    self.memory.host(fragment)[:] = self.model.values[fragment]
+                    self.memory.copies[fragment] = copy
+                    copied.append(fragment)
+                case core.ApplyFragment(fragment):
+                    self.model.values[fragment][:] = self.memory.inbox(fragment)
+                case core.Send(state):
+                    if self.uplink is not None:
+                        self.uplink.from_trainer.offer(state)
+                case core.SaveCheckpoint():
+                    self._save(action)
+                case core.CopyModel(copies):
+                    for fragment, copy in enumerate(copies):
+                        self.memory.host(fragment)[:] = self.model.values[fragment]
+                        self.memory.copies[fragment] = copy
+                case core.ApplyModel(fragments):
+                    for fragment in fragments:
+                        self.model.values[fragment][:] = self.memory.inbox(fragment)
+                case core.LoadCheckpoint():
+                    self._load()
+                case core.Leave():
+                    self._leave(action)
+                case core.Exit(code, text):
+                    self._exit(code, text)
+                    return copied
+                case core.AwaitLink() | core.AwaitCheckpoint() | core.ShowProgress():
+                    pass
+        return copied
+
+    def _save(self, action: core.SaveCheckpoint) -> None:
+        values, life = self.model.copy(), self.process.life
+
+        def durable() -> None:
+            if self.process.life == life:
+                self._saved = action, values
+
+        clock = self.process.clock
+        clock.at(clock.now + CHECKPOINT_SECONDS, durable, process=self.process)
+        self.core.checkpoint_started(action.local_step)
+
+    def _load(self) -> None:
+        if self._saved is None:
+            self._carry_out(self.core.checkpoint_unusable())
+            return
+        action, values = self._saved
+        self.model.load(values)
+        facts: Mapping[str, Any] = action.facts
+        self._carry_out(self.core.checkpoint_loaded(facts, now=self.process.now))
+
+    def _exit(self, code: int, text: str) -> None:
+        if code != EXIT_TRY_AGAIN:
+            self.refused = True
+            self._observe(Refused(self.name, text))
+        self._code = code
+
+    def _leave(self, action: core.Leave) -> None:
+        self._leaving = True
+        self._code = EXIT_TRY_AGAIN if self.core.link_state.refused_exit else 0
+        if self.core.link_state.complete:
+            self.done = True
+        if self.uplink is not None:
+            self.uplink.from_trainer.offer(action.state)
+            self.process.after(LEAVE_SECONDS, self._left)
+        else:
+            self._left()
+
+    def _left(self) -> None:
+        """The link has left the job, or did not in time."""
+        if self._leaving and self.process.alive:
+            self._end(self._code)

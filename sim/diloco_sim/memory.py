@@ -1,0 +1,111 @@
+"""What a link shares with its trainer, as plain arrays; and a model that is trained without gradients."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.model.fragments import Layout
+from diloco_worker.core.ledger import HostCopy
+from diloco_worker.ipc.shared_memory import InboxState
+
+F32 = npt.NDArray[np.float32]
+
+NO_COPY = HostCopy(local_step=0, steps=0, tokens=0, base=0)
+EMPTY = InboxState(generation=0, version=None)
+
+
+class PlainMemory:
+    """As `diloco_worker.ipc.shared_memory.SharedMemory`, in one process and without locks."""
+
+    def __init__(self, layout: Layout, *, constants_bytes: int = 0) -> None:
+        self.layout = layout
+        self.constants = np.zeros(constants_bytes, np.uint8)
+        self.copies = [NO_COPY for _ in layout.fragments]
+        self.inboxes = [EMPTY for _ in layout.fragments]
+        self._hosts = [np.zeros(f.elements, np.float32) for f in layout.fragments]
+        self._values = [np.zeros(f.elements, np.float32) for f in layout.fragments]
+
+    def lock(self, fragment: int) -> contextlib.AbstractContextManager[None]:
+        """See `Memory`."""
+        return contextlib.nullcontext()
+
+    def host(self, fragment: int) -> F32:
+        """See `Memory`."""
+        return self._hosts[fragment]
+
+    def host_copy(self, fragment: int) -> HostCopy:
+        """See `Memory`."""
+        return self.copies[fragment]
+
+    def inbox(self, fragment: int) -> F32:
+        """See `Memory`."""
+        return self._values[fragment]
+
+    def inbox_state(self, fragment: int) -> InboxState:
+        """See `Memory`."""
+        return self.inboxes[fragment]
+
+    def invalidate_inbox(self, fragment: int) -> None:
+        """See `Memory`."""
+        state = self.inboxes[fragment]
+        self.inboxes[fragment] = InboxState(generation=state.generation, version=None)
+
+    def publish(self, fragment: int, generation: int, version: tuple[int, int]) -> None:
+        """See `Memory`."""
+        self.inboxes[fragment] = InboxState(generation=generation, version=version)
+
+
+class ToyModel:
+    """
+    Tensors that each step moves towards a target of its learner, as training on its data would.
+
+    Args:
+        layout: the tensors.
+        start: seed of the initial values, the same for all learners.
+        target: seed of the target.
+    """
+
+    RATE = np.float32(0.02)
+    """Share of the way to the target of one step."""
+
+    def __init__(self, layout: Layout, *, start: int, target: int) -> None:
+        self._flat, self.values = _random(layout, start)
+        """Per fragment, a view of its values."""
+        self._target, _ = _random(layout, target)
+
+    def step(self) -> None:
+        """One optimizer step."""
+        self._flat += self.RATE * (self._target - self._flat)
+
+    def copy(self) -> F32:
+        """All values."""
+        return self._flat.copy()
+
+    def load(self, values: F32) -> None:
+        """Replace all values."""
+        self._flat[:] = values
+
+
+def _random(layout: Layout, seed: int) -> tuple[F32, Sequence[F32]]:
+    """Normal values with zeros in the padding: flat, and a view for each fragment."""
+    source = np.random.default_rng(seed)
+    flat = np.zeros(sum(f.elements for f in layout.fragments), np.float32)
+    views, at = [], 0
+    for fragment in layout.fragments:
+        view = flat[at : at + fragment.elements]
+        for slot in fragment.slots:
+            end = slot.offset + slot.tensor.elements
+            view[slot.offset : end] = source.standard_normal(slot.tensor.elements)
+        views.append(view)
+        at += fragment.elements
+    return flat, views
+
+
+def seed_of(source: random.Random) -> int:
+    """A seed for a `ToyModel`."""
+    return source.getrandbits(32)

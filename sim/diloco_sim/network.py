@@ -1,0 +1,208 @@
+"""
+Links between processes, and streams of real bytes over them, as gRPC over TCP behaves.
+
+    Connection (client ─► server, CONTROL or BULK)
+      └ streams: Endpoint ◄─► Endpoint, ordered messages, flow control
+           └ Link (one direction between two processes): latency, jitter, cut
+                └ Pipe: bandwidth, shared message by message by all streams that wait for it
+
+What is held up and what is lost follows TCP: a cut link holds what was sent, in order. When it is
+mended in time everything arrives; otherwise each end breaks at its own time-out and learns nothing of
+how far the other got. A process that is killed resets its connections; a machine without power, or a
+paused process, is silent until its peers time out. Bulk messages can be damaged, since they have
+checksums of their own; control messages cannot.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+
+from diloco_sim.clock import Clock, Process
+from diloco_sim.link import BULK, CONTROL, Link, Pipe, Wire
+from diloco_sim.stream import RESUME_SECONDS, Connection, Listener, Side
+
+__all__ = ["BULK", "CONTROL", "Network"]
+
+
+class Network:
+    """
+    All links and servers of a world.
+
+    Args:
+        random: for jitter, damage and time-outs; its own, so that a fault less changes nothing else.
+        latency: of each link to begin with, seconds.
+        bandwidth: likewise, bytes per second.
+        timeout_seconds: least and most time until an end notices that a connection is dead
+            (keep-alive: 30 s + 10 s, less if it is waiting for an acknowledgement).
+        connect_seconds: until an attempt to connect fails.
+        window_bytes: what a stream sends before it is read.
+        queue_bytes: what a stream holds before `send` returns False.
+    """
+
+    def __init__(
+        self, clock: Clock, random: random.Random, *, latency: float = 0.01, bandwidth: float = math.inf,
+        timeout_seconds: tuple[float, float] = (10.0, 40.0), connect_seconds: float = 20.0,
+        window_bytes: int = 4 << 20, queue_bytes: int = 1 << 20,
+    ) -> None:  # fmt: skip
+        self.clock = clock
+        self._wire = Wire(clock, random, timeout_seconds, window_bytes, queue_bytes)
+        self._latency, self._bandwidth = latency, bandwidth
+        self._connect_seconds = connect_seconds
+        self._links: dict[tuple[str, str], Link] = {}
+        self._listeners: dict[str, Listener] = {}
+        self._connections: dict[Connection, None] = {}
+        self._by_link: dict[Link, dict[Connection, None]] = {}
+
+    def link(self, source: str, target: str) -> Link:
+        """The link from one process to another, made on first use."""
+        link = self._links.get((source, target))
+        if link is None:
+            link = Link(Pipe(self.clock, self._bandwidth), self._latency)
+            self._links[source, target] = link
+        return link
+
+    def share(self, pipe: Pipe, *pairs: tuple[str, str]) -> None:
+        """Let these links share one bandwidth: the connection of a region, or of the syncer."""
+        for source, target in pairs:
+            self.link(source, target).pipe = pipe
+
+    def listen(self, server: Process, listener: Listener) -> None:
+        """Accept connections, in this life of the process only."""
+        self._observe(server)
+        self._listeners[server.name] = listener
+
+    def connect(
+        self, client: Process, server: Process, channel: int, *, opened: Callable[[Connection], None],
+        failed: Callable[[str], None], lost: Callable[[str], None] | None = None,
+    ) -> None:  # fmt: skip
+        """
+        Try to connect.
+
+        Args:
+            client: calls `opened`, or `failed` with a reason.
+            server: what it connects to.
+            channel: CONTROL or BULK.
+            opened: gets the connection.
+            failed: refused, or no answer in time.
+            lost: called once if the connection breaks later, with the reason.
+        """
+        self._observe(client)
+        self._observe(server)
+        ends = (
+            Side(client, self.link(client.name, server.name)),
+            Side(server, self.link(server.name, client.name)),
+        )
+        connection = Connection(self._wire, *ends, channel, self._forget, opened, failed, lost)
+        clock = self.clock
+        connection.timer = clock.at(
+            clock.now + self._connect_seconds, connection.fail, "no answer", process=client
+        )
+        forward = connection.client.link
+        if forward.carries(channel):
+            clock.at(clock.now + self._wire.delay(forward), self._arrived, connection)
+
+    def cut(
+        self, source: str, target: str, channel: int | None = None, *, silent: bool = False
+    ) -> None:
+        """
+        Let nothing pass in this direction until `mend`; cuts add up.
+
+        Args:
+            source: the sending process.
+            target: the receiving process.
+            channel: CONTROL or BULK; None: both.
+            silent: neither end ever notices (a middlebox answers for the other end).
+        """
+        link = self.link(source, target)
+        for c in (CONTROL, BULK) if channel is None else (channel,):
+            link.cuts[c] += 1
+            link.silent[c] += silent
+            if link.cuts[c] == 1:
+                link.cut_since[c] = self.clock.now
+        self._check(link)
+
+    def mend(
+        self, source: str, target: str, channel: int | None = None, *, silent: bool = False
+    ) -> None:
+        """End a cut with the same arguments: what was sent meanwhile arrives, in its order."""
+        link = self.link(source, target)
+        for c in (CONTROL, BULK) if channel is None else (channel,):
+            link.cuts[c] -= 1
+            link.silent[c] -= silent
+            if link.cuts[c]:
+                continue
+            down_seconds = self.clock.now - link.cut_since[c]
+            link.cut_since[c] = math.inf
+            for connection in list(self._by_link.get(link, ())):
+                if connection.channel == c:
+                    connection.mended(link, min(RESUME_SECONDS, down_seconds))
+        self._check(link)
+
+    # ------------------------------------------------------------ processes
+
+    def crashed(self, process: Process, *, power: bool) -> None:
+        """Reset its connections; without power its peers find out for themselves."""
+        self._listeners.pop(process.name, None)
+        for connection in list(self._connections):
+            for side in (connection.client, connection.server):
+                if side.process is process and not side.lost:
+                    side.lost = side.dead = True
+                    side.silent = power
+                    connection.reset(side.other)
+            connection.check()
+
+    def paused(self, process: Process) -> None:
+        """It answers no keep-alive."""
+        self._check_process(process)
+
+    def resumed(self, process: Process) -> None:
+        """It answers again."""
+        self._check_process(process)
+
+    def _check_process(self, process: Process) -> None:
+        for connection in list(self._connections):
+            if process is connection.client.process or process is connection.server.process:
+                connection.check()
+
+    def _check(self, link: Link) -> None:
+        for connection in list(self._by_link.get(link, ())):
+            connection.check()
+
+    def _observe(self, process: Process) -> None:
+        if self not in process.observers:
+            process.observers.append(self)
+
+    def _arrived(self, connection: Connection) -> None:
+        """The first packet of a client reached the server's machine."""
+        server, clock = connection.server, self.clock
+        if server.process.name in self._listeners:
+            clock.at(clock.now, self._accept, connection, process=server.process)
+        elif not server.process.power_lost:
+            clock.at(
+                clock.now + self._wire.delay(server.link), connection.fail, "connection refused",
+                process=connection.client.process,
+            )  # fmt: skip
+
+    def _accept(self, connection: Connection) -> None:
+        clock, server = self.clock, connection.server
+        listener = self._listeners.get(server.process.name)
+        abandoned = connection.client.process.life != connection.client_life
+        if listener is None or abandoned or not connection.timer.pending:
+            return
+        connection.listener = listener
+        self._connections[connection] = None
+        connection.accepted = True
+        for link in (connection.client.link, server.link):
+            self._by_link.setdefault(link, {})[connection] = None
+        if server.link.carries(connection.channel):
+            server.last_arrival = clock.now + self._wire.delay(server.link)
+            clock.at(server.last_arrival, connection.open_client, process=connection.client.process)
+        connection.check()
+
+    def _forget(self, connection: Connection) -> None:
+        """Both ends know that it is over."""
+        self._connections.pop(connection, None)
+        for side in (connection.client, connection.server):
+            self._by_link.get(side.link, {}).pop(connection, None)

@@ -1,0 +1,104 @@
+"""Runs worlds by seed and puts what was found into words: what the command `diloco sim` prints."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Callable, Iterable
+
+from diloco_sim.description import Description, sample
+from diloco_sim.faults import Kind
+from diloco_sim.shrink import shrink
+from diloco_sim.world import Outcome, World
+
+SHRINK_RUNS = 300
+"""Worlds that are run to find a smaller one."""
+
+
+def seeds_of(text: str) -> range:
+    """
+    The seeds of "A..B", both included.
+
+    >>> seeds_of("3..5")
+    range(3, 6)
+
+    Raises:
+        ValueError: it is something else.
+    """
+    first, dots, last = text.partition("..")
+    if not dots or not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
+        raise ValueError(f"{text!r} is no range of seeds, expected A..B")
+    return range(int(first), int(last) + 1)
+
+
+def run(
+    seeds: Iterable[int], *, steps: int, failed: Callable[[Outcome], object],
+    enough: Callable[[], bool] = lambda: False,
+) -> tuple[str, int]:  # fmt: skip
+    """
+    Run a world for each seed.
+
+    Args:
+        seeds: in their order.
+        steps: global steps of each.
+        failed: gets the outcome of each world that broke a promise.
+        enough: whether to stop before the next one.
+
+    Returns:
+        A summary, and how many broke a promise.
+    """
+    worlds = failures = merges = 0
+    seconds = 0.0
+    injected: Counter[Kind] = Counter()
+    for seed in seeds:
+        if enough():
+            break
+        outcome = World(sample(seed, steps=steps)).run()
+        worlds += 1
+        merges += outcome.merges
+        seconds += outcome.seconds
+        injected.update(outcome.injected)
+        if not outcome.ok:
+            failures += 1
+            failed(outcome)
+    kinds = ", ".join(f"{count} {kind.value}" for kind, count in injected.most_common())
+    verdict = "all promises kept" if not failures else f"{failures} broke a promise"
+    text = (
+        f"{worlds} worlds of {steps} global steps: {verdict}; {merges} merges in "
+        f"{seconds / 3600:.1f} virtual hours\nfaults: {kinds or 'none'}"
+    )
+    return text, failures
+
+
+def smaller(outcome: Outcome) -> Outcome:
+    """The outcome of a smaller world that breaks the same promise."""
+    violation = outcome.violation
+    if violation is None:
+        return outcome
+
+    def fails(candidate: Description) -> bool:
+        found = World(candidate).run().violation
+        return found is not None and found.checker == violation.checker
+
+    return World(shrink(outcome.description, fails, most_runs=SHRINK_RUNS)).run()
+
+
+def text_of(outcome: Outcome) -> str:
+    """A failing world: how to run it again, its plan, its last events, and the broken promise."""
+    of = outcome.description
+    fields = {
+        field.name: getattr(of, field.name)
+        for field in dataclasses.fields(of)
+        if field.name not in ("plan", "spec")
+    }
+    lines = [
+        f"seed {of.seed}, {of.learners} learners, {of.steps} steps",
+        *(f"  {name}: {value}" for name, value in fields.items()),
+        f"  spec: {of.job}",
+        "plan:" if len(of.plan) else "plan: no faults",
+        *(f"  {fault}" for fault in of.plan),
+        f"last {len(outcome.trace)} events:",
+        *(f"  {line}" for line in outcome.trace),
+        f"{outcome.violation}" if outcome.violation else "all promises kept",
+    ]
+    return "\n".join(lines)

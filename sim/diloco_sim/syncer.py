@@ -1,0 +1,319 @@
+"""
+A syncer process: the real coordinator, engine, admission, store and transfers, with virtual shells.
+
+    boot ─► store.next_epoch, snapshots.resume, journal ─► serve ─► crash
+     ▲        (on the simulated disk)                                │
+     └──────────────── its supervisor starts it again ◄──────────────┘
+
+What threads, queues and gRPC do in `Runner`, `ControlService`, `Uploads` and `Downloads` is done here
+with events of the virtual clock; what a message means is decided by the same functions.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import DilocoError
+from diloco.journal.writer import JournalWriter
+from diloco.spec import RunSpec
+from diloco_sim.checkers.checker import Violation
+from diloco_sim.checkers.observations import Captured, Committed, Resumed
+from diloco_sim.clock import Process, Timer
+from diloco_sim.disk import Completion, DiskThread, SimulatedDisk
+from diloco_sim.journal import Journal
+from diloco_sim.network import Network
+from diloco_sim.service import Service
+from diloco_syncer.attempts import Attempts
+from diloco_syncer.coordinator import BrokenStateError, Coordinator, Event
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.admission import Admission, Applicant
+from diloco_syncer.core.engine import Engine
+from diloco_syncer.metrics import Metrics
+from diloco_syncer.runner import TICK_SECONDS
+from diloco_syncer.sessions import Session, Sessions
+from diloco_syncer.state import Facts, State
+from diloco_syncer.storage import snapshots
+from diloco_syncer.storage.parameters import Parameters
+from diloco_syncer.storage.snapshots import ExportedModel
+from diloco_syncer.storage.store import Store
+from diloco_syncer.storage.writer import Writer
+
+DIRECTORY = Path("/run-directory")
+
+RESTART_SECONDS = 1.0
+"""Pause of the supervisor after a start that failed."""
+
+Observe = Callable[[object], None]
+"""Takes what checkers observe."""
+
+PostedOrAsked = Event | Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    """What a start finds on the disk."""
+
+    store: Store
+    journal: JournalWriter
+    engine: Engine
+    parameters: Parameters | None
+    model: ExportedModel | None
+    issued: int
+    """Largest incarnation so far."""
+
+
+class SimulatedSyncer:
+    """
+    One syncer over all its starts.
+
+    Args:
+        process: runs it.
+        network: it listens there.
+        disk: survives crashes.
+        spec: of the job.
+        observe: gets lines, decisions, and what checkers/observations.py has.
+    """
+
+    def __init__(
+        self, process: Process, network: Network, disk: SimulatedDisk, spec: RunSpec, observe: Observe
+    ) -> None:  # fmt: skip
+        self.process, self.spec, self.disk = process, spec, disk
+        self.serving: Server | None = None
+        """None: it starts, or is down."""
+        self.failed_starts = 0
+        self.last_failure = ""
+        self._network, self._observe = network, observe
+        disk.attach(process)
+        disk.make_directory(DIRECTORY)
+        process.observers.append(self)
+
+    def boot(self) -> None:
+        """The process starts."""
+        done = self.disk.call(self._open)
+        self.process.clock.at(done.done_at, self._opened, done, process=self.process)
+
+    # ------------------------------------------------------------ the process
+
+    def crashed(self, process: Process, *, power: bool) -> None:
+        """Nothing in memory survives."""
+        self.serving = None
+
+    def paused(self, process: Process) -> None:
+        """Its events wait."""
+
+    def resumed(self, process: Process) -> None:
+        """Its events follow."""
+
+    def _open(self) -> _Opened:
+        disk, spec = self.disk, self.spec
+        store = Store(DIRECTORY / "snapshots", keep=spec.syncer_checkpoint.keep, disk=disk)
+        epoch = store.next_epoch()
+        journal = JournalWriter(DIRECTORY / snapshots.EVENTS, disk=disk)
+        engine, parameters = snapshots.resume(spec, DIRECTORY, store, epoch=epoch, disk=disk)
+        return _Opened(
+            store=store,
+            journal=journal,
+            engine=engine,
+            parameters=parameters,
+            model=snapshots.exported(DIRECTORY, disk=disk),
+            issued=store.issued_incarnations(),
+        )
+
+    def _opened(self, done: Completion[_Opened]) -> None:
+        if done.value is None:
+            if not isinstance(done.error, DilocoError | OSError):
+                raise AssertionError("the start failed unexpectedly") from done.error
+            self.failed_starts += 1
+            self.last_failure = str(done.error)
+            self.process.after(RESTART_SECONDS, self.boot)
+            return
+        self.serving = Server(self, done.value, self._observe)
+        self._network.listen(self.process, self.serving.service)
+        self.serving.begin()
+
+
+class Server:
+    """
+    One start of a syncer, from its first event to its end: what `Runner` is in a real process.
+
+    Implements `diloco_syncer.rpc.transfers.Host`.
+    """
+
+    def __init__(self, owner: SimulatedSyncer, opened: _Opened, observe: Observe) -> None:
+        self.process, self.spec, self.disk = owner.process, owner.spec, owner.disk
+        self.metrics = Metrics(0)
+        self.observe = observe
+        engine, parameters = opened.engine, opened.parameters
+        newest = max((learner.incarnation for learner in engine.learners), default=0)
+        self._newest, self._store = newest, opened.store
+        self.state = State(
+            engine=engine,
+            admission=Admission(
+                self.spec,
+                layout=parameters.layout if parameters else None,
+                issued_before=max(newest, opened.issued),
+            ),
+            parameters=parameters,
+            model=opened.model,
+        )
+        self.journal = Journal(opened.journal, self.disk, self.process)
+        writer = Writer(
+            self.spec, DIRECTORY, opened.store, record=self._record_later, post=self._post_later,
+            journal=self.journal, disk=self.disk, thread=_Thread(self.disk.thread(self.process)),
+            clock=lambda: self.disk.time,
+        )  # fmt: skip
+        self.coordinator = Coordinator(
+            self.state, record=self.record, writer=writer, observe=self._decided
+        )
+        self.service = Service(self)
+        self.events: deque[PostedOrAsked] = deque()
+        self._busy = False
+        self._commits: list[ev.Commit] = []
+        self._wake = self._tick = self.process.now
+        self._timer: Timer | None = None
+        self._timer_at = 0.0
+
+    def begin(self) -> None:
+        """Serve."""
+        engine = self.state.engine
+        self.observe(Resumed(engine.epoch, engine.step, self.state.parameters, self.spec))
+        self._wake = self.coordinator.start(self.process.now)
+        self._schedule()
+
+    # ------------------------------------------------------------ Host
+
+    @property
+    def facts(self) -> Facts:
+        """See `Host`."""
+        return self.coordinator.facts
+
+    @property
+    def sessions(self) -> Sessions:
+        """See `Host`."""
+        return self.coordinator.sessions
+
+    @property
+    def attempts(self) -> Attempts:
+        """See `Host`."""
+        return self.coordinator.attempts
+
+    def post(self, event: Event) -> None:
+        """See `Host`."""
+        self.events.append(event)
+
+    def record(self, event: str, **fields: object) -> None:
+        """See `Host`."""
+        line = {"epoch": self.state.engine.epoch, "event": event, **fields}
+        self.observe(line)
+        self.journal.append({"time": round(self.process.wall, 3), **line})
+
+    # ------------------------------------------------------------ for the service
+
+    def admit(self, applicant: Applicant) -> Session:
+        """Open a session; raises a DilocoError if it is refused."""
+        return self.coordinator.admit(applicant)
+
+    def next_incarnation(self) -> int:
+        """A number never used before; uses the disk."""
+        return self._store.next_incarnation(at_least=self._newest)
+
+    def run(self) -> None:
+        """Handle all events and what follows from them now."""
+        if self._busy:
+            return
+        self._busy = True
+        try:
+            changed = True
+            while changed or self.events:
+                while self.events:
+                    self._handle(self.events.popleft())
+                changed = self.service.proceed()
+        finally:
+            self._busy = False
+        self._schedule()
+
+    # ------------------------------------------------------------ the loop
+
+    def _handle(self, event: PostedOrAsked) -> None:
+        if callable(event):
+            event()
+            return
+        now = self.process.now
+        try:
+            self._wake = self.coordinator.handle(event, now)
+        except BrokenStateError as error:
+            raise Violation(
+                "broken", str(error), step=self.facts.step, now=self.process.clock.now
+            ) from error
+        commits, self._commits = self._commits, []
+        parameters = self.state.parameters
+        for commit in commits:
+            if parameters is not None:
+                self.observe(Committed(commit, parameters.current(commit.fragment)))
+
+    def _schedule(self) -> None:
+        """Wake when a Tick is due."""
+        due = min(self._wake, self._tick)
+        if self._timer is not None and self._timer.pending:
+            if self._timer_at <= due:
+                return
+            self.process.clock.cancel(self._timer)
+        self._timer_at = due
+        self._timer = self.process.at(due, self._ticked)
+
+    def _ticked(self) -> None:
+        now = self.process.now
+        if now >= min(self._wake, self._tick):
+            if now >= self._tick:
+                self._tick = now + TICK_SECONDS
+            self.events.append(ev.Tick())
+            self._wake = max(self._wake, now)
+        self.run()
+
+    def _decided(self, decision: ev.Decision) -> None:
+        if isinstance(decision, ev.WakeAt):
+            return
+        self.observe(decision)
+        if isinstance(decision, ev.Commit):
+            self._commits.append(decision)
+        elif isinstance(decision, ev.TakeSnapshot) and self.state.parameters is not None:
+            epoch = self.state.engine.epoch
+            self.observe(Captured(epoch, decision.step, self.state.parameters.all()))
+
+    # ------------------------------------------------------------ the thread that writes
+
+    def _record_later(self, event: str, **fields: object) -> None:
+        """The disk is ahead of the clock: this happens when the clock has caught up."""
+        self._later(lambda: self.record(event, **fields))
+
+    def _post_later(self, event: ev.Event) -> None:
+        self._later(lambda: self.post(event))
+
+    def _later(self, action: Callable[[], None]) -> None:
+        def happen() -> None:
+            action()
+            self.run()
+
+        self.process.clock.at(self.disk.time, happen, process=self.process)
+
+
+class _Thread:
+    """The thread of a `Writer`."""
+
+    def __init__(self, thread: DiskThread) -> None:
+        self._thread = thread
+
+    def submit(self, function: Callable[..., None], /, *args: Any) -> object:
+        return self._thread.call(function, *args, done=_raise)
+
+    def shutdown(self, wait: bool = True) -> None:
+        return None
+
+
+def _raise(done: Completion[None]) -> None:
+    if done.error is not None:
+        raise done.error

@@ -1,0 +1,290 @@
+"""
+One seed, one world: the real cores of a syncer and its learners under a plan of faults, judged by checkers.
+
+    description.sample(seed) ─► World(description).run() ─► Outcome
+
+The faults of the plan are over at `quiet_at`; what follows is the quiet period, in which everything
+must recover and the job must come to its end.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections import deque
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from diloco_sim.checkers.bounds import Bounds
+from diloco_sim.checkers.checker import Checker, Checkers, Violation
+from diloco_sim.checkers.completion import Completion
+from diloco_sim.checkers.durable import Durable
+from diloco_sim.checkers.incarnations import Incarnations
+from diloco_sim.checkers.liveness import Liveness
+from diloco_sim.checkers.observations import Captured, Committed, Moment, Received, Resumed
+from diloco_sim.checkers.quorum import Quorum
+from diloco_sim.checkers.replay import Replay
+from diloco_sim.checkers.reports import Reports
+from diloco_sim.checkers.rounds import Rounds
+from diloco_sim.clock import Clock, OverrunError, Process
+from diloco_sim.description import SYNCER, Description
+from diloco_sim.disk import SimulatedDisk
+from diloco_sim.faults import Fault, Kind
+from diloco_sim.injector import Injector
+from diloco_sim.learner import TRAINER, SimulatedLearner
+from diloco_sim.memory import seed_of
+from diloco_sim.network import Network
+from diloco_sim.seeds import fork
+from diloco_sim.syncer import DIRECTORY, SimulatedSyncer
+from diloco_syncer.core.events import Log, TakeSnapshot
+
+TRACED = 200
+"""Events that a failing world shows."""
+
+SLICE_SECONDS = 5.0
+"""Virtual seconds between two judgements of liveness and bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of a world."""
+
+    description: Description
+    violation: Violation | None
+    seconds: float
+    """Virtual."""
+    events: int
+    digest: int
+    """Worlds with equal digests did the same."""
+    merges: int
+    injected: dict[Kind, int]
+    """Faults that took effect."""
+    trace: tuple[str, ...]
+    """The last events of a world that broke a promise."""
+
+    @property
+    def ok(self) -> bool:
+        """No promise was broken."""
+        return self.violation is None
+
+
+class World:
+    """
+    A world before and while it runs.
+
+    Args:
+        description: what it is made of.
+        checkers: further ones.
+    """
+
+    def __init__(self, description: Description, *, checkers: Iterable[Checker] = ()) -> None:
+        self.of = description
+        source = random.Random(description.seed)
+        of_network, of_disk, of_model = fork(source), fork(source), fork(source)
+        self.clock = Clock()
+        self.network = Network(
+            self.clock, of_network, latency=description.latency, bandwidth=description.bandwidth
+        )
+        self.spec = description.job
+        self.disk = SimulatedDisk(self.clock, of_disk)
+        process = self.clock.process(SYNCER)
+        self.syncer = SimulatedSyncer(process, self.network, self.disk, self.spec, self.observe)
+        start, layout = seed_of(of_model), description.layout
+        self.learners = {
+            name: SimulatedLearner(
+                name, self.network, process, spec=self.spec, layout=layout, start=start,
+                source=fork(source), step_seconds=description.step_seconds[index],
+                tokens=100 + 10 * index, checkpoint_every=description.checkpoint_every,
+                observe=self.observe,
+            )
+            for index, name in enumerate(description.names)
+        }  # fmt: skip
+        self.merges = 0
+        self._found: Violation | None = None
+        self.trace: deque[tuple[float, object]] = deque(maxlen=TRACED)
+        self._checkers = Checkers([*self._own_checkers(), *checkers])
+        self.injector = Injector(
+            description.plan, clock=self.clock, network=self.network, disks={SYNCER: self.disk},
+            restart=self._restart, world=self._change,
+        )  # fmt: skip
+
+    def _own_checkers(self) -> list[Checker]:
+        spec = self.spec
+        return [
+            Quorum(spec.quorum),
+            Rounds(spec.overlap),
+            Reports(),
+            Incarnations(),
+            Completion(spec.steps, self.model_is_durable, expected=True),
+            Replay(spec, self.of.layout),
+            Durable(),
+            Liveness(spec.steps, self.of.bounds),
+            Bounds(self.of.learners, spec.overlap, self.of.merges_per_second),
+        ]
+
+    # ------------------------------------------------------------ running
+
+    def run(self) -> Outcome:
+        """Run it to its end."""
+        violation = None
+        with _quiet():
+            try:
+                self._run()
+            except Violation as found:
+                violation = found
+            except OverrunError as error:
+                violation = Violation("bounds", str(error), step=self.step, now=self.clock.now)
+        return Outcome(
+            description=self.of,
+            violation=violation,
+            seconds=self.clock.now,
+            events=self.clock.events,
+            digest=self.clock.digest,
+            merges=self.merges,
+            injected=dict(self.injector.injected),
+            trace=() if violation is None else self.shown(),
+        )
+
+    def _run(self) -> None:
+        self.syncer.boot()
+        for name, learner in self.learners.items():
+            if any(f.kind is Kind.LATE and f.target == name for f in self.of.plan):
+                learner.process.crash()
+            else:
+                learner.boot()
+        most_seconds = self.deadline
+        while not self.over and self.clock.now < most_seconds:
+            self.clock.run(self.clock.now + SLICE_SECONDS, most_events=MOST_EVENTS)
+            self.observe(self.moment())
+            if self._found is not None:
+                raise self._found
+        self._checkers.finish(self.clock.now)
+
+    @property
+    def over(self) -> bool:
+        """The job is complete and every learner has left."""
+        return all(learner.done for learner in self.learners.values())
+
+    @property
+    def deadline(self) -> float:
+        """When the job must be complete."""
+        of = self.of
+        return of.quiet_at + of.bounds.merge + 4 * of.steps * of.slowest
+
+    @property
+    def step(self) -> int:
+        """The global step of the running syncer; 0: it is down."""
+        serving = self.syncer.serving
+        return serving.facts.step if serving is not None else 0
+
+    def observe(self, event: object) -> None:
+        """Something happened: pass it to the checkers."""
+        if self._found is not None:
+            return
+        now = self.clock.now
+        if not isinstance(event, Captured | Log | Moment):
+            self.trace.append((now, event))
+        if isinstance(event, dict) and event.get("event") == "merge":
+            self.merges += 1
+        try:
+            self._checkers.observe(event, now)
+        except Violation as found:
+            # Not raised here: the coordinator survives a line that cannot be recorded.
+            self._found = found
+            self.clock.stop()
+
+    def moment(self) -> Moment:
+        """What can be seen from outside."""
+        serving = self.syncer.serving
+        return Moment(
+            quiet=self.clock.now >= self.of.quiet_at,
+            step=self.step,
+            learners={name: learner.moment() for name, learner in self.learners.items()},
+            attempts=len(serving.attempts) if serving else 0,
+            queues=len(serving.events) + serving.journal.waiting if serving else 0,
+            streams=len(serving.service.transfers) if serving else 0,
+        )
+
+    def model_is_durable(self) -> bool:
+        """The exported model would survive a power failure now."""
+        model = DIRECTORY / "model"
+        names = ("model.safetensors", "model.json")
+        return all(self.disk.durable(model / name) is not None for name in names)
+
+    def shown(self) -> tuple[str, ...]:
+        """The last events as text."""
+        return tuple(f"{now:11.4f} {_text(event)}" for now, event in self.trace)
+
+    # ------------------------------------------------------------ faults
+
+    def _restart(self, process: Process) -> None:
+        if process is self.syncer.process:
+            self.syncer.boot()
+            return
+        learner = self.learners[process.name.removesuffix(TRAINER)]
+        if process is learner.process:
+            learner.boot()
+        else:
+            learner.start_link()
+
+    def _change(self, fault: Fault, begins: bool) -> None:
+        """Membership and misbehaviour."""
+        targets = [self.learners[fault.target]] if fault.target in self.learners else []
+        if fault.kind is Kind.SCALE:
+            targets = list(self.learners.values())[max(1, int(fault.amount)) :]
+        for learner in targets:
+            match fault.kind:
+                case Kind.LATE | Kind.LEAVE | Kind.SCALE:
+                    self._away(learner, begins)
+                case Kind.SPEED:
+                    learner.speed *= fault.amount if begins else 1 / fault.amount
+                case Kind.MUTE:
+                    learner.behaviour.mute += 1 if begins else -1
+                case Kind.TRICKLE:
+                    learner.behaviour.trickle = fault.amount if begins else 0.0
+                case _:
+                    pass
+
+    def _away(self, learner: SimulatedLearner, begins: bool) -> None:
+        if begins:
+            learner.away += 1
+            learner.terminate()
+            return
+        learner.away -= 1
+        if not learner.away:
+            learner.come_back()
+
+
+MOST_EVENTS = 200_000
+"""Events of one slice of virtual time."""
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the log of the real parts, which a trace replaces."""
+    previous = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(previous)
+
+
+def _text(event: object) -> str:
+    if isinstance(event, dict):
+        rest = " ".join(f"{key}={value}" for key, value in event.items() if key != "event")
+        return f"line {event.get('event')} {rest}"[:400]
+    if isinstance(event, TakeSnapshot):
+        return f"TakeSnapshot step={event.step}"
+    if isinstance(event, Received):
+        header = event.header
+        return (
+            f"received of {header.learner} round={header.round} attempt={header.attempt} "
+            f"fragment={header.fragment} t_m={header.local_step}"
+        )
+    if isinstance(event, Resumed):
+        return f"resumed epoch={event.epoch} step={event.step}"
+    if isinstance(event, Committed):
+        return f"committed {event.commit.fragment} {event.fragment.version}"
+    return f"{event}"[:400]

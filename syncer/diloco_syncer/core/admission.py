@@ -1,0 +1,295 @@
+"""
+Which learners may join: name, incarnation, spec and model of a Hello against those of the job. Pure.
+
+Before, rpc/authorizer.py checks that the peer's certificate names the learner's region. After, the
+engine decides which incarnation of the learner is current (core/learners.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from diloco.errors import (
+    ConfigError,
+    DilocoError,
+    MismatchError,
+    StaleIncarnationError,
+    UnavailableError,
+    UnknownLearnerError,
+)
+from diloco.model.fragments import Layout, Tensor, cut, differences
+from diloco.runtime.formatting import shorten
+from diloco.spec import RunSpec
+
+MOST_ELEMENTS = 1 << 40
+"""
+Values of a model, constants included. Θ and its momentum are fp32 in the memory of one process: at this
+limit 8 TiB, more than any machine that a syncer runs on.
+"""
+
+MOST_TENSORS = 1 << 16
+"""Tensors of a model, constants and aliases included; models of 10^12 parameters have a few thousand."""
+
+MOST_DIMENSIONS = 16
+"""Dimensions of a tensor; parameters of known layers have at most 5."""
+
+MOST_NAME = 512
+"""Characters of a tensor's name; a name in a deeply nested module has about 100."""
+
+MOST_DTYPE = 32
+"""Characters of a dtype; the longest of torch has 15."""
+
+MOST_HASH = 64
+"""Characters of a foreign spec hash that are kept; our own have 16."""
+
+MOST_CUTS = 4
+"""How many models of a fresh job are remembered, so that no repeated Hello is cut again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The description of a model, within the limits above."""
+
+    tensors: tuple[Tensor, ...]
+    """By name."""
+    constants: tuple[Tensor, ...]
+    """By name."""
+    digest: str
+    """Equal digests mean equal tensors, and in one job (P, averages) the same layout."""
+
+    @classmethod
+    def of(cls, tensors: Iterable[Tensor], constants: Iterable[Tensor] = ()) -> Model:
+        """
+        Check a description against the limits, cheapest first.
+
+        Raises:
+            ConfigError: a number, length, shape or size is beyond its limit, or a name is not unique.
+        """
+        trained, fixed = tuple(tensors), tuple(constants)
+        _check_tensors(trained + fixed)
+        for kind in (trained, fixed):
+            _check_unique(kind)
+        trained, fixed = _by_name(trained), _by_name(fixed)
+        rows = [[list(t.to_json().values()) for t in kind] for kind in (trained, fixed)]
+        text = json.dumps(rows, separators=(",", ":"))
+        digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
+        return cls(tensors=trained, constants=fixed, digest=digest)
+
+
+def _check_tensors(tensors: tuple[Tensor, ...]) -> None:
+    count = sum(1 + len(tensor.aliases) for tensor in tensors)
+    if count > MOST_TENSORS:
+        raise ConfigError(
+            f"the model has {count} tensors (aliases included), at most {MOST_TENSORS} are supported"
+        )
+    left = MOST_ELEMENTS
+    for tensor in tensors:
+        name = shorten(tensor.name, 80)
+        if any(len(text) > MOST_NAME for text in (tensor.name, *tensor.aliases)):
+            raise ConfigError(f"a name of tensor {name} has more than {MOST_NAME} characters")
+        if len(tensor.dtype) > MOST_DTYPE:
+            raise ConfigError(f"the dtype of tensor {name} has more than {MOST_DTYPE} characters")
+        if len(tensor.shape) > MOST_DIMENSIONS:
+            raise ConfigError(
+                f"tensor {name} has {len(tensor.shape)} dimensions, at most {MOST_DIMENSIONS} are "
+                "supported"
+            )
+        # Multiplied one by one: the product never grows far beyond the limit.
+        elements = 0 if 0 in tensor.shape else 1
+        for size in tensor.shape if elements else ():
+            elements *= size
+            if size < 0 or elements > left:
+                raise ConfigError(
+                    f"the model has more than {MOST_ELEMENTS} values (by tensor {name}); a syncer "
+                    "holds Θ and momentum in memory"
+                )
+        left -= elements
+
+
+def _check_unique(tensors: tuple[Tensor, ...]) -> None:
+    seen: set[str] = set()
+    for tensor in tensors:
+        if tensor.name in seen:
+            raise ConfigError(
+                f"duplicate tensor names: {shorten(tensor.name, 80)}; give each parameter a name of its own"
+            )
+        seen.add(tensor.name)
+
+
+def _by_name(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    return tuple(sorted(tensors, key=lambda tensor: tensor.name))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Applicant:
+    """What a learner states about itself in its Hello."""
+
+    job: str
+    learner: str
+    region: str
+    spec_hash: str
+    tensors: tuple[Tensor, ...]
+    """The trained parameters of its model."""
+    constants: tuple[Tensor, ...] = ()
+    incarnation: int = 0
+    """What it presents; 0: its process has just started."""
+
+    @cached_property
+    def model(self) -> Model:
+        """
+        Its model, checked once; the thread that received the Hello does it, not the one that decides.
+
+        Raises:
+            ConfigError: the description is beyond a limit.
+        """
+        return Model.of(self.tensors, self.constants)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admitted:
+    """The learner may join."""
+
+    layout: Layout
+    """The job's, which is also its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused:
+    """The learner may not join."""
+
+    error: DilocoError
+
+
+@dataclass(slots=True)
+class Admission:
+    """
+    Admits learners of this job that run its spec and train its model.
+
+    The first learner of a fresh job defines the model.
+    """
+
+    spec: RunSpec
+    layout: Layout | None = None
+    """How the job's model is cut; None: no learner has defined it."""
+    issued_before: int = 0
+    """
+    Largest incarnation that this job issued before this process started. A crash of the machine may
+    lose the record of which learner has it, so a learner may present any of these that no other has.
+    """
+    differing: dict[str, str] = field(default_factory=dict)
+    """Learner → hash of the spec for which its last Hello was refused; learners of the job only."""
+    _digest: str = ""
+    """Model.digest of `layout`."""
+    _cuts: dict[str, Layout | DilocoError] = field(default_factory=dict)
+    """Model.digest → its layout, or why it has none; the newest MOST_CUTS."""
+
+    def __post_init__(self) -> None:
+        if self.layout is not None:
+            self._digest = Model.of(self.layout.tensors, self.layout.constants).digest
+
+    def handle(
+        self, applicant: Applicant, *, layout_fixed: bool, issued: Mapping[str, int] | None = None
+    ) -> Admitted | Refused:
+        """
+        Decide about one Hello.
+
+        Args:
+            applicant: the Hello.
+            layout_fixed: Θ exists or a session is open, so the model can no longer be redefined.
+            issued: learner → its newest incarnation (core/learners.py); None: no learner has any.
+
+        Returns:
+            Admitted, or Refused with UnknownLearnerError, UnavailableError (its index is beyond its
+            region in this spec: the spec may change), StaleIncarnationError (an incarnation that it
+            was never given), MismatchError (every difference spelled out) or ConfigError (the model
+            is beyond a limit or cannot be cut into that many fragments).
+        """
+        try:
+            self._check_name(applicant)
+            self._check_spec(applicant)
+            self._check_incarnation(applicant, issued or {})
+            return Admitted(layout=self._agree(applicant, layout_fixed=layout_fixed))
+        except DilocoError as error:
+            return Refused(error=error)
+
+    def _check_name(self, applicant: Applicant) -> None:
+        learner, region = shorten(applicant.learner, 80), applicant.region
+        if applicant.job != self.spec.job:
+            raise MismatchError(
+                f"{learner} is of job {shorten(applicant.job, 80)!r}, this syncer runs "
+                f"{self.spec.job!r}; check DILOCO_SYNCER and DILOCO_JOB"
+            )
+        # An index has one spelling: eu/007 would be another learner than eu/7.
+        name = re.fullmatch(r"([^/]+)/(0|[1-9][0-9]{0,8})", applicant.learner, re.ASCII)
+        if name is None or name[1] != region or region not in self.spec.learners:
+            raise UnknownLearnerError(
+                f"{learner!r} is in none of the job's regions "
+                f"{', '.join(sorted(self.spec.learners))}"
+            )
+        if int(name[2]) >= self.spec.learners[region]:
+            raise UnavailableError(
+                f"{learner} is beyond the {self.spec.learners[region]} learners of region {region} in "
+                "this syncer's spec; raise regions[].learners in the cluster of the syncer"
+            )
+
+    def _check_spec(self, applicant: Applicant) -> None:
+        self.differing.pop(applicant.learner, None)
+        if applicant.spec_hash != self.spec.hash:
+            stated = shorten(applicant.spec_hash, MOST_HASH)
+            self.differing[applicant.learner] = stated
+            raise MismatchError(
+                f"{applicant.learner} runs spec {stated}, this syncer runs "
+                f"{self.spec.hash}; start it with the spec of this job"
+            )
+
+    def _check_incarnation(self, applicant: Applicant, issued: Mapping[str, int]) -> None:
+        presented = applicant.incarnation
+        if presented <= issued.get(applicant.learner, 0):
+            return  # fresh, its current one, or replaced: the engine decides
+        if presented <= self.issued_before and presented not in issued.values():
+            return
+        raise StaleIncarnationError(
+            f"{applicant.learner} presents incarnation {presented}, which this job never issued to it; "
+            "this process must stop"
+        )
+
+    def _agree(self, applicant: Applicant, *, layout_fixed: bool) -> Layout:
+        model = applicant.model
+        if self.layout is not None and model.digest == self._digest:
+            return self.layout
+        enough = len(model.tensors) >= self.spec.fragments
+        if self.layout is not None and layout_fixed and enough:
+            # Not cut: what differs is in the tensors, P and the averages are in the spec's hash.
+            theirs = Layout(fragments=(), tensors=model.tensors, constants=model.constants)
+            raise MismatchError(
+                f"{applicant.learner} trains another model than this job: "
+                + "; ".join(differences(self.layout, theirs))
+            )
+        self.layout, self._digest = self._cut(model), model.digest
+        return self.layout
+
+    def _cut(self, model: Model) -> Layout:
+        """The layout of a model that may become the job's, cut once per distinct model."""
+        found = self._cuts.pop(model.digest, None) or self._first_cut(model)
+        self._cuts[model.digest] = found
+        while len(self._cuts) > MOST_CUTS:
+            del self._cuts[next(iter(self._cuts))]
+        if isinstance(found, DilocoError):
+            raise found
+        return found
+
+    def _first_cut(self, model: Model) -> Layout | DilocoError:
+        try:
+            return cut(
+                model.tensors,
+                num_fragments=self.spec.fragments,
+                constants=model.constants,
+                average=self.spec.average_parameters,
+            )
+        except DilocoError as error:
+            return error

@@ -1,0 +1,169 @@
+"""
+Learners that the rounds do without until they have proven that they deliver. Pure.
+
+As with outlier ejection in load balancers: a member that misses a deadline or delivers what cannot
+be merged is ejected, probed after a growing back-off, and readmitted when a probe is delivered in
+time. A probe is a pull whose upload is discarded, so nobody waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.delivery import Delivery
+from diloco_syncer.core.learners import Ejection, LearnerRecord, LearnerRecords, Probe
+from diloco_syncer.core.pacing import Pace
+
+BACKOFF_SECONDS = 5.0
+MOST_BACKOFF_SECONDS = 600.0
+
+FORGIVEN_AFTER_MERGES = 16
+"""Merges in a row after which earlier ejections no longer lengthen the back-off."""
+
+PROBE_ATTEMPT = 1 << 20
+"""Attempts of probes are numbered from here on, so that they are never an attempt of a round."""
+
+
+def backoff_seconds(ejections: int) -> float:
+    """Time until the next probe after this many failures in a row (1: the first)."""
+    return min(MOST_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** min(ejections - 1, 16))
+
+
+@dataclass(slots=True)
+class Ejections:
+    """Ejects, probes and readmits the learners of one job."""
+
+    learners: LearnerRecords
+    pace: Pace
+    quorum: int
+    hold_seconds: Callable[[], float]
+    sync_seconds: Callable[[], float]
+    """Moving average of the time from the pull to the commit."""
+    _probes: int = 0
+
+    def eject(self, name: str, reason: str, now: float) -> list[ev.Decision]:
+        """Eject a learner, unless there would be no quorum without it; empty if it was not ejected."""
+        record = self.learners.by_name[name]
+        if record.ejection is not None or record.session is None:
+            return []
+        if len(self.learners.training()) <= self.quorum:
+            return []  # nobody would gain: the rounds need it
+        record.ejections, record.delivered_in_row = record.ejections + 1, 0
+        pause = backoff_seconds(record.ejections)
+        record.ejection = Ejection(reason=reason, probe_at=now + pause, failed_at=now)
+        self.learners.changed()
+        self.pace.leave(name)
+        fields = {"learner": name, "reason": reason, "probeSeconds": pause}
+        return [ev.Log(event="eject", fields=fields)]
+
+    def tick(self, now: float) -> list[ev.Decision]:
+        """Begin the probes that are due and end those that are late."""
+        out: list[ev.Decision] = []
+        for record in list(self.learners.ejected()):
+            out += self._tick(record, now)
+        return out
+
+    def _tick(self, record: LearnerRecord, now: float) -> list[ev.Decision]:
+        state = record.ejection
+        if state is None or record.report is None:
+            return []
+        if state.probe is not None:
+            late = now >= min(state.probe.delivery.deadline, self._probe_limit(state.probe))
+            return self.end_probe(record, "Late", now) if late else []
+        if now < self._due(state) or not record.report.offers:
+            return []
+        self._probes += 1
+        state.probe = Probe(
+            round=max(1, self.pace.step),
+            attempt=PROBE_ATTEMPT + self._probes,
+            delivery=Delivery.begin(now),
+        )
+        return [
+            ev.ProbeLearner(
+                round=state.probe.round,
+                attempt=state.probe.attempt,
+                fragment=min(record.report.offers),
+                learner=record.name,
+            )
+        ]
+
+    def deadlines(self, now: float) -> list[float]:
+        """When the next probes are due or late."""
+        states = [r.ejection for r in self.learners.ejected() if r.ejection is not None]
+        times = [
+            self._due(state)
+            if state.probe is None
+            else min(state.probe.delivery.deadline, self._probe_limit(state.probe))
+            for state in states
+        ]
+        return [at for at in times if at > now]
+
+    def _due(self, state: Ejection) -> float:
+        if len(self.learners.training()) < self.quorum:
+            return min(state.probe_at, state.failed_at + BACKOFF_SECONDS)  # the rounds need it
+        return state.probe_at
+
+    def _probe_limit(self, probe: Probe) -> float:
+        """It must not take longer than a round could have waited for it."""
+        return probe.delivery.begun + self.hold_seconds() + self.sync_seconds()
+
+    def end_probe(self, record: LearnerRecord, failure: str, now: float) -> list[ev.Decision]:
+        """A probe was delivered (no failure), or was not."""
+        state = record.ejection
+        if state is None or state.probe is None:
+            return []
+        probe, state.probe = state.probe, None
+        out: list[ev.Decision] = [
+            ev.AbortMerge(round=probe.round, attempt=probe.attempt, reason="the probe is over")
+        ]
+        if failure:
+            record.ejections += 1
+            state.failed_at, state.probe_at = now, now + backoff_seconds(record.ejections)
+            return out
+        record.ejection = None
+        self.learners.changed()
+        self.pace.join(record.name)
+        return [*out, ev.Log(event="readmit", fields={"learner": record.name})]
+
+    def probed(self, learner: str, round_: int, attempt: int) -> LearnerRecord | None:
+        """The learner, if this is its probe."""
+        record = self.learners.by_name.get(learner)
+        probe = record.ejection.probe if record is not None and record.ejection else None
+        return record if probe and (probe.round, probe.attempt) == (round_, attempt) else None
+
+    def joined(self, record: LearnerRecord, now: float) -> None:
+        """A session began: an ejected learner is probed as soon as it reports."""
+        if record.ejection is None:
+            self.pace.join(record.name)
+        else:
+            record.ejection.probe, record.ejection.probe_at = None, now
+
+    def left(self, record: LearnerRecord) -> None:
+        """A session ended, and its probe with it."""
+        self.pace.leave(record.name)
+        if record.ejection is not None:
+            record.ejection.probe = None
+
+    def progressed(self, event: ev.Progress, now: float) -> list[ev.Decision] | None:
+        """Account for the upload of a probe; None: it is not of a probe."""
+        record = self.probed(event.learner, event.round, event.attempt)
+        if record is None or record.ejection is None or record.ejection.probe is None:
+            return None
+        record.ejection.probe.delivery.progressed(
+            event.received_bytes, waiting=event.waiting, done=event.done, now=now
+        )
+        return self.end_probe(record, "", now) if event.done else []
+
+    def merged(self, record: LearnerRecord) -> None:
+        """A learner was part of a merge; after enough of them its failures are forgotten."""
+        record.delivered_in_row += 1
+        if record.delivered_in_row >= FORGIVEN_AFTER_MERGES:
+            record.ejections = 0
+
+    def shift(self, seconds: float) -> None:
+        """The syncer itself stood still."""
+        for record in self.learners.ejected():
+            if record.ejection is not None and record.ejection.probe is not None:
+                record.ejection.probe.delivery.shift(seconds)

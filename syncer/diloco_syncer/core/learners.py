@@ -1,0 +1,269 @@
+"""
+The learners of a job: sessions, incarnations, and what each learner last reported. Pure.
+
+Rule: only `LearnerRecords` decides which incarnation of a learner is the current one.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_syncer.core.claims import Claims
+from diloco_syncer.core.delivery import Delivery
+from diloco_syncer.core.events import Hello, Reported
+from diloco_syncer.core.pacing import ema
+
+
+@dataclass(slots=True)
+class Probe:
+    """A pull whose upload is discarded: proof that a learner delivers (core/ejection.py)."""
+
+    round: int
+    attempt: int
+    delivery: Delivery
+
+
+@dataclass(slots=True)
+class Ejection:
+    """Why the rounds do without a learner, and when it is probed."""
+
+    reason: str
+    probe_at: float
+    """Monotonic; no probe before, unless the quorum is short of learners."""
+    failed_at: float
+    """When it last failed, monotonic."""
+    probe: Probe | None = None
+
+
+@dataclass(slots=True, kw_only=True)
+class LearnerRecord:
+    """One learner as the syncer knows it, over all its incarnations."""
+
+    name: str
+    region: str
+    incarnation: int = 0
+    session: int | None = None
+    """None: not connected."""
+    last_seen: float = 0.0
+    """Monotonic time of its last message."""
+    report: Reported | None = None
+    """Newest metadata of this session; None until the first step after a join."""
+    claims: Claims = field(default_factory=Claims)
+    """Its reports that rounds have used (docs/algorithm.md, "Reports and quorum")."""
+    local_step: int = 0
+    """Highest t_m ever reported: its data position."""
+    total_tokens: int = 0
+    step_tokens: float = 0.0
+    """Tokens of its last step."""
+    step_seconds: float | None = None
+    """ξ_step of this learner, moving average."""
+    merged_round: int = 0
+    """Global step of the last merge it was part of."""
+    merges: int = 0
+    restarts: int = 0
+    """Restarts of its process, as its supervisor counts them."""
+    lag: float = 0.0
+    """Global steps between an announcement and the first report that knows it (core/announcements.py)."""
+    ejection: Ejection | None = None
+    """None: it takes part in rounds."""
+    ejections: int = 0
+    """Failures since it last delivered for a while."""
+    delivered_in_row: int = 0
+    """Merges since the last failure."""
+
+    @property
+    def training(self) -> bool:
+        """Connected and stepping."""
+        return self.session is not None and self.report is not None
+
+    @property
+    def state(self) -> str:
+        """For people: Training, Ejected, Joining or Gone."""
+        if self.session is None:
+            return "Gone"
+        if not self.training:
+            return "Joining"
+        return "Training" if self.ejection is None else "Ejected"
+
+    @property
+    def fresh(self) -> bool:
+        """Has metadata newer than every report that a round has used."""
+        return self.report is not None and self.report.local_step > self.claims.newest
+
+
+class LearnerRecords:
+    """All learners ever seen, in the fixed order of names, so that nothing depends on the order of joins."""
+
+    def __init__(self, by_name: dict[str, LearnerRecord] | None = None) -> None:
+        self.by_name: dict[str, LearnerRecord] = dict(by_name or {})
+        self._names = sorted(self.by_name)
+        self._connected: list[LearnerRecord] | None = None
+        self._training: list[LearnerRecord] | None = None
+        self._ejected: list[LearnerRecord] | None = None
+
+    def __iter__(self) -> Iterator[LearnerRecord]:
+        """By name."""
+        return (self.by_name[name] for name in self._names)
+
+    def get_or_add(self, name: str, *, region: str) -> LearnerRecord:
+        """The record of a learner, new if it was never seen."""
+        record = self.by_name.get(name)
+        if record is None:
+            record = self.by_name[name] = LearnerRecord(name=name, region=region)
+            bisect.insort(self._names, name)
+        return record
+
+    def changed(self) -> None:
+        """A learner joined, left, began to report, was ejected or readmitted."""
+        self._connected = self._training = self._ejected = None
+
+    def of_session(self, learner: str, session: int) -> LearnerRecord | None:
+        """The learner, if this session is its current one."""
+        record = self.by_name.get(learner)
+        return record if record is not None and record.session == session else None
+
+    def connected(self) -> list[LearnerRecord]:
+        """Learners with a session, by name."""
+        if self._connected is None:
+            self._connected = [record for record in self if record.session is not None]
+        return self._connected
+
+    def training(self) -> list[LearnerRecord]:
+        """Connected learners that have reported since they joined and are not ejected, by name."""
+        if self._training is None:
+            self._training = [r for r in self.connected() if r.training and r.ejection is None]
+        return self._training
+
+    def ejected(self) -> list[LearnerRecord]:
+        """Connected learners that have reported but are ejected, by name."""
+        if self._ejected is None:
+            self._ejected = [r for r in self.connected() if r.training and r.ejection is not None]
+        return self._ejected
+
+    def fastest_step_seconds(self) -> float | None:
+        """ξ_step: that of the fastest learner that is training."""
+        measured = [r.step_seconds for r in self.training() if r.step_seconds is not None]
+        return min(measured, default=None)
+
+    def admit(self, hello: Hello, *, now: float) -> tuple[LearnerRecord, int | None] | None:
+        """
+        Open a session, of a new incarnation or as the continuation of the current one.
+
+        Returns:
+            The record and the session it replaces (None: there was none); or None when a newer
+            incarnation has joined and this one must be refused.
+        """
+        record = self.get_or_add(hello.learner, region=hello.region)
+        if hello.incarnation < record.incarnation:
+            return None
+        replaced = record.session
+        record.incarnation = hello.incarnation
+        record.session = hello.session
+        record.last_seen = now
+        record.restarts = hello.restarts
+        record.report = None
+        record.region = hello.region
+        record.step_seconds = None
+        record.local_step = max(record.local_step, hello.local_step)
+        record.lag = 0.0
+        if hello.fresh:
+            record.claims = Claims()
+        self.changed()
+        return record, replaced
+
+    def report(self, event: Reported, *, now: float) -> int | None:
+        """
+        Record the metadata of a learner.
+
+        Returns:
+            How many steps it advanced (0: nothing new); None for a session that is not current.
+        """
+        record = self.of_session(event.learner, event.session)
+        if record is None:
+            return None
+        record.last_seen = now
+        before = record.report.local_step if record.report is not None else event.local_step - 1
+        steps = event.local_step - before
+        if steps <= 0:
+            return 0
+        if record.report is None:
+            self.changed()
+        record.report = event
+        record.local_step = max(record.local_step, event.local_step)
+        if event.total_tokens > record.total_tokens:
+            record.step_tokens = (event.total_tokens - record.total_tokens) / steps
+            record.total_tokens = event.total_tokens
+        if event.step_seconds > 0:
+            record.step_seconds = ema(record.step_seconds, event.step_seconds + event.sync_seconds)
+        return steps
+
+    def leave(self, learner: str, session: int) -> LearnerRecord | None:
+        """Close a session; None if it was not current."""
+        record = self.of_session(learner, session)
+        if record is not None:
+            record.session = None
+            record.report = None
+            record.step_seconds = None
+            self.changed()
+        return record
+
+    def to_json(self) -> dict[str, Any]:
+        """What must outlive the syncer: data positions, tokens, incarnations."""
+        return {
+            record.name: {
+                "region": record.region,
+                "incarnation": record.incarnation,
+                "localStep": record.local_step,
+                "tokens": record.total_tokens,
+                "reports": record.claims.to_json(),
+                "mergedRound": record.merged_round,
+                "merges": record.merges,
+                "restarts": record.restarts,
+            }
+            for record in self
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> LearnerRecords:
+        """The records that `to_json` described; no learner is connected."""
+        return cls(
+            {
+                name: LearnerRecord(
+                    name=name,
+                    region=str(m["region"]),
+                    incarnation=int(m["incarnation"]),
+                    local_step=int(m["localStep"]),
+                    total_tokens=int(m["tokens"]),
+                    claims=Claims.from_json(m["reports"]),
+                    merged_round=int(m["mergedRound"]),
+                    merges=int(m["merges"]),
+                    restarts=int(m.get("restarts", 0)),  # older snapshots have none
+                )
+                for name, m in data.items()
+            }
+        )
+
+    def replay(self, lines: Iterable[dict[str, Any]]) -> None:
+        """
+        Catch up with audit lines written after the snapshot this was read from.
+
+        A killed syncer loses the merges after its last snapshot. It must not lose which incarnations it admitted and
+        which reports it merged, or a replaced process could return, or a report be merged in two epochs.
+        """
+        for line in lines:
+            if line.get("event") == "join":
+                name = line["learner"]
+                record = self.get_or_add(name, region=name.split("/")[0])
+                if line["incarnation"] > record.incarnation:
+                    record.incarnation, record.claims = line["incarnation"], Claims()
+                record.local_step = max(record.local_step, line["localStep"])
+            elif line.get("event") == "merge":
+                for member in line["members"]:
+                    known = self.by_name.get(member["learner"])
+                    if known is not None:
+                        known.local_step = max(known.local_step, member["step"])
+                        if known.incarnation == member["incarnation"]:
+                            known.claims.add(member["step"])

@@ -1,0 +1,364 @@
+"""
+The rounds of a job (Algorithm 2 of the paper): which begin, whom they pull, when they merge and commit. Pure.
+
+Only this module keeps these rules:
+  1. Only one round collects reports at a time, the oldest; at most τ are in flight, each of another
+     fragment; commits happen in order.
+  2. A report is merged at most once, and never with fewer than K reports (also when members are lost).
+  3. No member delays the others for longer than core/delivery.py allows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from diloco.model.fragments import due
+from diloco.spec import RunSpec
+from diloco_syncer.core import delivery
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.contribution import Contribution
+from diloco_syncer.core.ejection import Ejections
+from diloco_syncer.core.learners import LearnerRecords
+from diloco_syncer.core.pacing import PACE_LAG_STEPS, Grace, Pace
+from diloco_syncer.core.rounds import Phase, Round, merge_line
+
+
+@dataclass(slots=True)
+class Scheduler:
+    """The rounds in flight. `step` is the global step t: the last one that is done."""
+
+    spec: RunSpec
+    learners: LearnerRecords
+    step: int = 0
+    in_flight: list[Round] = field(default_factory=list)
+    """Oldest first."""
+    pace: Pace = field(init=False)
+    grace: Grace = field(init=False)
+    ejections: Ejections = field(init=False)
+    commits: int = 0
+    """In this process, those without a change of Θ included."""
+    merges: int = 0
+    last_members: int = 0
+    last_merge_at: float | None = None
+    last_window_seconds: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.pace = Pace(step=self.step)
+        self.grace = Grace(
+            overlap=self.spec.overlap,
+            max_steps=self.spec.grace_max_steps,
+            safety=self.spec.grace_safety,
+        )
+        self.ejections = Ejections(
+            self.learners,
+            self.pace,
+            self.spec.quorum,
+            hold_seconds=self.hold_seconds,
+            sync_seconds=lambda: self.grace.sync_seconds or 0.0,
+        )
+
+    # ------------------------------------------------------------ begin and collect
+
+    def start_steps(self, now: float) -> None:
+        """Start global steps while pace and τ allow; a step without a due fragment is done at once."""
+        while (
+            self.pace.step < self.spec.steps
+            and len(self.in_flight) < self.spec.overlap
+            and self.pace.may_start()
+        ):
+            fragment = self.due(self.pace.step + 1)
+            if any(round_.fragment == fragment for round_ in self.in_flight):
+                return  # two rounds of one fragment would overwrite each other
+            step = self.pace.start()
+            if fragment is not None:
+                self.in_flight.append(Round(step=step, fragment=fragment, started=now))
+            self._settle()
+
+    def _settle(self) -> None:
+        """Set t: the last global step before which nothing is in flight."""
+        self.step = self.in_flight[0].step - 1 if self.in_flight else self.pace.step
+
+    def due(self, step: int) -> int | None:
+        """The fragment of a global step; None: none is due."""
+        return due(step, num_fragments=self.spec.fragments, interval=self.spec.interval)
+
+    def collect(self, now: float) -> list[ev.Decision]:
+        """Move the oldest round that still collects: quorum, grace, close (paper 3.2)."""
+        round_ = next((r for r in self.in_flight if r.open), None)
+        if round_ is None or now < round_.retry_at:
+            return []
+        training = self.learners.training()
+        ready = [
+            record
+            for record in training
+            if record.fresh
+            and record.report is not None
+            and round_.fragment in record.report.offers
+        ]
+        if len(ready) < self.spec.quorum:
+            round_.phase, round_.deadline = Phase.COLLECTING, None
+            return []
+        if round_.phase is Phase.COLLECTING:
+            round_.phase = Phase.GRACE
+            round_.quorum_at = now
+            self.grace.reached_quorum(now - round_.started)
+            self.last_window_seconds = self.grace.window(self.learners.fastest_step_seconds())
+            round_.deadline = now + self.last_window_seconds
+        complete = len(ready) == len(training)
+        if not complete and round_.deadline is not None and now < round_.deadline:
+            return []
+        round_.grace_seconds = now - (round_.quorum_at or now)
+        return self._pull(round_, [record.name for record in ready], now)
+
+    def _pull(self, round_: Round, members: list[str], now: float) -> list[ev.Decision]:
+        round_.pull(members, now)
+        for name in members:
+            record = self.learners.by_name[name]
+            if record.report is not None:
+                record.claims.pull(round_.step, record.report.local_step)
+        return [
+            ev.Pull(
+                round=round_.step,
+                attempt=round_.attempt,
+                fragment=round_.fragment,
+                learners=tuple(sorted(members)),
+            )
+        ]
+
+    # ------------------------------------------------------------ members
+
+    def contributed(self, event: Contribution, now: float) -> list[ev.Decision]:
+        """The header of a member's upload has arrived."""
+        round_ = self._round(event.round, event.attempt)
+        if round_ is None or round_.phase is not Phase.PULLING:
+            return []
+        if event.learner not in round_.members:
+            return []
+        record = self.learners.by_name[event.learner]
+        if record.incarnation != event.incarnation:
+            return []
+        if refused := record.claims.refused(round_.step, event.local_step):
+            fields = {
+                "learner": event.learner,
+                "reason": "ReportUsed",
+                "detail": refused,
+                "step": round_.step,
+                "fragment": round_.fragment,
+            }
+            log = ev.Log(event="refuse", fields=fields)
+            return [log, *self._drop(round_, event.learner, refused, now)]
+        record.claims.claim(round_.step, event.local_step)
+        round_.contributed(event.credited(self._most_steps))
+        round_.update_hold(now, quorum=self.spec.quorum)
+        return self._merge_if_complete(round_, now)
+
+    @property
+    def _most_steps(self) -> int:
+        """c_steps that the schedule explains: H, and what the rounds in flight may add at both ends."""
+        return self.spec.interval + 2 * self.spec.overlap + PACE_LAG_STEPS
+
+    def progressed(self, event: ev.Progress, now: float) -> None:
+        """A member's upload has come further."""
+        round_ = self._round(event.round, event.attempt)
+        member = round_.members.get(event.learner) if round_ and round_.transferring else None
+        if round_ is None or member is None:
+            return
+        member.progressed(event.received_bytes, waiting=event.waiting, done=event.done, now=now)
+        round_.update_hold(now, quorum=self.spec.quorum)
+
+    def _merge_if_complete(self, round_: Round, now: float) -> list[ev.Decision]:
+        if set(round_.contributions) != set(round_.members):
+            return []
+        if not round_.changes_parameters:
+            round_.phase = Phase.MERGED
+            round_.merged = ev.Merged(
+                round=round_.step,
+                attempt=round_.attempt,
+                delta_norm=0.0,
+                bytes_up=0,
+                bytes_result=0,
+            )
+            abort = ev.AbortMerge(
+                round=round_.step, attempt=round_.attempt, reason="all weights are zero"
+            )
+            return [abort, *self._commit_in_order(now)]
+        round_.merge(now)
+        return [
+            ev.BeginMerge(
+                round=round_.step,
+                attempt=round_.attempt,
+                fragment=round_.fragment,
+                contributions=round_.by_name(),
+            )
+        ]
+
+    def dropped(self, event: ev.Dropped, now: float) -> list[ev.Decision]:
+        """A member cannot deliver for this attempt."""
+        round_ = self._round(event.round, event.attempt)
+        if round_ is None or event.learner not in round_.members:
+            return []
+        claims = self.learners.by_name[event.learner].claims
+        pulled = claims.pulled.get(round_.step)
+        out = self._refuse_member(round_, event.learner, event.reason, event.detail, now)
+        if pulled is not None:
+            claims.add(pulled)  # used up: the same report would fail again
+        return out
+
+    def lost(self, learner: str, reason: str, now: float) -> list[ev.Decision]:
+        """
+        Remove a learner that is gone from every round that is not yet committed.
+
+        Also from a round that is merged and waits for its turn: it must not commit after a successor has joined.
+        """
+        out: list[ev.Decision] = []
+        for round_ in list(self.in_flight):
+            if learner in round_.members and not round_.open:
+                out += self._drop(round_, learner, reason, now)
+        return out
+
+    def _drop(self, round_: Round, learner: str, reason: str, now: float) -> list[ev.Decision]:
+        """Continue without this member: same attempt, next attempt, or back to collecting."""
+        del round_.members[learner]
+        round_.contributions.pop(learner, None)
+        self.learners.by_name[learner].claims.release(round_.step)
+        if round_.phase is Phase.PULLING and len(round_.members) >= self.spec.quorum:
+            return self._merge_if_complete(round_, now)
+        return self._again(round_, reason, now)
+
+    def _again(self, round_: Round, reason: str, now: float) -> list[ev.Decision]:
+        """Abort the attempt and begin another, with the same members if they are still K."""
+        abort = ev.AbortMerge(round=round_.step, attempt=round_.attempt, reason=reason)
+        if len(round_.members) >= self.spec.quorum:
+            return [abort, *self._pull(round_, list(round_.members), now)]
+        self._release(round_)
+        round_.collect_again(now)
+        return [abort]
+
+    def retry(self, step: int, attempt: int, reason: str, now: float) -> list[ev.Decision]:
+        """Abort an attempt for a reason that is no member's fault; collect again after a pause."""
+        round_ = self._round(step, attempt)
+        if round_ is None:
+            return []
+        round_.failure = reason
+        self._release(round_)
+        abort = ev.AbortMerge(round=step, attempt=attempt, reason=reason)
+        round_.collect_again(now)
+        return [abort]
+
+    def _release(self, round_: Round) -> None:
+        for name in round_.members:
+            self.learners.by_name[name].claims.release(round_.step)
+
+    def merged(self, event: ev.Merged, now: float) -> list[ev.Decision]:
+        """A merge is done: commit it, and what waited for it."""
+        round_ = self._round(event.round, event.attempt)
+        if round_ is None or round_.phase is not Phase.MERGING:
+            return []
+        round_.phase = Phase.MERGED
+        round_.merged = event
+        return self._commit_in_order(now)
+
+    def _commit_in_order(self, now: float) -> list[ev.Decision]:
+        out: list[ev.Decision] = []
+        while self.in_flight and self.in_flight[0].phase is Phase.MERGED:
+            round_ = self.in_flight.pop(0)
+            out += self._commit(round_, now)
+        return out
+
+    def _commit(self, round_: Round, now: float) -> list[ev.Decision]:
+        merged = round_.merged
+        if merged is None:
+            raise AssertionError("a round is merged without a result")
+        self._settle()
+        self.commits += 1
+        self.merges += 1
+        self.last_members = len(round_.contributions)
+        self.last_merge_at = now
+        self.grace.synced(now - round_.pulled_at)
+        for name, contribution in round_.contributions.items():
+            record = self.learners.by_name[name]
+            record.claims.merge(round_.step, contribution.local_step)
+            record.merged_round = round_.step
+            record.merges += 1
+            self.ejections.merged(record)
+        receivers = len(self.learners.connected())
+        line = merge_line(round_, merged, quorum=self.spec.quorum, receivers=receivers, now=now)
+        return [
+            ev.Log(event="merge", fields=line),
+            ev.Commit(
+                round=round_.step,
+                attempt=round_.attempt,
+                fragment=round_.fragment,
+                changed=round_.changes_parameters,
+            ),
+        ]
+
+    def _round(self, step: int, attempt: int) -> Round | None:
+        for round_ in self.in_flight:
+            if round_.step == step and round_.attempt == attempt:
+                return round_
+        return None
+
+    def hold_seconds(self) -> float:
+        """How long the members that have delivered wait for the others."""
+        return delivery.hold_seconds(
+            overlap=self.spec.overlap, step_seconds=self.learners.fastest_step_seconds()
+        )
+
+    def tick(self, now: float) -> list[ev.Decision]:
+        """Continue without the members that are late."""
+        out: list[ev.Decision] = []
+        for round_ in list(self.in_flight):
+            attempt = round_.attempt
+            for name in round_.late(now, hold_seconds=self.hold_seconds()):
+                # A drop may have begun another attempt, in which nobody is late yet.
+                if round_.transferring and round_.attempt == attempt:
+                    out += self._late(round_, name, now)
+        return out
+
+    def _late(self, round_: Round, name: str, now: float) -> list[ev.Decision]:
+        member = round_.members[name]
+        reason = "Stalled" if name in round_.contributions else "AnswerLate"
+        detail = (
+            f"{name} delivered {member.received_bytes} bytes of fragment {round_.fragment} in "
+            f"{now - member.begun:.1f} s; the round continues without it"
+        )
+        return self._refuse_member(round_, name, reason, detail, now)
+
+    def _refuse_member(
+        self, round_: Round, name: str, reason: str, detail: str, now: float
+    ) -> list[ev.Decision]:
+        """A member did not deliver, or not what can be merged: eject it and continue without it."""
+        fields = {
+            "learner": name,
+            "reason": reason,
+            "detail": detail,
+            "step": round_.step,
+            "fragment": round_.fragment,
+        }
+        round_.failure = f"{name}: {reason}"
+        ejected = self.ejections.eject(name, reason, now)
+        out = [
+            ev.Log(event="refuse", fields=fields),
+            *ejected,
+            *self._drop(round_, name, reason, now),
+        ]
+        for other in list(self.in_flight) if ejected else ():
+            member = other.members.get(name)
+            if other.transferring and member is not None and not member.done:
+                out += self._drop(other, name, reason, now)
+        return out
+
+    def deadlines(self, now: float) -> list[float]:
+        """Deadlines of the rounds that can move: not of those that wait behind an older collecting round."""
+        collecting = next((r for r in self.in_flight if r.open), None)
+        times: list[float] = []
+        if collecting is not None:
+            if collecting.deadline is not None:
+                times.append(collecting.deadline)
+            if collecting.retry_at > now:
+                times.append(collecting.retry_at)
+        hold = self.hold_seconds()
+        late = (round_.next_deadline(hold) for round_ in self.in_flight)
+        times += [at for at in late if at is not None]
+        return times

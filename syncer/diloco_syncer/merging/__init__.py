@@ -1,0 +1,1 @@
+"""The streaming merge: chunks of many learners in, chunks of the new parameters out. Begin with streaming.py."""

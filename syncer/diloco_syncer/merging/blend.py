@@ -1,0 +1,117 @@
+"""
+How the deltas of several learners become one outer gradient, per tensor (paper D.2).
+
+Pure: numbers in, numbers out. Shape letters used in this file:
+    M = members of positive weight, in the order of their names
+    N = elements of one tensor
+
+    Average   Δ = Σ w v / Σ w
+    Radial    Δ = (Σ w ‖v‖ / Σ w) · φ(Σ w φ(v) / Σ w),   φ(v) = v / ‖v‖,  φ(0) = 0
+
+Differs from the paper: its weighted form prints v for ‖v‖ in the first factor, a vector where a
+length must stand.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+
+VANISHED = 1e-6
+"""A mean direction shorter than this share of its terms is rounding noise of fp32: they cancel."""
+
+NEGLIGIBLE = 1e-30
+"""A delta shorter than this share of the longest one has no direction that fp32 could hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Blend:
+    """
+    The factors that merge one tensor: Δ = scale(‖u‖) · u with u = Σ factor·v.
+
+    For Radial, u is the mean direction times the longest norm: so no factor and no term of the sum
+    leaves the range of fp32. Where u vanishes, Δ = Σ share·v.
+    """
+
+    factors: F32
+    """Of each v in u, shape (M,)."""
+    shares: F32
+    """w / Σ w, shape (M,)."""
+    radial: bool
+    """False: u is Δ."""
+    length: float = 0.0
+    """‖Δ‖ of a radial merge."""
+    terms: float = 0.0
+    """What ‖u‖ is if all directions agree."""
+
+    def scale(self, u_norm: float) -> float | None:
+        """The factor that makes u the outer gradient; None: the directions cancel, use the weighted mean."""
+        if not self.radial:
+            return 1.0
+        # Paper leaves this open: a mean direction of zero has no φ
+        # (docs/algorithm.md, "Radial-directional merge").
+        if u_norm <= VANISHED * self.terms:
+            return None
+        return self.length / u_norm
+
+
+def blend(norms: Sequence[float], weights: Sequence[float], *, radial: bool) -> Blend:
+    """
+    The factors for one tensor.
+
+    A single member is always averaged: Δ is its delta, bit by bit.
+
+    Args:
+        norms: ‖v‖ of each member, finite.
+        weights: positive.
+        radial: False: plain average.
+    """
+    total = math.fsum(weights)
+    shares = [w / total for w in weights]
+    shares_M = np.array(shares, np.float32)
+    longest = max(norms)
+    if not radial or len(shares) == 1 or longest == 0:
+        return Blend(factors=shares_M, shares=shares_M, radial=False)
+    factors = [
+        share * (longest / norm) if norm > NEGLIGIBLE * longest else 0.0
+        for share, norm in zip(shares, norms, strict=True)
+    ]
+    return Blend(
+        factors=np.array(factors, np.float32),
+        shares=shares_M,
+        radial=True,
+        length=math.fsum(s * n for s, n in zip(shares, norms, strict=True)),
+        terms=math.fsum(f * n for f, n in zip(factors, norms, strict=True)),
+    )
+
+
+def merge_slot(deltas_MN: F32, weights_M: Sequence[float], *, radial: bool) -> F32:
+    """
+    The outer gradient of one tensor from whole deltas: the reference for the streaming merge.
+
+    Args:
+        deltas_MN: old global value minus each learner's value, fp32, in the order of names.
+        weights_M: non-negative; members with 0 are left out.
+        radial: False: plain average.
+
+    Returns:
+        Δ, shape (N,), fp32; zeros if no weight is positive.
+    """
+    rows = [row for row, weight in enumerate(weights_M) if weight > 0]
+    if not rows:
+        return np.zeros(deltas_MN.shape[1], np.float32)
+    v_MN = deltas_MN[rows]
+    norms = [float(np.linalg.norm(v_N.astype(np.float64))) for v_N in v_MN]
+    how = blend(norms, [weights_M[row] for row in rows], radial=radial)
+    u_N: F32 = (how.factors[:, None] * v_MN).sum(0)
+    scale = how.scale(float(np.linalg.norm(u_N.astype(np.float64))))
+    if scale is None:
+        mean_N: F32 = (how.shares[:, None] * v_MN).sum(0)
+        return mean_N
+    return u_N * np.float32(scale)

@@ -1,0 +1,61 @@
+"""
+Large fp32 vectors that are reused once no reference to them is left.
+
+A fragment above 32 MiB is not recycled by malloc: every merge would spend a tenth of its time on
+new pages (benchmarks/results/merge.md).
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+F32 = npt.NDArray[np.float32]
+
+SLACK = 1.25
+"""A buffer serves a vector if it is at most this much longer."""
+
+
+class Buffers:
+    """
+    Allocates vectors with arbitrary content; thread-safe.
+
+    A caller gets a view, and in numpy every view of a view refers to the array that owns the
+    memory: while anything (a download, a snapshot, an old version) uses it, that array has one
+    reference more than ours. So callers need not return a buffer, and none is reused too early.
+
+    Args:
+        most_idle: how many unused buffers to keep; more are freed when a new one must be made.
+    """
+
+    def __init__(self, *, most_idle: int = 4) -> None:
+        self._most_idle = most_idle
+        self._lock = threading.Lock()
+        self._owners: list[npt.NDArray[Any]] = []
+        self._alone = _references([object()], 0)
+
+    def take(self, elements: int) -> F32:
+        """A vector of that length to which nothing else refers."""
+        with self._lock:
+            idle = [
+                i for i in range(len(self._owners)) if _references(self._owners, i) == self._alone
+            ]
+            fitting = [i for i in idle if elements <= self._owners[i].size <= SLACK * elements]
+            if fitting:
+                best = min(fitting, key=lambda i: self._owners[i].size)
+                return self._owners[best][:elements]
+            for i in reversed(idle[: max(0, len(idle) - self._most_idle)]):
+                del self._owners[i]
+            owner = np.empty(elements, np.float32)
+            self._owners.append(owner)
+            return owner[:]
+
+
+def _references(items: Sequence[object], index: int) -> int:
+    """Number of references to an item, including those of the list and of this call."""
+    return sys.getrefcount(items[index])

@@ -1,0 +1,76 @@
+"""
+Decisions of the engine as messages to learners (syncer.proto).
+"""
+
+from __future__ import annotations
+
+from diloco.v1 import syncer_pb2 as pb
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.engine import HEARTBEAT_SECONDS, Engine
+from diloco_syncer.storage.parameters import Parameters
+
+INITIALISE = pb.SyncerMessage(initialise=pb.Initialise())
+
+
+def welcome(decision: ev.Admit, engine: Engine) -> pb.SyncerMessage:
+    """The first message of a session."""
+    return pb.SyncerMessage(
+        welcome=pb.Welcome(
+            epoch=engine.epoch,
+            incarnation=decision.incarnation,
+            step=engine.step,
+            steps=engine.spec.steps,
+            local_step=decision.local_step,
+            heartbeat_seconds=HEARTBEAT_SECONDS,
+            use_checkpoint=decision.use_checkpoint,
+            total_tokens=decision.total_tokens,
+        )
+    )
+
+
+def ready(parameters: Parameters | None) -> pb.SyncerMessage:
+    """Θ exists; the current version of every fragment."""
+    fragments = parameters.all() if parameters is not None else []
+    versions = [pb.Version(epoch=f.version[0], step=f.version[1]) for f in fragments]
+    return pb.SyncerMessage(ready=pb.Ready(versions=versions))
+
+
+def fragments(decision: ev.AnnounceFragments, *, steps: int) -> pb.SyncerMessage:
+    """The global step and the fragments that may be pulled next."""
+    return pb.SyncerMessage(
+        open=pb.Open(step=decision.step, fragments=decision.fragments, steps=steps)
+    )
+
+
+def pull(decision: ev.Pull | ev.ProbeLearner, parameters: Parameters) -> pb.SyncerMessage:
+    """The request for a fragment, with the versions that a delta may be based on."""
+    versions = [pb.Version(epoch=e, step=s) for e, s in parameters.versions(decision.fragment)]
+    return pb.SyncerMessage(
+        pull=pb.Pull(
+            round=decision.round,
+            attempt=decision.attempt,
+            fragment=decision.fragment,
+            versions=versions,
+            probe=isinstance(decision, ev.ProbeLearner),
+        )
+    )
+
+
+def committed(fragment: int, version: tuple[int, int]) -> pb.SyncerMessage:
+    """A fragment has this version now."""
+    epoch, step = version
+    return pb.SyncerMessage(
+        committed=pb.Committed(fragment=fragment, version=pb.Version(epoch=epoch, step=step))
+    )
+
+
+def result(decision: ev.Pull) -> pb.SyncerMessage:
+    """The result of this attempt may be downloaded."""
+    return pb.SyncerMessage(
+        result=pb.Result(round=decision.round, attempt=decision.attempt, fragment=decision.fragment)
+    )
+
+
+def complete(step: int) -> pb.SyncerMessage:
+    """The job is complete."""
+    return pb.SyncerMessage(complete=pb.Complete(step=step))

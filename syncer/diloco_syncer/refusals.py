@@ -1,0 +1,64 @@
+"""
+Refusals in the log, events.jsonl and the metrics, bounded in number and length. Thread-safe.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from diloco.errors import DilocoError
+from diloco.runtime.formatting import shorten
+from diloco_syncer.core.refusals import WINDOW_SECONDS
+from diloco_syncer.core.refusals import Refusals as Window
+
+log = logging.getLogger(__name__)
+
+MOST_LEARNER = 128
+MOST_DETAIL = 2000
+"""Characters of a learner's name and of a detail that are written: a peer chose parts of them."""
+
+
+class Refusals:
+    """
+    Writes the first refusals of each minute in full and the others as a count.
+
+    Args:
+        record: writes a line of events.jsonl (`Runner.record`).
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, record: Callable[..., None], *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._record, self._clock = record, clock
+        self._lock = threading.Lock()
+        self._window = Window()
+
+    def refuse(self, what: str, learner: str, error: DilocoError) -> None:
+        """
+        Record that a request was refused.
+
+        Args:
+            what: the kind of request: "a session".
+            learner: the name that the peer stated; "": unknown.
+            error: why.
+        """
+        self.flush()
+        with self._lock:
+            in_full = self._window.refused(error.reason, now=self._clock())
+        if in_full:
+            name, detail = shorten(learner, MOST_LEARNER), shorten(str(error), MOST_DETAIL)
+            log.warning("refused %s of %s: %s", what, name or "an unknown peer", detail)
+            self._record("refuse", learner=name, reason=error.reason, detail=detail)
+
+    def flush(self) -> None:
+        """Write what was only counted, once its minute is over."""
+        with self._lock:
+            counts = self._window.ended(now=self._clock())
+        for reason, count in counts.items():
+            detail = f"{count} more refusals within {WINDOW_SECONDS:g} s were not written"
+            log.warning("%s: %s", reason, detail)
+            self._record("refuse", learner="", reason=reason, detail=detail, count=count)

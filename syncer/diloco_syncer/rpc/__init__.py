@@ -1,0 +1,1 @@
+"""The gRPC surface of the syncer: control (sessions, status) and bulk (uploads, downloads)."""

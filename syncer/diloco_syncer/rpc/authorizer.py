@@ -1,0 +1,79 @@
+"""
+Which peer may act for which region, and which may observe the job: decided by its certificate, never
+by what it states.
+
+An authority may serve several jobs, so every call needs a certificate that names this one: a region of
+it (`diloco://<job>/region/<region>`), the observer's role (`diloco://<job>/observer`) or the syncer's
+DNS name (`<job>-syncer`). Any of them may read the status and the model and submit a score; only a
+region's may act for its learners.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import grpc
+
+from diloco.errors import UnauthorisedError
+from diloco.rpc.tls import observer_uri, region_uri, regions_of, server_name
+from diloco.runtime.formatting import shorten
+
+MOST_REGION = 63
+"""Characters of a region's name, as the manifest allows."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Authorizer:
+    """Checks every call that acts for a learner."""
+
+    job: str
+    tls: bool
+    """Peers have certificates; without TLS, any peer may act for any learner."""
+
+    def check(self, context: grpc.ServicerContext, learner: str) -> None:
+        """
+        Check that this peer may act for this learner ("<region>/<index>").
+
+        Raises:
+            UnauthorisedError: its certificate does not name the learner's region.
+        """
+        if not self.tls:
+            return
+        names = _names(context, "peer_uri")
+        region = shorten(learner.partition("/")[0], MOST_REGION)
+        if region_uri(self.job, region) in names:
+            return
+        allowed = regions_of(names, self.job)
+        seen = f"region {', '.join(allowed)}" if allowed else "no region"
+        raise UnauthorisedError(
+            f"{shorten(learner, MOST_REGION + 10)} presented a certificate for {seen} of job {self.job}, "
+            f"expected one with the URI name {region_uri(self.job, region)}: apply the Secret of region "
+            f"{region} in its cluster (diloco certs writes one per region)"
+        )
+
+    def check_observer(self, context: grpc.ServicerContext) -> None:
+        """
+        Check that this peer belongs to the job, in any role.
+
+        Raises:
+            UnauthorisedError: its certificate does not name this job.
+        """
+        if not self.tls:
+            return
+        names = _names(context, "peer_uri")
+        if (
+            regions_of(names, self.job)
+            or observer_uri(self.job) in names
+            or server_name(self.job) in _names(context, "peer_dns")
+        ):
+            return
+        raise UnauthorisedError(
+            f"the certificate names no role in job {self.job}, expected a URI name "
+            f"{region_uri(self.job, '<region>')} or {observer_uri(self.job)}: use the Secret of this job"
+        )
+
+
+def _names(context: grpc.ServicerContext, kind: str) -> list[str]:
+    found: Iterable[bytes] = context.auth_context().get(kind, ())  # type: ignore[assignment]
+    return [name.decode(errors="replace") for name in found]

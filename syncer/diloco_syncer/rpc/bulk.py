@@ -1,0 +1,110 @@
+"""
+The bulk service (bulk.proto) as a gRPC handler: raw bytes, no serializers.
+
+Learners use a connection of its own for it, so bulk data cannot delay a heartbeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from itertools import chain
+
+import grpc
+
+from diloco.codec import formats
+from diloco.errors import DilocoError, ProtocolError
+from diloco.model.fragments import CHUNK
+from diloco.rpc.status_codes import aborting
+from diloco.v1 import bulk_pb2 as bulk
+from diloco_syncer.rpc.authorizer import Authorizer
+from diloco_syncer.rpc.door import Door
+from diloco_syncer.rpc.downloads import Downloads
+from diloco_syncer.rpc.transfers import check_sender, unpack
+from diloco_syncer.rpc.uploads import Uploads
+from diloco_syncer.runner import Runner
+
+CHUNK_BYTES = formats.encoded_bytes(formats.FP32, CHUNK) + (64 << 10)
+"""
+Most bytes of a bulk message: a chunk in its largest format, and a little for the frame. A header fits as
+well: its norms are 8 bytes for each tensor of a fragment.
+"""
+
+
+class BulkService:
+    """
+    The limits in front of uploads and downloads.
+
+    Args:
+        runner: the syncer.
+        authorizer: checks who may act for a learner.
+        door: limits streams and records refusals.
+    """
+
+    def __init__(self, runner: Runner, authorizer: Authorizer, door: Door) -> None:
+        self._runner, self._authorizer, self._door = runner, authorizer, door
+        self._uploads = Uploads(runner, authorizer, door.refusals)
+        self._downloads = Downloads(runner, authorizer, door.refusals)
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """For the server: methods without serializers, so nothing is copied on the way."""
+        return grpc.method_handlers_generic_handler(
+            "diloco.v1.Bulk",
+            {
+                "Upload": self._door.bulk.handler(self.upload),
+                "Download": self._door.bulk.handler(self.download),
+            },
+        )
+
+    def upload(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """As `Uploads.upload`, for a sender that has no more streams than it may."""
+        with aborting(context):
+            first = self._first(requests, context)
+            with self._slot(first, bulk.UploadHeader, context):
+                messages = _limited(chain(() if first is None else (first,), requests))
+                yield from self._uploads.upload(messages, context)
+
+    def download(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
+        """As `Downloads.download`, for a receiver that has no more streams than it may."""
+        with aborting(context):
+            first = self._first(requests, context)
+            if first is None:
+                raise ProtocolError("a download without a request; send DownloadRequest first")
+            with self._slot(first, bulk.DownloadRequest, context):
+                yield from self._downloads.download(first, context)
+
+    def _first(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
+        first: bytes | None = self._door.first(self._door.bulk, requests, context)
+        return None if first is None else _checked(first)
+
+    def _slot(
+        self, first: bytes | None, kind: type[bulk.UploadHeader | bulk.DownloadRequest],
+        context: grpc.ServicerContext,
+    ) -> AbstractContextManager[None]:  # fmt: skip
+        """
+        A place for the stream of the learner that the first message names, if the peer may act for it.
+
+        A wrong identity is left to the transfer, which refuses it at once and in its own form.
+        """
+        try:
+            sender = unpack(first or b"", kind)
+            if isinstance(sender, bulk.DownloadRequest) and not sender.learner:
+                self._authorizer.check_observer(context)
+            else:
+                self._authorizer.check(context, sender.learner)
+                check_sender(self._runner, sender)
+        except DilocoError:
+            return nullcontext()
+        return self._door.slot(sender.learner)
+
+
+def _checked(message: bytes) -> bytes:
+    if len(message) > CHUNK_BYTES:
+        raise ProtocolError(
+            f"a bulk message of {len(message)} bytes, expected at most {CHUNK_BYTES}"
+        )
+    return message
+
+
+def _limited(messages: Iterator[bytes]) -> Iterator[bytes]:
+    return map(_checked, messages)

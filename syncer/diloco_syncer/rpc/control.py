@@ -1,0 +1,231 @@
+"""
+The control service: sessions of learners, status, evaluations. Translates, never decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+
+import grpc
+
+from diloco.errors import DilocoError, ProtocolError, UnavailableError
+from diloco.journal.writer import JournalWriter
+from diloco.rpc.status_codes import aborting
+from diloco.v1 import syncer_pb2 as pb
+from diloco_syncer import sessions
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.engine import HEARTBEAT_SECONDS
+from diloco_syncer.rpc import status, telemetry
+from diloco_syncer.rpc.authorizer import Authorizer
+from diloco_syncer.rpc.door import Door
+from diloco_syncer.runner import Runner
+from diloco_syncer.state import State
+
+log = logging.getLogger(__name__)
+
+QUEUED_MESSAGES = 32
+"""Messages of one session that may wait for the runner; more are left to gRPC's flow control."""
+
+EVALUATIONS_PER_MINUTE = 120
+"""Scores that are written; each is a line on the volume of the snapshots. Evaluators retry."""
+
+_QUERY_BYTES = 4096
+
+
+class ControlService:
+    """
+    The gRPC service `Syncer` (syncer.proto).
+
+    Args:
+        runner: the syncer.
+        evaluations: eval.jsonl.
+        authorizer: checks who may join.
+        door: limits streams and records refusals.
+        next_incarnation: a number never used before, durable; blocks.
+    """
+
+    def __init__(
+        self, runner: Runner, evaluations: JournalWriter, authorizer: Authorizer, door: Door,
+        *, next_incarnation: Callable[[], int],
+    ) -> None:  # fmt: skip
+        self._runner, self._evaluations, self._authorizer = runner, evaluations, authorizer
+        self._door, self._next_incarnation = door, next_incarnation
+        self._scored: deque[float] = deque(maxlen=EVALUATIONS_PER_MINUTE)
+        """When the newest scores were written, monotonic."""
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """For the server: raw requests, so that nothing is parsed before its length was checked."""
+        door, serialize = self._door, {"response_serializer": _serialize}
+        return grpc.method_handlers_generic_handler(
+            "diloco.v1.Syncer",
+            {
+                "Session": door.sessions.handler(self.session, **serialize),
+                "GetStatus": door.queries.handler(self.get_status, **serialize),
+                "Evaluated": door.queries.handler(self.evaluated, **serialize),
+            },
+        )
+
+    # ------------------------------------------------------------ sessions
+
+    def session(
+        self, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.SyncerMessage]:
+        """One learner's stream, from its Hello to its end."""
+        with aborting(context):
+            first = self._door.first(self._door.sessions, requests, context)
+            session = self._join(first, context)
+            reader = threading.Thread(
+                target=self._read,
+                args=(session, requests),
+                name=f"session {session.learner}",
+                daemon=True,
+            )
+            reader.start()
+            try:
+                yield from _write(session, context)
+            finally:
+                self._leave(session, "StreamEnded")
+
+    def _join(self, first: bytes | None, context: grpc.ServicerContext) -> sessions.Session:
+        learner = ""
+        try:
+            hello = telemetry.hello(first)
+            learner = hello.learner
+            self._authorizer.check(context, learner)
+            applicant = telemetry.applicant(hello)
+            _ = applicant.model  # checked here, not on the runner's thread
+            session = self._runner.admit(applicant)
+            try:
+                incarnation = hello.incarnation or self._next_incarnation()
+                event = telemetry.joined(hello, session=session.number, incarnation=incarnation)
+                self._runner.post(event)
+            except BaseException:
+                self._runner.sessions.close(session)
+                raise
+        except DilocoError as error:
+            self._door.refusals.refuse("a session", learner, error)
+            raise
+        return session
+
+    def _leave(self, session: sessions.Session, reason: str) -> None:
+        self._runner.sessions.close(session)
+        left = ev.Left(session=session.number, learner=session.learner, reason=reason)
+        self._runner.post(left)
+
+    def _read(self, session: sessions.Session, requests: Iterator[bytes]) -> None:
+        reason, end = "StreamEnded", None
+        try:
+            reason = self._receive(session, requests)
+        except DilocoError as error:
+            self._door.refusals.refuse("a message", session.learner, error)
+            reason, end = error.reason, error
+        except Exception as error:  # gRPC raises a bare Exception when the peer is gone
+            log.debug("stream of %s ended: %s", session.learner, error)
+        # Before the writer ends: the leave event carries the first reason.
+        self._leave(session, reason)
+        session.outbox.put(end)
+
+    def _receive(self, session: sessions.Session, requests: Iterator[bytes]) -> str:
+        """Post what the learner sends; returns why it ended. Raises ProtocolError."""
+        number, learner = session.number, session.learner
+        fragments = self._runner.spec.fragments
+        for count, request in enumerate(requests, start=1):
+            event = telemetry.received(
+                request, session=number, learner=learner, fragments=fragments
+            )
+            if isinstance(event, ev.Left):
+                return event.reason
+            self._runner.post(event)
+            if count % QUEUED_MESSAGES == 0:
+                self._wait_for_runner()
+        return "StreamEnded"
+
+    def _wait_for_runner(self) -> None:
+        """Until everything that this session posted is handled, however fast its learner sends."""
+        while True:
+            try:
+                return self._runner.ask(lambda state: None)
+            except UnavailableError:
+                if self._runner.failure is not None:
+                    return None  # the process ends
+
+    # ------------------------------------------------------------ facts
+
+    def get_status(
+        self, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.StatusReply]:
+        """The status for people and controllers."""
+        with aborting(context):
+            self._query(requests, context, pb.StatusRequest, most=_QUERY_BYTES)
+            yield self._runner.ask(lambda state: status.reply(state, self._runner.metrics))
+
+    def evaluated(
+        self, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.EvaluatedReply]:
+        """Append a score to eval.jsonl."""
+        with aborting(context):
+            most = _QUERY_BYTES + telemetry.DETAIL_BYTES
+            request = self._query(requests, context, pb.Evaluation, most=most)
+            score = telemetry.score(request, steps=self._runner.spec.steps)
+
+            def keep(state: State) -> int:
+                self._count_score()
+                state.evaluation = (score.step, score.loss)
+                return state.engine.tokens
+
+            tokens = self._runner.ask(keep)
+            self._evaluations.append(
+                {
+                    "tokens": tokens,  # the current count, unless the evaluator knows that of `step`
+                    **score.detail,
+                    "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                    "step": score.step,
+                    "loss": score.loss,
+                }
+            )
+            yield pb.EvaluatedReply()
+
+    def _count_score(self) -> None:
+        """Called on the runner's thread. Raises UnavailableError: too many within a minute."""
+        now = time.monotonic()
+        if len(self._scored) == EVALUATIONS_PER_MINUTE and now < self._scored[0] + 60.0:
+            raise UnavailableError(f"{EVALUATIONS_PER_MINUTE} scores came within a minute; retry")
+        self._scored.append(now)
+
+    def _query(
+        self, requests: Iterator[bytes], context: grpc.ServicerContext, message: type[telemetry.M],
+        *, most: int,
+    ) -> telemetry.M:  # fmt: skip
+        first = self._door.first(self._door.queries, requests, context)
+        try:
+            self._authorizer.check_observer(context)
+            if first is None:
+                raise ProtocolError(f"a call without its {message.DESCRIPTOR.name}")
+            return telemetry.parse(first, message, most=most)
+        except DilocoError as error:
+            self._door.refusals.refuse(f"a {message.DESCRIPTOR.name}", "", error)
+            raise
+
+
+def _serialize(message: pb.SyncerMessage | pb.StatusReply | pb.EvaluatedReply) -> bytes:
+    return message.SerializeToString()
+
+
+def _write(session: sessions.Session, context: grpc.ServicerContext) -> Iterator[pb.SyncerMessage]:
+    while context.is_active():
+        try:
+            message = session.outbox.get(timeout=HEARTBEAT_SECONDS)
+        except queue.Empty:
+            yield pb.SyncerMessage(heartbeat=pb.Heartbeat())
+            continue
+        if message is None:
+            return
+        if isinstance(message, DilocoError):
+            raise message
+        yield message

@@ -1,0 +1,54 @@
+"""
+Downloads: the gRPC thread of each stream, which waits so that its source need not.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator
+
+import grpc
+
+from diloco.errors import DilocoError
+from diloco.rpc.status_codes import aborting
+from diloco.v1 import bulk_pb2 as bulk
+from diloco_syncer.refusals import Refusals
+from diloco_syncer.rpc.authorizer import Authorizer
+from diloco_syncer.rpc.source import open_download
+from diloco_syncer.rpc.transfers import unpack
+from diloco_syncer.runner import Runner
+
+log = logging.getLogger(__name__)
+
+
+class Downloads:
+    """The method `Download` of the bulk service (bulk.proto)."""
+
+    def __init__(self, runner: Runner, authorizer: Authorizer, refusals: Refusals) -> None:
+        self._runner, self._authorizer, self._refusals = runner, authorizer, refusals
+
+    def download(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
+        """Send what the request asks for."""
+        with aborting(context):
+            wanted = unpack(request, bulk.DownloadRequest)
+            # An observer (no learner) only reads: any certificate of the job will do.
+            self._authorize(wanted.learner, context)
+            source = open_download(self._runner, wanted)
+            while not source.over:
+                frame = source.next_frame(time.monotonic())
+                if frame is not None:
+                    self._runner.metrics.sent(wanted.learner, len(frame))
+                    yield frame
+                elif (waiting := source.waiting) is not None:
+                    waiting.until(waiting.seconds)
+
+    def _authorize(self, learner: str, context: grpc.ServicerContext) -> None:
+        try:
+            if learner:
+                self._authorizer.check(context, learner)
+            else:
+                self._authorizer.check_observer(context)
+        except DilocoError as error:
+            self._refusals.refuse("a download", learner, error)
+            raise

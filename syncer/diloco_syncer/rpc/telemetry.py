@@ -1,0 +1,272 @@
+"""
+Messages of learners and evaluators as events and values, with every number bounded. Pure.
+
+The only place where a number of a Hello, a Report or an Evaluation enters the syncer. Counts decide
+(data positions, pace, weights), so a message with an impossible count is refused as a whole. Durations
+and losses are measurements of a peer's clock and model, which may honestly be unusable (a diverged loss
+is NaN), so they are replaced or clamped and the rest of the message counts.
+
+| field | bound | beyond it |
+| --- | --- | --- |
+| Hello `local_step`, Report `local_step`, `steps` | 0..MOST_STEPS | refused |
+| Hello `checkpoint_step`, Report `global_step` | 0..MOST_STEPS | refused |
+| Hello `incarnation` | as issued | refused by core/admission.py |
+| Hello `facts` | MOST_FACTS of MOST_FACT characters | refused |
+| Hello `facts["restarts"]` | below 10^9 | 0 |
+| Report `tokens`, `total_tokens` | 0..MOST_TOKENS | refused |
+| length of `steps` and `tokens` | P | refused |
+| `offers` | distinct fragments below P | refused |
+| Report `step_seconds`, `sync_seconds` | 0..MOST_SECONDS | not finite or negative: 0 (unknown); above: clamped |
+| Report `loss` | ±MOST_LOSS | not finite: none; beyond: clamped |
+| Evaluation `step` | 0..T | refused |
+| Evaluation `loss` | ±MOST_LOSS | not finite: refused (a model without a score has none); beyond: clamped |
+| Evaluation `detail` | a JSON object of DETAIL_BYTES | refused |
+| members of `detail` | MOST_DETAILS short names with finite numbers or short texts | left out |
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from google.protobuf.message import DecodeError, Message
+
+from diloco.errors import ProtocolError
+from diloco.rpc.tensor_info import from_proto
+from diloco.runtime.formatting import shorten
+from diloco.v1 import syncer_pb2 as pb
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.admission import Applicant
+
+MOST_STEPS = 1 << 40
+"""Steps of a learner or a job: 35 years at 1000 per second."""
+
+MOST_TOKENS = 1 << 50
+"""Tokens of a learner: 10^15. The sum over 1000 learners still fits the int64 of a Kubernetes status."""
+
+MOST_SECONDS = 86400.0
+"""Longest duration of a step that is kept: a day."""
+
+MOST_LOSS = 1e30
+"""Largest loss that is kept; its square is still a finite float64."""
+
+MOST_FACTS = 64
+MOST_FACT = 1024
+"""Number and length of a Hello's facts; a hostname has at most 253 characters."""
+
+HELLO_BYTES = 4 << 20
+"""A Hello or an Evaluation: at 60 bytes per tensor, a model of 65,000 tensors."""
+
+MOST_REASON = 128
+"""Characters of a Goodbye's reason that are kept."""
+
+DETAIL_BYTES = 16 << 10
+MOST_DETAILS = 64
+MOST_DETAIL = 256
+"""Bytes of an Evaluation's detail, its numbers, and characters of a name or text in it."""
+
+M = TypeVar("M", bound=Message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Score:
+    """An evaluation within its bounds."""
+
+    step: int
+    loss: float
+    detail: dict[str, Any]
+    """Further numbers by name."""
+
+
+def report_bytes(fragments: int) -> int:
+    """The most bytes of a LearnerMessage after the Hello: two counts and an offer per fragment."""
+    return 4096 + 32 * fragments
+
+
+def parse(data: bytes, message: type[M], *, most: int) -> M:
+    """
+    The protobuf message in these bytes.
+
+    Raises:
+        ProtocolError: longer than `most` bytes, or not such a message.
+    """
+    name = message.DESCRIPTOR.name
+    if len(data) > most:
+        raise ProtocolError(f"a {name} of {len(data)} bytes, expected at most {most}")
+    try:
+        return message.FromString(data)
+    except DecodeError:
+        raise ProtocolError(f"{len(data)} bytes that are no {name}") from None
+
+
+def hello(first: bytes | None) -> pb.Hello:
+    """
+    The Hello in the first message of a session; None: the stream ended without a message.
+
+    Raises:
+        ProtocolError: it is something else.
+    """
+    if first is not None:
+        message = parse(first, pb.LearnerMessage, most=HELLO_BYTES)
+        if message.WhichOneof("kind") == "hello":
+            return message.hello
+    raise ProtocolError("a session begins with Hello")
+
+
+def received(
+    data: bytes, *, session: int, learner: str, fragments: int
+) -> ev.Reported | ev.Heartbeat | ev.Left:
+    """
+    The event of a message after the Hello, for a model with P = `fragments`; Left for a Goodbye.
+
+    Raises:
+        ProtocolError: it is too long, or a number in it is beyond its bound.
+    """
+    message = parse(data, pb.LearnerMessage, most=report_bytes(fragments))
+    kind = message.WhichOneof("kind")
+    if kind == "report":
+        return reported(message.report, session=session, learner=learner, fragments=fragments)
+    if kind == "goodbye":
+        reason = shorten(message.goodbye.reason, MOST_REASON) or "Goodbye"
+        return ev.Left(session=session, learner=learner, reason=reason)
+    return ev.Heartbeat(session=session, learner=learner)
+
+
+def applicant(hello: pb.Hello) -> Applicant:
+    """
+    What a Hello states about its sender; the model is checked when it is first read.
+
+    Raises:
+        ProtocolError: a number or a fact is beyond its bound.
+    """
+    _check_counts("local_step", (hello.local_step,), MOST_STEPS)
+    _check_counts("checkpoint_step", (hello.checkpoint_step,), MOST_STEPS)
+    if len(hello.facts) > MOST_FACTS:
+        raise ProtocolError(f"{len(hello.facts)} facts, expected at most {MOST_FACTS}")
+    if any(len(text) > MOST_FACT for fact in hello.facts.items() for text in fact):
+        raise ProtocolError(f"a fact of more than {MOST_FACT} characters")
+    return Applicant(
+        job=hello.job,
+        learner=hello.learner,
+        region=hello.region,
+        spec_hash=hello.spec_hash,
+        tensors=tuple(map(from_proto, hello.tensors)),
+        constants=tuple(map(from_proto, hello.constants)),
+        incarnation=hello.incarnation,
+    )
+
+
+def joined(hello: pb.Hello, *, session: int, incarnation: int) -> ev.Hello:
+    """The event of a Hello whose `applicant` was admitted."""
+    return ev.Hello(
+        session=session,
+        learner=hello.learner,
+        region=hello.region,
+        incarnation=incarnation,
+        fresh=not hello.incarnation,
+        local_step=hello.local_step,
+        checkpoint_step=hello.checkpoint_step,
+        restarts=_restarts(hello.facts.get("restarts", "")),
+    )
+
+
+def reported(report: pb.Report, *, session: int, learner: str, fragments: int) -> ev.Reported:
+    """
+    The event of a Report of a model with P = `fragments`.
+
+    Raises:
+        ProtocolError: a count is beyond its bound, or a list does not fit the model.
+    """
+    for name, values in (("steps", report.steps), ("tokens", report.tokens)):
+        if len(values) != fragments:
+            raise ProtocolError(f"report: {len(values)} {name} for {fragments} fragments")
+    offers = frozenset(report.offers)
+    if len(offers) != len(report.offers) or any(offer >= fragments for offer in offers):
+        raise ProtocolError(f"report: offers that are not distinct fragments below {fragments}")
+    _check_counts("local_step", (report.local_step,), MOST_STEPS)
+    _check_counts("global_step", (report.global_step,), MOST_STEPS)
+    _check_counts("steps", report.steps, MOST_STEPS)
+    _check_counts("tokens", report.tokens, MOST_TOKENS)
+    _check_counts("total_tokens", (report.total_tokens,), MOST_TOKENS)
+    known_loss = report.has_loss and math.isfinite(report.loss)
+    return ev.Reported(
+        session=session,
+        learner=learner,
+        local_step=report.local_step,
+        steps=tuple(report.steps),
+        tokens=tuple(report.tokens),
+        offers=offers,
+        total_tokens=report.total_tokens,
+        global_step=report.global_step,
+        step_seconds=_seconds(report.step_seconds),
+        sync_seconds=_seconds(report.sync_seconds),
+        loss=_loss(report.loss) if known_loss else None,
+    )
+
+
+def score(evaluation: pb.Evaluation, *, steps: int) -> Score:
+    """
+    The score of a model of a job with T = `steps`.
+
+    Raises:
+        ProtocolError: the step is beyond T, the loss is not finite, or the detail is beyond a bound.
+    """
+    if evaluation.step > steps:
+        raise ProtocolError(f"evaluation of step {evaluation.step}, the job has {steps}")
+    if not math.isfinite(evaluation.loss):
+        raise ProtocolError(f"evaluation: the loss is {evaluation.loss}, expected a finite number")
+    detail = _detail(evaluation.detail) if evaluation.detail else {}
+    return Score(step=evaluation.step, loss=_loss(evaluation.loss), detail=detail)
+
+
+def _detail(text: str) -> dict[str, Any]:
+    if len(text.encode()) > DETAIL_BYTES:
+        raise ProtocolError(f"evaluation: detail of more than {DETAIL_BYTES} bytes")
+    try:
+        detail = json.loads(text, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise ProtocolError("evaluation: detail is not JSON of finite numbers") from None
+    if not isinstance(detail, dict):
+        raise ProtocolError("evaluation: detail is no JSON object")
+    plain = {n: v for n, v in detail.items() if _is_plain(n) and _is_plain(v)}
+    return dict(list(plain.items())[:MOST_DETAILS])
+
+
+def _is_plain(value: object) -> bool:
+    match value:
+        case None | bool():
+            return True
+        case int():
+            return abs(value) <= MOST_TOKENS
+        case float():
+            return math.isfinite(value)
+        case str():
+            return len(value) <= MOST_DETAIL and value.isprintable()
+        case _:
+            return False
+
+
+def _no_constant(name: str) -> float:
+    raise ValueError(name)
+
+
+def _check_counts(name: str, values: Iterable[int], most: int) -> None:
+    if (largest := max(values, default=0)) > most:
+        raise ProtocolError(f"{name} is {largest}, expected at most {most}")
+
+
+def _seconds(value: float) -> float:
+    """A duration; 0 (unknown) if a clock cannot have measured it."""
+    return min(value, MOST_SECONDS) if math.isfinite(value) and value > 0 else 0.0
+
+
+def _loss(value: float) -> float:
+    return max(-MOST_LOSS, min(value, MOST_LOSS))
+
+
+def _restarts(text: str) -> int:
+    """A count that a supervisor states; 0 if it is missing or no plausible number."""
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 0

@@ -1,0 +1,53 @@
+"""
+Uploads of learners: the gRPC thread of each stream, which waits so that its receiver need not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import grpc
+
+from diloco.rpc.status_codes import aborting
+from diloco_syncer.refusals import Refusals
+from diloco_syncer.rpc.authorizer import Authorizer
+from diloco_syncer.rpc.initial import InitialParameters
+from diloco_syncer.rpc.receiver import UploadReceiver
+from diloco_syncer.runner import Runner
+
+
+class Uploads:
+    """The method `Upload` of the bulk service (bulk.proto)."""
+
+    def __init__(self, runner: Runner, authorizer: Authorizer, refusals: Refusals) -> None:
+        self._runner, self._authorizer, self._refusals = runner, authorizer, refusals
+        self._initial = InitialParameters(runner)
+
+    def upload(
+        self, request_iterator: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[bytes]:
+        """Receive one fragment (or the constants); the last reply has `done` or `refused`."""
+        with aborting(context):
+            receiver = UploadReceiver(
+                self._runner,
+                self._initial,
+                authorise=lambda learner: self._authorizer.check(context, learner),
+                cancel=lambda: _cancel(context),
+                refuse=lambda learner, error: self._refusals.refuse("an upload", learner, error),
+            )
+            try:
+                while not receiver.done:
+                    if (waiting := receiver.waiting) is not None:
+                        waiting.until(waiting.seconds)
+                        yield from receiver.resume(time.monotonic())
+                    else:
+                        message = next(request_iterator, None)
+                        yield from receiver.receive(message, time.monotonic())
+            except (Exception, GeneratorExit):  # mostly the peer is gone
+                receiver.lost()
+                raise
+
+
+def _cancel(context: grpc.ServicerContext) -> None:
+    context.cancel()

@@ -1,0 +1,1 @@
+"""What the syncer holds and keeps: parameters, snapshots, counters, the exported model."""

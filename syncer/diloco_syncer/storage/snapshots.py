@@ -1,0 +1,160 @@
+"""
+The durable form of the syncer: engine and Θ ↔ snapshot, Θ → exported model.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from diloco.errors import ConfigError
+from diloco.journal import reader
+from diloco.journal.parts import Position
+from diloco.runtime.disk import LOCAL, Disk, read
+from diloco.spec import RunSpec
+from diloco_syncer.core.engine import Engine
+from diloco_syncer.storage.model import export_model, raw_tensors
+from diloco_syncer.storage.parameters import Parameters
+from diloco_syncer.storage.store import Snapshot, Store
+
+log = logging.getLogger(__name__)
+
+EVENTS = "events.jsonl"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportedModel:
+    """A model.safetensors on disk."""
+
+    path: str
+    sha256: str
+    step: int
+    """Global step of its parameters."""
+
+
+def capture(
+    parameters: Parameters, engine: Mapping[str, Any], *, spec: RunSpec, epoch: int, step: int
+) -> Snapshot:
+    """
+    The state at a commit boundary: references and small values, nothing is copied, no disk is used.
+
+    Args:
+        parameters: Θ as of that boundary.
+        engine: `Engine.to_json()` as of that boundary.
+        spec: of the job.
+        epoch: of this syncer.
+        step: global step of the boundary.
+    """
+    arrays, facts = parameters.to_snapshot()
+    meta = {"spec": spec.hash, "engine": engine, "theta": facts}
+    return Snapshot(step=step, epoch=epoch, arrays=arrays, meta=meta)
+
+
+def with_position(snapshot: Snapshot, events: Position) -> Snapshot:
+    """
+    The snapshot with a position in events.jsonl: a restart replays what comes after it.
+
+    Args:
+        snapshot: from `capture`.
+        events: every line that is not in the state comes after it.
+    """
+    place = {"part": events.part, "offset": events.offset}
+    return replace(snapshot, meta={**snapshot.meta, "events": place})
+
+
+def needed_part(store: Store) -> int:
+    """
+    The oldest part of events.jsonl that a start from any of the snapshots needs.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    return min((_position(meta).part for meta in store.metas()), default=1)
+
+
+def resume(
+    spec: RunSpec, directory: Path, store: Store, *, epoch: int, disk: Disk = LOCAL
+) -> tuple[Engine, Parameters | None]:
+    """
+    Engine and Θ from the snapshot to start from; a new engine and None if there is none.
+
+    Raises:
+        StorageError: there are snapshots, and none can be read.
+        ConfigError: the snapshot is of a job with another spec.
+    """
+    snapshot = store.start()
+    if snapshot is None:
+        engine = Engine(spec=spec, epoch=epoch)
+        engine.learners.replay(reader.read(directory / EVENTS, disk=disk))
+        return engine, None
+    stated = snapshot.meta["spec"]
+    if stated != spec.hash:
+        raise ConfigError(
+            f"{directory}: its snapshots are of run spec {stated}, this job's is {spec.hash}; "
+            "use the manifest that began this run, or another directory"
+        )
+    parameters = Parameters.from_snapshot(snapshot.arrays, snapshot.meta["theta"], spec)
+    model = exported(directory, disk=disk)
+    engine = Engine.resume(
+        spec,
+        epoch=epoch,
+        state=dict(snapshot.meta["engine"]),
+        exported=model is not None and model.step == snapshot.step,
+    )
+    engine.learners.replay(
+        reader.read(directory / EVENTS, since=_position(snapshot.meta), disk=disk)
+    )
+    log.info("resumed from step %d, epoch %d begins", snapshot.step, epoch)
+    return engine, parameters
+
+
+def export(
+    directory: Path, parameters: Parameters, spec: RunSpec, *, step: int, tokens: int,
+    disk: Disk = LOCAL,
+) -> ExportedModel:  # fmt: skip
+    """
+    Write model/ so that `model.load_state_dict(load_file(path))` works: parameters, tied names, buffers.
+
+    Raises:
+        StorageError: the disk refused.
+    """
+    tensors: dict[str, Any] = dict(parameters.named())
+    constants = raw_tensors(parameters.constants) if parameters.constants else {}
+    for name, tensor in constants.items():
+        tensors.setdefault(name, tensor)
+    meta = {
+        "job": spec.job,
+        "step": step,
+        "tokens": tokens,
+        "specHash": spec.hash,
+        "seed": spec.seed,
+        "recipe": spec.recipe,
+        "config": spec.recipe_config,
+        "parameters": parameters.layout.elements,
+        "tensors": [t.to_json() for t in parameters.layout.tensors],
+    }
+    digest = export_model(directory / "model", tensors, meta, disk=disk)
+    return ExportedModel(
+        path=str(directory / "model" / "model.safetensors"), sha256=digest, step=step
+    )
+
+
+def exported(directory: Path, *, disk: Disk = LOCAL) -> ExportedModel | None:
+    """The model that an earlier process exported; None if there is none."""
+    facts = directory / "model" / "model.json"
+    try:
+        stated = json.loads(read(disk, facts))
+        digest, step = str(stated["sha256"]), int(stated["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    path = str(facts.with_name("model.safetensors"))
+    return ExportedModel(path=path, sha256=digest, step=step)
+
+
+def _position(meta: Mapping[str, Any]) -> Position:
+    found = meta.get("events") or {}
+    return Position(int(found.get("part", 1)), int(found.get("offset", 0)))

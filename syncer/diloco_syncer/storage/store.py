@@ -1,0 +1,429 @@
+"""
+The durable state of a syncer: snapshots and counters.
+
+Shell. A snapshot is two files:
+
+    000007-epoch-2-step-96.safetensors   Θ, momentum and further arrays
+    000007-epoch-2-step-96.json          manifest: sizes, SHA-256 of everything, JSON state
+
+    data: temporary name, fsync, rename, fsync directory; then the manifest likewise; then the
+    oldest are deleted
+
+A snapshot without a manifest does not count, so a crash between any two steps leaves the previous
+one (docs/algorithm.md, "Snapshots"). When none of those that are there can be read, a person decides
+with the file `from-snapshot`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import re
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from diloco.errors import DamagedError, StorageError
+from diloco.model.tensorfile import Entry, parse
+from diloco.runtime import files
+from diloco.runtime.disk import LOCAL, Disk, File, Mode, read, replace
+from diloco.spec import canonical
+from diloco_syncer.storage.durable import (
+    Array,
+    Fault,
+    TensorFile,
+    bytes_of,
+    digest,
+    no_fault,
+    os_errors,
+    pieces,
+    publish,
+    read_into,
+    write_temporary,
+)
+
+log = logging.getLogger(__name__)
+
+CHOICE = "from-snapshot"
+"""File in the directory of the snapshots: the step to start from, once."""
+SET_ASIDE = "set-aside"
+"""Directory for snapshots that a person decided not to start from."""
+
+_FORMAT = 1
+_NAME = re.compile(r"(\d{6,})-epoch-(\d+)-step-(\d+)\.(safetensors|json)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Snapshot:
+    """The whole durable state of a syncer at one global step."""
+
+    step: int
+    epoch: int
+    arrays: Mapping[str, Array]
+    """fp32 or uint8, any shape; the order is kept."""
+    meta: Mapping[str, Any]
+    """JSON values."""
+
+
+class Store:
+    """
+    Snapshots and counters of one job in a directory that only one syncer may have open.
+
+    Args:
+        root: created if missing; unfinished files of an earlier syncer are removed from it.
+        keep: how many complete snapshots stay; the disk must hold one more.
+        disk: holds the files.
+        fault: called with the name of each step of `write`.
+
+    Raises:
+        StorageError: the directory cannot be created or read.
+    """
+
+    def __init__(
+        self, root: Path, *, keep: int, disk: Disk = LOCAL, fault: Fault = no_fault
+    ) -> None:
+        if keep < 1:
+            raise ValueError(f"keep is {keep}, expected at least 1")
+        self.root, self._keep, self._disk, self._fault = root, keep, disk, fault
+        self._writing, self._counting = threading.Lock(), threading.Lock()
+        self._verified: _Stem | None = None
+        with os_errors(disk, root, "opening"):
+            disk.make_directory(root)
+            for name in disk.names(root):
+                if name.endswith(files.TEMPORARY):
+                    log.info("%s: removed an unfinished file of an earlier syncer", root / name)
+                    disk.remove(root / name)
+
+    def next_epoch(self) -> int:
+        """One more than every epoch before, durable before it returns; call it once per start."""
+        return self._count("epoch", at_least=max((s.epoch for s in self._stems()), default=0))
+
+    def next_incarnation(self, *, at_least: int = 0) -> int:
+        """
+        One more than every incarnation of this job before; durable before it returns.
+
+        Args:
+            at_least: the largest one known otherwise, in case the counter was lost.
+        """
+        return self._count("incarnation", at_least=at_least)
+
+    def issued_incarnations(self) -> int:
+        """The largest incarnation of this job so far, as its counter has it; 0: none."""
+        path = self.root / "incarnation"
+        with self._counting, os_errors(self._disk, path, "counting"):
+            return self._counted(path)
+
+    def write(self, snapshot: Snapshot) -> Path:
+        """
+        Make a snapshot durable and delete those beyond `keep`; returns its manifest.
+
+        Blocks for as long as the disk takes, almost all of it without the GIL. The arrays must not
+        change meanwhile.
+
+        Raises:
+            StorageError: the disk refused; earlier snapshots are intact, nothing is left of this one.
+        """
+        with self._writing:
+            stems = self._stems()
+            number = stems[0].number + 1 if stems else 1
+            stem = _Stem(number=number, epoch=snapshot.epoch, step=snapshot.step)
+            data, manifest = self.root / stem.data, self.root / stem.manifest
+            # The manifest is removed first: it must never exist without its data.
+            made = (manifest, data, files.temporary(manifest), files.temporary(data))
+            with os_errors(self._disk, manifest, "writing snapshot", remove=made):
+                self._write(snapshot, data, manifest)
+            self._fault("before-delete")
+            self._delete_old(stem)
+            self._fault("after-delete")
+        return manifest
+
+    def newest(self) -> Snapshot | None:
+        """
+        The newest snapshot of which every byte verifies; None: there is none at all.
+
+        Damaged ones are skipped; the log names the file and the damage.
+
+        Raises:
+            StorageError: there are snapshots and none can be read; beginning anew would overwrite
+                them. The message names each, its damage and what to do.
+        """
+        damage = []
+        for stem in self._stems():
+            try:
+                found = self._read(stem)
+            except StorageError as error:
+                log.warning("snapshot skipped, trying the previous one: %s", error)
+                # Data without a manifest was never completed.
+                if self._disk.size(self.root / stem.manifest) is not None:
+                    damage.append(str(error))
+            else:
+                self._verified = stem
+                return found
+        if damage:
+            raise StorageError(
+                f"{self.root}: none of its {len(damage)} snapshots can be read ({'; '.join(damage)}); "
+                "repair the disk or restore this directory from a copy; to begin at step 0 instead, "
+                f"which sets these files aside, write 0 to {self.root / CHOICE}"
+            )
+        return None
+
+    def metas(self) -> list[Mapping[str, Any]]:
+        """
+        What `Snapshot.meta` was in every snapshot, the newest first; damaged manifests are left out.
+
+        Raises:
+            StorageError: the disk refused.
+        """
+        found = []
+        for stem in self._complete(self._stems()):
+            with contextlib.suppress(StorageError, OSError):
+                found.append(_read_manifest(self._disk, self.root / stem.manifest)["meta"])
+        return found
+
+    def start(self) -> Snapshot | None:
+        """
+        The snapshot to start from: that of the step in the file `from-snapshot`, else the newest.
+
+        The file is a person's decision and counts once: snapshots newer than the chosen one move to
+        the directory `set-aside`, then the file is deleted. Step 0 sets all of them aside.
+
+        Raises:
+            StorageError: no snapshot of that step can be read, or none at all.
+        """
+        path = self.root / CHOICE
+        with os_errors(self._disk, path, "reading"):
+            if self._disk.size(path) is None:
+                return self.newest()
+            text = read(self._disk, path).decode(errors="replace").strip()
+        if not text.isdecimal():
+            raise StorageError(
+                f"{path}: holds {text[:40]!r}, expected the step of a snapshot, or 0 to begin anew"
+            )
+        chosen, found = self._of_step(int(text)) if int(text) else (None, None)
+        with os_errors(self._disk, self.root, "setting snapshots aside in"):
+            self._set_aside([stem for stem in self._stems() if chosen is None or stem > chosen])
+            self._disk.remove(path)
+        self._verified = chosen
+        log.warning("starting from step %s, as %s demanded", text, path)
+        return found
+
+    def verify(self) -> bool:
+        """
+        Read the newest snapshot back when no other of the `keep` newest was verified before.
+
+        Retention keeps the last verified snapshot, also beyond `keep`; this replaces it.
+
+        Returns:
+            False: it cannot be read; the log has the reason.
+        """
+        with self._writing:
+            try:
+                complete = self._complete(self._stems())
+                if complete and self._verified not in complete[: self._keep]:
+                    self._check(complete[0])
+                    self._verified = complete[0]
+                    self._delete_old(complete[0])
+            except StorageError as error:
+                log.error("the newest snapshot cannot be read back, older ones stay: %s", error)
+                return False
+        return True
+
+    def _of_step(self, step: int) -> tuple[_Stem, Snapshot]:
+        damage = []
+        stems = self._complete(self._stems())
+        for stem in stems:
+            if stem.step == step:
+                try:
+                    return stem, self._read(stem)
+                except StorageError as error:
+                    damage.append(str(error))
+        steps = ", ".join(str(stem.step) for stem in stems) or "none"
+        raise StorageError(
+            f"{self.root / CHOICE}: no snapshot of step {step} can be read; there are snapshots of "
+            f"steps {steps}" + "".join(f"; {reason}" for reason in damage)
+        )
+
+    def _set_aside(self, stems: list[_Stem]) -> None:
+        if not stems:
+            return
+        target = self.root / SET_ASIDE
+        self._disk.make_directory(target)
+        # The oldest last: after a crash in between, the newest of the rest is chosen again.
+        for stem in stems:
+            for name in (stem.manifest, stem.data):
+                if self._disk.size(self.root / name) is not None:
+                    self._disk.rename(self.root / name, target / name)
+
+    def _write(self, snapshot: Snapshot, data: Path, manifest: Path) -> None:
+        file = TensorFile.of(snapshot.arrays)
+        self._fault("before-data")
+        head, *tensors = write_temporary(
+            self._disk,
+            data,
+            file.parts,
+            hash_groups=[[part] for part in file.parts],
+            fault=self._fault,
+        )
+        self._fault("after-data")
+        publish(self._disk, data)
+        self._fault("after-rename")
+        body = {
+            "format": _FORMAT,
+            "step": snapshot.step,
+            "epoch": snapshot.epoch,
+            "file": data.name,
+            "bytes": file.size_bytes,
+            "headerBytes": len(file.parts[0]),
+            "headerSha256": head,
+            "sha256": dict(zip(file.names, tensors, strict=True)),
+            "meta": dict(snapshot.meta),
+        }
+        text = canonical({"manifest": body, "sha256": digest([canonical(body).encode()])})
+        write_temporary(self._disk, manifest, [text.encode()])
+        self._fault("before-manifest")
+        publish(self._disk, manifest)
+        self._fault("after-manifest")
+
+    def _read(self, stem: _Stem) -> Snapshot:
+        """
+        Read and verify one snapshot.
+
+        Raises:
+            StorageError: names the file and what is wrong with it.
+        """
+        arrays: dict[str, Array] = {}
+
+        def keep(name: str, entry: Entry) -> Array:
+            arrays[name] = np.empty(entry.shape, entry.dtype)
+            return arrays[name]
+
+        body = self._check(stem, keep)
+        return Snapshot(step=body["step"], epoch=body["epoch"], arrays=arrays, meta=body["meta"])
+
+    def _check(
+        self, stem: _Stem, target: Callable[[str, Entry], Array] | None = None
+    ) -> dict[str, Any]:
+        """
+        Verify every byte of one snapshot; returns its manifest.
+
+        Args:
+            stem: of the snapshot.
+            target: gives the array that a tensor is read into; None: the content is not kept.
+
+        Raises:
+            StorageError: names the file and what is wrong with it.
+        """
+        path = self.root / stem.data
+        try:
+            body = _read_manifest(self._disk, self.root / stem.manifest)
+            if body["file"] != stem.data:
+                raise StorageError(
+                    f"{self.root / stem.manifest}: is the manifest of {body['file']}"
+                )
+            with self._disk.open(path, Mode.READ) as file:
+                self._check_data(path, file, body, target)
+        except OSError as error:
+            raise StorageError(f"{path}: {error.strerror or error}") from None
+        except (DamagedError, LookupError, TypeError, ValueError) as error:
+            # Its SHA-256 is right, so this syncer does not know how to read it.
+            raise StorageError(f"{path}: {error!r}") from None
+        return body
+
+    def _check_data(
+        self, path: Path, file: File, body: Mapping[str, Any],
+        target: Callable[[str, Entry], Array] | None,
+    ) -> None:  # fmt: skip
+        if (size_bytes := file.size()) != body["bytes"]:
+            raise StorageError(f"{path}: has {size_bytes} bytes, expected {body['bytes']}")
+        head = memoryview(bytearray(body["headerBytes"]))
+        read_into(file, 0, head)
+        if digest([head]) != body["headerSha256"]:
+            raise StorageError(f"{path}: its header has changed since it was written")
+        for name, entry in parse(head, size_bytes).items():
+            if target is not None:
+                data = bytes_of(target(name, entry))
+                read_into(file, entry.lo, data)
+                actual = digest([data])
+            else:
+                actual = digest(pieces(file, entry.lo, entry.hi))
+            if actual != body["sha256"].get(name):
+                raise StorageError(f"{path}: tensor {name} has changed since it was written")
+
+    def _stems(self) -> list[_Stem]:
+        """Snapshots in the directory, newest first, including data without a manifest."""
+        with os_errors(self._disk, self.root, "listing"):
+            found = [_NAME.fullmatch(name) for name in self._disk.names(self.root)]
+        stems = {_Stem(number=int(m[1]), epoch=int(m[2]), step=int(m[3])) for m in found if m}
+        return sorted(stems, reverse=True)
+
+    def _complete(self, stems: list[_Stem]) -> list[_Stem]:
+        with os_errors(self._disk, self.root, "listing"):
+            return [s for s in stems if self._disk.size(self.root / s.manifest) is not None]
+
+    def _delete_old(self, written: _Stem) -> None:
+        stems = self._stems()
+        kept = {written, self._verified, *self._complete(stems)[: self._keep]}
+        for stem in stems:
+            if stem in kept:
+                continue
+            try:
+                self._disk.remove(self.root / stem.manifest)
+                self._disk.remove(self.root / stem.data)
+            except OSError as error:
+                log.warning("%s: cannot delete the old snapshot: %s", self.root / stem.data, error)
+
+    def _count(self, name: str, *, at_least: int = 0) -> int:
+        path = self.root / name
+        with self._counting, os_errors(self._disk, path, "counting"):
+            value = max(self._counted(path), at_least) + 1
+            replace(self._disk, path, f"{value}\n")
+        return value
+
+    def _counted(self, path: Path) -> int:
+        known = self._disk.size(path) is not None
+        text = read(self._disk, path).decode(errors="replace").strip() if known else "0"
+        if not text.isdecimal():
+            raise StorageError(
+                f"{path}: holds {text[:40]!r}, expected a whole number; write the largest "
+                f"{path.name} of events.jsonl into it"
+            )
+        return int(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, order=True)
+class _Stem:
+    """Name of a snapshot; numbers only grow, so a rewound step never outranks a later write."""
+
+    number: int
+    epoch: int
+    step: int
+
+    @property
+    def data(self) -> str:
+        return f"{self.number:06d}-epoch-{self.epoch}-step-{self.step}.safetensors"
+
+    @property
+    def manifest(self) -> str:
+        return f"{self.number:06d}-epoch-{self.epoch}-step-{self.step}.json"
+
+
+def _read_manifest(disk: Disk, path: Path) -> dict[str, Any]:
+    try:
+        text = read(disk, path)
+    except FileNotFoundError:
+        raise StorageError(f"{path}: is missing, so its data was never completed") from None
+    try:
+        outer = json.loads(text)
+        body, stated = outer["manifest"], outer["sha256"]
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise StorageError(f"{path}: not a manifest: {error}") from None
+    if stated != (actual := digest([canonical(body).encode()])):
+        raise StorageError(f"{path}: its SHA-256 is {actual}, expected {stated}")
+    if not isinstance(body, dict) or body.get("format") != _FORMAT:
+        raise StorageError(f"{path}: not in format {_FORMAT}, the one this syncer reads")
+    return body

@@ -1,0 +1,83 @@
+"""Faults in the processes inside pods, as they happen in real clusters."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from diloco_testing.clusters.job import Job
+from diloco_testing.clusters.kubectl import Object
+
+# Children of the container's first process; exec'd helpers such as this program have another parent.
+_KILL_CHILD = """
+import os, pathlib, signal, sys, time
+
+def found():
+    kids = pathlib.Path('/proc/1/task/1/children').read_text().split()
+    for pid in map(int, kids):
+        try:
+            command = pathlib.Path(f'/proc/{pid}/cmdline').read_text()
+        except OSError:
+            continue
+        if any(word in command for word in ARGUMENTS):
+            yield pid
+
+[killed] = found()
+os.kill(killed, signal.SIGKILL)
+begun = time.monotonic()
+while not set(found()) - {killed}:
+    if time.monotonic() - begun > SECONDS:
+        sys.exit('no other process was started')
+    time.sleep(0.02)
+print(time.monotonic() - begun)
+"""
+
+
+def kill_child(job: Job, pod: str, *arguments: str, seconds: float = 45.0) -> float:
+    """
+    kill -9 of the process that does a container's work (not of its first process).
+
+    Args:
+        job: whose pod.
+        pod: its name.
+        arguments: at least one is part of the command line of the process to kill.
+        seconds: how long to wait for its successor.
+
+    Returns:
+        Seconds from the kill until its successor was started, as a process in the container saw it.
+    """
+    program = _KILL_CHILD.replace("ARGUMENTS", repr(arguments)).replace("SECONDS", repr(seconds))
+    return float(job.cluster.kubectl.exec(pod, "python3", "-c", program, namespace=job.namespace))
+
+
+def kill_first_process(pod: Object) -> None:
+    """
+    kill -9 of a container's first process, from outside: from inside, the kernel protects it.
+
+    Local clusters only: their processes are this machine's.
+    """
+    uid = pod["metadata"]["uid"]
+    found = [pid for pid in _processes() if _is_first_of(pid, uid)]
+    if len(found) != 1:
+        raise AssertionError(f"{pod['metadata']['name']}: first processes of main: {found}")
+    os.kill(found[0], signal.SIGKILL)
+
+
+def _processes() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
+
+
+def _is_first_of(pid: int, pod_uid: str) -> bool:
+    folder = Path(f"/proc/{pid}")
+    try:
+        if pod_uid not in (folder / "cgroup").read_text():
+            return False
+        inside = next(
+            line
+            for line in (folder / "status").read_text().splitlines()
+            if line.startswith("NSpid")
+        ).split()[-1]
+        return inside == "1" and b"diloco_agent" in (folder / "cmdline").read_bytes()
+    except (OSError, StopIteration):
+        return False

@@ -1,0 +1,167 @@
+"""`diloco run` as a real process tree, as a user starts it: its files, its processes, its end."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+CLI = [sys.executable, "-m", "diloco_cli"]
+
+# Slowed down so that four learners on two cores do not wait for a core: tests measure which learner
+# waits for which, not the scheduler.
+TINY = {
+    "slowdown": 3,
+    "layers": 2,
+    "width": 64,
+    "heads": 2,
+    "context": 64,
+    "batch": 8,
+    "data": "stdlib",
+}
+
+
+def manifest(name: str, *, steps: int, learners: int = 4, **spec: Any) -> dict[str, Any]:
+    """A small text job: half of the learners in each of two regions."""
+    config = spec.pop("config", TINY)
+    body = {
+        "steps": steps,
+        "seed": 7,
+        "sync": {"fragments": 8, "interval": 8, **spec.pop("sync", {})},
+        "learner": {"recipe": {"name": "gpt", "config": config},
+                    "checkpoint": {"everySteps": 100, "keep": 2}},
+        "regions": [{"name": "eu", "learners": (learners + 1) // 2},
+                    {"name": "us", "learners": learners // 2}],
+        "syncer": {"checkpoint": {"everySteps": 16, "keep": 3}},
+        "evaluation": {"everySteps": 40},
+        **spec,
+    }  # fmt: skip
+    return {
+        "apiVersion": "diloco.dev/v1alpha1",
+        "kind": "DiLoCoJob",
+        "metadata": {"name": name},
+        "spec": body,
+    }
+
+
+class LocalRun:
+    """One `diloco run`; call `stop` in a finally."""
+
+    def __init__(self, folder: Path, job: dict[str, Any], **popen: Any) -> None:
+        self.dir = folder / "run"
+        self.job = folder / "job.yaml"
+        self.job.write_text(yaml.safe_dump(job))
+        self.output = folder / "output.txt"
+        self._popen = popen
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[bytes]:
+        """Start (again)."""
+        with self.output.open("ab") as out:
+            self.process = subprocess.Popen(
+                [*CLI, "run", str(self.job), "--dir", str(self.dir)],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                **self._popen,
+            )
+        return self.process
+
+    def stop(self) -> None:
+        """End what still runs; SIGKILL of the supervisor kills its processes too."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait(30)
+
+    def wait(self, seconds: float) -> int:
+        """Exit code; AssertionError with the output's end when it takes longer."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {seconds} s:\n{self.tail()}") from None
+
+    def tail(self, lines: int = 40) -> str:
+        """End of the terminal output."""
+        return "\n".join(self.output.read_text(errors="replace").splitlines()[-lines:])
+
+    def until(self, what: Callable[[], Any], seconds: float, *, expected: str) -> Any:
+        """Poll until true."""
+        deadline = time.monotonic() + seconds
+        while not (seen := what()):
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                raise AssertionError(f"{expected}: not within {seconds} s:\n{self.tail()}")
+            time.sleep(0.1)
+        return seen
+
+    def lines(self, name: str) -> list[dict[str, Any]]:
+        """Complete lines of a JSON-lines file so far."""
+        path = self.dir / name
+        if not path.exists():
+            return []
+        complete = path.read_text().rpartition("\n")[0]
+        return [json.loads(line) for line in complete.splitlines() if line]
+
+    def step(self) -> int:
+        """Global step of the last merge."""
+        merges = [line for line in self.lines("events.jsonl") if line["event"] == "merge"]
+        return int(merges[-1]["step"]) if merges else 0
+
+    def stepped(self, learner: str) -> int:
+        """Optimizer steps of a learner so far."""
+        return len(self._steps(learner))
+
+    def incarnations(self, learner: str) -> int:
+        """Incarnations of a learner that have made a step."""
+        return len({line["incarnation"] for line in self._steps(learner)})
+
+    def _steps(self, learner: str) -> list[dict[str, Any]]:
+        return self.lines(f"learners/{learner.replace('/', '-')}/steps.jsonl")
+
+    def status(self) -> dict[str, Any]:
+        """status.json."""
+        return dict(json.loads((self.dir / "status.json").read_text()))
+
+    def child(self, module: str) -> int:
+        """Pid of the supervisor's child that runs this module."""
+        for pid in children(self.process.pid):
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
+            if module in command:
+                return pid
+        raise AssertionError(f"no child runs {module}")
+
+    def kill_learner(self, name: str) -> None:
+        """Kill a learner's process group with `diloco kill`."""
+        subprocess.run([*CLI, "kill", name, "--dir", str(self.dir)], check=True, timeout=60)
+
+    def kill_syncer(self) -> None:
+        """Send SIGKILL to the syncer."""
+        os.kill(self.child("diloco_syncer"), signal.SIGKILL)
+
+
+def children(pid: int) -> list[int]:
+    """Direct children, from /proc."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        found += [int(p) for p in (task / "children").read_text().split()]
+    return found
+
+
+def longest_wait(run: LocalRun, learner: str) -> tuple[float, float]:
+    """
+    Longest time that learner.step() took from the loop, and the median step time.
+
+    Time spent in the run queue is subtracted: a learner that restarts takes a core, which does not
+    mean that the others wait for it.
+    """
+    lines = run.lines(f"learners/{learner}/steps.jsonl")
+    longest = max(x["syncSeconds"] - x["queuedSeconds"] for x in lines)
+    return longest, statistics.median(x["seconds"] for x in lines)

@@ -1,0 +1,243 @@
+"""The run directory: its owner and its contents."""
+
+import errno
+import json
+import os
+
+import pytest
+
+from diloco.errors import ConfigError, StorageError
+from diloco_agent.output import Log
+from diloco_job.plan import plan
+from diloco_local.commands import local_problems
+from diloco_local.control import resume
+from diloco_local.run_directory import RunDir
+from diloco_local.settings import Settings
+from diloco_local.summary import evaluations
+from diloco_local.supervisor import job_limits
+from diloco_syncer.storage.store import CHOICE
+from diloco_testing.manifests.files import load_job
+
+JOB = """\
+apiVersion: diloco.dev/v1alpha1
+kind: DiLoCoJob
+metadata: {name: small}
+spec:
+  steps: 200   # a remark that stays
+  learner: {command: [python, train.py]}
+  regions: [{name: eu, learners: 2}]
+"""
+
+
+@pytest.fixture
+def manifest(tmp_path):
+    path = tmp_path / "job.yaml"
+    path.write_text(JOB)
+    return path
+
+
+def adopt(rundir, manifest, sets=()):
+    job = load_job(manifest, sets)
+    with rundir.hold():
+        return rundir.adopt(manifest, job, plan(job).spec)
+
+
+def test_a_fresh_directory_holds_the_manifest_as_given_and_the_spec(tmp_path, manifest):
+    rundir = RunDir(tmp_path / "runs" / "small")
+    assert adopt(rundir, manifest) == tmp_path
+    assert rundir.manifest.read_text() == JOB
+    assert json.loads(rundir.spec.read_text())["steps"] == 200
+
+
+def test_files_of_a_run_are_private(tmp_path, manifest):
+    rundir = RunDir(tmp_path / "run")
+    before = os.umask(0)
+    try:
+        adopt(rundir, manifest)
+        rundir.write_status({"state": "Running"})
+        rundir.append_event({"event": "restart"})
+        rundir.choose_snapshot(0)
+    finally:
+        os.umask(before)
+    modes = {p.name: p.stat().st_mode & 0o777 for p in rundir.path.rglob("*") if p.is_file()}
+    assert modes == dict.fromkeys(modes, 0o600)
+    assert modes.keys() >= {"job.yaml", "spec.json", "status.json", "events.jsonl", "from-snapshot"}
+
+
+def test_a_link_planted_in_a_run_directory_is_not_written_through(tmp_path, manifest):
+    rundir, victim = RunDir(tmp_path / "run"), tmp_path / "victim"
+    adopt(rundir, manifest)
+    victim.write_text("precious")
+    for name in ("events.jsonl", "status.json.tmp", "spec.json.tmp"):
+        (rundir.path / name).symlink_to(victim)
+    adopt(rundir, manifest)
+    rundir.write_status({"state": "Running"})
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        rundir.append_event({"event": "restart"})
+    assert victim.read_text() == "precious"
+
+
+def test_the_log_of_a_process_is_private_and_not_written_through_a_link(tmp_path):
+    with Log(tmp_path / "a.log").open() as file:
+        file.write(b"first\n")
+    log = Log(tmp_path / "a.log")
+    with log.open() as file:
+        file.write(b"second\n")
+    assert log.last_line() == "second"
+    assert (tmp_path / "a.log").stat().st_mode & 0o777 == 0o600
+    (tmp_path / "b.log").symlink_to(tmp_path / "a.log")
+    with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
+        Log(tmp_path / "b.log").open()
+
+
+def test_the_choice_of_a_snapshot_is_where_the_syncer_reads_it(tmp_path):
+    rundir = RunDir(tmp_path)
+    rundir.choose_snapshot(90)
+    assert rundir.from_snapshot == tmp_path / "snapshots" / CHOICE
+    assert rundir.from_snapshot.read_text() == "90\n"
+
+
+def test_a_snapshot_is_not_chosen_while_the_run_is_active(tmp_path, manifest):
+    rundir = RunDir(tmp_path / "run")
+    adopt(rundir, manifest)
+    with rundir.hold(), pytest.raises(ConfigError, match="in use by the supervisor"):
+        resume(rundir.path, from_snapshot=1)
+    assert not rundir.from_snapshot.exists()
+
+
+def test_changes_from_the_command_line_are_in_the_kept_manifest(tmp_path, manifest):
+    rundir = RunDir(tmp_path / "run")
+    adopt(rundir, manifest, ["spec.steps=300"])
+    assert load_job(rundir.manifest) == load_job(manifest, ["spec.steps=300"])
+
+
+def test_a_kept_manifest_keeps_text_that_looks_like_a_number(tmp_path, manifest):
+    rundir = RunDir(tmp_path / "run")
+    sets = ['spec.regions[eu].config={rate: "3e-4"}']
+    adopt(rundir, manifest, sets)
+    assert load_job(rundir.manifest).spec.regions[0].config == {"rate": "3e-4"}
+
+
+def test_an_allowed_change_is_accepted(tmp_path, manifest):
+    rundir = RunDir(tmp_path / "run")
+    adopt(rundir, manifest)
+    adopt(rundir, manifest, ["spec.steps=300", "spec.sync.quorum=2"])
+    assert json.loads(rundir.spec.read_text())["steps"] == 300
+
+
+def test_a_forbidden_change_is_refused_with_its_reason_and_nothing_is_written(tmp_path, manifest):
+    rundir = RunDir(tmp_path / "run")
+    adopt(rundir, manifest)
+    with pytest.raises(ConfigError, match=r"spec\.seed: .* 0 .* 5"):
+        adopt(rundir, manifest, ["spec.seed=5"])
+    assert rundir.manifest.read_text() == JOB
+
+
+def test_the_directory_of_another_job_is_refused(tmp_path, manifest):
+    rundir = RunDir(tmp_path / "run")
+    adopt(rundir, manifest)
+    with pytest.raises(ConfigError, match='belongs to job "small", not to "other"'):
+        adopt(rundir, manifest, ["metadata.name=other"])
+
+
+def test_a_directory_with_other_files_is_refused_and_unchanged(tmp_path, manifest):
+    home = tmp_path / "home"
+    home.mkdir()
+    (home / "thesis.tex").touch()
+    with pytest.raises(ConfigError, match=r"contains thesis\.tex and no job\.yaml"):
+        adopt(RunDir(home), manifest)
+    assert os.listdir(home) == ["thesis.tex"]
+
+
+def test_a_file_is_not_a_run_directory(tmp_path, manifest):
+    with pytest.raises(ConfigError, match="is a file"):
+        adopt(RunDir(manifest), manifest)
+
+
+def test_a_directory_that_cannot_be_created_is_named(manifest):
+    with pytest.raises(StorageError, match="/proc"):
+        adopt(RunDir(manifest.parents[-1] / "proc" / "run"), manifest)
+
+
+def test_only_one_supervisor_holds_a_directory_and_a_second_gets_its_pid(tmp_path):
+    rundir, second = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
+    with rundir.hold():
+        assert second.supervisor_pid() == os.getpid()
+        with pytest.raises(ConfigError, match=f"supervisor with pid {os.getpid()}"), second.hold():
+            pass
+        assert second.supervisor_pid() == os.getpid()
+    assert second.supervisor_pid() is None
+    with second.hold():
+        pass
+
+
+def test_a_manifest_whose_directory_was_deleted_is_refused(tmp_path):
+    folder = tmp_path / "project"
+    folder.mkdir()
+    (folder / "job.yaml").write_text(JOB)
+    rundir = RunDir(tmp_path / "run")
+    adopt(rundir, folder / "job.yaml")
+    (folder / "job.yaml").unlink()
+    folder.rmdir()
+    with pytest.raises(ConfigError, match="the directory of the job's manifest does not exist"):
+        adopt(rundir, rundir.manifest)
+
+
+def test_each_learner_has_its_own_directory_and_log(tmp_path):
+    rundir = RunDir(tmp_path)
+    assert rundir.state_of("eu/0") == tmp_path / "learners" / "eu-0"
+    assert rundir.log("eu/0") == tmp_path / "logs" / "eu-0.log"
+    assert rundir.state_of("evaluator") == tmp_path / "state" / "evaluator"
+
+
+def test_status_without_a_run_asks_for_a_run_directory(tmp_path):
+    with pytest.raises(ConfigError, match=r"no status\.json found"):
+        RunDir(tmp_path).status()
+
+
+def test_events_are_appended_as_complete_lines(tmp_path):
+    rundir = RunDir(tmp_path)
+    rundir.events.write_text('{"event":"merge"}\n')
+    rundir.append_event({"event": "restart", "process": "eu/0"})
+    first, second = map(json.loads, rundir.events.read_text().splitlines())
+    assert (first["event"], second["event"]) == ("merge", "restart")
+    assert second["time"].endswith("+00:00")
+
+
+def test_truncated_and_repeated_evaluations_are_tolerated(tmp_path):
+    file = tmp_path / "eval.jsonl"
+    file.write_text('{"step":50,"loss":2.0}\n{"step":0,"loss":5.5}\n{"step":50,"loss":2.1}\n{"st')
+    assert evaluations(file) == [(0, 5.5), (50, 2.1)]
+    assert evaluations(tmp_path / "none") == []
+
+
+@pytest.mark.parametrize(
+    ("change", "prefix"),
+    [
+        ("spec.learner.podsPerLearner=2", "spec.learner.podsPerLearner: 2;"),
+        ("spec.runPolicy.suspend=true", "spec.runPolicy.suspend: true;"),
+        (
+            "spec.learner.env=[{name: KEY, valueFrom: {secretKeyRef: {name: a, key: b}}}]",
+            "spec.learner.env[KEY].valueFrom:",
+        ),
+    ],
+)
+def test_requirements_that_one_machine_cannot_meet_are_reported(manifest, change, prefix):
+    assert local_problems(load_job(manifest)) == []
+    [problem] = local_problems(load_job(manifest, [change]))
+    assert problem.startswith(prefix)
+
+
+def test_the_run_policy_becomes_limits(manifest):
+    sets = ["spec.runPolicy.learnerRestartLimit=3", "spec.runPolicy.activeDeadlineSeconds=60"]
+    limits = job_limits(load_job(manifest, sets))
+    assert (limits.learner_restarts, limits.active_seconds) == (3, 60)
+
+
+@pytest.mark.parametrize(("cores", "learners", "each"), [(8, 3, "2"), (2, 4, "1"), (8, 0, "8")])
+def test_cores_are_divided_among_learners(cores, learners, each):
+    settings = Settings(environment={}, python="python", cores=cores)
+    threads = settings.threads(learners=learners)
+    assert threads == {"OMP_NUM_THREADS": each, "MKL_NUM_THREADS": each}
+    mine = Settings(environment={"MKL_NUM_THREADS": "5"}, python="python", cores=cores)
+    assert mine.threads(learners=learners) == {"OMP_NUM_THREADS": each}

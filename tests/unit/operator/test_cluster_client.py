@@ -1,0 +1,226 @@
+"""The Kubernetes client against an API server in memory, over real HTTP."""
+
+import itertools
+import time
+
+import pytest
+
+from diloco.errors import ConfigError
+from diloco_operator.cluster import client as cluster_module
+from diloco_operator.cluster.client import ApiError, Cluster, connect
+from diloco_testing.kubernetes.fake_api import FakeApi, Fault
+
+JOB = {
+    "apiVersion": "diloco.dev/v1alpha1",
+    "kind": "DiLoCoJob",
+    "metadata": {"namespace": "ns", "name": "a"},
+    "spec": {"steps": 5},
+}
+
+
+@pytest.fixture
+def api():
+    with FakeApi() as made:
+        yield made
+
+
+@pytest.fixture
+def cluster(api, tmp_path, monkeypatch):
+    monkeypatch.setattr(cluster_module, "RETRY_PAUSES", (0.01, 0.01))
+    return dial(api, tmp_path)
+
+
+def dial(api, tmp_path, token=""):
+    found = connect(kubeconfig=api.kubeconfig(tmp_path / "kubeconfig", token))
+    return Cluster(found, manager="diloco-operator")
+
+
+def config_map(name="a-spec", data=None, **metadata):
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": {"namespace": "ns", "name": name, "labels": {"diloco.dev/job": "a"}} | metadata,
+        "data": data or {"x": "1"},
+    }
+
+
+def test_a_missing_object_is_none(cluster):
+    assert cluster.job("ns", "a") is None
+    assert cluster.get("Secret", "ns", "tls") is None
+
+
+def test_lists_come_page_by_page_with_kind_and_api_version(api, cluster, monkeypatch):
+    monkeypatch.setattr(cluster_module, "PAGE", 2)
+    for number in range(5):
+        api.create({**JOB, "metadata": {"namespace": "ns", "name": f"a{number}"}})
+    api.create({**JOB, "metadata": {"namespace": "other", "name": "b"}})
+    jobs = list(cluster.jobs())
+    assert [job["metadata"]["name"] for job in jobs] == ["a0", "a1", "a2", "a3", "a4", "b"]
+    assert {(job["kind"], job["apiVersion"]) for job in jobs} == {
+        ("DiLoCoJob", "diloco.dev/v1alpha1")
+    }
+    assert [job["metadata"]["name"] for job in cluster.jobs(["other"])] == ["b"]
+
+
+def test_children_are_those_with_the_jobs_label_of_every_kind(api, cluster):
+    cluster.apply(config_map())
+    api.create(config_map("foreign", labels={"diloco.dev/job": "other"}))
+    api.create(
+        {
+            "apiVersion": "apps/v1",
+            "kind": "StatefulSet",
+            "metadata": {"namespace": "ns", "name": "a-eu", "labels": {"diloco.dev/job": "a"}},
+            "spec": {},
+        }
+    )
+    found = cluster.children("ns", "a", certificates=False)
+    assert [(item["kind"], item["metadata"]["name"]) for item in found] == [
+        ("StatefulSet", "a-eu"),
+        ("ConfigMap", "a-spec"),
+    ]
+
+
+def test_an_empty_list_may_be_null(api, cluster):
+    api.null_lists = True
+    assert cluster.children("ns", "a", certificates=True) == ()
+
+
+def test_children_come_without_cert_manager_too(api, cluster):
+    api.faults.append(Fault("GET", "cert-manager.io", 404))
+    assert cluster.children("ns", "a", certificates=True) == ()
+
+
+def test_an_apply_owns_its_fields_and_drops_removed_ones(api, cluster):
+    cluster.apply(config_map(data={"x": "1", "y": "2"}))
+    api.edit("configmaps", "a-spec", lambda item: item["data"].update(users="3"))
+    after = cluster.apply(config_map(data={"x": "1"}))
+    assert after["data"] == {"x": "1", "users": "3"}
+    write = api.writes()[-1]
+    assert write.query == {"fieldManager": "diloco-operator", "force": "true"}
+    again = cluster.apply(config_map(data={"x": "1"}))
+    assert again["metadata"]["resourceVersion"] == after["metadata"]["resourceVersion"]
+
+
+def test_the_status_is_written_beside_the_spec_by_a_manager_of_its_own(api, cluster):
+    job = api.create(JOB)
+    cluster.put_status(job, {"step": 3})
+    after = api.get("dilocojobs", "a")
+    assert (after["spec"], after["status"]) == ({"steps": 5}, {"step": 3})
+    assert after["metadata"]["generation"] == 1
+    assert api.writes()[-1].query["fieldManager"] == "diloco-operator-status"
+    cluster.put_status(job, {"state": "Failed"})
+    assert api.get("dilocojobs", "a")["status"] == {"state": "Failed"}
+
+
+def test_a_successor_of_the_same_name_does_not_get_the_status(api, cluster):
+    job = api.create(JOB)
+    api.delete("dilocojobs", "a")
+    api.create(JOB)
+    with pytest.raises(ApiError, match="UID"):
+        cluster.put_status(job, {"step": 3})
+    assert "status" not in api.get("dilocojobs", "a")
+
+
+def test_only_the_object_that_was_read_is_deleted(api, cluster):
+    job = api.create(JOB)
+    metadata = job["metadata"]
+    assert not cluster.delete("DiLoCoJob", "ns", "a", uid="another")
+    api.edit("dilocojobs", "a", lambda item: item["spec"].update(steps=9))
+    version = metadata["resourceVersion"]
+    assert not cluster.delete("DiLoCoJob", "ns", "a", uid=metadata["uid"], resource_version=version)
+    assert cluster.delete("DiLoCoJob", "ns", "a", uid=metadata["uid"])
+    assert not cluster.delete("DiLoCoJob", "ns", "a", uid=metadata["uid"])
+
+
+def test_an_existing_event_does_not_change(api, cluster):
+    body = {"metadata": {"namespace": "ns", "name": "a.1"}, "reason": "Complete"}
+    cluster.event(dict(body))
+    cluster.event({**body, "reason": "Other"})
+    assert [item["reason"] for item in api.all("events")] == ["Complete"]
+
+
+@pytest.mark.parametrize("status", [429, 500, 503])
+def test_a_request_to_a_busy_server_is_retried(api, cluster, status):
+    api.create(JOB)
+    api.faults.append(Fault("GET", "dilocojobs", status, times=2))
+    assert cluster.job("ns", "a")["spec"] == {"steps": 5}
+
+
+def test_retry_after_is_obeyed(api, cluster):
+    api.create(JOB)
+    api.faults.append(Fault("GET", "dilocojobs", 429, headers={"Retry-After": "1"}))
+    begun = time.monotonic()
+    cluster.job("ns", "a")
+    assert time.monotonic() - begun >= 1.0
+
+
+def test_a_conflict_of_an_apply_is_tried_again(api, cluster):
+    api.faults.append(Fault("PATCH", "configmaps", 409, times=1))
+    assert cluster.apply(config_map())["data"] == {"x": "1"}
+
+
+@pytest.mark.parametrize("status", [400, 403, 422, 500])
+def test_a_refusal_raises_at_once_with_the_servers_message(api, cluster, status):
+    api.faults.append(Fault("PATCH", "configmaps", status, "spec.x: Forbidden", times=9))
+    with pytest.raises(ApiError, match=r"spec\.x: Forbidden") as caught:
+        cluster.apply(config_map())
+    assert caught.value.refused == (status != 500)  # the reconcile reports a refusal as well
+    assert (caught.value.status, caught.value.message) == (status, "spec.x: Forbidden")
+    assert len(api.writes()) == 1
+
+
+def test_a_broken_server_is_a_transient_error(api, cluster):
+    api.faults.append(Fault("GET", "dilocojobs", 500, times=99))
+    with pytest.raises(ApiError) as caught:
+        cluster.job("ns", "a")
+    assert (caught.value.status, caught.value.refused) == (500, False)
+    assert len(api.requests) == 3
+
+
+def test_an_unavailable_server_is_a_transient_error_until_it_is_back(api, cluster):
+    api.create(JOB)
+    cluster.job("ns", "a")
+    api.unavailable = True
+    with pytest.raises(ApiError, match="no answer") as caught:
+        cluster.job("ns", "a")
+    assert (caught.value.status, caught.value.refused) == (0, False)
+    api.unavailable = False
+    assert cluster.job("ns", "a") is not None
+
+
+def test_a_server_that_hangs_costs_one_deadline(api, cluster, monkeypatch):
+    monkeypatch.setattr(cluster_module, "READ_SECONDS", 0.3)
+    api.faults.append(Fault("GET", "dilocojobs", hang_seconds=5))
+    begun = time.monotonic()
+    with pytest.raises(ApiError, match="no answer"):
+        cluster.job("ns", "a")
+    assert 0.3 <= time.monotonic() - begun < 2
+    assert len(api.requests) == 1
+
+
+def test_a_token_file_is_read_again(api, tmp_path):
+    cluster = dial(api, tmp_path, token="first")
+    cluster.job("ns", "a")
+    tokens = itertools.count()
+
+    def hook(configuration):
+        configuration.api_key["BearerToken"] = f"Bearer renewed-{next(tokens)}"
+
+    cluster._configuration.refresh_api_key_hook = hook
+    cluster.job("ns", "a")
+    cluster.job("ns", "a")
+    tokens = [request.token for request in api.requests]
+    assert tokens[0] == "Bearer first"
+    assert tokens[1] != tokens[2]
+    assert all(token.startswith("Bearer renewed-") for token in tokens[1:])
+
+
+def test_a_server_that_answers_html_is_no_api_server(api, cluster, monkeypatch):
+    monkeypatch.setattr(api, "handle", lambda request: ["not", "an", "object"])
+    with pytest.raises(ApiError, match="is this the API server"):
+        cluster.job("ns", "a")
+
+
+def test_the_error_names_both_missing_pod_and_missing_kubeconfig(tmp_path):
+    with pytest.raises(ConfigError, match="no API server"):
+        connect(kubeconfig=tmp_path / "none")

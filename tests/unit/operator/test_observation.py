@@ -1,0 +1,50 @@
+"""An observation as plain values."""
+
+from datetime import UTC, datetime
+
+from diloco.v1 import syncer_pb2 as pb
+from diloco_operator.state.objects import controller_uid, identity
+from diloco_operator.state.observation import LearnerAnswer, answer_of
+
+AT = datetime(2026, 3, 1, tzinfo=UTC)
+
+
+def test_a_reply_becomes_plain_values():
+    reply = pb.StatusReply(
+        job="a",
+        epoch=3,
+        step=7,
+        steps=9,
+        tokens=11,
+        spec_hash="ab",
+        state="Training",
+        quorum=2,
+        seconds_since_merge=1.5,
+        model_path="/m",
+        model_sha256="cd",
+        eval_step=6,
+        learners=[
+            pb.LearnerStatus(name="eu/0", region="eu", state="Gone", seconds_since_heard=-1.0)
+        ],
+    )
+    answer = answer_of(reply, AT)
+    assert answer.at == AT
+    for name in ("job", "epoch", "step", "tokens", "spec_hash", "state"):
+        assert getattr(answer, name) == getattr(reply, name), name
+    for name in ("quorum", "seconds_since_merge", "model_path", "model_sha256", "eval_step"):
+        assert getattr(answer, name) == getattr(reply, name), name
+
+    assert answer.learners == (LearnerAnswer(name="eu/0", state="Gone", seconds_since_heard=-1.0),)
+
+
+def test_an_answer_has_the_restarts_that_learners_report():
+    reply = pb.StatusReply(learners=[pb.LearnerStatus(name="eu/0", restarts=4)])
+    assert answer_of(reply, AT).learners[0].restarts == 4
+
+
+def test_only_the_controller_counts_as_owner():
+    owners = [{"uid": "1"}, {"uid": "2", "controller": True}]
+    child = {"kind": "Service", "metadata": {"name": "a", "ownerReferences": owners}}
+    assert controller_uid(child) == "2"
+    assert controller_uid({"kind": "Service", "metadata": {"name": "a"}}) == ""
+    assert identity(child) == ("Service", "a")

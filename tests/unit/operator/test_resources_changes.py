@@ -1,0 +1,116 @@
+"""Which pods a change of the manifest replaces."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from diloco_operator.resources import Owner, Wanted, desired
+from diloco_operator.resources.operator_scope import OperatorScope
+from diloco_testing.manifests.files import load_job
+
+GOLDEN = Path(__file__).parents[3] / "tests/golden"
+EVERYTHING = GOLDEN / "everything.yaml"
+OWN_LOOP = GOLDEN / "manifests/own-loop.job.yaml"
+SCOPE = OperatorScope(worker_image="w:1", syncer_image="s:1")
+OWNER = Owner(namespace="ml", uid="1")
+
+SYNCER, EVALUATOR = "stdlib-gpt-syncer", "stdlib-gpt-evaluator"
+EU, US = "stdlib-gpt-eu", "stdlib-gpt-us"
+
+
+def templates(source, sets, scope=SCOPE):
+    """Pod templates by the name of their workload."""
+    made = desired(load_job(source, sets), OWNER, scope, Wanted())
+    return {
+        child["metadata"]["name"]: child["spec"]["template"]
+        for child in made
+        if child["kind"] in ("Deployment", "StatefulSet")
+    }
+
+
+def rolled(*sets, source=EVERYTHING):
+    """Workloads whose pods a change replaces."""
+    previous, after = templates(source, []), templates(source, sets)
+    return {name for name in previous if name in after and previous[name] != after[name]}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "spec.steps=3000",
+        "spec.sync.quorum=3",
+        "spec.regions[eu].learners=9",
+        "spec.regions[us].learners=0",
+        "spec.evaluation.everySteps=7",
+        "spec.syncer.checkpoint={everySteps: 1, keep: 9}",
+        "spec.regions=[{name: eu, learners: 2}, {name: us, learners: 2}, {name: asia, learners: 1}]",
+        "spec.regions=[{name: eu, learners: 2}]",
+    ],
+)
+def test_values_that_learners_get_from_the_syncer_replace_no_learner(change):
+    assert rolled(change) == {SYNCER, EVALUATOR}
+
+
+@pytest.mark.parametrize("change", ["spec.steps=3000", "spec.regions[eu].learners=9"])
+def test_it_replaces_no_learner_of_an_own_loop_either(change):
+    assert "own-loop-eu" not in rolled(change, source=OWN_LOOP)
+
+
+def test_another_set_of_regions_replaces_learners_of_an_own_loop_for_their_index_counts_by_it():
+    more = "spec.regions=[{name: eu, learners: 4, config: {batch: 2}}, {name: us, learners: 1}]"
+    assert "own-loop-eu" in rolled(more, source=OWN_LOOP)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "spec.regions[us].config={batch: 8}",
+        "spec.regions[us].resources={limits: {cpu: 2}}",
+        "spec.regions[us].podTemplate={spec: {nodeSelector: {pool: spot}}}",
+    ],
+)
+def test_a_change_of_a_region_replaces_only_its_learners(change):
+    assert rolled(change) == {US}
+
+
+@pytest.mark.parametrize(
+    ("change", "who"),
+    [
+        ("spec.syncer.image=mine:2", {SYNCER}),
+        ("spec.syncer.resources={limits: {cpu: 2}}", {SYNCER}),
+        ("spec.learner.image=mine:2", {EU, US, EVALUATOR}),
+        ("spec.learner.env=[{name: A, value: b}]", {EU, US, EVALUATOR}),
+        ("spec.learner.checkpoint={everySteps: 7}", {EU, US, SYNCER, EVALUATOR}),
+        ("spec.runPolicy.learnerRestartLimit=3", {EU, US}),
+        ("spec.syncer.service.annotations={a: b}", set()),
+        ("spec.runPolicy.suspend=true", set()),
+        ("spec.runPolicy.activeDeadlineSeconds=9", set()),
+        ("spec.runPolicy.cleanupPolicy=All", set()),
+    ],
+)
+def test_a_change_replaces_those_that_read_it(change, who):
+    assert rolled(change) == who
+
+
+def test_another_worker_image_of_the_chart_does_not_reach_learners_that_name_theirs():
+    named = ["spec.learner.image=mine:1", "spec.syncer.image=mine:2"]
+    upgraded = replace(SCOPE, worker_image="w:2", syncer_image="s:2")
+    assert templates(EVERYTHING, named, upgraded) == templates(EVERYTHING, named)
+
+
+def test_the_annotation_changes_exactly_with_the_content():
+    def marks(sets):
+        made = desired(load_job(EVERYTHING, sets), OWNER, SCOPE, Wanted())
+        return {
+            f"{child['kind']} {child['metadata']['name']}": child["metadata"]["annotations"][
+                "diloco.dev/applied"
+            ]
+            for child in made
+        }
+
+    previous, after = marks([]), marks(["spec.regions[us].learners=3"])
+    assert marks([]) == previous
+    changed = {name for name in previous if previous[name] != after.get(name)}
+    assert f"StatefulSet {US}" in changed
+    assert f"StatefulSet {EU}" not in changed

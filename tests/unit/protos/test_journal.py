@@ -1,0 +1,292 @@
+"""The journal's writer appends whole lines or loses them; its records keep the bytes of the file."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diloco.errors import StorageError
+from diloco.journal import reader, records, writer
+from diloco.journal.parts import Position, parts
+from diloco.journal.writer import JournalWriter
+
+APPEND = """
+import sys
+from pathlib import Path
+from diloco.journal.writer import JournalWriter
+log = JournalWriter(Path(sys.argv[1]))
+for i in range(500):
+    log.append({"who": int(sys.argv[2]), "i": i, "fill": "x" * (i * 37 % 3000)})
+"""
+
+
+def test_four_processes_append_only_whole_lines(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    children = [
+        subprocess.Popen([sys.executable, "-c", APPEND, str(path), str(who)]) for who in range(4)
+    ]
+    assert [child.wait(60) for child in children] == [0] * 4
+    events = [json.loads(line) for line in path.read_text().splitlines()]
+    for who in range(4):
+        assert [e["i"] for e in events if e["who"] == who] == list(range(500))
+
+
+@pytest.mark.parametrize("before", ["", '{"a":1}\n'])
+def test_a_line_torn_by_a_kill_is_closed_off_on_opening(tmp_path: Path, before: str):
+    path = tmp_path / "events.jsonl"
+    path.write_text(before + '{"event":"mer')
+    log = JournalWriter(path)
+    log.append({"event": "start"})
+    log.close()
+    lines = path.read_text().splitlines()
+    assert lines[-2] == '{"event":"mer'
+    assert json.loads(lines[-1])["event"] == "start"
+
+
+def test_a_whole_last_line_is_left_as_it_is(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"a":1}\n')
+    JournalWriter(path).close()
+    assert path.read_text() == '{"a":1}\n'
+
+
+def test_a_line_cut_by_the_disk_does_not_spoil_the_next(tmp_path: Path):
+    code = """
+import resource, sys
+from pathlib import Path
+from diloco.journal.writer import JournalWriter
+log = JournalWriter(Path(sys.argv[1]))
+resource.setrlimit(resource.RLIMIT_FSIZE, (120, resource.RLIM_INFINITY))
+log.append({"event": "first"})
+log.append({"event": "cut", "fill": "x" * 1000})
+log.append({"event": "refused"})
+resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+log.append({"event": "last"})
+print(log.lost)
+"""
+    child = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "events.jsonl")],
+        capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert child.stdout.strip() == "2", child.stderr
+    first, cut, last = (tmp_path / "events.jsonl").read_text().splitlines()
+    assert json.loads(first)["event"] == "first"
+    assert '"cut"' in cut
+    assert json.loads(last)["event"] == "last"
+
+
+def test_a_log_without_room_warns_once_counts_and_never_raises(
+    caplog: pytest.LogCaptureFixture,
+):
+    log = JournalWriter(Path("/dev/full"))
+    with caplog.at_level(logging.WARNING):
+        for _ in range(5):
+            log.append({"event": "merge"})
+    log.close()
+    log.append({"event": "after the end"})
+    assert log.lost == 6
+    assert caplog.text.count(os.strerror(errno.ENOSPC)) == 1
+
+
+def test_numbers_of_numpy_and_a_given_time_are_written_as_they_are(tmp_path: Path):
+    log = JournalWriter(tmp_path / "events.jsonl")
+    log.append({"time": "then", "norm": np.float32(0.5), "steps": np.arange(2), "at": Path("a")})
+    log.close()
+    assert json.loads(log.path.read_text()) == {
+        "time": "then", "norm": 0.5, "steps": [0, 1], "at": "a"
+    }  # fmt: skip
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path):
+    with pytest.raises(StorageError, match=str(tmp_path)):
+        JournalWriter(tmp_path)
+
+
+def test_a_line_added_after_a_torn_one_is_whole(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event":"mer')
+    writer.append(path, {"time": "then", "event": "restart"})
+    writer.append(path, {"time": "then", "event": "restart"})
+    assert path.read_text() == '{"event":"mer\n' + 2 * '{"time":"then","event":"restart"}\n'
+
+
+def test_reading_begins_at_an_offset_and_leaves_torn_lines_out(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    assert list(reader.read(path)) == []
+    path.write_bytes(b'{"a":1}\n{"b":\n\n[1]\n{"c":3}\n{"d"')
+    assert list(reader.read(path)) == [{"a": 1}, {"c": 3}]
+    assert list(reader.read(path, since=Position(1, 8))) == [{"c": 3}]
+
+
+def filled(path: Path, count: int, *, begin: int = 0) -> None:
+    log = JournalWriter(path)
+    for i in range(begin, begin + count):
+        log.append({"i": i, "fill": "x" * 60})
+        log.rotate(needed=99, part_bytes=500, total_bytes=2000)
+    log.close()
+
+
+def test_27_a_journal_in_parts_is_bounded_and_read_in_order(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    filled(path, 60)
+    filled(path, 60, begin=60)
+    assert sum(p.stat().st_size for p in tmp_path.iterdir()) <= 2000 + 200
+    found = list(reader.read(path))
+    numbers = [row["i"] for row in found if "i" in row]
+    assert numbers == list(range(120 - len(numbers), 120))
+    heads = [row["part"] for row in found if row.get("event") == "rotate"]
+    assert heads == [number for number, _ in parts(path)]
+    assert found[0]["event"] == "rotate"
+    assert heads[0] > 1
+
+
+def test_parts_that_a_resume_needs_stay(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    log = JournalWriter(path)
+    for i in range(100):
+        if i == 14:
+            position = log.position()
+        log.append({"i": i, "fill": "x" * 60})
+        log.rotate(needed=3, part_bytes=500, total_bytes=1000)
+    log.close()
+    assert 3 <= position.part <= 4
+    rows = [row["i"] for row in reader.read(path, since=position) if "i" in row]
+    assert rows == list(range(14, 100))
+    assert parts(path)[0][0] == 3
+
+
+def test_the_name_of_a_new_file_is_durable_before_its_first_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A power failure would lose the file with all its lines, however often they were synced."""
+    path, seen = tmp_path / "events.jsonl", []
+
+    def record(directory: Path) -> None:
+        seen.append((directory, path.exists() and path.stat().st_size))
+
+    monkeypatch.setattr("diloco.runtime.files.sync_directory", record)
+    log = JournalWriter(path)
+    assert seen == [(tmp_path, 0)]
+    log.append({"a": 1})
+    log.rotate(needed=1, part_bytes=1)
+    assert seen[-1] == (tmp_path, 0)
+    assert len(seen) == 3
+    log.close()
+    JournalWriter(path).close()
+    assert len(seen) == 3
+
+
+def test_positions_that_are_gone_leave_nothing_out(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"a":1}\n{"a":2}\n')
+    for gone in (Position(1, 1000), Position(7, 8)):
+        assert [row["a"] for row in reader.read(path, since=gone)] == [1, 2]
+
+
+def test_a_kill_in_the_middle_of_a_rotation_is_made_up_for(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"a":1}\n')
+    path.rename(tmp_path / "events.1.jsonl")
+    assert [row["a"] for row in reader.read(path)] == [1]
+    log = JournalWriter(path)
+    log.append({"a": 2})
+    log.close()
+    assert [row.get("a", row.get("part")) for row in reader.read(path)] == [1, 2, 2]
+
+
+def test_a_copy_of_a_file_that_has_become_a_part_counts_once(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"a":1}\n')
+    (tmp_path / "events.1.jsonl").write_text('{"a":1}\n{"a":2}\n')
+    assert [row["a"] for row in reader.read(path)] == [1, 2]
+
+
+def test_a_line_of_another_process_written_during_a_rotation_is_kept(tmp_path: Path):
+    """The supervisor has the file open while the syncer gives it another name."""
+    path = tmp_path / "events.jsonl"
+    log = JournalWriter(path)
+    log.append({"event": "start"})
+    with path.open("a") as other:
+        log.rotate(needed=1, part_bytes=1)
+        other.write('{"event":"restart"}\n')
+    log.append({"event": "stop"})
+    log.close()
+    assert [row["event"] for row in reader.read(path)] == ["start", "restart", "rotate", "stop"]
+
+
+def test_long_lines_are_read_across_the_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(reader, "_READ_BYTES", 7)
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"a":"ÄÖÜ and more"}\n\n{"b":2}')
+    assert list(reader.lines(path)) == [
+        ("events.jsonl line 1", '{"a":"ÄÖÜ and more"}'),
+        ("events.jsonl line 2", ""),
+        ("events.jsonl line 3", '{"b":2}'),
+    ]
+
+
+LINES = [
+    '{"epoch":1,"event":"start","step":0,"steps":40,"fragments":3,"interval":6,"quorum":2,"spec":"ab"}',
+    '{"epoch":1,"event":"join","learner":"eu/0","incarnation":1,"step":0,"fresh":true,"localStep":0}',
+    '{"epoch":1,"event":"leave","learner":"eu/0","incarnation":1,"reason":"Closed"}',
+    '{"epoch":1,"event":"refuse","learner":"eu/0","reason":"Damaged","detail":"x"}',
+    '{"epoch":1,"event":"refuse","learner":"eu/0","reason":"Damaged","detail":"x","step":6,"fragment":0}',
+    '{"epoch":1,"event":"eject","learner":"eu/0","reason":"AnswerLate","probeSeconds":5.0}',
+    '{"epoch":1,"event":"readmit","learner":"eu/0"}',
+    '{"epoch":1,"event":"pause","seconds":12.5}',
+    '{"epoch":1,"event":"error","decision":"Pull","reason":"OSError(5)"}',
+    '{"epoch":1,"event":"initialised","learner":"eu/0"}',
+    '{"epoch":1,"event":"merge","step":6,"fragment":0,"attempt":1,"quorum":1,"quorumSeconds":0.5,'
+    '"graceSeconds":0.0,"syncSeconds":1.25,"bytesUp":10,"bytesDown":20,"deltaNorm":0.5,"members":['
+    '{"learner":"eu/0","incarnation":1,"step":7,"steps":3,"tokens":30,"weight":300.0,"base":null},'
+    '{"learner":"eu/1","incarnation":2,"step":8,"steps":4,"tokens":40,"weight":400.0,"base":6}]}',
+    '{"epoch":1,"event":"snapshot","step":6,"ok":true,"seconds":0.1}',
+    '{"epoch":1,"event":"snapshot","step":6,"ok":false,"detail":"full"}',
+    '{"epoch":1,"event":"export","step":6,"ok":false,"detail":"full"}',
+    '{"epoch":1,"event":"complete","step":40,"tokens":99}',
+    '{"epoch":1,"event":"stop","step":40}',
+    '{"epoch":0,"event":"restart","process":"eu/0","reason":"exit code 1","exitCode":1,"restarts":2}',
+    '{"epoch":0,"event":"restart","process":"eu/0","reason":"signal 9","signal":9,"restarts":2}',
+    '{"epoch":3,"event":"rotate","part":2,"fragments":3,"interval":6}',
+    '{"epoch":3,"event":"dropped","lines":3,"events":{"merge":2,"join":1}}',
+]
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_record_read_and_written_again_gives_the_same_bytes(line: str):
+    event = json.loads(line)
+    record = records.decode(event)
+    assert record is not None
+    assert json.dumps(records.encode(record, epoch=event["epoch"]), separators=(",", ":")) == line
+
+
+def test_every_kind_of_event_is_tried():
+    assert {json.loads(line)["event"] for line in LINES} == records.KINDS.keys()
+
+
+def test_unknown_kinds_and_fields_are_ignored_and_missing_ones_have_defaults():
+    assert records.decode({"event": "dance"}) is None
+    assert records.decode({}) is None
+    found = records.decode({"event": "join", "learner": "a", "incarnation": 2, "mood": "good"})
+    assert found == records.Join(learner="a", incarnation=2)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"incarnation": 1}, "has learner None, expected a text"),
+        ({"learner": "a", "incarnation": True}, "has incarnation True, expected a whole number"),
+        ({"learner": "a", "incarnation": 1, "fresh": 1}, "has fresh 1, expected true or false"),
+    ],
+)
+def test_a_field_of_another_type_is_named(fields: dict[str, object], message: str):
+    with pytest.raises(records.RecordError, match=message):
+        records.decode({"event": "join", **fields})

@@ -1,0 +1,55 @@
+"""Asking a syncer for its status, over real connections."""
+
+import contextlib
+import threading
+
+import pytest
+
+from diloco.errors import UnavailableError
+from diloco.rpc import servers
+from diloco.rpc.status_client import SyncerClient
+from diloco.v1 import syncer_pb2, syncer_pb2_grpc
+
+
+class FakeSyncer(syncer_pb2_grpc.SyncerServicer):
+    def __init__(self) -> None:
+        self.answer = threading.Event()
+
+    def GetStatus(self, request, context):  # noqa: N802
+        self.answer.wait(10)
+        return syncer_pb2.StatusReply(job="job", step=7)
+
+
+@pytest.fixture
+def syncer():
+    fake = FakeSyncer()
+    server = servers.server(max_workers=2)
+    syncer_pb2_grpc.add_SyncerServicer_to_server(fake, server)
+    port = servers.bind(server, "127.0.0.1:0", None)
+    server.start()
+    fake.endpoint = f"127.0.0.1:{port}"
+    yield fake
+    fake.answer.set()
+    server.stop(None).wait(10)
+
+
+def test_the_answer_is_the_syncers(syncer):
+    syncer.answer.set()
+    with contextlib.closing(SyncerClient(syncer.endpoint)) as client:
+        assert client.status(timeout_seconds=10).step == 7
+
+
+def test_a_syncer_that_does_not_answer_in_time_is_unavailable(syncer):
+    with contextlib.closing(SyncerClient(syncer.endpoint)) as client:
+        with pytest.raises(UnavailableError):
+            client.status(timeout_seconds=0.2)
+        syncer.answer.set()
+        assert client.status(timeout_seconds=10).job == "job"
+
+
+def test_a_syncer_that_is_not_there_is_unavailable():
+    with (
+        contextlib.closing(SyncerClient("127.0.0.1:1")) as client,
+        pytest.raises(UnavailableError, match="UNAVAILABLE"),
+    ):
+        client.status(timeout_seconds=10)

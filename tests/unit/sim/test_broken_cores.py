@@ -1,0 +1,158 @@
+"""Checkers bite: each finds a core that a test has broken, in a world that passes otherwise."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from diloco_sim.checkers.checker import Violation
+from diloco_sim.checkers.liveness import Bounds
+from diloco_sim.description import Description, sample
+from diloco_sim.faults import Plan
+from diloco_sim.shrink import shrink
+from diloco_sim.world import World
+from diloco_syncer.attempts import Attempts
+from diloco_syncer.core import contribution
+from diloco_syncer.core.claims import Claims
+from diloco_syncer.core.learners import LearnerRecord
+from diloco_syncer.core.outer import OuterOptimizer
+from diloco_syncer.core.scheduler import Scheduler
+from diloco_syncer.storage.store import Store
+from diloco_worker.core.link_protocol import LinkProtocol
+
+pytestmark = pytest.mark.slow  # whole worlds
+
+
+def small(plan: str = "", **changes: object) -> Description:
+    """Three learners of one speed and two fragments; a step takes a second."""
+    found = sample(0, steps=40, faults=False)
+    spec = replace(found.spec, fragments=2, interval=2, overlap=1, quorum=2, merge="Average",
+                   outer_momentum=0.5, wire_up="FP32", wire_down="FP32", grace_max_steps=0.0)  # fmt: skip
+    return replace(
+        found, learners=3, spec=spec, sizes=(40, 50, 60), step_seconds=(1.0, 1.1, 1.2),
+        plan=Plan.parse(plan), checkpoint_every=None, latency=0.01, **changes,
+    )  # fmt: skip
+
+
+def violation(description: Description) -> Violation:
+    found = World(description).run().violation
+    assert found is not None
+    return found
+
+
+def test_the_world_of_these_tests_passes():
+    outcome = World(small("5..6 crash syncer\n 9..11 crash eu/0+trainer")).run()
+    assert outcome.ok, outcome.violation
+
+
+def test_replay_finds_another_weight(monkeypatch):
+    monkeypatch.setattr(contribution.outer, "weight", lambda *, tokens, steps: tokens**3 / steps)
+    assert violation(small()).checker == "replay"
+
+
+def test_replay_finds_another_momentum(monkeypatch):
+    factors = OuterOptimizer.factors.fget
+
+    def changed(self: OuterOptimizer) -> object:
+        rate, momentum, delta, buffer = factors(self)
+        return rate, momentum * np.float32(1.01), delta, buffer
+
+    monkeypatch.setattr(OuterOptimizer, "factors", property(changed))
+    assert violation(small()).checker == "replay"
+
+
+def test_durable_finds_a_snapshot_that_was_not_written(monkeypatch):
+    monkeypatch.setattr(Store, "write", lambda self, snapshot: self.root)
+    assert violation(small("8..9 crash syncer")).checker == "durable"
+
+
+def test_durable_finds_a_restart_from_an_older_snapshot(monkeypatch):
+    stems = Store._stems
+    monkeypatch.setattr(Store, "_stems", lambda self: stems(self)[::-1])
+    description = small("12..13 crash syncer")
+    spec = replace(
+        description.spec,
+        syncer_checkpoint=replace(description.spec.syncer_checkpoint, every_steps=1, keep=3),
+    )
+    assert violation(replace(description, spec=spec)).checker == "durable"
+
+
+def test_liveness_finds_learners_that_offer_nothing(monkeypatch):
+    monkeypatch.setattr(LinkProtocol, "_publish_open", lambda self: None)
+    found = violation(small())
+    assert found.checker == "liveness"
+    assert "no merge for" in found.sentence
+
+
+def test_liveness_finds_results_that_do_not_arrive(monkeypatch):
+    monkeypatch.setattr(LinkProtocol, "_result_announced", lambda self, event, now: [])
+    monkeypatch.setattr(LinkProtocol, "_committed", lambda self, event, now: [])
+    found = violation(replace(small(), steps=400))
+    assert found.checker == "liveness"
+    assert "was committed more than" in found.sentence
+
+
+def test_liveness_finds_a_learner_that_takes_no_part(monkeypatch):
+    bounds = Bounds(merge=100.0, participation=60.0, result=100.0)
+    monkeypatch.setattr(Description, "bounds", property(lambda self: bounds))
+    fresh = LearnerRecord.fresh.fget
+    monkeypatch.setattr(
+        LearnerRecord, "fresh", property(lambda self: self.name != "us/0" and fresh(self))
+    )
+    found = violation(replace(small(), steps=300))
+    assert found.checker == "liveness"
+    assert "us/0 has been in no merge" in found.sentence
+
+
+def test_bounds_finds_attempts_that_are_kept(monkeypatch):
+    monkeypatch.setattr(Attempts, "commit", lambda self, attempt: attempt.finish(committed=True))
+    found = violation(small())
+    assert found.checker == "bounds"
+    assert "attempts are open" in found.sentence
+
+
+def test_reports_finds_a_report_that_is_merged_twice(monkeypatch):
+    monkeypatch.setattr(Claims, "newest", property(lambda self: -1))
+    monkeypatch.setattr(Claims, "refused", lambda self, round_, local_step: "")
+    assert violation(replace(small(), step_seconds=(1.0, 1.1, 3.0))).checker == "reports"
+
+
+def test_quorum_finds_a_round_that_does_not_wait(monkeypatch):
+    collect = Scheduler.collect
+
+    def impatient(self: Scheduler, now: float) -> object:
+        spec, self.spec = self.spec, replace(self.spec, quorum=1)
+        try:
+            return collect(self, now)
+        finally:
+            self.spec = spec
+
+    monkeypatch.setattr(Scheduler, "collect", impatient)
+    assert violation(small()).checker == "quorum"
+
+
+def test_an_engine_that_raises_is_found(monkeypatch):
+    def fail(self: Scheduler, event: object, now: float) -> object:
+        raise RuntimeError("unexpected")
+
+    monkeypatch.setattr(Scheduler, "merged", fail)
+    assert violation(small()).checker == "broken"
+
+
+def test_a_world_that_fails_is_made_smaller(monkeypatch):
+    monkeypatch.setattr(Store, "write", lambda self, snapshot: self.root)
+    plan = "3..4 pause eu/0\n 8..9 crash syncer\n 10..12 cut us/0 syncer\n 13..14 slow eu/1 3"
+
+    def fails(description: Description) -> bool:
+        found = World(description).run().violation
+        return found is not None and found.checker == "durable"
+
+    found = shrink(small(plan), fails, most_runs=25)
+    assert [fault.kind.value for fault in found.plan] == ["crash"]
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_an_outcome_without_a_violation_has_no_trace(seed):
+    assert World(sample(seed, steps=5, faults=False)).run().trace == ()

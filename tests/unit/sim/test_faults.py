@@ -1,0 +1,213 @@
+"""A plan of faults as text and by sample, and what the injector makes of it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from diloco_sim import faults
+from diloco_sim.clock import Clock, Process
+from diloco_sim.disk import SimulatedDisk, Weakness
+from diloco_sim.faults import Fault, Kind, Plan
+from diloco_sim.injector import Injector
+from diloco_sim.link import BULK, CONTROL
+from diloco_sim.network import Network
+from diloco_sim.seeds import fork
+
+LEARNERS = ("eu/0", "eu/1", "us/0")
+EVERY_KIND = dict.fromkeys(Kind, 1.0)
+
+
+def sample(seed: int, count: int = 50, **options: object) -> Plan:
+    return Plan.sample(
+        random.Random(seed),
+        learners=LEARNERS,
+        syncer="syncer",
+        horizon=100.0,
+        count=count,
+        **options,
+    )
+
+
+def test_a_plan_can_be_printed_and_read_back():
+    text = """
+        3.250..9.000 cut eu/0 syncer   # the whole region
+        4.100..4.900 crash syncer power
+        0..8 trickle us/0 2000
+    """
+    plan = Plan.parse(text)
+    assert [fault.kind for fault in plan] == [Kind.TRICKLE, Kind.CUT, Kind.CRASH]
+    assert plan.faults[0] == Fault(Kind.TRICKLE, "us/0", 0.0, 8.0, amount=2000.0)
+    assert plan.faults[1].peer == "syncer"
+    assert str(plan.faults[2]) == "4.100..4.900 crash syncer power"
+    assert (Plan.parse(str(plan)), plan.end, len(plan.at(3.5))) == (plan, 9.0, 2)
+    assert plan.without(1) == Plan((plan.faults[0], plan.faults[2]))
+    assert plan.only(Kind.CUT) == Plan((plan.faults[1],))
+
+
+@pytest.mark.parametrize(
+    "line", ["cut eu/0", "1..2 nonsense eu/0", "1..2 cut a b 3 4", "x..2 cut a b"]
+)
+def test_what_is_no_fault_is_refused(line):
+    with pytest.raises(ValueError, match="is not a fault, expected 'BEGIN"):
+        Plan.parse(line)
+
+
+def test_a_sample_is_a_function_of_the_seed_and_survives_printing():
+    for seed in range(30):
+        plan = sample(seed, weights=EVERY_KIND)
+        assert len(plan) == 50
+        assert plan == sample(seed, weights=EVERY_KIND) == Plan.parse(str(plan))
+    assert sample(1) != sample(2)
+    assert sample(1, count=0) == Plan()
+
+
+def test_a_sample_has_every_kind_that_has_a_weight_and_no_other():
+    kinds = {fault.kind for seed in range(20) for fault in sample(seed, weights=EVERY_KIND)}
+    assert kinds == set(Kind)
+    honest = {fault.kind for seed in range(20) for fault in sample(seed)}
+    assert honest == set(faults.WEIGHTS)
+    assert not honest & set(faults.MISBEHAVIOUR)
+
+
+def test_sampled_faults_name_what_exists():
+    for fault in sample(3, count=500, weights=EVERY_KIND):
+        assert fault.target in (*LEARNERS, "syncer", "learners")
+        assert 0 <= fault.begin <= fault.end
+        if fault.kind in faults.LINK:
+            assert {fault.target, fault.peer} & {"syncer"}
+            assert {fault.target, fault.peer} & set(LEARNERS)
+        if fault.kind in faults.AMOUNTS:
+            low, high = faults.AMOUNTS[fault.kind]
+            assert 0.9 * low <= abs(fault.amount) <= 1.1 * high
+
+
+class World:
+    """Processes, a network and a disk under a plan."""
+
+    def __init__(self, *lines: str) -> None:
+        source = random.Random(1)
+        self.clock = Clock()
+        for name in (*LEARNERS, "syncer"):
+            self.clock.process(name)
+        self.network = Network(self.clock, fork(source), latency=0.1, bandwidth=1000.0)
+        self.disk = SimulatedDisk(self.clock, fork(source))
+        self.restarts: list[tuple[float, str]] = []
+        self.calls: list[tuple[float, Kind, bool]] = []
+        self.injector = Injector(
+            Plan.parse("\n".join(lines)),
+            clock=self.clock,
+            network=self.network,
+            disks={"syncer": self.disk},
+            restart=self.restart,
+            world=lambda fault, on: self.calls.append((self.clock.now, fault.kind, on)),
+        )
+
+    def restart(self, process: Process) -> None:
+        assert process.alive
+        self.restarts.append((self.clock.now, process.name))
+
+    def carries(self, source: str, target: str) -> tuple[bool, bool]:
+        link = self.network.link(source, target)
+        return link.carries(CONTROL), link.carries(BULK)
+
+
+def test_cuts_of_each_kind_reach_their_directions_and_channels():
+    world = World(
+        "1..2 cut eu/0 syncer", "1..2 half-open eu/1 syncer", "1..2 bulk-dead us/0 syncer"
+    )
+    world.clock.run(1.5)
+    assert world.carries("eu/0", "syncer") == world.carries("syncer", "eu/0") == (False, False)
+    assert world.carries("eu/1", "syncer") == (False, False)
+    assert world.carries("syncer", "eu/1") == (True, True)
+    assert world.carries("us/0", "syncer") == world.carries("syncer", "us/0") == (True, False)
+    world.clock.run(3.0)
+    for learner in LEARNERS:
+        assert world.carries(learner, "syncer") == world.carries("syncer", learner) == (True, True)
+
+
+def test_overlapping_faults_of_a_link_add_up_and_end_one_by_one():
+    world = World(
+        "1..4 latency eu/0 syncer 0.5",
+        "2..3 latency syncer eu/0 0.25",
+        "2..3 bandwidth eu/0 syncer 0.1",
+        "2..3 corruption eu/0 syncer 0.2",
+        "2..3 jitter eu/0 syncer 0.3",
+        "1..3 cut eu/0 syncer",
+        "2..4 cut eu/0 syncer",
+    )
+    link = world.network.link("eu/0", "syncer")
+    back = world.network.link("syncer", "eu/0")
+    world.clock.run(2.5)
+    assert (link.latency, link.jitter, link.corruption, back.corruption) == (0.85, 0.3, 0.2, 0.0)
+    assert (back.latency, link.pipe.bandwidth) == (0.85, 100.0)
+    world.clock.run(3.5)
+    assert (link.latency, link.jitter, link.corruption) == (0.6, 0.0, 0.0)
+    assert (link.pipe.bandwidth, world.carries("eu/0", "syncer")) == (1000.0, (False, False))
+    world.clock.run(5.0)
+    assert (link.latency, world.carries("eu/0", "syncer")) == (0.1, (True, True))
+
+
+def test_processes_crash_restart_pause_slow_down_and_jump():
+    world = World(
+        "1..3 crash eu/0",
+        "2..5 crash eu/0",  # it is down already: no effect
+        "1..2 crash syncer power",
+        "1..4 pause eu/1",
+        "1..4 slow us/0 3",
+        "2..3 slow us/0 2",
+        "2..2 jump us/0 100",
+        "2..2 wall-jump us/0 -50",
+    )
+    eu0, eu1, us0 = (world.clock.processes[name] for name in LEARNERS)
+    syncer = world.clock.processes["syncer"]
+    world.clock.run(1.5)
+    assert (eu0.alive, syncer.alive, syncer.power_lost, eu1.running) == (False, False, True, False)
+    world.clock.run(2.5)
+    assert (us0.slowness, us0.offset, us0.wall_offset) == (6.0, 100.0, 50.0)
+    world.clock.run(3.5)
+    assert us0.slowness == 3.0
+    world.clock.run(9.0)
+    assert world.restarts == [(2.0, "syncer"), (3.0, "eu/0")]
+    assert (us0.slowness, eu1.running) == (1.0, True)
+    assert world.injector.injected[Kind.CRASH] == 2
+
+
+def test_faults_of_a_disk_are_known_to_it_before_they_begin():
+    world = World("1..2 disk-full syncer", "1..2 disk-slow syncer 50", "1..2 disk-hang eu/0")
+    assert world.disk._weaknesses == [
+        (Weakness.FULL, 1.0, 2.0, 1.0),
+        (Weakness.SLOW, 1.0, 2.0, 50.0),
+    ]
+
+
+def test_membership_and_misbehaviour_are_the_worlds():
+    world = World("1..2 mute eu/0", "3..4 scale learners 5")
+    world.clock.run(9.0)
+    assert world.calls == [
+        (1.0, Kind.MUTE, True),
+        (2.0, Kind.MUTE, False),
+        (3.0, Kind.SCALE, True),
+        (4.0, Kind.SCALE, False),
+    ]
+
+
+def test_a_fault_of_a_process_that_is_not_there_does_nothing():
+    world = World("1..2 crash eu/9", "1..2 cut eu/9 syncer", "1..2 disk-flip syncer")
+    world.clock.run(9.0)
+    assert (world.injector.injected, world.restarts) == ({}, [])
+
+
+def test_any_plan_can_be_carried_out_and_leaves_the_links_as_they_were():
+    for seed in range(40):
+        world = World(*str(sample(seed, weights=EVERY_KIND)).splitlines())
+        world.clock.run(1000.0)
+        for learner in LEARNERS:
+            assert (
+                world.carries(learner, "syncer") == world.carries("syncer", learner) == (True, True)
+            )
+            link = world.network.link(learner, "syncer")
+            assert (link.latency, link.jitter, link.corruption) == (0.1, 0.0, 0.0)
+            assert link.pipe.bandwidth == 1000.0
+        assert all(p.running and p.slowness == 1.0 for p in world.clock.processes.values())

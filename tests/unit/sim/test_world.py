@@ -1,0 +1,93 @@
+"""Whole worlds by seed: they repeat themselves, and none breaks a promise."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from itertools import count
+from pathlib import Path
+
+import pytest
+
+from diloco_sim import report
+from diloco_sim.__main__ import main
+from diloco_sim.description import sample
+from diloco_sim.world import Outcome, World
+
+pytestmark = pytest.mark.slow  # whole worlds
+
+FIXED = range(20)
+
+SECONDS = float(os.environ.get("DILOCO_SIM_SECONDS", "20"))
+"""How long seeds that change with the commit are run."""
+
+
+def checked(outcome: Outcome) -> Outcome:
+    assert outcome.ok, report.text_of(outcome)
+    return outcome
+
+
+@pytest.mark.parametrize("seed", FIXED)
+def test_no_promise_is_broken(seed):
+    outcome = checked(World(sample(seed)).run())
+    assert outcome.merges > 0
+
+
+@pytest.mark.parametrize("seed", [3, 11])
+def test_a_world_repeats_itself(seed):
+    first, second = (World(sample(seed)).run() for _ in range(2))
+    assert (first.digest, first.events, first.merges) == (
+        second.digest,
+        second.events,
+        second.merges,
+    )
+
+
+def test_a_world_repeats_itself_in_another_process():
+    code = (
+        "from diloco_sim.world import World; from diloco_sim.description import sample\n"
+        "print(World(sample(3, steps=20)).run().digest)"
+    )
+    found = [
+        subprocess.run(
+            [sys.executable, "-c", code], check=True, capture_output=True, text=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
+        ).stdout
+        for seed in ("1", "2")
+    ]  # fmt: skip
+    assert found[0] == found[1] == f"{World(sample(3, steps=20)).run().digest}\n"
+
+
+@pytest.mark.timeout(SECONDS + 300)
+def test_seeds_of_this_commit(capsys):
+    until = time.monotonic() + SECONDS
+    failed: list[str] = []
+    text, failures = report.run(
+        count(_first_seed()), steps=100, failed=lambda outcome: failed.append(report.text_of(outcome)),
+        enough=lambda: time.monotonic() >= until or bool(failed),
+    )  # fmt: skip
+    with capsys.disabled():
+        print(f"\nfrom seed {_first_seed()}: {text}")
+    assert not failures, failed[0]
+
+
+def _first_seed() -> int:
+    """Another one for each commit, so that each commit tries other worlds."""
+    done = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, check=False, capture_output=True, text=True,
+    )  # fmt: skip
+    return int(done.stdout[:8] or "0", 16) if done.returncode == 0 else 1000
+
+
+def test_the_command_prints_a_summary_and_its_exit_code_is_0(capsys):
+    assert main(["--seeds", "3..4", "--steps", "10"]) == 0
+    out = capsys.readouterr().out
+    assert "2 worlds of 10 global steps: all promises kept" in out
+
+
+@pytest.mark.parametrize("text", ["3", "5..3", "a..b", "-1..2"])
+def test_what_is_no_range_of_seeds_is_refused(text):
+    with pytest.raises(ValueError, match=r"expected A\.\.B"):
+        report.seeds_of(text)

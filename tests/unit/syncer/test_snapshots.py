@@ -1,0 +1,99 @@
+"""Snapshots and the journal fit each other: nothing that a start reads is rotated away."""
+
+from __future__ import annotations
+
+import contextlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from diloco.errors import StorageError
+from diloco.journal.background import BackgroundWriter
+from diloco.journal.parts import Position
+from diloco.journal.writer import JournalWriter
+from diloco.model.fragments import Tensor, cut
+from diloco.spec import RunSpec
+from diloco_syncer.core.engine import Engine
+from diloco_syncer.storage import snapshots
+from diloco_syncer.storage.parameters import Parameters
+from diloco_syncer.storage.store import Store
+from diloco_syncer.storage.writer import Writer
+
+SPEC = RunSpec(job="j", steps=10, fragments=1, interval=1, overlap=1, learners={"eu": 2})
+LAYOUT = cut([Tensor(name="a", shape=(4,), dtype="float32")], num_fragments=1)
+
+
+def parameters() -> Parameters:
+    return Parameters(LAYOUT, [np.zeros(LAYOUT.fragments[0].elements, np.float32)], [(1, 0)])
+
+
+def taken(step: int, events: Position):
+    engine = Engine(spec=SPEC, epoch=1, start_step=step, initialised=True)
+    state = snapshots.capture(parameters(), engine.to_json(), spec=SPEC, epoch=1, step=step)
+    return snapshots.with_position(state, events)
+
+
+def join(learner: str, incarnation: int) -> dict[str, object]:
+    return {
+        "epoch": 1, "event": "join", "learner": learner, "incarnation": incarnation, "localStep": 3
+    }  # fmt: skip
+
+
+def test_a_start_reads_the_lines_after_its_snapshot_in_all_parts(tmp_path: Path):
+    store = Store(tmp_path / "snapshots", keep=2)
+    log = JournalWriter(tmp_path / "events.jsonl")
+    log.append(join("eu/0", 1))
+    store.write(taken(1, log.position()))
+    log.append(join("eu/0", 2))
+    log.rotate(needed=snapshots.needed_part(store), part_bytes=1, total_bytes=1)
+    log.append(join("eu/1", 3))
+    log.rotate(needed=snapshots.needed_part(store), part_bytes=1, total_bytes=1)
+    log.close()
+    engine, theta = snapshots.resume(SPEC, tmp_path, Store(store.root, keep=2), epoch=2)
+    assert theta is not None
+    found = {learner.name: learner.incarnation for learner in engine.learners}
+    assert found == {"eu/0": 2, "eu/1": 3}
+
+
+def test_parts_are_deleted_when_no_kept_snapshot_needs_them(tmp_path: Path):
+    store = Store(tmp_path / "snapshots", keep=1)
+    log = JournalWriter(tmp_path / "events.jsonl")
+    for step in range(1, 5):
+        log.append(join("eu/0", step))
+        store.write(taken(step, log.position()))
+        log.rotate(needed=snapshots.needed_part(store), part_bytes=1, total_bytes=1)
+    log.close()
+    names = sorted(path.name for path in tmp_path.glob("events*"))
+    assert names == ["events.4.jsonl", "events.jsonl"]
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_lines_are_durable_before_a_snapshot_and_rotated_after_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
+):
+    calls: list[object] = []
+    store = Store(tmp_path / "snapshots", keep=1)
+    log = BackgroundWriter(JournalWriter(tmp_path / "events.jsonl"))
+    monkeypatch.setattr(log, "sync", lambda seconds: calls.append("sync"))
+    monkeypatch.setattr(log, "rotate", lambda **given: calls.append(given))
+    write = store.write
+
+    def writing(snapshot):
+        calls.append("write")
+        if refused:
+            raise StorageError("full")
+        return write(snapshot)
+
+    monkeypatch.setattr(store, "write", writing)
+    writer = Writer(
+        SPEC, tmp_path, store, record=lambda event, **fields: None, post=lambda event: None,
+        journal=log,
+    )  # fmt: skip
+    with pytest.raises(StorageError) if refused else contextlib.nullcontext():
+        writer.write(taken(1, Position(7, 0)))
+    heading = {"epoch": 1, "fragments": 1, "interval": 1}
+    rotation = [] if refused else [{"needed": 7, "heading": heading}]
+    assert calls == ["sync", "write", *rotation]
+    writer.close()
+    log.close()

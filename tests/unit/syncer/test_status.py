@@ -1,0 +1,71 @@
+"""What GetStatus and the metrics show of learners."""
+
+import time
+
+import pytest
+
+from diloco.model.fragments import Tensor
+from diloco_syncer import metrics as metrics_module
+from diloco_syncer.core.delivery import Delivery
+from diloco_syncer.core.learners import Ejection, Probe
+from diloco_syncer.metrics import Metrics
+from diloco_syncer.rpc import status
+from diloco_testing.learners.scripted import random_delta
+from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, driven_spec
+
+TENSORS = tuple(Tensor(name=f"t{i}", shape=(300,), dtype="float32") for i in range(2))
+
+
+@pytest.fixture
+def syncer():
+    syncer = DrivenSyncer(driven_spec(quorum=1))
+    learners = [DrivenLearner(syncer, f"eu/{i}", TENSORS) for i in range(2)]
+    learners[0].initialise([random_delta(f, 9) for f in learners[0].layout.fragments])
+    for learner in learners:
+        learner.step()
+    return syncer
+
+
+def eject(syncer, name, **changes):
+    record = syncer.state.engine.learners.by_name[name]
+    record.ejection = Ejection(reason="AnswerLate", failed_at=0.0, **changes)
+    syncer.state.engine.learners.changed()
+
+
+def shown(syncer, name):
+    found = status.reply(syncer.state, syncer.metrics)
+    return next(learner for learner in found.learners if learner.name == name)
+
+
+def test_an_ejected_learner_is_shown_with_its_reason_and_its_next_probe(syncer):
+    eject(syncer, "eu/1", probe_at=time.monotonic() + 1000)
+    learner = shown(syncer, "eu/1")
+    assert learner.state == "Ejected"
+    assert learner.detail.startswith("AnswerLate; next probe in ")
+    assert (shown(syncer, "eu/0").state, shown(syncer, "eu/0").detail) == ("Training", "")
+
+
+def test_a_probe_in_progress_and_a_probe_that_is_due_are_told_apart(syncer):
+    eject(syncer, "eu/1", probe_at=time.monotonic() - 1)
+    assert shown(syncer, "eu/1").detail == "AnswerLate; a probe is due"
+    probe = Probe(round=1, attempt=1, delivery=Delivery.begin(0.0))
+    eject(syncer, "eu/1", probe_at=0.0, probe=probe)
+    assert shown(syncer, "eu/1").detail == "AnswerLate; a probe is in progress"
+
+
+def test_metrics_count_ejected_learners_and_ejections(syncer, monkeypatch):
+    served = []
+    monkeypatch.setattr(
+        metrics_module, "start_http_server", lambda port, registry: served.append(registry)
+    )
+    metrics = Metrics(1)
+    eject(syncer, "eu/1", probe_at=time.monotonic())
+    metrics.update(syncer.state.engine)
+    metrics.event("eject", {"learner": "eu/1", "reason": "AnswerLate", "probeSeconds": 5.0})
+    [registry] = served
+    counts = {
+        state: registry.get_sample_value("diloco_learners", {"region": "eu", "state": state})
+        for state in ("Training", "Ejected", "Joining", "Gone")
+    }
+    assert counts == {"Training": 1, "Ejected": 1, "Joining": 0, "Gone": 0}
+    assert registry.get_sample_value("diloco_ejections_total", {"reason": "AnswerLate"}) == 1

@@ -1,0 +1,277 @@
+"""Both ends of bulk transfers at the syncer, without threads: what waits, for what, and what it reports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from diloco.codec import frames
+from diloco.model.fragments import CHUNK, Tensor
+from diloco.v1 import bulk_pb2 as bulk
+from diloco.v1 import syncer_pb2 as pb
+from diloco_syncer import coordinator
+from diloco_syncer.core import events as ev
+from diloco_syncer.rpc import receiver, source
+from diloco_testing.learners.scripted import random_delta
+from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, DrivenUpload, driven_spec
+
+TENSORS = (
+    Tensor(name="a", shape=(7 * CHUNK,), dtype="float32"),
+    Tensor(name="b", shape=(300,), dtype="float32"),
+)
+"""In one fragment of eight chunks."""
+
+SMALL = tuple(Tensor(name=f"t{i}", shape=(300,), dtype="float32") for i in range(2))
+
+WINDOW = 4
+
+
+@dataclass
+class Pair:
+    """Two learners that were pulled together, and nothing sent yet."""
+
+    syncer: DrivenSyncer
+    learners: list[DrivenLearner]
+    pull: pb.Pull
+
+    def upload(self, index, **changes):
+        learner = self.learners[index]
+        return learner.upload(
+            self.pull, random_delta(learner.layout.fragments[0], index), **changes
+        )
+
+    def progress(self, learner):
+        events = [e for e in self.syncer.posted if isinstance(e, ev.Progress)]
+        return [e for e in events if e.learner == learner and e.round]
+
+
+@pytest.fixture
+def pair(monkeypatch):
+    """The window is four chunks."""
+    monkeypatch.setattr(coordinator, "MERGE_WINDOW_BYTES", 1)
+    syncer = DrivenSyncer(driven_spec(fragments=1, interval=1, quorum=2))
+    learners = [DrivenLearner(syncer, f"eu/{i}", TENSORS) for i in range(2)]
+    learners[0].initialise([random_delta(f, 9) for f in learners[0].layout.fragments])
+    for learner in learners:
+        learner.received()
+    learners[0].step()
+    [pull] = learners[1].step()
+    return Pair(syncer, learners, pull)
+
+
+def decoded(frame, message):
+    return message.FromString(bytes(frames.unpack(frame).payload))
+
+
+# ---------------------------------------------------------------- uploads
+
+
+def test_an_upload_waits_until_all_members_have_contributed(pair):
+    first, second = pair.upload(0), pair.upload(1)
+    first.send_all()
+    pair.syncer.run()
+    assert len(first.left) == 9, "only the header was taken"
+    assert first.receiver.waiting.until(0) is False
+    second.send(1)
+    pair.syncer.run()
+    assert first.receiver.waiting.until(0) is True
+    assert first.resume().receiver.waiting is None
+
+
+def test_a_member_a_window_ahead_waits_for_the_slowest(pair):
+    first, second = pair.upload(0).send(1), pair.upload(1).send(1)
+    pair.syncer.run()
+    first.resume().send_all()
+    assert len(first.left) == 9 - WINDOW - 1, "the chunk that has no room was taken and is held"
+    assert first.receiver.waiting.until(0) is False
+    second.resume().send(1)
+    assert first.receiver.waiting.until(0) is True
+    assert first.resume().receiver.waiting is None
+    while first.left or second.left:
+        second.resume().send_all()
+        first.resume().send_all()
+    pair.syncer.run()
+    assert [u.replies[-1].done for u in (first, second)] == [True, True]
+    assert pair.syncer.merged() == [1]
+
+
+@pytest.mark.parametrize("content", ["WHOLE", "an older version"])
+def test_a_staged_upload_is_handed_over_when_it_is_complete(pair, content):
+    parameters = pair.syncer.facts.parameters
+    if content == "WHOLE":
+        first = pair.upload(0).send(1)
+        second = pair.upload(1, content=bulk.WHOLE, base=None, norms=[])
+    else:
+        current = parameters.current(0)
+        newer_N = current.theta_N + random_delta(parameters.layout.fragments[0], 3)
+        parameters.commit(0, replace(current, theta_N=newer_N, version=(1, 99)))
+        first = pair.upload(0, base=pb.Version(epoch=1, step=99)).send(1)
+        second = pair.upload(1, base=pb.Version(epoch=1, step=0))
+    second.send_all()
+    assert not second.left, "nothing is waited for while it is staged"
+    assert second.receiver.waiting is not None
+    pair.syncer.run()
+    while first.left:
+        first.resume().send_all()
+        second.resume()
+    second.resume()
+    pair.syncer.run()
+    assert [u.replies[-1].done for u in (first, second)] == [True, True]
+    assert pair.syncer.merged() == [1]
+
+
+def test_the_end_of_the_round_refuses_a_member_that_waits(pair):
+    first = pair.upload(0).send_all()
+    pair.syncer.run()
+    pair.syncer.run(ev.Left(session=2, learner="eu/1", reason="StreamEnded"))
+    assert first.cancelled
+    assert first.receiver.waiting.until(0) is True
+    [reply] = first.resume().replies
+    assert reply.refused == "Aborted"
+    assert first.receiver.done
+
+
+def test_a_broken_stream_drops_the_member_once(pair):
+    first = pair.upload(0).send(1)
+    pair.syncer.run()
+    first.receiver.lost()
+    first.receiver.lost()
+    assert first.receiver.receive(b"late", 0.0) == []
+    [dropped] = [e for e in pair.syncer.posted if isinstance(e, ev.Dropped)]
+    assert (dropped.learner, dropped.reason) == ("eu/0", "Protocol")
+
+
+def test_an_upload_without_a_header_is_refused_without_a_learner(pair):
+    upload = pair.upload(0)
+    [packed] = upload.receiver.receive(None, 0.0)
+    assert decoded(packed, bulk.UploadReply).refused == "Protocol"
+    assert pair.syncer.lines[-1]["learner"] == ""
+
+
+def test_the_size_of_constants_is_checked_before_memory_is_taken_for_it():
+    syncer = DrivenSyncer(driven_spec())
+    learner = DrivenLearner(syncer, "eu/0", SMALL)
+    header = learner.header(
+        pb.Pull(), content=bulk.CONSTANTS, format=bulk.RAW, elements=1 << 60, chunks=(1 << 32) - 1
+    )
+    [reply] = DrivenUpload(learner, header, []).send(1).replies
+    assert reply.refused == "Protocol"
+
+
+# ---------------------------------------------------------------- progress
+
+
+def test_progress_is_reported_at_most_every_quarter_second_and_at_the_end(pair):
+    first, second = pair.upload(0).send(1), pair.upload(1).send(1)
+    pair.syncer.run()
+    first.resume()
+    second.resume()
+    for _ in range(8):
+        pair.syncer.now += 0.1
+        first.send(1)
+        second.send(1)
+    first.send_all()
+    payload = 4 * pair.learners[0].layout.fragments[0].elements
+    sent = pair.progress("eu/0")
+    assert [e.received_bytes // (4 * CHUNK) for e in sent[:-1]] == [1, 4, 7]
+    assert (sent[-1].received_bytes, sent[-1].waiting, sent[-1].done) == (payload, False, True)
+    assert all((e.round, e.attempt) == (pair.pull.round, pair.pull.attempt) for e in sent)
+
+
+def test_progress_shows_that_a_member_is_held_back(pair):
+    first = pair.upload(0).send(1)
+    pair.upload(1).send(1)
+    pair.syncer.run()
+    first.resume().send_all()
+    pair.syncer.now += receiver.PROGRESS_SECONDS
+    first.resume()
+    [*_, last] = pair.progress("eu/0")
+    assert (last.waiting, last.received_bytes) == (True, 4 * CHUNK * (WINDOW + 1))
+
+
+def test_a_member_that_becomes_silent_after_it_was_held_back_is_refused(pair):
+    first, second = pair.upload(0).send(1), pair.upload(1).send(1)
+    pair.syncer.run()
+    first.resume().send(WINDOW + 1)
+    for pair.syncer.now in (1.0, 1.3):
+        first.resume()
+        pair.syncer.run()
+    assert pair.progress("eu/0")[-1].waiting
+    second.resume().send_all()
+    first.resume()
+    pair.syncer.run()
+    assert not pair.progress("eu/0")[-1].waiting, "there is room, and its next chunk never comes"
+    for now in range(2, 60):
+        pair.syncer.now = float(now)
+        sessions = [(x.session.number, x.name) for x in pair.learners]
+        beats = [ev.Heartbeat(session=number, learner=name) for number, name in sessions]
+        pair.syncer.run(*beats, ev.Tick())
+    assert "Stalled" in {x["reason"] for x in pair.syncer.lines if x["event"] == "refuse"}
+
+
+# ---------------------------------------------------------------- downloads
+
+
+def frames_of(download, now):
+    found = []
+    while (frame := download.next_frame(now)) is not None:
+        found.append(frame)
+    return found
+
+
+def test_a_download_follows_the_merge_and_ends_with_its_commit(pair):
+    download = pair.learners[0].download(pair.pull)
+    [header] = frames_of(download, 0.0)
+    assert decoded(header, bulk.DownloadHeader).chunks == 8
+    assert download.waiting.until(0) is False, "the merge has not begun"
+    first, second = pair.upload(0).send(1), pair.upload(1).send(1)
+    pair.syncer.run()
+    first.resume().send(3)
+    second.resume().send(2)
+    assert download.waiting.until(0) is True
+    second.send_all()
+    while first.left or second.left:
+        second.resume().send_all()
+        first.resume().send_all()
+    assert len(frames_of(download, 0.0)) == 8
+    assert not download.over, "the engine has not decided"
+    assert download.waiting.until(0) is False
+    pair.syncer.run()
+    assert download.waiting.until(0) is True
+    [trailer] = frames_of(download, 0.0)
+    assert decoded(trailer, bulk.DownloadTrailer).committed
+    assert download.over
+
+
+@pytest.mark.parametrize("when", ["before the merge", "during it"])
+def test_a_download_of_an_aborted_round_ends_at_once(pair, when):
+    download = pair.learners[0].download(pair.pull)
+    frames_of(download, 0.0)
+    pair.upload(0).send(1)
+    if when == "during it":
+        pair.upload(1).send(1)
+    pair.syncer.run()
+    pair.syncer.run(ev.Left(session=2, learner="eu/1", reason="StreamEnded"))
+    assert download.waiting is None or download.waiting.until(0)
+    [trailer] = frames_of(download, 0.0)
+    ended = decoded(trailer, bulk.DownloadTrailer)
+    assert not ended.committed
+    assert "StreamEnded" in ended.reason
+
+
+def test_a_download_that_is_not_decided_in_time_can_be_requested_again(pair):
+    download = pair.learners[0].download(pair.pull)
+    frames_of(download, 5.0)
+    assert frames_of(download, 5.0 + source.OUTPUT_SECONDS - 1) == []
+    [trailer] = frames_of(download, 5.0 + source.OUTPUT_SECONDS)
+    ended = decoded(trailer, bulk.DownloadTrailer)
+    assert (ended.committed, "request it again" in ended.reason) == (False, True)
+    assert len(frames_of(pair.learners[0].download(pair.pull), 400.0)) == 1
+
+
+def test_the_current_version_needs_no_waiting(pair):
+    download = pair.learners[1].download(pb.Pull(fragment=0))
+    found = frames_of(download, 0.0)
+    assert len(found) == 1 + 8 + 1
+    assert decoded(found[-1], bulk.DownloadTrailer).committed

@@ -1,0 +1,102 @@
+"""The documentation: links resolve, whole manifests validate, commands exist."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer.main
+import yaml
+from typer.testing import CliRunner
+
+from diloco_cli.__main__ import app
+
+ROOT = Path(__file__).parents[2]
+HIDDEN = {".venv", ".git", ".hypothesis", ".pytest_cache", "runs", "shared", "node_modules"}
+PAGES = sorted(
+    page for page in ROOT.rglob("*.md") if not HIDDEN.intersection(page.relative_to(ROOT).parts)
+)
+LINK = re.compile(r"\]\((?!https?:|mailto:)([^)\s]+)\)")
+BLOCK = re.compile(r"^([ ]*)```(\w*)\n(.*?)^\1```", re.MULTILINE | re.DOTALL)
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(page: Path, *languages: str) -> list[str]:
+    return [text for _, language, text in BLOCK.findall(page.read_text()) if language in languages]
+
+
+def anchors(page: Path) -> set[str]:
+    titles = HEADING.findall(BLOCK.sub("", page.read_text()))
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_relative_link_resolves(page):
+    for link in LINK.findall(BLOCK.sub("", page.read_text())):
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), f"{link}: there is no {target}"
+        if anchor:
+            assert anchor in anchors(target), f"{link}: no such heading in {target.name}"
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=name)
+def test_every_path_in_the_documentation_exists(page):
+    for path in re.findall(r"`([a-z]+/[\w./-]+)`", page.read_text()):
+        if (ROOT / path.partition("/")[0]).is_dir() and not path.startswith("runs/"):
+            assert (ROOT / path).exists(), path
+
+
+def test_the_tests_that_the_page_of_failures_names_exist():
+    named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "failures.md").read_text()))
+    defined = {
+        function
+        for file in (ROOT / "tests").rglob("test_*.py")
+        for function in re.findall(r"def (test_\w+)\(", file.read_text())
+    }
+    assert len(named) > 40
+    assert named <= defined, named - defined
+
+
+def whole_manifests() -> list[Any]:
+    return [
+        pytest.param(text, id=f"{name(page)}-{index}")
+        for page in PAGES
+        for index, text in enumerate(blocks(page, "yaml"))
+        if "kind: DiLoCoJob" in text and "steps:" in text
+    ]
+
+
+@pytest.mark.parametrize("text", whole_manifests())
+def test_every_whole_manifest_in_the_documentation_is_valid(text, tmp_path):
+    manifest = tmp_path / "job.yaml"
+    manifest.write_text(text)
+    checked = CliRunner().invoke(app, ["validate", str(manifest)])
+    assert checked.exit_code == 0, checked.output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_every_yaml_block_is_yaml(page):
+    for text in blocks(page, "yaml"):
+        assert list(yaml.safe_load_all(text))
+
+
+def test_the_example_of_the_manifest_page_is_the_golden_one():
+    (example,) = blocks(ROOT / "docs" / "manifest.md", "yaml")
+    golden = (ROOT / "tests" / "golden" / "everything.yaml").read_text()
+    assert yaml.safe_load(example) == yaml.safe_load(golden)
+
+
+def test_every_command_in_the_documentation_exists():
+    commands = set(typer.main.get_command(app).commands)
+    targets = set(re.findall(r"^([a-z0-9-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    for page in PAGES:
+        shell = "\n".join([*blocks(page, "sh", ""), *re.findall(r"`([^`\n]+)`", page.read_text())])
+        used = set(re.findall(r"^(?:\.venv/bin/)?diloco ([a-z]+)", shell, re.MULTILINE))
+        assert used <= commands, f"{name(page)}: {used - commands}"
+        made = set(re.findall(r"^make ([a-z0-9-]+)", shell, re.MULTILINE))
+        assert made <= targets, f"{name(page)}: {made - targets}"

@@ -1,0 +1,103 @@
+"""How scripts/run_tests.py counts, and that no test file is left out of its groups."""
+
+import importlib.util
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def runner():
+    spec = importlib.util.spec_from_file_location("run_tests", ROOT / "scripts/run_tests.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["run_tests"] = module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["run_tests"]
+
+
+@pytest.mark.parametrize(
+    ("last", "counts"),
+    [
+        ("===== 3 passed in 0.01s =====", {"passed": 3}),
+        ("== 1 failed, 2 passed, 4 skipped, 2 errors in 3.00s (0:00:03) ==", {"failed": 3, "passed": 2, "skipped": 4}),
+        ("==== no tests ran in 0.01s ====", {}),
+    ],
+)  # fmt: skip
+def test_the_last_line_of_pytest_is_counted(runner, last, counts):
+    assert runner.outcomes(f"=== 9 passed, as a test printed ===\n.....\n{last}\n") == Counter(
+        counts
+    )
+
+
+@pytest.mark.parametrize(
+    ("program", "counts"),
+    [
+        ("print('== 2 passed in 1s ==')", {"passed": 2}),
+        ("print('== 1 failed, 2 passed in 1s =='); exit(1)", {"failed": 1, "passed": 2}),
+        ("print('== 2 passed in 1s =='); exit(3)", {"failed": 1, "passed": 2}),
+        ("import os; os.kill(os.getpid(), 9)", {"failed": 1}),
+    ],
+)
+def test_a_process_that_fails_without_a_failed_test_is_a_failure(runner, program, counts, capsys):
+    assert runner.Group("some", (sys.executable, "-c", program), {}).run() == Counter(counts)
+    assert "== some: ended after" in capsys.readouterr().out
+
+
+def test_the_summary_names_passed_and_failed_always(runner):
+    assert runner.summary(Counter(passed=7)) == "7 passed, 0 failed"
+    assert runner.summary(Counter(skipped=1, failed=2)) == "0 passed, 2 failed, 1 skipped"
+
+
+def test_every_file_of_tests_on_clusters_is_in_one_group(runner):
+    groups, last = runner.on_clusters("audits")
+    arguments = [argument for group in (*groups, last) for argument in group.command]
+    for path in (ROOT / "tests/e2e").glob("test_*.py"):
+        assert arguments.count(str(path)) == 1, path
+
+
+@pytest.fixture
+def without_clusters(runner, tmp_path, monkeypatch):
+    """A machine on which local clusters cannot run; the other tests pass."""
+    check = tmp_path / "cluster.sh"
+    check.write_text("#!/bin/sh\necho they need root\nexit 1\n")
+    check.chmod(0o755)
+    passing = runner.Group("without clusters", ("echo", "== 5 passed in 1s =="), {})
+    monkeypatch.setattr(runner, "CLUSTERS", check)
+    monkeypatch.setattr(runner, "everywhere", lambda: passing)
+    monkeypatch.setattr(sys, "argv", ["run_tests.py"])
+    for name in ("CI", "DILOCO_E2E", "DILOCO_E2E_KUBECONFIGS"):
+        monkeypatch.delenv(name, raising=False)
+    return runner
+
+
+def test_without_clusters_the_rest_runs_and_a_sentence_names_what_did_not(without_clusters, capsys):
+    assert without_clusters.main() == 0
+    *_, not_run, summary = capsys.readouterr().out.splitlines()
+    assert summary == "5 passed, 0 failed"
+    assert not_run.startswith(
+        "Not run: tests/e2e, because local clusters cannot run here (they need root)"
+    )
+
+
+@pytest.mark.parametrize(("name", "value"), [("CI", "true"), ("DILOCO_E2E", "required")])
+def test_where_clusters_are_required_their_absence_is_a_failure(
+    without_clusters, monkeypatch, capsys, name, value
+):
+    monkeypatch.setenv(name, value)
+    assert without_clusters.main() == 2
+    assert "they need root" in capsys.readouterr().out
+
+
+def test_the_fast_run_takes_every_unit_test_once(runner):
+    first, second = (group.command for group in runner.fast())
+    chosen = {word for word in first if word.startswith("tests/")}
+    assert {
+        word.removeprefix("--ignore=") for word in second if word.startswith("--ignore=")
+    } == chosen
+    assert "tests/unit" in second
+    assert all((ROOT / path).is_dir() for path in chosen)

@@ -1,0 +1,44 @@
+"""The learner's end of a session, without a network."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+
+from diloco.v1 import syncer_pb2 as pb
+from diloco_worker.core import events as ev
+from diloco_worker.link.session import Session
+
+
+class Call:
+    """A stream that delivers one message, then raises an error of another kind than gRPC."""
+
+    def __iter__(self) -> Iterator[pb.SyncerMessage]:
+        yield pb.SyncerMessage(complete=pb.Complete(step=3))
+        raise ValueError("at a named point")
+
+    def cancel(self) -> None:
+        pass
+
+
+class Channel:
+    def stream_stream(self, *given: object, **named: object) -> object:
+        return lambda requests: Call()
+
+    def unary_unary(self, *given: object, **named: object) -> object:
+        return None
+
+
+def test_an_unexpected_error_of_the_stream_loses_the_session_instead_of_the_thread():
+    events: list[ev.Event] = []
+    lost = threading.Event()
+
+    def post(event: ev.Event) -> None:
+        events.append(event)
+        if isinstance(event, ev.SessionLost):
+            lost.set()
+
+    Session(Channel(), pb.Hello(), post)
+    assert lost.wait(30)
+    assert [type(event) for event in events] == [ev.Completed, ev.SessionLost]
+    assert "at a named point" in events[-1].text

@@ -1,0 +1,124 @@
+"""The memory of trainer and link: both processes see the same, complete values."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+
+from diloco.errors import DamagedError
+from diloco.model.fragments import Tensor, cut
+from diloco_worker.ipc.shared_memory import HostCopy, SharedMemory
+
+LAYOUT = cut(
+    [
+        Tensor(name="a[0]", shape=(300, 7), dtype="float32"),
+        Tensor(name="b", shape=(), dtype="bfloat16", embedding=True, aliases=("c",)),
+        Tensor(name="d", shape=(5,), dtype="float32"),
+    ],
+    num_fragments=2,
+    constants=[Tensor(name="k", shape=(3,), dtype="int64")],
+    average=["a*"],
+)
+
+
+@pytest.fixture
+def shared():
+    memory = SharedMemory.create(LAYOUT, constants_bytes=64)
+    yield memory
+    memory.close()
+
+
+def run_child(shared: SharedMemory, body: str) -> subprocess.Popen[str]:
+    code = "import sys\nfrom diloco_worker.ipc.shared_memory import *\nshared = SharedMemory.attach(int(sys.argv[1]))\n"
+    return subprocess.Popen(
+        [sys.executable, "-c", code + textwrap.dedent(body), str(shared.fd)],
+        pass_fds=[shared.fd], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def test_another_process_sees_layout_values_and_counters(shared):
+    shared.host(0)[:] = 3
+    shared.inbox(1)[:] = 4
+    shared.constants[:] = 7
+    shared.set_host_copy(0, HostCopy(local_step=9, steps=3, tokens=1 << 40, base=2))
+    shared.publish(1, 5, (2, 48))
+    child = run_child(
+        shared,
+        """
+        print(shared.layout.digest, float(shared.host(0).min()), float(shared.inbox(1).max()))
+        print(shared.host_copy(0), shared.inbox_state(1), int(shared.constants.sum()))
+        shared.invalidate_inbox(1)
+        """,
+    )
+    out, _ = child.communicate()
+    assert out.split("\n")[0] == f"{LAYOUT.digest} 3.0 4.0"
+    assert "local_step=9, steps=3, tokens=1099511627776, base=2" in out
+    assert "generation=5, version=(2, 48)" in out
+    assert out.strip().endswith(str(7 * 64))
+    assert shared.inbox_state(1).version is None
+
+
+def test_regions_do_not_overlap(shared):
+    shared.host(0)[:] = 1
+    shared.host(1)[:] = 2
+    shared.inbox(0)[:] = 3
+    shared.inbox(1)[:] = 4
+    shared.constants[:] = 5
+    for values, expected in (
+        (shared.host(0), 1), (shared.host(1), 2), (shared.inbox(0), 3), (shared.inbox(1), 4), (shared.constants, 5),
+    ):  # fmt: skip
+        assert np.unique(values).tolist() == [expected]
+    assert shared.host_copy(0).local_step == 0
+
+
+def test_try_lock_fails_only_for_the_fragment_that_the_other_process_holds(shared):
+    child = run_child(
+        shared,
+        """
+        with shared.lock(1):
+            print("held", flush=True)
+            sys.stdin.readline()
+        print("free", flush=True)
+        sys.stdin.readline()
+        """,
+    )
+    assert child.stdout.readline() == "held\n"
+    with shared.try_lock(1) as held, shared.try_lock(0) as other:
+        assert (held, other) == (False, True)
+    child.stdin.write("go\n")
+    child.stdin.flush()
+    assert child.stdout.readline() == "free\n"
+    with shared.try_lock(1) as held:
+        assert held
+    child.communicate()
+
+
+def test_the_lock_of_a_killed_process_is_released(shared):
+    child = run_child(
+        shared,
+        """
+        with shared.lock(0):
+            print("held", flush=True)
+            sys.stdin.readline()
+        """,
+    )
+    child.stdout.readline()
+    child.kill()
+    child.communicate()
+    with shared.try_lock(0) as held:
+        assert held
+
+
+def test_other_memory_is_refused():
+    fd = os.memfd_create("other")
+    os.ftruncate(fd, 4096)
+    try:
+        with pytest.raises(DamagedError, match="begins with"):
+            SharedMemory.attach(fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,167 @@
+"""Error feedback: which uploads consume it, with or without a reply."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import grpc
+import numpy as np
+import pytest
+
+from diloco.codec import formats, frames
+from diloco.errors import DilocoError
+from diloco.model.fragments import Tensor, cut
+from diloco.spec import RunSpec
+from diloco.v1 import bulk_pb2 as bulk
+from diloco_testing.learners.plain_memory import PlainMemory
+from diloco_worker.core.events import Pulled
+from diloco_worker.ipc.shared_memory import HostCopy, SharedMemory
+from diloco_worker.link.buffers import BufferPool
+from diloco_worker.link.encoder import Encoder
+from diloco_worker.link.transfer import CancelToken, Identity
+from diloco_worker.link.upload import Uploader
+
+LAYOUT = cut([Tensor(name="a", shape=(256,), dtype="float32")], num_fragments=1)
+IDENTITY = Identity(learner="eu/0", epoch=1, incarnation=1)
+
+
+class BrokenError(grpc.RpcError):
+    """The connection broke."""
+
+
+class Stream:
+    """The syncer's end of uploads: each takes the next outcome."""
+
+    def __init__(self) -> None:
+        self.outcomes: list[str] = []
+        self.received: list[bytes] = []
+
+    def stream_stream(self, _: str) -> Stream:
+        return self
+
+    def __call__(self, requests: Iterator[bytes]) -> Stream:
+        self.requests = requests
+        return self
+
+    def cancel(self) -> None:
+        pass
+
+    def code(self) -> grpc.StatusCode:
+        aborted = self.outcome == "aborted"
+        return grpc.StatusCode.CANCELLED if aborted else grpc.StatusCode.UNAVAILABLE
+
+    def __iter__(self) -> Iterator[bytes]:
+        self.outcome = outcome = self.outcomes.pop(0)
+        self.received = []
+        for message in self.requests:
+            envelope = frames.unpack(message)
+            if envelope.kind == frames.Kind.CHUNK:
+                if outcome == "broken":
+                    raise BrokenError
+                self.received.append(bytes(envelope.payload))
+            if envelope.kind == frames.Kind.END:
+                break
+        if outcome in ("reply lost", "aborted"):
+            raise BrokenError
+        refused = "Aborted" if outcome == "refused" else ""
+        reply = bulk.UploadReply(done=not refused, refused=refused)
+        yield frames.pack(frames.Kind.TRAILER, 0, reply.SerializeToString())
+
+
+@pytest.fixture
+def make_upload():
+    """A function that makes another `upload`."""
+    with contextlib.ExitStack() as stack:
+        yield lambda: stack.enter_context(uploading())
+
+
+@pytest.fixture
+def upload(make_upload):
+    """A function that uploads the same delta for a round and returns what the syncer decodes."""
+    return make_upload()
+
+
+@contextlib.contextmanager
+def uploading() -> Iterator[Callable[..., np.ndarray]]:
+    shared = SharedMemory.create(LAYOUT, constants_bytes=0)
+    shared.inbox(0)[:] = np.random.default_rng(0).standard_normal(256, np.float32)
+    shared.publish(0, 1, (1, 0))
+    shared.set_host_copy(0, HostCopy(local_step=3, steps=3, tokens=30, base=1))
+    stream = Stream()
+    spec = RunSpec(
+        job="j", steps=9, fragments=1, interval=1, overlap=1, wire_up="Int4", error_feedback=True
+    )
+    uploader = Uploader(lambda: stream, Encoder(shared, spec, BufferPool(most_idle_bytes=1 << 20)))
+
+    def pull(
+        round_: int, outcome: str = "done", *, cancelled: bool = False, probe: bool = False,
+        versions: tuple[tuple[int, int], ...] = ((1, 0),),
+    ) -> np.ndarray:  # fmt: skip
+        stream.outcomes.append(outcome)
+        cancel = CancelToken()
+        if cancelled:
+            cancel.stop()
+        event = Pulled(round=round_, attempt=1, fragment=0, versions=versions, probe=probe)
+        try:
+            uploader.pull(event, IDENTITY, cancel)
+        except DilocoError:
+            assert outcome != "done"
+        decoded = np.zeros(256, np.float32)
+        if len(stream.received) == 1 and versions:
+            payload = np.frombuffer(stream.received[0], np.uint8)
+            formats.decode(formats.format_of("Int4"), payload, decoded)
+        return decoded
+
+    yield pull
+    shared.close()
+
+
+@pytest.mark.parametrize("outcome", ["done", "reply lost"])
+def test_an_upload_that_was_sent_completely_consumes_the_feedback(upload, outcome):
+    first = upload(1, outcome)
+    assert not np.array_equal(first, upload(2))
+
+
+@pytest.mark.parametrize("outcome", ["broken", "refused", "aborted"])
+def test_an_upload_that_failed_consumes_no_feedback(upload, outcome):
+    first = upload(1)
+    upload(2, outcome)
+    second = upload(3)
+    assert not np.array_equal(first, second)
+    upload(3, outcome)  # the round is pulled again
+    np.testing.assert_array_equal(second, upload(4))
+
+
+def test_a_replaced_upload_leaves_the_feedback_to_the_newer_one(upload):
+    first = upload(2)
+    upload(1, cancelled=True)
+    assert not np.array_equal(first, upload(3))
+
+
+@pytest.mark.parametrize("versions", [((1, 0),), ()])
+def test_a_probe_leaves_the_feedback_as_it_is(make_upload, versions):
+    probed, plain = make_upload(), make_upload()
+    for round_ in (1, 2, 3):
+        np.testing.assert_array_equal(probed(round_), plain(round_))
+        for probe in (0, round_, round_ + 1):
+            probed(probe, probe=True, versions=versions)
+
+
+def test_one_report_is_not_uploaded_for_two_fragments():
+    """The syncer would refuse the second: a report is merged once, into whatever fragment."""
+    tensors = [Tensor(name=name, shape=(256,), dtype="float32") for name in "ab"]
+    memory = PlainMemory(cut(tensors, num_fragments=2))
+    spec = RunSpec(job="j", steps=9, fragments=2, interval=2, overlap=1)
+    encoder = Encoder(memory, spec, BufferPool(most_idle_bytes=1 << 20))
+    memory.copies = [HostCopy(local_step=3, steps=3, tokens=30, base=0)] * 2
+    first, second = (
+        Pulled(round=round_, attempt=1, fragment=round_ - 1, versions=((1, 0),))
+        for round_ in (1, 2)
+    )
+    assert not encoder.repeats(first)
+    encoder.pull(first, IDENTITY).close()
+    assert encoder.repeats(second)
+    assert not encoder.repeats(first), "the same round may be pulled again"
+    memory.copies[1] = HostCopy(local_step=4, steps=4, tokens=40, base=0)
+    assert not encoder.repeats(second)

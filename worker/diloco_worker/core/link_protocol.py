@@ -1,0 +1,349 @@
+"""
+The link's decisions about every event: `handle(event, now) -> decisions`. Pure.
+
+The link stands between the syncer (a session that can break at any time) and the trainer (which
+never waits). Rules:
+  1. The trainer gets a fragment only through the inbox (core/inbox.py); nothing is placed while the
+     trainer may read it.
+  2. A learner with a loaded model never starts over: after a broken session, or with a new syncer,
+     it continues to train and receives the fragments that it missed (core/updates.py; paper E.3,
+     "short interruption").
+  3. Only a refusal ends the process; everything else is retried.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from diloco_worker.core import events as ev
+from diloco_worker.core.inbox import Slot, Staged
+from diloco_worker.core.messages import LinkState, Phase, TrainerState
+from diloco_worker.core.updates import Updates
+
+DOWNLOAD_TRIES = 3
+"""Tries for the result of a round; after that the fragment is downloaded as it is then."""
+
+RETRY_SECONDS = 0.5
+
+WELCOME_TIMEOUT_SECONDS = 20.0
+"""Time from Hello to Welcome, before a new session is opened."""
+
+
+class LinkProtocol:
+    """
+    State machine of the link.
+
+    Args:
+        slots: one per fragment; after a previous link has exited they describe what is in the
+            inboxes.
+        has_constants: whether the model has tensors that are not trained.
+        next_delay: returns the seconds until the next attempt to connect.
+        reset_delay: called when an attempt succeeds.
+        syncer: address of the syncer, for messages.
+    """
+
+    def __init__(
+        self, *, slots: list[Slot], has_constants: bool, next_delay: Callable[[], float],
+        reset_delay: Callable[[], None], syncer: str,
+    ) -> None:  # fmt: skip
+        self._slots = slots
+        self._updates = Updates(slots)
+        self._announced: tuple[int, ...] = ()
+        """Fragments that may be pulled next."""
+        self._constants = len(slots) if has_constants else None
+        self._next_delay, self._reset_delay, self._syncer = next_delay, reset_delay, syncer
+        self._trainer: TrainerState | None = None
+        self._state = LinkState(text=f"waiting for the syncer at {syncer}")
+        self._welcome: ev.Welcomed | None = None
+        self._ready = False
+        self._missing: set[int] = set()
+        """Parts of the initial model that are not placed yet."""
+        self._initial_uploaded = 0
+        """The last request for Θ^(0) that an upload was started for."""
+        self._reported_step = -1
+        self._last_sent_at = 0.0
+        self._connect_at: float | None = None
+        """When to open the next session if there is no Welcome until then."""
+        self._ended = False
+
+    @property
+    def link_state(self) -> LinkState:
+        """What the trainer should know."""
+        return self._state
+
+    @property
+    def wake_at(self) -> float | None:
+        """When a Tick is due at the latest; None: no deadline."""
+        if self._ended or self._trainer is None:
+            return None
+        if self._welcome is not None:
+            return self._last_sent_at + self._welcome.heartbeat_seconds
+        return self._connect_at
+
+    def handle(self, event: ev.Event, now: float) -> list[ev.Decision]:
+        """
+        Process one event.
+
+        Args:
+            event: what happened.
+            now: monotonic seconds.
+
+        Returns:
+            What to do, in order.
+        """
+        handlers: dict[type, Callable[[Any, float], list[ev.Decision]]] = {
+            ev.TrainerUpdate: self._trainer_update, ev.Welcomed: self._welcomed,
+            ev.InitialRequested: self._initial_requested, ev.ModelReady: self._model_ready,
+            ev.Committed: self._committed,
+            ev.Opened: self._opened, ev.Pulled: self._pulled, ev.ResultAnnounced: self._result_announced,
+            ev.Completed: self._completed, ev.SessionLost: self._session_lost,
+            ev.InitialUploaded: self._initial_upload_ended, ev.Downloaded: self._downloaded,
+            ev.Placed: self._placed, ev.Tick: self._tick,
+        }  # fmt: skip
+        previous = self._state
+        decisions = handlers[type(event)](event, now)
+        self._publish_open()
+        if any(isinstance(d, ev.SendReport | ev.SendHeartbeat) for d in decisions):
+            self._last_sent_at = now
+        if any(isinstance(d, ev.Connect) for d in decisions):
+            self._connect_at = now + WELCOME_TIMEOUT_SECONDS
+        if self._state != previous:
+            decisions.append(ev.NotifyTrainer())
+        return decisions
+
+    def _update(self, **changes: Any) -> None:
+        self._state = dataclasses.replace(self._state, **changes)
+
+    # ------------------------------------------------------------ the trainer
+
+    def _trainer_update(self, event: ev.TrainerUpdate, now: float) -> list[ev.Decision]:
+        state, first = event.state, self._trainer is None
+        self._trainer = state
+        if state.leaving:
+            self._ended = True
+            return [ev.Leave(reason=state.leaving)]
+        if self._ended:
+            return []
+        out: list[ev.Decision] = []
+        if first:
+            self._update(
+                incarnation=state.incarnation, epoch=state.epoch, step=state.global_step,
+                initial_requested=state.initial_copied,
+            )  # fmt: skip
+            self._initial_uploaded = state.initial_copied
+            out.append(ev.Connect(state=state))
+        phase = self._state.phase
+        if state.model_loaded and phase in (Phase.APPLY_MODEL, Phase.LOAD_CHECKPOINT):
+            self._update(phase=Phase.TRAINING, text="")
+            out += self._updates.catch_up()  # what was committed during the download
+        elif phase is Phase.LOAD_CHECKPOINT and state.checkpoint_step == 0:
+            out += self._download_model()  # the checkpoint turned out to be unusable
+        out += self._confirm(state)
+        if state.initial_copied == self._state.initial_requested > self._initial_uploaded:
+            self._initial_uploaded = state.initial_copied
+            out.append(ev.UploadInitial(request=state.initial_copied))
+        return [*out, *self._report()]
+
+    def _confirm(self, state: TrainerState) -> list[ev.Decision]:
+        out: list[ev.Decision] = []
+        for slot, applied in zip(self._slots, state.applied, strict=False):
+            staged = slot.confirmed(applied)
+            if staged is not None:
+                out.append(self._place(staged))
+        self._publish_ready()
+        return out
+
+    def _publish_ready(self) -> None:
+        # Until the whole model has arrived, the trainer must not apply any part of it.
+        complete = self._state.phase is Phase.APPLY_MODEL or (
+            self._trainer is not None and self._trainer.model_loaded
+        )
+        ready = [(s.fragment, s.published) for s in self._slots if not s.free] if complete else []
+        if [tuple(r) for r in self._state.ready] != ready:
+            self._update(ready=ready)
+
+    def _report(self) -> list[ev.Decision]:
+        state = self._trainer
+        if state is None or not self._ready or not (state.model_loaded and state.stepped):
+            return []
+        if state.local_step <= self._reported_step:
+            return []
+        self._reported_step = state.local_step
+        return [ev.SendReport(state=state)]
+
+    # ------------------------------------------------------------ the session
+
+    def _welcomed(self, event: ev.Welcomed, now: float) -> list[ev.Decision]:
+        self._welcome, self._ready, self._last_sent_at = event, False, now
+        self._reported_step = -1
+        self._reset_delay()
+        self._update(
+            connected=True, epoch=event.epoch, incarnation=event.incarnation, step=event.step, steps=event.steps,
+            local_step=event.local_step, total_tokens=event.total_tokens,
+        )  # fmt: skip
+        if self._state.phase is Phase.CONNECTING:
+            self._update(
+                phase=Phase.WAITING, text="waiting for another learner to upload the initial model"
+            )
+        return []
+
+    def _initial_requested(self, event: ev.InitialRequested, now: float) -> list[ev.Decision]:
+        self._update(
+            initial_requested=self._state.initial_requested + 1, text="uploading the initial model"
+        )
+        return []
+
+    def _initial_upload_ended(self, event: ev.InitialUploaded, now: float) -> list[ev.Decision]:
+        outdated = event.request != self._state.initial_requested or self._welcome is None
+        if not event.error or outdated:
+            return []
+        self._update(text=f"uploading the initial model again: {event.error}")
+        return [ev.UploadInitial(request=event.request, delay_seconds=2 * RETRY_SECONDS)]
+
+    def _model_ready(self, event: ev.ModelReady, now: float) -> list[ev.Decision]:
+        self._ready = True
+        if self._trainer is None or self._welcome is None:
+            return []
+        if self._trainer.model_loaded:
+            self._update(phase=Phase.TRAINING, text="")
+            self._updates.began(event.versions)
+            return [*self._updates.catch_up(), *self._report()]
+        if self._state.phase in (Phase.APPLY_MODEL, Phase.LOAD_CHECKPOINT):
+            return []  # the trainer may be reading the model already; its next state confirms it
+        if self._welcome.use_checkpoint and self._trainer.checkpoint_step > 0:
+            self._update(phase=Phase.LOAD_CHECKPOINT, text="loading the local checkpoint")
+            return []
+        return self._download_model()
+
+    def _committed(self, event: ev.Committed, now: float) -> list[ev.Decision]:
+        self._updates.note(event.fragment, event.version)
+        # A fresh process first downloads everything as it is.
+        loaded = self._trainer is not None and self._trainer.model_loaded
+        return [*self._updates.catch_up()] if loaded else []
+
+    def _publish_open(self) -> None:
+        outdated = self._updates.outdated
+        fragments = (
+            tuple(p for p in self._announced if p not in outdated) if outdated else self._announced
+        )
+        if tuple(self._state.open) != fragments:
+            self._update(open=fragments)
+
+    def _download_model(self) -> list[ev.Decision]:
+        self._missing = {slot.fragment for slot in self._slots}
+        if self._constants is not None:
+            self._missing.add(self._constants)
+        self._update(phase=Phase.DOWNLOADING, text="downloading the model")
+        return [ev.Download(fragment=index) for index in sorted(self._missing)]
+
+    def _opened(self, event: ev.Opened, now: float) -> list[ev.Decision]:
+        self._announced = event.fragments
+        self._update(step=event.step, steps=event.steps)
+        return []
+
+    def _pulled(self, event: ev.Pulled, now: float) -> list[ev.Decision]:
+        return [ev.Upload(pull=event)]
+
+    def _result_announced(self, event: ev.ResultAnnounced, now: float) -> list[ev.Decision]:
+        self._updates.result_announced(event.fragment)
+        return [ev.Download(fragment=event.fragment, round=event.round, attempt=event.attempt)]
+
+    def _completed(self, event: ev.Completed, now: float) -> list[ev.Decision]:
+        self._update(step=event.step, complete=True, text="the job is complete")
+        return []
+
+    def _session_lost(self, event: ev.SessionLost, now: float) -> list[ev.Decision]:
+        self._welcome, self._ready = None, False
+        self._updates.session_lost()
+        if event.refused_exit:
+            self._ended = True
+            self._update(connected=False, refused_exit=event.refused_exit, text=event.text)
+            return [ev.CancelTransfers()]
+        self._connect_at = now + max(event.pause_seconds, self._next_delay())
+        self._update(
+            connected=False, text=f"waiting for the syncer at {self._syncer}: {event.text}"
+        )
+        if self._state.phase in (Phase.WAITING, Phase.DOWNLOADING):
+            self._missing.clear()
+            self._update(phase=Phase.CONNECTING)
+        return [ev.CancelTransfers()]
+
+    def _tick(self, event: ev.Tick, now: float) -> list[ev.Decision]:
+        if self._ended or self._trainer is None:
+            return []
+        if self._welcome is not None:
+            # As `wake_at` computes it: rounded otherwise, a Tick at that time would do nothing.
+            due = now >= self._last_sent_at + self._welcome.heartbeat_seconds
+            return [ev.SendHeartbeat()] if due else []
+        if self._connect_at is not None and now >= self._connect_at:
+            return [ev.Connect(state=self._trainer)]
+        return []
+
+    # ------------------------------------------------------------ downloads
+
+    def _downloaded(self, event: ev.Downloaded, now: float) -> list[ev.Decision]:
+        request, staged = event.request, event.staged
+        if request.round == 0 and request.exact:
+            return self._model_part_downloaded(request, staged, event.error)
+        if staged is None:
+            # Neither aborted nor failed: the round is not decided yet.
+            failed = bool(event.error) or not event.aborted
+            again = request.round > 0 and failed and request.tries < DOWNLOAD_TRIES
+            retry = again and self._welcome is not None
+            follow = self._updates.ended(request, retried=retry) if self._welcome else []
+            return [_retry(request)] if retry else [*follow]
+        # While the initial model is placed, a result is held until the trainer has applied that.
+        place, discard = self._slots[staged.fragment].arrived(staged)
+        out: list[ev.Decision] = []
+        if discard is not None:
+            out.append(ev.Discard(staged=discard))
+        if place is not None:
+            out.append(self._place(place))
+        return [*out, *self._updates.ended(request, retried=False)]
+
+    def _model_part_downloaded(
+        self, request: ev.Download, staged: Staged | None, error: str
+    ) -> list[ev.Decision]:
+        """One fragment, or the constants, of the model that a fresh process downloads."""
+        if request.fragment not in self._missing:
+            return [ev.Discard(staged=staged)] if staged is not None else []
+        if staged is None:
+            self._update(text=f"downloading the model again: {error}")
+            return [_retry(request)]
+        if request.fragment == self._constants:
+            return [ev.Discard(staged=staged), *self._model_part_placed(request.fragment)]
+        slot = self._slots[request.fragment]
+        if slot.version is not None and staged.version < slot.version:
+            # The result of a later round has arrived; the current version is at least as new.
+            return [ev.Discard(staged=staged), ev.Download(fragment=request.fragment)]
+        slot.version = staged.version
+        return [self._place(staged)]
+
+    def _place(self, staged: Staged) -> ev.Place:
+        return ev.Place(staged=staged, generation=self._slots[staged.fragment].published + 1)
+
+    def _placed(self, event: ev.Placed, now: float) -> list[ev.Decision]:
+        slot = self._slots[event.fragment]
+        if event.error:
+            slot.version = None
+            if event.fragment in self._missing:
+                return [ev.Download(fragment=event.fragment, delay_seconds=RETRY_SECONDS)]
+            return [*self._updates.placed(event.fragment)]
+        slot.placed()
+        if event.fragment in self._missing:
+            return self._model_part_placed(event.fragment)
+        self._publish_ready()
+        return [*self._updates.placed(event.fragment)]
+
+    def _model_part_placed(self, fragment: int) -> list[ev.Decision]:
+        self._missing.discard(fragment)
+        if not self._missing:
+            self._update(phase=Phase.APPLY_MODEL, text="the model has arrived")
+            self._publish_ready()
+        return []
+
+
+def _retry(request: ev.Download) -> ev.Download:
+    return dataclasses.replace(request, tries=request.tries + 1, delay_seconds=RETRY_SECONDS)

@@ -1,0 +1,429 @@
+"""
+The training side's decisions: joining, a step of Algorithm 1, leaving. Pure.
+
+    join(...)   again and again until `joined` or `closed`
+    step(...)   once per optimizer step: count, copy out, apply results
+    copied(...) the same step, after the copies: notify the link, start a checkpoint if it is due
+    check(...)  between steps: leave if the job is complete or the process must end
+    close(...)  leave
+
+Each takes what happened and returns actions, to be carried out in order. An action that can turn
+out in several ways has its answer named in its docstring; everything else happens as decided, or
+the process ends. Host copies, counters and applied results change together, here only, so that an
+upload always matches the counters in its header.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from diloco.errors import EXIT_TRY_AGAIN
+from diloco_worker.core.ledger import HostCopy, Ledger
+from diloco_worker.core.messages import LinkState, Phase, TrainerState
+
+PROGRESS_SECONDS = 5.0
+"""Interval between messages of `join` about what it waits for."""
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class CopyModel:
+    """Write the host copy of every fragment, waiting for the link's locks, and the constants."""
+
+    copies: Sequence[HostCopy]
+    """The counters that belong to the copies, by fragment."""
+
+
+@dataclass(frozen=True, slots=True)
+class CopyFragment:
+    """
+    Write one host copy, without waiting: while the link holds its lock, nothing is copied.
+
+    Answer: `copied` with all fragments of the step that were copied.
+    """
+
+    fragment: int
+    copy: HostCopy
+    """The counters that belong to the copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyModel:
+    """Overwrite the constants, and these fragments from their inboxes: the whole model."""
+
+    fragments: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
+class ApplyFragment:
+    """Overwrite the fragment's parameters from its inbox."""
+
+    fragment: int
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send the state to the link, without waiting."""
+
+    state: TrainerState
+
+
+@dataclass(frozen=True, slots=True)
+class LoadCheckpoint:
+    """
+    Load the local checkpoint.
+
+    Answer: `checkpoint_loaded` or `checkpoint_unusable`.
+    """
+
+
+@dataclass(frozen=True, slots=True)
+class SaveCheckpoint:
+    """
+    Start a local checkpoint, unless the previous one is still being written.
+
+    Answer: `checkpoint_started`, and later perhaps `checkpoint_lost`; `checkpoints_off`; or none:
+    the next step tries again.
+    """
+
+    local_step: int
+    global_step: int
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitCheckpoint:
+    """Wait until the checkpoint that is being written is durable."""
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitLink:
+    """There is nothing to do before the link sends its next state."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShowProgress:
+    """Show this sentence to the person who waits."""
+
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Leave:
+    """Let the link leave with this state as its last, and release everything."""
+
+    state: TrainerState
+
+
+@dataclass(frozen=True, slots=True)
+class Exit:
+    """End the process with this code and sentence."""
+
+    code: int
+    text: str
+
+
+Action = (
+    CopyModel | CopyFragment | ApplyModel | ApplyFragment | Send | LoadCheckpoint | SaveCheckpoint
+    | AwaitCheckpoint | AwaitLink | ShowProgress | Leave | Exit
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalCheckpoint:
+    """What the newest local checkpoint is of."""
+
+    local_step: int
+    global_step: int
+
+
+# ---------------------------------------------------------------- the machine
+
+
+class TrainerCore:
+    """
+    State machine of one training process.
+
+    Args:
+        name: of the learner, for messages.
+        fragments: number of fragments.
+        found: the newest local checkpoint; None: there is none.
+        checkpoint_every: local steps between checkpoints; None: no checkpoints.
+        connect_timeout_seconds: how long `join` waits for a syncer that does not answer.
+    """
+
+    def __init__(
+        self, *, name: str, fragments: int, found: LocalCheckpoint | None, checkpoint_every: int | None,
+        connect_timeout_seconds: float,
+    ) -> None:  # fmt: skip
+        self.ledger = Ledger(fragments)
+        self.applied = [0] * fragments
+        """Per fragment, the newest inbox generation that the parameters hold."""
+        self.link_state = LinkState(text="starting the link process")
+        self.joined = self.closed = False
+        self._name, self._found = name, found
+        self._checkpoint_every = checkpoint_every
+        self._timeout_seconds = connect_timeout_seconds
+        self._stepped = False
+        self._initial_copied = 0
+        self._start = (0, 0)
+        """Local step and total tokens when this process began to train."""
+        self._checkpoint_step = 0
+        """Local step of the last checkpoint that was started, or of the start."""
+        self._loss: float | None = None
+        # Joining.
+        self._join_started_at: float | None = None
+        self._connected_at = self._progress_at = 0.0
+        # Times of the current step.
+        self._tokens = 0
+        self._sync_started_at = self._sync_ended_at = self._step_ended_at = 0.0
+        self._step_seconds = self._sync_seconds = self._total_sync_seconds = 0.0
+
+    def state(self, *, offers: Sequence[int] = (), leaving: str = "") -> TrainerState:
+        """What the link should know."""
+        found, ledger, link_state = self._found, self.ledger, self.link_state
+        return TrainerState(
+            incarnation=link_state.incarnation,
+            epoch=link_state.epoch,
+            checkpoint_local_step=found.local_step if found is not None else 0,
+            checkpoint_step=found.global_step if found is not None else 0,
+            model_loaded=self.joined,
+            stepped=self._stepped,
+            local_step=ledger.local_step,
+            global_step=link_state.step,
+            steps=[*ledger.steps],
+            tokens=[*ledger.tokens],
+            offers=offers,
+            applied=[*self.applied],
+            total_tokens=ledger.total_tokens,
+            start_local_step=self._start[0],
+            start_total_tokens=self._start[1],
+            loss=self._loss,
+            step_seconds=self._step_seconds,
+            sync_seconds=self._sync_seconds,
+            total_sync_seconds=self._total_sync_seconds,
+            initial_copied=self._initial_copied,
+            leaving=leaving,
+        )
+
+    # ------------------------------------------------------------ joining
+
+    def join(self, link_state: LinkState | None, *, now: float, terminated: bool) -> list[Action]:
+        """
+        Bring the job's parameters into the model.
+
+        Args:
+            link_state: the newest state of the link; None: no new one.
+            now: monotonic seconds.
+            terminated: this process received SIGTERM.
+        """
+        self._observe(link_state)
+        if self._join_started_at is None:
+            self._join_started_at = self._connected_at = now
+            self._progress_at = now + PROGRESS_SECONDS
+        ending = self._refusal() or self._ending(terminated)
+        if ending:
+            return ending
+        link_state = self.link_state
+        if link_state.connected:
+            self._connected_at = now
+        elif now - self._connected_at > self._timeout_seconds:
+            text = f"no syncer within {self._timeout_seconds:.0f} s: {link_state.text}; trying again may help"
+            return [*self.close("interrupted"), Exit(EXIT_TRY_AGAIN, f"{self._name}: {text}")]
+        actions: list[Action] = []
+        if now >= self._progress_at:
+            self._progress_at = now + PROGRESS_SECONDS
+            waited = now - self._join_started_at
+            actions.append(ShowProgress(f"{self._name}: {link_state.text} ({waited:.0f} s)"))
+        initial = self._initial_if_requested()
+        actions += [*initial, Send(self.state())] if initial else []
+        if link_state.phase is Phase.APPLY_MODEL:
+            actions.append(ApplyModel([fragment for fragment, _ in link_state.ready]))
+            for fragment, generation in link_state.ready:
+                self._received(fragment, generation)
+            return [*actions, *self._begin(now)]
+        if link_state.phase is Phase.LOAD_CHECKPOINT and self._found is not None:
+            return [*actions, LoadCheckpoint()]
+        return [*actions, AwaitLink()]
+
+    def checkpoint_loaded(self, facts: Mapping[str, Any], *, now: float) -> list[Action]:
+        """
+        The model is that of the local checkpoint, whose counters are `facts`.
+
+        Raises:
+            KeyError: `facts` is incomplete; nothing has changed.
+        """
+        self.ledger = Ledger.from_json(facts)
+        return self._begin(now)
+
+    def checkpoint_unusable(self) -> list[Action]:
+        """The local checkpoint cannot be loaded: the link must download the model."""
+        self._found = None
+        return [Send(self.state())]
+
+    def _begin(self, now: float) -> list[Action]:
+        self.joined = True
+        ledger, link_state = self.ledger, self.link_state
+        ledger.resume(local_step=link_state.local_step, total_tokens=link_state.total_tokens)
+        self._start = (ledger.local_step, ledger.total_tokens)
+        self._checkpoint_step = ledger.local_step
+        self._sync_ended_at = self._step_ended_at = now
+        return [Send(self.state())]
+
+    # ------------------------------------------------------------ a step
+
+    def step(self, tokens: int, link_state: LinkState | None, *, now: float) -> list[Action]:
+        """
+        One step of Algorithm 1, after the optimizer's; `copied` must follow.
+
+        Differs from the paper: results are applied before the metadata is sent. A fragment that was
+        just overwritten has nothing to offer, and its inbox is already the base of its next delta.
+
+        Args:
+            tokens: in the step.
+            link_state: the newest state of the link; None: no new one.
+            now: monotonic seconds, when the optimizer's step has ended.
+
+        Raises:
+            ValueError: `tokens` is not a whole number of 0 or more; the step is not counted.
+        """
+        self._observe(link_state)
+        if self.closed:
+            return []
+        self.ledger.count(tokens)
+        self._stepped, self._tokens = True, tokens
+        self._sync_started_at, self._step_seconds = now, now - self._step_ended_at
+        refusal = self._refusal()
+        if refusal:
+            return refusal
+        actions = self._initial_if_requested()
+        ready = [(p, g) for p, g in self.link_state.ready if g > self.applied[p]]
+        replaced = {p for p, _ in ready}
+        # Before the results: a copy has the counters of the parameters that it holds.
+        actions += [
+            CopyFragment(p, self._host_copy(p)) for p in self.link_state.open if p not in replaced
+        ]
+        for fragment, generation in ready:
+            actions.append(ApplyFragment(fragment))
+            self._received(fragment, generation)
+        return actions
+
+    def copied(self, fragments: Sequence[int], *, loss: float | None) -> list[Action]:
+        """
+        Of the host copies that `step` asked for, these were taken.
+
+        Args:
+            fragments: what to offer, in the order of `step`.
+            loss: the newest that is known.
+        """
+        if self.closed:
+            return []
+        self._loss = loss
+        actions: list[Action] = [Send(self.state(offers=fragments))]
+        every = self._checkpoint_every
+        if every is not None and self.ledger.local_step - self._checkpoint_step >= every:
+            actions.append(self._save())
+        return actions
+
+    def line(self, *, now: float, queued_seconds: float) -> dict[str, object]:
+        """
+        The step's line in steps.jsonl.
+
+        Args:
+            now: when the actions were carried out; their time counts as synchronisation.
+            queued_seconds: the part of that time for which there was no core.
+        """
+        # A line cannot contain the time to write itself: that is part of the next step.
+        line_seconds = max(0.0, self._step_ended_at - self._sync_ended_at)
+        self._sync_seconds = now - self._sync_started_at + line_seconds
+        self._total_sync_seconds += self._sync_seconds
+        self._sync_ended_at = now
+        return {
+            "incarnation": self.link_state.incarnation,
+            "localStep": self.ledger.local_step,
+            "globalStep": self.link_state.step,
+            "tokens": self._tokens,
+            "loss": self._loss,
+            "seconds": round(self._step_seconds, 6),
+            "syncSeconds": round(self._sync_seconds, 6),
+            # Part of syncSeconds: ready to run, but without a core.
+            "queuedSeconds": round(queued_seconds, 6),
+        }
+
+    def ended(self, *, now: float) -> None:
+        """The training loop continues."""
+        self._step_ended_at = now
+
+    # ------------------------------------------------------------ checkpoints
+
+    def checkpoint_started(self, local_step: int) -> None:
+        """The state of this step is copied and is being written."""
+        self._checkpoint_step = local_step
+
+    def checkpoint_lost(self) -> None:
+        """A checkpoint that was started is discarded: the next is due at once."""
+        if self._checkpoint_every is not None:
+            self._checkpoint_step = self.ledger.local_step - self._checkpoint_every
+
+    def checkpoints_off(self) -> None:
+        """The state cannot be saved: there are no further checkpoints."""
+        self._checkpoint_every = None
+
+    def _save(self) -> SaveCheckpoint:
+        return SaveCheckpoint(
+            local_step=self.ledger.local_step,
+            global_step=self.link_state.step,
+            facts=self.ledger.to_json(),
+        )
+
+    # ------------------------------------------------------------ leaving
+
+    def check(self, link_state: LinkState | None, *, terminated: bool) -> list[Action]:
+        """Leave at a step boundary if the job is complete or this process received SIGTERM."""
+        self._observe(link_state)
+        return self._refusal() or self._ending(terminated)
+
+    def close(self, reason: str) -> list[Action]:
+        """Leave the job, for this reason."""
+        if self.closed:
+            return []
+        self.closed = True
+        return [Leave(self.state(leaving=reason))]
+
+    def _ending(self, terminated: bool) -> list[Action]:
+        if self.closed or not (terminated or self.link_state.complete):
+            return []
+        saving: list[Action] = []
+        if self._checkpoint_every is not None and self.joined and self._stepped:
+            # A step boundary of a trained model is worth a checkpoint.
+            saving = [AwaitCheckpoint(), self._save()]
+        return [*saving, *self.close("SIGTERM" if terminated else "Complete")]
+
+    def _refusal(self) -> list[Action]:
+        if self.closed or not self.link_state.refused_exit:
+            return []
+        text = f"{self._name}: {self.link_state.text}"
+        return [*self.close("Refused"), Exit(self.link_state.refused_exit, text)]
+
+    # ------------------------------------------------------------ common
+
+    def _observe(self, link_state: LinkState | None) -> None:
+        if link_state is not None and not self.closed:
+            self.link_state = link_state
+
+    def _initial_if_requested(self) -> list[Action]:
+        """Θ^(0), or the current model for a syncer that has lost everything."""
+        if self.link_state.initial_requested <= self._initial_copied:
+            return []
+        self._initial_copied = self.link_state.initial_requested
+        return [CopyModel([self._host_copy(p) for p in range(len(self.applied))])]
+
+    def _host_copy(self, fragment: int) -> HostCopy:
+        return self.ledger.host_copy(fragment, base=self.applied[fragment])
+
+    def _received(self, fragment: int, generation: int) -> None:
+        self.ledger.received(fragment)
+        self.applied[fragment] = generation

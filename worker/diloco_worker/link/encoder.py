@@ -1,0 +1,265 @@
+"""
+Encodes uploads: a delta, a whole fragment or the initial model, with the error feedback. No I/O.
+
+A fragment is encoded completely before its first byte is sent (the header carries the norms of what
+is sent), under the fragment's lock; the lock is released before sending, however slow the network
+is.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.codec import formats
+from diloco.errors import NotFiniteError
+from diloco.model.fragments import CHUNK, Fragment
+from diloco.spec import RunSpec
+from diloco.v1 import bulk_pb2 as bulk
+from diloco.v1 import syncer_pb2 as pb
+from diloco_worker.core.events import Pulled
+from diloco_worker.link.buffers import BufferPool
+from diloco_worker.link.delivery import Delivery
+from diloco_worker.link.faults import FaultInjector
+from diloco_worker.link.memory import Memory
+from diloco_worker.link.transfer import RAW_CHUNK, U8, Identity
+from diloco_worker.settings import Fault
+
+log = logging.getLogger(__name__)
+
+F32 = npt.NDArray[np.float32]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Unconfirmed:
+    """Error feedback after an upload that may or may not have been merged."""
+
+    round: int
+    residual_N: F32 | None
+    """None: the upload ended incomplete, so it cannot have been merged."""
+    delivery: Delivery
+
+
+class Encoder:
+    """
+    Makes one `Delivery` per upload; safe to use from several threads. Close every delivery.
+
+    Args:
+        memory: holds host copies, bases and constants.
+        spec: gives the format.
+        buffers: for the encoded fragments.
+        faults: faults to inject (tests).
+    """
+
+    def __init__(
+        self, memory: Memory, spec: RunSpec, buffers: BufferPool, *, faults: tuple[Fault, ...] = ()
+    ) -> None:
+        self._memory, self._buffers = memory, buffers
+        self._format = formats.format_of(spec.wire_up)
+        self._feedback = spec.error_feedback and self._format != formats.FP32
+        self._residuals: dict[int, F32] = {}
+        self._unconfirmed: dict[int, _Unconfirmed] = {}
+        self._epoch = 0
+        self._sent: dict[int, int] = {}
+        """Fragment → t_m of its last upload for a round."""
+        self._faults = FaultInjector(faults)
+
+    def pull(
+        self, pull: Pulled, identity: Identity, *, stopped: Callable[[], bool] = lambda: False
+    ) -> Delivery | None:
+        """
+        Answer a pull from the newest host copy.
+
+        A delta against what was last received if the syncer still has that version; else the whole
+        fragment. For a delta that is not finite, only a header, with norms of NaN, so the round
+        continues without this learner.
+
+        Args:
+            pull: what the syncer wants.
+            identity: of this learner.
+            stopped: whether a newer pull has replaced this one; that may have been encoded already,
+                with the feedback of this one.
+
+        Returns:
+            The upload; None if it was stopped.
+        """
+        fragment = self._memory.layout.fragments[pull.fragment]
+        with self._memory.lock(pull.fragment):
+            return None if stopped() else self._encode(pull, fragment, identity)
+
+    def repeats(self, pull: Pulled) -> bool:
+        """
+        Whether the host copy is of a step that was uploaded for another fragment already.
+
+        The syncer merges a report once. The trainer copies an open fragment after each of its steps,
+        so a copy of the next step comes soon.
+        """
+        with self._memory.lock(pull.fragment):
+            local_step = self._memory.host_copy(pull.fragment).local_step
+        others = (step for fragment, step in self._sent.items() if fragment != pull.fragment)
+        return not pull.probe and local_step in others
+
+    def initial(self, identity: Identity) -> Iterator[Delivery]:
+        """Every host copy as Θ^(0), then the constants. Close each before the next is taken."""
+        for fragment in self._memory.layout.fragments:
+            header = bulk.UploadHeader(
+                epoch=identity.epoch, learner=identity.learner, incarnation=identity.incarnation,
+                fragment=fragment.index, content=bulk.INITIAL, format=bulk.FP32,
+                elements=fragment.elements, chunks=fragment.chunks,
+            )  # fmt: skip
+            buffer = self._buffers.acquire(formats.encoded_bytes(formats.FP32, fragment.elements))
+            try:
+                with self._memory.lock(fragment.index):
+                    self._whole(fragment, buffer)
+            except BaseException:
+                self._buffers.release(buffer)
+                raise
+            yield self._delivery(header, fragment, buffer)
+        data = self._memory.constants
+        pieces = [data[lo : lo + RAW_CHUNK] for lo in range(0, data.size, RAW_CHUNK)]
+        header = bulk.UploadHeader(
+            epoch=identity.epoch, learner=identity.learner, incarnation=identity.incarnation,
+            content=bulk.CONSTANTS, format=bulk.RAW, elements=data.size, chunks=len(pieces),
+        )  # fmt: skip
+        yield Delivery(header, pieces)
+
+    # ------------------------------------------------------------ under the fragment's lock
+
+    def _encode(self, pull: Pulled, fragment: Fragment, identity: Identity) -> Delivery:
+        copy = self._memory.host_copy(fragment.index)
+        inbox = self._memory.inbox_state(fragment.index)
+        header = bulk.UploadHeader(
+            epoch=identity.epoch, learner=identity.learner, incarnation=identity.incarnation,
+            round=pull.round, attempt=pull.attempt, fragment=pull.fragment, local_step=copy.local_step,
+            steps=copy.steps, tokens=copy.tokens, elements=fragment.elements, chunks=fragment.chunks,
+            content=bulk.DELTA, format=bulk.FP32,
+        )  # fmt: skip
+        if copy.local_step == 0:
+            # Without a host copy the fragment was never offered: let the syncer refuse it at once.
+            log.warning("pull of fragment %d, which has no host copy", fragment.index)
+            header.elements = header.chunks = 0
+            return self._delivery(header, fragment, None)
+        if not pull.probe:
+            self._sent[fragment.index] = copy.local_step
+        base = inbox.version if copy.base == inbox.generation else None
+        if base is None or base not in pull.versions:
+            if not pull.probe:
+                self._residuals.pop(fragment.index, None)
+                self._unconfirmed.pop(fragment.index, None)
+            header.content, base = bulk.WHOLE, None
+        else:
+            header.format = bulk.Format.ValueType(self._format)
+        buffer = self._buffers.acquire(formats.encoded_bytes(header.format, fragment.elements))
+        try:
+            if base is None:
+                self._whole(fragment, buffer)
+                return self._delivery(header, fragment, buffer)
+            # A probe is discarded: it must not consume the feedback.
+            residual_N = None if pull.probe else self._residual(pull, fragment, identity)
+            norms = self._delta(fragment, buffer, residual_N)
+        except NotFiniteError as error:
+            self._buffers.release(buffer)
+            log.warning("fragment %d at local step %d: %s", fragment.index, copy.local_step, error)
+            header.content, header.format = bulk.DELTA, bulk.FP32
+            header.norms.extend([math.nan] * len(fragment.slots))
+            return self._delivery(header, fragment, None)
+        except BaseException:
+            self._buffers.release(buffer)
+            raise
+        header.base.CopyFrom(pb.Version(epoch=base[0], step=base[1]))
+        header.norms.extend(norms)
+        delivery = self._delivery(header, fragment, buffer)
+        if residual_N is not None:
+            self._unconfirmed[fragment.index] = _Unconfirmed(
+                round=pull.round, residual_N=residual_N, delivery=delivery
+            )
+        return delivery
+
+    def _delivery(
+        self, header: bulk.UploadHeader, fragment: Fragment, buffer: U8 | None
+    ) -> Delivery:
+        """The upload of an encoded fragment; None: the header alone."""
+
+        def close(delivery: Delivery) -> None:
+            if buffer is not None:
+                self._buffers.release(buffer)
+            entry = self._unconfirmed.get(fragment.index)
+            if entry is not None and entry.delivery is delivery and not delivery.complete:
+                entry.residual_N = None
+
+        parts = [] if buffer is None else _parts(fragment, header.format, buffer)
+        effects = self._faults.next_upload() if header.round else None
+        return Delivery(header, parts, effects=effects, close=close)
+
+    def _whole(self, fragment: Fragment, buffer: U8) -> None:
+        host_N = self._memory.host(fragment.index)
+        for index in range(fragment.chunks):
+            lo, hi = fragment.chunk(index)
+            formats.encode(formats.FP32, host_N[lo:hi], buffer[4 * lo :])
+
+    def _delta(self, fragment: Fragment, buffer: U8, residual_N: F32 | None) -> list[float]:
+        """
+        Encode base − θ chunk by chunk; return the norm per tensor of what the syncer will decode.
+        """
+        base_N, host_N = self._memory.inbox(fragment.index), self._memory.host(fragment.index)
+        squares = [0.0] * len(fragment.slots)
+        # 2 MiB at most: malloc keeps pages of that size (diloco/runtime/malloc.py).
+        delta, decoded = np.empty((2, min(CHUNK, fragment.elements)), np.float32)
+        slot, at = 0, 0
+        for index in range(fragment.chunks):
+            lo, hi = fragment.chunk(index)
+            np.subtract(base_N[lo:hi], host_N[lo:hi], out=delta[: hi - lo])
+            part_N = None if residual_N is None else residual_N[lo:hi]
+            size = formats.encode(self._format, delta[: hi - lo], buffer[at:], residual_N=part_N)
+            payload, at = buffer[at : at + size], at + size
+            while slot < len(fragment.slots) and fragment.slots[slot].offset < hi:
+                edge = fragment.slots[slot]
+                begin, end = max(lo, edge.offset), min(hi, edge.end)
+                if begin < end:
+                    part = (begin - lo, end - lo)
+                    squares[slot] += formats.decode(
+                        self._format, payload, decoded[: end - begin], part=part
+                    )
+                if edge.end > hi:
+                    break
+                slot += 1
+        return [math.sqrt(s) for s in squares]
+
+    def _residual(self, pull: Pulled, fragment: Fragment, identity: Identity) -> F32 | None:
+        """
+        A copy of the fragment's error feedback, for this upload to consume and replace.
+
+        An upload counts as merged once it was sent and a later round is pulled; a round that is
+        pulled again was aborted. The syncer's `done` does not decide: after the merge it can get
+        lost, or the next pull can overtake it.
+        """
+        if not self._feedback:
+            return None
+        if identity.epoch != self._epoch:
+            self._epoch = identity.epoch
+            self._residuals.clear()
+            self._unconfirmed.clear()
+        previous = self._unconfirmed.pop(fragment.index, None)
+        if (
+            previous is not None and pull.round > previous.round
+            and previous.delivery.complete and previous.residual_N is not None
+        ):  # fmt: skip
+            self._residuals[fragment.index] = previous.residual_N
+        known_N = self._residuals.get(fragment.index)
+        return np.zeros(fragment.elements, np.float32) if known_N is None else known_N.copy()
+
+
+def _parts(fragment: Fragment, fmt: int, buffer: U8) -> list[U8]:
+    """Each chunk's payload, as a view into the buffer."""
+    parts, at = [], 0
+    for index in range(fragment.chunks):
+        lo, hi = fragment.chunk(index)
+        size = formats.encoded_bytes(fmt, hi - lo)
+        parts.append(buffer[at : at + size])
+        at += size
+    return parts

@@ -1,0 +1,52 @@
+"""A trainer without a job: it counts steps, so a training script also runs by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from diloco.spec import RunSpec
+from diloco_worker.core.ledger import Ledger
+
+
+class StandaloneTrainer:
+    """
+    Implements `Learner` where DILOCO_SYNCER is not set.
+
+    Args:
+        steps: `done` after this many steps; None: never.
+    """
+
+    def __init__(self, *, steps: int | None) -> None:
+        self.name, self.index = "alone/0", 0
+        self.spec: RunSpec | None = None
+        self.config: dict[str, Any] = {}
+        self.total_steps = steps
+        self._ledger = Ledger(0)
+        self._closed = False
+
+    @property
+    def done(self) -> bool:
+        """See `Learner.done`."""
+        return self._closed or (
+            self.total_steps is not None and self._ledger.local_step >= self.total_steps
+        )
+
+    @property
+    def step_index(self) -> int:
+        """See `Learner.step_index`."""
+        return self._ledger.local_step
+
+    @property
+    def local_step(self) -> int:
+        """See `Learner.local_step`."""
+        return self._ledger.local_step
+
+    def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
+        """See `Learner.step`."""
+        self._ledger.count(tokens)
+
+    def close(self) -> None:
+        """See `Learner.close`."""
+        self._closed = True

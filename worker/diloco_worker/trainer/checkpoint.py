@@ -1,0 +1,389 @@
+"""
+Local checkpoints of a learner: model, inner optimizer state, random state, counters. They are the
+first source of recovery (docs/algorithm.md, "Recovery").
+
+    <state>/checkpoint-<local step>.safetensors    every tensor
+    <state>/checkpoint-<local step>.json           everything else, and the SHA-256 of the file
+                                                   above; written last
+
+Files are written under a temporary name, synced and renamed, the manifest last (docs/algorithm.md,
+"Snapshots"). A damaged checkpoint is skipped with a message, and the previous one is used. The
+training thread only copies into reused memory; another thread writes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import random
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from diloco.errors import ConfigError, DamagedError, StorageError
+from diloco.model import tensorfile
+from diloco.model.tensorfile import DTYPES, Entry
+from diloco.runtime import files
+from diloco_worker.trainer.layout import dtype_name
+from diloco_worker.trainer.staging import Copy, Staging
+
+log = logging.getLogger(__name__)
+
+PIECE_BYTES = 8 << 20
+"""Bytes per os.write, during which other threads can run."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """A checkpoint whose checksum was verified."""
+
+    path: Path
+    """The file with the tensors."""
+    local_step: int
+    global_step: int
+    facts: dict[str, Any]
+    tree: Any
+
+
+class Checkpoints:
+    """
+    Local checkpoints in a directory.
+
+    Args:
+        directory: DILOCO_STATE; created if missing.
+        keep: number of checkpoints to keep.
+        digest: digest of the model's layout; checkpoints of other models are skipped.
+    """
+
+    def __init__(self, directory: Path, *, keep: int, digest: str) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory, self._keep, self._digest = directory, keep, digest
+        self._staging = Staging()
+        self._lost = threading.Event()
+        self._writer: threading.Thread | None = None
+
+    # ------------------------------------------------------------ writing
+
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is being written."""
+        return self._writer is not None and self._writer.is_alive()
+
+    def start(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], *, local_step: int, global_step: int,
+        facts: dict[str, Any],
+    ) -> bool:  # fmt: skip
+        """
+        Copy the current state, and write it in the background.
+
+        After `watch`, most of the copy is made in the background as well.
+
+        Returns:
+            False, without an effect, while the previous checkpoint is being written.
+
+        Raises:
+            ConfigError: the state has a value that cannot be saved.
+        """
+        if self.busy:
+            return False
+        tensors: dict[str, torch.Tensor] = {}
+        tree = pack(_state(model, optimizers), tensors)
+        for name, tensor in tensors.items():
+            _entry(name, tensor)
+        copy = self._staging.begin(tensors, model, optimizers)
+        manifest = {
+            "local_step": local_step, "global_step": global_step, "digest": self._digest, "facts": facts, "tree": tree,
+        }  # fmt: skip
+        self._writer = threading.Thread(
+            target=self._write, args=(copy, manifest), name="checkpoint", daemon=True
+        )
+        self._writer.start()
+        return True
+
+    def watch(self, optimizers: Sequence[Optimizer]) -> None:
+        """Begin to copy beside the forward and backward passes; `boundary` must be called then."""
+        self._staging.watch(optimizers)
+
+    def boundary(self) -> bool:
+        """
+        A step has ended: call it before anything but the optimizers changes parameters.
+
+        Returns:
+            False, once: a checkpoint that was started has been discarded.
+        """
+        self._staging.boundary()
+        lost = self._lost.is_set()
+        self._lost.clear()
+        return not lost
+
+    def finish(self) -> None:
+        """Wait until the checkpoint being written is durable."""
+        self._staging.finish()
+        if self._writer is not None:
+            self._writer.join()
+
+    def _write(self, copy: Copy, manifest: dict[str, Any]) -> None:
+        step = manifest["local_step"]
+        if not copy.complete():
+            self._staging.distrust()
+            self._lost.set()
+            log.info(
+                "checkpoint of local step %d is discarded: something other than the optimizers' step changed "
+                "parameters; from now on a checkpoint stops training while it is copied",
+                step,
+            )
+            return
+        if not copy.guarded():
+            self._lost.set()
+            log.info(
+                "checkpoint of local step %d is discarded: no optimizer step followed it", step
+            )
+            return
+        try:
+            self.write(copy.tensors, manifest)
+        except OSError as error:
+            log.error("checkpoint of local step %d: %s; training continues", step, error)
+
+    def write(self, tensors: dict[str, torch.Tensor], manifest: dict[str, Any]) -> None:
+        """
+        Write the checkpoint durably, its manifest last.
+
+        Raises:
+            OSError: the write failed; earlier checkpoints are intact.
+        """
+        name = f"checkpoint-{manifest['local_step']:010d}"
+        header, _, size = tensorfile.plan([_entry(n, t) for n, t in tensors.items()])
+        parts = [memoryview(header)]
+        parts += [
+            t.reshape(-1).view(torch.uint8).numpy().data for t in tensors.values() if t.numel()
+        ]
+        sha = _write_file(self._directory / f"{name}.safetensors", parts)
+        text = json.dumps({**manifest, "sha256": sha, "bytes": size}).encode()
+        _write_file(self._directory / f"{name}.json", [memoryview(text)])
+        self._clean()
+
+    def _clean(self) -> None:
+        manifests = sorted(self._directory.glob("checkpoint-*.json"))
+        kept = {path.stem for path in manifests[-self._keep :]}
+        for path in self._directory.glob("checkpoint-*"):
+            if path.name.partition(".")[0] not in kept:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+
+    # ------------------------------------------------------------ reading
+
+    def newest(self) -> Manifest | None:
+        """
+        The newest intact checkpoint of this model; others are skipped, each with a message.
+        """
+        for path in sorted(self._directory.glob("checkpoint-*.json"), reverse=True):
+            try:
+                return self._read(path)
+            except (OSError, ValueError, KeyError, TypeError, StorageError) as error:
+                log.warning("checkpoint %s is skipped: %s", path.name, error)
+        return None
+
+    def _read(self, path: Path) -> Manifest:
+        data = json.loads(path.read_bytes())
+        if data["digest"] != self._digest:
+            raise StorageError("it belongs to another model")
+        tensors = path.with_suffix(".safetensors")
+        size = tensors.stat().st_size
+        if size != data["bytes"]:
+            raise StorageError(f"{tensors.name} has {size} bytes, expected {data['bytes']}")
+        with tensors.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != data["sha256"]:
+            raise StorageError(
+                f"{tensors.name} has SHA-256 {found[:16]}…, expected {data['sha256'][:16]}…"
+            )
+        return Manifest(
+            path=tensors,
+            local_step=int(data["local_step"]),
+            global_step=int(data["global_step"]),
+            facts=data["facts"],
+            tree=data["tree"],
+        )
+
+    def load(self, manifest: Manifest, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        """
+        Restore model, optimizers and random state.
+
+        Beside them, memory for the optimizers' state and the largest tensor is enough: never more
+        than the checkpoint's size.
+
+        Raises:
+            ConfigError: the optimizers differ from those that were saved.
+            DamagedError: the file is not what was verified.
+        """
+        with manifest.path.open("rb", buffering=0) as file:
+            reader = _TensorReader(file)
+            tree = dict(manifest.tree["dict"])
+            saved = unpack(tree["optimizers"], reader)
+            if len(saved) != len(optimizers):
+                raise ConfigError(
+                    f"the checkpoint has {len(saved)} optimizers, this run {len(optimizers)}"
+                )
+            random_state = unpack(tree["random"], reader)
+            named = dict(_model_tensors(model))
+            targets = [(named[name], saved_at) for name, saved_at in tree["model"]["dict"]]
+            try:
+                for optimizer, state in zip(optimizers, saved, strict=True):
+                    optimizer.load_state_dict(state)
+            except ValueError as error:
+                raise ConfigError(
+                    f"the checkpoint's optimizer does not match this one: {error}"
+                ) from None
+            with torch.no_grad():
+                for tensor, saved_at in targets:
+                    tensor.copy_(unpack(saved_at, reader))
+        _restore_random(random_state)
+
+
+# ---------------------------------------------------------------- what is saved
+
+
+def _state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
+    return {
+        "model": dict(_model_tensors(model)),
+        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "random": _random(),
+    }
+
+
+def _model_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer once, including buffers that state_dict omits."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
+def _random() -> dict[str, Any]:
+    numpy_state: Any = np.random.get_state(legacy=False)
+    key = numpy_state["state"].get("key")
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "python": random.getstate(),
+        "numpy": None if key is None else {
+            "key": torch.from_numpy(key.astype(np.int64)),
+            "pos": int(numpy_state["state"]["pos"]),
+            "has_gauss": int(numpy_state["has_gauss"]),
+            "gauss": float(numpy_state["gauss"]),
+        },
+    }  # fmt: skip
+
+
+def _restore_random(state: dict[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if (
+        state["cuda"]
+        and torch.cuda.is_available()
+        and len(state["cuda"]) == torch.cuda.device_count()
+    ):
+        torch.cuda.set_rng_state_all(state["cuda"])
+    random.setstate(state["python"])
+    if state["numpy"] is not None:
+        n = state["numpy"]
+        key = n["key"].numpy().astype(np.uint32)
+        np.random.set_state(("MT19937", key, n["pos"], n["has_gauss"], n["gauss"]))
+
+
+# ---------------------------------------------------------------- trees without pickle
+
+
+def pack(value: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
+    """
+    Convert a tree of plain values to JSON values; move its tensors to `tensors`.
+
+    Raises:
+        ConfigError: a value that is neither plain nor a tensor.
+    """
+    if isinstance(value, torch.Tensor):
+        tensors[path] = value
+        return {"tensor": path}
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return {
+            "dict": [[pack(k, tensors), pack(v, tensors, f"{path}/{k}")] for k, v in value.items()]
+        }
+    if isinstance(value, list | tuple):
+        kind = "list" if isinstance(value, list) else "tuple"
+        return {kind: [pack(v, tensors, f"{path}/{i}") for i, v in enumerate(value)]}
+    raise ConfigError(
+        f"checkpoint: {path} is a {type(value).__name__}; only tensors and plain values can be saved"
+    )
+
+
+def unpack(value: Any, tensors: Mapping[str, torch.Tensor] | _TensorReader) -> Any:
+    """The inverse of `pack`."""
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind == "dict":
+        return {unpack(k, tensors): unpack(v, tensors) for k, v in inner}
+    items = [unpack(v, tensors) for v in inner]
+    return items if kind == "list" else tuple(items)
+
+
+# ---------------------------------------------------------------- files
+
+
+class _TensorReader:
+    """Reads tensors of a checkpoint one at a time, each into memory of its own."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        size = os.fstat(file.fileno()).st_size
+        head = bytearray(8)
+        self._fill(memoryview(head), at=0)
+        head += bytes(min(int.from_bytes(head, "little"), max(0, size - 8)))
+        self._fill(memoryview(head), at=0)
+        self._entries = tensorfile.parse(head, size)
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        entry = self._entries[name]
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        if entry.hi > entry.lo:
+            self._fill(tensor.reshape(-1).view(torch.uint8).numpy().data, at=entry.lo)
+        return tensor
+
+    def _fill(self, memory: memoryview, *, at: int) -> None:
+        done = 0
+        while done < len(memory):
+            count = os.preadv(self._file.fileno(), [memory[done:]], at + done)
+            if count == 0:
+                raise DamagedError(f"checkpoint: the file ends at byte {at + done}")
+            done += count
+
+
+def _entry(name: str, tensor: torch.Tensor) -> Entry:
+    dtype = dtype_name(tensor)
+    if dtype not in DTYPES:
+        raise ConfigError(
+            f"checkpoint: {name} has dtype {dtype}, expected one of {', '.join(DTYPES)}"
+        )
+    return Entry(name=name, dtype=dtype, shape=tuple(tensor.shape))
+
+
+def _write_file(path: Path, parts: Sequence[memoryview]) -> str:
+    """Write a file durably; returns its SHA-256."""
+    sha = hashlib.sha256()
+    with files.replacing(path, durable=True) as fd:
+        for part in parts:
+            for lo in range(0, len(part), PIECE_BYTES):
+                piece = part[lo : lo + PIECE_BYTES]
+                sha.update(piece)
+                files.write_all(fd, piece)
+    return sha.hexdigest()

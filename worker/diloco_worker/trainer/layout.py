@@ -1,0 +1,236 @@
+"""
+The named tensors of a torch model, and copies between its parameters and flat fp32 memory.
+
+Trained: every parameter that requires a gradient, once, even if it is tied. Constant: frozen
+parameters and persistent buffers; they are the same in all learners and are never merged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from diloco.errors import ConfigError, DamagedError
+from diloco.model import tensorfile
+from diloco.model.fragments import Fragment, Layout, Tensor
+
+F32 = npt.NDArray[np.float32]
+U8 = npt.NDArray[np.uint8]
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+"""A parameter, and its view of the memory."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """A tensor of the model and its description."""
+
+    tensor: torch.Tensor
+    info: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelTensors:
+    """The trained and the constant tensors of a model; both sorted by name."""
+
+    trained: tuple[Named, ...]
+    constants: tuple[Named, ...]
+
+
+def describe(model: nn.Module) -> ModelTensors:
+    """
+    Find every tensor of a model once.
+
+    A tensor with several names (tied weights) gets the first of them in alphabetical order; the
+    others are its aliases.
+
+    Raises:
+        ConfigError: nothing is trained, or a tensor cannot be merged.
+    """
+    model = getattr(
+        model, "_orig_mod", model
+    )  # torch.compile wraps the model; the names of the user are inside
+    embeddings = {
+        _key(module.weight)
+        for module in model.modules()
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag)
+    }
+    names: dict[object, list[str]] = {}
+    tensors: dict[object, torch.Tensor] = {}
+    for name, tensor in _reachable(model):
+        key = _key(tensor)
+        names.setdefault(key, []).append(name)
+        # Of several tensors that share memory, the trained one represents all.
+        if key not in tensors or tensor.requires_grad:
+            tensors[key] = tensor
+    trained: list[Named] = []
+    constants: list[Named] = []
+    for key, tensor in tensors.items():
+        name, *aliases = sorted(set(names[key]))
+        info = Tensor(
+            name=name,
+            shape=tuple(tensor.shape),
+            dtype=dtype_name(tensor),
+            embedding=key in embeddings,
+            aliases=tuple(aliases),
+        )
+        (trained if tensor.requires_grad else constants).append(Named(tensor=tensor, info=info))
+    _check(trained, constants)
+    return ModelTensors(
+        trained=tuple(sorted(trained, key=lambda n: n.info.name)),
+        constants=tuple(sorted(constants, key=lambda n: n.info.name)),
+    )
+
+
+def _reachable(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every name of every parameter and persistent buffer."""
+    for name, value in model.state_dict(keep_vars=True).items():
+        if isinstance(value, torch.Tensor):
+            yield name, value
+    yield from model.named_parameters(remove_duplicate=False)
+
+
+def _key(tensor: torch.Tensor) -> object:
+    """Equal for tensors that share all of their memory."""
+    if tensor.numel() == 0 or tensor.device.type == "meta":
+        return id(tensor)
+    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _check(trained: list[Named], constants: list[Named]) -> None:
+    if not trained:
+        raise ConfigError(
+            "the model has no parameter that requires a gradient; there is nothing to train"
+        )
+    problems = [
+        f"parameter {n.info.name} has dtype {n.info.dtype}; only real floating point can be merged"
+        for n in trained
+        if not n.tensor.is_floating_point()
+    ]
+    problems += [
+        f"{n.info.name} is on the meta device; give it memory before Learner.connect"
+        for n in (*trained, *constants)
+        if n.tensor.device.type == "meta"
+    ]
+    problems += [
+        f"constant {n.info.name} has dtype {n.info.dtype}; expected one of {', '.join(tensorfile.DTYPES)}"
+        for n in constants
+        if n.info.dtype not in tensorfile.DTYPES
+    ]
+    if problems:
+        raise ConfigError("model: " + "; ".join(problems))
+
+
+class Copier:
+    """
+    Copies fragments between a model's parameters and flat memory.
+
+    Args:
+        tensors: of the model.
+        layout: the fragments.
+    """
+
+    def __init__(self, tensors: ModelTensors, layout: Layout) -> None:
+        self._by_name = {n.info.name: n.tensor for n in tensors.trained}
+        self._constants = tensors.constants
+        self._layout = layout
+        self._host: list[list[_Pair]] = []
+        self._inbox: list[list[_Pair]] = []
+
+    def attach(self, hosts: Sequence[F32], inboxes: Sequence[F32]) -> None:
+        """Set the host copies and inboxes of all fragments; call this before copying."""
+        self._host = [self._pairs(f, m) for f, m in zip(self._layout.fragments, hosts, strict=True)]
+        self._inbox = [
+            self._pairs(f, m) for f, m in zip(self._layout.fragments, inboxes, strict=True)
+        ]
+
+    def copy_out(self, fragment: int) -> None:
+        """Write the fragment's parameters to its host copy as fp32."""
+        with torch.no_grad():
+            for parameter, view in self._host[fragment]:
+                view.copy_(parameter)
+
+    def copy_in(self, fragment: int) -> None:
+        """
+        Overwrite the fragment's parameters with its inbox.
+
+        Values that a parameter cannot hold exactly (bf16) are written back to the inbox: it is the
+        base of the next delta, which must not contain this rounding.
+        """
+        with torch.no_grad():
+            for parameter, view in self._inbox[fragment]:
+                parameter.copy_(view)
+                if parameter.dtype not in (torch.float32, torch.float64):
+                    view.copy_(parameter)
+
+    def _pairs(self, fragment: Fragment, memory_N: F32) -> list[_Pair]:
+        flat = torch.from_numpy(memory_N)
+        return [
+            (
+                self._by_name[slot.tensor.name],
+                flat[slot.offset : slot.offset + slot.tensor.elements].view(slot.tensor.shape),
+            )
+            for slot in fragment.slots
+        ]
+
+    # ------------------------------------------------------------ constants
+
+    def constants_bytes(self) -> int:
+        """Size of the constants as a safetensors file."""
+        return tensorfile.plan(self._entries())[2]
+
+    def constants_out(self, memory: U8) -> None:
+        """Write the constants as a safetensors file."""
+        header, entries, size = tensorfile.plan(self._entries())
+        memory[: len(header)] = np.frombuffer(header, np.uint8)
+        flat = torch.from_numpy(memory[:size])
+        for named, entry in zip(self._constants, entries, strict=True):
+            if entry.hi > entry.lo:
+                flat[entry.lo : entry.hi].copy_(as_bytes(named.tensor))
+
+    def constants_in(self, memory: U8) -> None:
+        """
+        Overwrite the constants from a safetensors file.
+
+        Raises:
+            DamagedError: it is not one, or its tensors do not match the model's.
+        """
+        if not self._constants:
+            return
+        entries = tensorfile.parse(memory.data, memory.size)
+        flat = torch.from_numpy(memory)
+        for named in self._constants:
+            entry = entries.get(named.info.name)
+            if entry is None or (entry.dtype, entry.shape) != (named.info.dtype, named.info.shape):
+                raise DamagedError(
+                    f"constants: {named.info.name} came as {entry}, expected {named.info.dtype} {named.info.shape}"
+                )
+            from_bytes(flat[entry.lo : entry.hi], named.tensor)
+
+    def _entries(self) -> list[tensorfile.Entry]:
+        return [
+            tensorfile.Entry(name=n.info.name, dtype=n.info.dtype, shape=n.info.shape)
+            for n in self._constants
+        ]
+
+
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The element type as `diloco.model.tensorfile.DTYPES` names it: "bfloat16"."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a tensor as a flat uint8 tensor on the CPU; shares memory if possible."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def from_bytes(data: torch.Tensor, out: torch.Tensor) -> None:
+    """Overwrite a tensor with the values of `as_bytes`, at any alignment."""
+    with torch.no_grad():
+        # clone: a view of another dtype needs an aligned address.
+        out.copy_(data.clone().view(out.dtype).reshape(out.shape))

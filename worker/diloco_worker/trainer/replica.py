@@ -1,0 +1,85 @@
+"""
+The model of this learner and its copies in the memory that it shares with the link.
+
+It only copies: `core.trainer` decides what to copy, and with which counters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from diloco.model.fragments import cut
+from diloco.spec import RunSpec
+from diloco_worker.core.ledger import HostCopy
+from diloco_worker.ipc.shared_memory import SharedMemory
+from diloco_worker.trainer.layout import Copier, describe
+
+
+class Replica:
+    """
+    A model, cut into the job's fragments.
+
+    Args:
+        model: on its device.
+        spec: defines how to cut it.
+
+    Raises:
+        ConfigError: the model cannot be cut this way, or has a tensor that cannot be merged.
+        OSError: the machine has too little memory for the copies.
+    """
+
+    def __init__(self, model: nn.Module, spec: RunSpec) -> None:
+        tensors = describe(model)
+        self.layout = cut(
+            [n.info for n in tensors.trained],
+            num_fragments=spec.fragments,
+            constants=[n.info for n in tensors.constants],
+            average=spec.average_parameters,
+        )
+        fragments = range(len(self.layout.fragments))
+        self._copier = Copier(tensors, self.layout)
+        self.shared = SharedMemory.create(
+            self.layout, constants_bytes=self._copier.constants_bytes()
+        )
+        self._copier.attach(
+            [self.shared.host(p) for p in fragments], [self.shared.inbox(p) for p in fragments]
+        )
+
+    def apply_model(self, fragments: Sequence[int]) -> None:
+        """Overwrite the constants, and these fragments from their inboxes."""
+        self._copier.constants_in(self.shared.constants)
+        for fragment in fragments:
+            self.apply(fragment)
+
+    def apply(self, fragment: int) -> None:
+        """Overwrite a fragment from its inbox."""
+        self._copier.copy_in(fragment)
+
+    def copy_model(self, copies: Sequence[HostCopy]) -> None:
+        """
+        Write every host copy and the constants; waits for the link where it holds a lock.
+
+        Args:
+            copies: by fragment.
+        """
+        for fragment, copy in enumerate(copies):
+            with self.shared.lock(fragment):
+                self._copy(fragment, copy)
+        self._copier.constants_out(self.shared.constants)
+
+    def try_copy(self, fragment: int, copy: HostCopy) -> bool:
+        """Write one host copy; False, without waiting, while the link holds its lock."""
+        with self.shared.try_lock(fragment) as held:
+            if held:
+                self._copy(fragment, copy)
+        return held
+
+    def close(self) -> None:
+        """Release the shared memory."""
+        self.shared.close()
+
+    def _copy(self, fragment: int, copy: HostCopy) -> None:
+        self._copier.copy_out(fragment)
+        self.shared.set_host_copy(fragment, copy)
