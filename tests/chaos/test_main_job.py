@@ -14,6 +14,11 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500)]
 
 STEPS = 900
 TIMEOUT_SECONDS = 1200.0
+LOSS_TOLERANCE = 1.02
+"""
+Undisturbed runs alone end between 1.528 and 1.545 (1.1 %), since which reports meet in a merge depends on
+the scheduler. 1 % of a single one would fail in one of ten runs, also when the disturbed model is better.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +68,10 @@ def test_a_run_leaves_all_of_its_files(undisturbed):
     assert losses[-1] < 0.75 * losses[0], "the validation loss falls"
 
 
-def test_the_disturbed_run_ends_at_t_with_the_same_loss(undisturbed, disturbed):
+def test_the_disturbed_run_ends_at_t_with_a_model_as_good(undisturbed, disturbed):
     assert disturbed.step() == STEPS
     assert json.loads((disturbed.dir / "model/model.json").read_text())["step"] == STEPS
-    assert final_loss(disturbed) == pytest.approx(final_loss(undisturbed), rel=0.01)
+    assert final_loss(disturbed) <= LOSS_TOLERANCE * final_loss(undisturbed)
 
 
 def test_both_audits_are_clean(undisturbed, disturbed):
