@@ -131,12 +131,12 @@ def all_of_it(audits: str) -> Counter[str]:
 
 
 def fast() -> list[Group]:
-    """Unit tests that start no programs, in two halves."""
-    first = ("agent", "charts", "cli", "job", "local", "operator")
-    chosen = ("-m", "not slow", "--durations=0", "--durations-min=3")
+    """Unit tests that start no programs, with a tenth of the examples of properties, in two halves."""
+    first = ("agent", "charts", "cli", "job", "local", "operator", "sim")
+    chosen = ("-m", "not slow", "--hypothesis-profile=fast", "--durations=10")
     unit = [f"tests/unit/{folder}" for folder in first]
     return [
-        pytest("operator and command line", *chosen, *unit),
+        pytest("operator, command line, simulator", *chosen, *unit),
         pytest("the others", *chosen, "tests/unit", *(f"--ignore={path}" for path in unit)),
     ]
 

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[3]
 EVERYTHING = ROOT / "tests/golden/everything.yaml"
 EXAMPLE = ROOT / "examples/01-text/job.yaml"

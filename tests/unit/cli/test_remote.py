@@ -367,6 +367,7 @@ def test_logs_make_a_run_directory(tmp_path, kubectl):
     assert json.loads((run / "learners/eu-0/steps.jsonl").read_text())["tokens"] == 100
 
 
+@pytest.mark.slow
 def test_what_logs_fetched_can_be_reported_and_audited(tmp_path, kubectl):
     run = tmp_path / "run"
     diloco(kubectl, "logs", "a", "--to", run)
@@ -379,6 +380,7 @@ def test_what_logs_fetched_can_be_reported_and_audited(tmp_path, kubectl):
     assert (run / "report.html").exists()
 
 
+@pytest.mark.slow
 def test_the_status_of_a_fetched_run_refers_to_the_cluster(tmp_path, kubectl):
     diloco(kubectl, "logs", "a", "--to", tmp_path / "run")
     asked = diloco(kubectl, "status", "--dir", tmp_path / "run")

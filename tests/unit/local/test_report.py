@@ -284,6 +284,7 @@ def test_losses_of_zero_and_below_are_drawn_too(tmp_path: Path):
     write_report(tmp_path)
 
 
+@pytest.mark.slow
 def test_many_steps_are_thinned_out_and_keep_their_sum(tmp_path: Path):
     path = tmp_path / "learners" / "eu-0" / "steps.jsonl"
     path.parent.mkdir(parents=True)
@@ -298,6 +299,7 @@ def test_many_steps_are_thinned_out_and_keep_their_sum(tmp_path: Path):
     assert run.tokens == 4_500_000
 
 
+@pytest.mark.slow
 def test_sixty_four_learners_fit_on_the_page(tmp_path: Path):
     FakeRun(tmp_path / "run", learners=64, steps=60).write()
     write_report(tmp_path / "run")

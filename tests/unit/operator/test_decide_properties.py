@@ -20,8 +20,9 @@ from diloco_testing.kubernetes.operated_job import (
     manifest,
     set_ready,
 )
+from diloco_testing.properties import examples
 
-SLOWLY = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOWLY = settings(suppress_health_check=[HealthCheck.too_slow])
 
 # ------------------------------------------------------------------------------ jobs
 
@@ -227,7 +228,7 @@ EVERYTHING = manifest(
 PLACES = sorted((path for path in paths(EVERYTHING["spec"])), key=repr)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=examples(300))
 @given(changed=st.lists(st.tuples(st.sampled_from(PLACES), json_values), max_size=3), scope=views)
 def test_any_spec_gives_children_or_a_clear_condition(changed, scope):
     job = copy.deepcopy(EVERYTHING)
@@ -258,7 +259,7 @@ def test_any_spec_gives_children_or_a_clear_condition(changed, scope):
         assert world.condition("Accepted")["message"]
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=examples(200))
 @given(status=json_values, syncer=st.sampled_from(["answer", "unreachable", "none"]))
 def test_any_status_may_stand_there(status, syncer):
     world = OperatedJob()

@@ -13,6 +13,7 @@ from diloco_job.types import API_VERSION, KIND, DiLoCoJob
 from diloco_operator.resources import Owner, Wanted, desired
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_testing.manifests.generated import jobs
+from diloco_testing.properties import examples
 
 OWNER = Owner(namespace="ml", uid="7f")
 DNS_LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
@@ -38,7 +39,7 @@ def has_null(value):
     return value is None or (isinstance(value, list) and any(map(has_null, value)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(100))
 @given(cases())
 def test_every_child_is_named_labelled_owned_and_marked(case):
     job, scope, wanted = case
@@ -63,7 +64,7 @@ def test_every_child_is_named_labelled_owned_and_marked(case):
     assert len({(child["kind"], child["metadata"]["name"]) for child in made}) == len(made)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(cases())
 def test_the_same_job_gives_the_same_bytes(case):
     job, scope, wanted = case
@@ -72,7 +73,7 @@ def test_the_same_job_gives_the_same_bytes(case):
     assert json.dumps(first) == json.dumps(second)
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(cases())
 def test_selectors_pick_the_pods_of_their_own_workload_and_of_no_other(case):
     job, scope, wanted = case
@@ -89,7 +90,7 @@ def test_selectors_pick_the_pods_of_their_own_workload_and_of_no_other(case):
         assert picked == [child["metadata"]["name"]]
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(cases())
 def test_every_spec_that_a_pod_mounts_is_there(case):
     job, scope, wanted = case
@@ -152,7 +153,7 @@ MODELS = {
 @pytest.mark.skipif(
     not hasattr(k8s.V1Pod, "model_validate"), reason="clients before 37 have no types to check by"
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=examples(50))
 @given(cases())
 def test_every_field_is_one_that_kubernetes_knows(case):
     job, scope, wanted = case

@@ -12,11 +12,12 @@ from diloco.codec import formats, frames, kernels
 from diloco.errors import ConfigError, DamagedError, NotFiniteError, ProtocolError
 from diloco.model.fragments import BLOCK, Tensor, cut
 from diloco.spec import UP_FORMATS
+from diloco_testing.properties import examples
 
 SCALED = {formats.INT8: 127, formats.INT4: 7}
 NUMBERS = (formats.FP32, formats.BF16, formats.INT8, formats.INT4)
 LARGEST = float(np.uint32(0x7F7F7FFF).view(np.float32))  # the next float rounds to a bf16 infinity
-quickly = settings(deadline=None, max_examples=60)  # the first call of a kernel compiles it
+quickly = settings(max_examples=examples(60))
 
 finite = st.floats(-LARGEST, LARGEST, width=32)
 vectors = st.integers(1, 4).flatmap(

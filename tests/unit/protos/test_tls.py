@@ -187,6 +187,7 @@ def test_an_unknown_name(authority):
     assert_explained(error_at(7070, authority.make(), host="nowhere.invalid"), "NameUnknown")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.0, 30.0], ids=["call", "connection"])
 @pytest.mark.parametrize("encrypted", [True, False])
 def test_a_silent_server(authority, seconds, encrypted):
@@ -195,6 +196,7 @@ def test_a_silent_server(authority, seconds, encrypted):
         assert_explained(error_at(silent.getsockname()[1], given, seconds=seconds), "DialTimeout")
 
 
+@pytest.mark.slow
 def test_packets_without_an_answer(authority):
     with contextlib.ExitStack() as stack:
         full = stack.enter_context(socket.socket())

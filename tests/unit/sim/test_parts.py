@@ -164,6 +164,7 @@ def test_an_acknowledged_request_is_never_lost_and_a_world_repeats_itself(seed):
     assert World(sample(seed)).clock.digest == world.clock.digest
 
 
+@pytest.mark.slow
 def test_a_defect_is_found_by_a_seed_and_shrinks_to_the_faults_that_show_it():
     for seed in range(200):
         description = sample(seed, eager=True)

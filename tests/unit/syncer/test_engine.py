@@ -16,6 +16,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.delivery import LEAST_BYTES_PER_SECOND, START_SECONDS
 from diloco_syncer.core.engine import HEARTBEAT_SECONDS, LATE_HEARTBEATS, Engine
+from diloco_testing.properties import examples
 from diloco_testing.syncers.virtual_job import VirtualJob
 
 
@@ -439,8 +440,7 @@ histories = st.lists(
 
 
 @settings(
-    max_examples=100,
-    deadline=None,
+    max_examples=examples(100),
     suppress_health_check=[HealthCheck.too_slow],
     phases=[Phase.explicit, Phase.generate],
 )

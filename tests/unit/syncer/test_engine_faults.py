@@ -83,6 +83,7 @@ def logged(world, event):
     return [line for line in map(json.loads, world.lines) if line["event"] == event]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", ["mute", "trickle", "nan"])
 def test_one_of_eight_that_does_not_deliver_costs_the_others_less_than_2_percent_of_their_merges(
     fault,
@@ -118,6 +119,7 @@ def test_the_back_off_between_probes_grows_up_to_its_maximum():
     assert pauses[-1] == MOST_BACKOFF_SECONDS
 
 
+@pytest.mark.slow
 def test_a_mute_learner_is_probed_less_and_less_often():
     world = job_of(mute=["eu/3"])
     world.run(1500, most_events=10**7)

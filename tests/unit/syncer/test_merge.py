@@ -18,6 +18,7 @@ from diloco_syncer.core.contribution import ContributionError
 from diloco_syncer.core.outer import OuterOptimizer, weight
 from diloco_syncer.merging.arithmetic import MergeResult
 from diloco_syncer.merging.blend import merge_slot
+from diloco_testing.properties import examples
 from diloco_testing.syncers.merging import (
     F32,
     PLAIN,
@@ -124,7 +125,7 @@ def test_downloads_hold_the_new_parameters_in_the_down_format(down):
     assert result.encoded_bytes == sizes
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=examples(12))
 @given(
     order=st.permutations(range(5)),
     shuffle=st.integers(0, 2**32),
@@ -175,7 +176,7 @@ parameters = hnp.arrays(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(200))
 @given(theta_N=parameters, local_N=parameters, merge=st.sampled_from(["Average", "Radial"]))
 @pytest.mark.parametrize("nesterov", [False, True])
 def test_one_learner_without_momentum_gets_back_what_it_reported(theta_N, local_N, merge, nesterov):
@@ -250,7 +251,7 @@ def test_zero_deltas_of_all_learners_leave_only_the_momentum():
     assert result.delta_norm == 0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60))
 @given(st.lists(st.integers(-44, 37), min_size=2, max_size=6))
 def test_lengths_of_any_size_meet_without_overflow(exponents):
     rows = [np.float32(10.0**e) * values_of(ONE, seed=e + 50, size=0.1) for e in exponents]

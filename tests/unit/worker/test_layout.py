@@ -63,6 +63,7 @@ def test_parameters_that_share_memory_are_a_single_tensor():
     ]
 
 
+@pytest.mark.slow
 def test_a_compiled_model_has_the_tensor_names_of_the_original():
     assert [n.info.name for n in describe(torch.compile(nn.Linear(2, 2))).trained] == [
         "bias",
