@@ -97,7 +97,7 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class AwaitCheckpoint:
-    """Wait until the checkpoint that is being written is durable."""
+    """Wait until the checkpoint that is being written is durable, or its disk hangs."""
 
 
 @dataclass(frozen=True, slots=True)
