@@ -11,7 +11,8 @@ The order of every sum is written down (codec/kernels.py): the same bytes on eve
 architecture.
 
 Shape letters used in this file:
-    N = elements of one segment, M = members, T = elements of one tile of it, G = GROUP
+    N = elements of one segment, M = members, T = elements of one tile of it,
+    G = GROUP, B = BLOCK: lanes of a sum of squares
 """
 
 from __future__ import annotations
@@ -33,7 +34,6 @@ from diloco.v1 import bulk_pb2
 __all__ = ["PAYLOAD", "merge_average", "merge_radial", "read_only", "square_sum", "step"]
 
 TILE = 1 << 14
-LONG_TILE = 1 << 16  # if nothing is decoded: fewer changes from stream to stream
 GROUP = 4
 STRIP = 1 << 9  # what several loops read one after the other stays in the first cache
 
@@ -79,14 +79,6 @@ def _values(payload: Any, start: Any, scratch_T: Any) -> Any:
         pairs = carray(_pointer(payload.values + start // 2), size // 2, np.uint8)
         codec.decode_int4(pairs, scales, scratch_T)
     return scratch_T
-
-
-@kernel
-def _tile(payloads_M: Any) -> Any:
-    for m in range(payloads_M.size):
-        if payloads_M[m].format != _FP32:
-            return TILE
-    return LONG_TILE
 
 
 @kernel
@@ -237,13 +229,12 @@ def merge_average(
     Returns:
         Σ Δ², and how many blocks of Θ the payload cannot hold.
     """
-    tile = _tile(payloads_M)
-    scratch_GT = np.empty((GROUP, tile), np.float32)
+    scratch_GT = np.empty((GROUP, TILE), np.float32)
     lanes_MB, lanes_B = np.zeros((payloads_M.size, BLOCK)), np.zeros(BLOCK)
     one = np.float32(1)
     bad = 0
-    for lo in range(0, theta_N.size, tile):
-        new_theta_T, new_momentum_T = new_theta_N[lo : lo + tile], new_momentum_N[lo : lo + tile]
+    for lo in range(0, theta_N.size, TILE):
+        new_theta_T, new_momentum_T = new_theta_N[lo : lo + TILE], new_momentum_N[lo : lo + TILE]
         _zero(new_momentum_T)
         n = max(0, min(new_theta_T.size, used - lo))
         _zero(new_theta_T[n:])
@@ -262,7 +253,7 @@ def merge_average(
             from_delta,
             from_momentum,
         )
-        bad += _encode(new_theta_T, encoded_N[lo : lo + tile])
+        bad += _encode(new_theta_T, encoded_N[lo : lo + TILE])
     _lane_sums(lanes_MB, squares_M)
     return codec.lane_sum(lanes_B), bad
 
