@@ -5,7 +5,6 @@ does not train.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from diloco.journal import reader
 from diloco.model.fragments import Layout
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import Ledger
@@ -234,7 +234,5 @@ def children(pid: int) -> list[int]:
 
 
 def json_lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSON-lines file."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().rpartition("\n")[0].splitlines()]
+    """The whole lines of a journal in all its parts, the oldest first."""
+    return list(reader.read(path))

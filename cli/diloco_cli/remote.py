@@ -32,7 +32,7 @@ STATE = "/var/lib/diloco"
 SPEC = "/etc/diloco/spec"
 """Mount path of the RunSpec."""
 
-LOGS = ("events.*.jsonl", "events.jsonl", "eval.jsonl")
+LOGS = ("events.*.jsonl", "events.jsonl", "eval.*.jsonl", "eval.jsonl")
 MODEL = ("model/model.json", "model/model.safetensors")
 STEPS = ("steps.*.jsonl", "steps.jsonl")
 

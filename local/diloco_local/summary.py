@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from datetime import datetime
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from diloco.journal import reader
 from diloco.runtime import formatting
 from diloco_agent.processes import Command, Processes
 from diloco_agent.restarts import exit_cause
@@ -96,14 +96,12 @@ def summary(rundir: RunDir, policy: Policy, status: dict[str, Any]) -> list[str]
 
 
 def evaluations(file: Path) -> list[tuple[int, float]]:
-    """(step, loss) of every complete line of eval.jsonl, in order of steps."""
-    scores = {}
-    for line in file.read_text().splitlines() if file.exists() else ():
-        try:
-            entry = json.loads(line)
-        except ValueError:
-            continue  # truncated by a crash
-        scores[int(entry["step"])] = float(entry["loss"])
+    """(step, loss) of every score in eval.jsonl and its older part, in order of steps."""
+    scores = {
+        int(score["step"]): float(score["loss"])
+        for score in reader.read(file)
+        if "step" in score and "loss" in score
+    }
     return sorted(scores.items())
 
 

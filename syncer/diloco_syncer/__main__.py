@@ -30,7 +30,7 @@ from diloco_syncer.metrics import Metrics
 from diloco_syncer.refusals import Refusals
 from diloco_syncer.rpc.authorizer import Authorizer
 from diloco_syncer.rpc.bulk import BulkService
-from diloco_syncer.rpc.control import ControlService
+from diloco_syncer.rpc.control import EVALUATIONS_PART_BYTES, ControlService
 from diloco_syncer.rpc.door import Door
 from diloco_syncer.runner import Runner
 from diloco_syncer.state import State
@@ -106,8 +106,11 @@ def _run(given: settings.Settings) -> int:
     )  # fmt: skip
     authorizer = Authorizer(job=spec.job, tls=tls is not None)
     door = Door(spec, Refusals(runner.record))
+    scores = BackgroundWriter(
+        JournalWriter(given.directory / "eval.jsonl"), part_bytes=EVALUATIONS_PART_BYTES
+    )
     control = ControlService(
-        runner, JournalWriter(given.directory / "eval.jsonl"), authorizer, door,
+        runner, scores, authorizer, door,
         # Below a number in events.jsonl, a fresh learner would be refused as a replaced one.
         next_incarnation=partial(store.next_incarnation, at_least=newest),
     )  # fmt: skip
@@ -127,6 +130,7 @@ def _run(given: settings.Settings) -> int:
         log.info("ending: last snapshot")
     grpc_server.stop(STOP_SECONDS).wait()
     runner.stop()
+    scores.close()
     events.close()
     if runner.failure is not None:
         make_durable(events.path)

@@ -226,6 +226,38 @@ def test_sigterm_leaves_cleanly_with_a_checkpoint_that_the_next_process_loads(en
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_a_learner_that_loads_its_checkpoint_first_receives_what_was_merged_since(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        merged = np.where(syncer.theta[0] != 0, 0.25, 0).astype(np.float32)
+        syncer.step = 40
+        syncer.open()
+        step_until(lambda: learner.step_index == 40, learner, model, opt)
+        syncer.commit(0, merged, round_=40)
+        step_until(lambda: holds(syncer, 0, model, merged), learner, model, opt)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert learner.done
+        # Fragment 1 is merged while nobody is there.
+        missed = np.where(syncer.theta[1] != 0, 0.125, 0).astype(np.float32)
+        syncer.theta[1], syncer.versions[1] = missed, (1, 44)
+        syncer.welcome = {"use_checkpoint": True}
+        seen = len(syncer.downloads)
+        again, model2, opt2 = connected(syncer, enter, seed=5)
+        with again:
+            for a, b in zip(model.parameters(), model2.parameters(), strict=True):
+                assert torch.equal(a, b), "the checkpoint is loaded"
+            syncer.open(0, 1)
+            step_until(
+                lambda: syncer.reports and 1 in syncer.reports[-1].offers, again, model2, opt2
+            )
+            upload = syncer.pull(1, round_=50)
+            assert (upload.header.base.epoch, upload.header.base.step) == (1, 44)
+            assert upload.header.content == bulk.DELTA
+            assert upload.header.steps < again.local_step, "counted since it was received"
+        fetched = [(wanted.fragment, wanted.round) for wanted in syncer.downloads[seen:]]
+        assert fetched == [(1, 0)], "and nothing that the checkpoint has"
+
+
 SCRIPT = """
 import os, sys, time, torch
 from torch import nn

@@ -286,6 +286,21 @@ def test_members_of_a_score_that_are_no_plain_numbers_are_left_out(tmp_path):
         assert found == {"tokens": 0, "accuracy": 0.5, "step": 1, "loss": 1.0}
 
 
+def test_the_scores_are_bounded_by_two_parts(tmp_path):
+    fresh = RealSyncer(tmp_path, make_spec())
+    fresh.dir.mkdir(parents=True)
+    before = b'{"step":0,"loss":5.0}\n'
+    (fresh.dir / "eval.jsonl").write_bytes(
+        before * (control.EVALUATIONS_PART_BYTES // len(before) + 1)
+    )
+    with fresh:
+        with grpc.insecure_channel(fresh.endpoint) as wire:
+            SyncerStub(wire).Evaluated(pb.Evaluation(step=1, loss=1.0), timeout=10)
+        [line] = (fresh.dir / "eval.jsonl").read_text().splitlines()
+        assert json.loads(line)["step"] == 1
+        assert (fresh.dir / "eval.1.jsonl").stat().st_size >= control.EVALUATIONS_PART_BYTES
+
+
 def test_a_flood_of_scores_does_not_fill_the_volume(tmp_path):
     with RealSyncer(tmp_path, make_spec()) as fresh:
         with grpc.insecure_channel(fresh.endpoint) as wire:

@@ -203,7 +203,7 @@ class JoinedTrainer:
         try:
             self._checkpoints.load(found, self._model, self._optimizers)
             loaded = self._core.checkpoint_loaded(found.facts, now=time.monotonic())
-        except (DilocoError, OSError, KeyError, RuntimeError) as error:
+        except (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError) as error:
             log.warning(
                 "cannot use checkpoint %s: %s; downloading the model instead",
                 found.path.name,

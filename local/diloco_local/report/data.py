@@ -129,7 +129,7 @@ def load(run_dir: Path) -> Run:
     events = list(objects(line for _, line in lines))
     spec, status = _object(run_dir / "spec.json"), _object(run_dir / "status.json")
     steps = _all_steps(run_dir / "learners")
-    scores = list(objects(_text(run_dir / "eval.jsonl").splitlines()))
+    scores = list(objects(line for _, line in _lines(run_dir / "eval.jsonl")))
 
     stamps = [t for e in (*events, *scores) if (t := _time(e)) is not None]
     stamps += [float(s.time[i]) for s in steps.values() if s.time.size for i in (0, -1)]

@@ -15,7 +15,7 @@ from datetime import UTC, datetime
 import grpc
 
 from diloco.errors import DilocoError, ProtocolError, UnavailableError
-from diloco.journal.writer import JournalWriter
+from diloco.journal.background import BackgroundWriter
 from diloco.rpc.status_codes import aborting
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer import sessions
@@ -35,6 +35,12 @@ QUEUED_MESSAGES = 32
 EVALUATIONS_PER_MINUTE = 120
 """Scores that are written; each is a line on the volume of the snapshots. Evaluators retry."""
 
+EVALUATIONS_PART_BYTES = 8 << 20
+"""Size of each of the two parts of eval.jsonl: about 50,000 scores."""
+
+EVALUATIONS_SECONDS = 5.0
+"""How long a reply waits until the disk has the score."""
+
 _QUERY_BYTES = 4096
 
 
@@ -51,7 +57,7 @@ class ControlService:
     """
 
     def __init__(
-        self, runner: Runner, evaluations: JournalWriter, authorizer: Authorizer, door: Door,
+        self, runner: Runner, evaluations: BackgroundWriter, authorizer: Authorizer, door: Door,
         *, next_incarnation: Callable[[], int],
     ) -> None:  # fmt: skip
         self._runner, self._evaluations, self._authorizer = runner, evaluations, authorizer
@@ -180,15 +186,16 @@ class ControlService:
                 return state.engine.tokens
 
             tokens = self._runner.ask(keep)
-            self._evaluations.append(
-                {
-                    "tokens": tokens,  # the current count, unless the evaluator knows that of `step`
-                    **score.detail,
-                    "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
-                    "step": score.step,
-                    "loss": score.loss,
-                }
-            )
+            line = {
+                "tokens": tokens,  # the current count, unless the evaluator knows that of `step`
+                **score.detail,
+                "time": datetime.now(UTC).isoformat(timespec="milliseconds"),
+                "step": score.step,
+                "loss": score.loss,
+            }
+            written = self._evaluations.append(line)
+            if not (written and self._evaluations.flush(EVALUATIONS_SECONDS)):
+                raise UnavailableError("the disk of the syncer does not take the score; retry")
             yield pb.EvaluatedReply()
 
     def _count_score(self) -> None:

@@ -120,7 +120,8 @@ class UploadReceiver:
             return self._begin(message, now)
         if message is not None:
             self._host.metrics.received(self._header.learner, len(message))
-        return self._checked(self._header, lambda: self._take(message, now))
+        header = self._header
+        return self._checked(header, lambda: self._take(header.learner, message, now))
 
     def resume(self, now: float) -> list[bytes]:
         """Continue if what `waiting` shows has happened; returns packed replies."""
@@ -174,7 +175,7 @@ class UploadReceiver:
         self._part.resume(now)
         return []
 
-    def _take(self, message: bytes | None, now: float) -> list[bytes]:
+    def _take(self, learner: str, message: bytes | None, now: float) -> list[bytes]:
         if self._part is None:
             raise AssertionError("a message before the header was accepted")
         if message is None:
@@ -183,6 +184,8 @@ class UploadReceiver:
         if chunk is not None:
             self._part.take(*chunk, now)
         elif self._chunks.again:
+            if self._chunks.damage:
+                log.warning("upload of %s: %s; requested again", learner, self._chunks.damage)
             return [reply(again=self._chunks.again)]
         elif self._chunks.complete:
             self._part.end(now)

@@ -6,7 +6,6 @@ No I/O and no waiting: a transfer that cannot proceed shows what it is `Waiting`
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
@@ -18,6 +17,7 @@ from google.protobuf.message import DecodeError, Message
 from diloco.codec import formats, frames
 from diloco.errors import DamagedError, ProtocolError, StaleEpochError, StaleIncarnationError
 from diloco.model.fragments import Fragment
+from diloco.runtime.formatting import shorten
 from diloco.spec import RunSpec
 from diloco.v1 import bulk_pb2 as bulk
 from diloco_syncer.attempts import Attempts
@@ -26,10 +26,11 @@ from diloco_syncer.metrics import Metrics
 from diloco_syncer.sessions import Sessions
 from diloco_syncer.state import Facts
 
-log = logging.getLogger(__name__)
-
 MOST_REPEATS = 3
 """How often missing or damaged chunks of one upload are requested again."""
+
+MOST_DETAIL = 500
+"""Characters of a log line that a peer chose parts of."""
 
 F32 = npt.NDArray[np.float32]
 M = TypeVar("M", bound=Message)
@@ -141,6 +142,10 @@ class Chunks:
         """What to request again after the last message."""
         self.complete = False
         """The sender has ended, and nothing is missing."""
+        self.damage = ""
+        """What to log about the chunks that were damaged since the last message `again`."""
+        self._damaged = 0
+        self._last_damage = ""
 
     def receive(self, message: bytes) -> tuple[int, memoryview] | None:
         """
@@ -154,8 +159,11 @@ class Chunks:
         try:
             envelope = frames.unpack(message)
         except DamagedError as error:
-            log.warning("upload: %s", error)
-            return None  # it is missing at the end and requested again
+            # Missing at the end, and requested again. A peer chooses how many there are, so they
+            # are logged together, once per repeat.
+            self._damaged += 1
+            self._last_damage = shorten(str(error), MOST_DETAIL)
+            return None
         if envelope.kind == frames.Kind.CHUNK:
             new = self._arrivals.received(envelope.index)
             return (envelope.index, envelope.payload) if new else None
@@ -172,6 +180,10 @@ class Chunks:
 
     def _end(self) -> None:
         missing = self._arrivals.missing()
+        self.damage = ""
+        if self._damaged:
+            self.damage = f"{self._damaged} damaged chunks, the last: {self._last_damage}"
+            self._damaged = 0
         if missing and self._repeats == MOST_REPEATS:
             raise DamagedError(
                 f"chunks {list(missing[:8])} were still missing or damaged after "

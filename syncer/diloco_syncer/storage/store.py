@@ -31,8 +31,9 @@ import numpy as np
 from diloco.errors import DamagedError, StorageError
 from diloco.model.tensorfile import Entry, parse
 from diloco.runtime import files
-from diloco.runtime.disk import LOCAL, Disk, File, Mode, read, replace
+from diloco.runtime.disk import LOCAL, Disk, File, Mode, read
 from diloco.spec import canonical
+from diloco_syncer.storage import counters
 from diloco_syncer.storage.durable import (
     Array,
     Fault,
@@ -116,7 +117,7 @@ class Store:
         """The largest incarnation of this job so far, as its counter has it; 0: none."""
         path = self.root / "incarnation"
         with self._counting, os_errors(self._disk, path, "counting"):
-            return self._counted(path)
+            return counters.counted(self._disk, path)
 
     def write(self, snapshot: Snapshot) -> Path:
         """
@@ -380,19 +381,7 @@ class Store:
     def _count(self, name: str, *, at_least: int = 0) -> int:
         path = self.root / name
         with self._counting, os_errors(self._disk, path, "counting"):
-            value = max(self._counted(path), at_least) + 1
-            replace(self._disk, path, f"{value}\n")
-        return value
-
-    def _counted(self, path: Path) -> int:
-        known = self._disk.size(path) is not None
-        text = read(self._disk, path).decode(errors="replace").strip() if known else "0"
-        if not text.isdecimal():
-            raise StorageError(
-                f"{path}: holds {text[:40]!r}, expected a whole number; write the largest "
-                f"{path.name} of events.jsonl into it"
-            )
-        return int(text)
+            return counters.count(self._disk, path, at_least=at_least)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

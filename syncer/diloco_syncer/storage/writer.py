@@ -101,9 +101,13 @@ class Writer:
             StorageError: it is not durable; the reason is logged and recorded.
         """
         begun = self._clock()
-        # No snapshot may hold a merge whose line a crash of the machine takes away.
-        self._journal.sync(JOURNAL_SECONDS)
         try:
+            # No snapshot may hold a merge whose line a crash of the machine takes away.
+            if not self._journal.sync(JOURNAL_SECONDS):
+                raise StorageError(
+                    "the lines of events.jsonl before it are not durable: the disk refused, or did "
+                    f"not answer within {JOURNAL_SECONDS:.0f} s; check the disk of {self._directory}"
+                )
             self._store.write(snapshot)
         except Exception as error:
             reason = _logged(f"snapshot of step {snapshot.step}", error)

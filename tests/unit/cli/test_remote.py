@@ -308,7 +308,10 @@ def test_links_pipes_and_devices_of_a_container_are_not_sent_as_such(tmp_path, k
 def test_all_parts_of_the_journal_are_fetched(tmp_path, kubectl, state):
     (state / "events.12.jsonl").write_text(START)
     (state / "events.jsonl").write_text('{"event":"rotate","part":13}\n')
+    (state / "eval.1.jsonl").write_text('{"step":0,"loss":5.0}\n')
+    (state / "eval.jsonl").write_text('{"step":9,"loss":4.0}\n')
     RemoteJob(name="a", kubectl=kubectl).fetch(remote.LOGS, tmp_path / "run")
+    assert [row["step"] for row in reader.read(tmp_path / "run/eval.jsonl")] == [0, 9]
     rows = list(reader.read(tmp_path / "run/events.jsonl"))
     assert [row["event"] for row in rows] == ["start", "rotate"]
 

@@ -236,6 +236,17 @@ def test_a_learner_that_logs_running_totals_is_understood(tmp_path: Path):
     assert load(tmp_path).tokens == 1000
 
 
+def test_steps_and_scores_of_the_older_parts_are_in_the_report(tmp_path: Path):
+    state = tmp_path / "learners" / "eu-0"
+    for part, first in (("1.jsonl", 0), ("jsonl", 10)):
+        steps = [{"time": stamp(first + i), "tokens": 7, "loss": 2.0} for i in range(10)]
+        append(state / f"steps.{part}", steps)
+        append(tmp_path / f"eval.{part}", [{"time": stamp(first), "tokens": first, "loss": 3.0}])
+    run = load(tmp_path)
+    assert run.tokens == 140
+    assert run.scores.tokens.tolist() == [0.0, 10.0]
+
+
 def test_an_empty_directory_gives_a_report(tmp_path: Path):
     write_report(tmp_path)
     assert tmp_path.name in (tmp_path / "report.html").read_text()

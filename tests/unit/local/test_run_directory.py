@@ -211,6 +211,12 @@ def test_truncated_and_repeated_evaluations_are_tolerated(tmp_path):
     assert evaluations(tmp_path / "none") == []
 
 
+def test_evaluations_of_the_older_part_are_read_as_well(tmp_path):
+    (tmp_path / "eval.1.jsonl").write_text('{"step":0,"loss":5.5}\n{"step":50,"loss":2.0}\n')
+    (tmp_path / "eval.jsonl").write_text('{"event":"rotate","part":2}\n{"step":100,"loss":1.5}\n')
+    assert evaluations(tmp_path / "eval.jsonl") == [(0, 5.5), (50, 2.0), (100, 1.5)]
+
+
 @pytest.mark.parametrize(
     ("change", "prefix"),
     [

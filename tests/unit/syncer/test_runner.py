@@ -91,7 +91,7 @@ def test_a_session_that_gets_no_incarnation_does_not_fix_the_model(runner, tmp_p
         raise ValueError("the counter is not text")
 
     control = ControlService(
-        runner, JournalWriter(tmp_path / "eval.jsonl"), Authorizer(job="j", tls=False),
+        runner, BackgroundWriter(JournalWriter(tmp_path / "eval.jsonl")), Authorizer(job="j", tls=False),
         Door(SPEC, Refusals(runner.record)), next_incarnation=failing,
     )  # fmt: skip
     tensors = [to_proto(t) for t in applicant("eu/0", 3).tensors]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from diloco.journal.parts import Position
 from diloco.journal.writer import JournalWriter
 from diloco.model.fragments import Tensor, cut
 from diloco.spec import RunSpec
+from diloco_syncer.core import events as ev
 from diloco_syncer.core.engine import Engine
 from diloco_syncer.storage import snapshots
 from diloco_syncer.storage.parameters import Parameters
@@ -68,6 +70,33 @@ def test_parts_are_deleted_when_no_kept_snapshot_needs_them(tmp_path: Path):
     assert names == ["events.4.jsonl", "events.jsonl"]
 
 
+def test_no_snapshot_is_durable_before_the_lines_of_its_merges(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store = Store(tmp_path / "snapshots", keep=1)
+    log = BackgroundWriter(JournalWriter(tmp_path / "events.jsonl"))
+    answers = [False, True]
+    monkeypatch.setattr(log._writer, "sync", lambda: answers.pop(0))
+    done: queue.SimpleQueue[ev.SnapshotDone] = queue.SimpleQueue()
+    lines: list[dict[str, object]] = []
+    writer = Writer(
+        SPEC, tmp_path, store, record=lambda event, **fields: lines.append({"event": event, **fields}),
+        post=done.put, journal=log,
+    )  # fmt: skip
+    writer.snapshot(taken(1, Position()))
+    refused = done.get(timeout=60)
+    assert refused.step is None
+    assert "events.jsonl before it are not durable" in refused.reason
+    assert (lines[0]["event"], lines[0]["ok"], lines[0]["detail"]) == (
+        "snapshot", False, refused.reason
+    )  # fmt: skip
+    assert store.newest() is None
+    writer.snapshot(taken(2, Position()))
+    assert done.get(timeout=60).step == 2
+    writer.close()
+    log.close()
+
+
 @pytest.mark.parametrize("refused", [False, True])
 def test_lines_are_durable_before_a_snapshot_and_rotated_after_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: bool
@@ -75,7 +104,7 @@ def test_lines_are_durable_before_a_snapshot_and_rotated_after_it(
     calls: list[object] = []
     store = Store(tmp_path / "snapshots", keep=1)
     log = BackgroundWriter(JournalWriter(tmp_path / "events.jsonl"))
-    monkeypatch.setattr(log, "sync", lambda seconds: calls.append("sync"))
+    monkeypatch.setattr(log, "sync", lambda seconds: calls.append("sync") or True)
     monkeypatch.setattr(log, "rotate", lambda **given: calls.append(given))
     write = store.write
 

@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 
 from diloco.errors import DamagedError, StorageError
 from diloco.journal.writer import JournalWriter
+from diloco_syncer.storage import counters
 from diloco_syncer.storage.durable import RawTensor
 from diloco_syncer.storage.model import export_model, raw_tensors
 from diloco_syncer.storage.store import Snapshot, Store
@@ -488,6 +489,35 @@ def test_a_damaged_counter_is_named_and_not_overwritten(tmp_path: Path):
     with pytest.raises(StorageError, match="holds 'seven', expected a whole number"):
         Store(tmp_path, keep=1).next_epoch()
     assert (tmp_path / "epoch").read_text() == "seven\n"
+
+
+def test_a_byte_that_changes_at_rest_in_a_counter_costs_nothing(tmp_path: Path):
+    store = Store(tmp_path, keep=1)
+    for _ in range(12):
+        store.next_incarnation()
+    path = tmp_path / "incarnation"
+    intact = path.read_bytes()
+    for at in range(len(intact)):
+        for byte in range(256):
+            damaged = intact[:at] + bytes([byte]) + intact[at + 1 :]
+            assert counters.decode(damaged) == 12, damaged
+    path.write_bytes(intact[:1] + b"9" + intact[2:])
+    again = Store(tmp_path, keep=1)
+    assert (again.issued_incarnations(), again.next_incarnation()) == (12, 13)
+    assert path.read_bytes() == counters.encode(13)
+
+
+def test_a_counter_that_is_damaged_everywhere_says_what_to_write(tmp_path: Path):
+    store = Store(tmp_path / "snapshots", keep=1)
+    store.next_incarnation()
+    path = store.root / "incarnation"
+    path.write_bytes(b"\0" * path.stat().st_size)
+    with pytest.raises(StorageError) as refused:
+        store.next_incarnation()
+    for part in (str(path), f'every "incarnation" in events*.jsonl of {tmp_path}', "1024 larger"):
+        assert part in str(refused.value)
+    path.write_text("2000\n")
+    assert store.next_incarnation() == 2001
 
 
 def test_the_exported_model_loads_and_its_facts_match_the_file(tmp_path: Path):

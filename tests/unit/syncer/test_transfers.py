@@ -132,6 +132,25 @@ def test_the_end_of_the_round_refuses_a_member_that_waits(pair):
     assert first.receiver.done
 
 
+def test_a_flood_of_damaged_chunks_is_one_line_per_repeat(pair, caplog):
+    upload, other = pair.upload(0).send(1), pair.upload(1).send(1)
+    pair.syncer.run()
+    upload.resume()
+    other.resume()
+    end = frames.pack(frames.Kind.END, 0, b"")
+    for _ in range(1000):
+        upload.receiver.receive(b"damaged" * 10, 0.0)
+    assert not caplog.records
+    for repeat in range(1, 4):
+        upload.receiver.receive(b"damaged" * 10, 0.0)
+        [frame] = upload.receiver.receive(end, 0.0)
+        assert len(decoded(frame, bulk.UploadReply).again) == 8
+        assert len(caplog.records) == repeat
+    assert "upload of eu/0: 1001 damaged chunks, the last: " in caplog.records[0].getMessage()
+    [frame] = upload.receiver.receive(end, 0.0)
+    assert decoded(frame, bulk.UploadReply).refused == "Damaged"
+
+
 def test_a_broken_stream_drops_the_member_once(pair):
     first = pair.upload(0).send(1)
     pair.syncer.run()

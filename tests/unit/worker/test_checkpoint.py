@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 from diloco.errors import ConfigError, DamagedError
+from diloco_worker.trainer import checkpoint
 from diloco_worker.trainer.checkpoint import Checkpoints, pack, unpack
 
 FACTS = {"local_step": 1, "total_tokens": 2, "steps": [1], "tokens": [2]}
@@ -225,6 +227,33 @@ def test_a_full_disk_keeps_the_previous_checkpoint_and_does_not_stop_training(
     assert "No space left" in caplog.text
     assert store.newest().local_step == 5
     assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_a_disk_that_hangs_does_not_keep_a_learner_from_leaving(tmp_path, caplog, monkeypatch):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=1, digest="d")
+    save(store, model, [optimizer], local_step=5)
+    real, answers = os.write, threading.Event()
+
+    def hanging(fd, data):
+        assert answers.wait(100)
+        return real(fd, data)
+
+    monkeypatch.setattr(os, "write", hanging)
+    monkeypatch.setattr(checkpoint, "STALL_SECONDS", 0.05)
+    assert store.start(model, [optimizer], local_step=10, global_step=2, facts=FACTS)
+    assert not store.finish()
+    assert f"step 10: the disk of {tmp_path} has taken nothing" in caplog.text
+    # The last checkpoint is not begun, and leaving does not wait again.
+    assert not store.start(model, [optimizer], local_step=11, global_step=2, facts=FACTS)
+    monkeypatch.setattr(checkpoint, "STALL_SECONDS", 100.0)
+    assert not store.finish()
+    assert caplog.text.count("has taken nothing") == 1
+    assert store.newest().local_step == 5
+    answers.set()
+    store._writer.join(100)
+    assert store.finish()
+    assert store.newest().local_step == 10
 
 
 def test_trees_are_restored_without_pickle():

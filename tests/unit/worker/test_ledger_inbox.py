@@ -42,7 +42,8 @@ def test_resuming_never_decreases_a_counter():
 def test_a_ledger_is_restored_from_json():
     ledger = Ledger(3)
     ledger.count(4)
-    ledger.received(2)
+    ledger.received(2, version=(1, 7))
+    assert ledger.versions == [None, None, (1, 7)]
     assert Ledger.from_json(ledger.to_json()).to_json() == ledger.to_json()
 
 

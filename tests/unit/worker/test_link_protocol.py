@@ -382,3 +382,95 @@ def test_a_version_that_a_restart_of_the_syncer_has_undone_is_not_waited_for():
     assert tuple(session.link_state.open) == (0, 1)
     [wanted] = downloads(session(ev.Committed(fragment=1, version=(2, 11))))
     assert (wanted.fragment, wanted.round) == (1, 0)
+
+
+# ------------------------------------------------------------ a checkpoint of its own
+
+
+LOADED = replace(STEPPING, stepped=False, applied=(0, 0), versions=[[1, 10], [1, 4]])
+
+
+def with_checkpoint(*versions: int) -> Session:
+    """The trainer loads its checkpoint, at these versions of the syncer."""
+    session = Session()
+    session(ev.TrainerUpdate(state=TrainerState(checkpoint_step=9, checkpoint_local_step=7)))
+    session(welcome(use_checkpoint=True))
+    session(ev.Opened(step=10, steps=100, fragments=(0, 1)))
+    assert session(ev.ModelReady(versions=tuple((1, step) for step in versions))) == []
+    return session
+
+
+def test_a_learner_with_a_checkpoint_downloads_what_was_merged_since_and_nothing_else():
+    session = with_checkpoint(10, 9)
+    [wanted] = session(ev.TrainerUpdate(state=LOADED))
+    assert (wanted.fragment, wanted.round, wanted.exact) == (1, 0, False)
+    assert tuple(session.link_state.open) == (0,)
+    session(current(1, step=9))
+    assert tuple(session.link_state.open) == (0, 1)
+    assert [tuple(r) for r in session.link_state.ready] == [(1, 1)]
+    assert session.link_state.versions == [None, (1, 9)]
+
+
+def test_a_checkpoint_without_versions_counts_as_older_in_every_fragment():
+    session = with_checkpoint(10, 9)
+    wanted = session(ev.TrainerUpdate(state=replace(LOADED, versions=[None, None])))
+    assert [d.fragment for d in wanted] == [0, 1]
+
+
+def test_what_was_merged_while_a_checkpoint_was_loaded_is_downloaded_too():
+    session = with_checkpoint(10, 4)
+    assert session(ev.Committed(fragment=0, version=(1, 11))) == []
+    [wanted] = session(ev.TrainerUpdate(state=LOADED))
+    assert wanted.fragment == 0
+
+
+def test_a_checkpoint_that_was_loaded_during_a_cut_catches_up_in_the_next_session():
+    session = with_checkpoint(10, 9)
+    session(ev.SessionLost(text="cut"))
+    assert session(ev.TrainerUpdate(state=LOADED)) == [], "there is nobody to ask"
+    session(welcome())
+    wanted = downloads(session(ev.ModelReady(versions=((1, 10), (1, 12)))))
+    assert [d.fragment for d in wanted] == [1]
+
+
+def test_a_cut_while_a_checkpoint_is_loaded_hides_nothing_that_was_merged_meanwhile():
+    session = with_checkpoint(10, 4)
+    session(ev.SessionLost(text="cut"))
+    session(welcome())
+    session(ev.ModelReady(versions=((1, 10), (1, 12))))
+    [wanted] = session(ev.TrainerUpdate(state=LOADED))
+    assert wanted.fragment == 1
+
+
+def test_an_offer_that_the_trainer_made_before_it_knew_is_not_reported():
+    session = with_checkpoint(10, 9)
+    session(ev.TrainerUpdate(state=LOADED))
+    early = replace(LOADED, stepped=True, local_step=9, offers=[0, 1])
+    (report,) = session(ev.TrainerUpdate(state=early))
+    assert report.state.offers == [0]
+    session(current(1, step=9))
+    (report,) = session(ev.TrainerUpdate(state=replace(early, local_step=10)))
+    assert report.state.offers == [0], "what it offers is not what it received"
+    applied = replace(early, local_step=11, applied=(0, 1))
+    (report,) = session(ev.TrainerUpdate(state=applied))
+    assert report.state.offers == [0, 1]
+
+
+def test_after_a_cut_the_first_report_offers_nothing_that_is_outdated():
+    session = trained()
+    session(ev.TrainerUpdate(state=replace(STEPPING, local_step=9, offers=[0, 1])))
+    session(ev.SessionLost(text="cut"))
+    session(welcome())
+    *_, report = session(ev.ModelReady(versions=((1, 10), (1, 34))))
+    assert report.state.offers == [0]
+
+
+def test_a_new_link_takes_the_versions_of_a_checkpoint_from_the_trainer():
+    slots = [Slot(fragment=0), Slot(fragment=1, published=1, version=(1, 12))]
+    session = Session(slots=slots)
+    state = replace(STEPPING, applied=(0, 1), versions=[[1, 10], [1, 12]])
+    session(ev.TrainerUpdate(state=state))
+    session(welcome())
+    assert downloads(session(ev.ModelReady(versions=((1, 10), (1, 12))))) == []
+    wanted = downloads(session(ev.Committed(fragment=0, version=(1, 13))))
+    assert [d.fragment for d in wanted] == [0]

@@ -22,10 +22,16 @@ def pipes():
 
 def test_states_are_restored_from_their_lines():
     trainer = TrainerState(
-        steps=[1, 2], tokens=[3, 4], offers=[1], applied=[0, 1], loss=0.5, leaving="x"
+        steps=[1, 2],
+        tokens=[3, 4],
+        offers=[1],
+        applied=[0, 1],
+        loss=0.5,
+        leaving="x",
+        versions=[[1, 5], None],
     )
     assert TrainerState.from_line(trainer.to_line()) == trainer
-    link = LinkState(phase=Phase.APPLY_MODEL, open=[1], ready=[[0, 3]], text="a\nb")
+    link = LinkState(phase=Phase.APPLY_MODEL, open=[1], ready=[[0, 3]], versions=[], text="a\nb")
     assert LinkState.from_line(link.to_line()) == link
     assert link.to_line().count(b"\n") == 1
 

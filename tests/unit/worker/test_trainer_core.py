@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
@@ -80,6 +81,7 @@ def test_the_first_state_says_what_there_is():
     state = make(found=FOUND).state()
     assert state == TrainerState(
         checkpoint_local_step=7, checkpoint_step=40, steps=[0, 0], tokens=[0, 0], applied=[0, 0],
+        versions=[None, None],
     )  # fmt: skip
     assert make().state().checkpoint_step == 0
 
@@ -131,6 +133,37 @@ def test_a_local_checkpoint_is_loaded_with_its_counters():
     assert (state.local_step, state.total_tokens) == (9, 70)
     assert (state.start_local_step, state.start_total_tokens) == (9, 70)
     assert state.applied == [0, 0], "the checkpoint's parameters are no version of the syncer's"
+
+
+def test_a_checkpoint_holds_the_versions_that_its_fragments_were_received_in():
+    core = joined(model=dataclasses.replace(MODEL, versions=[(1, 3), (1, 4)]), checkpoint_every=1)
+    received = link(ready=[(1, 2)], versions=[(1, 3), (1, 9)])
+    (save,) = saves(step(core, received))
+    again = make(found=LocalCheckpoint(local_step=save.local_step, global_step=save.global_step))
+    join(again, LinkState(phase=Phase.LOAD_CHECKPOINT, connected=True))
+    assert again.state().versions == [None, None]
+    facts = json.loads(json.dumps(dict(save.facts)))
+    assert sent(again.checkpoint_loaded(facts, now=0.0)).versions == [(1, 3), (1, 9)]
+
+
+def test_the_fragments_of_a_checkpoint_without_versions_are_older_than_any():
+    core = make(found=FOUND)
+    join(core, LinkState(phase=Phase.LOAD_CHECKPOINT, connected=True))
+    assert sent(core.checkpoint_loaded(FACTS, now=0.0)).versions == [None, None]
+
+
+def test_what_was_missed_since_the_checkpoint_is_applied_and_its_counters_start_anew():
+    core = make(found=FOUND)
+    join(core, LinkState(phase=Phase.LOAD_CHECKPOINT, connected=True))
+    core.checkpoint_loaded({**FACTS, "versions": [[1, 3], [1, 9]]}, now=0.0)
+    # The link leaves fragment 0 out of `open` until its newest version is in the inbox.
+    assert sent(step(core, link(open=[1]))).offers == [1]
+    state = sent(step(core, link(open=[0, 1], ready=[(0, 1)], versions=[(2, 40), None])))
+    assert (state.offers, state.applied) == ([1], [1, 0])
+    assert (state.steps, state.tokens) == ([0, 5], [0, 50])
+    assert state.versions == [(2, 40), (1, 9)]
+    copy = step(core)[0]
+    assert copy == CopyFragment(0, HostCopy(local_step=10, steps=1, tokens=10, base=1))
 
 
 def test_an_unusable_checkpoint_is_reported_and_the_model_downloaded_instead():
@@ -360,7 +393,8 @@ def test_a_checkpoint_is_due_every_n_steps_with_the_counters_of_its_step():
     assert [save.local_step for save in found] == [3, 6]
     assert found[0].global_step == 5
     assert found[0].facts == {
-        "local_step": 3, "total_tokens": 30, "steps": [3, 2], "tokens": [30, 20]
+        "local_step": 3, "total_tokens": 30, "steps": [3, 2], "tokens": [30, 20],
+        "versions": [None, None],
     }  # fmt: skip
     assert Ledger.from_json(found[1].facts).steps == [6, 5]
 

@@ -12,10 +12,16 @@ Meanwhile the newest completed download is held outside of the inbox; older ones
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 Version = tuple[int, int]
 """(epoch, global step)."""
+
+
+def version_of(pair: Sequence[int] | None) -> Version | None:
+    """A version as JSON has it."""
+    return None if pair is None else (int(pair[0]), int(pair[1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +43,13 @@ class Slot:
     applied: int = 0
     """Generation that the trainer has applied."""
     version: Version | None = None
-    """Newest version placed or held; older ones are discarded."""
+    """Newest version placed or held, or loaded from a checkpoint; older ones are discarded."""
+    inbox: Version | None = field(init=False)
+    """Version in the inbox, or about to be."""
     held: Staged | None = None
+
+    def __post_init__(self) -> None:
+        self.inbox = self.version
 
     @property
     def free(self) -> bool:

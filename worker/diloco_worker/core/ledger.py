@@ -1,6 +1,6 @@
 """
 The learner's counters (paper Algorithm 1): t_m, and per fragment c_steps and c_tokens since the
-fragment was last received. Pure.
+fragment was last received, and the version that it was received in. Pure.
 """
 
 from __future__ import annotations
@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from diloco_worker.core.inbox import Version, version_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,8 @@ class Ledger:
         """Tokens that this learner has trained on, over all its restarts."""
         self.steps = [0] * num_fragments
         self.tokens = [0] * num_fragments
+        self.versions: list[Version | None] = [None] * num_fragments
+        """Per fragment, the version that was received last; None: not known, so older than any."""
 
     def count(self, tokens: int) -> None:
         """
@@ -48,10 +52,11 @@ class Ledger:
         self.steps = [c + 1 for c in self.steps]
         self.tokens = [c + tokens for c in self.tokens]
 
-    def received(self, fragment: int) -> None:
-        """The fragment was overwritten: reset its counters."""
+    def received(self, fragment: int, *, version: Version | None = None) -> None:
+        """The fragment was overwritten with this version: reset its counters."""
         self.steps[fragment] = 0
         self.tokens[fragment] = 0
+        self.versions[fragment] = version
 
     def host_copy(self, fragment: int, *, base: int) -> HostCopy:
         """The counters of a copy that is taken now."""
@@ -71,6 +76,7 @@ class Ledger:
             "total_tokens": self.total_tokens,
             "steps": [*self.steps],
             "tokens": [*self.tokens],
+            "versions": [*self.versions],
         }
 
     @classmethod
@@ -82,4 +88,7 @@ class Ledger:
             [int(c) for c in data["steps"]],
             [int(c) for c in data["tokens"]],
         )
+        # Checkpoints of earlier releases have no versions.
+        for fragment, version in enumerate(data.get("versions", ())[: len(ledger.steps)]):
+            ledger.versions[fragment] = version_of(version)
         return ledger

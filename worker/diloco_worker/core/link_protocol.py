@@ -18,7 +18,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_worker.core import events as ev
-from diloco_worker.core.inbox import Slot, Staged
+from diloco_worker.core.inbox import Slot, Staged, version_of
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
 from diloco_worker.core.updates import Updates
 
@@ -135,9 +135,14 @@ class LinkProtocol:
             self._initial_uploaded = state.initial_copied
             out.append(ev.Connect(state=state))
         phase = self._state.phase
-        if state.model_loaded and phase in (Phase.APPLY_MODEL, Phase.LOAD_CHECKPOINT):
+        loaded = state.model_loaded and phase in (Phase.APPLY_MODEL, Phase.LOAD_CHECKPOINT)
+        if loaded or (first and state.model_loaded):
+            self._updates.loaded([version_of(version) for version in state.versions])
+        if loaded:
             self._update(phase=Phase.TRAINING, text="")
-            out += self._updates.catch_up()  # what was committed during the download
+            if self._ready:
+                # What was committed since the checkpoint, or during the download.
+                out += self._updates.catch_up()
         elif phase is Phase.LOAD_CHECKPOINT and state.checkpoint_step == 0:
             out += self._download_model()  # the checkpoint turned out to be unusable
         out += self._confirm(state)
@@ -162,7 +167,7 @@ class LinkProtocol:
         )
         ready = [(s.fragment, s.published) for s in self._slots if not s.free] if complete else []
         if [tuple(r) for r in self._state.ready] != ready:
-            self._update(ready=ready)
+            self._update(ready=ready, versions=[slot.inbox for slot in self._slots])
 
     def _report(self) -> list[ev.Decision]:
         state = self._trainer
@@ -171,6 +176,12 @@ class LinkProtocol:
         if state.local_step <= self._reported_step:
             return []
         self._reported_step = state.local_step
+        # The trainer may have offered a fragment before it received that this one must not be.
+        offers = [
+            p for p in state.offers if p not in self._updates.outdated and self._slots[p].free
+        ]
+        if len(offers) < len(state.offers):
+            state = dataclasses.replace(state, offers=offers)
         return [ev.SendReport(state=state)]
 
     # ------------------------------------------------------------ the session
@@ -211,8 +222,11 @@ class LinkProtocol:
             self._updates.began(event.versions)
             return [*self._updates.catch_up(), *self._report()]
         if self._state.phase in (Phase.APPLY_MODEL, Phase.LOAD_CHECKPOINT):
-            return []  # the trainer may be reading the model already; its next state confirms it
+            # The trainer may be reading the model already; its next state confirms it.
+            self._updates.began(event.versions)
+            return []
         if self._welcome.use_checkpoint and self._trainer.checkpoint_step > 0:
+            self._updates.began(event.versions)
             self._update(phase=Phase.LOAD_CHECKPOINT, text="loading the local checkpoint")
             return []
         return self._download_model()
@@ -322,6 +336,7 @@ class LinkProtocol:
         return [self._place(staged)]
 
     def _place(self, staged: Staged) -> ev.Place:
+        self._slots[staged.fragment].inbox = staged.version
         return ev.Place(staged=staged, generation=self._slots[staged.fragment].published + 1)
 
     def _placed(self, event: ev.Placed, now: float) -> list[ev.Decision]:

@@ -57,6 +57,8 @@ class TrainerState:
     """
     Per fragment, the newest inbox generation in the parameters; the link may overwrite that inbox.
     """
+    versions: Sequence[Sequence[int] | None] = ()
+    """Per fragment, (epoch, global step) of what the parameters received last; null: not known."""
     total_tokens: int = 0
     start_local_step: int = 0
     """`local_step` when this process began to train."""
@@ -103,6 +105,8 @@ class LinkState:
     """Fragments to keep host copies of, soonest first."""
     ready: Sequence[Sequence[int]] = ()
     """(fragment, generation) that are in the inbox and not applied yet."""
+    versions: Sequence[Sequence[int] | None] = ()
+    """Per fragment, (epoch, global step) of what is in the inbox; null: nothing."""
     initial_requested: int = 0
     """Counts the requests for the initial model; 0: none."""
     complete: bool = False

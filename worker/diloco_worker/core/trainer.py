@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import EXIT_TRY_AGAIN
+from diloco_worker.core.inbox import version_of
 from diloco_worker.core.ledger import HostCopy, Ledger
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
 
@@ -96,7 +97,7 @@ class SaveCheckpoint:
 
 @dataclass(frozen=True, slots=True)
 class AwaitCheckpoint:
-    """Wait until the checkpoint that is being written is durable."""
+    """Wait until the checkpoint that is being written is durable, or its disk hangs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +199,7 @@ class TrainerCore:
             tokens=[*ledger.tokens],
             offers=offers,
             applied=[*self.applied],
+            versions=[*ledger.versions],
             total_tokens=ledger.total_tokens,
             start_local_step=self._start[0],
             start_total_tokens=self._start[1],
@@ -425,5 +427,7 @@ class TrainerCore:
         return self.ledger.host_copy(fragment, base=self.applied[fragment])
 
     def _received(self, fragment: int, generation: int) -> None:
-        self.ledger.received(fragment)
+        versions = self.link_state.versions
+        version = versions[fragment] if fragment < len(versions) else None
+        self.ledger.received(fragment, version=version_of(version))
         self.applied[fragment] = generation

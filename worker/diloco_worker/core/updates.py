@@ -2,12 +2,14 @@
 Which committed fragments this learner lacks, and what is under way to get them. Pure.
 
 Normally a result is downloaded while the round runs. If that fails, if the session breaks, or if the
-learner joins between pull and commit, the fragment is outdated: it is downloaded as it is now, and
-is not offered before it has been applied, so that its counters start anew and its delta does not
-contain the missed update with the opposite sign.
+learner joins between pull and commit or with a checkpoint of its own, the fragment is outdated: it
+is downloaded as it is now, and is not offered before it has been applied, so that its counters
+start anew and its delta does not contain the missed update with the opposite sign.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot, Version
@@ -47,6 +49,17 @@ class Updates:
         self.outdated = {
             p for p in self.outdated if self._behind(p) or self._slots[p].held is not None
         }
+
+    def loaded(self, versions: Sequence[Version | None]) -> None:
+        """
+        The trainer holds a model that did not all come from the inboxes, such as a checkpoint.
+
+        Args:
+            versions: of its fragments; those that are missing or None are older than any.
+        """
+        for slot, version in zip(self._slots, versions, strict=False):
+            if slot.version is None:
+                slot.version = version
 
     def note(self, fragment: int, version: Version) -> None:
         """The syncer has this version of a fragment now."""

@@ -42,6 +42,12 @@ log = logging.getLogger(__name__)
 PIECE_BYTES = 8 << 20
 """Bytes per os.write, during which other threads can run."""
 
+SYNC_BYTES = 256 << 20
+"""Bytes after which the disk must have everything so far: without it, the last sync could take minutes."""
+
+STALL_SECONDS = 30.0
+"""A disk that takes nothing for so long is not waited for at the end."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
@@ -71,6 +77,12 @@ class Checkpoints:
         self._staging = Staging()
         self._lost = threading.Event()
         self._writer: threading.Thread | None = None
+        self._writing = 0
+        """Local step of the last checkpoint that was started."""
+        self._taken = 0
+        """Pieces that the disk has taken: grows while it works."""
+        self._stalled: int | None = None
+        """What `_taken` was when a checkpoint was given up."""
 
     # ------------------------------------------------------------ writing
 
@@ -104,6 +116,7 @@ class Checkpoints:
         manifest = {
             "local_step": local_step, "global_step": global_step, "digest": self._digest, "facts": facts, "tree": tree,
         }  # fmt: skip
+        self._writing = local_step
         self._writer = threading.Thread(
             target=self._write, args=(copy, manifest), name="checkpoint", daemon=True
         )
@@ -126,11 +139,27 @@ class Checkpoints:
         self._lost.clear()
         return not lost
 
-    def finish(self) -> None:
-        """Wait until the checkpoint being written is durable."""
+    def finish(self) -> bool:
+        """
+        Wait until the checkpoint being written is durable.
+
+        Returns:
+            False: the disk hangs, and the checkpoint is given up; the log says so, once.
+        """
         self._staging.finish()
-        if self._writer is not None:
-            self._writer.join()
+        while self._writer is not None and self._writer.is_alive():
+            before = self._taken
+            if self._stalled == before:
+                return False
+            self._writer.join(STALL_SECONDS)
+            if self._writer.is_alive() and self._taken == before:
+                self._stalled = before
+                log.error(
+                    "checkpoint of local step %d: the disk of %s has taken nothing for %.0f s; leaving without "
+                    "it, the one before stays; check the disk",
+                    self._writing, self._directory, STALL_SECONDS,
+                )  # fmt: skip
+        return True
 
     def _write(self, copy: Copy, manifest: dict[str, Any]) -> None:
         step = manifest["local_step"]
@@ -167,10 +196,26 @@ class Checkpoints:
         parts += [
             t.reshape(-1).view(torch.uint8).numpy().data for t in tensors.values() if t.numel()
         ]
-        sha = _write_file(self._directory / f"{name}.safetensors", parts)
+        sha = self._write_file(self._directory / f"{name}.safetensors", parts)
         text = json.dumps({**manifest, "sha256": sha, "bytes": size}).encode()
-        _write_file(self._directory / f"{name}.json", [memoryview(text)])
+        self._write_file(self._directory / f"{name}.json", [memoryview(text)])
         self._clean()
+
+    def _write_file(self, path: Path, parts: Sequence[memoryview]) -> str:
+        """Write a file durably; returns its SHA-256."""
+        sha, unsynced = hashlib.sha256(), 0
+        with files.replacing(path, durable=True) as fd:
+            for part in parts:
+                for lo in range(0, len(part), PIECE_BYTES):
+                    piece = part[lo : lo + PIECE_BYTES]
+                    sha.update(piece)
+                    files.write_all(fd, piece)
+                    unsynced += len(piece)
+                    if unsynced >= SYNC_BYTES:
+                        os.fdatasync(fd)
+                        unsynced = 0
+                    self._taken += 1
+        return sha.hexdigest()
 
     def _clean(self) -> None:
         manifests = sorted(self._directory.glob("checkpoint-*.json"))
@@ -375,15 +420,3 @@ def _entry(name: str, tensor: torch.Tensor) -> Entry:
             f"checkpoint: {name} has dtype {dtype}, expected one of {', '.join(DTYPES)}"
         )
     return Entry(name=name, dtype=dtype, shape=tuple(tensor.shape))
-
-
-def _write_file(path: Path, parts: Sequence[memoryview]) -> str:
-    """Write a file durably; returns its SHA-256."""
-    sha = hashlib.sha256()
-    with files.replacing(path, durable=True) as fd:
-        for part in parts:
-            for lo in range(0, len(part), PIECE_BYTES):
-                piece = part[lo : lo + PIECE_BYTES]
-                sha.update(piece)
-                files.write_all(fd, piece)
-    return sha.hexdigest()
