@@ -40,7 +40,11 @@ class Claims:
 
     @property
     def newest(self) -> int:
-        """The newest report that was merged or is claimed."""
+        """The newest report that was merged, is claimed, or for which a round pulls."""
+        return max(self._newest_used, max(self.pulled.values(), default=-1))
+
+    @property
+    def _newest_used(self) -> int:
         claimed = max(self.claimed.values(), default=-1)
         return max(self.floor, self._newest_merged, claimed)
 
@@ -52,8 +56,11 @@ class Claims:
         `lag` steps after its report, so reports that arrive later name steps below it and are still
         unused.
         """
-        pulled = max(self.pulled.values(), default=-1)
-        return local_step > max(pulled, self._spent) and local_step + math.floor(lag) > self.newest
+        if lag < 1.0:
+            return local_step > self.newest
+        pulled = max(self.pulled.values(), default=self._spent)
+        unused = local_step + math.floor(lag) > self._newest_used
+        return unused and local_step > max(pulled, self._spent)
 
     def pull(self, round_: int, local_step: int) -> None:
         """A round pulls the learner, whose newest report is this one."""
@@ -85,10 +92,14 @@ class Claims:
         """The round has merged this report."""
         self.spend(round_)
         self.release(round_)
-        self.add(local_step)
+        self._keep(local_step)
 
     def add(self, local_step: int) -> None:
-        """Count a report as merged."""
+        """Count a report as merged, which counts for no round any more."""
+        self._spent = max(self._spent, local_step)
+        self._keep(local_step)
+
+    def _keep(self, local_step: int) -> None:
         if local_step > self.floor:
             self.merged.add(local_step)
             self._newest_merged = max(self._newest_merged, local_step)

@@ -138,6 +138,7 @@ class Scheduler:
         if record.incarnation != event.incarnation:
             return []
         if refused := record.claims.refused(round_.step, event.local_step):
+            record.claims.spend(round_.step)
             fields = {
                 "learner": event.learner,
                 "reason": "ReportUsed",
@@ -146,7 +147,6 @@ class Scheduler:
                 "fragment": round_.fragment,
             }
             log = ev.Log(event="refuse", fields=fields)
-            record.claims.spend(round_.step)
             return [log, *self._drop(round_, event.learner, refused, now)]
         record.claims.claim(round_.step, event.local_step)
         round_.contributed(event.credited(self._most_steps))
@@ -199,8 +199,11 @@ class Scheduler:
         if round_ is None or event.learner not in round_.members:
             return []
         claims = self.learners.by_name[event.learner].claims
-        claims.spend(round_.step)  # used up: the same report would fail again
-        return self._refuse_member(round_, event.learner, event.reason, event.detail, now)
+        pulled = claims.pulled.get(round_.step)
+        out = self._refuse_member(round_, event.learner, event.reason, event.detail, now)
+        if pulled is not None:
+            claims.add(pulled)  # used up: the same report would fail again
+        return out
 
     def lost(self, learner: str, reason: str, now: float) -> list[ev.Decision]:
         """
