@@ -91,7 +91,7 @@ class LearnerRecord:
     @property
     def fresh(self) -> bool:
         """Has metadata newer than every report that a round has used."""
-        return self.report is not None and self.report.local_step > self.claims.newest
+        return self.report is not None and self.claims.fresh(self.report.local_step, self.lag)
 
 
 class LearnerRecords:

@@ -138,6 +138,7 @@ class Scheduler:
         if record.incarnation != event.incarnation:
             return []
         if refused := record.claims.refused(round_.step, event.local_step):
+            record.claims.spend(round_.step)
             fields = {
                 "learner": event.learner,
                 "reason": "ReportUsed",

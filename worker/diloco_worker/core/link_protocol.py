@@ -171,6 +171,12 @@ class LinkProtocol:
         if state.local_step <= self._reported_step:
             return []
         self._reported_step = state.local_step
+        # The trainer may have offered a fragment before it received that this one must not be.
+        offers = [
+            p for p in state.offers if p not in self._updates.outdated and self._slots[p].free
+        ]
+        if len(offers) < len(state.offers):
+            state = dataclasses.replace(state, offers=offers)
         return [ev.SendReport(state=state)]
 
     # ------------------------------------------------------------ the session
