@@ -96,7 +96,7 @@ def raw(syncer: RealSyncer, method: str, *messages: bytes, **options: Any) -> li
 @pytest.mark.parametrize(
     "method", [SESSION, "/diloco.v1.Syncer/Evaluated", "/diloco.v1.Bulk/Upload"]
 )
-def test_a_huge_message_is_refused_before_it_is_buffered(syncer, learner, method):
+def test_a10_a_huge_message_is_refused_before_it_is_buffered(syncer, learner, method):
     before = memory_peak(syncer)
     error = refused(lambda: raw(syncer, method, bytes(100 << 20)))
     assert isinstance(error, ProtocolError)
@@ -120,7 +120,7 @@ def test_each_service_has_a_smaller_limit_of_its_own(syncer, learner, method, si
 
 
 @pytest.mark.parametrize("method", [SESSION, "/diloco.v1.Bulk/Upload"])
-def test_a_compressed_message_is_refused_and_not_inflated(syncer, learner, method):
+def test_a10_a_compressed_message_is_refused_and_not_inflated(syncer, learner, method):
     before = memory_peak(syncer)
     error = refused(
         lambda: raw(syncer, method, bytes(256 << 20), compression=grpc.Compression.Gzip)
@@ -164,7 +164,7 @@ HELLOS: dict[str, tuple[type[DilocoError], dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("hello", HELLOS)
-def test_a_hello_beyond_a_bound_is_refused_and_defines_nothing(syncer, learner, hello):
+def test_a10_a_hello_beyond_a_bound_is_refused_and_defines_nothing(syncer, learner, hello):
     error, changes, message = HELLOS[hello]
     with ScriptedLearner(syncer, "eu/1") as other:
         with pytest.raises(error) as seen:
@@ -175,7 +175,7 @@ def test_a_hello_beyond_a_bound_is_refused_and_defines_nothing(syncer, learner, 
     assert {x.name for x in syncer.status().learners} == {"eu/0"}
 
 
-def test_a_model_that_cannot_be_held_does_not_shut_honest_learners_out(tmp_path):
+def test_a10_a_model_that_cannot_be_held_does_not_shut_honest_learners_out(tmp_path):
     with RealSyncer(tmp_path, make_spec()) as fresh:
         with ScriptedLearner(fresh, "us/0") as liar:
             with pytest.raises(ConfigError, match="values"):
@@ -184,7 +184,7 @@ def test_a_model_that_cannot_be_held_does_not_shut_honest_learners_out(tmp_path)
                 honest.join()
 
 
-def test_refusals_are_written_in_full_only_so_often(tmp_path):
+def test_a10_refusals_are_written_in_full_only_so_often(tmp_path):
     with RealSyncer(tmp_path, make_spec()) as fresh:
         hello = pb.Hello(job="j", learner="y" * 60_000, region="eu")
         message = pb.LearnerMessage(hello=hello).SerializeToString()
@@ -220,7 +220,7 @@ REPORTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("lie", REPORTS)
-def test_a_report_with_an_impossible_count_ends_its_session_and_leaves_nothing(
+def test_a05_a_report_with_an_impossible_count_ends_its_session_and_leaves_nothing(
     syncer, learner, lie
 ):
     with ScriptedLearner(syncer, "us/0") as liar:
@@ -234,7 +234,7 @@ def test_a_report_with_an_impossible_count_ends_its_session_and_leaves_nothing(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1e12, 1e300])
-def test_measurements_that_no_clock_made_are_replaced(syncer, learner, value):
+def test_a06_measurements_that_no_clock_made_are_replaced(syncer, learner, value):
     with ScriptedLearner(syncer, "us/0") as liar:
         liar.join()
         report(liar, step_seconds=value, sync_seconds=value, loss=value, has_loss=True)
@@ -274,7 +274,7 @@ def test_an_impossible_evaluation_is_refused(syncer, learner, lie):
     assert syncer.status().eval_step == 0
 
 
-def test_members_of_a_score_that_are_no_plain_numbers_are_left_out(tmp_path):
+def test_b05_members_of_a_score_that_are_no_plain_numbers_are_left_out(tmp_path):
     detail = '{"tokens": 1' + "0" * 400 + ', "accuracy": 0.5, "seconds": 1e999, "deep": {"a": 1}}'
     with RealSyncer(tmp_path, make_spec()) as fresh:
         with grpc.insecure_channel(fresh.endpoint) as wire:
@@ -333,7 +333,7 @@ def silent(over: threading.Event) -> Iterator[bytes]:
         "/diloco.v1.Bulk/Download",
     ],
 )
-def test_streams_without_a_message_keep_nobody_from_being_served(syncer, learner, method):
+def test_a09_streams_without_a_message_keep_nobody_from_being_served(syncer, learner, method):
     over, count = threading.Event(), 400
     with ExitStack() as stack:
         stack.callback(over.set)
@@ -350,7 +350,7 @@ def test_streams_without_a_message_keep_nobody_from_being_served(syncer, learner
         until(lambda: all(call.done() for call in calls), expected="all are ended", seconds=30)
 
 
-def test_silent_connections_are_closed(tmp_path):
+def test_a11_silent_connections_are_closed(tmp_path):
     with RealSyncer(tmp_path, make_spec()) as syncer, ExitStack() as stack:
         idle = [
             stack.enter_context(socket.create_connection(("127.0.0.1", syncer.port), timeout=5))
@@ -399,7 +399,7 @@ def test_a_flood_of_reports_delays_nobody_for_long(syncer, learner):
 # ---------------------------------------------------------------- memory of strangers
 
 
-def test_only_learners_of_the_spec_have_a_metric_series(tmp_path):
+def test_a16_only_learners_of_the_spec_have_a_metric_series(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -427,7 +427,7 @@ def test_only_learners_of_the_spec_have_a_metric_series(tmp_path):
 # ---------------------------------------------------------------- identity
 
 
-def test_a_certificate_of_another_job_gets_nothing_from_this_one(tmp_path):
+def test_a12_a_certificate_of_another_job_gets_nothing_from_this_one(tmp_path):
     authority = Authority()
     ours = authority.make()
     foreign = authority.make(job="k", regions=["eu"], names=["k-syncer"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from dataclasses import dataclass, replace
 
@@ -22,6 +23,7 @@ from diloco.errors import (
 from diloco.model.fragments import Tensor
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
+from diloco_syncer.core.engine import HEARTBEAT_SECONDS, LATE_HEARTBEATS
 from diloco_testing.learners.scripted import (
     END,
     TENSORS,
@@ -369,6 +371,34 @@ def test_a_silent_learner_is_removed_however_busy_the_others_are(pair, second):
     assert pair.learner.upload(pull, delta_N).done
     committed(pair.learner, pull)
     pair.model.merge(pull.fragment, (1.0, delta_N))
+
+
+def test_10_a_syncer_that_stood_still_drops_nobody_and_loses_no_upload(tmp_path):
+    """SIGSTOP for longer than the heartbeats of a learner may be late."""
+    with (
+        RealSyncer(tmp_path, make_spec(learners={"eu": 3})) as stopped,
+        contextlib.ExitStack() as all_,
+    ):
+        learners = [all_.enter_context(ScriptedLearner(stopped, f"eu/{i}")) for i in range(3)]
+        learners[0].join().initialise(thetas_of(learners[0]))
+        for learner in learners[1:]:
+            learner.join().expect("ready")
+        pull = learners[0].pull()
+        fragment = learners[0].layout.fragments[pull.fragment]
+        payloads, _, norms = encoded(fragment, random_delta(fragment, 1))
+        upload = learners[0].stream(learners[0].header(pull, norms=norms))
+        assert stopped.process is not None
+        stopped.process.send_signal(signal.SIGSTOP)
+        try:
+            time.sleep(HEARTBEAT_SECONDS * LATE_HEARTBEATS + 2)
+            upload.send(*(chunk(i, payload) for i, payload in enumerate(payloads)), END)
+        finally:
+            stopped.process.send_signal(signal.SIGCONT)
+        assert upload.reply().done
+        committed(learners[0], pull)
+        assert stopped.events("pause")
+        assert not stopped.events("leave")
+        assert [m["step"] for m in stopped.events("merge")] == [pull.round]
 
 
 # ---------------------------------------------------------------- Θ^(0)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.learners import LearnerRecord
+from diloco_syncer.core.learners import LearnerRecord, LearnerRecords
 
 LAG_DECAY = 0.95
 """Factor per report by which a measured lag is forgotten, so that a single late report soon is."""
@@ -37,26 +37,37 @@ class Announcements:
     due: Callable[[int], int | None]
     """The fragment of a global step; None: none is due."""
     _last: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    _touched: set[str] = field(default_factory=set)
+    """Learners for which the answer may differ although no round has changed."""
+    _connected: list[LearnerRecord] = field(default_factory=list)
+    """The list, by identity, that was announced to last."""
+    _rounds: tuple[list[int], int, int] | None = None
+    """The rounds that were announced last."""
 
     def forget(self, learner: str) -> None:
         """A new session has received nothing yet."""
         self._last.pop(learner, None)
+        self._touched.add(learner)
+
+    def touch(self, learner: str) -> None:
+        """Its lag may have changed."""
+        self._touched.add(learner)
 
     def update(
-        self, learners: Iterable[LearnerRecord], *, in_flight: list[int], step: int, started: int
+        self, learners: LearnerRecords, *, in_flight: list[int], step: int, started: int
     ) -> list[ev.Decision]:
         """
         Announce to each connected learner what it does not know yet.
 
         Args:
-            learners: connected ones.
+            learners: of the job; only connected ones get announcements.
             in_flight: fragments that may still be pulled, oldest round first.
             step: global step t.
             started: the last global step that was started.
         """
         by_reach: dict[int, tuple[int, ...]] = {}
         groups: dict[tuple[int, ...], list[str]] = {}
-        for record in learners:
+        for record in self._changed(learners, (in_flight, step, started)):
             until = step + math.ceil(record.lag) + 1
             fragments = by_reach.get(until)
             if fragments is None:
@@ -68,6 +79,18 @@ class Announcements:
             ev.AnnounceFragments(learners=tuple(names), step=step, fragments=fragments)
             for fragments, names in groups.items()
         ]
+
+    def _changed(
+        self, learners: LearnerRecords, rounds: tuple[list[int], int, int]
+    ) -> Iterable[LearnerRecord]:
+        """Those whose announcement may differ: after most events, the learner of the event alone."""
+        connected, touched = learners.connected(), sorted(self._touched)
+        self._touched.clear()
+        if connected is self._connected and rounds == self._rounds:
+            records = (learners.by_name[name] for name in touched)
+            return (record for record in records if record.session is not None)
+        self._connected, self._rounds = connected, rounds
+        return connected
 
     def _fragments(self, in_flight: list[int], started: int, until: int) -> tuple[int, ...]:
         """Those of τ + 1 rounds at least, and of all steps up to `until`."""

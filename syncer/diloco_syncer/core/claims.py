@@ -4,6 +4,7 @@ Which reports of one incarnation rounds have used: a report is merged at most on
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -31,15 +32,35 @@ class Claims:
     claimed: dict[int, int] = field(default_factory=dict)
     """Round → the t_m that its upload states."""
     _newest_merged: int = field(init=False, default=-1)
+    _spent: int = field(init=False, default=-1)
+    """The newest report that counts for no other round: one pulled for it and received an upload."""
 
     def __post_init__(self) -> None:
-        self._newest_merged = max(self.merged, default=-1)
+        self._spent = self._newest_merged = max(self.merged, default=-1)
 
     @property
     def newest(self) -> int:
-        """The newest report that was merged or is claimed; only later ones count for a quorum."""
-        in_flight = (*self.pulled.values(), *self.claimed.values())
-        return max(self.floor, self._newest_merged, max(in_flight, default=-1))
+        """The newest report that was merged, is claimed, or for which a round pulls."""
+        return max(self._newest_used, max(self.pulled.values(), default=-1))
+
+    @property
+    def _newest_used(self) -> int:
+        claimed = max(self.claimed.values(), default=-1)
+        return max(self.floor, self._newest_merged, claimed)
+
+    def fresh(self, local_step: int, lag: float) -> bool:
+        """
+        Whether a report counts for another quorum: no round has used it or pulls for it.
+
+        An upload is of the step at which the pull reaches the learner. For a far learner that is
+        `lag` steps after its report, so reports that arrive later name steps below it and are still
+        unused.
+        """
+        if lag < 1.0:
+            return local_step > self.newest
+        pulled = max(self.pulled.values(), default=self._spent)
+        unused = local_step + math.floor(lag) > self._newest_used
+        return unused and local_step > max(pulled, self._spent)
 
     def pull(self, round_: int, local_step: int) -> None:
         """A round pulls the learner, whose newest report is this one."""
@@ -63,13 +84,22 @@ class Claims:
         self.claimed.pop(round_, None)
         self.pulled.pop(round_, None)
 
+    def spend(self, round_: int) -> None:
+        """The report for which the round pulled counts for no other one."""
+        self._spent = max(self._spent, self.pulled.get(round_, -1))
+
     def merge(self, round_: int, local_step: int) -> None:
         """The round has merged this report."""
+        self.spend(round_)
         self.release(round_)
-        self.add(local_step)
+        self._keep(local_step)
 
     def add(self, local_step: int) -> None:
-        """Count a report as merged."""
+        """Count a report as merged, which counts for no round any more."""
+        self._spent = max(self._spent, local_step)
+        self._keep(local_step)
+
+    def _keep(self, local_step: int) -> None:
         if local_step > self.floor:
             self.merged.add(local_step)
             self._newest_merged = max(self._newest_merged, local_step)

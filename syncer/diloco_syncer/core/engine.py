@@ -293,7 +293,8 @@ class Engine:
             record.lag = lag_of(
                 record.lag, started=self.scheduler.pace.step, global_step=event.global_step
             )
-            self.scheduler.pace.stepped(event.learner, steps)
+            self.scheduler.reported(event.learner, steps)
+            self._announcements.touch(event.learner)
         return []
 
     def _heartbeat(self, event: ev.Heartbeat, now: float) -> list[ev.Decision]:
@@ -415,7 +416,7 @@ class Engine:
         if ended and self.durability.stage is Stage.TRAINING:
             out += self.durability.reached_end(self.step)
         out += self._announcements.update(
-            self.learners.connected(),
+            self.learners,
             in_flight=[r.fragment for r in self.scheduler.in_flight if r.may_pull],
             step=self.step,
             started=self.scheduler.pace.step,

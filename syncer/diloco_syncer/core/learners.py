@@ -91,7 +91,7 @@ class LearnerRecord:
     @property
     def fresh(self) -> bool:
         """Has metadata newer than every report that a round has used."""
-        return self.report is not None and self.report.local_step > self.claims.newest
+        return self.report is not None and self.claims.fresh(self.report.local_step, self.lag)
 
 
 class LearnerRecords:
@@ -103,6 +103,7 @@ class LearnerRecords:
         self._connected: list[LearnerRecord] | None = None
         self._training: list[LearnerRecord] | None = None
         self._ejected: list[LearnerRecord] | None = None
+        self._fastest: LearnerRecord | None = None
 
     def __iter__(self) -> Iterator[LearnerRecord]:
         """By name."""
@@ -118,7 +119,7 @@ class LearnerRecords:
 
     def changed(self) -> None:
         """A learner joined, left, began to report, was ejected or readmitted."""
-        self._connected = self._training = self._ejected = None
+        self._connected = self._training = self._ejected = self._fastest = None
 
     def of_session(self, learner: str, session: int) -> LearnerRecord | None:
         """The learner, if this session is its current one."""
@@ -145,8 +146,10 @@ class LearnerRecords:
 
     def fastest_step_seconds(self) -> float | None:
         """ξ_step: that of the fastest learner that is training."""
-        measured = [r.step_seconds for r in self.training() if r.step_seconds is not None]
-        return min(measured, default=None)
+        if self._fastest is None:
+            measured = [r for r in self.training() if r.step_seconds is not None]
+            self._fastest = min(measured, key=_step_seconds, default=None)
+        return None if self._fastest is None else self._fastest.step_seconds
 
     def admit(self, hello: Hello, *, now: float) -> tuple[LearnerRecord, int | None] | None:
         """
@@ -198,6 +201,13 @@ class LearnerRecords:
             record.total_tokens = event.total_tokens
         if event.step_seconds > 0:
             record.step_seconds = ema(record.step_seconds, event.step_seconds + event.sync_seconds)
+            fastest = self._fastest
+            if (
+                fastest is record
+                or fastest is None
+                or _step_seconds(record) < _step_seconds(fastest)
+            ):
+                self._fastest = None  # found again when it is asked for
         return steps
 
     def leave(self, learner: str, session: int) -> LearnerRecord | None:
@@ -267,3 +277,7 @@ class LearnerRecords:
                         known.local_step = max(known.local_step, member["step"])
                         if known.incarnation == member["incarnation"]:
                             known.claims.add(member["step"])
+
+
+def _step_seconds(record: LearnerRecord) -> float:
+    return float("inf") if record.step_seconds is None else record.step_seconds

@@ -33,28 +33,35 @@ class Pace:
     step: int
     """Last global step that was started."""
     positions: dict[str, int] = field(default_factory=dict)
+    _ahead: set[str] = field(default_factory=set)
+    """Learners whose position has reached the next global step."""
 
     def join(self, learner: str) -> None:
         """A learner (re)joins at the current global step."""
         self.positions[learner] = self.step
+        self._ahead.discard(learner)
 
     def leave(self, learner: str) -> None:
         """A learner no longer counts."""
         self.positions.pop(learner, None)
+        self._ahead.discard(learner)
 
     def stepped(self, learner: str, steps: int) -> None:
         """A learner made `steps` local steps."""
         if learner in self.positions:
             behind = max(self.positions[learner], self.step - PACE_LAG_STEPS)
             self.positions[learner] = min(behind + steps, self.step + 1)
+            if self.positions[learner] > self.step:
+                self._ahead.add(learner)
 
     def may_start(self) -> bool:
         """Whether the next global step may start."""
-        return any(position > self.step for position in self.positions.values())
+        return bool(self._ahead)
 
     def start(self) -> int:
         """Start the next global step and return it."""
         self.step += 1
+        self._ahead.clear()  # nobody is more than one step ahead
         return self.step
 
 

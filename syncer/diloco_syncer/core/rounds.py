@@ -54,11 +54,15 @@ class Round:
     members: dict[str, Delivery] = field(default_factory=dict)
     """Members of this attempt and how far their uploads are."""
     contributions: dict[str, Contribution] = field(default_factory=dict)
+    pending: int = 0
+    """Members for which others wait."""
     held_since: float | None = None
     """Since when enough members wait for the rest; None: they do not."""
     failure: str = ""
     """Why the last attempt lost a member."""
     merged: Merged | None = None
+    _next_deadline: float | None = None
+    """No pending member's deadline is earlier; None: not computed."""
 
     @property
     def open(self) -> bool:
@@ -91,25 +95,47 @@ class Round:
         self.phase = Phase.PULLING
         self.attempt += 1
         self.members = {name: Delivery.begin(now) for name in members}
+        self.pending = len(self.members)
         self.contributions = {}
         self.pulled_at = now
-        self.deadline = self.held_since = None
+        self.deadline = self.held_since = self._next_deadline = None
 
     def contributed(self, contribution: Contribution) -> None:
         """A member's header has arrived; its upload now waits for the other headers."""
         self.contributions[contribution.learner] = contribution
-        self.members[contribution.learner].waiting = True
+        delivery = self.members[contribution.learner]
+        self.pending -= delivery.pending
+        delivery.waiting = True
+
+    def progressed(
+        self, learner: str, received_bytes: int, *, waiting: bool, done: bool, now: float
+    ) -> None:
+        """A member's upload has come further."""
+        delivery = self.members[learner]
+        self.pending -= delivery.pending
+        delivery.progressed(received_bytes, waiting=waiting, done=done, now=now)
+        self.pending += delivery.pending
+        if delivery.pending and self._next_deadline is not None:
+            self._next_deadline = min(self._next_deadline, delivery.deadline)
+
+    def remove(self, learner: str) -> None:
+        """A member was lost."""
+        self.pending -= self.members.pop(learner).pending
+        self.contributions.pop(learner, None)
 
     def merge(self, now: float) -> None:
         """All headers are there: the uploads continue."""
         self.phase, self.held_since = Phase.MERGING, None
         for delivery in self.members.values():
             delivery.resume(now)
+        self.pending = sum(delivery.pending for delivery in self.members.values())
+        self._next_deadline = None
 
     def collect_again(self, now: float) -> None:
         """The attempt failed for too many members: after a pause, begin with the reports again."""
         self.members.clear()
         self.contributions.clear()
+        self.pending = 0
         self.phase = Phase.COLLECTING
         pause = RETRY_SECONDS * 2.0 ** min(self.attempt, 16)
         self.retry_at = now + min(RETRY_MOST_SECONDS, pause)
@@ -120,9 +146,8 @@ class Round:
 
     def update_hold(self, now: float, *, quorum: int) -> None:
         """Note whether at least K members, and half of all, now wait for the rest."""
-        pending = sum(delivery.pending for delivery in self.members.values())
-        ahead = len(self.members) - pending
-        if not pending or ahead < max(quorum, (len(self.members) + 1) // 2):
+        ahead = len(self.members) - self.pending
+        if not self.pending or ahead < max(quorum, (len(self.members) + 1) // 2):
             self.held_since = None
         elif self.held_since is None:
             self.held_since = now
@@ -138,14 +163,20 @@ class Round:
             if delivery.pending and (held or now >= delivery.deadline)
         )
 
-    def next_deadline(self, hold_seconds: float) -> float | None:
-        """When `late` may next name a member, monotonic."""
-        if not self.transferring:
+    def next_deadline(self, hold_seconds: float, now: float) -> float | None:
+        """
+        When `late` may next name a member, monotonic.
+
+        The deadlines are read again when the earliest of them has come: uploads only move theirs
+        to later times, and then this is too early by a wake-up, not by a decision.
+        """
+        if not self.transferring or not self.pending:
             return None
-        times = [d.deadline for d in self.members.values() if d.pending]
-        if self.held_since is not None:
-            times.append(self.held_since + hold_seconds)
-        return min(times, default=None)
+        if self._next_deadline is None or now >= self._next_deadline:
+            self._next_deadline = min(d.deadline for d in self.members.values() if d.pending)
+        if self.held_since is None:
+            return self._next_deadline
+        return min(self._next_deadline, self.held_since + hold_seconds)
 
     def shift(self, seconds: float) -> None:
         """The syncer itself stood still: nobody is late for that."""
@@ -153,6 +184,7 @@ class Round:
         self.held_since = None if self.held_since is None else self.held_since + seconds
         for delivery in self.members.values():
             delivery.shift(seconds)
+        self._next_deadline = None
 
 
 def merge_line(

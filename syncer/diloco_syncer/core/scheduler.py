@@ -16,10 +16,12 @@ from diloco.model.fragments import due
 from diloco.spec import RunSpec
 from diloco_syncer.core import delivery
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.claims import Claims
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.ejection import Ejections
 from diloco_syncer.core.learners import LearnerRecords
 from diloco_syncer.core.pacing import PACE_LAG_STEPS, Grace, Pace
+from diloco_syncer.core.readiness import Readiness
 from diloco_syncer.core.rounds import Phase, Round, merge_line
 
 
@@ -41,8 +43,10 @@ class Scheduler:
     last_members: int = 0
     last_merge_at: float | None = None
     last_window_seconds: float = 0.0
+    _readiness: Readiness = field(init=False)
 
     def __post_init__(self) -> None:
+        self._readiness = Readiness(self.learners)
         self.pace = Pace(step=self.step)
         self.grace = Grace(
             overlap=self.spec.overlap,
@@ -87,14 +91,7 @@ class Scheduler:
         round_ = next((r for r in self.in_flight if r.open), None)
         if round_ is None or now < round_.retry_at:
             return []
-        training = self.learners.training()
-        ready = [
-            record
-            for record in training
-            if record.fresh
-            and record.report is not None
-            and round_.fragment in record.report.offers
-        ]
+        ready = self._readiness.ready(round_.fragment)
         if len(ready) < self.spec.quorum:
             round_.phase, round_.deadline = Phase.COLLECTING, None
             return []
@@ -104,18 +101,18 @@ class Scheduler:
             self.grace.reached_quorum(now - round_.started)
             self.last_window_seconds = self.grace.window(self.learners.fastest_step_seconds())
             round_.deadline = now + self.last_window_seconds
-        complete = len(ready) == len(training)
+        complete = len(ready) == len(self.learners.training())
         if not complete and round_.deadline is not None and now < round_.deadline:
             return []
         round_.grace_seconds = now - (round_.quorum_at or now)
-        return self._pull(round_, [record.name for record in ready], now)
+        return self._pull(round_, sorted(ready), now)
 
     def _pull(self, round_: Round, members: list[str], now: float) -> list[ev.Decision]:
         round_.pull(members, now)
         for name in members:
             record = self.learners.by_name[name]
             if record.report is not None:
-                record.claims.pull(round_.step, record.report.local_step)
+                self._claims(name).pull(round_.step, record.report.local_step)
         return [
             ev.Pull(
                 round=round_.step,
@@ -127,6 +124,16 @@ class Scheduler:
 
     # ------------------------------------------------------------ members
 
+    def reported(self, learner: str, steps: int) -> None:
+        """A learner has reported this many further steps."""
+        self._readiness.touch(learner)
+        self.pace.stepped(learner, steps)
+
+    def _claims(self, learner: str) -> Claims:
+        """The claims of a learner, to be changed."""
+        self._readiness.touch(learner)
+        return self.learners.by_name[learner].claims
+
     def contributed(self, event: Contribution, now: float) -> list[ev.Decision]:
         """The header of a member's upload has arrived."""
         round_ = self._round(event.round, event.attempt)
@@ -137,7 +144,9 @@ class Scheduler:
         record = self.learners.by_name[event.learner]
         if record.incarnation != event.incarnation:
             return []
-        if refused := record.claims.refused(round_.step, event.local_step):
+        claims = self._claims(event.learner)
+        if refused := claims.refused(round_.step, event.local_step):
+            claims.spend(round_.step)
             fields = {
                 "learner": event.learner,
                 "reason": "ReportUsed",
@@ -147,7 +156,7 @@ class Scheduler:
             }
             log = ev.Log(event="refuse", fields=fields)
             return [log, *self._drop(round_, event.learner, refused, now)]
-        record.claims.claim(round_.step, event.local_step)
+        claims.claim(round_.step, event.local_step)
         round_.contributed(event.credited(self._most_steps))
         round_.update_hold(now, quorum=self.spec.quorum)
         return self._merge_if_complete(round_, now)
@@ -160,15 +169,16 @@ class Scheduler:
     def progressed(self, event: ev.Progress, now: float) -> None:
         """A member's upload has come further."""
         round_ = self._round(event.round, event.attempt)
-        member = round_.members.get(event.learner) if round_ and round_.transferring else None
-        if round_ is None or member is None:
+        if round_ is None or not round_.transferring or event.learner not in round_.members:
             return
-        member.progressed(event.received_bytes, waiting=event.waiting, done=event.done, now=now)
+        round_.progressed(
+            event.learner, event.received_bytes, waiting=event.waiting, done=event.done, now=now
+        )
         round_.update_hold(now, quorum=self.spec.quorum)
 
     def _merge_if_complete(self, round_: Round, now: float) -> list[ev.Decision]:
-        if set(round_.contributions) != set(round_.members):
-            return []
+        if len(round_.contributions) < len(round_.members):
+            return []  # only members contribute
         if not round_.changes_parameters:
             round_.phase = Phase.MERGED
             round_.merged = ev.Merged(
@@ -197,7 +207,7 @@ class Scheduler:
         round_ = self._round(event.round, event.attempt)
         if round_ is None or event.learner not in round_.members:
             return []
-        claims = self.learners.by_name[event.learner].claims
+        claims = self._claims(event.learner)
         pulled = claims.pulled.get(round_.step)
         out = self._refuse_member(round_, event.learner, event.reason, event.detail, now)
         if pulled is not None:
@@ -218,9 +228,8 @@ class Scheduler:
 
     def _drop(self, round_: Round, learner: str, reason: str, now: float) -> list[ev.Decision]:
         """Continue without this member: same attempt, next attempt, or back to collecting."""
-        del round_.members[learner]
-        round_.contributions.pop(learner, None)
-        self.learners.by_name[learner].claims.release(round_.step)
+        round_.remove(learner)
+        self._claims(learner).release(round_.step)
         if round_.phase is Phase.PULLING and len(round_.members) >= self.spec.quorum:
             return self._merge_if_complete(round_, now)
         return self._again(round_, reason, now)
@@ -247,7 +256,7 @@ class Scheduler:
 
     def _release(self, round_: Round) -> None:
         for name in round_.members:
-            self.learners.by_name[name].claims.release(round_.step)
+            self._claims(name).release(round_.step)
 
     def merged(self, event: ev.Merged, now: float) -> list[ev.Decision]:
         """A merge is done: commit it, and what waited for it."""
@@ -277,7 +286,7 @@ class Scheduler:
         self.grace.synced(now - round_.pulled_at)
         for name, contribution in round_.contributions.items():
             record = self.learners.by_name[name]
-            record.claims.merge(round_.step, contribution.local_step)
+            self._claims(name).merge(round_.step, contribution.local_step)
             record.merged_round = round_.step
             record.merges += 1
             self.ejections.merged(record)
@@ -359,6 +368,6 @@ class Scheduler:
             if collecting.retry_at > now:
                 times.append(collecting.retry_at)
         hold = self.hold_seconds()
-        late = (round_.next_deadline(hold) for round_ in self.in_flight)
+        late = (round_.next_deadline(hold, now) for round_ in self.in_flight)
         times += [at for at in late if at is not None]
         return times

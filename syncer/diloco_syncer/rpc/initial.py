@@ -112,7 +112,8 @@ class InitialPart:
         self._whole = header.content == bulk.CONSTANTS
         elements = 0 if self._whole else layout.fragments[header.fragment].elements
         self._values_N = np.zeros(elements, np.float32)
-        self._blob = bytearray(header.elements if self._whole else 0)
+        # Not a bytearray, which writes its zeros: untouched pages cost nothing until data arrives.
+        self._blob = np.zeros(header.elements if self._whole else 0, np.uint8)
         self._complete = False
         self._adopted: threading.Event | None = None
         self._bytes, self._posted_at = 0, float("-inf")
@@ -135,7 +136,7 @@ class InitialPart:
             raise DamagedError(
                 f"chunk {index} reaches beyond the {len(self._blob)} bytes announced"
             )
-        self._blob[begin : begin + len(payload)] = payload
+        self._blob[begin : begin + len(payload)] = np.frombuffer(payload, np.uint8)
 
     def _post_progress(self, size: int, now: float) -> None:
         self._bytes += size
@@ -157,7 +158,7 @@ class InitialPart:
         """
         part: F32 | bytes = self._values_N
         if self._whole:
-            part = bytes(self._blob)
+            part = self._blob.tobytes()
             _check_names(part, self._layout)
         self._adopted = self._initial.keep(self._header, self._layout, part)
         self._complete = True

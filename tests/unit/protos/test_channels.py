@@ -98,7 +98,7 @@ def test_a_compressed_request_is_refused(compression):
     assert "disabled" in str(refused.value.details())
 
 
-def test_connections_beyond_the_limit_are_closed_and_those_before_stay(monkeypatch):
+def test_a11_connections_beyond_the_limit_are_closed_and_those_before_stay(monkeypatch):
     monkeypatch.setattr(servers, "_most_connections", lambda: 3)
     with contextlib.ExitStack() as stack:
         port = stack.enter_context(serving(echo))

@@ -50,6 +50,16 @@ def test_a_secret_is_private_even_where_an_open_temporary_file_was_left(tmp_path
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
+def test_b02_a_link_planted_as_the_temporary_file_is_not_written_through(tmp_path):
+    victim, path = tmp_path / "victim", tmp_path / "key"
+    victim.write_text("precious")
+    files.temporary(path).symlink_to(victim)
+    with files.replacing(path, mode=0o600) as fd:
+        os.write(fd, b"secret")
+    assert (victim.read_text(), path.read_text()) == ("precious", "secret")
+    assert not path.is_symlink()
+
+
 def test_a_durable_file_and_its_directory_are_synced(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))

@@ -75,6 +75,23 @@ def test_a_round_from_report_to_commit():
     assert syncer.merged() == [1]
 
 
+def test_09_a_learner_that_joins_during_a_merge_receives_the_version_of_its_commit():
+    """Its Ready named the version before; without the commit it would train on that for ever."""
+    syncer, [learner] = begin()
+    [pull] = learner.step()
+    upload = learner.upload(pull, random_delta(learner.layout.fragments[pull.fragment], 1)).send(1)
+    syncer.run()
+    late = DrivenLearner(syncer, "eu/1", TENSORS)
+    [ready] = [m.ready for m in late.received() if m.WhichOneof("kind") == "ready"]
+    assert ready.versions[pull.fragment].step == 0
+    upload.resume().send_all()
+    syncer.run()
+    [commit] = [m.committed for m in late.received() if m.WhichOneof("kind") == "committed"]
+    version = (commit.version.epoch, commit.version.step)
+    assert (commit.fragment, version) == (pull.fragment, (1, pull.round))
+    assert syncer.facts.parameters.current(pull.fragment).version == version
+
+
 def test_a_refused_applicant_opens_no_session():
     syncer, _ = begin()
     other = (Tensor(name="other", shape=(5,), dtype="float32"), *TENSORS)

@@ -72,7 +72,7 @@ def test_lists_that_do_not_fit_the_model_are_refused(lists):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["step_seconds", "sync_seconds"])
-def test_durations_are_finite_and_not_negative(name, stated, kept):
+def test_a06_durations_are_finite_and_not_negative(name, stated, kept):
     assert getattr(report(**{name: stated}), name) == kept
 
 

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import resource
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import pytest
 
 from diloco.codec import frames
-from diloco.model.fragments import CHUNK, Tensor
+from diloco.model.fragments import CHUNK, Tensor, cut
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer import coordinator
 from diloco_syncer.core import events as ev
-from diloco_syncer.rpc import receiver, source
+from diloco_syncer.rpc import initial, receiver, source
 from diloco_testing.learners.scripted import random_delta
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, DrivenUpload, driven_spec
 
@@ -176,6 +178,22 @@ def test_the_size_of_constants_is_checked_before_memory_is_taken_for_it():
     )
     [reply] = DrivenUpload(learner, header, []).send(1).replies
     assert reply.refused == "Protocol"
+
+
+def test_a10_memory_for_constants_is_taken_as_they_arrive():
+    """A header alone, of constants that the model may have, must not cost a gigabyte."""
+    constants = (Tensor(name="c", shape=(64 << 20,), dtype="float32"),)
+    layout = cut(SMALL, num_fragments=2, constants=constants)
+    syncer = DrivenSyncer(driven_spec())
+    header = bulk.UploadHeader(content=bulk.CONSTANTS, format=bulk.RAW, elements=1 << 30)
+    before = resident_bytes()
+    part = initial.InitialPart(syncer.initial, header, layout)
+    part.take(0, memoryview(bytes(4 * CHUNK)), 0.0)
+    assert resident_bytes() - before < 64 << 20
+
+
+def resident_bytes():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
 # ---------------------------------------------------------------- progress

@@ -22,6 +22,9 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.engine import Engine
 
+REPEAT_SECONDS = 1.0
+"""How long the link waits for a copy that it has not uploaded for another fragment."""
+
 
 @dataclass
 class FakeLearner:
@@ -46,6 +49,8 @@ class FakeLearner:
     theta: list[Any] = field(default_factory=list)
     inbox: dict[int, Any] = field(default_factory=dict)
     generation: int = 0
+    sent: dict[int, int] = field(default_factory=dict)
+    """Fragment → t_m of its last upload."""
 
 
 class VirtualJob:
@@ -267,6 +272,11 @@ class VirtualJob:
             if learner.generation != generation:
                 return
             local_step, steps, tokens, copies = learner.host  # type: ignore[attr-defined]
+            others = (t for p, t in learner.sent.items() if p != pull.fragment)
+            if local_step in others and self.now < deadline:
+                self.at(self.now + 0.05, contribute)  # as the link: the next copy comes soon
+                return
+            learner.sent[pull.fragment] = local_step
             if copies:
                 key = (pull.round, pull.attempt)
                 self._payloads.setdefault(key, {})[learner.name] = copies[pull.fragment]
@@ -277,7 +287,9 @@ class VirtualJob:
             )  # fmt: skip
             self._send(contribution, learner, "contribution")
 
-        self.at(self.now + self.delay("pull"), contribute)
+        arrives = self.now + self.delay("pull")
+        deadline = arrives + REPEAT_SECONDS
+        self.at(arrives, contribute)
 
     def _probed(self, learner: FakeLearner, probe: ev.ProbeLearner) -> None:
         done = ev.Progress(
