@@ -356,6 +356,18 @@ def test_a_member_without_a_header_is_late_and_one_with_a_header_has_stalled():
     assert (line["learner"], line["reason"]) == ("b", "Stalled")
 
 
+def test_all_members_that_are_late_at_once_are_written_down():
+    job = Job("abcd").meet()
+    job.report_all(1)
+    for name in "ab":
+        job.contribute(name)
+    out = job.wait(4.0)
+    assert [line["learner"] for line in logs("refuse", out)] == ["c", "d"]
+    assert [line["learner"] for line in logs("eject", out)] == ["c", "d"]
+    [begin] = of(ev.BeginMerge, out)
+    assert [c.learner for c in begin.contributions] == ["a", "b"]
+
+
 def test_the_engine_wakes_for_the_first_member_that_can_be_late():
     job = Job("a")
     out = job.report("a", 1)
@@ -597,15 +609,15 @@ def test_a_line_that_cannot_be_written_is_no_reason_for_another_line():
 def test_a_pause_of_the_syncer_begins_above_three_seconds():
     job = Job("a")
     assert logs("pause", job(ev.Tick(), at=OWN_PAUSE_SECONDS)) == []
-    out = job(ev.Tick(), at=2 * OWN_PAUSE_SECONDS + 0.5)
-    assert logs("pause", out) == [{"seconds": 3.5}]
-    assert job["a"].last_seen == 3.5
+    out = job(ev.Tick(), at=2 * OWN_PAUSE_SECONDS + 0.56789)
+    assert logs("pause", out) == [{"seconds": 3.568}]
+    assert job["a"].last_seen == pytest.approx(3.56789)
 
 
 def test_a_pause_is_given_back_to_whom_the_initial_model_was_asked_of_and_to_rounds():
     job = Job("a", initialised=False)
     before = job.engine.initialisation.deadline
-    job(ev.Tick(), at=50.0)
+    assert of(ev.RequestInitial, job(ev.Tick(), at=50.0)) == []
     assert job.engine.initialisation.deadline == before + 50.0
     job = Job("a")
     job.report("a", 1)
@@ -763,3 +775,10 @@ def test_staleness_is_the_steps_since_the_last_merge_of_a_learner():
     job.merged(round=2)
     assert job.engine.step == 2
     assert (job.engine.staleness(job["a"]), job.engine.staleness(job["b"])) == (0, 1)
+
+
+def test_a_learner_that_was_never_merged_is_as_stale_as_the_job_is_old():
+    job = Job("a", fragments=1, overlap=1)
+    for step in (1, 2, 3):
+        job.report("a", step)
+    assert job.engine.staleness(job["a"]) == 3
