@@ -181,6 +181,8 @@ def test_while_the_quorum_is_short_a_probe_is_due_a_first_back_off_after_the_las
     assert job.it.deadlines(100.0) == [100.0 + BACKOFF_SECONDS]
     assert job.it.tick(99.9 + BACKOFF_SECONDS) == []
     assert job.probe(100.0 + BACKOFF_SECONDS).learner == "a"
+    job.it.end_probe(job["a"], "Late", 108.0)
+    assert job.it.deadlines(108.0) == [108.0 + BACKOFF_SECONDS], "after the probe that failed"
 
 
 def test_an_ejected_learner_that_joins_again_is_probed_at_its_first_report():
