@@ -39,6 +39,11 @@ def test_learners_are_in_the_order_of_names_whatever_the_order_of_joins():
     assert names(learners) == names(learners.connected()) == ["eu/0", "eu/1", "eu/2"]
 
 
+def test_at_first_there_is_nobody():
+    learners = LearnerRecords()
+    assert (learners.connected(), learners.training(), learners.ejected()) == ([], [], [])
+
+
 def test_a_learner_is_training_from_its_first_report_until_it_leaves():
     learners = joined("a", "b")
     assert names(learners.training()) == []

@@ -91,12 +91,12 @@ def test_before_the_trainer_has_said_anything_nothing_is_due():
 def test_the_first_state_of_the_trainer_opens_the_session_with_it():
     link = Link()
     state = replace(STEPPING, incarnation=6, epoch=2, global_step=55, initial_copied=3)
-    connect, *_ = link(ev.TrainerUpdate(state=state))
+    connect, *rest = link(ev.TrainerUpdate(state=state))
     assert connect == ev.Connect(state=state)
+    assert rest == [ev.NotifyTrainer()], "the link before has uploaded the initial model"
     found = link.state
     assert (found.incarnation, found.epoch, found.step, found.initial_requested) == (6, 2, 55, 3)
     assert of(ev.Connect, link.trainer(local_step=9)) == [], "once"
-    assert of(ev.UploadInitial, link.trainer(state)) == [], "the link before has uploaded it"
 
 
 def test_a_welcome_is_what_the_trainer_hears():
