@@ -106,6 +106,7 @@ def test_the_first_initial_model_stays_and_both_senders_hear_that_it_exists():
             learner="eu/0", parameters=object(), adopted=lambda: adopted.append(syncer.facts)
         )
     )
+    assert [n["learner"] for n in syncer.lines if n["event"] == "initialised"] == ["eu/0"]
     assert syncer.facts.parameters is parameters
     assert [facts.parameters for facts in adopted] == [parameters]
     ParametersReceived(learner="eu/0", parameters=parameters).adopted()
@@ -260,7 +261,9 @@ def test_an_orderly_end_keeps_what_is_not_durable_yet():
     syncer.run(ev.SnapshotDone(step=0))
     assert syncer.coordinator.last_snapshot() is None, "it is durable"
     syncer.state.engine.scheduler.step = 1
-    assert syncer.coordinator.last_snapshot().step == 1
+    last = syncer.coordinator.last_snapshot()
+    assert last.step == 1
+    assert last.meta["engine"] == syncer.state.engine.to_json()
     syncer.coordinator._break("test")
     assert syncer.coordinator.last_snapshot() is None
     with pytest.raises(BrokenStateError, match="test"):

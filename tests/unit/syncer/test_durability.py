@@ -103,6 +103,14 @@ def test_a_snapshot_that_fails_at_the_end_waits_for_its_back_off():
     assert taken(it.tick(100, RETRY_SECONDS)) == [100]
 
 
+def test_a_failed_snapshot_of_a_step_that_is_durable_already_does_not_end_the_job():
+    it = durability(durable_step=7)
+    it.snapshot(7)
+    it.snapshot_done(failed(), 7, 0.0)
+    assert taken(it.tick(7, RETRY_SECONDS)) == [7]
+    assert it.stage is Stage.TRAINING
+
+
 def test_a_failed_export_is_repeated_and_no_snapshot_with_it():
     it = durability(durable_step=100)
     it.reached_end(100)

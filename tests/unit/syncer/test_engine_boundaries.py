@@ -759,6 +759,19 @@ def test_a_resumed_engine_knows_its_step_merges_tokens_and_what_is_durable():
     assert of(ev.Finish, again.handle(ev.Tick(), 0.0)) == [ev.Finish(step=1)]
 
 
+def test_a_resumed_engine_counts_to_its_next_snapshot_from_the_one_that_it_resumed_from():
+    checkpoint = Checkpoint(every_steps=3, keep=2)
+    job = Job("a", overlap=1, syncer_checkpoint=checkpoint)
+    state = {**job.engine.to_json(), "step": 10}
+    job.engine = Engine.resume(job.engine.spec, epoch=2, state=state)
+    job.hello("a")
+    found = []
+    for step in (11, 12, 13):
+        job.report("a", step)
+        found += of(ev.TakeSnapshot, job.merge("a", round=step, local_step=step))
+    assert [d.step for d in found] == [13]
+
+
 def test_a_job_that_was_exported_before_is_complete_from_the_start():
     job, _ = finished()
     spec, state = job.engine.spec, job.engine.to_json()

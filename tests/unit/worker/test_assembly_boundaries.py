@@ -229,7 +229,7 @@ def test_a_request_names_who_asks_for_what_in_which_format(request_, fmt, attemp
 
 
 @pytest.mark.parametrize(
-    ("round_", "tries", "or_current"), [(4, 1, False), (4, 2, True), (0, 2, False)]
+    ("round_", "tries", "or_current"), [(4, 1, False), (4, 2, True), (1, 2, True), (0, 2, False)]
 )
 def test_from_the_second_try_of_a_round_the_current_version_will_do(round_, tries, or_current):
     staging, _, _ = staging_of()
