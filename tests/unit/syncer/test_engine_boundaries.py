@@ -641,6 +641,34 @@ def test_a_pause_is_given_back_to_probes():
     assert of(ev.AbortMerge, job(ev.Failed(decision=probe, reason="boom"))) == []
 
 
+def probed():
+    """A job of three, of which c is ejected and probed at second 5."""
+    job = Job("abc", overlap=1).meet()
+    job.report_all(1)
+    job.dropped("c")
+    [probe] = of(ev.ProbeLearner, job.wait(5.0))
+    return job, {"learner": "c", "round": probe.round, "attempt": probe.attempt}
+
+
+def test_a_probe_that_is_delivered_brings_the_learner_back():
+    job, mine = probed()
+    assert logs("readmit", job(ev.Progress(**mine, received_bytes=5))) == []
+    out = job(ev.Progress(**mine, received_bytes=9, done=True))
+    assert logs("readmit", out) == [{"learner": "c"}]
+    assert job["c"].ejection is None
+    assert job.rounds[0].members.keys() == {"a", "b"}, "its round had begun"
+
+
+def test_a_probe_that_is_dropped_is_repeated_after_twice_the_time():
+    job, mine = probed()
+    out = job(ev.Dropped(**mine, reason="Damaged", detail="x"))
+    assert [(d.round, d.attempt) for d in of(ev.AbortMerge, out)] == [
+        (mine["round"], mine["attempt"])
+    ]
+    assert job["c"].ejection.probe_at == 5.0 + 10.0
+    assert logs("refuse", out) == []
+
+
 # ---------------------------------------------------------------- what it waits for
 
 

@@ -395,6 +395,15 @@ def test_a_result_is_requested_again_while_it_may_still_come(error, aborted, tri
     assert out == expected
 
 
+def test_while_a_result_is_requested_again_its_fragment_may_be_offered():
+    link = training()
+    link(ev.Opened(step=12, steps=200, fragments=(0, 1)))
+    [request] = link(result())
+    link(ev.Committed(fragment=0, version=(1, 11)))
+    [again] = link(ev.Downloaded(request=request, error="Unavailable: x"))
+    assert (again.round, tuple(link.state.open)) == (11, (0, 1))
+
+
 def test_outside_of_a_session_nothing_is_requested_again():
     link = training()
     [request] = link(result())

@@ -43,6 +43,13 @@ def test_without_a_round_the_same_key_is_the_same_attempt(started):
     assert list(started) == ["first", "second"]
 
 
+def test_a_transfer_without_a_round_is_of_no_round(started):
+    schedule = schedule_of(2, started)
+    schedule.add("a", "of round 1", round=1)
+    schedule.add("a", "of none")
+    assert not started["of round 1"].stopped
+
+
 def test_what_replaces_a_waiting_transfer_waits_from_now_on(started):
     schedule = schedule_of(1, started)
     for key, job in (("x", "x"), ("a", "old"), ("b", "b"), ("a", "new")):
