@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: help run test setup setup-dev check e2e unit generate format bench clean
+.PHONY: help run test setup setup-dev check e2e unit generate format bench mutants clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -46,5 +46,8 @@ generate:        ## stubs and every other generated file
 bench:           ## all benchmarks; results go to benchmarks/results
 	for b in benchmarks/bench_*.py; do $(BIN)/python $$b || exit 1; done
 
+mutants: setup-dev  ## a random sample of mutants of the pure cores against the unit tests (SEED=0 COUNT=150)
+	nice $(BIN)/python scripts/mutants.py --seed $(or $(SEED),0) --count $(or $(COUNT),150)
+
 clean:           ## remove the environment and caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from diloco_syncer.merging.buffers import Buffers
+from diloco_syncer.merging.buffers import SLACK, Buffers
 
 
 def address(array: np.ndarray) -> int:
@@ -78,3 +78,40 @@ def test_threads_never_get_the_same_buffer():
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(work, range(8)))
+
+
+def idle(buffers, *sizes):
+    """Unused buffers of these sizes; their addresses by size."""
+    taken = [buffers.take(size) for size in sizes]
+    return {array.size: address(array) for array in taken}
+
+
+def test_of_several_that_fit_the_shortest_is_reused():
+    buffers = Buffers()
+    where = idle(buffers, 1200, 1000, 1100)
+    assert address(buffers.take(1000)) == where[1000]
+    assert address(buffers.take(1050)) != where[1000]
+
+
+@pytest.mark.parametrize(("elements", "reused"), [(1000, True), (800, True), (799, False)])
+def test_a_buffer_serves_a_vector_that_is_shorter_by_the_slack_and_no_more(elements, reused):
+    assert SLACK == 1.25
+    buffers = Buffers()
+    where = idle(buffers, 1000)
+    again = buffers.take(elements)
+    assert (address(again) == where[1000]) is reused
+    assert again.size == elements
+
+
+def test_a_longer_vector_needs_a_new_buffer():
+    buffers = Buffers()
+    where = idle(buffers, 1000)
+    assert address(buffers.take(1001)) != where[1000]
+
+
+def test_the_four_newest_unused_buffers_are_kept():
+    buffers = Buffers()
+    taken = [buffers.take(10 ** (n + 1)) for n in range(6)]
+    taken.clear()
+    buffers.take(1)
+    assert sorted(owner.size for owner in buffers._owners) == [1, 10**3, 10**4, 10**5, 10**6]

@@ -1,0 +1,74 @@
+"""The limits that docs/algorithm.md states, and those that users feel, are those of the code."""
+
+import pytest
+
+from diloco_syncer import coordinator
+from diloco_syncer.core import (
+    announcements,
+    claims,
+    contribution,
+    delivery,
+    durability,
+    ejection,
+    engine,
+    initialisation,
+    pacing,
+    rounds,
+)
+from diloco_syncer.merging import blend, buffers
+from diloco_worker.core import link_protocol, trainer, updates
+from diloco_worker.link import assembly
+
+
+@pytest.mark.parametrize(
+    ("module", "numbers"),
+    [
+        # Grace window; Pacing
+        (pacing, {"EMA_FACTOR": 0.5, "PACE_LAG_STEPS": 2}),
+        # Reports and quorum: "repeated after 0.05 s, doubled each time up to 5 s"
+        (rounds, {"RETRY_SECONDS": 0.05, "RETRY_MOST_SECONDS": 5.0}),
+        (claims, {"MOST_MERGED": 256}),
+        (announcements, {"LAG_DECAY": 0.95}),
+        # Radial-directional merge
+        (contribution, {"NORM_TOLERANCE": 1e-3, "NORM_FLOOR": 1e-12}),
+        (blend, {"VANISHED": 1e-6, "NEGLIGIBLE": 1e-30}),
+        # Failure detection
+        (
+            delivery,
+            {
+                "START_SECONDS": 30.0, "LEAST_BYTES_PER_SECOND": 128 * 1024.0, "HOLD_WINDOWS": 2.0,
+                "LEAST_HOLD_SECONDS": 3.0, "MOST_HOLD_SECONDS": 30.0,
+            },
+        ),
+        (
+            engine,
+            {
+                "HEARTBEAT_SECONDS": 2.0, "LATE_HEARTBEATS": 3, "OWN_PAUSE_SECONDS": 3.0,
+                "STUCK_SECONDS": 30.0, "STUCK_STEPS": 10.0,
+            },
+        ),
+        (
+            ejection,
+            {
+                "BACKOFF_SECONDS": 5.0, "MOST_BACKOFF_SECONDS": 600.0, "FORGIVEN_AFTER_MERGES": 16,
+                "PROBE_ATTEMPT": 1 << 20,
+            },
+        ),
+        (initialisation, {"STALL_SECONDS": 60.0}),
+        # Snapshots: "repeated after 5 s, doubled up to 60 s"
+        (durability, {"RETRY_SECONDS": 5.0, "MOST_RETRY_SECONDS": 60.0}),
+        (coordinator, {"MERGE_WINDOW_BYTES": 16 << 20}),
+        (buffers, {"SLACK": 1.25}),
+        # The learner: Recovery; Failure detection
+        (
+            link_protocol,
+            {"DOWNLOAD_TRIES": 3, "RETRY_SECONDS": 0.5, "WELCOME_TIMEOUT_SECONDS": 20.0},
+        ),
+        (updates, {"RETRY_SECONDS": 0.5, "MOST_RETRY_SECONDS": 10.0}),
+        (trainer, {"PROGRESS_SECONDS": 5.0}),
+        (assembly, {"MOST_REPEATS": 5}),
+    ],
+    ids=lambda value: value.__name__ if hasattr(value, "__name__") else "",
+)  # fmt: skip
+def test_a_limit_changes_with_its_documentation_only(module, numbers):
+    assert {name: getattr(module, name) for name in numbers} == numbers

@@ -1,0 +1,235 @@
+"""Ejecting, probing and readmitting, without rounds."""
+
+import pytest
+
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.delivery import START_SECONDS
+from diloco_syncer.core.ejection import (
+    BACKOFF_SECONDS,
+    FORGIVEN_AFTER_MERGES,
+    PROBE_ATTEMPT,
+    Ejections,
+    backoff_seconds,
+)
+from diloco_syncer.core.learners import LearnerRecords
+from diloco_syncer.core.pacing import Pace
+
+
+class Learners:
+    """Three learners that train, at global step 7."""
+
+    def __init__(self, *, quorum=1, hold=4.0, sync=1.5):
+        self.records = LearnerRecords()
+        self.pace = Pace(step=7)
+        for session, name in enumerate(("a", "b", "c"), start=1):
+            self.join(name, session)
+            self.report(name, session)
+            self.pace.join(name)
+        self.it = Ejections(
+            self.records, self.pace, quorum, hold_seconds=lambda: hold, sync_seconds=lambda: sync
+        )
+
+    def join(self, name, session):
+        hello = ev.Hello(
+            session=session, learner=name, region="eu", incarnation=1, fresh=True, local_step=0,
+            checkpoint_step=0,
+        )  # fmt: skip
+        self.records.admit(hello, now=0.0)
+
+    def report(self, name, session, *, step=1, offers=(5, 3)):
+        self.records.report(
+            ev.Reported(
+                session=session, learner=name, local_step=step, steps=(), tokens=(),
+                offers=frozenset(offers), total_tokens=0, global_step=0, step_seconds=1.0,
+                sync_seconds=0.0, loss=None,
+            ),
+            now=0.0,
+        )  # fmt: skip
+
+    def __getitem__(self, name):
+        return self.records.by_name[name]
+
+    def probe(self, now):
+        [probe] = self.it.tick(now)
+        assert isinstance(probe, ev.ProbeLearner)
+        return probe
+
+
+def names(records):
+    return [record.name for record in records]
+
+
+def test_the_back_off_doubles_from_five_seconds_to_ten_minutes():
+    assert [backoff_seconds(n) for n in (1, 2, 3, 7)] == [5.0, 10.0, 20.0, 320.0]
+    assert backoff_seconds(8) == backoff_seconds(5000) == 600.0
+
+
+def test_an_ejected_learner_is_out_of_rounds_and_pace_and_its_row_of_merges_ends():
+    job = Learners()
+    job["b"].delivered_in_row = 9
+    [log] = job.it.eject("b", "AnswerLate", 100.0)
+    assert (log.event, log.fields) == (
+        "eject", {"learner": "b", "reason": "AnswerLate", "probeSeconds": BACKOFF_SECONDS},
+    )  # fmt: skip
+    assert names(job.records.training()) == ["a", "c"]
+    assert names(job.records.ejected()) == ["b"]
+    assert sorted(job.pace.positions) == ["a", "c"]
+    assert (job["b"].ejections, job["b"].delivered_in_row) == (1, 0)
+    assert job["b"].ejection.reason == "AnswerLate"
+    assert job.it.eject("b", "AnswerLate", 100.0) == [], "it is ejected already"
+    assert job["b"].ejections == 1
+
+
+def test_a_learner_that_the_quorum_needs_is_not_ejected():
+    job = Learners(quorum=2)
+    assert job.it.eject("a", "Stalled", 0.0)
+    assert job.it.eject("b", "Stalled", 0.0) == []
+    assert names(job.records.training()) == ["b", "c"]
+
+
+def test_a_learner_that_is_gone_is_not_ejected():
+    job = Learners()
+    job.records.leave("b", 2)
+    assert job.it.eject("b", "Stalled", 0.0) == []
+    assert job["b"].ejections == 0
+
+
+def test_a_probe_begins_when_the_back_off_is_over_and_asks_for_the_first_offered_fragment():
+    job = Learners()
+    job.it.eject("b", "Stalled", 100.0)
+    assert job.it.tick(104.9) == []
+    assert job.it.deadlines(100.0) == [105.0]
+    assert job.it.deadlines(105.0) == [], "what is due now is no deadline ahead"
+    probe = job.probe(105.0)
+    assert (probe.learner, probe.fragment, probe.round) == ("b", 3, 7)
+    assert probe.attempt == PROBE_ATTEMPT + 1
+    assert job.it.tick(105.0) == [], "one at a time"
+
+
+def test_the_round_of_a_probe_is_never_that_of_the_initial_model():
+    job = Learners()
+    job.pace.step = 0
+    job.it.eject("b", "Stalled", 0.0)
+    assert job.probe(5.0).round == 1
+
+
+def test_nothing_can_be_probed_while_nothing_is_offered():
+    job = Learners()
+    job.it.eject("b", "Stalled", 0.0)
+    job.report("b", 2, step=2, offers=())
+    assert job.it.tick(50.0) == []
+
+
+def test_a_delivered_probe_readmits_the_learner_at_the_current_step():
+    job = Learners()
+    job.it.eject("b", "Stalled", 0.0)
+    probe = job.probe(5.0)
+    mine = {"learner": "b", "round": probe.round, "attempt": probe.attempt}
+    assert job.it.progressed(ev.Progress(**mine, received_bytes=10), 5.1) == []
+    job.pace.step = 9
+    abort, log = job.it.progressed(ev.Progress(**mine, received_bytes=20, done=True), 5.2)
+    assert isinstance(abort, ev.AbortMerge)
+    assert (abort.round, abort.attempt) == (probe.round, probe.attempt)
+    assert (log.event, log.fields) == ("readmit", {"learner": "b"})
+    assert names(job.records.training()) == ["a", "b", "c"]
+    assert job.pace.positions["b"] == 9
+    assert job["b"].ejections == 1, "the next back-off is longer until it has delivered for a while"
+
+
+def test_progress_of_another_round_attempt_or_learner_is_no_progress_of_the_probe():
+    job = Learners()
+    job.it.eject("b", "Stalled", 0.0)
+    probe = job.probe(5.0)
+    for learner, round_, attempt in (
+        ("b", probe.round, 1), ("b", probe.round + 1, probe.attempt),
+        ("a", probe.round, probe.attempt), ("never seen", probe.round, probe.attempt),
+    ):  # fmt: skip
+        event = ev.Progress(
+            learner=learner, round=round_, attempt=attempt, received_bytes=1, done=True
+        )
+        assert job.it.progressed(event, 5.1) is None
+    assert job["b"].ejection is not None
+
+
+def test_a_probe_must_not_take_longer_than_a_round_could_have_waited():
+    job = Learners(hold=4.0, sync=1.5)
+    job.it.eject("b", "Stalled", 0.0)
+    probe = job.probe(5.0)
+    assert job.it.deadlines(5.0) == [10.5]
+    assert job.it.tick(10.4) == []
+    [abort] = job.it.tick(10.5)
+    assert (abort.round, abort.attempt) == (probe.round, probe.attempt)
+    assert job["b"].ejections == 2
+    assert job.it.deadlines(10.5) == [10.5 + backoff_seconds(2)]
+
+
+def test_a_probe_that_receives_nothing_ends_with_its_own_deadline():
+    job = Learners(hold=1000.0)
+    job.it.eject("b", "Stalled", 0.0)
+    job.probe(5.0)
+    assert job.it.deadlines(5.0) == [5.0 + START_SECONDS]
+    assert job.it.tick(4.9 + START_SECONDS) == []
+    assert job.it.tick(5.0 + START_SECONDS)
+
+
+def test_while_the_quorum_is_short_a_probe_is_due_a_first_back_off_after_the_last_failure():
+    job = Learners(quorum=2)
+    job["a"].ejections = 5
+    job.it.eject("a", "Stalled", 100.0)
+    assert job.it.deadlines(100.0) == [100.0 + backoff_seconds(6)]
+    job.records.leave("b", 2)
+    assert job.it.deadlines(100.0) == [100.0 + BACKOFF_SECONDS]
+    assert job.it.tick(99.9 + BACKOFF_SECONDS) == []
+    assert job.probe(100.0 + BACKOFF_SECONDS).learner == "a"
+    job.it.end_probe(job["a"], "Late", 108.0)
+    assert job.it.deadlines(108.0) == [108.0 + BACKOFF_SECONDS], "after the probe that failed"
+
+
+def test_an_ejected_learner_that_joins_again_is_probed_at_its_first_report():
+    job = Learners()
+    job["b"].ejections = 5
+    job.it.eject("b", "Stalled", 100.0)
+    job.records.leave("b", 2)
+    job.it.left(job["b"])
+    job.join("b", 9)
+    job.it.joined(job["b"], 120.0)
+    assert "b" not in job.pace.positions
+    assert job.it.tick(120.0) == [], "it has not reported"
+    job.report("b", 9)
+    assert job.probe(120.0).learner == "b"
+
+
+def test_a_probe_ends_with_its_session():
+    job = Learners()
+    job.it.eject("b", "Stalled", 0.0)
+    probe = job.probe(5.0)
+    job.it.left(job["b"])
+    assert job["b"].ejection is not None
+    assert job.it.probed("b", probe.round, probe.attempt) is None
+    assert job.it.end_probe(job["b"], "", 6.0) == []
+
+
+def test_joining_and_leaving_are_steps_of_the_pace():
+    job = Learners()
+    job.it.left(job["a"])
+    assert sorted(job.pace.positions) == ["b", "c"]
+    job.it.joined(job["a"], 1.0)
+    assert job.pace.positions["a"] == 7
+
+
+@pytest.mark.parametrize(("merges", "left"), [(-1, 3), (0, 0)])
+def test_failures_are_forgiven_after_enough_merges_in_a_row(merges, left):
+    job = Learners()
+    job["a"].ejections = 3
+    for _ in range(FORGIVEN_AFTER_MERGES + merges):
+        job.it.merged(job["a"])
+    assert job["a"].ejections == left
+
+
+def test_a_pause_of_the_syncer_is_given_back_to_probes():
+    job = Learners()
+    job.it.eject("b", "Stalled", 0.0)
+    job.probe(5.0)
+    job.it.eject("c", "Stalled", 5.0)  # without a probe
+    job.it.shift(60.0)
+    assert job.it.deadlines(5.0) == [65.0 + 5.5, 10.0]

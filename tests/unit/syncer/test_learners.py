@@ -1,0 +1,210 @@
+"""What the syncer remembers of learners: sessions, incarnations, counters."""
+
+import pytest
+
+from diloco_syncer.core.events import Hello, Reported
+from diloco_syncer.core.learners import Ejection, LearnerRecords
+
+
+def hello(name="eu/0", *, session=1, incarnation=1, fresh=True, **changes):
+    values = {
+        "session": session, "learner": name, "region": "eu", "incarnation": incarnation,
+        "fresh": fresh, "local_step": 0, "checkpoint_step": 0, **changes,
+    }  # fmt: skip
+    return Hello(**values)
+
+
+def reported(name="eu/0", *, session=1, local_step=1, **changes):
+    values = {
+        "session": session, "learner": name, "local_step": local_step, "steps": (), "tokens": (),
+        "offers": frozenset(), "total_tokens": 0, "global_step": 0, "step_seconds": 1.0,
+        "sync_seconds": 0.0, "loss": None, **changes,
+    }  # fmt: skip
+    return Reported(**values)
+
+
+def joined(*names):
+    learners = LearnerRecords()
+    for session, name in enumerate(names or ("eu/0",), start=1):
+        learners.admit(hello(name, session=session), now=5.0)
+    return learners
+
+
+def names(records):
+    return [record.name for record in records]
+
+
+def test_learners_are_in_the_order_of_names_whatever_the_order_of_joins():
+    learners = joined("eu/2", "eu/0", "eu/1")
+    assert names(learners) == names(learners.connected()) == ["eu/0", "eu/1", "eu/2"]
+
+
+def test_at_first_there_is_nobody():
+    learners = LearnerRecords()
+    assert (learners.connected(), learners.training(), learners.ejected()) == ([], [], [])
+
+
+def test_a_learner_is_training_from_its_first_report_until_it_leaves():
+    learners = joined("a", "b")
+    assert names(learners.training()) == []
+    learners.report(reported("b", session=2), now=6.0)
+    assert names(learners.training()) == ["b"]
+    assert [record.state for record in learners] == ["Joining", "Training"]
+    learners.by_name["b"].ejection = Ejection(reason="", probe_at=0.0, failed_at=0.0)
+    learners.changed()
+    assert (names(learners.training()), names(learners.ejected())) == ([], ["b"])
+    assert learners.by_name["b"].state == "Ejected"
+    assert learners.leave("b", 2) is learners.by_name["b"]
+    assert learners.by_name["b"].state == "Gone"
+    assert (names(learners.ejected()), names(learners.connected())) == ([], ["a"])
+    record = learners.by_name["b"]
+    assert (record.session, record.report, record.step_seconds) == (None, None, None)
+
+
+def test_only_the_current_session_may_leave_or_report():
+    learners = joined()
+    assert learners.leave("eu/0", 7) is None
+    assert learners.leave("never seen", 1) is None
+    assert learners.report(reported(session=7), now=9.0) is None
+    record = learners.by_name["eu/0"]
+    assert (record.session, record.report, record.last_seen) == (1, None, 5.0)
+
+
+def test_a_new_incarnation_begins_without_the_reports_that_rounds_have_used():
+    learners = joined()
+    learners.by_name["eu/0"].claims.add(9)
+    record, replaced = learners.admit(hello(session=2, incarnation=2), now=7.0)
+    assert (replaced, record.incarnation, record.session, record.last_seen) == (1, 2, 2, 7.0)
+    assert record.claims.newest == -1
+
+
+def test_a_session_of_the_same_process_keeps_the_reports_that_rounds_have_used():
+    learners = joined()
+    learners.by_name["eu/0"].claims.add(9)
+    record, _ = learners.admit(hello(session=2, fresh=False), now=7.0)
+    assert record.claims.newest == 9
+
+
+def test_an_older_incarnation_changes_nothing():
+    learners = joined()
+    learners.admit(hello(session=2, incarnation=5), now=7.0)
+    assert learners.admit(hello(session=3, incarnation=4), now=8.0) is None
+    record = learners.by_name["eu/0"]
+    assert (record.session, record.incarnation, record.last_seen) == (2, 5, 7.0)
+
+
+def test_a_session_begins_without_report_speed_and_lag_and_with_what_the_hello_says():
+    learners = joined()
+    learners.report(reported(local_step=4), now=6.0)
+    learners.by_name["eu/0"].lag = 3.0
+    again = hello(session=2, fresh=False, restarts=6, region="us")
+    record, _ = learners.admit(again, now=7.0)
+    assert (record.report, record.step_seconds, record.lag) == (None, None, 0.0)
+    assert (record.restarts, record.region) == (6, "us")
+    assert names(learners.training()) == []
+
+
+@pytest.mark.parametrize(("stated", "kept"), [(3, 8), (12, 12)])
+def test_the_data_position_never_moves_back(stated, kept):
+    learners = joined()
+    learners.report(reported(local_step=8), now=6.0)
+    record, _ = learners.admit(hello(session=2, incarnation=2, local_step=stated), now=7.0)
+    assert record.local_step == kept
+    learners.report(reported(session=2, local_step=2), now=8.0)
+    assert record.local_step == kept
+
+
+def test_a_report_says_how_many_steps_it_advanced_and_the_first_counts_as_one():
+    learners = joined()
+    assert learners.report(reported(local_step=40), now=6.0) == 1
+    assert learners.report(reported(local_step=43), now=7.0) == 3
+    assert learners.report(reported(local_step=43), now=8.0) == 0
+    assert learners.report(reported(local_step=42), now=9.0) == 0
+    record = learners.by_name["eu/0"]
+    assert (record.report.local_step, record.last_seen) == (43, 9.0)
+
+
+def test_the_tokens_of_a_step_are_those_since_the_report_before():
+    learners = joined()
+    learners.report(reported(local_step=1, total_tokens=100), now=6.0)
+    learners.report(reported(local_step=3, total_tokens=160), now=7.0)
+    record = learners.by_name["eu/0"]
+    assert (record.step_tokens, record.total_tokens) == (30.0, 160)
+    learners.report(reported(local_step=4, total_tokens=150), now=8.0)
+    assert (record.step_tokens, record.total_tokens) == (30.0, 160), "a total never falls"
+
+
+def test_the_time_of_a_step_includes_the_time_in_step_and_is_a_moving_average():
+    learners = joined()
+    learners.report(reported(local_step=1, step_seconds=2.0, sync_seconds=0.5), now=6.0)
+    record = learners.by_name["eu/0"]
+    assert record.step_seconds == 2.5
+    learners.report(reported(local_step=2, step_seconds=1.0, sync_seconds=0.5), now=7.0)
+    assert record.step_seconds == 2.0
+    learners.report(reported(local_step=3, step_seconds=0.0, sync_seconds=9.0), now=8.0)
+    assert record.step_seconds == 2.0, "0: it was not measured"
+
+
+def test_the_fastest_is_that_of_the_learners_that_train():
+    learners = joined("a", "b", "c")
+    assert learners.fastest_step_seconds() is None
+    for session, (name, seconds) in enumerate((("a", 3.0), ("b", 2.0), ("c", 1.0)), start=1):
+        learners.report(reported(name, session=session, step_seconds=seconds), now=6.0)
+    assert learners.fastest_step_seconds() == 1.0
+    learners.leave("c", 3)
+    assert learners.fastest_step_seconds() == 2.0
+
+
+def test_only_a_report_newer_than_those_that_rounds_have_used_is_fresh():
+    learners = joined()
+    record = learners.by_name["eu/0"]
+    assert not record.fresh
+    learners.report(reported(local_step=4), now=6.0)
+    assert record.fresh
+    record.claims.pull(1, 4)
+    assert not record.fresh
+    learners.report(reported(local_step=5), now=6.0)
+    assert record.fresh
+
+
+def test_what_outlives_the_syncer_comes_back_and_nobody_is_connected():
+    learners = joined("a", "b")
+    learners.report(reported("a", local_step=8, total_tokens=90), now=6.0)
+    record = learners.by_name["a"]
+    record.claims.add(7)
+    record.merged_round, record.merges, record.restarts = 6, 5, 4
+    again = LearnerRecords.from_json(learners.to_json())
+    assert names(again) == ["a", "b"]
+    assert again.connected() == []
+    found = again.by_name["a"]
+    assert (found.local_step, found.total_tokens, found.incarnation) == (8, 90, 1)
+    assert (found.merged_round, found.merges, found.restarts, found.region) == (6, 5, 4, "eu")
+    assert found.claims.newest == 7
+    older = learners.to_json()
+    del older["a"]["restarts"]
+    assert LearnerRecords.from_json(older).by_name["a"].restarts == 0
+
+
+def test_lines_written_after_the_snapshot_bring_joins_and_merged_reports_back():
+    learners = joined("eu/0")
+    learners.by_name["eu/0"].claims.add(3)
+    join = {"event": "join", "learner": "eu/0", "incarnation": 1, "localStep": 4}
+    merge = {
+        "event": "merge",
+        "members": [
+            {"learner": "eu/0", "incarnation": 1, "step": 6},
+            {"learner": "eu/7", "incarnation": 1, "step": 6},
+        ],
+    }
+    other = {"event": "leave", "learner": "eu/9", "members": [], "incarnation": 9, "localStep": 9}
+    learners.replay([join, merge, other])
+    record = learners.by_name["eu/0"]
+    assert (record.incarnation, record.local_step) == (1, 6)
+    assert record.claims.refused(1, 3), "the same incarnation: what was used stays used"
+    assert record.claims.refused(1, 6)
+    assert names(learners) == ["eu/0"], "only a join introduces a learner"
+    newer = {"event": "join", "learner": "us/1", "incarnation": 5, "localStep": 2}
+    learners.replay([newer, {**newer, "learner": "eu/0"}, merge])
+    assert learners.by_name["us/1"].region == "us"
+    assert (record.incarnation, record.local_step) == (5, 6)
+    assert record.claims.newest == -1, "a merge of the incarnation before does not count"

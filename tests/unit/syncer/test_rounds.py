@@ -1,0 +1,249 @@
+"""One round and the uploads of its members, without an engine."""
+
+import pytest
+
+from diloco_syncer.core.contribution import Contribution
+from diloco_syncer.core.delivery import (
+    LEAST_BYTES_PER_SECOND,
+    LEAST_HOLD_SECONDS,
+    MOST_HOLD_SECONDS,
+    START_SECONDS,
+    Delivery,
+    hold_seconds,
+)
+from diloco_syncer.core.events import Merged
+from diloco_syncer.core.rounds import (
+    RETRY_MOST_SECONDS,
+    RETRY_SECONDS,
+    Phase,
+    Round,
+    merge_line,
+)
+
+RATE = int(LEAST_BYTES_PER_SECOND)
+
+
+def contribution(learner, *, tokens=10, steps=2, base=(1, 4), **changes):
+    values = {
+        "learner": learner, "incarnation": 3, "round": 7, "attempt": 1, "local_step": 9,
+        "steps": steps, "tokens": tokens, "base": base, "format": 1, "norms": (), **changes,
+    }  # fmt: skip
+    return Contribution(**values)
+
+
+def pulled(*names, now=100.0):
+    round_ = Round(step=7, fragment=2, started=90.0)
+    round_.pull(names, now)
+    return round_
+
+
+@pytest.mark.parametrize(
+    ("phase", "opened", "may_pull", "transferring"),
+    [
+        (Phase.COLLECTING, True, True, False),
+        (Phase.GRACE, True, True, False),
+        (Phase.PULLING, False, True, True),
+        (Phase.MERGING, False, False, True),
+        (Phase.MERGED, False, False, False),
+    ],
+)
+def test_what_each_phase_allows(phase, opened, may_pull, transferring):
+    round_ = Round(step=1, fragment=0, started=0.0, phase=phase)
+    assert (round_.open, round_.may_pull, round_.transferring) == (opened, may_pull, transferring)
+
+
+def test_a_pull_begins_an_attempt_anew():
+    round_ = Round(step=7, fragment=2, started=90.0, phase=Phase.GRACE, deadline=101.0)
+    round_.held_since = 1.0
+    round_.contributions["old"] = contribution("old")
+    round_.pull(["b", "a"], 100.0)
+    assert (round_.phase, round_.attempt, round_.pulled_at) == (Phase.PULLING, 1, 100.0)
+    assert (round_.deadline, round_.held_since, round_.contributions) == (None, None, {})
+    assert {name: d.begun for name, d in round_.members.items()} == {"a": 100.0, "b": 100.0}
+
+
+def test_a_member_whose_header_has_arrived_waits_for_the_others_until_all_are_there():
+    round_ = pulled("a", "b")
+    round_.contributed(contribution("a"))
+    assert [d.waiting for d in round_.members.values()] == [True, False]
+    round_.held_since = 105.0
+    round_.merge(150.0)
+    assert (round_.phase, round_.held_since) == (Phase.MERGING, None)
+    assert [d.waiting for d in round_.members.values()] == [False, False]
+    assert [d.deadline for d in round_.members.values()] == [150.0 + START_SECONDS] * 2
+
+
+def test_contributions_are_in_the_order_of_names():
+    round_ = pulled("b", "a", "c")
+    for name in ("c", "a", "b"):
+        round_.contributed(contribution(name))
+    assert [c.learner for c in round_.by_name()] == ["a", "b", "c"]
+
+
+def test_one_contribution_with_a_weight_is_enough_to_change_the_parameters():
+    round_ = pulled("a", "b")
+    assert not round_.changes_parameters
+    round_.contributed(contribution("a", tokens=0))
+    assert not round_.changes_parameters
+    round_.contributed(contribution("b"))
+    assert round_.changes_parameters
+
+
+def test_the_pause_before_another_try_doubles_with_each_attempt_up_to_its_maximum():
+    round_ = Round(step=7, fragment=2, started=0.0)
+    round_.pull(["a"], 1.0)
+    round_.quorum_at = round_.deadline = round_.held_since = 1.0
+    round_.contributed(contribution("a"))
+    round_.collect_again(10.0)
+    assert (round_.phase, round_.attempt) == (Phase.COLLECTING, 2)
+    assert (round_.members, round_.contributions) == ({}, {})
+    assert (round_.deadline, round_.quorum_at, round_.held_since) == (None, None, None)
+    assert round_.retry_at == 10.0 + RETRY_SECONDS * 2
+    round_.collect_again(10.0)
+    assert round_.retry_at == 10.0 + RETRY_SECONDS * 4
+    for _ in range(2000):  # and however often it fails, the power does not overflow
+        round_.collect_again(10.0)
+    assert round_.retry_at == 10.0 + RETRY_MOST_SECONDS
+
+
+# ---------------------------------------------------------------- lateness
+
+
+def test_others_wait_only_while_at_least_k_and_half_of_all_have_delivered():
+    round_ = pulled("a", "b", "c", "d")
+    round_.members["a"].waiting = True
+    round_.update_hold(101.0, quorum=1)
+    assert round_.held_since is None, "one of four is not half"
+    round_.members["b"].done = True
+    round_.update_hold(102.0, quorum=3)
+    assert round_.held_since is None, "two are no quorum of three"
+    round_.update_hold(102.0, quorum=2)
+    round_.update_hold(103.0, quorum=2)
+    assert round_.held_since == 102.0, "since the first time"
+    round_.members["b"].done = False
+    round_.update_hold(104.0, quorum=1)
+    assert round_.held_since is None
+
+
+def test_half_of_an_odd_number_is_rounded_up():
+    round_ = pulled("a", "b", "c")
+    round_.members["a"].waiting = True
+    round_.update_hold(101.0, quorum=1)
+    assert round_.held_since is None
+    round_.members["b"].waiting = True
+    round_.update_hold(101.0, quorum=1)
+    assert round_.held_since == 101.0
+
+
+def test_nobody_is_held_up_when_everybody_has_delivered():
+    round_ = pulled("a", "b")
+    for delivery in round_.members.values():
+        delivery.waiting = True
+    round_.update_hold(101.0, quorum=1)
+    assert round_.held_since is None
+
+
+def test_a_member_is_late_at_its_own_deadline_or_when_the_others_have_waited_long_enough():
+    round_ = pulled("b", "a", "c")
+    round_.members["c"].waiting = True
+    end = 100.0 + START_SECONDS
+    assert round_.late(end - 0.01, hold_seconds=5.0) == []
+    assert round_.late(end, hold_seconds=5.0) == ["a", "b"]
+    round_.held_since = 101.0
+    assert round_.late(105.99, hold_seconds=5.0) == []
+    assert round_.late(106.0, hold_seconds=5.0) == ["a", "b"]
+    round_.phase = Phase.MERGED
+    assert round_.late(1e9, hold_seconds=5.0) == []
+
+
+def test_the_next_deadline_is_the_earliest_at_which_somebody_can_be_late():
+    round_ = pulled("a", "b")
+    round_.members["a"].deadline = 120.0
+    assert round_.next_deadline(5.0) == 120.0
+    round_.members["a"].waiting = True
+    assert round_.next_deadline(5.0) == 100.0 + START_SECONDS
+    round_.held_since = 101.0
+    assert round_.next_deadline(5.0) == 106.0
+    round_.members["b"].waiting, round_.held_since = True, None
+    assert round_.next_deadline(5.0) is None
+    round_.members["b"].waiting, round_.phase = False, Phase.COLLECTING
+    assert round_.next_deadline(5.0) is None
+
+
+def test_a_pause_of_the_syncer_moves_every_deadline_by_its_length():
+    round_ = pulled("a")
+    round_.shift(7.0)
+    assert (round_.deadline, round_.held_since) == (None, None)
+    assert round_.members["a"].begun == 107.0
+    assert round_.members["a"].deadline == 107.0 + START_SECONDS
+    round_.deadline, round_.held_since = 10.0, 20.0
+    round_.shift(7.0)
+    assert (round_.deadline, round_.held_since) == (17.0, 27.0)
+
+
+def test_the_others_wait_twice_tau_steps_within_limits():
+    assert hold_seconds(overlap=3, step_seconds=1.5) == 2 * 3 * 1.5
+    assert hold_seconds(overlap=2, step_seconds=None) == LEAST_HOLD_SECONDS
+    assert hold_seconds(overlap=1, step_seconds=0.01) == LEAST_HOLD_SECONDS
+    assert hold_seconds(overlap=9, step_seconds=60.0) == MOST_HOLD_SECONDS
+
+
+def test_an_upload_earns_time_by_its_bytes_but_never_more_than_the_start_up_time():
+    delivery = Delivery.begin(100.0)
+    assert (delivery.begun, delivery.deadline) == (100.0, 100.0 + START_SECONDS)
+    delivery.progressed(4 * RATE, waiting=False, done=False, now=110.0)
+    assert delivery.deadline == 104.0 + START_SECONDS
+    delivery.progressed(5 * RATE, waiting=False, done=False, now=110.0)
+    assert delivery.deadline == 105.0 + START_SECONDS, "only what is new counts"
+    delivery.progressed(10**9, waiting=False, done=False, now=111.0)
+    assert delivery.deadline == 111.0 + START_SECONDS
+    assert delivery.received_bytes == 10**9
+
+
+def test_an_older_state_of_an_upload_is_ignored_and_an_equal_one_is_not():
+    delivery = Delivery.begin(100.0)
+    delivery.progressed(1000, waiting=False, done=False, now=101.0)
+    delivery.progressed(999, waiting=True, done=True, now=102.0)
+    assert (delivery.received_bytes, delivery.pending) == (1000, True)
+    delivery.progressed(1000, waiting=True, done=False, now=102.0)
+    assert delivery.waiting
+    delivery.progressed(1000, waiting=False, done=True, now=102.0)
+    assert (delivery.waiting, delivery.done, delivery.pending) == (False, True, False)
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_time_during_which_a_member_waited_for_others_is_not_its_own(before):
+    delivery = Delivery.begin(100.0)
+    delivery.waiting = before
+    delivery.progressed(0, waiting=not before, done=False, now=120.0)
+    assert delivery.deadline == 120.0 + START_SECONDS
+
+
+def test_a_deadline_never_moves_back():
+    delivery = Delivery.begin(100.0)
+    delivery.resume(90.0)
+    assert delivery.deadline == 100.0 + START_SECONDS
+    delivery.progressed(5, waiting=False, done=False, now=50.0)
+    assert delivery.deadline == 100.0 + START_SECONDS
+
+
+# ---------------------------------------------------------------- the line
+
+
+def test_the_line_of_a_merge_says_how_long_each_part_took_and_who_took_part():
+    round_ = pulled("b", "a", now=100.0)
+    round_.quorum_at, round_.grace_seconds = 92.5, 1.25
+    round_.contributed(contribution("b"))
+    round_.contributed(contribution("a", base=None, steps=4, tokens=20))
+    merged = Merged(round=7, attempt=1, delta_norm=0.5, bytes_up=11, bytes_result=13)
+    line = merge_line(round_, merged, quorum=2, receivers=3, now=104.5)
+    members = line.pop("members")
+    assert line == {
+        "step": 7, "fragment": 2, "attempt": 1, "quorum": 2, "quorumSeconds": 2.5,
+        "graceSeconds": 1.25, "syncSeconds": 4.5, "bytesUp": 11, "bytesDown": 39, "deltaNorm": 0.5,
+    }  # fmt: skip
+    assert [m["learner"] for m in members] == ["a", "b"]
+    assert members[0]["base"] is None
+    assert {k: members[1][k] for k in ("incarnation", "step", "steps", "tokens", "base")} == {
+        "incarnation": 3, "step": 9, "steps": 2, "tokens": 10, "base": 4,
+    }  # fmt: skip
