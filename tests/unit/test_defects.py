@@ -67,7 +67,6 @@ OPEN = {
     "a02": "a norm below NORM_FLOOR is not confirmed by what arrives",
     "a03": "no delta is clipped",
     "a07": "steps that a member claims are not compared with the time; its made-up names are refused",
-    "a13": "the reply of a syncer has no limit",
     "b01": "a podTemplate is passed through; docs/security.md says so",
     "b06": "no address is forbidden as an endpoint",
     "b07": "the work queue has no share per namespace",

@@ -101,6 +101,10 @@ class Refusal:
     """The server's message."""
 
 
+MOST_LEARNERS = 32_000
+"""Learners of a reply that are read: the program that answers is the job's own."""
+
+
 def answer_of(reply: pb.StatusReply, at: datetime) -> Answer:
     """The reply as plain values; `at` is its time of arrival."""
     return Answer(
@@ -120,7 +124,7 @@ def answer_of(reply: pb.StatusReply, at: datetime) -> Answer:
                 seconds_since_heard=learner.seconds_since_heard,
                 restarts=learner.restarts,
             )
-            for learner in reply.learners
+            for learner in reply.learners[:MOST_LEARNERS]
         ),
         model_path=reply.model_path,
         model_sha256=reply.model_sha256,

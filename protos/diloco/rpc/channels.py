@@ -45,7 +45,12 @@ Purpose = Literal["control", "bulk"]
 
 
 def channel(
-    target: str, *, tls: Tls | None, purpose: Purpose, server_name: str | None = None
+    target: str,
+    *,
+    tls: Tls | None,
+    purpose: Purpose,
+    server_name: str | None = None,
+    reply_bytes: int | None = None,
 ) -> grpc.Channel:
     """
     A channel with a TCP connection of its own; it connects on first use and after every loss.
@@ -55,8 +60,14 @@ def channel(
         tls: certificates; None: plain text.
         purpose: what the server sees as the user agent.
         server_name: name that the server's certificate must have; None: the host dialled.
+        reply_bytes: largest reply of a server that is not trusted, which may not be compressed
+            either; None: no limit.
     """
     options = [*_CHANNEL, ("grpc.primary_user_agent", f"diloco-{purpose}")]
+    if reply_bytes is not None:
+        limits = {"grpc.max_receive_message_length": reply_bytes}
+        limits["grpc.compression_enabled_algorithms_bitset"] = 1  # identity only
+        options = [*(o for o in options if o[0] not in limits), *limits.items()]
     if tls is None:
         return grpc.insecure_channel(target, options=options)
     if server_name is not None:

@@ -11,6 +11,12 @@ from diloco.rpc.status_codes import error_of
 from diloco.rpc.tls import Tls
 from diloco.v1 import syncer_pb2, syncer_pb2_grpc
 
+STATUS_BYTES = 4 << 20
+"""
+Largest status that is read: that of 27,000 learners. An empty learner has 3 bytes in a message and 200
+in memory, so a larger one would be a danger for the operator.
+"""
+
 
 class SyncerClient:
     """Reads the status of a syncer; connects on first use and after every loss."""
@@ -29,7 +35,9 @@ class SyncerClient:
         """
         self.endpoint = endpoint
         self.tls = tls
-        self._channel = channel(endpoint, tls=tls, purpose="control", server_name=server_name)
+        self._channel = channel(
+            endpoint, tls=tls, purpose="control", server_name=server_name, reply_bytes=STATUS_BYTES
+        )
         self._stub = syncer_pb2_grpc.SyncerStub(self._channel)
 
     def status(self, *, timeout_seconds: float = 1.0) -> syncer_pb2.StatusReply:

@@ -48,3 +48,9 @@ def test_only_the_controller_counts_as_owner():
     assert controller_uid(child) == "2"
     assert controller_uid({"kind": "Service", "metadata": {"name": "a"}}) == ""
     assert identity(child) == ("Service", "a")
+
+
+def test_a13_of_an_answer_with_more_learners_than_any_job_the_first_are_read():
+    reply = pb.StatusReply.FromString(b"\x8a\x01\x00" * 300_000)
+    assert len(reply.learners) == 300_000
+    assert len(answer_of(reply, AT).learners) == 32_000

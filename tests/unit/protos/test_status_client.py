@@ -3,9 +3,10 @@
 import contextlib
 import threading
 
+import grpc
 import pytest
 
-from diloco.errors import UnavailableError
+from diloco.errors import DilocoError, UnavailableError
 from diloco.rpc import servers
 from diloco.rpc.status_client import SyncerClient
 from diloco.v1 import syncer_pb2, syncer_pb2_grpc
@@ -14,10 +15,13 @@ from diloco.v1 import syncer_pb2, syncer_pb2_grpc
 class FakeSyncer(syncer_pb2_grpc.SyncerServicer):
     def __init__(self) -> None:
         self.answer = threading.Event()
+        self.text = ""
+        self.compression = grpc.Compression.NoCompression
 
     def GetStatus(self, request, context):  # noqa: N802
         self.answer.wait(10)
-        return syncer_pb2.StatusReply(job="job", step=7)
+        context.set_compression(self.compression)
+        return syncer_pb2.StatusReply(job="job", step=7, waiting_for=self.text)
 
 
 @pytest.fixture
@@ -53,3 +57,23 @@ def test_a_syncer_that_is_not_there_is_unavailable():
         pytest.raises(UnavailableError, match="UNAVAILABLE"),
     ):
         client.status(timeout_seconds=10)
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+def test_a13_an_answer_that_no_status_needs_is_refused_before_it_is_held(syncer, compression):
+    """The program that answers is the job's own; the operator asks for all namespaces."""
+    syncer.text, syncer.compression = "A" * (64 << 20), compression
+    syncer.answer.set()
+    with contextlib.closing(SyncerClient(syncer.endpoint)) as client:
+        with pytest.raises(DilocoError):
+            client.status(timeout_seconds=20)
+        syncer.text, syncer.compression = "", grpc.Compression.NoCompression
+        assert client.status(timeout_seconds=20).step == 7
+
+
+def test_a13_a_compressed_answer_is_refused_whatever_its_size(syncer):
+    syncer.text, syncer.compression = "A" * 10_000, grpc.Compression.Gzip
+    syncer.answer.set()
+    with contextlib.closing(SyncerClient(syncer.endpoint)) as client:
+        with pytest.raises(DilocoError):
+            client.status(timeout_seconds=20)
