@@ -62,7 +62,9 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=150)
     args = parser.parse_args()
     lay_out()
-    print("making mutants, and running the tests once to learn which of them calls what", flush=True)
+    print(
+        "making mutants, and running the tests once to learn which of them calls what", flush=True
+    )
     mutmut("run", "--max-children", "1", ANY_MUTANT)
     names = sorted(statuses())
     sample = random.Random(args.seed).sample(names, min(args.count, len(names)))
