@@ -132,6 +132,13 @@ def test_a_session_ends_with_the_error_that_the_engine_names():
     assert (type(error), str(error)) == (UnavailableError, "why")
 
 
+def test_completion_reaches_a_learner_with_the_last_step():
+    syncer, [learner] = begin()
+    syncer.state.engine.scheduler.step = 7
+    syncer.coordinator._carry_out(ev.AnnounceComplete(learner="eu/0"))
+    assert [complete.step for complete in of_kind(learner, "complete")] == [7]
+
+
 def test_announced_fragments_reach_their_learners_with_step_and_length_of_the_job():
     syncer, (first, second) = begin(learners=2)
     decision = ev.AnnounceFragments(learners=("eu/1",), step=5, fragments=(1, 0))

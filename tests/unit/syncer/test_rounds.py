@@ -232,7 +232,7 @@ def test_a_deadline_never_moves_back():
 
 def test_the_line_of_a_merge_says_how_long_each_part_took_and_who_took_part():
     round_ = pulled("b", "a", now=100.0)
-    round_.quorum_at, round_.grace_seconds = 92.5, 1.25
+    round_.quorum_at, round_.grace_seconds = 92.5, 1.23456789
     round_.contributed(contribution("b"))
     round_.contributed(contribution("a", base=None, steps=4, tokens=20))
     merged = Merged(round=7, attempt=1, delta_norm=0.5, bytes_up=11, bytes_result=13)
@@ -240,7 +240,7 @@ def test_the_line_of_a_merge_says_how_long_each_part_took_and_who_took_part():
     members = line.pop("members")
     assert line == {
         "step": 7, "fragment": 2, "attempt": 1, "quorum": 2, "quorumSeconds": 2.5,
-        "graceSeconds": 1.25, "syncSeconds": 4.5, "bytesUp": 11, "bytesDown": 39, "deltaNorm": 0.5,
+        "graceSeconds": 1.234568, "syncSeconds": 4.5, "bytesUp": 11, "bytesDown": 39, "deltaNorm": 0.5,
     }  # fmt: skip
     assert [m["learner"] for m in members] == ["a", "b"]
     assert members[0]["base"] is None
