@@ -61,7 +61,6 @@ DEFECTS = {
 """Number → what the program showed."""
 
 OPEN = {
-    "18": "sums are vectorised as the CPU allows (`fastmath` in diloco/codec/kernels.py)",
     "28": "parameters must be plain tensors of one process",
     "a01": "counters are those that the upload states",
     "a02": "a norm below NORM_FLOOR is not confirmed by what arrives",

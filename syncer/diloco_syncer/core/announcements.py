@@ -87,8 +87,8 @@ class Announcements:
         connected, touched = learners.connected(), sorted(self._touched)
         self._touched.clear()
         if connected is self._connected and rounds == self._rounds:
-            records = (learners.by_name[name] for name in touched)
-            return (record for record in records if record.session is not None)
+            records = (learners.by_name.get(name) for name in touched)
+            return [r for r in records if r is not None and r.session is not None]
         self._connected, self._rounds = connected, rounds
         return connected
 

@@ -33,8 +33,11 @@ class Pace:
     step: int
     """Last global step that was started."""
     positions: dict[str, int] = field(default_factory=dict)
-    _ahead: set[str] = field(default_factory=set)
+    _ahead: set[str] = field(init=False)
     """Learners whose position has reached the next global step."""
+
+    def __post_init__(self) -> None:
+        self._ahead = {name for name, position in self.positions.items() if position > self.step}
 
     def join(self, learner: str) -> None:
         """A learner (re)joins at the current global step."""

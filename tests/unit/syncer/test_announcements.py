@@ -1,7 +1,7 @@
 """Which fragments are announced to whom, and how far ahead."""
 
 from diloco_syncer.core.announcements import LAG_DECAY, Announcements, lag_of
-from diloco_syncer.core.learners import LearnerRecord
+from diloco_syncer.core.learners import LearnerRecord, LearnerRecords
 
 
 def announcements(*, overlap=2, steps=100, due=lambda step: step % 8):
@@ -9,11 +9,15 @@ def announcements(*, overlap=2, steps=100, due=lambda step: step % 8):
 
 
 def learner(name="eu/0", *, lag=0.0):
-    return LearnerRecord(name=name, region="eu", lag=lag)
+    return LearnerRecord(name=name, region="eu", lag=lag, session=1)
+
+
+LONE = LearnerRecords({"eu/0": learner()})
 
 
 def announced(it, *learners, in_flight=(), step=0, started=0):
-    found = it.update(learners or [learner()], in_flight=[*in_flight], step=step, started=started)
+    records = LearnerRecords({r.name: r for r in learners}) if learners else LONE
+    found = it.update(records, in_flight=[*in_flight], step=step, started=started)
     return {d.learners: (d.step, d.fragments) for d in found}
 
 
@@ -56,6 +60,27 @@ def test_nothing_is_repeated_until_step_or_fragments_change_or_the_session_is_ne
     it.forget("eu/0")
     it.forget("never seen")
     assert announced(it, in_flight=[7], step=1, started=1) == {("eu/0",): (1, (7, 2, 3))}
+
+
+def test_a_learner_whose_lag_has_grown_is_told_more_although_no_round_has_changed():
+    it, far = announcements(overlap=1), learner()
+    records = LearnerRecords({"eu/0": far, "eu/1": learner("eu/1")})
+    values = {"in_flight": [], "step": 0, "started": 0}
+    assert it.update(records, **values)
+    far.lag = 4.0
+    it.touch("eu/0")
+    it.touch("eu/1")
+    [told] = it.update(records, **values)
+    assert (told.learners, told.fragments) == (("eu/0",), (1, 2, 3, 4, 5))
+
+
+def test_a_learner_without_a_session_is_told_nothing():
+    it, gone = announcements(), learner()
+    gone.session = None
+    records = LearnerRecords({"eu/0": gone})
+    for _ in range(2):
+        it.touch("eu/0")
+        assert it.update(records, in_flight=[], step=0, started=0) == []
 
 
 def test_learners_that_hear_the_same_share_one_announcement():

@@ -37,6 +37,10 @@ def pulled(*names, now=100.0):
     return round_
 
 
+def delivers(round_, learner, *, waiting=False, done=False, now=100.0):
+    round_.progressed(learner, 0, waiting=waiting, done=done, now=now)
+
+
 @pytest.mark.parametrize(
     ("phase", "opened", "may_pull", "transferring"),
     [
@@ -111,41 +115,42 @@ def test_the_pause_before_another_try_doubles_with_each_attempt_up_to_its_maximu
 
 def test_others_wait_only_while_at_least_k_and_half_of_all_have_delivered():
     round_ = pulled("a", "b", "c", "d")
-    round_.members["a"].waiting = True
+    delivers(round_, "a", waiting=True)
     round_.update_hold(101.0, quorum=1)
     assert round_.held_since is None, "one of four is not half"
-    round_.members["b"].done = True
+    delivers(round_, "b", done=True)
     round_.update_hold(102.0, quorum=3)
     assert round_.held_since is None, "two are no quorum of three"
     round_.update_hold(102.0, quorum=2)
     round_.update_hold(103.0, quorum=2)
     assert round_.held_since == 102.0, "since the first time"
-    round_.members["b"].done = False
+    round_.remove("b")
+    delivers(round_, "a", waiting=False)
     round_.update_hold(104.0, quorum=1)
     assert round_.held_since is None
 
 
 def test_half_of_an_odd_number_is_rounded_up():
     round_ = pulled("a", "b", "c")
-    round_.members["a"].waiting = True
+    delivers(round_, "a", waiting=True)
     round_.update_hold(101.0, quorum=1)
     assert round_.held_since is None
-    round_.members["b"].waiting = True
+    delivers(round_, "b", waiting=True)
     round_.update_hold(101.0, quorum=1)
     assert round_.held_since == 101.0
 
 
 def test_nobody_is_held_up_when_everybody_has_delivered():
     round_ = pulled("a", "b")
-    for delivery in round_.members.values():
-        delivery.waiting = True
+    for name in round_.members:
+        delivers(round_, name, waiting=True)
     round_.update_hold(101.0, quorum=1)
     assert round_.held_since is None
 
 
 def test_a_member_is_late_at_its_own_deadline_or_when_the_others_have_waited_long_enough():
     round_ = pulled("b", "a", "c")
-    round_.members["c"].waiting = True
+    delivers(round_, "c", waiting=True)
     end = 100.0 + START_SECONDS
     assert round_.late(end - 0.01, hold_seconds=5.0) == []
     assert round_.late(end, hold_seconds=5.0) == ["a", "b"]
@@ -158,16 +163,20 @@ def test_a_member_is_late_at_its_own_deadline_or_when_the_others_have_waited_lon
 
 def test_the_next_deadline_is_the_earliest_at_which_somebody_can_be_late():
     round_ = pulled("a", "b")
-    round_.members["a"].deadline = 120.0
-    assert round_.next_deadline(5.0) == 120.0
-    round_.members["a"].waiting = True
-    assert round_.next_deadline(5.0) == 100.0 + START_SECONDS
+    end = 100.0 + START_SECONDS
+    assert round_.next_deadline(5.0, 100.0) == end
+    delivers(round_, "a", waiting=True)
+    assert round_.next_deadline(5.0, 101.0) == end
     round_.held_since = 101.0
-    assert round_.next_deadline(5.0) == 106.0
-    round_.members["b"].waiting, round_.held_since = True, None
-    assert round_.next_deadline(5.0) is None
-    round_.members["b"].waiting, round_.phase = False, Phase.COLLECTING
-    assert round_.next_deadline(5.0) is None
+    assert round_.next_deadline(5.0, 101.0) == 106.0
+    round_.held_since = None
+    delivers(round_, "b", waiting=True)
+    assert round_.next_deadline(5.0, 101.0) is None
+    delivers(round_, "b", waiting=False, now=110.0)
+    assert round_.next_deadline(5.0, 110.0) == end, "too early by a wake-up"
+    assert round_.next_deadline(5.0, end) == 110.0 + START_SECONDS
+    round_.phase = Phase.COLLECTING
+    assert round_.next_deadline(5.0, 101.0) is None
 
 
 def test_a_pause_of_the_syncer_moves_every_deadline_by_its_length():
