@@ -115,6 +115,7 @@ class Engine:
             return []
         for record in self.learners.connected():
             record.last_seen += seconds
+            record.history.pause()
         self.ejections.shift(seconds)
         for round_ in self.scheduler.in_flight:
             round_.shift(seconds)
@@ -249,6 +250,8 @@ class Engine:
                     "step": self.step,
                     "fresh": event.fresh,
                     "localStep": record.local_step,
+                    "peer": event.peer,
+                    "certificate": event.certificate,
                 },
             ),
             ev.Admit(
@@ -293,7 +296,10 @@ class Engine:
             record.lag = lag_of(
                 record.lag, started=self.scheduler.pace.step, global_step=event.global_step
             )
-            self.scheduler.pace.stepped(event.learner, steps)
+            if record.proven or now - record.paced_at >= self.learners.least_step_seconds():
+                record.paced_at = now
+                self.scheduler.pace.stepped(event.learner, steps)
+            return self.scheduler.reported(event.learner, now)
         return []
 
     def _heartbeat(self, event: ev.Heartbeat, now: float) -> list[ev.Decision]:

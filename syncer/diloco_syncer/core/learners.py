@@ -7,6 +7,8 @@ Rule: only `LearnerRecords` decides which incarnation of a learner is the curren
 from __future__ import annotations
 
 import bisect
+import math
+import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +16,19 @@ from typing import Any
 from diloco_syncer.core.claims import Claims
 from diloco_syncer.core.delivery import Delivery
 from diloco_syncer.core.events import Hello, Reported
+from diloco_syncer.core.guard import GUARDED_MEMBERS
+from diloco_syncer.core.history import History
 from diloco_syncer.core.pacing import ema
+
+UNPROVEN_SPEED = 4.0
+"""
+A learner whose uploads do not bear its steps out sets the pace at this multiple of the median speed at most.
+
+Paper leaves this open. Uploads prove any speed, so the fastest learner sets the pace from its first merge on.
+"""
+
+MOST_WAIT_SECONDS = 10.0
+"""Longest interval between its steps that count: the median may have been measured over a pause."""
 
 
 @dataclass(slots=True)
@@ -51,6 +65,8 @@ class LearnerRecord:
     """Monotonic time of its last message."""
     report: Reported | None = None
     """Newest metadata of this session; None until the first step after a join."""
+    history: History = field(default_factory=History)
+    """What its reports are credited with."""
     claims: Claims = field(default_factory=Claims)
     """Its reports that rounds have used (docs/algorithm.md, "Reports and quorum")."""
     local_step: int = 0
@@ -67,6 +83,10 @@ class LearnerRecord:
     """Restarts of its process, as its supervisor counts them."""
     lag: float = 0.0
     """Global steps between an announcement and the first report that knows it (core/announcements.py)."""
+    proven: bool = False
+    """Its last upload that was merged bears its steps out: it has a length, and tokens."""
+    paced_at: float = -math.inf
+    """When its steps last counted for the pace, monotonic."""
     ejection: Ejection | None = None
     """None: it takes part in rounds."""
     ejections: int = 0
@@ -144,9 +164,25 @@ class LearnerRecords:
         return self._ejected
 
     def fastest_step_seconds(self) -> float | None:
-        """ξ_step: that of the fastest learner that is training."""
-        measured = [r.step_seconds for r in self.training() if r.step_seconds is not None]
+        """ξ_step: that of the fastest learner that is training, as far as its Reports and uploads show."""
+        least = self.least_step_seconds()
+        measured = [
+            max(r.step_seconds, r.history.seconds_per_step or 0.0, 0.0 if r.proven else least)
+            for r in self.training()
+            if r.step_seconds is not None
+        ]
         return min(measured, default=None)
+
+    def least_step_seconds(self) -> float:
+        """Of a learner whose uploads do not bear its steps out: UNPROVEN_SPEED of the median's speed."""
+        measured = [
+            r.history.seconds_per_step
+            for r in self.training()
+            if r.history.seconds_per_step is not None
+        ]
+        if len(measured) < GUARDED_MEMBERS:
+            return 0.0
+        return min(MOST_WAIT_SECONDS, statistics.median_high(measured) / UNPROVEN_SPEED)
 
     def admit(self, hello: Hello, *, now: float) -> tuple[LearnerRecord, int | None] | None:
         """
@@ -169,8 +205,10 @@ class LearnerRecords:
         record.step_seconds = None
         record.local_step = max(record.local_step, hello.local_step)
         record.lag = 0.0
+        record.history.pause()
         if hello.fresh:
-            record.claims = Claims()
+            record.claims, record.proven = Claims(), False
+            record.history.restart()
         self.changed()
         return record, replaced
 
@@ -198,6 +236,9 @@ class LearnerRecords:
             record.total_tokens = event.total_tokens
         if event.step_seconds > 0:
             record.step_seconds = ema(record.step_seconds, event.step_seconds + event.sync_seconds)
+        newest = record.history.newest
+        if newest is None or event.local_step > newest.local_step:
+            steps = min(steps, record.history.add(event, now))
         return steps
 
     def leave(self, learner: str, session: int) -> LearnerRecord | None:

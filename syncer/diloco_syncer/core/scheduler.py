@@ -18,6 +18,8 @@ from diloco_syncer.core import delivery
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.ejection import Ejections
+from diloco_syncer.core.guard import borne_out, guarded
+from diloco_syncer.core.history import CountsDifferError
 from diloco_syncer.core.learners import LearnerRecords
 from diloco_syncer.core.pacing import PACE_LAG_STEPS, Grace, Pace
 from diloco_syncer.core.rounds import Phase, Round, merge_line
@@ -147,10 +149,25 @@ class Scheduler:
             }
             log = ev.Log(event="refuse", fields=fields)
             return [log, *self._drop(round_, event.learner, refused, now)]
+        try:
+            credited = record.history.credit(event, round_.fragment)
+        except CountsDifferError as error:
+            return self._unusable(round_, event.learner, "CountsDiffer", str(error), now)
+        if credited is None:
+            round_.early[event.learner] = event
+            return []
         record.claims.claim(round_.step, event.local_step)
-        round_.contributed(event.credited(self._most_steps))
+        round_.contributed(credited.credited(self._most_steps))
         round_.update_hold(now, quorum=self.spec.quorum)
         return self._merge_if_complete(round_, now)
+
+    def reported(self, learner: str, now: float) -> list[ev.Decision]:
+        """A report has arrived: an upload that was faster than it may count now."""
+        out: list[ev.Decision] = []
+        for round_ in list(self.in_flight):
+            if (early := round_.early.pop(learner, None)) is not None:
+                out += self.contributed(early, now)
+        return out
 
     @property
     def _most_steps(self) -> int:
@@ -182,6 +199,8 @@ class Scheduler:
                 round=round_.step, attempt=round_.attempt, reason="all weights are zero"
             )
             return [abort, *self._commit_in_order(now)]
+        limited = guarded(round_.by_name(), self.spec.guard)
+        round_.contributions = {c.learner: c for c in limited}
         round_.merge(now)
         return [
             ev.BeginMerge(
@@ -197,9 +216,15 @@ class Scheduler:
         round_ = self._round(event.round, event.attempt)
         if round_ is None or event.learner not in round_.members:
             return []
-        claims = self.learners.by_name[event.learner].claims
+        return self._unusable(round_, event.learner, event.reason, event.detail, now)
+
+    def _unusable(
+        self, round_: Round, learner: str, reason: str, detail: str, now: float
+    ) -> list[ev.Decision]:
+        """What a member delivered cannot be merged."""
+        claims = self.learners.by_name[learner].claims
         pulled = claims.pulled.get(round_.step)
-        out = self._refuse_member(round_, event.learner, event.reason, event.detail, now)
+        out = self._refuse_member(round_, learner, reason, detail, now)
         if pulled is not None:
             claims.add(pulled)  # used up: the same report would fail again
         return out
@@ -220,6 +245,7 @@ class Scheduler:
         """Continue without this member: same attempt, next attempt, or back to collecting."""
         del round_.members[learner]
         round_.contributions.pop(learner, None)
+        round_.early.pop(learner, None)
         self.learners.by_name[learner].claims.release(round_.step)
         if round_.phase is Phase.PULLING and len(round_.members) >= self.spec.quorum:
             return self._merge_if_complete(round_, now)
@@ -275,14 +301,23 @@ class Scheduler:
         self.last_members = len(round_.contributions)
         self.last_merge_at = now
         self.grace.synced(now - round_.pulled_at)
+        proven = borne_out(round_.contributions, merged.confirmed, self.spec.guard)
         for name, contribution in round_.contributions.items():
             record = self.learners.by_name[name]
+            record.proven = name in proven
             record.claims.merge(round_.step, contribution.local_step)
             record.merged_round = round_.step
             record.merges += 1
             self.ejections.merged(record)
         receivers = len(self.learners.connected())
-        line = merge_line(round_, merged, quorum=self.spec.quorum, receivers=receivers, now=now)
+        line = merge_line(
+            round_,
+            merged,
+            quorum=self.spec.quorum,
+            guard=self.spec.guard,
+            receivers=receivers,
+            now=now,
+        )
         return [
             ev.Log(event="merge", fields=line),
             ev.Commit(

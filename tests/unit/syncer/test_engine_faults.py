@@ -328,13 +328,13 @@ def test_a_snapshot_holds_the_state_of_its_step_although_rounds_begin_in_the_sam
 def test_a_learner_that_comes_back_after_a_long_cut_does_not_outweigh_the_others():
     job = Driven().initialised()
     for name in job.names:
-        job.report(name, 1, offers=frozenset())
-    job.now = 1.0
-    for name in job.names:
-        job.report(name, 2)
+        job.report(name, 1, offers=frozenset(), tokens=(100,) * 4, total_tokens=100)
+    job.now = 1000.0
+    job.report("eu/0", 5, steps=(4,) * 4, tokens=(400,) * 4, total_tokens=500)
+    job.report("eu/1", 601, steps=(600,) * 4, tokens=(60_000,) * 4, total_tokens=60_100)
     assert job.last(ev.Pull).learners == ("eu/0", "eu/1")
-    job.contribute("eu/0", 1, 2, steps=4, tokens=400)
-    job.contribute("eu/1", 1, 2, steps=600, tokens=60_000)
+    job.contribute("eu/0", 1, 5, steps=4, tokens=400)
+    job.contribute("eu/1", 1, 601, steps=600, tokens=60_000)
     begin = job.last(ev.BeginMerge)
     weights = {c.learner: c.weight for c in begin.contributions}
     assert weights["eu/1"] / weights["eu/0"] <= 3.0
