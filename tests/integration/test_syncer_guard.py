@@ -82,11 +82,15 @@ class Job:
         self.lie(pulls[3], deltas[3])
         moved_N = self.moved(pulls[0], before_N)
         assert cosine(moved_N, sum(deltas)) > 0.999
-        members = self.syncer.events("merge")[0]["members"]
+        members = self.line()["members"]
         assert [(m["learner"], m["tokens"], m["clipped"]) for m in members] == [
             (name, 100, 0) for name in NAMES
         ]
         self.syncer.assert_audit()
+
+    def line(self) -> dict[str, Any]:
+        """The newest merge; its line is written in the background."""
+        return until(lambda: self.syncer.events("merge"), expected="the line of the merge")[-1]
 
     def refusals(self) -> list[tuple[str, str]]:
         return [(line["learner"], line["reason"]) for line in self.syncer.events("refuse")]
@@ -136,7 +140,7 @@ def test_a01_a_lie_that_the_reports_tell_as_well_is_bounded_by_the_others(job):
     job.honest(pulls, deltas)
     assert job.lie(pulls[3], deltas[3], tokens=lie).reply().done
     moved_N = job.moved(pulls[0], before_N)
-    weights = [m["weight"] for m in job.syncer.events("merge")[-1]["members"]]
+    weights = [m["weight"] for m in job.line()["members"]]
     assert weights[3] / sum(weights) == pytest.approx(2.1**2 / (3 + 2.1**2))
     assert cosine(moved_N, sum(deltas[:3])) > 0.3
     job.syncer.assert_audit()
@@ -150,7 +154,8 @@ def test_a01_a_learner_that_begins_to_lie_is_bounded_by_its_own_history(job):
         job.honest(pulls, deltas)
         job.lie(pulls[3], deltas[3], tokens=tokens)
         committed(job.learners[0], pulls[0])
-    line = job.syncer.events("merge")[-1]
+    until(lambda: len(job.syncer.events("merge")) == 4, expected="the fourth line")
+    line = job.line()
     assert [m["tokens"] for m in line["members"]] == [100, 100, 100, 400]
     job.syncer.assert_audit()
 
@@ -185,7 +190,7 @@ def test_a03_a_huge_delta_moves_theta_no_further_than_ten_usual_ones(job, size):
     moved_N = job.moved(pulls[0], before_N)
     usual = np.linalg.norm(deltas[0])
     assert np.linalg.norm(moved_N) < 10.5 * usual
-    member = job.syncer.events("merge")[-1]["members"][3]
+    member = job.line()["members"][3]
     assert member["clipped"] == 1
     assert member["ofMedian"] == pytest.approx(size * 100, rel=0.1)
     job.syncer.assert_audit()
@@ -234,3 +239,22 @@ def test_joins_name_the_address_of_the_peer(job):
     assert {line["learner"] for line in joins} == set(NAMES)
     assert all(line["peer"].startswith("ipv4:127.0.0.1:") for line in joins)
     assert all(line["certificate"] == "" for line in joins)
+
+
+@pytest.mark.parametrize("job", [{"quorum": 4, "guard": 0.0}], indirect=True)
+def test_a03_without_a_guard_the_job_stops_at_its_last_good_parameters(job):
+    pulls = job.pulls()
+    before_N = job.learners[0].theta(pulls[0].fragment)
+    deltas = job.deltas(pulls[0])
+    job.honest(pulls, deltas)
+    job.lie(pulls[3], (np.float32(1e30) * deltas[3]).astype(np.float32))
+    until(lambda: job.syncer.events("halt"), expected="the job stops")
+    status = until(lambda: job.syncer.status(), expected="a status")
+    assert status.state == "Waiting"
+    assert "root mean square" in status.waiting_for
+    np.testing.assert_array_equal(job.learners[0].theta(pulls[0].fragment), before_N)
+    assert not job.syncer.events("merge")
+    # The way back: end what sent it, and start again, from an older snapshot if need be.
+    assert job.syncer.terminate() == 0
+    job.syncer.start()
+    assert job.syncer.status().waiting_for.startswith("4 training learners")

@@ -205,6 +205,17 @@ class Merge(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Halt(Record):
+    """A merge would have made Θ grow implausibly: nothing is merged until a person resumes the job."""
+
+    kind = "halt"
+    step: int
+    """Global, of the merge that was discarded."""
+    fragment: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot(Record):
     """A snapshot was written, or failed."""
 
@@ -279,7 +290,7 @@ class Dropped(Record):
 KINDS: Mapping[str, type[Record]] = {
     record.kind: record
     for record in (
-        *(Start, Join, Leave, Refuse, Eject, Readmit, Pause, Error, Initialised, Merge),
+        *(Start, Join, Leave, Refuse, Eject, Readmit, Pause, Error, Initialised, Merge, Halt),
         *(Snapshot, Export, Complete, Stop, Restart, Rotate, Dropped),
     )
 }

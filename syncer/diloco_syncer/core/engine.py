@@ -182,6 +182,11 @@ class Engine:
             return ""
         if not self.initialised:
             return f"{self.initialiser or 'the first learner'} to upload the initial model"
+        if self.scheduler.halted:
+            return (
+                f"a person: {self.scheduler.halted}; end what sent it, then resume, from an older "
+                "snapshot if need be (docs/operations.md)"
+            )
         if end := self.durability.waiting_for():
             return end
         training = len(self.learners.training())
@@ -413,7 +418,10 @@ class Engine:
         if self.durability.stage is Stage.TRAINING and self._commits != self.scheduler.commits:
             self._commits = self.scheduler.commits
             # After all commits of this event: a snapshot holds the engine and Θ as of the same step.
-            out += self.durability.committed(self.step)
+            taken = self.durability.committed(self.step)
+            if any(isinstance(decision, ev.TakeSnapshot) for decision in taken):
+                self.scheduler.growth.snapshot()
+            out += taken
         out += self.ejections.tick(now)
         self.scheduler.start_steps(now)
         out += self.scheduler.collect(now)

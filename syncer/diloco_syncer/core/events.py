@@ -139,6 +139,8 @@ class Merged:
     """Encoded size of the result, for one learner."""
     confirmed: tuple[ConfirmedNorm, ...] = ()
     """Of the members of positive weight, in the order of their names."""
+    sizes: tuple[float, float] = (0.0, 0.0)
+    """Root of the mean square of the fragment of Θ, before and after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -116,7 +116,8 @@ class History:
         if self.seconds_per_step is None or self.seconds_per_step <= 0:
             return stated
         # One step is always possible: messages that were held up arrive together.
-        return min(stated, 1 + math.ceil(HISTORY_MULTIPLE * seconds / self.seconds_per_step))
+        most = HISTORY_MULTIPLE * seconds / self.seconds_per_step
+        return stated if most >= stated else min(stated, 1 + math.ceil(most))
 
     def _counters(
         self, event: Reported, fragment: int, steps: int, stated_tokens: int

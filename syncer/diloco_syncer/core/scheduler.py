@@ -18,6 +18,7 @@ from diloco_syncer.core import delivery
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.ejection import Ejections
+from diloco_syncer.core.growth import Growth
 from diloco_syncer.core.guard import borne_out, guarded
 from diloco_syncer.core.history import CountsDifferError
 from diloco_syncer.core.learners import LearnerRecords
@@ -37,6 +38,9 @@ class Scheduler:
     pace: Pace = field(init=False)
     grace: Grace = field(init=False)
     ejections: Ejections = field(init=False)
+    growth: Growth = field(default_factory=Growth)
+    halted: str = ""
+    """Why no round may begin any more; empty: rounds may."""
     commits: int = 0
     """In this process, those without a change of Θ included."""
     merges: int = 0
@@ -64,7 +68,8 @@ class Scheduler:
     def start_steps(self, now: float) -> None:
         """Start global steps while pace and τ allow; a step without a due fragment is done at once."""
         while (
-            self.pace.step < self.spec.steps
+            not self.halted
+            and self.pace.step < self.spec.steps
             and len(self.in_flight) < self.spec.overlap
             and self.pace.may_start()
         ):
@@ -280,9 +285,31 @@ class Scheduler:
         round_ = self._round(event.round, event.attempt)
         if round_ is None or round_.phase is not Phase.MERGING:
             return []
+        if implausible := self.growth.check(round_.fragment, *event.sizes):
+            return self._halt(round_, implausible)
         round_.phase = Phase.MERGED
         round_.merged = event
         return self._commit_in_order(now)
+
+    def _halt(self, round_: Round, reason: str) -> list[ev.Decision]:
+        """Merge nothing any more: the newest snapshot is the last state that can be trusted."""
+        self.halted = reason
+        out: list[ev.Decision] = [
+            ev.Log(
+                event="halt",
+                fields={
+                    "step": round_.step,
+                    "fragment": round_.fragment,
+                    "reason": reason,
+                    "members": [c.learner for c in round_.by_name()],
+                },
+            )
+        ]
+        for each in self.in_flight:
+            self._release(each)
+            out.append(ev.AbortMerge(round=each.step, attempt=each.attempt, reason=reason))
+        self.in_flight.clear()
+        return out
 
     def _commit_in_order(self, now: float) -> list[ev.Decision]:
         out: list[ev.Decision] = []

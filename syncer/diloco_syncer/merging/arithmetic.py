@@ -48,6 +48,8 @@ class MergeResult:
     """Payload of the result for one learner."""
     confirmed: tuple[ConfirmedNorm, ...] = ()
     """Of each member, by name."""
+    sizes: tuple[float, float] = (0.0, 0.0)
+    """Root of the mean square of Θ, before and after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +130,7 @@ class Arithmetic:
         self._deviations_M = [0.0] * len(contributions)
         self._u_squares_S = np.zeros(count)
         self._delta_squares_S = np.zeros(count)
+        self._theta_squares_S2 = np.zeros((count, 2))
         self._encoded: dict[int, npt.NDArray[Any]] = {}
 
     def needs_whole(self, slot: int) -> bool:
@@ -193,8 +196,16 @@ class Arithmetic:
         """
         encoded = self._encoded.pop(chunk)
         for segment in self.segments[chunk]:
-            if self._blends[segment.slot].radial and self._step(segment, encoded[segment.in_chunk]):
+            radial = self._blends[segment.slot].radial
+            if radial and self._step(segment, encoded[segment.in_chunk]):
                 raise self._overflow(segment.slot)
+            # In fp32, while the segment is in the cache: it only has to show a tenfold growth.
+            before_N, after_N = self._theta_N[segment.here], self._new_theta_N[segment.here]
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._theta_squares_S2[segment.index] = (
+                    np.dot(before_N, before_N),
+                    np.dot(after_N, after_N),
+                )
         return frames.pack(frames.Kind.CHUNK, chunk, encoded.view(np.uint8))
 
     def result(self) -> MergeResult:
@@ -212,7 +223,12 @@ class Arithmetic:
                 )
                 for row, contribution in enumerate(self._contributions)
             ),
+            sizes=(self._size(0), self._size(1)),
         )
+
+    def _size(self, column: int) -> float:
+        elements = max(1, sum(slot.tensor.elements for slot in self._fragment.slots))
+        return math.sqrt(math.fsum(self._theta_squares_S2[:, column]) / elements)
 
     # ------------------------------------------------------------ one segment
 

@@ -349,6 +349,7 @@ class _Delivery:
                     bytes_up=attempt.bytes_up,
                     bytes_result=result.encoded_bytes,
                     confirmed=result.confirmed,
+                    sizes=result.sizes,
                 )
             )
 
