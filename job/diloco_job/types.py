@@ -132,6 +132,8 @@ class Sync(Model):
     """How deltas are merged: Radial (RDA) preserves their length, Average is the weighted mean."""
     average_parameters: Annotated[list[Text], Field(max_length=256)] = []
     """Shell patterns of parameters that, like embeddings, are merged by average."""
+    guard: Fraction = "10"
+    """Multiple of the members' median norm to which a delta is clipped; "0" disables the guard."""
     outer: Outer = Outer()
     """The outer optimizer."""
     wire: Wire = Wire()

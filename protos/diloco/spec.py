@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +56,8 @@ class RunSpec:
     """γ in Eq 3."""
     merge: str = "Radial"
     average_parameters: tuple[str, ...] = ()
+    guard: float = 10.0
+    """Multiple of the members' median norm that a delta may have; 0 turns the guard off."""
     outer_learning_rate: float = 0.7
     outer_momentum: float = 0.5
     outer_nesterov: bool = True
@@ -90,6 +93,10 @@ class RunSpec:
                     f"overlap: {self.overlap} is not in 1..{most_overlap}",
                 ),
                 (self.quorum < 1, f"quorum: {self.quorum} is less than 1"),
+                (
+                    not 0 <= self.guard < math.inf,
+                    f"guard: {self.guard} is not a finite number of 0 or more",
+                ),
                 (self.merge not in MERGES, f"merge: {self.merge!r} is none of {MERGES}"),
                 (
                     self.wire_up not in UP_FORMATS,
@@ -171,6 +178,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
 _MAY_CHANGE = (
     "steps",
     "quorum",
+    "guard",
     "learners",
     "learner_checkpoint",
     "syncer_checkpoint",

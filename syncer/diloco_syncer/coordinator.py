@@ -138,6 +138,7 @@ class Coordinator:
             interval=self.spec.interval,
             quorum=self.spec.quorum,
             spec=self.spec.hash,
+            learners=self.spec.learners,
         )
         return now
 

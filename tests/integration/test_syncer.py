@@ -47,7 +47,7 @@ def test_from_hello_to_committed_results_equal_to_float64(tmp_path, merge):
             other.join()
             other.expect("ready")
             for number in range(4):  # every fragment twice: momentum counts
-                learner.step()
+                learner.step(steps=2, tokens=300)
                 other.step()
                 pulls = [learner.expect("pull"), other.expect("pull")]
                 assert pulls[0] == pulls[1]

@@ -7,7 +7,13 @@ Pure: lines in, violations out. Checked for every line, from the oldest part on:
     all epochs together: a syncer that resumes replays what its predecessor merged
     per learner, incarnation and fragment the merged t_m strictly increases
     once a learner's next incarnation joined, none of its earlier ones is merged or joins again
-    each weight is tokens² / steps, and 0 where either is 0
+    each weight is tokens² / steps, and 0 where either is 0; with a guard and 3 members or more,
+        tokens per step count at most RATE_MULTIPLE times their median
+    the norm that arrived of each member is the one that its header stated
+    with a guard, a delta beyond its multiple of the median is clipped, and no merged delta is longer
+        than the weighted mean of its members'
+    a learner that joins is one of the spec; none claims several times the steps of the others
+        with a delta that is empty
     no merge has fewer members than the quorum it states
     within an epoch the global step of merges strictly increases, and the fragment is the one due
     epochs never decrease
@@ -31,6 +37,13 @@ from diloco.journal.records import Dropped, Join, Merge, MergeMember, Restart, R
 from diloco.model.fragments import due
 
 WEIGHT_TOLERANCE = 1e-9
+
+RATE_MULTIPLE = 2.1
+GUARDED_MEMBERS = 3
+UNPROVEN_SPEED = 4.0
+NORM_FLOOR = 1e-12
+NORM_TOLERANCE = 1e-3
+"""As in syncer/diloco_syncer/core: written again, so that an error there is found here."""
 
 _CHECKED = {Start.kind, Join.kind, Merge.kind, Rotate.kind, Dropped.kind}
 
@@ -134,6 +147,8 @@ class _Book:
     merges: int = 0
     reports: int = 0
     epoch: int = 0
+    learners: Mapping[str, int] | None = None
+    """Region → learners of the spec, of the last start."""
     schedule: tuple[int, int] | None = None
     """(P, H) of the last start."""
     merged_step: dict[int, int] = field(default_factory=dict)
@@ -200,6 +215,7 @@ class _Book:
             self.schedule = rotate.fragments, rotate.interval
 
     def _start(self, start: Start) -> Iterator[str]:
+        self.learners = start.learners
         schedule = start.fragments, start.interval
         if self.schedule is not None and schedule != self.schedule:
             yield (
@@ -209,6 +225,8 @@ class _Book:
         self.schedule = schedule
 
     def _join(self, learner: str, incarnation: int) -> Iterator[str]:
+        if not _in_spec(learner, self.learners):
+            yield f"{learner} joined, which is none of the learners of the spec"
         newest = self.newest.get(learner, 0)
         if incarnation < newest:
             yield f"incarnation {incarnation} of {learner} joined after its successor {newest}"
@@ -224,9 +242,13 @@ class _Book:
                 f"merge of step {merge.step} has {_count(len(distinct), 'learner')}, its quorum is "
                 f"{merge.quorum}"
             )
+        limit = _weight_limit(merge)
         for member in merge.members:
             self.reports += 1
             yield from self._member(member, merge.step, merge.fragment)
+            yield from _work(member, merge, limit)
+        yield from _length(merge)
+        yield from _empty(merge)
 
     def _place(self, epoch: int, step: int, fragment: int) -> Iterator[str]:
         before = self.merged_step.get(epoch)
@@ -267,12 +289,71 @@ class _Book:
             )
         self.used[key] = max(local_step, before or 0)
         merged.setdefault(local_step, (step, fragment))
-        steps, tokens, weight = member.steps, member.tokens, member.weight
-        expected = tokens * tokens / steps if steps > 0 and tokens > 0 else 0.0
-        if not math.isclose(weight, expected, rel_tol=WEIGHT_TOLERANCE):
+
+
+def _in_spec(learner: str, learners: Mapping[str, int] | None) -> bool:
+    region, _, index = learner.partition("/")
+    return learners is None or (index.isdecimal() and int(index) < learners.get(region, 0))
+
+
+def _weight_limit(merge: Merge) -> float:
+    """The most weight per step of a member."""
+    rates = sorted(m.tokens / m.steps for m in merge.members if m.steps > 0 < m.tokens)
+    if not merge.guard or len(rates) < GUARDED_MEMBERS:
+        return math.inf
+    return (RATE_MULTIPLE * rates[(len(rates) - 1) // 2]) ** 2
+
+
+def _work(member: MergeMember, merge: Merge, limit: float) -> Iterator[str]:
+    """Weight and norm of one member."""
+    who = f"merge of step {merge.step}: {member.learner} (incarnation {member.incarnation})"
+    steps, tokens, weight = member.steps, member.tokens, member.weight
+    positive = steps > 0 < tokens
+    expected = min(tokens * tokens / steps, limit * steps) if positive else 0.0
+    if not math.isclose(weight, expected, rel_tol=WEIGHT_TOLERANCE):
+        yield (
+            f"{who} has weight {weight:.12g}, expected {expected:.12g} for {tokens:g} tokens "
+            f"in {steps:g} steps beside the other members"
+        )
+    if (member.deviation or 0.0) > NORM_TOLERANCE:
+        yield (
+            f"{who} stated a norm that differs by {member.deviation:.3g} of it from what arrived, "
+            f"allowed is {NORM_TOLERANCE:g}"
+        )
+    beyond = bool(merge.guard) and (member.of_median or 0.0) > (merge.guard or 0.0)
+    if beyond != bool(member.clipped):
+        yield (
+            f"{who} has a delta of {member.of_median or 0.0:.3g} times the median and "
+            f"{_count(member.clipped or 0, 'clipped tensor')}, the guard is {merge.guard or 0.0:g}"
+        )
+
+
+def _length(merge: Merge) -> Iterator[str]:
+    """Whichever way deltas are merged, the result is no longer than their weighted mean length."""
+    total = math.fsum(m.weight for m in merge.members)
+    norms = [m.norm for m in merge.members if m.norm is not None]
+    if total <= 0 or len(norms) < len(merge.members) or not math.isfinite(merge.delta_norm):
+        return
+    most = math.fsum(m.weight / total * (m.norm or 0.0) for m in merge.members)
+    if merge.delta_norm > most * (1 + 2 * NORM_TOLERANCE) + 1e-12:
+        yield (
+            f"merge of step {merge.step} has a delta of norm {merge.delta_norm:.6g}, its members' "
+            f"weighted mean is {most:.6g}"
+        )
+
+
+def _empty(merge: Merge) -> Iterator[str]:
+    """Steps that a learner made leave a delta; one that only claims them sets the pace of the job."""
+    steps = sorted(m.steps for m in merge.members)
+    if len(steps) < GUARDED_MEMBERS:
+        return
+    usual = steps[(len(steps) - 1) // 2]
+    for member in merge.members:
+        empty = member.norm is not None and member.norm <= NORM_FLOOR
+        if member.weight > 0 and empty and member.steps > UNPROVEN_SPEED * usual:
             yield (
-                f"{who} has weight {weight:.12g}, expected {expected:.12g} for {tokens:g} tokens "
-                f"in {steps:g} steps"
+                f"merge of step {merge.step}: {member.learner} claims {member.steps:g} steps, the "
+                f"others {usual:g}, and its delta is empty"
             )
 
 

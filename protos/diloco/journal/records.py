@@ -71,6 +71,8 @@ class Start(Record):
     quorum: int = 0
     spec: str = ""
     """Hash of the run spec."""
+    learners: Mapping[str, int] | None = None
+    """Region → its learners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +87,10 @@ class Join(Record):
     fresh: bool = False
     """A new incarnation, not a session that reconnected."""
     local_step: int = 0
+    peer: str | None = None
+    """Its address, as gRPC names it."""
+    certificate: str | None = None
+    """Serial number of its certificate, hexadecimal; "": no TLS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,6 +173,14 @@ class MergeMember(Fields):
     weight: float
     base: int | None
     """Global step of the version that its delta refers to; None: the initial one."""
+    norm: float | None = None
+    """Of its delta, as it arrived."""
+    deviation: float | None = None
+    """Largest relative difference of a tensor's norm from what its header stated."""
+    of_median: float | None = None
+    """Largest norm of a tensor in multiples of the members' median; 0: fewer than 3, or no guard."""
+    clipped: int | None = None
+    """Tensors that were clipped to `guard` times the median."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +199,20 @@ class Merge(Record):
     bytes_up: int = 0
     bytes_down: int = 0
     delta_norm: float = math.nan
+    guard: float | None = None
+    """Multiple of the members' median norm to which deltas are clipped; 0: off."""
     members: tuple[MergeMember, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Halt(Record):
+    """A merge would have made Θ grow implausibly: nothing is merged until a person resumes the job."""
+
+    kind = "halt"
+    step: int
+    """Global, of the merge that was discarded."""
+    fragment: int
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,7 +290,7 @@ class Dropped(Record):
 KINDS: Mapping[str, type[Record]] = {
     record.kind: record
     for record in (
-        *(Start, Join, Leave, Refuse, Eject, Readmit, Pause, Error, Initialised, Merge),
+        *(Start, Join, Leave, Refuse, Eject, Readmit, Pause, Error, Initialised, Merge, Halt),
         *(Snapshot, Export, Complete, Stop, Restart, Rotate, Dropped),
     )
 }
@@ -299,14 +326,12 @@ def value(data: Mapping[str, Any], key: str, kind: Any) -> Any:
             raise RecordError(f"has {key} {found!r}, expected whole numbers by name")
         return found
     options = get_args(kind)
+    if NoneType in options:
+        return None if found is None else value(data, key, options[0])
     if options and options[-1] is Ellipsis:
         if not isinstance(found, list) or not all(isinstance(item, dict) for item in found):
             raise RecordError(f"has {key} {found!r}, expected a list of objects")
         return tuple(options[0].from_json(item) for item in found)
-    if NoneType in options:
-        if found is None:
-            return None
-        kind = options[0]
     expected = "a whole number" if kind is int else "a number"
     accepted: Any = int | float if kind is float else kind
     if kind in (str, bool):

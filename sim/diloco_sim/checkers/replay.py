@@ -122,7 +122,8 @@ class Replay:
         before = history[-1]
         members = [c for c in merge.contributions if c.tokens > 0 and c.steps > 0]
         deltas = [self._delta(c, fragment, history, commit.round, now) for c in members]
-        weights = [c.tokens**2 / c.steps for c in members]
+        weights = limited_weights(members, self._spec.guard)
+        deltas = clipped(deltas, [c.steps for c in members], fragment, self._spec.guard)
         delta_N, unstable = np.zeros(fragment.elements), np.zeros(fragment.elements, bool)
         for slot in fragment.slots:
             here = slice(slot.offset, slot.end)
@@ -189,6 +190,31 @@ def _decoded(upload: Received, fragment: Fragment) -> F64:
         lo, hi = fragment.chunk(index)
         formats.decode(upload.header.format, upload.chunks[index], values_N[lo:hi])
     return values_N.astype(np.float64)
+
+
+def limited_weights(members: list[Contribution], guard: float) -> list[float]:
+    """tokens² / steps, tokens per step at most 2.1 times the median of three members or more."""
+    rates = [c.tokens / c.steps for c in members]
+    if guard > 0 and len(members) >= 3:
+        usual = sorted(rates)[(len(rates) - 1) // 2]
+        rates = [min(rate, 2.1 * usual) for rate in rates]
+    return [rate**2 * c.steps for rate, c in zip(rates, members, strict=True)]
+
+
+def clipped(deltas: list[F64], steps: list[int], fragment: Fragment, guard: float) -> list[F64]:
+    """Deltas whose norm per √step is at most `guard` times the median, tensor by tensor."""
+    if guard <= 0 or len(deltas) < 3:
+        return deltas
+    scales, middle = np.sqrt(steps), (len(deltas) - 1) // 2
+    whole = sorted(np.linalg.norm(deltas, axis=1) / scales)[middle]
+    out = [v.copy() for v in deltas]
+    for slot in fragment.slots:
+        norms = np.array([np.linalg.norm(v[slot.offset : slot.end]) for v in deltas])
+        limits = guard * (sorted(norms / scales)[middle] or whole) * scales
+        for v, norm, limit in zip(out, norms, limits, strict=True):
+            if norm > limit:
+                v[slot.offset : slot.end] *= limit / norm
+    return out
 
 
 def merged(deltas: list[F64], weights: list[float], *, radial: bool) -> tuple[F64, bool]:

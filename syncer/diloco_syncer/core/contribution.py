@@ -16,7 +16,13 @@ NORM_TOLERANCE = 1e-3
 """Largest relative difference between a norm in a header and the norm of what arrived."""
 
 NORM_FLOOR = 1e-12
-"""Norms closer than this agree: a learner may have summed squares that fp32 rounds to zero."""
+"""
+A tensor with a smaller norm did not change: below, a norm cannot be confirmed, because a learner may
+have summed squares that fp32 rounds to zero. No factor of a merge rests on such a norm.
+"""
+
+MOST_EXCESS = 1e100
+"""Kept of a norm beyond its limit; JSON has no infinity."""
 
 Version = tuple[int, int]
 """(epoch, global step) of the commit that made a fragment; (epoch, 0) is Θ^(0)."""
@@ -62,11 +68,38 @@ class Contribution:
     """bulk_pb2.Format of the chunks that are merged."""
     norms: tuple[float, ...]
     """‖v‖ per tensor of the fragment, in fragment order, of the values as they were sent."""
+    weight_limit: float = math.inf
+    """The most weight beside the other members (core/guard.py)."""
+    norm_limits: tuple[float, ...] = ()
+    """The largest norm per tensor beside the other members; longer deltas are clipped. Empty: none."""
 
     @property
     def weight(self) -> float:
-        """tokens² / steps (paper 3.2); 0: its values are ignored."""
-        return outer.weight(tokens=self.tokens, steps=self.steps)
+        """tokens² / steps (paper 3.2), within its limit; 0: its values are ignored."""
+        return min(outer.weight(tokens=self.tokens, steps=self.steps), self.weight_limit)
+
+    @property
+    def norm(self) -> float:
+        """‖v‖ of the whole fragment."""
+        return math.hypot(*self.norms)
+
+    @property
+    def merged_norms(self) -> tuple[float, ...]:
+        """`norms` after the limits."""
+        if not self.norm_limits:
+            return self.norms
+        return tuple(map(min, self.norms, self.norm_limits))
+
+    @property
+    def excess(self) -> float:
+        """Largest norm of a tensor in multiples of its limit; 0: there are no limits."""
+        pairs = zip(self.norms, self.norm_limits, strict=False)
+        return max((_ratio(norm, limit) for norm, limit in pairs), default=0.0)
+
+    @property
+    def clipped(self) -> int:
+        """How many of its tensors are clipped."""
+        return sum(norm > limit for norm, limit in zip(self.norms, self.norm_limits, strict=False))
 
     def credited(self, most_steps: int) -> Contribution:
         """
@@ -113,9 +146,17 @@ class Contribution:
     def check_norm(self, slot: int, tensor: str, found: float) -> None:
         """Raises ContributionError if the values of a tensor have another norm than the header states."""
         stated = self.norms[slot]
-        if abs(found - stated) > NORM_TOLERANCE * stated + NORM_FLOOR:
+        if max(found, stated) <= NORM_FLOOR:
+            return
+        if not abs(found - stated) <= NORM_TOLERANCE * stated:
             raise ContributionError(
                 f"the delta of {tensor} has norm {found:.6g}, its header states {stated:.6g}; "
                 "not merged",
                 learner=self.learner,
             )
+
+
+def _ratio(norm: float, limit: float) -> float:
+    if norm == 0:
+        return 0.0
+    return min(norm / limit, MOST_EXCESS) if limit > 0 else MOST_EXCESS

@@ -115,6 +115,7 @@ class Engine:
             return []
         for record in self.learners.connected():
             record.last_seen += seconds
+            record.history.pause()
         self.ejections.shift(seconds)
         for round_ in self.scheduler.in_flight:
             round_.shift(seconds)
@@ -181,6 +182,11 @@ class Engine:
             return ""
         if not self.initialised:
             return f"{self.initialiser or 'the first learner'} to upload the initial model"
+        if self.scheduler.halted:
+            return (
+                f"a person: {self.scheduler.halted}; end what sent it, then resume, from an older "
+                "snapshot if need be (docs/operations.md)"
+            )
         if end := self.durability.waiting_for():
             return end
         training = len(self.learners.training())
@@ -249,6 +255,8 @@ class Engine:
                     "step": self.step,
                     "fresh": event.fresh,
                     "localStep": record.local_step,
+                    "peer": event.peer,
+                    "certificate": event.certificate,
                 },
             ),
             ev.Admit(
@@ -293,8 +301,11 @@ class Engine:
             record.lag = lag_of(
                 record.lag, started=self.scheduler.pace.step, global_step=event.global_step
             )
-            self.scheduler.reported(event.learner, steps)
             self._announcements.touch(event.learner)
+            if record.proven or now - record.paced_at >= self.learners.least_step_seconds():
+                record.paced_at = now
+                self.scheduler.pace.stepped(event.learner, steps)
+            return self.scheduler.reported(event.learner, now)
         return []
 
     def _heartbeat(self, event: ev.Heartbeat, now: float) -> list[ev.Decision]:
@@ -408,7 +419,10 @@ class Engine:
         if self.durability.stage is Stage.TRAINING and self._commits != self.scheduler.commits:
             self._commits = self.scheduler.commits
             # After all commits of this event: a snapshot holds the engine and Θ as of the same step.
-            out += self.durability.committed(self.step)
+            taken = self.durability.committed(self.step)
+            if any(isinstance(decision, ev.TakeSnapshot) for decision in taken):
+                self.scheduler.growth.snapshot()
+            out += taken
         out += self.ejections.tick(now)
         self.scheduler.start_steps(now)
         out += self.scheduler.collect(now)

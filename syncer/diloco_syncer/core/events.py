@@ -30,6 +30,10 @@ class Hello:
     checkpoint_step: int
     restarts: int = 0
     """Restarts of its process, as its supervisor counts them."""
+    peer: str = ""
+    """Its address, as gRPC names it."""
+    certificate: str = ""
+    """Serial number of its certificate, hexadecimal; "": no TLS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +117,17 @@ class Dropped:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ConfirmedNorm:
+    """The norm of what arrived of one member, beside what its header stated."""
+
+    learner: str
+    norm: float
+    """‖v‖ of the whole fragment."""
+    deviation: float
+    """Largest difference of a tensor's norm from the stated one, relative to that."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
     """Every chunk of every member is merged and verified; nothing is visible yet."""
 
@@ -122,6 +137,10 @@ class Merged:
     bytes_up: int
     bytes_result: int
     """Encoded size of the result, for one learner."""
+    confirmed: tuple[ConfirmedNorm, ...] = ()
+    """Of the members of positive weight, in the order of their names."""
+    sizes: tuple[float, float] = (0.0, 0.0)
+    """Root of the mean square of the fragment of Θ, before and after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,14 +7,31 @@ Rule: only `LearnerRecords` decides which incarnation of a learner is the curren
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterable, Iterator
+import math
+import statistics
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_syncer.core.claims import Claims
 from diloco_syncer.core.delivery import Delivery
 from diloco_syncer.core.events import Hello, Reported
+from diloco_syncer.core.guard import GUARDED_MEMBERS
+from diloco_syncer.core.history import History
 from diloco_syncer.core.pacing import ema
+
+UNPROVEN_SPEED = 4.0
+"""
+A learner whose uploads do not bear its steps out sets the pace at this multiple of the median speed at most.
+
+Paper leaves this open. Uploads prove any speed, so the fastest learner sets the pace from its first merge on.
+"""
+
+SPEED_SHARE = 16
+"""The speeds of all are measured again after a sixteenth of the learners have reported."""
+
+MOST_WAIT_SECONDS = 10.0
+"""Longest interval between its steps that count: the median may have been measured over a pause."""
 
 
 @dataclass(slots=True)
@@ -51,6 +68,8 @@ class LearnerRecord:
     """Monotonic time of its last message."""
     report: Reported | None = None
     """Newest metadata of this session; None until the first step after a join."""
+    history: History = field(default_factory=History)
+    """What its reports are credited with."""
     claims: Claims = field(default_factory=Claims)
     """Its reports that rounds have used (docs/algorithm.md, "Reports and quorum")."""
     local_step: int = 0
@@ -67,6 +86,10 @@ class LearnerRecord:
     """Restarts of its process, as its supervisor counts them."""
     lag: float = 0.0
     """Global steps between an announcement and the first report that knows it (core/announcements.py)."""
+    proven: bool = False
+    """Its last upload that was merged bears its steps out: it has a length, and tokens."""
+    paced_at: float = -math.inf
+    """When its steps last counted for the pace, monotonic."""
     ejection: Ejection | None = None
     """None: it takes part in rounds."""
     ejections: int = 0
@@ -103,7 +126,9 @@ class LearnerRecords:
         self._connected: list[LearnerRecord] | None = None
         self._training: list[LearnerRecord] | None = None
         self._ejected: list[LearnerRecord] | None = None
-        self._fastest: LearnerRecord | None = None
+        self._measured: tuple[float | None, float] | None = None
+        self._reports = 0
+        """Since the speeds were measured."""
 
     def __iter__(self) -> Iterator[LearnerRecord]:
         """By name."""
@@ -119,7 +144,13 @@ class LearnerRecords:
 
     def changed(self) -> None:
         """A learner joined, left, began to report, was ejected or readmitted."""
-        self._connected = self._training = self._ejected = self._fastest = None
+        self._connected = self._training = self._ejected = self._measured = None
+
+    def prove(self, proven: Mapping[str, bool]) -> None:
+        """Note whose merged uploads bear their steps out."""
+        for name, is_proven in proven.items():
+            self.by_name[name].proven = is_proven
+        self._measured = None
 
     def of_session(self, learner: str, session: int) -> LearnerRecord | None:
         """The learner, if this session is its current one."""
@@ -145,11 +176,25 @@ class LearnerRecords:
         return self._ejected
 
     def fastest_step_seconds(self) -> float | None:
-        """ξ_step: that of the fastest learner that is training."""
-        if self._fastest is None:
-            measured = [r for r in self.training() if r.step_seconds is not None]
-            self._fastest = min(measured, key=_step_seconds, default=None)
-        return None if self._fastest is None else self._fastest.step_seconds
+        """ξ_step: that of the fastest learner that is training, as far as its Reports and uploads show."""
+        return self._speeds()[0]
+
+    def least_step_seconds(self) -> float:
+        """Of a learner whose uploads do not bear its steps out: UNPROVEN_SPEED of the median's speed."""
+        return self._speeds()[1]
+
+    def _speeds(self) -> tuple[float | None, float]:
+        """
+        ξ_step, and the least step time of an unproven learner.
+
+        Measured again after one learner in SPEED_SHARE has reported, so that a report costs the same
+        however many learners there are.
+        """
+        training = self.training()
+        if self._measured is None or self._reports * SPEED_SHARE >= len(training):
+            self._reports = 0
+            self._measured = _measure(training)
+        return self._measured
 
     def admit(self, hello: Hello, *, now: float) -> tuple[LearnerRecord, int | None] | None:
         """
@@ -172,8 +217,10 @@ class LearnerRecords:
         record.step_seconds = None
         record.local_step = max(record.local_step, hello.local_step)
         record.lag = 0.0
+        record.history.pause()
         if hello.fresh:
-            record.claims = Claims()
+            record.claims, record.proven = Claims(), False
+            record.history.restart()
         self.changed()
         return record, replaced
 
@@ -201,13 +248,10 @@ class LearnerRecords:
             record.total_tokens = event.total_tokens
         if event.step_seconds > 0:
             record.step_seconds = ema(record.step_seconds, event.step_seconds + event.sync_seconds)
-            fastest = self._fastest
-            if (
-                fastest is record
-                or fastest is None
-                or _step_seconds(record) < _step_seconds(fastest)
-            ):
-                self._fastest = None  # found again when it is asked for
+        self._reports += 1
+        newest = record.history.newest
+        if newest is None or event.local_step > newest.local_step:
+            steps = min(steps, record.history.add(event, now))
         return steps
 
     def leave(self, learner: str, session: int) -> LearnerRecord | None:
@@ -279,5 +323,16 @@ class LearnerRecords:
                             known.claims.add(member["step"])
 
 
-def _step_seconds(record: LearnerRecord) -> float:
-    return float("inf") if record.step_seconds is None else record.step_seconds
+def _measure(training: list[LearnerRecord]) -> tuple[float | None, float]:
+    intervals = [
+        r.history.seconds_per_step for r in training if r.history.seconds_per_step is not None
+    ]
+    least = 0.0
+    if len(intervals) >= GUARDED_MEMBERS:
+        least = min(MOST_WAIT_SECONDS, statistics.median_high(intervals) / UNPROVEN_SPEED)
+    measured = [
+        max(r.step_seconds, r.history.seconds_per_step or 0.0, 0.0 if r.proven else least)
+        for r in training
+        if r.step_seconds is not None
+    ]
+    return min(measured, default=None), least

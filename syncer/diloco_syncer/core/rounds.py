@@ -16,7 +16,7 @@ from typing import Any
 
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.delivery import Delivery
-from diloco_syncer.core.events import Merged
+from diloco_syncer.core.events import ConfirmedNorm, Merged
 
 
 class Phase(enum.Enum):
@@ -56,6 +56,8 @@ class Round:
     contributions: dict[str, Contribution] = field(default_factory=dict)
     pending: int = 0
     """Members for which others wait."""
+    early: dict[str, Contribution] = field(default_factory=dict)
+    """Headers whose report has not arrived."""
     held_since: float | None = None
     """Since when enough members wait for the rest; None: they do not."""
     failure: str = ""
@@ -96,7 +98,7 @@ class Round:
         self.attempt += 1
         self.members = {name: Delivery.begin(now) for name in members}
         self.pending = len(self.members)
-        self.contributions = {}
+        self.contributions, self.early = {}, {}
         self.pulled_at = now
         self.deadline = self.held_since = self._next_deadline = None
 
@@ -122,6 +124,7 @@ class Round:
         """A member was lost."""
         self.pending -= self.members.pop(learner).pending
         self.contributions.pop(learner, None)
+        self.early.pop(learner, None)
 
     def merge(self, now: float) -> None:
         """All headers are there: the uploads continue."""
@@ -136,6 +139,7 @@ class Round:
         self.members.clear()
         self.contributions.clear()
         self.pending = 0
+        self.early.clear()
         self.phase = Phase.COLLECTING
         pause = RETRY_SECONDS * 2.0 ** min(self.attempt, 16)
         self.retry_at = now + min(RETRY_MOST_SECONDS, pause)
@@ -188,9 +192,10 @@ class Round:
 
 
 def merge_line(
-    round_: Round, merged: Merged, *, quorum: int, receivers: int, now: float
+    round_: Round, merged: Merged, *, quorum: int, guard: float, receivers: int, now: float
 ) -> dict[str, Any]:
     """The fields of a `merge` line of events.jsonl: what the audit needs to judge it."""
+    confirmed = {found.learner: found for found in merged.confirmed}
     return {
         "step": round_.step,
         "fragment": round_.fragment,
@@ -202,16 +207,22 @@ def merge_line(
         "bytesUp": merged.bytes_up,
         "bytesDown": merged.bytes_result * receivers,
         "deltaNorm": merged.delta_norm,
-        "members": [
-            {
-                "learner": c.learner,
-                "incarnation": c.incarnation,
-                "step": c.local_step,
-                "steps": c.steps,
-                "tokens": c.tokens,
-                "weight": c.weight,
-                "base": None if c.base is None else c.base[1],
-            }
-            for c in round_.by_name()
-        ],
+        "guard": guard,
+        "members": [_member(c, confirmed.get(c.learner), guard) for c in round_.by_name()],
+    }
+
+
+def _member(c: Contribution, found: ConfirmedNorm | None, guard: float) -> dict[str, Any]:
+    return {
+        "learner": c.learner,
+        "incarnation": c.incarnation,
+        "step": c.local_step,
+        "steps": c.steps,
+        "tokens": c.tokens,
+        "weight": c.weight,
+        "base": None if c.base is None else c.base[1],
+        "norm": 0.0 if found is None else found.norm,
+        "deviation": 0.0 if found is None else found.deviation,
+        "ofMedian": guard * c.excess,
+        "clipped": c.clipped,
     }

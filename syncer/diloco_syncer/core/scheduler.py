@@ -19,6 +19,9 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.claims import Claims
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.ejection import Ejections
+from diloco_syncer.core.growth import Growth
+from diloco_syncer.core.guard import borne_out, guarded
+from diloco_syncer.core.history import CountsDifferError
 from diloco_syncer.core.learners import LearnerRecords
 from diloco_syncer.core.pacing import PACE_LAG_STEPS, Grace, Pace
 from diloco_syncer.core.readiness import Readiness
@@ -37,6 +40,9 @@ class Scheduler:
     pace: Pace = field(init=False)
     grace: Grace = field(init=False)
     ejections: Ejections = field(init=False)
+    growth: Growth = field(default_factory=Growth)
+    halted: str = ""
+    """Why no round may begin any more; empty: rounds may."""
     commits: int = 0
     """In this process, those without a change of Θ included."""
     merges: int = 0
@@ -66,7 +72,8 @@ class Scheduler:
     def start_steps(self, now: float) -> None:
         """Start global steps while pace and τ allow; a step without a due fragment is done at once."""
         while (
-            self.pace.step < self.spec.steps
+            not self.halted
+            and self.pace.step < self.spec.steps
             and len(self.in_flight) < self.spec.overlap
             and self.pace.may_start()
         ):
@@ -124,11 +131,6 @@ class Scheduler:
 
     # ------------------------------------------------------------ members
 
-    def reported(self, learner: str, steps: int) -> None:
-        """A learner has reported this many further steps."""
-        self._readiness.touch(learner)
-        self.pace.stepped(learner, steps)
-
     def _claims(self, learner: str) -> Claims:
         """The claims of a learner, to be changed."""
         self._readiness.touch(learner)
@@ -156,10 +158,26 @@ class Scheduler:
             }
             log = ev.Log(event="refuse", fields=fields)
             return [log, *self._drop(round_, event.learner, refused, now)]
+        try:
+            credited = record.history.credit(event, round_.fragment)
+        except CountsDifferError as error:
+            return self._unusable(round_, event.learner, "CountsDiffer", str(error), now)
+        if credited is None:
+            round_.early[event.learner] = event
+            return []
         claims.claim(round_.step, event.local_step)
-        round_.contributed(event.credited(self._most_steps))
+        round_.contributed(credited.credited(self._most_steps))
         round_.update_hold(now, quorum=self.spec.quorum)
         return self._merge_if_complete(round_, now)
+
+    def reported(self, learner: str, now: float) -> list[ev.Decision]:
+        """A report has arrived: an upload that was faster than it may count now."""
+        self._readiness.touch(learner)
+        out: list[ev.Decision] = []
+        for round_ in list(self.in_flight):
+            if (early := round_.early.pop(learner, None)) is not None:
+                out += self.contributed(early, now)
+        return out
 
     @property
     def _most_steps(self) -> int:
@@ -192,6 +210,8 @@ class Scheduler:
                 round=round_.step, attempt=round_.attempt, reason="all weights are zero"
             )
             return [abort, *self._commit_in_order(now)]
+        limited = guarded(round_.by_name(), self.spec.guard)
+        round_.contributions = {c.learner: c for c in limited}
         round_.merge(now)
         return [
             ev.BeginMerge(
@@ -207,9 +227,15 @@ class Scheduler:
         round_ = self._round(event.round, event.attempt)
         if round_ is None or event.learner not in round_.members:
             return []
-        claims = self._claims(event.learner)
+        return self._unusable(round_, event.learner, event.reason, event.detail, now)
+
+    def _unusable(
+        self, round_: Round, learner: str, reason: str, detail: str, now: float
+    ) -> list[ev.Decision]:
+        """What a member delivered cannot be merged."""
+        claims = self._claims(learner)
         pulled = claims.pulled.get(round_.step)
-        out = self._refuse_member(round_, event.learner, event.reason, event.detail, now)
+        out = self._refuse_member(round_, learner, reason, detail, now)
         if pulled is not None:
             claims.add(pulled)  # used up: the same report would fail again
         return out
@@ -263,9 +289,31 @@ class Scheduler:
         round_ = self._round(event.round, event.attempt)
         if round_ is None or round_.phase is not Phase.MERGING:
             return []
+        if implausible := self.growth.check(round_.fragment, *event.sizes):
+            return self._halt(round_, implausible)
         round_.phase = Phase.MERGED
         round_.merged = event
         return self._commit_in_order(now)
+
+    def _halt(self, round_: Round, reason: str) -> list[ev.Decision]:
+        """Merge nothing any more: the newest snapshot is the last state that can be trusted."""
+        self.halted = reason
+        out: list[ev.Decision] = [
+            ev.Log(
+                event="halt",
+                fields={
+                    "step": round_.step,
+                    "fragment": round_.fragment,
+                    "reason": reason,
+                    "members": [c.learner for c in round_.by_name()],
+                },
+            )
+        ]
+        for each in self.in_flight:
+            self._release(each)
+            out.append(ev.AbortMerge(round=each.step, attempt=each.attempt, reason=reason))
+        self.in_flight.clear()
+        return out
 
     def _commit_in_order(self, now: float) -> list[ev.Decision]:
         out: list[ev.Decision] = []
@@ -284,6 +332,8 @@ class Scheduler:
         self.last_members = len(round_.contributions)
         self.last_merge_at = now
         self.grace.synced(now - round_.pulled_at)
+        proven = borne_out(round_.contributions, merged.confirmed, self.spec.guard)
+        self.learners.prove({name: name in proven for name in round_.contributions})
         for name, contribution in round_.contributions.items():
             record = self.learners.by_name[name]
             self._claims(name).merge(round_.step, contribution.local_step)
@@ -291,7 +341,14 @@ class Scheduler:
             record.merges += 1
             self.ejections.merged(record)
         receivers = len(self.learners.connected())
-        line = merge_line(round_, merged, quorum=self.spec.quorum, receivers=receivers, now=now)
+        line = merge_line(
+            round_,
+            merged,
+            quorum=self.spec.quorum,
+            guard=self.spec.guard,
+            receivers=receivers,
+            now=now,
+        )
         return [
             ev.Log(event="merge", fields=line),
             ev.Commit(

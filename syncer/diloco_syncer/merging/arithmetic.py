@@ -22,7 +22,12 @@ import numpy.typing as npt
 
 from diloco.codec import formats, frames
 from diloco.model.fragments import BLOCK, CHUNK, Fragment
-from diloco_syncer.core.contribution import Contribution, NotFiniteContributionError
+from diloco_syncer.core.contribution import (
+    NORM_FLOOR,
+    Contribution,
+    NotFiniteContributionError,
+)
+from diloco_syncer.core.events import ConfirmedNorm
 from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.merging import kernels
 from diloco_syncer.merging.blend import blend
@@ -41,6 +46,10 @@ class MergeResult:
     """‖Δ‖ over the whole fragment."""
     encoded_bytes: int
     """Payload of the result for one learner."""
+    confirmed: tuple[ConfirmedNorm, ...] = ()
+    """Of each member, by name."""
+    sizes: tuple[float, float] = (0.0, 0.0)
+    """Root of the mean square of Θ, before and after."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +109,13 @@ class Arithmetic:
         # cancel, lies where the new Θ will be: no memory of its own, no second pass over any chunk.
         self._new_momentum_N = buffers.take(fragment.elements)
         self._new_theta_N = buffers.take(fragment.elements)
+        weights, merged = [c.weight for c in contributions], [c.merged_norms for c in contributions]
         self._blends = [
             blend(
                 [c.norms[index] for c in contributions],
-                [c.weight for c in contributions],
+                weights,
                 radial=radial and not slot.average,
+                clipped=[norms[index] for norms in merged],
             )
             for index, slot in enumerate(fragment.slots)
         ]
@@ -116,8 +127,10 @@ class Arithmetic:
             self._of_slot[segment.slot].append(segment.index)
         count = sum(len(mine) for mine in self._of_slot)
         self._squares_SM = np.zeros((count, len(contributions)))
+        self._deviations_M = [0.0] * len(contributions)
         self._u_squares_S = np.zeros(count)
         self._delta_squares_S = np.zeros(count)
+        self._theta_squares_S2 = np.zeros((count, 2))
         self._encoded: dict[int, npt.NDArray[Any]] = {}
 
     def needs_whole(self, slot: int) -> bool:
@@ -164,6 +177,9 @@ class Arithmetic:
         for row, contribution in enumerate(self._contributions):
             found = math.sqrt(math.fsum(self._squares_SM[mine, row]))
             contribution.check_norm(slot, self._name(slot), found)
+            stated = contribution.norms[slot]
+            deviation = abs(found - stated) / stated if stated > NORM_FLOOR else 0.0
+            self._deviations_M[row] = max(self._deviations_M[row], deviation)
         u_square = math.fsum(self._u_squares_S[mine])
         if not math.isfinite(u_square):
             raise self._overflow(slot)
@@ -180,8 +196,16 @@ class Arithmetic:
         """
         encoded = self._encoded.pop(chunk)
         for segment in self.segments[chunk]:
-            if self._blends[segment.slot].radial and self._step(segment, encoded[segment.in_chunk]):
+            radial = self._blends[segment.slot].radial
+            if radial and self._step(segment, encoded[segment.in_chunk]):
                 raise self._overflow(segment.slot)
+            # In fp32, while the segment is in the cache: it only has to show a tenfold growth.
+            before_N, after_N = self._theta_N[segment.here], self._new_theta_N[segment.here]
+            with np.errstate(over="ignore", invalid="ignore"):
+                self._theta_squares_S2[segment.index] = (
+                    np.dot(before_N, before_N),
+                    np.dot(after_N, after_N),
+                )
         return frames.pack(frames.Kind.CHUNK, chunk, encoded.view(np.uint8))
 
     def result(self) -> MergeResult:
@@ -191,7 +215,20 @@ class Arithmetic:
             momentum_N=self._new_momentum_N,
             delta_norm=math.sqrt(math.fsum(self._delta_squares_S)),
             encoded_bytes=formats.encoded_bytes(self._down, self._fragment.elements),
+            confirmed=tuple(
+                ConfirmedNorm(
+                    learner=contribution.learner,
+                    norm=math.sqrt(math.fsum(self._squares_SM[:, row])),
+                    deviation=self._deviations_M[row],
+                )
+                for row, contribution in enumerate(self._contributions)
+            ),
+            sizes=(self._size(0), self._size(1)),
         )
+
+    def _size(self, column: int) -> float:
+        elements = max(1, sum(slot.tensor.elements for slot in self._fragment.slots))
+        return math.sqrt(math.fsum(self._theta_squares_S2[:, column]) / elements)
 
     # ------------------------------------------------------------ one segment
 

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from diloco_syncer.core.contribution import NORM_FLOOR
+
 F32 = npt.NDArray[np.float32]
 
 VANISHED = 1e-6
@@ -42,7 +44,7 @@ class Blend:
     factors: F32
     """Of each v in u, shape (M,)."""
     shares: F32
-    """w / Σ w, shape (M,)."""
+    """w / Σ w, clipped; shape (M,)."""
     radial: bool
     """False: u is Δ."""
     length: float = 0.0
@@ -61,7 +63,10 @@ class Blend:
         return self.length / u_norm
 
 
-def blend(norms: Sequence[float], weights: Sequence[float], *, radial: bool) -> Blend:
+def blend(
+    norms: Sequence[float], weights: Sequence[float], *, radial: bool,
+    clipped: Sequence[float] | None = None,
+) -> Blend:  # fmt: skip
     """
     The factors for one tensor.
 
@@ -71,22 +76,27 @@ def blend(norms: Sequence[float], weights: Sequence[float], *, radial: bool) -> 
         norms: ‖v‖ of each member, finite.
         weights: positive.
         radial: False: plain average.
+        clipped: the norms that count, none larger than in `norms` (core/guard.py); None: `norms`.
     """
+    merged = norms if clipped is None else clipped
     total = math.fsum(weights)
     shares = [w / total for w in weights]
-    shares_M = np.array(shares, np.float32)
-    longest = max(norms)
-    if not radial or len(shares) == 1 or longest == 0:
+    scaled = [s * (m / n) if m < n else s for s, m, n in zip(shares, merged, norms, strict=True)]
+    shares_M = np.array(scaled, np.float32)
+    longest = max(merged)
+    if not radial or len(shares) == 1 or longest <= NORM_FLOOR:
         return Blend(factors=shares_M, shares=shares_M, radial=False)
+    # Of a norm that cannot be confirmed, no direction: its factor could be anything.
+    least = max(NORM_FLOOR, NEGLIGIBLE * longest)
     factors = [
-        share * (longest / norm) if norm > NEGLIGIBLE * longest else 0.0
+        share * (longest / norm) if norm > least else 0.0
         for share, norm in zip(shares, norms, strict=True)
     ]
     return Blend(
         factors=np.array(factors, np.float32),
         shares=shares_M,
         radial=True,
-        length=math.fsum(s * n for s, n in zip(shares, norms, strict=True)),
+        length=math.fsum(s * m for s, m in zip(shares, merged, strict=True)),
         terms=math.fsum(f * n for f, n in zip(factors, norms, strict=True)),
     )
 

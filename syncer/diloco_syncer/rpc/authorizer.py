@@ -10,6 +10,7 @@ region's may act for its learners.
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -21,6 +22,9 @@ from diloco.runtime.formatting import shorten
 
 MOST_REGION = 63
 """Characters of a region's name, as the manifest allows."""
+
+_VERSION = 0xA0
+"""Tag of the version in a certificate, which is absent in those of version 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,3 +81,30 @@ class Authorizer:
 def _names(context: grpc.ServicerContext, kind: str) -> list[str]:
     found: Iterable[bytes] = context.auth_context().get(kind, ())  # type: ignore[assignment]
     return [name.decode(errors="replace") for name in found]
+
+
+def certificate_serial(context: grpc.ServicerContext) -> str:
+    """Serial number of the peer's certificate, hexadecimal; "": it has none."""
+    found: Iterable[bytes] = context.auth_context().get("x509_pem_cert", ())  # type: ignore[assignment]
+    for pem in found:
+        return serial_of(ssl.PEM_cert_to_DER_cert(pem.decode()))
+    return ""
+
+
+def serial_of(der: bytes) -> str:
+    """
+    Serial number in a certificate: Certificate{TBSCertificate{[0] version, INTEGER serial, ...}, ...}.
+
+    The images of the syncer have no library for it. gRPC has verified the certificate.
+    """
+    at = _enter(der, _enter(der, 0))
+    if der[at] == _VERSION:
+        at = _enter(der, at) + der[at + 1]
+    start = _enter(der, at)
+    return der[start : start + der[at + 1]].hex().lstrip("0") or "0"
+
+
+def _enter(der: bytes, at: int) -> int:
+    """Where the content of the element at this place begins."""
+    length = der[at + 1]
+    return at + 2 + (length & 0x7F if length & 0x80 else 0)

@@ -22,7 +22,7 @@ from diloco_syncer import sessions
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.engine import HEARTBEAT_SECONDS
 from diloco_syncer.rpc import status, telemetry
-from diloco_syncer.rpc.authorizer import Authorizer
+from diloco_syncer.rpc.authorizer import Authorizer, certificate_serial
 from diloco_syncer.rpc.door import Door
 from diloco_syncer.runner import Runner
 from diloco_syncer.state import State
@@ -109,7 +109,10 @@ class ControlService:
             session = self._runner.admit(applicant)
             try:
                 incarnation = hello.incarnation or self._next_incarnation()
-                event = telemetry.joined(hello, session=session.number, incarnation=incarnation)
+                event = telemetry.joined(
+                    hello, session=session.number, incarnation=incarnation,
+                    peer=context.peer(), certificate=certificate_serial(context),
+                )  # fmt: skip
                 self._runner.post(event)
             except BaseException:
                 self._runner.sessions.close(session)

@@ -166,7 +166,7 @@ class UploadReceiver:
         layout = self._host.facts.layout
         if layout is None:
             raise UnavailableError("no model is known yet; send Hello first")
-        check_header(header, layout)
+        check_header(header, layout, up=formats.format_of(self._host.spec.wire_up))
         if header.content in (bulk.INITIAL, bulk.CONSTANTS):
             self._part = self._initial.begin(header, layout)
         else:
@@ -351,6 +351,8 @@ class _Delivery:
                     delta_norm=result.delta_norm,
                     bytes_up=attempt.bytes_up,
                     bytes_result=result.encoded_bytes,
+                    confirmed=result.confirmed,
+                    sizes=result.sizes,
                 )
             )
 
@@ -460,9 +462,14 @@ def _base(parameters: Parameters, fragment: int, contribution: Contribution) -> 
     return base_N
 
 
-def check_header(header: bulk.UploadHeader, layout: Layout) -> None:
+def check_header(header: bulk.UploadHeader, layout: Layout, *, up: int) -> None:
     """
-    Check that the header fits the model.
+    Check that the header fits the model and the job.
+
+    Args:
+        header: of the upload.
+        layout: of the model.
+        up: the job's format of deltas; what comes whole is FP32.
 
     Raises:
         ProtocolError: its fragment, size, format or content does not exist.
@@ -479,10 +486,11 @@ def check_header(header: bulk.UploadHeader, layout: Layout) -> None:
             f"fragment {header.fragment} came with {header.elements} values in {header.chunks} chunks, "
             f"expected {fragment.elements} in {fragment.chunks}"
         )
-    if header.format not in (bulk.FP32, bulk.BF16, bulk.INT8, bulk.INT4):
-        raise ProtocolError(f"format {header.format} is none of FP32, BF16, INT8, INT4")
     if header.content not in (bulk.DELTA, bulk.WHOLE, bulk.INITIAL):
         raise ProtocolError(f"content {header.content} is none of DELTA, WHOLE, INITIAL, CONSTANTS")
+    expected = up if header.content == bulk.DELTA else formats.FP32
+    if header.format != expected:
+        raise ProtocolError(f"format {header.format}, expected {expected} of this job for it")
 
 
 def contribution_of(header: bulk.UploadHeader) -> Contribution:

@@ -159,7 +159,9 @@ def applicant(hello: pb.Hello) -> Applicant:
     )
 
 
-def joined(hello: pb.Hello, *, session: int, incarnation: int) -> ev.Hello:
+def joined(
+    hello: pb.Hello, *, session: int, incarnation: int, peer: str = "", certificate: str = ""
+) -> ev.Hello:
     """The event of a Hello whose `applicant` was admitted."""
     return ev.Hello(
         session=session,
@@ -170,6 +172,8 @@ def joined(hello: pb.Hello, *, session: int, incarnation: int) -> ev.Hello:
         local_step=hello.local_step,
         checkpoint_step=hello.checkpoint_step,
         restarts=_restarts(hello.facts.get("restarts", "")),
+        peer=peer,
+        certificate=certificate,
     )
 
 

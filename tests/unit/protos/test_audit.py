@@ -308,3 +308,79 @@ def test_merges_that_the_disk_did_not_take_are_stated():
     assert found.ok
     assert found.unseen == ("lines that the disk did not take in time (1 join, 2 merge)",)
     assert "2 merge" in found.verdict
+
+
+# ---------------------------------------------------------------- lies (reproductions a01, a02, a07)
+
+
+def guarded_history() -> list[Event]:
+    """As a syncer with a guard writes it: four learners, one merge per fragment."""
+    begin = {**start(1), "learners": {"eu": 3, "us": 1}}
+    names = ("eu/0", "eu/1", "eu/2", "us/0")
+    joins = [
+        {**join(1, name, number), "peer": "ipv4:10.0.0.1:5", "certificate": "1f"}
+        for number, name in enumerate(names, 1)
+    ]
+    merged = []
+    for step in range(0, 12, 2):
+        members = [
+            {
+                **member(name, number, step + 1),
+                "norm": 2.0, "deviation": 1e-7, "ofMedian": 1.2, "clipped": 0,
+            }
+            for number, name in enumerate(names, 1)
+        ]  # fmt: skip
+        merged.append({**merge(1, step, members), "guard": 10.0, "deltaNorm": 2.0})
+    return [begin, *joins, *merged]
+
+
+def lie(**changes: Any) -> Callable[[list[Event]], None]:
+    """The last member of the last merge, changed."""
+
+    def apply(events: list[Event]) -> None:
+        events[-1]["members"][3].update(changes)
+
+    return apply
+
+
+def sybil(events: list[Event]) -> None:
+    events.insert(5, join(1, "us/123456789", 9))
+
+
+def longer(events: list[Event]) -> None:
+    events[-1]["deltaNorm"] = 1e18
+
+
+def runaway(events: list[Event]) -> None:
+    for each in events[-1]["members"][:3]:
+        each.update(steps=2, tokens=2000, weight=2_000_000.0)
+    events[-1]["members"][3].update(steps=32, tokens=32_000, weight=32_000_000.0, norm=0.0)
+    events[-1]["deltaNorm"] = 0.3
+
+
+@pytest.mark.parametrize(
+    ("forge", "sentence"),
+    [
+        (lie(tokens=2**63, steps=1, weight=2.0**126), "has weight 8.5070591730"),
+        (lie(deviation=9e16), "stated a norm that differs by 9e+16 of it from what arrived"),
+        (lie(ofMedian=1e30), "has a delta of 1e+30 times the median and 0 clipped tensors"),
+        (longer, "has a delta of norm 1e+18, its members' weighted mean is 2"),
+        (sybil, "us/123456789 joined, which is none of the learners of the spec"),
+        (runaway, "claims 32 steps, the others 2, and its delta is empty"),
+    ],
+    ids=["a01", "a02", "a03", "a03-length", "a07-sybil", "a07-pace"],
+)
+def test_a_lie_that_a_merge_believed_is_found(forge: Any, sentence: str) -> None:
+    events = guarded_history()
+    assert audit(lines(events)).violations == ()
+    forge(events)
+    found = audit(lines(events)).violations
+    assert len(found) == 1
+    assert sentence in found[0]
+
+
+def test_a_weight_within_its_limit_passes_the_audit() -> None:
+    events = guarded_history()
+    rate = sorted(m["tokens"] / m["steps"] for m in events[-1]["members"])[1]
+    events[-1]["members"][3].update(tokens=2**40, weight=3 * (2.1 * rate) ** 2)
+    assert audit(lines(events)).violations == ()

@@ -59,6 +59,7 @@ def test_the_hash_of_a_known_spec_is_what_it_was_in_the_first_release():
 MAY_CHANGE = {
     "steps": 101,
     "quorum": 2,
+    "guard": 0.0,
     "learners": {"eu": 2},
     "learner_checkpoint": Checkpoint(every_steps=1, keep=1),
     "syncer_checkpoint": Checkpoint(every_steps=1, keep=1),

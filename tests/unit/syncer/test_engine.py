@@ -220,12 +220,12 @@ def contribution(name, incarnation, local_step, *, round=1, attempt=1, steps=1, 
     )  # fmt: skip
 
 
-def started(**changes):
+def started(*, tokens=10, **changes):
     """An engine with one learner that has been pulled for round 1."""
     engine = Engine(spec=spec_of(learners={"eu": 1}, **changes), epoch=1)
     engine.handle(hello("eu/0", 1), 0.0)
     engine.handle(ev.Initialised(learner="eu/0"), 0.0)
-    out = engine.handle(reported("eu/0", 1, 1), 1.0)
+    out = engine.handle(reported("eu/0", 1, 1, tokens=tokens), 1.0)
     assert any(isinstance(d, ev.Pull) for d in out)
     return engine
 
@@ -272,8 +272,8 @@ def test_a_contribution_to_another_attempt_is_not_merged():
 
 
 def test_all_weights_zero_closes_the_round_without_a_change():
-    engine = started()
-    out = engine.handle(contribution("eu/0", 1, 1, steps=0, tokens=0), 1.0)
+    engine = started(tokens=0)
+    out = engine.handle(contribution("eu/0", 1, 1, tokens=0), 1.0)
     commit = next(d for d in out if isinstance(d, ev.Commit))
     assert not commit.changed
     assert not begins(out)
@@ -511,3 +511,45 @@ def test_virtual_time_without_delays_equals_plain_training():
         scale = np.maximum(np.abs(plain[p]), np.abs(initial[p]))
         mine = world.learners["eu/0"].theta[p]
         assert np.all(np.abs(mine - plain[p]) <= 10 * np.spacing(scale.astype(np.float32)))
+
+
+def paced(lengths, *, seconds=(1.0, 1.0, 0.05), **changes):
+    """Global steps within 40 s of a job with P = 1 and H = 50, in which the last learner is 20 times faster."""
+    world = world_of(list(seconds), steps=2000, fragments=1, interval=50, overlap=1, **changes)
+    world.lengths = lengths
+    world.run(40.0)
+    return world.engine.step
+
+
+def test_the_fastest_learner_sets_the_pace_when_its_uploads_bear_its_steps_out():
+    assert paced({}) > 700
+
+
+@pytest.mark.parametrize("length", [0.0, 1e-13, 0.05])
+def test_a_learner_whose_uploads_do_not_bear_its_steps_out_does_not_run_away_with_the_job(length):
+    # reproduction a07: it reports 20 times as often as the others, and uploads next to nothing
+    honest = paced({}, seconds=(1.0, 1.0, 1.0))
+    assert honest < paced({"eu/2": length}) <= 5.5 * honest  # and before the speeds are known
+
+
+def test_a_job_goes_on_although_no_upload_bears_steps_out():
+    assert paced(dict.fromkeys(("eu/0", "eu/1", "eu/2"), 0.0), seconds=(1.0, 1.0, 1.0)) > 30
+
+
+def test_tiny_step_seconds_of_a_liar_do_not_shrink_the_grace_window_of_the_others():
+    def late_merges(stated):
+        world = world_of([1.0, 1.18, 1.0], steps=60)
+        liar = world.learners["eu/2"]
+        original = world._send
+
+        def send(event, learner, what):
+            if learner is liar and isinstance(event, ev.Reported):
+                event = dataclasses.replace(event, step_seconds=stated)
+            original(event, learner, what)
+
+        world._send = send
+        world.run(1000)
+        late = [m for m in world.merges() if m["step"] > 4]
+        return sum(any(x["learner"] == "eu/1" for x in m["members"]) for m in late) / len(late)
+
+    assert late_merges(1e-9) == late_merges(1.0) > 0.8

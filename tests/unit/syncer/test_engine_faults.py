@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import math
 import random
 
 import pytest
@@ -12,6 +13,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.ejection import MOST_BACKOFF_SECONDS, backoff_seconds
 from diloco_syncer.core.engine import Engine
+from diloco_syncer.core.growth import Growth
 from diloco_syncer.core.initialisation import STALL_SECONDS
 from diloco_testing.syncers.virtual_job import VirtualJob
 
@@ -351,13 +353,13 @@ def test_a_snapshot_holds_the_state_of_its_step_although_rounds_begin_in_the_sam
 def test_a_learner_that_comes_back_after_a_long_cut_does_not_outweigh_the_others():
     job = Driven().initialised()
     for name in job.names:
-        job.report(name, 1, offers=frozenset())
-    job.now = 1.0
-    for name in job.names:
-        job.report(name, 2)
+        job.report(name, 1, offers=frozenset(), tokens=(100,) * 4, total_tokens=100)
+    job.now = 1000.0
+    job.report("eu/0", 5, steps=(4,) * 4, tokens=(400,) * 4, total_tokens=500)
+    job.report("eu/1", 601, steps=(600,) * 4, tokens=(60_000,) * 4, total_tokens=60_100)
     assert job.last(ev.Pull).learners == ("eu/0", "eu/1")
-    job.contribute("eu/0", 1, 2, steps=4, tokens=400)
-    job.contribute("eu/1", 1, 2, steps=600, tokens=60_000)
+    job.contribute("eu/0", 1, 5, steps=4, tokens=400)
+    job.contribute("eu/1", 1, 601, steps=600, tokens=60_000)
     begin = job.last(ev.BeginMerge)
     weights = {c.learner: c.weight for c in begin.contributions}
     assert weights["eu/1"] / weights["eu/0"] <= 3.0
@@ -482,3 +484,39 @@ def test_engine_time_per_event_does_not_grow_with_the_square_of_the_learners():
     for name in job.names:
         job.report(name, 1)
     assert len(job.out) - before <= 6 * len(job.names)
+
+
+def test_theta_that_would_grow_implausibly_stops_the_job_before_it_is_merged():
+    job = Driven().initialised()
+    for name in job.names:
+        job.report(name, 1)
+    for name in job.names:
+        job.contribute(name, 1, 1)
+    attempt = job.last(ev.Pull, round=1).attempt
+    job.handle(
+        ev.Merged(
+            round=1, attempt=attempt, delta_norm=1e9, bytes_up=0, bytes_result=0, sizes=(0.5, 1e6)
+        )
+    )
+    assert job.logs("halt")[0]["fragment"] == 1
+    assert not job.kinds(ev.Commit)
+    assert "a person" in job.engine.waiting_for()
+    assert "from a root mean square of 0.5 to 1e+06" in job.engine.waiting_for()
+    pulls = len(job.kinds(ev.Pull))
+    job.now = 5.0
+    for name in job.names:
+        job.report(name, 2)
+    job.wait(5)
+    assert len(job.kinds(ev.Pull)) == pulls
+    assert job.engine.step == 0
+
+
+def test_theta_may_grow_from_zero_and_by_less_than_tenfold_between_snapshots():
+    growth = Growth()
+    assert not growth.check(0, 0.0, 0.9)
+    assert not growth.check(1, 0.5, 4.9)
+    assert growth.check(1, 4.9, 5.1), "counted from the last snapshot"
+    growth.snapshot()
+    assert not growth.check(1, 4.9, 5.1)
+    assert growth.check(0, 0.0, math.inf)
+    assert growth.check(0, 0.0, math.nan)

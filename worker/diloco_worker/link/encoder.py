@@ -165,7 +165,8 @@ class Encoder:
         except NotFiniteError as error:
             self._buffers.release(buffer)
             log.warning("fragment %d at local step %d: %s", fragment.index, copy.local_step, error)
-            header.content, header.format = bulk.DELTA, bulk.FP32
+            header.content = bulk.DELTA
+            header.format = bulk.Format.ValueType(self._format)
             header.norms.extend([math.nan] * len(fragment.slots))
             return self._delivery(header, fragment, None)
         except BaseException:

@@ -121,7 +121,7 @@ class ScriptedLearner:
     ) -> None:  # fmt: skip
         self.syncer, self.name, self.spec = syncer, name, syncer.spec
         self.layout: Layout = cut(tensors, num_fragments=self.spec.fragments)
-        self.local_step = 0
+        self.local_step = self.total_tokens = 0
         self.step_seconds = 0.01
         """Seconds per step in its reports."""
         self.epoch = self.incarnation = 0
@@ -216,10 +216,11 @@ class ScriptedLearner:
     def step(self, *, steps: int = 1, tokens: int = 100) -> None:
         """Report one more local step, offering everything."""
         self.local_step += 1
+        self.total_tokens += tokens
         rows = len(self.layout.fragments)
         report = pb.Report(
             local_step=self.local_step, steps=[steps] * rows, tokens=[tokens] * rows, offers=range(rows),
-            total_tokens=100 * self.local_step,
+            total_tokens=self.total_tokens,
             step_seconds=self.step_seconds,
         )  # fmt: skip
         self.send(report=report)

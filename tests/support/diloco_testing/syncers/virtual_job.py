@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,8 @@ class VirtualJob:
         self.engine = Engine(spec=spec, epoch=1)
         self.learners = {n: FakeLearner(name=n, step_seconds=s) for n, s in learners.items()}
         self.now = 0.0
+        self.lengths: dict[str, float] = {}
+        """Norm per √step of a learner's deltas; 1 unless given."""
         self.lines: list[str] = []
         self.decisions: list[tuple[float, ev.Decision]] = []
         self.finished_at: float | None = None
@@ -324,8 +327,15 @@ class VirtualJob:
                 )
             )  # fmt: skip
         merged = ev.Merged(
-            round=begin.round, attempt=begin.attempt, delta_norm=1.0, bytes_up=0, bytes_result=0
-        )
+            round=begin.round, attempt=begin.attempt, delta_norm=1.0, bytes_up=0, bytes_result=0,
+            confirmed=tuple(
+                ev.ConfirmedNorm(
+                    learner=c.learner, deviation=0.0,
+                    norm=self.lengths.get(c.learner, 1.0) * math.sqrt(c.steps),
+                )
+                for c in begin.contributions
+            ),
+        )  # fmt: skip
         self.at(self.now + self.delay("merge"), lambda: self.post(merged))
 
     def _committed(self, commit: ev.Commit) -> None:

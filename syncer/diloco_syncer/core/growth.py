@@ -1,0 +1,40 @@
+"""
+Whether Θ grows as a model does, so that a job that goes wrong stops while there are good snapshots. Pure.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+MOST_GROWTH = 10.0
+"""
+Of the root mean square of a fragment since the last snapshot.
+
+Paper leaves this open. No honest training comes near it; what does has lost its learning rate, or a
+member without a guard (fewer than three) sent what it liked.
+"""
+
+LEAST_SIZE = 0.1
+"""Parameters smaller than this may grow: many begin at zero."""
+
+
+@dataclass(slots=True)
+class Growth:
+    """Sizes of the fragments at the last snapshot, as far as they were merged since."""
+
+    sizes: dict[int, float] = field(default_factory=dict)
+
+    def check(self, fragment: int, before: float, after: float) -> str:
+        """Why a merged fragment must not become Θ; empty: it may."""
+        allowed = MOST_GROWTH * max(LEAST_SIZE, self.sizes.setdefault(fragment, before))
+        if after <= allowed and math.isfinite(after):
+            return ""
+        return (
+            f"fragment {fragment} of Θ would grow from a root mean square of {before:.3g} to "
+            f"{after:.3g}, at most {allowed:.3g} is plausible"
+        )
+
+    def snapshot(self) -> None:
+        """A snapshot of the present sizes is taken."""
+        self.sizes.clear()

@@ -1,0 +1,226 @@
+"""No member owns a merge: weights and norms are limited by those of the others (reproductions a01, a02, a03)."""
+
+import math
+import statistics
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco.codec import formats
+from diloco_syncer.core.contribution import NORM_FLOOR, Contribution, ContributionError
+from diloco_syncer.core.guard import RATE_MULTIPLE, guarded
+from diloco_syncer.merging.blend import blend
+from diloco_testing.syncers.merging import feed, fragment_of, merge_of, upload, values_of
+
+MULTIPLE = 10.0
+
+
+def member(learner, norms, *, steps=24, tokens=2400):
+    return Contribution(
+        learner=learner, incarnation=1, round=1, attempt=1, local_step=1, steps=steps, tokens=tokens,
+        base=(1, 0), format=formats.FP32, norms=tuple(norms),
+    )  # fmt: skip
+
+
+def honest(count, **changes):
+    return [member(f"eu/{m}", (1.0 + 0.1 * m, 2.0), **changes) for m in range(count)]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_contributions_of_equal_learners_keep_weight_and_norms_bit_by_bit(count):
+    members = honest(count)
+    limited = guarded(members, MULTIPLE)
+    assert [c.weight for c in limited] == [c.weight for c in members]
+    assert [c.merged_norms for c in limited] == [c.norms for c in members]
+    assert not any(c.clipped for c in limited)
+
+
+def test_a_learner_of_many_times_the_steps_and_one_of_twice_the_batch_are_not_limited():
+    # Norms grow with the root of the steps, or faster (docs/algorithm.md, "Guard").
+    members = [
+        member("eu/0", (1.0,), steps=1, tokens=100),
+        member("eu/1", (1.0,), steps=1, tokens=100),
+        member("us/0", (27.0,), steps=27, tokens=2700),
+        member("us/1", (2.0,), steps=4, tokens=800),
+    ]
+    limited = guarded(members, MULTIPLE)
+    assert [c.weight for c in limited] == [c.weight for c in members]
+    assert not any(c.clipped for c in limited)
+
+
+def test_tokens_of_a_liar_count_at_most_about_twice_the_usual_per_step():
+    # reproduction a01, with reports that tell the same lie; also two of them together
+    for liars, most in ((1, 0.36), (2, 0.53)):
+        members = [*honest(8), *(member(f"us/{m}", (1.0, 2.0), tokens=2**50) for m in range(liars))]
+        limited = guarded(members, MULTIPLE)
+        assert limited[8].weight == pytest.approx(RATE_MULTIPLE**2 * members[0].weight)
+        share = sum(c.weight for c in limited[8:]) / sum(c.weight for c in limited)
+        assert share < most
+
+
+def test_a_huge_delta_is_clipped_to_the_multiple_of_the_median():
+    # reproduction a03
+    members = [*honest(2), member("us/0", (1e30, 3e38))]
+    limited = guarded(members, MULTIPLE)[2]
+    assert limited.merged_norms == pytest.approx((11.0, 20.0))
+    assert limited.clipped == 2
+    assert limited.excess * MULTIPLE == pytest.approx(1.5e38)
+
+
+def test_the_guard_is_off_at_zero_and_with_fewer_than_three_members():
+    members = [*honest(2), member("us/0", (1e30, 1.0), tokens=2**50)]
+    assert guarded(members, 0.0) == tuple(members)
+    assert guarded(members[1:], MULTIPLE) == tuple(members[1:])
+    idle = member("us/1", (0.0, 0.0), tokens=0)
+    assert guarded([*members[1:], idle], MULTIPLE) == (*members[1:], idle)
+
+
+def test_of_a_tensor_that_most_members_did_not_change_the_fragment_is_the_measure():
+    members = [member(f"eu/{m}", (0.0, 2.0)) for m in range(3)]
+    alone = guarded([*members, member("us/0", (3.0, 2.0))], MULTIPLE)[3]
+    assert not alone.clipped
+    liar = guarded([*members, member("us/0", (1e9, 2.0))], MULTIPLE)[3]
+    assert liar.merged_norms == pytest.approx((20.0, 2.0))
+
+
+NORMS = st.floats(0, 1e300)
+MEMBERS = st.lists(
+    st.tuples(NORMS, NORMS, st.integers(1, 30), st.integers(1, 2**50)), min_size=3, max_size=9
+)
+
+
+@given(MEMBERS)
+def test_whatever_members_state_none_exceeds_the_multiple_of_the_median_or_owns_the_weights(rows):
+    members = [
+        member(f"eu/{m}", (a, b), steps=steps, tokens=tokens)
+        for m, (a, b, steps, tokens) in enumerate(rows)
+    ]
+    limited = guarded(members, MULTIPLE)
+    roots = [math.sqrt(c.steps) for c in members]
+    whole = statistics.median_low(
+        math.hypot(*c.norms) / r for c, r in zip(members, roots, strict=True)
+    )
+    rate = RATE_MULTIPLE * statistics.median_low(c.tokens / c.steps for c in members)
+    for c, root in zip(limited, roots, strict=True):
+        for slot in range(2):
+            usual = statistics.median_low(
+                o.norms[slot] / r for o, r in zip(members, roots, strict=True)
+            )
+            assert c.merged_norms[slot] <= MULTIPLE * root * (usual or whole) * (1 + 1e-9)
+        assert c.weight <= rate**2 * c.steps * (1 + 1e-9)
+
+
+# ---------------------------------------------------------------- factors and the streaming merge
+
+
+@pytest.mark.parametrize("radial", [True, False])
+def test_limits_that_are_not_reached_change_no_bit_of_the_factors(radial):
+    norms, weights = [1.0, 1.3, 0.7], [3.0, 1.0, 2.0]
+    plain, limited = (
+        blend(norms, weights, radial=radial, clipped=clipped) for clipped in (None, norms)
+    )
+    assert plain.factors.tobytes() == limited.factors.tobytes()
+    assert plain.shares.tobytes() == limited.shares.tobytes()
+    assert (plain.length, plain.terms) == (limited.length, limited.terms)
+
+
+def test_a_norm_that_cannot_be_confirmed_gives_no_direction():
+    # reproduction a02: the header stated 1e-29 for a delta of 0.9e-12, which multiplied it by 1e29
+    how = blend([1.0, 1.0, 1.0, 1e-29], [1.0] * 4, radial=True)
+    assert how.factors[3] == 0.0
+    assert blend([1e-13, 1e-29], [1.0, 1.0], radial=True).radial is False
+
+
+def test_norms_are_confirmed_relatively_above_the_floor_and_not_at_all_below():
+    c = member("us/0", (1e-29, 1.0, 2e-12))
+    c.check_norm(0, "t", 0.9 * NORM_FLOOR)
+    c.check_norm(1, "t", 1.0005)
+    for slot, found in ((0, 2 * NORM_FLOOR), (1, 1.01), (2, 2.1e-12), (1, math.nan)):
+        with pytest.raises(ContributionError, match="header states"):
+            c.check_norm(slot, "t", found)
+
+
+FRAGMENT = fragment_of(500, 300, 40, average=(1,))
+
+
+def limited_merge(deltas, *, merge, tokens=None, **changes):
+    """Δ of a guarded merge, and Δ by the definition in float64."""
+    steps = changes.get("steps") or [1] * len(deltas)
+    uploads = [upload(FRAGMENT, f"eu/{m}", d, weight=steps[m]) for m, d in enumerate(deltas)]
+    contributions = guarded([u.contribution for u in uploads], MULTIPLE)
+    streaming = merge_of(FRAGMENT, contributions, merge=merge)
+    feed(streaming, uploads)
+    found_N = -streaming.result().theta_N  # Θ was zero, the rate is 1
+    weights = [c.weight for c in contributions]
+    expected_N = np.zeros(FRAGMENT.elements)
+    values = [u.values_N.astype(np.float64) for u in uploads]
+    whole = statistics.median_low(
+        np.linalg.norm(v) / math.sqrt(s) for v, s in zip(values, steps, strict=True)
+    )
+    for slot in FRAGMENT.slots:
+        here = slice(slot.offset, slot.end)
+        rows = [v[here] for v in values]
+        norms = [np.linalg.norm(v) for v in rows]
+        usual = statistics.median_low(n / math.sqrt(s) for n, s in zip(norms, steps, strict=True))
+        limits = [MULTIPLE * (usual or whole) * math.sqrt(s) for s in steps]
+        rows = [v * min(1.0, b / n) for v, n, b in zip(rows, norms, limits, strict=True)]
+        shares = [w / sum(weights) for w in weights]
+        mean_N = sum(s * v for s, v in zip(shares, rows, strict=True))
+        if merge == "Radial" and not slot.average:
+            lengths = [np.linalg.norm(v) for v in rows]
+            unit_N = sum(s * v / n for s, v, n in zip(shares, rows, lengths, strict=True))
+            mean_N = sum(s * n for s, n in zip(shares, lengths, strict=True)) * (
+                unit_N / np.linalg.norm(unit_N)
+            )
+        expected_N[here] = mean_N
+    return found_N, expected_N, streaming.result()
+
+
+@pytest.mark.parametrize("merge", ["Radial", "Average"])
+@pytest.mark.parametrize("size", [1e6, 1e30, 3e36])
+def test_a_clipped_merge_is_the_float64_merge_of_clipped_deltas(merge, size):
+    # reproduction a03
+    deltas = [values_of(FRAGMENT, seed=m) for m in range(3)]
+    deltas.append((size * values_of(FRAGMENT, seed=9) / 10).astype(np.float32))
+    found_N, expected_N, result = limited_merge(deltas, merge=merge)
+    np.testing.assert_allclose(found_N, expected_N, rtol=1e-4, atol=1e-4)
+    assert result.confirmed[3].norm == pytest.approx(np.linalg.norm(deltas[3].astype(np.float64)))
+    assert all(c.deviation < 1e-6 for c in result.confirmed)
+
+
+@pytest.mark.parametrize("merge", ["Radial", "Average"])
+def test_an_honest_merge_is_the_same_bit_by_bit_with_and_without_the_guard(merge):
+    uploads = [
+        upload(
+            FRAGMENT, f"eu/{m}", values_of(FRAGMENT, seed=m, size=math.sqrt(m + 1)), weight=m + 1
+        )
+        for m in range(4)
+    ]
+    results = []
+    for multiple in (0.0, MULTIPLE):
+        streaming = merge_of(
+            FRAGMENT, guarded([u.contribution for u in uploads], multiple), merge=merge
+        )
+        feed(streaming, uploads)
+        results.append(streaming.result())
+    assert results[0].theta_N.tobytes() == results[1].theta_N.tobytes()
+    assert results[0].momentum_N.tobytes() == results[1].momentum_N.tobytes()
+
+
+@given(st.lists(st.floats(0, 1e30), min_size=3, max_size=6), st.booleans())
+def test_no_term_of_a_sum_is_longer_than_its_limit_whatever_norms_are_stated(norms, radial):
+    members = [member(f"eu/{m}", (n,)) for m, n in enumerate(norms)]
+    limited = guarded(members, MULTIPLE)
+    how = blend(
+        norms,
+        [c.weight for c in limited],
+        radial=radial,
+        clipped=[c.merged_norms[0] for c in limited],
+    )
+    most = MULTIPLE * statistics.median_low(norms)
+    lengths = [float(f) * n for f, n in zip(how.shares, norms, strict=True)]
+    assert max(lengths) <= most * (1 + 1e-5) + 1e-30
+    if how.radial:
+        assert how.length <= most * (1 + 1e-9)
