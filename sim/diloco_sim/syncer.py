@@ -28,7 +28,7 @@ from diloco_sim.journal import Journal
 from diloco_sim.network import Network
 from diloco_sim.service import Service
 from diloco_syncer.attempts import Attempts
-from diloco_syncer.coordinator import BrokenStateError, Coordinator, Event
+from diloco_syncer.coordinator import BrokenStateError, Coordinator, Event, ParametersReceived
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission, Applicant
 from diloco_syncer.core.engine import Engine
@@ -243,6 +243,8 @@ class Server:
             event()
             return
         now = self.process.now
+        if isinstance(event, ParametersReceived):
+            self.service.changed = True
         try:
             self._wake = self.coordinator.handle(event, now)
         except BrokenStateError as error:
@@ -277,6 +279,7 @@ class Server:
     def _decided(self, decision: ev.Decision) -> None:
         if isinstance(decision, ev.WakeAt):
             return
+        self.service.changed = True
         self.observe(decision)
         if isinstance(decision, ev.Commit):
             self._commits.append(decision)

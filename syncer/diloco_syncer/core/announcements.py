@@ -37,6 +37,9 @@ class Announcements:
     due: Callable[[int], int | None]
     """The fragment of a global step; None: none is due."""
     _last: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
+    _rounds: tuple[list[int], int] = field(default_factory=lambda: ([], 0))
+    """What `_by_reach` was computed for: this runs after every event, and rounds change rarely."""
+    _by_reach: dict[int, tuple[int, ...]] = field(default_factory=dict)
 
     def forget(self, learner: str) -> None:
         """A new session has received nothing yet."""
@@ -54,7 +57,9 @@ class Announcements:
             step: global step t.
             started: the last global step that was started.
         """
-        by_reach: dict[int, tuple[int, ...]] = {}
+        if self._rounds != (in_flight, started):
+            self._rounds, self._by_reach = (in_flight, started), {}
+        by_reach = self._by_reach
         groups: dict[tuple[int, ...], list[str]] = {}
         for record in learners:
             until = step + math.ceil(record.lag) + 1
