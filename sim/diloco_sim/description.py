@@ -105,6 +105,26 @@ class Description:
         )
 
     @property
+    def silence_seconds(self) -> float:
+        """
+        Without a merge for longer than this, the status must not be Training.
+
+        It is what the syncer allows (docs/algorithm.md, "Failure detection"), with the longest step
+        that the faults of this world let a learner measure, and a tick.
+        """
+        factor, seconds = 1.0, 0.0
+        for fault in self.plan:
+            if fault.kind in (Kind.SPEED, Kind.SLOW):
+                factor *= max(1.0, fault.amount)
+            elif fault.kind is Kind.JUMP:
+                seconds += fault.amount
+            elif fault.kind is Kind.PAUSE:
+                seconds += fault.end - fault.begin
+        between = self.spec.interval / self.spec.fragments + self.spec.overlap
+        longest = self.slowest * factor + seconds
+        return 35.0 + 10 * between * longest
+
+    @property
     def quiet_at(self) -> float:
         """When all faults are over."""
         return self.steps * min(self.step_seconds[: self.learners]) * FAULT_SHARE

@@ -17,6 +17,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from diloco.journal import reader
+from diloco_sim.checkers.audited import Audited
 from diloco_sim.checkers.bounds import Bounds
 from diloco_sim.checkers.checker import Checker, Checkers, Violation
 from diloco_sim.checkers.completion import Completion
@@ -28,6 +30,7 @@ from diloco_sim.checkers.quorum import Quorum
 from diloco_sim.checkers.replay import Replay
 from diloco_sim.checkers.reports import Reports
 from diloco_sim.checkers.rounds import Rounds
+from diloco_sim.checkers.status import Status
 from diloco_sim.clock import Clock, OverrunError, Process
 from diloco_sim.description import SYNCER, Description
 from diloco_sim.disk import SimulatedDisk
@@ -39,6 +42,8 @@ from diloco_sim.network import Network
 from diloco_sim.seeds import fork
 from diloco_sim.syncer import DIRECTORY, SimulatedSyncer
 from diloco_syncer.core.events import Log, TakeSnapshot
+from diloco_syncer.rpc import status
+from diloco_syncer.storage import snapshots
 
 TRACED = 200
 """Events that a failing world shows."""
@@ -121,6 +126,8 @@ class World:
             Replay(spec, self.of.layout),
             Durable(),
             Liveness(spec.steps, self.of.bounds),
+            Status(spec.quorum, self.of.silence_seconds),
+            Audited(self.journal_lines),
             Bounds(self.of.learners, spec.overlap, self.of.merges_per_second),
         ]
 
@@ -198,6 +205,7 @@ class World:
     def moment(self) -> Moment:
         """What can be seen from outside."""
         serving = self.syncer.serving
+        sessions = serving.service.sessions.values() if serving else ()
         return Moment(
             quiet=self.clock.now >= self.of.quiet_at,
             step=self.step,
@@ -205,6 +213,9 @@ class World:
             attempts=len(serving.attempts) if serving else 0,
             queues=len(serving.events) + serving.journal.waiting if serving else 0,
             streams=len(serving.service.transfers) if serving else 0,
+            state=status.phase(serving.state) if serving else "",
+            waiting_for=serving.state.engine.waiting_for() if serving else "",
+            outbox=max((session.outbox.qsize() for session in sessions), default=0),
         )
 
     def model_is_durable(self) -> bool:
@@ -212,6 +223,10 @@ class World:
         model = DIRECTORY / "model"
         names = ("model.safetensors", "model.json")
         return all(self.disk.durable(model / name) is not None for name in names)
+
+    def journal_lines(self) -> Iterator[tuple[str, str]]:
+        """All lines of events.jsonl, each with its place."""
+        return reader.lines(DIRECTORY / snapshots.EVENTS, disk=self.disk)
 
     def shown(self) -> tuple[str, ...]:
         """The last events as text."""

@@ -81,3 +81,13 @@ class Moment:
     """Events and lines that wait in the syncer."""
     streams: int
     """Transfers that wait in the syncer."""
+    state: str = ""
+    """Of the job, as the syncer shows it; empty: the syncer is down."""
+    waiting_for: str = ""
+    """Likewise."""
+    outbox: int = 0
+    """Messages that wait for the slowest session."""
+    buffered_bytes: int = 0
+    """The most that the link of a learner holds for transfers that have ended."""
+    journal_bytes: int = 0
+    """Of events.jsonl, all parts."""
