@@ -19,7 +19,8 @@ from diloco_syncer.core import contribution
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.claims import Claims
 from diloco_syncer.core.durability import Durability
-from diloco_syncer.core.learners import LearnerRecord
+from diloco_syncer.core.engine import Engine
+from diloco_syncer.core.learners import LearnerRecord, LearnerRecords
 from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.core.rounds import Phase, Round
 from diloco_syncer.core.scheduler import Scheduler
@@ -230,6 +231,32 @@ def test_completion_finds_a_job_that_never_ends(monkeypatch):
     monkeypatch.setattr(World, "deadline", 60.0)
     found = violation(small())
     assert (found.checker, "the job is not complete" in found.sentence) == ("completion", True)
+
+
+def test_the_audit_finds_a_report_that_is_merged_in_two_epochs(monkeypatch):
+    monkeypatch.setattr(LearnerRecords, "replay", lambda self, lines: None)
+    description = small("10.25..10.55 crash syncer")
+    spec = replace(
+        description.spec, syncer_checkpoint=replace(description.spec.syncer_checkpoint, every_steps=30)
+    )  # fmt: skip
+    found = violation(replace(description, spec=spec, step_seconds=(2.0, 2.2, 2.4), steps=20))
+    assert (found.checker, "counts twice" in found.sentence) == ("audited", True), found
+
+
+def test_status_finds_a_state_of_training_without_a_quorum(monkeypatch):
+    monkeypatch.setattr(Engine, "waiting_for", lambda self: "")
+    found = violation(small("5..20 leave eu/0\n 5..20 leave eu/1"))
+    assert (found.checker, "with 1 learners, the quorum is 2" in found.sentence) == (
+        "status",
+        True,
+    ), found
+
+
+def test_status_finds_a_state_of_training_while_nothing_is_merged(monkeypatch):
+    monkeypatch.setattr(Engine, "_stuck", lambda self: "")
+    monkeypatch.setattr(LinkProtocol, "_publish_open", lambda self: None)
+    found = violation(small())
+    assert (found.checker, "there was no merge for" in found.sentence) == ("status", True), found
 
 
 def test_an_engine_that_raises_is_found(monkeypatch):
