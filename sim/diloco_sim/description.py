@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from diloco.model.fragments import Layout, Tensor, cut
 from diloco.spec import Checkpoint, RunSpec
 from diloco_sim.checkers.liveness import Bounds
-from diloco_sim.faults import POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
+from diloco_sim.faults import MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
 from diloco_sim.learner import TRAINER
 from diloco_sim.seeds import fork
 
@@ -17,10 +17,6 @@ SYNCER = "syncer"
 
 LEFT_OUT: Mapping[Kind, str] = {
     Kind.DISK_FLIP: "a flipped bit in a counter, or in the only snapshot, stops the syncer until a person decides",
-    Kind.STALE: "not simulated yet",
-    Kind.LIE_TOKENS: "not simulated yet",
-    Kind.LIE_STEPS: "not simulated yet",
-    Kind.LIE_NORMS: "not simulated yet",
 }
 """Kinds of faults that no world has, and why."""
 
@@ -29,7 +25,7 @@ LOSING = "after a crash of the machine, a disk whose syncs write nothing has los
 
 SIMULATED: Mapping[Kind, float] = {
     kind: weight
-    for kind, weight in {**WEIGHTS, Kind.MUTE: 0.5, Kind.TRICKLE: 0.5}.items()
+    for kind, weight in {**WEIGHTS, **dict.fromkeys(MISBEHAVIOUR, 0.5)}.items()
     if kind not in LEFT_OUT
 }
 """Weights of the kinds of faults that a world carries out."""

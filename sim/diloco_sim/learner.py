@@ -227,6 +227,8 @@ class SimulatedLearner:
                     self.memory.host(fragment)[:] = self.model.values[fragment]
                     self.memory.copies[fragment] = copy
                     copied.append(fragment)
+                case core.ApplyFragment() if self.behaviour.stale:
+                    pass
                 case core.ApplyFragment(fragment):
                     self.model.values[fragment][:] = self.memory.inbox(fragment)
                 case core.Send(state):

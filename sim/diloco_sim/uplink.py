@@ -73,6 +73,7 @@ class Uplink:
             reset_delay=backoff.reset,
             syncer=server.name,
         )
+        self._reported: pb.Report | None = None
         self._timer: Timer | None = None
         self._timer_at = 0.0
         self._ended = False
@@ -148,7 +149,10 @@ class Uplink:
                 self._connect(decision.state)
             case ev.SendReport():
                 if self._session is not None:
-                    self._session.report(report(decision.state))
+                    behaviour = self.transfers.behaviour
+                    stated = behaviour.report(report(decision.state), self._reported)
+                    self._reported = stated
+                    self._session.report(stated)
             case ev.SendHeartbeat():
                 if self._session is not None:
                     self._session.send(pb.LearnerMessage(heartbeat=pb.Heartbeat()))

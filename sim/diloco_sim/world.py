@@ -259,6 +259,16 @@ class World:
                     learner.behaviour.mute += 1 if begins else -1
                 case Kind.TRICKLE:
                     learner.behaviour.trickle = fault.amount if begins else 0.0
+                case Kind.STALE:
+                    learner.behaviour.stale += 1 if begins else -1
+                case Kind.WRONG_ROUND:
+                    learner.behaviour.wrong_round += 1 if begins else -1
+                case Kind.LIE_TOKENS:
+                    learner.behaviour.tokens = fault.amount if begins else 1.0
+                case Kind.LIE_STEPS:
+                    learner.behaviour.steps = fault.amount if begins else 1.0
+                case Kind.LIE_NORMS:
+                    learner.behaviour.norms = fault.amount if begins else 1.0
                 case _:
                     pass
 
