@@ -485,9 +485,34 @@ def test_a_lost_epoch_file_does_not_bring_back_an_epoch_with_snapshots(tmp_path:
 
 def test_a_damaged_counter_is_named_and_not_overwritten(tmp_path: Path):
     (tmp_path / "epoch").write_text("seven\n")
-    with pytest.raises(StorageError, match="holds 'seven', expected a whole number"):
+    with pytest.raises(
+        StorageError, match="holds 'seven', expected a whole number and its check digits"
+    ):
         Store(tmp_path, keep=1).next_epoch()
     assert (tmp_path / "epoch").read_text() == "seven\n"
+
+
+def test_no_flipped_bit_changes_a_counter(tmp_path: Path):
+    """A smaller number would be issued twice."""
+    path = tmp_path / "epoch"
+    for _ in range(12):
+        Store(tmp_path, keep=1).next_epoch()
+    whole = path.read_bytes()
+    refused = 0
+    for bit in range(8 * len(whole)):
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        try:
+            assert Store(tmp_path, keep=1).next_epoch() == 13
+        except StorageError:
+            refused += 1
+    assert refused >= 8 * (len(whole) - 1)
+
+
+def test_a_person_may_write_a_counter_as_a_plain_number(tmp_path: Path):
+    (tmp_path / "epoch").write_text("41\n")
+    assert [Store(tmp_path, keep=1).next_epoch() for _ in range(2)] == [42, 43]
 
 
 def test_the_exported_model_loads_and_its_facts_match_the_file(tmp_path: Path):
