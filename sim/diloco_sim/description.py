@@ -6,6 +6,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from diloco.journal.parts import PART_BYTES
 from diloco.model.fragments import Layout, Tensor, cut
 from diloco.spec import Checkpoint, RunSpec
 from diloco_sim.checkers.liveness import Bounds
@@ -15,18 +16,12 @@ from diloco_sim.seeds import fork
 
 SYNCER = "syncer"
 
-LEFT_OUT: Mapping[Kind, str] = {
-    Kind.DISK_FLIP: "a flipped bit in a counter, or in the only snapshot, stops the syncer until a person decides",
-}
-"""Kinds of faults that no world has, and why."""
-
 LOSING = "after a crash of the machine, a disk whose syncs write nothing has lost what was durable"
 """Why no world has both: the promise that a snapshot survives rests on the disk."""
 
 SIMULATED: Mapping[Kind, float] = {
-    kind: weight
-    for kind, weight in {**WEIGHTS, **dict.fromkeys(MISBEHAVIOUR, 0.5)}.items()
-    if kind not in LEFT_OUT
+    **WEIGHTS,
+    **dict.fromkeys(MISBEHAVIOUR, 0.5),
 }
 """Weights of the kinds of faults that a world carries out."""
 
@@ -52,6 +47,8 @@ class Description:
     bandwidth: float
     checkpoint_every: int | None
     """Local steps between own checkpoints."""
+    part_bytes: int
+    """Size from which on events.jsonl is rotated."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -225,4 +222,5 @@ def _sample(seed: int, steps: int, source: random.Random) -> Description:
         latency=source.choice((0.0005, 0.02, 0.1)),
         bandwidth=source.choice((float("inf"), 1e7, 2e5)),
         checkpoint_every=source.choice((None, None, 5, 20)),
+        part_bytes=source.choice((PART_BYTES, PART_BYTES, 20_000, 4_000)),
     )

@@ -52,12 +52,13 @@ def summary(
     Returns:
         A summary, and how many broke a promise.
     """
-    worlds = failures = merges = 0
+    worlds = failures = merges = stopped = 0
     seconds = 0.0
     injected: Counter[Kind] = Counter()
     for outcome in outcomes:
         worlds += 1
         merges += outcome.merges
+        stopped += bool(outcome.stopped)
         seconds += outcome.seconds
         injected.update(outcome.injected)
         if not outcome.ok:
@@ -67,6 +68,8 @@ def summary(
             break
     kinds = ", ".join(f"{count} {kind.value}" for kind, count in injected.most_common())
     verdict = "all promises kept" if not failures else f"{failures} broke a promise"
+    if stopped:
+        verdict += f", {stopped} stopped at a damaged file until a person decides"
     text = (
         f"{worlds} worlds of {steps} global steps: {verdict}; {merges} merges in "
         f"{seconds / 3600:.1f} virtual hours\nfaults: {kinds or 'none'}"

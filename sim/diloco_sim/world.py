@@ -25,7 +25,7 @@ from diloco_sim.checkers.completion import Completion
 from diloco_sim.checkers.durable import Durable
 from diloco_sim.checkers.incarnations import Incarnations
 from diloco_sim.checkers.liveness import Liveness
-from diloco_sim.checkers.observations import Captured, Committed, Moment, Received, Resumed
+from diloco_sim.checkers.observations import Captured, Committed, Flipped, Moment, Received, Resumed
 from diloco_sim.checkers.quorum import Quorum
 from diloco_sim.checkers.replay import Replay
 from diloco_sim.checkers.reports import Reports
@@ -68,6 +68,8 @@ class Outcome:
     """Faults that took effect."""
     trace: tuple[str, ...]
     """The last events of a world that broke a promise."""
+    stopped: str
+    """Why the syncer refuses to start until a person decides; empty: it does not."""
 
     @property
     def ok(self) -> bool:
@@ -95,7 +97,9 @@ class World:
         self.spec = description.job
         self.disk = SimulatedDisk(self.clock, of_disk)
         process = self.clock.process(SYNCER)
-        self.syncer = SimulatedSyncer(process, self.network, self.disk, self.spec, self.observe)
+        self.syncer = SimulatedSyncer(
+            process, self.network, self.disk, self.spec, self.observe, description.part_bytes
+        )  # fmt: skip
         start, layout = seed_of(of_model), description.layout
         self.learners = {
             name: SimulatedLearner(
@@ -113,6 +117,7 @@ class World:
         self.injector = Injector(
             description.plan, clock=self.clock, network=self.network, disks={SYNCER: self.disk},
             restart=self._restart, world=self._change,
+            flipped=lambda path: self.observe(Flipped(path)),
         )  # fmt: skip
 
     def _own_checkers(self) -> list[Checker]:
@@ -152,6 +157,7 @@ class World:
             merges=self.merges,
             injected=dict(self.injector.injected),
             trace=() if violation is None else self.shown(),
+            stopped=str(self.syncer.refusal or ""),
         )
 
     def _run(self) -> None:
@@ -167,12 +173,20 @@ class World:
             self.observe(self.moment())
             if self._found is not None:
                 raise self._found
+            if self.stopped:
+                return
         self._checkers.finish(self.clock.now)
 
     @property
     def over(self) -> bool:
         """The job is complete and every learner has left."""
         return all(learner.done for learner in self.learners.values())
+
+    @property
+    def stopped(self) -> bool:
+        """A bit has flipped, and since then the syncer refuses to start: legal, a person decides."""
+        flipped = Kind.DISK_FLIP in self.injector.injected
+        return flipped and self.syncer.refusal is not None and self.clock.now >= self.of.quiet_at
 
     @property
     def deadline(self) -> float:
@@ -224,8 +238,10 @@ class World:
         names = ("model.safetensors", "model.json")
         return all(self.disk.durable(model / name) is not None for name in names)
 
-    def journal_lines(self) -> Iterator[tuple[str, str]]:
-        """All lines of events.jsonl, each with its place."""
+    def journal_lines(self) -> Iterator[tuple[str, str]] | None:
+        """All lines of events.jsonl, each with its place; None: a bit may have flipped in one."""
+        if Kind.DISK_FLIP in self.injector.injected:
+            return None
         return reader.lines(DIRECTORY / snapshots.EVENTS, disk=self.disk)
 
     def shown(self) -> tuple[str, ...]:

@@ -5,24 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_sim.checkers.checker import Violation
-from diloco_sim.checkers.observations import Captured, Resumed
+from diloco_sim.checkers.observations import Captured, Flipped, Resumed
 
 
 class Durable:
-    """Compares what a start finds with what snapshots were taken of."""
+    """
+    Compares what a start finds with what snapshots were taken of.
 
-    observes = (dict, Captured, Resumed)
+    After a bit has flipped at rest an older snapshot may be used; never one with the flipped bit, and
+    never none.
+    """
+
+    observes = (dict, Captured, Resumed, Flipped)
 
     def __init__(self) -> None:
         self._captured: list[tuple[int, int, list[tuple[bytes, bytes]]]] = []
         """Epoch, step, and Θ and momentum of each fragment, oldest first."""
         self._durable = -1
         """Index of the newest that is known to be durable."""
-        self._epoch = 0
+        self._damaged = False
 
-    def observe(self, event: dict[str, Any] | Captured | Resumed, now: float) -> None:
+    def observe(self, event: dict[str, Any] | Captured | Resumed | Flipped, now: float) -> None:
         """See `Checker`."""
         match event:
+            case Flipped():
+                self._damaged = True
             case Captured(epoch=epoch, step=step, fragments=fragments):
                 state = [(f.theta_N.tobytes(), f.momentum_N.tobytes()) for f in fragments]
                 self._captured.append((epoch, step, state))
@@ -51,7 +58,7 @@ class Durable:
         if not found:
             self._fail("the restart has a state that no snapshot was taken of", event, now)
         newest = self._captured[self._durable][1] if self._durable >= 0 else 0
-        if found[-1] < self._durable:
+        if found[-1] < self._durable and not self._damaged:
             self._fail(
                 f"the restart is of step {event.step}, the newest durable snapshot is of {newest}",
                 event,

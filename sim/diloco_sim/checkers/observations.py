@@ -56,6 +56,13 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Flipped:
+    """A bit of a file of the syncer has flipped at rest."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerMoment:
     """One learner at a moment."""
 

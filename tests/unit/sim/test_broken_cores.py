@@ -7,10 +7,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from diloco.errors import StorageError
+from diloco.model.tensorfile import parse
+from diloco.runtime.disk import File
+from diloco_sim import report
 from diloco_sim.checkers.checker import Violation
 from diloco_sim.checkers.liveness import Bounds
 from diloco_sim.description import Description, sample
-from diloco_sim.disk import SimulatedFile
+from diloco_sim.disk import SimulatedDisk, SimulatedFile
 from diloco_sim.faults import Plan
 from diloco_sim.shrink import shrink
 from diloco_sim.world import World
@@ -25,6 +29,7 @@ from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.core.rounds import Phase, Round
 from diloco_syncer.core.scheduler import Scheduler
 from diloco_syncer.storage import model
+from diloco_syncer.storage.durable import bytes_of, read_into
 from diloco_syncer.storage.store import Store
 from diloco_worker.core.link_protocol import LinkProtocol
 
@@ -83,6 +88,55 @@ def test_durable_finds_a_restart_from_an_older_snapshot(monkeypatch):
         syncer_checkpoint=replace(description.spec.syncer_checkpoint, every_steps=1, keep=3),
     )
     assert violation(replace(description, spec=spec)).checker == "durable"
+
+
+def flips(monkeypatch, name: str) -> None:
+    """Let bits flip in this file only."""
+    flip = SimulatedDisk.flip
+    monkeypatch.setattr(SimulatedDisk, "flip", lambda self: flip(self, name))
+
+
+def test_a_flipped_bit_in_a_counter_stops_the_syncer_with_the_file_named(monkeypatch):
+    flips(monkeypatch, "/epoch")
+    outcome = World(small("8..9 disk-flip syncer\n 8..9 crash syncer")).run()
+    assert (outcome.ok, "/epoch: holds" in outcome.stopped) == (True, True), outcome
+    summary, failures = report.summary([outcome], steps=40, failed=print)
+    assert "1 stopped at a damaged file" in summary
+    assert not failures
+
+
+def test_durable_finds_a_snapshot_with_a_flipped_bit(monkeypatch):
+    flips(monkeypatch, ".safetensors")
+
+    def unchecked(self: Store, path: object, file: File, body: dict, target: object) -> None:
+        head = memoryview(bytearray(body["headerBytes"]))
+        read_into(file, 0, head)
+        for name, entry in parse(head, file.size()).items():
+            if target is not None:
+                read_into(file, entry.lo, bytes_of(target(name, entry)))
+
+    monkeypatch.setattr(Store, "_check_data", unchecked)
+    found = violation(small("8..9 disk-flip syncer\n 8..9 crash syncer"))
+    assert (found.checker, "no snapshot was taken of" in found.sentence) == ("durable", True), found
+
+
+def test_durable_finds_a_start_over_snapshots_that_cannot_be_read(monkeypatch):
+    flips(monkeypatch, ".json")
+    newest = Store.newest
+
+    def forgiving(self: Store) -> object:
+        try:
+            return newest(self)
+        except StorageError:
+            return None
+
+    monkeypatch.setattr(Store, "newest", forgiving)
+    description = small("3..4 disk-flip syncer\n 3..4 crash syncer")
+    spec = replace(
+        description.spec, syncer_checkpoint=replace(description.spec.syncer_checkpoint, every_steps=30)
+    )  # fmt: skip
+    found = violation(replace(description, spec=spec))
+    assert (found.checker, "begins anew" in found.sentence) == ("durable", True), found
 
 
 def test_liveness_finds_learners_that_offer_nothing(monkeypatch):
