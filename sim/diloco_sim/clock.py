@@ -90,6 +90,7 @@ class Clock:
     def cancel(self, timer: Timer) -> None:
         """Do not make this call; nothing if it was made."""
         timer.number = -1
+        timer.call, timer.args = _nothing, ()  # it keeps nothing alive until its time has come
 
     def stop(self) -> None:
         """End `run` after the event that is running."""
@@ -164,6 +165,10 @@ class Clock:
             if timer.process is process and timer.work:
                 self._heap[i] = (when + seconds, number, timer)
         heapify(self._heap)
+
+
+def _nothing() -> None:
+    """The call of a cancelled timer."""
 
 
 class Observer(Protocol):

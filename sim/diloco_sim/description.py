@@ -13,6 +13,7 @@ from diloco_sim.checkers.liveness import Bounds
 from diloco_sim.faults import MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
 from diloco_sim.learner import TRAINER
 from diloco_sim.seeds import fork
+from diloco_worker.link.buffers import SLACK, most_transfers
 
 SYNCER = "syncer"
 
@@ -96,6 +97,14 @@ class Description:
         return Bounds(
             merge=240.0 + rounds, participation=900.0 + rounds, result=90.0 + 4 * self.slowest
         )
+
+    @property
+    def most_link_bytes(self) -> int:
+        """What the buffers of a link may hold (diloco_worker/link/buffers.py), all payloads in fp32."""
+        sizes = [4 * fragment.elements for fragment in self.layout.fragments]
+        transfers, both = most_transfers(self.spec), 2 * max(sizes)
+        in_use = SLACK * (sum(sizes) + transfers * both)
+        return int(in_use + (transfers - 1) * both)
 
     @property
     def silence_seconds(self) -> float:

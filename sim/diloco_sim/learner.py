@@ -134,6 +134,11 @@ class SimulatedLearner:
         )
         return LearnerMoment(connected=connected, done=self.done, versions=versions)
 
+    @property
+    def link_bytes(self) -> int:
+        """Buffers of its transfers."""
+        return self.uplink.transfers.buffers.held_bytes if self.uplink is not None else 0
+
     def terminate(self) -> None:
         """SIGTERM."""
         self._terminated = True

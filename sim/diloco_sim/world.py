@@ -133,7 +133,9 @@ class World:
             Liveness(spec.steps, self.of.bounds),
             Status(spec.quorum, self.of.silence_seconds),
             Audited(self.journal_lines),
-            Bounds(self.of.learners, spec.overlap, self.of.merges_per_second),
+            Bounds(
+                self.of.learners, spec.overlap, self.of.merges_per_second, self.of.most_link_bytes
+            ),
         ]
 
     # ------------------------------------------------------------ running
@@ -206,7 +208,8 @@ class World:
             return
         now = self.clock.now
         if not isinstance(event, Captured | Log | Moment):
-            self.trace.append((now, event))
+            # As text what refers to vectors: the trace must not keep them from being used again.
+            self.trace.append((now, _text(event) if isinstance(event, Committed) else event))
         if isinstance(event, dict) and event.get("event") == "merge":
             self.merges += 1
         try:
@@ -230,6 +233,7 @@ class World:
             state=status.phase(serving.state) if serving else "",
             waiting_for=serving.state.engine.waiting_for() if serving else "",
             outbox=max((session.outbox.qsize() for session in sessions), default=0),
+            link_bytes=max(learner.link_bytes for learner in self.learners.values()),
         )
 
     def model_is_durable(self) -> bool:

@@ -94,7 +94,5 @@ class Moment:
     """Likewise."""
     outbox: int = 0
     """Messages that wait for the slowest session."""
-    buffered_bytes: int = 0
-    """The most that the link of a learner holds for transfers that have ended."""
-    journal_bytes: int = 0
-    """Of events.jsonl, all parts."""
+    link_bytes: int = 0
+    """The most that the link of a learner holds in buffers of transfers."""

@@ -32,6 +32,7 @@ from diloco_syncer.storage import model
 from diloco_syncer.storage.durable import bytes_of, read_into
 from diloco_syncer.storage.store import Store
 from diloco_worker.core.link_protocol import LinkProtocol
+from diloco_worker.link.buffers import BufferPool
 
 pytestmark = pytest.mark.slow  # whole worlds
 
@@ -171,6 +172,21 @@ def test_bounds_finds_attempts_that_are_kept(monkeypatch):
     found = violation(small())
     assert found.checker == "bounds"
     assert "attempts are open" in found.sentence
+
+
+def test_bounds_finds_buffers_that_are_not_freed(monkeypatch):
+    monkeypatch.setattr(BufferPool, "acquire", hoard)
+    found = violation(small())
+    assert (found.checker, "bytes are held by a link" in found.sentence) == ("bounds", True), found
+
+
+def hoard(self: BufferPool, size_bytes: int) -> object:
+    """`BufferPool.acquire` without reuse and without an end."""
+    buffer = np.empty(size_bytes, np.uint8)
+    self._used[id(buffer)] = buffer
+    self._idle.append(np.empty(size_bytes, np.uint8))
+    self._most_idle_bytes = 1 << 40
+    return buffer
 
 
 def test_reports_finds_a_report_that_is_merged_twice(monkeypatch):
