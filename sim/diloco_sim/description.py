@@ -81,6 +81,17 @@ class Description:
         return max(self.step_seconds[: self.learners])
 
     @property
+    def too_slow(self) -> frozenset[str]:
+        """
+        Learners that may be in no merge at all: each of their steps takes longer than H steps of the fastest.
+
+        Every fragment has a new result at each of their step boundaries, which overwrites what they trained.
+        """
+        seconds = self.step_seconds[: self.learners]
+        limit = self.spec.interval * min(seconds)
+        return frozenset(n for n, s in zip(self.names, seconds, strict=True) if s > limit)
+
+    @property
     def merges_per_second(self) -> float:
         """Of the schedule, if the fastest learner is at full speed."""
         between = self.spec.interval / self.spec.fragments

@@ -130,7 +130,7 @@ class World:
             Completion(spec.steps, self.model_is_durable, expected=True),
             Replay(spec, self.of.layout),
             Durable(),
-            Liveness(spec.steps, self.of.bounds),
+            Liveness(spec.steps, self.of.bounds, self.of.too_slow),
             Status(spec.quorum, self.of.silence_seconds),
             Audited(self.journal_lines),
             Bounds(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pickle
 import subprocess
@@ -95,6 +96,14 @@ def test_the_command_prints_a_summary_and_its_exit_code_is_0(capsys):
     assert main(["--seeds", "3..4", "--steps", "10"]) == 0
     out = capsys.readouterr().out
     assert "2 worlds of 10 global steps: all promises kept" in out
+
+
+def test_a_learner_that_gets_a_new_result_in_each_of_its_steps_need_not_take_part():
+    """Seed 100042: one fragment, which the others merge twice within a step of the slowest."""
+    found = sample(0, faults=False)
+    spec = dataclasses.replace(found.spec, fragments=1, interval=2, overlap=1)
+    found = dataclasses.replace(found, spec=spec, learners=3, step_seconds=(1.0, 1.9, 2.1))
+    assert found.too_slow == {found.names[2]}
 
 
 def test_several_processes_find_what_one_finds(capsys):
