@@ -14,12 +14,12 @@ from typing import Any
 from diloco.errors import EXIT_TRY_AGAIN
 from diloco.model.fragments import Layout
 from diloco.spec import RunSpec
+from diloco_sim.behaviour import Behaviour
 from diloco_sim.checkers.observations import LearnerMoment, Refused
 from diloco_sim.clock import Process
 from diloco_sim.memory import F32, PlainMemory, ToyModel, seed_of
 from diloco_sim.network import Network
 from diloco_sim.pipe import Pipe
-from diloco_sim.transfers import Behaviour
 from diloco_sim.uplink import Uplink
 from diloco_worker.core import trainer as core
 from diloco_worker.core.messages import LinkState, Phase
