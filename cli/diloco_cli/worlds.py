@@ -18,6 +18,7 @@ def sim(
         str | None, typer.Option(metavar="A..B", help="Run these worlds, both ends included.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Global steps of each world.")] = 100,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes that run them.")] = 1,
     shrink: Annotated[
         bool, typer.Option("--shrink", help="Show a smaller world that fails in the same way.")
     ] = False,
@@ -29,7 +30,7 @@ def sim(
         raise ConfigError("the simulator is not installed; install diloco[local]")
     which = [f"--seed={seed}"] if seeds is None else [f"--seeds={seeds}"]
     # In its own process: the command line imports neither syncer nor worker.
-    argv = [sys.executable, "-m", "diloco_sim", *which, f"--steps={steps}"]
+    argv = [sys.executable, "-m", "diloco_sim", *which, f"--steps={steps}", f"--jobs={jobs}"]
     done = subprocess.run([*argv, "--shrink"] if shrink else argv, check=False)  # noqa: S603
     if done.returncode:
         raise typer.Exit(EXIT_USAGE if done.returncode == EXIT_USAGE else 1)

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from diloco.errors import ConfigError
@@ -31,7 +32,7 @@ class Checkpoint:
     keep: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class RunSpec:
     """
     The shared facts of a job. Fractions are floats here; the manifest's quoted decimals are parsed
@@ -112,7 +113,7 @@ class RunSpec:
         if problems:
             raise ConfigError("run spec: " + "; ".join(problems))
 
-    @property
+    @cached_property
     def hash(self) -> str:
         """16 hex digits over everything that must be equal in all processes of the job."""
         data = dataclasses.asdict(self)

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from diloco_sim import report
+from diloco_sim import processes, report
 from diloco_sim.world import Outcome
 
 STEPS = 100
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     which.add_argument("--seed", type=int)
     which.add_argument("--seeds", type=report.seeds_of, metavar="A..B")
     parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--shrink", action="store_true")
     options = parser.parse_args(arguments)
     seeds = options.seeds if options.seed is None else (options.seed,)
@@ -26,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def failed(outcome: Outcome) -> None:
         print(report.text_of(report.smaller(outcome) if options.shrink else outcome), flush=True)
 
-    text, failures = report.run(seeds, steps=options.steps, failed=failed)
+    outcomes = processes.outcomes(seeds, steps=options.steps, jobs=options.jobs)
+    text, failures = report.summary(outcomes, steps=options.steps, failed=failed)
     print(text)
     return 1 if failures else 0
 

@@ -11,6 +11,7 @@ The loop is what limits the simulator: an event costs a tuple, a `Timer` and one
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from heapq import heapify, heappop, heappush
@@ -89,6 +90,7 @@ class Clock:
     def cancel(self, timer: Timer) -> None:
         """Do not make this call; nothing if it was made."""
         timer.number = -1
+        timer.call, timer.args = _nothing, ()  # it keeps nothing alive until its time has come
 
     def stop(self) -> None:
         """End `run` after the event that is running."""
@@ -153,7 +155,7 @@ class Clock:
         """The clock of a process jumped: its deadlines are at other virtual times now."""
         for i, (_, number, timer) in enumerate(self._heap):
             if timer.process is process and timer.local is not None:
-                moved = max(self.now, timer.local - process.offset)
+                moved = max(self.now, process._virtual(timer.local))
                 self._heap[i] = (moved, number, timer)
         heapify(self._heap)
 
@@ -163,6 +165,10 @@ class Clock:
             if timer.process is process and timer.work:
                 self._heap[i] = (when + seconds, number, timer)
         heapify(self._heap)
+
+
+def _nothing() -> None:
+    """The call of a cancelled timer."""
 
 
 class Observer(Protocol):
@@ -231,12 +237,11 @@ class Process:
 
     def at(self, when: float, call: Call, *args: Any) -> Timer:
         """Schedule a call at a time of its own monotonic clock; it moves if that clock jumps."""
-        return self.clock._push(when - self.offset, call, args, self, when)
+        return self.clock._push(self._virtual(when), call, args, self, when)
 
     def after(self, seconds: float, call: Call, *args: Any) -> Timer:
         """Schedule a call after a time on its own clock."""
-        when = self.clock.now + self.offset + seconds
-        return self.clock._push(when - self.offset, call, args, self, when)
+        return self.at(self.clock.now + self.offset + seconds, call, *args)
 
     def work(self, seconds: float, call: Call, *args: Any) -> Timer:
         """Compute for so long at full speed, then call; a slow process takes longer."""
@@ -306,6 +311,13 @@ class Process:
             raise ValueError(f"{self.name} runs already")
         self.alive, self.power_lost = True, False
         self.life += 1
+
+    def _virtual(self, when: float) -> float:
+        """The virtual time of a time of its clock: rounded up, no timer fires before its deadline."""
+        virtual = when - self.offset
+        while virtual + self.offset < when:
+            virtual = math.nextafter(virtual, math.inf)
+        return virtual
 
     def _continue(self) -> None:
         waiting, self.waiting, self._resume = self.waiting, None, None

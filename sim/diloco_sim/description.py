@@ -6,31 +6,23 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from diloco.journal.parts import PART_BYTES
 from diloco.model.fragments import Layout, Tensor, cut
 from diloco.spec import Checkpoint, RunSpec
 from diloco_sim.checkers.liveness import Bounds
-from diloco_sim.faults import POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
+from diloco_sim.faults import MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
 from diloco_sim.learner import TRAINER
 from diloco_sim.seeds import fork
+from diloco_worker.link.buffers import SLACK, most_transfers
 
 SYNCER = "syncer"
-
-LEFT_OUT: Mapping[Kind, str] = {
-    Kind.DISK_FLIP: "a flipped bit in a counter, or in the only snapshot, stops the syncer until a person decides",
-    Kind.STALE: "not simulated yet",
-    Kind.LIE_TOKENS: "not simulated yet",
-    Kind.LIE_STEPS: "not simulated yet",
-    Kind.LIE_NORMS: "not simulated yet",
-}
-"""Kinds of faults that no world has, and why."""
 
 LOSING = "after a crash of the machine, a disk whose syncs write nothing has lost what was durable"
 """Why no world has both: the promise that a snapshot survives rests on the disk."""
 
 SIMULATED: Mapping[Kind, float] = {
-    kind: weight
-    for kind, weight in {**WEIGHTS, Kind.MUTE: 0.5, Kind.TRICKLE: 0.5}.items()
-    if kind not in LEFT_OUT
+    **WEIGHTS,
+    **dict.fromkeys(MISBEHAVIOUR, 0.5),
 }
 """Weights of the kinds of faults that a world carries out."""
 
@@ -56,6 +48,8 @@ class Description:
     bandwidth: float
     checkpoint_every: int | None
     """Local steps between own checkpoints."""
+    part_bytes: int
+    """Size from which on events.jsonl is rotated."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -87,6 +81,17 @@ class Description:
         return max(self.step_seconds[: self.learners])
 
     @property
+    def too_slow(self) -> frozenset[str]:
+        """
+        Learners that may be in no merge at all: each of their steps takes longer than H steps of the fastest.
+
+        Every fragment has a new result at each of their step boundaries, which overwrites what they trained.
+        """
+        seconds = self.step_seconds[: self.learners]
+        limit = self.spec.interval * min(seconds)
+        return frozenset(n for n, s in zip(self.names, seconds, strict=True) if s > limit)
+
+    @property
     def merges_per_second(self) -> float:
         """Of the schedule, if the fastest learner is at full speed."""
         between = self.spec.interval / self.spec.fragments
@@ -103,6 +108,34 @@ class Description:
         return Bounds(
             merge=240.0 + rounds, participation=900.0 + rounds, result=90.0 + 4 * self.slowest
         )
+
+    @property
+    def most_link_bytes(self) -> int:
+        """What the buffers of a link may hold (diloco_worker/link/buffers.py), all payloads in fp32."""
+        sizes = [4 * fragment.elements for fragment in self.layout.fragments]
+        transfers, both = most_transfers(self.spec), 2 * max(sizes)
+        in_use = SLACK * (sum(sizes) + transfers * both)
+        return int(in_use + (transfers - 1) * both)
+
+    @property
+    def silence_seconds(self) -> float:
+        """
+        Without a merge for longer than this, the status must not be Training.
+
+        It is what the syncer allows (docs/algorithm.md, "Failure detection"), with the longest step
+        that the faults of this world let a learner measure, and a tick.
+        """
+        factor, seconds = 1.0, 0.0
+        for fault in self.plan:
+            if fault.kind in (Kind.SPEED, Kind.SLOW):
+                factor *= max(1.0, fault.amount)
+            elif fault.kind is Kind.JUMP:
+                seconds += fault.amount
+            elif fault.kind is Kind.PAUSE:
+                seconds += fault.end - fault.begin
+        between = self.spec.interval / self.spec.fragments + self.spec.overlap
+        longest = self.slowest * factor + seconds
+        return 35.0 + 10 * between * longest
 
     @property
     def quiet_at(self) -> float:
@@ -133,10 +166,22 @@ def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
     quiet_at = description.quiet_at
     plan = Plan.sample(
         of_plan, learners=description.names, syncer=SYNCER, horizon=0.9 * quiet_at, count=count,
-        weights=SIMULATED,
+        weights=_kinds(of_plan),
     )  # fmt: skip
     fitted = Plan.of(*(_fit(fault, quiet_at, of_plan) for fault in plan))
     return replace(description, plan=_without_losses(fitted))
+
+
+def _kinds(source: random.Random) -> Mapping[Kind, float]:
+    """
+    What may go wrong: everything, or in half of the worlds only a few kinds.
+
+    Some defects need many faults of one kind, which others hide by what they end (Groce et al.,
+    "Swarm testing", 2012).
+    """
+    if source.random() < 0.5:
+        return SIMULATED
+    return {kind: SIMULATED[kind] for kind in source.sample(list(SIMULATED), source.randint(1, 4))}
 
 
 def _fit(fault: Fault, quiet_at: float, source: random.Random) -> Fault:
@@ -197,4 +242,5 @@ def _sample(seed: int, steps: int, source: random.Random) -> Description:
         latency=source.choice((0.0005, 0.02, 0.1)),
         bandwidth=source.choice((float("inf"), 1e7, 2e5)),
         checkpoint_every=source.choice((None, None, 5, 20)),
+        part_bytes=source.choice((PART_BYTES, PART_BYTES, 20_000, 4_000)),
     )

@@ -68,7 +68,9 @@ class Kind(Enum):
     TRICKLE = "trickle"
     """The learner uploads `amount` bytes per second."""
     STALE = "stale"
-    """The learner uploads against the oldest base it has, and applies no result."""
+    """The learner applies no result and repeats its report."""
+    WRONG_ROUND = "wrong-round"
+    """The learner uploads to another round or attempt than the one that pulled it."""
     LIE_TOKENS = "lie-tokens"
     """The learner states `amount` times its tokens."""
     LIE_STEPS = "lie-steps"
@@ -96,6 +98,7 @@ MISBEHAVIOUR = (
     Kind.MUTE,
     Kind.TRICKLE,
     Kind.STALE,
+    Kind.WRONG_ROUND,
     Kind.LIE_TOKENS,
     Kind.LIE_STEPS,
     Kind.LIE_NORMS,

@@ -38,14 +38,16 @@ class Injector:
         disks: of the processes that have one.
         restart: starts the program of a process that has crashed; called after `Process.start`.
         world: carries out membership and misbehaviour.
+        flipped: gets the path of each file of which a bit has flipped.
     """
 
     def __init__(
         self, plan: Plan, *, clock: Clock, network: Network, disks: Mapping[str, SimulatedDisk],
         restart: Callable[[Process], object], world: Begin,
+        flipped: Callable[[str], object] = lambda path: None,
     ) -> None:  # fmt: skip
         self._clock, self._network, self._disks = clock, network, disks
-        self._restart, self._world = restart, world
+        self._restart, self._world, self._flipped = restart, world, flipped
         self._active: list[Fault] = []
         self._bases: dict[tuple[str, str], tuple[float, float, float, float]] = {}
         self.injected: dict[Kind, int] = {}
@@ -69,8 +71,10 @@ class Injector:
             self._world(fault, True)
         elif kind is Kind.DISK_FLIP:
             disk = self._disks.get(fault.target)
-            if disk is None or disk.flip() is None:
+            path = disk.flip() if disk is not None else None
+            if path is None:
                 return
+            self._flipped(path)
         elif kind in faults.LINK:
             if fault.target not in processes or fault.peer not in processes:
                 return

@@ -12,6 +12,9 @@ from diloco.journal.writer import JournalWriter
 from diloco_sim.clock import Process
 from diloco_sim.disk import SimulatedDisk
 
+PARTS = 4
+"""Parts that are kept, unless a snapshot needs older ones."""
+
 
 class Journal:
     """
@@ -21,10 +24,14 @@ class Journal:
         writer: of the process.
         disk: holds the file.
         process: ends with it.
+        part_bytes: size from which on the file is rotated.
     """
 
-    def __init__(self, writer: JournalWriter, disk: SimulatedDisk, process: Process) -> None:
+    def __init__(
+        self, writer: JournalWriter, disk: SimulatedDisk, process: Process, part_bytes: int
+    ) -> None:
         self._writer, self._disk, self._process = writer, disk, process
+        self._part_bytes = part_bytes
         self._queue: deque[Mapping[str, Any]] = deque()
         self._dropped: Counter[str] = Counter()
         self._free_at = 0.0
@@ -56,7 +63,10 @@ class Journal:
     def rotate(self, *, needed: int, heading: Mapping[str, Any] | None = None) -> bool:
         """See `BackgroundWriter`; within a call on the disk."""
         self._write()
-        return self._writer.rotate(needed=needed, heading=heading)
+        return self._writer.rotate(
+            needed=needed, heading=heading, part_bytes=self._part_bytes,
+            total_bytes=PARTS * self._part_bytes,
+        )  # fmt: skip
 
     def _proceed(self) -> None:
         clock = self._process.clock

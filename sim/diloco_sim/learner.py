@@ -14,12 +14,12 @@ from typing import Any
 from diloco.errors import EXIT_TRY_AGAIN
 from diloco.model.fragments import Layout
 from diloco.spec import RunSpec
+from diloco_sim.behaviour import Behaviour
 from diloco_sim.checkers.observations import LearnerMoment, Refused
 from diloco_sim.clock import Process
 from diloco_sim.memory import F32, PlainMemory, ToyModel, seed_of
 from diloco_sim.network import Network
 from diloco_sim.pipe import Pipe
-from diloco_sim.transfers import Behaviour
 from diloco_sim.uplink import Uplink
 from diloco_worker.core import trainer as core
 from diloco_worker.core.messages import LinkState, Phase
@@ -134,6 +134,11 @@ class SimulatedLearner:
         )
         return LearnerMoment(connected=connected, done=self.done, versions=versions)
 
+    @property
+    def link_bytes(self) -> int:
+        """Buffers of its transfers."""
+        return self.uplink.transfers.buffers.held_bytes if self.uplink is not None else 0
+
     def terminate(self) -> None:
         """SIGTERM."""
         self._terminated = True
@@ -227,6 +232,8 @@ class SimulatedLearner:
                     self.memory.host(fragment)[:] = self.model.values[fragment]
                     self.memory.copies[fragment] = copy
                     copied.append(fragment)
+                case core.ApplyFragment() if self.behaviour.stale:
+                    pass
                 case core.ApplyFragment(fragment):
                     self.model.values[fragment][:] = self.memory.inbox(fragment)
                 case core.Send(state):

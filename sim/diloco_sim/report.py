@@ -31,15 +31,20 @@ def seeds_of(text: str) -> range:
     return range(int(first), int(last) + 1)
 
 
-def run(
-    seeds: Iterable[int], *, steps: int, failed: Callable[[Outcome], object],
+def outcome(seed: int, *, steps: int) -> Outcome:
+    """Run the world of a seed."""
+    return World(sample(seed, steps=steps)).run()
+
+
+def summary(
+    outcomes: Iterable[Outcome], *, steps: int, failed: Callable[[Outcome], object],
     enough: Callable[[], bool] = lambda: False,
 ) -> tuple[str, int]:  # fmt: skip
     """
-    Run a world for each seed.
+    Count what became of worlds.
 
     Args:
-        seeds: in their order.
+        outcomes: of the worlds, which are run as they are asked for.
         steps: global steps of each.
         failed: gets the outcome of each world that broke a promise.
         enough: whether to stop before the next one.
@@ -47,22 +52,24 @@ def run(
     Returns:
         A summary, and how many broke a promise.
     """
-    worlds = failures = merges = 0
+    worlds = failures = merges = stopped = 0
     seconds = 0.0
     injected: Counter[Kind] = Counter()
-    for seed in seeds:
-        if enough():
-            break
-        outcome = World(sample(seed, steps=steps)).run()
+    for outcome in outcomes:
         worlds += 1
         merges += outcome.merges
+        stopped += bool(outcome.stopped)
         seconds += outcome.seconds
         injected.update(outcome.injected)
         if not outcome.ok:
             failures += 1
             failed(outcome)
+        if enough():
+            break
     kinds = ", ".join(f"{count} {kind.value}" for kind, count in injected.most_common())
     verdict = "all promises kept" if not failures else f"{failures} broke a promise"
+    if stopped:
+        verdict += f", {stopped} stopped at a damaged file until a person decides"
     text = (
         f"{worlds} worlds of {steps} global steps: {verdict}; {merges} merges in "
         f"{seconds / 3600:.1f} virtual hours\nfaults: {kinds or 'none'}"

@@ -66,6 +66,8 @@ class Service:
         """By number."""
         self.transfers: dict[_Transfer, None] = {}
         """Those that wait for the syncer."""
+        self.changed = False
+        """An attempt or a merge has changed since they were asked whether they can continue."""
 
     def opened(
         self, endpoint: Endpoint, method: str
@@ -77,10 +79,11 @@ class Service:
 
     def proceed(self) -> bool:
         """Send what the coordinator queued, and continue transfers; whether anything happened."""
-        for stream in list(self.sessions.values()):
-            stream.send()
-        if not self.transfers:
+        for session in [s for s in self.sessions.values() if s.outbox.qsize()]:
+            session.send()
+        if not self.changed:
             return False
+        self.changed = False
         happened = [transfer.proceed() for transfer in list(self.transfers)]
         return any(happened)
 
@@ -91,6 +94,8 @@ class SessionStream:
     def __init__(self, service: Service, endpoint: Endpoint) -> None:
         self._service, self._server, self._endpoint = service, service.server, endpoint
         self._session: Session | None = None
+        self.outbox: queue.SimpleQueue[pb.SyncerMessage | DilocoError | None]
+        """Of the session, once it has joined."""
         self._hello: pb.Hello | None = None
         self._joined = False
         self._waiting: deque[bytes] = deque()
@@ -167,6 +172,7 @@ class SessionStream:
         if session is None or hello is None:
             raise AssertionError("a session without a Hello")
         self._joined = True
+        self.outbox = session.outbox
         self._service.sessions[session.number] = self
         self._server.post(telemetry.joined(hello, session=session.number, incarnation=incarnation))
         if self._over:  # the learner has gone meanwhile
@@ -293,6 +299,7 @@ class UploadStream:
             self._reply(receiver.resume(now))
         while self._messages and not self._over and receiver.waiting is None:
             message = self._messages.popleft()
+            self._service.changed = True
             self._keep(message)
             self._reply(receiver.receive(message, now))
             happened = True

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import DilocoError
+from diloco.journal.parts import PART_BYTES
 from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
 from diloco_sim.checkers.checker import Violation
@@ -28,7 +29,7 @@ from diloco_sim.journal import Journal
 from diloco_sim.network import Network
 from diloco_sim.service import Service
 from diloco_syncer.attempts import Attempts
-from diloco_syncer.coordinator import BrokenStateError, Coordinator, Event
+from diloco_syncer.coordinator import BrokenStateError, Coordinator, Event, ParametersReceived
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission, Applicant
 from diloco_syncer.core.engine import Engine
@@ -76,16 +77,19 @@ class SimulatedSyncer:
         disk: survives crashes.
         spec: of the job.
         observe: gets lines, decisions, and what checkers/observations.py has.
+        part_bytes: size from which on events.jsonl is rotated.
     """
 
     def __init__(
-        self, process: Process, network: Network, disk: SimulatedDisk, spec: RunSpec, observe: Observe
+        self, process: Process, network: Network, disk: SimulatedDisk, spec: RunSpec, observe: Observe,
+        part_bytes: int = PART_BYTES,
     ) -> None:  # fmt: skip
         self.process, self.spec, self.disk = process, spec, disk
         self.serving: Server | None = None
         """None: it starts, or is down."""
-        self.failed_starts = 0
-        self.last_failure = ""
+        self.refusal: DilocoError | None = None
+        """Why the last start failed, if the program refused; None: it did not."""
+        self.part_bytes = part_bytes
         self._network, self._observe = network, observe
         disk.attach(process)
         disk.make_directory(DIRECTORY)
@@ -127,10 +131,10 @@ class SimulatedSyncer:
         if done.value is None:
             if not isinstance(done.error, DilocoError | OSError):
                 raise AssertionError("the start failed unexpectedly") from done.error
-            self.failed_starts += 1
-            self.last_failure = str(done.error)
+            self.refusal = done.error if isinstance(done.error, DilocoError) else None
             self.process.after(RESTART_SECONDS, self.boot)
             return
+        self.refusal = None
         self.serving = Server(self, done.value, self._observe)
         self._network.listen(self.process, self.serving.service)
         self.serving.begin()
@@ -160,7 +164,7 @@ class Server:
             parameters=parameters,
             model=opened.model,
         )
-        self.journal = Journal(opened.journal, self.disk, self.process)
+        self.journal = Journal(opened.journal, self.disk, self.process, owner.part_bytes)
         writer = Writer(
             self.spec, DIRECTORY, opened.store, record=self._record_later, post=self._post_later,
             journal=self.journal, disk=self.disk, thread=_Thread(self.disk.thread(self.process)),
@@ -243,6 +247,8 @@ class Server:
             event()
             return
         now = self.process.now
+        if isinstance(event, ParametersReceived):
+            self.service.changed = True
         try:
             self._wake = self.coordinator.handle(event, now)
         except BrokenStateError as error:
@@ -277,6 +283,7 @@ class Server:
     def _decided(self, decision: ev.Decision) -> None:
         if isinstance(decision, ev.WakeAt):
             return
+        self.service.changed = True
         self.observe(decision)
         if isinstance(decision, ev.Commit):
             self._commits.append(decision)

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from diloco.errors import DilocoError
 from diloco.spec import RunSpec
+from diloco_sim.behaviour import Behaviour
 from diloco_sim.clock import Process, Timer
 from diloco_sim.link import BULK
 from diloco_sim.memory import PlainMemory
@@ -32,16 +33,6 @@ UNDECIDED_SECONDS = 0.5
 
 ENCODE_SECONDS = 0.002
 """From a pull to the first byte of the upload, at full speed."""
-
-
-@dataclass(slots=True)
-class Behaviour:
-    """How a learner misbehaves now."""
-
-    mute: int = 0
-    """More than 0: it never uploads."""
-    trickle: float = 0.0
-    """More than 0: it uploads that many bytes per second."""
 
 
 class Job(Protocol):
@@ -285,6 +276,7 @@ class _Upload:
         if delivery is None:
             self._end("")
         else:
+            self._transfers.behaviour.header(delivery.header)
             _Sending(self._transfers, delivery, cancel, self._end).start()
 
     def _end(self, error: str) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from diloco.runtime.backoff import Backoff
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
+from diloco_sim.behaviour import Behaviour
 from diloco_sim.clock import Process, Timer
 from diloco_sim.link import CONTROL
 from diloco_sim.memory import PlainMemory
@@ -20,7 +21,7 @@ from diloco_sim.network import Network
 from diloco_sim.pipe import Pipe
 from diloco_sim.status import CANCELLED, error_of
 from diloco_sim.stream import Connection, Endpoint
-from diloco_sim.transfers import Behaviour, Channel, Ended, Transfers
+from diloco_sim.transfers import Channel, Ended, Transfers
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot
 from diloco_worker.core.link_protocol import LinkProtocol
@@ -73,6 +74,7 @@ class Uplink:
             reset_delay=backoff.reset,
             syncer=server.name,
         )
+        self._reported: pb.Report | None = None
         self._timer: Timer | None = None
         self._timer_at = 0.0
         self._ended = False
@@ -148,7 +150,10 @@ class Uplink:
                 self._connect(decision.state)
             case ev.SendReport():
                 if self._session is not None:
-                    self._session.report(report(decision.state))
+                    behaviour = self.transfers.behaviour
+                    stated = behaviour.report(report(decision.state), self._reported)
+                    self._reported = stated
+                    self._session.report(stated)
             case ev.SendHeartbeat():
                 if self._session is not None:
                     self._session.send(pb.LearnerMessage(heartbeat=pb.Heartbeat()))

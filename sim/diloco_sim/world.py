@@ -9,6 +9,7 @@ must recover and the job must come to its end.
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 from collections import deque
@@ -16,17 +17,20 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from diloco.journal import reader
+from diloco_sim.checkers.audited import Audited
 from diloco_sim.checkers.bounds import Bounds
 from diloco_sim.checkers.checker import Checker, Checkers, Violation
 from diloco_sim.checkers.completion import Completion
 from diloco_sim.checkers.durable import Durable
 from diloco_sim.checkers.incarnations import Incarnations
 from diloco_sim.checkers.liveness import Liveness
-from diloco_sim.checkers.observations import Captured, Committed, Moment, Received, Resumed
+from diloco_sim.checkers.observations import Captured, Committed, Flipped, Moment, Received, Resumed
 from diloco_sim.checkers.quorum import Quorum
 from diloco_sim.checkers.replay import Replay
 from diloco_sim.checkers.reports import Reports
 from diloco_sim.checkers.rounds import Rounds
+from diloco_sim.checkers.status import Status
 from diloco_sim.clock import Clock, OverrunError, Process
 from diloco_sim.description import SYNCER, Description
 from diloco_sim.disk import SimulatedDisk
@@ -38,6 +42,8 @@ from diloco_sim.network import Network
 from diloco_sim.seeds import fork
 from diloco_sim.syncer import DIRECTORY, SimulatedSyncer
 from diloco_syncer.core.events import Log, TakeSnapshot
+from diloco_syncer.rpc import status
+from diloco_syncer.storage import snapshots
 
 TRACED = 200
 """Events that a failing world shows."""
@@ -62,6 +68,8 @@ class Outcome:
     """Faults that took effect."""
     trace: tuple[str, ...]
     """The last events of a world that broke a promise."""
+    stopped: str
+    """Why the syncer refuses to start until a person decides; empty: it does not."""
 
     @property
     def ok(self) -> bool:
@@ -89,7 +97,9 @@ class World:
         self.spec = description.job
         self.disk = SimulatedDisk(self.clock, of_disk)
         process = self.clock.process(SYNCER)
-        self.syncer = SimulatedSyncer(process, self.network, self.disk, self.spec, self.observe)
+        self.syncer = SimulatedSyncer(
+            process, self.network, self.disk, self.spec, self.observe, description.part_bytes
+        )  # fmt: skip
         start, layout = seed_of(of_model), description.layout
         self.learners = {
             name: SimulatedLearner(
@@ -107,6 +117,7 @@ class World:
         self.injector = Injector(
             description.plan, clock=self.clock, network=self.network, disks={SYNCER: self.disk},
             restart=self._restart, world=self._change,
+            flipped=lambda path: self.observe(Flipped(path)),
         )  # fmt: skip
 
     def _own_checkers(self) -> list[Checker]:
@@ -119,8 +130,12 @@ class World:
             Completion(spec.steps, self.model_is_durable, expected=True),
             Replay(spec, self.of.layout),
             Durable(),
-            Liveness(spec.steps, self.of.bounds),
-            Bounds(self.of.learners, spec.overlap, self.of.merges_per_second),
+            Liveness(spec.steps, self.of.bounds, self.of.too_slow),
+            Status(spec.quorum, self.of.silence_seconds),
+            Audited(self.journal_lines),
+            Bounds(
+                self.of.learners, spec.overlap, self.of.merges_per_second, self.of.most_link_bytes
+            ),
         ]
 
     # ------------------------------------------------------------ running
@@ -128,7 +143,7 @@ class World:
     def run(self) -> Outcome:
         """Run it to its end."""
         violation = None
-        with _quiet():
+        with _quiet(), _rare_collections():
             try:
                 self._run()
             except Violation as found:
@@ -144,6 +159,7 @@ class World:
             merges=self.merges,
             injected=dict(self.injector.injected),
             trace=() if violation is None else self.shown(),
+            stopped=str(self.syncer.refusal or ""),
         )
 
     def _run(self) -> None:
@@ -159,12 +175,20 @@ class World:
             self.observe(self.moment())
             if self._found is not None:
                 raise self._found
+            if self.stopped:
+                return
         self._checkers.finish(self.clock.now)
 
     @property
     def over(self) -> bool:
         """The job is complete and every learner has left."""
         return all(learner.done for learner in self.learners.values())
+
+    @property
+    def stopped(self) -> bool:
+        """A bit has flipped, and since then the syncer refuses to start: legal, a person decides."""
+        flipped = Kind.DISK_FLIP in self.injector.injected
+        return flipped and self.syncer.refusal is not None and self.clock.now >= self.of.quiet_at
 
     @property
     def deadline(self) -> float:
@@ -184,7 +208,8 @@ class World:
             return
         now = self.clock.now
         if not isinstance(event, Captured | Log | Moment):
-            self.trace.append((now, event))
+            # As text what refers to vectors: the trace must not keep them from being used again.
+            self.trace.append((now, _text(event) if isinstance(event, Committed) else event))
         if isinstance(event, dict) and event.get("event") == "merge":
             self.merges += 1
         try:
@@ -197,6 +222,7 @@ class World:
     def moment(self) -> Moment:
         """What can be seen from outside."""
         serving = self.syncer.serving
+        sessions = serving.service.sessions.values() if serving else ()
         return Moment(
             quiet=self.clock.now >= self.of.quiet_at,
             step=self.step,
@@ -204,6 +230,10 @@ class World:
             attempts=len(serving.attempts) if serving else 0,
             queues=len(serving.events) + serving.journal.waiting if serving else 0,
             streams=len(serving.service.transfers) if serving else 0,
+            state=status.phase(serving.state) if serving else "",
+            waiting_for=serving.state.engine.waiting_for() if serving else "",
+            outbox=max((session.outbox.qsize() for session in sessions), default=0),
+            link_bytes=max(learner.link_bytes for learner in self.learners.values()),
         )
 
     def model_is_durable(self) -> bool:
@@ -211,6 +241,12 @@ class World:
         model = DIRECTORY / "model"
         names = ("model.safetensors", "model.json")
         return all(self.disk.durable(model / name) is not None for name in names)
+
+    def journal_lines(self) -> Iterator[tuple[str, str]] | None:
+        """All lines of events.jsonl, each with its place; None: a bit may have flipped in one."""
+        if Kind.DISK_FLIP in self.injector.injected:
+            return None
+        return reader.lines(DIRECTORY / snapshots.EVENTS, disk=self.disk)
 
     def shown(self) -> tuple[str, ...]:
         """The last events as text."""
@@ -243,6 +279,16 @@ class World:
                     learner.behaviour.mute += 1 if begins else -1
                 case Kind.TRICKLE:
                     learner.behaviour.trickle = fault.amount if begins else 0.0
+                case Kind.STALE:
+                    learner.behaviour.stale += 1 if begins else -1
+                case Kind.WRONG_ROUND:
+                    learner.behaviour.wrong_round += 1 if begins else -1
+                case Kind.LIE_TOKENS:
+                    learner.behaviour.tokens = fault.amount if begins else 1.0
+                case Kind.LIE_STEPS:
+                    learner.behaviour.steps = fault.amount if begins else 1.0
+                case Kind.LIE_NORMS:
+                    learner.behaviour.norms = fault.amount if begins else 1.0
                 case _:
                     pass
 
@@ -269,6 +315,17 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(previous)
+
+
+@contextmanager
+def _rare_collections() -> Iterator[None]:
+    """A world makes little cyclic garbage; looking for it takes a tenth of the time."""
+    thresholds = gc.get_threshold()
+    gc.set_threshold(200_000, 20, 100)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*thresholds)
 
 
 def _text(event: object) -> str:

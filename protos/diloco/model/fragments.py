@@ -73,7 +73,7 @@ class Tensor:
         )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Slot:
     """Where one tensor lies inside its fragment."""
 
@@ -83,25 +83,25 @@ class Slot:
     average: bool
     """Merged by plain average instead of RDA."""
 
-    @property
+    @cached_property
     def end(self) -> int:
         """One past the last padded element."""
         return self.offset + self.tensor.padded
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Fragment:
     """One flat fp32 vector of `elements` values."""
 
     index: int
     slots: tuple[Slot, ...]
 
-    @property
+    @cached_property
     def elements(self) -> int:
         """Padded length."""
         return self.slots[-1].end if self.slots else 0
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         """Number of wire chunks; the last may be short."""
         return -(-self.elements // CHUNK)

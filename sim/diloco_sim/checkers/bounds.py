@@ -21,11 +21,15 @@ class Bounds:
         learners: of the job.
         overlap: τ.
         merges_per_second: of the schedule at full speed.
+        most_link_bytes: of the buffers of a link.
     """
 
     observes = (dict, Moment)
 
-    def __init__(self, learners: int, overlap: int, merges_per_second: float) -> None:
+    def __init__(
+        self, learners: int, overlap: int, merges_per_second: float, most_link_bytes: int
+    ) -> None:
+        self._most_link_bytes = most_link_bytes
         self._most_attempts = 2 * (overlap + 1) + learners
         self._most_streams = learners * (4 * overlap + 8)
         merges = WINDOW_SECONDS * merges_per_second
@@ -41,6 +45,8 @@ class Bounds:
                 ("attempts are open", event.attempts, self._most_attempts),
                 ("transfers wait", event.streams, self._most_streams),
                 ("events and lines wait", event.queues, 2000),
+                ("messages wait for a session", event.outbox, 200),
+                ("bytes are held by a link", event.link_bytes, self._most_link_bytes),
             ):
                 if count > most:
                     self._fail(f"{count} {name}, expected at most {most}", event.step, now)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Protocol
 
 
@@ -12,6 +13,10 @@ class Violation(Exception):  # noqa: N818  # the run is at fault, not the progra
     def __init__(self, checker: str, sentence: str, *, step: int, now: float) -> None:
         super().__init__(f"{checker}: {sentence} (global step {step}, {now:.3f} s)")
         self.checker, self.sentence, self.step, self.now = checker, sentence, step, now
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For `pickle`: a world may run in another process."""
+        return partial(type(self), step=self.step, now=self.now), (self.checker, self.sentence)
 
 
 class Checker(Protocol):

@@ -31,12 +31,13 @@ class Liveness:
     Args:
         steps: T; no merge follows after it.
         bounds: how long each may take.
+        exempt: learners that need not take part.
     """
 
     observes = (dict, Moment, Committed, Refused)
 
-    def __init__(self, steps: int, bounds: Bounds) -> None:
-        self._steps, self._bounds = steps, bounds
+    def __init__(self, steps: int, bounds: Bounds, exempt: frozenset[str] = frozenset()) -> None:
+        self._steps, self._bounds, self._exempt = steps, bounds, exempt
         self._quiet_at: float | None = None
         self._merged_at = 0.0
         self._took_part: dict[str, float] = {}
@@ -92,7 +93,7 @@ class Liveness:
                 moment.step,
                 now,
             )
-        for name in moment.learners:
+        for name in (n for n in moment.learners if n not in self._exempt):
             seconds = now - max(quiet_at, self._took_part.get(name, 0.0))
             if seconds > self._bounds.participation:
                 self._fail(

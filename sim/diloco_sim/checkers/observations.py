@@ -56,6 +56,13 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Flipped:
+    """A bit of a file of the syncer has flipped at rest."""
+
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerMoment:
     """One learner at a moment."""
 
@@ -81,3 +88,11 @@ class Moment:
     """Events and lines that wait in the syncer."""
     streams: int
     """Transfers that wait in the syncer."""
+    state: str = ""
+    """Of the job, as the syncer shows it; empty: the syncer is down."""
+    waiting_for: str = ""
+    """Likewise."""
+    outbox: int = 0
+    """Messages that wait for the slowest session."""
+    link_bytes: int = 0
+    """The most that the link of a learner holds in buffers of transfers."""

@@ -26,7 +26,7 @@ def reply(state: State, metrics: Metrics) -> pb.StatusReply:
         steps=engine.spec.steps,
         tokens=engine.tokens,
         spec_hash=engine.spec.hash,
-        state=_phase(state),
+        state=phase(state),
         merges=scheduler.merges,
         bytes_up=metrics.merged_bytes,
         bytes_down=metrics.sent_bytes,
@@ -51,7 +51,8 @@ def reply(state: State, metrics: Metrics) -> pb.StatusReply:
     )
 
 
-def _phase(state: State) -> str:
+def phase(state: State) -> str:
+    """The state of the job in a word."""
     engine = state.engine
     if engine.complete:
         return "Complete"

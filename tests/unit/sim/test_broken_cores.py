@@ -7,20 +7,32 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from diloco.errors import StorageError
+from diloco.model.tensorfile import parse
+from diloco.runtime.disk import File
+from diloco_sim import report
 from diloco_sim.checkers.checker import Violation
 from diloco_sim.checkers.liveness import Bounds
 from diloco_sim.description import Description, sample
+from diloco_sim.disk import SimulatedDisk, SimulatedFile
 from diloco_sim.faults import Plan
 from diloco_sim.shrink import shrink
 from diloco_sim.world import World
 from diloco_syncer.attempts import Attempts
 from diloco_syncer.core import contribution
+from diloco_syncer.core import events as ev
 from diloco_syncer.core.claims import Claims
-from diloco_syncer.core.learners import LearnerRecord
+from diloco_syncer.core.durability import Durability
+from diloco_syncer.core.engine import Engine
+from diloco_syncer.core.learners import LearnerRecord, LearnerRecords
 from diloco_syncer.core.outer import OuterOptimizer
+from diloco_syncer.core.rounds import Phase, Round
 from diloco_syncer.core.scheduler import Scheduler
+from diloco_syncer.storage import model
+from diloco_syncer.storage.durable import bytes_of, read_into
 from diloco_syncer.storage.store import Store
 from diloco_worker.core.link_protocol import LinkProtocol
+from diloco_worker.link.buffers import BufferPool
 
 pytestmark = pytest.mark.slow  # whole worlds
 
@@ -79,6 +91,55 @@ def test_durable_finds_a_restart_from_an_older_snapshot(monkeypatch):
     assert violation(replace(description, spec=spec)).checker == "durable"
 
 
+def flips(monkeypatch, name: str) -> None:
+    """Let bits flip in this file only."""
+    flip = SimulatedDisk.flip
+    monkeypatch.setattr(SimulatedDisk, "flip", lambda self: flip(self, name))
+
+
+def test_a_flipped_bit_in_a_counter_stops_the_syncer_with_the_file_named(monkeypatch):
+    flips(monkeypatch, "/epoch")
+    outcome = World(small("8..9 disk-flip syncer\n 8..9 crash syncer")).run()
+    assert (outcome.ok, "/epoch: holds" in outcome.stopped) == (True, True), outcome
+    summary, failures = report.summary([outcome], steps=40, failed=print)
+    assert "1 stopped at a damaged file" in summary
+    assert not failures
+
+
+def test_durable_finds_a_snapshot_with_a_flipped_bit(monkeypatch):
+    flips(monkeypatch, ".safetensors")
+
+    def unchecked(self: Store, path: object, file: File, body: dict, target: object) -> None:
+        head = memoryview(bytearray(body["headerBytes"]))
+        read_into(file, 0, head)
+        for name, entry in parse(head, file.size()).items():
+            if target is not None:
+                read_into(file, entry.lo, bytes_of(target(name, entry)))
+
+    monkeypatch.setattr(Store, "_check_data", unchecked)
+    found = violation(small("8..9 disk-flip syncer\n 8..9 crash syncer"))
+    assert (found.checker, "no snapshot was taken of" in found.sentence) == ("durable", True), found
+
+
+def test_durable_finds_a_start_over_snapshots_that_cannot_be_read(monkeypatch):
+    flips(monkeypatch, ".json")
+    newest = Store.newest
+
+    def forgiving(self: Store) -> object:
+        try:
+            return newest(self)
+        except StorageError:
+            return None
+
+    monkeypatch.setattr(Store, "newest", forgiving)
+    description = small("3..4 disk-flip syncer\n 3..4 crash syncer")
+    spec = replace(
+        description.spec, syncer_checkpoint=replace(description.spec.syncer_checkpoint, every_steps=30)
+    )  # fmt: skip
+    found = violation(replace(description, spec=spec))
+    assert (found.checker, "begins anew" in found.sentence) == ("durable", True), found
+
+
 def test_liveness_finds_learners_that_offer_nothing(monkeypatch):
     monkeypatch.setattr(LinkProtocol, "_publish_open", lambda self: None)
     found = violation(small())
@@ -113,6 +174,21 @@ def test_bounds_finds_attempts_that_are_kept(monkeypatch):
     assert "attempts are open" in found.sentence
 
 
+def test_bounds_finds_buffers_that_are_not_freed(monkeypatch):
+    monkeypatch.setattr(BufferPool, "acquire", hoard)
+    found = violation(small())
+    assert (found.checker, "bytes are held by a link" in found.sentence) == ("bounds", True), found
+
+
+def hoard(self: BufferPool, size_bytes: int) -> object:
+    """`BufferPool.acquire` without reuse and without an end."""
+    buffer = np.empty(size_bytes, np.uint8)
+    self._used[id(buffer)] = buffer
+    self._idle.append(np.empty(size_bytes, np.uint8))
+    self._most_idle_bytes = 1 << 40
+    return buffer
+
+
 def test_reports_finds_a_report_that_is_merged_twice(monkeypatch):
     monkeypatch.setattr(Claims, "newest", property(lambda self: -1))
     monkeypatch.setattr(Claims, "refused", lambda self, round_, local_step: "")
@@ -131,6 +207,126 @@ def test_quorum_finds_a_round_that_does_not_wait(monkeypatch):
 
     monkeypatch.setattr(Scheduler, "collect", impatient)
     assert violation(small()).checker == "quorum"
+
+
+def two_in_flight(self: Scheduler, now: float) -> None:
+    """`Scheduler.start_steps` for an overlap of 2, and without its guard."""
+    while self.pace.step < self.spec.steps and len(self.in_flight) < 2 and self.pace.may_start():
+        step = self.pace.start()
+        fragment = self.due(step)
+        if fragment is not None:
+            self.in_flight.append(Round(step=step, fragment=fragment, started=now))
+        self._settle()
+
+
+@pytest.mark.parametrize(
+    ("fragments", "sentence"),
+    [(3, "are in flight, at most 1 may be"), (1, "fragment 0 is pulled while round")],
+)
+def test_rounds_finds_a_round_that_begins_too_early(monkeypatch, fragments, sentence):
+    monkeypatch.setattr(Scheduler, "start_steps", two_in_flight)
+    description = small("5..20 latency eu/0 syncer 1.5")
+    spec = replace(description.spec, fragments=fragments, interval=max(2, fragments))
+    found = violation(replace(description, spec=spec))
+    assert (found.checker, sentence in found.sentence) == ("rounds", True), found
+
+
+def test_rounds_finds_a_round_that_does_not_wait_for_its_turn(monkeypatch):
+    def at_once(self: Scheduler, now: float) -> list[object]:
+        merged = [round_ for round_ in self.in_flight if round_.phase is Phase.MERGED]
+        for round_ in merged:
+            self.in_flight.remove(round_)
+        return [decision for round_ in merged for decision in self._commit(round_, now)]
+
+    monkeypatch.setattr(Scheduler, "_commit_in_order", at_once)
+    description = small("5..20 trickle eu/0 300")
+    spec = replace(description.spec, fragments=3, interval=3, overlap=2)
+    found = violation(replace(description, spec=spec))
+    assert (found.checker, "it is committed before round" in found.sentence) == ("rounds", True), (
+        found
+    )
+
+
+def test_incarnations_finds_a_learner_that_is_merged_after_it_left(monkeypatch):
+    monkeypatch.setattr(Scheduler, "lost", lambda self, learner, reason, now: [])
+    found = violation(small("9..20 trickle us/0 200\n 10.5..12 crash eu/0+trainer"))
+    assert (found.checker, "of eu/0 is merged" in found.sentence) == (
+        "incarnations",
+        True,
+    ), found
+
+
+def test_incarnations_finds_a_number_that_is_issued_twice(monkeypatch):
+    monkeypatch.setattr(Store, "next_incarnation", lambda self, at_least: 1)
+    found = violation(small("9..11 crash eu/0+trainer"))
+    assert found.checker == "incarnations"
+    assert "has incarnation 1 of its predecessor" in found.sentence
+
+
+def test_incarnations_finds_an_epoch_that_is_counted_twice(monkeypatch):
+    monkeypatch.setattr(Store, "next_epoch", lambda self: 1)
+    found = violation(small("9..11 crash syncer"))
+    assert (found.checker, found.sentence) == ("incarnations", "epoch 1 comes after 1")
+
+
+def test_completion_finds_learners_that_are_notified_before_the_model_is_written(monkeypatch):
+    reached_end = Durability.reached_end
+
+    def hasty(self: Durability, step: int) -> list[ev.Decision]:
+        return [ev.AnnounceComplete(learner="eu/0"), *reached_end(self, step)]
+
+    monkeypatch.setattr(Durability, "reached_end", hasty)
+    found = violation(small())
+    assert (found.checker, "newest durable snapshot" in found.sentence) == ("completion", True)
+
+
+def test_completion_finds_a_model_that_a_power_failure_would_take(monkeypatch):
+    write = model.write_temporary
+
+    def unsynced(*args: object, **how: object) -> object:
+        with monkeypatch.context() as patch:
+            patch.setattr(SimulatedFile, "sync", lambda self: None)
+            return write(*args, **how)
+
+    monkeypatch.setattr(model, "write_temporary", unsynced)
+    found = violation(small())
+    assert (found.checker, "before the model is durable" in found.sentence) == ("completion", True)
+
+
+def test_completion_finds_a_job_that_never_ends(monkeypatch):
+    """Liveness sees no merge either, unless its bound is longer than the world."""
+    endless = Bounds(merge=1e6, participation=1e6, result=1e6)
+    monkeypatch.setattr(Durability, "reached_end", lambda self, step: [])
+    monkeypatch.setattr(Description, "bounds", property(lambda self: endless))
+    monkeypatch.setattr(World, "deadline", 60.0)
+    found = violation(small())
+    assert (found.checker, "the job is not complete" in found.sentence) == ("completion", True)
+
+
+def test_the_audit_finds_a_report_that_is_merged_in_two_epochs(monkeypatch):
+    monkeypatch.setattr(LearnerRecords, "replay", lambda self, lines: None)
+    description = small("10.25..10.55 crash syncer")
+    spec = replace(
+        description.spec, syncer_checkpoint=replace(description.spec.syncer_checkpoint, every_steps=30)
+    )  # fmt: skip
+    found = violation(replace(description, spec=spec, step_seconds=(2.0, 2.2, 2.4), steps=20))
+    assert (found.checker, "counts twice" in found.sentence) == ("audited", True), found
+
+
+def test_status_finds_a_state_of_training_without_a_quorum(monkeypatch):
+    monkeypatch.setattr(Engine, "waiting_for", lambda self: "")
+    found = violation(small("5..20 leave eu/0\n 5..20 leave eu/1"))
+    assert (found.checker, "with 1 learners, the quorum is 2" in found.sentence) == (
+        "status",
+        True,
+    ), found
+
+
+def test_status_finds_a_state_of_training_while_nothing_is_merged(monkeypatch):
+    monkeypatch.setattr(Engine, "_stuck", lambda self: "")
+    monkeypatch.setattr(LinkProtocol, "_publish_open", lambda self: None)
+    found = violation(small())
+    assert (found.checker, "there was no merge for" in found.sentence) == ("status", True), found
 
 
 def test_an_engine_that_raises_is_found(monkeypatch):

@@ -200,3 +200,24 @@ def test_the_digest_is_a_function_of_the_seed():
     digests = [play(seed) for seed in range(20)]
     assert digests == [play(seed) for seed in range(20)]
     assert len(set(digests)) == 20
+
+
+def test_a_timer_never_fires_before_its_deadline_however_the_clock_has_jumped():
+    """A program that sets a timer again until its deadline has come would do so without end."""
+    clock, source = Clock(), random.Random(1)
+    process = clock.process("p")
+    early = []
+
+    def fired(deadline: float) -> None:
+        if process.now < deadline:
+            early.append((process.now, deadline))
+
+    process.jump(36.95)
+    for _ in range(100):
+        for _ in range(10):
+            deadline = process.now + source.uniform(0.0, 5.0)
+            process.at(deadline, fired, deadline)
+        clock.run(clock.now + source.uniform(0.0, 5.0))
+        process.jump(source.choice((0.0, 0.1)))
+    clock.run(clock.now + 10.0)
+    assert early == []

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
+import pickle
 import subprocess
 import sys
 import time
@@ -11,8 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from diloco_sim import report
+from diloco_sim import processes, report
 from diloco_sim.__main__ import main
+from diloco_sim.checkers.checker import Violation
 from diloco_sim.description import sample
 from diloco_sim.world import Outcome, World
 
@@ -20,8 +24,13 @@ pytestmark = pytest.mark.slow  # whole worlds
 
 FIXED = range(20)
 
-SECONDS = float(os.environ.get("DILOCO_SIM_SECONDS", "20"))
+SECONDS = float(
+    os.environ.get("DILOCO_SIM_SECONDS", "240" if os.environ.get("CI") == "true" else "20")
+)
 """How long seeds that change with the commit are run."""
+
+JOBS = min(2, os.cpu_count() or 1)
+"""Processes that run them."""
 
 
 def checked(outcome: Outcome) -> Outcome:
@@ -64,10 +73,12 @@ def test_a_world_repeats_itself_in_another_process():
 def test_seeds_of_this_commit(capsys):
     until = time.monotonic() + SECONDS
     failed: list[str] = []
-    text, failures = report.run(
-        count(_first_seed()), steps=100, failed=lambda outcome: failed.append(report.text_of(outcome)),
-        enough=lambda: time.monotonic() >= until or bool(failed),
-    )  # fmt: skip
+    outcomes = processes.outcomes(count(_first_seed()), steps=100, jobs=JOBS)
+    with contextlib.closing(outcomes):
+        text, failures = report.summary(
+            outcomes, steps=100, failed=lambda outcome: failed.append(report.text_of(outcome)),
+            enough=lambda: time.monotonic() >= until or bool(failed),
+        )  # fmt: skip
     with capsys.disabled():
         print(f"\nfrom seed {_first_seed()}: {text}")
     assert not failures, failed[0]
@@ -85,6 +96,24 @@ def test_the_command_prints_a_summary_and_its_exit_code_is_0(capsys):
     assert main(["--seeds", "3..4", "--steps", "10"]) == 0
     out = capsys.readouterr().out
     assert "2 worlds of 10 global steps: all promises kept" in out
+
+
+def test_a_learner_that_gets_a_new_result_in_each_of_its_steps_need_not_take_part():
+    """Seed 100042: one fragment, which the others merge twice within a step of the slowest."""
+    found = sample(0, faults=False)
+    spec = dataclasses.replace(found.spec, fragments=1, interval=2, overlap=1)
+    found = dataclasses.replace(found, spec=spec, learners=3, step_seconds=(1.0, 1.9, 2.1))
+    assert found.too_slow == {found.names[2]}
+
+
+def test_several_processes_find_what_one_finds(capsys):
+    """In the same order, also where a world breaks a promise."""
+    failing = Violation("bounds", "too many", step=3, now=1.5)
+    assert str(pickle.loads(pickle.dumps(failing))) == str(failing)
+    for jobs in ("1", "2"):
+        assert main(["--seeds", "3..8", "--steps", "5", "--jobs", jobs]) == 0
+    one, two = capsys.readouterr().out.split("6 worlds")[1:]
+    assert one == two
 
 
 @pytest.mark.parametrize("text", ["3", "5..3", "a..b", "-1..2"])

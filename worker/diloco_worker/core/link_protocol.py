@@ -67,6 +67,15 @@ class LinkProtocol:
         self._connect_at: float | None = None
         """When to open the next session if there is no Welcome until then."""
         self._ended = False
+        self._handlers: dict[type, Callable[[Any, float], list[ev.Decision]]] = {
+            ev.TrainerUpdate: self._trainer_update, ev.Welcomed: self._welcomed,
+            ev.InitialRequested: self._initial_requested, ev.ModelReady: self._model_ready,
+            ev.Committed: self._committed,
+            ev.Opened: self._opened, ev.Pulled: self._pulled, ev.ResultAnnounced: self._result_announced,
+            ev.Completed: self._completed, ev.SessionLost: self._session_lost,
+            ev.InitialUploaded: self._initial_upload_ended, ev.Downloaded: self._downloaded,
+            ev.Placed: self._placed, ev.Tick: self._tick,
+        }  # fmt: skip
 
     @property
     def link_state(self) -> LinkState:
@@ -93,23 +102,14 @@ class LinkProtocol:
         Returns:
             What to do, in order.
         """
-        handlers: dict[type, Callable[[Any, float], list[ev.Decision]]] = {
-            ev.TrainerUpdate: self._trainer_update, ev.Welcomed: self._welcomed,
-            ev.InitialRequested: self._initial_requested, ev.ModelReady: self._model_ready,
-            ev.Committed: self._committed,
-            ev.Opened: self._opened, ev.Pulled: self._pulled, ev.ResultAnnounced: self._result_announced,
-            ev.Completed: self._completed, ev.SessionLost: self._session_lost,
-            ev.InitialUploaded: self._initial_upload_ended, ev.Downloaded: self._downloaded,
-            ev.Placed: self._placed, ev.Tick: self._tick,
-        }  # fmt: skip
         previous = self._state
-        decisions = handlers[type(event)](event, now)
+        decisions = self._handlers[type(event)](event, now)
         self._publish_open()
         if any(isinstance(d, ev.SendReport | ev.SendHeartbeat) for d in decisions):
             self._last_sent_at = now
         if any(isinstance(d, ev.Connect) for d in decisions):
             self._connect_at = now + WELCOME_TIMEOUT_SECONDS
-        if self._state != previous:
+        if self._state is not previous and self._state != previous:
             decisions.append(ev.NotifyTrainer())
         return decisions
 

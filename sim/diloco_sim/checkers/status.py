@@ -1,0 +1,67 @@
+"""What people see is true: the state is never Training while nothing can merge, and Waiting has a reason."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco_sim.checkers.checker import Violation
+from diloco_sim.checkers.observations import Moment
+
+
+class Status:
+    """
+    Args:
+        quorum: K of the spec.
+        silence_seconds: without a merge for so long, something is wrong and the status must say so.
+    """
+
+    observes = (dict, Moment)
+
+    def __init__(self, quorum: int, silence_seconds: float) -> None:
+        self._quorum, self._silence_seconds = quorum, silence_seconds
+        self._connected: dict[str, int] = {}
+        """Learner → incarnation of its session."""
+        self._since = 0.0
+        """Time of the last merge, or of the start."""
+
+    def observe(self, event: dict[str, Any] | Moment, now: float) -> None:
+        """See `Checker`."""
+        match event:
+            case Moment():
+                self._judge(event, now)
+            case {"event": "start"}:
+                self._connected.clear()
+                self._since = now
+            case {"event": "initialised" | "merge"}:
+                self._since = now
+            case {"event": "join", "learner": learner, "incarnation": incarnation}:
+                self._connected[learner] = incarnation
+            case {"event": "leave", "learner": learner, "incarnation": incarnation}:
+                if self._connected.get(learner) == incarnation:
+                    del self._connected[learner]
+
+    def finish(self, now: float) -> None:
+        """See `Checker`."""
+
+    def _judge(self, moment: Moment, now: float) -> None:
+        if moment.state == "Waiting" and not moment.waiting_for:
+            self._fail("the state is Waiting for nothing", moment.step, now)
+        if moment.state != "Training":
+            return
+        if len(self._connected) < self._quorum:
+            self._fail(
+                f"the state is Training with {len(self._connected)} learners, the quorum is {self._quorum}",
+                moment.step,
+                now,
+            )
+        seconds = now - self._since
+        if seconds > self._silence_seconds:
+            self._fail(
+                f"the state is Training, there was no merge for {seconds:.0f} s and "
+                f"{self._silence_seconds:.0f} s explain it",
+                moment.step,
+                now,
+            )
+
+    def _fail(self, sentence: str, step: int, now: float) -> None:
+        raise Violation("status", sentence, step=step, now=now)

@@ -1,0 +1,44 @@
+"""Runs worlds in several processes; the outcomes are those of one process, in the same order."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from functools import partial
+
+from diloco_sim import report
+from diloco_sim.world import Outcome
+
+AHEAD = 4
+"""Worlds that are given to each process ahead of the one that is reported next."""
+
+
+def outcomes(seeds: Iterable[int], *, steps: int, jobs: int) -> Iterator[Outcome]:
+    """
+    Run a world for each seed, several at a time.
+
+    Args:
+        seeds: of the worlds; may have no end.
+        steps: global steps of each.
+        jobs: processes; 1: this one.
+
+    Returns:
+        Outcomes in the order of the seeds.
+    """
+    run = partial(report.outcome, steps=steps)
+    if jobs == 1:
+        yield from map(run, seeds)
+        return
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"))
+    running: deque[Future[Outcome]] = deque()
+    try:
+        for seed in seeds:
+            running.append(pool.submit(run, seed))
+            if len(running) >= AHEAD * jobs:
+                yield running.popleft().result()
+        while running:
+            yield running.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)
