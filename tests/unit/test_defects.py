@@ -62,10 +62,6 @@ DEFECTS = {
 
 OPEN = {
     "28": "parameters must be plain tensors of one process",
-    "a01": "counters are those that the upload states",
-    "a02": "a norm below NORM_FLOOR is not confirmed by what arrives",
-    "a03": "no delta is clipped",
-    "a07": "steps that a member claims are not compared with the time; its made-up names are refused",
     "b01": "a podTemplate is passed through; docs/security.md says so",
     "b06": "no address is forbidden as an endpoint",
     "b07": "the work queue has no share per namespace",

@@ -69,9 +69,9 @@ def test_a_delta_without_a_direction_counts_for_the_length_only():
     how = blend([0.0, 4.0], [1.0, 1.0], radial=True)
     np.testing.assert_array_equal(how.factors, np.float32([0.0, 0.5]))
     assert how.length == 2.0
-    tiny = 4.0 * NEGLIGIBLE
-    assert blend([tiny, 4.0], [1.0, 1.0], radial=True).factors[0] == 0.0
-    assert blend([1.01 * tiny, 4.0], [1.0, 1.0], radial=True).factors[0] > 0.0
+    for longest, least in ((4.0, NORM_FLOOR), (4e19, 4e19 * NEGLIGIBLE)):
+        assert blend([least, longest], [1.0, 1.0], radial=True).factors[0] == 0.0
+        assert blend([1.01 * least, longest], [1.0, 1.0], radial=True).factors[0] > 0.0
 
 
 def test_the_merge_in_one_piece_leaves_out_members_without_weight():
@@ -151,10 +151,10 @@ def test_a_chunk_exists_and_has_the_length_of_its_format():
             it.check_chunk(FRAGMENT, index, last)
 
 
-@pytest.mark.parametrize("stated", [2.0, 1e6, 0.0])
+@pytest.mark.parametrize("stated", [2.0, 1e6, 2 * NORM_FLOOR])
 def test_a_norm_may_differ_by_the_tolerance_and_no_more(stated):
     it = contribution(norms=(stated,))
-    room = NORM_TOLERANCE * stated + NORM_FLOOR
+    room = NORM_TOLERANCE * stated
     for sign in (1, -1):
         it.check_norm(0, "a", stated + sign * 0.99 * room)
         with pytest.raises(ContributionError, match="the delta of a has norm"):

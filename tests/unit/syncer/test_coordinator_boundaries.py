@@ -46,7 +46,7 @@ def test_the_start_is_written_down_and_a_tick_is_due_at_once():
     assert syncer.coordinator.start(7.0) == 7.0
     assert syncer.lines[-1] == {
         "event": "start", "step": 0, "steps": 1000, "fragments": 2, "interval": 2, "quorum": 1,
-        "spec": syncer.spec.hash,
+        "spec": syncer.spec.hash, "learners": {"eu": 4},
     }  # fmt: skip
 
 

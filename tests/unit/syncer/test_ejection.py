@@ -39,7 +39,7 @@ class Learners:
     def report(self, name, session, *, step=1, offers=(5, 3)):
         self.records.report(
             ev.Reported(
-                session=session, learner=name, local_step=step, steps=(), tokens=(),
+                session=session, learner=name, local_step=step, steps=(1,) * 9, tokens=(1,) * 9,
                 offers=frozenset(offers), total_tokens=0, global_step=0, step_seconds=1.0,
                 sync_seconds=0.0, loss=None,
             ),

@@ -526,7 +526,9 @@ def test_the_fastest_learner_sets_the_pace_when_its_uploads_bear_its_steps_out()
 
 
 @pytest.mark.parametrize("length", [0.0, 1e-13, 0.05])
-def test_a_learner_whose_uploads_do_not_bear_its_steps_out_does_not_run_away_with_the_job(length):
+def test_a07_a_learner_whose_uploads_do_not_bear_its_steps_out_does_not_run_away_with_the_job(
+    length,
+):
     # reproduction a07: it reports 20 times as often as the others, and uploads next to nothing
     honest = paced({}, seconds=(1.0, 1.0, 1.0))
     assert honest < paced({"eu/2": length}) <= 5.5 * honest  # and before the speeds are known

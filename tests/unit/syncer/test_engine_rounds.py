@@ -88,7 +88,7 @@ def test_the_window_shrinks_by_what_quorum_and_sync_took():
 
 def test_what_is_credited_is_bounded_by_h_the_rounds_in_flight_and_the_pace():
     job = Job("a", interval=4, overlap=2)
-    job.report("a", 1)
+    job.report("a", 1, steps=(1000,) * 4, tokens=(10_000,) * 4)
     [begin] = of(ev.BeginMerge, job.contribute("a", steps=1000, tokens=10_000))
     assert [(c.steps, c.tokens) for c in begin.contributions] == [(4 + 2 * 2 + 2, 100)]
 
@@ -267,7 +267,7 @@ def test_a_commit_is_remembered_with_its_members_and_time():
 
 def test_a_round_without_weight_commits_without_a_change_and_its_reports_are_used():
     job = Job("a")
-    job.report("a", 1)
+    job.report("a", 1, steps=(0,) * 4, tokens=(0,) * 4)
     out = job.contribute("a", steps=0, tokens=0)
     assert [d.reason for d in of(ev.AbortMerge, out)] == ["all weights are zero"]
     [commit] = of(ev.Commit, out)

@@ -245,11 +245,12 @@ def test_the_line_of_a_merge_says_how_long_each_part_took_and_who_took_part():
     round_.contributed(contribution("b"))
     round_.contributed(contribution("a", base=None, steps=4, tokens=20))
     merged = Merged(round=7, attempt=1, delta_norm=0.5, bytes_up=11, bytes_result=13)
-    line = merge_line(round_, merged, quorum=2, receivers=3, now=104.5)
+    line = merge_line(round_, merged, quorum=2, guard=10.0, receivers=3, now=104.5)
     members = line.pop("members")
     assert line == {
         "step": 7, "fragment": 2, "attempt": 1, "quorum": 2, "quorumSeconds": 2.5,
         "graceSeconds": 1.234568, "syncSeconds": 4.5, "bytesUp": 11, "bytesDown": 39, "deltaNorm": 0.5,
+        "guard": 10.0,
     }  # fmt: skip
     assert [m["learner"] for m in members] == ["a", "b"]
     assert members[0]["base"] is None

@@ -486,9 +486,7 @@ def test_a_lost_epoch_file_does_not_bring_back_an_epoch_with_snapshots(tmp_path:
 
 def test_a_damaged_counter_is_named_and_not_overwritten(tmp_path: Path):
     (tmp_path / "epoch").write_text("seven\n")
-    with pytest.raises(
-        StorageError, match="holds 'seven', expected a whole number and its check digits"
-    ):
+    with pytest.raises(StorageError, match="holds 'seven', expected a whole number"):
         Store(tmp_path, keep=1).next_epoch()
     assert (tmp_path / "epoch").read_text() == "seven\n"
 

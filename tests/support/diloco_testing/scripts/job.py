@@ -129,15 +129,7 @@ class ScriptedJob(VirtualJob):
         def finish() -> None:
             for name in waited:
                 self._delivered(name, begin)
-            self.post(
-                ev.Merged(
-                    round=begin.round,
-                    attempt=begin.attempt,
-                    delta_norm=1.0,
-                    bytes_up=0,
-                    bytes_result=0,
-                )
-            )
+            self.post(self._merged(begin))
 
         if waited:
             self.late.append((waited[0], finish))

@@ -53,8 +53,8 @@ class Job:
 
     def report(self, name, local_step, *, at=None, **changes):
         values = {
-            "session": self.session(name), "learner": name, "local_step": local_step, "steps": (),
-            "tokens": (), "offers": frozenset(range(4)), "total_tokens": 10 * local_step,
+            "session": self.session(name), "learner": name, "local_step": local_step,
+            "steps": (1,) * 4, "tokens": (10,) * 4, "offers": frozenset(range(4)), "total_tokens": 10 * local_step,
             "global_step": 0, "step_seconds": 1.0, "sync_seconds": 0.0, "loss": None,
         }  # fmt: skip
         return self(ev.Reported(**{**values, **changes}), at=at)

@@ -326,7 +326,12 @@ class VirtualJob:
                     received_bytes=1, done=True,
                 )
             )  # fmt: skip
-        merged = ev.Merged(
+        merged = self._merged(begin)
+        self.at(self.now + self.delay("merge"), lambda: self.post(merged))
+
+    def _merged(self, begin: ev.BeginMerge) -> ev.Merged:
+        """The merge is done; every delta was as long as its steps explain, or as `lengths` says."""
+        return ev.Merged(
             round=begin.round, attempt=begin.attempt, delta_norm=1.0, bytes_up=0, bytes_result=0,
             confirmed=tuple(
                 ev.ConfirmedNorm(
@@ -336,7 +341,6 @@ class VirtualJob:
                 for c in begin.contributions
             ),
         )  # fmt: skip
-        self.at(self.now + self.delay("merge"), lambda: self.post(merged))
 
     def _committed(self, commit: ev.Commit) -> None:
         result = self._results.pop((commit.round, commit.attempt), None)
