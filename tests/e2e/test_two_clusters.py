@@ -235,7 +235,12 @@ def test_a_bad_certificate_is_refused_and_the_condition_names_the_reason(trained
     trained.eu.until_step(refused_since + 20, 60)
     assert trained.members(since_step=refused_since) == {"eu/0"}
     if kind == "another region":
-        refusals = [line for line in trained.eu.log() if line["event"] == "refuse"]
+        # Of sessions: on a busy machine a member may also be late for a round.
+        refusals = [
+            line
+            for line in trained.eu.log()
+            if line["event"] == "refuse" and "fragment" not in line
+        ]
         assert {line["reason"] for line in refusals} == {"Unauthorised"}
     instances = us.instances()
     us.cluster.kubectl.apply(trained.certificates()["us"], namespace=trained.namespace)
