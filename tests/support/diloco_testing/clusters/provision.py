@@ -23,6 +23,8 @@ ROOT = Path(__file__).parents[4]
 SCRIPT = ROOT / "tests/e2e/clusters/cluster.sh"
 BUILD_SECONDS = 3600.0
 UP_SECONDS = 120.0
+DOWN_SECONDS = 400.0
+"""A machine that stands still for minutes is no failure of a test."""
 MOST_CLUSTERS = 40
 NUMBERS = Path("/run/lock/diloco-e2e")
 """Of clusters; they are addresses of this machine, whatever the cache folder is."""
@@ -184,7 +186,7 @@ class LocalClusters:
         with contextlib.suppress(FileNotFoundError):
             shutil.copyfile(cluster.audit.path, self._keep / f"{cluster.identity}.audit.log")
         try:
-            _script("down", cluster.identity, seconds=UP_SECONDS)
+            _script("down", cluster.identity, seconds=DOWN_SECONDS)
         finally:
             os.close(self._locks.pop(name))
 
@@ -217,7 +219,7 @@ class LocalClusters:
 def _clear_left_behind(number: int) -> None:
     """What a session that was killed left under a number that is ours now."""
     for folder in (cache() / "clusters").glob(f"*-{number}"):
-        _script("down", folder.name, seconds=UP_SECONDS)
+        _script("down", folder.name, seconds=DOWN_SECONDS)
 
 
 def _script(*arguments: str, seconds: float = 60.0) -> str:
