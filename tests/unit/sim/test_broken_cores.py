@@ -10,6 +10,7 @@ import pytest
 from diloco.errors import StorageError
 from diloco.model.tensorfile import parse
 from diloco.runtime.disk import File
+from diloco_sim import report
 from diloco_sim.checkers.checker import Violation
 from diloco_sim.checkers.liveness import Bounds
 from diloco_sim.description import Description, sample
@@ -100,6 +101,13 @@ def test_a_flipped_bit_in_a_counter_is_read_from_its_other_copies(monkeypatch):
     flips(monkeypatch, "/epoch")
     outcome = World(small("8..9 disk-flip syncer\n 8..9 crash syncer")).run()
     assert (outcome.ok, outcome.stopped) == (True, ""), outcome
+
+
+def test_the_summary_counts_worlds_that_stopped_at_a_damaged_file():
+    outcome = replace(World(small()).run(), stopped="epoch: holds 'seven'")
+    summary, failures = report.summary([outcome], steps=40, failed=print)
+    assert "1 stopped at a damaged file" in summary
+    assert not failures
 
 
 def test_durable_finds_a_snapshot_with_a_flipped_bit(monkeypatch):
