@@ -16,7 +16,7 @@ STEPS = 900
 TIMEOUT_SECONDS = 1200.0
 LOSS_TOLERANCE = 1.02
 """
-Undisturbed runs alone end between 1.528 and 1.545 (1.1 %), since which reports meet in a merge depends on
+Five undisturbed runs ended between 1.529 and 1.545 (1.0 %), since which reports meet in a merge depends on
 the scheduler. 1 % of a single one would fail in one of ten runs, also when the disturbed model is better.
 """
 
