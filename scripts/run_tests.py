@@ -4,6 +4,9 @@ Run every test: groups in parallel, each in its own pytest process, and one summ
 Tests on clusters mostly wait for pods, and building the clusters' programs waits for the network, so
 the tests that need neither run meanwhile. The output of a group is printed whole when it ends.
 
+Tests that failed run a second time, alone, if they are few; those that pass then are counted as flaky
+and named above the summary, as are those that fail again.
+
 Where no cluster can run, all other tests do, and a sentence names what did not run.
 With CI=true or DILOCO_E2E=required everything has to run. --fast: unit tests alone, without the slow ones.
 """
@@ -17,8 +20,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,19 +34,46 @@ OWN_CLUSTERS = ("test_api_rules", "test_fuzzed_jobs", "test_scale", "test_two_cl
 LAST = "test_rbac"
 """Reads the audit logs of all other groups."""
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
+SECOND_RUNS = 3
+"""More failed tests than these in a group have a cause that a second run must not hide."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How a group ended."""
+
+    counts: Counter[str]
+    failures: tuple[str, ...] = ()
+    """pytest's line for each test that failed, with the beginning of its message."""
+
+    def __add__(self, other: Result) -> Result:
+        return Result(self.counts + other.counts, self.failures + other.failures)
+
+    def after(self, second: Result) -> Result:
+        """This result of all tests, given the result of a second run of those that failed."""
+        if not second.counts["passed"] + second.counts["failed"]:
+            return self
+        counts = Counter(self.counts)
+        counts["failed"] = second.counts["failed"]
+        counts["flaky"] = second.counts["passed"]
+        again = {failure.split(" - ")[0] for failure in second.failures}
+        flaky = [f for f in self.failures if f.split(" - ")[0] not in again]
+        return Result(+counts, (*second.failures, *(f"FLAKY {f.partition(' ')[2]}" for f in flaky)))
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """What one process runs, and what it counted."""
+    """What one process runs."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
+    second: tuple[str, ...] = ()
+    """The command for the tests that failed."""
 
-    def run(self, *, alone: bool = False) -> Counter[str]:
+    def run(self, *, alone: bool = False) -> Result:
         """
-        Outcomes of its tests by kind; a process that fails without any counts as a failure.
+        Outcomes of its tests; a process that fails without any counts as a failure.
 
         Args:
             alone: print its output as it comes, since no other group prints.
@@ -61,11 +91,29 @@ class Group:
         print(
             f"\n== {self.name}: ended after {time.monotonic() - begun:.0f} s\n{output}", flush=True
         )
-        counts = outcomes("".join(lines))
-        if process.returncode and not counts["failed"]:
+        result = Result(outcomes("".join(lines)), failures(lines))
+        if process.returncode and not result.counts["failed"]:
             print(f"== {self.name}: exit status {process.returncode}", flush=True)
-            counts["failed"] += 1
-        return counts
+            return result + Result(
+                Counter(failed=1), (f"FAILED {self.name}: exit status {process.returncode}",)
+            )
+        return result
+
+    def repeat(self, result: Result) -> Result:
+        """The result after a second run of the tests that failed, if they are few."""
+        if not self.second or not 0 < result.counts["failed"] <= SECOND_RUNS:
+            return result
+        again = Group(f"{self.name}, second run of what failed", self.second, self.environment)
+        return result.after(again.run(alone=True))
+
+
+def failures(lines: Sequence[str]) -> tuple[str, ...]:
+    """The lines of pytest's short summary that name a failed test."""
+    begin = max((i for i, line in enumerate(lines) if "short test summary" in line), default=None)
+    return tuple(
+        line.strip()[:500]
+        for line in lines[begin:] if begin is not None and line.startswith(("FAILED ", "ERROR "))
+    )  # fmt: skip
 
 
 def outcomes(output: str) -> Counter[str]:
@@ -84,9 +132,11 @@ def summary(counts: Counter[str]) -> str:
 
 
 def pytest(name: str, *arguments: str, **environment: str) -> Group:
-    """A group that runs pytest."""
-    command = (sys.executable, "-m", "pytest", "-ra", "--durations=15", *arguments)
-    return Group(name, command, environment)
+    """A group that runs pytest, and can run again what failed."""
+    cache = f"cache_dir=.pytest_cache/{name.replace(' ', '-')}"
+    command = (sys.executable, "-m", "pytest", "-ra", "--durations=15", "-o", cache, *arguments)
+    second = (*command, "--last-failed", "--last-failed-no-failures=none")
+    return Group(name, (*command, "--cache-clear"), environment, second)
 
 
 def everywhere(*arguments: str) -> Group:
@@ -115,19 +165,18 @@ def on_clusters(audits: str) -> tuple[list[Group], Group]:
     return first, pytest("rights", last, **environment)
 
 
-def all_of_it(audits: str) -> Counter[str]:
+def all_of_it(audits: str) -> Result:
     """Every test, on local clusters."""
-    counts: Counter[str] = Counter()
     with ThreadPoolExecutor() as pool:
-        others = pool.submit(everywhere(f"--ignore={CHART}").run)
+        others = everywhere(f"--ignore={CHART}")
+        running = [(others, pool.submit(others.run))]
         built = list(pool.map(Group.run, programs()))
-        if failed := sum((group for group in built if group["failed"]), Counter()):
-            return failed + others.result()
+        if any(result.counts["failed"] for result in built):
+            return sum(built, running[0][1].result())
         groups, last = on_clusters(audits)
-        running: list[Future[Counter[str]]] = [others, *(pool.submit(g.run) for g in groups)]
-        for future in running:
-            counts += future.result()
-    return counts + last.run()
+        running += [(group, pool.submit(group.run)) for group in groups]
+    ended = [group.repeat(future.result()) for group, future in running]
+    return sum(ended, last.run())
 
 
 def fast() -> list[Group]:
@@ -141,20 +190,20 @@ def fast() -> list[Group]:
     ]
 
 
-def at_once(groups: list[Group]) -> Counter[str]:
+def at_once(groups: list[Group]) -> Result:
     """Run groups at the same time."""
     with ThreadPoolExecutor() as pool:
-        return sum(pool.map(Group.run, groups), Counter())
+        return sum(pool.map(Group.run, groups), Result(Counter()))
 
 
 def main() -> int:
     """0: every test that ran has passed."""
     not_run = ""
     if sys.argv[1:] == ["--fast"]:
-        counts = at_once(fast())
+        result = at_once(fast())
     elif os.environ.get("DILOCO_E2E_KUBECONFIGS"):
         group = pytest("all", "tests", DILOCO_E2E="required")
-        counts = group.run(alone=True)
+        result = group.repeat(group.run(alone=True))
     else:
         check = subprocess.run([CLUSTERS, "check"], capture_output=True, text=True)
         required = "true" in os.environ.get("CI", "") or os.environ.get("DILOCO_E2E") == "required"
@@ -162,17 +211,18 @@ def main() -> int:
             print(f"Tests on clusters are required, and local clusters cannot run: {check.stdout}")
             return 2
         if check.returncode:
-            counts = everywhere().run(alone=True)
+            group = everywhere()
+            result = group.repeat(group.run(alone=True))
             not_run = (
                 f"Not run: tests/e2e, because local clusters cannot run here ({check.stdout.strip()}); "
                 "to run them on your own clusters, see tests/e2e/README.md."
             )
         else:
             with tempfile.TemporaryDirectory(prefix="diloco-audits-") as audits:
-                counts = all_of_it(audits)
-    print(f"\n{not_run}".rstrip())
-    print(summary(counts))
-    return 1 if counts["failed"] else 0
+                result = all_of_it(audits)
+    print(f"\n{not_run}".rstrip(), *result.failures, sep="\n")
+    print(summary(result.counts))
+    return 1 if result.counts["failed"] else 0
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """How scripts/run_tests.py counts, and that no test file is left out of its groups."""
 
 import importlib.util
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -44,7 +45,8 @@ def test_the_last_line_of_pytest_is_counted(runner, last, counts):
     ],
 )
 def test_a_process_that_fails_without_a_failed_test_is_a_failure(runner, program, counts, capsys):
-    assert runner.Group("some", (sys.executable, "-c", program), {}).run() == Counter(counts)
+    result = runner.Group("some", (sys.executable, "-c", program), {}).run()
+    assert result.counts == Counter(counts)
     assert "== some: ended after" in capsys.readouterr().out
 
 
@@ -58,6 +60,55 @@ def test_every_file_of_tests_on_clusters_is_in_one_group(runner):
     arguments = [argument for group in (*groups, last) for argument in group.command]
     for path in (ROOT / "tests/e2e").glob("test_*.py"):
         assert arguments.count(str(path)) == 1, path
+
+
+TESTS = """
+from pathlib import Path
+RUNS = Path(__file__).with_name("runs")
+
+def test_passes():
+    pass
+
+def test_fails_once():
+    first = not RUNS.exists()
+    RUNS.touch()
+    assert not first
+
+def test_fails():
+    assert 1 == 2
+"""
+
+
+@pytest.fixture
+def group(runner, tmp_path):
+    """Three tests, of which one fails in the first run and one in every run."""
+    (tmp_path / "test_them.py").write_text(TESTS)
+    options = ("-c", "/dev/null", "--rootdir", str(tmp_path), "-o", f"cache_dir={tmp_path}/cache")
+    return runner.pytest("some", *options, str(tmp_path), CI="true")
+
+
+@pytest.mark.slow
+def test_what_fails_once_is_flaky_and_named_and_what_fails_twice_has_failed(group):
+    result = group.repeat(group.run())
+    assert result.counts == Counter(passed=1, failed=1, flaky=1)
+    failed, flaky = result.failures
+    assert re.match(r"FAILED .*test_them.py::test_fails - assert 1 == 2", failed)
+    assert re.match(r"FLAKY .*test_them.py::test_fails_once - ", flaky)
+
+
+@pytest.mark.slow
+def test_many_failures_are_not_run_a_second_time(group, runner, monkeypatch):
+    monkeypatch.setattr(runner, "SECOND_RUNS", 1)
+    result = group.repeat(group.run())
+    assert result.counts == Counter(passed=1, failed=2)
+    assert [failure.split()[0] for failure in result.failures] == ["FAILED", "FAILED"]
+
+
+def test_a_second_run_that_runs_no_test_changes_nothing(runner):
+    first = runner.Result(Counter(passed=3, failed=1), ("FAILED group: exit status 3",))
+    assert first.after(runner.Result(Counter(failed=0))) == first
+    crashed = runner.Group("some", ("false",), {}, (sys.executable, "-c", "exit(5)"))
+    assert crashed.repeat(first).counts["failed"] == 1
 
 
 @pytest.fixture
