@@ -139,9 +139,15 @@ def pytest(name: str, *arguments: str, **environment: str) -> Group:
     return Group(name, (*command, "--cache-clear"), environment, second)
 
 
+def no_skips() -> tuple[str, ...]:
+    """Options for tests on a machine that must be able to run them all."""
+    return ("--no-skips",) if "true" in os.environ.get("CI", "") else ()
+
+
 def everywhere(*arguments: str) -> Group:
     """Tests that need no clusters."""
-    return pytest("without clusters", "tests/unit", "tests/integration", "tests/chaos", *arguments)
+    folders = ("tests/unit", "tests/integration", "tests/chaos")
+    return pytest("without clusters", *folders, *no_skips(), *arguments)
 
 
 def programs() -> list[Group]:
@@ -159,10 +165,10 @@ def on_clusters(audits: str) -> tuple[list[Group], Group]:
     last, own = files.pop(LAST), [files.pop(name) for name in OWN_CLUSTERS]
     environment = {"DILOCO_E2E": "required", "DILOCO_E2E_AUDITS": audits}
     first = [
-        pytest("one cluster", *files.values(), **environment),
-        pytest("clusters of their own", CHART, *own, **environment),
+        pytest("one cluster", *files.values(), *no_skips(), **environment),
+        pytest("clusters of their own", CHART, *own, *no_skips(), **environment),
     ]
-    return first, pytest("rights", last, **environment)
+    return first, pytest("rights", last, *no_skips(), **environment)
 
 
 def all_of_it(audits: str) -> Result:

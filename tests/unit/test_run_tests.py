@@ -152,3 +152,29 @@ def test_the_fast_run_takes_every_unit_test_once(runner):
     } == chosen
     assert "tests/unit" in second
     assert all((ROOT / path).is_dir() for path in chosen)
+
+
+SKIPPED = """
+import pytest
+
+def test_without_a_gpu():
+    pytest.skip("no GPU")
+
+def test_without_a_mount():
+    pytest.skip("mounting is not allowed here")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ci", "counts"), [("true", {"failed": 1, "skipped": 1}), ("", {"skipped": 2})]
+)
+def test_where_everything_has_to_run_only_missing_hardware_excuses_a_test(
+    runner, tmp_path, monkeypatch, ci, counts
+):
+    monkeypatch.setenv("CI", ci)
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "test_them.py").write_text(SKIPPED)
+    options = ("-c", "/dev/null", f"--rootdir={tmp_path}", *runner.no_skips())
+    group = runner.pytest("some", *options, str(tmp_path))
+    assert group.run().counts == Counter(counts)
