@@ -30,7 +30,9 @@ class ObjectOutput(StrEnum):
     json = "json"
 
 
-Manifest = Annotated[Path, typer.Argument(metavar="FILE", help="The manifest, a YAML file.")]
+Manifest = Annotated[
+    Path, typer.Argument(metavar="FILE", help="The manifest, a YAML file; - for standard input.")
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option(
@@ -43,6 +45,10 @@ RunDirectory = Annotated[
 ]
 PositionalRunDirectory = Annotated[
     Path | None, typer.Argument(metavar="[DIR]", show_default=False, help="The same as --dir.")
+]
+ClusterJob = Annotated[
+    str | None,
+    typer.Option("--job", metavar="NAME", help="Take a job in a cluster instead of a run."),
 ]
 Namespace = Annotated[
     str, typer.Option("-n", "--namespace", help="Namespace of the job. Default: the context's.")

@@ -26,6 +26,8 @@ from diloco_cli.pod_files import DEFAULT_CAPS, Caps, Retries, copy_files, is_per
 from diloco_job import names
 from diloco_local.run_directory import RunDir
 
+RESOURCE = "dilocojobs.diloco.dev"
+
 STATE = "/var/lib/diloco"
 """Mount path of the syncer's volume and of a learner's state."""
 
@@ -64,7 +66,18 @@ class RemoteJob:
             ConfigError: kubectl is not installed.
             UnavailableError: the job cannot be read.
         """
-        return self._get(f"dilocojobs.diloco.dev/{self.name}", "-o", "yaml")
+        return self._get(f"{RESOURCE}/{self.name}", "-o", "yaml")
+
+    def read(self) -> dict[str, Any]:
+        """
+        The DiLoCoJob with its status.
+
+        Raises:
+            ConfigError: kubectl is not installed.
+            UnavailableError: the job cannot be read.
+        """
+        job: dict[str, Any] = json.loads(self._get(f"{RESOURCE}/{self.name}", "-o", "json"))
+        return job
 
     def learner_pods(self) -> dict[tuple[str, int], str]:
         """

@@ -15,6 +15,7 @@ from diloco.errors import EXIT_USAGE, ConfigError
 from diloco.runtime.formatting import printable
 from diloco_cli.options import (
     RUNS,
+    ClusterJob,
     Context,
     Format,
     Manifest,
@@ -38,7 +39,10 @@ def run(
     ] = None,
     sets: Sets = None,
 ) -> None:
-    """Run a job on this machine, or resume it."""
+    """Run a job on this machine, or resume it.
+
+    Exit status: 0 complete; 75 suspended, so that it can be resumed; 1 failed; 130 stopped at once.
+    """
     from diloco_local import supervisor
     from diloco_local.manifest import load_job
 
@@ -46,16 +50,17 @@ def run(
     raise typer.Exit(supervisor.run(file, job, directory or RUNS / job.metadata.name))
 
 
-def suspend(directory: RunDirectory = None) -> None:
+def suspend(positional: PositionalRunDirectory = None, directory: RunDirectory = None) -> None:
     """Stop a run cleanly, so that it can be resumed."""
     from diloco_local import control
 
-    run_dir = run_directory(directory)
+    run_dir = run_directory(positional or directory)
     control.suspend(run_dir)
     echo(f"{run_dir}: suspended; resume it with: diloco resume --dir {run_dir}")
 
 
 def resume(
+    positional: PositionalRunDirectory = None,
     directory: RunDirectory = None,
     from_snapshot: Annotated[
         int | None,
@@ -68,28 +73,44 @@ def resume(
     """Resume a run that was stopped."""
     from diloco_local import control
 
-    raise typer.Exit(control.resume(run_directory(directory), from_snapshot=from_snapshot))
+    raise typer.Exit(
+        control.resume(run_directory(positional or directory), from_snapshot=from_snapshot)
+    )
 
 
 def kill(
     learner: Annotated[str, typer.Argument(metavar="LEARNER", help="Its name, such as eu/0.")],
+    positional: PositionalRunDirectory = None,
     directory: RunDirectory = None,
 ) -> None:
     """Kill a learner as a crash would; it restarts."""
     from diloco_local import control
 
-    pid = control.kill(run_directory(directory), learner)
+    pid = control.kill(run_directory(positional or directory), learner)
     echo(f"killed {learner} (pid {pid})")
 
 
 def status(
     positional: PositionalRunDirectory = None,
     directory: RunDirectory = None,
+    job: ClusterJob = None,
+    namespace: Namespace = "",
+    context: Context = "",
     output: Format = Output.table,
 ) -> None:
-    """Show the state of a run."""
+    """Show the state of a run, or of a job in a cluster."""
     from rich.console import Console
 
+    if job is not None:
+        from diloco_cli import cluster_status
+        from diloco_cli.remote import RemoteJob
+
+        manifest = RemoteJob(name=job, namespace=namespace, context=context).read()
+        if output is Output.json:
+            show_json(manifest.get("status") or {})
+        else:
+            Console().print(cluster_status.view(manifest))
+        return
     from diloco_local.progress import Rate, view
     from diloco_local.run_directory import RunDir
 
@@ -102,11 +123,15 @@ def status(
             echo(printable(found["message"]))
 
 
-def report(directory: RunDirectory = None, output: Format = Output.table) -> None:
+def report(
+    positional: PositionalRunDirectory = None,
+    directory: RunDirectory = None,
+    output: Format = Output.table,
+) -> None:
     """Write report.html and report.png of a run."""
     from diloco_local.report.page import write_report
 
-    run_dir = run_directory(directory)
+    run_dir = run_directory(positional or directory)
     write_report(run_dir)
     files = {name: str(run_dir / f"report.{name}") for name in ("html", "png")}
     show(output, files, "\n".join(files.values()))
@@ -134,11 +159,9 @@ def audit(
 
 def export(
     to: Annotated[Path, typer.Option("--to", metavar="PATH", help="Directory for the model.")],
+    positional: PositionalRunDirectory = None,
     directory: RunDirectory = None,
-    job: Annotated[
-        str | None,
-        typer.Option("--job", metavar="NAME", help="Export from a job in a cluster instead."),
-    ] = None,
+    job: ClusterJob = None,
     namespace: Namespace = "",
     context: Context = "",
     output: Format = Output.table,
@@ -147,7 +170,7 @@ def export(
     from diloco_local.export import export_model
 
     if job is None:
-        facts = export_model(run_directory(directory), to)
+        facts = export_model(run_directory(positional or directory), to)
     else:
         from diloco_cli.remote import MODEL, MODEL_CAPS, RemoteJob
 
@@ -160,6 +183,7 @@ def export(
 
 
 def sample(
+    positional: PositionalRunDirectory = None,
     directory: RunDirectory = None,
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Number of bytes to generate.")] = None,
@@ -169,7 +193,7 @@ def sample(
     seed: Annotated[int | None, typer.Option(min=0, help="Equal seeds give equal text.")] = None,
 ) -> None:
     """Generate text with the model of a built-in recipe."""
-    model = run_directory(directory) / "model"
+    model = run_directory(positional or directory) / "model"
     if not (model / "model.json").is_file():
         raise ConfigError(f"{model}: no model yet; a run writes it when it is complete")
     given = {"prompt": prompt, "tokens": tokens, "temperature": temperature, "seed": seed}

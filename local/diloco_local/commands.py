@@ -72,7 +72,10 @@ class Commands:
             raise ValueError(f"{name} is not part of the plan")
         own = self._environment(learner, endpoint, state)
         own["DILOCO_RESTARTS"] = str(restarts)
-        return self._command(name, learner.argv, {**threads, **own})
+        devices = self.settings.devices_of(
+            self.plan.learners.index(learner), learners=len(self.plan.learners)
+        )
+        return self._command(name, learner.argv, {**threads, **devices, **own})
 
     def sample(self) -> Command:
         """The command that writes a sample of the final model to `RunDir.sample`."""

@@ -27,7 +27,7 @@ from diloco_job.manifest_file import Dumper, parse_job
 from diloco_job.names import learner_slug
 from diloco_job.rules import transition_problems
 from diloco_job.types import DiLoCoJob
-from diloco_local.manifest import load_job
+from diloco_local.manifest import load_job, read_manifest
 
 FINAL_STATES = ("Suspended", "Complete", "Failed")
 
@@ -240,7 +240,7 @@ def wall_text(when: datetime) -> str:
 
 def _manifest_text(job_path: Path, job: DiLoCoJob) -> str:
     """The manifest as written, or with the changes of `--set` applied."""
-    text = job_path.read_text()
+    text = read_manifest(job_path)
     if parse_job(text).model_dump() == job.model_dump():
         return text
     data = job.model_dump(by_alias=True, exclude_unset=True, mode="json")

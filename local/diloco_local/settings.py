@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The GPUs that a program may use; an empty value, -1 and what follows it mean none."""
 
 OURS = (
     *("DILOCO_JOB", "DILOCO_LEARNER", "DILOCO_SYNCER", "DILOCO_SPEC", "DILOCO_CONFIG"),
@@ -29,6 +33,8 @@ class Settings:
     """The interpreter that "python" in a plan stands for."""
     cores: int
     """Cores that this process may use."""
+    devices: tuple[str, ...] = ()
+    """GPUs that this process may use, as in CUDA_VISIBLE_DEVICES."""
 
     @classmethod
     def from_environment(cls) -> Settings:
@@ -39,7 +45,12 @@ class Settings:
         environment["PATH"] = os.pathsep.join([own, environment.get("PATH", os.defpath)])
         # Unbuffered: logs are read while the process runs.
         environment.setdefault("PYTHONUNBUFFERED", "1")
-        return cls(environment=environment, python=sys.executable, cores=_cores())
+        return cls(
+            environment=environment,
+            python=sys.executable,
+            cores=_cores(),
+            devices=_devices(environment.get(DEVICES)),
+        )
 
     def threads(self, *, learners: int) -> dict[str, str]:
         """
@@ -50,6 +61,21 @@ class Settings:
         each = str(max(1, self.cores // max(1, learners)))
         return {name: each for name in THREAD_VARIABLES if name not in self.environment}
 
+    def devices_of(self, index: int, *, learners: int) -> dict[str, str]:
+        """
+        The GPUs of a learner, as a variable; none without GPUs.
+
+        Each GPU belongs to one learner, as evenly as possible; with fewer GPUs than learners, each
+        learner has one and shares it.
+        """
+        if not self.devices:
+            return {}
+        if learners >= len(self.devices):
+            own = self.devices[index % len(self.devices) :][:1]
+        else:
+            own = self.devices[index::learners]
+        return {DEVICES: ",".join(own)}
+
 
 def quiet_grpc() -> None:
     """
@@ -58,6 +84,13 @@ def quiet_grpc() -> None:
     Call it before the first import of grpc, which reads the setting.
     """
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+
+
+def _devices(visible: str | None) -> tuple[str, ...]:
+    if visible is None:
+        return tuple(str(i) for i, _ in enumerate(Path("/dev").glob("nvidia[0-9]*")))
+    devices = [device.strip() for device in visible.split(",")]
+    return tuple(itertools.takewhile(lambda device: device not in ("", "-1"), devices))
 
 
 def _cores() -> int:

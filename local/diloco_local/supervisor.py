@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from diloco.errors import EXIT_DONE, ConfigError, DilocoError
+from diloco.errors import EXIT_DONE, EXIT_TRY_AGAIN, ConfigError, DilocoError
 from diloco.runtime import formatting
 from diloco_agent.processes import Processes
 from diloco_agent.restarts import exit_cause
@@ -67,7 +67,8 @@ def run(
         limits: replacement for `job_limits(job)`.
 
     Returns:
-        The exit code: 0 complete, or suspended after one Ctrl-C; 130 after two; 1 failed.
+        The exit code: 0 complete; 75 suspended, by one Ctrl-C or `diloco suspend`; 130 stopped by
+        the second; 1 failed.
 
     Raises:
         ConfigError: the job cannot run on one machine, or not in this directory.
@@ -90,6 +91,8 @@ def run(
             raise ConfigError(f"{job_path}: cannot run on one machine:\n" + "\n".join(problems))
         if job.spec.tls.mode != "Disabled":
             console.print("spec.tls is ignored: these processes communicate over loopback")
+        if note := sharing(len(plan.learners), len(commands.settings.devices)):
+            console.print(note)
         # gRPC's "Got goaway" at the syncer's normal exit would disturb the live table.
         quiet_grpc()
         from diloco_local.status_poller import Poller
@@ -101,6 +104,14 @@ def run(
         except KeyboardInterrupt:
             return EXIT_FORCED
         return exit_code(supervisor.policy)
+
+
+def sharing(learners: int, devices: int) -> str:
+    """A sentence where learners share GPUs; "": none does."""
+    if not 0 < devices < learners:
+        return ""
+    gpus = "1 GPU" if devices == 1 else f"{devices} GPUs"
+    return f"{learners} learners share {gpus}: each uses a part of its memory and time"
 
 
 def job_limits(job: DiLoCoJob) -> e.Limits:
@@ -353,4 +364,10 @@ def exit_code(policy: Policy) -> int:
     """Exit code of the process that ran this policy."""
     if policy.forced:
         return EXIT_FORCED
-    return EXIT_FAILED if policy.outcome is e.Outcome.FAILED else EXIT_DONE
+    match policy.outcome:
+        case e.Outcome.COMPLETE:
+            return EXIT_DONE
+        case e.Outcome.SUSPENDED:
+            return EXIT_TRY_AGAIN
+        case _:
+            return EXIT_FAILED

@@ -272,7 +272,7 @@ def test_one_interrupt_suspends_in_order_and_the_run_can_be_resumed(fake, number
     until(fake.all_training, "training")
     first.send_signal(number)
     code, out, err = ended(first)
-    assert (code, err) == (0, "")
+    assert (code, err) == (75, "")
     assert "press Ctrl-C again to stop immediately" in out
     assert "suspended at step 5/50; resume it with: diloco resume --dir" in out
     assert fake.status()["state"] == "Suspended"
@@ -310,7 +310,7 @@ def test_a_stubborn_learner_is_killed_after_its_time(tmp_path):
         supervisor = fake.start(leave_seconds=1)
         until(fake.all_training, "training")
         supervisor.send_signal(signal.SIGINT)
-        assert ended(supervisor)[0] == 0
+        assert ended(supervisor)[0] == 75
         assert fake.process("us/0")["state"] == "Stopped"
     finally:
         fake.close()
@@ -380,7 +380,7 @@ def test_suspend_returns_when_the_supervisor_has_exited(fake):
     until(fake.all_training, "training")
     control.suspend(fake.dir)
     assert RunDir(fake.dir).supervisor_pid() is None
-    assert ended(supervisor)[0] == 0
+    assert ended(supervisor)[0] == 75
     assert fake.status()["state"] == "Suspended"
 
 

@@ -17,10 +17,11 @@ EVERYTHING = ROOT / "tests/golden/everything.yaml"
 EXAMPLE = ROOT / "examples/01-text/job.yaml"
 
 
-def diloco(*arguments, cwd: Path) -> subprocess.CompletedProcess[str]:
+def diloco(*arguments, cwd: Path, text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "diloco_cli", *map(str, arguments)],
         cwd=cwd,
+        input=text,
         capture_output=True,
         text=True,
         timeout=60,
@@ -145,6 +146,33 @@ def test_shells_can_complete_commands(tmp_path, monkeypatch, shell):
     )
     assert "validate" in done.stdout
     assert "render" not in done.stdout
+
+
+def test_a_manifest_can_come_from_standard_input(tmp_path):
+    done = diloco("validate", "-", cwd=tmp_path, text=EXAMPLE.read_text())
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("-: stdlib-gpt is valid")
+    done = diloco("validate", "-", cwd=tmp_path, text="a: 1\n")
+    assert done.returncode == 2
+    assert done.stderr.startswith("-: ")
+
+
+def test_kubectl_finds_the_command_as_its_plugin(tmp_path):
+    program = Path(sys.executable).with_name("kubectl-diloco")
+    done = subprocess.run([program, "--version"], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout == f"diloco {importlib.metadata.version('diloco')}\n"
+
+
+def test_every_command_of_a_run_takes_its_directory_in_both_ways(tmp_path, run_dir):
+    commands = {
+        **{name: [name] for name in ("suspend", "resume", "status", "report", "audit", "sample")},
+        **{"kill": ["kill", "eu/0"], "export": ["export", "--to", "out"]},
+    }
+    for name, command in commands.items():
+        by_option = diloco(*command, "--dir", run_dir / "none", cwd=tmp_path)
+        by_position = diloco(*command, run_dir / "none", cwd=tmp_path)
+        assert f"{run_dir / 'none'}: not a run directory" in by_position.stderr, name
+        assert by_position.stderr == by_option.stderr
 
 
 def test_the_only_run_is_the_default(tmp_path, run_dir):

@@ -24,7 +24,10 @@ arguments = sys.argv[1:]
 print(*arguments, file=open({log!r}, "a"))
 if "gone" in " ".join(arguments):
     sys.exit("Error from server (NotFound): deployments.apps \\"gone-syncer\\" not found")
-if "get" in arguments:
+if "json" in arguments and "pods" not in arguments:
+    import json, yaml
+    print(json.dumps(yaml.safe_load(open(os.path.join({folder!r}, "job.yaml")))))
+elif "get" in arguments:
     print(open(os.path.join({folder!r}, "pods.json" if "pods" in arguments else "job.yaml")).read(), end="")
 else:
     here = arguments[arguments.index("--") + 1 :]
@@ -67,6 +70,13 @@ status:
   state: Training
   step: 5
   tokens: 700
+  progress: 5/9
+  learners: {desired: 4, ready: 4, training: 3, summary: 3/4}
+  regions:
+  - {name: eu, desired: 3, ready: 3, training: 3, restarts: 2, lastSeenTime: "2026-01-02T03:04:06Z"}
+  - {name: us, desired: 1}
+  conditions:
+  - {type: LearnersReady, status: "False", reason: SomeNotTraining, message: "3 of 4 learners train"}
 """
 
 
@@ -347,6 +357,27 @@ def test_export_takes_the_model_of_a_job_in_a_cluster(tmp_path, kubectl, state):
     assert (done.returncode, done.stderr) == (0, "")
     exported = (tmp_path / "out/model.safetensors").read_bytes()
     assert exported == (state / "model/model.safetensors").read_bytes()
+
+
+def test_status_shows_a_job_in_a_cluster(tmp_path, kubectl):
+    found = diloco(kubectl, "status", "--job", "a", "-n", "team", "--context", "eu", "-o", "json")
+    assert (found.returncode, found.stderr) == (0, "")
+    assert json.loads(found.stdout)["learners"]["training"] == 3
+    shown = diloco(kubectl, "status", "--job", "a")
+    head, *rows = [line.split() for line in shown.stdout.splitlines() if line.strip()]
+    assert " ".join(head) == "a Training step 5/9 3/4 learners training"
+    assert ["eu", "3", "3", "3", "2", "2026-01-02T03:04:06Z"] in rows
+    assert ["us", "1", "-", "-", "-", "-"] in rows
+    found = ["LearnersReady", "False", "SomeNotTraining", *"3 of 4 learners train".split()]
+    assert found in rows
+    log = (tmp_path / "kubectl.log").read_text()
+    assert "--context=eu --namespace=team get dilocojobs.diloco.dev/a" in log
+
+
+def test_status_of_a_job_that_is_not_there_is_an_error(kubectl):
+    done = diloco(kubectl, "status", "--job", "gone")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "cannot read job gone: Error from server (NotFound)" in done.stderr
 
 
 def test_logs_make_a_run_directory(tmp_path, kubectl):

@@ -1,6 +1,7 @@
 """The run directory: its owner and its contents."""
 
 import errno
+import io
 import json
 import os
 
@@ -9,12 +10,13 @@ import pytest
 from diloco.errors import ConfigError, StorageError
 from diloco_agent.output import Log
 from diloco_job.plan import plan
-from diloco_local.commands import local_problems
+from diloco_local import manifest as manifests
+from diloco_local.commands import Commands, Programs, local_problems
 from diloco_local.control import resume
 from diloco_local.run_directory import RunDir
 from diloco_local.settings import Settings
 from diloco_local.summary import evaluations
-from diloco_local.supervisor import job_limits
+from diloco_local.supervisor import job_limits, sharing
 from diloco_syncer.storage.store import CHOICE
 from diloco_testing.manifests.files import load_job
 
@@ -247,3 +249,55 @@ def test_cores_are_divided_among_learners(cores, learners, each):
     assert threads == {"OMP_NUM_THREADS": each, "MKL_NUM_THREADS": each}
     mine = Settings(environment={"MKL_NUM_THREADS": "5"}, python="python", cores=cores)
     assert mine.threads(learners=learners) == {"OMP_NUM_THREADS": each}
+
+
+@pytest.mark.parametrize(
+    ("visible", "learners", "dealt", "note"),
+    [
+        ("", 2, [None, None], ""),
+        ("-1", 2, [None, None], ""),
+        ("0,1", 2, ["0", "1"], ""),
+        ("0,1,2,3", 2, ["0,2", "1,3"], ""),
+        ("GPU-a, GPU-b,GPU-c", 2, ["GPU-a,GPU-c", "GPU-b"], ""),
+        ("0,-1,1", 2, ["0", "0"], "2 learners share 1 GPU"),
+        ("4,5", 3, ["4", "5", "4"], "3 learners share 2 GPUs"),
+    ],
+)
+def test_gpus_are_dealt_to_learners(monkeypatch, visible, learners, dealt, note):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    settings = Settings.from_environment()
+    assert [
+        settings.devices_of(index, learners=learners).get("CUDA_VISIBLE_DEVICES")
+        for index in range(learners)
+    ] == dealt
+    assert sharing(learners, len(settings.devices)).startswith(note)
+    assert bool(note) == bool(sharing(learners, len(settings.devices)))
+
+
+def test_the_learners_environment_overrides_the_dealt_gpu(tmp_path, manifest):
+    name = "CUDA_VISIBLE_DEVICES"
+    settings = Settings(environment={}, python="python", cores=2, devices=("0", "1"))
+    for sets, expected in [
+        ([], {"0", "1"}),
+        ([f'spec.learner.env=[{{name: {name}, value: "7"}}]'], {"7"}),
+    ]:
+        found = plan(load_job(manifest, sets))
+        commands = Commands(
+            plan=found, rundir=RunDir(tmp_path / "run"), settings=settings,
+            directory=tmp_path, programs=Programs(),
+        )  # fmt: skip
+        started = [commands.of(learner.name, port=0, endpoint="") for learner in found.learners]
+        assert {command.environment[name] for command in started} == expected
+
+
+def test_a_manifest_of_standard_input_is_kept_as_it_was(tmp_path, manifest, monkeypatch):
+    text = manifest.read_bytes()
+    manifests.read_standard_input.cache_clear()
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    monkeypatch.chdir(tmp_path)
+    stdin = manifests.STANDARD_INPUT
+    job, rundir = manifests.load_job(stdin), RunDir(tmp_path / "run")
+    with rundir.hold():
+        assert rundir.adopt(stdin, job, plan(job).spec) == tmp_path
+    assert rundir.manifest.read_bytes() == text
+    manifests.read_standard_input.cache_clear()
