@@ -58,7 +58,8 @@ def _run(settings: Settings) -> int:
     reconciler = Reconciler(
         cluster, scope, metrics=metrics, reporter=settings.pod, faults=settings.faults
     )
-    queue = WorkQueue(reconciler.reconcile, threads=settings.threads)
+    queue = WorkQueue(reconciler.reconcile, threads=settings.threads, waited=metrics.queued)
+    metrics.measure_depth(queue.depth)
     health = Health(queue)
     resync = handlers.Resync(
         cluster,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry, start_http_server
@@ -47,13 +47,24 @@ class Metrics:
         """The API server accepted a write; kind DiLoCoJob is the job's status."""
         self._metrics["diloco_operator_writes_total"].labels(kind=kind).inc()
 
+    def queued(self, seconds: float) -> None:
+        """A job that was due for this long is being reconciled."""
+        self._metrics["diloco_operator_queue_seconds"].observe(seconds)
+
+    def measure_depth(self, depth: Callable[[], int]) -> None:
+        """Read the depth of the queue at each scrape."""
+        self._metrics["diloco_operator_queue_depth"].set_function(depth)
+
     def state(self, key: Key, state: str | None) -> None:
         """The job's state after its last reconcile; None: the job was deleted."""
+        by_job = self._metrics["diloco_operator_job_state"]
         with self._lock:
-            if state is None:
-                self._states.pop(key, None)
-            else:
+            before = self._states.pop(key, None)
+            if before not in (None, state):
+                by_job.remove(*key, before)
+            if state is not None:
                 self._states[key] = state
+                by_job.labels(*key, state).set(1)
             gauge = self._metrics["diloco_operator_jobs"]
             gauge.clear()
             for name, count in Counter(self._states.values()).items():

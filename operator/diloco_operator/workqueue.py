@@ -54,10 +54,21 @@ Work = Callable[[Key], float | None]
 
 
 class WorkQueue:
-    """Runs `work(key)` on its threads; call `start` once and `stop` at the end."""
+    """
+    Runs `work(key)` on its threads; call `start` once and `stop` at the end.
 
-    def __init__(self, work: Work, *, threads: int, pause_seconds: float = PAUSE_SECONDS) -> None:
-        self._work = work
+    Args:
+        work: runs a key.
+        threads: keys that may run at the same time.
+        pause_seconds: between two runs of a key.
+        waited: called with the seconds that a key was due before it runs.
+    """
+
+    def __init__(
+        self, work: Work, *, threads: int, pause_seconds: float = PAUSE_SECONDS,
+        waited: Callable[[float], object] = lambda _: None,
+    ) -> None:  # fmt: skip
+        self._work, self._waited = work, waited
         self._pause_seconds = pause_seconds
         self._entries: dict[Key, _Entry] = {}
         self._changed = threading.Condition()
@@ -94,6 +105,12 @@ class WorkQueue:
         """Waiting and running keys."""
         with self._changed:
             return frozenset(self._entries)
+
+    def depth(self) -> int:
+        """Keys that are due and wait for a thread."""
+        now = time.monotonic()
+        with self._changed:
+            return sum(due <= now for due, _ in self._waiting())
 
     def longest_seconds(self) -> float:
         """How long the longest current run has been running; 0.0: none is running."""
@@ -141,18 +158,22 @@ class WorkQueue:
         with self._changed:
             while not self._stopped:
                 now = time.monotonic()
-                waiting = [
-                    (max(entry.due, entry.earliest), key)
-                    for key, entry in self._entries.items()
-                    if entry.started is None and entry.due is not None
-                ]
-                due, key = min(waiting, default=(now + 3600.0, None))
+                due, key = min(self._waiting(), default=(now + 3600.0, None))
                 if key is not None and due <= now:
                     entry = self._entries[key]
                     entry.due, entry.started = None, now
+                    self._waited(now - due)
                     return key
                 self._changed.wait(due - now)
             return None
+
+    def _waiting(self) -> list[tuple[float, Key]]:
+        """Keys that do not run, with the time at which they may."""
+        return [
+            (max(entry.due, entry.earliest), key)
+            for key, entry in self._entries.items()
+            if entry.started is None and entry.due is not None
+        ]
 
     def _done(self, key: Key, requeue: float | None, *, failed: bool) -> None:
         now = time.monotonic()

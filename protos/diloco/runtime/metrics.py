@@ -168,6 +168,27 @@ METRICS: tuple[Metric, ...] = (
         labels=("state",),
     ),
     Metric(
+        name="diloco_operator_job_state",
+        kind="gauge",
+        component="operator",
+        help="1 for the current state of each job.",
+        # Not `namespace`, which Prometheus sets to the operator's own.
+        labels=("job_namespace", "job_name", "state"),
+    ),
+    Metric(
+        name="diloco_operator_queue_depth",
+        kind="gauge",
+        component="operator",
+        help="Jobs that are due and wait for a thread.",
+    ),
+    Metric(
+        name="diloco_operator_queue_seconds",
+        kind="histogram",
+        component="operator",
+        help="Time from when a job is due until its reconciliation starts.",
+        buckets=_SECONDS,
+    ),
+    Metric(
         name="diloco_operator_writes_total",
         kind="counter",
         component="operator",

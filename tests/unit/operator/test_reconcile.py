@@ -2,10 +2,12 @@
 
 import base64
 import logging
+import re
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from prometheus_client import generate_latest
 
 from diloco.rpc import servers
 from diloco.rpc.tls import Tls
@@ -166,6 +168,8 @@ def test_decisions_are_carried_out_in_order_and_counted(world):
     assert world.count("diloco_operator_writes_total", kind="DiLoCoJob") == 1
     assert world.count("diloco_operator_writes_total", kind="Event") == 1
     assert world.count("diloco_operator_jobs", state="Training") == 1
+    job = {"job_namespace": "ns", "job_name": "a"}
+    assert world.count("diloco_operator_job_state", **job, state="Training") == 1
     assert world.count("diloco_operator_reconcile_seconds_count", result="ok") == 1
 
 
@@ -581,3 +585,14 @@ def test_of_a_job_that_another_controller_manages_nothing_more_is_read(api, tmp_
     world.run()
     assert world.observation[0].syncer is None, "no syncer was contacted"
     assert [request.method for request in api.requests] == ["GET"]
+
+
+def test_each_job_has_one_state_in_the_metrics_and_none_after_its_deletion():
+    metrics = Metrics()
+    for name, state in (("a", "Starting"), ("a", "Failed"), ("b", "Failed"), ("b", None)):
+        metrics.state(Key("ns", name), state)
+    text = generate_latest(metrics.registry).decode()
+    assert re.findall(r"^(diloco_operator_job(?:s|_state)\S+) (\S+)", text, re.M) == [
+        ('diloco_operator_jobs{state="Failed"}', "1.0"),
+        ('diloco_operator_job_state{job_name="a",job_namespace="ns",state="Failed"}', "1.0"),
+    ]

@@ -148,6 +148,24 @@ def test_events_that_follow_a_run_wait_for_each_other():
     assert runs[1] - runs[0] >= 0.2
 
 
+def test_the_depth_counts_keys_that_are_due_and_their_wait_is_reported():
+    gate, waits = threading.Event(), []
+    queue = WorkQueue(lambda key: gate.wait(30) and None, threads=1, waited=waits.append)
+    queue.start()
+    queue.add(A)
+    wait(lambda: queue.longest_seconds() > 0)
+    queue.add(B)
+    queue.add(Key("ns", "later"), 3600.0)
+    assert queue.depth() == 1
+    wait(lambda: queue.longest_seconds() > 0.1)
+    gate.set()
+    wait(lambda: len(waits) == 2)
+    assert queue.depth() == 0
+    assert 0 <= waits[0] < waits[1]
+    assert waits[1] > 0.05
+    assert queue.stop(10)
+
+
 def test_a_run_that_does_not_end_is_detected_and_reported_by_stop():
     gate = threading.Event()
     queue = WorkQueue(lambda key: gate.wait(30) and None, threads=1)
