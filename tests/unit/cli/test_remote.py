@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from diloco.errors import ConfigError, StorageError, UnavailableError
@@ -132,7 +133,7 @@ def test_a_permanent_error_of_kubectl_is_reported_without_a_retry(tmp_path, kube
 
 
 QUICK = Retries(attempts=3, first_seconds=0.01, max_seconds=0.01, stall_seconds=1)
-TENSORS = b"".join(n.to_bytes(4) for n in range(1 << 20))
+TENSORS = np.arange(1 << 20, dtype=np.uint32).tobytes()
 """Four chunks, all different."""
 
 

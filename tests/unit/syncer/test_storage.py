@@ -312,6 +312,7 @@ Store(root, keep=2, fault=fault).write(Snapshot(step=3, epoch=1, arrays=arrays, 
 
 
 @pytest.mark.parametrize("point", POINTS_BEFORE_IT_COUNTS + POINTS_AFTER)
+@pytest.mark.slow
 def test_killed_at_any_step_leaves_a_whole_snapshot_and_no_rubbish(tmp_path: Path, point: str):
     store = Store(tmp_path, keep=2)
     for step in (1, 2):
@@ -360,6 +361,7 @@ except StorageError as error:
 
 
 @pytest.mark.parametrize("elements", [30_000, 3_000_000])
+@pytest.mark.slow
 def test_a_file_beyond_the_limit_is_refused_with_the_reason(two: Store, elements: int):
     before = sorted(two.root.iterdir())
     child = run_child(LIMITED, two.root, elements)
