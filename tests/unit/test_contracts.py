@@ -63,7 +63,8 @@ def test_a_misplaced_import_is_refused(copy):
     assert "diloco_syncer.core.engine -> diloco_syncer.storage" in done.stdout
 
 
-@pytest.mark.parametrize("folder", ["", pytest.param("core", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", ["", "core"])
 def test_a_module_without_a_layer_is_refused(copy, folder):
     (copy / "diloco_syncer" / folder / "misplaced.py").touch()
     done = lint(copy)

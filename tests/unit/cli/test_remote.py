@@ -19,7 +19,8 @@ from diloco_cli.pod_files import Retries
 from diloco_cli.remote import RemoteJob, fetch_run
 from diloco_local.report.data import load
 
-KUBECTL = """#!{python}
+# -IS: importing site-packages would take longer than what the commands do.
+KUBECTL = """#!{python} -IS
 import os, subprocess, sys
 arguments = sys.argv[1:]
 print(*arguments, file=open({log!r}, "a"))
@@ -34,7 +35,7 @@ else:
     here = [part.replace("/etc/diloco/spec", os.path.join({folder!r}, "spec")) for part in here]
     if not os.path.isdir(os.path.join({folder!r}, pod)):
         sys.exit("error: cannot exec in a stopped container")
-    done = subprocess.run([sys.executable, *here[1:]], stdout=subprocess.PIPE)
+    done = subprocess.run([sys.executable, "-IS", *here[1:]], stdout=subprocess.PIPE)
     breaks = os.path.join({folder!r}, "breaks")
     left = open(breaks).read().split() if os.path.exists(breaks) else []
     if left:
