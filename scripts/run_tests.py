@@ -190,9 +190,13 @@ def fast() -> list[Group]:
     first = ("agent", "charts", "cli", "job", "local", "operator", "sim")
     chosen = ("-m", "not slow", "--hypothesis-profile=fast", "--durations=10")
     unit = [f"tests/unit/{folder}" for folder in first]
+    others = ("tests/unit", *(f"--ignore={path}" for path in unit))
+    # The threads of BLAS would spin for the cores of the other half. pytest keeps the tests as it has
+    # compiled them only where bytecode may be written, and otherwise compiles all of them in each run.
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     return [
-        pytest("operator, command line, simulator", *chosen, *unit),
-        pytest("the others", *chosen, "tests/unit", *(f"--ignore={path}" for path in unit)),
+        pytest("operator, command line, simulator", *chosen, *unit, **environment),
+        pytest("the others", *chosen, *others, **environment),
     ]
 
 

@@ -33,6 +33,7 @@ def lint(*search: Path) -> subprocess.CompletedProcess[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_import_contracts_are_kept():
     done = lint()
     assert done.returncode == 0, done.stdout + done.stderr
@@ -47,6 +48,7 @@ def copy(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_copy_of_the_packages_keeps_the_contracts(copy):
     done = lint(copy)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -61,6 +63,7 @@ def test_a_misplaced_import_is_refused(copy):
     assert "diloco_syncer.core.engine -> diloco_syncer.storage" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", ["", "core"])
 def test_a_module_without_a_layer_is_refused(copy, folder):
     (copy / "diloco_syncer" / folder / "misplaced.py").touch()

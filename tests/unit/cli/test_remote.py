@@ -9,7 +9,9 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
+import yaml
 
 from diloco.errors import ConfigError, StorageError, UnavailableError
 from diloco.journal import reader
@@ -18,15 +20,15 @@ from diloco_cli.pod_files import Retries
 from diloco_cli.remote import RemoteJob, fetch_run
 from diloco_local.report.data import load
 
-KUBECTL = """#!{python}
+# -IS: importing site-packages would take longer than what the commands do.
+KUBECTL = """#!{python} -IS
 import os, subprocess, sys
 arguments = sys.argv[1:]
 print(*arguments, file=open({log!r}, "a"))
 if "gone" in " ".join(arguments):
     sys.exit("Error from server (NotFound): deployments.apps \\"gone-syncer\\" not found")
 if "json" in arguments and "pods" not in arguments:
-    import json, yaml
-    print(json.dumps(yaml.safe_load(open(os.path.join({folder!r}, "job.yaml")))))
+    print(open(os.path.join({folder!r}, "job.json")).read())
 elif "get" in arguments:
     print(open(os.path.join({folder!r}, "pods.json" if "pods" in arguments else "job.yaml")).read(), end="")
 else:
@@ -36,7 +38,7 @@ else:
     here = [part.replace("/etc/diloco/spec", os.path.join({folder!r}, "spec")) for part in here]
     if not os.path.isdir(os.path.join({folder!r}, pod)):
         sys.exit("error: cannot exec in a stopped container")
-    done = subprocess.run([sys.executable, *here[1:]], stdout=subprocess.PIPE)
+    done = subprocess.run([sys.executable, "-IS", *here[1:]], stdout=subprocess.PIPE)
     breaks = os.path.join({folder!r}, "breaks")
     left = open(breaks).read().split() if os.path.exists(breaks) else []
     if left:
@@ -107,6 +109,7 @@ def line(tokens):
 def kubectl(tmp_path, state):
     cluster = tmp_path / "cluster"
     (cluster / "job.yaml").write_text(JOB)
+    (cluster / "job.json").write_text(json.dumps(yaml.safe_load(JOB)))
     # As the kubelet mounts a ConfigMap.
     (cluster / "spec/..data").mkdir(parents=True)
     (cluster / "spec/..data/spec.json").write_text('{"job": "a", "steps": 9}')
@@ -142,7 +145,7 @@ def test_a_permanent_error_of_kubectl_is_reported_without_a_retry(tmp_path, kube
 
 
 QUICK = Retries(attempts=3, first_seconds=0.01, max_seconds=0.01, stall_seconds=1)
-TENSORS = b"".join(n.to_bytes(4) for n in range(1 << 20))
+TENSORS = np.arange(1 << 20, dtype=np.uint32).tobytes()
 """Four chunks, all different."""
 
 

@@ -253,6 +253,7 @@ def test_an_empty_directory_gives_a_report(tmp_path: Path):
     assert size_of_png(tmp_path / "report.png")[0] > 1000
 
 
+@pytest.mark.slow
 def test_a_run_that_just_began_gives_a_report(tmp_path: Path):
     append(tmp_path / "events.jsonl", [{"time": stamp(0), "epoch": 1, "event": "start"}])
     write_report(tmp_path)
@@ -264,6 +265,7 @@ def test_a_run_that_just_began_gives_a_report(tmp_path: Path):
     assert "eu/0" in (tmp_path / "report.html").read_text()
 
 
+@pytest.mark.slow
 def test_damaged_lines_and_odd_values_are_left_out(tmp_path: Path):
     FakeRun(tmp_path / "run", learners=2, steps=30).write()
     for path in tmp_path.glob("run/**/*.jsonl"):
@@ -289,6 +291,7 @@ def test_violations_are_shown_on_the_page(tmp_path: Path):
     assert "counts twice" in shown
 
 
+@pytest.mark.slow
 def test_losses_of_zero_and_below_are_drawn_too(tmp_path: Path):
     rows = [{"time": stamp(i), "tokens": 1, "loss": 1.0 - i / 10} for i in range(30)]
     append(tmp_path / "learners" / "eu-0" / "steps.jsonl", rows)

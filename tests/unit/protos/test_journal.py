@@ -28,6 +28,7 @@ for i in range(500):
 """
 
 
+@pytest.mark.slow
 def test_four_processes_append_only_whole_lines(tmp_path: Path):
     path = tmp_path / "events.jsonl"
     children = [

@@ -59,7 +59,13 @@ def test_a_syncer_that_is_not_there_is_unavailable():
         client.status(timeout_seconds=10)
 
 
-@pytest.mark.parametrize("compression", [grpc.Compression.NoCompression, grpc.Compression.Gzip])
+@pytest.mark.parametrize(
+    "compression",
+    [
+        grpc.Compression.NoCompression,
+        pytest.param(grpc.Compression.Gzip, marks=pytest.mark.slow),
+    ],
+)
 def test_a13_an_answer_that_no_status_needs_is_refused_before_it_is_held(syncer, compression):
     """The program that answers is the job's own; the operator asks for all namespaces."""
     syncer.text, syncer.compression = "A" * (64 << 20), compression

@@ -14,6 +14,7 @@ from diloco.runtime.disk import Disk, Mode
 from diloco_sim.clock import Clock
 from diloco_sim.disk import WRITEBACK_SECONDS, SimulatedDisk, Weakness
 from diloco_syncer.storage.store import Snapshot, Store
+from diloco_testing.properties import seeds
 
 ROOT = Path("/run/snapshots")
 
@@ -146,7 +147,7 @@ def test_a_thread_of_the_disk_runs_one_call_after_the_other():
 
 
 @pytest.mark.parametrize("power", [False, True])
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", seeds(4, range(10)))
 def test_a_crash_at_any_time_of_a_write_leaves_the_old_snapshot_or_the_new(seed, power):
     """The real `Store.write`, cut at 40 moments of its virtual duration."""
     for moment in range(40):

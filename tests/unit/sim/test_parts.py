@@ -19,6 +19,7 @@ from diloco_sim.network import Network
 from diloco_sim.seeds import fork
 from diloco_sim.shrink import shrink
 from diloco_sim.stream import Connection, Endpoint
+from diloco_testing.properties import seeds
 
 FILE = Path("/data/count")
 HORIZON = 60.0
@@ -156,7 +157,7 @@ def sample(seed: int, *, eager: bool = False) -> Description:
     return Description(seed, 3, 200, plan, eager)
 
 
-@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("seed", seeds(6, range(30)))
 def test_an_acknowledged_request_is_never_lost_and_a_world_repeats_itself(seed):
     world = World(sample(seed))
     assert world.lost == ""

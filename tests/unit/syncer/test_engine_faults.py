@@ -105,6 +105,7 @@ def test_one_of_eight_that_does_not_deliver_costs_the_others_less_than_2_percent
     assert logged(faulty, "eject")[0]["learner"] == "eu/3"
 
 
+@pytest.mark.slow
 def test_a_learner_that_delivers_again_is_readmitted_after_a_probe():
     world = job_of(mute=["eu/3"], since=20.0, until=60.0)
     world.run(300, most_events=10**6)
@@ -170,6 +171,7 @@ class Far(FaultyJob):
         self.delay = lambda what: 0.0
 
 
+@pytest.mark.slow
 def test_20_a_far_learner_is_in_nearly_all_merges_at_a_round_trip_of_four_steps():
     world = job_of(Far, speeds=[1.0, 1.01, 1.02, 1.0], overlap=4)
     world.run(500, most_events=10**6)
@@ -178,6 +180,7 @@ def test_20_a_far_learner_is_in_nearly_all_merges_at_a_round_trip_of_four_steps(
     assert sum(share) / len(share) >= 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("overlap", [4, 5])
 def test_20_a_far_learner_is_in_nearly_all_merges_whatever_the_phase_of_its_steps(overlap, seed):

@@ -68,7 +68,9 @@ def merged(fragment: Fragment, uploads: list[Upload], **kwargs) -> MergeResult:
 
 @pytest.mark.parametrize("merge", ["Average", "Radial"])
 @pytest.mark.parametrize("outer", [NESTEROV, HEAVY_BALL], ids=["nesterov", "heavy-ball"])
-@pytest.mark.parametrize("formats", [*FORMATS, "mixed"])
+@pytest.mark.parametrize(
+    "formats", [*(pytest.param(f, marks=pytest.mark.slow) for f in FORMATS), "mixed"]
+)
 @pytest.mark.parametrize("num_members", [2, 7])
 def test_equals_the_float64_reference(merge, outer, formats, num_members):
     names = list(FORMATS) * 2 if formats == "mixed" else [formats] * num_members

@@ -137,6 +137,7 @@ def memory_kib(name: str) -> int:
     return int(next(line for line in lines if line.startswith(name)).split()[1])
 
 
+@pytest.mark.slow
 def test_17_loading_needs_no_more_memory_than_the_checkpoint_has_bytes(tmp_path):
     model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(2)))
     optimizer = torch.optim.AdamW(model.parameters())

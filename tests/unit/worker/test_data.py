@@ -78,6 +78,7 @@ def test_hidden_and_binary_files_are_not_text(folder):
     assert b"BINARY" not in everything
 
 
+@pytest.mark.slow
 def test_the_standard_library_is_python_source_only():
     corpus = data.load("stdlib", context=128)
     assert corpus.train.size > 2_000_000

@@ -262,6 +262,7 @@ def test_a_job_without_recipe_and_command_is_refused_with_a_message():
         evaluator.make_scorer(RunSpec(job="j", steps=1), {})
 
 
+@pytest.mark.slow
 def test_the_evaluator_outside_a_job_exits_with_a_message_and_no_retry():
     done = subprocess.run(
         [sys.executable, "-m", "diloco_worker.evaluator"],

@@ -155,6 +155,7 @@ program.main()
 """
 
 
+@pytest.mark.slow
 def test_the_process_of_a_failed_link_ends_although_threads_still_wait(shared, tmp_path):
     (tmp_path / "spec.json").write_text(SPEC.to_json())
     environment = {

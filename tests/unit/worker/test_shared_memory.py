@@ -41,6 +41,7 @@ def run_child(shared: SharedMemory, body: str) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_another_process_sees_layout_values_and_counters(shared):
     shared.host(0)[:] = 3
     shared.inbox(1)[:] = 4
@@ -76,6 +77,7 @@ def test_regions_do_not_overlap(shared):
     assert shared.host_copy(0).local_step == 0
 
 
+@pytest.mark.slow
 def test_try_lock_fails_only_for_the_fragment_that_the_other_process_holds(shared):
     child = run_child(
         shared,
@@ -98,6 +100,7 @@ def test_try_lock_fails_only_for_the_fragment_that_the_other_process_holds(share
     child.communicate()
 
 
+@pytest.mark.slow
 def test_the_lock_of_a_killed_process_is_released(shared):
     child = run_child(
         shared,

@@ -8,10 +8,11 @@ does (defaults, uids, pods, their readiness) happens when the test asks for it.
 from __future__ import annotations
 
 import copy
-import itertools
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from typing import Any
 
 from diloco.rpc.certificates import CertificateFacts
@@ -75,16 +76,16 @@ class OperatedJob:
     events: list[tuple[str, str]] = field(default_factory=list)
     """Type and reason of all Events so far."""
     removed: bool = False
-    _numbers: Any = field(default_factory=lambda: itertools.count(1))
+    _uids: int = 0
 
     # ------------------------------------------------------------------ the operator
 
     def observation(self) -> Observation:
         return Observation(
-            stored=StoredJob.parse(copy.deepcopy(self.job)),
-            children=tuple(copy.deepcopy(list(self.children.values()))),
+            stored=StoredJob.parse(_copied(self.job)),
+            children=tuple(_copied(list(self.children.values()))),
             foreign=self.foreign,
-            pods=tuple(copy.deepcopy(list(self.pods.values()))),
+            pods=tuple(_copied(list(self.pods.values()))),
             syncer=self.syncer,
             last_answer=self.last_answer,
             certificate=self.certificate,
@@ -136,7 +137,8 @@ class OperatedJob:
         kind, name = wanted["kind"], wanted["metadata"]["name"]
         old = self.children.get((kind, name))
         new = _stored(wanted)
-        new["metadata"]["uid"] = old["metadata"]["uid"] if old else f"uid-{next(self._numbers)}"
+        self._uids += old is None
+        new["metadata"]["uid"] = old["metadata"]["uid"] if old else f"uid-{self._uids}"
         generation = old["metadata"]["generation"] if old else 0
         changed = old is None or old.get("spec") != new.get("spec")
         new["metadata"]["generation"] = generation + changed
@@ -250,11 +252,18 @@ def is_idle(decisions: Decisions) -> bool:
 
 def training(job: Json | None = None, **world: Any) -> OperatedJob:
     """A job whose learners all train."""
+    if job is None and not world:
+        return copy.deepcopy(_trained())
     trained = OperatedJob(job=job or manifest(), **world)
     trained.settle()
     trained.answers()
     trained.settle()
     return trained
+
+
+@cache
+def _trained() -> OperatedJob:
+    return training(manifest())
 
 
 def certificate(job: str = "a", *regions: str, **facts: Any) -> CertificateFacts:
@@ -284,6 +293,11 @@ def main_of(pod: Json) -> Json:
     """Status of the container `main`."""
     main: Json = pod["status"]["containerStatuses"][0]
     return main
+
+
+def _copied(value: Any) -> Any:
+    """A copy of JSON, in a fraction of the time of copy.deepcopy."""
+    return json.loads(json.dumps(value))
 
 
 def _stored(wanted: Json) -> Json:
