@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: help run test setup setup-dev check e2e unit generate format bench mutants clean
+.PHONY: help run test setup setup-dev check e2e alerts unit generate format bench mutants clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -35,6 +35,9 @@ check:           ## everything of `make test` that needs no processes: under a m
 
 e2e: setup-dev   ## the tests on Kubernetes clusters alone (tests/e2e/README.md)
 	DILOCO_E2E=required $(BIN)/python -m pytest -ra --durations=15 tests/e2e
+
+alerts:          ## the chart's alerts against samples, with promtool (built with Go where it is missing)
+	scripts/alerts
 
 format:          ## format, and apply the fixes of the linter
 	$(BIN)/ruff format .

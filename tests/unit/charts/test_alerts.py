@@ -1,0 +1,38 @@
+"""Every alert of the chart has samples, of metrics that exist; `make alerts` runs them with promtool."""
+
+import re
+from pathlib import Path
+
+import yaml
+
+from diloco.runtime.metrics import METRICS
+
+ROOT = Path(__file__).parents[3]
+RULES = ROOT / "charts/diloco/files/alerts.yaml"
+SAMPLES = Path(__file__).with_name("alerts.yaml")
+
+
+def samples():
+    return yaml.safe_load(SAMPLES.read_text())["tests"]
+
+
+def test_every_alert_has_samples_with_which_it_fires_and_some_with_which_it_does_not():
+    rules = yaml.safe_load(RULES.read_text())["groups"][0]["rules"]
+    alerts = {rule["alert"] for rule in rules}
+    expected = [found for test in samples() for found in test["alert_rule_test"]]
+    assert {found["alertname"] for found in expected if found["exp_alerts"]} == alerts
+    # Others at least have series that must not fire beside those that do.
+    silent = {found["alertname"] for found in expected if not found["exp_alerts"]}
+    assert alerts - silent == {"DilocoJobFailed", "DilocoRefused"}
+
+
+def test_samples_are_of_metrics_that_exist_with_labels_that_they_have():
+    labels = {metric.name: set(metric.labels) for metric in METRICS}
+    labels |= {f"{metric.name}_count": set(metric.labels) for metric in METRICS}
+    added = {"namespace", "pod", "service", "diloco_dev_job"}
+    """By Prometheus, from the pod."""
+    for sample in (series for test in samples() for series in test["input_series"]):
+        name, _, text = sample["series"].partition("{")
+        found = set(re.findall(r"(\w+)=", text))
+        if name != "up":
+            assert labels[name] <= found <= labels[name] | added, sample
