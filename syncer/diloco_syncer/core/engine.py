@@ -191,7 +191,7 @@ class Engine:
             return end
         training = len(self.learners.training())
         if training < self.spec.quorum:
-            text = f"{self.spec.quorum} training learners for the quorum; there are {training}"
+            text = f"a quorum of {self.spec.quorum} (learners training: {training})"
             ejected = [
                 f"{r.name} ({r.ejection.reason})" for r in self.learners.ejected() if r.ejection
             ]

@@ -318,9 +318,9 @@ def test_the_line_shows_step_learners_loss_and_traffic():
 
 def test_the_line_shows_what_the_syncer_waits_for():
     shown = line(
-        at_step(100, waiting_for="2 training learners for the quorum; there are 1"), Rate()
+        at_step(100, waiting_for="a quorum of 2 (learners training: 1)"), Rate()
     )
-    assert shown.endswith("waiting for 2 training learners for the quorum; there are 1")
+    assert shown.endswith("waiting for a quorum of 2 (learners training: 1)")
 
 
 def test_the_table_shows_every_learner_with_its_numbers():

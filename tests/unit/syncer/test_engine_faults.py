@@ -470,7 +470,7 @@ def test_the_job_is_complete_only_when_snapshot_and_model_are_written():
 
 def test_a_job_whose_learners_stop_stepping_is_reported_as_stuck():
     job = Driven().initialised()
-    assert job.engine.waiting_for() == "1 training learners for the quorum; there are 0"
+    assert job.engine.waiting_for() == "a quorum of 1 (learners training: 0)"
     for name in job.names:
         job.report(name, 1)
         job.contribute(name, 1, 1)

@@ -248,7 +248,7 @@ def test_what_is_missing_is_said():
     assert job.engine.waiting_for() == "a to upload the initial model"
     job = Job("ab", quorum=2)
     job.report("a", 1)
-    assert job.engine.waiting_for() == "2 training learners for the quorum; there are 1"
+    assert job.engine.waiting_for() == "a quorum of 2 (learners training: 1)"
     job.report("b", 1)
     assert job.engine.waiting_for() == ""
 
@@ -259,7 +259,7 @@ def test_ejected_learners_are_named_when_the_quorum_is_short():
     job.dropped("c")
     job.left("a")
     assert job.engine.waiting_for() == (
-        "2 training learners for the quorum; there are 1; ejected: c (Damaged)"
+        "a quorum of 2 (learners training: 1); ejected: c (Damaged)"
     )
 
 
