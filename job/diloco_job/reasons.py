@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from diloco.runtime.formatting import printable
+
 Status = Literal["True", "False", "Unknown"]
 EventType = Literal["", "Normal", "Warning"]
 
@@ -311,7 +313,7 @@ def condition(kind: str, reason: str, **values: object) -> ConditionState:
         type=kind,
         status=row.status,
         reason=reason,
-        message=clip(row.message.format(**values)),
+        message=clip(printable(row.message.format(**values))),
     )
 
 

@@ -43,6 +43,11 @@ class LearnerPods:
         return len(self.pods) == self.num_wanted and all(map(is_ready, self.pods))
 
     @property
+    def runs(self) -> bool:
+        """Whether all its pods exist and run, ready or not."""
+        return len(self.pods) == self.num_wanted and all(map(_is_running, self.pods))
+
+    @property
     def restarts(self) -> int:
         """How often the kubelet restarted its containers."""
         return sum(_restarts(pod) for pod in self.pods)
@@ -85,6 +90,16 @@ def is_ready(pod: Object) -> bool:
 def is_unschedulable(pod: Object) -> bool:
     """Whether no node fits the pod."""
     return _condition(pod, "PodScheduled").get("status") == "False"
+
+
+def waits_for_kubelet(pod: Object) -> bool:
+    """Whether the pod has a node, but the kubelet has not created a container of it yet."""
+    waits = [(status.get("state") or {}).get("waiting") for status in _containers(pod)]
+    return (
+        not is_deleting(pod)
+        and _condition(pod, "PodScheduled").get("status") == "True"
+        and all(wait is not None and wait.get("reason", "") in _USUAL_WAITS for wait in waits)
+    )
 
 
 def has_run(pod: Object) -> bool:
@@ -147,6 +162,10 @@ def failed_condition(learners: Iterable[LearnerPods], limit: int | None) -> Cond
 
 def _name(pod: Object) -> str:
     return str(pod["metadata"]["name"])
+
+
+def _is_running(pod: Object) -> bool:
+    return (pod.get("status") or {}).get("phase") == "Running"
 
 
 def _ordinal(pod: Object, stem: str) -> int | None:

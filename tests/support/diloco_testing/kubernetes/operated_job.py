@@ -28,6 +28,7 @@ from diloco_operator.state.observation import (
     Unreachable,
 )
 from diloco_operator.state.stored_job import StoredJob
+from diloco_operator.state.stuck import stuck_objects
 
 Json = dict[str, Any]
 
@@ -75,16 +76,28 @@ class OperatedJob:
     events: list[tuple[str, str]] = field(default_factory=list)
     """Type and reason of all Events so far."""
     removed: bool = False
+    complaints: list[Json] = field(default_factory=list)
+    """Events of Kubernetes about children and pods."""
+    asked: list[str] = field(default_factory=list)
+    """Names of the objects whose Events the last reconcile read."""
     _numbers: Any = field(default_factory=lambda: itertools.count(1))
 
     # ------------------------------------------------------------------ the operator
 
     def observation(self) -> Observation:
+        stuck = stuck_objects(
+            self.job, list(self.children.values()), list(self.pods.values()), self.now
+        )
+        self.asked = [item["metadata"]["name"] for item in stuck]
+        uids = [item["metadata"]["uid"] for item in stuck]
         return Observation(
             stored=StoredJob.parse(copy.deepcopy(self.job)),
             children=tuple(copy.deepcopy(list(self.children.values()))),
             foreign=self.foreign,
             pods=tuple(copy.deepcopy(list(self.pods.values()))),
+            events=tuple(
+                event for event in self.complaints if event["involvedObject"]["uid"] in uids
+            ),
             syncer=self.syncer,
             last_answer=self.last_answer,
             certificate=self.certificate,
@@ -181,6 +194,14 @@ class OperatedJob:
                 "currentRevision": revision,
                 "updateRevision": revision,
             }
+
+    def complain(self, item: Json, reason: str, message: str, kind: str = "Warning") -> None:
+        """A controller or the kubelet reports an Event about an object."""
+        self.complaints.append({
+            "type": kind, "reason": reason, "message": message,
+            "involvedObject": {"uid": item["metadata"]["uid"]},
+            "lastTimestamp": self.now.isoformat(timespec="seconds"),
+        })  # fmt: skip
 
     def pod(self, name: str) -> Json:
         return self.pods[name]
