@@ -2,7 +2,8 @@
 The state of pods: which learners are ready, why a pod does not run, whether a learner failed.
 
 Pure. Only the container `main` is ours; its first process (diloco_agent) writes a JSON object as the
-container's termination message when it exits for the last time.
+container's termination message when it exits for the last time. Where it wrote none, the kubelet
+puts the end of the log there (terminationMessagePolicy).
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import json
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco.errors import EXIT_REFUSED
+from diloco.runtime.formatting import printable, shorten
 from diloco_job import names
 from diloco_job.reasons import ConditionState, condition
 from diloco_job.types import DiLoCoJob, Region
@@ -22,6 +24,9 @@ from diloco_operator.state.objects import Object, controller_uid, is_deleting
 
 _NO_IMAGE = ("ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName")
 _USUAL_WAITS = ("", "ContainerCreating", "PodInitializing")
+
+_MESSAGE_MOST, _LOG_MOST = 300, 500
+"""Characters of a container's last message and of its log in a condition that has both."""
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 _CRASH_CODES = {128 + getattr(signal, name) for name in _CRASHES}
@@ -138,9 +143,10 @@ def failed_condition(learners: Iterable[LearnerPods], limit: int | None) -> Cond
     """
     for learner in learners:
         for end in (end for pod in learner.pods for end in _terminations(pod)):
-            reason, message = _exit_message(end)
+            reason, message, log = _exit_message(end)
             if end.get("exitCode") == EXIT_REFUSED:
-                return condition("Failed", "LearnerRefused", learner=learner.name, detail=message)
+                detail = _with_log(message, log)
+                return condition("Failed", "LearnerRefused", learner=learner.name, detail=detail)
             if limit is None:
                 continue
             if reason != "RestartLimit":
@@ -151,8 +157,9 @@ def failed_condition(learners: Iterable[LearnerPods], limit: int | None) -> Cond
                     f"its container restarted {learner.restarts} times, "
                     f"the last time because of its own error: {message}"
                 )
+            detail = _with_log(message, log)
             return condition(
-                "Failed", "LearnerRestartLimit", learner=learner.name, limit=limit, detail=message
+                "Failed", "LearnerRestartLimit", learner=learner.name, limit=limit, detail=detail
             )
     return None
 
@@ -199,16 +206,50 @@ def _terminations(pod: Object) -> Iterator[Mapping[str, Any]]:
             yield end
 
 
-def _exit_message(end: Mapping[str, Any]) -> tuple[str, str]:
-    """Reason and message that the container wrote, else the kubelet's."""
+class _ExitMessage(NamedTuple):
+    reason: str
+    message: str
+    log: tuple[str, ...]
+    """Lines of the log before the message."""
+
+
+def _exit_message(end: Mapping[str, Any]) -> _ExitMessage:
+    """What the container wrote, else the end of its log, else the kubelet's reason."""
     text = str(end.get("message") or "").strip()
+    if written := _json_object(text):
+        log = written.get("log")
+        return _ExitMessage(
+            str(written.get("reason", "")),
+            str(written.get("message") or "no message"),
+            tuple(map(str, log)) if isinstance(log, list) else (),
+        )
+    *log, message = [_logged(line) for line in text.splitlines() if line.strip()] or [""]
+    cause = _exit_text(end)
+    return _ExitMessage(
+        str(end.get("reason", "")), f"{cause}: {message}" if message else cause, tuple(log)
+    )
+
+
+def _json_object(text: str) -> Mapping[str, Any]:
     try:
-        written = json.loads(text)
-    except ValueError:
-        written = None
-    if isinstance(written, dict):
-        return str(written.get("reason", "")), str(written.get("message") or "no message")
-    return str(end.get("reason", "")), text or _exit_text(end)
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _logged(line: str) -> str:
+    """The message of a log line, which may be a JSON record."""
+    return str(_json_object(line).get("message") or line.strip())
+
+
+def _with_log(message: str, log: Sequence[str]) -> str:
+    """The message and the end of the log before it."""
+    if not log:
+        return message
+    tail = printable(" | ".join(log))
+    tail = tail if len(tail) <= _LOG_MOST else f"…{tail[1 - _LOG_MOST :]}"
+    return f"{shorten(message, _MESSAGE_MOST)}; its log before that: {tail}"
 
 
 def _exit_text(end: Mapping[str, Any]) -> str:
@@ -247,5 +288,5 @@ def _waiting_message(container: Mapping[str, Any], wait: Mapping[str, Any]) -> s
     if reason == "CrashLoopBackOff":
         end = (container.get("lastState") or {}).get("terminated") or {}
         name = container.get("name")
-        return f"CrashLoopBackOff: container {name} keeps exiting: {_exit_message(end)[1]}"
+        return f"CrashLoopBackOff: container {name} keeps exiting: {_exit_message(end).message}"
     return f"{reason}: {wait.get('message', '')}".removesuffix(": ")

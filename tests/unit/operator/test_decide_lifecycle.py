@@ -1,5 +1,6 @@
 """The lifecycle of a job: running, suspended, complete, failed."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -411,6 +412,46 @@ def test_a_permanently_refused_learner_fails_the_job_with_its_message():
     message = world.condition("Failed")["message"]
     assert "us/1" in message
     assert "hidden size 4, expected 8" in message
+
+
+def test_the_end_of_the_log_is_in_the_condition():
+    world = training()
+    written = {"reason": "Refused", "message": "no such shape", "log": ["loads", "compares"]}
+    refuse(world.pod("a-us-1"), message=json.dumps(written))
+    world.reconcile()
+    message = world.condition("Failed")["message"]
+    assert message.endswith("no such shape; its log before that: loads | compares")
+
+
+def test_a_container_that_wrote_no_message_is_explained_by_its_log():
+    """The kubelet's fallback for a container that was killed: the end of its log as text."""
+    world = training(manifest(**LIMIT))
+    log = 'compiling\n{"level": "info", "message": "step 7"}\nout of memory soon\n'
+    restarted(world.pod("a-us-1"), 4, 137, "OOMKilled", log)
+    world.reconcile()
+    message = world.condition("Failed")["message"]
+    assert "exit code 137 (OOMKilled): out of memory soon" in message
+    assert message.endswith("; its log before that: compiling | step 7")
+
+
+@pytest.mark.parametrize("line", ["x" * 5000, "\x1b[31m\u202e" * 50])
+def test_a_log_in_a_condition_is_bounded_and_without_control_characters(line):
+    world = training()
+    written = {"reason": "Refused", "message": line, "log": [line, "the very last"]}
+    refuse(world.pod("a-us-1"), message=json.dumps(written))
+    world.reconcile()
+    message = world.condition("Failed")["message"]
+    assert len(message) <= 1000
+    assert message.isprintable()
+    assert "the very last" in message
+
+
+@pytest.mark.parametrize("log", [7, {"a": 1}, None, [{"a": 1}, None], "text"])
+def test_a_message_of_another_shape_is_no_error(log):
+    world = training()
+    refuse(world.pod("a-us-1"), message=json.dumps({"reason": "Refused", "log": log}))
+    world.reconcile()
+    assert world.reason("Failed") == ("True", "LearnerRefused")
 
 
 def test_a_refusal_is_seen_after_the_container_restarted():
