@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from diloco.rpc.tls import advice
+from diloco.runtime.formatting import shorten
 from diloco_job import names
 from diloco_job.reasons import CONDITIONS, ConditionState, condition, has_reason
 from diloco_operator.decide.phase import Lifecycle, Phase
@@ -60,7 +61,8 @@ def acceptance(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     if not state.in_scope:
         regions = ", ".join(region.name for region in job.spec.regions)
         return condition("Accepted", "RegionNotInSpec", region=state.scope.region, regions=regions)
-    if lifecycle.volume_gone and job.spec.steps > state.previous.number("step"):
+    raised = lifecycle.phase is Phase.COMPLETE and job.spec.steps > state.previous.number("step")
+    if lifecycle.volume_gone and raised:
         return condition(
             "Accepted",
             "VolumeGone",
@@ -171,6 +173,9 @@ def _learners_ready(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts
         return condition(name, "AllTraining", training=training, desired=desired)
     if problem := state.certificate_problem():
         return condition(name, problem[0], detail=problem[1])
+    if lifecycle.given_up:
+        detail = _given_up(lifecycle)
+        return condition(name, "LearnersGivenUp", training=training, desired=desired, detail=detail)
     learners = [learner for region in state.regions for learner in region.learners]
     missing = _missing(learners)
     if stuck := _learners_problem(state, learners) or _late_learners(state, learners, missing):
@@ -198,6 +203,14 @@ def _late_learners(state: JobState, learners: Sequence[LearnerPods], missing: st
     # Learners whose pods run wait for a syncer that does not reply: another condition says so.
     waits = not state.reachable and all(learner.runs for learner in learners)
     return "" if waits or not missing else _late(state, "LearnersReady", missing.lstrip("; "))
+
+
+def _given_up(lifecycle: Lifecycle) -> str:
+    """Each learner that was given up, with its message; no log, which changes with each restart."""
+    lost = lifecycle.given_up
+    shown = [f"{one.learner} ({one.reason}: {shorten(one.message, 300)})" for one in lost]
+    more = len(lost) - _NAMES_SHOWN
+    return ", ".join(shown[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 _WITHOUT_SYNCER = "; the syncer does not reply, and running learners continue without it"

@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 from diloco.errors import EXIT_REFUSED
 from diloco.runtime.formatting import printable, shorten
 from diloco_job import names
-from diloco_job.reasons import ConditionState, condition
 from diloco_job.types import DiLoCoJob, Region
 from diloco_operator.resources.pods import MAIN
 from diloco_operator.state.objects import Object, controller_uid, is_deleting
@@ -131,36 +130,60 @@ def describe_unready(pods: Sequence[Object]) -> str:
     return f"pod {_name(pod)} is {(pod.get('status') or {}).get('phase', 'Pending')}, not ready"
 
 
-def failed_condition(learners: Iterable[LearnerPods], limit: int | None) -> ConditionState | None:
-    """
-    The condition Failed, if a learner failed permanently.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """A learner that ended for good and is not ready again."""
 
-    Evictions, preemptions, deletions and lost nodes remove the pod, so they do not count.
+    learner: str
+    reason: str
+    """Of the condition Failed: LearnerRefused | LearnerRestartLimit."""
+    message: str
+    log: tuple[str, ...]
+    """Lines of its log before the message."""
+
+    @property
+    def message_and_log(self) -> str:
+        """The message and the end of the log before it."""
+        if not self.log:
+            return self.message
+        tail = printable(" | ".join(self.log))
+        tail = tail if len(tail) <= _LOG_MOST else f"…{tail[1 - _LOG_MOST :]}"
+        return f"{shorten(self.message, _MESSAGE_MOST)}; its log before that: {tail}"
+
+
+def given_up(learners: Iterable[LearnerPods], limit: int | None) -> tuple[GivenUp, ...]:
+    """
+    The learners that ended permanently: exit code 78, or more crashes than the limit.
+
+    A corrected manifest replaces the pod, and with it the evidence: the learner counts again. So
+    does one that became ready. Evictions, preemptions, deletions and lost nodes remove the pod, so
+    they do not count.
 
     Args:
         learners: of the own regions.
         limit: spec.runPolicy.learnerRestartLimit.
     """
-    for learner in learners:
-        for end in (end for pod in learner.pods for end in _terminations(pod)):
-            reason, message, log = _exit_message(end)
-            if end.get("exitCode") == EXIT_REFUSED:
-                detail = _with_log(message, log)
-                return condition("Failed", "LearnerRefused", learner=learner.name, detail=detail)
-            if limit is None:
+    ends = (_permanent_end(learner, limit) for learner in learners if not learner.ready)
+    return tuple(end for end in ends if end is not None)
+
+
+def _permanent_end(learner: LearnerPods, limit: int | None) -> GivenUp | None:
+    pods = (pod for pod in learner.pods if not is_deleting(pod))
+    for end in (end for pod in pods for end in _terminations(pod)):
+        reason, message, log = _exit_message(end)
+        if end.get("exitCode") == EXIT_REFUSED:
+            return GivenUp(learner=learner.name, reason="LearnerRefused", message=message, log=log)
+        if limit is None:
+            continue
+        if reason != "RestartLimit":
+            if learner.restarts <= limit or not _is_crash(end):
                 continue
-            if reason != "RestartLimit":
-                if learner.restarts <= limit or not _is_crash(end):
-                    continue
-                # The causes of earlier restarts are no longer known.
-                message = (
-                    f"its container restarted {learner.restarts} times, "
-                    f"the last time because of its own error: {message}"
-                )
-            detail = _with_log(message, log)
-            return condition(
-                "Failed", "LearnerRestartLimit", learner=learner.name, limit=limit, detail=detail
+            # The causes of earlier restarts are no longer known.
+            message = (
+                f"its container restarted {learner.restarts} times, "
+                f"the last time because of its own error: {message}"
             )
+        return GivenUp(learner=learner.name, reason="LearnerRestartLimit", message=message, log=log)
     return None
 
 
@@ -241,15 +264,6 @@ def _json_object(text: str) -> Mapping[str, Any]:
 def _logged(line: str) -> str:
     """The message of a log line, which may be a JSON record."""
     return str(_json_object(line).get("message") or line.strip())
-
-
-def _with_log(message: str, log: Sequence[str]) -> str:
-    """The message and the end of the log before it."""
-    if not log:
-        return message
-    tail = printable(" | ".join(log))
-    tail = tail if len(tail) <= _LOG_MOST else f"…{tail[1 - _LOG_MOST :]}"
-    return f"{shorten(message, _MESSAGE_MOST)}; its log before that: {tail}"
 
 
 def _exit_text(end: Mapping[str, Any]) -> str:

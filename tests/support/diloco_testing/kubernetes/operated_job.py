@@ -33,6 +33,7 @@ from diloco_operator.state.stuck import stuck_objects
 Json = dict[str, Any]
 
 SCOPE = OperatorScope(worker_image="diloco/worker:1", syncer_image="diloco/syncer:1")
+REFUSED = '{"reason": "Refused", "message": "hidden size 4, expected 8"}'
 START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 
 
@@ -305,6 +306,22 @@ def main_of(pod: Json) -> Json:
     """Status of the container `main`."""
     main: Json = pod["status"]["containerStatuses"][0]
     return main
+
+
+def refuse(pod: Json, code: int = 78, message: str = REFUSED) -> None:
+    """The pod's learner ends with this exit code and termination message."""
+    set_ready(pod, False)
+    main_of(pod)["state"] = {
+        "terminated": {"exitCode": code, "reason": "Error", "message": message}
+    }
+
+
+def restarted(pod: Json, count: int, code: int, reason: str = "Error", message: str = "") -> None:
+    """The kubelet restarted the pod's container so often, the last time because it ended so."""
+    set_ready(pod, False)
+    main = main_of(pod)
+    main["restartCount"] = count
+    main["lastState"] = {"terminated": {"exitCode": code, "reason": reason, "message": message}}
 
 
 def _stored(wanted: Json) -> Json:
