@@ -1,15 +1,15 @@
-"""Where the output of a process goes, and its last line: a log file, or our own standard output."""
+"""Where the output of a process goes, and its last lines: a log file, or our own standard output."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import threading
-from collections.abc import Sequence
 from pathlib import Path
 from typing import BinaryIO
 
 _TAIL_BYTES = 4096
+_TAIL_LINES = 12
 _DRAIN_SECONDS = 1.0
 _STANDARD_OUTPUT = 1
 
@@ -29,15 +29,15 @@ class Log:
         self._start = file.seek(0, os.SEEK_END)
         return file
 
-    def last_line(self) -> str:
-        """Last line of this run; "" when there is none."""
+    def last_lines(self) -> tuple[str, ...]:
+        """Last lines of this run that are not empty."""
         try:
             with self._path.open("rb") as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(self._start, end - _TAIL_BYTES))
-                return _last_line(file.read())
+                return _last_lines(file.read())
         except OSError:
-            return ""
+            return ()
 
 
 class Stream:
@@ -59,11 +59,11 @@ class Stream:
         self._thread.start()
         return os.fdopen(theirs, "wb")
 
-    def last_line(self) -> str:
-        """Last line; waits a moment for what a process that just ended left in the pipe."""
+    def last_lines(self) -> tuple[str, ...]:
+        """Last lines that are not empty; waits a moment for what a process that just ended left in the pipe."""
         if self._thread is not None:
             self._thread.join(_DRAIN_SECONDS)
-        return _last_line(self._tail)
+        return _last_lines(self._tail)
 
     def _copy(self, source: int) -> None:
         try:
@@ -76,6 +76,6 @@ class Stream:
             os.close(source)
 
 
-def _last_line(tail: bytes) -> str:
-    lines: Sequence[str] = tail.decode(errors="replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+def _last_lines(tail: bytes) -> tuple[str, ...]:
+    lines = (line.strip() for line in tail.decode(errors="replace").split("\n"))
+    return tuple(line for line in lines if line)[-_TAIL_LINES:]

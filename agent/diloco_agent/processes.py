@@ -49,8 +49,13 @@ class ProcessExit:
     name: str
     code: int
     """Exit code; minus the signal's number when a signal ended it."""
-    last_line: str
-    """Last line that this run wrote to its log; "" when it wrote none."""
+    last_lines: tuple[str, ...]
+    """Last lines that this run wrote to its log; () when it wrote none."""
+
+    @property
+    def last_line(self) -> str:
+        """Last of them; "": there is none."""
+        return self.last_lines[-1] if self.last_lines else ""
 
 
 @dataclass(slots=True)
@@ -109,7 +114,7 @@ class Processes:
         except OSError as error:
             reason = f"{error.filename or command.argv[0]}: {error.strerror}"
             self._not_started.append(
-                ProcessExit(name=command.name, code=_CANNOT_START, last_line=reason)
+                ProcessExit(name=command.name, code=_CANNOT_START, last_lines=(reason,))
             )
             return None
         self._processes[command.name] = _Process(popen, mark, output)
@@ -123,8 +128,8 @@ class Processes:
             if code is not None:
                 self._kill_group(process)
                 del self._processes[name]
-                last_line = process.output.last_line()
-                exits.append(ProcessExit(name=name, code=code, last_line=last_line))
+                last_lines = process.output.last_lines()
+                exits.append(ProcessExit(name=name, code=code, last_lines=last_lines))
         return exits
 
     def reap_orphans(self) -> None:

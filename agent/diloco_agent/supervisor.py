@@ -15,7 +15,7 @@ import shutil
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
@@ -32,6 +32,9 @@ TURN_SECONDS = 0.5
 
 MAX_MESSAGE_BYTES = 4000
 """Of the termination log: the kubelet keeps 4096 bytes, and a truncated JSON object is useless."""
+
+MAX_LINE = 300
+"""Characters of a line of the log in it."""
 
 
 class Supervisor:
@@ -52,6 +55,8 @@ class Supervisor:
         )  # fmt: skip
         self._stops = 0
         self._exit: p.ExitContainer | None = None
+        self._log: tuple[str, ...] = ()
+        """Last lines of the last process that exited."""
         self._facts = self._observe(time.monotonic())
         self._server = Server(settings.health_port, self._answer)
         self._processes = Processes()
@@ -83,6 +88,7 @@ class Supervisor:
     def _events(self) -> Iterator[p.Event]:
         for done in self._processes.exits():
             log.info("%s exited with %d: %s", self._settings.name, done.code, done.last_line)
+            self._log = tuple(map(_message_of, done.last_lines))
             yield p.Exited(code=done.code, last_line=_message_of(done.last_line))
         if self._facts.health is not None and self._facts.health.ready:
             yield p.Ready()
@@ -104,7 +110,11 @@ class Supervisor:
                 if decision.reason:
                     log.error("%s: %s", decision.reason, decision.message)
                     write_termination_message(
-                        self._settings.termination_log, decision.reason, decision.message
+                        self._settings.termination_log,
+                        decision.reason,
+                        decision.message,
+                        # Its last line is in the message.
+                        lines=self._log[:-1],
                     )
 
     def _start(self, restarts: int) -> None:
@@ -165,23 +175,33 @@ class Supervisor:
         self._stops += 1
 
 
-def write_termination_message(path: Path, reason: str, message: str) -> None:
-    """Report in the pod's status why the container exited."""
+def write_termination_message(
+    path: Path, reason: str, message: str, *, lines: Sequence[str] = ()
+) -> None:
+    """Report in the pod's status why the container exited; `lines`: of its log before the message."""
     try:
-        path.write_bytes(_termination_message(reason, message))
+        path.write_bytes(_termination_message(reason, message, lines))
     except OSError as error:
         log.warning("%s: %s; the reason is in the log only", path, error.strerror)
 
 
-def _termination_message(reason: str, message: str) -> bytes:
-    """Content of the termination log: complete JSON, with the message truncated if necessary."""
-    message = message[:MAX_MESSAGE_BYTES]
+def _termination_message(reason: str, message: str, lines: Sequence[str]) -> bytes:
+    """
+    Content of the termination log: complete JSON.
+
+    What is too long loses the first lines of the log, then the end of the message.
+    """
+    message, log = message[:MAX_MESSAGE_BYTES], [line[:MAX_LINE] for line in lines]
     while True:
-        text = json.dumps({"reason": reason, "message": message}, ensure_ascii=False)
-        data = text.encode(errors="replace")  # output may contain lone surrogates
+        written = {"reason": reason, "message": message, **({"log": log} if log else {})}
+        # Output may contain lone surrogates.
+        data = json.dumps(written, ensure_ascii=False).encode(errors="replace")
         excess = len(data) - MAX_MESSAGE_BYTES
-        if excess <= 0 or not message:
+        if excess <= 0 or not (message or log):
             return data
+        if log:
+            log = log[1:]
+            continue
         # A character takes at most six bytes, as an escape.
         message = message[: -max(1, excess // 6)]
 

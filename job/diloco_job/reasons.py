@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from diloco.runtime.formatting import printable
+
 Status = Literal["True", "False", "Unknown"]
 EventType = Literal["", "Normal", "Warning"]
 
@@ -29,7 +31,7 @@ CONDITIONS: dict[str, str] = {
     "SpecConsistent": "every region runs the same shared spec (status.specHash)",
     "Suspended": "spec.runPolicy.suspend is set and the job does not run",
     "Complete": "the syncer completed spec.steps steps; False again when steps is raised",
-    "Failed": "the job ended without a result; final",
+    "Failed": "the job ended without a result, until it is suspended",
 }
 """Condition → when it is True, in the order in which status lists them."""
 
@@ -208,6 +210,12 @@ REASONS: tuple[Reason, ...] = (
             "{training} of {desired} are training{detail}",
             "the others restart and rejoin automatically; see kubectl get pods",
         ),
+        (
+            "LearnersGivenUp",
+            "Warning",
+            "{training} of {desired} are training; given up: {detail}",
+            "correct the manifest or the program; the others continue",
+        ),
         ("PodTrouble", "Warning", "{detail}", "see kubectl describe pod"),
         ("NoEndpoint", "", "not started: spec.syncer.endpoint is empty"),
         *_CERTIFICATE,
@@ -272,20 +280,21 @@ REASONS: tuple[Reason, ...] = (
         (
             "LearnerRefused",
             "Warning",
-            "learner {learner} was permanently refused: {detail}",
-            "correct the manifest or the program and create a new job",
+            "{others}: learner {learner} was permanently refused: {detail}",
+            "correct the manifest or the program, then suspend and resume the job",
         ),
         (
             "LearnerRestartLimit",
             "Warning",
-            "learner {learner} exceeded spec.runPolicy.learnerRestartLimit ({limit}): {detail}",
-            "see kubectl logs of its pod; create a new job",
+            "{others}: learner {learner} exceeded spec.runPolicy.learnerRestartLimit ({limit}): "
+            "{detail}",
+            "correct the manifest or the program, then suspend and resume the job",
         ),
         (
             "DeadlineExceeded",
             "Warning",
             "the job ran longer than spec.runPolicy.activeDeadlineSeconds ({seconds} s)",
-            "create a new job with a higher limit",
+            "raise the limit, then suspend and resume the job",
         ),
     ),
     *_of("Failed", "False", ("NotFailed", "", "the job did not fail")),
@@ -311,7 +320,7 @@ def condition(kind: str, reason: str, **values: object) -> ConditionState:
         type=kind,
         status=row.status,
         reason=reason,
-        message=clip(row.message.format(**values)),
+        message=clip(printable(row.message.format(**values))),
     )
 
 

@@ -249,7 +249,7 @@ def _fingerprint(body: Json, child: Object) -> str:
 def _event(job: Object, event: JobEvent, now: datetime, reporter: str) -> Json:
     metadata = job["metadata"]
     at = now.isoformat(timespec="seconds").replace("+00:00", "Z")
-    unique = f"{metadata['uid']} {event.reason} {metadata.get('generation')} {at}"
+    unique = f"{metadata['uid']} {event.reason} {event.message} {metadata.get('generation')} {at}"
     digest = hashlib.sha256(unique.encode()).hexdigest()[:16]
     return {
         "apiVersion": "v1",

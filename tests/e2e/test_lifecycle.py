@@ -8,7 +8,7 @@ import json
 
 import pytest
 
-from diloco_testing.clusters.install import CLUSTER_ROLE, NAMESPACE, RELEASE, install
+from diloco_testing.clusters.install import CLUSTER_ROLE, NAMESPACE, RELEASE, RESTRICTED, install
 from diloco_testing.clusters.job import Job, manifest, steadily
 from diloco_testing.clusters.kubectl import KubectlError, until
 
@@ -236,6 +236,23 @@ def test_an_uninstall_leaves_nothing_and_does_not_hang(eu, fleet, make):
         )
     finally:
         install(eu, fleet.images)
+
+
+def test_pods_that_the_api_server_refuses_are_reported_in_its_words(eu, fleet):
+    """A StatefulSet has no condition for it: its controller reports the refusal in an Event only."""
+    with fleet.namespace("pods-refused", eu, **RESTRICTED) as namespace:
+        fields = {"hostPID": True}
+        job = Job(eu, namespace, manifest("barred", steps=9, regions={"eu": 1}, pod_fields=fields))
+        job.apply()
+        words = "violates PodSecurity"
+        ready = job.until_condition("LearnersReady", SOON, status="False", reason="PodTrouble")
+        assert words in ready["message"]
+        assert "barred-eu" in ready["message"]
+        until(
+            lambda: any(why == "PodTrouble" and words in text for why, text in job.events()),
+            30, expected="an Event reports it as well", details=job.details,
+        )  # fmt: skip
+        job.delete()
 
 
 def test_named_namespaces_are_enough_for_an_operator(eu, fleet, make):

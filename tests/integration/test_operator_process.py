@@ -219,7 +219,7 @@ def refused_pod(api):
 @pytest.mark.parametrize("point", ["after-delete", "before-status", "after-status"])
 def test_a_job_that_failed_stays_failed_wherever_the_operator_is_killed(api, tmp_path, point):
     """The only evidence is its pod, which is deleted with the children."""
-    api.create(job(runPolicy={"cleanupPolicy": "All"}))
+    api.create(job(runPolicy={"cleanupPolicy": "All"}, sync={"quorum": 3}))
     with OperatorProcess(api, tmp_path) as operator:
         until(lambda: settled(api), "children and status")
         assert operator.stop() == 0

@@ -97,7 +97,7 @@ imagePullSecrets:
   verbs: [list, watch]
 - apiGroups: [""]
   resources: [events]
-  verbs: [create]
+  verbs: [list, create]
 {{- if .Values.rbac.tlsSecrets }}
 - apiGroups: [""]
   resources: [secrets]

@@ -141,6 +141,19 @@ class Cluster:
         """The job's pods."""
         return tuple(self._list("Pod", namespace, job))
 
+    def events_about(self, item: Mapping[str, Any]) -> tuple[Json, ...]:
+        """Events about this object, at most a page of them."""
+        metadata = item["metadata"]
+        query = {"fieldSelector": f"involvedObject.uid={metadata['uid']}", "limit": str(PAGE)}
+        try:
+            page = self._request("GET", KINDS["Event"].path(metadata["namespace"]), query=query)
+        except ApiError as error:
+            if not error.refused:
+                raise
+            # The operator's rights may be older than this request: the status says less then.
+            return ()
+        return tuple(page.get("items") or ())
+
     def get(self, kind: str, namespace: str, name: str) -> Json | None:
         """One object; None: there is none."""
         try:

@@ -21,6 +21,7 @@ from diloco_operator.resources.operator_scope import OperatorScope, tls_secret
 from diloco_operator.state.objects import identity
 from diloco_operator.state.observation import Answer, Observation, Unreachable, answer_of
 from diloco_operator.state.stored_job import StoredJob
+from diloco_operator.state.stuck import stuck_objects
 from diloco_operator.workqueue import Key
 
 
@@ -68,10 +69,12 @@ class Observer:
         children = self._cluster.children(*key, certificates=uses_certificates)
         pods = self._cluster.pods(*key)
         credentials = self._credentials(key, job)
+        stuck = stuck_objects(raw, children, pods, self._now())
         return Observation(
             stored=stored,
             children=children,
             pods=pods,
+            events=tuple(event for item in stuck for event in self._cluster.events_about(item)),
             syncer=self._ask(key, job, children, credentials),
             last_answer=self._syncers.last_answer(key),
             certificate=credentials.facts if credentials else None,

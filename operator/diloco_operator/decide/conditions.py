@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from diloco.rpc.tls import advice
+from diloco.runtime.formatting import shorten
 from diloco_job import names
 from diloco_job.reasons import CONDITIONS, ConditionState, condition, has_reason
 from diloco_operator.decide.phase import Lifecycle, Phase
@@ -16,6 +17,7 @@ from diloco_operator.state.job_state import JobState
 from diloco_operator.state.learner_counts import LearnerCounts
 from diloco_operator.state.objects import Object
 from diloco_operator.state.pods import LearnerPods, describe_unready, pod_problem
+from diloco_operator.state.stuck import LATE_SECONDS, complaint, deployment_problem, is_late
 
 _STOPPED = ("Suspended", "Complete", "Failed", "NotEvaluated")
 """Reasons of a job that does not run; none applies to a running one."""
@@ -59,7 +61,8 @@ def acceptance(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     if not state.in_scope:
         regions = ", ".join(region.name for region in job.spec.regions)
         return condition("Accepted", "RegionNotInSpec", region=state.scope.region, regions=regions)
-    if lifecycle.volume_gone and job.spec.steps > state.previous.number("step"):
+    raised = lifecycle.phase is Phase.COMPLETE and job.spec.steps > state.previous.number("step")
+    if lifecycle.volume_gone and raised:
         return condition(
             "Accepted",
             "VolumeGone",
@@ -94,11 +97,29 @@ def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
         return condition(name, "Serving")
     if lifecycle.finished:
         return condition(name, lifecycle.phase.value)
-    pods = state.pods_of("syncer")
-    if problem := pod_problem(pods):
+    detail = describe_unready(state.pods_of("syncer"))
+    if problem := _syncer_problem(state) or _late(state, name, detail):
         return condition(name, "PodTrouble", detail=problem)
     initial = state.previous.reason(name) in _INITIAL
-    return condition(name, "Starting" if initial else "NotReady", detail=describe_unready(pods))
+    return condition(name, "Starting" if initial else "NotReady", detail=detail)
+
+
+def _syncer_problem(state: JobState) -> str:
+    """Why the syncer has no pod that runs, in the words of Kubernetes; "": no one complained."""
+    pods = state.pods_of("syncer")
+    return (
+        pod_problem(pods)
+        or deployment_problem(state.syncer_child("Deployment"))
+        or complaint(pods, state.events)
+    )
+
+
+def _late(state: JobState, name: str, detail: str) -> str:
+    """The detail of a component that has been starting for too long; "": it is still in time."""
+    starting = state.previous.reason(name) in ("Starting", "PodTrouble")
+    if not starting or not is_late(state.previous, name, state.now, LATE_SECONDS):
+        return ""
+    return f"still starting after {LATE_SECONDS:.0f} s: {detail}"
 
 
 def _is_serving(state: JobState) -> bool:
@@ -134,8 +155,8 @@ def _syncer_reachable(state: JobState, lifecycle: Lifecycle) -> ConditionState:
         detail = advice(reason) or state.unreachable.message
         return condition(name, reason, endpoint=state.address, detail=detail)
     if state.has_syncer and state.syncer_child("Deployment") is not None:
-        pods = state.pods_of("syncer")
-        return condition(name, "NotStarted", detail=pod_problem(pods) or describe_unready(pods))
+        detail = _syncer_problem(state) or describe_unready(state.pods_of("syncer"))
+        return condition(name, "NotStarted", detail=detail)
     return condition(name, "NotAsked")
 
 
@@ -152,8 +173,12 @@ def _learners_ready(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts
         return condition(name, "AllTraining", training=training, desired=desired)
     if problem := state.certificate_problem():
         return condition(name, problem[0], detail=problem[1])
+    if lifecycle.given_up:
+        detail = _given_up(lifecycle)
+        return condition(name, "LearnersGivenUp", training=training, desired=desired, detail=detail)
     learners = [learner for region in state.regions for learner in region.learners]
-    if stuck := pod_problem(pod for learner in learners for pod in learner.pods):
+    missing = _missing(learners)
+    if stuck := _learners_problem(state, learners) or _late_learners(state, learners, missing):
         return condition(name, "PodTrouble", detail=stuck)
     initial = state.previous.reason(name) in _INITIAL
     return condition(
@@ -161,10 +186,31 @@ def _learners_ready(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts
         "Starting" if initial else "SomeNotTraining",
         training=training,
         desired=desired,
-        detail=_missing(learners)
+        detail=missing
         + _ejected(state, learners)
         + ("" if initial or state.reachable else _WITHOUT_SYNCER),
     )
+
+
+def _learners_problem(state: JobState, learners: Sequence[LearnerPods]) -> str:
+    """Which learner has a pod that cannot run, in the words of Kubernetes; "": no one complained."""
+    pods = [pod for learner in learners for pod in learner.pods]
+    sets = [child for (kind, _), child in state.children.items() if kind == "StatefulSet"]
+    return pod_problem(pods) or complaint([*sets, *pods], state.events)
+
+
+def _late_learners(state: JobState, learners: Sequence[LearnerPods], missing: str) -> str:
+    # Learners whose pods run wait for a syncer that does not reply: another condition says so.
+    waits = not state.reachable and all(learner.runs for learner in learners)
+    return "" if waits or not missing else _late(state, "LearnersReady", missing.lstrip("; "))
+
+
+def _given_up(lifecycle: Lifecycle) -> str:
+    """Each learner that was given up, with its message; no log, which changes with each restart."""
+    lost = lifecycle.given_up
+    shown = [f"{one.learner} ({one.reason}: {shorten(one.message, 300)})" for one in lost]
+    more = len(lost) - _NAMES_SHOWN
+    return ", ".join(shown[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 _WITHOUT_SYNCER = "; the syncer does not reply, and running learners continue without it"

@@ -98,15 +98,16 @@ def _with_status(
 
 def _events(status: dict[str, Any], previous: PreviousStatus) -> tuple[JobEvent, ...]:
     """One Event for each reason that a condition changed to."""
-    events: dict[str, JobEvent] = {}
+    events: dict[tuple[str, str], JobEvent] = {}
     for condition in status["conditions"]:
         kind, reason = condition["type"], condition["reason"]
         old = previous.conditions.get(kind, {})
         event = event_type(kind, reason)
         if event and (old.get("status"), old.get("reason")) != (condition["status"], reason):
-            # Two conditions may change to the same reason: one Event is enough.
+            # Two conditions may change to the same reason with the same message.
             events.setdefault(
-                reason, JobEvent(type=event, reason=reason, message=condition["message"])
+                (reason, condition["message"]),
+                JobEvent(type=event, reason=reason, message=condition["message"]),
             )
     return tuple(events.values())
 

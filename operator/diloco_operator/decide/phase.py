@@ -4,9 +4,9 @@ The phase of a job, and which of its components should run in it.
 Pure.
 
     Running <--suspend, resume--> Suspended
-       |  ^
-       |  `--steps raised-- Complete       (the syncer completed the last step; ends by TTL)
-       `------------------> Failed         (final; ends by TTL)
+       |  ^                             ^
+       |  `--steps raised-- Complete    |     (the syncer completed the last step; ends by TTL)
+       `------------------> Failed -suspend   (ends by TTL)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from enum import StrEnum
 from diloco_job.reasons import ConditionState, condition
 from diloco_operator.resources import Wanted
 from diloco_operator.state.job_state import JobState
-from diloco_operator.state.pods import failed_condition
+from diloco_operator.state.pods import GivenUp, given_up
 
 EVALUATOR_SECONDS = 120.0
 """How long the evaluator of a complete job may take for its last score."""
@@ -50,8 +50,10 @@ class Lifecycle:
     """When it started, resumed, or continued after its steps were raised; None: not started."""
     ended: datetime | None
     """When it became Complete or Failed."""
+    given_up: tuple[GivenUp, ...] = ()
+    """Learners of this operator's regions without which a running job goes on, or fails."""
     volume_gone: bool = False
-    """It is Complete, and its state was deleted."""
+    """It is Complete or Failed, and its state was deleted."""
 
     @property
     def finished(self) -> bool:
@@ -63,7 +65,9 @@ def lifecycle_of(state: JobState) -> Lifecycle:
     """The job's phase now."""
     if not state.in_scope:
         return Lifecycle(phase=Phase.RUNNING, started=None, ended=None)
-    phase, failed = _phase(state)
+    learners = [learner for own in state.regions for learner in own.learners]
+    lost = given_up(learners, state.job.spec.run_policy.learner_restart_limit)
+    phase, failed = _phase(state, lost)
     previous = state.previous
     ended = phase in (Phase.COMPLETE, Phase.FAILED)
     started = previous.time("startTime") or state.now if ended else _started(state)
@@ -73,13 +77,15 @@ def lifecycle_of(state: JobState) -> Lifecycle:
         failing=failed is not None and not previous.is_true("Failed"),
         started=None if phase is Phase.SUSPENDED else started,
         ended=(previous.time("completionTime") or state.now) if ended else None,
-        volume_gone=phase is Phase.COMPLETE and _volume_gone(state),
+        given_up=lost,
+        volume_gone=ended and _volume_gone(state),
     )
 
 
-def _phase(state: JobState) -> tuple[Phase, ConditionState | None]:
+def _phase(state: JobState, lost: tuple[GivenUp, ...]) -> tuple[Phase, ConditionState | None]:
     previous, policy = state.previous, state.job.spec.run_policy
-    if previous.is_true("Failed"):
+    # A suspension ends a failure, so that a corrected job resumes.
+    if previous.is_true("Failed") and not (policy.suspend and _is_resumable(state)):
         return Phase.FAILED, ConditionState(
             type="Failed",
             status="True",
@@ -90,13 +96,34 @@ def _phase(state: JobState) -> tuple[Phase, ConditionState | None]:
         return Phase.COMPLETE, None
     if policy.suspend:
         return Phase.SUSPENDED, None
-    learners = [learner for own in state.regions for learner in own.learners]
-    failed = failed_condition(learners, policy.learner_restart_limit)
+    failed = _too_few_left(state, lost)
     deadline = _deadline(state)
     if failed is None and deadline is not None and state.now >= deadline:
         seconds = policy.active_deadline_seconds
         failed = condition("Failed", "DeadlineExceeded", seconds=seconds)
     return (Phase.FAILED, failed) if failed else (Phase.RUNNING, None)
+
+
+def _is_resumable(state: JobState) -> bool:
+    """Whether a failed job has a volume to resume from, or nothing to lose."""
+    return not _volume_gone(state) or not state.previous.number("step")
+
+
+def _too_few_left(state: JobState, lost: tuple[GivenUp, ...]) -> ConditionState | None:
+    """The condition Failed, if the learners that were not given up cannot form a quorum."""
+    spec = state.job.spec
+    # Those that operators of other clusters gave up are not known here.
+    left = spec.num_learners - len(lost)
+    if not lost or left >= spec.sync.quorum:
+        return None
+    return condition(
+        "Failed",
+        lost[0].reason,
+        learner=lost[0].learner,
+        limit=spec.run_policy.learner_restart_limit,
+        others=f"{left} learners are left, the quorum is {spec.sync.quorum}",
+        detail=lost[0].message_and_log,
+    )
 
 
 def _is_complete(state: JobState) -> bool:
@@ -134,6 +161,8 @@ def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
         case Phase.SUSPENDED:
             return stopped
         case Phase.COMPLETE if lifecycle.volume_gone or _fetched(state, lifecycle):
+            return nothing
+        case Phase.FAILED if lifecycle.volume_gone:
             return nothing
         case _ if policy == "None":
             return Wanted()

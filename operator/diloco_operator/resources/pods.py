@@ -106,6 +106,8 @@ def _defaults(context: JobContext, parts: Parts) -> dict[str, Any]:
         "name": MAIN,
         "image": parts.image,
         "imagePullPolicy": scope.image_pull_policy,
+        # The agent writes why it exits for good; a container that was killed leaves its log's tail.
+        "terminationMessagePolicy": "FallbackToLogsOnError",
         "env": [
             *({"name": name, "value": value} for name, value in _DEFAULT_ENV.items()),
             *map(_variable, parts.user_env),

@@ -56,6 +56,8 @@ class JobState:
     taken: frozenset[tuple[str, str]]
     """Kind and name of the known objects of other owners."""
     pods: tuple[Object, ...]
+    events: tuple[Object, ...]
+    """About objects that are stuck."""
     regions: tuple[OwnRegion, ...]
     """The regions that this operator runs."""
     answer: Answer | None
@@ -107,6 +109,7 @@ class JobState:
                 ]
             ),
             pods=observation.pods,
+            events=observation.events,
             regions=tuple(
                 OwnRegion(region=region, learners=learners_of(job, region, observation.pods, sets))
                 for region in scope.own_regions(job)

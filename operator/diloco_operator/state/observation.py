@@ -29,6 +29,8 @@ class Observation:
     """Live objects of other owners that have a name which this job needs."""
     pods: tuple[Object, ...] = ()
     """Pods with the label diloco.dev/job of this job."""
+    events: tuple[Object, ...] = ()
+    """Events about those of its objects that are stuck (`stuck.stuck_objects`)."""
     syncer: Answer | Unreachable | None = None
     """Result of the status request; None: none was sent."""
     last_answer: datetime | None = None

@@ -2,7 +2,8 @@
 The state of pods: which learners are ready, why a pod does not run, whether a learner failed.
 
 Pure. Only the container `main` is ours; its first process (diloco_agent) writes a JSON object as the
-container's termination message when it exits for the last time.
+container's termination message when it exits for the last time. Where it wrote none, the kubelet
+puts the end of the log there (terminationMessagePolicy).
 """
 
 from __future__ import annotations
@@ -11,17 +12,20 @@ import json
 import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from diloco.errors import EXIT_REFUSED
+from diloco.runtime.formatting import printable, shorten
 from diloco_job import names
-from diloco_job.reasons import ConditionState, condition
 from diloco_job.types import DiLoCoJob, Region
 from diloco_operator.resources.pods import MAIN
 from diloco_operator.state.objects import Object, controller_uid, is_deleting
 
 _NO_IMAGE = ("ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName")
 _USUAL_WAITS = ("", "ContainerCreating", "PodInitializing")
+
+_MESSAGE_MOST, _LOG_MOST = 300, 500
+"""Characters of a container's last message and of its log in a condition that has both."""
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
 _CRASH_CODES = {128 + getattr(signal, name) for name in _CRASHES}
@@ -41,6 +45,11 @@ class LearnerPods:
     def ready(self) -> bool:
         """Whether all its pods exist and are ready: the learner is registered with the syncer."""
         return len(self.pods) == self.num_wanted and all(map(is_ready, self.pods))
+
+    @property
+    def runs(self) -> bool:
+        """Whether all its pods exist and run, ready or not."""
+        return len(self.pods) == self.num_wanted and all(map(_is_running, self.pods))
 
     @property
     def restarts(self) -> int:
@@ -87,6 +96,16 @@ def is_unschedulable(pod: Object) -> bool:
     return _condition(pod, "PodScheduled").get("status") == "False"
 
 
+def waits_for_kubelet(pod: Object) -> bool:
+    """Whether the pod has a node, but the kubelet has not created a container of it yet."""
+    waits = [(status.get("state") or {}).get("waiting") for status in _containers(pod)]
+    return (
+        not is_deleting(pod)
+        and _condition(pod, "PodScheduled").get("status") == "True"
+        and all(wait is not None and wait.get("reason", "") in _USUAL_WAITS for wait in waits)
+    )
+
+
 def has_run(pod: Object) -> bool:
     """Whether the container `main` was created at least once, so that its image can be pulled."""
     return bool(_main(pod).get("imageID"))
@@ -111,34 +130,60 @@ def describe_unready(pods: Sequence[Object]) -> str:
     return f"pod {_name(pod)} is {(pod.get('status') or {}).get('phase', 'Pending')}, not ready"
 
 
-def failed_condition(learners: Iterable[LearnerPods], limit: int | None) -> ConditionState | None:
-    """
-    The condition Failed, if a learner failed permanently.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenUp:
+    """A learner that ended for good and is not ready again."""
 
-    Evictions, preemptions, deletions and lost nodes remove the pod, so they do not count.
+    learner: str
+    reason: str
+    """Of the condition Failed: LearnerRefused | LearnerRestartLimit."""
+    message: str
+    log: tuple[str, ...]
+    """Lines of its log before the message."""
+
+    @property
+    def message_and_log(self) -> str:
+        """The message and the end of the log before it."""
+        if not self.log:
+            return self.message
+        tail = printable(" | ".join(self.log))
+        tail = tail if len(tail) <= _LOG_MOST else f"…{tail[1 - _LOG_MOST :]}"
+        return f"{shorten(self.message, _MESSAGE_MOST)}; its log before that: {tail}"
+
+
+def given_up(learners: Iterable[LearnerPods], limit: int | None) -> tuple[GivenUp, ...]:
+    """
+    The learners that ended permanently: exit code 78, or more crashes than the limit.
+
+    A corrected manifest replaces the pod, and with it the evidence: the learner counts again. So
+    does one that became ready. Evictions, preemptions, deletions and lost nodes remove the pod, so
+    they do not count.
 
     Args:
         learners: of the own regions.
         limit: spec.runPolicy.learnerRestartLimit.
     """
-    for learner in learners:
-        for end in (end for pod in learner.pods for end in _terminations(pod)):
-            reason, message = _exit_message(end)
-            if end.get("exitCode") == EXIT_REFUSED:
-                return condition("Failed", "LearnerRefused", learner=learner.name, detail=message)
-            if limit is None:
+    ends = (_permanent_end(learner, limit) for learner in learners if not learner.ready)
+    return tuple(end for end in ends if end is not None)
+
+
+def _permanent_end(learner: LearnerPods, limit: int | None) -> GivenUp | None:
+    pods = (pod for pod in learner.pods if not is_deleting(pod))
+    for end in (end for pod in pods for end in _terminations(pod)):
+        reason, message, log = _exit_message(end)
+        if end.get("exitCode") == EXIT_REFUSED:
+            return GivenUp(learner=learner.name, reason="LearnerRefused", message=message, log=log)
+        if limit is None:
+            continue
+        if reason != "RestartLimit":
+            if learner.restarts <= limit or not _is_crash(end):
                 continue
-            if reason != "RestartLimit":
-                if learner.restarts <= limit or not _is_crash(end):
-                    continue
-                # The causes of earlier restarts are no longer known.
-                message = (
-                    f"its container restarted {learner.restarts} times, "
-                    f"the last time because of its own error: {message}"
-                )
-            return condition(
-                "Failed", "LearnerRestartLimit", learner=learner.name, limit=limit, detail=message
+            # The causes of earlier restarts are no longer known.
+            message = (
+                f"its container restarted {learner.restarts} times, "
+                f"the last time because of its own error: {message}"
             )
+        return GivenUp(learner=learner.name, reason="LearnerRestartLimit", message=message, log=log)
     return None
 
 
@@ -147,6 +192,10 @@ def failed_condition(learners: Iterable[LearnerPods], limit: int | None) -> Cond
 
 def _name(pod: Object) -> str:
     return str(pod["metadata"]["name"])
+
+
+def _is_running(pod: Object) -> bool:
+    return (pod.get("status") or {}).get("phase") == "Running"
 
 
 def _ordinal(pod: Object, stem: str) -> int | None:
@@ -180,16 +229,41 @@ def _terminations(pod: Object) -> Iterator[Mapping[str, Any]]:
             yield end
 
 
-def _exit_message(end: Mapping[str, Any]) -> tuple[str, str]:
-    """Reason and message that the container wrote, else the kubelet's."""
+class _ExitMessage(NamedTuple):
+    reason: str
+    message: str
+    log: tuple[str, ...]
+    """Lines of the log before the message."""
+
+
+def _exit_message(end: Mapping[str, Any]) -> _ExitMessage:
+    """What the container wrote, else the end of its log, else the kubelet's reason."""
     text = str(end.get("message") or "").strip()
+    if written := _json_object(text):
+        log = written.get("log")
+        return _ExitMessage(
+            str(written.get("reason", "")),
+            str(written.get("message") or "no message"),
+            tuple(map(str, log)) if isinstance(log, list) else (),
+        )
+    *log, message = [_logged(line) for line in text.splitlines() if line.strip()] or [""]
+    cause = _exit_text(end)
+    return _ExitMessage(
+        str(end.get("reason", "")), f"{cause}: {message}" if message else cause, tuple(log)
+    )
+
+
+def _json_object(text: str) -> Mapping[str, Any]:
     try:
-        written = json.loads(text)
-    except ValueError:
-        written = None
-    if isinstance(written, dict):
-        return str(written.get("reason", "")), str(written.get("message") or "no message")
-    return str(end.get("reason", "")), text or _exit_text(end)
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _logged(line: str) -> str:
+    """The message of a log line, which may be a JSON record."""
+    return str(_json_object(line).get("message") or line.strip())
 
 
 def _exit_text(end: Mapping[str, Any]) -> str:
@@ -228,5 +302,5 @@ def _waiting_message(container: Mapping[str, Any], wait: Mapping[str, Any]) -> s
     if reason == "CrashLoopBackOff":
         end = (container.get("lastState") or {}).get("terminated") or {}
         name = container.get("name")
-        return f"CrashLoopBackOff: container {name} keeps exiting: {_exit_message(end)[1]}"
+        return f"CrashLoopBackOff: container {name} keeps exiting: {_exit_message(end).message}"
     return f"{reason}: {wait.get('message', '')}".removesuffix(": ")

@@ -3,7 +3,8 @@ The status of the last reconcile, read without trusting its shape.
 
 Pure. Decisions depend on only four facts of it, as with Kubernetes' own Job: whether the job was
 Complete or Failed, when it started, when it ended, and its step. The rest preserves transition times
-of conditions, and the syncer's last answer while it does not reply.
+of conditions, which tell how long a component has not been ready, and the syncer's last answer while
+it does not reply.
 """
 
 from __future__ import annotations
@@ -61,6 +62,18 @@ class PreviousStatus:
     def message(self, condition: str) -> str:
         """The condition's message."""
         return str(self.conditions.get(condition, {}).get("message", ""))
+
+    def false_since(self, condition: str) -> datetime | None:
+        """
+        Since when the condition has been False while the job runs; None: it is not False.
+
+        A job that resumes begins anew, though conditions of a suspended job are False too.
+        """
+        entry = self.conditions.get(condition, {})
+        if entry.get("status") != "False":
+            return None
+        times = (time_of(entry.get("lastTransitionTime")), self.time("startTime"))
+        return max((when for when in times if when is not None), default=None)
 
     def number(self, name: str) -> int:
         """An integer of the status; 0 where there is none."""

@@ -27,5 +27,34 @@ def test_the_termination_message_is_complete_json_that_the_kubelet_keeps(tmp_pat
     assert written["message"] == readable or len(data) > 3500, "truncated more than necessary"
 
 
+def test_the_termination_message_has_the_lines_of_the_log_before_it(tmp_path):
+    path = tmp_path / "termination-log"
+    write_termination_message(path, "Refused", "last", lines=("first", "second"))
+    assert json.loads(path.read_bytes()) == {
+        "reason": "Refused", "message": "last", "log": ["first", "second"]
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", ["x", "値", "\x1b"], ids=ascii)
+def test_a_long_log_loses_its_first_lines_and_no_part_of_the_message(tmp_path, piece):
+    path = tmp_path / "termination-log"
+    lines = [f"{number} {piece * 5000}" for number in range(20)]
+    write_termination_message(path, "Refused", "why", lines=lines)
+    data = path.read_bytes()
+    written = json.loads(data)
+    assert len(data) <= KUBELET_BYTES
+    assert written["message"] == "why"
+    assert written["log"][-1].startswith("19 ")
+    assert len(written["log"]) < 20
+
+
+def test_a_long_message_leaves_no_room_for_the_log(tmp_path):
+    path = tmp_path / "termination-log"
+    write_termination_message(path, "Refused", "x" * 5000, lines=["first"])
+    written = json.loads(path.read_bytes())
+    assert "log" not in written
+    assert len(written["message"]) > 3500
+
+
 def test_a_termination_log_that_cannot_be_written_raises_nothing(tmp_path):
     write_termination_message(tmp_path / "none" / "termination-log", "Refused", "x")

@@ -279,7 +279,7 @@ RIGHTS = {
     "/serviceaccounts": CHILD,
     "policy/poddisruptionbudgets": CHILD,
     "/pods": {"list", "watch"},
-    "/events": {"create"},
+    "/events": {"list", "create"},
     "/secrets": {"get"},
 }
 

@@ -317,9 +317,7 @@ def test_the_line_shows_step_learners_loss_and_traffic():
 
 
 def test_the_line_shows_what_the_syncer_waits_for():
-    shown = line(
-        at_step(100, waiting_for="a quorum of 2 (learners training: 1)"), Rate()
-    )
+    shown = line(at_step(100, waiting_for="a quorum of 2 (learners training: 1)"), Rate())
     assert shown.endswith("waiting for a quorum of 2 (learners training: 1)")
 
 

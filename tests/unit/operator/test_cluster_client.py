@@ -139,6 +139,20 @@ def test_an_existing_event_does_not_change(api, cluster):
     assert [item["reason"] for item in api.all("events")] == ["Complete"]
 
 
+def test_events_are_read_by_the_object_that_they_are_about(api, cluster):
+    api.create({"apiVersion": "v1", "kind": "Event", "metadata": {"namespace": "ns", "name": "e"}})
+    item = {"metadata": {"namespace": "ns", "name": "a-eu", "uid": "1-2"}}
+    assert [event["metadata"]["name"] for event in cluster.events_about(item)] == ["e"]
+    request = api.requests[-1]
+    assert request.query["fieldSelector"] == "involvedObject.uid=1-2"
+    assert request.query["limit"] == str(cluster_module.PAGE)
+
+
+def test_an_operator_that_may_not_read_events_goes_on_without_them(api, cluster):
+    api.faults.append(Fault("GET", "events", 403))
+    assert cluster.events_about({"metadata": {"namespace": "ns", "name": "a", "uid": "1"}}) == ()
+
+
 @pytest.mark.parametrize("status", [429, 500, 503])
 def test_a_request_to_a_busy_server_is_retried(api, cluster, status):
     api.create(JOB)

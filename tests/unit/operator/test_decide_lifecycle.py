@@ -1,5 +1,6 @@
 """The lifecycle of a job: running, suspended, complete, failed."""
 
+import json
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ from diloco_testing.kubernetes.operated_job import (
     is_idle,
     main_of,
     manifest,
+    refuse,
+    restarted,
     set_ready,
     training,
 )
@@ -327,6 +330,9 @@ def test_extreme_times_are_times(seconds):
 
 # ------------------------------------------------------------------------------ failed
 
+ALL_NEEDED = {"sync": {"quorum": 4}}
+"""A learner that is given up fails the job."""
+
 
 def test_the_deadline_fails_a_job_and_frees_its_pods():
     world = training(manifest(runPolicy={"activeDeadlineSeconds": 100}))
@@ -341,7 +347,7 @@ def test_the_deadline_fails_a_job_and_frees_its_pods():
     assert ("Warning", "DeadlineExceeded") in world.events
 
 
-def test_failed_is_final():
+def test_a_failed_job_stays_failed_until_it_is_suspended():
     world = training(manifest(runPolicy={"activeDeadlineSeconds": 100}))
     world.reconcile(100)
     message = world.condition("Failed")["message"]
@@ -375,7 +381,7 @@ def die_before_the_status(world):
 @pytest.mark.parametrize("policy", ["Running", "All"])
 def test_a_failed_job_stays_failed_if_the_operator_is_killed_at_that_moment(policy):
     """Its pods are the only evidence until the status is written."""
-    world = training(manifest(runPolicy={"cleanupPolicy": policy}))
+    world = training(manifest(**ALL_NEEDED, runPolicy={"cleanupPolicy": policy}))
     refuse(world.pod("a-us-1"))
     die_before_the_status(world)
     world.reconcile(1)
@@ -389,7 +395,7 @@ def test_a_failed_job_stays_failed_if_the_operator_is_killed_at_that_moment(poli
 
 
 def test_a_correction_removes_no_evidence_before_the_failure_is_written():
-    world = training()
+    world = training(manifest(**ALL_NEEDED))
     refuse(world.pod("a-us-1"))
     world.change(learner={"recipe": {"name": "gpt", "config": {}}, "image": "another"})
     decisions = world.reconcile()
@@ -397,14 +403,8 @@ def test_a_correction_removes_no_evidence_before_the_failure_is_written():
     assert world.reason("Failed") == ("True", "LearnerRefused")
 
 
-def refuse(pod, code=78, message='{"reason": "Refused", "message": "hidden size 4, expected 8"}'):
-    main_of(pod)["state"] = {
-        "terminated": {"exitCode": code, "reason": "Error", "message": message}
-    }
-
-
 def test_a_permanently_refused_learner_fails_the_job_with_its_message():
-    world = training()
+    world = training(manifest(**ALL_NEEDED))
     refuse(world.pod("a-us-1"))
     world.reconcile()
     assert world.reason("Failed") == ("True", "LearnerRefused")
@@ -413,8 +413,48 @@ def test_a_permanently_refused_learner_fails_the_job_with_its_message():
     assert "hidden size 4, expected 8" in message
 
 
+def test_the_end_of_the_log_is_in_the_condition():
+    world = training(manifest(**ALL_NEEDED))
+    written = {"reason": "Refused", "message": "no such shape", "log": ["loads", "compares"]}
+    refuse(world.pod("a-us-1"), message=json.dumps(written))
+    world.reconcile()
+    message = world.condition("Failed")["message"]
+    assert message.endswith("no such shape; its log before that: loads | compares")
+
+
+def test_a_container_that_wrote_no_message_is_explained_by_its_log():
+    """The kubelet's fallback for a container that was killed: the end of its log as text."""
+    world = training(manifest(**LIMIT))
+    log = 'compiling\n{"level": "info", "message": "step 7"}\nout of memory soon\n'
+    restarted(world.pod("a-us-1"), 4, 137, "OOMKilled", log)
+    world.reconcile()
+    message = world.condition("Failed")["message"]
+    assert "exit code 137 (OOMKilled): out of memory soon" in message
+    assert message.endswith("; its log before that: compiling | step 7")
+
+
+@pytest.mark.parametrize("line", ["x" * 5000, "\x1b[31m\u202e" * 50])
+def test_a_log_in_a_condition_is_bounded_and_without_control_characters(line):
+    world = training(manifest(**ALL_NEEDED))
+    written = {"reason": "Refused", "message": line, "log": [line, "the very last"]}
+    refuse(world.pod("a-us-1"), message=json.dumps(written))
+    world.reconcile()
+    message = world.condition("Failed")["message"]
+    assert len(message) <= 1000
+    assert message.isprintable()
+    assert "the very last" in message
+
+
+@pytest.mark.parametrize("log", [7, {"a": 1}, None, [{"a": 1}, None], "text"])
+def test_a_message_of_another_shape_is_no_error(log):
+    world = training(manifest(**ALL_NEEDED))
+    refuse(world.pod("a-us-1"), message=json.dumps({"reason": "Refused", "log": log}))
+    world.reconcile()
+    assert world.reason("Failed") == ("True", "LearnerRefused")
+
+
 def test_a_refusal_is_seen_after_the_container_restarted():
-    world = training()
+    world = training(manifest(**ALL_NEEDED))
     refuse(world.pod("a-us-1"))
     main = main_of(world.pod("a-us-1"))
     main["lastState"], main["state"] = main["state"], {"running": {}}
@@ -422,8 +462,25 @@ def test_a_refusal_is_seen_after_the_container_restarted():
     assert world.reason("Failed") == ("True", "LearnerRefused")
 
 
+def test_a_learner_that_became_ready_after_a_refusal_is_not_given_up():
+    world = training(manifest(**ALL_NEEDED))
+    refuse(world.pod("a-us-1"))
+    ends = main_of(world.pod("a-us-1"))["state"]
+    set_ready(world.pod("a-us-1"), True)
+    main_of(world.pod("a-us-1"))["lastState"] = ends
+    assert is_idle(world.reconcile())
+
+
+def test_a_refused_pod_that_is_being_replaced_does_not_count():
+    world = training(manifest(**ALL_NEEDED))
+    refuse(world.pod("a-us-1"))
+    world.pod("a-us-1")["metadata"]["deletionTimestamp"] = "2026-03-01T12:00:00Z"
+    world.reconcile()
+    assert world.condition("Failed")["status"] == "False"
+
+
 def test_a_refused_pod_of_a_former_job_of_that_name_does_not_count():
-    world = training()
+    world = training(manifest(**ALL_NEEDED))
     refuse(world.pod("a-us-1"))
     world.pod("a-us-1")["metadata"]["ownerReferences"][0]["uid"] = "uid-of-another"
     world.reconcile()
@@ -431,7 +488,7 @@ def test_a_refused_pod_of_a_former_job_of_that_name_does_not_count():
 
 
 def test_a_refused_learner_that_is_no_longer_wanted_does_not_count():
-    world = training()
+    world = training(manifest(**ALL_NEEDED))
     world.change(regions=[{"name": "eu", "learners": 2}, {"name": "us", "learners": 1}])
     refuse(world.pod("a-us-1"))
     world.reconcile()
@@ -440,7 +497,9 @@ def test_a_refused_learner_that_is_no_longer_wanted_does_not_count():
 
 def test_the_learner_of_a_group_is_named_by_its_index():
     world = training(
-        manifest(learner={"recipe": {"name": "gpt", "config": {}}, "podsPerLearner": 2})
+        manifest(
+            **ALL_NEEDED, learner={"recipe": {"name": "gpt", "config": {}}, "podsPerLearner": 2}
+        )
     )
     refuse(world.pod("a-eu-3"))
     world.reconcile()
@@ -448,19 +507,13 @@ def test_the_learner_of_a_group_is_named_by_its_index():
 
 
 def test_a_crash_is_no_refusal():
-    world = training()
+    world = training(manifest(**ALL_NEEDED))
     refuse(world.pod("a-us-1"), code=1, message="Traceback")
     world.reconcile()
     assert world.condition("Failed")["status"] == "False"
 
 
-LIMIT = {"runPolicy": {"learnerRestartLimit": 3}}
-
-
-def restarted(pod, count, code, reason="Error", message=""):
-    main = main_of(pod)
-    main["restartCount"] = count
-    main["lastState"] = {"terminated": {"exitCode": code, "reason": reason, "message": message}}
+LIMIT = {**ALL_NEEDED, "runPolicy": {"learnerRestartLimit": 3}}
 
 
 @pytest.mark.parametrize(("code", "reason"), [(1, "Error"), (139, "Error"), (137, "OOMKilled")])
@@ -496,7 +549,7 @@ def test_the_supervisors_own_count_of_faults_is_believed():
 
 
 def test_without_a_limit_no_number_of_restarts_fails_a_job():
-    world = training()
+    world = training(manifest(**ALL_NEEDED))
     restarted(world.pod("a-us-1"), 999, 1)
     world.reconcile()
     assert world.condition("Failed")["status"] == "False"

@@ -10,6 +10,7 @@ from diloco_testing.kubernetes.operated_job import (
     certificate,
     is_idle,
     manifest,
+    refuse,
     set_ready,
 )
 
@@ -26,8 +27,8 @@ def world(scope, job=EVERYWHERE):
     return made
 
 
-def trains(scope):
-    made = world(scope)
+def trains(scope, job=EVERYWHERE):
+    made = world(scope, job)
     made.answers()
     made.settle()
     return made
@@ -180,10 +181,20 @@ def test_the_syncers_region_needs_no_endpoint():
     assert world(EU, manifest()).reason("Accepted") == ("True", "Valid")
 
 
-def test_a_refused_learner_fails_the_job_in_its_own_cluster():
+def test_learners_of_all_regions_count_for_the_quorum():
     us = trains(US)
-    end = {"exitCode": 78, "message": '{"reason": "Refused", "message": "spec ab, expected cd"}'}
-    us.pod("a-us-0")["status"]["containerStatuses"][0]["state"] = {"terminated": end}
+    for name in ("a-us-0", "a-us-1"):
+        refuse(us.pod(name))
+    us.answers(gone=("us/0", "us/1"))
+    us.reconcile()
+    assert us.reason("Failed") == ("False", "NotFailed"), "two are left in the other region"
+    assert us.reason("LearnersReady") == ("False", "LearnersGivenUp")
+    assert us.status["state"] == "Degraded"
+
+
+def test_a_refused_learner_without_which_there_is_no_quorum_fails_the_job_in_its_own_cluster():
+    us = trains(US, manifest(**TLS, **ENDPOINT, sync={"quorum": 4}))
+    refuse(us.pod("a-us-0"))
     us.reconcile()
     assert us.reason("Failed") == ("True", "LearnerRefused")
     us.reconcile(1)

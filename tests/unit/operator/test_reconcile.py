@@ -188,6 +188,38 @@ def test_an_event_has_its_object_and_its_reporter(world):
     assert len(world.api.all("events")) == 1
 
 
+def test_two_events_of_one_reason_and_second_are_both_posted(world):
+    world.decide = lambda observation: Decisions(
+        events=tuple(
+            JobEvent(type="Warning", reason="PodTrouble", message=message) for message in "ab"
+        )
+    )
+    world.run()
+    assert sorted(event["message"] for event in world.api.all("events")) == ["a", "b"]
+
+
+def test_the_events_of_an_object_that_is_stuck_are_read(world):
+    child = world.child("a-eu")
+    child |= {"apiVersion": "apps/v1", "kind": "StatefulSet", "spec": {"replicas": 2}}
+    child["metadata"]["labels"]["diloco.dev/role"] = "learner"
+    made = world.api.create(child)
+    world.api.edit(
+        "statefulsets", "a-eu", lambda item: item.update(status={"observedGeneration": 9})
+    )
+    about = {"uid": made["metadata"]["uid"]}
+    world.api.create({
+        "apiVersion": "v1", "kind": "Event", "metadata": {"namespace": "ns", "name": "e"},
+        "involvedObject": about, "type": "Warning", "reason": "FailedCreate",
+    })  # fmt: skip
+    world.run()
+    assert world.observation[-1].events == ()
+    condition = {"type": "LearnersReady", "status": "False", "reason": "Starting",
+                 "lastTransitionTime": "2026-11-21T11:59:30Z"}  # fmt: skip
+    world.api.edit("dilocojobs", "a", lambda item: item.update(status={"conditions": [condition]}))
+    world.run()
+    assert [event["reason"] for event in world.observation[-1].events] == ["FailedCreate"]
+
+
 def test_an_apply_that_changed_nothing_is_not_sent_again_until_something_differs(world):
     world.api.create(world.child())
     applied = ["1"]

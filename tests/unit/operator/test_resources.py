@@ -321,6 +321,13 @@ def test_variables_of_the_user_do_not_take_the_place_of_ours():
     assert (variables["DILOCO_JOB"], variables["HOME"]) == ("stdlib-gpt", "/mine")
 
 
+def test_a_container_that_wrote_no_message_leaves_the_end_of_its_log():
+    for workload in (
+        child for child in children() if child["kind"] in ("StatefulSet", "Deployment")
+    ):
+        assert main(workload)["terminationMessagePolicy"] == "FallbackToLogsOnError"
+
+
 def test_an_evaluator_takes_no_accelerator():
     made = children(TWO_REGIONS, region="eu")
     learner, evaluator = (

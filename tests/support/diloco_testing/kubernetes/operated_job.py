@@ -29,10 +29,12 @@ from diloco_operator.state.observation import (
     Unreachable,
 )
 from diloco_operator.state.stored_job import StoredJob
+from diloco_operator.state.stuck import stuck_objects
 
 Json = dict[str, Any]
 
 SCOPE = OperatorScope(worker_image="diloco/worker:1", syncer_image="diloco/syncer:1")
+REFUSED = '{"reason": "Refused", "message": "hidden size 4, expected 8"}'
 START = datetime(2026, 3, 1, 12, 0, 0, tzinfo=UTC)
 
 
@@ -76,16 +78,28 @@ class OperatedJob:
     events: list[tuple[str, str]] = field(default_factory=list)
     """Type and reason of all Events so far."""
     removed: bool = False
+    complaints: list[Json] = field(default_factory=list)
+    """Events of Kubernetes about children and pods."""
+    asked: list[str] = field(default_factory=list)
+    """Names of the objects whose Events the last reconcile read."""
     _uids: int = 0
 
     # ------------------------------------------------------------------ the operator
 
     def observation(self) -> Observation:
+        stuck = stuck_objects(
+            self.job, list(self.children.values()), list(self.pods.values()), self.now
+        )
+        self.asked = [item["metadata"]["name"] for item in stuck]
+        uids = [item["metadata"]["uid"] for item in stuck]
         return Observation(
             stored=StoredJob.parse(_copied(self.job)),
             children=tuple(_copied(list(self.children.values()))),
             foreign=self.foreign,
             pods=tuple(_copied(list(self.pods.values()))),
+            events=tuple(
+                event for event in self.complaints if event["involvedObject"]["uid"] in uids
+            ),
             syncer=self.syncer,
             last_answer=self.last_answer,
             certificate=self.certificate,
@@ -183,6 +197,14 @@ class OperatedJob:
                 "currentRevision": revision,
                 "updateRevision": revision,
             }
+
+    def complain(self, item: Json, reason: str, message: str, kind: str = "Warning") -> None:
+        """A controller or the kubelet reports an Event about an object."""
+        self.complaints.append({
+            "type": kind, "reason": reason, "message": message,
+            "involvedObject": {"uid": item["metadata"]["uid"]},
+            "lastTimestamp": self.now.isoformat(timespec="seconds"),
+        })  # fmt: skip
 
     def pod(self, name: str) -> Json:
         return self.pods[name]
@@ -298,6 +320,22 @@ def main_of(pod: Json) -> Json:
 def _copied(value: Any) -> Any:
     """A copy of JSON, in a fraction of the time of copy.deepcopy."""
     return json.loads(json.dumps(value))
+
+
+def refuse(pod: Json, code: int = 78, message: str = REFUSED) -> None:
+    """The pod's learner ends with this exit code and termination message."""
+    set_ready(pod, False)
+    main_of(pod)["state"] = {
+        "terminated": {"exitCode": code, "reason": "Error", "message": message}
+    }
+
+
+def restarted(pod: Json, count: int, code: int, reason: str = "Error", message: str = "") -> None:
+    """The kubelet restarted the pod's container so often, the last time because it ended so."""
+    set_ready(pod, False)
+    main = main_of(pod)
+    main["restartCount"] = count
+    main["lastState"] = {"terminated": {"exitCode": code, "reason": reason, "message": message}}
 
 
 def _stored(wanted: Json) -> Json:
