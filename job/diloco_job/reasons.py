@@ -104,7 +104,17 @@ _OVER: tuple[_Row, ...] = (
 _NOT_EVALUATED: _Row = ("NotEvaluated", "", "not evaluated: the job is not accepted")
 
 REASONS: tuple[Reason, ...] = (
-    *_of("Accepted", "True", ("Valid", "Normal", "the job can be run")),
+    *_of(
+        "Accepted",
+        "True",
+        ("Valid", "Normal", "the job can be run"),
+        (
+            "FieldsIgnored",
+            "Warning",
+            "the job can be run, but this version of the operator does not know, and ignores, {fields}",
+            "upgrade the operator to the version of the CRD",
+        ),
+    ),
     *_of(
         "Accepted",
         "False",

@@ -2,7 +2,8 @@
 Which children to apply and which to delete.
 
 Pure. A child without drift is left alone, and so is every object of another owner. `rollout` delays
-changes that restart learners; `pruning` selects what to delete.
+changes that restart learners; `running_templates` avoids those that only an upgrade would cause;
+`pruning` selects what to delete.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 from diloco_operator.decide.drift import has_drifted
 from diloco_operator.decide.phase import Lifecycle, wanted
 from diloco_operator.decide.pruning import obsolete
-from diloco_operator.decide.rollout import held_back, running_workloads
+from diloco_operator.decide.rollout import held_back
+from diloco_operator.decide.running_templates import keep_templates
 from diloco_operator.resources import desired
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import Object, identity, is_deleting
@@ -43,8 +45,9 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
         # The pods hold the evidence: the status records it before they change.
         return Changes(apply=(), delete=())
     running = wanted(state, lifecycle)
-    scope = state.scope.with_images_of(running_workloads(state))
-    wants = desired(state.job, state.owner, scope, running, plan=state.plan)
+    wants = keep_templates(
+        state, desired(state.job, state.owner, state.scope, running, plan=state.plan)
+    )
     due = [want for want in wants if _is_due(state, want)]
     waiting = held_back(state, due)
     keys = {identity(want) for want in wants}

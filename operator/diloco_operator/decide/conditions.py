@@ -82,6 +82,8 @@ def acceptance(state: JobState, lifecycle: Lifecycle) -> ConditionState:
         return condition("Accepted", "NameTaken", children=children)
     if state.refusals:
         return condition("Accepted", "Refused", refusals="; ".join(state.refusals))
+    if state.unknown_fields:
+        return condition("Accepted", "FieldsIgnored", fields=_first(state.unknown_fields))
     return condition("Accepted", "Valid")
 
 
@@ -231,9 +233,12 @@ def _ejected(state: JobState, learners: Iterable[LearnerPods]) -> str:
 def _list(title: str, found: Sequence[str]) -> str:
     if not found:
         return ""
-    shown = ", ".join(found[:_NAMES_SHOWN])
+    return f"; {title}: {_first(found)}"
+
+
+def _first(found: Sequence[str]) -> str:
     more = len(found) - _NAMES_SHOWN
-    return f"; {title}: {shown}" + (f" and {more} more" if more > 0 else "")
+    return ", ".join(found[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
 def _quorum_met(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts) -> ConditionState:

@@ -6,24 +6,15 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
-from diloco_operator.decide.drift import applied, covers
+from diloco_operator.decide.drift import covers
+from diloco_operator.resources.overlay import without_nulls
+from diloco_operator.resources.template_record import template_text
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.learner_counts import count_learners
 from diloco_operator.state.objects import Object, controller_uid, identity, labels
-from diloco_operator.state.pods import has_run, is_ready, is_unschedulable
-
-
-def running_workloads(state: JobState) -> Iterator[Object]:
-    """
-    Workloads of which a pod has run.
-
-    They keep their default image when a new chart brings another one. An image that cannot be
-    pulled is not kept.
-    """
-    ran = {_component(pod) for pod in state.pods if has_run(pod)}
-    return (child for child in state.children.values() if _component(child) in ran)
+from diloco_operator.state.pods import is_ready, is_unschedulable
 
 
 def held_back(state: JobState, wants: Sequence[Object]) -> list[Object]:
@@ -35,12 +26,8 @@ def held_back(state: JobState, wants: Sequence[Object]) -> list[Object]:
     if in_progress:
         return new
     complete = _complete_regions(state) if _has_only_quorum(state) else set()
-    started = [want for want in new if _component(want)[1] not in complete][:1]
+    started = [want for want in new if labels(want).get("diloco.dev/region") not in complete][:1]
     return [want for want in new if want not in started]
-
-
-def _component(item: Object) -> tuple[str | None, str | None]:
-    return labels(item).get("diloco.dev/role"), labels(item).get("diloco.dev/region")
 
 
 def _restarts_learners(live: Object | None, want: Object) -> bool:
@@ -49,11 +36,11 @@ def _restarts_learners(live: Object | None, want: Object) -> bool:
         return False
     if not (live.get("status") or {}).get("readyReplicas"):
         return False
-    if not covers(live["spec"].get("template"), want["spec"]["template"]):
-        return True
-    # Only the hash shows a removed field, but it also changes with the replicas.
-    scaled = live["spec"].get("replicas") != want["spec"]["replicas"]
-    return applied(live) != applied(want) and not scaled
+    former, template = live["spec"].get("template"), want["spec"]["template"]
+    if without_nulls(former) == template:
+        return False
+    # Only the record shows a removed field.
+    return not covers(former, template) or template_text(live) != template_text(want)
 
 
 def _has_only_quorum(state: JobState) -> bool:

@@ -113,12 +113,11 @@ def child(
     annotations: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """A child object: metadata with the job as its owner, and `body` beside it."""
-    annotations = dict(annotations or {})
     metadata: dict[str, Any] = {
         "name": name,
         "namespace": context.owner.namespace,
         "labels": dict(labels),
-        "annotations": annotations,
+        "annotations": dict(annotations or {}),
         "ownerReferences": [
             {
                 "apiVersion": API_VERSION,
@@ -130,6 +129,18 @@ def child(
             }
         ],
     }
-    item = {"apiVersion": api_version, "kind": kind, "metadata": metadata, **body}
-    annotations[APPLIED] = hashlib.sha256(canonical(item).encode()).hexdigest()[:16]
+    return marked({"apiVersion": api_version, "kind": kind, "metadata": metadata, **body})
+
+
+def marked(item: dict[str, Any]) -> dict[str, Any]:
+    """The object with the annotation APPLIED, which is computed from all the rest."""
+    metadata = item["metadata"]
+    annotations = {key: text for key, text in metadata["annotations"].items() if key != APPLIED}
+    item = {**item, "metadata": {**metadata, "annotations": annotations}}
+    annotations[APPLIED] = short_hash(item)
     return item
+
+
+def short_hash(value: Any) -> str:
+    """16 hex digits for a JSON value."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:16]

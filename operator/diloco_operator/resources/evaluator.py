@@ -9,9 +9,10 @@ from typing import Any
 from diloco_job import names
 from diloco_job.plan import EvaluatorPlan, process_env
 from diloco_job.types import Region
-from diloco_operator.resources import common, learners, pods
+from diloco_operator.resources import common, inputs, pods
 from diloco_operator.resources.common import JobContext, child
-from diloco_operator.resources.operator_scope import DEFAULT_IMAGE, tls_secret
+from diloco_operator.resources.operator_scope import tls_secret
+from diloco_operator.resources.template_record import record
 
 ROLE = "evaluator"
 
@@ -27,14 +28,14 @@ def children(context: JobContext) -> list[dict[str, Any]]:
         return []
     spec = context.job.spec
     region = next(region for region in spec.regions if region.name == spec.syncer_region)
+    template = pods.template(context, _parts(context, planned, region))
     deployment = {
         "replicas": 1 if context.wanted.evaluator else 0,
         "strategy": {"type": "Recreate"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": common.selector(context, ROLE, region.name)},
-        "template": pods.template(context, _parts(context, planned, region)),
+        "template": template,
     }
-    default_image = {} if spec.learner.image else {DEFAULT_IMAGE: context.scope.worker_image}
     return [
         child(
             context,
@@ -42,7 +43,7 @@ def children(context: JobContext) -> list[dict[str, Any]]:
             kind="Deployment",
             name=names.evaluator_name(context.name),
             labels=common.labels(context, ROLE, region.name),
-            annotations=default_image,
+            annotations=record(inputs.of_evaluator(context, region), template),
             body={"spec": deployment},
         )
     ]
@@ -77,7 +78,7 @@ def _parts(context: JobContext, planned: EvaluatorPlan, region: Region) -> pods.
 def _resources(context: JobContext, region: Region) -> dict[str, Any]:
     # No devices: an evaluator that holds an accelerator could prevent a learner from starting.
     # A podTemplate can add one.
-    fields = pods.as_fields(learners.resources(context, region))
+    fields = pods.as_fields(pods.learner_resources(context.job, region))
     kept = {
         part: {key: value for key, value in fields.get(part, {}).items() if key in _RESOURCES}
         for part in ("requests", "limits")

@@ -8,10 +8,11 @@ from typing import Any
 
 from diloco_job import names
 from diloco_job.plan import learner_plan, process_env
-from diloco_job.types import Region, Resources
-from diloco_operator.resources import common, pods
+from diloco_job.types import Region
+from diloco_operator.resources import common, inputs, pods
 from diloco_operator.resources.common import JobContext, child
-from diloco_operator.resources.operator_scope import DEFAULT_IMAGE, tls_secret
+from diloco_operator.resources.operator_scope import tls_secret
+from diloco_operator.resources.template_record import record
 
 ROLE = "learner"
 
@@ -46,6 +47,7 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
     learner = context.job.spec.learner
     # Without an address, a learner would run standalone.
     runs = context.wanted.learners and bool(context.syncer_address)
+    template = pods.template(context, _parts(context, region))
     stateful_set = {
         "replicas": region.learners * learner.pods_per_learner if runs else 0,
         "serviceName": name,
@@ -53,9 +55,8 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
         "updateStrategy": {"type": "RollingUpdate"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": select},
-        "template": pods.template(context, _parts(context, region)),
+        "template": template,
     }
-    default_image = {} if learner.image else {DEFAULT_IMAGE: context.scope.worker_image}
     return [
         child(
             context,
@@ -79,7 +80,7 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
             kind="StatefulSet",
             name=name,
             labels=labels,
-            annotations=default_image,
+            annotations=record(inputs.of_learners(context, region), template),
             body={"spec": stateful_set},
         ),
     ]
@@ -97,13 +98,6 @@ def max_unavailable(context: JobContext, region: Region) -> int:
     beyond = spec.num_learners - spec.sync.quorum
     share = beyond * region.learners // max(1, spec.num_learners)
     return max(1, share * spec.learner.pods_per_learner)
-
-
-def resources(context: JobContext, region: Region) -> Resources:
-    """The region's own resources, else those of all learners."""
-    return (
-        region.resources if pods.as_fields(region.resources) else context.job.spec.learner.resources
-    )
 
 
 def _parts(context: JobContext, region: Region) -> pods.Parts:
@@ -132,7 +126,7 @@ def _parts(context: JobContext, region: Region) -> pods.Parts:
         env=env,
         spec=context.learner_spec,
         user_env=tuple(learner.env),
-        resources=pods.as_fields(resources(context, region)),
+        resources=pods.as_fields(pods.learner_resources(context.job, region)),
         templates=(learner.pod_template, region.pod_template),
         grace_seconds=GRACE_SECONDS,
         ports={},

@@ -7,17 +7,12 @@ Pure. Everything that depends on the installation (region, the chart's images) c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 from diloco_job import names
 from diloco_job.types import DiLoCoJob, Region
 
 MANAGER = "diloco-operator"
-
-DEFAULT_IMAGE = "diloco.dev/default-image"
-"""Annotation of a StatefulSet or Deployment: the scope's image, if the manifest has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,28 +52,6 @@ class OperatorScope:
             return job.spec.syncer.endpoint
         name = names.syncer_name(job.metadata.name)
         return f"{name}.{namespace}.svc:{job.spec.syncer.service.port}"
-
-    def with_images_of(self, children: Iterable[Mapping[str, Any]]) -> OperatorScope:
-        """
-        This scope with the default images of a job's running children.
-
-        A new chart brings new default images. They reach a running job only through its manifest or
-        after a suspension, so an upgrade of the operator restarts nothing.
-
-        Args:
-            children: live objects of one job; workloads without replicas do not count.
-        """
-        scope = self
-        for child in children:
-            metadata = child.get("metadata") or {}
-            image = (metadata.get("annotations") or {}).get(DEFAULT_IMAGE)
-            if not image or not (child.get("spec") or {}).get("replicas"):
-                continue
-            if (metadata.get("labels") or {}).get("diloco.dev/role") == "syncer":
-                scope = replace(scope, syncer_image=image)
-            else:
-                scope = replace(scope, worker_image=image)
-        return scope
 
 
 def tls_secret(job: DiLoCoJob) -> str:

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from diloco_job import names
-from diloco_job.types import EnvVar, PodTemplate, Resources
+from diloco_job.types import DiLoCoJob, EnvVar, PodTemplate, Region, Resources
 from diloco_operator.resources import common
 from diloco_operator.resources.common import JobContext
 from diloco_operator.resources.operator_scope import tls_secret
@@ -91,6 +91,11 @@ def as_fields(resources: Resources) -> dict[str, Any]:
         "claims": without_nulls(resources.claims),
     }
     return {part: content for part, content in parts.items() if content}
+
+
+def learner_resources(job: DiLoCoJob, region: Region) -> Resources:
+    """The region's own resources, else those of all learners."""
+    return region.resources if as_fields(region.resources) else job.spec.learner.resources
 
 
 def _grace_seconds(pod: Mapping[str, Any], parts: Parts) -> int:

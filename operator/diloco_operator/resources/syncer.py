@@ -7,9 +7,9 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_job import names
-from diloco_operator.resources import common, pods
+from diloco_operator.resources import common, inputs, pods
 from diloco_operator.resources.common import JobContext, child
-from diloco_operator.resources.operator_scope import DEFAULT_IMAGE
+from diloco_operator.resources.template_record import record
 
 ROLE = "syncer"
 
@@ -23,15 +23,15 @@ def children(context: JobContext) -> list[dict[str, Any]]:
     labels = common.labels(context, ROLE, region)
     select = common.selector(context, ROLE, region)
     syncer = context.job.spec.syncer
+    template = pods.template(context, _parts(context))
     deployment = {
         "replicas": 1 if context.wanted.syncer else 0,
         # Two syncers must never write to the same volume.
         "strategy": {"type": "Recreate"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": select},
-        "template": pods.template(context, _parts(context)),
+        "template": template,
     }
-    default_image = {} if syncer.image else {DEFAULT_IMAGE: context.scope.syncer_image}
     return [
         child(
             context,
@@ -56,7 +56,7 @@ def children(context: JobContext) -> list[dict[str, Any]]:
             kind="Deployment",
             name=name,
             labels=labels,
-            annotations=default_image,
+            annotations=record(inputs.of_syncer(context), template),
             body={"spec": deployment},
         ),
     ]

@@ -66,6 +66,8 @@ class JobState:
     """Why the status request failed."""
     last_answer: datetime | None
     certificate: CertificateFacts | None
+    unknown_fields: tuple[str, ...]
+    """Paths of fields of the stored spec that this version ignores."""
     refusals: tuple[str, ...]
     """Such as "StatefulSet a-eu: <the server's message>"."""
 
@@ -118,6 +120,7 @@ class JobState:
             unreachable=unreachable,
             last_answer=last_answer or previous.time("lastSyncTime"),
             certificate=observation.certificate,
+            unknown_fields=observation.stored.unknown_fields,
             refusals=tuple(
                 f"{refusal.child}: {refusal.message}" for refusal in observation.refusals
             ),

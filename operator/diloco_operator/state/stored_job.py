@@ -6,15 +6,20 @@ Pure.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from pydantic import ValidationError
 
 from diloco_job.rules import rule_problems
 from diloco_job.types import DiLoCoJob
 from diloco_job.validation_messages import message as describe
+from diloco_job.validation_messages import path_text
 from diloco_operator.state.objects import Object, is_deleting
+
+_Location = tuple[int | str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +31,8 @@ class StoredJob:
     """None: invalid, or not this operator's to reconcile."""
     problems: tuple[str, ...] = ()
     """Everything that is wrong with the spec."""
+    unknown_fields: tuple[str, ...] = ()
+    """Paths of fields that this version does not know; the job is without them."""
 
     @classmethod
     def parse(cls, raw: Object) -> StoredJob:
@@ -37,19 +44,48 @@ class StoredJob:
             key: raw["metadata"][key] for key in ("name", "namespace") if key in raw["metadata"]
         }
         data = {key: raw[key] for key in ("apiVersion", "kind", "spec") if key in raw}
-        try:
-            job = DiLoCoJob.model_validate({**data, "metadata": metadata})
-        except ValidationError as error:
-            problems = tuple(describe(detail) for detail in error.errors(include_url=False))
-            return cls(raw=raw, job=None, problems=problems)
-        if problems := tuple(rule_problems(job)):
-            return cls(raw=raw, job=None, problems=problems)
-        return cls(raw=raw, job=job)
+        job, unknown, problems = _parsed({**data, "metadata": metadata})
+        if job is not None:
+            problems = tuple(rule_problems(job))
+        return cls(
+            raw=raw,
+            job=None if problems else job,
+            problems=problems,
+            unknown_fields=tuple(map(path_text, unknown)),
+        )
 
     @property
     def ignored(self) -> bool:
         """Being deleted, or managed by another controller: the operator writes nothing."""
         return is_deleting(self.raw) or bool(managed_by(self.raw))
+
+
+def _parsed(data: Object) -> tuple[DiLoCoJob | None, list[_Location], tuple[str, ...]]:
+    """
+    The job without the fields that no type has, their locations, and what is wrong with the rest.
+
+    The API server stores no field that its CRD does not have, so an unknown field comes from a newer
+    CRD and is no mistake of the manifest's author.
+    """
+    try:
+        return DiLoCoJob.model_validate(data), [], ()
+    except ValidationError as error:
+        errors = error.errors(include_url=False)
+    unknown = [detail["loc"] for detail in errors if detail["type"] == "extra_forbidden"]
+    if not unknown:
+        return None, [], tuple(map(describe, errors))
+    job, more, problems = _parsed(_without(data, unknown))
+    return job, unknown + more, problems
+
+
+def _without(data: Object, locations: Iterable[_Location]) -> Object:
+    data = copy.deepcopy(data)
+    for *above, last in locations:
+        place: Any = data
+        for part in above:
+            place = place[part]
+        del place[last]
+    return data
 
 
 def managed_by(raw: Object) -> str:

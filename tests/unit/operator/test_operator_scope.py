@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-from diloco_operator.resources import Owner, Wanted, desired
 from diloco_operator.resources.operator_scope import OperatorScope, tls_secret
 from diloco_testing.manifests.files import load_job
 
@@ -53,29 +52,3 @@ def test_the_secret_with_certificates_follows_the_mode():
     assert tls_secret(load_job(EVERYTHING, [given])) == "certs"
     made = "spec.tls={mode: CertManager, issuerRef: {name: ca}}"
     assert tls_secret(load_job(EVERYTHING, [made])) == "stdlib-gpt-tls"
-
-
-def test_a_running_job_keeps_the_default_images_it_was_created_with():
-    job, owner = load_job(EVERYTHING), Owner(namespace="ml", uid="1")
-    previous = desired(job, owner, ALL, Wanted())
-    upgraded = replace(ALL, worker_image="w:2", syncer_image="s:2")
-    assert upgraded.with_images_of(previous) == ALL
-    assert desired(job, owner, upgraded.with_images_of(previous), Wanted()) == previous
-
-
-def test_a_suspended_job_takes_the_new_default_images():
-    job, owner = load_job(EVERYTHING), Owner(namespace="ml", uid="1")
-    off = Wanted(learners=False, syncer=False, evaluator=False)
-    upgraded = replace(ALL, worker_image="w:2", syncer_image="s:2")
-    assert upgraded.with_images_of(desired(job, owner, ALL, off)) == upgraded
-
-
-def test_images_that_the_manifest_names_are_no_default():
-    job = load_job(EVERYTHING, ["spec.learner.image=mine:1", "spec.syncer.image=mine:2"])
-    made = desired(job, Owner(namespace="ml", uid="1"), ALL, Wanted())
-    upgraded = replace(ALL, worker_image="w:2", syncer_image="s:2")
-    assert upgraded.with_images_of(made) == upgraded
-
-
-def test_objects_of_any_shape_are_no_trouble():
-    assert ALL.with_images_of([{}, {"metadata": None, "spec": None}]) == ALL

@@ -1,13 +1,21 @@
 """Which pods a change of the manifest replaces."""
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import yaml
+from pydantic import ValidationError
 
+from diloco_job.manifest_file import apply_set
+from diloco_job.rules import rule_problems
+from diloco_job.types import DiLoCoJob
 from diloco_operator.resources import Owner, Wanted, desired
 from diloco_operator.resources.operator_scope import OperatorScope
+from diloco_operator.resources.template_record import INPUTS
 from diloco_testing.manifests.files import load_job
+from diloco_testing.manifests.fuzz import NODES, edges, put
 
 GOLDEN = Path(__file__).parents[3] / "tests/golden"
 EVERYTHING = GOLDEN / "everything.yaml"
@@ -114,3 +122,113 @@ def test_the_annotation_changes_exactly_with_the_content():
     changed = {name for name in previous if previous[name] != after.get(name)}
     assert f"StatefulSet {US}" in changed
     assert f"StatefulSet {EU}" not in changed
+
+
+# ------------------------------------------------------------------------------ inputs
+
+
+def workloads(job, scope=SCOPE):
+    return {
+        child["metadata"]["name"]: child
+        for child in desired(job, OWNER, scope, Wanted())
+        if child["kind"] in ("Deployment", "StatefulSet")
+    }
+
+
+def inputs(made):
+    return {name: child["metadata"]["annotations"][INPUTS] for name, child in made.items()}
+
+
+def changed_jobs(data):
+    """Every job that differs from the manifest in one field, with the field's place."""
+    for place, node in NODES.items():
+        samples = [
+            {"a": "b"},
+            {"a": "c"},
+            "1Gi",
+            "gpt",
+            1,
+            7,
+            ["a"],
+            [{"name": "x", "request": "y"}],
+        ]
+        for value in [*edges(node), *samples]:
+            changed = copy.deepcopy(data)
+            put(changed, place, value)
+            try:
+                job = DiLoCoJob.model_validate(changed)
+            except ValidationError:
+                continue
+            if not rule_problems(job):
+                yield place, job
+
+
+SECURED = (
+    "spec.tls={mode: Secret, secretName: certs}",
+    "spec.syncer.endpoint=eu.example.org:443",
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "sets", "region"),
+    [(EVERYTHING, (), ""), (OWN_LOOP, (), ""), (EVERYTHING, SECURED, "us")],
+    ids=["recipe", "own-loop", "operator-of-us"],
+)
+def test_a_field_that_changes_a_template_changes_the_hash_of_its_inputs(source, sets, region):
+    """Otherwise a running workload would keep its template, and the change would be lost."""
+    data, scope = yaml.safe_load(source.read_text()), replace(SCOPE, region=region)
+    for change in sets:
+        data = apply_set(data, change)
+    before = workloads(DiLoCoJob.model_validate(data), scope)
+    seen = set()
+    for place, job in changed_jobs(data):
+        after = workloads(job, scope)
+        for name in before.keys() & after.keys():
+            if before[name]["spec"]["template"] != after[name]["spec"]["template"]:
+                seen.add(place)
+                assert inputs(before)[name] != inputs(after)[name], (place, name)
+    assert len(seen) > 20
+
+
+@pytest.mark.parametrize(
+    ("change", "who"),
+    [
+        ("spec.steps=3000", {SYNCER, EVALUATOR}),
+        ("spec.regions[eu].learners=9", {SYNCER, EVALUATOR}),
+        ("spec.regions[us].podTemplate={spec: {nodeSelector: {pool: spot}}}", {US}),
+        ("spec.syncer.image=mine:2", {SYNCER}),
+        ("spec.learner.image=mine:2", {EU, US, EVALUATOR}),
+        ("spec.runPolicy={suspend: true, cleanupPolicy: All, activeDeadlineSeconds: 9}", set()),
+        ("spec.syncer.service.annotations={a: b}", set()),
+        ("spec.syncer.storage.size=99Gi", set()),
+    ],
+)
+def test_a_change_changes_the_inputs_of_no_other_workload(change, who):
+    before = inputs(workloads(load_job(EVERYTHING)))
+    after = inputs(workloads(load_job(EVERYTHING, [change])))
+    assert {name for name in before if before[name] != after[name]} == who
+
+
+@pytest.mark.parametrize("region", ["", "eu"])
+def test_no_value_of_the_chart_is_an_input(region):
+    scope = replace(SCOPE, region=region)
+    other = replace(
+        scope,
+        worker_image="w:2",
+        syncer_image="s:2",
+        image_pull_policy="Always",
+        image_pull_secrets=("pull",),
+        cluster_domain="example.org",
+    )
+    job = load_job(EVERYTHING)
+    assert inputs(workloads(job, scope)) == inputs(workloads(job, other))
+
+
+def test_the_hash_of_the_inputs_is_that_of_the_versions_before():
+    """If it has to change, raise template_record.FORMAT: else the upgrade restarts running jobs."""
+    assert inputs(workloads(load_job(EVERYTHING))) == {
+        EU: "1-5b2392ec0db24054",
+        US: "1-d3511d92ab1f4102",
+        SYNCER: "1-ab65a2b561cf7719",
+        EVALUATOR: "1-23326f1eef90e177",
+    }
