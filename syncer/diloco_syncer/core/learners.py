@@ -93,7 +93,14 @@ class LearnerRecord:
     ejection: Ejection | None = None
     """None: it takes part in rounds."""
     ejections: int = 0
-    """Failures since it last delivered for a while."""
+    """Failures since it last delivered for a while, those of probes included."""
+    rounds_failed: int = 0
+    """Those among them for which a round had waited."""
+    waited_seconds: float = 0.0
+    """How long rounds waited for it in vain without ejecting it, as of `waited_at`."""
+    waited_at: float = -math.inf
+    failed_at: float = -math.inf
+    """When it was last ejected, monotonic."""
     delivered_in_row: int = 0
     """Merges since the last failure."""
 
