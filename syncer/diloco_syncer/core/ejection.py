@@ -6,7 +6,7 @@ be merged is ejected, probed after a growing back-off, and readmitted when a pro
 time. A probe is a pull whose upload is discarded, so nobody waits for it.
 
 Leaving is no way around it: what the others waited for a learner that left before it delivered is
-added up, and a learner that was ejected again and again is not probed earlier because it rejoins.
+added up, and a learner for which they waited long twice is not probed earlier because it rejoins.
 """
 
 from __future__ import annotations
@@ -51,10 +51,23 @@ class Ejections:
     """Moving average of the time from the pull to the commit."""
     _probes: int = 0
 
-    def eject(self, name: str, reason: str, now: float) -> list[ev.Decision]:
-        """Eject a learner, unless there would be no quorum without it; empty if it was not ejected."""
+    def eject(
+        self, name: str, reason: str, now: float, *, waited: float = 0.0
+    ) -> list[ev.Decision]:
+        """
+        Eject a learner, unless there would be no quorum without it; empty if it was not ejected.
+
+        Args:
+            name: of the learner.
+            reason: one of a fixed set.
+            now: monotonic seconds.
+            waited: seconds that the others waited for it in vain.
+        """
         record = self.learners.by_name[name]
-        return [] if record.session is None else self._eject(record, reason, now)
+        if record.session is None:
+            return []
+        self._charge(record, waited, now)
+        return self._eject(record, reason, now)
 
     def waited(self, name: str, seconds: float, reason: str, now: float) -> list[ev.Decision]:
         """
@@ -62,13 +75,22 @@ class Ejections:
 
         It may be gone. It is ejected once that adds up to what a round could have waited for it.
         """
-        record, hold = self.learners.by_name[name], self.hold_seconds()
+        record = self.learners.by_name[name]
+        return self._eject(record, reason, now) if self._charge(record, seconds, now) else []
+
+    def _charge(self, record: LearnerRecord, seconds: float, now: float) -> bool:
+        """Add up a wait in vain; whether it is as long now as a round may wait."""
         if seconds <= 0:
-            return []
+            return False
+        hold = self.hold_seconds()
         forgiven = (now - record.waited_at) / FORGIVEN_AFTER_HOLDS
         record.waited_seconds = max(0.0, record.waited_seconds - forgiven) + min(seconds, hold)
         record.waited_at = now
-        return self._eject(record, reason, now) if record.waited_seconds >= hold else []
+        if record.waited_seconds < hold:
+            return False
+        record.waited_seconds = 0.0
+        record.long_waits += 1
+        return True
 
     def _eject(self, record: LearnerRecord, reason: str, now: float) -> list[ev.Decision]:
         if record.ejection is not None:
@@ -78,8 +100,7 @@ class Ejections:
             return []  # nobody would gain: the rounds need it
         name = record.name
         record.ejections, record.delivered_in_row = record.ejections + 1, 0
-        record.rounds_failed, record.failed_at = record.rounds_failed + 1, now
-        record.waited_seconds = 0.0
+        record.failed_at = now
         pause = backoff_seconds(record.ejections)
         record.ejection = Ejection(reason=reason, probe_at=now + pause, failed_at=now)
         self.learners.changed()
@@ -163,14 +184,14 @@ class Ejections:
         return record if probe and (probe.round, probe.attempt) == (round_, attempt) else None
 
     def joined(self, record: LearnerRecord, now: float) -> None:
-        """A session began: a learner that was ejected once is probed as soon as it reports."""
+        """A session began: an ejected learner is probed as soon as it reports, unless it costs too much."""
         if record.ejection is None:
             self.pace.join(record.name)
             return
         state = record.ejection
         state.probe = None
-        again = record.rounds_failed > 1
-        earliest = state.failed_at + backoff_seconds(record.rounds_failed) if again else now
+        again = record.long_waits > 1
+        earliest = state.failed_at + backoff_seconds(record.long_waits) if again else now
         state.probe_at = max(now, earliest)
 
     def left(self, record: LearnerRecord) -> None:
@@ -195,7 +216,7 @@ class Ejections:
         if record.delivered_in_row < FORGIVEN_AFTER_MERGES:
             return
         if now - record.failed_at >= FORGIVEN_AFTER_HOLDS * self.hold_seconds():
-            record.ejections = record.rounds_failed = 0
+            record.ejections = record.long_waits = 0
 
     def shift(self, seconds: float) -> None:
         """The syncer itself stood still."""

@@ -95,10 +95,10 @@ class LearnerRecord:
     """None: it takes part in rounds."""
     ejections: int = 0
     """Failures since it last delivered for a while, those of probes included."""
-    rounds_failed: int = 0
-    """Those among them for which a round had waited."""
+    long_waits: int = 0
+    """How often waits for it in vain added up to what a round may wait."""
     waited_seconds: float = 0.0
-    """How long rounds waited for it in vain without ejecting it, as of `waited_at`."""
+    """Waits for it in vain since then, as of `waited_at`."""
     waited_at: float = -math.inf
     failed_at: float = -math.inf
     """When it was last ejected, monotonic."""

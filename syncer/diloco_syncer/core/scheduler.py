@@ -406,7 +406,8 @@ class Scheduler:
             "fragment": round_.fragment,
         }
         round_.failure = f"{name}: {reason}"
-        ejected = self.ejections.eject(name, reason, now)
+        waited = round_.waited_seconds(name, now)
+        ejected = self.ejections.eject(name, reason, now, waited=waited)
         out = [
             ev.Log(event="refuse", fields=fields),
             *ejected,

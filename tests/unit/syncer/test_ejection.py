@@ -222,10 +222,10 @@ def test_joining_and_leaving_are_steps_of_the_pace():
 )
 def test_failures_are_forgiven_after_enough_merges_in_a_row_and_enough_time(merges, now, left):
     job = Learners(hold=4.0)
-    job["a"].ejections, job["a"].rounds_failed, job["a"].failed_at = 3, 3, 100.0
+    job["a"].ejections, job["a"].long_waits, job["a"].failed_at = 3, 3, 100.0
     for _ in range(FORGIVEN_AFTER_MERGES + merges):
         job.it.merged(job["a"], now)
-    assert (job["a"].ejections, job["a"].rounds_failed) == (left, left)
+    assert (job["a"].ejections, job["a"].long_waits) == (left, left)
 
 
 def test_what_the_others_waited_for_a_learner_in_vain_adds_up_to_an_ejection():
@@ -248,7 +248,7 @@ def test_short_waits_in_vain_are_forgiven_fifty_times_as_long_later():
 def test_one_long_wait_in_vain_counts_as_one_failure():
     job = Learners(hold=4.0)
     assert job.it.waited("b", 1000.0, "LeftRound", 1.0)
-    assert (job["b"].rounds_failed, job["b"].waited_seconds) == (1, 0.0)
+    assert (job["b"].long_waits, job["b"].waited_seconds) == (1, 0.0)
     assert job.it.waited("b", 1000.0, "LeftRound", 2.0) == [], "it is ejected already"
 
 
@@ -259,10 +259,10 @@ def test_a_learner_that_the_quorum_needs_is_not_ejected_for_leaving_either():
     assert job.it.waited("b", 9.0, "LeftRound", 0.0) == []
 
 
-def test_a_learner_that_failed_twice_waits_for_its_back_off_although_it_joins_again():
-    job = Learners()
-    job["b"].rounds_failed = 1
-    job.it.eject("b", "Stalled", 100.0)
+def test_a_learner_for_which_rounds_waited_long_twice_waits_for_its_back_off_although_it_joins():
+    job = Learners(hold=4.0)
+    job["b"].long_waits = 1
+    job.it.eject("b", "Stalled", 100.0, waited=4.0)
     job.records.leave("b", 2)
     job.it.left(job["b"])
     job.join("b", 9)
