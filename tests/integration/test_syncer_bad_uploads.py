@@ -241,6 +241,8 @@ def test_an_upload_of_another_sender_does_not_affect_the_round(subject, who):
     assert reply.refused == reason, reply
     if reason != "Aborted":
         named = identity.get("learner", "eu/0")
+        # The line is written on a thread of its own, perhaps after the reply.
+        until(lambda: len(subject.refusals()) > len(before), expected="the line of the refusal")
         assert subject.refusals()[len(before) :] == [(named, reason)]
     # The pull is still open: the honest upload on the same attempt is what commits.
     assert this.whole_upload().reply().done

@@ -184,10 +184,11 @@ class _Book:
         self.violations += [f"{place}: {sentence}" for sentence in found]
 
     def _findings(self, event: Mapping[str, Any]) -> Iterator[str]:
+        kind = records.value(event, "event", str) if "event" in event else ""
         # A restart is written by the supervisor, which may not know the newest epoch yet.
-        if event.get("event") != Restart.kind and "epoch" in event:
+        if kind != Restart.kind and "epoch" in event:
             yield from self._epoch(records.value(event, "epoch", int))
-        match records.decode(event) if event.get("event") in _CHECKED else None:
+        match records.decode(event) if kind in _CHECKED else None:
             case Start() as start:
                 yield from self._start(start)
             case Join() as join:
@@ -215,6 +216,8 @@ class _Book:
             self.schedule = rotate.fragments, rotate.interval
 
     def _start(self, start: Start) -> Iterator[str]:
+        if min(start.fragments, start.interval) < 1:
+            raise records.RecordError("has a schedule without fragments or steps")
         self.learners = start.learners
         schedule = start.fragments, start.interval
         if self.schedule is not None and schedule != self.schedule:

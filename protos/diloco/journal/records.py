@@ -14,6 +14,9 @@ from functools import cache
 from types import NoneType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
+MOST_NUMBER = 1 << 64
+"""No counter comes near it; JSON allows numbers that no float can hold."""
+
 
 class RecordError(Exception):
     """A field is missing or has another type; the message completes "<kind> ..."."""
@@ -338,6 +341,8 @@ def value(data: Mapping[str, Any], key: str, kind: Any) -> Any:
         expected = "a text" if kind is str else "true or false"
     if not isinstance(found, accepted) or (isinstance(found, bool) and kind is not bool):
         raise RecordError(f"has {key} {found!r}, expected {expected}")
+    if isinstance(found, int) and abs(found) > MOST_NUMBER:
+        raise RecordError(f"has {key} of {found.bit_length()} bits, expected at most 64")
     return found
 
 

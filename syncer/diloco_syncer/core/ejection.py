@@ -4,6 +4,9 @@ Learners that the rounds do without until they have proven that they deliver. Pu
 As with outlier ejection in load balancers: a member that misses a deadline or delivers what cannot
 be merged is ejected, probed after a growing back-off, and readmitted when a probe is delivered in
 time. A probe is a pull whose upload is discarded, so nobody waits for it.
+
+Leaving is no way around it: what the others waited for a learner that left before it delivered is
+added up, and a learner for which they waited long twice is not probed earlier because it rejoins.
 """
 
 from __future__ import annotations
@@ -20,7 +23,12 @@ BACKOFF_SECONDS = 5.0
 MOST_BACKOFF_SECONDS = 600.0
 
 FORGIVEN_AFTER_MERGES = 16
-"""Merges in a row after which earlier ejections no longer lengthen the back-off."""
+FORGIVEN_AFTER_HOLDS = 50.0
+"""
+Merges in a row, and time since the last ejection in multiples of `hold_seconds`, after which earlier
+failures no longer count. An ejection costs the others at most one hold, so a learner that fails as
+often as this allows costs them 2 % of their time. Waits that lead to none are forgiven at that rate.
+"""
 
 PROBE_ATTEMPT = 1 << 20
 """Attempts of probes are numbered from here on, so that they are never an attempt of a round."""
@@ -43,14 +51,56 @@ class Ejections:
     """Moving average of the time from the pull to the commit."""
     _probes: int = 0
 
-    def eject(self, name: str, reason: str, now: float) -> list[ev.Decision]:
-        """Eject a learner, unless there would be no quorum without it; empty if it was not ejected."""
+    def eject(
+        self, name: str, reason: str, now: float, *, waited: float = 0.0
+    ) -> list[ev.Decision]:
+        """
+        Eject a learner, unless there would be no quorum without it; empty if it was not ejected.
+
+        Args:
+            name: of the learner.
+            reason: one of a fixed set.
+            now: monotonic seconds.
+            waited: seconds that the others waited for it in vain.
+        """
         record = self.learners.by_name[name]
-        if record.ejection is not None or record.session is None:
+        if record.session is None:
             return []
-        if len(self.learners.training()) <= self.quorum:
+        self._charge(record, waited, now)
+        return self._eject(record, reason, now)
+
+    def waited(self, name: str, seconds: float, reason: str, now: float) -> list[ev.Decision]:
+        """
+        The others waited in vain for a learner that left, or that delivered what was used before.
+
+        It may be gone. It is ejected once that adds up to what a round could have waited for it.
+        """
+        record = self.learners.by_name[name]
+        return self._eject(record, reason, now) if self._charge(record, seconds, now) else []
+
+    def _charge(self, record: LearnerRecord, seconds: float, now: float) -> bool:
+        """Add up a wait in vain; whether it is as long now as a round may wait."""
+        if seconds <= 0:
+            return False
+        hold = self.hold_seconds()
+        forgiven = (now - record.waited_at) / FORGIVEN_AFTER_HOLDS
+        record.waited_seconds = max(0.0, record.waited_seconds - forgiven) + min(seconds, hold)
+        record.waited_at = now
+        if record.waited_seconds < hold:
+            return False
+        record.waited_seconds = 0.0
+        record.long_waits += 1
+        return True
+
+    def _eject(self, record: LearnerRecord, reason: str, now: float) -> list[ev.Decision]:
+        if record.ejection is not None:
+            return []
+        others = len(self.learners.training()) - record.training
+        if others < self.quorum:
             return []  # nobody would gain: the rounds need it
+        name = record.name
         record.ejections, record.delivered_in_row = record.ejections + 1, 0
+        record.failed_at = now
         pause = backoff_seconds(record.ejections)
         record.ejection = Ejection(reason=reason, probe_at=now + pause, failed_at=now)
         self.learners.changed()
@@ -134,11 +184,15 @@ class Ejections:
         return record if probe and (probe.round, probe.attempt) == (round_, attempt) else None
 
     def joined(self, record: LearnerRecord, now: float) -> None:
-        """A session began: an ejected learner is probed as soon as it reports."""
+        """A session began: an ejected learner is probed as soon as it reports, unless it costs too much."""
         if record.ejection is None:
             self.pace.join(record.name)
-        else:
-            record.ejection.probe, record.ejection.probe_at = None, now
+            return
+        state = record.ejection
+        state.probe = None
+        again = record.long_waits > 1
+        earliest = state.failed_at + backoff_seconds(record.long_waits) if again else now
+        state.probe_at = max(now, earliest)
 
     def left(self, record: LearnerRecord) -> None:
         """A session ended, and its probe with it."""
@@ -156,11 +210,13 @@ class Ejections:
         )
         return self.end_probe(record, "", now) if event.done else []
 
-    def merged(self, record: LearnerRecord) -> None:
+    def merged(self, record: LearnerRecord, now: float) -> None:
         """A learner was part of a merge; after enough of them its failures are forgotten."""
         record.delivered_in_row += 1
-        if record.delivered_in_row >= FORGIVEN_AFTER_MERGES:
-            record.ejections = 0
+        if record.delivered_in_row < FORGIVEN_AFTER_MERGES:
+            return
+        if now - record.failed_at >= FORGIVEN_AFTER_HOLDS * self.hold_seconds():
+            record.ejections = record.long_waits = 0
 
     def shift(self, seconds: float) -> None:
         """The syncer itself stood still."""

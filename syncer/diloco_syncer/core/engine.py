@@ -51,7 +51,7 @@ class Engine:
     """At the start: the model of step T is written already."""
     learners: LearnerRecords = field(default_factory=LearnerRecords)
     scheduler: Scheduler = field(init=False)
-    initialisation: Initialisation = field(default_factory=Initialisation)
+    initialisation: Initialisation = field(init=False)
     durability: Durability = field(init=False)
     _announcements: Announcements = field(init=False)
     _commits: int = 0
@@ -63,6 +63,7 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.spec, self.learners, self.start_step)
+        self.initialisation = Initialisation(parts=self.spec.fragments + 1)
         self.durability = Durability(
             every_steps=self.spec.syncer_checkpoint.every_steps,
             capture=self.to_json,

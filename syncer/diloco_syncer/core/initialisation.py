@@ -17,15 +17,22 @@ asked. Paper leaves this open.
 """
 
 
+MOST_UPLOADS = 3
+"""How often a learner may begin Θ^(0) until its progress no longer counts: it never comes to the end."""
+
+
 @dataclass(slots=True)
 class Initialisation:
     """Asks one learner after the other; a learner that failed is asked again after all others."""
 
+    parts: int = 1 << 30
+    """Of Θ^(0): the fragments and the constants."""
     learner: str | None = None
     """The learner that was asked."""
     deadline: float = 0.0
     received_bytes: int = 0
     """Of the part of Θ^(0) that it uploads now."""
+    begun_parts: int = 0
     failures: dict[str, int] = field(default_factory=dict)
 
     def request(self, connected: Sequence[str], now: float) -> list[ev.Decision]:
@@ -34,6 +41,7 @@ class Initialisation:
             return []
         self.learner = min(connected, key=lambda name: (self.failures.get(name, 0), name))
         self.deadline, self.received_bytes = now + STALL_SECONDS, 0
+        self.begun_parts = 1
         return [ev.RequestInitial(learner=self.learner)]
 
     def progressed(self, learner: str, received_bytes: int, now: float) -> None:
@@ -42,6 +50,9 @@ class Initialisation:
             return
         more = received_bytes - self.received_bytes
         self.received_bytes = received_bytes
+        self.begun_parts += more < 0
+        if self.begun_parts > MOST_UPLOADS * self.parts:
+            return
         earned = (more if more >= 0 else received_bytes) / LEAST_BYTES_PER_SECOND
         self.deadline = max(self.deadline, min(self.deadline + earned, now + STALL_SECONDS))
 

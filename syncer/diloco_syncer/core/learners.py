@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco.journal.records import RecordError, value
 from diloco_syncer.core.claims import Claims
 from diloco_syncer.core.delivery import Delivery
 from diloco_syncer.core.events import Hello, Reported
@@ -93,7 +94,14 @@ class LearnerRecord:
     ejection: Ejection | None = None
     """None: it takes part in rounds."""
     ejections: int = 0
-    """Failures since it last delivered for a while."""
+    """Failures since it last delivered for a while, those of probes included."""
+    long_waits: int = 0
+    """How often waits for it in vain added up to what a round may wait."""
+    waited_seconds: float = 0.0
+    """Waits for it in vain since then, as of `waited_at`."""
+    waited_at: float = -math.inf
+    failed_at: float = -math.inf
+    """When it was last ejected, monotonic."""
     delivered_in_row: int = 0
     """Merges since the last failure."""
 
@@ -300,27 +308,53 @@ class LearnerRecords:
             }
         )
 
-    def replay(self, lines: Iterable[dict[str, Any]]) -> None:
+    def replay(self, lines: Iterable[Mapping[str, Any]]) -> int:
         """
         Catch up with audit lines written after the snapshot this was read from.
 
         A killed syncer loses the merges after its last snapshot. It must not lose which incarnations it admitted and
         which reports it merged, or a replaced process could return, or a report be merged in two epochs.
+
+        Returns:
+            How many lines were left out because they are damaged: the journal has no checksums, and
+            what it lost must not keep the job from starting. `diloco audit` names them.
         """
+        damaged = 0
         for line in lines:
-            if line.get("event") == "join":
-                name = line["learner"]
-                record = self.get_or_add(name, region=name.split("/")[0])
-                if line["incarnation"] > record.incarnation:
-                    record.incarnation, record.claims = line["incarnation"], Claims()
-                record.local_step = max(record.local_step, line["localStep"])
-            elif line.get("event") == "merge":
-                for member in line["members"]:
-                    known = self.by_name.get(member["learner"])
-                    if known is not None:
-                        known.local_step = max(known.local_step, member["step"])
-                        if known.incarnation == member["incarnation"]:
-                            known.claims.add(member["step"])
+            try:
+                if line.get("event") == "join":
+                    self._replay_join(line)
+                elif line.get("event") == "merge":
+                    self._replay_merge(line)
+            except RecordError:
+                damaged += 1
+        return damaged
+
+    def _replay_join(self, line: Mapping[str, Any]) -> None:
+        name, incarnation = value(line, "learner", str), value(line, "incarnation", int)
+        local_step = value(line, "localStep", int)
+        region, _, index = name.rpartition("/")
+        if not (region and index.isascii() and index.isdigit()):
+            raise RecordError(f"has learner {name!r}, expected one like eu/0")
+        record = self.get_or_add(name, region=region)
+        if incarnation > record.incarnation:
+            record.incarnation, record.claims = incarnation, Claims()
+        record.local_step = max(record.local_step, local_step)
+
+    def _replay_merge(self, line: Mapping[str, Any]) -> None:
+        members = line.get("members")
+        if not isinstance(members, list) or not all(isinstance(m, dict) for m in members):
+            raise RecordError("has no list of members")
+        used = [
+            (value(m, "learner", str), value(m, "incarnation", int), value(m, "step", int))
+            for m in members
+        ]
+        for name, incarnation, local_step in used:
+            known = self.by_name.get(name)
+            if known is not None:
+                known.local_step = max(known.local_step, local_step)
+                if known.incarnation == incarnation:
+                    known.claims.add(local_step)
 
 
 def _measure(training: list[LearnerRecord]) -> tuple[float | None, float]:

@@ -156,6 +156,14 @@ class Round:
         elif self.held_since is None:
             self.held_since = now
 
+    def waited_seconds(self, learner: str, now: float) -> float:
+        """What the others lose if this member is lost now: their wait for it, or the whole attempt."""
+        if self.phase in (Phase.MERGING, Phase.MERGED):
+            return now - self.pulled_at
+        member = self.members.get(learner)
+        pending = member is not None and member.pending
+        return now - self.held_since if pending and self.held_since is not None else 0.0
+
     def late(self, now: float, *, hold_seconds: float) -> list[str]:
         """Members past their own deadline, and all for which the others waited `hold_seconds`."""
         if not self.transferring:

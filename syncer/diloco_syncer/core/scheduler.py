@@ -157,7 +157,9 @@ class Scheduler:
                 "fragment": round_.fragment,
             }
             log = ev.Log(event="refuse", fields=fields)
-            return [log, *self._drop(round_, event.learner, refused, now)]
+            waited = round_.waited_seconds(event.learner, now)
+            ejected = self.ejections.waited(event.learner, waited, "ReportUsed", now)
+            return [log, *ejected, *self._drop(round_, event.learner, refused, now)]
         try:
             credited = record.history.credit(event, round_.fragment)
         except CountsDifferError as error:
@@ -246,10 +248,11 @@ class Scheduler:
 
         Also from a round that is merged and waits for its turn: it must not commit after a successor has joined.
         """
-        out: list[ev.Decision] = []
-        for round_ in list(self.in_flight):
-            if learner in round_.members and not round_.open:
-                out += self._drop(round_, learner, reason, now)
+        rounds = [r for r in self.in_flight if learner in r.members and not r.open]
+        waited = max((r.waited_seconds(learner, now) for r in rounds), default=0.0)
+        out = self.ejections.waited(learner, waited, "LeftRound", now)
+        for round_ in rounds:
+            out += self._drop(round_, learner, reason, now)
         return out
 
     def _drop(self, round_: Round, learner: str, reason: str, now: float) -> list[ev.Decision]:
@@ -339,7 +342,7 @@ class Scheduler:
             self._claims(name).merge(round_.step, contribution.local_step)
             record.merged_round = round_.step
             record.merges += 1
-            self.ejections.merged(record)
+            self.ejections.merged(record, now)
         receivers = len(self.learners.connected())
         line = merge_line(
             round_,
@@ -403,7 +406,8 @@ class Scheduler:
             "fragment": round_.fragment,
         }
         round_.failure = f"{name}: {reason}"
-        ejected = self.ejections.eject(name, reason, now)
+        waited = round_.waited_seconds(name, now)
+        ejected = self.ejections.eject(name, reason, now, waited=waited)
         out = [
             ev.Log(event="refuse", fields=fields),
             *ejected,

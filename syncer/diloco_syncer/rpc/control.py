@@ -108,6 +108,7 @@ class ControlService:
             _ = applicant.model  # checked here, not on the runner's thread
             session = self._runner.admit(applicant)
             try:
+                self._door.join(learner, time.monotonic())
                 incarnation = hello.incarnation or self._next_incarnation()
                 event = telemetry.joined(
                     hello, session=session.number, incarnation=incarnation,

@@ -32,6 +32,13 @@ OBSERVER_STREAMS = 32
 """Downloads without a learner (evaluators) at a time; an evaluator has one."""
 
 
+JOINS_PER_MINUTE = 120
+"""
+Sessions of one learner that begin per minute. Each costs two lines of events.jsonl and a synced counter:
+a learner in a tight loop must not fill the journal until older parts, with merges, are deleted.
+"""
+
+
 def most_learners(spec: RunSpec) -> int:
     """Learners that threads are provided for: twice those of the spec, and at least 64."""
     return max(64, 2 * sum(spec.learners.values()))
@@ -139,6 +146,8 @@ class Door:
         self._lock = threading.Lock()
         self._open: Counter[str] = Counter()
         """Learner → its bulk streams."""
+        self._joined: dict[str, deque[float]] = {}
+        """Learner → when its newest sessions began, monotonic."""
         self._waits: deque[_Wait] = deque()
         """Of all services, by deadline."""
         self._begun = threading.Condition(self._lock)
@@ -172,6 +181,21 @@ class Door:
         if ended is not None:
             ended.cancel()
         return wait
+
+    def join(self, learner: str, now: float) -> None:
+        """
+        Count a session of a learner of the job; `now` is in monotonic seconds.
+
+        Raises:
+            UnavailableError: it has begun too many within a minute.
+        """
+        with self._lock:
+            begun = self._joined.setdefault(learner, deque(maxlen=JOINS_PER_MINUTE))
+            if len(begun) == JOINS_PER_MINUTE and now < begun[0] + 60.0:
+                raise UnavailableError(
+                    f"{learner} began {JOINS_PER_MINUTE} sessions within a minute; find out why they end"
+                )
+            begun.append(now)
 
     @contextmanager
     def slot(self, learner: str) -> Iterator[None]:

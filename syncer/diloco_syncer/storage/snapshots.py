@@ -89,7 +89,7 @@ def resume(
     snapshot = store.start()
     if snapshot is None:
         engine = Engine(spec=spec, epoch=epoch)
-        engine.learners.replay(reader.read(directory / EVENTS, disk=disk))
+        _replay(engine, directory, disk=disk)
         return engine, None
     stated = snapshot.meta["spec"]
     if stated != spec.hash:
@@ -105,11 +105,16 @@ def resume(
         state=dict(snapshot.meta["engine"]),
         exported=model is not None and model.step == snapshot.step,
     )
-    engine.learners.replay(
-        reader.read(directory / EVENTS, since=_position(snapshot.meta), disk=disk)
-    )
+    _replay(engine, directory, since=_position(snapshot.meta), disk=disk)
     log.info("resumed from step %d, epoch %d begins", snapshot.step, epoch)
     return engine, parameters
+
+
+def _replay(engine: Engine, directory: Path, *, since: Position | None = None, disk: Disk) -> None:
+    path = directory / EVENTS
+    damaged = engine.learners.replay(reader.read(path, since=since, disk=disk))
+    if damaged:
+        log.warning("%s: damaged lines were left out (%d); diloco audit names them", path, damaged)
 
 
 def export(

@@ -384,3 +384,19 @@ def test_a_weight_within_its_limit_passes_the_audit() -> None:
     rate = sorted(m["tokens"] / m["steps"] for m in events[-1]["members"])[1]
     events[-1]["members"][3].update(tokens=2**40, weight=3 * (2.1 * rate) ** 2)
     assert audit(lines(events)).violations == ()
+
+
+@pytest.mark.parametrize(
+    ("kind", "change"),
+    [
+        ("merge", {"event": {"a": 1}}), ("merge", {"event": []}), ("start", {"interval": 0}),
+        ("start", {"fragments": -1}), ("merge", {"deltaNorm": 10**400}),
+        ("merge", {"members": [{**member("eu/0", 1, 1), "tokens": 10**400}]}),
+    ],
+)  # fmt: skip
+def test_a_line_with_an_impossible_value_is_a_violation_with_its_place(kind, change):
+    events = history()
+    at = next(i for i, event in enumerate(events) if event["event"] == kind)
+    events[at] = {**events[at], **change}
+    found = audit(map(json.dumps, events)).violations
+    assert any(f"line {at + 1}: " in sentence for sentence in found)

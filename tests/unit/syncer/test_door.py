@@ -8,7 +8,13 @@ import pytest
 from diloco.errors import UnavailableError
 from diloco.spec import RunSpec
 from diloco_syncer.refusals import Refusals
-from diloco_syncer.rpc.door import OBSERVER_STREAMS, Door, Pool, address_of
+from diloco_syncer.rpc.door import (
+    JOINS_PER_MINUTE,
+    OBSERVER_STREAMS,
+    Door,
+    Pool,
+    address_of,
+)
 
 SPEC = RunSpec(job="j", steps=10, fragments=2, interval=2, overlap=1, learners={"eu": 2})
 
@@ -125,3 +131,15 @@ def test_a_learner_may_hold_only_so_many_transfers(learner, most):
 )
 def test_the_port_of_a_peer_does_not_make_it_another_one(peer, address):
     assert address_of(peer) == address
+
+
+def test_a_learner_that_joins_in_a_tight_loop_is_refused_until_a_minute_is_over():
+    door = Door(SPEC, Refusals(lambda *given, **named: None))
+    for count in range(JOINS_PER_MINUTE):
+        door.join("eu/0", 100.0 + count / 10)
+    with pytest.raises(UnavailableError, match="eu/0 began 120 sessions within a minute"):
+        door.join("eu/0", 159.9)
+    door.join("eu/1", 159.9)
+    door.join("eu/0", 160.0)
+    with pytest.raises(UnavailableError):
+        door.join("eu/0", 160.05)

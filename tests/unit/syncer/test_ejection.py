@@ -217,13 +217,60 @@ def test_joining_and_leaving_are_steps_of_the_pace():
     assert job.pace.positions["a"] == 7
 
 
-@pytest.mark.parametrize(("merges", "left"), [(-1, 3), (0, 0)])
-def test_failures_are_forgiven_after_enough_merges_in_a_row(merges, left):
-    job = Learners()
-    job["a"].ejections = 3
+@pytest.mark.parametrize(
+    ("merges", "now", "left"), [(-1, 1e9, 3), (0, 100.0 + 200.0, 0), (0, 100.0 + 199.9, 3)]
+)
+def test_failures_are_forgiven_after_enough_merges_in_a_row_and_enough_time(merges, now, left):
+    job = Learners(hold=4.0)
+    job["a"].ejections, job["a"].long_waits, job["a"].failed_at = 3, 3, 100.0
     for _ in range(FORGIVEN_AFTER_MERGES + merges):
-        job.it.merged(job["a"])
-    assert job["a"].ejections == left
+        job.it.merged(job["a"], now)
+    assert (job["a"].ejections, job["a"].long_waits) == (left, left)
+
+
+def test_what_the_others_waited_for_a_learner_in_vain_adds_up_to_an_ejection():
+    job = Learners(hold=4.0)
+    assert job.it.waited("b", 0.0, "LeftRound", 1.0) == []
+    assert job.it.waited("b", 3.0, "LeftRound", 2.0) == []
+    job.records.leave("b", 2)  # gone or not
+    [log] = job.it.waited("b", 1.0 + 10 / 50, "LeftRound", 12.0)
+    assert log.fields == {"learner": "b", "reason": "LeftRound", "probeSeconds": BACKOFF_SECONDS}
+    assert (job["b"].waited_seconds, job["b"].failed_at) == (0.0, 12.0)
+
+
+def test_short_waits_in_vain_are_forgiven_fifty_times_as_long_later():
+    job = Learners(hold=4.0)
+    for count in range(1, 40):
+        assert job.it.waited("b", 1.0, "LeftRound", 51.0 * count) == []
+    assert job["b"].waited_seconds == 1.0
+
+
+def test_one_long_wait_in_vain_counts_as_one_failure():
+    job = Learners(hold=4.0)
+    assert job.it.waited("b", 1000.0, "LeftRound", 1.0)
+    assert (job["b"].long_waits, job["b"].waited_seconds) == (1, 0.0)
+    assert job.it.waited("b", 1000.0, "LeftRound", 2.0) == [], "it is ejected already"
+
+
+def test_a_learner_that_the_quorum_needs_is_not_ejected_for_leaving_either():
+    job = Learners(quorum=2)
+    assert job.it.waited("a", 9.0, "LeftRound", 0.0)
+    job.records.leave("b", 2)
+    assert job.it.waited("b", 9.0, "LeftRound", 0.0) == []
+
+
+def test_a_learner_for_which_rounds_waited_long_twice_waits_for_its_back_off_although_it_joins():
+    job = Learners(hold=4.0)
+    job["b"].long_waits = 1
+    job.it.eject("b", "Stalled", 100.0, waited=4.0)
+    job.records.leave("b", 2)
+    job.it.left(job["b"])
+    job.join("b", 9)
+    job.report("b", 9)
+    job.it.joined(job["b"], 101.0)
+    assert job.it.deadlines(101.0) == [100.0 + backoff_seconds(2)]
+    job.it.joined(job["b"], 500.0)
+    assert job.probe(500.0).learner == "b"
 
 
 def test_a_pause_of_the_syncer_is_given_back_to_probes():

@@ -397,6 +397,20 @@ def test_an_initialiser_that_hangs_is_replaced_by_the_next_learner():
     assert [line["reason"] for line in job.logs("refuse")] == ["InitialLate"]
 
 
+def test_an_initialiser_that_uploads_again_and_again_and_never_ends_is_replaced():
+    job = Driven()
+    parts = 3 * (4 + 1)
+    for _ in range(parts + 70):
+        job.now += 1.0
+        for received in (1 << 24, 1 << 27):
+            job.handle(ev.Progress(learner="eu/0", round=0, attempt=0, received_bytes=received))
+        for name in ("eu/0", "eu/1"):
+            job.handle(ev.Heartbeat(session=job.names.index(name) + 1, learner=name))
+    job.handle(ev.Tick())
+    asked = [d.learner for d in job.out if isinstance(d, ev.RequestInitial)]
+    assert asked == ["eu/0", "eu/1"]
+
+
 def test_an_initialiser_that_trickles_is_replaced_by_the_next_learner():
     job = Driven()
     for received in range(1, 200):

@@ -208,3 +208,25 @@ def test_lines_written_after_the_snapshot_bring_joins_and_merged_reports_back():
     assert learners.by_name["us/1"].region == "us"
     assert (record.incarnation, record.local_step) == (5, 6)
     assert record.claims.newest == -1, "a merge of the incarnation before does not count"
+
+
+JOIN = {"event": "join", "learner": "eu/0", "incarnation": 2, "localStep": 4}
+MERGE = {"event": "merge", "members": [{"learner": "eu/0", "incarnation": 2, "step": 6}]}
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {**JOIN, "learner": None}, {**JOIN, "learner": "eu/p"}, {**JOIN, "learner": "eu"},
+        {**JOIN, "incarnation": "9"}, {**JOIN, "incarnation": 10**40},
+        {name: field for name, field in JOIN.items() if name != "localStep"},
+        {"event": "merge"}, {**MERGE, "members": [7]}, {**MERGE, "members": [{"learner": "eu/0"}]},
+    ],
+)  # fmt: skip
+def test_a_damaged_line_of_the_journal_is_left_out_and_counted_and_the_others_are_replayed(damaged):
+    learners = LearnerRecords()
+    assert learners.replay([JOIN, damaged, MERGE]) == 1
+    assert names(learners) == ["eu/0"]
+    record = learners.by_name["eu/0"]
+    assert (record.incarnation, record.local_step) == (2, 6)
+    assert record.claims.refused(1, 6)

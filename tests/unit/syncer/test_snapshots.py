@@ -58,6 +58,21 @@ def test_a_start_reads_the_lines_after_its_snapshot_in_all_parts(tmp_path: Path)
     assert found == {"eu/0": 2, "eu/1": 3}
 
 
+def test_a_journal_with_a_flipped_bit_does_not_keep_the_syncer_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    journal = JournalWriter(tmp_path / "events.jsonl")
+    journal.append(join("eu/0", 3))
+    journal.append(join("eu/1", 4))
+    journal.close()
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"localStep"', b'"mocalStep"', 1))
+    store = Store(tmp_path / "snapshots", keep=1)
+    engine, _ = snapshots.resume(SPEC, tmp_path, store, epoch=2)
+    assert [record.name for record in engine.learners] == ["eu/1"]
+    assert "events.jsonl: damaged lines were left out (1)" in caplog.text
+
+
 def test_parts_are_deleted_when_no_kept_snapshot_needs_them(tmp_path: Path):
     store = Store(tmp_path / "snapshots", keep=1)
     log = JournalWriter(tmp_path / "events.jsonl")

@@ -474,3 +474,11 @@ def test_a_new_link_takes_the_versions_of_a_checkpoint_from_the_trainer():
     assert downloads(session(ev.ModelReady(versions=((1, 10), (1, 12))))) == []
     wanted = downloads(session(ev.Committed(fragment=0, version=(1, 13))))
     assert [d.fragment for d in wanted] == [0]
+
+
+def test_a_fragment_that_the_model_does_not_have_reaches_neither_trainer_nor_transfers():
+    session = trained(constants=True)
+    session(ev.Opened(step=11, steps=100, fragments=(1, P, 7)))
+    assert session.link_state.open == (1,)
+    assert session(ev.Pulled(round=11, attempt=1, fragment=P, versions=())) == []
+    assert session(ev.ResultAnnounced(round=11, attempt=1, fragment=P)) == []

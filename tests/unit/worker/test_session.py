@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 
+import pytest
+
 from diloco.v1 import syncer_pb2 as pb
 from diloco_worker.core import events as ev
-from diloco_worker.link.session import Session
+from diloco_worker.link.session import Session, event_of
 
 
 class Call:
@@ -42,3 +45,14 @@ def test_an_unexpected_error_of_the_stream_loses_the_session_instead_of_the_thre
     assert lost.wait(30)
     assert [type(event) for event in events] == [ev.Completed, ev.SessionLost]
     assert "at a named point" in events[-1].text
+
+
+@pytest.mark.parametrize(
+    ("stated", "used"),
+    [(2.0, 2.0), (0.1, 0.1), (0.0, 1.0), (1e-300, 1.0), (-1.0, 1.0), (math.nan, 1.0), (61.0, 1.0)],
+)
+def test_a_syncer_cannot_make_the_link_send_nothing_but_heartbeats(stated, used):
+    welcome = pb.SyncerMessage(welcome=pb.Welcome(heartbeat_seconds=stated))
+    event = event_of(welcome)
+    assert isinstance(event, ev.Welcomed)
+    assert event.heartbeat_seconds == used

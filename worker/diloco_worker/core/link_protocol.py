@@ -9,6 +9,8 @@ never waits). Rules:
      it continues to train and receives the fragments that it missed (core/updates.py; paper E.3,
      "short interruption").
   3. Only a refusal ends the process; everything else is retried.
+  4. What the syncer states about fragments that the model does not have is ignored: it must not
+     reach the trainer, which would end.
 """
 
 from __future__ import annotations
@@ -253,14 +255,19 @@ class LinkProtocol:
         return [ev.Download(fragment=index) for index in sorted(self._missing)]
 
     def _opened(self, event: ev.Opened, now: float) -> list[ev.Decision]:
-        self._announced = event.fragments
+        self._announced = tuple(p for p in event.fragments if self._exists(p))
         self._update(step=event.step, steps=event.steps)
         return []
 
     def _pulled(self, event: ev.Pulled, now: float) -> list[ev.Decision]:
-        return [ev.Upload(pull=event)]
+        return [ev.Upload(pull=event)] if self._exists(event.fragment) else []
+
+    def _exists(self, fragment: int) -> bool:
+        return fragment < len(self._slots)
 
     def _result_announced(self, event: ev.ResultAnnounced, now: float) -> list[ev.Decision]:
+        if not self._exists(event.fragment):
+            return []
         self._updates.result_announced(event.fragment)
         return [ev.Download(fragment=event.fragment, round=event.round, attempt=event.attempt)]
 

@@ -37,6 +37,9 @@ from diloco_worker.settings import LearnerSettings
 
 log = logging.getLogger("diloco.link")
 
+HEARTBEATS = (0.1, 60.0)
+"""Seconds between two heartbeats that a syncer may ask for."""
+
 UNAUTHORISED_SECONDS = 10.0
 """Pause after the certificate was refused: each refusal is an event in the journal of the syncer."""
 
@@ -159,7 +162,7 @@ def event_of(message: pb.SyncerMessage) -> ev.Event | None:
             w = message.welcome
             return ev.Welcomed(
                 epoch=w.epoch, incarnation=w.incarnation, step=w.step, steps=w.steps, local_step=w.local_step,
-                total_tokens=w.total_tokens, heartbeat_seconds=w.heartbeat_seconds or 1.0,
+                total_tokens=w.total_tokens, heartbeat_seconds=_heartbeat(w.heartbeat_seconds),
                 use_checkpoint=w.use_checkpoint,
             )  # fmt: skip
         case "initialise":
@@ -186,6 +189,11 @@ def event_of(message: pb.SyncerMessage) -> ev.Event | None:
         case "complete":
             return ev.Completed(step=message.complete.step)
     return None  # a heartbeat, or a message of a newer version
+
+
+def _heartbeat(seconds: float) -> float:
+    """The interval that the syncer states; of 0 or NaN seconds, the link would do nothing else."""
+    return seconds if HEARTBEATS[0] <= seconds <= HEARTBEATS[1] else 1.0
 
 
 def lost_of(error: DilocoError) -> ev.SessionLost:
