@@ -137,7 +137,10 @@ def parse(data: bytes | bytearray | memoryview, size: int) -> dict[str, Entry]:
             for name, fact in facts.items()
             if name != "__metadata__"
         }
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (
+        *(ValueError, TypeError, KeyError, AttributeError, IndexError),
+        *(OverflowError, RecursionError),
+    ) as error:
         raise DamagedError(f"safetensors: the header cannot be read: {error!r}") from None
     # A file whose tensors overlap would grow when it is written again.
     end = base

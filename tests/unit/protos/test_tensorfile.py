@@ -94,3 +94,18 @@ def test_the_bytes_of_a_header_are_those_of_files_already_written():
         b'"h":{"dtype":"BF16","shape":[5],"data_offsets":[32,42]},'
         b'"none":{"dtype":"BOOL","shape":[0,4],"data_offsets":[42,42]}}     '
     )
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b'{"a":{"dtype":"F32","shape":[1e999],"data_offsets":[0,4]}}',
+        b'{"a":' + b"[" * 100_000,
+        b'{"a":{"dtype":"F32","shape":[1],"data_offsets":[0,1e999]}}',
+    ],
+    ids=["infinite shape", "nested without end", "infinite offset"],
+)
+def test_a_header_that_no_number_or_stack_can_hold_is_refused(header):
+    data = len(header).to_bytes(8, "little") + header + bytes(4)
+    with pytest.raises(DamagedError, match="cannot be read"):
+        parse(data, len(data))
