@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from diloco.journal.parts import PART_BYTES
 from diloco.model.fragments import Layout, Tensor, cut
@@ -14,6 +15,8 @@ from diloco_sim.faults import MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind
 from diloco_sim.learner import TRAINER
 from diloco_sim.seeds import fork
 from diloco_worker.link.buffers import SLACK, most_transfers
+
+T = TypeVar("T")
 
 SYNCER = "syncer"
 
@@ -25,6 +28,15 @@ SIMULATED: Mapping[Kind, float] = {
     **dict.fromkeys(MISBEHAVIOUR, 0.5),
 }
 """Weights of the kinds of faults that a world carries out."""
+
+LEARNERS: Mapping[int, float] = {1: 2.0, 2: 6.0, 3: 6.0, 4: 3.0, 5: 1.0, 6: 1.0, 7: 1.0, 8: 1.0}
+"""Weights of the numbers of learners."""
+
+STEP_SECONDS: Mapping[float, float] = {0.1: 3.0, 0.5: 3.0, 1.0: 3.0, 5.0: 1.0}
+"""Weights of the seconds of a step; long steps are mostly heartbeats."""
+
+SNAPSHOT_STEPS: Mapping[int, float] = {1: 1.0, 4: 3.0, 10: 3.0, 30: 3.0}
+"""Weights of the global steps between two snapshots."""
 
 FAULT_SHARE = 0.6
 """All faults are over when the fastest learner could have made this share of the steps."""
@@ -152,6 +164,10 @@ def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
     """
     Draw a world.
 
+    Small ones are more frequent: nearly every defect shows with two to four learners (the small scope
+    hypothesis: Jackson, "Software Abstractions", 2006), and more of them run in the same time. All
+    numbers of learners up to eight, steps of five seconds and a snapshot after every step remain.
+
     Args:
         seed: decides everything but the steps.
         steps: global steps to train.
@@ -202,13 +218,17 @@ def _without_losses(plan: Plan) -> Plan:
     )
 
 
+def _choice(source: random.Random, weights: Mapping[T, float]) -> T:
+    return source.choices(list(weights), list(weights.values()))[0]
+
+
 def _sample(seed: int, steps: int, source: random.Random) -> Description:
-    learners = source.randint(1, 8)
+    learners = _choice(source, LEARNERS)
     fragments = source.randint(1, 6)
     interval = fragments * source.choice((1, 1, 2, 3)) + source.choice((0, 0, 1))
     overlap = source.randint(1, max(1, min(interval - 1, fragments, 3)))
     quorum = source.choice((1, 1, max(1, learners // 2), max(1, learners - 1), learners))
-    base = source.choice((0.1, 0.5, 1.0, 5.0))
+    base = _choice(source, STEP_SECONDS)
     spec = RunSpec(
         job="simulated",
         steps=steps,
@@ -225,7 +245,7 @@ def _sample(seed: int, steps: int, source: random.Random) -> Description:
         wire_down=source.choice(("FP32", "BF16")),
         error_feedback=source.random() < 0.5,
         syncer_checkpoint=Checkpoint(
-            every_steps=source.choice((1, 4, 10, 30)), keep=source.randint(1, 3)
+            every_steps=_choice(source, SNAPSHOT_STEPS), keep=source.randint(1, 3)
         ),
     )
     return Description(

@@ -299,8 +299,8 @@ class UploadStream:
             self._reply(receiver.resume(now))
         while self._messages and not self._over and receiver.waiting is None:
             message = self._messages.popleft()
-            self._service.changed = True
-            self._keep(message)
+            if self._keep(message) == frames.Kind.CHUNK:
+                self._service.changed = True
             self._reply(receiver.receive(message, now))
             happened = True
         if not self._over:
@@ -340,19 +340,20 @@ class UploadStream:
         if self._timer is not None:
             self._server.process.clock.cancel(self._timer)
 
-    def _keep(self, message: bytes | None) -> None:
-        """For the checkers: what was received, read independently of the receiver."""
+    def _keep(self, message: bytes | None) -> frames.Kind | None:
+        """For the checkers: what was received, read independently of the receiver; returns its kind."""
         if message is None:
-            return
+            return None
         try:
             envelope = frames.unpack(message)
         except (DamagedError, ProtocolError):
-            return
+            return None
         if envelope.kind == frames.Kind.HEADER and self._header is None:
             self._header = bulk.UploadHeader.FromString(bytes(envelope.payload))
             self._server.observe(Received(self._header, self._chunks))
         elif envelope.kind == frames.Kind.CHUNK:
             self._chunks.setdefault(envelope.index, bytes(envelope.payload))
+        return envelope.kind
 
 
 class DownloadStream:

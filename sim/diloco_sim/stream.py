@@ -288,13 +288,13 @@ class Endpoint:
 
     def pump(self) -> None:
         """Send what may be sent."""
-        if self.waiting or not self.may_send():
+        if self.waiting or not self.outbox or not self.may_send():
             return
         pipe = self.side.link.pipe
         now = pipe.clock.now
         while not pipe.waiting and pipe.free_at <= now:
             self.transmit()
-            if not self.may_send():
+            if not self.outbox or not self.may_send():
                 return
         pipe.want(self)
 

@@ -53,6 +53,9 @@ Observe = Callable[[object], None]
 
 PostedOrAsked = Event | Callable[[], None]
 
+_MOVING = (ev.BeginMerge, ev.AbortMerge, ev.Commit)
+"""Decisions after which a transfer that waits may continue."""
+
 
 @dataclass(frozen=True, slots=True)
 class _Opened:
@@ -283,7 +286,8 @@ class Server:
     def _decided(self, decision: ev.Decision) -> None:
         if isinstance(decision, ev.WakeAt):
             return
-        self.service.changed = True
+        if isinstance(decision, _MOVING):
+            self.service.changed = True
         self.observe(decision)
         if isinstance(decision, ev.Commit):
             self._commits.append(decision)

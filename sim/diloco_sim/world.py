@@ -207,7 +207,7 @@ class World:
         if self._found is not None:
             return
         now = self.clock.now
-        if not isinstance(event, Captured | Log | Moment):
+        if not isinstance(event, _UNTRACED):
             # As text what refers to vectors: the trace must not keep them from being used again.
             self.trace.append((now, _text(event) if isinstance(event, Committed) else event))
         if isinstance(event, dict) and event.get("event") == "merge":
@@ -301,6 +301,8 @@ class World:
         if not learner.away:
             learner.come_back()
 
+
+_UNTRACED = (Captured, Log, Moment)
 
 MOST_EVENTS = 200_000
 """Events of one slice of virtual time."""

@@ -164,6 +164,12 @@ def accumulate(
     return _finite(total)
 
 
+def address_of(array: npt.NDArray[Any]) -> int:
+    """Where its data lies; `array.ctypes` would import and make objects for it."""
+    address: int = array.__array_interface__["data"][0]
+    return address
+
+
 def slot_norms(fragment: Fragment, flat_N: F32) -> list[float]:
     """
     L2 norm of every tensor of the fragment, in fragment order, summed in float64.
@@ -210,7 +216,7 @@ def _parts(
             f"payload of {raw.size} bytes, expected {encoded_bytes(fmt, hi)} "
             f"for {hi} elements of {_name(fmt)}"
         )
-    if raw.ctypes.data % 4:
+    if address_of(raw) % 4:
         raw = raw.copy()
     values, scales = _split(fmt, _read_only(raw))
     first, last = (lo, hi) if fmt != INT4 else (lo // 2, hi // 2)
@@ -219,7 +225,7 @@ def _parts(
 
 def _split(fmt: int, raw: U8) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]:
     """The values and the scales (empty without blocks) inside a payload, as views."""
-    if raw.ctypes.data % 4:
+    if address_of(raw) % 4:
         raise ProtocolError("a payload must start at an address divisible by 4")
     if fmt == FP32:
         return raw.view(np.float32), raw[:0].view(np.float32)

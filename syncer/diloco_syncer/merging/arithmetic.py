@@ -325,10 +325,10 @@ def _table(
     rows, arrays = [], []
     for payload, fmt in zip(payloads, fmts, strict=True):
         array = np.frombuffer(payload, np.uint8)
-        address = array.ctypes.data
+        address = formats.address_of(array)
         if address % 4:
             array = array.copy()
-            address = array.ctypes.data
+            address = formats.address_of(array)
         scale_bytes = 4 * (elements // BLOCK) if fmt in (formats.INT8, formats.INT4) else 0
         rows.append((fmt, address + scale_bytes, address))
         arrays.append(array)

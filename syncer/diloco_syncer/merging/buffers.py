@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -37,14 +36,14 @@ class Buffers:
         self._most_idle = most_idle
         self._lock = threading.Lock()
         self._owners: list[npt.NDArray[Any]] = []
-        self._alone = _references([object()], 0)
+        one = [object()]
+        self._alone = sys.getrefcount(one[0])
+        """Number of references to an item of a list that nothing else refers to, as `_idle` counts."""
 
     def take(self, elements: int) -> F32:
         """A vector of that length to which nothing else refers."""
         with self._lock:
-            idle = [
-                i for i in range(len(self._owners)) if _references(self._owners, i) == self._alone
-            ]
+            idle = self._idle()
             fitting = [i for i in idle if elements <= self._owners[i].size <= SLACK * elements]
             if fitting:
                 best = min(fitting, key=lambda i: self._owners[i].size)
@@ -55,7 +54,7 @@ class Buffers:
             self._owners.append(owner)
             return owner[:]
 
-
-def _references(items: Sequence[object], index: int) -> int:
-    """Number of references to an item, including those of the list and of this call."""
-    return sys.getrefcount(items[index])
+    def _idle(self) -> list[int]:
+        """Indices of the owners to which nothing else refers."""
+        owners, alone = self._owners, self._alone
+        return [i for i in range(len(owners)) if sys.getrefcount(owners[i]) == alone]

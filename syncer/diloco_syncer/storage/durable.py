@@ -185,16 +185,17 @@ def _end(file: File, total: int) -> None:
 
 def _stream(file: File, parts: Sequence[Piece], fault: Fault) -> None:
     """Write the parts one after the other in aligned pieces; pads the last to a whole page."""
-    stage = np.frombuffer(mmap.mmap(-1, PIECE_BYTES), np.uint8)
+    pages = -(-sum(len(part) for part in parts) // PAGE_BYTES)
+    stage = np.frombuffer(mmap.mmap(-1, min(PIECE_BYTES, max(1, pages) * PAGE_BYTES)), np.uint8)
     filled = 0
     for part in parts:
         done = 0
         while done < len(part):
-            take = min(len(part) - done, PIECE_BYTES - filled)
+            take = min(len(part) - done, len(stage) - filled)
             # numpy copies without the GIL, a slice of a memoryview does not.
             stage[filled : filled + take] = np.frombuffer(part, np.uint8, take, done)
             done, filled = done + take, filled + take
-            if filled == PIECE_BYTES:
+            if filled == len(stage):
                 write_all(file, stage.data)
                 filled = 0
         fault("in-data")

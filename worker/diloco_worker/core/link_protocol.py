@@ -32,6 +32,8 @@ RETRY_SECONDS = 0.5
 WELCOME_TIMEOUT_SECONDS = 20.0
 """Time from Hello to Welcome, before a new session is opened."""
 
+_SENDING = (ev.SendReport, ev.SendHeartbeat)
+
 
 class LinkProtocol:
     """
@@ -107,10 +109,11 @@ class LinkProtocol:
         previous = self._state
         decisions = self._handlers[type(event)](event, now)
         self._publish_open()
-        if any(isinstance(d, ev.SendReport | ev.SendHeartbeat) for d in decisions):
-            self._last_sent_at = now
-        if any(isinstance(d, ev.Connect) for d in decisions):
-            self._connect_at = now + WELCOME_TIMEOUT_SECONDS
+        for decision in decisions:
+            if isinstance(decision, _SENDING):
+                self._last_sent_at = now
+            elif isinstance(decision, ev.Connect):
+                self._connect_at = now + WELCOME_TIMEOUT_SECONDS
         if self._state is not previous and self._state != previous:
             decisions.append(ev.NotifyTrainer())
         return decisions
