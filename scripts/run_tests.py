@@ -190,7 +190,7 @@ def all_of_it(audits: str) -> Result:
 
 def fast() -> list[Group]:
     """Unit tests that start no programs, with a tenth of the examples of properties, in two halves."""
-    first = ("agent", "charts", "cli", "job", "local", "operator", "sim")
+    first = ("agent", "charts", "cli", "job", "local", "operator")
     chosen = ("-m", "not slow", "--hypothesis-profile=fast", "--durations=10")
     unit = [f"tests/unit/{folder}" for folder in first]
     others = ("tests/unit", *(f"--ignore={path}" for path in unit))
@@ -198,7 +198,7 @@ def fast() -> list[Group]:
     # compiled them only where bytecode may be written, and otherwise compiles all of them in each run.
     environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     return [
-        pytest("operator, command line, simulator", *chosen, *unit, **environment),
+        pytest("operator, command line", *chosen, *unit, **environment),
         pytest("the others", *chosen, *others, **environment),
     ]
 

@@ -221,6 +221,7 @@ def test_a_damaged_chunk_is_requested_again(tmp_path, kubectl):
     assert (tmp_path / "run/model/model.safetensors").read_bytes() == b"tensors" * 1000
 
 
+@pytest.mark.slow
 def test_a_stalled_stream_counts_as_broken(tmp_path, kubectl):
     with open(kubectl, "w") as program:
         program.write("#!/bin/sh\nexec sleep 60\n")

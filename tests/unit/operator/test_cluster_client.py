@@ -160,6 +160,7 @@ def test_a_request_to_a_busy_server_is_retried(api, cluster, status):
     assert cluster.job("ns", "a")["spec"] == {"steps": 5}
 
 
+@pytest.mark.slow
 def test_retry_after_is_obeyed(api, cluster):
     api.create(JOB)
     api.faults.append(Fault("GET", "dilocojobs", 429, headers={"Retry-After": "1"}))
