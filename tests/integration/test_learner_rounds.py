@@ -29,6 +29,7 @@ from diloco_testing.learners.linked import (
     step_until,
     train,
 )
+from diloco_testing.metrics import missing
 from diloco_testing.syncers.scripted import ScriptedSyncer
 from diloco_worker import Learner
 
@@ -302,6 +303,7 @@ def test_metrics_are_served_by_the_link(enter, monkeypatch):
                     text = answer.read().decode()
             assert "diloco_learner_tokens_total 30.0" in text
             assert "diloco_learner_restarts_total 4.0" in text
+            assert missing(text, "learner") == set()
 
 
 def test_the_health_file_follows_session_and_steps(enter, monkeypatch, tmp_path):

@@ -10,6 +10,7 @@ import pytest
 
 from diloco_testing.kubernetes.fake_api import FakeApi, Fault
 from diloco_testing.kubernetes.operator_process import OperatorProcess, until
+from diloco_testing.metrics import missing
 
 pytestmark = pytest.mark.slow
 
@@ -83,6 +84,11 @@ def test_a_job_gets_its_children_and_nothing_is_written_after_that_not_even_by_a
         assert code == 200
         assert re.search(r'diloco_operator_writes_total\{kind="StatefulSet"\} 2\.0', text)
         assert re.search(r'diloco_operator_reconcile_seconds_count\{result="ok"\}', text)
+        state = r'diloco_operator_job_state\{job_name="a",job_namespace="ns",state="\w+"\} 1\.0'
+        assert len(re.findall(state, text)) == 1
+        assert re.search(r"^diloco_operator_queue_seconds_count [1-9]", text, re.M)
+        assert re.search(r"^diloco_operator_queue_depth \d", text, re.M)
+        assert missing(text, "operator") == set()
         assert operator.stop() == 0
         ours = [line for line in operator.lines() if line["logger"] == "diloco_operator.reconcile"]
         assert {line["job"] for line in ours} == {"ns/a"}

@@ -28,6 +28,7 @@ from diloco_testing.learners.scripted import (
     good_round,
     random_delta,
 )
+from diloco_testing.metrics import missing
 from diloco_testing.network.certificates import Authority
 from diloco_testing.syncers.process import RealSyncer, make_spec, until
 
@@ -307,10 +308,14 @@ def metrics_port():
         return free.getsockname()[1]
 
 
+def scrape(port):
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
+        return page.read().decode()
+
+
 def metric(port, sample):
     """The value of one sample, labels included; None: it is not there."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as page:
-        lines = page.read().decode().splitlines()
+    lines = scrape(port).splitlines()
     return next((float(x.rpartition(" ")[2]) for x in lines if x.startswith(f"{sample} ")), None)
 
 
@@ -330,6 +335,7 @@ def test_learners_are_counted_also_before_the_first_merge(tmp_path, metrics_port
             learner.step()
             until(lambda: learners("Training") == 1, expected="it trains")
             assert metric(metrics_port, "diloco_merges_total") == 0
+            assert missing(scrape(metrics_port), "syncer") == set()
         until(lambda: (learners("Training"), learners("Gone")) == (0, 1), expected="it left")
 
 
