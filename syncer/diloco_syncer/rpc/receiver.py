@@ -225,7 +225,7 @@ class UploadReceiver:
             raise UnavailableError("there are no parameters yet")
         delivery = _Delivery(self._host, attempt, header.learner, self._cancel)
         if attempt.probe:
-            return _Discarded(delivery)
+            return _Discarded(delivery, contribution, fragment)
         if contribution.base == parameters.current(fragment.index).version:
             return _Streamed(delivery, contribution)
         return _Staged(delivery, contribution, fragment, parameters)
@@ -358,15 +358,16 @@ class _Delivery:
 
 
 class _Discarded:
-    """A probe: what counts is that it arrives."""
+    """A probe: what counts is that all of it arrives."""
 
     waiting: Waiting | None = None
 
-    def __init__(self, delivery: _Delivery) -> None:
-        self._delivery = delivery
+    def __init__(self, delivery: _Delivery, contribution: Contribution, fragment: Fragment) -> None:
+        self._delivery, self._contribution, self._fragment = delivery, contribution, fragment
         self.delivered = False
 
     def take(self, index: int, payload: memoryview, now: float) -> None:
+        self._contribution.check_chunk(self._fragment, index, len(payload))
         self._delivery.received(len(payload), now)
 
     def end(self, now: float) -> None:

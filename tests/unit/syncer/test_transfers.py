@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer import coordinator
 from diloco_syncer.core import events as ev
 from diloco_syncer.rpc import initial, receiver, source
-from diloco_testing.learners.scripted import random_delta
+from diloco_testing.learners.scripted import chunk, random_delta
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, DrivenUpload, driven_spec
 
 TENSORS = (
@@ -151,6 +152,23 @@ def test_a_flood_of_damaged_chunks_is_one_line_per_repeat(pair, caplog):
     assert "upload of eu/0: 1001 damaged chunks, the last: " in caplog.records[0].getMessage()
     [frame] = upload.receiver.receive(end, 0.0)
     assert decoded(frame, bulk.UploadReply).refused == "Damaged"
+
+
+@pytest.mark.parametrize(
+    ("payload", "refused"), [(None, ""), (b"", "Damaged"), (bytes(4), "Damaged")]
+)
+def test_a_probe_is_delivered_only_by_chunks_of_their_whole_length(pair, payload, refused):
+    learner = pair.learners[0]
+    learner.received()
+    probe = ev.ProbeLearner(round=4, attempt=9, fragment=0, learner="eu/0")
+    pair.syncer.coordinator._carry_out(probe)
+    [pull] = [m.pull for m in learner.received() if m.WhichOneof("kind") == "pull"]
+    upload = learner.upload(pull, random_delta(learner.layout.fragments[0], 0))
+    if payload is not None:
+        header, *chunks, end = upload.left
+        upload.left = deque([header, *(chunk(i, payload) for i, _ in enumerate(chunks)), end])
+    reply = upload.send_all().replies[-1]
+    assert (reply.done, reply.refused) == (not refused, refused)
 
 
 def test_a_broken_stream_drops_the_member_once(pair):
