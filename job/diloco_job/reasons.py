@@ -221,9 +221,9 @@ REASONS: tuple[Reason, ...] = (
             "the others restart and rejoin automatically; see kubectl get pods",
         ),
         (
-            "LearnersGivenUp",
+            "LearnersFailed",
             "Warning",
-            "{training} of {desired} are training; given up: {detail}",
+            "{training} of {desired} are training; failed: {detail}",
             "correct the manifest or the program; the others continue",
         ),
         ("PodTrouble", "Warning", "{detail}", "see kubectl describe pod"),

@@ -300,7 +300,7 @@ def test_a_changed_manifest_in_one_region_alone_is_reported_in_both(trained):
     Job(us.cluster, us.namespace, other).apply()
     condition = us.until_condition("SpecConsistent", 120, status="False", reason="OtherHash")
     assert "the syncer in region eu" in condition["message"]
-    lost = us.until_condition("LearnersReady", 120, status="False", reason="LearnersGivenUp")
+    lost = us.until_condition("LearnersReady", 120, status="False", reason="LearnersFailed")
     assert us.status()["specHash"] in lost["message"]
     assert us.condition("Failed")["status"] == "False", "a quorum is left in the other region"
     condition = trained.eu.until_condition("SpecConsistent", 60, status="False", reason="OtherHash")

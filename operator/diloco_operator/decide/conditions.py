@@ -175,9 +175,9 @@ def _learners_ready(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts
         return condition(name, "AllTraining", training=training, desired=desired)
     if problem := state.certificate_problem():
         return condition(name, problem[0], detail=problem[1])
-    if lifecycle.given_up:
-        detail = _given_up(lifecycle)
-        return condition(name, "LearnersGivenUp", training=training, desired=desired, detail=detail)
+    if lifecycle.failed_learners:
+        detail = _failed_learners(lifecycle)
+        return condition(name, "LearnersFailed", training=training, desired=desired, detail=detail)
     learners = [learner for region in state.regions for learner in region.learners]
     missing = _missing(learners)
     if stuck := _learners_problem(state, learners) or _late_learners(state, learners, missing):
@@ -207,9 +207,9 @@ def _late_learners(state: JobState, learners: Sequence[LearnerPods], missing: st
     return "" if waits or not missing else _late(state, "LearnersReady", missing.lstrip("; "))
 
 
-def _given_up(lifecycle: Lifecycle) -> str:
-    """Each learner that was given up, with its message; no log, which changes with each restart."""
-    lost = lifecycle.given_up
+def _failed_learners(lifecycle: Lifecycle) -> str:
+    """Each failed learner, with its message; no log, which changes with each restart."""
+    lost = lifecycle.failed_learners
     shown = [f"{one.learner} ({one.reason}: {shorten(one.message, 300)})" for one in lost]
     more = len(lost) - _NAMES_SHOWN
     return ", ".join(shown[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")

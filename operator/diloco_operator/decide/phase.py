@@ -19,7 +19,7 @@ from enum import StrEnum
 from diloco_job.reasons import ConditionState, condition
 from diloco_operator.resources import Wanted
 from diloco_operator.state.job_state import JobState
-from diloco_operator.state.pods import GivenUp, given_up
+from diloco_operator.state.pods import FailedLearner, failed_learners
 
 EVALUATOR_SECONDS = 120.0
 """How long the evaluator of a complete job may take for its last score."""
@@ -50,8 +50,8 @@ class Lifecycle:
     """When it started, resumed, or continued after its steps were raised; None: not started."""
     ended: datetime | None
     """When it became Complete or Failed."""
-    given_up: tuple[GivenUp, ...] = ()
-    """Learners of this operator's regions without which a running job goes on, or fails."""
+    failed_learners: tuple[FailedLearner, ...] = ()
+    """Learners of this operator's regions that have failed; a running job continues without them, or fails."""
     volume_gone: bool = False
     """It is Complete or Failed, and its state was deleted."""
 
@@ -66,7 +66,7 @@ def lifecycle_of(state: JobState) -> Lifecycle:
     if not state.in_scope:
         return Lifecycle(phase=Phase.RUNNING, started=None, ended=None)
     learners = [learner for own in state.regions for learner in own.learners]
-    lost = given_up(learners, state.job.spec.run_policy.learner_restart_limit)
+    lost = failed_learners(learners, state.job.spec.run_policy.learner_restart_limit)
     phase, failed = _phase(state, lost)
     previous = state.previous
     ended = phase in (Phase.COMPLETE, Phase.FAILED)
@@ -77,12 +77,12 @@ def lifecycle_of(state: JobState) -> Lifecycle:
         failing=failed is not None and not previous.is_true("Failed"),
         started=None if phase is Phase.SUSPENDED else started,
         ended=(previous.time("completionTime") or state.now) if ended else None,
-        given_up=lost,
+        failed_learners=lost,
         volume_gone=ended and _volume_gone(state),
     )
 
 
-def _phase(state: JobState, lost: tuple[GivenUp, ...]) -> tuple[Phase, ConditionState | None]:
+def _phase(state: JobState, lost: tuple[FailedLearner, ...]) -> tuple[Phase, ConditionState | None]:
     previous, policy = state.previous, state.job.spec.run_policy
     # A suspension ends a failure, so that a corrected job resumes.
     if previous.is_true("Failed") and not (policy.suspend and _is_resumable(state)):
@@ -109,10 +109,10 @@ def _is_resumable(state: JobState) -> bool:
     return not _volume_gone(state) or not state.previous.number("step")
 
 
-def _too_few_left(state: JobState, lost: tuple[GivenUp, ...]) -> ConditionState | None:
-    """The condition Failed, if the learners that were not given up cannot form a quorum."""
+def _too_few_left(state: JobState, lost: tuple[FailedLearner, ...]) -> ConditionState | None:
+    """The condition Failed, if the learners that have not failed cannot form a quorum."""
     spec = state.job.spec
-    # Those that operators of other clusters gave up are not known here.
+    # Those that failed in other clusters are not known here.
     left = spec.num_learners - len(lost)
     if not lost or left >= spec.sync.quorum:
         return None

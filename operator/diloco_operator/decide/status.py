@@ -100,7 +100,7 @@ def _state(
     training = sum(region.training or 0 for region in counts.regions)
     if training == desired and state.reachable:
         return "Training"
-    if state.step or lifecycle.given_up:
+    if state.step or lifecycle.failed_learners:
         return "Degraded"
     return "Starting" if accepted.status == "True" else "Pending"
 

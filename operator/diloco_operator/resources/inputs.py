@@ -6,7 +6,7 @@ makes of them, so that another version gives the same hash. Values at their defa
 field that a later version adds changes no hash. A value that a template reads and that is missing
 here would not reach running pods; a test changes every field of the manifest to find one.
 
-Whoever changes what is hashed raises `template_record.FORMAT`.
+A change of what is hashed needs another `template_record.FORMAT`.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def describe_unready(pods: Sequence[Object]) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GivenUp:
+class FailedLearner:
     """A learner that ended for good and is not ready again."""
 
     learner: str
@@ -151,7 +151,9 @@ class GivenUp:
         return f"{shorten(self.message, _MESSAGE_MOST)}; its log before that: {tail}"
 
 
-def given_up(learners: Iterable[LearnerPods], limit: int | None) -> tuple[GivenUp, ...]:
+def failed_learners(
+    learners: Iterable[LearnerPods], limit: int | None
+) -> tuple[FailedLearner, ...]:
     """
     The learners that ended permanently: exit code 78, or more crashes than the limit.
 
@@ -167,12 +169,14 @@ def given_up(learners: Iterable[LearnerPods], limit: int | None) -> tuple[GivenU
     return tuple(end for end in ends if end is not None)
 
 
-def _permanent_end(learner: LearnerPods, limit: int | None) -> GivenUp | None:
+def _permanent_end(learner: LearnerPods, limit: int | None) -> FailedLearner | None:
     pods = (pod for pod in learner.pods if not is_deleting(pod))
     for end in (end for pod in pods for end in _terminations(pod)):
         reason, message, log = _exit_message(end)
         if end.get("exitCode") == EXIT_REFUSED:
-            return GivenUp(learner=learner.name, reason="LearnerRefused", message=message, log=log)
+            return FailedLearner(
+                learner=learner.name, reason="LearnerRefused", message=message, log=log
+            )
         if limit is None:
             continue
         if reason != "RestartLimit":
@@ -183,7 +187,9 @@ def _permanent_end(learner: LearnerPods, limit: int | None) -> GivenUp | None:
                 f"its container restarted {learner.restarts} times, "
                 f"the last time because of its own error: {message}"
             )
-        return GivenUp(learner=learner.name, reason="LearnerRestartLimit", message=message, log=log)
+        return FailedLearner(
+            learner=learner.name, reason="LearnerRestartLimit", message=message, log=log
+        )
     return None
 
 

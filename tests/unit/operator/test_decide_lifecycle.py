@@ -331,7 +331,7 @@ def test_extreme_times_are_times(seconds):
 # ------------------------------------------------------------------------------ failed
 
 ALL_NEEDED = {"sync": {"quorum": 4}}
-"""A learner that is given up fails the job."""
+"""A learner that failed fails the job."""
 
 
 def test_the_deadline_fails_a_job_and_frees_its_pods():
@@ -462,7 +462,7 @@ def test_a_refusal_is_seen_after_the_container_restarted():
     assert world.reason("Failed") == ("True", "LearnerRefused")
 
 
-def test_a_learner_that_became_ready_after_a_refusal_is_not_given_up():
+def test_a_learner_that_became_ready_after_a_refusal_has_not_failed():
     world = training(manifest(**ALL_NEEDED))
     refuse(world.pod("a-us-1"))
     ends = main_of(world.pod("a-us-1"))["state"]

@@ -188,7 +188,7 @@ def test_learners_of_all_regions_count_for_the_quorum():
     us.answers(gone=("us/0", "us/1"))
     us.reconcile()
     assert us.reason("Failed") == ("False", "NotFailed"), "two are left in the other region"
-    assert us.reason("LearnersReady") == ("False", "LearnersGivenUp")
+    assert us.reason("LearnersReady") == ("False", "LearnersFailed")
     assert us.status["state"] == "Degraded"
 
 

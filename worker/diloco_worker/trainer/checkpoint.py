@@ -82,7 +82,7 @@ class Checkpoints:
         self._taken = 0
         """Pieces that the disk has taken: grows while it works."""
         self._stalled: int | None = None
-        """What `_taken` was when a checkpoint was given up."""
+        """What `_taken` was when a checkpoint was abandoned."""
 
     # ------------------------------------------------------------ writing
 
@@ -144,7 +144,7 @@ class Checkpoints:
         Wait until the checkpoint being written is durable.
 
         Returns:
-            False: the disk hangs, and the checkpoint is given up; the log says so, once.
+            False: the disk hangs, and the checkpoint is abandoned; the log says so, once.
         """
         self._staging.finish()
         while self._writer is not None and self._writer.is_alive():

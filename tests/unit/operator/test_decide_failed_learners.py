@@ -1,4 +1,4 @@
-"""Learners that are given up, the job that continues without them, and a failed job that resumes."""
+"""Learners that fail alone, the job that continues without them, and a failed job that resumes."""
 
 import pytest
 
@@ -10,10 +10,10 @@ from diloco_testing.kubernetes.operated_job import (
     training,
 )
 
-# ------------------------------------------------------------------------------ given up
+# ------------------------------------------------------------------------------ failed learners
 
 
-def test_a_learner_is_given_up_and_the_job_continues_while_a_quorum_is_left():
+def test_a_learner_fails_alone_while_a_quorum_is_left():
     world = training()
     refuse(world.pod("a-us-1"))
     world.answers(gone=("us/1",))
@@ -21,20 +21,20 @@ def test_a_learner_is_given_up_and_the_job_continues_while_a_quorum_is_left():
     assert (decisions.apply, decisions.delete) == ((), ())
     assert world.reason("Failed") == ("False", "NotFailed")
     assert world.status["state"] == "Degraded"
-    assert world.reason("LearnersReady") == ("False", "LearnersGivenUp")
+    assert world.reason("LearnersReady") == ("False", "LearnersFailed")
     assert world.condition("LearnersReady")["message"] == (
-        "3 of 4 are training; given up: us/1 (LearnerRefused: hidden size 4, expected 8)"
+        "3 of 4 are training; failed: us/1 (LearnerRefused: hidden size 4, expected 8)"
     )
-    assert ("Warning", "LearnersGivenUp") in world.events
+    assert ("Warning", "LearnersFailed") in world.events
     assert is_idle(world.reconcile(1))
 
 
-def test_a_learner_over_its_limit_is_given_up_and_the_job_continues():
+def test_a_learner_over_its_limit_fails_alone():
     world = training(manifest(runPolicy={"learnerRestartLimit": 3}))
     restarted(world.pod("a-us-1"), 4, 1)
     world.answers(gone=("us/1",))
     world.reconcile(1)
-    assert world.reason("LearnersReady") == ("False", "LearnersGivenUp")
+    assert world.reason("LearnersReady") == ("False", "LearnersFailed")
     assert "us/1 (LearnerRestartLimit" in world.condition("LearnersReady")["message"]
 
 
@@ -60,7 +60,7 @@ def test_a_reverted_image_heals_without_a_new_job():
     world.count_pods()
     world.answers(gone=("us/0", "us/1"))
     world.reconcile(1)
-    assert world.reason("LearnersReady") == ("False", "LearnersGivenUp")
+    assert world.reason("LearnersReady") == ("False", "LearnersFailed")
     world.change(learner=learner)
     world.settle()
     world.answers()
