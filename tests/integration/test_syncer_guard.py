@@ -257,4 +257,4 @@ def test_a03_without_a_guard_the_job_stops_at_its_last_good_parameters(job):
     # The way back: end what sent it, and start again, from an older snapshot if need be.
     assert job.syncer.terminate() == 0
     job.syncer.start()
-    assert job.syncer.status().waiting_for.startswith("4 training learners")
+    assert job.syncer.status().waiting_for.startswith("a quorum of 4 ")

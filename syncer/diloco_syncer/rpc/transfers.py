@@ -163,6 +163,9 @@ class Chunks:
             # are logged together, once per repeat.
             self._damaged += 1
             self._last_damage = shorten(str(error), MOST_DETAIL)
+            if not self._arrivals.missing():
+                # Only the end was left, and the sender waits for the reply to it.
+                self._end()
             return None
         if envelope.kind == frames.Kind.CHUNK:
             new = self._arrivals.received(envelope.index)

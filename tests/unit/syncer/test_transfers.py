@@ -171,6 +171,20 @@ def test_a_probe_is_delivered_only_by_chunks_of_their_whole_length(pair, payload
     assert (reply.done, reply.refused) == (not refused, refused)
 
 
+def test_a_damaged_end_is_the_end_of_an_upload_that_lacks_nothing(pair):
+    """Its sender would wait for the reply for ever, and upload nothing else."""
+    first, second = pair.upload(0), pair.upload(1)
+    for upload in (first, second):
+        upload.left[-1] = b"damaged" * 10
+        upload.send(1)
+    pair.syncer.run()
+    for upload in (first, second) * 4:
+        upload.resume().send_all()
+        pair.syncer.run()
+    assert [u.replies[-1].done for u in (first, second)] == [True, True]
+    assert pair.syncer.merged() == [1]
+
+
 def test_a_broken_stream_drops_the_member_once(pair):
     first = pair.upload(0).send(1)
     pair.syncer.run()
