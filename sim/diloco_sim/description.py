@@ -116,10 +116,24 @@ class Description:
         back-offs of a minute at most in all, and for a learner that was ejected up to 600 s more.
         """
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
-        rounds = 10 * between * self.slowest
+        # A step that began under a fault takes as long after it.
+        rounds = 10 * between * self.slowest + self._longest_step
         return Bounds(
-            merge=240.0 + rounds, participation=900.0 + rounds, result=90.0 + 4 * self.slowest
+            merge=240.0 + rounds,
+            participation=900.0 + rounds,
+            result=90.0 + 4 * self.slowest + self._longest_step,
         )
+
+    @property
+    def _longest_step(self) -> float:
+        """Seconds of the longest step that the faults of this world let a learner begin."""
+        factor, slow = 1.0, 1.0
+        for fault in self.plan:
+            if fault.kind is Kind.SPEED:
+                factor *= max(1.0, fault.amount)
+            elif fault.kind is Kind.SLOW:
+                slow = max(slow, fault.amount)
+        return self.slowest * factor * slow
 
     @property
     def most_link_bytes(self) -> int:
@@ -137,17 +151,14 @@ class Description:
         It is what the syncer allows (docs/algorithm.md, "Failure detection"), with the longest step
         that the faults of this world let a learner measure, and a tick.
         """
-        factor, seconds = 1.0, 0.0
+        seconds = 0.0
         for fault in self.plan:
-            if fault.kind in (Kind.SPEED, Kind.SLOW):
-                factor *= max(1.0, fault.amount)
-            elif fault.kind is Kind.JUMP:
+            if fault.kind is Kind.JUMP:
                 seconds += fault.amount
             elif fault.kind is Kind.PAUSE:
                 seconds += fault.end - fault.begin
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
-        longest = self.slowest * factor + seconds
-        return 35.0 + 10 * between * longest
+        return 35.0 + 10 * between * (self._longest_step + seconds)
 
     @property
     def quiet_at(self) -> float:

@@ -114,15 +114,13 @@ class Injector:
             case Kind.WALL_JUMP:
                 process.set_wall(fault.amount)
             case Kind.SLOW:
-                process.slowness *= fault.amount
+                process.slowness = max(process.slowness, fault.amount)
         return True
 
     def _slow(self, process: Process) -> None:
-        """Of all faults that are still there."""
-        process.slowness = 1.0
-        for fault in self._active:
-            if fault.kind is Kind.SLOW and fault.target == process.name:
-                process.slowness *= fault.amount
+        """Of the strongest fault that is still there: a step that has begun is not shortened any more."""
+        slow = (f for f in self._active if f.kind is Kind.SLOW and f.target == process.name)
+        process.slowness = max((fault.amount for fault in slow), default=1.0)
 
     def _link(self, fault: Fault, begins: bool) -> None:
         a, b, network = fault.target, fault.peer, self._network
@@ -145,7 +143,8 @@ class Injector:
         link: Link = self._network.link(*pair)
         if pair not in self._bases:
             self._bases[pair] = link.latency, link.jitter, link.corruption, link.pipe.bandwidth
-        latency, jitter, corruption, bandwidth = self._bases[pair]
+        latency, jitter, corruption, full = self._bases[pair]
+        share = 1.0
         for fault in [*self._active, begins] if begins else self._active:
             if (fault.target, fault.peer) not in (pair, pair[::-1]):
                 continue
@@ -155,11 +154,12 @@ class Injector:
                 case Kind.JITTER:
                     jitter += fault.amount
                 case Kind.BANDWIDTH:
-                    bandwidth *= fault.amount
+                    # The product of several would let one message outlast the faults by hours.
+                    share = min(share, fault.amount)
                 case Kind.CORRUPTION if (fault.target, fault.peer) == pair:
                     corruption = max(corruption, fault.amount)
         link.latency, link.jitter, link.corruption = latency, jitter, corruption
-        link.pipe.bandwidth = bandwidth
+        link.pipe.bandwidth = full * share
 
     def _count(self, fault: Fault) -> None:
         self.injected[fault.kind] = self.injected.get(fault.kind, 0) + 1
