@@ -34,7 +34,7 @@ from diloco_sim.checkers.status import Status
 from diloco_sim.clock import Clock, OverrunError, Process
 from diloco_sim.description import SYNCER, Description
 from diloco_sim.disk import SimulatedDisk
-from diloco_sim.faults import Fault, Kind
+from diloco_sim.faults import MISBEHAVIOUR, Fault, Kind
 from diloco_sim.injector import Injector
 from diloco_sim.learner import TRAINER, SimulatedLearner
 from diloco_sim.memory import seed_of
@@ -110,6 +110,8 @@ class World:
             )
             for index, name in enumerate(description.names)
         }  # fmt: skip
+        self._halt = ""
+        """Why the syncer merges nothing any more."""
         self.merges = 0
         self._found: Violation | None = None
         self.trace: deque[tuple[float, object]] = deque(maxlen=TRACED)
@@ -159,7 +161,7 @@ class World:
             merges=self.merges,
             injected=dict(self.injector.injected),
             trace=() if violation is None else self.shown(),
-            stopped=str(self.syncer.refusal or ""),
+            stopped=str(self.syncer.refusal or self._halt),
         )
 
     def _run(self) -> None:
@@ -186,9 +188,14 @@ class World:
 
     @property
     def stopped(self) -> bool:
-        """A bit has flipped, and since then the syncer refuses to start: legal, a person decides."""
-        flipped = Kind.DISK_FLIP in self.injector.injected
-        return flipped and self.syncer.refusal is not None and self.clock.now >= self.of.quiet_at
+        """
+        A person has to decide, which is legal: a bit has flipped, and since then the syncer refuses to
+        start, or a member misbehaved, and the parameters would grow implausibly.
+        """
+        injected = self.injector.injected
+        flipped = Kind.DISK_FLIP in injected and self.syncer.refusal is not None
+        halted = bool(self._halt) and any(kind in injected for kind in MISBEHAVIOUR)
+        return (flipped or halted) and self.clock.now >= self.of.quiet_at
 
     @property
     def deadline(self) -> float:
@@ -210,8 +217,13 @@ class World:
         if not isinstance(event, _UNTRACED):
             # As text what refers to vectors: the trace must not keep them from being used again.
             self.trace.append((now, _text(event) if isinstance(event, Committed) else event))
-        if isinstance(event, dict) and event.get("event") == "merge":
-            self.merges += 1
+        match event:
+            case {"event": "merge"}:
+                self.merges += 1
+            case {"event": "halt", "reason": reason}:
+                self._halt = str(reason)
+            case {"event": "start"}:
+                self._halt = ""
         try:
             self._checkers.observe(event, now)
         except Violation as found:

@@ -106,7 +106,7 @@ def test_a_flipped_bit_in_a_counter_is_read_from_its_other_copies(monkeypatch):
 def test_the_summary_counts_worlds_that_stopped_at_a_damaged_file():
     outcome = replace(World(small()).run(), stopped="epoch: holds 'seven'")
     summary, failures = report.summary([outcome], steps=40, failed=print)
-    assert "1 stopped at a damaged file" in summary
+    assert "1 stopped until a person decides" in summary
     assert not failures
 
 

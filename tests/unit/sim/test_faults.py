@@ -165,7 +165,7 @@ def test_processes_crash_restart_pause_slow_down_and_jump():
     world.clock.run(1.5)
     assert (eu0.alive, syncer.alive, syncer.power_lost, eu1.running) == (False, False, True, False)
     world.clock.run(2.5)
-    assert (us0.slowness, us0.offset, us0.wall_offset) == (6.0, 100.0, 50.0)
+    assert (us0.slowness, us0.offset, us0.wall_offset) == (3.0, 100.0, 50.0)
     world.clock.run(3.5)
     assert us0.slowness == 3.0
     world.clock.run(9.0)
