@@ -116,7 +116,7 @@ def audit_parts(lines: Iterable[tuple[str, str]]) -> Audit:
             book.check(place, event)
     changes = max(0, len(book.epochs) - 1)
     # Of a syncer whose machine crashed at its start, the line `start` itself may be torn.
-    before = min(leading, min(book.epochs, default=1) - 1)
+    before = min(leading, max(0, min(book.epochs, default=1) - 1))
     allowed = changes + before + (1 if torn and torn[-1] == last else 0)
     violations = list(book.violations)
     notes = [f"{place} is torn" for place in torn]

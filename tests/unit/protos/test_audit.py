@@ -264,7 +264,7 @@ def test_the_last_line_may_be_torn_too():
 
 def test_the_first_line_may_be_torn_if_the_first_start_that_is_left_is_a_later_one():
     """The machine crashed while the first syncer started, before anything was durable."""
-    for epoch, torn, ok in [(2, 1, True), (2, 2, False), (3, 2, True), (1, 1, False)]:
+    for epoch, torn, ok in [(2, 1, True), (2, 2, False), (3, 2, True), (1, 1, False), (0, 0, True)]:
         text = [*["{\n"] * torn, json.dumps(start(epoch)) + "\n"]
         assert audit(text).ok is ok, (epoch, torn)
 
