@@ -153,6 +153,7 @@ class SimulatedLearner:
         """The link dies with the trainer."""
         self.uplink = None
         if process is self.process:
+            self._leaving = False
             self.link_process.crash(power=power)
 
     def paused(self, process: Process) -> None:
