@@ -21,7 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,7 +33,9 @@ OWN_CLUSTERS = (
     *("test_api_rules", "test_api_versions", "test_applied_templates", "test_fuzzed_jobs"),
     *("test_scale", "test_two_clusters"),
 )
-"""Files of tests/e2e that start clusters or API servers of their own; all others share one cluster."""
+"""Files of tests/e2e that start clusters or API servers of their own; all others share two clusters."""
+SECOND_CLUSTER = ("test_lifecycle", "test_steady_state", "test_operator_failures")
+"""Files that share the second one, about half of the time that the others need."""
 LAST = "test_rbac"
 """Reads the audit logs of all other groups."""
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
@@ -147,10 +149,13 @@ def no_skips() -> tuple[str, ...]:
     return ("--no-skips",) if "true" in os.environ.get("CI", "") else ()
 
 
-def everywhere(*arguments: str) -> Group:
+def everywhere(*arguments: str) -> list[Group]:
     """Tests that need no clusters."""
-    folders = ("tests/unit", "tests/integration", "tests/chaos")
-    return pytest("without clusters", *folders, *no_skips(), *arguments)
+    options = (*no_skips(), *arguments)
+    return [
+        pytest("unit tests", "tests/unit", *options),
+        pytest("integration and chaos tests", "tests/integration", "tests/chaos", *options),
+    ]
 
 
 def programs() -> list[Group]:
@@ -167,25 +172,36 @@ def on_clusters(audits: str) -> tuple[list[Group], Group]:
     files = {path.stem: str(path) for path in sorted((ROOT / "tests/e2e").glob("test_*.py"))}
     last, own = files.pop(LAST), [files.pop(name) for name in OWN_CLUSTERS]
     environment = {"DILOCO_E2E": "required", "DILOCO_E2E_AUDITS": audits}
+    second = [files.pop(name) for name in SECOND_CLUSTER]
     first = [
-        pytest("one cluster", *files.values(), *no_skips(), **environment),
+        pytest("first cluster", *files.values(), *no_skips(), **environment),
+        pytest("second cluster", *second, *no_skips(), **environment),
         pytest("clusters of their own", CHART, *own, *no_skips(), **environment),
     ]
     return first, pytest("rights", last, *no_skips(), **environment)
 
 
+def started(pool: Executor, groups: Sequence[Group]) -> list[tuple[Group, Future[Result]]]:
+    """Groups that begin to run."""
+    return [(group, pool.submit(group.run)) for group in groups]
+
+
+def ended(running: Sequence[tuple[Group, Future[Result]]]) -> Result:
+    """Their results; once all have ended, the few tests that failed run again, without any others."""
+    results = [(group, future.result()) for group, future in running]
+    return sum((group.repeat(result) for group, result in results), Result(Counter()))
+
+
 def all_of_it(audits: str) -> Result:
     """Every test, on local clusters."""
-    with ThreadPoolExecutor() as pool:
-        others = everywhere(f"--ignore={CHART}")
-        running = [(others, pool.submit(others.run))]
+    with ThreadPoolExecutor(8) as pool:  # more than there are groups
+        running = started(pool, everywhere(f"--ignore={CHART}"))
         built = list(pool.map(Group.run, programs()))
         if any(result.counts["failed"] for result in built):
-            return sum(built, running[0][1].result())
+            return sum(built, ended(running))
         groups, last = on_clusters(audits)
-        running += [(group, pool.submit(group.run)) for group in groups]
-    ended = [group.repeat(future.result()) for group, future in running]
-    return sum(ended, last.run())
+        running += started(pool, groups)
+    return ended(running) + last.run()
 
 
 def fast() -> list[Group]:
@@ -203,10 +219,10 @@ def fast() -> list[Group]:
     ]
 
 
-def at_once(groups: list[Group]) -> Result:
+def at_once(groups: Sequence[Group]) -> Result:
     """Run groups at the same time."""
     with ThreadPoolExecutor() as pool:
-        return sum(pool.map(Group.run, groups), Result(Counter()))
+        return ended(started(pool, groups))
 
 
 def main() -> int:
@@ -224,8 +240,7 @@ def main() -> int:
             print(f"Tests on clusters are required, and local clusters cannot run: {check.stdout}")
             return 2
         if check.returncode:
-            group = everywhere()
-            result = group.repeat(group.run(alone=True))
+            result = at_once(everywhere())
             not_run = (
                 f"Not run: tests/e2e, because local clusters cannot run here ({check.stdout.strip()}); "
                 "to run them on your own clusters, see tests/e2e/README.md."

@@ -119,7 +119,7 @@ def without_clusters(runner, tmp_path, monkeypatch):
     check.chmod(0o755)
     passing = runner.Group("without clusters", ("echo", "== 5 passed in 1s =="), {})
     monkeypatch.setattr(runner, "CLUSTERS", check)
-    monkeypatch.setattr(runner, "everywhere", lambda: passing)
+    monkeypatch.setattr(runner, "everywhere", lambda: [passing])
     monkeypatch.setattr(sys, "argv", ["run_tests.py"])
     for name in ("CI", "DILOCO_E2E", "DILOCO_E2E_KUBECONFIGS"):
         monkeypatch.delenv(name, raising=False)
