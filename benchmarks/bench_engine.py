@@ -56,6 +56,7 @@ class Job:
         self.steps += 1
         counters = (min(self.steps, FRAGMENTS),) * FRAGMENTS
         for session, name in enumerate(self.names):
+            self.reported[name] = self.steps
             report = ev.Reported(
                 session=session, learner=name, local_step=self.steps, steps=counters,
                 tokens=counters, offers=ALL, total_tokens=self.steps,
@@ -84,9 +85,11 @@ class Job:
                 self._todo.append(ev.SnapshotDone(step=decision.step))
 
     def _contribution(self, pull: ev.Pull, name: str) -> Contribution:
+        step = self.reported[name]
+        count = min(step, FRAGMENTS)
         return Contribution(
-            learner=name, incarnation=self.names.index(name) + 1, round=pull.round,
-            attempt=pull.attempt, local_step=self.steps, steps=1, tokens=1, base=(1, 0),
+            learner=name, incarnation=self.incarnations[name], round=pull.round,
+            attempt=pull.attempt, local_step=step, steps=count, tokens=count, base=(1, 0),
             format=INT8, norms=(1.0,),
         )  # fmt: skip
 

@@ -72,6 +72,15 @@ def add_squares(x_N: Any, lanes_B: Any) -> None:
 
 
 @kernel
+def add_squares_fp32(x_N: Any, lanes_B: Any) -> None:
+    """lanes += x² in fp32, for a sum that need not be exact; N need not be a multiple of B."""
+    for start in range(0, x_N.size, _B):
+        x = x_N[start : start + _B]
+        for i in range(x.size):
+            lanes_B[i] += x[i] * x[i]
+
+
+@kernel
 def lane_sum(lanes_B: Any) -> Any:
     """The sum of the lanes, from the first to the last."""
     total = 0.0

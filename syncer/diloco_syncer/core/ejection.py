@@ -11,6 +11,7 @@ added up, and a learner for which they waited long twice is not probed earlier b
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,6 +51,13 @@ class Ejections:
     sync_seconds: Callable[[], float]
     """Moving average of the time from the pull to the commit."""
     _probes: int = 0
+    _scanned: list[LearnerRecord] | None = None
+    """The ejected learners at the last look at all of them; None: look again."""
+    _next_at: float = math.inf
+    """
+    When the next of their probes is due or late, as of that look: an event must not cost one. A pace
+    that rises meanwhile ends a probe a little later than it could.
+    """
 
     def eject(
         self, name: str, reason: str, now: float, *, waited: float = 0.0
@@ -110,10 +118,24 @@ class Ejections:
 
     def tick(self, now: float) -> list[ev.Decision]:
         """Begin the probes that are due and end those that are late."""
+        ejected = self.learners.ejected()
+        if self._scanned is ejected and now < self._next_at:
+            return []
         out: list[ev.Decision] = []
-        for record in list(self.learners.ejected()):
+        for record in ejected:
             out += self._tick(record, now)
+        self._scanned = ejected
+        self._next_at = min(self._times(ejected, now), default=math.inf)
         return out
+
+    def reported(self, name: str, now: float) -> None:
+        """An ejected learner whose probe is due may have something to upload now."""
+        record = self.learners.by_name[name]
+        state = record.ejection
+        if state is None or state.probe is not None or record.report is None:
+            return
+        if record.report.offers and now >= self._due(state):
+            self._scanned = None
 
     def _tick(self, record: LearnerRecord, now: float) -> list[ev.Decision]:
         state = record.ejection
@@ -140,8 +162,14 @@ class Ejections:
         ]
 
     def deadlines(self, now: float) -> list[float]:
-        """When the next probes are due or late."""
-        states = [r.ejection for r in self.learners.ejected() if r.ejection is not None]
+        """When the next probe is due or late; empty without one."""
+        ejected = self.learners.ejected()
+        if self._scanned is not ejected:
+            return self._times(ejected, now)
+        return [self._next_at] if self._next_at > now else []
+
+    def _times(self, ejected: list[LearnerRecord], now: float) -> list[float]:
+        states = [record.ejection for record in ejected if record.ejection is not None]
         times = [
             self._due(state)
             if state.probe is None
@@ -165,6 +193,7 @@ class Ejections:
         if state is None or state.probe is None:
             return []
         probe, state.probe = state.probe, None
+        self._scanned = None
         out: list[ev.Decision] = [
             ev.AbortMerge(round=probe.round, attempt=probe.attempt, reason="the probe is over")
         ]
@@ -189,7 +218,7 @@ class Ejections:
             self.pace.join(record.name)
             return
         state = record.ejection
-        state.probe = None
+        state.probe, self._scanned = None, None
         again = record.long_waits > 1
         earliest = state.failed_at + backoff_seconds(record.long_waits) if again else now
         state.probe_at = max(now, earliest)

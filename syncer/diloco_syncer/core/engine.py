@@ -303,6 +303,7 @@ class Engine:
                 record.lag, started=self.scheduler.pace.step, global_step=event.global_step
             )
             self._announcements.touch(event.learner)
+            self.ejections.reported(event.learner, now)
             if record.proven or now - record.paced_at >= self.learners.least_step_seconds():
                 record.paced_at = now
                 self.scheduler.pace.stepped(event.learner, steps)

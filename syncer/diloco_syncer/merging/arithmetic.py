@@ -199,13 +199,6 @@ class Arithmetic:
             radial = self._blends[segment.slot].radial
             if radial and self._step(segment, encoded[segment.in_chunk]):
                 raise self._overflow(segment.slot)
-            # In fp32, while the segment is in the cache: it only has to show a tenfold growth.
-            before_N, after_N = self._theta_N[segment.here], self._new_theta_N[segment.here]
-            with np.errstate(over="ignore", invalid="ignore"):
-                self._theta_squares_S2[segment.index] = (
-                    np.dot(before_N, before_N),
-                    np.dot(after_N, after_N),
-                )
         return frames.pack(frames.Kind.CHUNK, chunk, encoded.view(np.uint8))
 
     def result(self) -> MergeResult:
@@ -245,6 +238,7 @@ class Arithmetic:
             self._new_theta_N[segment.here],
             self._new_momentum_N[segment.here],
             encoded,
+            self._theta_squares_S2[segment.index],
             *self._outer,
         )
         return int(bad)
@@ -277,6 +271,7 @@ class Arithmetic:
             new_theta_N,
             new_momentum_N,
             encoded,
+            self._theta_squares_S2[segment.index],
             np.float32(1.0 if scale is None else scale),
             *self._outer,
         )

@@ -145,13 +145,20 @@ def _outer(
     mu: Any,
     from_delta: Any,
     from_momentum: Any,
+    sizes_2B: Any,
 ) -> None:
-    """The outer step with Δ = scale · `new_momentum_T`."""
-    for i in range(new_theta_T.size):
-        delta = scale * new_momentum_T[i]
-        buf = mu * momentum_T[i] + delta
-        new_momentum_T[i] = buf
-        new_theta_T[i] = theta_T[i] - learning_rate * (from_delta * delta + from_momentum * buf)
+    """The outer step with Δ = scale · `new_momentum_T`; sizes += Θ² before and after, in fp32."""
+    for lo in range(0, new_theta_T.size, STRIP):
+        theta, momentum = theta_T[lo : lo + STRIP], momentum_T[lo : lo + STRIP]
+        new_theta = new_theta_T[lo : lo + STRIP]
+        new_momentum = new_momentum_T[lo : lo + STRIP]
+        for i in range(new_theta.size):
+            delta = scale * new_momentum[i]
+            buf = mu * momentum[i] + delta
+            new_momentum[i] = buf
+            new_theta[i] = theta[i] - learning_rate * (from_delta * delta + from_momentum * buf)
+        codec.add_squares_fp32(theta, sizes_2B[0])
+        codec.add_squares_fp32(new_theta, sizes_2B[1])
 
 
 @kernel
@@ -216,6 +223,7 @@ def merge_average(
     new_theta_N: Any,
     new_momentum_N: Any,
     encoded_N: Any,
+    sizes_2: Any,
     learning_rate: Any,
     mu: Any,
     from_delta: Any,
@@ -231,6 +239,7 @@ def merge_average(
     """
     scratch_GT = np.empty((GROUP, TILE), np.float32)
     lanes_MB, lanes_B = np.zeros((payloads_M.size, BLOCK)), np.zeros(BLOCK)
+    sizes_2B = np.zeros((2, BLOCK), np.float32)
     one = np.float32(1)
     bad = 0
     for lo in range(0, theta_N.size, TILE):
@@ -252,9 +261,11 @@ def merge_average(
             mu,
             from_delta,
             from_momentum,
+            sizes_2B,
         )
         bad += _encode(new_theta_T, encoded_N[lo : lo + TILE])
     _lane_sums(lanes_MB, squares_M)
+    _lane_sums(sizes_2B, sizes_2)
     return codec.lane_sum(lanes_B), bad
 
 
@@ -265,6 +276,7 @@ def step(
     new_theta_N: Any,
     new_momentum_N: Any,
     encoded_N: Any,
+    sizes_2: Any,
     scale: Any,
     learning_rate: Any,
     mu: Any,
@@ -280,11 +292,13 @@ def step(
         theta_N, momentum_N: before.
         new_theta_N, new_momentum_N: receive Θ and buf; the latter brings Δ / scale.
         encoded_N: receives Θ as a payload of bf16 (uint16) or fp32 (uint32) values.
+        sizes_2: receives Σ Θ² before and after, summed in fp32: it only has to show a tenfold growth.
         scale, learning_rate, mu, from_delta, from_momentum: fp32.
 
     Returns:
         How many blocks of Θ the payload cannot hold: NaN, Inf, too large.
     """
+    sizes_2B = np.zeros((2, BLOCK), np.float32)
     bad = 0
     for lo in range(0, theta_N.size, TILE):
         new_theta = new_theta_N[lo : lo + TILE]
@@ -298,8 +312,10 @@ def step(
             mu,
             from_delta,
             from_momentum,
+            sizes_2B,
         )
         bad += _encode(new_theta, encoded_N[lo : lo + TILE])
+    _lane_sums(sizes_2B, sizes_2)
     return bad
 
 

@@ -35,11 +35,21 @@ class CheckedJob(VirtualJob):
         if open_ is not None and self.now >= open_.retry_at:
             fresh = Readiness(learners).ready(open_.fragment)
             assert scheduler._readiness.ready(open_.fragment) == fresh
+        self.compare_probes()
         pace = scheduler.pace
         assert pace.may_start() == any(p > pace.step for p in pace.positions.values())
         kept = learners.fastest_step_seconds(), learners.least_step_seconds()
-        learners.changed()
+        learners._measured = None
         assert kept == (learners.fastest_step_seconds(), learners.least_step_seconds())
+
+    def compare_probes(self) -> None:
+        """A probe that is due has begun, if there is something to upload; the next is in time."""
+        ejections = self.engine.ejections
+        records = [r for r in self.engine.learners.ejected() if not r.ejection.probe]
+        due = {record.name: ejections._due(record.ejection) for record in records}
+        assert all(self.now < due[r.name] or not r.report.offers for r in records)
+        later = [at for at in due.values() if at > self.now]
+        assert not later or min(ejections.deadlines(self.now)) <= min(later)
 
 
 @settings(max_examples=examples(60))
