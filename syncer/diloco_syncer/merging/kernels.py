@@ -35,7 +35,7 @@ __all__ = ["PAYLOAD", "merge_average", "merge_radial", "read_only", "square_sum"
 
 TILE = 1 << 14
 GROUP = 4
-STRIP = 1 << 9  # what several loops read one after the other stays in the first cache
+STRIP = 1 << 12  # what several loops read one after the other stays in the caches of the core
 
 PAYLOAD = np.dtype([("format", np.int64), ("values", np.int64), ("scales", np.int64)])
 """
@@ -111,21 +111,22 @@ def _zero(x_T: Any) -> None:
 
 
 @kernel
-def _add(x_G: Any, factors_M: Any, m: Any, sum_T: Any, lanes_MB: Any) -> None:
-    """sum += Σ factor·v over four members; lanes += v² of each, unless there is no room."""
-    x0_T, x1_T, x2_T, x3_T = x_G
+def _add(x_G: Any, lo: Any, factors_M: Any, m: Any, total: Any, lanes_MB: Any) -> None:
+    """
+    total += Σ factor·v over four members, for the strip of their tiles that begins at `lo`.
+
+    lanes += v² of each member, unless there is no room.
+    """
+    hi = lo + total.size
+    x0, x1, x2, x3 = x_G[0][lo:hi], x_G[1][lo:hi], x_G[2][lo:hi], x_G[3][lo:hi]
     f0, f1 = _factor(factors_M, m), _factor(factors_M, m + 1)
     f2, f3 = _factor(factors_M, m + 2), _factor(factors_M, m + 3)
-    for lo in range(0, sum_T.size, STRIP):
-        x0, x1 = x0_T[lo : lo + STRIP], x1_T[lo : lo + STRIP]
-        x2, x3 = x2_T[lo : lo + STRIP], x3_T[lo : lo + STRIP]
-        total = sum_T[lo : lo + STRIP]
-        for i in range(total.size):
-            total[i] += f0 * x0[i] + f1 * x1[i] + f2 * x2[i] + f3 * x3[i]
-        _add_squares(x0, m, lanes_MB)
-        _add_squares(x1, m + 1, lanes_MB)
-        _add_squares(x2, m + 2, lanes_MB)
-        _add_squares(x3, m + 3, lanes_MB)
+    for i in range(total.size):
+        total[i] += f0 * x0[i] + f1 * x1[i] + f2 * x2[i] + f3 * x3[i]
+    _add_squares(x0, m, lanes_MB)
+    _add_squares(x1, m + 1, lanes_MB)
+    _add_squares(x2, m + 2, lanes_MB)
+    _add_squares(x3, m + 3, lanes_MB)
 
 
 @kernel
@@ -136,29 +137,23 @@ def _add_squares(x_T: Any, m: Any, lanes_MB: Any) -> None:
 
 @kernel
 def _outer(
-    theta_T: Any,
-    momentum_T: Any,
-    new_theta_T: Any,
-    new_momentum_T: Any,
+    theta: Any,
+    momentum: Any,
+    new_theta: Any,
+    new_momentum: Any,
     scale: Any,
-    learning_rate: Any,
-    mu: Any,
-    from_delta: Any,
-    from_momentum: Any,
+    factors: Any,
     sizes_2B: Any,
 ) -> None:
-    """The outer step with Δ = scale · `new_momentum_T`; sizes += Θ² before and after, in fp32."""
-    for lo in range(0, new_theta_T.size, STRIP):
-        theta, momentum = theta_T[lo : lo + STRIP], momentum_T[lo : lo + STRIP]
-        new_theta = new_theta_T[lo : lo + STRIP]
-        new_momentum = new_momentum_T[lo : lo + STRIP]
-        for i in range(new_theta.size):
-            delta = scale * new_momentum[i]
-            buf = mu * momentum[i] + delta
-            new_momentum[i] = buf
-            new_theta[i] = theta[i] - learning_rate * (from_delta * delta + from_momentum * buf)
-        codec.add_squares_fp32(theta, sizes_2B[0])
-        codec.add_squares_fp32(new_theta, sizes_2B[1])
+    """The outer step of a strip with Δ = scale · `new_momentum`; sizes += Θ² before and after."""
+    learning_rate, mu, from_delta, from_momentum = factors
+    for i in range(new_theta.size):
+        delta = scale * new_momentum[i]
+        buf = mu * momentum[i] + delta
+        new_momentum[i] = buf
+        new_theta[i] = theta[i] - learning_rate * (from_delta * delta + from_momentum * buf)
+    codec.add_squares_fp32(theta, sizes_2B[0])
+    codec.add_squares_fp32(new_theta, sizes_2B[1])
 
 
 @kernel
@@ -204,8 +199,10 @@ def merge_radial(
         n = max(0, min(u_T.size, used - lo))
         for m in range(0, payloads_M.size, GROUP):
             x_G = _four(payloads_M, m, start + lo, u_T.size, n, scratch_GT)
-            _add(x_G, factors_M, m, u_T[:n], lanes_MB)
-            _add(x_G, shares_M, m, mean_T[:n], lanes_MB[:0])
+            for at in range(0, n, STRIP):
+                end = min(at + STRIP, n)
+                _add(x_G, at, factors_M, m, u_T[at:end], lanes_MB)
+                _add(x_G, at, shares_M, m, mean_T[at:end], lanes_MB[:0])
         codec.add_squares(u_T, lanes_B)
     _lane_sums(lanes_MB, squares_M)
     return codec.lane_sum(lanes_B)
@@ -240,29 +237,25 @@ def merge_average(
     scratch_GT = np.empty((GROUP, TILE), np.float32)
     lanes_MB, lanes_B = np.zeros((payloads_M.size, BLOCK)), np.zeros(BLOCK)
     sizes_2B = np.zeros((2, BLOCK), np.float32)
-    one = np.float32(1)
+    one, factors = np.float32(1), (learning_rate, mu, from_delta, from_momentum)
     bad = 0
     for lo in range(0, theta_N.size, TILE):
+        theta_T, momentum_T = theta_N[lo : lo + TILE], momentum_N[lo : lo + TILE]
         new_theta_T, new_momentum_T = new_theta_N[lo : lo + TILE], new_momentum_N[lo : lo + TILE]
         _zero(new_momentum_T)
         n = max(0, min(new_theta_T.size, used - lo))
         _zero(new_theta_T[n:])
         for m in range(0, payloads_M.size, GROUP):
             x_G = _four(payloads_M, m, start + lo, new_theta_T.size, n, scratch_GT)
-            _add(x_G, factors_M, m, new_momentum_T[:n], lanes_MB)
-        codec.add_squares(new_momentum_T, lanes_B)
-        _outer(
-            theta_N[lo : lo + n],
-            momentum_N[lo : lo + n],
-            new_theta_T[:n],
-            new_momentum_T[:n],
-            one,
-            learning_rate,
-            mu,
-            from_delta,
-            from_momentum,
-            sizes_2B,
-        )
+            last = m + GROUP >= payloads_M.size
+            for at in range(0, n, STRIP):
+                end = min(at + STRIP, n)
+                delta = new_momentum_T[at:end]
+                _add(x_G, at, factors_M, m, delta, lanes_MB)
+                if last:  # at once, while all of the strip is in the cache
+                    codec.add_squares(delta, lanes_B)
+                    before, momentum = theta_T[at:end], momentum_T[at:end]
+                    _outer(before, momentum, new_theta_T[at:end], delta, one, factors, sizes_2B)
         bad += _encode(new_theta_T, encoded_N[lo : lo + TILE])
     _lane_sums(lanes_MB, squares_M)
     _lane_sums(sizes_2B, sizes_2)
@@ -299,22 +292,13 @@ def step(
         How many blocks of Θ the payload cannot hold: NaN, Inf, too large.
     """
     sizes_2B = np.zeros((2, BLOCK), np.float32)
+    factors = learning_rate, mu, from_delta, from_momentum
     bad = 0
-    for lo in range(0, theta_N.size, TILE):
-        new_theta = new_theta_N[lo : lo + TILE]
-        _outer(
-            theta_N[lo : lo + TILE],
-            momentum_N[lo : lo + TILE],
-            new_theta,
-            new_momentum_N[lo : lo + TILE],
-            scale,
-            learning_rate,
-            mu,
-            from_delta,
-            from_momentum,
-            sizes_2B,
-        )
-        bad += _encode(new_theta, encoded_N[lo : lo + TILE])
+    for lo in range(0, theta_N.size, STRIP):
+        hi = min(lo + STRIP, theta_N.size)
+        theta, momentum, new_theta = theta_N[lo:hi], momentum_N[lo:hi], new_theta_N[lo:hi]
+        _outer(theta, momentum, new_theta, new_momentum_N[lo:hi], scale, factors, sizes_2B)
+        bad += _encode(new_theta, encoded_N[lo:hi])
     _lane_sums(sizes_2B, sizes_2)
     return bad
 
