@@ -126,6 +126,12 @@ REASONS: tuple[Reason, ...] = (
             "add the region, or delete the job from this cluster",
         ),
         (
+            "OtherOperator",
+            "Warning",
+            "operator {other} runs this job (status.operator); operator {own} leaves it alone",
+            "an Event only; hand the job over as in docs/operations.md, or separate the operators with watchNamespaces",
+        ),
+        (
             "VolumeGone",
             "Warning",
             "spec.steps was raised to {steps}, but the job was complete at step {step} and its "

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from diloco_job.reasons import event_type
+from diloco_job.reasons import condition, event_type
 from diloco_operator.decide import status as statuses
 from diloco_operator.decide.changes import ObjectRef, changes
 from diloco_operator.decide.phase import Lifecycle, Phase, is_expired, lifecycle_of, timeouts
@@ -22,7 +22,7 @@ from diloco_operator.state.objects import Object
 from diloco_operator.state.observation import Observation
 from diloco_operator.state.previous_status import PreviousStatus
 
-__all__ = ["Decisions", "JobEvent", "ObjectRef", "decide"]
+__all__ = ["Decisions", "JobEvent", "ObjectRef", "decide", "leave_to"]
 
 RUNNING_SECONDS = 30.0
 """Longest time between two reconciles of a running job."""
@@ -87,6 +87,13 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
     return _with_status(decisions, stored.raw, statuses.build(state, lifecycle), now)
 
 
+def leave_to(other: str, installation: str) -> Decisions:
+    """What an installation of the operator does for a job that another one runs."""
+    told = condition("Accepted", "OtherOperator", other=other, own=installation)
+    event = JobEvent(type="Warning", reason=told.reason, message=told.message)
+    return Decisions(events=(event,), requeue_seconds=IDLE_SECONDS)
+
+
 def _with_status(
     decisions: Decisions, raw: Object, status: dict[str, Any], now: datetime
 ) -> Decisions:
@@ -99,15 +106,15 @@ def _with_status(
 def _events(status: dict[str, Any], previous: PreviousStatus) -> tuple[JobEvent, ...]:
     """One Event for each reason that a condition changed to."""
     events: dict[tuple[str, str], JobEvent] = {}
-    for condition in status["conditions"]:
-        kind, reason = condition["type"], condition["reason"]
+    for entry in status["conditions"]:
+        kind, reason = entry["type"], entry["reason"]
         old = previous.conditions.get(kind, {})
         event = event_type(kind, reason)
-        if event and (old.get("status"), old.get("reason")) != (condition["status"], reason):
+        if event and (old.get("status"), old.get("reason")) != (entry["status"], reason):
             # Two conditions may change to the same reason with the same message.
             events.setdefault(
-                (reason, condition["message"]),
-                JobEvent(type=event, reason=reason, message=condition["message"]),
+                (reason, entry["message"]),
+                JobEvent(type=event, reason=reason, message=entry["message"]),
             )
     return tuple(events.values())
 

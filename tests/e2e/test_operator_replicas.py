@@ -1,0 +1,134 @@
+"""
+Two replicas of the operator, and two installations of it: one process writes, the others do not.
+
+The leader is frozen and not killed: when it runs again, it still believes that it leads.
+"""
+
+from __future__ import annotations
+
+import signal
+from datetime import UTC, datetime
+
+import pytest
+
+from diloco_testing.clusters.faults import signal_first_process
+from diloco_testing.clusters.install import NAMESPACE, RELEASE, install
+from diloco_testing.clusters.job import Job, manifest
+from diloco_testing.clusters.kubectl import until
+
+SOON = 120.0
+OTHER = "diloco-other"
+
+
+def holder(kubectl) -> str:
+    return str(
+        (kubectl.get("lease", RELEASE, NAMESPACE) or {}).get("spec", {}).get("holderIdentity", "")
+    )
+
+
+def replicas(kubectl):
+    return {
+        pod["metadata"]["name"]: pod
+        for pod in kubectl.list("pods", NAMESPACE, "app.kubernetes.io/component=operator")
+    }
+
+
+def waiting_job(eu, namespace, fleet, name: str) -> Job:
+    """Its learners find no node: the test is about its objects."""
+    fields = {**fleet.images.pod_fields, "nodeSelector": {"there-is": "none"}}
+    body = manifest(name, steps=10**6, regions={"eu": 1}, pod_fields=fields)
+    return Job(eu, namespace, body).apply()
+
+
+def scale(job: Job, learners: int) -> None:
+    """Change the size of the job; returns once the operator has done its part."""
+    job.change(regions=[{"name": "eu", "learners": learners}])
+    until(
+        lambda: _size(job) == learners,
+        SOON, expected=f"{learners} learners", details=job.details,
+    )  # fmt: skip
+
+
+def _size(job: Job) -> int:
+    found = job.cluster.kubectl.get("statefulset", f"{job.name}-eu", job.namespace) or {}
+    return int(found.get("spec", {}).get("replicas", 0))
+
+
+def writers(job: Job, since: datetime) -> set[str]:
+    """Pods of the operator that wrote about the job's namespace."""
+    user = f"system:serviceaccount:{NAMESPACE}:"
+    found = job.cluster.audit.requests(user=user, namespace=job.namespace, since=since)
+    return {request.pod for request in found if request.writes}
+
+
+@pytest.fixture
+def two_replicas(eu, fleet):
+    install(eu, fleet.images, replicas=2)
+    yield
+    install(eu, fleet.images)
+
+
+@pytest.fixture
+def second_installation(eu, fleet):
+    """Another release that sees the same jobs."""
+    install(
+        eu, fleet.images, release=OTHER, namespace=OTHER,
+        crds={"install": False}, rbac={"aggregate": False},
+    )  # fmt: skip
+    yield f"{OTHER}/{OTHER}"
+    eu.helm("uninstall", OTHER, "--namespace", OTHER, "--wait", "--timeout", "2m")
+
+
+def test_when_the_leader_freezes_the_other_replica_takes_over_and_only_one_ever_writes(
+    eu, fleet, namespace, two_replicas
+):
+    if not eu.local:
+        pytest.skip("the operator's process is not ours to freeze")
+    job = waiting_job(eu, namespace, fleet, "handed")
+    until(lambda: _size(job) == 1, SOON, expected="its StatefulSet", details=job.details)
+    pods = replicas(eu.kubectl)
+    frozen = holder(eu.kubectl)
+    assert frozen in pods
+    assert len(pods) == 2
+    (successor,) = pods.keys() - {frozen}
+    signal_first_process(pods[frozen], signal.SIGSTOP, program="diloco_operator")
+    try:
+        since = datetime.now(UTC)
+        scale(job, 2)
+        assert holder(eu.kubectl) == successor
+    finally:
+        signal_first_process(pods[frozen], signal.SIGCONT, program="diloco_operator")
+
+    def stands_by() -> bool:
+        return "standing by" in eu.kubectl("logs", frozen, "-n", NAMESPACE)
+
+    until(stands_by, SOON, expected="the former leader notices", details=job.details)
+    scale(job, 3)
+    assert writers(job, since) == {successor}
+    # In order, as an upgrade does it: at once.
+    eu.kubectl.delete("pod", successor, NAMESPACE)
+    scale(job, 4)
+    assert holder(eu.kubectl) != successor
+
+
+def test_a_second_installation_leaves_the_jobs_of_the_first_alone_and_names_it(
+    eu, fleet, namespace, second_installation
+):
+    job = waiting_job(eu, namespace, fleet, "shared")
+    # Whichever saw it first runs it, and the other one says so.
+    until(
+        lambda: any(reason == "OtherOperator" for reason, _ in job.events()),
+        SOON, expected="the Event of the other installation", details=job.details,
+    )  # fmt: skip
+    owner = job.status()["operator"]
+    (message,) = {text for reason, text in job.events() if reason == "OtherOperator"}
+    both = {f"{NAMESPACE}/{RELEASE}", second_installation}
+    assert owner in both
+    assert all(name in message for name in both)
+    until(lambda: _size(job) == 1, SOON, expected="its StatefulSet", details=job.details)
+    if eu.local:
+        (other,) = both - {owner}
+        user = f"system:serviceaccount:{other.partition('/')[0]}:"
+        found = eu.audit.requests(user=user, namespace=namespace)
+        wrote = {(r.resource, r.verb, r.code) for r in found if r.writes and r.code < 400}
+        assert wrote == {("events", "create", 201)}
