@@ -97,6 +97,7 @@ def from_env(variables: Mapping[str, str]) -> Settings:
             syncer_image=env.required("DILOCO_SYNCER_IMAGE", image),
             image_pull_policy=env.text("DILOCO_IMAGE_PULL_POLICY", "IfNotPresent"),
             image_pull_secrets=env.names("DILOCO_IMAGE_PULL_SECRETS"),
+            forbidden_pod_fields=env.names("DILOCO_FORBIDDEN_POD_FIELDS"),
             cluster_domain=env.text("DILOCO_CLUSTER_DOMAIN", "cluster.local"),
         ),
         namespaces=env.names("DILOCO_WATCH_NAMESPACES"),

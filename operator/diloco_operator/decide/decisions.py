@@ -15,6 +15,7 @@ from typing import Any
 from diloco_job.reasons import condition, event_type
 from diloco_operator.decide import status as statuses
 from diloco_operator.decide.changes import ObjectRef, changes
+from diloco_operator.decide.objections import objection
 from diloco_operator.decide.phase import Lifecycle, Phase, is_expired, lifecycle_of, timeouts
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.state.job_state import JobState
@@ -76,6 +77,9 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
         status = statuses.invalid(stored.raw, stored.problems, now)
         return _with_status(Decisions(requeue_seconds=IDLE_SECONDS), stored.raw, status, now)
     state = JobState.of(observation, stored.job, scope, now)
+    if (refused := objection(state)) is not None:
+        status = statuses.not_accepted(stored.raw, refused, now)
+        return _with_status(Decisions(requeue_seconds=IDLE_SECONDS), stored.raw, status, now)
     lifecycle = lifecycle_of(state)
     due = changes(state, lifecycle)
     decisions = Decisions(

@@ -43,6 +43,7 @@ def test_every_setting_can_be_set_and_lists_accept_commas_and_spaces():
             "DILOCO_RESYNC_SECONDS": "2.5",
             "DILOCO_POD": "operator-0",
             "DILOCO_INSTALLATION": "system/diloco",
+            "DILOCO_FORBIDDEN_POD_FIELDS": "hostNetwork, hostPath",
         }
     )
     assert found.scope.manager == "diloco-operator-eu"
@@ -52,6 +53,7 @@ def test_every_setting_can_be_set_and_lists_accept_commas_and_spaces():
     assert (found.health_port, found.metrics_port, found.json_logs) == (0, 1, False)
     assert (found.resync_seconds, found.pod) == (2.5, "operator-0")
     assert found.installation == ("system", "diloco")
+    assert found.scope.forbidden_pod_fields == ("hostNetwork", "hostPath")
 
 
 @pytest.mark.parametrize(
