@@ -7,17 +7,126 @@ The leader is frozen and not killed: when it runs again, it still believes that 
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from datetime import UTC, datetime
 
 import pytest
+from kubernetes.client import Configuration
 
+from diloco_job.crd import crd
+from diloco_operator.cluster.client import ApiError, Cluster, connect
+from diloco_operator.leader.candidate import Candidate
 from diloco_testing.clusters.faults import signal_first_process
 from diloco_testing.clusters.install import NAMESPACE, RELEASE, install
 from diloco_testing.clusters.job import Job, manifest
 from diloco_testing.clusters.kubectl import until
+from diloco_testing.kubernetes.api_server import ApiServer, Refusal, running
 
 SOON = 120.0
 OTHER = "diloco-other"
+
+
+# On an API server without nodes: what it answers to the requests of an election and of a claim
+
+
+@pytest.fixture(scope="module")
+def api(programs, tmp_path_factory) -> Iterator[ApiServer]:
+    with running(programs, tmp_path_factory.mktemp("api")) as server:
+        server.install(crd())
+        yield server
+
+
+@pytest.fixture
+def account(api, tmp_path) -> Configuration:
+    """Credentials with the chart's rights on the Lease `diloco` in the namespace `default`."""
+    rbac, core = (
+        "/apis/rbac.authorization.k8s.io/v1/namespaces/default",
+        "/api/v1/namespaces/default",
+    )
+    role = {
+        "metadata": {"name": "election"},
+        "rules": [
+            {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "resourceNames": ["diloco"],
+             "verbs": ["get", "create", "update"]},
+        ],
+    }  # fmt: skip
+    binding = {
+        "metadata": {"name": "election"},
+        "roleRef": {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "election"},
+        "subjects": [{"kind": "ServiceAccount", "name": "operator", "namespace": "default"}],
+    }
+    api.send("POST", f"{core}/serviceaccounts", {"metadata": {"name": "operator"}})
+    api.send("POST", f"{rbac}/roles", role)
+    api.send("POST", f"{rbac}/rolebindings", binding)
+    code, answer = api.send("POST", f"{core}/serviceaccounts/operator/token", {"spec": {}})
+    assert code == 201, answer
+    path = api.kubeconfig(tmp_path / "kubeconfig", answer["status"]["token"])
+    return connect(kubeconfig=path)
+
+
+def candidate(configuration: Configuration, name: str, *, lease: str = "diloco") -> Candidate:
+    requests = Cluster(configuration, manager="test", only_try_seconds=5.0)
+    made = Candidate(requests, namespace="default", name=lease, identity=name)
+    made.start(lead=lambda: None, stand_by=lambda: None)
+    return made
+
+
+def test_an_api_server_lets_one_of_two_candidates_lead_with_the_rights_of_the_chart(api, account):
+    path = "/apis/coordination.k8s.io/v1/namespaces/default/leases/diloco"
+    both = [candidate(account, name) for name in ("a", "b")]
+    try:
+        until(lambda: any(one.may_write() for one in both), SOON, expected="one leads")
+        assert sum(one.may_write() for one in both) == 1
+        code, lease = api.send("GET", path)
+        assert (code, lease["spec"]["leaseDurationSeconds"]) == (200, 15)
+        renewed = lease["spec"]["renewTime"]
+        until(
+            lambda: api.send("GET", path)[1]["spec"]["renewTime"] != renewed,
+            SOON, expected="a renewal",
+        )  # fmt: skip
+        leader, other = sorted(both, key=lambda one: not one.may_write())
+        leader.stop(release=True)
+        until(other.may_write, SOON, expected="the other leads")
+        assert api.send("GET", path)[1]["spec"]["leaseTransitions"] == 1
+    finally:
+        for one in both:
+            one.stop(release=False)
+
+
+def test_no_other_lease_can_be_made_with_these_rights(api, account):
+    requests = Cluster(account, manager="test", only_try_seconds=5.0)
+    body = {
+        "apiVersion": "coordination.k8s.io/v1",
+        "kind": "Lease",
+        "metadata": {"namespace": "default", "name": "other"},
+        "spec": {},
+    }
+    with pytest.raises(ApiError) as refused:
+        requests.put(body)
+    assert refused.value.status == 403
+
+
+def test_of_two_installations_that_read_the_same_job_the_second_gets_a_conflict(api, tmp_path):
+    cluster = Cluster(
+        connect(kubeconfig=api.kubeconfig(tmp_path / "admin")), manager="diloco-operator"
+    )
+    body = manifest("claimed", steps=9, regions={"eu": 1}, pod_fields={})
+    made = api.create(body | {"metadata": {"name": "claimed", "namespace": "default"}})
+    assert not isinstance(made, Refusal), made
+    cluster.claim(made, "system/one")
+    with pytest.raises(ApiError) as refused:
+        cluster.claim(made, "other/two")
+    assert refused.value.status == 409
+    read = cluster.job("default", "claimed")
+    assert read is not None
+    cluster.put_status(read, {"state": "Starting"})
+    stored = cluster.job("default", "claimed")
+    assert stored is not None
+    assert (stored["status"]["operator"], stored["status"]["state"]) == ("system/one", "Starting")
+    api.delete("claimed")
+
+
+# On a cluster
 
 
 def holder(kubectl) -> str:

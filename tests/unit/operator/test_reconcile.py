@@ -4,6 +4,7 @@ import base64
 import logging
 import re
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -507,13 +508,25 @@ def syncing(tls=None):
         server.stop(None).wait(10)
 
 
-def remote(api, tmp_path, endpoint, **spec):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loopback(OperatorScope):
+    """Dials a syncer of this machine, whose address no manifest may have."""
+
+    dialled: str
+
+    def syncer_address(self, job, namespace):
+        assert job.spec.syncer.endpoint == "syncer.example.com:7070"
+        return self.dialled
+
+
+def remote(api, tmp_path, dialled, **spec):
     """The job of region us, whose syncer runs in eu."""
     regions = [{"name": "eu", "learners": 2}, {"name": "us", "learners": 1}]
-    api.create(job(regions=regions, syncer={"region": "eu", "endpoint": endpoint}, **spec))
-    return World(
-        api, tmp_path, scope=OperatorScope(region="us", worker_image="w", syncer_image="s")
+    api.create(
+        job(regions=regions, syncer={"region": "eu", "endpoint": "syncer.example.com:7070"}, **spec)
     )
+    scope = Loopback(region="us", worker_image="w", syncer_image="s", dialled=dialled)
+    return World(api, tmp_path, scope=scope)
 
 
 def test_a_remote_syncer_is_contacted_at_the_endpoint_of_the_manifest(api, tmp_path):
