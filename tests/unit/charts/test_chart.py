@@ -381,11 +381,10 @@ def test_the_operator_has_rights_on_no_lease_but_its_own():
     assert "leases" not in everywhere
 
 
-def test_one_operator_is_replaced_and_several_are_rolled():
-    spec = only(render(), "Deployment")["spec"]
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
-    spec = only(render(*sets(replicas=2)), "Deployment")["spec"]
-    assert (spec["replicas"], spec["strategy"]) == (2, {"type": "RollingUpdate"})
+def test_operators_are_rolled_because_a_lease_decides_which_one_writes():
+    for replicas in (1, 2):
+        spec = only(render(*sets(replicas=replicas)), "Deployment")["spec"]
+        assert (spec["replicas"], spec["strategy"]) == (replicas, {"type": "RollingUpdate"})
 
 
 def test_what_selects_the_operator_never_changes():
