@@ -175,9 +175,9 @@ class Reconciler:
         """Write nothing about another installation's job but one Event for each process."""
         self._forget(key)
         decisions = leave_to(owner, self._installation)
-        told = (str(raw["metadata"]["uid"]), owner)
-        if self._left.get(key) != told:
-            self._left[key] = told
+        reported = (str(raw["metadata"]["uid"]), owner)
+        if self._left.get(key) != reported:
+            self._left[key] = reported
             self._post(raw, decisions)
         return decisions.requeue_seconds
 

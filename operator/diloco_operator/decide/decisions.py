@@ -93,8 +93,8 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
 
 def leave_to(other: str, installation: str) -> Decisions:
     """What an installation of the operator does for a job that another one runs."""
-    told = condition("Accepted", "OtherOperator", other=other, own=installation)
-    event = JobEvent(type="Warning", reason=told.reason, message=told.message)
+    accepted = condition("Accepted", "OtherOperator", other=other, own=installation)
+    event = JobEvent(type="Warning", reason=accepted.reason, message=accepted.message)
     return Decisions(events=(event,), requeue_seconds=IDLE_SECONDS)
 
 
