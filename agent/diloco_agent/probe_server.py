@@ -7,12 +7,12 @@ Not `http.server`, which would double the memory of this process.
 from __future__ import annotations
 
 import contextlib
-import socket
 import socketserver
 import threading
 from collections.abc import Callable
 
 from diloco.errors import ConfigError
+from diloco.runtime.listening import AllAddresses
 from diloco_agent.probes import Answer
 
 REQUEST_SECONDS = 5.0
@@ -49,24 +49,17 @@ class Server:
                         break
                 return first[1].decode("latin-1").partition("?")[0] if len(first) > 1 else ""
 
-        class Threads(socketserver.ThreadingTCPServer):
+        class Threads(AllAddresses, socketserver.ThreadingTCPServer):
             daemon_threads = True
             request_queue_size = 32
-            address_family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
-
-            def server_bind(self) -> None:
-                self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if self.address_family == socket.AF_INET6:
-                    self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-                self.socket.bind(("", port))
 
         try:
-            self._server = Threads(("", port), Handler)
+            self._server = Threads(port, Handler)
         except OSError as error:
             raise ConfigError(
                 f"DILOCO_HEALTH_PORT: port {port}: {error.strerror}; choose a free port"
             ) from None
-        self.port: int = self._server.socket.getsockname()[1]
+        self.port = self._server.port
         threading.Thread(target=self._server.serve_forever, name="probes", daemon=True).start()
 
 

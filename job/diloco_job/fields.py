@@ -41,6 +41,10 @@ NO_ENDPOINT = (
     '"{}" is not an endpoint; write host:port, where host is a DNS name, an IPv4 address or an [IPv6] '
     "address and port is 1 to 65535"
 )
+LOCAL_ENDPOINT = (
+    '"{}" is a loopback, link-local or unspecified address, which each machine has for itself; give one '
+    "that the other regions reach"
+)
 
 
 def refuse(message: str, *seen: object, **values: object) -> PydanticCustomError:
@@ -153,6 +157,8 @@ def _bounded_depth(value: dict[str, Any]) -> dict[str, Any]:
 def _endpoint(value: str) -> str:
     if value and not names.is_endpoint(value):
         raise refuse(NO_ENDPOINT, value)
+    if value and names.is_local_endpoint(value):
+        raise refuse(LOCAL_ENDPOINT, value)
     return value
 
 
@@ -188,6 +194,12 @@ def _decimal_schema(above: str | None = None, below: str | None = None) -> WithJ
     return _schema(names.DECIMAL_PATTERN, 19, *rules)
 
 
+def _reachable(host: str) -> str:
+    """CEL: whether the IP address is of one machine for others."""
+    kinds = ("isLoopback", "isLinkLocalUnicast", "isUnspecified")
+    return "!(" + " || ".join(f"ip({host}).{kind}()" for kind in kinds) + ")"
+
+
 _RESERVED_CEL = f"!(self in [{', '.join(quoted(name) for name in names.RESERVED_REGIONS)}])"
 _HOST_CEL = "self.substring(0, self.lastIndexOf(':'))"
 _SIX_CEL = "self.substring(1, self.lastIndexOf(']'))"
@@ -196,6 +208,11 @@ _ENDPOINT_CEL = (
     f" && self.lastIndexOf(':') <= {names.HOST_MAX}"
     f" && (self.startsWith('[') ? isIP({_SIX_CEL}) && ip({_SIX_CEL}).family() == 6"
     f" : (!self.matches('(^|[.])[0-9]+:[0-9]+$') || isIP({_HOST_CEL})))))"
+)
+_NOT_LOCAL_CEL = (
+    "(self == '' || !self.matches('(?i)^(.*[.])?localhost:')"
+    f" && (self.startsWith('[') ? !isIP({_SIX_CEL}) || {_reachable(_SIX_CEL)}"
+    f" : !isIP({_HOST_CEL}) || {_reachable(_HOST_CEL)}))"
 )
 
 # ------------------------------------------------------------------------------- the types
@@ -233,7 +250,13 @@ RegionName = Annotated[
 Endpoint = Annotated[
     str,
     AfterValidator(_endpoint),
-    _schema(names.ENDPOINT_PATTERN, names.HOST_MAX + 6, (_ENDPOINT_CEL, NO_ENDPOINT), empty=True),
+    _schema(
+        names.ENDPOINT_PATTERN,
+        names.HOST_MAX + 6,
+        (_ENDPOINT_CEL, NO_ENDPOINT),
+        (_NOT_LOCAL_CEL, LOCAL_ENDPOINT),
+        empty=True,
+    ),
 ]
 UpToBillion = Annotated[int, Field(ge=1, le=BILLION)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]

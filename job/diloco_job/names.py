@@ -88,6 +88,23 @@ def learner_slug(name: str) -> str:
     return name.replace("/", "-")
 
 
+def is_local_endpoint(text: str) -> bool:
+    """
+    True for the endpoint of a loopback, link-local or unspecified address, or of a name for one.
+
+    >>> is_local_endpoint("169.254.169.254:80"), is_local_endpoint("10.0.0.1:80")
+    (True, False)
+    """
+    host = text.rpartition(":")[0].strip("[]")
+    if host.rpartition(".")[2].lower() == "localhost":
+        return True
+    try:
+        address = ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return address.is_loopback or address.is_link_local or address.is_unspecified
+
+
 def is_endpoint(text: str) -> bool:
     """True for host:port with a DNS name, IPv4 or [IPv6] address and a port of 1..65535."""
     if not re.fullmatch(ENDPOINT_PATTERN, text):

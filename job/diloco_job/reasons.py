@@ -126,6 +126,24 @@ REASONS: tuple[Reason, ...] = (
             "add the region, or delete the job from this cluster",
         ),
         (
+            "RegionChanged",
+            "Warning",
+            "this operator has {own}, but objects of this job were made with {others}; nothing was changed",
+            "set region.name back, or delete the job in this cluster and apply it again",
+        ),
+        (
+            "PodFieldForbidden",
+            "Warning",
+            "this cluster does not allow {fields}; nothing was changed",
+            "remove the field, or see forbiddenPodFields of the operator's chart",
+        ),
+        (
+            "OtherOperator",
+            "Warning",
+            "operator {other} runs this job (status.operator); operator {own} leaves it alone",
+            "an Event only; hand the job over as in docs/operations.md, or separate the operators with watchNamespaces",
+        ),
+        (
             "VolumeGone",
             "Warning",
             "spec.steps was raised to {steps}, but the job was complete at step {step} and its "

@@ -123,6 +123,8 @@ class Status(Model):
     """When it became Complete or Failed."""
     last_sync_time: Time = ""
     """When the syncer last answered this operator."""
+    operator: str = ""
+    """The installation of the operator that runs this job, as namespace/name; others leave it alone."""
     conditions: list[Condition] = Field([], max_length=32, json_schema_extra=list_map("type"))
     """Accepted, SyncerReady, SyncerReachable, LearnersReady, QuorumMet, SpecConsistent, Suspended,
     Complete and Failed. All are present after the first reconcile."""

@@ -7,10 +7,14 @@ import os
 import signal
 import sys
 import threading
+from dataclasses import dataclass
+
+from kubernetes.client import Configuration
 
 from diloco.errors import EXIT_DONE, EXIT_USAGE, ConfigError
 from diloco_operator import logs
 from diloco_operator.cluster.client import ApiError, Cluster, connect
+from diloco_operator.leader.candidate import Candidate
 from diloco_operator.metrics import Metrics
 from diloco_operator.reconcile import Reconciler
 from diloco_operator.settings import Settings
@@ -23,6 +27,8 @@ log = logging.getLogger("diloco_operator")
 STOP_SECONDS = 3.0
 """Time for running reconciles to end; the next process redoes interrupted ones."""
 CRD_SECONDS = 5.0
+LEASE_SECONDS = 3.0
+"""Longest time of a request for the Lease; two fit into the time in which a leader must renew."""
 RECURSION_LIMIT = 15_000
 """An API server stores objects up to 10 000 levels deep, and the JSON parser is recursive."""
 
@@ -52,11 +58,23 @@ def _run(settings: Settings) -> int:
         signal.signal(number, terminate)
     configuration = connect()
     scope = settings.scope
-    cluster = Cluster(configuration, manager=scope.manager, connections=settings.threads + 1)
     metrics = Metrics()
     metrics.serve(settings.metrics_port)
+    candidate = _candidate(settings, configuration)
+    cluster = Cluster(
+        configuration,
+        manager=scope.manager,
+        connections=settings.threads + 1,
+        may_write=candidate.may_write if candidate else lambda: True,
+    )
     reconciler = Reconciler(
-        cluster, scope, metrics=metrics, reporter=settings.pod, faults=settings.faults
+        cluster,
+        scope,
+        metrics=metrics,
+        answered_late=lambda key: queue.add(key),
+        installation="/".join(settings.installation or ()),
+        reporter=settings.pod,
+        faults=settings.faults,
     )
     queue = WorkQueue(reconciler.reconcile, threads=settings.threads, waited=metrics.queued)
     metrics.measure_depth(queue.depth)
@@ -68,6 +86,11 @@ def _run(settings: Settings) -> int:
         namespaces=settings.namespaces,
         every_seconds=settings.resync_seconds,
     )
+    work = _Work(queue, resync, metrics)
+    if candidate is None:
+        work.begin()
+    else:
+        work.pause()
     queue.start()
     server = HealthServer(health, settings.health_port)
     log.info(
@@ -77,6 +100,8 @@ def _run(settings: Settings) -> int:
         extra={"healthPort": server.port, "server": configuration.host},
     )
     if _await_crd(cluster, settings, ended):
+        if candidate is not None:
+            candidate.start(lead=work.begin, stand_by=work.pause)
         resync.start()
         watches = handlers.Watches(
             handlers.registry(queue, health, configuration),
@@ -87,9 +112,40 @@ def _run(settings: Settings) -> int:
         ended.wait()
         log.info("shutting down: %s", signals[0] if signals else "the watches ended")
         resync.stop()
-        queue.stop(STOP_SECONDS)
+        idle = queue.stop(STOP_SECONDS)
+        if candidate is not None:
+            candidate.stop(release=idle)
         watches.stop(1.0)
     return EXIT_DONE if signals else 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """What only the leader does; the watches run in every process."""
+
+    queue: WorkQueue
+    resync: handlers.Resync
+    metrics: Metrics
+
+    def begin(self) -> None:
+        self.metrics.leader(leads=True)
+        self.queue.resume()
+        self.resync.now()
+
+    def pause(self) -> None:
+        self.queue.pause()
+        self.metrics.leader(leads=False)
+
+
+def _candidate(settings: Settings, configuration: Configuration) -> Candidate | None:
+    """The election among the replicas; None: this process always leads."""
+    if settings.installation is None:
+        return None
+    namespace, name = settings.installation
+    requests = Cluster(
+        configuration, manager=settings.scope.manager, only_try_seconds=LEASE_SECONDS
+    )
+    return Candidate(requests, namespace=namespace, name=name, identity=settings.pod)
 
 
 def _await_crd(cluster: Cluster, settings: Settings, ended: threading.Event) -> bool:

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
 from diloco.errors import ConfigError
-from diloco.runtime.metrics import register
+from diloco.runtime.metrics import register, serve
 from diloco_operator.workqueue import Key
 
 
@@ -22,6 +22,7 @@ class Metrics:
         self._metrics: Mapping[str, Any] = register("operator", self.registry)
         self._lock = threading.Lock()
         self._states: dict[Key, str] = {}
+        self._leads = True
 
     def serve(self, port: int) -> None:
         """
@@ -33,7 +34,7 @@ class Metrics:
         if not port:
             return
         try:
-            start_http_server(port, registry=self.registry)
+            serve(port, self.registry)
         except OSError as error:
             raise ConfigError(
                 f"DILOCO_METRICS_PORT: {port}: {error.strerror}; set a free port, or 0 for none"
@@ -55,10 +56,22 @@ class Metrics:
         """Read the depth of the queue at each scrape."""
         self._metrics["diloco_operator_queue_depth"].set_function(depth)
 
+    def leader(self, *, leads: bool) -> None:
+        """Whether this process is the leader; of several, only the leader reports states of jobs."""
+        with self._lock:
+            self._leads = leads
+            self._metrics["diloco_operator_leader"].set(leads)
+            if not leads:
+                self._states.clear()
+                self._metrics["diloco_operator_job_state"].clear()
+                self._metrics["diloco_operator_jobs"].clear()
+
     def state(self, key: Key, state: str | None) -> None:
         """The job's state after its last reconcile; None: the job was deleted."""
         by_job = self._metrics["diloco_operator_job_state"]
         with self._lock:
+            if not self._leads:
+                return
             before = self._states.pop(key, None)
             if before not in (None, state):
                 by_job.remove(*key, before)

@@ -17,7 +17,7 @@ from datetime import UTC, datetime
 
 from diloco_operator.cluster.client import JOB_LABEL, ApiError, Cluster, Json
 from diloco_operator.cluster.observe import Observer
-from diloco_operator.decide.decisions import Decisions, JobEvent, decide
+from diloco_operator.decide.decisions import Decisions, JobEvent, decide, leave_to
 from diloco_operator.logs import job_context
 from diloco_operator.metrics import Metrics
 from diloco_operator.resources import APPLIED
@@ -25,6 +25,7 @@ from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.settings import Faults
 from diloco_operator.state.objects import Object, controller_uid, identity, is_deleting, labels
 from diloco_operator.state.observation import Observation, Refusal
+from diloco_operator.state.stored_job import StoredJob, claimed_by
 from diloco_operator.workqueue import Key, RetryError
 
 log = logging.getLogger(__name__)
@@ -63,20 +64,40 @@ class Reconciler:
         *,
         metrics: Metrics,
         decide: Callable[[Observation, OperatorScope, datetime], Decisions] = decide,
+        answered_late: Callable[[Key], object] = lambda _: None,
+        installation: str = "",
         reporter: str = COMPONENT,
         faults: Faults = Faults(),  # noqa: B008 (frozen)
         now: Callable[[], datetime] = lambda: datetime.now(UTC),
     ) -> None:
+        """
+        Carry out the decisions of `decide`.
+
+        Args:
+            cluster: the API server.
+            scope: the part of each job that this operator runs.
+            metrics: of this process.
+            decide: maps an observation to decisions.
+            answered_late: called when a syncer that had been silent replies: reconcile its job.
+            installation: of this operator, recorded in each job; jobs of other installations are left
+                alone. "": nothing is recorded, and no job is left alone.
+            reporter: name of this process, for Events.
+            faults: to inject.
+            now: wall clock, UTC.
+        """
         self._cluster = cluster
         self._scope = scope
         self._metrics = metrics
         self._decide = decide
+        self._installation = installation
         self._reporter = reporter
         self._faults = faults
         self._now = now
-        self._observer = Observer(cluster, scope, now=now)
+        self._observer = Observer(cluster, scope, now=now, answered_late=answered_late)
         # Fingerprints of applies that changed nothing and are not repeated: by key and child.
         self._unchanged: dict[Key, dict[tuple[str, str], str]] = {}
+        # Jobs of other installations about which an Event was posted: uid and installation.
+        self._left: dict[Key, tuple[str, str]] = {}
 
     def reconcile(self, key: Key) -> float | None:
         """
@@ -113,8 +134,16 @@ class Reconciler:
         if raw is None or is_deleting(raw):
             # The garbage collector deletes children with their owner; no finalizer is needed.
             self._forget(key)
+            self._left.pop(key, None)
             return None
+        owner = claimed_by(raw)
+        if self._installation and owner not in ("", self._installation):
+            return self._leave(key, raw, owner)
         observation = self._observer.observe(key, raw)
+        if self._installation and not owner and self._runs(observation.stored):
+            # Before any other write: of two installations, one gets a conflict here.
+            self._cluster.claim(raw, self._installation)
+            self._metrics.wrote("DiLoCoJob")
         self._faults.reached("after-read")
         decisions = self._decide(observation, self._scope, self._now())
         outcome = _Outcome()
@@ -135,6 +164,21 @@ class Reconciler:
             raise _RefusedError(
                 "; ".join(f"{refusal.child}: {refusal.message}" for refusal in outcome.refusals)
             )
+        return decisions.requeue_seconds
+
+    def _runs(self, stored: StoredJob) -> bool:
+        """Whether this operator runs some part of the job."""
+        job, scope = stored.job, self._scope
+        return job is not None and (bool(scope.own_regions(job)) or scope.has_syncer(job))
+
+    def _leave(self, key: Key, raw: Json, owner: str) -> float:
+        """Write nothing about another installation's job but one Event for each process."""
+        self._forget(key)
+        decisions = leave_to(owner, self._installation)
+        reported = (str(raw["metadata"]["uid"]), owner)
+        if self._left.get(key) != reported:
+            self._left[key] = reported
+            self._post(raw, decisions)
         return decisions.requeue_seconds
 
     def _forget(self, key: Key) -> None:
@@ -189,6 +233,11 @@ class Reconciler:
             self._cluster.put_status(raw, status)
             self._metrics.wrote("DiLoCoJob")
             self._faults.reached("after-status")
+        self._post(raw, decisions)
+        current = status if status is not None else raw.get("status") or {}
+        self._metrics.state(key, current.get("state") or "Pending")
+
+    def _post(self, raw: Object, decisions: Decisions) -> None:
         now = self._now()
         for event in decisions.events:
             log.info("%s: %s", event.reason, event.message, extra={"type": event.type})
@@ -202,8 +251,6 @@ class Reconciler:
                 )
             else:
                 self._metrics.wrote("Event")
-        current = status if status is not None else raw.get("status") or {}
-        self._metrics.state(key, current.get("state") or "Pending")
 
     def _remove(self, key: Key, raw: Object) -> None:
         metadata = raw["metadata"]

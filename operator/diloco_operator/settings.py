@@ -15,6 +15,9 @@ FAULT_POINTS = ("after-read", "after-apply-N", "after-delete", "before-status", 
 """Points of a reconcile at which a test can kill the operator; N counts from 1."""
 
 
+_NAME = r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Faults:
     """Faults to inject."""
@@ -46,7 +49,10 @@ class Settings:
     threads: int
     """Jobs that are reconciled concurrently."""
     pod: str
-    """Name of this pod, for Events."""
+    """Name of this pod, for Events and the leader election."""
+    installation: tuple[str, str] | None
+    """Namespace and name of this installation, which identify its Lease and mark the jobs that it runs;
+    None: no leader election and no mark."""
     faults: Faults
 
     @classmethod
@@ -75,6 +81,11 @@ def from_env(variables: Mapping[str, str]) -> Settings:
         pattern=rf"\s*reconcile:kill=({points.replace('N', '[1-9][0-9]*')})\s*",
         expected=f"reconcile:kill=<{points}>",
     )
+    installation = env.text(
+        "DILOCO_INSTALLATION",
+        pattern=f"{_NAME}/{_NAME}",
+        expected="<namespace>/<name> of the installation",
+    )
     settings = Settings(
         scope=OperatorScope(
             region=env.text(
@@ -86,6 +97,7 @@ def from_env(variables: Mapping[str, str]) -> Settings:
             syncer_image=env.required("DILOCO_SYNCER_IMAGE", image),
             image_pull_policy=env.text("DILOCO_IMAGE_PULL_POLICY", "IfNotPresent"),
             image_pull_secrets=env.names("DILOCO_IMAGE_PULL_SECRETS"),
+            forbidden_pod_fields=env.names("DILOCO_FORBIDDEN_POD_FIELDS"),
             cluster_domain=env.text("DILOCO_CLUSTER_DOMAIN", "cluster.local"),
         ),
         namespaces=env.names("DILOCO_WATCH_NAMESPACES"),
@@ -95,7 +107,13 @@ def from_env(variables: Mapping[str, str]) -> Settings:
         resync_seconds=env.number("DILOCO_RESYNC_SECONDS", 30, least=1, most=3600),
         threads=env.integer("DILOCO_RECONCILE_THREADS", 8, least=1, most=64),
         pod=env.text("DILOCO_POD") or env.text("HOSTNAME", "diloco-operator"),
+        installation=_pair(installation),
         faults=Faults(kill_at=fault.strip().removeprefix("reconcile:kill=")),
     )
     env.check()
     return settings
+
+
+def _pair(text: str) -> tuple[str, str] | None:
+    namespace, _, name = text.partition("/")
+    return (namespace, name) if name else None

@@ -2,15 +2,19 @@
 The work queue of the operator: runs each key on one thread at a time.
 
 Adding a waiting key can only move it forward; adding a running key runs it once more. A key whose
-work fails is retried with exponential back-off; a key whose work returns None is forgotten.
+work fails is retried with exponential back-off; a key whose work returns None is forgotten. Of the
+keys that are due, those of the namespace that has the fewest running come first, so that no
+namespace waits for another one's many or slow jobs.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -72,7 +76,10 @@ class WorkQueue:
         self._pause_seconds = pause_seconds
         self._entries: dict[Key, _Entry] = {}
         self._changed = threading.Condition()
+        self._turns: dict[str, float] = {}
+        """When a key of each namespace last began to run."""
         self._stopped = False
+        self._paused = False
         self._threads = [
             threading.Thread(target=self._run, name=f"reconcile-{number}", daemon=True)
             for number in range(threads)
@@ -94,12 +101,26 @@ class WorkQueue:
         """
         due = time.monotonic() + after_seconds
         with self._changed:
+            if self._paused:
+                return
             entry = self._entries.setdefault(key, self._new())
             if urgent:
                 entry.backoff.reset()
                 entry.earliest = min(entry.earliest, due)
             entry.due = due if entry.due is None else min(entry.due, due)
             self._changed.notify()
+
+    def pause(self) -> None:
+        """Forget all keys, and accept none until `resume`; runs that have begun end by themselves."""
+        with self._changed:
+            self._paused = True
+            running = {k: entry for k, entry in self._entries.items() if entry.started is not None}
+            self._entries = running
+
+    def resume(self) -> None:
+        """Accept keys again."""
+        with self._changed:
+            self._paused = False
 
     def keys(self) -> frozenset[Key]:
         """Waiting and running keys."""
@@ -158,14 +179,28 @@ class WorkQueue:
         with self._changed:
             while not self._stopped:
                 now = time.monotonic()
-                due, key = min(self._waiting(), default=(now + 3600.0, None))
-                if key is not None and due <= now:
+                waiting = self._waiting()
+                due = [(when, key) for when, key in waiting if when <= now]
+                if due:
+                    when, key = self._fairest(due)
                     entry = self._entries[key]
                     entry.due, entry.started = None, now
-                    self._waited(now - due)
+                    self._turns[key.namespace] = now
+                    self._waited(now - when)
                     return key
-                self._changed.wait(due - now)
+                self._changed.wait(min(waiting)[0] - now if waiting else None)
             return None
+
+    def _fairest(self, due: list[tuple[float, Key]]) -> tuple[float, Key]:
+        """The namespace with the fewest running keys, then the one whose turn is longest ago."""
+        running: Counter[str] = Counter()
+        for key, entry in self._entries.items():
+            running[key.namespace] += entry.started is not None
+        # Without namespaces that have no key any more.
+        turns = self._turns = {name: self._turns.get(name, -math.inf) for name in running}
+        return min(
+            due, key=lambda item: (running[item[1].namespace], turns[item[1].namespace], item)
+        )
 
     def _waiting(self) -> list[tuple[float, Key]]:
         """Keys that do not run, with the time at which they may."""
@@ -180,7 +215,9 @@ class WorkQueue:
         with self._changed:
             entry = self._entries[key]
             entry.started = None
-            if failed:
+            if self._paused:
+                del self._entries[key]
+            elif failed:
                 # Events do not shorten this: the failed reconcile may have caused them.
                 entry.earliest = now + self._pause_seconds + entry.backoff.next()
                 entry.due = entry.due or entry.earliest

@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 
-from diloco.runtime.metrics import register
+from diloco.runtime.metrics import register, serve
 from diloco_syncer.core.engine import Engine
 from diloco_syncer.core.learners import LearnerRecord
 
@@ -37,7 +37,7 @@ class Metrics:
         self._tokens: dict[str, int] = {}
         self._learners: set[str] = set()
         """Learners that have a series."""
-        start_http_server(port, registry=registry)
+        serve(port, registry)
 
     def event(self, event: str, fields: Mapping[str, Any]) -> None:
         """Count one line of events.jsonl."""

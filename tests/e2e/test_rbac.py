@@ -56,7 +56,7 @@ def test_every_right_was_used(requests, request):
         )
     granted = {
         (group, resource, verb)
-        for rule in cluster_role()["rules"]
+        for rule in rules()
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]
@@ -64,15 +64,17 @@ def test_every_right_was_used(requests, request):
     assert granted - used(requests) - set(UNSEEN) == set()
 
 
-def cluster_role():
-    """The operator's, as the chart renders it."""
+def rules():
+    """The operator's, as the chart renders them: for jobs, and for its Lease."""
     command = (cache() / "bin/helm", "template", RELEASE, CHART, "--namespace", NAMESPACE)
     objects = yaml.safe_load_all(subprocess.check_output([*command, "--kube-version=1.31"]))
-    return next(
-        role
+    own = (("ClusterRole", CLUSTER_ROLE), ("Role", f"{RELEASE}-leader-election"))
+    return [
+        rule
         for role in objects
-        if role and (role["kind"], role["metadata"]["name"]) == ("ClusterRole", CLUSTER_ROLE)
-    )
+        if role and (role["kind"], role["metadata"]["name"]) in own
+        for rule in role["rules"]
+    ]
 
 
 def used(requests: Iterable[Request]) -> set[tuple[str, str, str]]:

@@ -341,6 +341,34 @@ def test_sigterm_ends_it_within_five_seconds(api, tmp_path, state):
         assert time.monotonic() - begun < 5.0
 
 
+def test_of_two_replicas_one_writes_and_the_other_takes_over_when_it_is_killed(api, tmp_path):
+    def replica(name):
+        variables = {"DILOCO_INSTALLATION": "system/diloco", "DILOCO_POD": name}
+        return OperatorProcess(api, tmp_path / name, **variables)
+
+    def leads(operator):
+        text = operator.get("/metrics", operator.metrics_port)[1]
+        return re.findall(r"^diloco_operator_leader (\d)", text, re.M) == ["1"]
+
+    def holder():
+        return api.get("leases", "diloco", "system")["spec"]["holderIdentity"]
+
+    api.create(job())
+    with replica("first") as first:
+        until(lambda: settled(api), "children and status")
+        with replica("second") as second:
+            second.until_ready()
+            assert (leads(first), leads(second)) == (True, False)
+            assert "diloco_operator_jobs{" not in second.get("/metrics", second.metrics_port)[1]
+            first.process.kill()
+            api.delete("services", "a-eu")
+            until(lambda: api.get("services", "a-eu"), "the other replica repairs it")
+            assert (holder(), leads(second)) == ("second", True)
+            assert api.get("dilocojobs", "a")["status"]["operator"] == "system/diloco"
+            assert second.stop() == 0
+            assert holder() == "", "released, so that a successor need not wait"
+
+
 def test_invalid_settings_are_reported_with_exit_code_2():
     done = subprocess.run(
         [sys.executable, "-m", "diloco_operator"],

@@ -21,6 +21,11 @@
 {{- printf "%s:%s" (include "diloco.fullname" .) .Release.Namespace }}
 {{- end }}
 
+{{/* Identifies the release among all operators of the cluster: the mark on its jobs, and its Lease. */}}
+{{- define "diloco.installation" -}}
+{{- printf "%s/%s" .Release.Namespace (include "diloco.fullname" .) }}
+{{- end }}
+
 {{- define "diloco.serviceAccountName" -}}
 {{- if .Values.serviceAccount.create }}
 {{- default (include "diloco.fullname" .) .Values.serviceAccount.name }}

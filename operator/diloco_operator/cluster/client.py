@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlencode
@@ -64,6 +64,7 @@ KINDS = {
     "Pod": Kind("v1", "pods"),
     "Secret": Kind("v1", "secrets"),
     "Event": Kind("v1", "events"),
+    "Lease": Kind("coordination.k8s.io/v1", "leases"),
 }
 CHILD_KINDS = (
     *("StatefulSet", "Deployment", "Service", "ConfigMap", "PersistentVolumeClaim"),
@@ -98,7 +99,13 @@ class Cluster:
     """One API server; safe for use by many threads."""
 
     def __init__(
-        self, configuration: Configuration, *, manager: str, connections: int = 10
+        self,
+        configuration: Configuration,
+        *,
+        manager: str,
+        connections: int = 10,
+        may_write: Callable[[], bool] = lambda: True,
+        only_try_seconds: float | None = None,
     ) -> None:
         """
         Nothing is dialled yet.
@@ -107,12 +114,17 @@ class Cluster:
             configuration: address and credentials of the API server.
             manager: field manager of children; the status has `<manager>-status`.
             connections: kept open for the next request.
+            may_write: asked before each attempt to write; if it says no, the request fails.
+            only_try_seconds: a request is not repeated, and fails after this time; None: requests
+                are repeated, and take as long as READ_SECONDS and RETRY_PAUSES allow.
         """
         configuration.connection_pool_maxsize = connections
         self._configuration = configuration
         client: Any = ApiClient(configuration)  # without types
         self._pool: urllib3.PoolManager = client.rest_client.pool_manager
         self._manager = manager
+        self._may_write = may_write
+        self._only_try_seconds = only_try_seconds
 
     def job(self, namespace: str, name: str) -> Json | None:
         """A DiLoCoJob; None: there is none."""
@@ -169,17 +181,29 @@ class Cluster:
         path = KINDS[body["kind"]].path(metadata["namespace"], metadata["name"])
         return self._apply(path, body, self._manager)
 
+    def put(self, body: Json) -> Json:
+        """
+        Replace an object that still has the resourceVersion of `body`, or create it if there is none.
+
+        Create by PUT, unlike by POST, needs a right on this name only; few kinds allow it.
+        """
+        metadata = body["metadata"]
+        path = KINDS[body["kind"]].path(metadata["namespace"], metadata["name"])
+        return self._request("PUT", path, body=body)
+
     def put_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> None:
         """Apply the status of the job that was read; a newer job of the same name is left alone."""
-        metadata = job["metadata"]
-        body = {
-            "apiVersion": KINDS["DiLoCoJob"].api_version,
-            "kind": "DiLoCoJob",
-            "metadata": {key: metadata[key] for key in ("namespace", "name", "uid")},
-            "status": status,
-        }
-        path = KINDS["DiLoCoJob"].path(metadata["namespace"], metadata["name"], "status")
-        self._apply(path, body, f"{self._manager}-status")
+        self._apply_status(job, ("uid",), status, f"{self._manager}-status")
+
+    def claim(self, job: Mapping[str, Any], installation: str) -> None:
+        """
+        Record which installation runs the job, in status.operator.
+
+        Raises:
+            ApiError: with status 409 if the job changed since it was read: another may have claimed it.
+        """
+        status = {"operator": installation}
+        self._apply_status(job, ("uid", "resourceVersion"), status, f"{self._manager}-claim")
 
     def delete(
         self, kind: str, namespace: str, name: str, *, uid: str, resource_version: str = ""
@@ -221,6 +245,23 @@ class Cluster:
                 return
             query["continue"] = token
 
+    def _apply_status(
+        self,
+        job: Mapping[str, Any],
+        preconditions: Sequence[str],
+        status: Mapping[str, Any],
+        manager: str,
+    ) -> None:
+        metadata = job["metadata"]
+        body = {
+            "apiVersion": KINDS["DiLoCoJob"].api_version,
+            "kind": "DiLoCoJob",
+            "metadata": {key: metadata[key] for key in ("namespace", "name", *preconditions)},
+            "status": status,
+        }
+        path = KINDS["DiLoCoJob"].path(metadata["namespace"], metadata["name"], "status")
+        self._apply(path, body, manager)
+
     def _apply(self, path: str, body: Mapping[str, Any], manager: str) -> Json:
         query = {"fieldManager": manager, "force": "true"}
         return self._request("PATCH", path, query=query, body=body, content=MERGED)
@@ -239,7 +280,10 @@ class Cluster:
             self._configuration.host.rstrip("/") + path + (f"?{urlencode(query)}" if query else "")
         )
         payload = None if body is None else json.dumps(body).encode()
-        for pause in (*RETRY_PAUSES, None):
+        pauses = RETRY_PAUSES if self._only_try_seconds is None else ()
+        for pause in (*pauses, None):
+            if method != "GET" and not self._may_write():
+                raise ApiError(request, 0, "not sent: this operator is not the leader")
             status, data, wait = self._send(method, url, payload, content)
             if 200 <= status < 300:
                 return _parsed(data, request)
@@ -253,6 +297,11 @@ class Cluster:
             log.info("%s; retrying", error)
             time.sleep(max(pause, wait))
         raise AssertionError("unreachable: the last attempt returns or raises")
+
+    def _timeout(self) -> urllib3.Timeout:
+        if self._only_try_seconds is not None:
+            return urllib3.Timeout(total=self._only_try_seconds)
+        return urllib3.Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS)
 
     def _send(
         self, method: str, url: str, body: bytes | None, content: str
@@ -271,7 +320,7 @@ class Cluster:
                 url,
                 headers=headers,
                 body=body,
-                timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS),
+                timeout=self._timeout(),
                 retries=False,
             )
         except urllib3.exceptions.ReadTimeoutError as error:

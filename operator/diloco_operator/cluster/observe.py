@@ -38,12 +38,18 @@ class Observer:
     """Safe for use by many threads, with one thread per key at a time."""
 
     def __init__(
-        self, cluster: Cluster, scope: OperatorScope, *, now: Callable[[], datetime]
+        self,
+        cluster: Cluster,
+        scope: OperatorScope,
+        *,
+        now: Callable[[], datetime],
+        answered_late: Callable[[Key], object] = lambda _: None,
     ) -> None:
+        """Call `answered_late` when a syncer that had been silent replies: observe its job."""
         self._cluster = cluster
         self._scope = scope
         self._now = now
-        self._syncers = Syncers()
+        self._syncers = Syncers(answered_late)
 
     def forget(self, key: Key) -> None:
         """The job was deleted."""

@@ -5,10 +5,12 @@ Connections to the syncers of all jobs: one each, kept between status requests.
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime
 
-from diloco.rpc.status_client import SyncerClient
+from diloco.errors import UnavailableError
+from diloco.rpc.status_client import StatusRequest, SyncerClient
 from diloco.rpc.tls import Tls
 from diloco.v1 import syncer_pb2
 from diloco_operator.workqueue import Key
@@ -32,12 +34,18 @@ class _Known:
     address: Address
     client: SyncerClient
     answered: datetime | None
+    unanswered: UnavailableError | None = None
+    """The last request had no answer in time; None: it had one, or another error."""
+    request: StatusRequest | None = None
+    """Under way, while no thread waits for it."""
 
 
 class Syncers:
     """Safe for use by many threads, with one thread per key at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, answered_late: Callable[[Key], object] = lambda _: None) -> None:
+        """Call `answered_late` when a syncer replies again for which no thread waited."""
+        self._answered_late = answered_late
         self._lock = threading.Lock()
         self._known: dict[Key, _Known] = {}
 
@@ -45,10 +53,29 @@ class Syncers:
         """
         The status of this job's syncer, within ASK_SECONDS.
 
+        A syncer that did not answer the last request is asked again, but not waited for: a silent one
+        blocks a thread once, however often its job is reconciled.
+
         Raises:
             DilocoError: the request failed; the message is the transport's or the syncer's.
         """
-        return self._client(key, address).status(timeout_seconds=ASK_SECONDS)
+        known = self._known_at(key, address)
+        request = known.request
+        if request is None:
+            request = known.client.request(timeout_seconds=ASK_SECONDS)
+            if known.unanswered is not None:
+                known.request = request
+                request.when_answered(lambda: self._answered_late(key))
+        if known.unanswered is not None and not request.ended():
+            raise known.unanswered
+        known.request = None
+        try:
+            reply = request.reply()
+        except UnavailableError as error:
+            known.unanswered = error if request.timed_out() else None
+            raise
+        known.unanswered = None
+        return reply
 
     def answered(self, key: Key, at: datetime) -> None:
         """Record the time of an answer of this job's syncer."""
@@ -76,16 +103,16 @@ class Syncers:
         for key in keys:
             self.forget(key)
 
-    def _client(self, key: Key, address: Address) -> SyncerClient:
+    def _known_at(self, key: Key, address: Address) -> _Known:
         with self._lock:
             previous = self._known.get(key)
             if previous is not None and previous.address == address:
-                return previous.client
+                return previous
             client = SyncerClient(
                 address.endpoint, tls=address.tls, server_name=address.server_name
             )
             answered = previous.answered if previous is not None else None
-            self._known[key] = _Known(address, client, answered)
+            known = self._known[key] = _Known(address, client, answered)
         if previous is not None:
             previous.client.close()
-        return client
+        return known

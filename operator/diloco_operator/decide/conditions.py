@@ -77,8 +77,9 @@ def acceptance(state: JobState, lifecycle: Lifecycle) -> ConditionState:
             region=state.scope.region,
             syncer_region=job.spec.syncer_region,
         )
-    if state.taken:
-        children = ", ".join(sorted(f"{kind} {name}" for kind, name in state.taken))
+    # Pods name their ServiceAccount, whoever made it.
+    if taken := [(kind, name) for kind, name in state.taken if kind != "ServiceAccount"]:
+        children = ", ".join(sorted(f"{kind} {name}" for kind, name in taken))
         return condition("Accepted", "NameTaken", children=children)
     if state.refusals:
         return condition("Accepted", "Refused", refusals="; ".join(state.refusals))

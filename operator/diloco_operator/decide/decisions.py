@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from diloco_job.reasons import event_type
+from diloco_job.reasons import condition, event_type
 from diloco_operator.decide import status as statuses
 from diloco_operator.decide.changes import ObjectRef, changes
+from diloco_operator.decide.objections import objection
 from diloco_operator.decide.phase import Lifecycle, Phase, is_expired, lifecycle_of, timeouts
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.state.job_state import JobState
@@ -22,7 +23,7 @@ from diloco_operator.state.objects import Object
 from diloco_operator.state.observation import Observation
 from diloco_operator.state.previous_status import PreviousStatus
 
-__all__ = ["Decisions", "JobEvent", "ObjectRef", "decide"]
+__all__ = ["Decisions", "JobEvent", "ObjectRef", "decide", "leave_to"]
 
 RUNNING_SECONDS = 30.0
 """Longest time between two reconciles of a running job."""
@@ -76,6 +77,9 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
         status = statuses.invalid(stored.raw, stored.problems, now)
         return _with_status(Decisions(requeue_seconds=IDLE_SECONDS), stored.raw, status, now)
     state = JobState.of(observation, stored.job, scope, now)
+    if (refused := objection(state)) is not None:
+        status = statuses.not_accepted(stored.raw, refused, now)
+        return _with_status(Decisions(requeue_seconds=IDLE_SECONDS), stored.raw, status, now)
     lifecycle = lifecycle_of(state)
     due = changes(state, lifecycle)
     decisions = Decisions(
@@ -85,6 +89,13 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
         remove_job=is_expired(state, lifecycle),
     )
     return _with_status(decisions, stored.raw, statuses.build(state, lifecycle), now)
+
+
+def leave_to(other: str, installation: str) -> Decisions:
+    """What an installation of the operator does for a job that another one runs."""
+    accepted = condition("Accepted", "OtherOperator", other=other, own=installation)
+    event = JobEvent(type="Warning", reason=accepted.reason, message=accepted.message)
+    return Decisions(events=(event,), requeue_seconds=IDLE_SECONDS)
 
 
 def _with_status(
@@ -99,15 +110,15 @@ def _with_status(
 def _events(status: dict[str, Any], previous: PreviousStatus) -> tuple[JobEvent, ...]:
     """One Event for each reason that a condition changed to."""
     events: dict[tuple[str, str], JobEvent] = {}
-    for condition in status["conditions"]:
-        kind, reason = condition["type"], condition["reason"]
+    for entry in status["conditions"]:
+        kind, reason = entry["type"], entry["reason"]
         old = previous.conditions.get(kind, {})
         event = event_type(kind, reason)
-        if event and (old.get("status"), old.get("reason")) != (condition["status"], reason):
+        if event and (old.get("status"), old.get("reason")) != (entry["status"], reason):
             # Two conditions may change to the same reason with the same message.
             events.setdefault(
-                (reason, condition["message"]),
-                JobEvent(type=event, reason=reason, message=condition["message"]),
+                (reason, entry["message"]),
+                JobEvent(type=event, reason=reason, message=entry["message"]),
             )
     return tuple(events.values())
 

@@ -60,10 +60,16 @@ def build(state: JobState, lifecycle: Lifecycle) -> Status:
 
 
 def invalid(job: Mapping[str, Any], problems: Iterable[str], now: datetime) -> Status:
-    """The status of a job whose spec is invalid: the previous one, but not accepted."""
+    """The status of a job whose spec is invalid."""
+    return not_accepted(
+        job, condition("Accepted", "InvalidSpec", problems="; ".join(problems)), now
+    )
+
+
+def not_accepted(job: Mapping[str, Any], accepted: ConditionState, now: datetime) -> Status:
+    """The status of a job that is left as it is: the previous one, but not accepted."""
     previous = PreviousStatus.of(job)
     generation = job["metadata"].get("generation", 0)
-    accepted = condition("Accepted", "InvalidSpec", problems="; ".join(problems))
     others = [_unchanged(name, previous) for name in CONDITIONS if name != "Accepted"]
     return {
         "state": "Pending",

@@ -29,6 +29,8 @@ class OperatorScope:
     image_pull_secrets: tuple[str, ...] = ()
     """Names of Secrets in the job's namespace."""
     cluster_domain: str = "cluster.local"
+    forbidden_pod_fields: tuple[str, ...] = ()
+    """Fields that no podTemplate may set; see `decide.objections`."""
 
     @property
     def manager(self) -> str:

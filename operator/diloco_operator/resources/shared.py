@@ -48,6 +48,8 @@ def _certificate(context: JobContext, labels: dict[str, str]) -> list[dict[str, 
     hosts = [host, inside, f"{inside}.{context.scope.cluster_domain}"] if context.has_syncer else []
     spec = {
         "secretName": name,
+        # cert-manager keeps the Secret of a deleted Certificate: so it can be found.
+        "secretTemplate": {"labels": {"diloco.dev/job": context.name}},
         "issuerRef": {"name": issuer.name, "kind": issuer.kind, "group": issuer.group},
         "uris": [region_uri(context.name, region.name) for region in context.regions],
         **({"dnsNames": hosts} if hosts else {}),

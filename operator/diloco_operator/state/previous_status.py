@@ -46,7 +46,12 @@ class PreviousStatus:
     def of(cls, job: Mapping[str, Any]) -> PreviousStatus:
         """The status in a job object."""
         status = job.get("status")
-        status = status if isinstance(status, Mapping) else {}
+        # `operator` is applied separately (cluster.client.Cluster.claim), and never by a status.
+        status = (
+            {key: value for key, value in status.items() if key != "operator"}
+            if isinstance(status, Mapping)
+            else {}
+        )
         return cls(
             status=status, conditions={entry["type"]: entry for entry in _named(status, "type")}
         )

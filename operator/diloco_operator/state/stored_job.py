@@ -93,3 +93,9 @@ def managed_by(raw: Object) -> str:
     spec = raw.get("spec")
     policy = spec.get("runPolicy") if isinstance(spec, Mapping) else None
     return str(policy.get("managedBy") or "") if isinstance(policy, Mapping) else ""
+
+
+def claimed_by(raw: Object) -> str:
+    """The installation of the operator that runs the job (status.operator); "": none yet."""
+    status = raw.get("status")
+    return str(status.get("operator") or "") if isinstance(status, Mapping) else ""

@@ -238,6 +238,7 @@ class Resync:
         self._namespaces = namespaces
         self._every_seconds = every_seconds
         self._stopped = threading.Event()
+        self._due = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resync", daemon=True)
 
     def start(self) -> None:
@@ -247,6 +248,11 @@ class Resync:
     def stop(self) -> None:
         """Stop after the current request."""
         self._stopped.set()
+        self._due.set()
+
+    def now(self) -> None:
+        """List as soon as possible: the queue, which was paused, accepts keys again."""
+        self._due.set()
 
     def once(self) -> None:
         """
@@ -271,10 +277,11 @@ class Resync:
 
     def _run(self) -> None:
         while not self._stopped.is_set():
+            self._due.clear()
             try:
                 self.once()
             except ApiError as error:
                 log.warning("cannot list jobs: %s", error)
             except Exception:
                 log.exception("unexpected error in the comparison of jobs")
-            self._stopped.wait(self._every_seconds)
+            self._due.wait(self._every_seconds)

@@ -15,6 +15,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
 from diloco.errors import ConfigError
+from diloco.runtime.listening import AllAddresses
 from diloco_operator.workqueue import WorkQueue
 
 STUCK_SECONDS = 300.0
@@ -42,6 +43,8 @@ class Health:
         self._lock = threading.Lock()
         self._delivered: dict[str, int] = {}
         self._missing: dict[str, _Missing] = {}
+        self._absent: set[str] = set()
+        """Delivered, but not in the last list."""
         self._listed_once = False
         self._heartbeat: float | None = None
 
@@ -55,7 +58,11 @@ class Health:
         now = self._clock()
         with self._lock:
             found = {uid: (generation, name) for uid, generation, name in jobs}
-            self._delivered = {u: g for u, g in self._delivered.items() if u in found}
+            # A job that was created while the list was read is missing in this one list only.
+            absent = self._delivered.keys() - found.keys()
+            for uid in absent & self._absent:
+                del self._delivered[uid]
+            self._absent = absent - self._absent
             self._missing = {
                 uid: self._still_missing(uid) or _Missing(name, generation, now)
                 for uid, (generation, name) in found.items()
@@ -95,24 +102,27 @@ class Health:
         return job if job and self._delivered.get(uid, 0) < job.generation else None
 
 
+class _Server(AllAddresses, ThreadingHTTPServer):
+    daemon_threads = True
+
+
 class HealthServer:
     """Serves /healthz and /readyz on a thread of its own: 200, or 503 with the reason."""
 
-    def __init__(self, health: Health, port: int, host: str = "") -> None:
+    def __init__(self, health: Health, port: int) -> None:
         """
-        Listen; port 0: any free port.
+        Listen on all addresses; port 0: any free port.
 
         Raises:
             ConfigError: the port is in use.
         """
         try:
-            self._server = ThreadingHTTPServer((host, port), _handler(health))
+            self._server = _Server(port, _handler(health))
         except OSError as error:
             raise ConfigError(
                 f"DILOCO_HEALTH_PORT: {port}: {error.strerror}; set a free port"
             ) from None
-        self._server.daemon_threads = True
-        self.port: int = self._server.server_address[1]
+        self.port = self._server.port
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="health", daemon=True
         )

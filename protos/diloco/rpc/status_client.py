@@ -4,8 +4,12 @@ Client of a syncer's status, with a deadline; used by the operator and the local
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import grpc
 
+from diloco.errors import UnavailableError
 from diloco.rpc.channels import channel
 from diloco.rpc.status_codes import error_of
 from diloco.rpc.tls import Tls
@@ -16,6 +20,47 @@ STATUS_BYTES = 4 << 20
 Largest status that is read: that of 27,000 learners. An empty learner has 3 bytes in a message and 200
 in memory, so a larger one would be a danger for the operator.
 """
+
+
+class StatusRequest:
+    """A status request that was sent."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def ended(self) -> bool:
+        """Whether there is an answer, or an error."""
+        return bool(self._call.done())
+
+    def timed_out(self) -> bool:
+        """Whether it ended without an answer within its deadline."""
+        return self.ended() and self._call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    def when_answered(self, answered: Callable[[], object]) -> None:
+        """Call once if there is an answer, from a thread of gRPC; no call after an error."""
+
+        def ended(call: Any) -> None:
+            if call.code() is grpc.StatusCode.OK:
+                answered()
+
+        self._call.add_done_callback(ended)
+
+    def reply(self) -> syncer_pb2.StatusReply:
+        """
+        Wait for the status.
+
+        Raises:
+            UnavailableError: no answer within the deadline; `diloco.rpc.tls.explain(str(error))` gives
+                the reason, if gRPC reports it.
+            DilocoError: the syncer refused to answer.
+        """
+        try:
+            reply: syncer_pb2.StatusReply = self._call.result()
+            return reply
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+        except grpc.FutureCancelledError:
+            raise UnavailableError("CANCELLED: the connection was closed") from None
 
 
 class SyncerClient:
@@ -45,14 +90,14 @@ class SyncerClient:
         The status of the syncer.
 
         Raises:
-            UnavailableError: no answer within the deadline; `diloco.rpc.tls.explain(str(error))` gives
-                the reason, if gRPC reports it.
-            DilocoError: the syncer refused to answer.
+            DilocoError: as StatusRequest.reply.
         """
-        try:
-            return self._stub.GetStatus(syncer_pb2.StatusRequest(), timeout=timeout_seconds)
-        except grpc.RpcError as error:
-            raise error_of(error) from None
+        return self.request(timeout_seconds=timeout_seconds).reply()
+
+    def request(self, *, timeout_seconds: float) -> StatusRequest:
+        """Ask for the status without waiting for it."""
+        call = self._stub.GetStatus.future(syncer_pb2.StatusRequest(), timeout=timeout_seconds)
+        return StatusRequest(call)
 
     def close(self) -> None:
         """Close the connection; the client cannot be used again."""

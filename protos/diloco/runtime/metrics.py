@@ -7,9 +7,12 @@ does not need it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+
+from diloco.runtime.listening import AllAddresses
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -176,6 +179,12 @@ METRICS: tuple[Metric, ...] = (
         labels=("job_namespace", "job_name", "state"),
     ),
     Metric(
+        name="diloco_operator_leader",
+        kind="gauge",
+        component="operator",
+        help="1: this process reconciles jobs; 0: it stands by.",
+    ),
+    Metric(
         name="diloco_operator_queue_depth",
         kind="gauge",
         component="operator",
@@ -223,3 +232,32 @@ def register(
             )
             made[metric.name] = kind(metric.name, metric.help, metric.labels, registry=registry)
     return made
+
+
+def serve(port: int, registry: CollectorRegistry) -> int:
+    """
+    Serve Prometheus on all addresses, until the process ends; returns the port.
+
+    Args:
+        port: 0: any free port.
+        registry: what to serve.
+
+    Raises:
+        OSError: the port is not available.
+    """
+    from socketserver import ThreadingMixIn
+    from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+    from prometheus_client import make_wsgi_app
+
+    class Handler(WSGIRequestHandler):
+        def log_message(self, *args: object) -> None:
+            """Do not log scrapes."""
+
+    class Server(AllAddresses, ThreadingMixIn, WSGIServer):
+        daemon_threads = True
+
+    server = Server(port, Handler)
+    server.set_app(make_wsgi_app(registry))
+    threading.Thread(target=server.serve_forever, name="metrics", daemon=True).start()
+    return server.port

@@ -165,6 +165,8 @@ def test_lints(values):
         {"images": {"pullPolicy": "Sometimes"}},
         {"watchNamespaces": "default"},
         {"resyncSeconds": 0},
+        {"replicas": "2"},
+        {"forbiddenPodFields": ["host network"]},
         {"networkPolicy": {"syncerPorts": [0]}},
     ],
     ids=str,
@@ -217,7 +219,7 @@ def test_the_defaults_need_nothing_but_kubernetes():
     kinds = sorted(item["kind"] for item in installed(render()))
     assert kinds == [
         "ClusterRole", "ClusterRole", "ClusterRole", "ClusterRole", "ClusterRoleBinding",
-        "CustomResourceDefinition", "Deployment", "Service", "ServiceAccount",
+        "CustomResourceDefinition", "Deployment", "Role", "RoleBinding", "Service", "ServiceAccount",
     ]  # fmt: skip
 
 
@@ -290,7 +292,12 @@ def operator_role(*arguments: str) -> Any:
         for item in installed(render(*arguments))
         if item["kind"] in ("ClusterRole", "Role")
         and not any("aggregate-to" in label for label in item["metadata"]["labels"])
+        and not item["metadata"]["name"].endswith(LEASE)
     )
+
+
+LEASE = "-leader-election"
+"""End of the name of the Role for the operator's own Lease."""
 
 
 def test_the_operator_may_do_what_it_does_and_nothing_else():
@@ -311,6 +318,8 @@ def test_with_named_namespaces_nothing_is_granted_elsewhere():
     objects = render(*flags)
     assert {item["metadata"].get("namespace") for item in objects} == {"system", "a", "b"}
     roles = [item for item in objects if item["kind"] == "Role" and not is_test(item)]
+    (election,) = (role for role in roles if role["metadata"]["name"].endswith(LEASE))
+    roles.remove(election)
     assert [role["metadata"]["namespace"] for role in roles] == ["a", "b"]
     assert all(granted(role["rules"]) == RIGHTS for role in roles)
     account = only(objects, "ServiceAccount")["metadata"]
@@ -354,9 +363,28 @@ def test_pods_are_restricted(kind):
             assert container["resources"]["limits"]["memory"]
 
 
-def test_there_is_never_a_second_operator():
-    spec = only(render(), "Deployment")["spec"]
-    assert (spec["replicas"], spec["strategy"]) == (1, {"type": "Recreate"})
+def test_the_operator_has_rights_on_no_lease_but_its_own():
+    objects = render(*sets(watchNamespaces=["a"], fullnameOverride="own"))
+    role = next(x for x in objects if x["metadata"]["name"] == "own" + LEASE)
+    assert role["metadata"]["namespace"] == "system"
+    assert role["rules"] == [
+        {
+            "apiGroups": ["coordination.k8s.io"],
+            "resources": ["leases"],
+            "resourceNames": ["own"],
+            "verbs": ["get", "create", "update"],
+        }
+    ]
+    flags = sets(watchNamespaces=["a"], fullnameOverride="own")
+    assert operator_env(*flags)["DILOCO_INSTALLATION"] == "system/own"
+    everywhere = json.dumps([x["rules"] for x in objects if x is not role and "rules" in x])
+    assert "leases" not in everywhere
+
+
+def test_operators_are_rolled_because_a_lease_decides_which_one_writes():
+    for replicas in (1, 2):
+        spec = only(render(*sets(replicas=replicas)), "Deployment")["spec"]
+        assert (spec["replicas"], spec["strategy"]) == (replicas, {"type": "RollingUpdate"})
 
 
 def test_what_selects_the_operator_never_changes():
@@ -374,6 +402,7 @@ def test_what_selects_the_operator_never_changes():
 def test_every_switch_reaches_the_operator():
     env = operator_env("--values", str(EVERYTHING))
     assert {key: value for key, value in env.items() if key.startswith("DILOCO_")} == {
+        "DILOCO_INSTALLATION": "system/diloco",
         "DILOCO_REGION": "eu",
         "DILOCO_WATCH_NAMESPACES": "research,production",
         "DILOCO_WORKER_IMAGE": "registry.example.com/team/own-worker:7",
@@ -381,6 +410,7 @@ def test_every_switch_reaches_the_operator():
         "DILOCO_IMAGE_PULL_POLICY": "Always",
         "DILOCO_IMAGE_PULL_SECRETS": "registry",
         "DILOCO_CLUSTER_DOMAIN": "example.internal",
+        "DILOCO_FORBIDDEN_POD_FIELDS": "hostNetwork,hostPath",
         "DILOCO_HEALTH_PORT": "8080",
         "DILOCO_METRICS_PORT": "9090",
         "DILOCO_LOG_FORMAT": "text",

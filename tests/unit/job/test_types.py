@@ -131,6 +131,19 @@ def test_an_endpoint_is_a_host_and_a_port(text):
 
 
 @pytest.mark.parametrize(
+    ("host", "local"),
+    [
+        ("127.0.0.1", True), ("169.254.169.254", True), ("0.0.0.0", True), ("localhost", True),
+        ("a.LOCALHOST", True), ("[::1]", True), ("[::]", True), ("[fe80::1]", True),
+        ("10.0.0.1", False), ("192.168.0.1", False), ("[fd00::1]", False), ("syncer", False),
+        ("localhost.example", False), ("notlocalhost", False),
+    ],
+)  # fmt: skip
+def test_an_address_that_each_machine_has_for_itself_is_no_endpoint_of_a_cluster(host, local):
+    assert names.is_local_endpoint(f"{host}:7070") == local
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "", "host", "host:", ":1", "host:0", "host:65536", "host:01", "host:1\n", "ho st:1",

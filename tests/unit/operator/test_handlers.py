@@ -163,3 +163,23 @@ def test_the_list_finds_a_deaf_watch_without_a_write(api, world):
     health.delivered(made["metadata"]["uid"], 2)
     assert health.problem() == ""
     assert not api.writes()
+
+
+def test_a_queue_that_resumes_gets_all_jobs_from_a_list_that_does_not_wait_its_turn(world, api):
+    queue, _, _, resync = world
+    queue.pause()
+    api.create(job("a"))
+    resync.start()
+    try:
+        deadline = time.monotonic() + 20
+        while not any("dilocojobs" in request.path for request in api.requests):
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        assert queue.keys() == frozenset()
+        queue.resume()
+        resync.now()
+        while queue.keys() != {Key("ns", "a")}:
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+    finally:
+        resync.stop()

@@ -109,6 +109,24 @@ def test_a_deleted_job_is_forgotten(health, clock):
     assert health.problem() == ""
 
 
+def test_a_job_that_was_created_while_the_list_was_read_stays_delivered(health, clock):
+    health.delivered("uid", 1)
+    health.listed([])  # as of before the job
+    for _ in range(10):
+        clock.now += 30
+        health.listed([("uid", 1, "ns/a")])
+        assert health.problem() == ""
+
+
+def test_deleted_jobs_do_not_fill_the_memory(health):
+    for number in range(100):
+        health.delivered(str(number), 1)
+        health.listed([])
+    health.listed([])
+    assert not health._delivered
+    assert not health._absent
+
+
 def test_an_unavailable_api_server_is_no_problem(health, clock):
     """No list, no events, only heartbeats of the loop: a restart does not help."""
     health.listed([("uid", 1, "ns/a")])
@@ -120,7 +138,7 @@ def test_an_unavailable_api_server_is_no_problem(health, clock):
 
 
 def test_the_endpoint_returns_200_or_503_with_the_reason(health, queue):
-    server = HealthServer(health, 0, "127.0.0.1")
+    server = HealthServer(health, 0)
     try:
         url = f"http://127.0.0.1:{server.port}"
         with urllib.request.urlopen(url + "/healthz", timeout=10) as answer:

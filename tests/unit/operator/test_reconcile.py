@@ -4,6 +4,7 @@ import base64
 import logging
 import re
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -49,7 +50,7 @@ def job(**spec):
 class World:
     """A reconciler whose decisions are `self.decide`."""
 
-    def __init__(self, api, tmp_path, scope=SCOPE, faults=None):
+    def __init__(self, api, tmp_path, scope=SCOPE, faults=None, installation=""):
         configuration = connect(kubeconfig=api.kubeconfig(tmp_path / "kubeconfig"))
         self.api = api
         self.now = NOW
@@ -61,6 +62,7 @@ class World:
             scope,
             metrics=self.metrics,
             decide=self._decide,
+            installation=installation,
             reporter="pod-1",
             faults=faults or Faults(),
             now=lambda: self.now,
@@ -506,13 +508,25 @@ def syncing(tls=None):
         server.stop(None).wait(10)
 
 
-def remote(api, tmp_path, endpoint, **spec):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loopback(OperatorScope):
+    """Dials a syncer of this machine, whose address no manifest may have."""
+
+    dialled: str
+
+    def syncer_address(self, job, namespace):
+        assert job.spec.syncer.endpoint == "syncer.example.com:7070"
+        return self.dialled
+
+
+def remote(api, tmp_path, dialled, **spec):
     """The job of region us, whose syncer runs in eu."""
     regions = [{"name": "eu", "learners": 2}, {"name": "us", "learners": 1}]
-    api.create(job(regions=regions, syncer={"region": "eu", "endpoint": endpoint}, **spec))
-    return World(
-        api, tmp_path, scope=OperatorScope(region="us", worker_image="w", syncer_image="s")
+    api.create(
+        job(regions=regions, syncer={"region": "eu", "endpoint": "syncer.example.com:7070"}, **spec)
     )
+    scope = Loopback(region="us", worker_image="w", syncer_image="s", dialled=dialled)
+    return World(api, tmp_path, scope=scope)
 
 
 def test_a_remote_syncer_is_contacted_at_the_endpoint_of_the_manifest(api, tmp_path):
@@ -628,3 +642,114 @@ def test_each_job_has_one_state_in_the_metrics_and_none_after_its_deletion():
         ('diloco_operator_jobs{state="Failed"}', "1.0"),
         ('diloco_operator_job_state{job_name="a",job_namespace="ns",state="Failed"}', "1.0"),
     ]
+
+
+# Two installations that see the same jobs
+
+
+def operator(api):
+    return (api.get("dilocojobs", "a").get("status") or {}).get("operator")
+
+
+@pytest.fixture
+def pair(api, tmp_path):
+    """Two installations of one cluster; the same job."""
+    api.create(job())
+    made = [World(api, tmp_path, installation=f"system/{name}") for name in ("one", "two")]
+    yield made
+    for world in made:
+        world.reconciler.close()
+
+
+def test_the_first_installation_records_itself_before_it_writes_anything_else(pair, api):
+    first, _ = pair
+    first.decide = lambda observation: Decisions(apply=(first.child(),))
+    first.run()
+    assert operator(api) == "system/one"
+    assert [request.path.split("?")[0] for request in api.writes()] == [
+        "/apis/diloco.dev/v1alpha1/namespaces/ns/dilocojobs/a/status",
+        "/api/v1/namespaces/ns/configmaps/a-spec",
+    ]
+
+
+def test_a_job_is_claimed_once_and_its_status_does_not_touch_the_mark(pair, api):
+    first, _ = pair
+    first.decide = lambda observation: Decisions(status={"state": "Starting"})
+    first.run()
+    first.run()
+    assert api.get("dilocojobs", "a")["status"] == {"operator": "system/one", "state": "Starting"}
+    claims = [request for request in api.writes() if "-claim" in request.path]
+    assert len(claims) == 1
+
+
+def test_the_second_installation_writes_one_event_that_names_the_first_and_nothing_else(pair, api):
+    first, second = pair
+    first.run()
+    second.decide = lambda observation: pytest.fail("it decides nothing about this job")
+    before = len(api.requests)
+    for _ in range(3):
+        assert second.run() == 300.0
+    asked = api.requests[before:]
+    assert {r.path.split("?")[0] for r in asked if r.method == "GET"} == {
+        "/apis/diloco.dev/v1alpha1/namespaces/ns/dilocojobs/a"
+    }
+    (event,) = api.all("events")
+    assert (event["type"], event["reason"]) == ("Warning", "OtherOperator")
+    assert "system/one" in event["message"]
+    assert "system/two" in event["message"]
+    assert [r.method for r in asked if r.method != "GET"] == ["POST"]
+    assert operator(api) == "system/one"
+
+
+def test_of_two_installations_that_read_an_unclaimed_job_one_gets_a_conflict(pair, api):
+    first, second = pair
+    observe = second.reconciler._observer.observe
+
+    def slow(key, raw):
+        observed = observe(key, raw)
+        first.run()  # the other one is faster
+        return observed
+
+    second.reconciler._observer.observe = slow
+    second.decide = lambda observation: pytest.fail("it lost the claim")
+    with pytest.raises(RetryError, match="modified"):
+        second.run()
+    assert operator(api) == "system/one"
+    assert not api.all("configmaps")
+
+
+def test_a_job_whose_mark_was_removed_is_taken_by_the_other_installation(pair, api):
+    first, second = pair
+    first.run()
+    second.run()
+    api.edit("dilocojobs", "a", lambda item: item["status"].pop("operator"))
+    second.run()
+    assert operator(api) == "system/two"
+    assert first.run() == 300.0
+    assert first.count("diloco_operator_jobs", state="Pending") == 0.0, "the other one counts it"
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"runPolicy": {"managedBy": "kueue.x-k8s.io/multikueue"}},
+        {"regions": [{"name": "us", "learners": 2}]},
+        {"steps": -1},
+    ],
+    ids=["of another controller", "of another region", "invalid"],
+)
+def test_a_job_that_it_does_not_run_is_not_claimed(api, tmp_path, spec):
+    scope = OperatorScope(region="eu", worker_image="w", syncer_image="s")
+    api.create(job(**spec))
+    world = World(api, tmp_path, scope=scope, installation="system/one")
+    world.run()
+    assert operator(api) is None
+    world.reconciler.close()
+
+
+def test_without_an_installation_no_job_is_claimed_and_none_is_left_alone(world):
+    world.run()
+    assert operator(world.api) is None
+    world.api.edit("dilocojobs", "a", lambda item: item.update(status={"operator": "system/one"}))
+    assert world.run() == 30.0
+    assert world.observation

@@ -130,6 +130,7 @@ def test_the_certificate_of_cert_manager_covers_every_own_region():
     assert made["spec"]["dnsNames"][0] == "own-loop-syncer"
     assert "server auth" in made["spec"]["usages"]
     assert made["spec"]["secretName"] == "own-loop-tls"
+    assert made["spec"]["secretTemplate"] == {"labels": {"diloco.dev/job": "own-loop"}}
 
 
 def test_a_certificate_far_from_the_syncer_has_no_host_names():

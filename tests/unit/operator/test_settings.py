@@ -25,6 +25,7 @@ def test_defaults():
     assert found.namespaces == ()
     assert (found.health_port, found.metrics_port, found.json_logs) == (8080, 9090, True)
     assert found.faults.kill_at == ""
+    assert found.installation is None
 
 
 def test_every_setting_can_be_set_and_lists_accept_commas_and_spaces():
@@ -41,6 +42,8 @@ def test_every_setting_can_be_set_and_lists_accept_commas_and_spaces():
             "DILOCO_LOG_FORMAT": "text",
             "DILOCO_RESYNC_SECONDS": "2.5",
             "DILOCO_POD": "operator-0",
+            "DILOCO_INSTALLATION": "system/diloco",
+            "DILOCO_FORBIDDEN_POD_FIELDS": "hostNetwork, hostPath",
         }
     )
     assert found.scope.manager == "diloco-operator-eu"
@@ -49,6 +52,8 @@ def test_every_setting_can_be_set_and_lists_accept_commas_and_spaces():
     assert found.namespaces == ("a", "b")
     assert (found.health_port, found.metrics_port, found.json_logs) == (0, 1, False)
     assert (found.resync_seconds, found.pod) == (2.5, "operator-0")
+    assert found.installation == ("system", "diloco")
+    assert found.scope.forbidden_pod_fields == ("hostNetwork", "hostPath")
 
 
 @pytest.mark.parametrize(
@@ -57,6 +62,8 @@ def test_every_setting_can_be_set_and_lists_accept_commas_and_spaces():
         ("DILOCO_WORKER_IMAGE", ""),
         ("DILOCO_SYNCER_IMAGE", ""),
         ("DILOCO_REGION", "EU\n"),
+        ("DILOCO_INSTALLATION", "diloco"),
+        ("DILOCO_INSTALLATION", "a/b/c"),
         ("DILOCO_HEALTH_PORT", "http"),
         ("DILOCO_METRICS_PORT", "70000"),
         ("DILOCO_RESYNC_SECONDS", "0"),

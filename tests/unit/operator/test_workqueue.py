@@ -166,6 +166,83 @@ def test_the_depth_counts_keys_that_are_due_and_their_wait_is_reported():
     assert queue.stop(10)
 
 
+def test_the_job_of_another_namespace_does_not_wait_for_a_thousand_of_one():
+    gate, order = threading.Event(), []
+
+    def work(key):
+        order.append(key)
+        gate.wait(10)
+
+    with running(work, threads=2) as queue:
+        for number in range(1000):
+            queue.add(Key("many", str(number)))
+        wait(lambda: len(order) == 2)
+        queue.add(Key("few", "a"))
+        gate.set()
+        wait(lambda: not queue.keys())
+    assert order.index(Key("few", "a")) <= 3
+    assert len(order) == 1001
+
+
+def test_namespaces_that_are_due_take_turns():
+    gate, order = threading.Event(), []
+
+    def work(key):
+        order.append(key.namespace)
+        gate.wait(10)
+
+    with running(work, threads=1) as queue:
+        queue.add(Key("first", "a"))
+        wait(lambda: order)
+        for namespace in ("a", "b", "c"):
+            for name in "xyz":
+                queue.add(Key(namespace, name))
+        gate.set()
+        wait(lambda: not queue.keys())
+    turns = [set(order[1 + 3 * turn : 4 + 3 * turn]) for turn in range(3)]
+    assert turns == [{"a", "b", "c"}] * 3
+
+
+def test_within_a_namespace_the_key_that_is_due_first_comes_first():
+    gate, order = threading.Event(), []
+
+    def work(key):
+        order.append(key.name)
+        gate.wait(10)
+
+    with running(work, threads=1) as queue:
+        queue.add(Key("ns", "first"))
+        wait(lambda: order)
+        for name in "zyx":
+            queue.add(Key("ns", name))
+        gate.set()
+        wait(lambda: not queue.keys())
+    assert order == ["first", "z", "y", "x"]
+
+
+def test_a_paused_queue_forgets_its_keys_and_accepts_none_until_it_resumes():
+    gate, runs = threading.Event(), []
+
+    def work(key):
+        runs.append(key)
+        gate.wait(10)
+        return 0.0
+
+    with running(work, threads=1) as queue:
+        queue.add(A)
+        wait(lambda: runs == [A])
+        queue.add(B)
+        queue.pause()
+        queue.add(B, urgent=True)
+        assert queue.keys() == {A}, "it still runs"
+        gate.set()
+        wait(lambda: not queue.keys())
+        queue.resume()
+        queue.add(B)
+        wait(lambda: len(runs) > 2)
+        assert set(runs[1:]) == {B}
+
+
 def test_a_run_that_does_not_end_is_detected_and_reported_by_stop():
     gate = threading.Event()
     queue = WorkQueue(lambda key: gate.wait(30) and None, threads=1)

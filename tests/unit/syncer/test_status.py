@@ -55,9 +55,7 @@ def test_a_probe_in_progress_and_a_probe_that_is_due_are_told_apart(syncer):
 
 def test_metrics_count_ejected_learners_and_ejections(syncer, monkeypatch):
     served = []
-    monkeypatch.setattr(
-        metrics_module, "start_http_server", lambda port, registry: served.append(registry)
-    )
+    monkeypatch.setattr(metrics_module, "serve", lambda port, registry: served.append(registry))
     metrics = Metrics(1)
     eject(syncer, "eu/1", probe_at=time.monotonic())
     metrics.update(syncer.state.engine)

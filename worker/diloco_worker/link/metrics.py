@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from diloco.runtime.metrics import register
+from diloco.runtime.metrics import register, serve
 from diloco_worker.core.messages import TrainerState
 
 log = logging.getLogger(__name__)
@@ -29,11 +29,11 @@ class Metrics:
         self._counted: dict[str, float] = {}
         if not port:
             return
-        from prometheus_client import CollectorRegistry, start_http_server
+        from prometheus_client import CollectorRegistry
 
         registry = CollectorRegistry()
         try:
-            start_http_server(port, registry=registry)
+            serve(port, registry)
         except OSError as error:
             log.warning("metrics: port %d: %s; not serving any", port, error.strerror)
             return

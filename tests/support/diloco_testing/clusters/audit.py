@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
+POD = "authentication.kubernetes.io/pod-name"
 WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
 
 
@@ -20,6 +21,8 @@ class Request:
     user: str
     agent: str
     """Its User-Agent."""
+    pod: str
+    """The pod whose token it had; "" for people and components."""
     verb: str
     group: str
     """API group, "" for core."""
@@ -88,6 +91,7 @@ def _request(line: dict) -> Request | None:  # type: ignore[type-arg]
         at=datetime.fromisoformat(line["stageTimestamp"]),
         user=line["user"]["username"],
         agent=line.get("userAgent", ""),
+        pod=next(iter(line["user"].get("extra", {}).get(POD, ())), ""),
         verb=line["verb"],
         group=target.get("apiGroup", ""),
         resource=target["resource"] + (f"/{part}" if part else ""),

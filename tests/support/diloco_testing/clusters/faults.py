@@ -52,23 +52,33 @@ def kill_child(job: Job, pod: str, *arguments: str, seconds: float = 45.0) -> fl
 
 
 def kill_first_process(pod: Object) -> None:
+    """kill -9 of a container's first process."""
+    signal_first_process(pod, signal.SIGKILL, program="diloco_agent")
+
+
+def signal_first_process(pod: Object, number: signal.Signals, *, program: str) -> None:
     """
-    kill -9 of a container's first process, from outside: from inside, the kernel protects it.
+    Signal a container's first process, from outside: from inside, the kernel protects it.
 
     Local clusters only: their processes are this machine's.
+
+    Args:
+        pod: its pod.
+        number: the signal.
+        program: part of its command line.
     """
     uid = pod["metadata"]["uid"]
-    found = [pid for pid in _processes() if _is_first_of(pid, uid)]
+    found = [pid for pid in _processes() if _is_first_of(pid, uid, program.encode())]
     if len(found) != 1:
         raise AssertionError(f"{pod['metadata']['name']}: first processes of main: {found}")
-    os.kill(found[0], signal.SIGKILL)
+    os.kill(found[0], number)
 
 
 def _processes() -> list[int]:
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdigit()]
 
 
-def _is_first_of(pid: int, pod_uid: str) -> bool:
+def _is_first_of(pid: int, pod_uid: str, program: bytes) -> bool:
     folder = Path(f"/proc/{pid}")
     try:
         if pod_uid not in (folder / "cgroup").read_text():
@@ -78,6 +88,6 @@ def _is_first_of(pid: int, pod_uid: str) -> bool:
             for line in (folder / "status").read_text().splitlines()
             if line.startswith("NSpid")
         ).split()[-1]
-        return inside == "1" and b"diloco_agent" in (folder / "cmdline").read_bytes()
+        return inside == "1" and program in (folder / "cmdline").read_bytes()
     except (OSError, StopIteration):
         return False

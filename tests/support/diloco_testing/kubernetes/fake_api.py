@@ -1,7 +1,7 @@
 """
 A Kubernetes API server in memory, over real HTTP: as much as the operator's tests need.
 
-GET, LIST (chunked, label selectors), WATCH (bookmarks, 410), server-side apply with field ownership by leaf, the
+GET, LIST (chunked, label selectors), WATCH (bookmarks, 410), server-side apply with field ownership by leaf, PUT, the
 status subresource, DELETE with preconditions and garbage collection by owner, Events, discovery. No schemas, no
 defaults, no validation, no controllers: tests play those. Faults: any request can fail with
 a status or hang, and the whole server can be unavailable.
@@ -35,6 +35,7 @@ GROUPS = {
     "diloco.dev/v1alpha1": {"dilocojobs": "DiLoCoJob"},
     "apiextensions.k8s.io/v1": {"customresourcedefinitions": "CustomResourceDefinition"},
     "cert-manager.io/v1": {"certificates": "Certificate"},
+    "coordination.k8s.io/v1": {"leases": "Lease"},
 }  # fmt: skip
 _PATH = re.compile(
     r"/(?:api/(?P<core>v1)|apis/(?P<group>[^/]+/[^/]+))(?:/namespaces/(?P<ns>[^/]+)(?=/))?"
@@ -200,6 +201,8 @@ class FakeApi:
                     )
                 case "PATCH":
                     return self._apply(plural, namespace, name, sub, request)
+                case "PUT":
+                    return self._replace(plural, namespace, name, request.body)
                 case "DELETE":
                     return self._precondition(plural, namespace, name, request.body or {})
                 case _:
@@ -315,6 +318,9 @@ class FakeApi:
         previous = self._objects.get((plural, namespace, name))
         if sub and previous is None:
             raise RefuseError(404, f'{plural} "{name}" not found')
+        version = body["metadata"].get("resourceVersion")
+        if version and (previous is None or previous["metadata"]["resourceVersion"] != version):
+            raise RefuseError(409, f'{plural} "{name}": the object has been modified')
         uid = body["metadata"].get("uid")
         if uid and (previous is None or previous["metadata"]["uid"] != uid):
             raise RefuseError(409, f"Precondition failed: UID in precondition: {uid}")
@@ -354,6 +360,21 @@ class FakeApi:
         if self.on_write is not None:
             self.on_write(copy.deepcopy(body))
         return copy.deepcopy(body)
+
+    def _replace(self, plural: str, namespace: str, name: str, body: Json) -> Json:
+        """Of a Lease: creates it, or replaces the version that is named."""
+        previous = self._objects.get((plural, namespace, name))
+        version = body["metadata"].get("resourceVersion")
+        if previous is None and version is None:
+            return self._create(plural, copy.deepcopy(body))
+        if previous is None:
+            raise RefuseError(404, f'{plural} "{name}" not found')
+        if version is None:
+            raise RefuseError(422, "metadata.resourceVersion: must be specified for an update")
+        if previous["metadata"]["resourceVersion"] != version:
+            raise RefuseError(409, f'{plural} "{name}": the object has been modified')
+        kept = {key: previous["metadata"][key] for key in ("uid", "generation")}
+        return self._store(plural, {**body, "metadata": {**body["metadata"], **kept}})
 
     def _precondition(self, plural: str, namespace: str, name: str, body: Json) -> Json:
         metadata = self._found(plural, namespace, name)["metadata"]
@@ -465,7 +486,7 @@ def _handler(api: FakeApi) -> type[BaseHTTPRequestHandler]:
             except OSError:
                 self.close_connection = True
 
-        do_GET = do_POST = do_PATCH = do_DELETE = _do
+        do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _do
 
         def _answer(
             self, request: Request, status: int, body: Json, headers: dict[str, str] | None = None

@@ -78,6 +78,27 @@ BROKEN_RULES = [
         "CertManager",
     ),
     (["spec.syncer.endpoint=eu.example"], 'spec.syncer.endpoint: "eu.example" is not an endpoint'),
+    *(
+        (
+            [
+                f'spec.syncer.endpoint="{local}:7070"',
+                "spec.tls.mode=Secret",
+                "spec.tls.secretName=s",
+            ],
+            f'spec.syncer.endpoint: "{local}:7070" is a loopback, link-local or unspecified address',
+        )
+        for local in (
+            "127.0.0.1",
+            "127.9.9.9",
+            "169.254.169.254",
+            "0.0.0.0",
+            "localhost",
+            "a.LocalHost",
+            "[::1]",
+            "[::]",
+            "[fe80::1]",
+        )
+    ),
     (["spec.tls.mode=Secret"], "spec.tls.secretName: missing; required by spec.tls.mode Secret"),
     (
         ["spec.tls.mode=CertManager"],
@@ -93,6 +114,10 @@ KEPT_RULES = [
     ["spec.regions[eu].learners=0", "spec.syncer.region=eu"],
     ["spec.learner={command: [x]}", "spec.evaluation={everySteps: 5, command: [y]}"],
     ["spec.syncer.endpoint=a:1", "spec.tls.mode=Secret", "spec.tls.secretName=s"],
+    *(
+        [f'spec.syncer.endpoint="{host}:1"', "spec.tls.mode=Secret", "spec.tls.secretName=s"]
+        for host in ("10.0.0.1", "128.0.0.1", "localhost.example", "[fd00::1]", "[2001:db8::1]")
+    ),
     ["spec.tls.mode=CertManager", "spec.tls.issuerRef.name=ca"],
 ]
 

@@ -1,0 +1,80 @@
+"""
+Reasons to leave a job with a valid spec as it is: nothing is created, changed or deleted.
+
+Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from diloco_job.reasons import ConditionState, condition
+from diloco_job.types import DiLoCoJob, PodTemplate
+from diloco_operator.decide.pruning import MANAGED_BY
+from diloco_operator.resources.operator_scope import MANAGER
+from diloco_operator.state.job_state import JobState
+from diloco_operator.state.objects import controller_uid, labels
+
+
+def objection(state: JobState) -> ConditionState | None:
+    """The condition Accepted of a job that this operator leaves as it is; None: no objection."""
+    if others := sorted(set(_other_regions(state))):
+        return condition(
+            "Accepted",
+            "RegionChanged",
+            own=_setting(state.scope.region),
+            others=" and ".join(map(_setting, others)),
+        )
+    if found := list(forbidden_fields(state.job, state.scope.forbidden_pod_fields)):
+        return condition("Accepted", "PodFieldForbidden", fields=", ".join(found))
+    return None
+
+
+def _other_regions(state: JobState) -> Iterator[str]:
+    """Values of region.name with which an operator made children that this job still has here."""
+    if not state.in_scope:
+        return
+    for child in state.children.values():
+        manager = labels(child).get(MANAGED_BY, "")
+        ours = manager == MANAGER or manager.startswith(f"{MANAGER}-")
+        if ours and manager != state.scope.manager and controller_uid(child) == state.owner.uid:
+            yield manager.removeprefix(MANAGER).removeprefix("-")
+
+
+def _setting(region: str) -> str:
+    return f"region.name {region}" if region else "no region.name"
+
+
+def forbidden_fields(job: DiLoCoJob, forbidden: tuple[str, ...]) -> Iterator[str]:
+    """
+    Where the job's podTemplates set a forbidden field.
+
+    Args:
+        job: the job.
+        forbidden: names of fields at any depth, such as hostPath; with dots, names below each other,
+            such as capabilities.add.
+    """
+    spec = job.spec
+    templates: dict[str, PodTemplate] = {
+        "spec.learner": spec.learner.pod_template,
+        "spec.syncer": spec.syncer.pod_template,
+        **{f"spec.regions[{i}]": region.pod_template for i, region in enumerate(spec.regions)},
+    }
+    endings = tuple(f".{name}" for name in forbidden)
+    for place, template in templates.items() if forbidden else ():
+        for path, names in _set_fields(template.spec, f"{place}.podTemplate.spec", ""):
+            if names.endswith(endings):
+                yield path
+
+
+def _set_fields(value: Any, path: str, names: str) -> Iterator[tuple[str, str]]:
+    """Path and names of each field with a value; the names are without indices of lists."""
+    if isinstance(value, Mapping):
+        for key, inner in value.items():
+            if inner is not None and inner is not False and inner not in ("", [], {}):
+                yield f"{path}.{key}", f"{names}.{key}"
+                yield from _set_fields(inner, f"{path}.{key}", f"{names}.{key}")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            yield from _set_fields(inner, f"{path}[{index}]", names)
