@@ -125,8 +125,14 @@ def job(cluster, tmp_path, said):
     return RemoteJob(
         name="a", kubectl=str(tmp_path / "bin/kubectl"), say=said.append,
         retries=Retries(attempts=2, first_seconds=0.01, max_seconds=0.01, stall_seconds=10),
-        patience=Patience(start_seconds=0.5, poll_seconds=0.01),
+        patience=Patience(start_seconds=60, poll_seconds=0.01),
     )  # fmt: skip
+
+
+@pytest.fixture
+def hasty(job):
+    """The same for a person who does not wait."""
+    return replace(job, patience=Patience(start_seconds=0.5, poll_seconds=0.01))
 
 
 def log(cluster):
@@ -247,9 +253,9 @@ def fails(job, match):
         raise AssertionError("there is something to read")
 
 
-def test_a_syncer_that_never_comes_is_an_error_in_time(cluster, job):
+def test_a_syncer_that_never_comes_is_an_error_in_time(cluster, hasty):
     (cluster / "pods").write_text(json.dumps({"items": [holder()]}))
-    fails(job, "has no node yet; run the command again when it runs, or suspend the job")
+    fails(hasty, "has no node yet; run the command again when it runs, or suspend the job")
     assert "create" not in log(cluster)
 
 
@@ -313,7 +319,7 @@ def test_a_pod_that_cannot_run_is_an_error_at_once_and_is_deleted(cluster, job, 
     created(cluster)
 
 
-def test_a_volume_that_is_attached_elsewhere_is_reported_after_the_timeout(cluster, job, said):
+def test_a_volume_that_is_attached_elsewhere_is_reported_after_the_timeout(cluster, hasty, said):
     (cluster / "states").write_text(json.dumps([waiting("ContainerCreating")]))
     words = "Multi-Attach error for volume: it is already used on another node"
     event = {"type": "Warning", "reason": "FailedAttachVolume", "message": words}
@@ -321,15 +327,15 @@ def test_a_volume_that_is_attached_elsewhere_is_reported_after_the_timeout(clust
     newer = {**event, "lastTimestamp": "2026-01-02T03:04:06Z"}
     normal = {"type": "Normal", "reason": "Scheduled", "lastTimestamp": "2026-01-02T03:04:07Z"}
     (cluster / "events").write_text(json.dumps({"items": [newer, older, normal]}))
-    fails(job, rf"did not start within 0\.5 s: FailedAttachVolume: {words}")
+    fails(hasty, rf"did not start within 0\.5 s: FailedAttachVolume: {words}")
     created(cluster)
     assert len([text for text in said if words in text]) == 1
 
 
-def test_a_pod_without_a_node_reports_the_schedulers_words(cluster, job):
+def test_a_pod_without_a_node_reports_the_schedulers_words(cluster, hasty):
     entry = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3"}
     (cluster / "states").write_text(json.dumps([{"phase": "Pending", "conditions": [entry]}]))
-    fails(job, r"did not start within 0\.5 s: Unschedulable: 0/3")
+    fails(hasty, r"did not start within 0\.5 s: Unschedulable: 0/3")
     created(cluster)
 
 
