@@ -15,6 +15,7 @@ from typing import Any
 from diloco.errors import UnavailableError
 from diloco_cli import fetch_pod
 from diloco_cli.kubectl import Kubectl
+from diloco_cli.pod_files import is_permanent
 from diloco_job import names
 
 RESOURCE = "dilocojobs.diloco.dev"
@@ -84,6 +85,8 @@ class _Start:
     patience: Patience
     say: Callable[[str], None]
     _said: str = ""
+    _may_exist: bool = False
+    """Whether the pod was created, or nobody knows: Ctrl-C, or no answer."""
 
     def node(self) -> str | None:
         """The node that it must run on, "" if any will do; None: the syncer runs by now."""
@@ -110,11 +113,13 @@ class _Start:
         )
         where = f" on node {node}" if node else ""
         self.say(f"the syncer does not run: starting pod {name}{where} to read its volume")
+        self._may_exist = True
         try:
             self.kubectl.run("create", "-f", "-", stdin=json.dumps(manifest).encode())
         except UnavailableError as error:
             # The first attempt may have succeeded without an answer; the name is ours alone.
             if "(AlreadyExists)" not in str(error):
+                self._may_exist = not is_permanent(str(error))
                 raise UnavailableError(
                     f"cannot create pod {name}, which reads the volume: {error}"
                 ) from None
@@ -142,6 +147,8 @@ class _Start:
 
     def delete(self, name: str) -> None:
         """Delete the pod, if it was created; after a failure it ends by its own deadline."""
+        if not self._may_exist:
+            return
         try:
             self.kubectl.run("delete", f"pod/{name}", "--ignore-not-found", "--wait=false")
         except UnavailableError as error:

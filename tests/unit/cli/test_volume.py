@@ -292,6 +292,14 @@ def test_a_quota_is_reported_in_the_servers_words(cluster, job):
         job, r"cannot create pod a-fetch-[0-9a-f]+, which reads the volume: .*exceeded quota: team"
     )
     assert log(cluster).count("create -f -") == 1, "a retry cannot help"
+    assert "delete" not in log(cluster), "there is nothing to delete"
+
+
+def test_a_pod_that_may_have_been_created_is_deleted(cluster, job):
+    (cluster / "refusal").write_text("Unable to connect to the server: EOF")
+    fails(job, "cannot create pod a-fetch-.*EOF")
+    assert log(cluster).count("create -f -") == 2
+    assert "delete pod/a-fetch-" in log(cluster)
 
 
 def test_a_create_whose_first_answer_was_lost_has_worked(cluster, job):
