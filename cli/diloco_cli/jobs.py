@@ -18,6 +18,7 @@ from diloco_cli.options import (
     Output,
     Sets,
     echo,
+    say,
     show,
     show_json,
 )
@@ -134,6 +135,7 @@ def logs(
     """
     from diloco_cli.remote import RemoteJob, fetch_run
 
-    for missing in fetch_run(RemoteJob(name=job, namespace=namespace, context=context), to):
+    remote = RemoteJob(name=job, namespace=namespace, context=context, say=say)
+    for missing in fetch_run(remote, to):
         echo(printable(missing))
     echo(f"{to}: fetched; verify every merge with: diloco audit --dir {to}")

@@ -90,3 +90,8 @@ def show_json(data: Any) -> None:
 def echo(text: str, *, error: bool = False) -> None:
     """Print text that may come from a peer, a file or a cluster; to standard error if `error`."""
     typer.echo(printable(text, lines=True), err=error)
+
+
+def say(text: str) -> None:
+    """Show a person what happens, beside what the command prints."""
+    echo(text, error=True)

@@ -72,6 +72,7 @@ out.flush()
 _PERMANENT = (
     *("(NotFound)", "Forbidden", "(Unauthorized)", "(BadRequest)", "stopped container"),
     *("executable file not found", "does not exist", "have a resource type"),
+    *("(AlreadyExists)", "is invalid"),
 )
 """Parts of kubectl's messages about errors that a retry cannot help."""
 

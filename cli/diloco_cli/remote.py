@@ -1,8 +1,8 @@
 """
 Fetches the files of a job in a cluster with the user's kubectl.
 
-kubectl handles kubeconfig, contexts, credential plugins and proxies. The files are in the containers
-of the syncer and the learners.
+The files are in the containers of the syncer and the learners, or on the volume of a syncer that does
+not run.
 """
 
 from __future__ import annotations
@@ -10,29 +10,22 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import shutil
-import subprocess
-import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from diloco.errors import ConfigError, StorageError, UnavailableError
+from diloco.errors import StorageError, UnavailableError
 from diloco.runtime import files
-from diloco_cli.pod_files import DEFAULT_CAPS, Caps, Retries, copy_files, is_permanent
+from diloco_cli import volume
+from diloco_cli.fetch_pod import MAIN, SPEC, STATE
+from diloco_cli.kubectl import Kubectl
+from diloco_cli.pod_files import DEFAULT_CAPS, Caps, Retries, copy_files
+from diloco_cli.volume import RESOURCE, Patience
 from diloco_job import names
 from diloco_local.run_directory import RunDir
-
-RESOURCE = "dilocojobs.diloco.dev"
-
-STATE = "/var/lib/diloco"
-"""Mount path of the syncer's volume and of a learner's state."""
-
-SPEC = "/etc/diloco/spec"
-"""Mount path of the RunSpec."""
 
 LOGS = ("events.*.jsonl", "events.jsonl", "eval.*.jsonl", "eval.jsonl")
 MODEL = ("model/model.json", "model/model.safetensors")
@@ -41,7 +34,6 @@ STEPS = ("steps.*.jsonl", "steps.jsonl")
 MODEL_CAPS = Caps(file_bytes=16 << 40, total_bytes=16 << 40)
 """In effect the free space of the local disk."""
 
-_MAX_MESSAGE = 400
 _NAME = re.compile("[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _MAX_NAMES = 8
 
@@ -57,6 +49,9 @@ class RemoteJob:
     """"": the current one."""
     kubectl: str = "kubectl"
     retries: Retries = field(default_factory=Retries)
+    patience: Patience = field(default_factory=Patience)
+    say: Callable[[str], None] = print
+    """Shows a person what a pod that is started waits for."""
 
     def manifest(self) -> bytes:
         """
@@ -99,8 +94,25 @@ class RemoteJob:
                 pods[region, int(ordinal)] = metadata["name"]
         return pods
 
+    @contextlib.contextmanager
+    def syncer_files(self) -> Iterator[str]:
+        """
+        What `fetch` reads the syncer's files through: its pod, else one that is deleted at the end.
+
+        Raises:
+            ConfigError: kubectl is not installed.
+            UnavailableError: the syncer does not run, and its volume cannot be read without it.
+        """
+        with contextlib.ExitStack() as stack:
+            source = volume.reader(self._kubectl, self.name, self.patience, self.say)
+            try:
+                found = stack.enter_context(source)
+            except UnavailableError as error:
+                raise UnavailableError(f"cannot fetch files of job {self.name}: {error}") from None
+            yield found
+
     def fetch(
-        self, wanted: tuple[str, ...], to: Path, *, pod: str = "", folder: str = STATE,
+        self, wanted: tuple[str, ...], to: Path, *, source: str = "", folder: str = STATE,
         caps: Caps = DEFAULT_CAPS,
     ) -> None:  # fmt: skip
         """
@@ -109,7 +121,7 @@ class RemoteJob:
         Args:
             wanted: paths in `folder`; the last component may be a pattern.
             to: created if missing.
-            pod: "": the syncer's.
+            source: what `kubectl exec` takes; "": the syncer's Deployment.
             folder: their directory in the pod.
             caps: of what is written.
 
@@ -118,8 +130,8 @@ class RemoteJob:
             StorageError: a local file cannot be written, or the pod sends more than `caps`.
             UnavailableError: the pod cannot be reached, or the stream breaks repeatedly.
         """
-        pod = f"pod/{pod}" if pod else f"deployment/{names.syncer_name(self.name)}"
-        command = self._command("exec", pod, "-c", "main", "--")
+        source = source or f"deployment/{names.syncer_name(self.name)}"
+        command = self._kubectl.command("exec", source, "-c", MAIN, "--")
         try:
             copy_files(command, folder, wanted, to, self.retries, caps)
         except UnavailableError as error:
@@ -128,28 +140,32 @@ class RemoteJob:
             raise StorageError(f"files of job {self.name}: {error}") from None
 
     def _get(self, *arguments: str) -> bytes:
-        command, backoff = self._command("get", *arguments), self.retries.backoff()
-        for attempt in range(1, self.retries.attempts + 1):
-            problem = "no reply from the API server"
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                done = subprocess.run(  # noqa: S603
-                    command, capture_output=True, check=False, timeout=self.retries.stall_seconds
-                )
-                if not done.returncode:
-                    return done.stdout
-                problem = done.stderr.decode(errors="replace").strip()[-_MAX_MESSAGE:] or problem
-            if is_permanent(problem) or attempt == self.retries.attempts:
-                break
-            time.sleep(backoff.next())
-        raise UnavailableError(f"cannot read job {self.name}: {problem}")
+        try:
+            return self._kubectl.run("get", *arguments)
+        except UnavailableError as error:
+            raise UnavailableError(f"cannot read job {self.name}: {error}") from None
 
-    def _command(self, *arguments: str) -> list[str]:
-        program = shutil.which(self.kubectl)
-        if program is None:
-            raise ConfigError(f"{self.kubectl}: program not found; install kubectl")
-        options = [f"--context={self.context}"] if self.context else []
-        options += [f"--namespace={self.namespace}"] if self.namespace else []
-        return [program, *options, *arguments]
+    @property
+    def _kubectl(self) -> Kubectl:
+        return Kubectl(
+            namespace=self.namespace,
+            context=self.context,
+            program=self.kubectl,
+            retries=self.retries,
+        )
+
+
+def fetch_model(job: RemoteJob, to: Path) -> None:
+    """
+    Fetch the exported model of a job, as `model/` in `to`.
+
+    Raises:
+        ConfigError: kubectl is not installed.
+        StorageError: a local file cannot be written.
+        UnavailableError: the job or its syncer's volume cannot be reached.
+    """
+    with job.syncer_files() as source:
+        job.fetch(MODEL, to, source=source, caps=MODEL_CAPS)
 
 
 def fetch_run(job: RemoteJob, to: Path) -> list[str]:
@@ -162,14 +178,15 @@ def fetch_run(job: RemoteJob, to: Path) -> list[str]:
     Raises:
         ConfigError: kubectl is not installed.
         StorageError: a local file cannot be written.
-        UnavailableError: the job or its syncer's pod cannot be reached.
+        UnavailableError: the job or its syncer's volume cannot be reached.
     """
     text = job.manifest()
     manifest = yaml.safe_load(text)
     run = RunDir(to)
     run.path.mkdir(parents=True, exist_ok=True)
-    job.fetch(LOGS, run.path)
-    job.fetch((run.spec.name,), run.path, folder=SPEC)
+    with job.syncer_files() as source:
+        job.fetch(LOGS, run.path, source=source)
+        job.fetch((run.spec.name,), run.path, source=source, folder=SPEC)
     files.replace(run.manifest, text)
     run.write_status({"job": job.name, **(manifest.get("status") or {})})
     return _fetch_steps(job, run, manifest.get("spec") or {})
@@ -200,7 +217,7 @@ def _fetch_steps(job: RemoteJob, run: RunDir, spec: Mapping[str, Any]) -> list[s
     for (region, index), pod in running.items():
         name = names.learner_name(region, index)
         try:
-            job.fetch(STEPS, run.state_of(name), pod=pod)
+            job.fetch(STEPS, run.state_of(name), source=f"pod/{pod}")
         except UnavailableError as error:
             missing.append(f"{name}: no steps.jsonl: {error}")
     return missing

@@ -26,6 +26,7 @@ from diloco_cli.options import (
     Sets,
     echo,
     run_directory,
+    say,
     show,
     show_json,
 )
@@ -172,11 +173,11 @@ def export(
     if job is None:
         facts = export_model(run_directory(positional or directory), to)
     else:
-        from diloco_cli.remote import MODEL, MODEL_CAPS, RemoteJob
+        from diloco_cli.remote import RemoteJob, fetch_model
 
         with tempfile.TemporaryDirectory(prefix="diloco-export-") as fetched:
-            remote = RemoteJob(name=job, namespace=namespace, context=context)
-            remote.fetch(MODEL, Path(fetched), caps=MODEL_CAPS)
+            remote = RemoteJob(name=job, namespace=namespace, context=context, say=say)
+            fetch_model(remote, Path(fetched))
             facts = export_model(Path(fetched), to)
     text = f"{to}: model.safetensors and model.json, SHA-256 {facts['sha256']}"
     show(output, {"path": str(to), **facts}, text)

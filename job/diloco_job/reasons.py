@@ -324,6 +324,12 @@ REASONS: tuple[Reason, ...] = (
             "the job ran longer than spec.runPolicy.activeDeadlineSeconds ({seconds} s)",
             "raise the limit, then suspend and resume the job",
         ),
+        (
+            "SyncerRegionFailed",
+            "Warning",
+            "the job failed in region {region}, which has the syncer: {detail}",
+            "correct and resume it there; this region follows",
+        ),
     ),
     *_of("Failed", "False", ("NotFailed", "", "the job did not fail")),
 )

@@ -158,6 +158,8 @@ class Reconciler:
             report = self._decide(observation, self._scope, self._now())
             decisions = replace(decisions, status=report.status, events=report.events)
         self._report(key, raw, decisions)
+        if decisions.tell is not None and observation.stored.job is not None:
+            self._observer.tell(key, observation.stored.job, decisions.tell)
         if decisions.remove_job:
             self._remove(key, raw)
         if outcome.refusals:

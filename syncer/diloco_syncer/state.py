@@ -25,6 +25,8 @@ class State:
     """None until it is exported."""
     evaluation: tuple[int, float] = (0, 0.0)
     """Global step and loss of the last evaluation."""
+    failure: tuple[str, str] | None = None
+    """Reason and message of the operator that gave the job up."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ Region eu with the syncer is in one cluster, region us in the other; each has an
 
 from __future__ import annotations
 
+import base64
 import json
 import subprocess
 import sys
@@ -15,7 +16,7 @@ from datetime import UTC, datetime, timedelta
 import pytest
 import yaml
 
-from diloco_cli.authority import write_certs
+from diloco_cli.authority import new_authority, write_certs
 from diloco_job.types import DiLoCoJob
 from diloco_testing.clusters.install import install
 from diloco_testing.clusters.job import TINY, Job, manifest, when
@@ -74,6 +75,25 @@ class Pair:
         kubectl, pod = self.us.cluster.kubectl, self.us.pod_of("us/0")
         kubectl.apply(secret, namespace=self.namespace)
         kubectl.delete("pod", pod, self.namespace, "--grace-period=1")
+
+    def replace_authority(self, bundle: bytes, key: bytes) -> None:
+        """Certificates by an authority with this ca.crt and ca.key, in all pods when it returns."""
+        folder = self.folder / "rotated"
+        folder.mkdir(exist_ok=True)
+        (folder / "ca.crt").write_bytes(bundle)
+        (folder / "ca.key").write_bytes(key)
+        secrets = self.certificates("rotated")
+        for region, job in self.jobs.items():
+            job.cluster.kubectl.apply(secrets[region], namespace=self.namespace)
+            expected = base64.b64decode(secrets[region]["data"]["tls.crt"]).decode()
+            for pod in (pod["metadata"]["name"] for pod in job.pods()):
+                _refresh_volumes(job, pod)
+                until(
+                    lambda j=job, p=pod, e=expected: e == j.cluster.kubectl.exec(
+                        p, "cat", "/etc/diloco/tls/tls.crt", namespace=self.namespace
+                    ),
+                    150, expected="the kubelet has replaced the files", details=self.details,
+                )  # fmt: skip
 
     def details(self) -> str:
         return "\n".join(f"{region}: {job.details()}" for region, job in self.jobs.items())
@@ -244,7 +264,7 @@ def test_a_bad_certificate_is_refused_and_the_condition_names_the_reason(trained
         assert {line["reason"] for line in refusals} == {"Unauthorised"}
     instances = us.instances()
     us.cluster.kubectl.apply(trained.certificates()["us"], namespace=trained.namespace)
-    _refresh_volumes(us, "us/0")
+    _refresh_volumes(us, us.pod_of("us/0"))
     until(
         lambda: "us/0" in trained.members(since_step=refused_since), 180,
         expected="us is merged with the right certificate", details=trained.details,
@@ -311,6 +331,68 @@ def test_a_changed_manifest_in_one_region_alone_is_reported_in_both(trained):
         job.until_condition("SpecConsistent", 120)
 
 
+def test_the_authority_is_replaced_without_a_pause_or_a_restart(trained):
+    """The three steps of docs/security.md, "Rotation"; a new learner then trusts the new one alone."""
+    begun = datetime.now(UTC)
+    instances = {region: job.instances() for region, job in trained.jobs.items()}
+    trained.certificates()
+    old, old_key = ((trained.folder / "good" / name).read_bytes() for name in ("ca.crt", "ca.key"))
+    new = new_authority("wan", begun)
+    for bundle, key in (
+        (old + new.bundle, old_key), (new.bundle + old, new.key_pem), (new.bundle, new.key_pem),
+    ):  # fmt: skip
+        trained.replace_authority(bundle, key)
+        step = trained.eu.step()
+        until(
+            lambda at=step: trained.members(since_step=at) == {"eu/0", "us/0"}, 120,
+            expected="both are merged", details=trained.details,
+        )  # fmt: skip
+        for job in trained.jobs.values():
+            job.until_condition("SyncerReachable", 60)
+    assert {region: job.instances() for region, job in trained.jobs.items()} == instances
+    log = [line for line in trained.eu.log() if when(line["time"]) > begun]
+    assert not [line for line in log if line["event"] in ("leave", "refuse", "start")]
+    trained.us.cluster.kubectl.delete("pod", trained.us.pod_of("us/0"), trained.namespace)
+    step = trained.eu.step()
+    until(
+        lambda: "us/0" in trained.members(since_step=step), PATIENCE_SECONDS,
+        expected="a new learner is merged", details=trained.details,
+    )  # fmt: skip
+    trained.us.until_condition("LearnersReady", 120)
+
+
+def test_a_job_that_fails_where_its_syncer_runs_fails_and_resumes_in_both_regions(
+    pair, fleet, tmp_path
+):
+    """The operator of us knows it from the syncer alone; only eu is corrected and resumed."""
+    with fleet.namespace("given-up", *pair.values()):
+        made = Pair(pair, fleet, "given-up", 30714, tmp_path, steps=10**6).start()
+        for job in made.jobs.values():
+            job.until_condition("LearnersReady", PATIENCE_SECONDS)
+        made.eu.until_step(20, 120)
+        made.eu.change(runPolicy={"activeDeadlineSeconds": 1})
+        made.eu.until_condition("Failed", 60, reason="DeadlineExceeded")
+        failed = made.us.until_condition("Failed", 120, reason="SyncerRegionFailed")
+        assert "activeDeadlineSeconds" in failed["message"]
+        until(lambda: not made.us.pods(), 120, expected="us frees its pods", details=made.details)
+        made.eu.change(runPolicy={"suspend": True, "activeDeadlineSeconds": None})
+        made.eu.until_condition("Suspended", 60)
+        until(lambda: not made.eu.pods(), 120, expected="eu has no pod", details=made.details)
+        assert made.us.status()["state"] == "Failed"
+        made.eu.change(runPolicy={"suspend": False})
+        for job in made.jobs.values():
+            until(
+                lambda j=job: j.condition("Failed")["status"] == "False",
+                PATIENCE_SECONDS, expected="the job runs again", details=made.details,
+            )  # fmt: skip
+            job.until_condition("LearnersReady", PATIENCE_SECONDS)
+        step = made.eu.step()
+        made.eu.until_step(step + 10, 120)
+        assert made.members(since_step=step) == {"eu/0", "us/0"}
+        verdict = made.eu.audit()
+        assert verdict.ok, verdict.violations
+
+
 def _training(job: Job) -> dict[str, int]:
     return {region["name"]: region.get("training", 0) for region in job.status().get("regions", ())}
 
@@ -319,7 +401,7 @@ def _log_of(job: Job, learner: str) -> str:
     return job.cluster.kubectl("logs", "-n", job.namespace, job.pod_of(learner))
 
 
-def _refresh_volumes(job: Job, learner: str) -> None:
+def _refresh_volumes(job: Job, pod: str) -> None:
     """The kubelet hands out a changed Secret within some 90 s; a changed annotation triggers it now."""
     change = {"metadata": {"annotations": {"e2e": datetime.now(UTC).isoformat()}}}
-    job.cluster.kubectl.patch("pod", job.pod_of(learner), change, job.namespace)
+    job.cluster.kubectl.patch("pod", pod, change, job.namespace)

@@ -224,6 +224,22 @@ def test_any_certificate_of_the_authority_may_ask_for_the_status(secrets, syncer
             assert client.status(timeout_seconds=10).job == "j"
 
 
+def test_only_the_syncers_own_certificate_may_report_that_the_job_failed(secrets, syncer):
+    """`eu` runs the syncer; the report changes the status and nothing else."""
+    with (
+        closing(SyncerClient(syncer.endpoint, tls=secrets["eu"], server_name="j-syncer")) as eu,
+        closing(SyncerClient(syncer.endpoint, tls=secrets["us"], server_name="j-syncer")) as us,
+    ):
+        with pytest.raises(UnauthorisedError, match="does not have the DNS name j-syncer"):
+            us.failed("DeadlineExceeded", "by us", timeout_seconds=10)
+        before = us.status(timeout_seconds=10)
+        assert not before.HasField("failure")
+        eu.failed("DeadlineExceeded", "by eu", timeout_seconds=10)
+        found = us.status(timeout_seconds=10)
+    assert (found.failure.reason, found.failure.message) == ("DeadlineExceeded", "by eu")
+    assert found.state == before.state
+
+
 # ---------------------------------------------------------------- what a refused learner logs
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -19,10 +20,18 @@ from diloco_operator.cluster.client import ApiError, Cluster, Json
 from diloco_operator.cluster.syncers import Address, Syncers
 from diloco_operator.resources.operator_scope import OperatorScope, tls_secret
 from diloco_operator.state.objects import identity
-from diloco_operator.state.observation import Answer, Observation, Unreachable, answer_of
+from diloco_operator.state.observation import (
+    Answer,
+    Failure,
+    Observation,
+    Unreachable,
+    answer_of,
+)
 from diloco_operator.state.stored_job import StoredJob
 from diloco_operator.state.stuck import stuck_objects
 from diloco_operator.workqueue import Key
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +95,21 @@ class Observer:
             certificate=credentials.facts if credentials else None,
         )
 
+    def tell(self, key: Key, job: DiLoCoJob, failure: Failure) -> None:
+        """
+        Report to the syncer that the job failed; a later reconcile repeats what did not arrive.
+
+        Raises:
+            ApiError: the API server did not answer, or denied access.
+        """
+        address = self._address(key, job, self._credentials(key, job))
+        if not isinstance(address, Address):
+            return
+        try:
+            self._syncers.tell(key, address, failure)
+        except DilocoError as error:
+            log.info("the syncer was not told of the failure: %s", error)
+
     def _credentials(self, key: Key, job: DiLoCoJob) -> _Credentials | None:
         name = tls_secret(job)
         if not name:
@@ -123,14 +147,9 @@ class Observer:
         """The syncer's answer; None: it is not running or has no address."""
         if self._scope.has_syncer(job) and not _is_serving(job, children):
             return None
-        endpoint = self._scope.syncer_address(job, key.namespace)
-        if not endpoint:
-            return None
-        if credentials is not None and credentials.tls is None:
-            facts = credentials.facts
-            return Unreachable(reason=facts.reason, message=facts.problem)
-        tls = credentials.tls if credentials else None
-        address = Address(endpoint=endpoint, tls=tls, server_name=server_name(key.name))
+        address = self._address(key, job, credentials)
+        if not isinstance(address, Address):
+            return address
         try:
             reply = self._syncers.ask(key, address)
         except DilocoError as error:
@@ -138,6 +157,19 @@ class Observer:
         at = self._now()
         self._syncers.answered(key, at)
         return answer_of(reply, at)
+
+    def _address(
+        self, key: Key, job: DiLoCoJob, credentials: _Credentials | None
+    ) -> Address | Unreachable | None:
+        """How to dial the syncer; None: the manifest has no address."""
+        endpoint = self._scope.syncer_address(job, key.namespace)
+        if not endpoint:
+            return None
+        if credentials is not None and credentials.tls is None:
+            facts = credentials.facts
+            return Unreachable(reason=facts.reason, message=facts.problem)
+        tls = credentials.tls if credentials else None
+        return Address(endpoint=endpoint, tls=tls, server_name=server_name(key.name))
 
 
 def _no_credentials(reason: str, problem: str) -> _Credentials:

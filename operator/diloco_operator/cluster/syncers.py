@@ -13,6 +13,7 @@ from diloco.errors import UnavailableError
 from diloco.rpc.status_client import StatusRequest, SyncerClient
 from diloco.rpc.tls import Tls
 from diloco.v1 import syncer_pb2
+from diloco_operator.state.observation import Failure
 from diloco_operator.workqueue import Key
 
 ASK_SECONDS = 1.5
@@ -76,6 +77,17 @@ class Syncers:
             raise
         known.unanswered = None
         return reply
+
+    def tell(self, key: Key, address: Address, failure: Failure) -> None:
+        """
+        Report to this job's syncer that the job failed, within ASK_SECONDS.
+
+        Raises:
+            DilocoError: the request failed; the message is the transport's or the syncer's.
+        """
+        self._client(key, address).failed(
+            failure.reason, failure.message, timeout_seconds=ASK_SECONDS
+        )
 
     def answered(self, key: Key, at: datetime) -> None:
         """Record the time of an answer of this job's syncer."""

@@ -146,7 +146,7 @@ def _syncer_reachable(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     name = "SyncerReachable"
     if state.reachable:
         return condition(name, "Answers", endpoint=state.address)
-    if lifecycle.finished and state.has_syncer and not _is_serving(state):
+    if lifecycle.follows or (lifecycle.finished and state.has_syncer and not _is_serving(state)):
         return condition(name, lifecycle.phase.value)
     if not state.address:
         return condition(name, "NoEndpoint")

@@ -16,11 +16,18 @@ from diloco_job.reasons import condition, event_type
 from diloco_operator.decide import status as statuses
 from diloco_operator.decide.changes import ObjectRef, changes
 from diloco_operator.decide.objections import objection
-from diloco_operator.decide.phase import Lifecycle, Phase, is_expired, lifecycle_of, timeouts
+from diloco_operator.decide.phase import (
+    Lifecycle,
+    Phase,
+    is_expired,
+    lifecycle_of,
+    timeouts,
+    to_tell,
+)
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import Object
-from diloco_operator.state.observation import Observation
+from diloco_operator.state.observation import Failure, Observation
 from diloco_operator.state.previous_status import PreviousStatus
 
 __all__ = ["Decisions", "JobEvent", "ObjectRef", "decide", "leave_to"]
@@ -57,6 +64,8 @@ class Decisions:
     events: tuple[JobEvent, ...] = ()
     requeue_seconds: float = RUNNING_SECONDS
     """When to reconcile again if no event arrives earlier."""
+    tell: Failure | None = None
+    """To report to the syncer, so that operators of other regions learn of it."""
     remove_job: bool = False
     """The job outlived spec.runPolicy.ttlSecondsAfterFinished: delete it."""
 
@@ -86,6 +95,7 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
         apply=due.apply,
         delete=due.delete,
         requeue_seconds=_requeue_seconds(state, lifecycle),
+        tell=to_tell(state, lifecycle),
         remove_job=is_expired(state, lifecycle),
     )
     return _with_status(decisions, stored.raw, statuses.build(state, lifecycle), now)
@@ -124,7 +134,8 @@ def _events(status: dict[str, Any], previous: PreviousStatus) -> tuple[JobEvent,
 
 
 def _requeue_seconds(state: JobState, lifecycle: Lifecycle) -> float:
-    idle = lifecycle.finished or not state.in_scope
+    # Whoever follows the syncer's region asks on: no event announces that the job resumes there.
+    idle = (lifecycle.finished and not lifecycle.follows) or not state.in_scope
     seconds = [IDLE_SECONDS if idle else RUNNING_SECONDS]
     if lifecycle.phase is Phase.RUNNING and _is_joining(state):
         seconds.append(JOINING_SECONDS)

@@ -7,6 +7,9 @@ Pure.
        |  ^                             ^
        |  `--steps raised-- Complete    |     (the syncer completed the last step; ends by TTL)
        `------------------> Failed -suspend   (ends by TTL)
+
+A job that failed in the syncer's region is Failed in the others as well, and Running again when the
+syncer runs again.
 """
 
 from __future__ import annotations
@@ -16,13 +19,23 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from enum import StrEnum
 
+from diloco.runtime.formatting import shorten
 from diloco_job.reasons import ConditionState, condition
 from diloco_operator.resources import Wanted
 from diloco_operator.state.job_state import JobState
+from diloco_operator.state.observation import Failure
 from diloco_operator.state.pods import FailedLearner, failed_learners
 
 EVALUATOR_SECONDS = 120.0
 """How long the evaluator of a complete job may take for its last score."""
+
+TELL_SECONDS = 120.0
+"""How long the syncer of a failed job remains, so that operators of other regions learn of it."""
+
+FOLLOWS = "SyncerRegionFailed"
+"""Reason of the condition Failed where another region's operator gave the job up."""
+
+_REASON_MOST = 64
 
 FETCH_SECONDS = 60.0
 """With cleanupPolicy All: how long the model of a complete job stays available."""
@@ -56,6 +69,11 @@ class Lifecycle:
     """It is Complete or Failed, and its state was deleted."""
 
     @property
+    def follows(self) -> bool:
+        """Whether it is Failed here only because it is in the syncer's region."""
+        return self.failed is not None and self.failed.reason == FOLLOWS
+
+    @property
     def finished(self) -> bool:
         """Whether the job should not train, for now or for good."""
         return self.phase is not Phase.RUNNING
@@ -85,7 +103,8 @@ def lifecycle_of(state: JobState) -> Lifecycle:
 def _phase(state: JobState, lost: tuple[FailedLearner, ...]) -> tuple[Phase, ConditionState | None]:
     previous, policy = state.previous, state.job.spec.run_policy
     # A suspension ends a failure, so that a corrected job resumes.
-    if previous.is_true("Failed") and not (policy.suspend and _is_resumable(state)):
+    resumes = (policy.suspend and _is_resumable(state)) or _resumes_elsewhere(state)
+    if previous.is_true("Failed") and not resumes:
         return Phase.FAILED, ConditionState(
             type="Failed",
             status="True",
@@ -96,12 +115,44 @@ def _phase(state: JobState, lost: tuple[FailedLearner, ...]) -> tuple[Phase, Con
         return Phase.COMPLETE, None
     if policy.suspend:
         return Phase.SUSPENDED, None
-    failed = _too_few_left(state, lost)
+    failed = _failed_elsewhere(state) or _too_few_left(state, lost)
     deadline = _deadline(state)
     if failed is None and deadline is not None and state.now >= deadline:
         seconds = policy.active_deadline_seconds
         failed = condition("Failed", "DeadlineExceeded", seconds=seconds)
     return (Phase.FAILED, failed) if failed else (Phase.RUNNING, None)
+
+
+def _resumes_elsewhere(state: JobState) -> bool:
+    """Whether a job that failed in the syncer's region is no longer given up there."""
+    answer = state.answer
+    return state.previous.reason("Failed") == FOLLOWS and answer is not None and not answer.failure
+
+
+def _failed_elsewhere(state: JobState) -> ConditionState | None:
+    """The condition Failed, if the operator of the syncer's region gave the job up."""
+    failure = state.answer.failure if state.answer else None
+    if state.has_syncer or failure is None:
+        return None
+    return condition(
+        "Failed",
+        FOLLOWS,
+        region=state.job.spec.syncer_region,
+        detail=f"{shorten(failure.reason, _REASON_MOST)}: {failure.message}",
+    )
+
+
+def to_tell(state: JobState, lifecycle: Lifecycle) -> Failure | None:
+    """What the syncer should be told of a failure: it does not repeat it yet, and others ask it."""
+    failed, answer = lifecycle.failed, state.answer
+    if failed is None or answer is None or answer.failure or not _others_ask(state):
+        return None
+    return Failure(reason=failed.reason, message=failed.message)
+
+
+def _others_ask(state: JobState) -> bool:
+    """Whether operators of other clusters ask the syncer of this one."""
+    return state.has_syncer and len(state.regions) < len(state.job.spec.regions)
 
 
 def _is_resumable(state: JobState) -> bool:
@@ -141,7 +192,7 @@ def _volume_gone(state: JobState) -> bool:
 def _started(state: JobState) -> datetime:
     """Start time of a running job; reset when a complete job continues."""
     # A suspended job has no startTime, so resuming resets it as well.
-    continued = state.previous.is_true("Complete")
+    continued = state.previous.is_true("Complete") or state.previous.is_true("Failed")
     return (None if continued else state.previous.time("startTime")) or state.now
 
 
@@ -169,6 +220,8 @@ def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
         case Phase.COMPLETE:
             # The syncer serves the model and reports completion to other regions.
             return Wanted(learners=False, evaluator=_is_scoring(state, lifecycle))
+        case _ if _others_ask(state) and not _past(state, lifecycle, TELL_SECONDS):
+            return Wanted(learners=False, evaluator=False)
         case _:
             return nothing if policy == "All" else stopped
 
@@ -205,7 +258,8 @@ def timeouts(state: JobState, lifecycle: Lifecycle) -> Iterator[datetime]:
     if lifecycle.failing:
         yield _after(state.now, 1.0)
     if lifecycle.ended is not None:
-        for seconds in (EVALUATOR_SECONDS, FETCH_SECONDS, policy.ttl_seconds_after_finished):
+        fixed = (EVALUATOR_SECONDS, TELL_SECONDS, FETCH_SECONDS)
+        for seconds in (*fixed, policy.ttl_seconds_after_finished):
             if seconds is not None:
                 yield _after(lifecycle.ended, seconds)
 

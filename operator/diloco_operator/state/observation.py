@@ -67,6 +67,17 @@ class Answer:
     eval_step: int = 0
     differing: tuple[tuple[str, str], ...] = ()
     """Learners that were refused because of another spec, with its hash."""
+    failure: Failure | None = None
+    """The operator of the syncer's region gave the job up."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Failure:
+    """Why a job failed, as operators tell each other through the syncer."""
+
+    reason: str
+    """Of the condition Failed there."""
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,4 +143,7 @@ def answer_of(reply: pb.StatusReply, at: datetime) -> Answer:
         model_sha256=reply.model_sha256,
         eval_step=reply.eval_step,
         differing=tuple((other.learner, other.spec_hash) for other in reply.differing),
+        failure=Failure(reason=reply.failure.reason, message=reply.failure.message)
+        if reply.HasField("failure")
+        else None,
     )

@@ -99,6 +99,20 @@ class SyncerClient:
         call = self._stub.GetStatus.future(syncer_pb2.StatusRequest(), timeout=timeout_seconds)
         return StatusRequest(call)
 
+    def failed(self, reason: str, message: str, *, timeout_seconds: float = 1.0) -> None:
+        """
+        Report that the job failed; the certificate must be the syncer's own.
+
+        Raises:
+            UnavailableError: no answer within the deadline.
+            DilocoError: the syncer refused, or its version has no such call.
+        """
+        failure = syncer_pb2.Failure(reason=reason, message=message)
+        try:
+            self._stub.Failed(failure, timeout=timeout_seconds)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
     def close(self) -> None:
         """Close the connection; the client cannot be used again."""
         self._channel.close()

@@ -638,6 +638,7 @@ class StatusReply(_message.Message):
     EVAL_LOSS_FIELD_NUMBER: _builtins.int
     EVAL_STEP_FIELD_NUMBER: _builtins.int
     DIFFERING_FIELD_NUMBER: _builtins.int
+    FAILURE_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
@@ -681,6 +682,10 @@ class StatusReply(_message.Message):
     def differing(self) -> _containers.RepeatedCompositeFieldContainer[Global___LearnerSpec]:
         """learners whose last Hello was refused because they run another spec"""
 
+    @_builtins.property
+    def failure(self) -> Global___Failure:
+        """unset: nobody gave the job up"""
+
     def __init__(
         self,
         *,
@@ -709,10 +714,11 @@ class StatusReply(_message.Message):
         eval_loss: _builtins.float = ...,
         eval_step: _builtins.int = ...,
         differing: _abc.Iterable[Global___LearnerSpec] | None = ...,
+        failure: Global___Failure | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "differing", b"differing", "epoch", b"epoch", "eval_loss", b"eval_loss", "eval_step", b"eval_step", "grace_seconds", b"grace_seconds", "job", b"job", "last_members", b"last_members", "learners", b"learners", "merges", b"merges", "model_path", b"model_path", "model_sha256", b"model_sha256", "quorum", b"quorum", "quorum_seconds", b"quorum_seconds", "seconds_since_merge", b"seconds_since_merge", "snapshot_step", b"snapshot_step", "spec_hash", b"spec_hash", "state", b"state", "step", b"step", "steps", b"steps", "sync_seconds", b"sync_seconds", "tensors", b"tensors", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "differing", b"differing", "epoch", b"epoch", "eval_loss", b"eval_loss", "eval_step", b"eval_step", "failure", b"failure", "grace_seconds", b"grace_seconds", "job", b"job", "last_members", b"last_members", "learners", b"learners", "merges", b"merges", "model_path", b"model_path", "model_sha256", b"model_sha256", "quorum", b"quorum", "quorum_seconds", b"quorum_seconds", "seconds_since_merge", b"seconds_since_merge", "snapshot_step", b"snapshot_step", "spec_hash", b"spec_hash", "state", b"state", "step", b"step", "steps", b"steps", "sync_seconds", b"sync_seconds", "tensors", b"tensors", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -851,3 +857,42 @@ class EvaluatedReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___EvaluatedReply: _TypeAlias = EvaluatedReply  # noqa: Y015
+
+@_typing.final
+class Failure(_message.Message):
+    """Why a job failed, as its condition says it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Failure: _TypeAlias = Failure  # noqa: Y015
+
+@_typing.final
+class FailedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FailedReply: _TypeAlias = FailedReply  # noqa: Y015

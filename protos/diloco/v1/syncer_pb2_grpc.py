@@ -49,6 +49,11 @@ class SyncerStub(object):
                 request_serializer=diloco_dot_v1_dot_syncer__pb2.Evaluation.SerializeToString,
                 response_deserializer=diloco_dot_v1_dot_syncer__pb2.EvaluatedReply.FromString,
                 _registered_method=True)
+        self.Failed = channel.unary_unary(
+                '/diloco.v1.Syncer/Failed',
+                request_serializer=diloco_dot_v1_dot_syncer__pb2.Failure.SerializeToString,
+                response_deserializer=diloco_dot_v1_dot_syncer__pb2.FailedReply.FromString,
+                _registered_method=True)
 
 
 class SyncerServicer(object):
@@ -76,6 +81,14 @@ class SyncerServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Failed(self, request, context):
+        """The operator of the syncer's region reports that it gave the job up. The syncer repeats that in its
+        status, for the operators of other regions, until its process ends; it changes nothing else.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SyncerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +106,11 @@ def add_SyncerServicer_to_server(servicer, server):
                     servicer.Evaluated,
                     request_deserializer=diloco_dot_v1_dot_syncer__pb2.Evaluation.FromString,
                     response_serializer=diloco_dot_v1_dot_syncer__pb2.EvaluatedReply.SerializeToString,
+            ),
+            'Failed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Failed,
+                    request_deserializer=diloco_dot_v1_dot_syncer__pb2.Failure.FromString,
+                    response_serializer=diloco_dot_v1_dot_syncer__pb2.FailedReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +194,33 @@ class Syncer(object):
             '/diloco.v1.Syncer/Evaluated',
             diloco_dot_v1_dot_syncer__pb2.Evaluation.SerializeToString,
             diloco_dot_v1_dot_syncer__pb2.EvaluatedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Failed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diloco.v1.Syncer/Failed',
+            diloco_dot_v1_dot_syncer__pb2.Failure.SerializeToString,
+            diloco_dot_v1_dot_syncer__pb2.FailedReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -46,6 +46,10 @@ class SyncerStub:
     """Status for people and controllers; never blocks on training."""
     Evaluated: _grpc.UnaryUnaryMultiCallable[_syncer_pb2.Evaluation, _syncer_pb2.EvaluatedReply]
     """The evaluator reports the score of a model that it downloaded."""
+    Failed: _grpc.UnaryUnaryMultiCallable[_syncer_pb2.Failure, _syncer_pb2.FailedReply]
+    """The operator of the syncer's region reports that it gave the job up. The syncer repeats that in its
+    status, for the operators of other regions, until its process ends; it changes nothing else.
+    """
 
 @_typing.type_check_only
 class SyncerAsyncStub(SyncerStub):
@@ -58,6 +62,10 @@ class SyncerAsyncStub(SyncerStub):
     """Status for people and controllers; never blocks on training."""
     Evaluated: _aio.UnaryUnaryMultiCallable[_syncer_pb2.Evaluation, _syncer_pb2.EvaluatedReply]  # type: ignore[assignment]
     """The evaluator reports the score of a model that it downloaded."""
+    Failed: _aio.UnaryUnaryMultiCallable[_syncer_pb2.Failure, _syncer_pb2.FailedReply]  # type: ignore[assignment]
+    """The operator of the syncer's region reports that it gave the job up. The syncer repeats that in its
+    status, for the operators of other regions, until its process ends; it changes nothing else.
+    """
 
 class SyncerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -85,5 +93,15 @@ class SyncerServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_syncer_pb2.EvaluatedReply, _abc.Awaitable[_syncer_pb2.EvaluatedReply]]:
         """The evaluator reports the score of a model that it downloaded."""
+
+    @_abc_1.abstractmethod
+    def Failed(
+        self,
+        request: _syncer_pb2.Failure,
+        context: _ServicerContext,
+    ) -> _typing.Union[_syncer_pb2.FailedReply, _abc.Awaitable[_syncer_pb2.FailedReply]]:
+        """The operator of the syncer's region reports that it gave the job up. The syncer repeats that in its
+        status, for the operators of other regions, until its process ends; it changes nothing else.
+        """
 
 def add_SyncerServicer_to_server(servicer: SyncerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -5,7 +5,7 @@ by what it states.
 An authority may serve several jobs, so every call needs a certificate that names this one: a region of
 it (`diloco://<job>/region/<region>`), the observer's role (`diloco://<job>/observer`) or the syncer's
 DNS name (`<job>-syncer`). Any of them may read the status and the model and submit a score; only a
-region's may act for its learners.
+region's may act for its learners, and only the syncer's cluster may report that the job failed.
 """
 
 from __future__ import annotations
@@ -76,6 +76,19 @@ class Authorizer:
             f"the certificate names no role in job {self.job}, expected a URI name "
             f"{region_uri(self.job, '<region>')} or {observer_uri(self.job)}: use the Secret of this job"
         )
+
+    def check_syncer(self, context: grpc.ServicerContext) -> None:
+        """
+        Check that this peer is the syncer's cluster.
+
+        Raises:
+            UnauthorisedError: its certificate does not have the syncer's name.
+        """
+        if self.tls and server_name(self.job) not in _names(context, "peer_dns"):
+            raise UnauthorisedError(
+                f"the certificate does not have the DNS name {server_name(self.job)}: only the "
+                "operator of the syncer's region gives the job up"
+            )
 
 
 def _names(context: grpc.ServicerContext, kind: str) -> list[str]:

@@ -74,6 +74,7 @@ class ControlService:
                 "Session": door.sessions.handler(self.session, **serialize),
                 "GetStatus": door.queries.handler(self.get_status, **serialize),
                 "Evaluated": door.queries.handler(self.evaluated, **serialize),
+                "Failed": door.queries.handler(self.failed, **serialize),
             },
         )
 
@@ -202,6 +203,27 @@ class ControlService:
                 raise UnavailableError("the disk of the syncer does not take the score; retry")
             yield pb.EvaluatedReply()
 
+    def failed(
+        self, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.FailedReply]:
+        """Keep why the job was given up, for the operators of other regions."""
+        with aborting(context):
+            request = self._query(
+                requests,
+                context,
+                pb.Failure,
+                most=_QUERY_BYTES,
+                check=self._authorizer.check_syncer,
+            )
+            failure = telemetry.failure(request)
+
+            def keep(state: State) -> None:
+                state.failure = failure
+
+            self._runner.ask(keep)
+            log.info("the operator gave the job up: %s: %s", *failure)
+            yield pb.FailedReply()
+
     def _count_score(self) -> None:
         """Called on the runner's thread. Raises UnavailableError: too many within a minute."""
         now = time.monotonic()
@@ -211,11 +233,11 @@ class ControlService:
 
     def _query(
         self, requests: Iterator[bytes], context: grpc.ServicerContext, message: type[telemetry.M],
-        *, most: int,
+        *, most: int, check: Callable[[grpc.ServicerContext], None] | None = None,
     ) -> telemetry.M:  # fmt: skip
         first = self._door.first(self._door.queries, requests, context)
         try:
-            self._authorizer.check_observer(context)
+            (check or self._authorizer.check_observer)(context)
             if first is None:
                 raise ProtocolError(f"a call without its {message.DESCRIPTOR.name}")
             return telemetry.parse(first, message, most=most)
@@ -224,7 +246,9 @@ class ControlService:
             raise
 
 
-def _serialize(message: pb.SyncerMessage | pb.StatusReply | pb.EvaluatedReply) -> bytes:
+def _serialize(
+    message: pb.SyncerMessage | pb.StatusReply | pb.EvaluatedReply | pb.FailedReply,
+) -> bytes:
     return message.SerializeToString()
 
 

@@ -48,6 +48,7 @@ def reply(state: State, metrics: Metrics) -> pb.StatusReply:
         ],
         eval_step=state.evaluation[0],
         eval_loss=state.evaluation[1],
+        failure=_failure(state.failure),
     )
 
 
@@ -59,6 +60,10 @@ def phase(state: State) -> str:
     if not engine.initialised:
         return "Initialising"
     return "Waiting" if engine.waiting_for() else "Training"
+
+
+def _failure(failure: tuple[str, str] | None) -> pb.Failure | None:
+    return pb.Failure(reason=failure[0], message=failure[1]) if failure else None
 
 
 def _learner(engine: Engine, record: LearnerRecord, now: float) -> pb.LearnerStatus:

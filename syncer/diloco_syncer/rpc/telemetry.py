@@ -21,6 +21,7 @@ is NaN), so they are replaced or clamped and the rest of the message counts.
 | Evaluation `step` | 0..T | refused |
 | Evaluation `loss` | ±MOST_LOSS | not finite: refused (a model without a score has none); beyond: clamped |
 | Evaluation `detail` | a JSON object of DETAIL_BYTES | refused |
+| Failure `reason`, `message` | MOST_REASON, MOST_MESSAGE printable characters | shortened |
 | members of `detail` | MOST_DETAILS short names with finite numbers or short texts | left out |
 """
 
@@ -62,6 +63,9 @@ HELLO_BYTES = 4 << 20
 
 MOST_REASON = 128
 """Characters of a Goodbye's reason that are kept."""
+
+MOST_MESSAGE = 1000
+"""Characters of a failure's message that are kept, as many as a condition of Kubernetes has."""
 
 DETAIL_BYTES = 16 << 10
 MOST_DETAILS = 64
@@ -224,6 +228,18 @@ def score(evaluation: pb.Evaluation, *, steps: int) -> Score:
         raise ProtocolError(f"evaluation: the loss is {evaluation.loss}, expected a finite number")
     detail = _detail(evaluation.detail) if evaluation.detail else {}
     return Score(step=evaluation.step, loss=_loss(evaluation.loss), detail=detail)
+
+
+def failure(report: pb.Failure) -> tuple[str, str]:
+    """
+    Reason and message of a failed job.
+
+    Raises:
+        ProtocolError: it has no reason.
+    """
+    if not report.reason:
+        raise ProtocolError("a failure without a reason")
+    return shorten(report.reason, MOST_REASON), shorten(report.message, MOST_MESSAGE)
 
 
 def _detail(text: str) -> dict[str, Any]:

@@ -94,9 +94,11 @@ def state(tmp_path):
     return path
 
 
-def pod(name, region="eu", phase="Running"):
-    labels = {"diloco.dev/region": region}
-    return {"metadata": {"name": name, "labels": labels}, "status": {"phase": phase}}
+def pod(name, region="eu", phase="Running", role="learner"):
+    labels = {"diloco.dev/region": region, "diloco.dev/role": role}
+    main = {"name": "main", "state": {"running": {}}}
+    status = {"phase": phase, "containerStatuses": [main]}
+    return {"metadata": {"name": name, "labels": labels}, "status": status}
 
 
 def line(tokens):
@@ -120,7 +122,9 @@ def kubectl(tmp_path, state):
         kept.mkdir()
         (kept / "steps.jsonl").write_text(line(100 + ordinal) + "\n")
     pods = [*(pod(f"a-eu-{n}") for n in (0, 1, 4, 5)), pod("a-eu-2", phase="Pending")]
-    (cluster / "pods.json").write_text(json.dumps({"items": [*pods, pod("a-eu-b-0")]}))
+    (cluster / "pods.json").write_text(
+        json.dumps({"items": [*pods, pod("a-eu-b-0"), pod("a-syncer-x", role="syncer")]})
+    )
     program = tmp_path / "bin/kubectl"
     program.parent.mkdir()
     log = str(tmp_path / "kubectl.log")

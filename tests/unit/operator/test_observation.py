@@ -4,7 +4,7 @@ from datetime import UTC, datetime
 
 from diloco.v1 import syncer_pb2 as pb
 from diloco_operator.state.objects import controller_uid, identity
-from diloco_operator.state.observation import LearnerAnswer, answer_of
+from diloco_operator.state.observation import Failure, LearnerAnswer, answer_of
 
 AT = datetime(2026, 3, 1, tzinfo=UTC)
 
@@ -40,6 +40,13 @@ def test_a_reply_becomes_plain_values():
 def test_an_answer_has_the_restarts_that_learners_report():
     reply = pb.StatusReply(learners=[pb.LearnerStatus(name="eu/0", restarts=4)])
     assert answer_of(reply, AT).learners[0].restarts == 4
+
+
+def test_an_answer_has_the_failure_that_the_syncers_region_reported():
+    reply = pb.StatusReply(failure=pb.Failure(reason="DeadlineExceeded", message="ran too long"))
+    expected = Failure(reason="DeadlineExceeded", message="ran too long")
+    assert answer_of(reply, AT).failure == expected
+    assert answer_of(pb.StatusReply(), AT).failure is None
 
 
 def test_only_the_controller_counts_as_owner():

@@ -24,7 +24,7 @@ from diloco_operator.reconcile import Reconciler
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.settings import Faults
 from diloco_operator.state.objects import identity
-from diloco_operator.state.observation import Answer, Unreachable
+from diloco_operator.state.observation import Answer, Failure, Unreachable
 from diloco_operator.workqueue import Key, RetryError
 from diloco_testing.kubernetes.fake_api import FakeApi, Fault
 
@@ -496,10 +496,19 @@ class FakeSyncer(syncer_pb2_grpc.SyncerServicer):
         return syncer_pb2.StatusReply(job="a", step=7, steps=9)
 
 
+class FailingSyncer(FakeSyncer):
+    def __init__(self):
+        self.told = []
+
+    def Failed(self, request, context):  # noqa: N802
+        self.told.append((request.reason, request.message))
+        return syncer_pb2.FailedReply()
+
+
 @contextmanager
-def syncing(tls=None):
+def syncing(tls=None, syncer=None):
     server = servers.server(max_workers=2)
-    syncer_pb2_grpc.add_SyncerServicer_to_server(FakeSyncer(), server)
+    syncer_pb2_grpc.add_SyncerServicer_to_server(syncer or FakeSyncer(), server)
     port = servers.bind(server, "127.0.0.1:0", tls)
     server.start()
     try:
@@ -574,6 +583,38 @@ def test_the_certificate_comes_from_the_secret_and_the_answer_from_the_syncer(ap
     (seen,) = world.observation
     assert isinstance(seen.syncer, Unreachable)
     assert seen.last_answer == world.now
+    world.reconciler.close()
+
+
+def test_the_syncer_is_told_of_a_failure_over_tls(api, tmp_path):
+    authority, syncer = new_authority("a", datetime.now(UTC)), FailingSyncer()
+    with syncing(issued(authority, ["eu"], ["a-syncer"]), syncer) as endpoint:
+        world = remote(api, tmp_path, endpoint, tls={"mode": "Secret", "secretName": "s"})
+        put_secret(api, issued(authority, ["us"]))
+        world.now = datetime.now(UTC) + timedelta(seconds=1)
+        world.decide = lambda observation: Decisions(tell=Failure(reason="R", message="why"))
+        world.run()
+        assert syncer.told == [("R", "why")]
+    world.reconciler.close()
+
+
+def test_a_syncer_that_cannot_be_told_of_a_failure_ends_no_reconcile(api, tmp_path, caplog):
+    """An older version has no such call, another is gone, and a certificate may be missing."""
+    authority = new_authority("a", datetime.now(UTC))
+    told = Decisions(tell=Failure(reason="R", message="why"), requeue_seconds=7.0)
+    caplog.set_level(logging.INFO)
+    with syncing(issued(authority, ["eu"], ["a-syncer"])) as endpoint:
+        world = remote(api, tmp_path, endpoint, tls={"mode": "Secret", "secretName": "s"})
+        world.decide = lambda observation: told
+        world.now = datetime.now(UTC) + timedelta(seconds=1)
+        assert world.run() == 7.0
+        assert "not told" not in caplog.text, "without a certificate it does not dial"
+        put_secret(api, issued(authority, ["us"]))
+        assert world.run() == 7.0
+        assert "the syncer was not told of the failure: UNIMPLEMENTED" in caplog.text
+    caplog.clear()
+    assert world.run() == 7.0
+    assert "the syncer was not told of the failure: UNAVAILABLE" in caplog.text
     world.reconciler.close()
 
 

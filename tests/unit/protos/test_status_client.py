@@ -23,6 +23,10 @@ class FakeSyncer(syncer_pb2_grpc.SyncerServicer):
         context.set_compression(self.compression)
         return syncer_pb2.StatusReply(job="job", step=7, waiting_for=self.text)
 
+    def Failed(self, request, context):  # noqa: N802
+        self.text = f"{request.reason}: {request.message}"
+        return syncer_pb2.FailedReply()
+
 
 @pytest.fixture
 def syncer():
@@ -41,6 +45,20 @@ def test_the_answer_is_the_syncers(syncer):
     syncer.answer.set()
     with contextlib.closing(SyncerClient(syncer.endpoint)) as client:
         assert client.status(timeout_seconds=10).step == 7
+
+
+def test_a_failure_reaches_the_syncer(syncer):
+    with contextlib.closing(SyncerClient(syncer.endpoint)) as client:
+        client.failed("DeadlineExceeded", "ran too long", timeout_seconds=10)
+    assert syncer.text == "DeadlineExceeded: ran too long"
+
+
+def test_a_failure_cannot_be_reported_to_a_syncer_that_is_not_there():
+    with (
+        contextlib.closing(SyncerClient("127.0.0.1:1")) as client,
+        pytest.raises(UnavailableError, match="UNAVAILABLE"),
+    ):
+        client.failed("DeadlineExceeded", "", timeout_seconds=10)
 
 
 def test_a_syncer_that_does_not_answer_in_time_is_unavailable(syncer):

@@ -53,6 +53,13 @@ def test_a_probe_in_progress_and_a_probe_that_is_due_are_told_apart(syncer):
     assert shown(syncer, "eu/1").detail == "AnswerLate; a probe is in progress"
 
 
+def test_a_failure_that_was_reported_is_repeated(syncer):
+    assert not status.reply(syncer.state, syncer.metrics).HasField("failure")
+    syncer.state.failure = ("DeadlineExceeded", "ran too long")
+    shown = status.reply(syncer.state, syncer.metrics).failure
+    assert (shown.reason, shown.message) == ("DeadlineExceeded", "ran too long")
+
+
 def test_metrics_count_ejected_learners_and_ejections(syncer, monkeypatch):
     served = []
     monkeypatch.setattr(metrics_module, "serve", lambda port, registry: served.append(registry))

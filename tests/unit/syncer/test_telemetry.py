@@ -181,3 +181,18 @@ def test_the_largest_honest_report_fits(fragments):
         )
     )  # fmt: skip
     assert message.ByteSize() <= telemetry.report_bytes(fragments)
+
+
+# ---------------------------------------------------------------- Failure
+
+
+def test_a_failure_is_shortened_to_what_a_condition_holds():
+    report = pb.Failure(reason="R" * 500, message="m\x1b" * 1000)
+    reason, message = telemetry.failure(report)
+    assert (len(reason), len(message)) == (telemetry.MOST_REASON, telemetry.MOST_MESSAGE)
+    assert message.isprintable()
+
+
+def test_a_failure_without_a_reason_is_refused():
+    with pytest.raises(ProtocolError, match="without a reason"):
+        telemetry.failure(pb.Failure(message="lost"))

@@ -67,8 +67,8 @@ def manifest(
     )
 
 
-_LIVING = ("SyncerReady", "LearnersReady", "QuorumMet", "Suspended", "Complete")
-"""Conditions that a job which failed never has again."""
+_LIVING = ("SyncerReady", "LearnersReady", "QuorumMet", "Complete")
+"""Conditions that a job which failed does not have again, unless it is resumed."""
 
 
 class Job:

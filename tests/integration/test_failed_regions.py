@@ -1,0 +1,117 @@
+"""
+Two operators, each with an API server in memory, and one real syncer between them over mutual TLS.
+"""
+
+from __future__ import annotations
+
+import base64
+from datetime import UTC, datetime, timedelta
+
+import pytest
+
+from diloco_operator.cluster.client import Cluster, connect
+from diloco_operator.decide.decisions import decide
+from diloco_operator.metrics import Metrics
+from diloco_operator.reconcile import Reconciler
+from diloco_operator.resources.operator_scope import OperatorScope
+from diloco_operator.workqueue import Key
+from diloco_testing.kubernetes.fake_api import FakeApi
+from diloco_testing.network.certificates import Authority, write
+from diloco_testing.syncers.process import RealSyncer, make_spec
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+
+KEY = Key("ns", "j")
+
+
+class Here(OperatorScope):
+    """The name of a Service does not resolve on this machine."""
+
+    def syncer_address(self, job, namespace):
+        return job.spec.syncer.endpoint
+
+
+class Region:
+    """An operator with its cluster; time passes when the test says so."""
+
+    def __init__(self, name, folder, api, endpoint, tls):
+        self.api, self.now = api, datetime.now(UTC)
+        self.reconciler = Reconciler(
+            Cluster(connect(kubeconfig=api.kubeconfig(folder / name)), manager="diloco-operator"),
+            Here(region=name, worker_image="w", syncer_image="s"),
+            metrics=Metrics(), decide=decide, now=lambda: self.now,
+        )  # fmt: skip
+        data = {"tls.crt": tls.certificate, "tls.key": tls.key, "ca.crt": tls.authority}
+        api.create({
+            "apiVersion": "v1", "kind": "Secret", "metadata": {"namespace": "ns", "name": "s"},
+            "data": {file: base64.b64encode(text).decode() for file, text in data.items()},
+        })  # fmt: skip
+        api.create({
+            "apiVersion": "diloco.dev/v1alpha1", "kind": "DiLoCoJob",
+            "metadata": {"namespace": "ns", "name": "j"},
+            "spec": {
+                "steps": 10**6,
+                "learner": {"recipe": {"name": "gpt"}},
+                "regions": [{"name": "eu", "learners": 4}, {"name": "us", "learners": 1}],
+                "syncer": {"region": "eu", "endpoint": endpoint},
+                "tls": {"mode": "Secret", "secretName": "s"},
+            },
+        })  # fmt: skip
+
+    def reconcile(self, after_seconds=1.0):
+        """Once; returns the condition Failed."""
+        self.now += timedelta(seconds=after_seconds)
+        self.reconciler.reconcile(KEY)
+        conditions = self.api.get("dilocojobs", "j")["status"]["conditions"]
+        return next(entry for entry in conditions if entry["type"] == "Failed")
+
+    def policy(self, **fields):
+        self.api.edit("dilocojobs", "j", lambda job: job["spec"].update(runPolicy=fields))
+
+    def replicas(self, kind, name):
+        return self.api.get(kind, name)["spec"]["replicas"]
+
+
+def test_a_region_fails_and_resumes_with_the_one_that_has_the_syncer(tmp_path):
+    authority = Authority()
+    files = write(tmp_path / "tls", authority.make(regions=["eu"]))
+    with FakeApi() as apart, FakeApi() as together:
+        with RealSyncer(tmp_path / "job", make_spec(), tls=files) as syncer:
+            tls = authority.make(regions=["eu"])
+            eu = Region("eu", tmp_path, together, syncer.endpoint, tls)
+            us = Region(
+                "us", tmp_path, apart, syncer.endpoint, authority.make(regions=["us"], names=[])
+            )
+            for region in (eu, us):
+                assert region.reconcile()["status"] == "False"
+            eu.api.edit(
+                "deployments", "j-syncer", lambda item: item.update(status={"readyReplicas": 1})
+            )
+            eu.policy(activeDeadlineSeconds=60)
+            failed = eu.reconcile(61)
+            assert (failed["status"], failed["reason"]) == ("True", "DeadlineExceeded")
+            eu.reconcile()
+            assert eu.replicas("deployments", "j-syncer") == 1, "it answers for a while"
+            assert eu.replicas("statefulsets", "j-eu") == 0
+
+            told = us.reconcile(30)
+            assert (told["status"], told["reason"]) == ("True", "SyncerRegionFailed")
+            assert failed["message"] in told["message"]
+            us.reconcile()
+            assert us.replicas("statefulsets", "j-us") == 0
+
+        eu.reconcile(120)
+        assert eu.replicas("deployments", "j-syncer") == 0
+        assert us.reconcile(600)["status"] == "True", "nobody answers"
+
+        eu.policy(suspend=True)
+        assert eu.reconcile()["status"] == "False"
+        eu.policy(suspend=False)
+        eu.reconcile()
+        assert eu.replicas("deployments", "j-syncer") == 1
+        with syncer:
+            assert us.reconcile(30)["status"] == "False"
+            us.reconcile()
+            assert us.replicas("statefulsets", "j-us") == 1
+        for region in (eu, us):
+            region.reconciler.close()
