@@ -94,7 +94,7 @@ imagePullSecrets:
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch]
+  verbs: [list, watch, delete]
 - apiGroups: [""]
   resources: [events]
   verbs: [list, create]
