@@ -5,6 +5,9 @@ What the agent does about its one process: start, restart, terminate, exit.
                 RUNNING --exit 0--> BACK_OFF with a long delay (its work is done)
                 RUNNING --refused, limit reached--> FINISHED
                 RUNNING --stop requested--> TERMINATING --exit--> FINISHED
+                RUNNING --the unit's run ends--> RESTARTING --exit--> BACK_OFF without a delay
+
+The process of a learner of several pods starts and ends with those of the other pods (`unit`).
 
 Pure. Events come in through `Policy.handle(event, now)`; decisions are returned as values.
 """
@@ -16,6 +19,7 @@ from enum import StrEnum
 
 from diloco.errors import EXIT_DONE, EXIT_REFUSED
 from diloco_agent.restarts import backoff_seconds, exit_cause, is_crash, limit_message
+from diloco_agent.unit import FOLLOW_SECONDS, Follower, Unit
 
 EXIT_FAILED = 1
 
@@ -36,8 +40,10 @@ class State(StrEnum):
     RUNNING = "Running"
     BACK_OFF = "BackOff"
     """Exited; restarts at `Policy.start_at`."""
+    RESTARTING = "Restarting"
+    """Got SIGTERM because the run of its learner's pods is over; restarts with them."""
     TERMINATING = "Terminating"
-    """Got SIGTERM."""
+    """Got SIGTERM because the container stops."""
     FINISHED = "Finished"
 
 
@@ -132,6 +138,8 @@ class Policy:
     name: str
     """For messages: "eu/0", "syncer"."""
     limits: Limits
+    unit: Unit | None = None
+    """The pods of its learner; None: it has no others."""
     starts: int = 0
     """Starts of the process so far, in earlier containers too."""
     crashes: int = 0
@@ -143,6 +151,8 @@ class Policy:
     """It exited at least once in this container."""
     started_at: float = 0.0
     start_at: float = 0.0
+    waits: bool = False
+    """It would start now, but the other pods of its learner are not ready."""
     _exits: int = 0
     """In a row, without a healthy run between them."""
     _ever_healthy: bool = False
@@ -163,18 +173,41 @@ class Policy:
                 self._ever_healthy = self._was_ready = True
             case Tick():
                 pass
+        if self.unit is not None and (decisions := self._follow(self.unit, now)):
+            return decisions
         return self._due(now)
 
     def wake_at(self) -> float | None:
         """When the next Tick is due; None: no deadline."""
         if self.state is State.BACK_OFF:
-            return self.start_at
-        return self._kill_at if self.state is State.TERMINATING else None
+            return None if self.waits else self.start_at
+        ending = self.state in (State.TERMINATING, State.RESTARTING)
+        return self._kill_at if ending else None
+
+    def _follow(self, unit: Unit, now: float) -> list[Decision]:
+        """Do what the other pods of the learner require."""
+        if self.state is State.RUNNING and (reason := unit.must_end(now)):
+            self.state, self.message = State.RESTARTING, f"restarts with its learner: {reason}"
+            self._kill_at = now + self.limits.leave_seconds
+            return [Terminate()]
+        if self.state is State.RESTARTING and unit.is_alone(now):
+            self._kill_at = min(self._kill_at, now + FOLLOW_SECONDS)
+        if self.state is State.BACK_OFF and (cause := unit.fault(now)):
+            self.crashes += 1
+            if failure := self._limit_reached(cause):
+                return self._finish(failure)
+        return []
 
     def _on_exit(self, event: Exited, now: float) -> list[Decision]:
         if self.state is State.TERMINATING:
             return self._finish(ExitContainer(code=EXIT_DONE))
         self.exited = True
+        if self.unit is not None:
+            by_itself = self.state is State.RUNNING
+            self.unit.exited(event.code, event.last_line, now, by_itself=by_itself)
+            if not by_itself:
+                self.state, self.start_at = State.BACK_OFF, now
+                return []
         healthy = now - self.started_at >= self.limits.healthy_seconds
         self._ever_healthy = self._ever_healthy or healthy
         # A kill from outside does not predict how the next run ends.
@@ -184,7 +217,10 @@ class Policy:
         # A syncer never exits by itself: it was signalled.
         if event.code == EXIT_DONE and self.role is not Role.SYNCER:
             self._exits = 0
-            self.start_at, self.message = now + self.limits.done_seconds, "done"
+            # Rank 0 decides when the other ranks of a learner start again.
+            follows = isinstance(self.unit, Follower)
+            delay = 0.0 if follows else self.limits.done_seconds
+            self.start_at, self.message = now + delay, "done"
             return []
         cause = exit_cause(event.code, event.last_line)
         if failure := self._failure(event, cause):
@@ -204,12 +240,10 @@ class Policy:
             message = event.last_line or f"{self.name} was refused and logged no reason"
             return ExitContainer(code=EXIT_REFUSED, reason="Refused", message=message)
         if self.role is Role.LEARNER:
+            if self.unit is not None:
+                return None  # the unit tells which of its exits count
             self.crashes += is_crash(event.code)
-            limit = self.limits.learner_restarts
-            message = limit_message(self.name, crashes=self.crashes, limit=limit, cause=cause)
-            if not message:
-                return None
-            return ExitContainer(code=EXIT_FAILED, reason="RestartLimit", message=message)
+            return self._limit_reached(cause)
         if self._ever_healthy or self._exits < self.limits.crash_loop_exits:
             return None
         message = (
@@ -217,22 +251,40 @@ class Policy:
         )
         return ExitContainer(code=EXIT_FAILED, reason="CrashLoop", message=message)
 
+    def _limit_reached(self, cause: str) -> ExitContainer | None:
+        limit = self.limits.learner_restarts
+        message = limit_message(self.name, crashes=self.crashes, limit=limit, cause=cause)
+        if not message:
+            return None
+        return ExitContainer(code=EXIT_FAILED, reason="RestartLimit", message=message)
+
     def _on_stop(self, now: float) -> list[Decision]:
         if self.state is State.TERMINATING:
             return []
         self.message = "stopping"
-        if self.state is not State.RUNNING:
+        if self.unit is not None:
+            self.unit.stop()
+        if self.state not in (State.RUNNING, State.RESTARTING):
             return self._finish(ExitContainer(code=EXIT_DONE))
-        self.state, self._kill_at = State.TERMINATING, now + self.limits.leave_seconds
+        if self.state is State.RUNNING:
+            self._kill_at = now + self.limits.leave_seconds
+        self.state = State.TERMINATING
         return [Terminate()]
 
     def _due(self, now: float) -> list[Decision]:
-        if self.state is State.TERMINATING and now >= self._kill_at:
+        ending = self.state in (State.TERMINATING, State.RESTARTING)
+        if ending and now >= self._kill_at:
             self._kill_at = float("inf")
             return [Kill()]
         due = self.state is State.BACK_OFF and now >= self.start_at
         if not due and self.state is not State.WAITING:
             return []
+        if self.unit is not None:
+            self.waits = not self.unit.may_start(now)
+            if self.waits:
+                self.message = f"waits for its learner: {self.unit.waits_for(now)}"
+                return []
+            self.unit.started(now)
         self.state, self.started_at, self._was_ready = State.RUNNING, now, False
         self.starts += 1
         return [Start(restarts=self.starts - 1)]

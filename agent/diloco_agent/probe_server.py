@@ -1,5 +1,5 @@
 """
-Answers probes over HTTP.
+Answers probes, and reports of the other pods of a learner, over HTTP.
 
 Not `http.server`, which would double the memory of this process.
 """
@@ -27,27 +27,30 @@ class Server:
 
     Args:
         port: 0: any free port, see `port`.
-        answer: maps a path to its answer; None: no such path. Called from other threads.
+        answer: maps a path and its query to the answer; None: no such path. Called from other
+            threads.
 
     Raises:
         ConfigError: the port is not available.
     """
 
-    def __init__(self, port: int, answer: Callable[[str], Answer | None]) -> None:
+    def __init__(self, port: int, answer: Callable[[str, str], Answer | None]) -> None:
         class Handler(socketserver.StreamRequestHandler):
             timeout = REQUEST_SECONDS
 
             def handle(self) -> None:
                 with contextlib.suppress(OSError):
-                    self.wfile.write(_reply(answer(self._path())))
+                    self.wfile.write(_reply(answer(*self._path_and_query())))
 
-            def _path(self) -> str:
+            def _path_and_query(self) -> tuple[str, str]:
                 first = self.rfile.readline(_MOST_BYTES).split()
                 # Closing before all of the request is read would reset the connection.
                 for _ in range(_MOST_LINES if first else 0):
                     if not self.rfile.readline(_MOST_BYTES).strip():
                         break
-                return first[1].decode("latin-1").partition("?")[0] if len(first) > 1 else ""
+                target = first[1].decode("latin-1") if len(first) > 1 else ""
+                path, _, query = target.partition("?")
+                return path, query
 
         class Threads(AllAddresses, socketserver.ThreadingTCPServer):
             daemon_threads = True

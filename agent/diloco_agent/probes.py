@@ -43,6 +43,8 @@ class Facts:
     turned_at: float
     stuck_seconds: float
     """A program without progress for this long is stuck."""
+    waits: bool = False
+    """The program is not started before the other pods of its learner are ready."""
 
     @property
     def silent(self) -> bool:
@@ -65,8 +67,8 @@ def started(facts: Facts, now: float) -> Answer:
     """`/startz`."""
     if facts.health is not None:
         return Answer(ok=True, message=facts.health.why)
-    if facts.exited:
-        return Answer(ok=True, message=facts.message)  # the supervisor restarts it, not the kubelet
+    if facts.exited or facts.waits:
+        return Answer(ok=True, message=facts.message)  # the supervisor starts it, not the kubelet
     if facts.state is State.WAITING:
         return Answer(ok=False, message=facts.message)
     if facts.silent or now - facts.started_at >= STARTING_SECONDS:

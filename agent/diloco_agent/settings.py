@@ -36,6 +36,10 @@ class Settings:
     """For messages: the learner's name, or the role."""
     rank: int
     """Of this pod among those of its learner."""
+    num_ranks: int
+    """Pods of its learner."""
+    rank_zero: tuple[str, int]
+    """Host and port of the agent of rank 0, for the other ranks."""
     argv: tuple[str, ...]
     environment: Mapping[str, str]
     """Complete environment of the process, except its restart count."""
@@ -77,6 +81,8 @@ def read(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
         role=role,
         name=own.get("DILOCO_LEARNER", role.value),
         rank=int(own.get("RANK", "0")),
+        num_ranks=int(own.get("WORLD_SIZE", "1")),
+        rank_zero=(own.get("MASTER_ADDR", ""), port),
         argv=(sys.executable, *argv[1:]) if argv[0] == PYTHON else argv,
         # Unbuffered: any line may be the last one before a kill.
         environment={"PYTHONUNBUFFERED": "1", **variables, "PATH": path, **own},

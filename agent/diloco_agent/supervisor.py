@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import secrets
 import select
 import shutil
 import signal
@@ -18,13 +19,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
+from urllib.parse import unquote
 
 from diloco.runtime import files, health
 from diloco_agent import policy as p
 from diloco_agent.probe_server import Server
 from diloco_agent.probes import PROBES, Answer, Facts
 from diloco_agent.processes import Command, Processes
+from diloco_agent.rank_zero import PATH, RankZero
 from diloco_agent.settings import Settings
+from diloco_agent.unit import Follower, Leader, Report, Unit
 
 log = logging.getLogger("diloco.agent")
 
@@ -49,10 +53,14 @@ class Supervisor:
         self._settings = settings
         self._counts = None if settings.state is None else settings.state / "lives.json"
         starts, crashes = _read_counts(self._counts)
+        self._unit = _unit(settings)
         self._policy = p.Policy(
-            role=settings.role, name=settings.name, limits=settings.limits, starts=starts,
-            crashes=crashes,
+            role=settings.role, name=settings.name, limits=settings.limits, unit=self._unit,
+            starts=starts, crashes=crashes,
         )  # fmt: skip
+        self._reports: dict[int, tuple[Report, float]] = {}
+        """Newest report of each other rank that rank 0 has not read yet."""
+        self._rank_zero: RankZero | None = None
         self._stops = 0
         self._exit: p.ExitContainer | None = None
         self._log: tuple[str, ...] = ()
@@ -64,6 +72,8 @@ class Supervisor:
     def run(self) -> int:
         """Run until the policy exits the container. Call it from the main thread."""
         log.info("serving probes on port %d", self._server.port)
+        if isinstance(self._unit, Follower):
+            self._rank_zero = RankZero(self._settings.rank_zero, self._unit.report)
         # Signals first: the first process of a container loses those without a handler.
         with _wakeups(self._on_stop) as sleep:
             try:
@@ -79,9 +89,11 @@ class Supervisor:
         return self._exit.code
 
     def _turn(self) -> None:
+        self._hear()
         for event in self._events():
             for decision in self._policy.handle(event, time.monotonic()):
                 self._carry_out(decision)
+        self._tell()
         self._processes.reap_orphans()
         self._facts = self._observe(time.monotonic())
 
@@ -142,11 +154,41 @@ class Supervisor:
                 "%s: %s; the next container counts restarts from 0", self._counts, error.strerror
             )
 
+    # ------------------------------------------------------------------------------ other pods
+
+    def _hear(self) -> None:
+        """Pass on what the other pods of the learner said."""
+        if isinstance(self._unit, Leader):
+            for rank in list(self._reports):
+                self._unit.hear(*self._reports.pop(rank))
+        elif isinstance(self._unit, Follower) and self._rank_zero is not None:
+            reply = self._rank_zero.reply
+            if reply is not None:
+                self._unit.hear(*reply)
+
+    def _tell(self) -> None:
+        if isinstance(self._unit, Follower) and self._rank_zero is not None:
+            self._unit.willing = self._policy.waits
+            self._rank_zero.tell(self._unit.report)
+
+    def _on_report(self, query: str) -> Answer | None:
+        """Rank 0's reply to the report of another rank. Called from other threads."""
+        if not isinstance(self._unit, Leader):
+            return None
+        try:
+            report = Report.of(json.loads(unquote(query)))
+        except (ValueError, TypeError, KeyError):
+            return Answer(ok=False, message="not a report")
+        if not 0 < report.rank < self._settings.num_ranks:
+            return Answer(ok=False, message=f"the learner has no rank {report.rank}")
+        self._reports[report.rank] = (report, time.monotonic())
+        return Answer(ok=True, message=json.dumps(self._unit.order(report.rank).to_json()))
+
     # ------------------------------------------------------------------------------ probes
 
     def _observe(self, now: float) -> Facts:
         policy = self._policy
-        running = policy.state in (p.State.RUNNING, p.State.TERMINATING)
+        running = policy.state in (p.State.RUNNING, p.State.RESTARTING, p.State.TERMINATING)
         return Facts(
             role=policy.role,
             rank=self._settings.rank,
@@ -157,9 +199,12 @@ class Supervisor:
             health=health.read(self._settings.health_file) if running else None,
             turned_at=now,
             stuck_seconds=self._settings.stuck_seconds,
+            waits=policy.waits,
         )
 
-    def _answer(self, path: str) -> Answer | None:
+    def _answer(self, path: str, query: str) -> Answer | None:
+        if path == PATH:
+            return self._on_report(query)
         probe = PROBES.get(path)
         return probe(self._facts, time.monotonic()) if probe is not None else None
 
@@ -173,6 +218,15 @@ class Supervisor:
 
     def _on_stop(self) -> None:
         self._stops += 1
+
+
+def _unit(settings: Settings) -> Unit | None:
+    if settings.num_ranks == 1:
+        return None
+    boot = secrets.token_hex(8)
+    if settings.rank:
+        return Follower(boot=boot, rank=settings.rank)
+    return Leader(boot=boot, size=settings.num_ranks)
 
 
 def write_termination_message(

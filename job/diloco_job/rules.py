@@ -146,6 +146,15 @@ RULES: tuple[Rule, ...] = (
         cel_values=("has(self.learner.recipe) ? 'both recipe and' : 'neither recipe nor'",),
     ),
     Rule(
+        path="spec.learner.podsPerLearner",
+        reads=("spec.learner.recipe", "spec.learner.podsPerLearner"),
+        holds=lambda job: job.spec.learner.recipe is None or job.spec.learner.pods_per_learner == 1,
+        message="{}, but a recipe trains in one pod; use your own program in spec.learner.command",
+        values=lambda job: (job.spec.learner.pods_per_learner,),
+        cel="!has(self.learner.recipe) || self.learner.podsPerLearner == 1",
+        cel_values=("self.learner.podsPerLearner",),
+    ),
+    Rule(
         path="spec.syncer.region",
         reads=("spec.syncer.region", "spec.regions"),
         holds=lambda job: job.spec.syncer_region in {region.name for region in job.spec.regions},

@@ -190,6 +190,10 @@ OTHER_CHANGES = {
         ["spec.learner={command: [python, a.py]}"],
         ["spec.learner={command: [python, b.py]}"],
     ),
+    "spec.learner.podsPerLearner": (
+        ["spec.learner={command: [python, a.py]}"],
+        ["spec.learner={command: [python, a.py], podsPerLearner: 2}"],
+    ),
     "spec.learner.recipe": ([], ["spec.learner={command: [python, a.py]}"]),
     "spec.tls.mode": ([], ["spec.tls={mode: Secret, secretName: s}"]),
     "spec.syncer.storage.size": (["spec.syncer.storage.size=10"], ["spec.syncer.storage.size=11"]),

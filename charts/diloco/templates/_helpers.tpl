@@ -99,7 +99,7 @@ imagePullSecrets:
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch]
+  verbs: [list, watch, delete]
 - apiGroups: [""]
   resources: [events]
   verbs: [list, create]

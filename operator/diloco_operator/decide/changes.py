@@ -2,8 +2,8 @@
 Which children to apply and which to delete.
 
 Pure. A child without drift is left alone, and so is every object of another owner. `rollout` delays
-changes that restart learners; `running_templates` avoids those that only an upgrade would cause;
-`pruning` selects what to delete.
+changes that restart learners; `replacements` selects the outdated pods of learners of several pods;
+`running_templates` avoids changes that only an upgrade would cause; `pruning` selects what to delete.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 from diloco_operator.decide.drift import has_drifted
 from diloco_operator.decide.phase import Lifecycle, wanted
 from diloco_operator.decide.pruning import obsolete
+from diloco_operator.decide.replacements import replaced_pods
 from diloco_operator.decide.rollout import held_back
 from diloco_operator.decide.running_templates import keep_templates
 from diloco_operator.resources import desired
@@ -23,7 +24,7 @@ from diloco_operator.state.objects import Object, identity, is_deleting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectRef:
-    """A child to delete: exactly the object that was read."""
+    """A child or a pod to delete: exactly the object that was read."""
 
     kind: str
     name: str
@@ -51,9 +52,10 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
     due = [want for want in wants if _is_due(state, want)]
     waiting = held_back(state, due)
     keys = {identity(want) for want in wants}
+    outdated = replaced_pods(state, {identity(want) for want in due}) if running.learners else ()
     return Changes(
         apply=tuple(want for want in due if want not in waiting),
-        delete=tuple(map(_ref, obsolete(state, keys, keep_volume=running.volume))),
+        delete=tuple(map(_ref, (*obsolete(state, keys, keep_volume=running.volume), *outdated))),
     )
 
 

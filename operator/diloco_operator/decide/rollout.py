@@ -1,7 +1,7 @@
 """
 Rolling changes to learners: one region at a time, and none while only a quorum trains.
 
-Pure.
+Pure. Learners of several pods are replaced by `replacements`, learner by learner.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from diloco_operator.resources.template_record import template_text
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.learner_counts import count_learners
 from diloco_operator.state.objects import Object, controller_uid, identity, labels
-from diloco_operator.state.pods import is_ready, is_unschedulable
+from diloco_operator.state.pods import REVISION, is_ready, is_unschedulable
 
 
 def held_back(state: JobState, wants: Sequence[Object]) -> list[Object]:
@@ -25,7 +25,7 @@ def held_back(state: JobState, wants: Sequence[Object]) -> list[Object]:
     new = [want for want in rollouts if identity(want) not in in_progress]
     if in_progress:
         return new
-    complete = _complete_regions(state) if _has_only_quorum(state) else set()
+    complete = _complete_regions(state) if has_only_quorum(state) else set()
     started = [want for want in new if labels(want).get("diloco.dev/region") not in complete][:1]
     return [want for want in new if want not in started]
 
@@ -33,6 +33,8 @@ def held_back(state: JobState, wants: Sequence[Object]) -> list[Object]:
 def _restarts_learners(live: Object | None, want: Object) -> bool:
     """Whether the apply replaces learners that train."""
     if live is None or want["kind"] != "StatefulSet" or not want["spec"]["replicas"]:
+        return False
+    if _replaces_nothing(want):
         return False
     if not (live.get("status") or {}).get("readyReplicas"):
         return False
@@ -43,7 +45,13 @@ def _restarts_learners(live: Object | None, want: Object) -> bool:
     return not covers(former, template) or template_text(live) != template_text(want)
 
 
-def _has_only_quorum(state: JobState) -> bool:
+def _replaces_nothing(stateful_set: Object) -> bool:
+    """Whether its controller replaces no pods by itself."""
+    strategy = (stateful_set.get("spec") or {}).get("updateStrategy") or {}
+    return strategy.get("type") == "OnDelete"
+
+
+def has_only_quorum(state: JobState) -> bool:
     """Exactly a quorum trains, of more learners: no learner can be spared until another is back."""
     if state.answer is None:
         return False
@@ -69,7 +77,7 @@ def _in_progress(state: JobState) -> set[tuple[str, str]]:
 
 def _is_rolling(state: JobState, live: Object) -> bool:
     status, replicas = live.get("status") or {}, (live.get("spec") or {}).get("replicas")
-    if not replicas:
+    if not replicas or _replaces_nothing(live):
         return False
     if status.get("observedGeneration", 0) < live["metadata"].get("generation", 0):
         return True
@@ -81,5 +89,5 @@ def _is_rolling(state: JobState, live: Object) -> bool:
 
 def _is_updated(pod: Object, status: Object) -> bool:
     """Replaced, and ready again; an unschedulable pod does not block a rollout."""
-    replaced = labels(pod).get("controller-revision-hash") == status.get("updateRevision")
+    replaced = labels(pod).get(REVISION) == status.get("updateRevision")
     return replaced and (is_ready(pod) or is_unschedulable(pod))

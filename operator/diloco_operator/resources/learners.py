@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco_job import names
 from diloco_job.plan import learner_plan, process_env
-from diloco_job.types import Region
+from diloco_job.types import DiLoCoJob, Region
 from diloco_operator.resources import common, inputs, pods
 from diloco_operator.resources.common import JobContext, child
 from diloco_operator.resources.operator_scope import tls_secret
@@ -52,7 +52,8 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
         "replicas": region.learners * learner.pods_per_learner if runs else 0,
         "serviceName": name,
         "podManagementPolicy": "Parallel",
-        "updateStrategy": {"type": "RollingUpdate"},
+        # The controller would replace the pods of a learner one by one: `decide.replacements`.
+        "updateStrategy": {"type": "OnDelete" if has_units(context.job) else "RollingUpdate"},
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": select},
         "template": template,
@@ -86,6 +87,11 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
     ]
 
 
+def has_units(job: DiLoCoJob) -> bool:
+    """Whether several pods form a learner, so that they must be replaced together."""
+    return job.spec.learner.pods_per_learner > 1
+
+
 def max_unavailable(context: JobContext, region: Region) -> int:
     """
     Pods of a region that may be unavailable during drains.
@@ -93,11 +99,13 @@ def max_unavailable(context: JobContext, region: Region) -> int:
     The learners beyond the quorum are divided among the regions by size: drains of different
     regions do not coordinate, but together they leave a quorum. At least 1: a drain must not block,
     and a waiting round loses nothing.
+
+    A budget counts pods, and each evicted pod may belong to another learner. So this many pods are
+    at most this many learners, however many pods a learner has.
     """
     spec = context.job.spec
     beyond = spec.num_learners - spec.sync.quorum
-    share = beyond * region.learners // max(1, spec.num_learners)
-    return max(1, share * spec.learner.pods_per_learner)
+    return max(1, beyond * region.learners // max(1, spec.num_learners))
 
 
 def _parts(context: JobContext, region: Region) -> pods.Parts:

@@ -21,6 +21,9 @@ from diloco_job.types import DiLoCoJob, Region
 from diloco_operator.resources.pods import MAIN
 from diloco_operator.state.objects import Object, controller_uid, is_deleting
 
+REVISION = "controller-revision-hash"
+"""Label in which a StatefulSet's controller records the revision of a pod's template."""
+
 _NO_IMAGE = ("ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName")
 _USUAL_WAITS = ("", "ContainerCreating", "PodInitializing")
 

@@ -31,7 +31,9 @@ def test_several_pods_form_one_learner(ordinal, learner, rank, master):
     child = read(ARGUMENTS, env).environment
     assert child["DILOCO_LEARNER"] == f"eu/{learner}"
     assert (child["RANK"], child["WORLD_SIZE"]) == (str(rank), "2")
-    assert read(ARGUMENTS, env).rank == rank
+    given = read(ARGUMENTS, env)
+    assert (given.rank, given.num_ranks) == (rank, 2)
+    assert given.rank_zero == (f"j-eu-{master}.j-eu", 8080)
     assert (child["MASTER_ADDR"], child["MASTER_PORT"]) == (f"j-eu-{master}.j-eu", "29500")
 
 

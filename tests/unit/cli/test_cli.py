@@ -15,6 +15,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[3]
 EVERYTHING = ROOT / "tests/golden/everything.yaml"
 EXAMPLE = ROOT / "examples/01-text/job.yaml"
+OWN_LOOP = ROOT / "examples/02-own-loop/job.yaml"
 
 
 def diloco(*arguments, cwd: Path, text: str = "") -> subprocess.CompletedProcess[str]:
@@ -73,13 +74,13 @@ def test_problems_are_json_when_asked_for(tmp_path):
 
 
 def test_requirements_of_a_cluster_are_valid_and_reported(tmp_path):
-    done = diloco("validate", EXAMPLE, "--set", "spec.learner.podsPerLearner=2", cwd=tmp_path)
+    done = diloco("validate", OWN_LOOP, "--set", "spec.learner.podsPerLearner=2", cwd=tmp_path)
     assert done.returncode == 0
     assert "only in a cluster: spec.learner.podsPerLearner: 2" in done.stdout
 
 
 def test_run_refuses_jobs_that_need_a_cluster_before_anything_starts(tmp_path):
-    done = diloco("run", EXAMPLE, "--set", "spec.learner.podsPerLearner=2", cwd=tmp_path)
+    done = diloco("run", OWN_LOOP, "--set", "spec.learner.podsPerLearner=2", cwd=tmp_path)
     assert done.returncode == 2
     assert "\nspec.learner.podsPerLearner: 2" in done.stderr
     assert list(tmp_path.iterdir()) == []

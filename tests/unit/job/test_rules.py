@@ -103,7 +103,7 @@ def test_a_forbidden_change_is_refused_with_the_reason(change, expected):
     assert problem.startswith(expected)
 
 
-def test_tls_mode_and_the_kind_of_program_cannot_change():
+def test_tls_mode_the_kind_of_program_and_its_pods_cannot_change():
     secret = job_with("spec.tls.mode=Secret", "spec.tls.secretName=a")
     assert transition_problems(job_with(), secret) == [
         'spec.tls.mode: cannot change from "Disabled" to "Secret"'
@@ -117,11 +117,19 @@ def test_tls_mode_and_the_kind_of_program_cannot_change():
     assert [problem.partition(":")[0] for problem in transition_problems(own, other)] == [
         "spec.learner.command"
     ]
+    several = job_with("spec.learner={command: [python, train.py], podsPerLearner: 2}")
+    assert transition_problems(own, several) == [
+        "spec.learner.podsPerLearner: cannot change from 1 to 2"
+    ]
 
 
 def test_every_fixed_field_has_a_case_here():
     cases = {expected.partition(":")[0] for _, expected in REFUSED_CHANGES}
-    assert set(FIXED) - cases == {"spec.tls.mode", "spec.learner.command"}
+    assert set(FIXED) - cases == {
+        "spec.tls.mode",
+        "spec.learner.command",
+        "spec.learner.podsPerLearner",
+    }
 
 
 @pytest.mark.parametrize("change", ALLOWED_CHANGES)

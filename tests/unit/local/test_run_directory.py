@@ -222,7 +222,10 @@ def test_evaluations_of_the_older_part_are_read_as_well(tmp_path):
 @pytest.mark.parametrize(
     ("change", "prefix"),
     [
-        ("spec.learner.podsPerLearner=2", "spec.learner.podsPerLearner: 2;"),
+        (
+            "spec.learner={command: [python, train.py], podsPerLearner: 2}",
+            "spec.learner.podsPerLearner: 2;",
+        ),
         ("spec.runPolicy.suspend=true", "spec.runPolicy.suspend: true;"),
         (
             "spec.learner.env=[{name: KEY, valueFrom: {secretKeyRef: {name: a, key: b}}}]",

@@ -181,9 +181,7 @@ def test_a_refused_learner_that_is_no_longer_wanted_does_not_count():
 
 def test_the_learner_of_a_group_is_named_by_its_index():
     world = training(
-        manifest(
-            **ALL_NEEDED, learner={"recipe": {"name": "gpt", "config": {}}, "podsPerLearner": 2}
-        )
+        manifest(**ALL_NEEDED, learner={"command": ["python", "train.py"], "podsPerLearner": 2})
     )
     refuse(world.pod("a-eu-3"))
     world.reconcile()

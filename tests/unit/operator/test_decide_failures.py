@@ -130,7 +130,7 @@ def test_an_ejected_learner_costs_no_write_per_reconcile():
 
 
 def test_a_learner_of_several_pods_is_ready_when_all_are():
-    learner = {"recipe": {"name": "gpt", "config": {}}, "podsPerLearner": 2}
+    learner = {"command": ["python", "train.py"], "podsPerLearner": 2}
     world = training(manifest(learner=learner))
     assert world.replicas()["a-eu"] == 4
     assert world.status["learners"]["summary"] == "4/4"

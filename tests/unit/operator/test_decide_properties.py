@@ -61,15 +61,19 @@ pod_templates = st.sampled_from(
         {"spec": {"containers": [{"name": "main", "env": [{"name": "X", "value": ""}]}]}},
     ]
 )
-learner = st.fixed_dictionaries(
-    {"recipe": st.just({"name": "gpt", "config": {}})},
+programs = st.sampled_from([
+    {"recipe": {"name": "gpt", "config": {}}},
+    {"command": ["python", "train.py"], "podsPerLearner": 2},
+])  # fmt: skip
+learner_fields = st.fixed_dictionaries(
+    {},
     optional={
-        "podsPerLearner": st.integers(1, 2),
         "env": st.just([{"name": "A", "value": "1"}, {"name": "EMPTY", "value": ""}]),
         "resources": st.just({"requests": {"cpu": 1, "memory": "1024Mi"}, "limits": {"x/gpu": 2}}),
         "podTemplate": pod_templates,
     },
 )
+learner = st.builds(lambda program, fields: {**program, **fields}, programs, learner_fields)
 syncers = st.fixed_dictionaries(
     {},
     optional={
@@ -85,7 +89,7 @@ specs = st.fixed_dictionaries(
         "syncer": syncers,
         "steps": st.sampled_from([1, 100, 2000]),
         "tls": st.just({"mode": "Secret", "secretName": "s"}),
-        "evaluation": st.sampled_from([None, {"everySteps": 5}]),
+        "evaluation": st.sampled_from([None, {"everySteps": 5, "command": ["python", "eval.py"]}]),
     }
 )
 views = st.sampled_from([SCOPE, *(replace(SCOPE, region=name) for name in REGIONS)])
@@ -211,7 +215,7 @@ EVERYTHING = manifest(
     seed=7,
     sync={"quorum": 2, "fragments": 4, "interval": 8, "overlap": 2, "averageParameters": ["x"],
           "outer": {"learningRate": "0.7"}, "grace": {"safety": "0.5"}, "wire": {"up": "Int8"}},
-    learner={"recipe": {"name": "gpt", "config": {"layers": 2}}, "image": "", "podsPerLearner": 2,
+    learner={"recipe": {"name": "gpt", "config": {"layers": 2}}, "image": "", "podsPerLearner": 1,
              "env": [{"name": "A", "value": "b"}, {"name": "B", "valueFrom": {"fieldRef": {}}}],
              "resources": {"requests": {"cpu": "500m"}, "limits": {"gpu": 1}},
              "podTemplate": {"metadata": {"labels": {"a": "b"}},

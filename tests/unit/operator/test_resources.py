@@ -186,6 +186,9 @@ def test_learners_without_a_syncer_address_do_not_run():
     assert replicas(children(region="us")) == {"StatefulSet stdlib-gpt-us": 0}
 
 
+THREE_PODS = "spec.learner={command: [python, train.py], podsPerLearner: 3}"
+
+
 @pytest.mark.parametrize(
     ("sets", "eu", "us"),
     [
@@ -193,7 +196,7 @@ def test_learners_without_a_syncer_address_do_not_run():
         (["spec.sync.quorum=4"], 1, 1),
         (["spec.regions[eu].learners=9", "spec.sync.quorum=4"], 5, 1),
         (["spec.regions[eu].learners=0"], 1, 1),
-        (["spec.regions[us].learners=8", "spec.learner.podsPerLearner=3"], 3, 21),
+        (["spec.regions[us].learners=8", "spec.evaluation=null", THREE_PODS], 1, 7),
     ],
 )
 def test_drains_may_take_the_pods_beyond_the_quorum_shared_out_by_size(sets, eu, us):

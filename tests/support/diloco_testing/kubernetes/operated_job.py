@@ -8,6 +8,7 @@ does (defaults, uids, pods, their readiness) happens when the test asks for it.
 from __future__ import annotations
 
 import copy
+import hashlib
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -128,6 +129,10 @@ class OperatedJob:
             report = self.decide()
             decisions = replace(decisions, status=report.status, events=report.events)
         for ref in decisions.delete:
+            if ref.kind == "Pod":
+                assert self.pods[ref.name]["metadata"]["uid"] == ref.uid
+                del self.pods[ref.name]
+                continue
             child = self.children[ref.kind, ref.name]
             assert child["metadata"]["uid"] == ref.uid
             del self.children[ref.kind, ref.name]
@@ -167,15 +172,24 @@ class OperatedJob:
     # ------------------------------------------------------------------ the controllers
 
     def run_controllers(self, ready: Callable[[Json], bool] = lambda pod: True) -> None:
-        """Create the pods of StatefulSets and Deployments; new ones become ready if `ready`."""
+        """
+        Create the pods of StatefulSets and Deployments; new ones become ready if `ready`.
+
+        A pod with another template is replaced, unless the update strategy is OnDelete.
+        """
         wanted: dict[str, Json] = {}
+        kept: set[str] = set()
         for child in self.children.values():
             if child["kind"] in ("StatefulSet", "Deployment"):
                 for ordinal in range(child["spec"]["replicas"]):
                     pod = _pod(child, ordinal)
                     wanted[pod["metadata"]["name"]] = pod
+                    if child["spec"].get("updateStrategy") == {"type": "OnDelete"}:
+                        kept.add(pod["metadata"]["name"])
         for name, pod in wanted.items():
             old = self.pods.get(name)
+            if old is not None and name in kept:
+                continue
             if old is None or old["spec"] != pod["spec"] or old["metadata"] != pod["metadata"]:
                 set_ready(pod, ready(pod))
                 self.pods[name] = pod
@@ -189,7 +203,7 @@ class OperatedJob:
                 continue
             uid = child["metadata"]["uid"]
             mine = [pod for pod in self.pods.values() if _controller(pod) == uid]
-            revision = f"r{child['metadata']['generation']}"
+            revision = _revision(child)
             child["status"] = {
                 "observedGeneration": child["metadata"]["generation"],
                 "replicas": len(mine),
@@ -376,12 +390,21 @@ def _pod(owner: Json, ordinal: int) -> Json:
         "metadata": {
             "name": name,
             "uid": f"uid-of-{name}",
-            "labels": template["metadata"]["labels"],
+            "labels": {
+                **template["metadata"]["labels"],
+                "controller-revision-hash": _revision(owner),
+            },
             "ownerReferences": [{"uid": owner["metadata"]["uid"], "controller": True}],
         },
         "spec": template["spec"],
         "status": {"phase": "Pending"},
     }
+
+
+def _revision(workload: Json) -> str:
+    """Of the pod template."""
+    text = json.dumps(workload["spec"]["template"], sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()[:10]
 
 
 def _controller(pod: Json) -> str:

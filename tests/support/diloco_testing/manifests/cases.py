@@ -67,6 +67,10 @@ BROKEN_RULES = [
         "spec.learner: has neither recipe nor command; set exactly one of them",
     ),
     (["spec.learner={}"], "spec.learner: has neither recipe nor command"),
+    (
+        ["spec.learner.podsPerLearner=2"],
+        "spec.learner.podsPerLearner: 2, but a recipe trains in one pod",
+    ),
     (["spec.syncer.region=asia"], 'spec.syncer.region: "asia" is not one of the regions: eu, us'),
     (
         ["spec.learner={command: [python, train.py]}", "spec.evaluation.everySteps=5"],
@@ -113,6 +117,7 @@ KEPT_RULES = [
     ["spec.sync.quorum=4"],
     ["spec.regions[eu].learners=0", "spec.syncer.region=eu"],
     ["spec.learner={command: [x]}", "spec.evaluation={everySteps: 5, command: [y]}"],
+    ["spec.learner={command: [x], podsPerLearner: 2}"],
     ["spec.syncer.endpoint=a:1", "spec.tls.mode=Secret", "spec.tls.secretName=s"],
     *(
         [f'spec.syncer.endpoint="{host}:1"', "spec.tls.mode=Secret", "spec.tls.secretName=s"]
@@ -142,7 +147,6 @@ REFUSED_CHANGES = [
     ("spec.learner.recipe.config.width=16", "spec.learner.recipe: cannot change after "),
     ("spec.learner.recipe.config.width=8.0", "spec.learner.recipe: cannot change after "),
     ("spec.learner.recipe.config={depth: 8}", "spec.learner.recipe: cannot change after "),
-    ("spec.learner.podsPerLearner=2", "spec.learner.podsPerLearner: cannot change from 1 to 2"),
     ("spec.syncer.storage.size=1Gi", "spec.syncer.storage.size: cannot change from "),
     ("spec.syncer.storage.storageClassName=x", "spec.syncer.storage.storageClassName: cannot"),
     ("spec.steps=99", "spec.steps: cannot be reduced from 100 to 99; it can only be raised"),

@@ -111,7 +111,7 @@ def _manifests(draw: st.DrawFn) -> dict[str, Any]:
         },
         "learner": {
             **program,
-            "podsPerLearner": draw(st.sampled_from([1, 1, 4])),
+            "podsPerLearner": draw(st.sampled_from([1, 1, 4])) if own else 1,
             "image": draw(st.sampled_from(["", "mine:1"])),
             "env": draw(
                 st.lists(

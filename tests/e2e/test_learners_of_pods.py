@@ -1,0 +1,201 @@
+"""
+Learners of several pods: two learners of two pods each, whose ranks share gradients over gloo.
+
+A rank that is killed, a pod that is evicted and a changed template restart whole learners, and count
+against none: the restart limit is 0.
+"""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from diloco_testing.clusters.faults import kill_child
+from diloco_testing.clusters.job import Job, manifest
+from diloco_testing.clusters.kubectl import KubectlError, until
+
+BACK_SECONDS = 150.0
+"""For two processes that import torch and meet, on busy cores."""
+
+PROGRAM = """
+import signal, time
+import torch
+from torch import distributed, nn
+from diloco_worker import Learner
+
+distributed.init_process_group("gloo")
+rank, size = distributed.get_rank(), distributed.get_world_size()
+if rank > 0:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+torch.manual_seed(rank)
+model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+learner = Learner.connect(model, optimizer) if rank == 0 else None
+
+def share():
+    for tensor in model.state_dict().values():
+        distributed.broadcast(tensor, src=0)
+
+def done():
+    flag = torch.tensor(learner is not None and learner.done, dtype=torch.uint8)
+    distributed.broadcast(flag, src=0)
+    return bool(flag)
+
+share()
+while not done():
+    loss = model(torch.randn(4, 8)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    for parameter in model.parameters():
+        distributed.all_reduce(parameter.grad)
+        parameter.grad /= size
+    optimizer.step()
+    if learner is not None:
+        learner.step(tokens=4 * size, loss=loss)
+    share()
+    time.sleep(0.1)
+"""
+LEARNERS = (("ranks-eu-0", "ranks-eu-1"), ("ranks-eu-2", "ranks-eu-3"))
+"""The pods of each learner, by rank."""
+
+
+@pytest.fixture(scope="module")
+def job(eu, fleet):
+    """Both learners train."""
+    body = manifest(
+        "ranks", steps=10**6, regions={"eu": 2}, pod_fields=fleet.images.pod_fields,
+        sync={"fragments": 2, "interval": 4, "quorum": 1},
+        runPolicy={"learnerRestartLimit": 0},
+    )  # fmt: skip
+    learner = body["spec"]["learner"]
+    del learner["recipe"]
+    learner |= {"command": ["python3", "-c", PROGRAM], "podsPerLearner": 2}
+    with fleet.namespace("learners-of-pods", eu) as namespace:
+        made = Job(eu, namespace, body).apply()
+        made.until_condition("LearnersReady", 240)
+        made.until_step(3, 120)
+        yield made
+
+
+@pytest.fixture
+def healed(job):
+    """After each fault both learners train, nothing was merged twice, and no crash was counted."""
+    step = job.step()
+    yield job
+    job.until_condition("LearnersReady", BACK_SECONDS)
+    job.until_step(step + 5, BACK_SECONDS)
+    assert job.audit().ok
+    assert job.condition("Failed")["status"] == "False"
+    for pod in (pod for pods in LEARNERS for pod in pods):
+        assert counts(job, pod)["faults"] == 0
+        assert job.instances()[pod][1] == 0, "no container ended"
+
+
+def counts(job: Job, pod: str) -> dict[str, int]:
+    """How often the pod's process was started, and how often it crashed."""
+    text = job.cluster.kubectl.exec(
+        pod, "cat", "/var/lib/diloco/lives.json", namespace=job.namespace
+    )
+    return dict(json.loads(text))
+
+
+def joins(job: Job, learner: str) -> int:
+    """How often it has joined: its pods are ready for some seconds after their processes ended."""
+    return sum(line["event"] == "join" and line["learner"] == learner for line in job.log())
+
+
+def until_back(job: Job, learner: str, before: int) -> None:
+    until(
+        lambda: joins(job, learner) > before, BACK_SECONDS, expected=f"{learner} joins again",
+        every=2.0, details=job.details,
+    )  # fmt: skip
+    job.until_condition("LearnersReady", BACK_SECONDS)
+
+
+def until_started(job: Job, pod: str, times: int) -> None:
+    until(
+        lambda: counts(job, pod)["lives"] >= times, BACK_SECONDS,
+        expected=f"the process of {pod} is started again", details=job.details,
+    )  # fmt: skip
+
+
+def test_a_killed_rank_restarts_its_whole_learner_and_no_other(healed):
+    job, (mine, others) = healed, LEARNERS
+    instances, joined = job.instances(), joins(job, "eu/0")
+    before = {pod: counts(job, pod)["lives"] for pod in (*mine, *others)}
+    kill_child(job, mine[1], "init_process_group", seconds=90)
+    for pod in mine:
+        until_started(job, pod, before[pod] + 1)
+    until_back(job, "eu/0", joined)
+    assert job.instances() == instances, "no pod was replaced"
+    assert {pod: counts(job, pod)["lives"] for pod in others} == {p: before[p] for p in others}
+
+
+def test_a_drain_takes_one_learner_at_a_time_and_restarts_it_whole(healed):
+    job, (mine, others) = healed, LEARNERS
+    instances, joined = job.instances(), joins(job, "eu/0")
+    until(lambda: allowed(job) == 1, 60, expected="one disruption is allowed", details=job.details)
+    evict(job, mine[1])
+    with pytest.raises(KubectlError, match="disruption budget"):
+        evict(job, others[0])
+    until(
+        lambda: job.instances().get(mine[1], instances[mine[1]])[0] != instances[mine[1]][0],
+        BACK_SECONDS, expected=f"another pod takes the place of {mine[1]}", details=job.details,
+    )  # fmt: skip
+    until_back(job, "eu/0", joined)
+    now = job.instances()
+    assert {pod: now[pod] for pod in (mine[0], *others)} == {
+        pod: instances[pod] for pod in (mine[0], *others)
+    }
+
+
+def test_a_lost_pod_restarts_its_learner(healed):
+    """Deleted by force, as after the loss of its node: no process of it says goodbye."""
+    job, (mine, others) = healed, LEARNERS
+    joined = joins(job, "eu/1")
+    witness = {pod: job.instances()[pod] for pod in mine}
+    job.cluster.kubectl.delete("pod", others[0], job.namespace, "--force", "--grace-period=0")
+    until_back(job, "eu/1", joined)
+    assert {pod: job.instances()[pod] for pod in mine} == witness
+
+
+def test_a_changed_template_replaces_one_whole_learner_after_the_other(healed):
+    job = healed
+    before = job.instances()
+    env = [*job.manifest["spec"]["learner"]["env"], {"name": "NEW", "value": "1"}]
+    job.change(learner={"env": env})
+    down: set[tuple[int, ...]] = set()
+
+    def replaced() -> bool:
+        uids = {pod: uid for pod, (uid, _) in job.instances().items()}
+        gone = [
+            index for index, pods in enumerate(LEARNERS) if any(pod not in uids for pod in pods)
+        ]
+        down.add(tuple(gone))
+        return all(
+            uids.get(pod, before[pod][0]) != before[pod][0] for pods in LEARNERS for pod in pods
+        )
+
+    until(
+        replaced, 2 * BACK_SECONDS, expected="all pods are replaced", every=0.2,
+        details=job.details,
+    )  # fmt: skip
+    assert (0, 1) not in down, "one learner at a time"
+    job.until_condition("LearnersReady", BACK_SECONDS)
+
+
+def allowed(job: Job) -> int:
+    budget = job.cluster.kubectl.get("pdb", f"{job.name}-eu", job.namespace)
+    assert budget is not None
+    return int(budget["status"]["disruptionsAllowed"])
+
+
+def evict(job: Job, pod: str) -> None:
+    """As a drain of its node does."""
+    body = {
+        "apiVersion": "policy/v1", "kind": "Eviction",
+        "metadata": {"name": pod, "namespace": job.namespace},
+    }  # fmt: skip
+    path = f"/api/v1/namespaces/{job.namespace}/pods/{pod}/eviction"
+    job.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
