@@ -94,7 +94,8 @@ imagePullSecrets:
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [pods]
-  verbs: [list, watch]
+  # delete: by force, of learners on lost nodes (runPolicy.forceDeletePodsAfterSeconds).
+  verbs: [list, watch, delete]
 - apiGroups: [""]
   resources: [events]
   verbs: [list, create]

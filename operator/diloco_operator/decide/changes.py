@@ -2,16 +2,18 @@
 Which children to apply and which to delete.
 
 Pure. A child without drift is left alone, and so is every object of another owner. `rollout` delays
-changes that restart learners; `running_templates` avoids those that only an upgrade would cause;
-`pruning` selects what to delete.
+changes that restart learners; `running_templates` avoids those that only an upgrade would cause,
+`claims` those that existing volumes do not allow; `pruning` selects what to delete.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from diloco_operator.decide.claims import keep_claims
 from diloco_operator.decide.drift import has_drifted
+from diloco_operator.decide.lost_nodes import overdue_pods
 from diloco_operator.decide.phase import Lifecycle, wanted
 from diloco_operator.decide.pruning import obsolete
 from diloco_operator.decide.rollout import held_back
@@ -29,6 +31,8 @@ class ObjectRef:
     name: str
     uid: str
     """A precondition: a newer object of the same name is left alone."""
+    force: bool = False
+    """Without waiting for the kubelet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,15 +49,24 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
         # The pods hold the evidence: the status records it before they change.
         return Changes(apply=(), delete=())
     running = wanted(state, lifecycle)
-    wants = keep_templates(
-        state, desired(state.job, state.owner, state.scope, running, plan=state.plan)
+    wants = keep_claims(
+        state,
+        keep_templates(
+            state, desired(state.job, state.owner, state.scope, running, plan=state.plan)
+        ),
     )
+    if lifecycle.lost_volume:
+        # Neither a new, empty claim, nor somebody's else.
+        wants = [want for want in wants if want["kind"] != "PersistentVolumeClaim"]
     due = [want for want in wants if _is_due(state, want)]
     waiting = held_back(state, due)
     keys = {identity(want) for want in wants}
     return Changes(
         apply=tuple(want for want in due if want not in waiting),
-        delete=tuple(map(_ref, obsolete(state, keys, keep_volume=running.volume))),
+        delete=(
+            *map(_ref, obsolete(state, keys, keep_volume=running.volume)),
+            *(replace(_ref(pod), force=True) for pod in overdue_pods(state)),
+        ),
     )
 
 

@@ -17,6 +17,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from diloco_job.reasons import ConditionState, condition
+from diloco_operator.decide.volume import LostVolume, lost_volume
 from diloco_operator.resources import Wanted
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.pods import FailedLearner, failed_learners
@@ -54,6 +55,8 @@ class Lifecycle:
     """Learners of this operator's regions that have failed; a running job continues without them, or fails."""
     volume_gone: bool = False
     """It is Complete or Failed, and its state was deleted."""
+    lost_volume: LostVolume | None = None
+    """It is Running or Suspended, and its state is not there: the syncer does not start."""
 
     @property
     def finished(self) -> bool:
@@ -79,6 +82,7 @@ def lifecycle_of(state: JobState) -> Lifecycle:
         ended=(previous.time("completionTime") or state.now) if ended else None,
         failed_learners=lost,
         volume_gone=ended and _volume_gone(state),
+        lost_volume=None if ended else lost_volume(state),
     )
 
 
@@ -156,6 +160,9 @@ def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
     nothing = Wanted(learners=False, syncer=False, evaluator=False, volume=False)
     stopped = Wanted(learners=False, syncer=False, evaluator=False)
     match lifecycle.phase:
+        case Phase.RUNNING if lifecycle.lost_volume:
+            # Learners hold the newest parameters that are left.
+            return Wanted(syncer=False, evaluator=False)
         case Phase.RUNNING:
             return Wanted()
         case Phase.SUSPENDED:

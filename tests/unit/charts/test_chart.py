@@ -278,7 +278,7 @@ RIGHTS = {
     "/persistentvolumeclaims": CHILD,
     "/serviceaccounts": CHILD,
     "policy/poddisruptionbudgets": CHILD,
-    "/pods": {"list", "watch"},
+    "/pods": {"list", "watch", "delete"},
     "/events": {"list", "create"},
     "/secrets": {"get"},
 }

@@ -128,6 +128,9 @@ class OperatedJob:
             report = self.decide()
             decisions = replace(decisions, status=report.status, events=report.events)
         for ref in decisions.delete:
+            if ref.kind == "Pod":
+                assert self.pods.pop(ref.name)["metadata"]["uid"] == ref.uid
+                continue
             child = self.children[ref.kind, ref.name]
             assert child["metadata"]["uid"] == ref.uid
             del self.children[ref.kind, ref.name]
