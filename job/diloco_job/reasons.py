@@ -114,6 +114,13 @@ REASONS: tuple[Reason, ...] = (
             "the job can be run, but this version of the operator does not know, and ignores, {fields}",
             "upgrade the operator to the version of the CRD",
         ),
+        (
+            "StorageNotApplied",
+            "Warning",
+            "the job can be run, but StatefulSet {sets} was created with other volumeClaimTemplates, "
+            "which cannot change: it keeps them and its pod template",
+            "delete the StatefulSet: the operator creates it again with spec.learner.storage",
+        ),
     ),
     *_of(
         "Accepted",
@@ -188,6 +195,14 @@ REASONS: tuple[Reason, ...] = (
         ("Starting", "", "the syncer's pod is not ready yet: {detail}"),
         ("NotReady", "Warning", "the syncer's pod is no longer ready: {detail}"),
         ("PodTrouble", "Warning", "{detail}", "see kubectl describe pod"),
+        (
+            "VolumeGone",
+            "Warning",
+            "PersistentVolumeClaim {claim} with uid {uid}, which holds the job's state up to step "
+            "{step}, {seen}: the syncer does not start, and learners train alone. To go on with "
+            "{instead}: {command}",
+            "restore the volume from a copy, or give its state up with the annotation",
+        ),
         *_OVER,
     ),
     *_of(

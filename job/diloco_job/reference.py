@@ -126,7 +126,7 @@ def _default(field: Schema, required: bool) -> str:
 def _may_change(path: str) -> str:
     if any(path == fixed or path.startswith(f"{fixed}.") for fixed in FIXED):
         return "no"
-    if path == "spec.steps":
+    if path in ("spec.steps", "spec.syncer.storage.size"):
         return "increase only"
     return "no" if any(path == change.path for change in CHANGES) else "yes"
 

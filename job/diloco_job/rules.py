@@ -20,6 +20,7 @@ from typing import Any
 
 from diloco_job import names
 from diloco_job.cel import quoted
+from diloco_job.quantities import amount
 from diloco_job.types import DiLoCoJob
 
 Location = tuple[str | int, ...]
@@ -252,6 +253,12 @@ def _syncer_region_cel(spec: str) -> str:
     return f"({spec}.syncer.region != '' ? {spec}.syncer.region : {spec}.regions[0].name)"
 
 
+def _size_cel(spec: str) -> str:
+    size = f"{spec}.syncer.storage.size"
+    text = f"isQuantity({size}) ? quantity({size}).asApproximateFloat() : 0.0"
+    return f"(type({size}) == string ? ({text}) : double({size}))"
+
+
 CHANGES: tuple[Change, ...] = (
     Change(
         path="spec.steps",
@@ -271,6 +278,27 @@ CHANGES: tuple[Change, ...] = (
             f" || {_syncer_region_cel('self')} == {_syncer_region_cel('oldSelf')}"
         ),
         cel_values=(_syncer_region_cel("oldSelf"), _syncer_region_cel("self")),
+    ),
+    Change(
+        path="spec.syncer.storage.size",
+        holds=lambda old, new: (
+            (amount(new.spec.syncer.storage.size) or 0)
+            >= (amount(old.spec.syncer.storage.size) or 0)
+        ),
+        message="cannot be reduced from {} to {}; a volume can only grow",
+        values=lambda old, new: (old.spec.syncer.storage.size, new.spec.syncer.storage.size),
+        cel=f"{_size_cel('self')} >= {_size_cel('oldSelf')}",
+        cel_values=("oldSelf.syncer.storage.size", "self.syncer.storage.size"),
+    ),
+    Change(
+        path="spec.learner.storage",
+        holds=lambda old, new: (
+            (new.spec.learner.storage is None) == (old.spec.learner.storage is None)
+        ),
+        message="cannot be {} after the job is created",
+        values=lambda old, new: ("removed" if new.spec.learner.storage is None else "added",),
+        cel="has(self.learner.storage) == has(oldSelf.learner.storage)",
+        cel_values=("has(self.learner.storage) ? 'added' : 'removed'",),
     ),
 )
 
@@ -293,7 +321,9 @@ FIXED = (
     "spec.learner.recipe",
     "spec.learner.command",
     "spec.learner.podsPerLearner",
-    "spec.syncer.storage.size",
+    "spec.learner.storage.size",
+    "spec.learner.storage.storageClassName",
+    "spec.learner.storage.accessMode",
     "spec.syncer.storage.storageClassName",
     "spec.tls.mode",
 )
@@ -310,8 +340,10 @@ def transition_problems(old: DiLoCoJob, new: DiLoCoJob) -> list[str]:
     after = new.model_dump(by_alias=True)
     problems = []
     for path in FIXED:
-        old_text, new_text = _text(_at(before, path)), _text(_at(after, path))
-        if old_text != new_text:
+        old_value, new_value = _at(before, path), _at(after, path)
+        old_text, new_text = _text(old_value), _text(new_value)
+        # An optional object that is added or removed is a change of its own.
+        if old_text != new_text and _ABSENT not in (old_value, new_value):
             problems.append(f"{path}: {fixed_message(path).format(old_text, new_text)}")
     problems += [
         f"{change.path}: {change.message.format(*change.values(old, new))}"
@@ -326,9 +358,15 @@ def fixed_message(path: str) -> str:
     return OTHER_RECIPE if path == "spec.learner.recipe" else CANNOT_CHANGE
 
 
+_ABSENT = "(absent)"
+
+
 def _at(data: dict[str, Any], path: str) -> object:
+    """The value of a field; _ABSENT if it is in an optional object that is not there."""
     value: Any = data
     for part in path.split("."):
+        if value is None:
+            return _ABSENT
         value = value[part]
     return value
 

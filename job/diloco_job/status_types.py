@@ -49,6 +49,8 @@ class SyncerStatus(Model):
     """The region in which it runs."""
     last_merge_time: Time = ""
     """When it last merged a fragment."""
+    volume_uid: str = ""
+    """uid of the PersistentVolumeClaim that holds the job's state."""
 
 
 class LearnersStatus(Model):

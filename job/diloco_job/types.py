@@ -186,6 +186,29 @@ class EnvVar(Model):
     """Source of the value in a cluster; `diloco run` does not support it."""
 
 
+Retention = Literal["Delete", "Retain"]
+
+
+class Storage(Model):
+    """The volume of the syncer."""
+
+    size: Quantity = "10Gi"
+    """Size of the volume."""
+    storage_class_name: ObjectName = ""
+    """StorageClass; empty: the default of the cluster."""
+    when_deleted: Retention = "Delete"
+    """Whether the volume goes with the job, or stays for a job of the same name."""
+
+
+class LearnerStorage(Storage):
+    """Volumes of the learners, one for each pod."""
+
+    access_mode: Literal["ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"] = "ReadWriteOnce"
+    """Access mode of each volume, which one pod uses."""
+    when_scaled: Retention = "Retain"
+    """Whether the volumes of a learner go when it is taken out of its region."""
+
+
 # ------------------------------------------------------------------ spec.learner, spec.regions
 
 
@@ -220,6 +243,8 @@ class Learner(Model):
     """R/M: pods per learner."""
     checkpoint: LearnerCheckpoint = LearnerCheckpoint()
     """The learner's own checkpoint."""
+    storage: LearnerStorage | None = None
+    """Volumes for its checkpoints; omitted: they go with the pod. `diloco run` has its directory."""
     env: Annotated[
         list[EnvVar],
         Field(max_length=512, json_schema_extra=list_map("name")),
@@ -248,15 +273,6 @@ class Region(Model):
 
 
 # -------------------------------------------------------------------- spec.syncer and the rest
-
-
-class Storage(Model):
-    """The volume of the syncer."""
-
-    size: Quantity = "10Gi"
-    """Size of the volume."""
-    storage_class_name: ObjectName = ""
-    """StorageClass; empty: the default of the cluster."""
 
 
 class Service(Model):
@@ -344,6 +360,9 @@ class RunPolicy(Model):
     """Seconds after which the job fails; omitted: no limit."""
     learner_restart_limit: Count | None = None
     """Restarts of one learner after crashes; omitted: no limit."""
+    force_delete_pods_after_seconds: Count | None = None
+    """Seconds that a learner's pod may hang in Terminating on a lost node before it is deleted by
+    force; omitted: until the node is deleted or comes back."""
     cleanup_policy: Literal["None", "Running", "All"] = "Running"
     """What is deleted at the end."""
     managed_by: Text = ""

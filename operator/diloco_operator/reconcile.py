@@ -223,8 +223,12 @@ class Reconciler:
     def _delete(self, key: Key, decisions: Decisions, outcome: _Outcome) -> None:
         for ref in decisions.delete:
             try:
-                if self._cluster.delete(ref.kind, key.namespace, ref.name, uid=ref.uid):
-                    self._wrote("deleted", ref.kind, ref.name)
+                deleted = self._cluster.delete(
+                    ref.kind, key.namespace, ref.name, uid=ref.uid, force=ref.force
+                )
+                if deleted:
+                    verb = "deleted by force" if ref.force else "deleted"
+                    self._wrote(verb, ref.kind, ref.name)
             except ApiError as error:
                 outcome.refused(ref.kind, ref.name, error)
 

@@ -196,8 +196,30 @@ OTHER_CHANGES = {
     ),
     "spec.learner.recipe": ([], ["spec.learner={command: [python, a.py]}"]),
     "spec.tls.mode": ([], ["spec.tls={mode: Secret, secretName: s}"]),
-    "spec.syncer.storage.size": (["spec.syncer.storage.size=10"], ["spec.syncer.storage.size=11"]),
+    "spec.syncer.storage.size": (["spec.syncer.storage.size=11"], ["spec.syncer.storage.size=10"]),
+    "spec.learner.storage": (["spec.learner.storage={}"], []),
+    "spec.learner.storage.size": (
+        ["spec.learner.storage={}"],
+        ["spec.learner.storage.size=20Gi"],
+    ),
+    "spec.learner.storage.storageClassName": (
+        ["spec.learner.storage={}"],
+        ["spec.learner.storage.storageClassName=fast"],
+    ),
+    "spec.learner.storage.accessMode": (
+        ["spec.learner.storage={}"],
+        ["spec.learner.storage.accessMode=ReadWriteMany"],
+    ),
 }
+
+
+def test_the_server_accepts_another_retention_of_the_learners_volumes(api):
+    assert not isinstance(api.create(job_with("spec.learner.storage={}")), Refusal)
+    try:
+        kept = job_with("spec.learner.storage={whenDeleted: Retain, whenScaled: Delete}")
+        assert not isinstance(api.replace(kept), Refusal)
+    finally:
+        api.delete("job")
 
 
 @pytest.mark.parametrize("path", OTHER_CHANGES)

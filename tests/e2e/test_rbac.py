@@ -21,7 +21,7 @@ from diloco_testing.clusters.provision import cache
 
 OPERATOR = "system:serviceaccount:diloco-system:diloco"
 
-NEEDED = {"test_learners_of_pods", "test_lifecycle", "test_two_clusters"}
+NEEDED = {"test_learners_of_pods", "test_lifecycle", "test_two_clusters", "test_volumes"}
 """Files that together make the operator use all of its rights."""
 
 UNSEEN = {

@@ -99,6 +99,7 @@ imagePullSecrets:
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [pods]
+  # delete: outdated pods of learners of several pods, and by force learners on lost nodes.
   verbs: [list, watch, delete]
 - apiGroups: [""]
   resources: [events]

@@ -206,16 +206,33 @@ class Cluster:
         self._apply_status(job, ("uid", "resourceVersion"), status, f"{self._manager}-claim")
 
     def delete(
-        self, kind: str, namespace: str, name: str, *, uid: str, resource_version: str = ""
+        self,
+        kind: str,
+        namespace: str,
+        name: str,
+        *,
+        uid: str,
+        resource_version: str = "",
+        force: bool = False,
     ) -> bool:
         """
         Delete exactly the object that was read, and its dependents in the background.
+
+        Args:
+            kind: of the object.
+            namespace: of the object.
+            name: of the object.
+            uid: another object of this name is left alone.
+            resource_version: and so is a later version; "": whatever the version.
+            force: of a pod: do not wait until its kubelet confirms that it ended.
 
         Returns:
             Whether it was deleted: False if it did not exist or changed since `resource_version`.
         """
         version = {"resourceVersion": resource_version} if resource_version else {}
-        body = {"propagationPolicy": "Background", "preconditions": {"uid": uid} | version}
+        body: Json = {"propagationPolicy": "Background", "preconditions": {"uid": uid} | version}
+        if force:
+            body["gracePeriodSeconds"] = 0
         try:
             self._request("DELETE", KINDS[kind].path(namespace, name), body=body)
         except ApiError as error:

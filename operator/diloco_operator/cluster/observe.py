@@ -82,6 +82,7 @@ class Observer:
             return Observation(stored=stored)
         uses_certificates = job.spec.tls.mode == "CertManager"
         children = self._cluster.children(*key, certificates=uses_certificates)
+        children += self._unlabelled_claim(key, job, children)
         pods = self._cluster.pods(*key)
         credentials = self._credentials(key, job)
         stuck = stuck_objects(raw, children, pods, self._now())
@@ -136,6 +137,16 @@ class Observer:
             facts = replace(facts, problem=f"Secret {name}: {facts.problem}")
         tls = Tls(certificate=certificate, key=private, authority=authority)
         return _Credentials(tls=tls, facts=facts)
+
+    def _unlabelled_claim(
+        self, key: Key, job: DiLoCoJob, children: tuple[Json, ...]
+    ) -> tuple[Json, ...]:
+        """The syncer's claim if it lost its label, or if a person restored it without one."""
+        kind, name = "PersistentVolumeClaim", names.syncer_name(key.name)
+        if not self._scope.has_syncer(job) or (kind, name) in map(identity, children):
+            return ()
+        claim = self._cluster.get(kind, key.namespace, name)
+        return () if claim is None else (claim,)
 
     def _ask(
         self,

@@ -3,15 +3,18 @@ Which children to apply and which to delete.
 
 Pure. A child without drift is left alone, and so is every object of another owner. `rollout` delays
 changes that restart learners; `replacements` selects the outdated pods of learners of several pods;
-`running_templates` avoids changes that only an upgrade would cause; `pruning` selects what to delete.
+`running_templates` avoids changes that only an upgrade would cause, `claims` those that existing
+volumes do not allow; `pruning` selects what to delete.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from diloco_operator.decide.claims import keep_claims
 from diloco_operator.decide.drift import has_drifted
+from diloco_operator.decide.lost_nodes import overdue_pods
 from diloco_operator.decide.phase import Lifecycle, wanted
 from diloco_operator.decide.pruning import obsolete
 from diloco_operator.decide.replacements import replaced_pods
@@ -30,6 +33,8 @@ class ObjectRef:
     name: str
     uid: str
     """A precondition: a newer object of the same name is left alone."""
+    force: bool = False
+    """Without waiting for the kubelet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +51,25 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
         # The pods hold the evidence: the status records it before they change.
         return Changes(apply=(), delete=())
     running = wanted(state, lifecycle)
-    wants = keep_templates(
-        state, desired(state.job, state.owner, state.scope, running, plan=state.plan)
+    wants = keep_claims(
+        state,
+        keep_templates(
+            state, desired(state.job, state.owner, state.scope, running, plan=state.plan)
+        ),
     )
+    if lifecycle.lost_volume:
+        # Neither a new, empty claim, nor somebody's else.
+        wants = [want for want in wants if want["kind"] != "PersistentVolumeClaim"]
     due = [want for want in wants if _is_due(state, want)]
     waiting = held_back(state, due)
     keys = {identity(want) for want in wants}
     outdated = replaced_pods(state, {identity(want) for want in due}) if running.learners else ()
     return Changes(
         apply=tuple(want for want in due if want not in waiting),
-        delete=tuple(map(_ref, (*obsolete(state, keys, keep_volume=running.volume), *outdated))),
+        delete=(
+            *map(_ref, (*obsolete(state, keys, keep_volume=running.volume), *outdated)),
+            *(replace(_ref(pod), force=True) for pod in overdue_pods(state)),
+        ),
     )
 
 

@@ -12,8 +12,10 @@ from diloco.rpc.tls import advice
 from diloco.runtime.formatting import shorten
 from diloco_job import names
 from diloco_job.reasons import CONDITIONS, ConditionState, condition, has_reason
+from diloco_operator.decide.claims import sets_of_other_claims
 from diloco_operator.decide.phase import Lifecycle, Phase
-from diloco_operator.state.job_state import JobState
+from diloco_operator.decide.volume import LostVolume
+from diloco_operator.state.job_state import LOST_VOLUME, JobState
 from diloco_operator.state.learner_counts import LearnerCounts
 from diloco_operator.state.objects import Object
 from diloco_operator.state.pods import LearnerPods, describe_unready, pod_problem
@@ -83,6 +85,8 @@ def acceptance(state: JobState, lifecycle: Lifecycle) -> ConditionState:
         return condition("Accepted", "NameTaken", children=children)
     if state.refusals:
         return condition("Accepted", "Refused", refusals="; ".join(state.refusals))
+    if sets := sets_of_other_claims(state):
+        return condition("Accepted", "StorageNotApplied", sets=_first(sets))
     if state.unknown_fields:
         return condition("Accepted", "FieldsIgnored", fields=_first(state.unknown_fields))
     return condition("Accepted", "Valid")
@@ -92,6 +96,8 @@ def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     name = "SyncerReady"
     if not state.has_syncer:
         return condition(name, "OtherRegion", region=state.job.spec.syncer_region)
+    if lifecycle.lost_volume:
+        return _volume_gone(state, lifecycle.lost_volume)
     if _is_serving(state):
         if _waits_for_address(state):
             return condition(
@@ -105,6 +111,21 @@ def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
         return condition(name, "PodTrouble", detail=problem)
     initial = state.previous.reason(name) in _INITIAL
     return condition(name, "Starting" if initial else "NotReady", detail=detail)
+
+
+def _volume_gone(state: JobState, lost: LostVolume) -> ConditionState:
+    job = state.job.metadata.name
+    seen = f"was replaced by one with uid {lost.found}" if lost.found else "does not exist any more"
+    return condition(
+        "SyncerReady",
+        "VolumeGone",
+        claim=names.syncer_name(job),
+        uid=lost.uid,
+        step=lost.step,
+        seen=seen,
+        instead="the one that is there" if lost.found else "a new one from step 0",
+        command=f"kubectl annotate dlj/{job} --overwrite {LOST_VOLUME}={lost.uid}",
+    )
 
 
 def _syncer_problem(state: JobState) -> str:

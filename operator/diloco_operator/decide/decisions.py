@@ -15,6 +15,7 @@ from typing import Any
 from diloco_job.reasons import condition, event_type
 from diloco_operator.decide import status as statuses
 from diloco_operator.decide.changes import ObjectRef, changes
+from diloco_operator.decide.lost_nodes import force_times
 from diloco_operator.decide.objections import objection
 from diloco_operator.decide.phase import (
     Lifecycle,
@@ -139,7 +140,8 @@ def _requeue_seconds(state: JobState, lifecycle: Lifecycle) -> float:
     seconds = [IDLE_SECONDS if idle else RUNNING_SECONDS]
     if lifecycle.phase is Phase.RUNNING and _is_joining(state):
         seconds.append(JOINING_SECONDS)
-    left = [(when - state.now).total_seconds() for when in timeouts(state, lifecycle)]
+    times = [*timeouts(state, lifecycle), *force_times(state)]
+    left = [(when - state.now).total_seconds() for when in times]
     return min([*seconds, *(max(1.0, wait) for wait in left if wait > 0)])
 
 

@@ -8,11 +8,10 @@ carries (`diloco.dev/applied`), shows a field that is no longer desired.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
-from decimal import Decimal
 from typing import Any
 
+from diloco_job.quantities import amount
 from diloco_operator.resources import APPLIED
 
 _KEYS: dict[str, tuple[str, ...]] = {
@@ -35,24 +34,12 @@ _QUANTITIES = ("requests", "limits")
 
 _QUANTITY = ("sizeLimit", "divisor")
 
-_UNITS = {
-    **{
-        unit: Decimal(1000) ** power
-        for power, unit in enumerate(("", "k", "M", "G", "T", "P", "E"))
-    },
-    **{unit + "i": Decimal(1024) ** power for power, unit in enumerate("KMGTPE", start=1)},
-    "m": Decimal("1e-3"),
-    "u": Decimal("1e-6"),
-    "n": Decimal("1e-9"),
-}
-_NUMBER = re.compile(r"(?P<number>[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d{1,3})?)(?P<unit>[a-zA-Z]*)")
-
 
 def has_drifted(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Whether `wanted` must be applied: it changed, or another writer changed the live object."""
     if applied(live) != applied(wanted):
         return True
-    # A bound claim is immutable, and so are its class and size in the manifest.
+    # Of a claim only the size can change, and it only grows (`claims`).
     return wanted["kind"] != "PersistentVolumeClaim" and not covers(live, wanted)
 
 
@@ -110,12 +97,5 @@ def same_quantity(first: Any, second: Any) -> bool:
     """
     if first == second:
         return True
-    values = _value(first), _value(second)
+    values = amount(first), amount(second)
     return None not in values and values[0] == values[1]
-
-
-def _value(quantity: Any) -> Decimal | None:
-    found = _NUMBER.fullmatch(str(quantity))
-    if found is None or found["unit"] not in _UNITS:
-        return None
-    return Decimal(found["number"]) * _UNITS[found["unit"]]

@@ -21,6 +21,7 @@ from enum import StrEnum
 
 from diloco.runtime.formatting import shorten
 from diloco_job.reasons import ConditionState, condition
+from diloco_operator.decide.volume import LostVolume, lost_volume
 from diloco_operator.resources import Wanted
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.observation import Failure
@@ -67,6 +68,8 @@ class Lifecycle:
     """Learners of this operator's regions that have failed; a running job continues without them, or fails."""
     volume_gone: bool = False
     """It is Complete or Failed, and its state was deleted."""
+    lost_volume: LostVolume | None = None
+    """It is Running or Suspended, and its state is not there: the syncer does not start."""
 
     @property
     def follows(self) -> bool:
@@ -97,6 +100,7 @@ def lifecycle_of(state: JobState) -> Lifecycle:
         ended=(previous.time("completionTime") or state.now) if ended else None,
         failed_learners=lost,
         volume_gone=ended and _volume_gone(state),
+        lost_volume=None if ended else lost_volume(state),
     )
 
 
@@ -207,6 +211,9 @@ def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
     nothing = Wanted(learners=False, syncer=False, evaluator=False, volume=False)
     stopped = Wanted(learners=False, syncer=False, evaluator=False)
     match lifecycle.phase:
+        case Phase.RUNNING if lifecycle.lost_volume:
+            # Learners hold the newest parameters that are left.
+            return Wanted(syncer=False, evaluator=False)
         case Phase.RUNNING:
             return Wanted()
         case Phase.SUSPENDED:

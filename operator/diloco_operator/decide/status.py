@@ -13,6 +13,7 @@ from typing import Any
 from diloco_job.reasons import CONDITIONS, ConditionState, clip, condition
 from diloco_operator.decide import conditions
 from diloco_operator.decide.phase import Lifecycle, Phase
+from diloco_operator.decide.volume import volume_uid
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.learner_counts import LearnerCounts, RegionCounts, count_learners
 from diloco_operator.state.previous_status import PreviousStatus, time_text
@@ -121,6 +122,7 @@ def _syncer(state: JobState) -> Status:
             "endpoint": endpoint(state),
             "region": state.job.spec.syncer_region,
             "lastMergeTime": merged,
+            "volumeUid": volume_uid(state),
         }
     )
 

@@ -111,14 +111,17 @@ def child(
     labels: Mapping[str, str],
     body: Mapping[str, Any],
     annotations: Mapping[str, str] | None = None,
+    owned: bool = True,
 ) -> dict[str, Any]:
-    """A child object: metadata with the job as its owner, and `body` beside it."""
+    """A child object: metadata with the job as its owner, unless it stays after it, and `body`."""
     metadata: dict[str, Any] = {
         "name": name,
         "namespace": context.owner.namespace,
         "labels": dict(labels),
         "annotations": dict(annotations or {}),
-        "ownerReferences": [
+    }
+    if owned:
+        metadata["ownerReferences"] = [
             {
                 "apiVersion": API_VERSION,
                 "kind": KIND,
@@ -127,8 +130,7 @@ def child(
                 "controller": True,
                 "blockOwnerDeletion": True,
             }
-        ],
-    }
+        ]
     return marked({"apiVersion": api_version, "kind": kind, "metadata": metadata, **body})
 
 

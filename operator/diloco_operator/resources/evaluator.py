@@ -71,6 +71,8 @@ def _parts(context: JobContext, planned: EvaluatorPlan, region: Region) -> pods.
         resources=_resources(context, region),
         templates=(learner.pod_template, region.pod_template),
         grace_seconds=GRACE_SECONDS,
+        # Its pods have random names.
+        state_path=names.evaluator_name(context.name),
         ports={},
     )
 

@@ -32,7 +32,11 @@ def of_learners(context: JobContext, region: Region) -> dict[str, Any]:
         "tls": tls_secret(job),
         "seed": spec.seed,
         "sync": _values(spec.sync, "quorum", "guard"),
-        "learner": _values(spec.learner, "resources", "pod_template"),
+        # Of its volumes, the template has only that there are some.
+        "learner": {
+            **_values(spec.learner, "resources", "pod_template", "storage"),
+            **({"storage": True} if spec.learner.storage else {}),
+        },
         "config": region.config,
         "restartLimit": spec.run_policy.learner_restart_limit,
         "resources": _values(pods.learner_resources(job, region)),

@@ -57,6 +57,7 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
         "revisionHistoryLimit": 2,
         "selector": {"matchLabels": select},
         "template": template,
+        **_volumes(context, runs=runs),
     }
     return [
         child(
@@ -90,6 +91,36 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
 def has_units(job: DiLoCoJob) -> bool:
     """Whether several pods form a learner, so that they must be replaced together."""
     return job.spec.learner.pods_per_learner > 1
+
+
+def _volumes(context: JobContext, *, runs: bool) -> dict[str, Any]:
+    storage = context.job.spec.learner.storage
+    if storage is None:
+        return {}
+    retention = {
+        "whenDeleted": storage.when_deleted,
+        # A suspension is no removal of learners.
+        "whenScaled": storage.when_scaled if runs else "Retain",
+    }
+    return {
+        "volumeClaimTemplates": claim_templates(context.job),
+        "persistentVolumeClaimRetentionPolicy": retention,
+    }
+
+
+def claim_templates(job: DiLoCoJob) -> list[dict[str, Any]]:
+    """The volumeClaimTemplates of every region, which a StatefulSet never changes."""
+    storage = job.spec.learner.storage
+    if storage is None:
+        return []
+    # The StatefulSet adds its selector's labels to each claim.
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": pods.STATE},
+        "spec": pods.claim_spec(storage, storage.access_mode),
+    }
+    return [claim]
 
 
 def max_unavailable(context: JobContext, region: Region) -> int:
@@ -137,5 +168,6 @@ def _parts(context: JobContext, region: Region) -> pods.Parts:
         resources=pods.as_fields(pods.learner_resources(context.job, region)),
         templates=(learner.pod_template, region.pod_template),
         grace_seconds=GRACE_SECONDS,
+        claim_for_each=learner.storage is not None,
         ports={},
     )

@@ -11,7 +11,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from diloco_job import names
-from diloco_job.types import DiLoCoJob, EnvVar, PodTemplate, Region, Resources
+from diloco_job.types import DiLoCoJob, EnvVar, PodTemplate, Region, Resources, Storage
 from diloco_operator.resources import common
 from diloco_operator.resources.common import JobContext
 from diloco_operator.resources.operator_scope import tls_secret
@@ -24,6 +24,8 @@ SPEC_DIR = PurePosixPath("/etc/diloco/spec")
 SPEC_FILE = "spec.json"
 SPEC_PATH = SPEC_DIR / SPEC_FILE
 STATE_DIR = PurePosixPath("/var/lib/diloco")
+STATE = "state"
+"""Name of the volume that is mounted there."""
 TLS_DIR = PurePosixPath("/etc/diloco/tls")
 
 USER = 65532
@@ -59,6 +61,10 @@ class Parts:
     """From SIGTERM to SIGKILL."""
     claim: str = ""
     """PersistentVolumeClaim for its state; "": an emptyDir, which the user may replace."""
+    claim_for_each: bool = False
+    """The StatefulSet has a claim for the state of each pod, so the template has no such volume."""
+    state_path: str = "$(DILOCO_POD)"
+    """Directory on a volume that pods share, for the state of one pod; Kubernetes expands it."""
     ports: Mapping[str, int]
     """Besides metrics and health."""
     shared_memory: bool = True
@@ -73,12 +79,25 @@ def template(context: JobContext, parts: Parts) -> dict[str, Any]:
         pod = overlay(pod, without_nulls(user_template.spec))
         labels |= user_template.metadata.labels
         annotations |= user_template.metadata.annotations
+    spec = overlay(pod, _contract(context, parts, pod))
+    if parts.claim_for_each and isinstance(spec["volumes"], list):
+        spec["volumes"] = [volume for volume in spec["volumes"] if not _is_state(volume)]
     return {
         "metadata": {
             "labels": {**labels, **common.labels(context, parts.role, parts.region)},
             "annotations": annotations,
         },
-        "spec": overlay(pod, _contract(context, parts, _grace_seconds(pod, parts))),
+        "spec": spec,
+    }
+
+
+def claim_spec(storage: Storage, access_mode: str) -> dict[str, Any]:
+    """The spec of a PersistentVolumeClaim."""
+    storage_class = storage.storage_class_name
+    return {
+        "accessModes": [access_mode],
+        "resources": {"requests": {"storage": str(storage.size)}},
+        **({"storageClassName": storage_class} if storage_class else {}),
     }
 
 
@@ -144,15 +163,16 @@ def _defaults(context: JobContext, parts: Parts) -> dict[str, Any]:
         **({"imagePullSecrets": secrets} if secrets else {}),
         "containers": [main],
         "volumes": [
-            {"name": "state", "emptyDir": {}},
+            {"name": STATE, "emptyDir": {}},
             {"name": "tmp", "emptyDir": {}},
             *([{"name": "shm", "emptyDir": {"medium": "Memory"}}] if parts.shared_memory else ()),
         ],
     }
 
 
-def _contract(context: JobContext, parts: Parts, grace_seconds: int) -> dict[str, Any]:
+def _contract(context: JobContext, parts: Parts, pod: Mapping[str, Any]) -> dict[str, Any]:
     """What the container's first process relies on; overrides everything else."""
+    grace_seconds = _grace_seconds(pod, parts)
     secret = tls_secret(context.job)
     ports = {**parts.ports, "metrics": common.METRICS_PORT, "health": common.HEALTH_PORT}
     main = {
@@ -165,7 +185,7 @@ def _contract(context: JobContext, parts: Parts, grace_seconds: int) -> dict[str
         ],
         "volumeMounts": [
             {"name": "spec", "mountPath": str(SPEC_DIR), "readOnly": True},
-            {"name": "state", "mountPath": str(STATE_DIR)},
+            _state_mount(parts, pod),
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
             *([{"name": "shm", "mountPath": "/dev/shm"}] if parts.shared_memory else ()),  # noqa: S108
             *([{"name": "tls", "mountPath": str(TLS_DIR), "readOnly": True}] if secret else ()),
@@ -178,10 +198,25 @@ def _contract(context: JobContext, parts: Parts, grace_seconds: int) -> dict[str
         {"name": "spec", "configMap": {"name": names.spec_name(context.name, parts.spec)}}
     ]
     if parts.claim:
-        volumes.append({"name": "state", "persistentVolumeClaim": {"claimName": parts.claim}})
+        volumes.append({"name": STATE, "persistentVolumeClaim": {"claimName": parts.claim}})
     if secret:
         volumes.append({"name": "tls", "secret": _secret(secret)})
     return {"containers": [main], "volumes": volumes}
+
+
+def _state_mount(parts: Parts, pod: Mapping[str, Any]) -> dict[str, Any]:
+    mount = {"name": STATE, "mountPath": str(STATE_DIR)}
+    volumes = pod.get("volumes")
+    found = [volume for volume in volumes if _is_state(volume)] if isinstance(volumes, list) else []
+    # A volume of the user's own is one for all pods: each gets a directory of it.
+    shared = any(not {"emptyDir", "ephemeral"} & volume.keys() for volume in found)
+    if parts.claim or parts.claim_for_each or not shared:
+        return mount
+    return {**mount, "subPathExpr": parts.state_path}
+
+
+def _is_state(volume: Any) -> bool:
+    return isinstance(volume, Mapping) and volume.get("name") == STATE
 
 
 def _secret(name: str) -> dict[str, Any]:

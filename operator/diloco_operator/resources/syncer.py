@@ -39,7 +39,8 @@ def children(context: JobContext) -> list[dict[str, Any]]:
             kind="PersistentVolumeClaim",
             name=name,
             labels=labels,
-            body={"spec": _claim(context)},
+            body={"spec": pods.claim_spec(syncer.storage, "ReadWriteOnce")},
+            owned=syncer.storage.when_deleted == "Delete",
         ),
         child(
             context,
@@ -60,16 +61,6 @@ def children(context: JobContext) -> list[dict[str, Any]]:
             body={"spec": deployment},
         ),
     ]
-
-
-def _claim(context: JobContext) -> dict[str, Any]:
-    storage = context.job.spec.syncer.storage
-    storage_class = storage.storage_class_name
-    return {
-        "accessModes": ["ReadWriteOnce"],
-        "resources": {"requests": {"storage": str(storage.size)}},
-        **({"storageClassName": storage_class} if storage_class else {}),
-    }
 
 
 def _service(context: JobContext, select: dict[str, str]) -> dict[str, Any]:

@@ -23,6 +23,9 @@ from diloco_operator.state.observation import Answer, Observation, Unreachable
 from diloco_operator.state.pods import LearnerPods, learners_of
 from diloco_operator.state.previous_status import PreviousStatus
 
+LOST_VOLUME = "diloco.dev/lost-volume"
+"""Annotation of a job: the uid of the claim whose state a person gave up."""
+
 REACHABLE_SECONDS = 30.0
 """How long an answer counts."""
 
@@ -70,6 +73,8 @@ class JobState:
     """Paths of fields of the stored spec that this version ignores."""
     refusals: tuple[str, ...]
     """Such as "StatefulSet a-eu: <the server's message>"."""
+    given_up_volume: str
+    """The uid of the claim whose loss a person has accepted; "": none."""
 
     @classmethod
     def of(
@@ -79,11 +84,10 @@ class JobState:
         raw = observation.stored.raw
         metadata = raw["metadata"]
         owner = Owner(namespace=metadata.get("namespace", ""), uid=metadata.get("uid", ""))
+        children = [child for child in observation.children if not _is_of_learner(child)]
         # A child without a controller was orphaned on purpose (--cascade=orphan): it is adopted.
         own = {
-            identity(child): child
-            for child in observation.children
-            if controller_uid(child) in ("", owner.uid)
+            identity(child): child for child in children if controller_uid(child) in ("", owner.uid)
         }
         sets = [
             child["metadata"].get("uid", "")
@@ -107,7 +111,7 @@ class JobState:
             taken=frozenset(
                 [
                     *(identity(child) for child in observation.foreign),
-                    *(key for child in observation.children if (key := identity(child)) not in own),
+                    *(key for child in children if (key := identity(child)) not in own),
                 ]
             ),
             pods=observation.pods,
@@ -124,6 +128,7 @@ class JobState:
             refusals=tuple(
                 f"{refusal.child}: {refusal.message}" for refusal in observation.refusals
             ),
+            given_up_volume=str((metadata.get("annotations") or {}).get(LOST_VOLUME) or ""),
         )
 
     @property
@@ -195,6 +200,12 @@ class JobState:
                 f"the certificate has no DNS name {name}, which learners expect of the syncer",
             )
         return None
+
+
+def _is_of_learner(child: Object) -> bool:
+    """Whether it is a claim that a StatefulSet made for a pod, and that it or a person deletes."""
+    role = labels(child).get("diloco.dev/role")
+    return child["kind"] == "PersistentVolumeClaim" and role == "learner"
 
 
 def _answer_about(

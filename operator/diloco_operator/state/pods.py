@@ -99,6 +99,18 @@ def is_unschedulable(pod: Object) -> bool:
     return _condition(pod, "PodScheduled").get("status") == "False"
 
 
+def is_on_lost_node(pod: Object) -> bool:
+    """
+    Whether the control plane gave up the pod's node, by what it wrote into the pod.
+
+    It sets the condition Ready of each pod to False without a reason, which the kubelet always gives,
+    and marks a pod that it deletes after its tolerations.
+    """
+    ready, disruption = _condition(pod, "Ready"), _condition(pod, "DisruptionTarget")
+    abandoned = ready.get("status") in ("False", "Unknown") and not ready.get("reason")
+    return abandoned or disruption.get("reason") == "DeletionByTaintManager"
+
+
 def waits_for_kubelet(pod: Object) -> bool:
     """Whether the pod has a node, but the kubelet has not created a container of it yet."""
     waits = [(status.get("state") or {}).get("waiting") for status in _containers(pod)]

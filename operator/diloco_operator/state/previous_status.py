@@ -1,8 +1,9 @@
 """
 The status of the last reconcile, read without trusting its shape.
 
-Pure. Decisions depend on only four facts of it, as with Kubernetes' own Job: whether the job was
-Complete or Failed, when it started, when it ended, and its step. The rest preserves transition times
+Pure. Decisions depend on only five facts of it: as with Kubernetes' own Job, whether the job was
+Complete or Failed, when it started and when it ended; its step; and the uid of the claim that holds
+its state. The rest preserves transition times
 of conditions, which tell how long a component has not been ready, and the syncer's last answer while
 it does not reply.
 """
@@ -93,6 +94,11 @@ class PreviousStatus:
         """An object of the status, such as `syncer`."""
         value = self.status.get(name)
         return value if isinstance(value, Mapping) else {}
+
+    @property
+    def volume_uid(self) -> str:
+        """The uid of the claim that holds the job's state; "": none is recorded."""
+        return str(self.part("syncer").get("volumeUid", ""))
 
     def region(self, name: str) -> Mapping[str, Any]:
         """The status of a region."""

@@ -19,6 +19,7 @@ import kopf
 from kubernetes.client import Configuration
 
 from diloco_operator.cluster.client import CHILD_KINDS, JOB_LABEL, KINDS, ApiError, Cluster
+from diloco_operator.state.job_state import LOST_VOLUME
 from diloco_operator.watch.health import Health
 from diloco_operator.workqueue import Key, WorkQueue
 
@@ -141,17 +142,19 @@ def _startup(health: Health) -> Any:
 
 
 def _job(queue: WorkQueue, health: Health) -> Any:
-    seen: dict[str, int] = {}
+    seen: dict[str, tuple[int, str]] = {}
 
     async def job(event: Any, namespace: str, name: str, **_: Any) -> None:
         metadata = event["object"]["metadata"]
         uid, generation = metadata["uid"], metadata.get("generation", 0)
         health.delivered(uid, generation)
-        changed = event["type"] == "DELETED" or seen.get(uid) != generation
+        # An annotation does not change the generation.
+        version = generation, str((metadata.get("annotations") or {}).get(LOST_VOLUME))
+        changed = event["type"] == "DELETED" or seen.get(uid) != version
         if event["type"] == "DELETED":
             seen.pop(uid, None)
         else:
-            seen[uid] = generation
+            seen[uid] = version
         # Other changes are those of the status, which the operator itself writes.
         if changed:
             queue.add(Key(namespace, name), urgent=True)

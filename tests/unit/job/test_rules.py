@@ -123,8 +123,30 @@ def test_tls_mode_the_kind_of_program_and_its_pods_cannot_change():
     ]
 
 
+STORAGE = {
+    "spec.learner.storage.size": "20Gi",
+    "spec.learner.storage.storageClassName": "fast",
+    "spec.learner.storage.accessMode": "ReadWriteMany",
+}
+
+
+@pytest.mark.parametrize(("path", "value"), STORAGE.items())
+def test_the_volumes_of_learners_cannot_change(path, value):
+    before = job_with("spec.learner.storage={}")
+    [problem] = transition_problems(before, job_with("spec.learner.storage={}", f"{path}={value}"))
+    assert problem.startswith(f"{path}: cannot change from ")
+    [removed] = transition_problems(before, job_with())
+    assert removed == "spec.learner.storage: cannot be removed after the job is created"
+
+
+def test_the_retention_of_the_volumes_of_learners_can_change():
+    before = job_with("spec.learner.storage={}")
+    after = job_with("spec.learner.storage={whenDeleted: Retain, whenScaled: Delete}")
+    assert transition_problems(before, after) == []
+
+
 def test_every_fixed_field_has_a_case_here():
-    cases = {expected.partition(":")[0] for _, expected in REFUSED_CHANGES}
+    cases = {expected.partition(":")[0] for _, expected in REFUSED_CHANGES} | STORAGE.keys()
     assert set(FIXED) - cases == {
         "spec.tls.mode",
         "spec.learner.command",

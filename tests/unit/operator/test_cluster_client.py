@@ -132,6 +132,16 @@ def test_only_the_object_that_was_read_is_deleted(api, cluster):
     assert not cluster.delete("DiLoCoJob", "ns", "a", uid=metadata["uid"])
 
 
+def test_a_pod_is_deleted_by_force_without_waiting_for_its_kubelet(api, cluster):
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "ns", "name": "a-eu-0"}}
+    for name, grace in (("a-eu-0", {"gracePeriodSeconds": 0}), ("a-eu-1", {})):
+        made = api.create({**pod, "metadata": {**pod["metadata"], "name": name}})
+        assert cluster.delete("Pod", "ns", name, uid=made["metadata"]["uid"], force=bool(grace))
+        body = api.writes()[-1].body
+        assert body["preconditions"] == {"uid": made["metadata"]["uid"]}
+        assert {key: body[key] for key in body if key == "gracePeriodSeconds"} == grace
+
+
 def test_an_existing_event_does_not_change(api, cluster):
     body = {"metadata": {"namespace": "ns", "name": "a.1"}, "reason": "Complete"}
     cluster.event(dict(body))

@@ -68,6 +68,7 @@ def test_the_status_shows_the_syncers_answer():
         "endpoint": "a-syncer.work.svc:7070",
         "region": "eu",
         "lastMergeTime": "2026-03-01T11:59:30Z",
+        "volumeUid": world.children["PersistentVolumeClaim", "a-syncer"]["metadata"]["uid"],
     }
     assert status["learners"] == {"desired": 4, "ready": 4, "training": 4, "summary": "4/4"}
     assert status["observedGeneration"] == 1

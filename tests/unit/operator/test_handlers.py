@@ -9,6 +9,7 @@ import pytest
 from kubernetes.client import Configuration
 
 from diloco_operator.cluster.client import Cluster, connect
+from diloco_operator.state.job_state import LOST_VOLUME
 from diloco_operator.watch import handlers
 from diloco_operator.watch.health import Health
 from diloco_operator.workqueue import Key, WorkQueue
@@ -64,6 +65,20 @@ def test_no_handler_needs_a_finalizer_or_keeps_state_in_the_cluster():
     assert not made._changing.get_all_handlers()
     assert not made._spawning.get_all_handlers()
     assert not made._indexing.get_all_handlers()
+
+
+async def test_a_lost_volume_that_a_person_gives_up_is_handled_at_once_and_a_status_is_not():
+    queue = WorkQueue(lambda key: None, threads=0)
+    added = []
+    queue.add = lambda key, *_, **__: added.append(key)
+    handle = handlers._job(queue, Health(queue))
+    seen = {"type": "MODIFIED", "object": {"metadata": {"uid": "1", "generation": 1}}}
+    await handle(event=seen, namespace="ns", name="a")
+    assert len(added) == 1
+    for annotations, count in (({}, 1), ({"x": "y"}, 1), ({LOST_VOLUME: "uid"}, 2)):
+        seen["object"]["metadata"]["annotations"] = annotations
+        await handle(event=seen, namespace="ns", name="a")
+        assert len(added) == count
 
 
 def test_watches_that_ended_by_an_error_can_be_stopped(monkeypatch):

@@ -147,6 +147,20 @@ def test_everything_is_read_fresh_and_nothing_is_written_without_a_decision(worl
     assert not world.api.writes()
 
 
+def test_the_syncers_claim_is_found_without_its_label(world):
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"namespace": "ns", "name": "a-syncer"},
+    }
+    for labels in ({}, {"diloco.dev/job": "a"}):
+        made = world.api.create({**claim, "metadata": {**claim["metadata"], "labels": labels}})
+        world.run()
+        (seen,) = world.observation
+        assert [child["metadata"]["uid"] for child in seen.children] == [made["metadata"]["uid"]]
+        world.api.delete("persistentvolumeclaims", "a-syncer")
+
+
 def test_decisions_are_carried_out_in_order_and_counted(world):
     world.api.create(world.child("old"))
     uid = world.api.get("configmaps", "old")["metadata"]["uid"]

@@ -71,6 +71,8 @@ def given(text):
         ("two-regions-eu", TWO_REGIONS, "eu"),
         ("two-regions-us", TWO_REGIONS, "us"),
         ("own-loop", OWN_LOOP, ""),
+        ("shared-state", GOLDEN / "shared-state.job.yaml", ""),
+        ("learner-storage", GOLDEN / "learner-storage.job.yaml", ""),
     ],
 )
 def test_the_children_are_these(golden, source, region):

@@ -130,8 +130,7 @@ class OperatedJob:
             decisions = replace(decisions, status=report.status, events=report.events)
         for ref in decisions.delete:
             if ref.kind == "Pod":
-                assert self.pods[ref.name]["metadata"]["uid"] == ref.uid
-                del self.pods[ref.name]
+                assert self.pods.pop(ref.name)["metadata"]["uid"] == ref.uid
                 continue
             child = self.children[ref.kind, ref.name]
             assert child["metadata"]["uid"] == ref.uid

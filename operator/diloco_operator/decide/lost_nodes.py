@@ -1,0 +1,45 @@
+"""
+Pods of learners that hang in Terminating on a lost node, and when they are deleted by force.
+
+Pure. A StatefulSet does not replace a pod until it is gone, and only its kubelet confirms that. The
+force is safe for learners: if the old process still runs, the syncer refuses it as soon as the new one
+joins (docs/architecture.md, "Admission"). It would not be for the syncer, whose volume has no such guard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+
+from diloco_operator.state.job_state import JobState
+from diloco_operator.state.objects import Object, controller_uid, labels
+from diloco_operator.state.pods import is_on_lost_node
+from diloco_operator.state.previous_status import time_of
+
+
+def overdue_pods(state: JobState) -> Iterator[Object]:
+    """The pods to delete by force now."""
+    return (pod for pod, due in _hanging(state) if state.now >= due)
+
+
+def force_times(state: JobState) -> Iterator[datetime]:
+    """When the others are due."""
+    return (due for _, due in _hanging(state) if state.now < due)
+
+
+def _hanging(state: JobState) -> Iterator[tuple[Object, datetime]]:
+    seconds = state.job.spec.run_policy.force_delete_pods_after_seconds
+    if seconds is None:
+        return
+    sets = {
+        child["metadata"].get("uid")
+        for child in state.children.values()
+        if child["kind"] == "StatefulSet"
+    }
+    for pod in state.pods:
+        # The deletion timestamp includes the grace period.
+        ends = time_of(pod["metadata"].get("deletionTimestamp"))
+        if ends is None or controller_uid(pod) not in sets or not is_on_lost_node(pod):
+            continue
+        if labels(pod).get("diloco.dev/role") == "learner":
+            yield pod, ends + timedelta(seconds=seconds)

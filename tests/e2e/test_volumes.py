@@ -1,0 +1,139 @@
+"""Volumes that stay, volumes that are lost, and a node that is lost."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from diloco_testing.clusters.job import Job, manifest
+from diloco_testing.clusters.kubectl import until
+from diloco_testing.clusters.provision import Cluster
+
+SOON = 120.0
+NODE_LOST = 90.0
+"""Until the control plane gives a silent node up: 50 s by default."""
+
+
+@pytest.fixture
+def make(eu, fleet, namespace):
+    """A job in a namespace of this test."""
+
+    def made(name: str, **spec) -> Job:
+        fields = fleet.images.pod_fields
+        body = manifest(name, steps=10**6, regions={"eu": 1}, pod_fields=fields, **spec)
+        return Job(eu, namespace, body)
+
+    return made
+
+
+def claim_of(job: Job):
+    return job.cluster.kubectl.get("pvc", f"{job.name}-syncer", job.namespace)
+
+
+def give_up(job: Job, uid: str) -> None:
+    job.cluster.kubectl(
+        "annotate", "dlj", job.name, "-n", job.namespace, f"diloco.dev/lost-volume={uid}"
+    )
+
+
+@contextlib.contextmanager
+def silent_kubelet(cluster: Cluster) -> Iterator[None]:
+    """The node's kubelet stands still; its containers run on."""
+    pid = int((cluster.folder / "run/kubelet.pid").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+def test_a_learner_that_moves_finds_its_state_on_its_volume(make):
+    job = make("moving", learner={"storage": {"size": "1Gi"}}).apply()
+    job.until_step(20, 240)
+    kubectl, pod = job.cluster.kubectl, job.pod_of("eu/0")
+    first = job.instances()[pod]
+    kubectl.delete("pod", pod, job.namespace)
+    until(lambda: job.instances().get(pod, first) != first, SOON, expected="a new pod")
+    job.until_condition("LearnersReady", SOON)
+    until(
+        lambda: job.steps("eu/0")[-1:] and job.steps("eu/0")[-1]["incarnation"] > 1,
+        SOON, expected="steps of the second incarnation", details=job.details,
+    )  # fmt: skip
+    lines = job.steps("eu/0")
+    assert lines[0]["incarnation"] == 1, "what the first pod wrote is there"
+    began = next(line["localStep"] for line in lines if line["incarnation"] > 1)
+    listing = "import os; print(*os.listdir('/var/lib/diloco'))"
+    found = re.findall(r"checkpoint-(\d+)\.json", job.in_learner("eu/0", listing))
+    assert any(int(step) < began for step in found), "with the checkpoint that it wrote at its end"
+    assert job.condition("Accepted")["reason"] == "Valid"
+
+
+def test_a_lost_claim_holds_the_job_until_a_person_gives_it_up(make):
+    job = make("bereft").apply()
+    job.until_step(20, 240)
+    uid = claim_of(job)["metadata"]["uid"]
+    assert job.status()["syncer"]["volumeUid"] == uid
+    job.change(runPolicy={"suspend": True})
+    until(lambda: not job.pods(), SOON, expected="no pod is left", details=job.details)
+    job.cluster.kubectl.delete("pvc", f"{job.name}-syncer", job.namespace)
+    job.change(runPolicy={"suspend": False})
+    seen = job.until_condition("SyncerReady", SOON, status="False", reason="VolumeGone")
+    assert f"diloco.dev/lost-volume={uid}" in seen["message"]
+    # With its learner, so the operator has carried out the resumption.
+    until(lambda: job.pods("learner"), SOON, expected="the learner is back", details=job.details)
+    assert claim_of(job) is None
+    assert not job.pods("syncer")
+    give_up(job, uid)
+    job.until_condition("LearnersReady", SOON)
+    assert claim_of(job)["metadata"]["uid"] == job.status()["syncer"]["volumeUid"] != uid
+    job.until_step(10, SOON)
+    assert job.status()["epoch"] == 1, "the job began anew"
+
+
+def test_a_retained_volume_stays_and_the_next_job_of_the_name_continues_from_it(make):
+    retained = {"storage": {"size": "1Gi", "whenDeleted": "Retain"}}
+    job = make("heir", syncer=retained).apply()
+    job.until_step(40, 240)
+    uid = claim_of(job)["metadata"]["uid"]
+    job.delete()
+    until(lambda: not job.pods(), SOON, expected="no pod is left")
+    left = until(
+        lambda: [c for c in job.children() if c["kind"] == "PersistentVolumeClaim"]
+        if len(job.children()) == 1 else None,
+        SOON, expected="the claim alone is left",
+    )  # fmt: skip
+    assert [claim["metadata"]["uid"] for claim in left] == [uid]
+    job.apply()
+    job.until_condition("LearnersReady", 240)
+    assert job.step() >= 40, "what was done before is not done again"
+    assert claim_of(job)["metadata"]["uid"] == uid
+    # Without the policy the claim belongs to the job again, and goes with it.
+    job.change(syncer={"storage": {"whenDeleted": "Delete"}})
+    until(lambda: claim_of(job)["metadata"].get("ownerReferences"), SOON, expected="an owner")
+    job.delete()
+    until(lambda: claim_of(job) is None, SOON, expected="the claim is deleted as well")
+
+
+def test_a_learner_on_a_lost_node_is_replaced_by_force(make, eu):
+    if not eu.local:
+        pytest.skip("the kubelet of a given cluster cannot be stopped")
+    job = make("cast-off", runPolicy={"forceDeletePodsAfterSeconds": 5}).apply()
+    job.until_condition("LearnersReady", 240)
+    pod = job.pod_of("eu/0")
+    first = job.instances()[pod]
+    with silent_kubelet(eu):
+        job.cluster.kubectl(
+            "delete", "pod", pod, "-n", job.namespace, "--grace-period=5", "--wait=false"
+        )
+        until(
+            lambda: job.instances().get(pod, first)[0] != first[0], NODE_LOST + SOON,
+            expected="another pod of the name, though no kubelet confirmed the end of the first",
+            details=job.details,
+        )  # fmt: skip
+    job.until_condition("LearnersReady", SOON)
+    assert job.audit().ok

@@ -1,0 +1,176 @@
+"""What of the manifest can reach volumes that exist."""
+
+import copy
+
+from diloco_operator.decide.drift import same_quantity
+from diloco_testing.kubernetes.operated_job import OperatedJob, is_idle, manifest, training
+
+CLAIM = ("PersistentVolumeClaim", "a-syncer")
+SET = ("StatefulSet", "a-eu")
+
+
+def storage(**fields):
+    return {"storage": fields}
+
+
+def size(world):
+    return world.children[CLAIM]["spec"]["resources"]["requests"]["storage"]
+
+
+def claim_of(pod, owner=None):
+    """As the StatefulSet controller makes it."""
+    owners = [{"uid": owner, "controller": True}] if owner else []
+    labels = {"diloco.dev/job": "a", "diloco.dev/region": "eu", "diloco.dev/role": "learner"}
+    return {
+        "apiVersion": "v1", "kind": "PersistentVolumeClaim",
+        "metadata": {"name": f"state-{pod}", "uid": f"uid-of-state-{pod}", "labels": labels,
+                     "ownerReferences": owners},
+        "spec": {"accessModes": ["ReadWriteOnce"]}, "status": {},
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------ the syncer's claim
+
+
+def test_the_syncers_claim_grows_with_the_manifest():
+    world = training(manifest(syncer=storage(size="1Gi")))
+    uid = world.children[CLAIM]["metadata"]["uid"]
+    world.change(syncer=storage(size="3Gi"))
+    world.settle()
+    assert size(world) == "3Gi"
+    assert world.children[CLAIM]["metadata"]["uid"] == uid
+    assert world.status["state"] == "Training"
+
+
+def test_a_claim_that_is_adopted_is_never_made_smaller_and_keeps_its_class_and_modes():
+    world = OperatedJob(job=manifest(syncer=storage(size="10Gi", storageClassName="slow")))
+    world.reconcile()
+    left = copy.deepcopy(world.children[CLAIM])
+    left["metadata"] |= {"uid": "uid-before", "ownerReferences": []}
+    left["spec"] = {
+        "accessModes": ["ReadWriteOncePod"], "storageClassName": "fast", "volumeName": "pv-1",
+        "resources": {"requests": {"storage": "0.5Ti"}},
+    }  # fmt: skip
+    world = OperatedJob(job=world.job, children={CLAIM: left})
+    world.settle()
+    spec = world.children[CLAIM]["spec"]
+    assert spec["resources"]["requests"]["storage"] == "0.5Ti"
+    assert spec["storageClassName"] == "fast"
+    assert spec["accessModes"] == ["ReadWriteOncePod"]
+    (owner,) = world.children[CLAIM]["metadata"]["ownerReferences"]
+    assert owner["uid"] == "uid-of-a"
+    assert is_idle(world.reconcile())
+
+
+def test_a_claim_that_a_person_enlarged_stays_as_it_is():
+    world = training()
+    world.children[CLAIM]["spec"]["resources"]["requests"]["storage"] = "40Gi"
+    world.settle()
+    assert same_quantity(size(world), "40Gi")
+    world.change(syncer=storage(size="20Gi"))
+    world.settle()
+    assert same_quantity(size(world), "40Gi")
+
+
+def test_a_retained_volume_is_found_by_the_next_job_of_the_name():
+    retained = manifest(syncer=storage(whenDeleted="Retain"))
+    world = training(retained)
+    left = world.children[CLAIM]
+    assert not left["metadata"].get("ownerReferences")
+    again = manifest(syncer=storage(whenDeleted="Retain"))
+    again["metadata"]["uid"] = "uid-of-the-next"
+    world = OperatedJob(job=again, children={CLAIM: left})
+    world.settle()
+    assert world.children[CLAIM]["metadata"]["uid"] == left["metadata"]["uid"]
+    assert world.reason("Accepted") == ("True", "Valid")
+    # The syncer resumes from the last snapshot on it.
+    world.answers(step=480, epoch=2)
+    world.settle()
+    assert world.status["step"] == 480
+    assert world.status["syncer"]["volumeUid"] == left["metadata"]["uid"]
+
+
+def test_cleanup_policy_all_leaves_a_retained_volume():
+    world = training(
+        manifest(syncer=storage(whenDeleted="Retain"), runPolicy={"cleanupPolicy": "All"})
+    )
+    world.answers(state="Complete", step=2000, eval_step=2000)
+    world.settle()
+    world.reconcile(70)
+    world.settle()
+    assert set(world.children) == {CLAIM}
+    assert world.status["state"] == "Complete"
+
+
+# --------------------------------------------------------------------- the learners' claims
+
+
+def test_the_claims_of_learners_belong_to_their_statefulset():
+    world = training(manifest(learner={"command": ["x"], "storage": {}}))
+    uid = world.children[SET]["metadata"]["uid"]
+    for made in (claim_of("a-eu-0"), claim_of("a-eu-1", uid), claim_of("a-eu-2", "uid-of-a-pod")):
+        world.children[made["kind"], made["metadata"]["name"]] = made
+    before = copy.deepcopy(world.children)
+    assert is_idle(world.reconcile(30))
+    assert world.reason("Accepted") == ("True", "Valid")
+    world.change(learner={"command": ["x"], "storage": {}, "image": "new"})
+    world.settle()
+    kept = {key for key in world.children if key[0] == "PersistentVolumeClaim"}
+    assert kept == {key for key in before if key[0] == "PersistentVolumeClaim"}
+
+
+def other_templates(**learner):
+    """A running job whose StatefulSets lack the claims that its manifest asks for."""
+    world = training(manifest(learner={"command": ["x"], **learner}))
+    world.job["spec"]["learner"] = {"command": ["x"], "storage": {"size": "2Gi"}, **learner}
+    return world
+
+
+def test_a_statefulset_that_was_made_without_claims_keeps_its_template_and_is_named():
+    """An operator that did not know the field made it."""
+    world = other_templates()
+    before = copy.deepcopy(world.children[SET])
+    pods = copy.deepcopy(world.pods)
+    world.settle()
+    live = world.children[SET]
+    assert "volumeClaimTemplates" not in live["spec"]
+    assert live["spec"]["template"] == before["spec"]["template"]
+    assert world.pods == pods
+    assert world.reason("Accepted") == ("True", "StorageNotApplied")
+    assert "a-eu, a-us" in world.condition("Accepted")["message"]
+    assert is_idle(world.reconcile(30))
+
+
+def test_such_a_job_can_be_scaled_and_suspended_and_a_deleted_statefulset_comes_back_with_claims():
+    world = other_templates()
+    world.settle()
+    world.change(regions=[{"name": "eu", "learners": 3}, {"name": "us", "learners": 2}])
+    world.settle()
+    assert world.replicas()["a-eu"] == 3
+    world.change(runPolicy={"suspend": True})
+    world.syncer = None
+    world.settle()
+    assert set(world.replicas().values()) == {0}
+    for name in ("a-eu", "a-us"):
+        del world.children["StatefulSet", name]
+    world.settle()
+    (template,) = world.children[SET]["spec"]["volumeClaimTemplates"]
+    assert template["spec"]["resources"] == {"requests": {"storage": "2Gi"}}
+    assert world.reason("Accepted") == ("True", "Valid")
+
+
+def test_an_adopted_statefulset_keeps_the_claims_that_it_was_made_with():
+    world = training(manifest(learner={"command": ["x"], "storage": {"size": "2Gi"}}))
+    for name in ("a-eu", "a-us"):
+        # As the API server stores them.
+        (template,) = world.children["StatefulSet", name]["spec"]["volumeClaimTemplates"]
+        template["spec"]["volumeMode"] = "Filesystem"
+        template["metadata"]["creationTimestamp"] = None
+        template["status"] = {"phase": "Pending"}
+    assert is_idle(world.reconcile(30))
+    world.job["spec"]["learner"]["storage"] = {"size": "4Gi"}
+    world.settle()
+    (template,) = world.children[SET]["spec"]["volumeClaimTemplates"]
+    assert template["spec"]["resources"] == {"requests": {"storage": "2Gi"}}
+    assert "status" not in template
+    assert world.reason("Accepted") == ("True", "StorageNotApplied")

@@ -1,0 +1,97 @@
+"""Pods of learners that hang in Terminating on a lost node."""
+
+import pytest
+
+from diloco_testing.kubernetes.operated_job import manifest, training
+
+AFTER = 60
+GONE = {"type": "Ready", "status": "False"}
+"""As the node lifecycle controller leaves the condition of a pod that was ready."""
+
+
+def losing(*conditions, name="a-eu-0", seconds=AFTER):
+    """A job of which one pod hangs: its grace period ends now."""
+    policy = {} if seconds is None else {"forceDeletePodsAfterSeconds": seconds}
+    world = training(manifest(runPolicy=policy))
+    pod = world.pods[name]
+    pod["metadata"]["deletionTimestamp"] = world.now.isoformat(timespec="seconds")
+    pod["status"]["conditions"] = list(conditions or [GONE])
+    world.reconcile()
+    return world
+
+
+def forced(decisions):
+    return [(ref.kind, ref.name, ref.uid) for ref in decisions.delete if ref.force]
+
+
+def test_a_learners_pod_on_a_lost_node_is_deleted_by_force_after_its_time_and_replaced():
+    world = losing()
+    assert forced(world.reconcile(AFTER - 1)) == []
+    decisions = world.decide()
+    assert decisions.requeue_seconds == 1
+    assert forced(world.reconcile(1)) == [("Pod", "a-eu-0", "uid-of-a-eu-0")]
+    assert "a-eu-0" not in world.pods
+    world.settle()
+    assert world.status["state"] == "Training"
+
+
+def test_without_the_field_such_a_pod_waits_for_ever():
+    world = losing(seconds=None)
+    assert forced(world.reconcile(10**6)) == []
+
+
+def test_no_time_at_all_is_a_time():
+    world = training(manifest(runPolicy={"forceDeletePodsAfterSeconds": 0}))
+    pod = world.pods["a-eu-0"]
+    pod["metadata"]["deletionTimestamp"] = world.now.isoformat(timespec="seconds")
+    pod["status"]["conditions"] = [GONE]
+    assert forced(world.reconcile(1)) == [("Pod", "a-eu-0", "uid-of-a-eu-0")]
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        [{"type": "Ready", "status": "Unknown"}],
+        # It was not ready when the node was lost; the taint manager deleted it.
+        [
+            {"type": "Ready", "status": "False", "reason": "ContainersNotReady"},
+            {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"},
+        ],
+    ],
+)
+def test_other_signs_of_a_lost_node_count_as_well(conditions):
+    assert forced(losing(*conditions).reconcile(AFTER))
+
+
+@pytest.mark.parametrize(
+    "conditions",
+    [
+        # Its kubelet is there: the program does not end, or a volume cannot be unmounted.
+        [{"type": "Ready", "status": "False", "reason": "ContainersNotReady"}],
+        [{"type": "Ready", "status": "True"}],
+        [
+            {"type": "Ready", "status": "False", "reason": "ContainersNotReady"},
+            {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"},
+        ],
+        [{"type": "PodScheduled", "status": "True"}],
+    ],
+)
+def test_a_pod_whose_node_answers_is_left_to_its_kubelet(conditions):
+    assert forced(losing(*conditions).reconcile(10**6)) == []
+
+
+def test_a_pod_that_was_not_deleted_is_left_alone_though_its_node_is_lost():
+    world = losing()
+    del world.pods["a-eu-0"]["metadata"]["deletionTimestamp"]
+    assert forced(world.reconcile(10**6)) == []
+
+
+def test_the_syncers_pod_is_never_deleted_by_force():
+    """Nothing but its volume keeps two syncers apart."""
+    assert forced(losing(name="a-syncer-0").reconcile(10**6)) == []
+
+
+def test_a_pod_of_another_owner_is_left_alone():
+    world = losing()
+    world.pods["a-eu-0"]["metadata"]["ownerReferences"] = [{"uid": "foreign", "controller": True}]
+    assert forced(world.reconcile(10**6)) == []

@@ -1,0 +1,185 @@
+"""The claim with the state of a job that has made steps is lost: the job waits for a person."""
+
+import copy
+from dataclasses import replace
+
+import pytest
+
+from diloco_testing.kubernetes.operated_job import (
+    SCOPE,
+    OperatedJob,
+    is_idle,
+    manifest,
+    training,
+)
+
+CLAIM = ("PersistentVolumeClaim", "a-syncer")
+
+
+def uid(world):
+    return world.children[CLAIM]["metadata"]["uid"]
+
+
+def lose(world):
+    """The claim goes, and with it the pod that mounted it; the uid that it had."""
+    lost = world.children.pop(CLAIM)
+    world.becomes_unreachable()
+    return lost
+
+
+def replaced(world):
+    """Another claim takes its name; the uid of the first."""
+    lost = lose(world)
+    made = copy.deepcopy(lost)
+    made["metadata"]["uid"] = "uid-of-another"
+    world.children[CLAIM] = made
+    return lost["metadata"]["uid"]
+
+
+def give_up(world, value):
+    world.job["metadata"]["annotations"] = {"diloco.dev/lost-volume": value}
+
+
+def test_the_status_records_the_claim():
+    world = training()
+    assert world.status["syncer"]["volumeUid"] == uid(world)
+
+
+def test_a_lost_claim_is_not_replaced_by_an_empty_one_and_the_syncer_waits():
+    world = training()
+    lost = lose(world)
+    world.settle()
+    assert CLAIM not in world.children
+    assert world.replicas() == {"a-eu": 2, "a-syncer": 0, "a-us": 2}
+    assert world.reason("SyncerReady") == ("False", "VolumeGone")
+    assert ("Warning", "VolumeGone") in world.events
+    message = world.condition("SyncerReady")["message"]
+    assert "up to step 100, does not exist any more" in message
+    assert f"diloco.dev/lost-volume={lost['metadata']['uid']}" in message
+    world.reconcile(30)
+    assert world.status["state"] == "Degraded"
+    assert is_idle(world.reconcile(30))
+
+
+def test_learners_keep_what_they_have_while_the_job_waits():
+    world = training()
+    learners = {name: pod for name, pod in world.pods.items() if "syncer" not in name}
+    lose(world)
+    world.settle()
+    world.reconcile(3600)
+    assert world.pods == learners
+
+
+def test_a_claim_of_another_uid_is_not_taken_for_the_jobs():
+    world = training()
+    lost = replaced(world)
+    before = copy.deepcopy(world.children[CLAIM])
+    world.settle()
+    assert world.replicas()["a-syncer"] == 0
+    assert world.children[CLAIM] == before
+    message = world.condition("SyncerReady")["message"]
+    assert "was replaced by one with uid uid-of-another" in message
+    assert "To go on with the one that is there: kubectl annotate dlj/a --overwrite" in message
+    assert message.endswith(f"={lost}")
+    assert world.status["syncer"]["volumeUid"] == lost
+
+
+def test_the_annotation_begins_anew_on_a_new_claim_once():
+    world = training()
+    first = lose(world)["metadata"]["uid"]
+    world.settle()
+    give_up(world, first)
+    world.settle()
+    second = uid(world)
+    assert second != first
+    assert world.replicas()["a-syncer"] == 1
+    assert world.status["syncer"]["volumeUid"] == second
+    world.answers(step=30)
+    world.settle()
+    assert world.reason("SyncerReady") == ("True", "Serving")
+    # The annotation is still there, and does not cover the next loss.
+    lose(world)
+    world.settle()
+    assert CLAIM not in world.children
+    assert world.reason("SyncerReady") == ("False", "VolumeGone")
+
+
+def test_the_annotation_accepts_a_claim_that_a_person_restored():
+    world = training()
+    give_up(world, replaced(world))
+    world.settle()
+    assert uid(world) == world.status["syncer"]["volumeUid"] == "uid-of-another"
+    assert world.replicas()["a-syncer"] == 1
+
+
+def test_an_annotation_about_another_claim_has_no_effect():
+    world = training()
+    lose(world)
+    give_up(world, "uid-of-yet-another")
+    world.settle()
+    assert world.reason("SyncerReady") == ("False", "VolumeGone")
+
+
+def test_the_claim_itself_when_it_comes_back_needs_no_annotation():
+    """A list that missed it, or a label that was removed for a while."""
+    world = training()
+    claim = lose(world)
+    world.settle()
+    world.children[CLAIM] = claim
+    world.settle()
+    assert world.replicas()["a-syncer"] == 1
+    assert world.reason("SyncerReady")[1] != "VolumeGone"
+
+
+def test_a_job_that_has_made_no_step_gets_a_new_claim():
+    world = OperatedJob(job=manifest())
+    world.settle()
+    lose(world)
+    world.settle()
+    assert world.status["syncer"]["volumeUid"] == uid(world)
+    assert world.replicas()["a-syncer"] == 1
+
+
+def test_a_suspended_job_whose_claim_was_lost_gets_no_empty_one_and_waits_when_it_resumes():
+    world = training()
+    world.change(runPolicy={"suspend": True})
+    world.syncer = None
+    world.settle()
+    lose(world)
+    world.settle()
+    assert CLAIM not in world.children
+    assert world.reason("SyncerReady") == ("False", "VolumeGone")
+    world.change(runPolicy={})
+    world.settle()
+    assert CLAIM not in world.children
+    assert world.replicas()["a-syncer"] == 0
+
+
+def test_a_status_of_an_earlier_version_takes_the_claim_that_is_there():
+    world = training()
+    del world.job["status"]["syncer"]["volumeUid"]
+    world.settle()
+    assert world.status["syncer"]["volumeUid"] == uid(world)
+    assert world.replicas()["a-syncer"] == 1
+
+
+def test_a_status_of_an_earlier_version_with_no_claim_waits_as_well():
+    world = training()
+    lose(world)
+    del world.job["status"]["syncer"]["volumeUid"]
+    world.settle()
+    assert "=unrecorded" in world.condition("SyncerReady")["message"]
+    give_up(world, "unrecorded")
+    world.settle()
+    assert world.replicas()["a-syncer"] == 1
+
+
+@pytest.mark.parametrize("region", ["eu", "us"])
+def test_only_the_operator_with_the_syncer_looks_for_the_claim(region):
+    job = manifest(syncer={"endpoint": "h:1"}, tls={"mode": "Secret", "secretName": "s"})
+    world = OperatedJob(job=job, scope=replace(SCOPE, region=region))
+    world.settle()
+    world.answers()
+    world.settle()
+    assert ("volumeUid" in world.status["syncer"]) == (region == "eu")
+    assert world.reason("SyncerReady")[1] != "VolumeGone"
