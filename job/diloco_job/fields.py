@@ -41,6 +41,10 @@ NO_ENDPOINT = (
     '"{}" is not an endpoint; write host:port, where host is a DNS name, an IPv4 address or an [IPv6] '
     "address and port is 1 to 65535"
 )
+NO_SOURCE_RANGE = (
+    '"{}" is not a range of addresses; write an IPv4 or IPv6 address, a slash and the length of the '
+    "prefix, such as 10.0.0.0/8"
+)
 
 
 def refuse(message: str, *seen: object, **values: object) -> PydanticCustomError:
@@ -156,6 +160,12 @@ def _endpoint(value: str) -> str:
     return value
 
 
+def _source_range(value: str) -> str:
+    if not names.is_source_range(value):
+        raise refuse(NO_SOURCE_RANGE, value)
+    return value
+
+
 # ---------------------------------------------------------------- schemas
 
 
@@ -234,6 +244,18 @@ Endpoint = Annotated[
     str,
     AfterValidator(_endpoint),
     _schema(names.ENDPOINT_PATTERN, names.HOST_MAX + 6, (_ENDPOINT_CEL, NO_ENDPOINT), empty=True),
+]
+SourceRange = Annotated[
+    str,
+    AfterValidator(_source_range),
+    _schema(names.SOURCE_RANGE_PATTERN, 43, ("isCIDR(self)", NO_SOURCE_RANGE)),
+]
+LoadBalancerClass = Annotated[
+    str,
+    Field(
+        max_length=317,
+        pattern=r"^(([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$",
+    ),
 ]
 UpToBillion = Annotated[int, Field(ge=1, le=BILLION)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
