@@ -66,7 +66,11 @@ class Observer:
             # Another controller's syncer is not contacted either.
             return Observation(stored=stored)
         uses_certificates = job.spec.tls.mode == "CertManager"
-        children = self._cluster.children(*key, certificates=uses_certificates)
+        children = self._cluster.children(
+            *key,
+            certificates=uses_certificates,
+            policies=self._scope.network_policies is not None,
+        )
         pods = self._cluster.pods(*key)
         credentials = self._credentials(key, job)
         stuck = stuck_objects(raw, children, pods, self._now())
@@ -91,7 +95,7 @@ class Observer:
                 raise
             return _no_credentials(
                 "CertificateUnreadable",
-                f"the operator may not read Secret {name} (rbac.tlsSecrets of its chart)",
+                f"the operator may not read Secret {name} (rbac.tlsSecretNamespaces of its chart)",
             )
         if secret is None:
             return _no_credentials(

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.spec import canonical
 from diloco_job.plan import Plan
 from diloco_job.types import API_VERSION, KIND, DiLoCoJob, Region
+from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.operator_scope import OperatorScope
 
 APPLIED = "diloco.dev/applied"
@@ -29,6 +30,8 @@ class Owner:
 
     namespace: str
     uid: str
+    metadata: Metadata = field(default_factory=Metadata)
+    """Its labels and annotations, of which children may inherit some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +75,11 @@ class JobContext:
         return self.scope.has_syncer(self.job)
 
     @property
+    def extra_metadata(self) -> Metadata:
+        """Labels and annotations of every child and its pods, besides the operator's own."""
+        return self.scope.extra_metadata.of_children(self.owner.metadata)
+
+    @property
     def syncer_address(self) -> str:
         """host:port to dial; "": the manifest has none."""
         return self.scope.syncer_address(self.job, self.owner.namespace)
@@ -113,11 +121,12 @@ def child(
     annotations: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """A child object: metadata with the job as its owner, and `body` beside it."""
+    extra = context.extra_metadata
     metadata: dict[str, Any] = {
         "name": name,
         "namespace": context.owner.namespace,
-        "labels": dict(labels),
-        "annotations": dict(annotations or {}),
+        "labels": {**extra.labels, **labels},
+        "annotations": {**extra.annotations, **(annotations or {})},
         "ownerReferences": [
             {
                 "apiVersion": API_VERSION,
