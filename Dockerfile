@@ -1,13 +1,17 @@
 # The images of the operator, the syncer and the worker, from one wheel.
 #
 #   docker build --target operator -t diloco-operator:0.1.0 .
-#   docker build --target worker -t diloco-worker:0.1.0 --build-arg PIP_ARGS="--index-url https://…" .
+#   docker build --target worker -t diloco-worker:0.1.0 --build-arg LOCKED=false --build-arg PIP_ARGS="--index-url https://…" .
+#
+# Packages are those of requirements/*.txt, with their hashes. LOCKED=false takes what pyproject.toml allows, from an
+# index that has other builds, such as torch without CUDA.
 #
 # Behind a proxy with a CA of its own: --secret id=ca,src=/etc/ssl/certs/ca-certificates.crt
 # (or a file mounted into the build, and --build-arg PIP_CERT=/ca.crt).
 
-# Any image with Python 3.11 or newer; with apt where it lacks venv.
-ARG BASE_IMAGE=python:3.12-slim
+# Any image with Python 3.11 or newer; with apt where it lacks venv. The digest is that of the index for all
+# architectures, from docker-library/repo-info (repos/python/remote/3.12-slim.md).
+ARG BASE_IMAGE=python:3.12-slim@sha256:229a2c5bfa27522db7815ea81f9bed70af17ccb9de9fc7ad142b1877b5830d36
 
 # pip, requirements and the wheel, for the stages below to borrow. What they borrow by COPY makes them anew when it
 # changes; buildah does not look into what is mounted.
@@ -18,8 +22,16 @@ RUN python3 -m venv /build
 ARG PIP_ARGS=""
 ARG PIP_CERT=""
 WORKDIR /src
+ARG LOCKED=true
 COPY pyproject.toml scripts/requirements.py ./
-RUN for extra in operator syncer worker; do python3 requirements.py $extra > /build/$extra.txt; done
+COPY requirements requirements
+RUN for extra in build operator syncer worker; do \
+        if [ "$LOCKED" = true ]; then cp requirements/$extra.txt /build/; \
+        else python3 requirements.py $extra > /build/$extra.txt; fi || exit 1; \
+    done
+RUN --mount=type=secret,id=ca \
+    { [ ! -s /run/secrets/ca ] || export PIP_CERT=/run/secrets/ca; } \
+    && /build/bin/pip install --no-cache-dir $PIP_ARGS --requirement /build/build.txt
 COPY LICENSE README.md ./
 COPY protos protos
 COPY job job
@@ -32,7 +44,7 @@ COPY cli cli
 COPY sim sim
 RUN --mount=type=secret,id=ca \
     { [ ! -s /run/secrets/ca ] || export PIP_CERT=/run/secrets/ca; } \
-    && /build/bin/pip wheel --no-cache-dir --no-deps $PIP_ARGS --wheel-dir /build/dist .
+    && /build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /build/dist .
 
 FROM ${BASE_IMAGE} AS base
 # torch and others ask for the name of the user.

@@ -30,7 +30,8 @@ CLUSTERS = ROOT / "tests/e2e/clusters/cluster.sh"
 CHART = "tests/unit/charts"
 """Needs helm, which is built with the clusters' programs."""
 OWN_CLUSTERS = (
-    *("test_api_rules", "test_api_versions", "test_applied_templates", "test_fuzzed_jobs"),
+    *("test_api_rules", "test_api_versions", "test_applied_metadata", "test_applied_templates"),
+    "test_fuzzed_jobs",
     *("test_scale", "test_two_clusters"),
 )
 """Files of tests/e2e that start clusters or API servers of their own; all others share two clusters."""

@@ -45,6 +45,10 @@ LOCAL_ENDPOINT = (
     '"{}" is a loopback, link-local or unspecified address, which each machine has for itself; give one '
     "that the other regions reach"
 )
+NO_SOURCE_RANGE = (
+    '"{}" is not a range of addresses; write an IPv4 or IPv6 address, a slash and the length of the '
+    "prefix, such as 10.0.0.0/8"
+)
 
 
 def refuse(message: str, *seen: object, **values: object) -> PydanticCustomError:
@@ -162,6 +166,12 @@ def _endpoint(value: str) -> str:
     return value
 
 
+def _source_range(value: str) -> str:
+    if not names.is_source_range(value):
+        raise refuse(NO_SOURCE_RANGE, value)
+    return value
+
+
 # ---------------------------------------------------------------- schemas
 
 
@@ -256,6 +266,18 @@ Endpoint = Annotated[
         (_ENDPOINT_CEL, NO_ENDPOINT),
         (_NOT_LOCAL_CEL, LOCAL_ENDPOINT),
         empty=True,
+    ),
+]
+SourceRange = Annotated[
+    str,
+    AfterValidator(_source_range),
+    _schema(names.SOURCE_RANGE_PATTERN, 43, ("isCIDR(self)", NO_SOURCE_RANGE)),
+]
+LoadBalancerClass = Annotated[
+    str,
+    Field(
+        max_length=317,
+        pattern=r"^(([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$",
     ),
 ]
 UpToBillion = Annotated[int, Field(ge=1, le=BILLION)]

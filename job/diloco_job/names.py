@@ -34,6 +34,8 @@ DECIMAL_PATTERN = r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,9})?"
 
 _LABEL = r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
 
+SOURCE_RANGE_PATTERN = r"[0-9A-Fa-f:.]{2,39}/(0|[1-9][0-9]{0,2})"
+"""An IPv4 or IPv6 range as far as a pattern can tell; `is_source_range` is exact."""
 ENDPOINT_PATTERN = rf"(\[[0-9A-Fa-f:.]+\]|{_LABEL}(\.{_LABEL})*):[1-9][0-9]{{0,4}}"
 """host:port, as far as a pattern can check it; `is_endpoint` checks the rest."""
 
@@ -122,3 +124,19 @@ def is_endpoint(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_source_range(text: str) -> bool:
+    """
+    True for an address, "/" and the length of a prefix.
+
+    >>> is_source_range("10.0.0.0/8"), is_source_range("10.0.0.0")
+    (True, False)
+    """
+    if not re.fullmatch(SOURCE_RANGE_PATTERN, text):
+        return False
+    try:
+        # Kubernetes does not accept IPv4-mapped IPv6 addresses.
+        return getattr(ipaddress.ip_interface(text), "ipv4_mapped", None) is None
+    except ValueError:
+        return False

@@ -81,7 +81,7 @@ _CERTIFICATE: tuple[_Row, ...] = tuple(
         ("CertificateMissing", "create the Secret (diloco certs) or check cert-manager"),
         (
             "CertificateUnreadable",
-            "recreate the Secret (diloco certs), or let the operator read it (rbac.tlsSecrets)",
+            "recreate the Secret (diloco certs), or let the operator read it (rbac.tlsSecretNamespaces)",
         ),
         ("CertificateExpired", "renew the Secret (diloco certs); no restart is needed"),
         ("CertificateNotYetValid", "check the clocks of both clusters"),

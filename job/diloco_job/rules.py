@@ -171,6 +171,36 @@ RULES: tuple[Rule, ...] = (
         cel_values=("self.syncer.region", _REGION_NAMES_CEL),
     ),
     Rule(
+        path="spec.syncer.service.loadBalancerClass",
+        reads=("spec.syncer.service.type", "spec.syncer.service.loadBalancerClass"),
+        holds=lambda job: (
+            job.spec.syncer.service.type == "LoadBalancer"
+            or not job.spec.syncer.service.load_balancer_class
+        ),
+        message="is for type LoadBalancer; the type is {}",
+        values=lambda job: (job.spec.syncer.service.type,),
+        cel=(
+            "self.syncer.service.type == 'LoadBalancer'"
+            " || self.syncer.service.loadBalancerClass == ''"
+        ),
+        cel_values=("self.syncer.service.type",),
+    ),
+    Rule(
+        path="spec.syncer.service.loadBalancerSourceRanges",
+        reads=("spec.syncer.service.type", "spec.syncer.service.loadBalancerSourceRanges"),
+        holds=lambda job: (
+            job.spec.syncer.service.type == "LoadBalancer"
+            or not job.spec.syncer.service.load_balancer_source_ranges
+        ),
+        message="is for type LoadBalancer; the type is {}",
+        values=lambda job: (job.spec.syncer.service.type,),
+        cel=(
+            "self.syncer.service.type == 'LoadBalancer'"
+            " || size(self.syncer.service.loadBalancerSourceRanges) == 0"
+        ),
+        cel_values=("self.syncer.service.type",),
+    ),
+    Rule(
         path="spec.evaluation.command",
         reads=("spec.evaluation", "spec.learner.recipe", "spec.learner.command"),
         holds=lambda job: (

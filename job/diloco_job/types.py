@@ -27,12 +27,14 @@ from diloco_job.fields import (
     Fraction,
     JobName,
     Labels,
+    LoadBalancerClass,
     LongText,
     ObjectName,
     Passed,
     Positive,
     Quantity,
     RegionName,
+    SourceRange,
     Text,
     UniqueBy,
     UpToBillion,
@@ -284,6 +286,10 @@ class Service(Model):
     """Port of the Service."""
     node_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port on every node with type NodePort; 0: assigned by the cluster."""
+    load_balancer_class: LoadBalancerClass = ""
+    """Implementation of the load balancer with type LoadBalancer; empty: the cluster's default."""
+    load_balancer_source_ranges: Annotated[list[SourceRange], Field(max_length=64)] = []
+    """Addresses that may connect through the load balancer, such as 10.0.0.0/8; empty: all."""
     annotations: Annotations = {}
     """Annotations of the Service."""
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from diloco.runtime.env import Environment
 from diloco_job import names
-from diloco_operator.resources.operator_scope import OperatorScope
+from diloco_operator.resources.extra_metadata import ExtraMetadata, Metadata, is_own
+from diloco_operator.resources.operator_scope import NetworkPolicies, OperatorScope
 
 FAULT_POINTS = ("after-read", "after-apply-N", "after-delete", "before-status", "after-status")
 """Points of a reconcile at which a test can kill the operator; N counts from 1."""
@@ -99,6 +100,15 @@ def from_env(variables: Mapping[str, str]) -> Settings:
             image_pull_secrets=env.names("DILOCO_IMAGE_PULL_SECRETS"),
             forbidden_pod_fields=env.names("DILOCO_FORBIDDEN_POD_FIELDS"),
             cluster_domain=env.text("DILOCO_CLUSTER_DOMAIN", "cluster.local"),
+            extra_metadata=ExtraMetadata(
+                fixed=Metadata(
+                    labels=_metadata(env, "DILOCO_JOB_LABELS"),
+                    annotations=_metadata(env, "DILOCO_JOB_ANNOTATIONS"),
+                ),
+                inherited_labels=env.names("DILOCO_INHERITED_LABELS"),
+                inherited_annotations=env.names("DILOCO_INHERITED_ANNOTATIONS"),
+            ),
+            network_policies=_network_policies(env),
         ),
         namespaces=env.names("DILOCO_WATCH_NAMESPACES"),
         health_port=env.port("DILOCO_HEALTH_PORT", 8080),
@@ -117,3 +127,28 @@ def from_env(variables: Mapping[str, str]) -> Settings:
 def _pair(text: str) -> tuple[str, str] | None:
     namespace, _, name = text.partition("/")
     return (namespace, name) if name else None
+
+
+def _metadata(env: Environment, name: str) -> dict[str, str]:
+    """Labels or annotations, as a JSON object."""
+    given = env.json_object(name)
+    if own := sorted(filter(is_own, given)):
+        env.problem(f"{name}: the operator itself sets {', '.join(own)}")
+    if odd := sorted(key for key, text in given.items() if not isinstance(text, str)):
+        env.problem(f"{name}: {', '.join(odd)}: expected a text")
+    return given
+
+
+def _network_policies(env: Environment) -> NetworkPolicies | None:
+    """{"operatorNamespace": …, "metricsFrom": [peers]}; not set: no NetworkPolicies."""
+    name = "DILOCO_NETWORK_POLICIES"
+    given = env.json_object(name)
+    if not given:
+        return None
+    namespace, peers = given.get("operatorNamespace"), given.get("metricsFrom", [])
+    if not isinstance(namespace, str) or not namespace:
+        env.problem(f"{name}: operatorNamespace is not set")
+    if not isinstance(peers, list) or not all(isinstance(peer, dict) for peer in peers):
+        env.problem(f"{name}: metricsFrom is no list of peers")
+        return None
+    return NetworkPolicies(operator_namespace=str(namespace), metrics_from=tuple(peers))

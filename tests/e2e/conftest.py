@@ -21,10 +21,10 @@ from diloco_testing.clusters.volumes import Provisioner
 from diloco_testing.kubernetes import api_server
 
 ORDER = (
-    "test_api_rules", "test_api_versions", "test_applied_templates", "test_fuzzed_jobs", "test_scale",
-    "test_one_cluster", "test_failures", "test_learners_of_pods", "test_lifecycle", "test_failed_jobs",
-    "test_steady_state", "test_volumes", "test_operator_failures", "test_operator_replicas",
-    "test_two_clusters", "test_rbac",
+    "test_api_rules", "test_api_versions", "test_applied_metadata", "test_applied_templates",
+    "test_fuzzed_jobs", "test_scale", "test_one_cluster", "test_failures", "test_learners_of_pods",
+    "test_lifecycle", "test_failed_jobs", "test_steady_state", "test_volumes",
+    "test_operator_failures", "test_operator_replicas", "test_two_clusters", "test_rbac",
 )  # fmt: skip
 """Tests that disturb others run after them; tests that read every audit log run last."""
 TIMEOUT_SECONDS = 3600

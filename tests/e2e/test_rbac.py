@@ -67,7 +67,8 @@ def test_every_right_was_used(requests, request):
 def rules():
     """The operator's, as the chart renders them: for jobs, and for its Lease."""
     command = (cache() / "bin/helm", "template", RELEASE, CHART, "--namespace", NAMESPACE)
-    objects = yaml.safe_load_all(subprocess.check_output([*command, "--kube-version=1.31"]))
+    flags = ("--kube-version=1.31", "--set=rbac.tlsSecrets=true")
+    objects = yaml.safe_load_all(subprocess.check_output([*command, *flags]))
     own = (("ClusterRole", CLUSTER_ROLE), ("Role", f"{RELEASE}-leader-election"))
     return [
         rule

@@ -109,6 +109,11 @@ imagePullSecrets:
   resources: [secrets]
   verbs: [get]
 {{- end }}
+{{- if .Values.jobs.networkPolicy.enabled }}
+- apiGroups: [networking.k8s.io]
+  resources: [networkpolicies]
+  verbs: [get, list, create, patch, delete]
+{{- end }}
 {{- if .Values.rbac.certManager }}
 - apiGroups: [cert-manager.io]
   resources: [certificates]

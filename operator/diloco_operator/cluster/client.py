@@ -60,6 +60,7 @@ KINDS = {
     "PersistentVolumeClaim": Kind("v1", "persistentvolumeclaims"),
     "ServiceAccount": Kind("v1", "serviceaccounts"),
     "PodDisruptionBudget": Kind("policy/v1", "poddisruptionbudgets"),
+    "NetworkPolicy": Kind("networking.k8s.io/v1", "networkpolicies"),
     "Certificate": Kind("cert-manager.io/v1", "certificates"),
     "Pod": Kind("v1", "pods"),
     "Secret": Kind("v1", "secrets"),
@@ -70,7 +71,7 @@ CHILD_KINDS = (
     *("StatefulSet", "Deployment", "Service", "ConfigMap", "PersistentVolumeClaim"),
     *("ServiceAccount", "PodDisruptionBudget"),
 )
-"""Kinds of children in every cluster; with cert-manager there are Certificates as well."""
+"""Kinds of children of every job; some have Certificates and NetworkPolicies as well."""
 
 
 class ApiError(DilocoError):
@@ -135,10 +136,12 @@ class Cluster:
         for namespace in namespaces or ("",):
             yield from self._list("DiLoCoJob", namespace)
 
-    def children(self, namespace: str, job: str, *, certificates: bool) -> tuple[Json, ...]:
+    def children(
+        self, namespace: str, job: str, *, certificates: bool, policies: bool = False
+    ) -> tuple[Json, ...]:
         """All objects except pods with the job's label, whatever their owner."""
         found: list[Json] = []
-        for kind in CHILD_KINDS:
+        for kind in (*CHILD_KINDS, *(("NetworkPolicy",) if policies else ())):
             found += self._list(kind, namespace, job)
         if certificates:
             try:

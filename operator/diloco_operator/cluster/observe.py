@@ -81,7 +81,11 @@ class Observer:
             # Another controller's syncer is not contacted either.
             return Observation(stored=stored)
         uses_certificates = job.spec.tls.mode == "CertManager"
-        children = self._cluster.children(*key, certificates=uses_certificates)
+        children = self._cluster.children(
+            *key,
+            certificates=uses_certificates,
+            policies=self._scope.network_policies is not None,
+        )
         children += self._unlabelled_claim(key, job, children)
         pods = self._cluster.pods(*key)
         credentials = self._credentials(key, job)
@@ -122,7 +126,7 @@ class Observer:
                 raise
             return _no_credentials(
                 "CertificateUnreadable",
-                f"the operator may not read Secret {name} (rbac.tlsSecrets of its chart)",
+                f"the operator may not read Secret {name} (rbac.tlsSecretNamespaces of its chart)",
             )
         if secret is None:
             return _no_credentials(

@@ -85,7 +85,7 @@ class Syncers:
         Raises:
             DilocoError: the request failed; the message is the transport's or the syncer's.
         """
-        self._client(key, address).failed(
+        self._known_at(key, address).client.failed(
             failure.reason, failure.message, timeout_seconds=ASK_SECONDS
         )
 

@@ -15,7 +15,7 @@ from typing import Any
 from diloco_job.plan import Plan, learner_spec
 from diloco_job.plan import plan as plan_of
 from diloco_job.types import DiLoCoJob
-from diloco_operator.resources import evaluator, learners, shared, syncer
+from diloco_operator.resources import evaluator, learners, network_policies, shared, syncer
 from diloco_operator.resources.common import APPLIED, JobContext, Owner, Wanted
 from diloco_operator.resources.operator_scope import OperatorScope
 
@@ -33,7 +33,7 @@ def desired(
     The children of a job that this operator should keep, in the order to apply them.
 
     ServiceAccount, ConfigMaps, Certificate, PersistentVolumeClaim, Services, PodDisruptionBudgets,
-    Deployments, StatefulSets. Other children of the job are obsolete.
+    NetworkPolicies, Deployments, StatefulSets. Other children of the job are obsolete.
 
     Args:
         job: a validated job.
@@ -54,7 +54,9 @@ def desired(
     )
     if not wanted.volume or not (context.regions or context.has_syncer):
         return ()
+    policies = scope.network_policies
     children = [
+        *(network_policies.children(context, policies) if policies else ()),
         *shared.children(context),
         *(syncer.children(context) if context.has_syncer else ()),
         *(evaluator.children(context) if context.has_syncer else ()),
@@ -70,6 +72,7 @@ _ORDER = (
     "PersistentVolumeClaim",
     "Service",
     "PodDisruptionBudget",
+    "NetworkPolicy",
     "Deployment",
     "StatefulSet",
 )

@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.spec import canonical
 from diloco_job.plan import Plan
 from diloco_job.types import API_VERSION, KIND, DiLoCoJob, Region
+from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.operator_scope import OperatorScope
 
 APPLIED = "diloco.dev/applied"
@@ -29,6 +30,8 @@ class Owner:
 
     namespace: str
     uid: str
+    metadata: Metadata = field(default_factory=Metadata)
+    """Its labels and annotations, of which children may inherit some."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,6 +73,11 @@ class JobContext:
     def has_syncer(self) -> bool:
         """Whether this operator runs the syncer and the evaluator."""
         return self.scope.has_syncer(self.job)
+
+    @property
+    def extra_metadata(self) -> Metadata:
+        """Labels and annotations of every child and its pods, besides the operator's own."""
+        return self.scope.extra_metadata.of_children(self.owner.metadata)
 
     @property
     def syncer_address(self) -> str:
@@ -114,11 +122,12 @@ def child(
     owned: bool = True,
 ) -> dict[str, Any]:
     """A child object: metadata with the job as its owner, unless it stays after it, and `body`."""
+    extra = context.extra_metadata
     metadata: dict[str, Any] = {
         "name": name,
         "namespace": context.owner.namespace,
-        "labels": dict(labels),
-        "annotations": dict(annotations or {}),
+        "labels": {**extra.labels, **labels},
+        "annotations": {**extra.annotations, **(annotations or {})},
     }
     if owned:
         metadata["ownerReferences"] = [

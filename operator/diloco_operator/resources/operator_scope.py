@@ -7,12 +7,25 @@ Pure. Everything that depends on the installation (region, the chart's images) c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from diloco_job import names
 from diloco_job.types import DiLoCoJob, Region
+from diloco_operator.resources.extra_metadata import ExtraMetadata
 
 MANAGER = "diloco-operator"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkPolicies:
+    """What the NetworkPolicies of all jobs allow besides the traffic within a job."""
+
+    operator_namespace: str
+    """From which the operator asks the syncer for its status."""
+    metrics_from: tuple[Mapping[str, Any], ...] = ()
+    """Peers that may read metrics; (): every pod."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +44,10 @@ class OperatorScope:
     cluster_domain: str = "cluster.local"
     forbidden_pod_fields: tuple[str, ...] = ()
     """Fields that no podTemplate may set; see `decide.objections`."""
+    extra_metadata: ExtraMetadata = field(default_factory=ExtraMetadata)
+    """Labels and annotations of all children."""
+    network_policies: NetworkPolicies | None = None
+    """None: jobs have no NetworkPolicies."""
 
     @property
     def manager(self) -> str:

@@ -73,8 +73,9 @@ class Parts:
 def template(context: JobContext, parts: Parts) -> dict[str, Any]:
     """The pod template of a StatefulSet or Deployment."""
     pod: Any = _defaults(context, parts)
-    labels: dict[str, str] = {}
-    annotations = {"kubectl.kubernetes.io/default-container": MAIN}
+    extra = context.extra_metadata
+    labels = dict(extra.labels)
+    annotations = {**extra.annotations, "kubectl.kubernetes.io/default-container": MAIN}
     for user_template in parts.templates:
         pod = overlay(pod, without_nulls(user_template.spec))
         labels |= user_template.metadata.labels

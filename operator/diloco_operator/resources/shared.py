@@ -55,6 +55,7 @@ def _certificate(context: JobContext, labels: dict[str, str]) -> list[dict[str, 
         **({"dnsNames": hosts} if hosts else {}),
         "usages": ["digital signature", "key encipherment", "server auth", "client auth"],
         "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
+        **_secret_template(context),
     }
     return [
         child(
@@ -66,3 +67,11 @@ def _certificate(context: JobContext, labels: dict[str, str]) -> list[dict[str, 
             body={"spec": spec},
         )
     ]
+
+
+def _secret_template(context: JobContext) -> dict[str, Any]:
+    """Metadata of the Secret, which cert-manager makes."""
+    extra = context.extra_metadata
+    parts = {"labels": dict(extra.labels), "annotations": dict(extra.annotations)}
+    given = {part: content for part, content in parts.items() if content}
+    return {"secretTemplate": given} if given else {}

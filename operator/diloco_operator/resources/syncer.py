@@ -68,7 +68,13 @@ def _service(context: JobContext, select: dict[str, str]) -> dict[str, Any]:
     port = {"name": "sync", "port": service.port, "targetPort": "sync", "protocol": "TCP"}
     if service.type == "NodePort" and service.node_port:
         port["nodePort"] = service.node_port
-    return {"type": service.type, "selector": select, "ports": [port]}
+    spec: dict[str, Any] = {"type": service.type, "selector": select, "ports": [port]}
+    if service.type == "LoadBalancer":
+        if service.load_balancer_class:
+            spec["loadBalancerClass"] = service.load_balancer_class
+        if service.load_balancer_source_ranges:
+            spec["loadBalancerSourceRanges"] = service.load_balancer_source_ranges
+    return spec
 
 
 def _parts(context: JobContext) -> pods.Parts:

@@ -17,6 +17,7 @@ from diloco_job import names
 from diloco_job.plan import Plan, plan
 from diloco_job.types import DiLoCoJob, Region
 from diloco_operator.resources import Owner
+from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.state.objects import Object, controller_uid, identity, labels
 from diloco_operator.state.observation import Answer, Observation, Unreachable
@@ -83,7 +84,13 @@ class JobState:
         """Put an observation in order."""
         raw = observation.stored.raw
         metadata = raw["metadata"]
-        owner = Owner(namespace=metadata.get("namespace", ""), uid=metadata.get("uid", ""))
+        owner = Owner(
+            namespace=metadata.get("namespace", ""),
+            uid=metadata.get("uid", ""),
+            metadata=Metadata(
+                labels=metadata.get("labels") or {}, annotations=metadata.get("annotations") or {}
+            ),
+        )
         children = [child for child in observation.children if not _is_of_learner(child)]
         # A child without a controller was orphaned on purpose (--cascade=orphan): it is adopted.
         own = {

@@ -2,13 +2,8 @@
 
 import base64
 import json
-import os
 import re
-import shutil
-import subprocess
-from functools import cache
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,58 +11,20 @@ import yaml
 
 from diloco.runtime.metrics import METRICS
 from diloco_job.reasons import REASONS
-from diloco_testing.clusters.provision import cache as programs_cache
-from diloco_testing.clusters.provision import required
+from diloco_testing.charts import (
+    CHART,
+    EVERYTHING,
+    OLDEST,
+    ROOT,
+    helm,
+    installed,
+    is_test,
+    only,
+    render,
+    sets,
+)
 
-ROOT = Path(__file__).parents[3]
-CHART = ROOT / "charts" / "diloco"
 VALUES_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
-OLDEST = "1.31.0"
-"""Kubernetes that Chart.yaml asks for; a helm built by `go install` takes itself for far older."""
-EVERYTHING = CHART / "ci" / "everything-values.yaml"
-
-
-def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
-    places = (os.environ.get("DILOCO_E2E_BIN"), str(programs_cache() / "bin"), os.environ["PATH"])
-    path = os.pathsep.join(filter(None, places))
-    program = shutil.which("helm", path=path)
-    if program is None:
-        assert not required(), f"no helm in {path}"
-        pytest.skip("needs helm in PATH, or the helm that tests/e2e builds")
-    return subprocess.run(
-        [program, *arguments], capture_output=True, text=True, check=False, timeout=60
-    )
-
-
-@cache
-def render(*arguments: str, release: str = "diloco", namespace: str = "system") -> list[Any]:
-    kube = ("--namespace", namespace, "--kube-version", OLDEST)
-    done = helm("template", release, str(CHART), *kube, *arguments)
-    assert done.returncode == 0, done.stderr
-    return [document for document in yaml.load_all(done.stdout, yaml.CSafeLoader) if document]
-
-
-def sets(**values: object) -> tuple[str, ...]:
-    """--set-json flags; a double underscore is a dot."""
-    return tuple(
-        word
-        for key, value in values.items()
-        for word in ("--set-json", f"{key.replace('__', '.')}={json.dumps(value)}")
-    )
-
-
-def only(objects: list[Any], kind: str) -> Any:
-    found = [item for item in objects if item["kind"] == kind and not is_test(item)]
-    assert len(found) == 1, [item["metadata"]["name"] for item in found]
-    return found[0]
-
-
-def is_test(item: Any) -> bool:
-    return "helm.sh/hook" in item["metadata"].get("annotations", {})
-
-
-def installed(objects: list[Any]) -> list[Any]:
-    return [item for item in objects if not is_test(item)]
 
 
 def granted(rules: list[Any]) -> dict[str, set[str]]:
@@ -167,6 +124,11 @@ def test_lints(values):
         {"resyncSeconds": 0},
         {"replicas": "2"},
         {"forbiddenPodFields": ["host network"]},
+        {"jobs": {"labels": {"diloco.dev/job": "another"}}},
+        {"jobs": {"labels": {"app.kubernetes.io/managed-by": "me"}}},
+        {"jobs": {"labels": {"team": "a team"}}},
+        {"jobs": {"inheritLabels": ["*"]}},
+        {"jobs": {"inheritAnnotations": ["diloco.dev/"]}},
         {"networkPolicy": {"syncerPorts": [0]}},
     ],
     ids=str,
@@ -282,7 +244,6 @@ RIGHTS = {
     "policy/poddisruptionbudgets": CHILD,
     "/pods": {"list", "watch", "delete"},
     "/events": {"list", "create"},
-    "/secrets": {"get"},
 }
 
 
@@ -305,10 +266,48 @@ def test_the_operator_may_do_what_it_does_and_nothing_else():
 
 
 def test_secrets_and_certificates_are_only_opened_on_request():
-    without = granted(operator_role(*sets(rbac__tlsSecrets=False))["rules"])
-    assert without == {key: verbs for key, verbs in RIGHTS.items() if key != "/secrets"}
+    more = granted(operator_role(*sets(rbac__tlsSecrets=True))["rules"])
+    assert more == RIGHTS | {"/secrets": {"get"}}
     more = granted(operator_role(*sets(rbac__certManager=True))["rules"])
     assert more.keys() - RIGHTS.keys() == {"cert-manager.io/certificates"}
+
+
+@pytest.mark.parametrize("watched", [[], ["a", "b"]], ids=["everywhere", "in named namespaces"])
+def test_secrets_are_readable_in_the_namespaces_of_jobs_with_tls_and_nowhere_else(watched):
+    objects = installed(
+        render(*sets(rbac__tlsSecretNamespaces=["b", "b"], watchNamespaces=watched))
+    )
+    readable = [
+        item["metadata"] for item in objects if "/secrets" in granted(item.get("rules") or [])
+    ]
+    assert [(item["namespace"], item["name"]) for item in readable] == [("b", "diloco:system:tls")]
+    role = next(item for item in objects if item["metadata"] == readable[0])
+    assert granted(role["rules"]) == {"/secrets": {"get"}}
+    (binding,) = [
+        item
+        for item in objects
+        if item["kind"] == "RoleBinding" and item["roleRef"]["name"] == readable[0]["name"]
+    ]
+    assert binding["metadata"]["namespace"] == "b"
+    assert binding["subjects"][0]["name"] == only(objects, "ServiceAccount")["metadata"]["name"]
+
+
+def test_every_right_is_explained_in_the_security_guide():
+    """One row of docs/security.md for each right that some values grant, and no other rows."""
+    guide = (ROOT / "docs" / "security.md").read_text()
+    section = guide.partition("## What the operator may do")[2].partition("\n## ")[0]
+    rows = dict(re.findall(r"^\| `(.+?)` \| ([a-z, ]+) \|", section, re.M))
+    every = sets(rbac__tlsSecrets=True, rbac__certManager=True, jobs__networkPolicy__enabled=True)
+    role = operator_role(*every)
+    rights = {key.removeprefix("/"): verbs for key, verbs in granted(role["rules"]).items()}
+    assert {key: set(verbs.split(", ")) for key, verbs in rows.items()} == rights
+
+
+def test_network_policies_of_jobs_are_only_a_right_where_they_are_wanted():
+    more = granted(operator_role(*sets(jobs__networkPolicy__enabled=True))["rules"])
+    assert more.pop("networking.k8s.io/networkpolicies") == CHILD - {"watch"}
+    assert more == RIGHTS
+    assert operator_env()["DILOCO_NETWORK_POLICIES"] in ("", None)
 
 
 def test_with_named_namespaces_nothing_is_granted_elsewhere():
@@ -411,13 +410,55 @@ def test_every_switch_reaches_the_operator():
         "DILOCO_IMAGE_PULL_SECRETS": "registry",
         "DILOCO_CLUSTER_DOMAIN": "example.internal",
         "DILOCO_FORBIDDEN_POD_FIELDS": "hostNetwork,hostPath",
-        "DILOCO_HEALTH_PORT": "8080",
-        "DILOCO_METRICS_PORT": "9090",
+        "DILOCO_JOB_LABELS": '{"cost.example.com/center":"42"}',
+        "DILOCO_JOB_ANNOTATIONS": '{"example.com/contact":"ml@example.com, #ml"}',
+        "DILOCO_INHERITED_LABELS": "team,cost.example.com/",
+        "DILOCO_INHERITED_ANNOTATIONS": "example.com/note",
+        "DILOCO_NETWORK_POLICIES": (
+            '{"metricsFrom":[{"namespaceSelector":{"matchLabels":{"kubernetes.io/metadata.name":'
+            '"monitoring"}}}],"operatorNamespace":"system"}'
+        ),
+        "DILOCO_HEALTH_PORT": "18080",
+        "DILOCO_METRICS_PORT": "19090",
         "DILOCO_LOG_FORMAT": "text",
         "DILOCO_RESYNC_SECONDS": "60",
         "DILOCO_RECONCILE_THREADS": "8",
         "DILOCO_POD": None,
     }
+
+
+def operator_pod(*arguments: str) -> Any:
+    return only(render(*arguments), "Deployment")["spec"]["template"]["spec"]
+
+
+def test_on_the_network_of_its_node_the_operator_has_ports_of_its_own_behind_the_same_service():
+    pod = operator_pod("--values", str(EVERYTHING))
+    assert pod["hostNetwork"] is True
+    assert pod["dnsPolicy"] == "ClusterFirstWithHostNet", "else it cannot resolve syncers"
+    ports = {port["name"]: port["containerPort"] for port in pod["containers"][0]["ports"]}
+    assert ports == {"health": 18080, "metrics": 19090}
+    service = only(render("--values", str(EVERYTHING)), "Service")["spec"]["ports"]
+    assert {port["port"]: port["targetPort"] for port in service} == {
+        8080: "health",
+        9090: "metrics",
+    }
+    assert not {"hostNetwork", "dnsPolicy"} & operator_pod().keys()
+
+
+def test_topology_spread_counts_the_operators_pods_unless_told_otherwise():
+    (constraint,) = operator_pod("--values", str(EVERYTHING))["topologySpreadConstraints"]
+    selector = only(render("--values", str(EVERYTHING)), "Deployment")["spec"]["selector"]
+    assert constraint["labelSelector"] == selector
+    other = {"matchLabels": {"a": "b"}}
+    given = {
+        "maxSkew": 1, "topologyKey": "zone", "whenUnsatisfiable": "DoNotSchedule",
+        "labelSelector": other, "minDomains": 2,
+    }  # fmt: skip
+    flags = sets(topologySpreadConstraints=[given, {**given, "topologyKey": "node"}])
+    first, second = operator_pod(*flags)["topologySpreadConstraints"]
+    assert first["minDomains"] == 2
+    assert first["labelSelector"] == other
+    assert second["topologyKey"] == "node"
 
 
 def test_the_operator_reads_every_variable_that_the_chart_sets():

@@ -564,7 +564,7 @@ def test_a_remote_syncer_is_contacted_at_the_endpoint_of_the_manifest(api, tmp_p
 
 
 def test_a_secret_that_may_not_be_read_is_a_condition(api, tmp_path):
-    """rbac.tlsSecrets of the chart is false."""
+    """rbac.tlsSecretNamespaces of the chart lacks the namespace."""
     tls = {"mode": "Secret", "secretName": "s"}
     world = remote(api, tmp_path, "127.0.0.1:1", tls=tls)
     api.faults.append(Fault("GET", "secrets/s", 403, "secrets is forbidden", times=9))
@@ -575,7 +575,7 @@ def test_a_secret_that_may_not_be_read_is_a_condition(api, tmp_path):
     for condition in ("SyncerReachable", "LearnersReady"):
         status, reason, message = reasons(api)[condition]
         assert (status, reason) == ("False", "CertificateUnreadable")
-        assert "may not read Secret s (rbac.tlsSecrets" in message
+        assert "may not read Secret s (rbac.tlsSecretNamespaces" in message
     assert api.get("statefulsets", "a-us")
 
 

@@ -418,6 +418,20 @@ def test_a_node_port_is_set_for_type_node_port(type_, node_port, want):
     assert (port["port"], port["targetPort"]) == (7070, "sync")
 
 
+def test_a_load_balancer_has_the_class_and_the_source_ranges_of_the_manifest():
+    sets = [
+        "spec.syncer.service={type: LoadBalancer, loadBalancerClass: example.com/inner, "
+        "loadBalancerSourceRanges: [10.0.0.0/8]}"
+    ]
+    spec = find(children(sets=sets), "Service", "stdlib-gpt-syncer")["spec"]
+    assert spec["loadBalancerClass"] == "example.com/inner"
+    assert spec["loadBalancerSourceRanges"] == ["10.0.0.0/8"]
+    plain = find(
+        children(sets=["spec.syncer.service.type=LoadBalancer"]), "Service", "stdlib-gpt-syncer"
+    )
+    assert not {"loadBalancerClass", "loadBalancerSourceRanges"} & plain["spec"].keys()
+
+
 def test_pods_satisfy_the_restricted_pod_security_standard():
     for made in (children(), children(TWO_REGIONS, region="eu"), children(OWN_LOOP)):
         for workload in made:

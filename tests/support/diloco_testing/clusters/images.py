@@ -57,10 +57,13 @@ def _build(target: str) -> Image:
         arguments += [f"--volume={AUTHORITIES}:/ca.crt:ro", "--build-arg=PIP_CERT=/ca.crt"]
     if target == "worker":
         folder = cache() / "wheels"
-        torch = images_slim.wheels(folder)
+        constraints = folder / "constraints.txt"
+        constraints.write_text("\n".join(images_slim.wheels(folder)))
         arguments += [
+            # The stand-ins have other hashes than the wheels that are locked.
+            "--build-arg=LOCKED=false",
             f"--volume={folder}:/wheels:ro",
-            f"--build-arg=PIP_ARGS=--find-links=/wheels {' '.join(torch)}",
+            "--build-arg=PIP_ARGS=--find-links=/wheels --constraint=/wheels/constraints.txt",
         ]
     name = f"localhost/diloco-{target}"
     _run(

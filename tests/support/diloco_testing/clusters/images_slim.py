@@ -36,7 +36,7 @@ def wheels(folder: Path) -> list[str]:
         folder: made if it is not there.
 
     Returns:
-        Arguments for pip beside `--find-links`: the torch that these wheels fit.
+        Constraints for pip: the torch that these wheels fit.
     """
     folder.mkdir(parents=True, exist_ok=True)
     wanted = _undefined((SITE / "torch/lib").glob("*.so"))

@@ -61,6 +61,7 @@ def install(
     chosen = {"operator": images.operator, "syncer": images.syncer, "worker": images.worker}
     chart_values = {
         "images": {"pullPolicy": "IfNotPresent", **{k: _value(v) for k, v in chosen.items()}},
+        "rbac": {"tlsSecrets": True},
         **values,
     }
     labelled = {"name": namespace, "labels": RESTRICTED}

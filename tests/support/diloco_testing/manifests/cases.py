@@ -103,6 +103,15 @@ BROKEN_RULES = [
             "[fe80::1]",
         )
     ),
+    (
+        ["spec.syncer.service={type: NodePort, loadBalancerClass: example.com/inner}"],
+        "spec.syncer.service.loadBalancerClass: is for type LoadBalancer; the type is NodePort",
+    ),
+    (
+        ["spec.syncer.service.loadBalancerSourceRanges=[10.0.0.0/8]"],
+        "spec.syncer.service.loadBalancerSourceRanges: is for type LoadBalancer; the type is "
+        "ClusterIP",
+    ),
     (["spec.tls.mode=Secret"], "spec.tls.secretName: missing; required by spec.tls.mode Secret"),
     (
         ["spec.tls.mode=CertManager"],
@@ -124,6 +133,10 @@ KEPT_RULES = [
         for host in ("10.0.0.1", "128.0.0.1", "localhost.example", "[fd00::1]", "[2001:db8::1]")
     ),
     ["spec.tls.mode=CertManager", "spec.tls.issuerRef.name=ca"],
+    [
+        "spec.syncer.service={type: LoadBalancer, loadBalancerClass: example.com/Inner_1, "
+        "loadBalancerSourceRanges: [10.0.0.0/8, 'fd00::/8', 192.0.2.1/32]}"
+    ],
 ]
 
 # ------------------------------------------------------------------------------ changes
@@ -251,6 +264,12 @@ BROKEN_FIELDS: list[tuple[str, Any, str]] = [
     ("spec.syncer.service.port", 0, "0 is less than 1, the minimum"),
     ("spec.syncer.service.port", 65536, "65536 is more than 65535, the maximum"),
     ("spec.syncer.service.nodePort", 65536, "65536 is more than 65535, the maximum"),
+    ("spec.syncer.service.loadBalancerClass", "a b", '"a b" does not match ^'),
+    ("spec.syncer.service.loadBalancerSourceRanges", ["10.0.0.1"], '"10.0.0.1" is not a range of'),
+    ("spec.syncer.service.loadBalancerSourceRanges", ["10.0.0/8"], "is not a range of addresses"),
+    ("spec.syncer.service.loadBalancerSourceRanges", ["10.0.0.0/33"], "is not a range of"),
+    ("spec.syncer.service.loadBalancerSourceRanges", ["fd00::/129"], "is not a range of"),
+    ("spec.syncer.service.loadBalancerSourceRanges", ["::ffff:1.2.3.4/120"], "is not a range of"),
     ("spec.syncer.checkpoint.everySteps", 10**9 + 1, "is more than 1000000000"),
     ("spec.syncer.checkpoint.keep", 0, "0 is less than 1, the minimum"),
     ("spec.syncer.storage.size", "10Gb", "'10Gb' is not a quantity"),
