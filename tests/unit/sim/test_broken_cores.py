@@ -339,24 +339,42 @@ def test_status_finds_a_state_of_training_while_nothing_is_merged(monkeypatch):
     assert (found.checker, "there was no merge for" in found.sentence) == ("status", True), found
 
 
-SCALED = "6.001..20 scale learners 1\n 8..18 scale learners 2"
-"""The spec document changes before the pods (an odd begin), then after them (an even one)."""
-
-
-def test_the_number_of_learners_changes_while_the_syncer_runs():
+@pytest.mark.parametrize(
+    "plan",
+    # The document changes before the pods if the begin is odd in milliseconds, else after them.
+    ["6.001..12 scale learners 2", "6..12 scale learners 2",
+     "6.001..20 scale learners 2\n 8..14 scale learners 2",
+     "6.001..14 scale learners 2\n 8..9 crash syncer"],
+)  # fmt: skip
+def test_the_number_of_learners_changes_while_the_syncer_runs(plan):
     """In both orders of pods and document, and with a crash of the syncer in between."""
-    for plan in ("6.001..12 scale learners 2", "6..12 scale learners 2", SCALED,
-                 "6.001..14 scale learners 2\n 8..9 crash syncer"):  # fmt: skip
-        lines: list[dict] = []
-        world = World(small(plan))
-        observe = world.observe
-        world.syncer._observe = lambda event: (
-            lines.append(event) if isinstance(event, dict) else None,
-            observe(event),
-        )
-        outcome = world.run()
-        assert outcome.ok, outcome.violation
-        assert any(line["event"] == "limits" for line in lines), plan
+    changes = Seen()
+    outcome = World(small(plan), checkers=[changes]).run()
+    assert outcome.ok, outcome.violation
+    assert changes.limits
+
+
+def test_fewer_learners_than_the_quorum_are_not_taken_over():
+    changes = Seen()
+    outcome = World(small("6.001..20 scale learners 1"), checkers=[changes]).run()
+    assert outcome.ok, outcome.violation
+    assert changes.limits == []
+
+
+class Seen:
+    """The numbers of learners that a syncer took over while it ran."""
+
+    observes = (dict,)
+
+    def __init__(self) -> None:
+        self.limits: list[object] = []
+
+    def observe(self, event: dict, now: float) -> None:
+        if event["event"] == "limits":
+            self.limits.append(event["learners"])
+
+    def finish(self, now: float) -> None:
+        pass
 
 
 def test_limits_finds_a_learner_that_joins_beyond_the_number(monkeypatch):

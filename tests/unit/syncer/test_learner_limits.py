@@ -137,7 +137,7 @@ def test_learners_beyond_new_limits_leave_with_the_reason_and_no_others():
         ("eu/1", "Removed"), ("eu/2", "Removed"),
     ]  # fmt: skip
     assert [record.name for record in job.engine.learners.connected()] == ["eu/0"]
-    assert [type(d) for d in out][0] is ev.Log, "the line of the limits comes before the leaves"
+    assert isinstance(out[0], ev.Log), "the line of the limits comes before the leaves"
 
 
 def test_a_region_that_is_gone_takes_its_learners_along():
