@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from diloco.journal import reader
+from diloco.spec import RunSpec
 from diloco_sim.checkers.audited import Audited
 from diloco_sim.checkers.bounds import Bounds
 from diloco_sim.checkers.checker import Checker, Checkers, Violation
@@ -115,6 +116,8 @@ class World:
         """Why the syncer merges nothing any more."""
         self._scales: list[Fault] = []
         """Changes of the number of learners that last."""
+        self._written_at = 0.0
+        """When the spec document was last replaced."""
         self.merges = 0
         self._found: Violation | None = None
         self.trace: deque[tuple[float, object]] = deque(maxlen=TRACED)
@@ -132,7 +135,7 @@ class World:
             Rounds(spec.overlap),
             Reports(),
             Incarnations(),
-            Limits(),
+            Limits(self._wanted_limits),
             Completion(spec.steps, self.model_is_durable, expected=True),
             Replay(spec, self.of.layout),
             Durable(),
@@ -329,6 +332,14 @@ class World:
     def _write_spec(self, fault: Fault, begins: bool) -> None:
         number = min([self.of.learners, *map(_number, self._scales)])
         self.syncer.write(replace(self.spec, learners=regions(number)).to_json())
+        self._written_at = self.clock.now
+
+    def _wanted_limits(self) -> dict[str, int] | None:
+        """The numbers of learners in the document, once the syncer has had time to see them."""
+        since = max(self._written_at, self.of.quiet_at)
+        if self.syncer.serving is None or self.clock.now < since + 60.0:
+            return None
+        return RunSpec.from_json(self.syncer.document).learners
 
     def _away(self, learner: SimulatedLearner, begins: bool) -> None:
         if begins:

@@ -388,7 +388,7 @@ def test_limits_finds_a_removed_learner_that_is_still_merged(monkeypatch):
     assert violation(small("6.001..14 scale learners 2")).checker == "limits"
 
 
-def test_completion_finds_a_syncer_that_never_learns_of_more_learners(monkeypatch):
+def test_limits_finds_a_syncer_that_never_learns_of_more_learners(monkeypatch):
     known = Engine._limits_changed
 
     def fewer_only(self: Engine, event: ev.LimitsChanged, now: float) -> object:
@@ -396,7 +396,7 @@ def test_completion_finds_a_syncer_that_never_learns_of_more_learners(monkeypatc
         return known(self, event, now) if fewer else []
 
     monkeypatch.setattr(Engine, "_limits_changed", fewer_only)
-    assert violation(small("6.001..14 scale learners 2")).checker in ("completion", "liveness")
+    assert violation(small("6.001..14 scale learners 2")).checker == "limits"
 
 
 def test_an_engine_that_raises_is_found(monkeypatch):
