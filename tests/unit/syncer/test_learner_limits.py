@@ -8,6 +8,7 @@ import pytest
 from diloco.errors import ConfigError, UnavailableError
 from diloco.model.fragments import Tensor
 from diloco.spec import RunSpec
+from diloco_job.types import Region
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission, Admitted, Applicant, Refused
 from diloco_syncer.core.learner_limits import MOST_LEARNERS, beyond, parse
@@ -62,6 +63,11 @@ def test_a_document_that_cannot_be_meant_is_refused_with_the_reason(text, messag
     with pytest.raises(ConfigError, match="spec document") as seen:
         parse(text, SPEC)
     assert message in str(seen.value)
+
+
+def test_the_largest_number_is_that_of_the_manifest():
+    [bound] = [m.le for m in Region.model_fields["learners"].metadata if hasattr(m, "le")]
+    assert bound == MOST_LEARNERS
 
 
 @pytest.mark.parametrize(
