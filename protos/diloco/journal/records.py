@@ -304,21 +304,8 @@ class Dropped(Record):
 KINDS: Mapping[str, type[Record]] = {
     record.kind: record
     for record in (
-        *(
-            Start,
-            Limits,
-            Join,
-            Leave,
-            Refuse,
-            Eject,
-            Readmit,
-            Pause,
-            Error,
-            Initialised,
-            Merge,
-            Halt,
-        ),
-        *(Snapshot, Export, Complete, Stop, Restart, Rotate, Dropped),
+        *(Start, Join, Leave, Refuse, Eject, Readmit, Pause, Error, Initialised, Merge, Halt),
+        *(Snapshot, Export, Complete, Stop, Restart, Rotate, Dropped, Limits),
     )
 }
 
