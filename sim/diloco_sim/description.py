@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -80,12 +81,8 @@ class Description:
     @property
     def job(self) -> RunSpec:
         """The spec for this number of steps and learners."""
-        regions: dict[str, int] = {}
-        for name in self.names:
-            region = name.partition("/")[0]
-            regions[region] = regions.get(region, 0) + 1
         quorum = min(self.spec.quorum, self.learners)
-        return replace(self.spec, steps=self.steps, learners=regions, quorum=quorum)
+        return replace(self.spec, steps=self.steps, learners=regions(self.learners), quorum=quorum)
 
     @property
     def slowest(self) -> float:
@@ -169,6 +166,11 @@ class Description:
 def names(count: int) -> tuple[str, ...]:
     """The learners, in two regions."""
     return tuple(f"{'eu' if i % 2 == 0 else 'us'}/{i // 2}" for i in range(count))
+
+
+def regions(count: int) -> dict[str, int]:
+    """Region → how many of these learners it has."""
+    return dict(Counter(name.partition("/")[0] for name in names(count)))
 
 
 def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:

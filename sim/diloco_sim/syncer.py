@@ -12,7 +12,7 @@ with events of the virtual clock; what a message means is decided by the same fu
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from diloco_syncer.core.engine import Engine
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.runner import TICK_SECONDS
 from diloco_syncer.sessions import Session, Sessions
+from diloco_syncer.spec_file import READ_SECONDS, SpecFile
 from diloco_syncer.state import Facts, State
 from diloco_syncer.storage import snapshots
 from diloco_syncer.storage.parameters import Parameters
@@ -88,6 +89,8 @@ class SimulatedSyncer:
         part_bytes: int = PART_BYTES,
     ) -> None:  # fmt: skip
         self.process, self.spec, self.disk = process, spec, disk
+        self.document = spec.to_json()
+        """The spec document, which `write` replaces."""
         self.serving: Server | None = None
         """None: it starts, or is down."""
         self.refusal: DilocoError | None = None
@@ -103,6 +106,12 @@ class SimulatedSyncer:
         done = self.disk.call(self._open)
         self.process.clock.at(done.done_at, self._opened, done, process=self.process)
 
+    def write(self, document: str) -> None:
+        """Replace the spec document."""
+        self.document = document
+        if self.serving is not None:
+            self.serving.look_later()
+
     # ------------------------------------------------------------ the process
 
     def crashed(self, process: Process, *, power: bool) -> None:
@@ -116,7 +125,8 @@ class SimulatedSyncer:
         """Its events follow."""
 
     def _open(self) -> _Opened:
-        disk, spec = self.disk, self.spec
+        disk = self.disk
+        spec = self.spec = RunSpec.from_json(self.document)
         store = Store(DIRECTORY / "snapshots", keep=spec.syncer_checkpoint.keep, disk=disk)
         epoch = store.next_epoch()
         journal = JournalWriter(DIRECTORY / snapshots.EVENTS, disk=disk)
@@ -178,6 +188,11 @@ class Server:
         )
         self.service = Service(self)
         self.events: deque[PostedOrAsked] = deque()
+        self._spec_file = SpecFile(
+            lambda: owner.document, self.spec.to_json(), self.spec,
+            changed=self._limits_changed,
+            refused=lambda error: self.record("refuse", learner="", reason=error.reason),
+        )  # fmt: skip
         self._busy = False
         self._commits: list[ev.Commit] = []
         self._wake = self._tick = self.process.now
@@ -189,7 +204,16 @@ class Server:
         engine = self.state.engine
         self.observe(Resumed(engine.epoch, engine.step, self.state.parameters, self.spec))
         self._wake = self.coordinator.start(self.process.now)
+        self.look_later()
         self._schedule()
+
+    def look_later(self) -> None:
+        """Look at the spec document when the thread of a real process does so at the latest."""
+        self.process.after(READ_SECONDS, self._spec_file.look)
+
+    def _limits_changed(self, learners: Mapping[str, int]) -> None:
+        self.post(ev.LimitsChanged(learners=learners))
+        self.run()
 
     # ------------------------------------------------------------ Host
 

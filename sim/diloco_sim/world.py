@@ -15,15 +15,17 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from diloco.journal import reader
+from diloco.spec import RunSpec
 from diloco_sim.checkers.audited import Audited
 from diloco_sim.checkers.bounds import Bounds
 from diloco_sim.checkers.checker import Checker, Checkers, Violation
 from diloco_sim.checkers.completion import Completion
 from diloco_sim.checkers.durable import Durable
 from diloco_sim.checkers.incarnations import Incarnations
+from diloco_sim.checkers.limits import Limits
 from diloco_sim.checkers.liveness import Liveness
 from diloco_sim.checkers.observations import Captured, Committed, Flipped, Moment, Received, Resumed
 from diloco_sim.checkers.quorum import Quorum
@@ -32,7 +34,7 @@ from diloco_sim.checkers.reports import Reports
 from diloco_sim.checkers.rounds import Rounds
 from diloco_sim.checkers.status import Status
 from diloco_sim.clock import Clock, OverrunError, Process
-from diloco_sim.description import SYNCER, Description
+from diloco_sim.description import SYNCER, Description, regions
 from diloco_sim.disk import SimulatedDisk
 from diloco_sim.faults import MISBEHAVIOUR, Fault, Kind
 from diloco_sim.injector import Injector
@@ -112,6 +114,10 @@ class World:
         }  # fmt: skip
         self._halt = ""
         """Why the syncer merges nothing any more."""
+        self._scales: list[Fault] = []
+        """Changes of the number of learners that last."""
+        self._written_at = 0.0
+        """When the spec document was last replaced."""
         self.merges = 0
         self._found: Violation | None = None
         self.trace: deque[tuple[float, object]] = deque(maxlen=TRACED)
@@ -129,6 +135,7 @@ class World:
             Rounds(spec.overlap),
             Reports(),
             Incarnations(),
+            Limits(self._wanted_limits),
             Completion(spec.steps, self.model_is_durable, expected=True),
             Replay(spec, self.of.layout),
             Durable(),
@@ -278,12 +285,13 @@ class World:
 
     def _change(self, fault: Fault, begins: bool) -> None:
         """Membership and misbehaviour."""
-        targets = [self.learners[fault.target]] if fault.target in self.learners else []
         if fault.kind is Kind.SCALE:
-            targets = list(self.learners.values())[max(1, int(fault.amount)) :]
+            self._scale(fault, begins)
+            return
+        targets = [self.learners[fault.target]] if fault.target in self.learners else []
         for learner in targets:
             match fault.kind:
-                case Kind.LATE | Kind.LEAVE | Kind.SCALE:
+                case Kind.LATE | Kind.LEAVE:
                     self._away(learner, begins)
                 case Kind.SPEED:
                     learner.speed *= fault.amount if begins else 1 / fault.amount
@@ -304,6 +312,35 @@ class World:
                 case _:
                     pass
 
+    def _scale(self, fault: Fault, begins: bool) -> None:
+        """Another number of learners in the manifest: pods and the spec document follow, in either order."""
+        if begins:
+            self._scales.append(fault)
+        else:
+            self._scales.remove(fault)
+        late = self.clock.now + KUBELET_SECONDS
+        first, second = self._scale_pods, self._write_spec
+        if int(fault.begin * 1000) % 2:
+            first, second = second, first
+        first(fault, begins)
+        self.clock.at(late, second, fault, begins)
+
+    def _scale_pods(self, fault: Fault, begins: bool) -> None:
+        for learner in list(self.learners.values())[_number(fault) :]:
+            self._away(learner, begins)
+
+    def _write_spec(self, fault: Fault, begins: bool) -> None:
+        number = min([self.of.learners, *map(_number, self._scales)])
+        self.syncer.write(replace(self.spec, learners=regions(number)).to_json())
+        self._written_at = self.clock.now
+
+    def _wanted_limits(self) -> dict[str, int] | None:
+        """The numbers of learners in the document, once the syncer has had time to see them."""
+        since = max(self._written_at, self.of.quiet_at)
+        if self.syncer.serving is None or self.clock.now < since + 60.0:
+            return None
+        return RunSpec.from_json(self.syncer.document).learners
+
     def _away(self, learner: SimulatedLearner, begins: bool) -> None:
         if begins:
             learner.away += 1
@@ -314,7 +351,15 @@ class World:
             learner.come_back()
 
 
+def _number(scale: Fault) -> int:
+    """How many learners there are."""
+    return max(1, int(scale.amount))
+
+
 _UNTRACED = (Captured, Log, Moment)
+
+KUBELET_SECONDS = 3.0
+"""Between the pods and the spec document: less than a kubelet takes, as a world may last ten seconds."""
 
 MOST_EVENTS = 200_000
 """Events of one slice of virtual time."""

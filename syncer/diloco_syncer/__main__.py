@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 
 from diloco.codec import formats
@@ -24,6 +24,7 @@ from diloco.runtime.malloc import tune_malloc
 from diloco.runtime.sysctl import kernel_warnings
 from diloco.spec import RunSpec
 from diloco_syncer import settings
+from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission
 from diloco_syncer.merging import streaming
 from diloco_syncer.metrics import Metrics
@@ -33,6 +34,7 @@ from diloco_syncer.rpc.bulk import BulkService
 from diloco_syncer.rpc.control import EVALUATIONS_PART_BYTES, ControlService
 from diloco_syncer.rpc.door import Door
 from diloco_syncer.runner import Runner
+from diloco_syncer.spec_file import SpecFile
 from diloco_syncer.state import State
 from diloco_syncer.storage import snapshots
 from diloco_syncer.storage.lock import hold
@@ -116,8 +118,10 @@ def _run(given: settings.Settings) -> int:
     )  # fmt: skip
     bulk = BulkService(runner, authorizer, door)
     grpc_server.add_generic_rpc_handlers((control.handler(), bulk.handler()))
+    spec_file = _spec_file(given, text, runner, door)
     runner.start()
     grpc_server.start()
+    spec_file.follow()
     host = given.listen.rpartition(":")[0]
     log.info("epoch %d serves %s:%d from step %d", epoch, host, port, engine.step)
     for warning in kernel_warnings():
@@ -128,6 +132,7 @@ def _run(given: settings.Settings) -> int:
         pass
     if runner.failure is None:
         log.info("ending: last snapshot")
+    spec_file.stop()
     grpc_server.stop(STOP_SECONDS).wait()
     runner.stop()
     scores.close()
@@ -136,6 +141,20 @@ def _run(given: settings.Settings) -> int:
         make_durable(events.path)
         return 1  # the supervisor starts a successor, which resumes from the newest snapshot
     return EXIT_DONE
+
+
+def _spec_file(given: settings.Settings, text: str, runner: Runner, door: Door) -> SpecFile:
+    """Passes new numbers of learners on, and records documents that cannot be used."""
+
+    def changed(learners: Mapping[str, int]) -> None:
+        door.provide(learners)
+        runner.post(ev.LimitsChanged(learners=learners))
+
+    def refused(error: ConfigError) -> None:
+        log.warning("the numbers of learners stay as they are: %s", error)
+        runner.record("refuse", learner="", reason=error.reason, detail=str(error))
+
+    return SpecFile(given.spec.read_text, text, runner.spec, changed=changed, refused=refused)
 
 
 def _publish(given: settings.Settings, endpoint: str) -> None:

@@ -175,7 +175,9 @@ class Coordinator:
         """
         fixed = self._state.parameters is not None or len(self.sessions) > 0
         issued = {record.name: record.incarnation for record in self._state.engine.learners}
-        decision = self._state.admission.handle(applicant, layout_fixed=fixed, issued=issued)
+        decision = self._state.admission.handle(
+            applicant, layout_fixed=fixed, issued=issued, limits=self._state.engine.limits
+        )
         if isinstance(decision, Refused):
             raise decision.error
         # Opened here, not by the caller: from now on the layout is fixed.

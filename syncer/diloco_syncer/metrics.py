@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from diloco.runtime.metrics import register, serve
 from diloco_syncer.core.engine import Engine
+from diloco_syncer.core.learner_limits import beyond
 from diloco_syncer.core.learners import LearnerRecord
 
 STATES = ("Training", "Joining", "Ejected", "Gone")
@@ -104,6 +105,5 @@ class Metrics:
 
 
 def _expected(engine: Engine, record: LearnerRecord) -> bool:
-    """The spec has this learner; one that was removed from it keeps its record, but no series."""
-    index = record.name.rpartition("/")[2]
-    return int(index) < engine.spec.learners.get(record.region, 0)
+    """It may join; a learner that was removed from the job keeps its record, but no series."""
+    return not beyond(record.name, engine.limits)

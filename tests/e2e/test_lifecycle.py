@@ -61,26 +61,35 @@ def test_suspend_keeps_the_state_and_frees_the_pods_and_resume_continues_from_it
 def test_learners_come_and_go_while_the_job_trains(make):
     job = make("tide").apply()
     job.until_condition("LearnersReady", 240)
-    first = job.instances()[job.pod_of("eu/0")]
+    stays = (job.pod_of("eu/0"), job.syncer_pod())
+    before = [job.instances()[pod] for pod in stays]
     job.change(regions=[{"name": "eu", "learners": 2}])
     until(lambda: len(job.pods("learner")) == 2, SOON, expected="one more learner")
+    # The kubelet brings the new number to the syncer's pod within about a minute.
+    until(lambda: "eu/1" in _merged(job), 2 * SOON, expected="the second learner is merged",
+          details=job.details)  # fmt: skip
     job.until_condition("LearnersReady", SOON)
     job.change(regions=[{"name": "eu", "learners": 1}, {"name": "us", "learners": 1}])
     until(
         lambda: {p["metadata"]["name"] for p in job.pods("learner")} == {"tide-eu-0", "tide-us-0"},
         SOON, expected="one region more, one learner less", details=job.details,
     )  # fmt: skip
+    until(lambda: "us/0" in _merged(job), 2 * SOON, expected="the new region is merged",
+          details=job.details)  # fmt: skip
     job.until_condition("LearnersReady", SOON)
     job.change(regions=[{"name": "eu", "learners": 1}])
     until(
         lambda: not any(c["metadata"]["name"] == "tide-us" for c in job.children()),
         SOON, expected="the region's children are gone", details=job.details,
     )  # fmt: skip
-    assert job.instances()[job.pod_of("eu/0")] == first, (
-        "the first learner trained through all of it"
+    until(lambda: _limits(job)[-1:] == [{"eu": 1}], SOON, expected="the syncer has the last numbers",
+          details=job.details)  # fmt: skip
+    assert _limits(job) == [{"eu": 2}, {"eu": 1, "us": 1}, {"eu": 1}]
+    assert [job.instances()[pod] for pod in stays] == before, (
+        "neither the first learner nor the syncer was restarted"
     )
-    # The syncer is replaced, because its spec changes.
-    assert until(job.audit, SOON, expected="the new syncer's log can be read").ok
+    assert [line["event"] for line in job.log()].count("start") == 1
+    assert job.audit().ok
 
 
 def test_raised_steps_make_a_complete_job_continue(make):
@@ -296,6 +305,16 @@ def _allowed(job: Job) -> int:
     budget = job.cluster.kubectl.get("pdb", f"{job.name}-eu", job.namespace)
     assert budget is not None
     return int(budget["status"]["disruptionsAllowed"])
+
+
+def _merged(job: Job) -> set[str]:
+    """Learners that were part of a merge."""
+    return {member["learner"] for merge in job.merges() for member in merge["members"]}
+
+
+def _limits(job: Job) -> list[dict[str, int]]:
+    """The numbers of learners that the syncer took over while it ran."""
+    return [line["learners"] for line in job.log() if line["event"] == "limits"]
 
 
 def _is_ready(pod) -> bool:

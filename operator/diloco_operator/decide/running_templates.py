@@ -8,13 +8,14 @@ the template, or when none of its pods runs (docs/adr/0017-a-running-workload-ke
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from diloco_operator.decide.drift import covers
 from diloco_operator.resources.inputs import stated_pod
 from diloco_operator.resources.overlay import overlay
-from diloco_operator.resources.pods import MAIN
+from diloco_operator.resources.pods import MAIN, SPEC_FILE, SPEC_VOLUME
 from diloco_operator.resources.template_record import (
     inputs_of,
     template_of,
@@ -46,7 +47,8 @@ def _kept(state: JobState, want: dict[str, Any]) -> dict[str, Any]:
 def _former_template(state: JobState, live: Object, want: Object) -> Object | None:
     """The template that the workload was made with; None: the manifest has changed it since."""
     if inputs_of(live):
-        return template_of(live) if inputs_of(live) == inputs_of(want) else None
+        template = template_of(live) if inputs_of(live) == inputs_of(want) else None
+        return None if template and _counts_are_outdated(state, want, template) else template
     # Made by another version of the operator, whose record this one cannot compare. It had carried
     # out this manifest, unless the template lacks what the manifest states: then its rollout had
     # to wait. Another person's change since then is kept where there is no record at all.
@@ -57,6 +59,26 @@ def _former_template(state: JobState, live: Object, want: Object) -> Object | No
     former = template.get("spec") or {}
     stated = overlay(former, stated_pod(state.job, role, region))
     return template if covers(former, stated) else None
+
+
+def _counts_are_outdated(state: JobState, want: Object, template: Object) -> bool:
+    """
+    Whether a syncer cannot learn how many learners the manifest has.
+
+    Templates of format 1 name a document of their own for each set of numbers, which never changes.
+    """
+    if labels(want)["diloco.dev/role"] != "syncer":
+        return False
+    volumes = (template.get("spec") or {}).get("volumes") or ()
+    maps = [(v.get("configMap") or {}).get("name") for v in volumes if v.get("name") == SPEC_VOLUME]
+    document = state.child("ConfigMap", str(maps[0])) if maps else None
+    if document is None or not document.get("immutable"):
+        return False
+    try:
+        stated = json.loads((document.get("data") or {}).get(SPEC_FILE, ""))["learners"]
+    except (ValueError, TypeError, KeyError):
+        return False
+    return bool(stated != state.plan.spec.learners)
 
 
 def _runs(state: JobState, live: Object, image: str) -> bool:

@@ -6,10 +6,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from diloco.spec import canonical
+from diloco_job import names
 from diloco_job.plan import Plan
 from diloco_job.types import API_VERSION, KIND, DiLoCoJob, Region
 from diloco_operator.resources.extra_metadata import Metadata
@@ -78,6 +79,21 @@ class JobContext:
     def extra_metadata(self) -> Metadata:
         """Labels and annotations of every child and its pods, besides the operator's own."""
         return self.scope.extra_metadata.of_children(self.owner.metadata)
+
+    @property
+    def spec_map(self) -> str:
+        """
+        Name of the ConfigMap with `spec`.
+
+        It does not depend on the numbers of learners, which the syncer reads while it runs.
+        """
+        fixed = replace(self.plan.spec, learners={})
+        return names.spec_name(self.name, "syncer " + fixed.to_json())
+
+    @property
+    def learner_spec_map(self) -> str:
+        """Name of the ConfigMap with `learner_spec`."""
+        return names.spec_name(self.name, self.learner_spec)
 
     @property
     def syncer_address(self) -> str:

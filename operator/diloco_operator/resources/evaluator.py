@@ -66,7 +66,7 @@ def _parts(context: JobContext, planned: EvaluatorPlan, region: Region) -> pods.
             tls_dir=str(pods.TLS_DIR) if tls_secret(context.job) else "",
             metrics_port=common.METRICS_PORT,
         ),
-        spec=context.spec,
+        spec_map=context.spec_map,
         user_env=tuple(learner.env),
         resources=_resources(context, region),
         templates=(learner.pod_template, region.pod_template),

@@ -102,7 +102,10 @@ def stated_pod(job: DiLoCoJob, role: str, region: str) -> dict[str, Any]:
 
 
 def _run(context: JobContext) -> dict[str, Any]:
-    """What the document of the syncer and the evaluator is made of."""
+    """
+    What the document of the syncer and the evaluator is made of, without the numbers of learners:
+    the syncer takes those over while it runs.
+    """
     spec = context.job.spec
     return {
         "region": spec.syncer_region,
@@ -110,7 +113,6 @@ def _run(context: JobContext) -> dict[str, Any]:
         "steps": spec.steps,
         "seed": spec.seed,
         "sync": _values(spec.sync),
-        "learners": {region.name: region.learners for region in spec.regions},
         "recipe": _values(spec.learner.recipe),
         "learnerCheckpoint": _values(spec.learner.checkpoint),
         "syncerCheckpoint": _values(spec.syncer.checkpoint),

@@ -163,7 +163,7 @@ def _parts(context: JobContext, region: Region) -> pods.Parts:
         argv=planned.argv,
         image=learner.image or context.scope.worker_image,
         env=env,
-        spec=context.learner_spec,
+        spec_map=context.learner_spec_map,
         user_env=tuple(learner.env),
         resources=pods.as_fields(pods.learner_resources(context.job, region)),
         templates=(learner.pod_template, region.pod_template),

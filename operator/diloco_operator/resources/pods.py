@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
-from diloco_job import names
 from diloco_job.types import DiLoCoJob, EnvVar, PodTemplate, Region, Resources, Storage
 from diloco_operator.resources import common
 from diloco_operator.resources.common import JobContext
@@ -20,6 +19,7 @@ from diloco_operator.resources.overlay import overlay, without_nulls
 MAIN = "main"
 """Name of the container that is ours."""
 
+SPEC_VOLUME = "spec"
 SPEC_DIR = PurePosixPath("/etc/diloco/spec")
 SPEC_FILE = "spec.json"
 SPEC_PATH = SPEC_DIR / SPEC_FILE
@@ -51,8 +51,8 @@ class Parts:
     image: str
     env: Mapping[str, str]
     """Variables of this role; every pod has others as well."""
-    spec: str
-    """Content of its spec.json."""
+    spec_map: str
+    """Name of the ConfigMap with its spec.json."""
     user_env: tuple[EnvVar, ...] = ()
     resources: Mapping[str, Any]
     templates: tuple[PodTemplate, ...]
@@ -185,7 +185,7 @@ def _contract(context: JobContext, parts: Parts, pod: Mapping[str, Any]) -> dict
             {"name": name, "containerPort": port, "protocol": "TCP"} for name, port in ports.items()
         ],
         "volumeMounts": [
-            {"name": "spec", "mountPath": str(SPEC_DIR), "readOnly": True},
+            {"name": SPEC_VOLUME, "mountPath": str(SPEC_DIR), "readOnly": True},
             _state_mount(parts, pod),
             {"name": "tmp", "mountPath": "/tmp"},  # noqa: S108
             *([{"name": "shm", "mountPath": "/dev/shm"}] if parts.shared_memory else ()),  # noqa: S108
@@ -195,9 +195,7 @@ def _contract(context: JobContext, parts: Parts, pod: Mapping[str, Any]) -> dict
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": "health"}},
         "livenessProbe": {"httpGet": {"path": "/livez", "port": "health"}},
     }
-    volumes: list[dict[str, Any]] = [
-        {"name": "spec", "configMap": {"name": names.spec_name(context.name, parts.spec)}}
-    ]
+    volumes: list[dict[str, Any]] = [{"name": SPEC_VOLUME, "configMap": {"name": parts.spec_map}}]
     if parts.claim:
         volumes.append({"name": STATE, "persistentVolumeClaim": {"claimName": parts.claim}})
     if secret:

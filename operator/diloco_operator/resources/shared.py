@@ -23,20 +23,20 @@ def children(context: JobContext) -> list[dict[str, Any]]:
         labels=labels,
         body={"automountServiceAccountToken": False},
     )
-    contents = [context.spec] if context.has_syncer else []
-    contents += [context.learner_spec] if context.regions else []
-    documents = [
+    documents: dict[str, dict[str, Any]] = {}
+    if context.has_syncer:
+        # Not immutable: the numbers of learners in it change while the syncer runs.
+        documents[context.spec_map] = {"data": {pods.SPEC_FILE: context.spec}}
+    if context.regions:
+        content = {pods.SPEC_FILE: context.learner_spec}
+        documents[context.learner_spec_map] = {"immutable": True, "data": content}
+    maps = [
         child(
-            context,
-            api_version="v1",
-            kind="ConfigMap",
-            name=names.spec_name(context.name, content),
-            labels=labels,
-            body={"immutable": True, "data": {pods.SPEC_FILE: content}},
+            context, api_version="v1", kind="ConfigMap", name=name, labels=labels, body=body
         )
-        for content in dict.fromkeys(contents)
-    ]
-    return [account, *documents, *_certificate(context, labels)]
+        for name, body in documents.items()
+    ]  # fmt: skip
+    return [account, *maps, *_certificate(context, labels)]
 
 
 def _certificate(context: JobContext, labels: dict[str, str]) -> list[dict[str, Any]]:

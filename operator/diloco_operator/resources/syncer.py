@@ -85,7 +85,7 @@ def _parts(context: JobContext) -> pods.Parts:
         argv=context.plan.syncer.argv,
         image=syncer.image or context.scope.syncer_image,
         env={"DILOCO_LISTEN": f"0.0.0.0:{common.SYNC_PORT}"},
-        spec=context.spec,
+        spec_map=context.spec_map,
         resources=pods.as_fields(syncer.resources),
         templates=(syncer.pod_template,),
         grace_seconds=GRACE_SECONDS,

@@ -22,8 +22,10 @@ INPUTS = "diloco.dev/template-inputs"
 TEMPLATE = "diloco.dev/template"
 """Annotation of a workload: the template that was applied, as JSON."""
 
-FORMAT = 1
+FORMAT = 2
 """
+1: the numbers of learners were an input of the syncer and the evaluator.
+
 Raise it when the same manifest gives another hash, that is, when `inputs` hashes other values or
 when a default of the manifest changes. Workloads with a record of another format are compared by
 what the manifest states, so that the upgrade restarts nothing.

@@ -33,7 +33,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.journal import reader, records
-from diloco.journal.records import Dropped, Join, Merge, MergeMember, Restart, Rotate, Start
+from diloco.journal.records import (
+    Dropped,
+    Join,
+    Limits,
+    Merge,
+    MergeMember,
+    Restart,
+    Rotate,
+    Start,
+)
 from diloco.model.fragments import due
 
 WEIGHT_TOLERANCE = 1e-9
@@ -45,7 +54,7 @@ NORM_FLOOR = 1e-12
 NORM_TOLERANCE = 1e-3
 """As in syncer/diloco_syncer/core: written again, so that an error there is found here."""
 
-_CHECKED = {Start.kind, Join.kind, Merge.kind, Rotate.kind, Dropped.kind}
+_CHECKED = {Start.kind, Limits.kind, Join.kind, Merge.kind, Rotate.kind, Dropped.kind}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,7 +160,7 @@ class _Book:
     reports: int = 0
     epoch: int = 0
     learners: Mapping[str, int] | None = None
-    """Region → learners of the spec, of the last start."""
+    """Region → learners of the spec, of the last start or change."""
     schedule: tuple[int, int] | None = None
     """(P, H) of the last start."""
     merged_step: dict[int, int] = field(default_factory=dict)
@@ -194,12 +203,16 @@ class _Book:
         match records.decode(event) if kind in _CHECKED else None:
             case Start() as start:
                 yield from self._start(start)
+            case Limits() as limits:
+                self.learners = limits.learners
             case Join() as join:
                 yield from self._join(join.learner, join.incarnation)
             case Rotate() as rotate:
                 yield from self._rotate(rotate)
             case Dropped() as dropped:
                 self.dropped.update(dropped.events)
+                if Limits.kind in dropped.events:
+                    self.learners = None  # who may join is not known until the next line
             case Merge() as merge:
                 yield from self._merge(merge, records.value(event, "epoch", int))
 

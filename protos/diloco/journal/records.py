@@ -79,6 +79,17 @@ class Start(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Limits(Record):
+    """The numbers of learners changed while the syncer ran."""
+
+    kind = "limits"
+    learners: Mapping[str, int]
+    """Region → its learners."""
+    step: int = 0
+    """Global."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Join(Record):
     """A learner was admitted."""
 
@@ -294,7 +305,7 @@ KINDS: Mapping[str, type[Record]] = {
     record.kind: record
     for record in (
         *(Start, Join, Leave, Refuse, Eject, Readmit, Pause, Error, Initialised, Merge, Halt),
-        *(Snapshot, Export, Complete, Stop, Restart, Rotate, Dropped),
+        *(Snapshot, Export, Complete, Stop, Restart, Rotate, Dropped, Limits),
     )
 }
 

@@ -25,6 +25,7 @@ from diloco.errors import (
 from diloco.model.fragments import Layout, Tensor, cut, differences
 from diloco.runtime.formatting import shorten
 from diloco.spec import RunSpec
+from diloco_syncer.core.learner_limits import beyond
 
 MOST_ELEMENTS = 1 << 40
 """
@@ -46,6 +47,9 @@ MOST_DTYPE = 32
 
 MOST_HASH = 64
 """Characters of a foreign spec hash that are kept; our own have 16."""
+
+MOST_REGION = 63
+"""Characters of a region's name, a DNS label."""
 
 MOST_CUTS = 4
 """How many models of a fresh job are remembered, so that no repeated Hello is cut again."""
@@ -193,8 +197,9 @@ class Admission:
             self._digest = Model.of(self.layout.tensors, self.layout.constants).digest
 
     def handle(
-        self, applicant: Applicant, *, layout_fixed: bool, issued: Mapping[str, int] | None = None
-    ) -> Admitted | Refused:
+        self, applicant: Applicant, *, layout_fixed: bool, issued: Mapping[str, int] | None = None,
+        limits: Mapping[str, int] | None = None,
+    ) -> Admitted | Refused:  # fmt: skip
         """
         Decide about one Hello.
 
@@ -202,22 +207,23 @@ class Admission:
             applicant: the Hello.
             layout_fixed: Θ exists or a session is open, so the model can no longer be redefined.
             issued: learner → its newest incarnation (core/learners.py); None: no learner has any.
+            limits: region → learners that it may have (core/learner_limits.py); None: those of the spec.
 
         Returns:
-            Admitted, or Refused with UnknownLearnerError, UnavailableError (its index is beyond its
-            region in this spec: the spec may change), StaleIncarnationError (an incarnation that it
-            was never given), MismatchError (every difference spelled out) or ConfigError (the model
-            is beyond a limit or cannot be cut into that many fragments).
+            Admitted, or Refused with UnknownLearnerError (no learner has such a name),
+            UnavailableError (it is beyond the limits, which may change), StaleIncarnationError (an
+            incarnation that it was never given), MismatchError (every difference spelled out) or
+            ConfigError (the model is beyond a limit or cannot be cut into that many fragments).
         """
         try:
-            self._check_name(applicant)
+            self._check_name(applicant, self.spec.learners if limits is None else limits)
             self._check_spec(applicant)
             self._check_incarnation(applicant, issued or {})
             return Admitted(layout=self._agree(applicant, layout_fixed=layout_fixed))
         except DilocoError as error:
             return Refused(error=error)
 
-    def _check_name(self, applicant: Applicant) -> None:
+    def _check_name(self, applicant: Applicant, limits: Mapping[str, int]) -> None:
         learner, region = shorten(applicant.learner, 80), applicant.region
         if applicant.job != self.spec.job:
             raise MismatchError(
@@ -226,16 +232,12 @@ class Admission:
             )
         # An index has one spelling: eu/007 would be another learner than eu/7.
         name = re.fullmatch(r"([^/]+)/(0|[1-9][0-9]{0,8})", applicant.learner, re.ASCII)
-        if name is None or name[1] != region or region not in self.spec.learners:
+        if name is None or name[1] != region or len(region) > MOST_REGION:
             raise UnknownLearnerError(
-                f"{learner!r} is in none of the job's regions "
-                f"{', '.join(sorted(self.spec.learners))}"
+                f"{learner!r} is in none of the job's regions {', '.join(sorted(limits))}"
             )
-        if int(name[2]) >= self.spec.learners[region]:
-            raise UnavailableError(
-                f"{learner} is beyond the {self.spec.learners[region]} learners of region {region} in "
-                "this syncer's spec; raise regions[].learners in the cluster of the syncer"
-            )
+        if detail := beyond(applicant.learner, limits):
+            raise UnavailableError(detail)
 
     def _check_spec(self, applicant: Applicant) -> None:
         self.differing.pop(applicant.learner, None)

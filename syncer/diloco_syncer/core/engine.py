@@ -10,6 +10,7 @@ reaches a merge.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +21,7 @@ from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.durability import Durability, Stage
 from diloco_syncer.core.ejection import Ejections
 from diloco_syncer.core.initialisation import Initialisation
+from diloco_syncer.core.learner_limits import beyond
 from diloco_syncer.core.learners import LearnerRecord, LearnerRecords
 from diloco_syncer.core.scheduler import Scheduler
 
@@ -60,6 +62,8 @@ class Engine:
     """Time of the last event."""
     _started_at: float | None = None
     """Time of the first event, or of the initial model."""
+    _limits: Mapping[str, int] | None = None
+    """What replaced the spec's numbers of learners; None: nothing."""
 
     def __post_init__(self) -> None:
         self.scheduler = Scheduler(self.spec, self.learners, self.start_step)
@@ -154,8 +158,15 @@ class Engine:
                 return []
             case ev.Failed():
                 return self._failed(event, now)
+            case ev.LimitsChanged():
+                return self._limits_changed(event, now)
             case ev.Tick():
                 return self._tick(now)
+
+    @property
+    def limits(self) -> Mapping[str, int]:
+        """Region → number of its learners that may join now."""
+        return self.spec.learners if self._limits is None else self._limits
 
     @property
     def tokens(self) -> int:
@@ -220,7 +231,27 @@ class Engine:
 
     # ------------------------------------------------------------ membership
 
+    def _limits_changed(self, event: ev.LimitsChanged, now: float) -> list[ev.Decision]:
+        """Learners beyond the new limits leave as if they had closed their session."""
+        if event.learners == self.limits:
+            return []
+        self._limits = event.learners
+        out: list[ev.Decision] = [
+            ev.Log(event="limits", fields={"learners": event.learners, "step": self.step})
+        ]
+        for record in list(self.learners.connected()):
+            detail = beyond(record.name, event.learners)
+            if detail and record.session is not None:
+                session = record.session
+                out.append(ev.Close(session=session, reason="Unavailable", detail=detail))
+                left = ev.Left(session=session, learner=record.name, reason="Removed")
+                out += self._left(left, now)
+        return out
+
     def _hello(self, event: ev.Hello, now: float) -> list[ev.Decision]:
+        if self._limits is not None and (detail := beyond(event.learner, self._limits)):
+            # The limits have changed since it was admitted.
+            return _refuse(event, "Unavailable", detail)
         admitted = self.learners.admit(event, now=now)
         if admitted is None:
             current = self.learners.by_name[event.learner].incarnation
@@ -228,17 +259,7 @@ class Engine:
                 f"incarnation {event.incarnation} of {event.learner} was replaced by {current}; "
                 "this process must stop"
             )
-            return [
-                ev.Close(session=event.session, reason="StaleIncarnation", detail=detail),
-                ev.Log(
-                    event="refuse",
-                    fields={
-                        "learner": event.learner,
-                        "reason": "StaleIncarnation",
-                        "detail": detail,
-                    },
-                ),
-            ]
+            return _refuse(event, "StaleIncarnation", detail)
         record, replaced = admitted
         out: list[ev.Decision] = []
         if replaced is not None:
@@ -491,3 +512,10 @@ class Engine:
     def staleness(self, record: LearnerRecord) -> int:
         """Global steps since this learner was last part of a merge."""
         return self.step - record.merged_round
+
+
+def _refuse(event: ev.Hello, reason: str, detail: str) -> list[ev.Decision]:
+    """Close a session that was admitted, without a join."""
+    fields = {"learner": event.learner, "reason": reason, "detail": detail}
+    close = ev.Close(session=event.session, reason=reason, detail=detail)
+    return [close, ev.Log(event="refuse", fields=fields)]

@@ -7,6 +7,7 @@ step; an attempt counts how often that round has been pulled.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -178,6 +179,14 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LimitsChanged:
+    """The spec document has other numbers of learners (core/learner_limits.py)."""
+
+    learners: Mapping[str, int]
+    """Region → number of its learners."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time has passed."""
 
@@ -197,6 +206,7 @@ Event = (
     | Exported
     | ExportFailed
     | Failed
+    | LimitsChanged
     | Tick
 )
 

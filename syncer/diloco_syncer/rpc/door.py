@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -39,9 +39,9 @@ a learner in a tight loop must not fill the journal until older parts, with merg
 """
 
 
-def most_learners(spec: RunSpec) -> int:
-    """Learners that threads are provided for: twice those of the spec, and at least 64."""
-    return max(64, 2 * sum(spec.learners.values()))
+def most_learners(learners: Mapping[str, int]) -> int:
+    """Learners that threads are provided for: twice those of all regions, and at least 64."""
+    return max(64, 2 * sum(learners.values()))
 
 
 @dataclass(slots=True, eq=False)
@@ -71,9 +71,18 @@ class Pool:
     executor: ThreadPoolExecutor = field(init=False)
     waiting: dict[str, deque[_Wait]] = field(default_factory=dict)
     """Address of a peer → its streams without a message, oldest first."""
+    _methods: list[Callable[..., Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.executor = ThreadPoolExecutor(self.threads, thread_name_prefix=self.name)
+
+    def grow(self, threads: int) -> None:
+        """Provide at least this many threads for streams that begin; open ones keep theirs."""
+        if threads > self.threads:
+            self.threads = threads
+            self.executor = ThreadPoolExecutor(threads, thread_name_prefix=self.name)
+            for method in self._methods:
+                method.experimental_thread_pool = self.executor  # type: ignore[attr-defined]
 
     @property
     def most_waiting(self) -> int:
@@ -96,6 +105,7 @@ class Pool:
             return behavior(requests, context)
 
         run.experimental_thread_pool = self.executor  # type: ignore[attr-defined]
+        self._methods.append(run)
         return grpc.stream_stream_rpc_method_handler(run, **codec)
 
     def excess(self, address: str) -> _Wait | None:
@@ -136,8 +146,9 @@ class Door:
     def __init__(
         self, spec: RunSpec, refusals: Refusals, *, first_seconds: float = FIRST_SECONDS
     ) -> None:
-        learners = most_learners(spec)
+        learners = most_learners(spec.learners)
         self.refusals = refusals
+        self._overlap = spec.overlap
         self.sessions = Pool("session", 2 * learners)
         self.queries = Pool("query", QUERY_THREADS)
         self.bulk = Pool("bulk", 2 * learners * spec.overlap)
@@ -181,6 +192,13 @@ class Door:
         if ended is not None:
             ended.cancel()
         return wait
+
+    def provide(self, learners: Mapping[str, int]) -> None:
+        """Provide threads for these learners, by region; never fewer than before."""
+        most = most_learners(learners)
+        with self._lock:
+            self.sessions.grow(2 * most)
+            self.bulk.grow(2 * most * self._overlap)
 
     def join(self, learner: str, now: float) -> None:
         """

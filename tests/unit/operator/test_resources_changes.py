@@ -8,6 +8,7 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
+from diloco.spec import RunSpec
 from diloco_job.manifest_file import apply_set
 from diloco_job.rules import rule_problems
 from diloco_job.types import DiLoCoJob
@@ -48,21 +49,57 @@ def rolled(*sets, source=EVERYTHING):
     [
         "spec.steps=3000",
         "spec.sync.quorum=3",
-        "spec.regions[eu].learners=9",
-        "spec.regions[us].learners=0",
         "spec.evaluation.everySteps=7",
         "spec.syncer.checkpoint={everySteps: 1, keep: 9}",
-        "spec.regions=[{name: eu, learners: 2}, {name: us, learners: 2}, {name: asia, learners: 1}]",
-        "spec.regions=[{name: eu, learners: 2}]",
     ],
 )
 def test_values_that_learners_get_from_the_syncer_replace_no_learner(change):
     assert rolled(change) == {SYNCER, EVALUATOR}
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        "spec.regions[eu].learners=9",
+        "spec.regions[us].learners=0",
+        "spec.regions=[{name: eu, learners: 2}, {name: us, learners: 2}, {name: asia, learners: 1}]",
+        "spec.regions=[{name: eu, learners: 2}]",
+    ],
+)
+def test_another_number_of_learners_replaces_no_pod_and_reaches_the_document_of_the_syncer(change):
+    assert rolled(change) == set()
+    before, after = documents(load_job(EVERYTHING)), documents(load_job(EVERYTHING, [change]))
+    assert before.keys() == after.keys()
+    [changed] = [name for name in before if before[name] != after[name]]
+    job = load_job(EVERYTHING, [change])
+    spec = RunSpec.from_json(after[changed]["data"]["spec.json"])
+    assert spec.learners == {region.name: region.learners for region in job.spec.regions}
+    assert "immutable" not in after[changed]
+    assert all(after[name]["immutable"] for name in after if name != changed)
+
+
+def documents(job):
+    """ConfigMaps by their name."""
+    made = desired(job, OWNER, SCOPE, Wanted())
+    return {child["metadata"]["name"]: child for child in made if child["kind"] == "ConfigMap"}
+
+
+def test_documents_of_equal_text_for_syncer_and_learners_are_two_objects():
+    """The one changes, the other is immutable."""
+    sets = (
+        "spec.steps=1000000000", "spec.sync.quorum=1", 'spec.sync.guard="0"',
+        "spec.syncer.checkpoint={everySteps: 1, keep: 1}",
+    )  # fmt: skip
+    data = yaml.safe_load(EVERYTHING.read_text())
+    del data["spec"]["evaluation"]
+    for change in sets:
+        data = apply_set(data, change)
+    assert len(documents(DiLoCoJob.model_validate(data))) == 2
+
+
 @pytest.mark.parametrize("change", ["spec.steps=3000", "spec.regions[eu].learners=9"])
 def test_it_replaces_no_learner_of_an_own_loop_either(change):
-    assert "own-loop-eu" not in rolled(change, source=OWN_LOOP)
+    assert rolled(change, source=OWN_LOOP) <= {"own-loop-syncer", "own-loop-evaluator"}
 
 
 def test_another_set_of_regions_replaces_learners_of_an_own_loop_for_their_index_counts_by_it():
@@ -194,7 +231,7 @@ def test_a_field_that_changes_a_template_changes_the_hash_of_its_inputs(source, 
     ("change", "who"),
     [
         ("spec.steps=3000", {SYNCER, EVALUATOR}),
-        ("spec.regions[eu].learners=9", {SYNCER, EVALUATOR}),
+        ("spec.regions[eu].learners=9", set()),
         ("spec.regions[us].podTemplate={spec: {nodeSelector: {pool: spot}}}", {US}),
         ("spec.syncer.image=mine:2", {SYNCER}),
         ("spec.learner.image=mine:2", {EU, US, EVALUATOR}),
@@ -227,8 +264,8 @@ def test_no_value_of_the_chart_is_an_input(region):
 def test_the_hash_of_the_inputs_is_that_of_the_versions_before():
     """If it has to change, raise template_record.FORMAT: else the upgrade restarts running jobs."""
     assert inputs(workloads(load_job(EVERYTHING))) == {
-        EU: "1-5b2392ec0db24054",
-        US: "1-d3511d92ab1f4102",
-        SYNCER: "1-ab65a2b561cf7719",
-        EVALUATOR: "1-23326f1eef90e177",
+        EU: "2-5b2392ec0db24054",
+        US: "2-d3511d92ab1f4102",
+        SYNCER: "2-f6401ccaba8576ed",
+        EVALUATOR: "2-0226f81872f158c8",
     }

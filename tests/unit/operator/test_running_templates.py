@@ -352,3 +352,75 @@ def test_a_rollback_to_the_version_with_the_same_records_restarts_nothing(upgrad
     monkeypatch.undo()
     world.settle()
     assert specs(world) == before
+
+
+# ------------------------------------------------------------------------------ the numbers of learners
+
+
+def with_immutable_document(world):
+    """As a version of format 1 made them: the syncer has mounted a document that never changes."""
+    live = world.children["Deployment", "a-syncer"]
+    template = copy.deepcopy(live["spec"]["template"])
+    [volume] = [v for v in template["spec"]["volumes"] if v["name"] == "spec"]
+    former = copy.deepcopy(world.children["ConfigMap", volume["configMap"]["name"]])
+    volume["configMap"]["name"] = former["metadata"]["name"] = "a-spec-0123456789"
+    former["metadata"]["uid"] = "uid-of-former"
+    former["immutable"] = True
+    world.children["ConfigMap", "a-spec-0123456789"] = former
+    live["spec"]["template"] = template
+    forget_records(world, "1-0123456789abcdef")
+    annotations(world, ("Deployment", "a-syncer"))[TEMPLATE] = json.dumps(template)
+    world.run_controllers()
+    return world
+
+
+def scaled(world, **learners):
+    world.change(regions=[{"name": name, "learners": count} for name, count in learners.items()])
+    world.settle()
+
+
+def test_another_number_of_learners_restarts_neither_syncer_nor_evaluator_nor_learner():
+    world = training(job())
+    before = specs(world)
+    for learners in ({"eu": 3, "us": 2}, {"eu": 1, "us": 1}, {"eu": 2, "us": 0}, {"eu": 2}):
+        scaled(world, **learners)
+        after = specs(world)
+        assert all(after[name] == before[name] for name in after.keys() & before.keys())
+        assert {"a-syncer-0", "a-evaluator-0"} <= after.keys()
+        [stated] = [
+            json.loads(child["data"]["spec.json"])["learners"]
+            for (kind, _), child in world.children.items()
+            if kind == "ConfigMap" and not child.get("immutable")
+        ]
+        assert stated == learners
+        assert is_idle(world.reconcile(30))
+
+
+def test_a_syncer_of_the_version_before_keeps_its_template_until_the_numbers_change(upgrade):
+    world = with_immutable_document(training(job()))
+    before = specs(world)
+    upgrade(world)
+    world.settle()
+    assert specs(world) == before, "the upgrade restarts nothing"
+    assert annotations(world, ("Deployment", "a-syncer"))[INPUTS].startswith("2-")
+    world.settle()
+    scaled(world, eu=3, us=2)
+    assert {name for name in new_pods(world) if name in before} == {"a-syncer-0"}
+    assert ("ConfigMap", "a-spec-0123456789") not in world.children, "nothing mounts it any more"
+    after = specs(world)
+    scaled(world, eu=4, us=1)
+    assert specs(world)["a-syncer-0"] == after["a-syncer-0"], "from now on it reads them"
+
+
+@pytest.mark.parametrize("document", [None, "{", "[]", '{"learners": 1}'])
+def test_a_former_document_that_is_missing_or_damaged_restarts_a_syncer_at_most_once(document):
+    world = with_immutable_document(training(job()))
+    if document is None:
+        del world.children["ConfigMap", "a-spec-0123456789"]
+    else:
+        world.children["ConfigMap", "a-spec-0123456789"]["data"]["spec.json"] = document
+    world.settle()
+    before = specs(world)
+    world.settle()
+    assert specs(world) == before
+    assert is_idle(world.reconcile(30))

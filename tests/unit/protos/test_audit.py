@@ -407,3 +407,42 @@ def test_a_line_with_an_impossible_value_is_a_violation_with_its_place(kind, cha
     events[at] = {**events[at], **change}
     found = audit(map(json.dumps, events)).violations
     assert any(f"line {at + 1}: " in sentence for sentence in found)
+
+
+def limits(epoch: int, **learners: int) -> Event:
+    return {"epoch": epoch, "event": "limits", "learners": learners, "step": 1}
+
+
+def of_learners(**learners: int) -> Event:
+    return {**start(1), "learners": learners}
+
+
+@pytest.mark.parametrize(
+    ("events", "violations"),
+    [
+        ([of_learners(eu=1), limits(1, eu=2), join(1, "eu/1", 1)], 0),
+        ([of_learners(eu=1), limits(1, eu=1, us=1), join(1, "us/0", 1)], 0),
+        ([of_learners(eu=2), limits(1, eu=1), join(1, "eu/1", 1)], 1),
+        ([of_learners(eu=2), limits(1, us=1), join(1, "eu/0", 1)], 1),
+        ([of_learners(eu=1), join(1, "eu/1", 1), limits(1, eu=2)], 1),
+        ([of_learners(eu=1), limits(1, eu=2), {**of_learners(eu=1), "epoch": 2}, join(2, "eu/1", 1)], 1),
+        ([{"epoch": 1, "event": "rotate", "part": 3}, limits(1, eu=1), join(1, "eu/1", 1)], 1),
+    ],
+)  # fmt: skip
+def test_a_join_is_judged_by_the_numbers_of_learners_in_force(events, violations):
+    found = audit(lines(events)).violations
+    assert len(found) == violations, found
+    assert all("is none of the learners of the spec" in sentence for sentence in found)
+
+
+def test_numbers_that_the_disk_did_not_take_in_time_are_not_held_against_a_learner():
+    lost = {"epoch": 1, "event": "dropped", "lines": 1, "events": {"limits": 1}}
+    found = audit(lines([of_learners(eu=1), lost, join(1, "eu/1", 1)]))
+    assert found.ok, found.violations
+    assert "1 limits" in found.verdict
+
+
+def test_a_line_of_limits_without_numbers_is_a_violation():
+    broken = {"epoch": 1, "event": "limits", "learners": {"eu": "2"}}
+    [sentence] = audit(lines([of_learners(eu=1), broken])).violations
+    assert "limits has learners" in sentence

@@ -236,6 +236,7 @@ def test_long_lines_are_read_across_the_buffer(tmp_path: Path, monkeypatch: pyte
 
 LINES = [
     '{"epoch":1,"event":"start","step":0,"steps":40,"fragments":3,"interval":6,"quorum":2,"spec":"ab"}',
+    '{"epoch":1,"event":"limits","learners":{"eu":2},"step":3}',
     '{"epoch":1,"event":"join","learner":"eu/0","incarnation":1,"step":0,"fresh":true,"localStep":0}',
     '{"epoch":1,"event":"leave","learner":"eu/0","incarnation":1,"reason":"Closed"}',
     '{"epoch":1,"event":"refuse","learner":"eu/0","reason":"Damaged","detail":"x"}',

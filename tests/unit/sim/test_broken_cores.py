@@ -19,7 +19,7 @@ from diloco_sim.faults import Plan
 from diloco_sim.shrink import shrink
 from diloco_sim.world import World
 from diloco_syncer.attempts import Attempts
-from diloco_syncer.core import contribution, scheduler
+from diloco_syncer.core import admission, contribution, engine, scheduler
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.claims import Claims
 from diloco_syncer.core.durability import Durability
@@ -337,6 +337,66 @@ def test_status_finds_a_state_of_training_while_nothing_is_merged(monkeypatch):
     monkeypatch.setattr(LinkProtocol, "_publish_open", lambda self: None)
     found = violation(small())
     assert (found.checker, "there was no merge for" in found.sentence) == ("status", True), found
+
+
+@pytest.mark.parametrize(
+    "plan",
+    # The document changes before the pods if the begin is odd in milliseconds, else after them.
+    ["6.001..12 scale learners 2", "6..12 scale learners 2",
+     "6.001..20 scale learners 2\n 8..14 scale learners 2",
+     "6.001..14 scale learners 2\n 8..9 crash syncer"],
+)  # fmt: skip
+def test_the_number_of_learners_changes_while_the_syncer_runs(plan):
+    """In both orders of pods and document, and with a crash of the syncer in between."""
+    changes = Seen()
+    outcome = World(small(plan), checkers=[changes]).run()
+    assert outcome.ok, outcome.violation
+    assert changes.limits
+
+
+def test_fewer_learners_than_the_quorum_are_not_taken_over():
+    changes = Seen()
+    outcome = World(small("6.001..20 scale learners 1"), checkers=[changes]).run()
+    assert outcome.ok, outcome.violation
+    assert changes.limits == []
+
+
+class Seen:
+    """The numbers of learners that a syncer took over while it ran."""
+
+    observes = (dict,)
+
+    def __init__(self) -> None:
+        self.limits: list[object] = []
+
+    def observe(self, event: dict, now: float) -> None:
+        if event["event"] == "limits":
+            self.limits.append(event["learners"])
+
+    def finish(self, now: float) -> None:
+        pass
+
+
+def test_limits_finds_a_learner_that_joins_beyond_the_number(monkeypatch):
+    monkeypatch.setattr(admission, "beyond", lambda learner, limits: "")
+    monkeypatch.setattr(engine, "beyond", lambda learner, limits: "")
+    assert violation(small("6.001..14 scale learners 2\n 8..9 crash eu/1")).checker == "limits"
+
+
+def test_limits_finds_a_removed_learner_that_is_still_merged(monkeypatch):
+    monkeypatch.setattr(engine, "beyond", lambda learner, limits: "")
+    assert violation(small("6.001..14 scale learners 2")).checker == "limits"
+
+
+def test_limits_finds_a_syncer_that_never_learns_of_more_learners(monkeypatch):
+    known = Engine._limits_changed
+
+    def fewer_only(self: Engine, event: ev.LimitsChanged, now: float) -> object:
+        fewer = sum(event.learners.values()) < sum(self.limits.values())
+        return known(self, event, now) if fewer else []
+
+    monkeypatch.setattr(Engine, "_limits_changed", fewer_only)
+    assert violation(small("6.001..14 scale learners 2")).checker == "limits"
 
 
 def test_an_engine_that_raises_is_found(monkeypatch):

@@ -143,3 +143,27 @@ def test_a_learner_that_joins_in_a_tight_loop_is_refused_until_a_minute_is_over(
     door.join("eu/0", 160.0)
     with pytest.raises(UnavailableError):
         door.join("eu/0", 160.05)
+
+
+def test_more_learners_get_more_threads_and_fewer_take_none_away():
+    door = Door(SPEC, Refusals(lambda *given, **named: None))
+    sizes = []
+    for learners in ({"eu": 30}, {"eu": 200, "us": 100}, {"eu": 1}):
+        door.provide(learners)
+        sizes.append((door.sessions.threads, door.bulk.threads, door.queries.threads))
+    assert sizes == [(128, 128, 16), (1200, 1200, 16), (1200, 1200, 16)]
+
+
+def test_streams_that_begin_after_a_pool_has_grown_get_its_new_threads():
+    """Those of before keep theirs: the old pool is full, and still the next stream runs."""
+    pool, held, ran = Pool("test", 1), threading.Event(), threading.Event()
+    method = pool.handler(lambda requests, context: iter(()))
+    before = method.stream_stream.experimental_thread_pool
+    before.submit(held.wait, 30)
+    pool.grow(2)
+    method.stream_stream.experimental_thread_pool.submit(ran.set)
+    assert ran.wait(30)
+    held.set()
+    assert before is not method.stream_stream.experimental_thread_pool
+    pool.grow(1)
+    assert pool.threads == 2

@@ -61,8 +61,8 @@ class RealSyncer:
         self.dir, self.spec, self.flags, self.tls = folder / "run", spec, flags, tls
         self.log = folder / "syncer.log"
         folder.mkdir(parents=True, exist_ok=True)
-        self._spec_file = folder / "spec.json"
-        self._spec_file.write_text(spec.to_json())
+        self.spec_file = folder / "spec.json"
+        self.spec_file.write_text(spec.to_json())
         self._endpoint_file = folder / "endpoint"
         self.port = 0
         self.program = ["-m", "diloco_syncer"]
@@ -87,7 +87,7 @@ class RealSyncer:
         """Start it, on its previous port; do not wait."""
         self._endpoint_file.unlink(missing_ok=True)
         command = [
-            sys.executable, *self.program, "--spec", str(self._spec_file), "--dir", str(self.dir),
+            sys.executable, *self.program, "--spec", str(self.spec_file), "--dir", str(self.dir),
             "--listen", f"127.0.0.1:{self.port}", "--endpoint-file", str(self._endpoint_file), *self.flags,
         ]  # fmt: skip
         if self.tls is not None:
