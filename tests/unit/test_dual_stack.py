@@ -23,7 +23,7 @@ needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this ma
 
 
 def probes() -> int:
-    return Server(0, lambda path: Answer(ok=True, message="ok")).port
+    return Server(0, lambda path, query: Answer(ok=True, message="ok")).port
 
 
 def operator_health() -> int:

@@ -48,14 +48,12 @@ def _certificate(context: JobContext, labels: dict[str, str]) -> list[dict[str, 
     hosts = [host, inside, f"{inside}.{context.scope.cluster_domain}"] if context.has_syncer else []
     spec = {
         "secretName": name,
-        # cert-manager keeps the Secret of a deleted Certificate: so it can be found.
-        "secretTemplate": {"labels": {"diloco.dev/job": context.name}},
+        "secretTemplate": _secret_template(context),
         "issuerRef": {"name": issuer.name, "kind": issuer.kind, "group": issuer.group},
         "uris": [region_uri(context.name, region.name) for region in context.regions],
         **({"dnsNames": hosts} if hosts else {}),
         "usages": ["digital signature", "key encipherment", "server auth", "client auth"],
         "privateKey": {"algorithm": "ECDSA", "size": 256, "rotationPolicy": "Always"},
-        **_secret_template(context),
     }
     return [
         child(
@@ -70,8 +68,7 @@ def _certificate(context: JobContext, labels: dict[str, str]) -> list[dict[str, 
 
 
 def _secret_template(context: JobContext) -> dict[str, Any]:
-    """Metadata of the Secret, which cert-manager makes."""
+    """Metadata of the Secret, which cert-manager makes, and keeps when the Certificate is deleted."""
     extra = context.extra_metadata
-    parts = {"labels": dict(extra.labels), "annotations": dict(extra.annotations)}
-    given = {part: content for part, content in parts.items() if content}
-    return {"secretTemplate": given} if given else {}
+    labels = {**extra.labels, "diloco.dev/job": context.name}  # so that it can be found then
+    return {"labels": labels, **({"annotations": dict(a)} if (a := extra.annotations) else {})}

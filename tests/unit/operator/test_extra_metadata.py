@@ -118,7 +118,7 @@ def test_without_such_metadata_children_are_as_before():
     job = Metadata(labels={"team": "vision"}, annotations={"a": "b"})
     assert children(SCOPE, job) == children(SCOPE)
     certificate = next(c for c in children(SCOPE) if c["kind"] == "Certificate")
-    assert "secretTemplate" not in certificate["spec"]
+    assert certificate["spec"]["secretTemplate"] == {"labels": {"diloco.dev/job": "stdlib-gpt"}}
 
 
 # ------------------------------------------------------------------------------ running jobs

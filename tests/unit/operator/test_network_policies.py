@@ -141,7 +141,10 @@ def test_without_named_peers_every_pod_reads_metrics():
 
 
 def test_only_pods_of_one_region_reach_each_other_and_only_if_a_learner_has_several():
-    several = ("spec.learner.podsPerLearner=2",)
+    several = (
+        "spec.learner={command: [python, train.py], podsPerLearner: 2}",
+        "spec.evaluation={everySteps: 5, command: [y]}",
+    )
     other_region = {**LEARNER, "diloco.dev/region": "us"}
     assert not allows((), LEARNER, "rendezvous", LEARNER)
     assert allows(several, LEARNER, "rendezvous", LEARNER)
