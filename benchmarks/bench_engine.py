@@ -41,12 +41,14 @@ class Job:
         )  # fmt: skip
         self.engine = Engine(spec=spec, epoch=1)
         self.names = [f"eu/{i}" for i in range(learners)]
+        self.incarnations = {name: number for number, name in enumerate(self.names, start=1)}
+        self.reported = dict.fromkeys(self.names, 0)
         self.steps = 0
         self._todo: deque[ev.Event] = deque()
         for session, name in enumerate(self.names):
             hello = ev.Hello(
-                session=session, learner=name, region="eu", incarnation=session + 1, fresh=True,
-                local_step=0, checkpoint_step=0,
+                session=session, learner=name, region="eu", incarnation=self.incarnations[name],
+                fresh=True, local_step=0, checkpoint_step=0,
             )  # fmt: skip
             self.engine.handle(hello, 0.0)
         self.engine.handle(ev.Initialised(learner=self.names[0]), 0.0)
