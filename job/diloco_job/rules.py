@@ -196,6 +196,7 @@ RULES: tuple[Rule, ...] = (
         values=lambda job: (job.spec.syncer.service.type,),
         cel=(
             "self.syncer.service.type == 'LoadBalancer'"
+            " || !has(self.syncer.service.loadBalancerSourceRanges)"
             " || size(self.syncer.service.loadBalancerSourceRanges) == 0"
         ),
         cel_values=("self.syncer.service.type",),
