@@ -101,6 +101,17 @@ class Description:
         return frozenset(n for n, s in zip(self.names, seconds, strict=True) if s > limit)
 
     @property
+    def may_diverge(self) -> bool:
+        """
+        A fragment is merged again before its last result has reached the learners: report, pull, upload
+        and result take four times the latency.
+
+        Each delta then contains, with its sign changed, what the last merges did, and a large outer step
+        amplifies it. The paper's H is many times τ.
+        """
+        return 4 * self.latency > self.spec.interval * min(self.step_seconds[: self.learners])
+
+    @property
     def merges_per_second(self) -> float:
         """Of the schedule, if the fastest learner is at full speed."""
         between = self.spec.interval / self.spec.fragments

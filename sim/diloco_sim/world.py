@@ -197,11 +197,12 @@ class World:
     def stopped(self) -> bool:
         """
         A person has to decide, which is legal: a bit has flipped, and since then the syncer refuses to
-        start, or a member misbehaved, and the parameters would grow implausibly.
+        start, or the parameters would grow implausibly where a member misbehaved or the job may diverge.
         """
         injected = self.injector.injected
         flipped = Kind.DISK_FLIP in injected and self.syncer.refusal is not None
-        halted = bool(self._halt) and any(kind in injected for kind in MISBEHAVIOUR)
+        explained = self.of.may_diverge or any(kind in injected for kind in MISBEHAVIOUR)
+        halted = bool(self._halt) and explained
         return (flipped or halted) and self.clock.now >= self.of.quiet_at
 
     @property
