@@ -174,10 +174,12 @@ def on_clusters(audits: str) -> tuple[list[Group], Group]:
     last, own = files.pop(LAST), [files.pop(name) for name in OWN_CLUSTERS]
     environment = {"DILOCO_E2E": "required", "DILOCO_E2E_AUDITS": audits}
     second = [files.pop(name) for name in SECOND_CLUSTER]
+    third = [files.pop(name) for name in THIRD_CLUSTER]
     first = [
         pytest("first cluster", *files.values(), *no_skips(), **environment),
         pytest("second cluster", *second, *no_skips(), **environment),
         pytest("clusters of their own", CHART, *own, *no_skips(), **environment),
+        pytest("third cluster", *third, *no_skips(), **environment),
     ]
     return first, pytest("rights", last, *no_skips(), **environment)
 
@@ -195,7 +197,7 @@ def ended(running: Sequence[tuple[Group, Future[Result]]]) -> Result:
 
 def all_of_it(audits: str) -> Result:
     """Every test, on local clusters."""
-    with ThreadPoolExecutor(8) as pool:  # more than there are groups
+    with ThreadPoolExecutor(AT_ONCE) as pool:
         running = started(pool, everywhere(f"--ignore={CHART}"))
         built = list(pool.map(Group.run, programs()))
         if any(result.counts["failed"] for result in built):
