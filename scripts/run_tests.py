@@ -31,12 +31,13 @@ CHART = "tests/unit/charts"
 """Needs helm, which is built with the clusters' programs."""
 OWN_CLUSTERS = (
     *("test_api_rules", "test_api_versions", "test_applied_metadata", "test_applied_templates"),
-    "test_fuzzed_jobs",
-    *("test_scale", "test_two_clusters"),
+    *("test_fuzzed_jobs", "test_scale", "test_operator_replicas", "test_two_clusters"),
 )
-"""Files of tests/e2e that start clusters or API servers of their own; all others share two clusters."""
+"""Files of tests/e2e that start clusters or API servers of their own; all others share three clusters."""
 SECOND_CLUSTER = ("test_lifecycle", "test_steady_state", "test_operator_failures")
-"""Files that share the second one, about half of the time that the others need."""
+THIRD_CLUSTER = ("test_learners_of_pods", "test_failed_jobs", "test_volumes")
+AT_ONCE = 5
+"""Groups that run at the same time: as many as keep two cores busy, and tests still in time."""
 LAST = "test_rbac"
 """Reads the audit logs of all other groups."""
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
