@@ -24,11 +24,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
 KEY = Key("ns", "j")
 
 
-class Here(OperatorScope):
-    """The name of a Service does not resolve on this machine."""
+def here(region, endpoint):
+    """The syncer runs on this machine, whose address no manifest can name."""
 
-    def syncer_address(self, job, namespace):
-        return job.spec.syncer.endpoint
+    class Here(OperatorScope):
+        def syncer_address(self, job, namespace):
+            return endpoint
+
+    return Here(region=region, worker_image="w", syncer_image="s")
 
 
 class Region:
@@ -38,7 +41,7 @@ class Region:
         self.api, self.now = api, datetime.now(UTC)
         self.reconciler = Reconciler(
             Cluster(connect(kubeconfig=api.kubeconfig(folder / name)), manager="diloco-operator"),
-            Here(region=name, worker_image="w", syncer_image="s"),
+            here(name, endpoint),
             metrics=Metrics(), decide=decide, now=lambda: self.now,
         )  # fmt: skip
         data = {"tls.crt": tls.certificate, "tls.key": tls.key, "ca.crt": tls.authority}
@@ -53,7 +56,7 @@ class Region:
                 "steps": 10**6,
                 "learner": {"recipe": {"name": "gpt"}},
                 "regions": [{"name": "eu", "learners": 4}, {"name": "us", "learners": 1}],
-                "syncer": {"region": "eu", "endpoint": endpoint},
+                "syncer": {"region": "eu", "endpoint": "syncer.example:7070"},
                 "tls": {"mode": "Secret", "secretName": "s"},
             },
         })  # fmt: skip

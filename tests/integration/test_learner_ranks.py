@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -13,20 +12,12 @@ from pathlib import Path
 import pytest
 
 from diloco_testing.learners.linked import connected, job_environment, make_spec
-from diloco_testing.local.container import Pod
 from diloco_testing.local.fake_run import until
 from diloco_testing.syncers.process import RealSyncer
 from diloco_testing.syncers.process import make_spec as make_fast_spec
 from diloco_testing.syncers.scripted import ScriptedSyncer
 
 SUPPORT = Path(__file__).parents[1] / "support"
-SILENT = """
-import os, signal, time
-signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-print("start", os.getpid(), 0, flush=True)
-time.sleep(600)
-"""
-"""Never writes its health file."""
 SECONDS = 180.0
 
 
@@ -43,17 +34,6 @@ def test_another_rank_is_refused_with_what_to_do_instead(monkeypatch, tmp_path, 
         "others take its parameters, for example by torch.distributed.broadcast after its "
         "learner.step()\n"
     )
-
-
-@pytest.mark.slow
-def test_a_pod_of_another_rank_is_ready_while_its_program_runs(tmp_path):
-    several = {"DILOCO_PODS_PER_LEARNER": "2", "DILOCO_POD": "j-eu-1"}
-    with Pod(tmp_path, SILENT, environment=several) as pod:
-        child = pod.pid(0)
-        until(lambda: pod.ask("/readyz") == (200, "running"), "ready pod")
-        assert pod.ask("/startz") == (200, "started")
-        os.kill(child, signal.SIGTERM)
-        until(lambda: pod.ask("/readyz") == (503, "done"), "idle pod")
 
 
 def free_port() -> int:

@@ -102,6 +102,13 @@ class Learner:
         return int(counts["faults"])
 
 
+def test_a_pod_of_another_rank_is_ready_while_its_program_runs(tmp_path):
+    with Learner(tmp_path).running() as learner:
+        pod = learner.pods[1]
+        until(lambda: pod.ask("/readyz") == (200, "running"), "ready pod")
+        assert pod.ask("/startz") == (200, "started")
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_restarts_both_and_is_nobodys_fault(tmp_path, rank):
     with Learner(tmp_path, DILOCO_RESTART_LIMIT="0").running() as learner:
@@ -145,5 +152,7 @@ def test_a_pod_that_is_stopped_ends_the_process_of_the_other(tmp_path):
             lambda: leader.ask("/readyz")[1].endswith(("is being stopped", "does not report")),
             "readiness that names the rank",
         )
+        until(
+            lambda: leader.ask("/startz")[0] == leader.ask("/livez")[0] == 200, "a pod that stays"
+        )
         assert len(leader.starts) == 1
-        assert leader.ask("/startz")[0] == leader.ask("/livez")[0] == 200
