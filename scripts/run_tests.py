@@ -36,7 +36,7 @@ OWN_CLUSTERS = (
 """Files of tests/e2e that start clusters or API servers of their own; all others share three clusters."""
 SECOND_CLUSTER = ("test_lifecycle", "test_steady_state", "test_operator_failures")
 THIRD_CLUSTER = ("test_learners_of_pods", "test_failed_jobs", "test_volumes")
-AT_ONCE = 5
+AT_ONCE = 4
 """Groups that run at the same time: as many as keep two cores busy, and tests still in time."""
 LAST = "test_rbac"
 """Reads the audit logs of all other groups."""
