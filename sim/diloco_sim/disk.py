@@ -366,16 +366,16 @@ class SimulatedDisk:
         Raises:
             OSError: the disk refuses.
         """
-        begin = self._clock.now if self._cursor is None else self._cursor
+        begin, slow = self._clock.now if self._cursor is None else self._cursor, 1.0
         if self._weaknesses:
             for kind, since, until, amount in self._weaknesses:
                 if kind is Weakness.HANG and since <= begin < until and self._cursor is not None:
                     begin = until
                 elif kind is Weakness.SLOW and since <= begin < until:
-                    seconds *= amount
+                    slow = max(slow, amount)
         end = begin
         if self._cursor is not None:
-            self._cursor = end = begin + seconds
+            self._cursor = end = begin + seconds * slow
         if self._weaknesses:
             if writes and self._weakness(Weakness.FULL, begin):
                 raise _error(errno.ENOSPC)

@@ -209,6 +209,17 @@ def test_a_slow_disk_takes_longer_and_a_hanging_one_waits():
         assert least < completion.done_at < most
 
 
+def test_of_several_slow_times_the_slowest_counts():
+    def seconds(*amounts):
+        world = World()
+        store = world.store()
+        for amount in amounts:
+            world.disk.weaken(Weakness.SLOW, 0.001, 60.0, amount)
+        return world.disk.call(store.write, snapshot(1)).done_at
+
+    assert seconds(50.0, 100.0) == seconds(100.0, 50.0) == seconds(100.0)
+
+
 def test_a_full_disk_refuses_and_the_store_cleans_up():
     world = World()
     store = world.store()
