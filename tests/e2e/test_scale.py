@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from datetime import UTC, datetime, timedelta
 
@@ -51,13 +50,13 @@ def test_the_operator_stays_small(converged):
 def test_no_job_is_written_about_again_and_again_and_then_it_is_quiet(api, converged):
     _, took = converged
 
-    def rested() -> bool:  # what the first status could not know yet is written
-        pause = datetime.now(UTC) - timedelta(seconds=QUIET_SECONDS / 2)
+    def quiet() -> bool:
+        pause = datetime.now(UTC) - timedelta(seconds=QUIET_SECONDS)
         return not any(request.writes for request in scale.requests(api, pause))
 
-    until(rested, CONVERGE_SECONDS, every=5.0, expected="the operator rests")
-    since = datetime.now(UTC)
-    time.sleep(QUIET_SECONDS)
+    # What the first status could not know yet is written; jobs whose pods never come are reported
+    # five minutes after their creation, which a slow machine may reach here.
+    until(quiet, CONVERGE_SECONDS + 360, every=5.0, expected="the operator rests")
     writes = [request for request in scale.requests(api, took.since) if request.writes]
     about = scale.writes_by_job(writes)
     assert len(about) == JOBS, set(about)
@@ -68,5 +67,3 @@ def test_no_job_is_written_about_again_and_again_and_then_it_is_quiet(api, conve
         if request.verb == "patch" and "/" not in request.resource
     )
     assert applied.most_common(1)[0][1] <= 2, applied.most_common(5)
-    late = [request for request in writes if request.at >= since]
-    assert not late, "\n".join(map(str, late[:20]))
