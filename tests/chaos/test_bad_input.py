@@ -188,8 +188,8 @@ def small_disk(tmp_path):
 
 
 def fill(place, *, left_bytes):
-    """Fill the disk except for `left_bytes`."""
-    with (place / "ballast").open("wb", buffering=0) as file:
+    """Fill what is free of the disk, except for `left_bytes`, and never free more meanwhile."""
+    with (place / "ballast").open("ab", buffering=0) as file:
         with contextlib.suppress(OSError):
             while True:
                 file.write(b"\0" * (1 << 16))
@@ -208,16 +208,19 @@ def test_a_full_disk_stops_snapshots_but_not_training(small_disk):
         def wait_for(what, expected):
             run.until(lambda: what(ask_status(endpoint)), TIMEOUT_SECONDS, expected=expected)
 
+        log = run.dir / "logs" / "syncer.log"
+
+        def failed():
+            # Also what a failed or a replaced snapshot has freed.
+            fill(small_disk, left_bytes=0)
+            return "No space left on device" in log.read_text()
+
+        run.until(failed, TIMEOUT_SECONDS, expected="the error is in the log")
         for left_bytes in (0, 1 << 18):
             fill(small_disk, left_bytes=left_bytes)
             step = ask_status(endpoint).step
             wait_for(lambda status, step=step: status.step > step + 16, "training continues")
             assert ask_status(endpoint).snapshot_step < step
-        log = run.dir / "logs" / "syncer.log"
-        run.until(
-            lambda: "No space left on device" in log.read_text(),
-            TIMEOUT_SECONDS, expected="the error is in the log",
-        )  # fmt: skip
         (small_disk / "ballast").unlink()
         freed = ask_status(endpoint).step
         wait_for(lambda status: status.snapshot_step > freed, "snapshots again")
