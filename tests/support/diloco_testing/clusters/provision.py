@@ -184,7 +184,9 @@ class LocalClusters:
         """Stop one cluster; nothing of it is left but its audit log."""
         cluster = self.running.pop(name)
         with contextlib.suppress(FileNotFoundError):
-            shutil.copyfile(cluster.audit.path, self._keep / f"{cluster.identity}.audit.log")
+            # A later session may get the same number.
+            kept = self._keep / f"{cluster.identity}.{os.getpid()}.audit.log"
+            shutil.copyfile(cluster.audit.path, kept)
         try:
             _script("down", cluster.identity, seconds=DOWN_SECONDS)
         finally:
