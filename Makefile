@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 
-.PHONY: help run test setup setup-dev check e2e alerts unit generate format bench mutants clean
+.PHONY: help run test test-all setup setup-dev check e2e alerts unit generate format bench mutants clean
 
 help:            ## this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
@@ -13,6 +13,9 @@ run: setup       ## install, then train examples/01-text on this machine
 
 test: setup-dev  ## install, then format, lint, types, contracts, generated files and every test
 	VENV=$(VENV) scripts/check
+
+test-all: setup-dev  ## `make test` with the slow tier (docs/testing.md)
+	VENV=$(VENV) scripts/check --all
 
 setup: $(VENV)/.local-installed       ## the programs in .venv
 setup-dev: $(VENV)/.dev-installed     ## the programs and the development tools in .venv

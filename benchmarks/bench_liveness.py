@@ -133,7 +133,7 @@ def learners(job: RunSpec, served: Syncer, far: str) -> Iterator[list[subprocess
             process.wait()
 
 
-def tell(process: subprocess.Popen[str], command: str) -> None:
+def send_command(process: subprocess.Popen[str], command: str) -> None:
     """Send a command to the relay."""
     assert process.stdin is not None
     process.stdin.write(command + "\n")
@@ -163,12 +163,12 @@ def run(fault: str, before_seconds: float, seconds: float) -> Outcome:
     ):
         events = served.directory / "events.jsonl"
 
-        def everybody() -> bool:
+        def all_merged() -> bool:
             lines = json_lines(events) if events.exists() else []
             merges = [line for line in lines if line["event"] == "merge"][-2 * FRAGMENTS :]
             return len({m["learner"] for merge in merges for m in merge["members"]}) == LEARNERS
 
-        wait_for(everybody, "merges with all eight learners", 180.0)
+        wait_for(all_merged, "merges with all eight learners", 180.0)
         time.sleep(WARM_UP_SECONDS)
         before, _ = watch(served.directory, before_seconds)
         match fault:
@@ -176,10 +176,10 @@ def run(fault: str, before_seconds: float, seconds: float) -> Outcome:
                 for pid in [processes[-1].pid, *children(processes[-1].pid)]:
                     os.kill(pid, signal.SIGSTOP)
             case "far":
-                tell(link, f"delay {ROUND_TRIP_STEPS * STEP_SECONDS / 2}")
+                send_command(link, f"delay {ROUND_TRIP_STEPS * STEP_SECONDS / 2}")
                 time.sleep(WARM_UP_SECONDS)
             case _:
-                tell(link, fault)
+                send_command(link, fault)
         during, found = watch(served.directory, seconds)
         merges = [event for event in found if event["event"] == "merge"]
         with_last = sum(any(m["learner"] == LAST for m in x["members"]) for x in merges)

@@ -21,7 +21,8 @@ from pathlib import Path
 import numpy as np
 from _timing import judge, paired, spread, table, write_results
 
-from diloco_syncer.storage.store import Snapshot, Store
+from diloco_syncer.storage.capture import Snapshot
+from diloco_syncer.storage.store import Store
 
 ROUNDS = 9
 GOAL = 0.75

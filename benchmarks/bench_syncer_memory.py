@@ -38,7 +38,7 @@ from diloco_worker.ipc.shared_memory import HostCopy, SharedMemory
 from diloco_worker.link import download, session
 from diloco_worker.link.buffers import BufferPool, most_idle_bytes
 from diloco_worker.link.encoder import Encoder
-from diloco_worker.link.staging import Staging
+from diloco_worker.link.placement import Placement
 from diloco_worker.link.transfer import CancelToken, Identity
 from diloco_worker.link.upload import Uploader
 from diloco_worker.settings import LearnerSettings
@@ -80,7 +80,7 @@ class Learner:
         ]
         self._identity = Identity(learner=settings.learner, epoch=0, incarnation=0)
         self._buffers = BufferPool(most_idle_bytes=most_idle_bytes(shared.layout, spec))
-        self._staging = Staging(shared, spec, self._buffers)
+        self._placement = Placement(shared, spec, self._buffers)
         encoder = Encoder(shared, spec, self._buffers)
         self._uploader = Uploader(lambda: self._channels[1], encoder)
         self._uploads: queue.SimpleQueue[ev.Pulled | ev.InitialRequested | None] = (
@@ -163,16 +163,16 @@ class Learner:
         while (event := self._downloads.get()) is not None:
             fragment = self._shared.layout.fragments[event.fragment]
             request = ev.Download(fragment=event.fragment, round=event.round, attempt=event.attempt)
-            assembly = self._staging.begin(request, self._identity)
+            assembly = self._placement.begin(request, self._identity)
             payloads = download.fetch(self._channels[2], assembly, CancelToken())
             if payloads is None:
                 continue
-            staged = self._staging.stage(request, payloads)
+            staged = self._placement.stage(request, payloads)
             if self._keeper:
                 before = self._shared.inbox_state(fragment.index).generation
-                self._staging.place(ev.Place(staged=staged, generation=before + 1))
+                self._placement.place(ev.Place(staged=staged, generation=before + 1))
             else:
-                self._staging.discard(staged)
+                self._placement.discard(staged)
 
 
 def measure(layout: Layout, learners: int, rounds: int, step_seconds: float) -> dict[str, float]:

@@ -37,7 +37,7 @@ CHUNK_BYTES = 1 << 20
 FRAGMENT_BYTES = 64 << 20
 ROUNDS = 15
 GOALS = {"up": 0.55, "down": 0.50}
-MOST_FAULTS = 20.0
+MAX_FAULTS = 20.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -267,7 +267,7 @@ def main() -> int:
             ]
         )
         goals[f"{name} against TCP"] = (result.ratio, GOALS[name])
-        goals[f"faults per MB, {name}"] = (max(faults), MOST_FAULTS)
+        goals[f"faults per MB, {name}"] = (max(faults), MAX_FAULTS)
     body = table(
         [
             "direction",

@@ -4,7 +4,7 @@ A TCP relay that breaks one learner's connections the way networks and machines 
     python benchmarks/faulty_link.py TARGET_PORT
 
 It prints its port, and then obeys lines on standard input: `mute`, `trickle`, `delay SECONDS` (each
-way) or `heal`. Bulk data is told from control messages by its rate, so that reports and heartbeats
+way) or `heal`. Bulk data is distinguished from control messages by its rate, so that reports and heartbeats
 pass while nothing else does.
 """
 

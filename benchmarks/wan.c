@@ -24,10 +24,10 @@
 #include <time.h>
 #include <unistd.h>
 
-#define MOST_BYTES 70000
-#define MOST_PACKETS (1u << 19)
-#define LONGEST_SLEEP_NS 1000000
-#define SHORTEST_SLEEP_NS 100000 /* three packets at 1 Gbit/s; less would burn a core */
+#define MAX_BYTES 70000
+#define MAX_PACKETS (1u << 19)
+#define MAX_SLEEP_NS 1000000
+#define MIN_SLEEP_NS 100000 /* three packets at 1 Gbit/s; less would burn a core */
 
 struct packet {
   int64_t due_ns;
@@ -85,19 +85,19 @@ static int open_tun(const char *namespace, const char *address, int mtu) {
 
 /* Packets that arrived: into the queue, or dropped. True if there were any. */
 static int take_in(struct direction *d) {
-  static __thread char buffer[MOST_BYTES];
+  static __thread char buffer[MAX_BYTES];
   int any = 0;
   for (int i = 0; i < 64; i++) {
     int bytes = read(d->in, buffer, sizeof buffer);
     if (bytes <= 0) break;
     any = 1;
     int64_t now = now_ns(), start = d->free_at_ns > now ? d->free_at_ns : now;
-    if (start - now > queue_ns || d->tail - d->head >= MOST_PACKETS) {
+    if (start - now > queue_ns || d->tail - d->head >= MAX_PACKETS) {
       d->dropped++;
       continue;
     }
     d->free_at_ns = start + (int64_t)(bytes * ns_per_byte);
-    struct packet *p = &d->queue[d->tail++ % MOST_PACKETS];
+    struct packet *p = &d->queue[d->tail++ % MAX_PACKETS];
     p->due_ns = d->free_at_ns + delay_ns;
     p->bytes = bytes;
     p->data = malloc(bytes);
@@ -110,7 +110,7 @@ static int take_in(struct direction *d) {
 static int let_out(struct direction *d) {
   int any = 0;
   while (d->head != d->tail) {
-    struct packet *p = &d->queue[d->head % MOST_PACKETS];
+    struct packet *p = &d->queue[d->head % MAX_PACKETS];
     if (p->due_ns > now_ns()) break;
     if (write(d->out, p->data, p->bytes) < 0 && errno == EAGAIN) break;
     d->packets++;
@@ -126,12 +126,12 @@ static void *carry(void *argument) {
   struct direction *d = argument;
   while (!stopped) {
     if (take_in(d) | let_out(d)) continue;
-    int64_t wait = LONGEST_SLEEP_NS;
+    int64_t wait = MAX_SLEEP_NS;
     if (d->head != d->tail) {
-      int64_t left = d->queue[d->head % MOST_PACKETS].due_ns - now_ns();
+      int64_t left = d->queue[d->head % MAX_PACKETS].due_ns - now_ns();
       if (left < wait) wait = left;
     }
-    if (wait < SHORTEST_SLEEP_NS) wait = SHORTEST_SLEEP_NS;
+    if (wait < MIN_SLEEP_NS) wait = MIN_SLEEP_NS;
     struct pollfd poll_in = {.fd = d->in, .events = POLLIN};
     struct timespec timeout = {.tv_nsec = wait};
     ppoll(&poll_in, 1, &timeout, NULL);
@@ -155,7 +155,7 @@ int main(int count, char **arguments) {
   struct direction directions[2] = {{.in = a, .out = b}, {.in = b, .out = a}};
   pthread_t threads[2];
   for (int i = 0; i < 2; i++) {
-    directions[i].queue = calloc(MOST_PACKETS, sizeof(struct packet));
+    directions[i].queue = calloc(MAX_PACKETS, sizeof(struct packet));
     if (!directions[i].queue) die("memory");
     pthread_create(&threads[i], NULL, carry, &directions[i]);
   }

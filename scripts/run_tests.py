@@ -9,6 +9,7 @@ and named above the summary, as are those that fail again.
 
 Where no cluster can run, all other tests do, and a sentence names what did not run.
 With CI=true or DILOCO_E2E=required everything has to run. --fast: unit tests alone, without the slow ones.
+--all: the files of SLOW_TIER as well.
 """
 
 from __future__ import annotations
@@ -31,11 +32,13 @@ CHART = "tests/unit/charts"
 """Needs helm, which is built with the clusters' programs."""
 OWN_CLUSTERS = (
     *("test_api_rules", "test_api_versions", "test_applied_metadata", "test_applied_templates"),
-    *("test_fuzzed_jobs", "test_scale", "test_operator_replicas", "test_two_clusters"),
+    *("test_kueue", "test_operator_replicas", "test_two_clusters", "test_drills"),
 )
 """Files of tests/e2e that start clusters or API servers of their own; all others share three clusters."""
 SECOND_CLUSTER = ("test_lifecycle", "test_steady_state", "test_operator_failures")
 THIRD_CLUSTER = ("test_learners_of_pods", "test_failed_jobs", "test_volumes")
+SLOW_TIER = ("test_fuzzed_jobs", "test_pools", "test_scale")
+"""Run with --all and in the workflow e2e.yaml; docs/testing.md names the faster tests of the same promises."""
 AT_ONCE = 3
 """Groups that run at the same time; with five, two cores were so busy that tests ran into time-outs."""
 LAST = "test_rbac"
@@ -94,10 +97,15 @@ class Group:
             for line in process.stdout or ():
                 lines.append(line)
                 print(line if alone else "", end="", flush=alone)
+            _, status, usage = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(status)
+        cpu = usage.ru_utime + usage.ru_stime
         output = "" if alone else "".join(lines).rstrip()
         print(
-            f"\n== {self.name}: ended after {time.monotonic() - begun:.0f} s\n{output}", flush=True
-        )
+            f"\n== {self.name}: ended after {time.monotonic() - begun:.0f} s, {cpu:.0f} s of CPU of it "
+            f"and its children\n{output}",
+            flush=True,
+        )  # Programs that outlive their parents, such as those of clusters, are not in it.
         result = Result(outcomes("".join(lines)), failures(lines))
         if process.returncode and not result.counts["failed"]:
             print(f"== {self.name}: exit status {process.returncode}", flush=True)
@@ -169,10 +177,12 @@ def programs() -> list[Group]:
     ]
 
 
-def on_clusters(audits: str) -> tuple[list[Group], Group]:
+def on_clusters(audits: str, *, slow_tier: bool = False) -> tuple[list[Group], Group]:
     """Groups that may run at the same time, and the one after them; every file is in one of them."""
     files = {path.stem: str(path) for path in sorted((ROOT / "tests/e2e").glob("test_*.py"))}
     last, own = files.pop(LAST), [files.pop(name) for name in OWN_CLUSTERS]
+    slow = [files.pop(name) for name in SLOW_TIER]
+    own += slow if slow_tier else []
     environment = {"DILOCO_E2E": "required", "DILOCO_E2E_AUDITS": audits}
     second = [files.pop(name) for name in SECOND_CLUSTER]
     third = [files.pop(name) for name in THIRD_CLUSTER]
@@ -196,14 +206,14 @@ def ended(running: Sequence[tuple[Group, Future[Result]]]) -> Result:
     return sum((group.repeat(result) for group, result in results), Result(Counter()))
 
 
-def all_of_it(audits: str) -> Result:
+def all_of_it(audits: str, *, slow_tier: bool) -> Result:
     """Every test, on local clusters."""
     with ThreadPoolExecutor(AT_ONCE) as pool, ThreadPoolExecutor() as builders:
         running = started(pool, everywhere(f"--ignore={CHART}"))
         built = list(builders.map(Group.run, programs()))
         if any(result.counts["failed"] for result in built):
             return sum(built, ended(running))
-        groups, last = on_clusters(audits)
+        groups, last = on_clusters(audits, slow_tier=slow_tier)
         running += started(pool, groups)
     return ended(running) + last.run()
 
@@ -251,7 +261,7 @@ def main() -> int:
             )
         else:
             with tempfile.TemporaryDirectory(prefix="diloco-audits-") as audits:
-                result = all_of_it(audits)
+                result = all_of_it(audits, slow_tier="--all" in sys.argv[1:])
     print(f"\n{not_run}".rstrip(), *result.failures, sep="\n")
     print(summary(result.counts))
     return 1 if result.counts["failed"] else 0

@@ -1,7 +1,10 @@
-"""What holds for every test: the profiles of hypothesis, and the option --no-skips."""
+"""What holds for every test: the profiles of hypothesis, the option --no-skips, and what took processor time."""
 
 import gc
 import os
+import resource
+import signal
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -14,6 +17,12 @@ settings.load_profile("full")
 
 HARDWARE = ("no GPU", "this CPU has no vector instructions")
 """Beginnings of the reasons for which a test may be skipped with --no-skips."""
+
+
+LISTED = 15
+"""Tests in the list of those that took the most processor time."""
+CPU: Counter[str] = Counter()
+"""Seconds by test, those of its fixtures and of the programs that ended during it included."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -29,6 +38,32 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
             report.outcome = "failed"
             report.longrepr = f"Every test has to run here, and this one was skipped: {reason}"
     return report
+
+
+def pytest_configure() -> None:
+    # A shell starts what it runs in the background without Ctrl-C, and programs that tests start would inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def cpu_seconds() -> float:
+    usages = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item):
+    begun = cpu_seconds()
+    result = yield
+    CPU[item.nodeid] = cpu_seconds() - begun
+    return result
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not terminalreporter.config.getoption("durations"):
+        return
+    terminalreporter.section(f"most processor time of {CPU.total():.0f} s")
+    for name, seconds in CPU.most_common(LISTED):
+        terminalreporter.write_line(f"{seconds:.2f}s {name}")
 
 
 def pytest_collection_finish() -> None:

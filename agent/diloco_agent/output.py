@@ -23,7 +23,7 @@ class Log:
 
     def open(self) -> BinaryIO:
         """The file that the process writes to."""
-        # Private, and not through a link that somebody planted.
+        # Private, and not through a symbolic link that another user planted.
         flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         file = os.fdopen(os.open(self._path, flags, 0o600), "ab")
         self._start = file.seek(0, os.SEEK_END)

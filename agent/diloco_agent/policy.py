@@ -190,7 +190,7 @@ class Policy:
             self.state, self.message = State.RESTARTING, f"restarts with its learner: {reason}"
             self._kill_at = now + self.limits.leave_seconds
             return [Terminate()]
-        if self.state is State.RESTARTING and unit.is_alone(now):
+        if self.state is State.RESTARTING and unit.has_lost_peer(now):
             self._kill_at = min(self._kill_at, now + FOLLOW_SECONDS)
         if self.state is State.BACK_OFF and (cause := unit.fault(now)):
             self.crashes += 1
@@ -241,7 +241,7 @@ class Policy:
             return ExitContainer(code=EXIT_REFUSED, reason="Refused", message=message)
         if self.role is Role.LEARNER:
             if self.unit is not None:
-                return None  # the unit tells which of its exits count
+                return None  # the unit decides which of its exits count
             self.crashes += is_crash(event.code)
             return self._limit_reached(cause)
         if self._ever_healthy or self._exits < self.limits.crash_loop_exits:

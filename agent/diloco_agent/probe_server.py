@@ -16,8 +16,8 @@ from diloco.runtime.listening import AllAddresses
 from diloco_agent.probes import Answer
 
 REQUEST_SECONDS = 5.0
-_MOST_LINES = 100
-_MOST_BYTES = 8192
+_MAX_LINES = 100
+_MAX_BYTES = 8192
 _PHRASES = {200: "OK", 404: "Not Found", 503: "Service Unavailable"}
 
 
@@ -43,10 +43,10 @@ class Server:
                     self.wfile.write(_reply(answer(*self._path_and_query())))
 
             def _path_and_query(self) -> tuple[str, str]:
-                first = self.rfile.readline(_MOST_BYTES).split()
+                first = self.rfile.readline(_MAX_BYTES).split()
                 # Closing before all of the request is read would reset the connection.
-                for _ in range(_MOST_LINES if first else 0):
-                    if not self.rfile.readline(_MOST_BYTES).strip():
+                for _ in range(_MAX_LINES if first else 0):
+                    if not self.rfile.readline(_MAX_BYTES).strip():
                         break
                 target = first[1].decode("latin-1") if len(first) > 1 else ""
                 path, _, query = target.partition("?")

@@ -23,7 +23,7 @@ MARK_VARIABLE = "DILOCO_PROCESS_MARK"
 """Its value is "<mark of the supervisor>:<process>:<start>:"."""
 
 _PR_SET_PDEATHSIG = 1
-_MOST_SWEEPS = 100
+_MAX_SWEEPS = 100
 
 
 def marked(prefix: str) -> list[int]:
@@ -40,7 +40,7 @@ def marked(prefix: str) -> list[int]:
 
 def kill_marked(prefix: str) -> None:
     """Kill every process whose mark begins with `prefix`, and what it forks in the meantime."""
-    for _ in range(_MOST_SWEEPS):
+    for _ in range(_MAX_SWEEPS):
         pids = marked(prefix)
         if not pids:
             return

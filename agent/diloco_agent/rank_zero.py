@@ -21,7 +21,7 @@ PATH = "/unit"
 """Of rank 0's agent, on the port of the probes; the query is the report as JSON."""
 
 _TIMEOUT_SECONDS = 3.0
-_MOST_BYTES = 8192
+_MAX_BYTES = 8192
 
 
 class RankZero:
@@ -41,8 +41,8 @@ class RankZero:
         """The newest reply, and when it arrived; None: none yet."""
         threading.Thread(target=self._run, name="rank 0", daemon=True).start()
 
-    def tell(self, report: Report) -> None:
-        """What to report from now on."""
+    def update(self, report: Report) -> None:
+        """Report this from now on."""
         if report != self._report:
             self._report = report
             self._changed.set()
@@ -74,7 +74,7 @@ def _exchange(address: tuple[str, int], report: Report) -> Order:
     with socket.create_connection(address, timeout=_TIMEOUT_SECONDS) as connection:
         connection.sendall(request)
         answer = bytearray()
-        while len(answer) < _MOST_BYTES and (piece := connection.recv(_MOST_BYTES)):
+        while len(answer) < _MAX_BYTES and (piece := connection.recv(_MAX_BYTES)):
             answer += piece
     head, _, body = bytes(answer).partition(b"\r\n\r\n")
     status = head.split(b"\r\n", 1)[0].split(b" ")

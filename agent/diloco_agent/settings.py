@@ -70,6 +70,9 @@ def read(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
     own = {"DILOCO_HEALTH_FILE": _health_file(env, role)}
     if role is Role.LEARNER:
         own |= _learner(env)
+        if int(own.get("RANK", "0")):
+            # Rank 0 is a Learner, which reports its health by itself.
+            own["DILOCO_PROGRESS_FILE"] = own["DILOCO_HEALTH_FILE"]
     grace = env.number("DILOCO_GRACE_SECONDS", _GRACE_SECONDS[role], least=0)
     limit = env.integer("DILOCO_RESTART_LIMIT", -1)
     stuck = env.number("DILOCO_STUCK_SECONDS", 900, least=0)
@@ -129,19 +132,19 @@ def _learner(env: Environment) -> dict[str, str]:
     region = env.required("DILOCO_REGION", "the region's name")
     pod = env.required("DILOCO_POD", "the pod's name")
     size = env.integer("DILOCO_PODS_PER_LEARNER", 1, least=1)
-    ordinal = re.fullmatch("(?s:.*-)?([0-9]+)", pod)
+    rendezvous = env.port("DILOCO_RENDEZVOUS_PORT", MASTER_PORT)
+    ordinal = re.fullmatch("(?s:(.*)-)([0-9]+)", pod)
     if ordinal is None:
         if pod:
             env.problem(f"DILOCO_POD: {pod!r}, expected a name that ends in -<ordinal>")
         return {}
-    index, rank = divmod(int(ordinal[1]), size)
+    index, rank = divmod(int(ordinal[2]), size)
     own = {"DILOCO_LEARNER": f"{region}/{index}"}
     if size > 1:
-        service = f"{job}-{region}"
         own |= {
             "RANK": str(rank),
             "WORLD_SIZE": str(size),
-            "MASTER_ADDR": f"{service}-{index * size}.{service}",
-            "MASTER_PORT": str(MASTER_PORT),
+            "MASTER_ADDR": f"{ordinal[1]}-{index * size}.{job}-{region}",
+            "MASTER_PORT": str(rendezvous),
         }
     return own

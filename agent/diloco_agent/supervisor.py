@@ -89,11 +89,11 @@ class Supervisor:
         return self._exit.code
 
     def _turn(self) -> None:
-        self._hear()
+        self._receive()
         for event in self._events():
             for decision in self._policy.handle(event, time.monotonic()):
                 self._carry_out(decision)
-        self._tell()
+        self._send_report()
         self._processes.reap_orphans()
         self._facts = self._observe(time.monotonic())
 
@@ -156,20 +156,20 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------ other pods
 
-    def _hear(self) -> None:
-        """Pass on what the other pods of the learner said."""
+    def _receive(self) -> None:
+        """Pass on what the other pods of the learner reported."""
         if isinstance(self._unit, Leader):
             for rank in list(self._reports):
-                self._unit.hear(*self._reports.pop(rank))
+                self._unit.receive_report(*self._reports.pop(rank))
         elif isinstance(self._unit, Follower) and self._rank_zero is not None:
             reply = self._rank_zero.reply
             if reply is not None:
-                self._unit.hear(*reply)
+                self._unit.receive_order(*reply)
 
-    def _tell(self) -> None:
+    def _send_report(self) -> None:
         if isinstance(self._unit, Follower) and self._rank_zero is not None:
             self._unit.willing = self._policy.waits
-            self._rank_zero.tell(self._unit.report)
+            self._rank_zero.update(self._unit.report)
 
     def _on_report(self, query: str) -> Answer | None:
         """Rank 0's reply to the report of another rank. Called from other threads."""

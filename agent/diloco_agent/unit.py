@@ -31,12 +31,12 @@ _FRESH_SECONDS = 5.0
 FOLLOW_SECONDS = 10.0
 """How long a process may take to exit when another of its run is gone, before SIGKILL."""
 
-_LONGEST_CAUSE = 300
+_MAX_CAUSE = 300
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """What the agent of another rank tells rank 0."""
+    """What the agent of another rank reports to rank 0."""
 
     rank: int
     boot: str
@@ -44,7 +44,7 @@ class Report:
     run: str
     """The run that its process executes; "": none."""
     willing: bool
-    """It would start a process now."""
+    """It is ready to start a process."""
     stopping: bool
     """Its container is being stopped."""
     ended: str = ""
@@ -64,7 +64,7 @@ class Report:
         The report that another agent sent.
 
         Raises:
-            ValueError, TypeError, KeyError: it is none.
+            ValueError, TypeError, KeyError: the data is not a report.
         """
         return cls(
             rank=int(data["rank"]),
@@ -74,7 +74,7 @@ class Report:
             stopping=bool(data["stopping"]),
             ended=str(data["ended"])[:80],
             code=int(data["code"]),
-            cause=str(data["cause"])[:_LONGEST_CAUSE],
+            cause=str(data["cause"])[:_MAX_CAUSE],
         )
 
 
@@ -101,7 +101,7 @@ class Order:
         The order that rank 0 sent.
 
         Raises:
-            ValueError, TypeError, KeyError: it is none.
+            ValueError, TypeError, KeyError: the data is not an order.
         """
         return cls(
             run=str(data["run"]),
@@ -126,19 +126,19 @@ class Leader:
     _runs: int = 0
     _members: dict[int, str] = field(default_factory=dict)
     """Rank → boot of its agent when the run began."""
-    _heard: dict[int, tuple[float, Report]] = field(default_factory=dict)
+    _reports: dict[int, tuple[float, Report]] = field(default_factory=dict)
     _ends: dict[int, tuple[int, str]] = field(default_factory=dict)
     """Rank → exit code and cause in the last run, in the order in which they became known."""
-    _judged: str = ""
-    """The last run, while its incident is open."""
+    _open_run: str = ""
+    """The last run, until its incident is closed."""
     _ended_at: float = float("-inf")
     _done: bool = False
     """The process of rank 0 has exited with 0: its work is done, whatever the others do."""
 
-    def hear(self, report: Report, now: float) -> None:
+    def receive_report(self, report: Report, now: float) -> None:
         """Another rank has reported."""
-        self._heard[report.rank] = (now, report)
-        if report.ended and report.ended == self._judged and report.code:
+        self._reports[report.rank] = (now, report)
+        if report.ended and report.ended == self._open_run and report.code:
             cause = f"rank {report.rank}: {report.cause}"
             self._ends.setdefault(report.rank, (report.code, cause))
 
@@ -151,28 +151,28 @@ class Leader:
         """Whether all ranks are ready for another run."""
         if self._done:
             # Started again after its work was done: first the others end as well.
-            self._done, self._judged = False, ""
+            self._done, self._open_run = False, ""
             self._end(now)
         return not self.waits_for(now)
 
     def waits_for(self, now: float) -> str:
         """Which rank is not ready for another run; "": all are."""
         for rank in range(1, self.size):
-            heard_at, report = self._heard.get(rank, (float("-inf"), None))
-            if report is None or now - heard_at > _FRESH_SECONDS:
+            reported_at, report = self._reports.get(rank, (float("-inf"), None))
+            if report is None or now - reported_at > _FRESH_SECONDS:
                 return f"rank {rank} does not report"
             if report.stopping:
                 return f"rank {rank} is being stopped"
-            # A report from before the end of the last run says nothing about the next.
-            if report.run or not report.willing or heard_at < self._ended_at + SETTLE_SECONDS:
+            # A report from before the end of the last run does not count for the next.
+            if report.run or not report.willing or reported_at < self._ended_at + SETTLE_SECONDS:
                 return f"rank {rank} is not ready"
         return ""
 
     def started(self, now: float) -> None:
         """The process of rank 0 was started."""
         self._runs += 1
-        self.run = self.running = self._judged = f"{self.boot}.{self._runs}"
-        self._members = {rank: report.boot for rank, (_, report) in self._heard.items()}
+        self.run = self.running = self._open_run = f"{self.boot}.{self._runs}"
+        self._members = {rank: report.boot for rank, (_, report) in self._reports.items()}
         self._ends, self._broken = {}, False
 
     def must_end(self, now: float) -> str:
@@ -182,12 +182,12 @@ class Leader:
             self._end(now)
         return trouble
 
-    def is_alone(self, now: float) -> bool:
+    def has_lost_peer(self, now: float) -> bool:
         """Whether another process of the run is gone, so that waiting for this one is in vain."""
-        reports = (self._heard[rank] for rank in self._members)
+        reports = (self._reports[rank] for rank in self._members)
         self._broken = any(
-            report.run != self.running or now - heard_at > LOST_SECONDS
-            for heard_at, report in reports
+            report.run != self.running or now - reported_at > LOST_SECONDS
+            for reported_at, report in reports
         )
         return self._broken
 
@@ -195,7 +195,7 @@ class Leader:
         """The process of rank 0 exited."""
         self.running = ""
         if by_itself and code == 0:
-            self._done, self._judged = True, ""
+            self._done, self._open_run = True, ""
             return
         if by_itself:
             self._ends.setdefault(0, (code, f"rank 0: {exit_cause(code, last_line)}"))
@@ -209,17 +209,17 @@ class Leader:
         """
         The cause of an incident that counts against the learner, once; "": there is none.
 
-        A run that a pod left, or of which a process was killed from outside, ended by nobody's
-        fault: the crashes of the others followed. Else the first crash stands for all of them.
+        A run that a pod left, or of which a process was killed from outside, counts as a disruption:
+        the crashes of the others followed. Otherwise the first crash stands for all of them.
         """
-        if not self._judged or self.run:
+        if not self._open_run or self.run:
             return ""
         disturbed = self._disturbed(now)
-        heard = (at for at, _ in self._heard.values())
-        settles = any(at < self._ended_at + SETTLE_SECONDS for at in heard)
+        reported = (at for at, _ in self._reports.values())
+        settles = any(at < self._ended_at + SETTLE_SECONDS for at in reported)
         if not disturbed and settles:
             return ""
-        self._judged = ""
+        self._open_run = ""
         ends = list(self._ends.values())
         if disturbed or not all(is_crash(code) for code, _ in ends):
             return ""
@@ -228,8 +228,8 @@ class Leader:
     def _disturbed(self, now: float) -> str:
         """Which pod has left the run, and how; "": none."""
         for rank, boot in self._members.items():
-            heard_at, report = self._heard[rank]
-            if now - heard_at > LOST_SECONDS:
+            reported_at, report = self._reports[rank]
+            if now - reported_at > LOST_SECONDS:
                 return f"rank {rank} does not report"
             if report.boot != boot:
                 return f"rank {rank} was replaced"
@@ -253,20 +253,20 @@ class Follower:
     willing: bool = True
     stopping: bool = False
     _order: Order | None = None
-    _heard_at: float = float("-inf")
+    _order_at: float = float("-inf")
     _last: str = ""
     """The run that it executed last: each is started once."""
     _ended: str = ""
     _code: int = 0
     _cause: str = ""
 
-    def hear(self, order: Order, now: float) -> None:
+    def receive_order(self, order: Order, now: float) -> None:
         """Rank 0 has replied."""
-        self._order, self._heard_at = order, now
+        self._order, self._order_at = order, now
 
     @property
     def report(self) -> Report:
-        """What to tell rank 0."""
+        """What to report to rank 0."""
         return Report(
             rank=self.rank, boot=self.boot, run=self.running, willing=self.willing,
             stopping=self.stopping, ended=self._ended, code=self._code, cause=self._cause,
@@ -278,7 +278,7 @@ class Follower:
 
     def waits_for(self, now: float) -> str:
         """Why it does not start; "": it may."""
-        if self._order is None or now - self._heard_at > _FRESH_SECONDS:
+        if self._order is None or now - self._order_at > _FRESH_SECONDS:
             return "rank 0 does not answer"
         begun = self._order.run and self._order.member == self.boot
         if not begun or self._order.run == self._last:
@@ -292,14 +292,14 @@ class Follower:
 
     def must_end(self, now: float) -> str:
         """Why its process must end although it runs; "": it need not."""
-        if self._order is None or now - self._heard_at > LOST_SECONDS:
+        if self._order is None or now - self._order_at > LOST_SECONDS:
             return "rank 0 does not answer"
         return "" if self._order.run == self.running else "rank 0 has ended the run"
 
-    def is_alone(self, now: float) -> bool:
+    def has_lost_peer(self, now: float) -> bool:
         """Whether another process of the run is gone, so that waiting for this one is in vain."""
         order = self._order
-        if order is None or now - self._heard_at > LOST_SECONDS:
+        if order is None or now - self._order_at > LOST_SECONDS:
             return True
         return order.broken or order.running != self.running
 
@@ -307,7 +307,7 @@ class Follower:
         """The process exited."""
         if by_itself:
             self._ended, self._code = self.running, code
-            self._cause = exit_cause(code, last_line)[:_LONGEST_CAUSE]
+            self._cause = exit_cause(code, last_line)[:_MAX_CAUSE]
         self.running = ""
 
     def stop(self) -> None:

@@ -1,5 +1,5 @@
 """
-`diloco certs`: a CA for a job, and one Secret per region.
+`diloco certs`: a CA for a job, and one Secret per cluster.
 
 Except for `write_certs` and its helpers, no function does I/O; keys are random.
 """
@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 
 from diloco.errors import ConfigError
 from diloco.rpc.certificates import USAGES, certificates, day, is_key_of
-from diloco.rpc.tls import observer_uri, region_uri, server_name
+from diloco.rpc.identity import observer_uri, region_uri, server_name
 from diloco.runtime import files
 from diloco_job.types import DiLoCoJob
 
@@ -232,7 +232,7 @@ def describe(directory: Path, written: Sequence[Written]) -> str:
         + (
             "or only this, if one cluster runs all regions"
             if secret is written[-1]
-            else f"in the cluster of region {secret.regions[0]}{' (syncer)' if secret.server else ''}"
+            else f"in the cluster of {_listed(secret.regions)}{' (syncer)' if secret.server else ''}"
         )
         for secret in written
     ]
@@ -243,6 +243,10 @@ def describe(directory: Path, written: Sequence[Written]) -> str:
             f"keep {directory / 'ca.key'} secret: its holder can join the job",
         ]
     )
+
+
+def _listed(regions: Sequence[str]) -> str:
+    return f"region{'s' if len(regions) > 1 else ''} {', '.join(regions)}"
 
 
 def secret(name: str, namespace: str, issued: Issued, bundle: bytes) -> dict[str, Any]:
@@ -267,12 +271,12 @@ def write_certs(
     hosts: Sequence[str] = (),
 ) -> list[Written]:
     """
-    Write ca.crt, ca.key, a Secret per region, and all.yaml for one cluster with all regions.
+    Write ca.crt, ca.key, a Secret per cluster, and all.yaml for one cluster with all regions.
 
     An existing CA in the directory is reused; certificates are always new.
 
     Args:
-        job: provides regions, the syncer's region and the Secret's name.
+        job: provides regions with their clusters, the syncer's region and the Secret's name.
         directory: created if missing.
         now: the present time.
         days: validity of the certificates.
@@ -284,15 +288,18 @@ def write_certs(
     """
     name = _secret_name(job)
     namespace = namespace or job.metadata.namespace
-    regions = [region.name for region in job.spec.regions]
-    if "all" in regions and len(regions) > 1:
+    regions = tuple(region.name for region in job.spec.regions)
+    clusters: dict[str, tuple[str, ...]] = {}
+    for region in job.spec.regions:
+        clusters[region.cluster_name] = (*clusters.get(region.cluster_name, ()), region.name)
+    if "all" in clusters and len(clusters) > 1:
         raise ConfigError(
-            "spec.regions: a region cannot be named all, because all.yaml is the Secret of all "
-            "regions"
+            "spec.regions: a region cannot be named all, nor its cluster, because all.yaml is the "
+            "Secret of all regions"
         )
     authority, contents = _authority(job.metadata.name, directory, now)
     written = []
-    for file, own in [*((region, (region,)) for region in regions), ("all", tuple(regions))]:
+    for file, own in [*clusters.items(), ("all", regions)]:
         server = job.spec.syncer_region in own
         issued = issue(
             authority, job=job.metadata.name, regions=own,

@@ -165,11 +165,11 @@ def is_running(pod: Object) -> bool:
 
 
 def failure(pod: Object) -> str:
-    """Why it will never run, in the words of Kubernetes; "": it may."""
+    """Why it will never run, as Kubernetes reports it; "": it may."""
     status = pod.get("status") or {}
     if status.get("phase") in _ENDED or "deletionTimestamp" in pod["metadata"]:
-        words = [str(status.get(field) or "") for field in ("reason", "message")]
-        return ": ".join(filter(None, words)) or "it ended"
+        parts = [str(status.get(field) or "") for field in ("reason", "message")]
+        return ": ".join(filter(None, parts)) or "it ended"
     wait = (_main(pod).get("state") or {}).get("waiting") or {}
     if wait.get("reason") in _HOPELESS:
         return f"{wait['reason']}: {wait.get('message', '')}".removesuffix(": ")
@@ -177,7 +177,7 @@ def failure(pod: Object) -> str:
 
 
 def delay(pod: Object, events: Iterable[Object]) -> str:
-    """What it waits for: the scheduler's words, else those of its newest warning; "": unknown."""
+    """What it waits for: the scheduler's message, else that of its newest warning; "": unknown."""
     if why := _unschedulable(pod):
         return why
     warnings = [event for event in events if event.get("type") == "Warning"]

@@ -17,8 +17,8 @@ from diloco_cli.options import (
     ObjectOutput,
     Output,
     Sets,
+    announce,
     echo,
-    say,
     show,
     show_json,
 )
@@ -97,11 +97,15 @@ def crd(output: ObjectFormat = ObjectOutput.yaml) -> None:
 def certs(
     file: Manifest,
     out: Annotated[
-        Path, typer.Option("--out", metavar="DIR", help="Keep this directory: it contains ca.key.")
+        Path,
+        typer.Option(
+            "--out", metavar="DIR", help="Directory to write; keep it safe, it contains ca.key."
+        ),
     ],
     days: Annotated[int, typer.Option(min=1, help="Validity of the certificates.")] = 365,
     namespace: Annotated[
-        str, typer.Option(help="Of the Secrets. Default: the manifest's.", show_default=False)
+        str,
+        typer.Option(help="Namespace of the Secrets. Default: the manifest's.", show_default=False),
     ] = "",
     host: Annotated[
         list[str] | None,
@@ -110,7 +114,7 @@ def certs(
     sets: Sets = None,
     output: Format = Output.table,
 ) -> None:
-    """Create a CA for a job, and a Secret for each region."""
+    """Create a CA for a job, and a Secret for each cluster."""
     from datetime import UTC, datetime
 
     from diloco_cli.authority import describe, write_certs
@@ -135,7 +139,7 @@ def logs(
     """
     from diloco_cli.remote import RemoteJob, fetch_run
 
-    remote = RemoteJob(name=job, namespace=namespace, context=context, say=say)
+    remote = RemoteJob(name=job, namespace=namespace, context=context, announce=announce)
     for missing in fetch_run(remote, to):
         echo(printable(missing))
     echo(f"{to}: fetched; verify every merge with: diloco audit --dir {to}")

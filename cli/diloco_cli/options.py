@@ -44,11 +44,11 @@ RunDirectory = Annotated[
     typer.Option("--dir", metavar="DIR", help="The run directory. Default: the only one in runs/."),
 ]
 PositionalRunDirectory = Annotated[
-    Path | None, typer.Argument(metavar="[DIR]", show_default=False, help="The same as --dir.")
+    Path | None, typer.Argument(metavar="DIR", show_default=False, help="The same as --dir.")
 ]
 ClusterJob = Annotated[
     str | None,
-    typer.Option("--job", metavar="NAME", help="Take a job in a cluster instead of a run."),
+    typer.Option("--job", metavar="NAME", help="Use a job in a cluster instead of a run."),
 ]
 Namespace = Annotated[
     str, typer.Option("-n", "--namespace", help="Namespace of the job. Default: the context's.")
@@ -92,6 +92,6 @@ def echo(text: str, *, error: bool = False) -> None:
     typer.echo(printable(text, lines=True), err=error)
 
 
-def say(text: str) -> None:
+def announce(text: str) -> None:
     """Show a person what happens, beside what the command prints."""
     echo(text, error=True)

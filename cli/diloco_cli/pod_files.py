@@ -300,7 +300,7 @@ class _Stream:
         line, newline, rest = self._buffer.partition(b"\n")
         try:
             found = json.loads(line) if newline else None
-        except ValueError:
+        except (ValueError, RecursionError):  # nested too deeply
             found = None
         if not isinstance(found, dict):
             raise _BrokenError("the stream does not contain files")

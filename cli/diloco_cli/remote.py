@@ -19,11 +19,11 @@ import yaml
 
 from diloco.errors import StorageError, UnavailableError
 from diloco.runtime import files
-from diloco_cli import volume
+from diloco_cli import volume_reader
 from diloco_cli.fetch_pod import MAIN, SPEC, STATE
 from diloco_cli.kubectl import Kubectl
 from diloco_cli.pod_files import DEFAULT_CAPS, Caps, Retries, copy_files
-from diloco_cli.volume import RESOURCE, Patience
+from diloco_cli.volume_reader import RESOURCE, Patience
 from diloco_job import names
 from diloco_local.run_directory import RunDir
 
@@ -50,7 +50,7 @@ class RemoteJob:
     kubectl: str = "kubectl"
     retries: Retries = field(default_factory=Retries)
     patience: Patience = field(default_factory=Patience)
-    say: Callable[[str], None] = print
+    announce: Callable[[str], None] = print
     """Shows a person what a pod that is started waits for."""
 
     def manifest(self) -> bytes:
@@ -88,10 +88,9 @@ class RemoteJob:
         for pod in found["items"]:
             metadata = pod["metadata"]
             region = (metadata.get("labels") or {}).get("diloco.dev/region", "")
-            stem, _, ordinal = metadata["name"].rpartition("-")
-            own = stem == names.child_name(self.name, region) and ordinal.isdecimal()
-            if own and (pod.get("status") or {}).get("phase") == "Running":
-                pods[region, int(ordinal)] = metadata["name"]
+            ordinal = names.learner_pod_ordinal(metadata["name"], self.name, region)
+            if ordinal is not None and (pod.get("status") or {}).get("phase") == "Running":
+                pods[region, ordinal] = metadata["name"]
         return pods
 
     @contextlib.contextmanager
@@ -104,7 +103,7 @@ class RemoteJob:
             UnavailableError: the syncer does not run, and its volume cannot be read without it.
         """
         with contextlib.ExitStack() as stack:
-            source = volume.reader(self._kubectl, self.name, self.patience, self.say)
+            source = volume_reader.reader(self._kubectl, self.name, self.patience, self.announce)
             try:
                 found = stack.enter_context(source)
             except UnavailableError as error:

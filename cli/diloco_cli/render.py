@@ -11,7 +11,8 @@ from diloco.errors import ConfigError
 from diloco_job.manifest_file import Dumper
 from diloco_job.types import DiLoCoJob
 from diloco_operator.resources import Owner, Wanted, desired
-from diloco_operator.resources.operator_scope import OperatorScope
+from diloco_operator.resources.extra_metadata import Metadata
+from diloco_operator.resources.operator_scope import OperatorScope, listed_regions
 
 NO_UID = "00000000-0000-0000-0000-000000000000"
 """Placeholder for the uid, which only a cluster assigns."""
@@ -30,9 +31,14 @@ def render(job: DiLoCoJob, scope: OperatorScope, namespace: str = "") -> tuple[d
         ConfigError: the scope's region is not one of the job's.
     """
     if not (scope.own_regions(job) or scope.has_syncer(job)):
-        known = ", ".join(region.name for region in job.spec.regions)
+        known = listed_regions(job)
         raise ConfigError(f"--region {scope.region}: not one of the job's regions: {known}")
-    owner = Owner(namespace=namespace or job.metadata.namespace or "default", uid=NO_UID)
+    metadata = job.metadata
+    owner = Owner(
+        namespace=namespace or metadata.namespace or "default",
+        uid=NO_UID,
+        metadata=Metadata(labels=metadata.labels, annotations=metadata.annotations),
+    )
     return desired(job, owner, scope, Wanted())
 
 

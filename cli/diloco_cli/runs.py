@@ -24,9 +24,9 @@ from diloco_cli.options import (
     PositionalRunDirectory,
     RunDirectory,
     Sets,
+    announce,
     echo,
     run_directory,
-    say,
     show,
     show_json,
 )
@@ -42,7 +42,8 @@ def run(
 ) -> None:
     """Run a job on this machine, or resume it.
 
-    Exit status: 0 complete; 75 suspended, so that it can be resumed; 1 failed; 130 stopped at once.
+    Exit status: 0 complete; 75 suspended, so that it can be resumed; 1 failed; 2 invalid manifest or
+    command line; 130 stopped at once.
     """
     from diloco_local import supervisor
     from diloco_local.manifest import load_job
@@ -67,7 +68,8 @@ def resume(
         int | None,
         typer.Option(
             "--from-snapshot", metavar="STEP", min=0,
-            help="Start from the snapshot of this step instead of the newest; 0: begin anew. Newer ones are set aside.",
+            help="Start from the snapshot of this step instead of the newest; 0: start over. "
+            "Newer snapshots are set aside.",
         ),
     ] = None,
 ) -> None:  # fmt: skip
@@ -176,7 +178,7 @@ def export(
         from diloco_cli.remote import RemoteJob, fetch_model
 
         with tempfile.TemporaryDirectory(prefix="diloco-export-") as fetched:
-            remote = RemoteJob(name=job, namespace=namespace, context=context, say=say)
+            remote = RemoteJob(name=job, namespace=namespace, context=context, announce=announce)
             fetch_model(remote, Path(fetched))
             facts = export_model(Path(fetched), to)
     text = f"{to}: model.safetensors and model.json, SHA-256 {facts['sha256']}"
@@ -189,9 +191,12 @@ def sample(
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     tokens: Annotated[int | None, typer.Option(min=1, help="Number of bytes to generate.")] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="0: always the most likely byte.")
+        float | None,
+        typer.Option(min=0.0, help="Sampling temperature; 0: always the most likely byte."),
     ] = None,
-    seed: Annotated[int | None, typer.Option(min=0, help="Equal seeds give equal text.")] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="Random seed; the same seed gives the same text.")
+    ] = None,
 ) -> None:
     """Generate text with the model of a built-in recipe."""
     model = run_directory(positional or directory) / "model"

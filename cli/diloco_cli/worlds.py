@@ -18,7 +18,9 @@ def sim(
         str | None, typer.Option(metavar="A..B", help="Run these worlds, both ends included.")
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Global steps of each world.")] = 100,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes that run them.")] = 1,
+    jobs: Annotated[
+        int, typer.Option(min=1, help="Number of worlds that run at the same time.")
+    ] = 1,
     shrink: Annotated[
         bool, typer.Option("--shrink", help="Show a smaller world that fails in the same way.")
     ] = False,

@@ -22,9 +22,9 @@ from diloco_job.cel import quoted, validation
 BILLION = 10**9
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
-LEVELS_MAX = 64
+MAX_LEVELS = 64
 """Maximum nesting of objects and lists where a manifest may contain anything."""
-_QUANTITY_MAX = 63
+_MAX_QUANTITY = 63
 
 _QUANTITY = r"[+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([KMGTPE]i|[numkMGTPE]|[eE][+-]?([0-9]+(\.[0-9]*)?|\.[0-9]+))?"
 
@@ -115,7 +115,7 @@ def _decimal(value: object) -> object:
 def _quantity(value: object) -> int | str:
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= INT64_MAX:
         return value
-    if isinstance(value, str) and len(value) <= _QUANTITY_MAX and re.fullmatch(_QUANTITY, value):
+    if isinstance(value, str) and len(value) <= _MAX_QUANTITY and re.fullmatch(_QUANTITY, value):
         return value
     raise refuse(
         '{value!r} is not a quantity; write an integer or quoted text such as "500m" or "10Gi"',
@@ -124,38 +124,51 @@ def _quantity(value: object) -> int | str:
 
 
 def _job_name(value: str) -> str:
-    if not re.fullmatch(names.JOB_PATTERN, value) or len(value) > names.CHILD_MAX - 2:
+    if not re.fullmatch(names.JOB_PATTERN, value) or len(value) > names.MAX_CHILD_NAME - 2:
         raise refuse(
             '"{value}" is not a job name; use at most {limit} lower-case letters, digits and dashes, '
             "starting with a letter and not ending with a dash",
             value=value,
-            limit=names.CHILD_MAX - 2,
+            limit=names.MAX_CHILD_NAME - 2,
         )
     return value
 
 
 def _region_name(value: str) -> str:
-    if not re.fullmatch(names.REGION_PATTERN, value) or len(value) > names.REGION_MAX:
+    if not re.fullmatch(names.REGION_PATTERN, value) or len(value) > names.MAX_REGION_NAME:
         raise refuse(
             '"{value}" is not a region name; use at most {limit} lower-case letters, digits and '
             "dashes, not starting or ending with a dash",
             value=value,
-            limit=names.REGION_MAX,
+            limit=names.MAX_REGION_NAME,
         )
     if value in names.RESERVED_REGIONS:
         raise refuse(RESERVED, value)
     return value
 
 
+def _cluster_name(value: str) -> str:
+    if value and (
+        not re.fullmatch(names.REGION_PATTERN, value) or len(value) > names.MAX_REGION_NAME
+    ):
+        raise refuse(
+            '"{value}" is not the name of a cluster; write region.name of its operator: at most {limit} '
+            "lower-case letters, digits and dashes, not starting or ending with a dash",
+            value=value,
+            limit=names.MAX_REGION_NAME,
+        )
+    return value
+
+
 def _bounded_depth(value: dict[str, Any]) -> dict[str, Any]:
     # Iterative: the API server stores up to 10 000 levels, which would exceed the recursion limit.
     level: list[Any] = [value]
-    for _ in range(LEVELS_MAX):
+    for _ in range(MAX_LEVELS):
         groups = (node.values() if isinstance(node, dict) else node for node in level)
         level = [entry for group in groups for entry in group if isinstance(entry, dict | list)]
         if not level:
             return value
-    raise refuse("is nested deeper than {} levels, the maximum", LEVELS_MAX)
+    raise refuse("is nested deeper than {} levels, the maximum", MAX_LEVELS)
 
 
 def _endpoint(value: str) -> str:
@@ -215,7 +228,7 @@ _HOST_CEL = "self.substring(0, self.lastIndexOf(':'))"
 _SIX_CEL = "self.substring(1, self.lastIndexOf(']'))"
 _ENDPOINT_CEL = (
     "(self == '' || (int(self.substring(self.lastIndexOf(':') + 1)) <= 65535"
-    f" && self.lastIndexOf(':') <= {names.HOST_MAX}"
+    f" && self.lastIndexOf(':') <= {names.MAX_HOST_NAME}"
     f" && (self.startsWith('[') ? isIP({_SIX_CEL}) && ip({_SIX_CEL}).family() == 6"
     f" : (!self.matches('(^|[.])[0-9]+:[0-9]+$') || isIP({_HOST_CEL})))))"
 )
@@ -247,22 +260,29 @@ Quantity = Annotated[
         {
             "x-kubernetes-int-or-string": True,
             "pattern": f"^{_QUANTITY}$",
-            "maxLength": _QUANTITY_MAX,
+            "maxLength": _MAX_QUANTITY,
         }
     ),
 ]
-JobName = Annotated[str, AfterValidator(_job_name), _schema(names.JOB_PATTERN, names.CHILD_MAX - 2)]
+JobName = Annotated[
+    str, AfterValidator(_job_name), _schema(names.JOB_PATTERN, names.MAX_CHILD_NAME - 2)
+]
 RegionName = Annotated[
     str,
     AfterValidator(_region_name),
-    _schema(names.REGION_PATTERN, names.REGION_MAX, (_RESERVED_CEL, RESERVED)),
+    _schema(names.REGION_PATTERN, names.MAX_REGION_NAME, (_RESERVED_CEL, RESERVED)),
+]
+ClusterName = Annotated[
+    str,
+    AfterValidator(_cluster_name),
+    _schema(names.REGION_PATTERN, names.MAX_REGION_NAME, empty=True),
 ]
 Endpoint = Annotated[
     str,
     AfterValidator(_endpoint),
     _schema(
         names.ENDPOINT_PATTERN,
-        names.HOST_MAX + 6,
+        names.MAX_HOST_NAME + 6,
         (_ENDPOINT_CEL, NO_ENDPOINT),
         (_NOT_LOCAL_CEL, LOCAL_ENDPOINT),
         empty=True,
@@ -279,6 +299,9 @@ LoadBalancerClass = Annotated[
         max_length=317,
         pattern=r"^(([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$",
     ),
+]
+IpFamilyPolicy = Annotated[
+    str, Field(max_length=16, pattern=r"^(SingleStack|PreferDualStack|RequireDualStack)?$")
 ]
 UpToBillion = Annotated[int, Field(ge=1, le=BILLION)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]

@@ -17,13 +17,13 @@ JOB_PATTERN = r"[a-z]([-a-z0-9]*[a-z0-9])?"
 REGION_PATTERN = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
 """A DNS label."""
 
-REGION_MAX = 24
+MAX_REGION_NAME = 24
 """Maximum length of a region name, in characters."""
 
-REGIONS_MAX = 64
+MAX_REGIONS = 64
 """Maximum number of regions of a job."""
 
-CHILD_MAX = 52
+MAX_CHILD_NAME = 52
 """Maximum length of `<job>-<region>`: a StatefulSet's revision label adds 11 characters; labels end at 63."""
 
 RESERVED_REGIONS = ("syncer", "evaluator", "spec")
@@ -35,17 +35,33 @@ DECIMAL_PATTERN = r"(0|[1-9][0-9]{0,8})(\.[0-9]{1,9})?"
 _LABEL = r"[A-Za-z0-9]([-A-Za-z0-9]{0,61}[A-Za-z0-9])?"
 
 SOURCE_RANGE_PATTERN = r"[0-9A-Fa-f:.]{2,39}/(0|[1-9][0-9]{0,2})"
-"""An IPv4 or IPv6 range as far as a pattern can tell; `is_source_range` is exact."""
+"""An IPv4 or IPv6 range as far as a pattern can decide; `is_source_range` is exact."""
 ENDPOINT_PATTERN = rf"(\[[0-9A-Fa-f:.]+\]|{_LABEL}(\.{_LABEL})*):[1-9][0-9]{{0,4}}"
 """host:port, as far as a pattern can check it; `is_endpoint` checks the rest."""
 
-HOST_MAX = 253
+MAX_HOST_NAME = 253
 """Maximum length of the host of an endpoint."""
 
 
 def child_name(job: str, suffix: str) -> str:
     """Name of the child object of a job for a region or a role: `<job>-<suffix>`."""
     return f"{job}-{suffix}"
+
+
+def learner_set_name(job: str, region: str, index: int) -> str:
+    """Name of the StatefulSet of one learner, where a region has not one for all."""
+    return child_name(job, f"{region}-{index}")
+
+
+def learner_pod_ordinal(pod: str, job: str, region: str) -> int | None:
+    """
+    Ordinal of a pod within its region, which counts the pods of all learners; None: another pod.
+
+    >>> learner_pod_ordinal("a-eu-3", "a", "eu"), learner_pod_ordinal("a-eu-1-3", "a", "eu")
+    (3, 3)
+    """
+    found = re.fullmatch(rf"{re.escape(child_name(job, region))}(-[0-9]+)?-([0-9]+)", pod, re.ASCII)
+    return int(found[2]) if found else None
 
 
 def syncer_name(job: str) -> str:
@@ -112,7 +128,7 @@ def is_endpoint(text: str) -> bool:
     if not re.fullmatch(ENDPOINT_PATTERN, text):
         return False
     host, _, port = text.rpartition(":")
-    if int(port) > 65535 or len(host) > HOST_MAX:
+    if int(port) > 65535 or len(host) > MAX_HOST_NAME:
         return False
     try:
         if host.startswith("["):

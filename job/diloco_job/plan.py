@@ -24,14 +24,9 @@ Env = tuple[tuple[str, str], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LearnerPlan:
-    """One learner process (or group of pods)."""
+class ProgramPlan:
+    """A process that runs a recipe or the user's own program."""
 
-    name: str
-    """"<region>/<index>"."""
-    region: str
-    index: int
-    """Within its region."""
     argv: tuple[str, ...]
     own_command: bool
     """The user's own program: it starts in the manifest's directory."""
@@ -39,6 +34,17 @@ class LearnerPlan:
     """Content of DILOCO_CONFIG."""
     env: Env
     """The user's own variables; only a cluster resolves those with valueFrom."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerPlan(ProgramPlan):
+    """One learner process (or group of pods)."""
+
+    name: str
+    """"<region>/<index>"."""
+    region: str
+    index: int
+    """Within its region."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,16 +61,10 @@ class SyncerPlan:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EvaluatorPlan:
-    """The process that scores the syncer's Θ."""
+class EvaluatorPlan(ProgramPlan):
+    """The process that scores the syncer's Θ. Its `config` is that of no region."""
 
     every_steps: int
-    argv: tuple[str, ...]
-    own_command: bool
-    """It runs the user's own program, which expects the manifest's directory."""
-    config: Mapping[str, Any]
-    """Content of DILOCO_CONFIG: recipe.config without that of any region."""
-    env: Env
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +162,7 @@ def learner_spec(spec: RunSpec) -> RunSpec:
 
 def environment(
     plan: Plan,
-    process: LearnerPlan | EvaluatorPlan,
+    process: ProgramPlan,
     *,
     syncer: str,
     spec_path: str,
@@ -193,7 +193,7 @@ def environment(
 
 def process_env(
     plan: Plan,
-    process: LearnerPlan | EvaluatorPlan,
+    process: ProgramPlan,
     *,
     syncer: str,
     spec_path: str,

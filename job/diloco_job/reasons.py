@@ -19,7 +19,7 @@ EventType = Literal["", "Normal", "Warning"]
 _Row = tuple[str, EventType, str] | tuple[str, EventType, str, str]
 """Reason, type of its Event, message, optional advice."""
 
-MESSAGE_MOST = 1000
+MAX_MESSAGE = 1000
 """Longest message of a condition or an Event, in characters; Kubernetes limits Events to 1024."""
 
 CONDITIONS: dict[str, str] = {
@@ -107,17 +107,17 @@ REASONS: tuple[Reason, ...] = (
     *_of(
         "Accepted",
         "True",
-        ("Valid", "Normal", "the job can be run"),
+        ("Valid", "Normal", "the job can run"),
         (
             "FieldsIgnored",
             "Warning",
-            "the job can be run, but this version of the operator does not know, and ignores, {fields}",
+            "the job can run, but this version of the operator ignores fields that it does not know: {fields}",
             "upgrade the operator to the version of the CRD",
         ),
         (
             "StorageNotApplied",
             "Warning",
-            "the job can be run, but StatefulSet {sets} was created with other volumeClaimTemplates, "
+            "the job can run, but StatefulSet {sets} was created with other volumeClaimTemplates, "
             "which cannot change: it keeps them and its pod template",
             "delete the StatefulSet: the operator creates it again with spec.learner.storage",
         ),
@@ -143,6 +143,13 @@ REASONS: tuple[Reason, ...] = (
             "Warning",
             "this cluster does not allow {fields}; nothing was changed",
             "remove the field, or see forbiddenPodFields of the operator's chart",
+        ),
+        (
+            "NameTooLongForQueue",
+            "Warning",
+            "in a queue each learner has a StatefulSet of its own, and {name} has {length} characters; "
+            "the maximum is {most}",
+            "give the job or the region a shorter name",
         ),
         (
             "OtherOperator",
@@ -173,7 +180,7 @@ REASONS: tuple[Reason, ...] = (
         (
             "Refused",
             "Warning",
-            "the API server rejected {refusals}",
+            "the API server did not accept {refusals}",
             "see the server's message and correct the manifest",
         ),
     ),
@@ -188,6 +195,13 @@ REASONS: tuple[Reason, ...] = (
             "yet; other clusters cannot connect to it until then",
             "install a load balancer, or use type NodePort",
         ),
+        (
+            "VolumeTerminating",
+            "Warning",
+            "the syncer is serving, but PersistentVolumeClaim {claim} is being deleted: the job's "
+            "state is lost when the syncer's pod ends, which keeps the claim until then",
+            "copy the volume now; the deletion of a claim cannot be undone",
+        ),
     ),
     *_of(
         "SyncerReady",
@@ -199,7 +213,7 @@ REASONS: tuple[Reason, ...] = (
             "VolumeGone",
             "Warning",
             "PersistentVolumeClaim {claim} with uid {uid}, which holds the job's state up to step "
-            "{step}, {seen}: the syncer does not start, and learners train alone. To go on with "
+            "{step}, {seen}: the syncer does not start, and learners train alone. To continue with "
             "{instead}: {command}",
             "restore the volume from a copy, or give its state up with the annotation",
         ),
@@ -248,6 +262,12 @@ REASONS: tuple[Reason, ...] = (
         "False",
         ("Starting", "", "{training} of {desired} are training{detail}"),
         (
+            "WaitingInQueue",
+            "Normal",
+            "{training} of {desired} are training; waiting in queue{queue}: {learners}{detail}",
+            "they join when the queue admits them: see kubectl get workloads",
+        ),
+        (
             "SomeNotTraining",
             "Warning",
             "{training} of {desired} are training{detail}",
@@ -269,16 +289,34 @@ REASONS: tuple[Reason, ...] = (
         "QuorumMet",
         "True",
         ("EnoughLearners", "Normal", "{reporting} learners report, the quorum is {quorum}"),
+        (
+            "RegionFailed",
+            "Warning",
+            "{reporting} learners report, the quorum is {quorum}; {failed}",
+            "correct the manifest or the program for that region; the others continue",
+        ),
     ),
     *_of(
         "QuorumMet",
         "False",
         ("Starting", "", "{reporting} learners report, the quorum is {quorum}"),
         (
+            "WaitingInQueue",
+            "Normal",
+            "{reporting} learners report, the quorum is {quorum}; {waiting} wait in a queue",
+            "see the condition LearnersReady",
+        ),
+        (
             "TooFewLearners",
             "Warning",
             "{reporting} learners report, the quorum is {quorum}: the syncer waits for more",
             "restore learners, or lower spec.sync.quorum",
+        ),
+        (
+            "RegionMissing",
+            "Warning",
+            "{reporting} learners report, the quorum is {quorum}: the syncer waits for more; {failed}",
+            "correct the manifest or the program for that region, then suspend and resume the job there",
         ),
         *_OVER,
     ),
@@ -380,5 +418,5 @@ def event_type(condition: str, reason: str) -> EventType:
 
 
 def clip(text: str) -> str:
-    """The text, shortened to MESSAGE_MOST characters."""
-    return text if len(text) <= MESSAGE_MOST else text[: MESSAGE_MOST - 3] + "..."
+    """The text, shortened to MAX_MESSAGE characters."""
+    return text if len(text) <= MAX_MESSAGE else text[: MAX_MESSAGE - 3] + "..."

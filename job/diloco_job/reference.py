@@ -2,7 +2,7 @@
 The reference page of `DiLoCoJob`, generated from the code.
 
 Pure. Fields, bounds and defaults come from the CRD's schema, rules from `rules`, conditions and
-reasons from `reasons`, metrics from `diloco.runtime.metrics`.
+reasons from `reasons`, metrics from `diloco.runtime.metric_table`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator
 
-from diloco.runtime.metrics import METRICS
+from diloco.runtime.metric_table import METRICS
 from diloco_job import names
 from diloco_job.crd import PLURAL, SHORT_NAMES, Schema, schema
 from diloco_job.reasons import CONDITIONS, REASONS

@@ -16,12 +16,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import combinations
 from typing import Any
 
 from diloco_job import names
 from diloco_job.cel import quoted
 from diloco_job.quantities import amount
-from diloco_job.types import DiLoCoJob
+from diloco_job.types import DiLoCoJob, Service
 
 Location = tuple[str | int, ...]
 
@@ -59,43 +60,82 @@ def _overlap_max(job: DiLoCoJob) -> int:
     return max(1, min(sync.interval - 1, sync.fragments))
 
 
-_LONGEST_CEL = (
+def _distinct(role: str, *ports: str) -> Rule:
+    """The rule that the ports of a pod differ; its role is a field of the spec, which may be absent."""
+
+    def numbers(job: DiLoCoJob) -> tuple[int, ...]:
+        own = getattr(job.spec, role)
+        return () if own is None else tuple(getattr(own.ports, port) for port in ports)
+
+    path, here = f"spec.{role}.ports", f"self.{role}.ports"
+    differ = " && ".join(f"{here}.{a} != {here}.{b}" for a, b in combinations(ports, 2))
+    optional = f"!has(self.{role}) || " if role == "evaluation" else ""
+    return Rule(
+        path=path,
+        reads=(f"spec.{role}",) if optional else (path,),
+        holds=lambda job: len(set(numbers(job))) == len(numbers(job)),
+        message=", ".join(f"{port} {{}}" for port in ports) + ": each port must be another one",
+        values=numbers,
+        cel=f"{optional}({differ})",
+        cel_values=tuple(f"{here}.{port}" for port in ports),
+    )
+
+
+_LONGEST_REGION_CEL = (
     "self.spec.regions.filter(r, self.spec.regions.all(s, size(s.name) <= size(r.name)))[0].name"
 )
-_OVERLAP_MAX_CEL = (
+_MAX_OVERLAP_CEL = (
     "(self.sync.interval > self.sync.fragments ? self.sync.fragments"
     " : self.sync.interval > 2 ? self.sync.interval - 1 : 1)"
 )
 _NUM_LEARNERS_CEL = "self.regions.map(r, r.learners).sum()"
 # The server cannot bound a join: cut a template for the maximum number of names to length instead.
 _REGION_NAMES_CEL = (
-    f"{quoted(', '.join(['%s'] * names.REGIONS_MAX))}.substring(0, 4 * size(self.regions) - 2)"
+    f"{quoted(', '.join(['%s'] * names.MAX_REGIONS))}.substring(0, 4 * size(self.regions) - 2)"
     ".format(self.regions.map(r, r.name))"
 )
+
+
+def _only_with_load_balancer(
+    field: str, *, unset: Callable[[Service], bool], unset_cel: str
+) -> Rule:
+    """A field of the syncer's Service that means something for type LoadBalancer only."""
+    return Rule(
+        path=f"spec.syncer.service.{field}",
+        reads=("spec.syncer.service.type", f"spec.syncer.service.{field}"),
+        holds=lambda job: (
+            job.spec.syncer.service.type == "LoadBalancer" or unset(job.spec.syncer.service)
+        ),
+        message="is for type LoadBalancer; the type is {}",
+        values=lambda job: (job.spec.syncer.service.type,),
+        cel=f"self.syncer.service.type == 'LoadBalancer' || {unset_cel}",
+        cel_values=("self.syncer.service.type",),
+    )
+
 
 RULES: tuple[Rule, ...] = (
     Rule(
         path="metadata.name",
         reads=("metadata.name", "spec.regions"),
         holds=lambda job: (
-            len(names.child_name(job.metadata.name, _longest_region(job))) <= names.CHILD_MAX
+            len(names.child_name(job.metadata.name, _longest_region(job))) <= names.MAX_CHILD_NAME
         ),
         message='"{}", "-" and the longest region "{}" are {} characters; the maximum is {}',
         values=lambda job: (
             job.metadata.name,
             _longest_region(job),
             len(names.child_name(job.metadata.name, _longest_region(job))),
-            names.CHILD_MAX,
+            names.MAX_CHILD_NAME,
         ),
         cel=(
             "self.spec.regions.all(r, size(self.metadata.name) + 1 + size(r.name) <= "
-            f"{names.CHILD_MAX})"
+            f"{names.MAX_CHILD_NAME})"
         ),
         cel_values=(
             "self.metadata.name",
-            _LONGEST_CEL,
-            f"size(self.metadata.name) + 1 + size({_LONGEST_CEL})",
-            str(names.CHILD_MAX),
+            _LONGEST_REGION_CEL,
+            f"size(self.metadata.name) + 1 + size({_LONGEST_REGION_CEL})",
+            str(names.MAX_CHILD_NAME),
         ),
     ),
     Rule(
@@ -118,10 +158,10 @@ RULES: tuple[Rule, ...] = (
             job.spec.sync.interval,
             job.spec.sync.fragments,
         ),
-        cel=f"self.sync.overlap <= {_OVERLAP_MAX_CEL}",
+        cel=f"self.sync.overlap <= {_MAX_OVERLAP_CEL}",
         cel_values=(
             "self.sync.overlap",
-            _OVERLAP_MAX_CEL,
+            _MAX_OVERLAP_CEL,
             "self.sync.interval",
             "self.sync.fragments",
         ),
@@ -155,6 +195,9 @@ RULES: tuple[Rule, ...] = (
         cel="!has(self.learner.recipe) || self.learner.podsPerLearner == 1",
         cel_values=("self.learner.podsPerLearner",),
     ),
+    _distinct("learner", "health", "metrics", "rendezvous"),
+    _distinct("syncer", "health", "metrics", "sync"),
+    _distinct("evaluation", "health", "metrics"),
     Rule(
         path="spec.syncer.region",
         reads=("spec.syncer.region", "spec.regions"),
@@ -170,36 +213,18 @@ RULES: tuple[Rule, ...] = (
         ),
         cel_values=("self.syncer.region", _REGION_NAMES_CEL),
     ),
-    Rule(
-        path="spec.syncer.service.loadBalancerClass",
-        reads=("spec.syncer.service.type", "spec.syncer.service.loadBalancerClass"),
-        holds=lambda job: (
-            job.spec.syncer.service.type == "LoadBalancer"
-            or not job.spec.syncer.service.load_balancer_class
-        ),
-        message="is for type LoadBalancer; the type is {}",
-        values=lambda job: (job.spec.syncer.service.type,),
-        cel=(
-            "self.syncer.service.type == 'LoadBalancer'"
-            " || self.syncer.service.loadBalancerClass == ''"
-        ),
-        cel_values=("self.syncer.service.type",),
+    _only_with_load_balancer(
+        "loadBalancerClass",
+        unset=lambda service: not service.load_balancer_class,
+        unset_cel="self.syncer.service.loadBalancerClass == ''",
     ),
-    Rule(
-        path="spec.syncer.service.loadBalancerSourceRanges",
-        reads=("spec.syncer.service.type", "spec.syncer.service.loadBalancerSourceRanges"),
-        holds=lambda job: (
-            job.spec.syncer.service.type == "LoadBalancer"
-            or not job.spec.syncer.service.load_balancer_source_ranges
-        ),
-        message="is for type LoadBalancer; the type is {}",
-        values=lambda job: (job.spec.syncer.service.type,),
-        cel=(
-            "self.syncer.service.type == 'LoadBalancer'"
-            " || !has(self.syncer.service.loadBalancerSourceRanges)"
+    _only_with_load_balancer(
+        "loadBalancerSourceRanges",
+        unset=lambda service: not service.load_balancer_source_ranges,
+        unset_cel=(
+            "!has(self.syncer.service.loadBalancerSourceRanges)"
             " || size(self.syncer.service.loadBalancerSourceRanges) == 0"
         ),
-        cel_values=("self.syncer.service.type",),
     ),
     Rule(
         path="spec.evaluation.command",
@@ -234,6 +259,21 @@ RULES: tuple[Rule, ...] = (
         holds=lambda job: job.spec.tls.mode != "CertManager" or job.spec.tls.issuer_ref is not None,
         message="missing; required by spec.tls.mode CertManager",
         cel="self.tls.mode != 'CertManager' || has(self.tls.issuerRef)",
+    ),
+    Rule(
+        path="spec.managedBy",
+        reads=("spec.managedBy", "spec.runPolicy.managedBy"),
+        holds=lambda job: (
+            not (job.spec.managed_by and job.spec.run_policy.managed_by)
+            or job.spec.managed_by == job.spec.run_policy.managed_by
+        ),
+        message='"{}", but spec.runPolicy.managedBy, its former place, is "{}"; set only one of them',
+        values=lambda job: (job.spec.managed_by, job.spec.run_policy.managed_by),
+        cel=(
+            "self.managedBy == '' || self.runPolicy.managedBy == ''"
+            " || self.managedBy == self.runPolicy.managedBy"
+        ),
+        cel_values=("self.managedBy", "self.runPolicy.managedBy"),
     ),
 )
 
@@ -284,6 +324,18 @@ def _syncer_region_cel(spec: str) -> str:
     return f"({spec}.syncer.region != '' ? {spec}.syncer.region : {spec}.regions[0].name)"
 
 
+_SAME_CLUSTER_CEL = (
+    "r.cluster == o.cluster"
+    " || (r.cluster == '' && o.cluster == o.name) || (o.cluster == '' && r.cluster == r.name)"
+)
+# A conditional text has no size estimate: comparing it for each region exceeds the cost budget.
+_STAYS_CEL = (
+    "self.regions.all(r, !(r.name == self.syncer.region"
+    " || (self.syncer.region == '' && r.name == self.regions[0].name))"
+    f" || oldSelf.regions.all(o, o.name != r.name || {_SAME_CLUSTER_CEL}))"
+)
+
+
 def _size_cel(spec: str) -> str:
     size = f"{spec}.syncer.storage.size"
     text = f"isQuantity({size}) ? quantity({size}).asApproximateFloat() : 0.0"
@@ -309,6 +361,18 @@ CHANGES: tuple[Change, ...] = (
             f" || {_syncer_region_cel('self')} == {_syncer_region_cel('oldSelf')}"
         ),
         cel_values=(_syncer_region_cel("oldSelf"), _syncer_region_cel("self")),
+    ),
+    Change(
+        # Its volume stays where it is: the job would begin anew in the other cluster.
+        path="spec.syncer.region",
+        holds=lambda old, new: (
+            new.spec.syncer_region != old.spec.syncer_region
+            or new.spec.syncer_cluster == old.spec.syncer_cluster
+        ),
+        message="its cluster cannot change, because the volume of the syncer would stay behind",
+        values=lambda old, new: (),
+        cel=_STAYS_CEL,
+        cel_values=(),
     ),
     Change(
         path="spec.syncer.storage.size",

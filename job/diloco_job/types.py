@@ -20,11 +20,13 @@ from diloco_job.fields import (
     INT32_MAX,
     Annotations,
     BelowOne,
+    ClusterName,
     Command,
     Config,
     Count,
     Endpoint,
     Fraction,
+    IpFamilyPolicy,
     JobName,
     Labels,
     LoadBalancerClass,
@@ -40,7 +42,7 @@ from diloco_job.fields import (
     UpToBillion,
     list_map,
 )
-from diloco_job.names import REGION_MAX, REGIONS_MAX
+from diloco_job.names import MAX_REGION_NAME, MAX_REGIONS
 
 API_VERSION = "diloco.dev/v1alpha1"
 KIND = "DiLoCoJob"
@@ -123,15 +125,15 @@ class Sync(Model):
     fragments: Annotated[int, Field(ge=1, le=1024)] = 24
     """P: number of fragments of the model; at most its number of tensors."""
     interval: UpToBillion = 24
-    """H: steps between two syncs of the same fragment; at least the number of fragments."""
+    """H: global steps between two rounds of the same fragment; at least the number of fragments."""
     overlap: UpToBillion = 2
-    """τ: steps a sync may take, and fragments in flight; at most the number of fragments."""
+    """τ: rounds in flight, and steps that a round may take; at most the number of fragments."""
     quorum: UpToBillion = 1
     """K: reports that a round needs before its fragment is merged."""
     grace: Grace = Grace()
     """The grace window."""
     merge: Literal["Radial", "Average"] = "Radial"
-    """How deltas are merged: Radial (RDA) preserves their length, Average is the weighted mean."""
+    """How deltas are merged: Radial preserves their length, Average is the weighted mean."""
     average_parameters: Annotated[list[Text], Field(max_length=256)] = []
     """Shell patterns of parameters that, like embeddings, are merged by average."""
     guard: Fraction = "10"
@@ -157,6 +159,32 @@ class Resources(Model):
     """What the container must not exceed."""
     claims: Annotated[list[Passed], Field(max_length=64)] = []
     """Names of resource claims."""
+
+
+Port = Annotated[int, Field(ge=1024, le=65535)]
+
+
+class Ports(Model):
+    """Ports of a pod; others than the defaults matter where it has the network of its node."""
+
+    health: Port = 8080
+    """Port of the probes."""
+    metrics: Port = 9090
+    """Port of the metrics."""
+
+
+class LearnerPorts(Ports):
+    """Ports of the pods of learners."""
+
+    rendezvous: Port = 29500
+    """MASTER_PORT of learners of several pods."""
+
+
+class SyncerPorts(Ports):
+    """Ports of the syncer's pod."""
+
+    sync: Port = 7070
+    """Port of the syncer; its Service has one of its own."""
 
 
 class PodMetadata(Model):
@@ -199,7 +227,7 @@ class Storage(Model):
     storage_class_name: ObjectName = ""
     """StorageClass; empty: the default of the cluster."""
     when_deleted: Retention = "Delete"
-    """Whether the volume goes with the job, or stays for a job of the same name."""
+    """Whether the volume is deleted with the job, or kept for a job of the same name."""
 
 
 class LearnerStorage(Storage):
@@ -208,7 +236,7 @@ class LearnerStorage(Storage):
     access_mode: Literal["ReadWriteOnce", "ReadWriteOncePod", "ReadWriteMany"] = "ReadWriteOnce"
     """Access mode of each volume, which one pod uses."""
     when_scaled: Retention = "Retain"
-    """Whether the volumes of a learner go when it is taken out of its region."""
+    """Whether the volumes of a learner are deleted when the learner is removed from its region."""
 
 
 # ------------------------------------------------------------------ spec.learner, spec.regions
@@ -242,7 +270,7 @@ class Learner(Model):
     image: Text = ""
     """Container image; empty: the worker image of the chart."""
     pods_per_learner: Annotated[int, Field(ge=1, le=4096)] = 1
-    """R/M: pods per learner."""
+    """Number of pods of each learner."""
     checkpoint: LearnerCheckpoint = LearnerCheckpoint()
     """The learner's own checkpoint."""
     storage: LearnerStorage | None = None
@@ -255,6 +283,8 @@ class Learner(Model):
     """Environment of the training program."""
     resources: Resources = Resources()
     """Resources of its container."""
+    ports: LearnerPorts = LearnerPorts()
+    """Ports of its pods, for learners in the network of their node; `diloco run` ignores them."""
     pod_template: PodTemplate = PodTemplate()
     """Overlay for its pods."""
 
@@ -266,12 +296,20 @@ class Region(Model):
     """A DNS label of at most 24 characters."""
     learners: Annotated[int, Field(ge=0, le=1000)]
     """Number of learners; may change while the job runs."""
+    cluster: ClusterName = ""
+    """region.name of the operator that runs it; empty: the region's own name. Several regions may
+    have the same; an operator without region.name, like `diloco run`, runs all of them."""
     config: Config = {}
     """Overlay for recipe.config in this region; with learner.command, the whole config."""
     resources: Resources = Resources()
     """Replaces learner.resources."""
     pod_template: PodTemplate = PodTemplate()
     """Overlay for learner.podTemplate."""
+
+    @property
+    def cluster_name(self) -> str:
+        """The cluster that runs it: the configured one, else the one of its own name."""
+        return self.cluster or self.name
 
 
 # -------------------------------------------------------------------- spec.syncer and the rest
@@ -286,6 +324,8 @@ class Service(Model):
     """Port of the Service."""
     node_port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port on every node with type NodePort; 0: assigned by the cluster."""
+    ip_family_policy: IpFamilyPolicy = ""
+    """SingleStack, PreferDualStack or RequireDualStack; empty: the cluster's default, one family."""
     load_balancer_class: LoadBalancerClass = ""
     """Implementation of the load balancer with type LoadBalancer; empty: the cluster's default."""
     load_balancer_source_ranges: Annotated[list[SourceRange], Field(max_length=64)] = []
@@ -300,13 +340,13 @@ class SyncerCheckpoint(Model):
     every_steps: UpToBillion = 48
     """Global steps between two snapshots."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Number of checkpoints that are kept."""
+    """Number of snapshots that are kept."""
 
 
 class Syncer(Model):
     """The process that merges."""
 
-    region: Annotated[str, Field(max_length=REGION_MAX)] = ""
+    region: Annotated[str, Field(max_length=MAX_REGION_NAME)] = ""
     """Region of the syncer; empty: the first of regions."""
     endpoint: Endpoint = ""
     """host:port that other regions dial; required if regions are in different clusters."""
@@ -318,6 +358,8 @@ class Syncer(Model):
     """Its volume."""
     service: Service = Service()
     """Its Service."""
+    ports: SyncerPorts = SyncerPorts()
+    """Ports of its pod, if that is in the network of its node; `diloco run` ignores them."""
     checkpoint: SyncerCheckpoint = SyncerCheckpoint()
     """Its snapshots."""
     pod_template: PodTemplate = PodTemplate()
@@ -331,6 +373,8 @@ class Evaluation(Model):
     """Global steps between two evaluations."""
     command: Command | None = None
     """With learner.command: gets the path of a model.safetensors, prints {"loss": number}."""
+    ports: Ports = Ports()
+    """Ports of the evaluator's pod, which has the podTemplate of learners; `diloco run` ignores them."""
 
 
 class IssuerRef(Model):
@@ -372,7 +416,7 @@ class RunPolicy(Model):
     cleanup_policy: Literal["None", "Running", "All"] = "Running"
     """What is deleted at the end."""
     managed_by: Text = ""
-    """Name of another controller; this operator then ignores the job."""
+    """The former place of spec.managedBy."""
 
 
 class Spec(Model):
@@ -388,7 +432,7 @@ class Spec(Model):
     """What every learner runs."""
     regions: Annotated[
         list[Region],
-        Field(min_length=1, max_length=REGIONS_MAX, json_schema_extra=list_map("name")),
+        Field(min_length=1, max_length=MAX_REGIONS, json_schema_extra=list_map("name")),
         AfterValidator(UniqueBy(key="name")),
     ]
     """Where learners run, and how many."""
@@ -400,6 +444,8 @@ class Spec(Model):
     """Mutual TLS."""
     run_policy: RunPolicy = RunPolicy()
     """When the job stops, and what remains."""
+    managed_by: Text = ""
+    """Name of another controller, such as kueue.x-k8s.io/multikueue; this operator then ignores the job."""
 
     @property
     def num_learners(self) -> int:
@@ -410,6 +456,12 @@ class Spec(Model):
     def syncer_region(self) -> str:
         """The region of the syncer: the configured one, else the first."""
         return self.syncer.region or self.regions[0].name
+
+    @property
+    def syncer_cluster(self) -> str:
+        """The cluster of the syncer: that of its region."""
+        name = self.syncer_region
+        return next((region.cluster_name for region in self.regions if region.name == name), name)
 
 
 class DiLoCoJob(Model):

@@ -1,7 +1,7 @@
 """
 The command of every process of a plan on one machine.
 
-Pure, except that `problems` reads the disk and `of` creates state directories.
+`problems` reads the disk and `of` creates state directories; all else takes and returns values.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_agent.processes import Command
-from diloco_job.plan import PYTHON, EvaluatorPlan, LearnerPlan, Plan, environment
+from diloco_job.plan import PYTHON, Plan, ProgramPlan, environment
 from diloco_job.types import DiLoCoJob
 from diloco_local.run_directory import RunDir
 from diloco_local.settings import Settings
@@ -102,9 +102,7 @@ class Commands:
             f"spec.learner.command: program {program} not found in {command.directory} or on PATH"
         ]
 
-    def _environment(
-        self, process: LearnerPlan | EvaluatorPlan, endpoint: str, state: Path
-    ) -> dict[str, str]:
+    def _environment(self, process: ProgramPlan, endpoint: str, state: Path) -> dict[str, str]:
         return environment(
             self.plan,
             process,

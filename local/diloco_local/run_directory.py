@@ -12,7 +12,6 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Mapping
-from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -126,7 +125,7 @@ class RunDir:
 
         Raises:
             ConfigError: it belongs to another job, a change is not allowed, or the manifest's
-                directory does not exist any more.
+                directory no longer exists.
             StorageError: the directory cannot be written.
         """
         if self.manifest.exists():
@@ -144,7 +143,7 @@ class RunDir:
         origin = self._origin_of(job_path)
         if not origin.parent.is_dir():
             raise ConfigError(
-                f"{origin.parent}: the directory of the job's manifest does not exist any more; the "
+                f"{origin.parent}: the directory of the job's manifest no longer exists; the "
                 "job's commands start there, so restore it"
             )
         text = _manifest_text(job_path, job)
@@ -189,7 +188,7 @@ class RunDir:
         if status["state"] not in FINAL_STATES and self.supervisor_pid() is None:
             status["state"] = "Suspended"
             status["message"] = (
-                f"the supervisor (pid {status['supervisor']['pid']}) does not run any more; "
+                f"the supervisor (pid {status['supervisor']['pid']}) no longer runs; "
                 f"resume the job with: diloco resume --dir {self.path}"
             )
             for process in status["processes"]:
@@ -231,11 +230,6 @@ class RunDir:
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Append a line to events.jsonl; the syncer appends to the file too."""
         writer.append(self.events, event)
-
-
-def wall_text(when: datetime) -> str:
-    """A wall clock time in the format of all files of a run."""
-    return when.isoformat(timespec="milliseconds")
 
 
 def _manifest_text(job_path: Path, job: DiLoCoJob) -> str:

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
+from diloco.runtime.formatting import wall_text
 from diloco.v1 import syncer_pb2 as pb
 from diloco_job.plan import LearnerPlan, Plan
 from diloco_local.events import Outcome, Phase, Role, State
 from diloco_local.policy import Policy, Process
-from diloco_local.run_directory import wall_text
 
 REACHABLE_SECONDS = 5.0
 """The syncer is polled once a second; without a reply for this long it counts as unavailable."""

@@ -21,6 +21,7 @@ from rich.console import Console
 
 from diloco.errors import EXIT_DONE, EXIT_TRY_AGAIN, ConfigError, DilocoError
 from diloco.runtime import formatting
+from diloco.runtime.formatting import wall_text
 from diloco_agent.processes import Processes
 from diloco_agent.restarts import exit_cause
 from diloco_job.plan import plan as plan_of
@@ -29,7 +30,7 @@ from diloco_local import events as e
 from diloco_local.commands import Commands, Programs, local_problems
 from diloco_local.policy import Policy
 from diloco_local.progress import Progress, progress_on
-from diloco_local.run_directory import RunDir, wall_text
+from diloco_local.run_directory import RunDir
 from diloco_local.settings import Settings, quiet_grpc
 from diloco_local.status import Facts, Status, build, is_complete
 from diloco_local.summary import conclude

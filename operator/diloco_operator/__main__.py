@@ -57,6 +57,54 @@ def _run(settings: Settings) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, terminate)
     configuration = connect()
+    parts = _assemble(settings, configuration)
+    candidate, queue, work, health = parts.candidate, parts.queue, parts.work, parts.health
+    if candidate is None:
+        work.begin()
+    else:
+        work.pause()
+    queue.start()
+    server = HealthServer(health, settings.health_port)
+    scope = settings.scope
+    log.info(
+        "operator of %s in %s",
+        f"region {scope.region}" if scope.region else "all regions",
+        ", ".join(settings.namespaces) or "all namespaces",
+        extra={"healthPort": server.port, "server": configuration.host},
+    )
+    if _await_crd(parts.cluster, settings, ended):
+        if candidate is not None:
+            candidate.start(lead=work.begin, stand_by=work.pause)
+        work.resync.start()
+        watches = handlers.Watches(
+            handlers.registry(queue, health, configuration),
+            namespaces=settings.namespaces,
+            ended=ended.set,
+        )
+        watches.start()
+        ended.wait()
+        log.info("shutting down: %s", signals[0] if signals else "the watches ended")
+        work.resync.stop()
+        idle = queue.stop(STOP_SECONDS)
+        if candidate is not None:
+            candidate.stop(release=idle)
+        watches.stop(1.0)
+    return EXIT_DONE if signals else 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What this process consists of, besides the watches."""
+
+    cluster: Cluster
+    candidate: Candidate | None
+    queue: WorkQueue
+    health: Health
+    work: _Work
+
+
+def _assemble(settings: Settings, configuration: Configuration) -> _Parts:
+    """Make everything; only the metrics are served yet."""
     scope = settings.scope
     metrics = Metrics()
     metrics.serve(settings.metrics_port)
@@ -72,6 +120,7 @@ def _run(settings: Settings) -> int:
         scope,
         metrics=metrics,
         answered_late=lambda key: queue.add(key),
+        progressed=lambda key: queue.progressed(key),
         installation="/".join(settings.installation or ()),
         reporter=settings.pod,
         faults=settings.faults,
@@ -86,37 +135,8 @@ def _run(settings: Settings) -> int:
         namespaces=settings.namespaces,
         every_seconds=settings.resync_seconds,
     )
-    work = _Work(queue, resync, metrics)
-    if candidate is None:
-        work.begin()
-    else:
-        work.pause()
-    queue.start()
-    server = HealthServer(health, settings.health_port)
-    log.info(
-        "operator of %s in %s",
-        f"region {scope.region}" if scope.region else "all regions",
-        ", ".join(settings.namespaces) or "all namespaces",
-        extra={"healthPort": server.port, "server": configuration.host},
-    )
-    if _await_crd(cluster, settings, ended):
-        if candidate is not None:
-            candidate.start(lead=work.begin, stand_by=work.pause)
-        resync.start()
-        watches = handlers.Watches(
-            handlers.registry(queue, health, configuration),
-            namespaces=settings.namespaces,
-            ended=ended.set,
-        )
-        watches.start()
-        ended.wait()
-        log.info("shutting down: %s", signals[0] if signals else "the watches ended")
-        resync.stop()
-        idle = queue.stop(STOP_SECONDS)
-        if candidate is not None:
-            candidate.stop(release=idle)
-        watches.stop(1.0)
-    return EXIT_DONE if signals else 1
+    work = _Work(queue, resync, metrics, reconciler)
+    return _Parts(cluster=cluster, candidate=candidate, queue=queue, health=health, work=work)
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,8 +146,10 @@ class _Work:
     queue: WorkQueue
     resync: handlers.Resync
     metrics: Metrics
+    reconciler: Reconciler
 
     def begin(self) -> None:
+        self.reconciler.forget(but=self.queue.keys())
         self.metrics.leader(leads=True)
         self.queue.resume()
         self.resync.now()
@@ -135,6 +157,8 @@ class _Work:
     def pause(self) -> None:
         self.queue.pause()
         self.metrics.leader(leads=False)
+        # Jobs that are deleted meanwhile are not reconciled here.
+        self.reconciler.forget(but=self.queue.keys())
 
 
 def _candidate(settings: Settings, configuration: Configuration) -> Candidate | None:

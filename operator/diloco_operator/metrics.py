@@ -1,4 +1,4 @@
-"""The operator's Prometheus metrics; `diloco.runtime.metrics` defines their names."""
+"""The operator's Prometheus metrics; `diloco.runtime.metric_table` defines their names."""
 
 from __future__ import annotations
 

@@ -11,11 +11,11 @@ import hashlib
 import json
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 
-from diloco_operator.cluster.client import JOB_LABEL, ApiError, Cluster, Json
+from diloco_operator.cluster.client import JOB_LABEL, ApiError, Cluster, Json, NotLeaderError
 from diloco_operator.cluster.observe import Observer
 from diloco_operator.decide.decisions import Decisions, JobEvent, decide, leave_to
 from diloco_operator.logs import job_context
@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 COMPONENT = "diloco-operator"
 
+REMIND_SECONDS = 3000.0
+"""Between two Events about a job of another installation: API servers keep an Event for an hour."""
+
 
 @dataclass(slots=True)
 class _Outcome:
@@ -39,19 +42,34 @@ class _Outcome:
 
     foreign: list[Object] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    unanswered: set[str] = field(default_factory=set)
+    """Kinds of which a write had no answer in time, as with an admission webhook that hangs."""
 
     def refused(self, kind: str, name: str, error: ApiError) -> None:
         """
         Record a refusal, which a condition reports.
 
         Raises:
-            ApiError: the error may pass by itself.
+            ApiError: nothing can be written, the status neither.
         """
+        if isinstance(error, NotLeaderError) or error.status == 401:
+            raise error
+        message = error.message
         # 500 is also the answer to a field of the wrong type ("expected list, got x") and to an
         # admission webhook that is unavailable.
         if not (error.refused or error.status == 500):
-            raise error
-        self.refusals.append(Refusal(child=f"{kind} {name}", message=error.message))
+            self.unanswered.add(kind)
+            # Without the client's error, which differs each time: a change would be a write.
+            message = message if error.status else "no answer from the API server"
+        self.refusals.append(Refusal(child=f"{kind} {name}", message=message))
+
+    def skips(self, kind: str) -> bool:
+        """
+        Whether the next object of this kind would only wait as well.
+
+        After a second kind it is the server that does not answer: the status shows whether it does.
+        """
+        return kind in self.unanswered or len(self.unanswered) > 1
 
 
 class Reconciler:
@@ -65,6 +83,7 @@ class Reconciler:
         metrics: Metrics,
         decide: Callable[[Observation, OperatorScope, datetime], Decisions] = decide,
         answered_late: Callable[[Key], object] = lambda _: None,
+        progressed: Callable[[Key], object] = lambda _: None,
         installation: str = "",
         reporter: str = COMPONENT,
         faults: Faults = Faults(),  # noqa: B008 (frozen)
@@ -79,6 +98,7 @@ class Reconciler:
             metrics: of this process.
             decide: maps an observation to decisions.
             answered_late: called when a syncer that had been silent replies: reconcile its job.
+            progressed: called before each write to a child: a job may have hundreds.
             installation: of this operator, recorded in each job; jobs of other installations are left
                 alone. "": nothing is recorded, and no job is left alone.
             reporter: name of this process, for Events.
@@ -89,6 +109,7 @@ class Reconciler:
         self._scope = scope
         self._metrics = metrics
         self._decide = decide
+        self._progressed = progressed
         self._installation = installation
         self._reporter = reporter
         self._faults = faults
@@ -96,8 +117,8 @@ class Reconciler:
         self._observer = Observer(cluster, scope, now=now, answered_late=answered_late)
         # Fingerprints of applies that changed nothing and are not repeated: by key and child.
         self._unchanged: dict[Key, dict[tuple[str, str], str]] = {}
-        # Jobs of other installations about which an Event was posted: uid and installation.
-        self._left: dict[Key, tuple[str, str]] = {}
+        # Jobs of other installations about which an Event was posted: uid, installation and time.
+        self._left: dict[Key, tuple[str, str, datetime]] = {}
 
     def reconcile(self, key: Key) -> float | None:
         """
@@ -107,8 +128,8 @@ class Reconciler:
             Seconds until the next reconcile; None: the job was deleted.
 
         Raises:
-            RetryError: the API server is unavailable or refused a child; the status has been
-                written as far as possible.
+            RetryError: the API server did not answer, or refused a child, which the status reports
+                if the server accepts that.
         """
         started = time.monotonic()
         result = "error"
@@ -124,6 +145,13 @@ class Reconciler:
             finally:
                 self._metrics.reconciled(result, time.monotonic() - started)
         return requeue
+
+    def forget(self, *, but: Collection[Key]) -> None:
+        """Forget all jobs but these, which are being reconciled: this process stands by."""
+        known = {*list(self._unchanged), *list(self._left), *self._observer.known()}
+        for key in known.difference(but):
+            self._forget(key)
+            self._left.pop(key, None)
 
     def close(self) -> None:
         """Close the connections to syncers."""
@@ -158,8 +186,10 @@ class Reconciler:
             report = self._decide(observation, self._scope, self._now())
             decisions = replace(decisions, status=report.status, events=report.events)
         self._report(key, raw, decisions)
-        if decisions.tell is not None and observation.stored.job is not None:
-            self._observer.tell(key, observation.stored.job, decisions.tell)
+        failure = decisions.failure_to_report
+        failures = (*((failure,) if failure else ()), *decisions.regions_to_report)
+        if failures and observation.stored.job is not None:
+            self._observer.report_failures(key, observation.stored.job, failures)
         if decisions.remove_job:
             self._remove(key, raw)
         if outcome.refusals:
@@ -174,12 +204,13 @@ class Reconciler:
         return job is not None and (bool(scope.own_regions(job)) or scope.has_syncer(job))
 
     def _leave(self, key: Key, raw: Json, owner: str) -> float:
-        """Write nothing about another installation's job but one Event for each process."""
+        """Write nothing about another installation's job but an Event, again before it expires."""
         self._forget(key)
         decisions = leave_to(owner, self._installation)
-        reported = (str(raw["metadata"]["uid"]), owner)
-        if self._left.get(key) != reported:
-            self._left[key] = reported
+        uid, now = str(raw["metadata"]["uid"]), self._now()
+        *reported, at = self._left.get(key, ("", "", now))
+        if reported != [uid, owner] or now - at >= timedelta(seconds=REMIND_SECONDS):
+            self._left[key] = (uid, owner, now)
             self._post(raw, decisions)
         return decisions.requeue_seconds
 
@@ -197,6 +228,9 @@ class Reconciler:
         unchanged: dict[tuple[str, str], str] = {}
         for number, body in enumerate(decisions.apply, start=1):
             kind, name = identity(body)
+            if outcome.skips(kind):
+                continue
+            self._progressed(key)
             try:
                 child = live.get((kind, name)) or self._cluster.get(kind, key.namespace, name)
                 if child is not None and not _is_own(child, raw):
@@ -222,6 +256,9 @@ class Reconciler:
 
     def _delete(self, key: Key, decisions: Decisions, outcome: _Outcome) -> None:
         for ref in decisions.delete:
+            if outcome.skips(ref.kind):
+                continue
+            self._progressed(key)
             try:
                 deleted = self._cluster.delete(
                     ref.kind, key.namespace, ref.name, uid=ref.uid, force=ref.force

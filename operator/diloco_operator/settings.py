@@ -7,7 +7,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from diloco.runtime.env import Environment
+from diloco.runtime.env import PROXY, Environment
 from diloco_job import names
 from diloco_operator.resources.extra_metadata import ExtraMetadata, Metadata, is_own
 from diloco_operator.resources.operator_scope import NetworkPolicies, OperatorScope
@@ -99,6 +99,9 @@ def from_env(variables: Mapping[str, str]) -> Settings:
             image_pull_policy=env.text("DILOCO_IMAGE_PULL_POLICY", "IfNotPresent"),
             image_pull_secrets=env.names("DILOCO_IMAGE_PULL_SECRETS"),
             forbidden_pod_fields=env.names("DILOCO_FORBIDDEN_POD_FIELDS"),
+            syncer_proxy=env.text(
+                "DILOCO_SYNCER_PROXY", pattern=PROXY, expected="http://<host>:<port>"
+            ),
             cluster_domain=env.text("DILOCO_CLUSTER_DOMAIN", "cluster.local"),
             extra_metadata=ExtraMetadata(
                 fixed=Metadata(
@@ -140,7 +143,7 @@ def _metadata(env: Environment, name: str) -> dict[str, str]:
 
 
 def _network_policies(env: Environment) -> NetworkPolicies | None:
-    """{"operatorNamespace": …, "metricsFrom": [peers]}; not set: no NetworkPolicies."""
+    """{"operatorNamespace": …, "operatorOnHostNetwork": …, "metricsFrom": [peers]}; not set: none."""
     name = "DILOCO_NETWORK_POLICIES"
     given = env.json_object(name)
     if not given:
@@ -149,6 +152,10 @@ def _network_policies(env: Environment) -> NetworkPolicies | None:
     if not isinstance(namespace, str) or not namespace:
         env.problem(f"{name}: operatorNamespace is not set")
     if not isinstance(peers, list) or not all(isinstance(peer, dict) for peer in peers):
-        env.problem(f"{name}: metricsFrom is no list of peers")
+        env.problem(f"{name}: metricsFrom is not a list of peers")
         return None
-    return NetworkPolicies(operator_namespace=str(namespace), metrics_from=tuple(peers))
+    return NetworkPolicies(
+        operator_namespace=str(namespace),
+        operator_on_host_network=given.get("operatorOnHostNetwork") is True,
+        metrics_from=tuple(peers),
+    )

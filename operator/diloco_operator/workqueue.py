@@ -49,6 +49,8 @@ class _Entry:
     """When to run it; None: it is running, and no further run is due."""
     backoff: Backoff
     started: float | None = None
+    progressed: float = 0.0
+    """When the current run began, or last reported progress."""
     earliest: float = 0.0
     """Not before this time: the pause after a run or a failure."""
 
@@ -133,13 +135,18 @@ class WorkQueue:
         with self._changed:
             return sum(due <= now for due, _ in self._waiting())
 
-    def longest_seconds(self) -> float:
-        """How long the longest current run has been running; 0.0: none is running."""
+    def progressed(self, key: Key) -> None:
+        """The current run of the key, which may have many requests to send, is not stuck."""
+        with self._changed:
+            if (entry := self._entries.get(key)) is not None:
+                entry.progressed = time.monotonic()
+
+    def stalled_seconds(self) -> float:
+        """The longest time for which a current run has made no progress; 0.0: none is running."""
         now = time.monotonic()
         with self._changed:
-            entries = self._entries.values()
-            started = [entry.started for entry in entries if entry.started is not None]
-        return now - min(started) if started else 0.0
+            running = [entry for entry in self._entries.values() if entry.started is not None]
+            return now - min(entry.progressed for entry in running) if running else 0.0
 
     def alive(self) -> bool:
         """Whether all threads are running."""
@@ -184,7 +191,7 @@ class WorkQueue:
                 if due:
                     when, key = self._fairest(due)
                     entry = self._entries[key]
-                    entry.due, entry.started = None, now
+                    entry.due, entry.started, entry.progressed = None, now, now
                     self._turns[key.namespace] = now
                     self._waited(now - when)
                     return key
@@ -196,7 +203,7 @@ class WorkQueue:
         running: Counter[str] = Counter()
         for key, entry in self._entries.items():
             running[key.namespace] += entry.started is not None
-        # Without namespaces that have no key any more.
+        # Without namespaces that no longer have a key.
         turns = self._turns = {name: self._turns.get(name, -math.inf) for name in running}
         return min(
             due, key=lambda item: (running[item[1].namespace], turns[item[1].namespace], item)

@@ -178,7 +178,7 @@ class Observer(Protocol):
         """It ended; power: the whole machine did, without a word to its peers."""
 
     def paused(self, process: Process) -> None:
-        """It executes nothing any more."""
+        """It no longer executes anything."""
 
     def resumed(self, process: Process) -> None:
         """It continues."""
@@ -284,7 +284,7 @@ class Process:
         self.clock._jumped(self)
 
     def set_wall(self, seconds: float) -> None:
-        """Let its clock of the day jump by this, either way: somebody set it."""
+        """Let its clock of the day jump by this, either way, as when a person sets it."""
         self.wall_offset += seconds
 
     def crash(self, *, power: bool = False) -> None:

@@ -1,7 +1,7 @@
 """
 Carries out a plan of faults on the clock, the network and the disks; what only a world can do goes to the world.
 
-Overlapping faults of a kind add up: of two cuts the link is mended when the second is over.
+Overlapping faults of a kind add up: of two cuts the link is healed when the second is over.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from diloco_sim import faults
 from diloco_sim.clock import Clock, Process
 from diloco_sim.disk import SimulatedDisk, Weakness
 from diloco_sim.faults import Fault, Kind, Plan
-from diloco_sim.link import BULK, Link
 from diloco_sim.network import Network
+from diloco_sim.wire import BULK, Direction
 
 Begin = Callable[[Fault, bool], object]
 """Called with a fault, and True at its beginning, False at its end."""
@@ -118,13 +118,13 @@ class Injector:
         return True
 
     def _slow(self, process: Process) -> None:
-        """Of the strongest fault that is still there: a step that has begun is not shortened any more."""
+        """Of the strongest fault that is still there: a step that has begun is no longer shortened."""
         slow = (f for f in self._active if f.kind is Kind.SLOW and f.target == process.name)
         process.slowness = max((fault.amount for fault in slow), default=1.0)
 
     def _link(self, fault: Fault, begins: bool) -> None:
         a, b, network = fault.target, fault.peer, self._network
-        change = network.cut if begins else network.mend
+        change = network.cut if begins else network.heal
         match fault.kind:
             case Kind.CUT:
                 change(a, b)
@@ -140,9 +140,14 @@ class Injector:
 
     def _adjust(self, pair: tuple[str, str], begins: Fault | None) -> None:
         """Set a link to what it was at first, changed by all faults of it."""
-        link: Link = self._network.link(*pair)
+        direction: Direction = self._network.direction(*pair)
         if pair not in self._bases:
-            self._bases[pair] = link.latency, link.jitter, link.corruption, link.pipe.bandwidth
+            self._bases[pair] = (
+                direction.latency,
+                direction.jitter,
+                direction.corruption,
+                direction.pipe.bandwidth,
+            )
         latency, jitter, corruption, full = self._bases[pair]
         share = 1.0
         for fault in [*self._active, begins] if begins else self._active:
@@ -158,8 +163,8 @@ class Injector:
                     share = min(share, fault.amount)
                 case Kind.CORRUPTION if (fault.target, fault.peer) == pair:
                     corruption = max(corruption, fault.amount)
-        link.latency, link.jitter, link.corruption = latency, jitter, corruption
-        link.pipe.bandwidth = full * share
+        direction.latency, direction.jitter, direction.corruption = latency, jitter, corruption
+        direction.pipe.bandwidth = full * share
 
     def _count(self, fault: Fault) -> None:
         self.injected[fault.kind] = self.injected.get(fault.kind, 0) + 1

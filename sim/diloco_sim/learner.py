@@ -68,7 +68,7 @@ class SimulatedLearner:
         self.behaviour = Behaviour()
         self.speed = 1.0
         """Factor of the duration of a step."""
-        self.away = 0
+        self.absences = 0
         """More than 0: it has not started yet, or has left for a while."""
         self.refused = self.done = False
         self.step_seconds = step_seconds
@@ -88,7 +88,7 @@ class SimulatedLearner:
 
     def boot(self) -> None:
         """The trainer process starts."""
-        if self.done or self.refused or self.away:
+        if self.done or self.refused or self.absences:
             self.process.crash()
             return
         self._terminated = self._leaving = self._waits = False
@@ -144,7 +144,7 @@ class SimulatedLearner:
         self._terminated = True
 
     def come_back(self) -> None:
-        """It is not away any more."""
+        """It is no longer absent."""
         self._terminated = False
         if not self._leaving:
             self._restart()
@@ -166,7 +166,7 @@ class SimulatedLearner:
         """The trainer process ends; its supervisor starts another one if that can help."""
         self.process.crash()
         self._leaving = False
-        if code == EXIT_TRY_AGAIN or not (self.done or self.refused or self.away):
+        if code == EXIT_TRY_AGAIN or not (self.done or self.refused or self.absences):
             clock = self.process.clock
             clock.at(clock.now + RESTART_SECONDS, self._restart)
 

@@ -3,11 +3,11 @@ Links between processes, and streams of real bytes over them, as gRPC over TCP b
 
     Connection (client ─► server, CONTROL or BULK)
       └ streams: Endpoint ◄─► Endpoint, ordered messages, flow control
-           └ Link (one direction between two processes): latency, jitter, cut
+           └ Direction (from one process to another): latency, jitter, cut
                 └ Pipe: bandwidth, shared message by message by all streams that wait for it
 
 What is held up and what is lost follows TCP: a cut link holds what was sent, in order. When it is
-mended in time everything arrives; otherwise each end breaks at its own time-out and learns nothing of
+healed in time everything arrives; otherwise each end breaks at its own time-out and learns nothing of
 how far the other got. A process that is killed resets its connections; a machine without power, or a
 paused process, is silent until its peers time out. Bulk messages can be damaged, since they have
 checksums of their own; control messages cannot.
@@ -20,8 +20,8 @@ import random
 from collections.abc import Callable
 
 from diloco_sim.clock import Clock, Process
-from diloco_sim.link import BULK, CONTROL, Link, Pipe, Wire
 from diloco_sim.stream import RESUME_SECONDS, Connection, Listener, Side
+from diloco_sim.wire import BULK, CONTROL, Direction, Pipe, Wire
 
 __all__ = ["BULK", "CONTROL", "Network"]
 
@@ -50,23 +50,23 @@ class Network:
         self._wire = Wire(clock, random, timeout_seconds, window_bytes, queue_bytes)
         self._latency, self._bandwidth = latency, bandwidth
         self._connect_seconds = connect_seconds
-        self._links: dict[tuple[str, str], Link] = {}
+        self._directions: dict[tuple[str, str], Direction] = {}
         self._listeners: dict[str, Listener] = {}
         self._connections: dict[Connection, None] = {}
-        self._by_link: dict[Link, dict[Connection, None]] = {}
+        self._by_direction: dict[Direction, dict[Connection, None]] = {}
 
-    def link(self, source: str, target: str) -> Link:
+    def direction(self, source: str, target: str) -> Direction:
         """The link from one process to another, made on first use."""
-        link = self._links.get((source, target))
-        if link is None:
-            link = Link(Pipe(self.clock, self._bandwidth), self._latency)
-            self._links[source, target] = link
-        return link
+        direction = self._directions.get((source, target))
+        if direction is None:
+            direction = Direction(Pipe(self.clock, self._bandwidth), self._latency)
+            self._directions[source, target] = direction
+        return direction
 
     def share(self, pipe: Pipe, *pairs: tuple[str, str]) -> None:
         """Let these links share one bandwidth: the connection of a region, or of the syncer."""
         for source, target in pairs:
-            self.link(source, target).pipe = pipe
+            self.direction(source, target).pipe = pipe
 
     def listen(self, server: Process, listener: Listener) -> None:
         """Accept connections, in this life of the process only."""
@@ -91,15 +91,15 @@ class Network:
         self._observe(client)
         self._observe(server)
         ends = (
-            Side(client, self.link(client.name, server.name)),
-            Side(server, self.link(server.name, client.name)),
+            Side(client, self.direction(client.name, server.name)),
+            Side(server, self.direction(server.name, client.name)),
         )
         connection = Connection(self._wire, *ends, channel, self._forget, opened, failed, lost)
         clock = self.clock
         connection.timer = clock.at(
             clock.now + self._connect_seconds, connection.fail, "no answer", process=client
         )
-        forward = connection.client.link
+        forward = connection.client.direction
         if forward.carries(channel):
             clock.at(clock.now + self._wire.delay(forward), self._arrived, connection)
 
@@ -107,7 +107,7 @@ class Network:
         self, source: str, target: str, channel: int | None = None, *, silent: bool = False
     ) -> None:
         """
-        Let nothing pass in this direction until `mend`; cuts add up.
+        Let nothing pass in this direction until `heal`; cuts add up.
 
         Args:
             source: the sending process.
@@ -115,30 +115,30 @@ class Network:
             channel: CONTROL or BULK; None: both.
             silent: neither end ever notices (a middlebox answers for the other end).
         """
-        link = self.link(source, target)
+        direction = self.direction(source, target)
         for c in (CONTROL, BULK) if channel is None else (channel,):
-            link.cuts[c] += 1
-            link.silent[c] += silent
-            if link.cuts[c] == 1:
-                link.cut_since[c] = self.clock.now
-        self._check(link)
+            direction.cuts[c] += 1
+            direction.silent[c] += silent
+            if direction.cuts[c] == 1:
+                direction.cut_since[c] = self.clock.now
+        self._check(direction)
 
-    def mend(
+    def heal(
         self, source: str, target: str, channel: int | None = None, *, silent: bool = False
     ) -> None:
         """End a cut with the same arguments: what was sent meanwhile arrives, in its order."""
-        link = self.link(source, target)
+        direction = self.direction(source, target)
         for c in (CONTROL, BULK) if channel is None else (channel,):
-            link.cuts[c] -= 1
-            link.silent[c] -= silent
-            if link.cuts[c]:
+            direction.cuts[c] -= 1
+            direction.silent[c] -= silent
+            if direction.cuts[c]:
                 continue
-            down_seconds = self.clock.now - link.cut_since[c]
-            link.cut_since[c] = math.inf
-            for connection in list(self._by_link.get(link, ())):
+            down_seconds = self.clock.now - direction.cut_since[c]
+            direction.cut_since[c] = math.inf
+            for connection in list(self._by_direction.get(direction, ())):
                 if connection.channel == c:
-                    connection.mended(link, min(RESUME_SECONDS, down_seconds))
-        self._check(link)
+                    connection.healed(direction, min(RESUME_SECONDS, down_seconds))
+        self._check(direction)
 
     # ------------------------------------------------------------ processes
 
@@ -166,8 +166,8 @@ class Network:
             if process is connection.client.process or process is connection.server.process:
                 connection.check()
 
-    def _check(self, link: Link) -> None:
-        for connection in list(self._by_link.get(link, ())):
+    def _check(self, direction: Direction) -> None:
+        for connection in list(self._by_direction.get(direction, ())):
             connection.check()
 
     def _observe(self, process: Process) -> None:
@@ -181,7 +181,7 @@ class Network:
             clock.at(clock.now, self._accept, connection, process=server.process)
         elif not server.process.power_lost:
             clock.at(
-                clock.now + self._wire.delay(server.link), connection.fail, "connection refused",
+                clock.now + self._wire.delay(server.direction), connection.fail, "connection refused",
                 process=connection.client.process,
             )  # fmt: skip
 
@@ -194,10 +194,10 @@ class Network:
         connection.listener = listener
         self._connections[connection] = None
         connection.accepted = True
-        for link in (connection.client.link, server.link):
-            self._by_link.setdefault(link, {})[connection] = None
-        if server.link.carries(connection.channel):
-            server.last_arrival = clock.now + self._wire.delay(server.link)
+        for direction in (connection.client.direction, server.direction):
+            self._by_direction.setdefault(direction, {})[connection] = None
+        if server.direction.carries(connection.channel):
+            server.last_arrival = clock.now + self._wire.delay(server.direction)
             clock.at(server.last_arrival, connection.open_client, process=connection.client.process)
         connection.check()
 
@@ -205,4 +205,4 @@ class Network:
         """Both ends know that it is over."""
         self._connections.pop(connection, None)
         for side in (connection.client, connection.server):
-            self._by_link.get(side.link, {}).pop(connection, None)
+            self._by_direction.get(side.direction, {}).pop(connection, None)

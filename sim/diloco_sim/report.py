@@ -27,7 +27,7 @@ def seeds_of(text: str) -> range:
     """
     first, dots, last = text.partition("..")
     if not dots or not first.isdecimal() or not last.isdecimal() or int(first) > int(last):
-        raise ValueError(f"{text!r} is no range of seeds, expected A..B")
+        raise ValueError(f"{text!r} is not a range of seeds, expected A..B")
     return range(int(first), int(last) + 1)
 
 

@@ -1,7 +1,7 @@
 """
 The gRPC services of a simulated syncer: sessions, uploads and downloads over simulated streams.
 
-Limits of threads and streams (rpc/door.py) and identities (rpc/authorizer.py) are not simulated.
+Limits of threads and streams (rpc/call_limits.py) and identities (rpc/authorizer.py) are not simulated.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from diloco.v1 import syncer_pb2 as pb
 from diloco_sim.checkers.observations import Received
 from diloco_sim.clock import Process, Timer
 from diloco_sim.disk import Completion, SimulatedDisk
-from diloco_sim.status import CANCELLED, reason_of
 from diloco_sim.stream import Endpoint
+from diloco_sim.stream_errors import CANCELLED, reason_of
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Applicant
 from diloco_syncer.core.engine import HEARTBEAT_SECONDS

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from diloco_sim.faults import Fault, Plan
 
 
-class World(Protocol):
+class Shrinkable(Protocol):
     """What can be made smaller: a frozen dataclass with at least these fields."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
@@ -32,7 +32,7 @@ class World(Protocol):
         """Global steps to train."""
 
 
-W = TypeVar("W", bound=World)
+W = TypeVar("W", bound=Shrinkable)
 T = TypeVar("T")
 
 

@@ -10,12 +10,12 @@ from collections.abc import Callable
 from typing import Protocol
 
 from diloco_sim.clock import Process, Timer
-from diloco_sim.link import BULK, FRAME_BYTES, Link, Wire
+from diloco_sim.wire import BULK, FRAME_BYTES, Direction, Wire
 
 EPSILON_SECONDS = 1e-9
 
 RESUME_SECONDS = 2.0
-"""A mended link carries data again up to this much later: TCP retries at growing intervals."""
+"""A healed link carries data again up to this much later: TCP retries at growing intervals."""
 
 
 class Receiver(Protocol):
@@ -45,12 +45,13 @@ class Side:
     """One end of a connection."""
 
     __slots__ = (
-        "dead", "held", "last_arrival", "link", "lost", "other", "process", "resumed_at", "silent", "streams", "timer",
+        "dead", "direction", "held", "last_arrival", "lost", "other", "process", "resumed_at", "silent", "streams",
+        "timer",
     )  # fmt: skip
 
-    def __init__(self, process: Process, link: Link) -> None:
+    def __init__(self, process: Process, direction: Direction) -> None:
         self.process = process
-        self.link = link
+        self.direction = direction
         """To the other end."""
         self.other: Side
         self.streams: dict[Endpoint, None] = {}
@@ -59,7 +60,7 @@ class Side:
         self.last_arrival = 0.0
         """Of what was sent so far: nothing overtakes it."""
         self.resumed_at = 0.0
-        """What was under way when the link was mended arrives then, behind what was held."""
+        """What was under way when the link was healed arrives then, behind what was held."""
         self.lost = False
         """The connection is over for this end."""
         self.dead = False
@@ -138,8 +139,8 @@ class Connection:
         for side in (self.client, self.server):
             other = side.other
             dead = (
-                side.link.cuts[channel] > side.link.silent[channel]
-                or other.link.cuts[channel] > other.link.silent[channel]
+                side.direction.cuts[channel] > side.direction.silent[channel]
+                or other.direction.cuts[channel] > other.direction.silent[channel]
                 or other.process.waiting is not None
                 or other.dead
             )
@@ -152,16 +153,16 @@ class Connection:
         if self.client.lost and self.server.lost:
             self._forget(self)
 
-    def mended(self, link: Link, slack_seconds: float) -> None:
+    def healed(self, direction: Direction, slack_seconds: float) -> None:
         """Data passes again over this link."""
-        side = self.client if link is self.client.link else self.server
+        side = self.client if direction is self.client.direction else self.server
         other, clock = side.other, self.wire.clock
         if side.lost:
             if not other.lost:
                 self.reset(other)
             return
         begin = clock.now + self.wire.random.random() * slack_seconds
-        arrival = max(side.last_arrival + EPSILON_SECONDS, begin + self.wire.delay(link))
+        arrival = max(side.last_arrival + EPSILON_SECONDS, begin + self.wire.delay(direction))
         for endpoint, item in side.held:
             clock.at(arrival, endpoint.arrive, item, arrival)
         if side.held:
@@ -175,10 +176,10 @@ class Connection:
 
     def reset(self, side: Side) -> None:
         """The other end is over; this one learns it as soon as the link allows."""
-        clock, link = self.wire.clock, side.other.link
-        if side.lost or side.other.silent or not link.carries(self.channel):
+        clock, direction = self.wire.clock, side.other.direction
+        if side.lost or side.other.silent or not direction.carries(self.channel):
             return
-        when = max(clock.now + self.wire.delay(link), side.other.last_arrival)
+        when = max(clock.now + self.wire.delay(direction), side.other.last_arrival)
         clock.at(when, self._lose, side, "connection reset", process=side.process)
 
     def _lose(self, side: Side, reason: str, *, notify: bool = True) -> None:
@@ -259,7 +260,7 @@ class Endpoint:
             self.push(Mark("finish"))
 
     def end(self, reason: str = "") -> None:
-        """End the stream after what was sent; nothing is received any more."""
+        """End the stream after what was sent; nothing more is received."""
         if not self.closed:
             self.push(Mark("end", reason))
             self.receiver = None
@@ -290,7 +291,7 @@ class Endpoint:
         """Send what may be sent."""
         if self.waiting or not self.outbox or not self.may_send():
             return
-        pipe = self.side.link.pipe
+        pipe = self.side.direction.pipe
         now = pipe.clock.now
         while not pipe.waiting and pipe.free_at <= now:
             self.transmit()
@@ -301,7 +302,7 @@ class Endpoint:
     def may_send(self) -> bool:
         """There is something to send, the link carries it, and the other end has room for it."""
         outbox, side = self.outbox, self.side
-        if not outbox or side.lost or side.link.cuts[self.connection.channel]:
+        if not outbox or side.lost or side.direction.cuts[self.connection.channel]:
             return False
         wire = self.connection.wire
         now, credits_ = wire.clock.now, self.credits
@@ -319,7 +320,7 @@ class Endpoint:
     def transmit(self) -> None:
         """Send the first message."""
         side, wire, peer = self.side, self.connection.wire, self.peer
-        item, link = self.outbox.popleft(), side.link
+        item, direction = self.outbox.popleft(), side.direction
         size = FRAME_BYTES
         if isinstance(item, Mark):
             if item.kind == "end":
@@ -328,12 +329,12 @@ class Endpoint:
             size += len(item)
             self.queued -= len(item)
             self.outstanding += len(item)
-            if link.corruption and self.connection.channel == BULK:
-                item = _damaged(item, link.corruption, wire.random)
-        link.bytes += size
-        clock, pipe = wire.clock, link.pipe
+            if direction.corruption and self.connection.channel == BULK:
+                item = _damaged(item, direction.corruption, wire.random)
+        direction.bytes += size
+        clock, pipe = wire.clock, direction.pipe
         pipe.free_at = sent = max(clock.now, pipe.free_at) + size / pipe.bandwidth
-        arrival = max(sent + wire.delay(link), side.last_arrival)
+        arrival = max(sent + wire.delay(direction), side.last_arrival)
         side.last_arrival = arrival
         clock.at(arrival, peer.arrive, item, arrival)
         if self.blocked and self.queued <= wire.queue_bytes // 2:
@@ -357,7 +358,7 @@ class Endpoint:
             return  # what is held is never sent again, and nothing is delivered behind a gap
         if when < sender.resumed_at:
             clock.at(sender.resumed_at, self.arrive, item, sender.resumed_at)
-        elif sender.link.cuts[connection.channel]:
+        elif sender.direction.cuts[connection.channel]:
             sender.held.append((self, item))
         elif self.inbox or not self.reading:
             self.inbox.append(item)
@@ -386,13 +387,13 @@ class Endpoint:
 
     def credit(self, count: int) -> None:
         """Let the other end know that this much was read, and what it is owed."""
-        link, wire, peer = self.side.link, self.connection.wire, self.peer
-        if link.cuts[self.connection.channel]:
+        direction, wire, peer = self.side.direction, self.connection.wire, self.peer
+        if direction.cuts[self.connection.channel]:
             self.owed += count
             return
         count, self.owed = count + self.owed, 0
         if count and not peer.closed:
-            when = wire.clock.now + link.latency
+            when = wire.clock.now + direction.latency
             if peer.credits:
                 when = max(when, peer.credits[-1][0])
             peer.credits.append((when, count))

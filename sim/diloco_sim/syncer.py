@@ -25,22 +25,22 @@ from diloco_sim.checkers.checker import Violation
 from diloco_sim.checkers.observations import Captured, Committed, Resumed
 from diloco_sim.clock import Process, Timer
 from diloco_sim.disk import Completion, DiskThread, SimulatedDisk
+from diloco_sim.host import HostOverCoordinator
 from diloco_sim.journal import Journal
 from diloco_sim.network import Network
 from diloco_sim.service import Service
-from diloco_syncer.attempts import Attempts
 from diloco_syncer.coordinator import BrokenStateError, Coordinator, Event, ParametersReceived
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission, Applicant
 from diloco_syncer.core.engine import Engine
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.runner import TICK_SECONDS
-from diloco_syncer.sessions import Session, Sessions
+from diloco_syncer.sessions import Session
 from diloco_syncer.spec_file import READ_SECONDS, SpecFile
-from diloco_syncer.state import Facts, State
+from diloco_syncer.state import State
 from diloco_syncer.storage import snapshots
+from diloco_syncer.storage.capture import ExportedModel
 from diloco_syncer.storage.parameters import Parameters
-from diloco_syncer.storage.snapshots import ExportedModel
 from diloco_syncer.storage.store import Store
 from diloco_syncer.storage.writer import Writer
 
@@ -110,7 +110,7 @@ class SimulatedSyncer:
         """Replace the spec document."""
         self.document = document
         if self.serving is not None:
-            self.serving.look_later()
+            self.serving.check_later()
 
     # ------------------------------------------------------------ the process
 
@@ -153,7 +153,7 @@ class SimulatedSyncer:
         self.serving.begin()
 
 
-class Server:
+class Server(HostOverCoordinator):
     """
     One start of a syncer, from its first event to its end: what `Runner` is in a real process.
 
@@ -204,33 +204,18 @@ class Server:
         engine = self.state.engine
         self.observe(Resumed(engine.epoch, engine.step, self.state.parameters, self.spec))
         self._wake = self.coordinator.start(self.process.now)
-        self.look_later()
+        self.check_later()
         self._schedule()
 
-    def look_later(self) -> None:
+    def check_later(self) -> None:
         """Look at the spec document when the thread of a real process does so at the latest."""
-        self.process.after(READ_SECONDS, self._spec_file.look)
+        self.process.after(READ_SECONDS, self._spec_file.check)
 
     def _limits_changed(self, learners: Mapping[str, int]) -> None:
         self.post(ev.LimitsChanged(learners=learners))
         self.run()
 
     # ------------------------------------------------------------ Host
-
-    @property
-    def facts(self) -> Facts:
-        """See `Host`."""
-        return self.coordinator.facts
-
-    @property
-    def sessions(self) -> Sessions:
-        """See `Host`."""
-        return self.coordinator.sessions
-
-    @property
-    def attempts(self) -> Attempts:
-        """See `Host`."""
-        return self.coordinator.attempts
 
     def post(self, event: Event) -> None:
         """See `Host`."""

@@ -13,20 +13,20 @@ from diloco.errors import DilocoError
 from diloco.spec import RunSpec
 from diloco_sim.behaviour import Behaviour
 from diloco_sim.clock import Process, Timer
-from diloco_sim.link import BULK
 from diloco_sim.memory import PlainMemory
 from diloco_sim.network import Network
-from diloco_sim.status import CANCELLED, error_of
 from diloco_sim.stream import Connection, Endpoint
+from diloco_sim.stream_errors import CANCELLED, error_of
+from diloco_sim.wire import BULK
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Staged
 from diloco_worker.link.assembly import Assembly, Outcome
 from diloco_worker.link.buffers import BufferPool, most_idle_bytes, most_transfers
-from diloco_worker.link.delivery import Delivery
 from diloco_worker.link.encoder import Encoder
+from diloco_worker.link.placement import Placement
 from diloco_worker.link.schedule import Schedule
-from diloco_worker.link.staging import Staging
 from diloco_worker.link.transfer import CancelToken, Identity
+from diloco_worker.link.upload_messages import UploadMessages
 
 UNDECIDED_SECONDS = 0.5
 """As in diloco_worker/link/download.py."""
@@ -114,7 +114,7 @@ class Transfers:
         self.process, self.behaviour = process, behaviour
         self._ended = ended
         self.buffers = BufferPool(most_idle_bytes=most_idle_bytes(memory.layout, spec))
-        self.staging = Staging(memory, spec, self.buffers)
+        self.placement = Placement(memory, spec, self.buffers)
         self.encoder = Encoder(memory, spec, self.buffers)
         # Two connections: a download that waits for a merge must not delay an upload.
         self.up = Channel(process, network, server, BULK)
@@ -155,7 +155,7 @@ class Transfers:
 
     def discard(self, staged: Staged) -> None:
         """Release a staged fragment."""
-        self.staging.discard(staged)
+        self.placement.discard(staged)
 
     def end(self, schedule: Schedule[Job], cancel: CancelToken, event: ev.Event | None) -> None:
         """A transfer has ended."""
@@ -168,14 +168,14 @@ def _start(job: Job, cancel: CancelToken) -> None:
 
 
 class _Sending:
-    """One upload stream: a delivery until the syncer has all of it."""
+    """One upload stream, until the syncer has all of the upload."""
 
     def __init__(
-        self, transfers: Transfers, delivery: Delivery, cancel: CancelToken, done: Callable[[str], None]
+        self, transfers: Transfers, upload: UploadMessages, cancel: CancelToken, done: Callable[[str], None]
     ) -> None:  # fmt: skip
-        self._transfers, self._delivery, self._cancel, self._done = (
+        self._transfers, self._upload, self._cancel, self._done = (
             transfers,
-            delivery,
+            upload,
             cancel,
             done,
         )
@@ -193,7 +193,7 @@ class _Sending:
         if self._over:
             return
         self._endpoint = connection.open("Upload", self)
-        self._messages = self._delivery.messages()
+        self._messages = self._upload.messages()
         self.writable()
 
     def writable(self) -> None:
@@ -219,14 +219,14 @@ class _Sending:
         if self._over:
             return
         try:
-            again = self._delivery.reply(data)
+            again = self._upload.reply(data)
         except DilocoError as error:
             self._finish(f"{error.reason}: {error}")
             return
         if again is None:
             self._finish("")
         else:
-            self._messages = self._delivery.repeat(again)
+            self._messages = self._upload.repeat(again)
             self.writable()
 
     def finished(self) -> None:
@@ -237,7 +237,7 @@ class _Sending:
         if self._over:
             return
         if reason == CANCELLED and not self._cancel.stopped:
-            self._delivery.refused()  # the syncer cancels the uploads of an aborted attempt
+            self._upload.refused()  # the syncer cancels the uploads of an aborted attempt
         self._finish(reason or "the syncer ended an upload without a reply")
 
     def _stopped(self) -> None:
@@ -249,7 +249,7 @@ class _Sending:
         self._over = True
         if self._endpoint is not None:
             self._endpoint.cancel(CANCELLED)
-        self._delivery.close()
+        self._upload.close()
         self._done(error)
 
 
@@ -270,14 +270,14 @@ class _Upload:
 
     def _encode(self) -> None:
         cancel = self._cancel
-        delivery = self._transfers.encoder.pull(
+        upload = self._transfers.encoder.pull(
             self._pull, self._identity, stopped=lambda: cancel.stopped
         )
-        if delivery is None:
+        if upload is None:
             self._end("")
         else:
-            self._transfers.behaviour.header(delivery.header)
-            _Sending(self._transfers, delivery, cancel, self._end).start()
+            self._transfers.behaviour.header(upload.header)
+            _Sending(self._transfers, upload, cancel, self._end).start()
 
     def _end(self, error: str) -> None:
         if not self._over:
@@ -301,17 +301,17 @@ class _InitialUpload:
         self._transfers.process.after(self._decision.delay_seconds, self._begin)
 
     def _begin(self) -> None:
-        self._deliveries = self._transfers.encoder.initial(self._identity)
+        self._uploads = self._transfers.encoder.initial(self._identity)
         self._next("")
 
     def _next(self, error: str) -> None:
         if self._over:
             return
-        delivery = None if error else next(self._deliveries, None)
-        if delivery is None:
+        upload = None if error else next(self._uploads, None)
+        if upload is None:
             self._end(error)
             return
-        _Sending(self._transfers, delivery, self._cancel, self._next).start()
+        _Sending(self._transfers, upload, self._cancel, self._next).start()
 
     def _end(self, error: str) -> None:
         if not self._over:
@@ -338,7 +338,7 @@ class _Download:
             self._timer = self._transfers.process.after(self._request.delay_seconds, self._begin)
 
     def _begin(self) -> None:
-        self._assembly = self._transfers.staging.begin(self._request, self._identity)
+        self._assembly = self._transfers.placement.begin(self._request, self._identity)
         self._ask()
 
     def _ask(self) -> None:
@@ -373,7 +373,7 @@ class _Download:
             outcome = self._assembly.end()
             if outcome is Outcome.COMMITTED:
                 payloads = self._assembly.payloads()
-                staged = self._transfers.staging.stage(self._request, payloads)
+                staged = self._transfers.placement.stage(self._request, payloads)
                 self._finish(staged)
         except DilocoError as error:
             self._finish(error=f"{error.reason}: {error}")

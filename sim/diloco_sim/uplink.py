@@ -1,5 +1,5 @@
 """
-The link process of a simulated learner: the real `LinkProtocol`, encoder and staging on virtual streams.
+The link process of a simulated learner: the real `LinkProtocol`, encoder and placement on virtual streams.
 
 What `Link` and `Session` do with threads and gRPC is done here with events of the virtual clock.
 """
@@ -15,13 +15,13 @@ from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
 from diloco_sim.behaviour import Behaviour
 from diloco_sim.clock import Process, Timer
-from diloco_sim.link import CONTROL
 from diloco_sim.memory import PlainMemory
 from diloco_sim.network import Network
 from diloco_sim.pipe import Pipe
-from diloco_sim.status import CANCELLED, error_of
 from diloco_sim.stream import Connection, Endpoint
+from diloco_sim.stream_errors import CANCELLED, error_of
 from diloco_sim.transfers import Channel, Ended, Transfers
+from diloco_sim.wire import CONTROL
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot
 from diloco_worker.core.link_protocol import LinkProtocol
@@ -118,7 +118,7 @@ class Uplink:
                 self._leave(decision.reason)
                 return
             if isinstance(decision, ev.Place):
-                placed = self.transfers.staging.place(decision)
+                placed = self.transfers.placement.place(decision)
                 pending = [*self.protocol.handle(placed, now), *pending]
             else:
                 self._carry_out(decision)

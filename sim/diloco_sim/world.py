@@ -113,7 +113,7 @@ class World:
             for index, name in enumerate(description.names)
         }  # fmt: skip
         self._halt = ""
-        """Why the syncer merges nothing any more."""
+        """Why the syncer no longer merges anything."""
         self._scales: list[Fault] = []
         """Changes of the number of learners that last."""
         self._written_at = 0.0
@@ -180,7 +180,7 @@ class World:
                 learner.boot()
         most_seconds = self.deadline
         while not self.over and self.clock.now < most_seconds:
-            self.clock.run(self.clock.now + SLICE_SECONDS, most_events=MOST_EVENTS)
+            self.clock.run(self.clock.now + SLICE_SECONDS, most_events=MAX_EVENTS)
             self.observe(self.moment())
             if self._found is not None:
                 raise self._found
@@ -344,11 +344,11 @@ class World:
 
     def _away(self, learner: SimulatedLearner, begins: bool) -> None:
         if begins:
-            learner.away += 1
+            learner.absences += 1
             learner.terminate()
             return
-        learner.away -= 1
-        if not learner.away:
+        learner.absences -= 1
+        if not learner.absences:
             learner.come_back()
 
 
@@ -362,7 +362,7 @@ _UNTRACED = (Captured, Log, Moment)
 KUBELET_SECONDS = 3.0
 """Between the pods and the spec document: less than a kubelet takes, as a world may last ten seconds."""
 
-MOST_EVENTS = 200_000
+MAX_EVENTS = 200_000
 """Events of one slice of virtual time."""
 
 

@@ -8,7 +8,9 @@ import signal
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from diloco.codec import formats
 from diloco.errors import EXIT_DONE, EXIT_USAGE, ConfigError, DilocoError
@@ -17,7 +19,7 @@ from diloco.journal.writer import JournalWriter
 from diloco.rpc.servers import bind, server
 from diloco.rpc.tls import Tls
 from diloco.runtime import files
-from diloco.runtime.health import HealthFile
+from diloco.runtime.health import BackgroundHealthFile
 from diloco.runtime.interpreter import tune_interpreter
 from diloco.runtime.logs import configure_logging
 from diloco.runtime.malloc import tune_malloc
@@ -31,8 +33,8 @@ from diloco_syncer.metrics import Metrics
 from diloco_syncer.refusals import Refusals
 from diloco_syncer.rpc.authorizer import Authorizer
 from diloco_syncer.rpc.bulk import BulkService
+from diloco_syncer.rpc.call_limits import CallLimits
 from diloco_syncer.rpc.control import EVALUATIONS_PART_BYTES, ControlService
-from diloco_syncer.rpc.door import Door
 from diloco_syncer.runner import Runner
 from diloco_syncer.spec_file import SpecFile
 from diloco_syncer.state import State
@@ -54,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run until SIGTERM; 0 when it ended cleanly, 2 for a usage error, 1 otherwise (see `Runner.failure`)."""
     try:
         given = settings.read(arguments)
-        configure_logging(json=given.json_logs, name="syncer")
+        configure_logging(json=given.json_logs, name="syncer", background=True)
         return _run(given)
     except ConfigError as error:
         print(f"diloco-syncer: {error}", file=sys.stderr)
@@ -70,20 +72,69 @@ def _run(given: settings.Settings) -> int:
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
-    try:
-        text = given.spec.read_text()
-    except OSError as error:
-        raise ConfigError(f"{given.spec}: {error.strerror}; give the RunSpec of the job") from None
-    except UnicodeDecodeError:
-        raise ConfigError(f"{given.spec}: not UTF-8 text; give the RunSpec of the job") from None
+    text = _read(given.spec)
     spec = RunSpec.from_json(text, source=str(given.spec))
     tls = Tls.load(given.tls)
     given.directory.mkdir(parents=True, exist_ok=True)
-    grpc_server = server(max_workers=1)  # each service has threads of its own (rpc/door.py)
+    grpc_server = server(max_workers=1)  # each service has threads of its own (rpc/call_limits.py)
     port = bind(grpc_server, given.listen, tls, tls_dir=given.tls)
     # Port and directory come before the epoch: a second syncer must not count one.
     if hold(given.directory, stop) is None:
         return EXIT_DONE
+    parts = _assemble(given, spec, tls=tls is not None, stop=stop)
+    runner, engine = parts.runner, parts.state.engine
+    grpc_server.add_generic_rpc_handlers((parts.control.handler(), parts.bulk.handler()))
+    spec_file = _spec_file(given, text, runner, parts.limits)
+    runner.start()
+    grpc_server.start()
+    spec_file.follow()
+    host = given.listen.rpartition(":")[0]
+    log.info("epoch %d serves %s:%d from step %d", engine.epoch, host, port, engine.step)
+    for warning in kernel_warnings():
+        log.warning("%s", warning)
+    if given.endpoint_file is not None:
+        _publish(given, f"{host}:{port}")
+    while not stop.wait(SIGNAL_SECONDS):
+        pass
+    if runner.failure is None:
+        log.info("ending: last snapshot")
+    spec_file.stop()
+    grpc_server.stop(STOP_SECONDS).wait()
+    runner.stop()
+    parts.scores.close()
+    parts.events.close()
+    if runner.failure is not None:
+        make_durable(parts.events.path)
+        return 1  # the supervisor starts a successor, which resumes from the newest snapshot
+    return EXIT_DONE
+
+
+def _read(spec: Path) -> str:
+    try:
+        return spec.read_text()
+    except OSError as error:
+        raise ConfigError(f"{spec}: {error.strerror}; give the RunSpec of the job") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{spec}: not UTF-8 text; give the RunSpec of the job") from None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parts:
+    """What this process consists of, besides the gRPC server."""
+
+    state: State
+    runner: Runner
+    limits: CallLimits
+    control: ControlService
+    bulk: BulkService
+    events: BackgroundWriter
+    scores: BackgroundWriter
+
+
+def _assemble(
+    given: settings.Settings, spec: RunSpec, *, tls: bool, stop: threading.Event
+) -> _Parts:
+    """Begin an epoch, from the newest snapshot; no thread of the job runs yet."""
     store = Store(given.directory / "snapshots", keep=spec.syncer_checkpoint.keep)
     epoch = store.next_epoch()
     events = BackgroundWriter(JournalWriter(given.directory / "events.jsonl"))
@@ -104,50 +155,29 @@ def _run(given: settings.Settings) -> int:
     )
     runner = Runner(
         state, given.directory, store=store, events=events, metrics=Metrics(given.metrics_port),
-        health=HealthFile(given.health_file), on_failure=stop.set,
+        health=BackgroundHealthFile(given.health_file), on_failure=stop.set,
     )  # fmt: skip
-    authorizer = Authorizer(job=spec.job, tls=tls is not None)
-    door = Door(spec, Refusals(runner.record))
+    authorizer = Authorizer(job=spec.job, tls=tls)
+    limits = CallLimits(spec, Refusals(runner.record))
     scores = BackgroundWriter(
         JournalWriter(given.directory / "eval.jsonl"), part_bytes=EVALUATIONS_PART_BYTES
     )
     control = ControlService(
-        runner, scores, authorizer, door,
+        runner, scores, authorizer, limits,
         # Below a number in events.jsonl, a fresh learner would be refused as a replaced one.
         next_incarnation=partial(store.next_incarnation, at_least=newest),
     )  # fmt: skip
-    bulk = BulkService(runner, authorizer, door)
-    grpc_server.add_generic_rpc_handlers((control.handler(), bulk.handler()))
-    spec_file = _spec_file(given, text, runner, door)
-    runner.start()
-    grpc_server.start()
-    spec_file.follow()
-    host = given.listen.rpartition(":")[0]
-    log.info("epoch %d serves %s:%d from step %d", epoch, host, port, engine.step)
-    for warning in kernel_warnings():
-        log.warning("%s", warning)
-    if given.endpoint_file is not None:
-        _publish(given, f"{host}:{port}")
-    while not stop.wait(SIGNAL_SECONDS):
-        pass
-    if runner.failure is None:
-        log.info("ending: last snapshot")
-    spec_file.stop()
-    grpc_server.stop(STOP_SECONDS).wait()
-    runner.stop()
-    scores.close()
-    events.close()
-    if runner.failure is not None:
-        make_durable(events.path)
-        return 1  # the supervisor starts a successor, which resumes from the newest snapshot
-    return EXIT_DONE
+    return _Parts(
+        state=state, runner=runner, limits=limits, control=control,
+        bulk=BulkService(runner, authorizer, limits), events=events, scores=scores,
+    )  # fmt: skip
 
 
-def _spec_file(given: settings.Settings, text: str, runner: Runner, door: Door) -> SpecFile:
+def _spec_file(given: settings.Settings, text: str, runner: Runner, limits: CallLimits) -> SpecFile:
     """Passes new numbers of learners on, and records documents that cannot be used."""
 
     def changed(learners: Mapping[str, int]) -> None:
-        door.provide(learners)
+        limits.provide(learners)
         runner.post(ev.LimitsChanged(learners=learners))
 
     def refused(error: ConfigError) -> None:

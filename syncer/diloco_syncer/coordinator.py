@@ -30,16 +30,17 @@ from diloco_syncer.merging.buffers import Buffers
 from diloco_syncer.merging.streaming import FragmentMerge
 from diloco_syncer.sessions import Session, Sessions
 from diloco_syncer.state import Facts, State
-from diloco_syncer.storage import snapshots
+from diloco_syncer.storage.capture import ExportedModel, Snapshot, capture
 from diloco_syncer.storage.parameters import FragmentParameters, Parameters
-from diloco_syncer.storage.snapshots import ExportedModel
-from diloco_syncer.storage.store import Snapshot
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MERGE_WINDOW_BYTES = 16 << 20
 """How far a member may be ahead of the slowest, as encoded: bounds memory to this × members."""
+
+_WARNINGS = frozenset({"error", "halt", "unchanged"})
+"""Lines of events.jsonl after which a person must act, or that are a fault of the syncer."""
 
 _ERRORS = {error.reason: error for error in ALL_ERRORS}
 
@@ -253,7 +254,8 @@ class Coordinator:
             case ev.Log():
                 self._record(decision.event, **decision.fields)
                 if decision.event != "merge":
-                    log.info("%s %s", decision.event, decision.fields)
+                    level = logging.WARNING if decision.event in _WARNINGS else logging.INFO
+                    log.log(level, "%s %s", decision.event, decision.fields)
             case ev.Admit(learner=learner, incarnation=incarnation, session=number):
                 self.sessions.make_current(learner, incarnation=incarnation, number=number)
                 self.sessions.send(learner, messages.welcome(decision, self._state.engine))
@@ -371,4 +373,4 @@ class Coordinator:
 
     def _capture(self, parameters: Parameters, engine: dict[str, object], *, step: int) -> Snapshot:
         epoch = self._state.engine.epoch
-        return snapshots.capture(parameters, engine, spec=self.spec, epoch=epoch, step=step)
+        return capture(parameters, engine, spec=self.spec, epoch=epoch, step=step)

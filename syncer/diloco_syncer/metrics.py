@@ -23,7 +23,7 @@ class Metrics:
     """
     Counts bytes for the status and, unless the port is 0, serves all metrics; thread-safe.
 
-    Names and meanings: diloco/runtime/metrics.py.
+    Names and meanings: diloco/runtime/metric_table.py.
     """
 
     def __init__(self, port: int) -> None:

@@ -16,8 +16,8 @@ from diloco_syncer.core.refusals import Refusals as Window
 
 log = logging.getLogger(__name__)
 
-MOST_LEARNER = 128
-MOST_DETAIL = 2000
+MAX_LEARNER = 128
+MAX_DETAIL = 2000
 """Characters of a learner's name and of a detail that are written: a peer chose parts of them."""
 
 
@@ -50,7 +50,7 @@ class Refusals:
         with self._lock:
             in_full = self._window.refused(error.reason, now=self._clock())
         if in_full:
-            name, detail = shorten(learner, MOST_LEARNER), shorten(str(error), MOST_DETAIL)
+            name, detail = shorten(learner, MAX_LEARNER), shorten(str(error), MAX_DETAIL)
             log.warning("refused %s of %s: %s", what, name or "an unknown peer", detail)
             self._record("refuse", learner=name, reason=error.reason, detail=detail)
 

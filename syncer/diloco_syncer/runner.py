@@ -27,7 +27,7 @@ from diloco_syncer.core.admission import Applicant
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.sessions import Session, Sessions
 from diloco_syncer.state import Facts, State
-from diloco_syncer.storage import snapshots
+from diloco_syncer.storage import capture
 from diloco_syncer.storage.store import Store
 from diloco_syncer.storage.writer import Writer
 
@@ -96,7 +96,7 @@ class Runner:
         last = self._coordinator.last_snapshot()
         if last is not None:
             with contextlib.suppress(StorageError):  # recorded; earlier snapshots are intact
-                self._writer.write(snapshots.with_position(last, self._events.position()))
+                self._writer.write(capture.with_position(last, self._events.position()))
         self.record("stop", step=self.facts.step)
 
     # ------------------------------------------------------------ for other threads

@@ -4,13 +4,17 @@ The open streams of learners: which session is current, and messages to it. Thre
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import queue
 import threading
 from dataclasses import dataclass, field
 
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, UnavailableError
 from diloco.v1 import syncer_pb2 as pb
+
+MAX_QUEUED = 4096
+"""Messages that wait for a learner to read them: minutes of a job, a few per merge."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +27,23 @@ class Session:
         default_factory=queue.SimpleQueue
     )
     """Messages in order; an error ends the stream with its status, None ends it without one."""
+    unread: UnavailableError | None = None
+    """Why this session must end: its learner does not read."""
+
+    def send(self, message: pb.SyncerMessage) -> None:
+        """Queue a message; the session is over once MAX_QUEUED wait, and nothing else is kept."""
+        if self.unread is not None:
+            return
+        if self.outbox.qsize() < MAX_QUEUED:
+            self.outbox.put(message)
+            return
+        self.unread = UnavailableError(
+            f"{self.learner} has not read {MAX_QUEUED} messages of its session; connect again"
+        )
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self.outbox.get_nowait()
+        self.outbox.put(self.unread)
 
 
 class Sessions:
@@ -78,7 +99,7 @@ class Sessions:
             current = self._current.get(learner)
             session = self._open.get(current[1]) if current else None
         if session is not None:
-            session.outbox.put(message)
+            session.send(message)
 
     def send_all(self, message: pb.SyncerMessage) -> None:
         """Queue a message for every learner with a current session."""
@@ -86,4 +107,4 @@ class Sessions:
             numbers = {number for _, number in self._current.values()}
             sessions = [s for number, s in self._open.items() if number in numbers]
         for session in sessions:
-            session.outbox.put(message)
+            session.send(message)

@@ -43,7 +43,7 @@ class SpecFile:
         """The last text, or why there was none."""
         self._end = threading.Event()
 
-    def look(self) -> None:
+    def check(self) -> None:
         """Read it once."""
         unreadable = ""
         try:
@@ -63,16 +63,16 @@ class SpecFile:
             self._changed(learners)
 
     def follow(self) -> None:
-        """Look every READ_SECONDS, on a thread, until `stop`."""
+        """Check it every READ_SECONDS, on a thread, until `stop`."""
         threading.Thread(target=self._run, name="spec file", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """End the thread."""
         self._end.set()
 
     def _run(self) -> None:
         while not self._end.wait(READ_SECONDS):
             try:
-                self.look()
+                self.check()
             except Exception:  # whatever is wrong with one version, the next one may be good
                 log.exception("the spec document could not be followed")

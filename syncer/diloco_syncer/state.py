@@ -4,13 +4,13 @@ What the syncer knows (`State`, only on the runner's thread), and the part that 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from diloco.model.fragments import Layout
 from diloco_syncer.core.admission import Admission
 from diloco_syncer.core.engine import Engine
+from diloco_syncer.storage.capture import ExportedModel
 from diloco_syncer.storage.parameters import Parameters
-from diloco_syncer.storage.snapshots import ExportedModel
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,7 +26,9 @@ class State:
     evaluation: tuple[int, float] = (0, 0.0)
     """Global step and loss of the last evaluation."""
     failure: tuple[str, str] | None = None
-    """Reason and message of the operator that gave the job up."""
+    """Reason and message of the operator that reported the failure of the job."""
+    region_failures: dict[str, tuple[str, str]] = field(default_factory=dict)
+    """Region → reason and message of the operator that reported the failure of all its learners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

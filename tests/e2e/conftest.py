@@ -22,9 +22,11 @@ from diloco_testing.kubernetes import api_server
 
 ORDER = (
     "test_api_rules", "test_api_versions", "test_applied_metadata", "test_applied_templates",
-    "test_fuzzed_jobs", "test_scale", "test_one_cluster", "test_failures", "test_learners_of_pods",
+    "test_fuzzed_jobs", "test_scale", "test_kueue", "test_one_cluster", "test_failures",
+    "test_learners_of_pods",
     "test_lifecycle", "test_failed_jobs", "test_steady_state", "test_volumes",
-    "test_operator_failures", "test_operator_replicas", "test_two_clusters", "test_rbac",
+    "test_operator_failures", "test_operator_replicas", "test_two_clusters", "test_pools",
+    "test_drills", "test_rbac",
 )  # fmt: skip
 """Tests that disturb others run after them; tests that read every audit log run last."""
 TIMEOUT_SECONDS = 3600
@@ -213,6 +215,17 @@ def eu(fleet: Fleet) -> Cluster:
     cluster = fleet.cluster("eu")
     install(cluster, fleet.images)
     return cluster
+
+
+@pytest.fixture(scope="session")
+def pair(fleet: Fleet) -> Iterator[dict[str, Cluster]]:
+    """Two clusters by region; the operator of each runs that region alone."""
+    made = {"eu": fleet.cluster("east", 0), "us": fleet.cluster("west", 1)}
+    for region, cluster in made.items():
+        install(cluster, fleet.images, region={"name": region})
+    yield made
+    for name in ("east", "west"):
+        fleet.end(name)
 
 
 @pytest.fixture

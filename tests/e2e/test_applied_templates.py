@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from diloco_operator.cluster.client import Cluster, connect
+from diloco_operator.cluster.client import Cluster
 from diloco_operator.decide.drift import has_drifted
 from diloco_operator.resources import Owner, Wanted, desired
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.resources.template_record import template_of, with_template
-from diloco_testing.kubernetes.api_server import running
+from diloco_testing.kubernetes.api_server import operated
 from diloco_testing.manifests.files import load_job
 
 Json = dict[str, Any]
@@ -26,10 +26,8 @@ SCOPE = OperatorScope(worker_image="w:1", syncer_image="s:1")
 
 @pytest.fixture(scope="module")
 def cluster(programs, tmp_path_factory) -> Iterator[Cluster]:
-    work = tmp_path_factory.mktemp("api")
-    with running(programs, work) as api:
-        config = connect(kubeconfig=api.kubeconfig(work / "kubeconfig"))
-        yield Cluster(config, manager="diloco-operator")
+    with operated(programs, tmp_path_factory.mktemp("api")) as cluster:
+        yield cluster
 
 
 def workloads(scope: OperatorScope = SCOPE) -> list[Json]:

@@ -191,11 +191,11 @@ def test_a_refused_child_is_named_with_the_servers_message(api, operator, accept
     assert ".spec.template.spec.containers" in condition["message"]
 
 
-def test_a_job_that_is_mended_gets_its_children_at_once(api, operator, accepted):
+def test_a_job_that_is_fixed_gets_its_children_at_once(api, operator, accepted):
     name = next(n for n, changes in accepted.items() if changes == [(SPEC, {"containers": "x"})])
     until_reported(api, {name}, 240)
-    mended = api.replace(job(name))
-    assert not isinstance(mended, Refusal), mended
+    fixed = api.replace(job(name))
+    assert not isinstance(fixed, Refusal), fixed
     assert until_reported(api, {name}, 20)[name]["status"] == "True"
 
 

@@ -135,10 +135,15 @@ def test_a_killed_rank_restarts_its_whole_learner_and_no_other(healed):
 def test_a_drain_takes_one_learner_at_a_time_and_restarts_it_whole(healed):
     job, (mine, others) = healed, LEARNERS
     instances, joined = job.instances(), joins(job, "eu/0")
-    until(lambda: allowed(job) == 1, 60, expected="one disruption is allowed", details=job.details)
-    evict(job, mine[1])
+    until(
+        lambda: job.disruptions_allowed() == 1,
+        60,
+        expected="one disruption is allowed",
+        details=job.details,
+    )
+    job.evict(mine[1])
     with pytest.raises(KubectlError, match="disruption budget"):
-        evict(job, others[0])
+        job.evict(others[0])
     until(
         lambda: job.instances().get(mine[1], instances[mine[1]])[0] != instances[mine[1]][0],
         BACK_SECONDS, expected=f"another pod takes the place of {mine[1]}", details=job.details,
@@ -151,7 +156,7 @@ def test_a_drain_takes_one_learner_at_a_time_and_restarts_it_whole(healed):
 
 
 def test_a_lost_pod_restarts_its_learner(healed):
-    """Deleted by force, as after the loss of its node: no process of it says goodbye."""
+    """Deleted by force, as after the loss of its node: no process of it sends Goodbye."""
     job, (mine, others) = healed, LEARNERS
     joined = joins(job, "eu/1")
     witness = {pod: job.instances()[pod] for pod in mine}
@@ -183,19 +188,3 @@ def test_a_changed_template_replaces_one_whole_learner_after_the_other(healed):
     )  # fmt: skip
     assert (0, 1) not in down, "one learner at a time"
     job.until_condition("LearnersReady", BACK_SECONDS)
-
-
-def allowed(job: Job) -> int:
-    budget = job.cluster.kubectl.get("pdb", f"{job.name}-eu", job.namespace)
-    assert budget is not None
-    return int(budget["status"]["disruptionsAllowed"])
-
-
-def evict(job: Job, pod: str) -> None:
-    """As a drain of its node does."""
-    body = {
-        "apiVersion": "policy/v1", "kind": "Eviction",
-        "metadata": {"name": pod, "namespace": job.namespace},
-    }  # fmt: skip
-    path = f"/api/v1/namespaces/{job.namespace}/pods/{pod}/eviction"
-    job.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))

@@ -4,10 +4,14 @@ The lifecycle of a job from outside: suspend, resume, scale, finish, fail, delet
 
 from __future__ import annotations
 
-import json
+from datetime import UTC, datetime
+from typing import Any
 
 import pytest
+import yaml
 
+from diloco_cli.authority import write_certs
+from diloco_job.types import DiLoCoJob
 from diloco_testing.clusters.install import CLUSTER_ROLE, NAMESPACE, RELEASE, RESTRICTED, install
 from diloco_testing.clusters.job import Job, manifest, steadily
 from diloco_testing.clusters.kubectl import KubectlError, until
@@ -160,10 +164,15 @@ def test_evictions_are_limited_and_do_not_count_as_crashes(make):
     job = make("drain", learners=2, sync={"quorum": 1}, runPolicy={"learnerRestartLimit": 0})
     job.apply().until_condition("LearnersReady", 240)
     before = job.instances()
-    until(lambda: _allowed(job) == 1, 60, expected="one disruption is allowed", details=job.details)
-    _evict(job, job.pod_of("eu/0"))
+    until(
+        lambda: job.disruptions_allowed() == 1,
+        60,
+        expected="one disruption is allowed",
+        details=job.details,
+    )
+    job.evict(job.pod_of("eu/0"))
     with pytest.raises(KubectlError, match="disruption budget"):
-        _evict(job, job.pod_of("eu/1"))
+        job.evict(job.pod_of("eu/1"))
     until(
         lambda: job.instances().get(job.pod_of("eu/0"), before[job.pod_of("eu/0")])
         != before[job.pod_of("eu/0")],
@@ -247,7 +256,7 @@ def test_an_uninstall_leaves_nothing_and_does_not_hang(eu, fleet, make):
         install(eu, fleet.images)
 
 
-def test_pods_that_the_api_server_refuses_are_reported_in_its_words(eu, fleet):
+def test_pods_that_the_api_server_refuses_are_reported_with_its_message(eu, fleet):
     """A StatefulSet has no condition for it: its controller reports the refusal in an Event only."""
     with fleet.namespace("pods-refused", eu, **RESTRICTED) as namespace:
         fields = {"hostPID": True}
@@ -264,11 +273,48 @@ def test_pods_that_the_api_server_refuses_are_reported_in_its_words(eu, fleet):
         job.delete()
 
 
-def test_named_namespaces_are_enough_for_an_operator(eu, fleet, make):
-    """watchNamespaces: a Role there, no ClusterRole, and a job completes."""
-    job = make("named", steps=5)
+def test_jobs_in_the_network_of_one_node_share_no_port(eu, fleet):
+    """The scheduler keeps pods of the same ports apart; a job with ports of its own has a place."""
+    if not eu.local:
+        pytest.skip("given clusters may have several nodes")
+    fields = {
+        **fleet.images.pod_fields, "hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet",
+    }  # fmt: skip
+    ports = {"health": 18080, "metrics": 19090}
+    with fleet.namespace("host-network", eu) as namespace:
+
+        def started(name: str, learners: int, **learner) -> Job:
+            body = manifest(
+                name, steps=10**6, regions={"eu": learners}, pod_fields=fields, learner=learner
+            )
+            return Job(eu, namespace, body).apply()
+
+        usual = started("usual", 2)
+        found = usual.until_condition("LearnersReady", SOON, status="False", reason="PodTrouble")
+        assert "free ports" in found["message"]
+        own = started("own", 1, ports=ports)
+        own.until_condition("LearnersReady", SOON)
+        for job in (usual, own):
+            job.until_step(3, SOON)
+        nodes = {pod["spec"]["nodeName"] for job in (usual, own) for pod in _running_learners(job)}
+        assert len(nodes) == 1
+
+
+def test_named_namespaces_are_enough_for_an_operator(eu, fleet, make, tmp_path):
+    """
+    watchNamespaces and rbac.tlsSecretNamespaces: Roles there, no ClusterRole, and a job with TLS and
+    NetworkPolicies completes.
+    """
+    tls = {"mode": "Secret", "secretName": "named-tls"}
+    job = make("named", steps=5, regions={"eu": 1, "us": 1}, tls=tls)
+    made = DiLoCoJob.model_validate(job.manifest)
+    write_certs(made, tmp_path, now=datetime.now(UTC), namespace=job.namespace)
+    eu.kubectl.apply(yaml.safe_load((tmp_path / "all.yaml").read_text()), namespace=job.namespace)
     assert eu.kubectl.get("clusterrole", CLUSTER_ROLE, "") is not None
-    install(eu, fleet.images, watchNamespaces=[job.namespace])
+    install(
+        eu, fleet.images, watchNamespaces=[job.namespace],
+        rbac={"tlsSecretNamespaces": [job.namespace]}, jobs={"networkPolicy": {"enabled": True}},
+    )  # fmt: skip
     try:
         assert eu.kubectl.get("clusterrole", CLUSTER_ROLE, "") is None
         with fleet.namespace("elsewhere", eu) as other:
@@ -277,6 +323,12 @@ def test_named_namespaces_are_enough_for_an_operator(eu, fleet, make):
             job.until_condition("Complete", 240)
             assert not copy.status(), "a job of another namespace is not its own"
             copy.delete()
+            policy = ("networkpolicy", "named-us", job.namespace)
+            assert eu.kubectl.get(*policy) is not None
+            job.change(regions=[{"name": "eu", "learners": 1}])
+            until(lambda: eu.kubectl.get(*policy) is None, 60, expected="its region is gone")
+            # The operator that stops meanwhile has no right to its NetworkPolicies any more.
+            job.delete()
     finally:
         install(eu, fleet.images)
 
@@ -290,21 +342,6 @@ def _of_release(kubectl) -> list[str]:
     return str(
         kubectl("get", kinds, "-A", "-l", chosen, "-o", "name", "--ignore-not-found")
     ).split()
-
-
-def _evict(job: Job, pod: str) -> None:
-    body = {
-        "apiVersion": "policy/v1", "kind": "Eviction",
-        "metadata": {"name": pod, "namespace": job.namespace},
-    }  # fmt: skip
-    path = f"/api/v1/namespaces/{job.namespace}/pods/{pod}/eviction"
-    job.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
-
-
-def _allowed(job: Job) -> int:
-    budget = job.cluster.kubectl.get("pdb", f"{job.name}-eu", job.namespace)
-    assert budget is not None
-    return int(budget["status"]["disruptionsAllowed"])
 
 
 def _merged(job: Job) -> set[str]:
@@ -326,6 +363,10 @@ def _is_ready(pod) -> bool:
 def _has_env(pod, name: str) -> bool:
     main = next(c for c in pod["spec"]["containers"] if c["name"] == "main")
     return name in {variable["name"] for variable in main.get("env", ())}
+
+
+def _running_learners(job: Job) -> list[dict[str, Any]]:
+    return [pod for pod in job.pods("learner") if pod["status"]["phase"] == "Running"]
 
 
 def _running(job: Job, pod: str) -> bool:

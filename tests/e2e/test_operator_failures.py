@@ -81,7 +81,7 @@ def undisturbed(eu, fleet, namespace):
 
 
 @pytest.fixture
-def mended(eu):
+def fixed(eu):
     """The operator is restored afterwards in any case."""
     yield
     operator_env(eu.kubectl, "DILOCO_FAULTS-")
@@ -90,7 +90,7 @@ def mended(eu):
 
 @pytest.mark.parametrize("point", POINTS)
 def test_an_operator_killed_there_ends_in_the_same_state(
-    eu, fleet, namespace, undisturbed, mended, point
+    eu, fleet, namespace, undisturbed, fixed, point
 ):
     kubectl = eu.kubectl
     calm = undisturbed.instances()

@@ -75,8 +75,8 @@ def test_an_api_server_lets_one_of_two_candidates_lead_with_the_rights_of_the_ch
     path = "/apis/coordination.k8s.io/v1/namespaces/default/leases/diloco"
     both = [candidate(account, name) for name in ("a", "b")]
     try:
-        until(lambda: any(one.may_write() for one in both), SOON, expected="one leads")
-        assert sum(one.may_write() for one in both) == 1
+        until(lambda: any(replica.may_write() for replica in both), SOON, expected="one leads")
+        assert sum(replica.may_write() for replica in both) == 1
         code, lease = api.send("GET", path)
         assert (code, lease["spec"]["leaseDurationSeconds"]) == (200, 15)
         renewed = lease["spec"]["renewTime"]
@@ -84,13 +84,13 @@ def test_an_api_server_lets_one_of_two_candidates_lead_with_the_rights_of_the_ch
             lambda: api.send("GET", path)[1]["spec"]["renewTime"] != renewed,
             SOON, expected="a renewal",
         )  # fmt: skip
-        leader, other = sorted(both, key=lambda one: not one.may_write())
+        leader, other = sorted(both, key=lambda replica: not replica.may_write())
         leader.stop(release=True)
         until(other.may_write, SOON, expected="the other leads")
         assert api.send("GET", path)[1]["spec"]["leaseTransitions"] == 1
     finally:
-        for one in both:
-            one.stop(release=False)
+        for replica in both:
+            replica.stop(release=False)
 
 
 def test_no_other_lease_can_be_made_with_these_rights(api, account):
@@ -224,7 +224,7 @@ def test_a_second_installation_leaves_the_jobs_of_the_first_alone_and_names_it(
     eu, fleet, namespace, second_installation
 ):
     job = waiting_job(eu, namespace, fleet, "shared")
-    # Whichever saw it first runs it, and the other one says so.
+    # Whichever saw it first runs it, and the other one reports that.
     until(
         lambda: any(reason == "OtherOperator" for reason, _ in job.events()),
         SOON, expected="the Event of the other installation", details=job.details,

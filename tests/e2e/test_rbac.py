@@ -21,12 +21,19 @@ from diloco_testing.clusters.provision import cache
 
 OPERATOR = "system:serviceaccount:diloco-system:diloco"
 
-NEEDED = {"test_learners_of_pods", "test_lifecycle", "test_two_clusters", "test_volumes"}
+NEEDED = {
+    *("test_kueue", "test_learners_of_pods", "test_lifecycle"),
+    *("test_two_clusters", "test_volumes"),
+}
 """Files that together make the operator use all of its rights."""
 
 UNSEEN = {
     ("diloco.dev", "dilocojobs/finalizers", "update"):
         "asked by the API server itself, where OwnerReferencesPermissionEnforcement is on",
+    **{
+        ("cert-manager.io", "certificates", verb): "cert-manager runs on no cluster of these tests"
+        for verb in ("get", "list", "create", "patch", "delete")
+    },
 }  # fmt: skip
 """Rights whose use no audit log shows, and why they are needed."""
 
@@ -72,7 +79,10 @@ def test_every_right_was_used(requests, request):
 def rules():
     """The operator's, as the chart renders them: for jobs, and for its Lease."""
     command = (cache() / "bin/helm", "template", RELEASE, CHART, "--namespace", NAMESPACE)
-    flags = ("--kube-version=1.31", "--set=rbac.tlsSecrets=true")
+    flags = (
+        "--kube-version=1.31", "--set=rbac.tlsSecrets=true", "--set=rbac.certManager=true",
+        "--set=jobs.networkPolicy.enabled=true",
+    )  # fmt: skip
     objects = yaml.safe_load_all(subprocess.check_output([*command, *flags]))
     own = (("ClusterRole", CLUSTER_ROLE), ("Role", f"{RELEASE}-leader-election"))
     return [

@@ -12,7 +12,7 @@ import pytest
 
 from diloco_testing.local.run_process import CLI
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 OWN_LOOP = Path(__file__).parents[2] / "examples/02-own-loop"
 
@@ -22,7 +22,7 @@ def run(*command: object, **environment: str) -> str:
     quiet = {"PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [str(argument) for argument in command], env={**os.environ, **quiet, **environment},
-        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120, check=False,
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

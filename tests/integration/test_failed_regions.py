@@ -17,9 +17,9 @@ from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.workqueue import Key
 from diloco_testing.kubernetes.fake_api import FakeApi
 from diloco_testing.network.certificates import Authority, write
-from diloco_testing.syncers.process import RealSyncer, make_spec
+from diloco_testing.syncers.process import RealSyncer, make_spec, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 KEY = Key("ns", "j")
 
@@ -35,7 +35,7 @@ def here(region, endpoint):
 
 
 class Region:
-    """An operator with its cluster; time passes when the test says so."""
+    """An operator with its cluster; time passes when the test advances it."""
 
     def __init__(self, name, folder, api, endpoint, tls):
         self.api, self.now = api, datetime.now(UTC)
@@ -61,12 +61,30 @@ class Region:
             },
         })  # fmt: skip
 
-    def reconcile(self, after_seconds=1.0):
-        """Once; returns the condition Failed."""
+    def reconcile(self, after_seconds=1.0, *, condition="Failed"):
+        """Once; returns a condition."""
         self.now += timedelta(seconds=after_seconds)
         self.reconciler.reconcile(KEY)
         conditions = self.api.get("dilocojobs", "j")["status"]["conditions"]
-        return next(entry for entry in conditions if entry["type"] == "Failed")
+        return next(entry for entry in conditions if entry["type"] == condition)
+
+    def reconcile_until(self, reason, *, condition="Failed", after=None):
+        """
+        Again and again, until a condition has this reason; a busy syncer is asked again. Returns it.
+
+        Args:
+            reason: of the condition.
+            condition: its type.
+            after: called before each time.
+        """
+
+        def reached():
+            if after is not None:
+                after()
+            found = self.reconcile(30, condition=condition)
+            return found if found["reason"] == reason else None
+
+        return until(reached, expected=f"{condition}: {reason}")
 
     def policy(self, **fields):
         self.api.edit("dilocojobs", "j", lambda job: job["spec"].update(runPolicy=fields))
@@ -97,9 +115,9 @@ def test_a_region_fails_and_resumes_with_the_one_that_has_the_syncer(tmp_path):
             assert eu.replicas("deployments", "j-syncer") == 1, "it answers for a while"
             assert eu.replicas("statefulsets", "j-eu") == 0
 
-            told = us.reconcile(30)
-            assert (told["status"], told["reason"]) == ("True", "SyncerRegionFailed")
-            assert failed["message"] in told["message"]
+            condition = us.reconcile_until("SyncerRegionFailed", after=eu.reconcile)
+            assert condition["status"] == "True"
+            assert failed["message"] in condition["message"]
             us.reconcile()
             assert us.replicas("statefulsets", "j-us") == 0
 
@@ -113,8 +131,56 @@ def test_a_region_fails_and_resumes_with_the_one_that_has_the_syncer(tmp_path):
         eu.reconcile()
         assert eu.replicas("deployments", "j-syncer") == 1
         with syncer:
-            assert us.reconcile(30)["status"] == "False"
+            until(lambda: us.reconcile(30)["status"] == "False", expected="it follows")
             us.reconcile()
             assert us.replicas("statefulsets", "j-us") == 1
         for region in (eu, us):
             region.reconciler.close()
+
+
+def test_a_region_whose_learners_all_fail_is_named_where_the_syncer_is(tmp_path):
+    authority = Authority()
+    files = write(tmp_path / "tls", authority.make(regions=["eu"]))
+    with (
+        FakeApi() as apart,
+        FakeApi() as together,
+        RealSyncer(tmp_path / "job", make_spec(), tls=files) as syncer,
+    ):
+        eu = Region("eu", tmp_path, together, syncer.endpoint, authority.make(regions=["eu"]))
+        us = Region(
+            "us", tmp_path, apart, syncer.endpoint, authority.make(regions=["us"], names=[])
+        )
+        eu.reconcile()
+        eu.api.edit(
+            "deployments", "j-syncer", lambda item: item.update(status={"readyReplicas": 1})
+        )
+        us.reconcile()
+        owner = us.api.get("statefulsets", "j-us")["metadata"]["uid"]
+        us.api.create(refused_pod("j-us-0", owner))
+        us.reconcile()
+        condition = eu.reconcile_until("RegionMissing", condition="QuorumMet", after=us.reconcile)
+        assert "region us failed: LearnerRefused: all its learners failed" in condition["message"]
+        assert "hidden size 4, expected 8" in condition["message"]
+
+        us.api.edit("pods", "j-us-0", lambda pod: pod.update(status={"phase": "Running"}))
+        us.reconcile()
+        eu.reconcile_until("Starting", condition="QuorumMet", after=us.reconcile)
+        for region in (eu, us):
+            region.reconciler.close()
+
+
+def refused_pod(name, owner):
+    """A pod of a StatefulSet whose learner ended with exit code 78."""
+    message = '{"reason": "Refused", "message": "hidden size 4, expected 8"}'
+    end = {"exitCode": 78, "reason": "Error", "message": message}
+    return {
+        "apiVersion": "v1", "kind": "Pod",
+        "metadata": {
+            "namespace": "ns", "name": name, "labels": {"diloco.dev/job": "j"},
+            "ownerReferences": [{"uid": owner, "controller": True}],
+        },
+        "status": {
+            "phase": "Running",
+            "containerStatuses": [{"name": "main", "state": {"terminated": end}}],
+        },
+    }  # fmt: skip

@@ -23,7 +23,6 @@ from diloco_testing.learners.linked import (
     connected,
     flat,
     holds,
-    job_environment,
     link_pid,
     make_spec,
     step_until,
@@ -31,11 +30,6 @@ from diloco_testing.learners.linked import (
 )
 from diloco_testing.syncers.scripted import ScriptedSyncer
 from diloco_worker.trainer.runqueue import RunQueue
-
-
-@pytest.fixture
-def enter(monkeypatch, tmp_path):
-    return job_environment(monkeypatch, tmp_path)
 
 
 def test_a_damaged_chunk_of_a_result_is_requested_again(enter):

@@ -21,7 +21,6 @@ from diloco.v1 import syncer_pb2 as pb
 from diloco_testing.learners.linked import (
     connected,
     flat,
-    job_environment,
     make_model,
     make_spec,
     step_until,
@@ -30,11 +29,6 @@ from diloco_testing.network.certificates import Authority
 from diloco_testing.syncers.scripted import ScriptedSyncer
 from diloco_worker import Learner
 from diloco_worker.fetch import fetch_model
-
-
-@pytest.fixture
-def enter(monkeypatch, tmp_path):
-    return job_environment(monkeypatch, tmp_path)
 
 
 def test_the_first_learner_uploads_its_own_initialisation(enter):

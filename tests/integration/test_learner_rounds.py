@@ -24,7 +24,6 @@ from diloco_testing.learners.linked import (
     connected,
     flat,
     holds,
-    job_environment,
     make_spec,
     step_until,
     train,
@@ -32,11 +31,6 @@ from diloco_testing.learners.linked import (
 from diloco_testing.metrics import missing
 from diloco_testing.syncers.scripted import ScriptedSyncer
 from diloco_worker import Learner
-
-
-@pytest.fixture
-def enter(monkeypatch, tmp_path):
-    return job_environment(monkeypatch, tmp_path)
 
 
 def test_reports_carry_algorithm_1s_counters_and_offer_only_what_is_open(enter):

@@ -375,7 +375,7 @@ def test_invalid_settings_are_reported_with_exit_code_2():
         env={"PATH": os.environ["PATH"], "DILOCO_WORKER_IMAGE": "w"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
     assert done.returncode == 2

@@ -62,12 +62,24 @@ sys.exit("Connection closed by peer")
 """
 """Meets the other rank, and fails when that goes away."""
 
+HUNG = RANK.replace(
+    'print("met", flush=True)',
+    """print("met", flush=True)
+if os.environ["RANK"] == "1":
+    from diloco_worker import report_progress
+    report_progress()
+    while True:
+        time.sleep(60)
+""",
+)
+"""The same, but rank 1 hangs after its first step, while rank 0 waits for it."""
+
 
 class Learner:
     """The two pods of a learner."""
 
-    def __init__(self, folder: Path, **environment: str) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, program: str = RANK, **environment: str) -> None:
+        self.folder, self.program = folder, program
         self.environment = {"DILOCO_PODS_PER_LEARNER": "2", "COLLECTIVE": str(folder / "c")}
         self.environment |= environment
         self.pods: list[Pod] = []
@@ -86,7 +98,7 @@ class Learner:
         folder = self.folder / str(rank)
         folder.mkdir()
         return Pod(
-            folder, RANK, wrapped=(sys.executable, "-c", AGENT, str(port)),
+            folder, self.program, wrapped=(sys.executable, "-c", AGENT, str(port)),
             environment={**self.environment, "DILOCO_POD": f"j-eu-{rank}"},
         )  # fmt: skip
 
@@ -109,8 +121,19 @@ def test_a_pod_of_another_rank_is_ready_while_its_program_runs(tmp_path):
         assert pod.ask("/startz") == (200, "started")
 
 
+def test_a_rank_that_hangs_is_noticed_by_its_own_liveness_probe(tmp_path):
+    with Learner(tmp_path, HUNG, DILOCO_STUCK_SECONDS="2").running() as learner:
+        leader, hung = learner.pods
+        _, message = until(
+            lambda: (answer := hung.ask("/livez"))[0] == 503 and answer, "a dead rank"
+        )
+        assert message.startswith("no progress for ")
+        assert message.endswith("step 1 of this process")
+        assert leader.ask("/livez") == (200, "alive"), "it reports no health in this test"
+
+
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_restarts_both_and_is_nobodys_fault(tmp_path, rank):
+def test_a_killed_rank_restarts_both_and_does_not_count_as_a_fault(tmp_path, rank):
     with Learner(tmp_path, DILOCO_RESTART_LIMIT="0").running() as learner:
         os.kill(learner.pods[rank].pid(0), signal.SIGKILL)
         learner.until_met(2)
@@ -131,7 +154,7 @@ def test_a_crash_of_either_rank_counts_once_and_the_limit_ends_rank_0(tmp_path, 
         assert written["message"].startswith("learner eu/0 crashed 2 times")
 
 
-def test_a_pod_that_comes_back_restarts_the_other_and_is_nobodys_fault(tmp_path):
+def test_a_pod_that_comes_back_restarts_the_other_and_does_not_count_as_a_fault(tmp_path):
     with Learner(tmp_path, DILOCO_RESTART_LIMIT="0").running() as learner:
         pod = learner.pods[1]
         pod.process.kill()

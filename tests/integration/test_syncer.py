@@ -20,14 +20,11 @@ from diloco_testing.learners.scripted import (
     encoded,
     good_round,
     random_delta,
+    thetas_of,
 )  # fmt: skip
 from diloco_testing.syncers.process import RealSyncer, make_spec
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-
-
-def thetas_of(learner, seed=100):
-    return [random_delta(f, seed + f.index, size=1.0) for f in learner.layout.fragments]
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("merge", ["Radial", "Average"])

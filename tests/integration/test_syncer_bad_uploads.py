@@ -40,7 +40,7 @@ from diloco_testing.learners.scripted import (
 )  # fmt: skip
 from diloco_testing.syncers.process import RealSyncer, make_spec, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 NAN, INF = float("nan"), float("inf")
 
@@ -280,7 +280,7 @@ def test_a_stream_that_is_cut_ends_the_attempt(subject):
     stream = this.begin().send(this.chunks()[0], END)
     assert stream.reply().again  # so it is in the middle of the merge
     stream.cancel()
-    until(lambda: subject.refusals()[len(before) :], expected="a refuse line", seconds=5)
+    until(lambda: subject.refusals()[len(before) :], expected="a refuse line", seconds=60)
     [(who, reason)] = subject.refusals()[len(before) :]
     assert (who, reason in ("Protocol", "Damaged")) == ("eu/0", True)
     # `intact` shows that the learner's next report is pulled again.

@@ -13,7 +13,7 @@ from diloco.runtime import files
 from diloco_testing.learners.scripted import ScriptedLearner, good_round, random_delta
 from diloco_testing.syncers.process import RealSyncer, make_spec, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture
@@ -84,14 +84,14 @@ def test_a_learner_more_joins_without_a_restart_and_one_beyond_the_number_is_ref
     assert one_start(syncer, pid)
 
 
-def test_a_learner_beyond_the_new_number_is_told_to_leave_and_the_others_continue(syncer, learner):
+def test_a_learner_beyond_the_new_number_leaves_and_the_others_continue(syncer, learner):
     pid = syncer.process.pid
     changed(syncer, eu=2)
     with ScriptedLearner(syncer, "eu/1") as second:
         second.join()
         changed(syncer, eu=1)
         with pytest.raises(UnavailableError, match="eu/1 is beyond the 1 learners of region eu"):
-            second.expect("complete", seconds=10)
+            second.expect("complete", seconds=60)
         with (
             ScriptedLearner(syncer, "eu/1") as again,
             pytest.raises(UnavailableError, match="beyond the 1 learners"),

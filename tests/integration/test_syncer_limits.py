@@ -1,5 +1,5 @@
 """
-What strangers, liars and broken peers can cost a running syncer: memory, threads, connections, log lines.
+What untrusted, misbehaving and broken peers can cost a running syncer: memory, threads, connections, log lines.
 
 Peers send raw bytes where an honest client could not send the message.
 """
@@ -38,7 +38,7 @@ from diloco_testing.learners.scripted import ScriptedLearner, good_round, random
 from diloco_testing.network.certificates import Authority, write
 from diloco_testing.syncers.process import RealSyncer, make_spec, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
+pytestmark = pytest.mark.slow
 
 SESSION = "/diloco.v1.Syncer/Session"
 
@@ -177,9 +177,9 @@ def test_a10_a_hello_beyond_a_bound_is_refused_and_defines_nothing(syncer, learn
 
 def test_a10_a_model_that_cannot_be_held_does_not_shut_honest_learners_out(tmp_path):
     with RealSyncer(tmp_path, make_spec()) as fresh:
-        with ScriptedLearner(fresh, "us/0") as liar:
+        with ScriptedLearner(fresh, "us/0") as misbehaving:
             with pytest.raises(ConfigError, match="values"):
-                liar.join(**tensors([2**49], [2**49]))
+                misbehaving.join(**tensors([2**49], [2**49]))
             with ScriptedLearner(fresh, "eu/0") as honest:
                 honest.join()
 
@@ -223,21 +223,21 @@ REPORTS: dict[str, dict[str, Any]] = {
 def test_a05_a_report_with_an_impossible_count_ends_its_session_and_leaves_nothing(
     syncer, learner, lie
 ):
-    with ScriptedLearner(syncer, "us/0") as liar:
-        liar.join()
-        known = liar.welcome.local_step
-        report(liar, **REPORTS[lie])
+    with ScriptedLearner(syncer, "us/0") as misbehaving:
+        misbehaving.join()
+        known = misbehaving.welcome.local_step
+        report(misbehaving, **REPORTS[lie])
         with pytest.raises(ProtocolError):
-            liar.expect("complete", seconds=10)
+            misbehaving.expect("complete", seconds=60)
     found = {x.name: x for x in syncer.status().learners}["us/0"]
     assert (found.state, found.tokens, found.local_step) == ("Gone", 0, known)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), -1e12, 1e300])
 def test_a06_measurements_that_no_clock_made_are_replaced(syncer, learner, value):
-    with ScriptedLearner(syncer, "us/0") as liar:
-        liar.join()
-        report(liar, step_seconds=value, sync_seconds=value, loss=value, has_loss=True)
+    with ScriptedLearner(syncer, "us/0") as misbehaving:
+        misbehaving.join()
+        report(misbehaving, step_seconds=value, sync_seconds=value, loss=value, has_loss=True)
 
         def seen() -> pb.LearnerStatus | None:
             states = {x.name: x for x in syncer.status().learners}
@@ -251,7 +251,7 @@ def test_a06_measurements_that_no_clock_made_are_replaced(syncer, learner, value
         assert 0 <= syncer.status().grace_seconds < float("inf")
     until(
         lambda: {x.name: x for x in syncer.status().learners}["us/0"].state == "Gone",
-        expected="the liar is gone",
+        expected="the misbehaving learner is gone",
     )
 
 
@@ -333,7 +333,9 @@ def silent(over: threading.Event) -> Iterator[bytes]:
         "/diloco.v1.Bulk/Download",
     ],
 )
-def test_a09_streams_without_a_message_keep_nobody_from_being_served(syncer, learner, method):
+def test_a09_streams_without_a_message_do_not_keep_others_from_being_served(
+    syncer, learner, method
+):
     over, count = threading.Event(), 400
     with ExitStack() as stack:
         stack.callback(over.set)
@@ -376,7 +378,7 @@ def _at_end(connection: socket.socket) -> bool:
     return True
 
 
-def test_a_flood_of_reports_delays_nobody_for_long(syncer, learner):
+def test_a_flood_of_reports_delays_no_learner_for_long(syncer, learner):
     over, sent = threading.Event(), [0]
 
     def flood(hello: pb.Hello) -> Iterator[pb.LearnerMessage]:
@@ -385,8 +387,11 @@ def test_a_flood_of_reports_delays_nobody_for_long(syncer, learner):
             sent[0] += 1
             yield pb.LearnerMessage(heartbeat=pb.Heartbeat())
 
-    with ScriptedLearner(syncer, "us/0") as liar, grpc.insecure_channel(syncer.endpoint) as wire:
-        call = SyncerStub(wire).Session(flood(liar.hello()))
+    with (
+        ScriptedLearner(syncer, "us/0") as misbehaving,
+        grpc.insecure_channel(syncer.endpoint) as wire,
+    ):
+        call = SyncerStub(wire).Session(flood(misbehaving.hello()))
         next(call)
         until(lambda: sent[0] > 5000, expected="a flood")
         for seed in range(3):
@@ -396,7 +401,7 @@ def test_a_flood_of_reports_delays_nobody_for_long(syncer, learner):
         call.cancel()
 
 
-# ---------------------------------------------------------------- memory of strangers
+# ---------------------------------------------------------------- memory for untrusted peers
 
 
 def test_a16_only_learners_of_the_spec_have_a_metric_series(tmp_path):
@@ -438,17 +443,17 @@ def test_a12_a_certificate_of_another_job_gets_nothing_from_this_one(tmp_path):
             honest.join().initialise([random_delta(f, 1) for f in honest.layout.fragments])
             honest.expect("ready")
             good_round(honest)
-            with ScriptedLearner(syncer, "eu/0", tls=foreign) as stranger:
-                stranger.epoch, stranger.incarnation = honest.epoch, honest.incarnation
+            with ScriptedLearner(syncer, "eu/0", tls=foreign) as outsider:
+                outsider.epoch, outsider.incarnation = honest.epoch, honest.incarnation
                 with pytest.raises(UnauthorisedError):
-                    stranger.join()
+                    outsider.join()
                 with pytest.raises(UnauthorisedError):
-                    stranger.download(0)
+                    outsider.download(0)
                 with pytest.raises(UnauthorisedError, match="names no role in job j"):
-                    stranger.download(0, learner="", epoch=0, incarnation=0)
+                    outsider.download(0, learner="", epoch=0, incarnation=0)
                 pull = honest.pull()
                 delta_N = random_delta(honest.layout.fragments[pull.fragment], 1)
-                assert stranger.upload(pull, delta_N).refused == "Unauthorised"
+                assert outsider.upload(pull, delta_N).refused == "Unauthorised"
                 assert honest.upload(pull, delta_N).done
             with pytest.raises(UnauthorisedError, match="names no role in job j"):
                 syncer.status(tls=foreign)

@@ -27,16 +27,13 @@ from diloco_testing.learners.scripted import (
     encoded,
     good_round,
     random_delta,
+    thetas_of,
 )
 from diloco_testing.metrics import missing
 from diloco_testing.network.certificates import Authority
 from diloco_testing.syncers.process import RealSyncer, make_spec, until
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(120)]
-
-
-def thetas_of(learner):
-    return [random_delta(f, 50 + f.index, size=1.0) for f in learner.layout.fragments]
+pytestmark = pytest.mark.slow
 
 
 def theta_now(learner):

@@ -22,8 +22,10 @@ import yaml
 from diloco.errors import UnauthorisedError, UnavailableError
 from diloco.rpc.certificates import tls_facts
 from diloco.rpc.channels import Connection
+from diloco.rpc.connection_reasons import advice, explain
+from diloco.rpc.identity import server_name
 from diloco.rpc.status_client import SyncerClient
-from diloco.rpc.tls import Tls, advice, explain, server_name
+from diloco.rpc.tls import Tls
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
@@ -221,7 +223,7 @@ def test_a_certificate_of_another_job_is_valid_for_no_region(tmp_path):
 def test_any_certificate_of_the_authority_may_ask_for_the_status(secrets, syncer):
     for tls in secrets.values():
         with closing(SyncerClient(syncer.endpoint, tls=tls, server_name="j-syncer")) as client:
-            assert client.status(timeout_seconds=10).job == "j"
+            assert client.status(timeout_seconds=60).job == "j"
 
 
 def test_only_the_syncers_own_certificate_may_report_that_the_job_failed(secrets, syncer):
@@ -231,13 +233,33 @@ def test_only_the_syncers_own_certificate_may_report_that_the_job_failed(secrets
         closing(SyncerClient(syncer.endpoint, tls=secrets["us"], server_name="j-syncer")) as us,
     ):
         with pytest.raises(UnauthorisedError, match="does not have the DNS name j-syncer"):
-            us.failed("DeadlineExceeded", "by us", timeout_seconds=10)
-        before = us.status(timeout_seconds=10)
+            us.failed("DeadlineExceeded", "by us", timeout_seconds=60)
+        before = us.status(timeout_seconds=60)
         assert not before.HasField("failure")
-        eu.failed("DeadlineExceeded", "by eu", timeout_seconds=10)
-        found = us.status(timeout_seconds=10)
+        eu.failed("DeadlineExceeded", "by eu", timeout_seconds=60)
+        found = us.status(timeout_seconds=60)
     assert (found.failure.reason, found.failure.message) == ("DeadlineExceeded", "by eu")
     assert found.state == before.state
+
+
+def test_only_a_regions_own_certificate_may_report_that_it_failed(secrets, syncer):
+    with (
+        closing(SyncerClient(syncer.endpoint, tls=secrets["eu"], server_name="j-syncer")) as eu,
+        closing(SyncerClient(syncer.endpoint, tls=secrets["us"], server_name="j-syncer")) as us,
+    ):
+        with pytest.raises(UnauthorisedError, match="does not have the URI name diloco://j/region"):
+            eu.region_failed("us", "LearnerRefused", "by eu", timeout_seconds=10)
+        assert not us.status(timeout_seconds=10).region_failures
+        us.region_failed("us", "LearnerRefused", "by us", timeout_seconds=10)
+        [reported] = eu.status(timeout_seconds=10).region_failures
+        assert (reported.region, reported.reason, reported.message) == (
+            "us",
+            "LearnerRefused",
+            "by us",
+        )
+        us.region_failed("us", "", "", timeout_seconds=10)
+        assert not eu.status(timeout_seconds=10).region_failures
+    assert "Unauthorised" in [line["reason"] for line in refusals(syncer, "")]
 
 
 # ---------------------------------------------------------------- what a refused learner logs
@@ -303,7 +325,7 @@ def test_replaced_certificates_are_used_by_both_ends_without_a_restart(tmp_path)
         def fresh(tls: Tls) -> str:
             with closing(SyncerClient(syncer.endpoint, tls=tls, server_name="j-syncer")) as client:
                 try:
-                    return client.status(timeout_seconds=10).state
+                    return client.status(timeout_seconds=60).state
                 except UnavailableError as error:
                     return explain(str(error))
 

@@ -2,6 +2,7 @@
 
 import ast
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,11 +17,10 @@ CONFIG = ROOT / "pyproject.toml"
 PROJECT = tomllib.loads(CONFIG.read_text())
 WHEEL = PROJECT["tool"]["hatch"]["build"]["targets"]["wheel"]
 PACKAGES = {Path(path).name: ROOT / path for path in WHEEL["packages"]}
-PURE = next(
-    contract["source_modules"]
-    for contract in PROJECT["tool"]["importlinter"]["contracts"]
-    if contract["name"] == "pure code does no I/O"
-)
+CONTRACTS = {
+    contract["name"]: contract for contract in PROJECT["tool"]["importlinter"]["contracts"]
+}
+PURE = CONTRACTS["pure code does no I/O"]["source_modules"]
 
 
 def lint(*search: Path) -> subprocess.CompletedProcess[str]:
@@ -72,11 +72,23 @@ def test_a_module_without_a_layer_is_refused(copy, folder):
     assert "misplaced" in done.stdout + done.stderr
 
 
+def test_the_command_line_may_import_only_the_resources_of_the_operator():
+    modules = {
+        f"diloco_operator.{path.stem}"
+        for path in PACKAGES["diloco_operator"].iterdir()
+        if path.suffix == ".py" or (path / "__init__.py").exists()
+    }
+    contract = CONTRACTS["the command line takes only the resources from the operator"]
+    allowed = {"diloco_operator.__init__", "diloco_operator.resources"}
+    assert set(contract["forbidden_modules"]) == modules - allowed
+
+
 # Purity: import-linter sees imports of modules, not builtins or members of modules.
 
 BUILTINS = {"breakpoint", "eval", "exec", "input", "open", "print"}
 CLOCKS = {"now", "today", "utcnow"}
 PATHS = {"Path", "PosixPath", "WindowsPath"}
+FILES = {"read_bytes", "read_text", "write_bytes", "write_text"}
 
 
 def sources(module: str) -> list[Path]:
@@ -101,6 +113,8 @@ def impurities(text: str) -> Iterator[str]:
                 yield from (f"{node.lineno}: pathlib.{n.name}" for n in names if n.name in PATHS)
             case ast.Attribute(value=ast.Name(id="pathlib"), attr=name) if name in PATHS:
                 yield f"{node.lineno}: pathlib.{name}"
+            case ast.Call(func=ast.Attribute(attr=name)) if name in FILES:
+                yield f"{node.lineno}: {name}"
 
 
 @pytest.mark.parametrize("module", PURE)
@@ -116,6 +130,7 @@ def test_pure_code_reads_no_clock_file_or_terminal(module):
     [
         "open('x')", "list(map(print, []))", "eval('1')", "datetime.now()", "datetime.datetime.utcnow()",
         "clock = datetime.now", "date.today()", "from pathlib import Path", "pathlib.Path('x')",
+        "path.read_text()", "path.write_bytes(b'')",
     ],
 )  # fmt: skip
 def test_the_check_of_purity_finds(text):
@@ -127,3 +142,16 @@ def test_the_check_of_purity_leaves_values_alone():
         "from pathlib import PurePosixPath\nstate.now\nself.open()\ndatetime.fromisoformat('')"
     )
     assert not list(impurities(allowed))
+
+
+def test_every_module_that_states_that_it_is_pure_is_held_to_it():
+    claims = []
+    for name, package in PACKAGES.items():
+        for path in package.rglob("*.py"):
+            text = ast.get_docstring(ast.parse(path.read_text())) or ""
+            if re.search(r"\bPure\b|\bNo I/O\b", text):
+                parts = path.relative_to(package).with_suffix("").parts
+                claims.append(".".join((name, *parts)).removesuffix(".__init__"))
+    prefixes = tuple(f"{module}." for module in PURE)
+    assert not [claim for claim in claims if not f"{claim}.".startswith(prefixes)]
+    assert len(claims) > len(PURE)

@@ -1,4 +1,4 @@
-"""The folder names are the user's; these tests keep them harmless."""
+"""Top-level folders are named after the programs; these tests keep the names from hiding modules."""
 
 import ast
 import subprocess

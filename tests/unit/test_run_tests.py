@@ -56,10 +56,12 @@ def test_the_summary_names_passed_and_failed_always(runner):
 
 
 def test_every_file_of_tests_on_clusters_is_in_one_group(runner):
-    groups, last = runner.on_clusters("audits")
-    arguments = [argument for group in (*groups, last) for argument in group.command]
-    for path in (ROOT / "tests/e2e").glob("test_*.py"):
-        assert arguments.count(str(path)) == 1, path
+    for slow_tier in (True, False):
+        groups, last = runner.on_clusters("audits", slow_tier=slow_tier)
+        arguments = [argument for group in (*groups, last) for argument in group.command]
+        for path in (ROOT / "tests/e2e").glob("test_*.py"):
+            expected = slow_tier or path.stem not in runner.SLOW_TIER
+            assert arguments.count(str(path)) == expected, path
 
 
 TESTS = """

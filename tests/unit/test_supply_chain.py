@@ -49,7 +49,7 @@ def test_every_image_is_released_for_both_architectures_without_emulation():
     assert "qemu" not in str(jobs)
 
 
-def test_images_install_what_is_locked_unless_told_otherwise():
+def test_images_install_what_is_locked_unless_configured_otherwise():
     text = (ROOT / "Dockerfile").read_text()
     assert "ARG LOCKED=true\n" in text
     assert "--no-build-isolation" in text, "else pip fetches the build's own requirements"

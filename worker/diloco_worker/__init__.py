@@ -2,8 +2,9 @@
 The learner's side of a job: the `Learner` library, the link process, the GPT recipe, the evaluator.
 
 Begin with `learner`, the public class; `joined` implements it in a job, with trainer/ in the training
-process and link/ in the process beside it, and the decisions of both in core/ (pure). Imports only
-the contract (`diloco`); torch stays out of core/, link/ and `fetch`, so `Learner` loads on first use.
+process and link/ in the process beside it, and the decisions of both in core/ (pure). `progress` is for
+the other ranks of a learner of several pods. Imports only the contract (`diloco`); torch stays out of
+core/, link/ and `fetch`, so `Learner` loads on first use.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diloco_worker.learner import Learner
+    from diloco_worker.progress import report_progress
 
-__all__ = ["Learner"]
+__all__ = ["Learner", "report_progress"]
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from diloco_worker.learner import Learner
 
         return Learner
+    if name == "report_progress":
+        from diloco_worker.progress import report_progress
+
+        return report_progress
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

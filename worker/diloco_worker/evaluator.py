@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, UnavailableError
 from diloco.rpc import channels, status_codes
-from diloco.rpc.tls import server_name
+from diloco.rpc.identity import server_name
 from diloco.runtime import backoff, logs
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
@@ -54,7 +54,7 @@ _POLL_SECONDS = 1.0
 _FIRST_POLL_SECONDS = 0.2
 _CALL_SECONDS = 10.0
 _COMMAND_SECONDS = 3600.0
-_MOST_STDERR = 2000
+_MAX_STDERR = 2000
 
 
 class NoScoreError(Exception):
@@ -105,7 +105,7 @@ class CommandScorer:
         if done.returncode != 0:
             raise NoScoreError(
                 f"evaluation.command ended with {done.returncode}, expected 0; its standard error "
-                f"ends with: {done.stderr.strip()[-_MOST_STDERR:]}"
+                f"ends with: {done.stderr.strip()[-_MAX_STDERR:]}"
             )
         return parse_score(done.stdout, stderr=done.stderr)
 
@@ -132,7 +132,7 @@ def parse_score(stdout: str, *, stderr: str = "") -> Score:
     raise NoScoreError(
         'evaluation.command printed no line with a JSON object, expected {"loss": number}; '
         f"its output ends with: {stdout.strip()[-200:]!r}, its standard error with: "
-        f"{stderr.strip()[-_MOST_STDERR:]}"
+        f"{stderr.strip()[-_MAX_STDERR:]}"
     )
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError
-from diloco.runtime.env import Environment
+from diloco.runtime.env import PROXY, Environment
 from diloco.spec import RunSpec
 
 _FAULT = re.compile(r"(?P<point>[a-z]+):(?P<effect>[a-z-]+)(=(?P<value>\d+))?(@(?P<times>\d+))?")
@@ -46,6 +46,8 @@ class LearnerSettings:
     config: dict[str, Any] = field(default_factory=dict)
     state: Path | None = None
     tls: Path | None = None
+    proxy: str = ""
+    """http://host:port of the HTTP proxy through which a learner dials the syncer; "": none."""
     metrics_port: int = 0
     rank: int = 0
     """Rank of this process in its learner."""
@@ -105,6 +107,7 @@ def from_env(
         config=env.json_object("DILOCO_CONFIG"),
         state=env.path("DILOCO_STATE"),
         tls=env.path("DILOCO_TLS"),
+        proxy=env.text("DILOCO_SYNCER_PROXY", pattern=PROXY, expected="http://<host>:<port>"),
         metrics_port=env.port("DILOCO_METRICS_PORT", 0),
         rank=env.integer("RANK", 0, least=0),
         world_size=env.integer("WORLD_SIZE", 1, least=1),
@@ -115,6 +118,16 @@ def from_env(
     )
     env.check()
     return settings
+
+
+def progress_file(environ: Mapping[str, str] | None = None) -> Path | None:
+    """
+    Where a rank above 0 reports its progress; None: nowhere.
+
+    Of several processes of a pod (torchrun), the first reports: a hung one holds up all of them.
+    """
+    env = Environment(os.environ if environ is None else environ)
+    return env.path("DILOCO_PROGRESS_FILE") if env.text("LOCAL_RANK", "0") == "0" else None
 
 
 def _faults(env: Environment) -> tuple[Fault, ...]:

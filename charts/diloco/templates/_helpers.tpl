@@ -104,6 +104,10 @@ imagePullSecrets:
 - apiGroups: [""]
   resources: [events]
   verbs: [list, create]
+# Why learners of a job in a queue wait, in the words of Kueue.
+- apiGroups: [kueue.x-k8s.io]
+  resources: [workloads]
+  verbs: [list]
 {{- if .Values.rbac.tlsSecrets }}
 - apiGroups: [""]
   resources: [secrets]

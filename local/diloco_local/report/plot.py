@@ -68,7 +68,7 @@ def draw(run: Run) -> Figure:
 
 
 def _literal(text: str) -> str:
-    """Text of strangers, in which matplotlib would look for formulas."""
+    """Text of untrusted peers, in which matplotlib would find formulas."""
     return printable(text).replace("$", r"\$")
 
 

@@ -22,6 +22,7 @@ from kubernetes import config
 from kubernetes.client import ApiClient, Configuration
 
 from diloco.errors import ConfigError, DilocoError
+from diloco_operator.state.queues import JOB_UID
 
 log = logging.getLogger(__name__)
 
@@ -66,6 +67,7 @@ KINDS = {
     "Secret": Kind("v1", "secrets"),
     "Event": Kind("v1", "events"),
     "Lease": Kind("coordination.k8s.io/v1", "leases"),
+    "Workload": Kind("kueue.x-k8s.io/v1beta2", "workloads"),
 }
 CHILD_KINDS = (
     *("StatefulSet", "Deployment", "Service", "ConfigMap", "PersistentVolumeClaim"),
@@ -96,6 +98,10 @@ class ApiError(DilocoError):
         return 400 <= self.status < 500 and self.status not in (401, 408, 409, 429)
 
 
+class NotLeaderError(ApiError):
+    """A write was not sent: another process may write now."""
+
+
 class Cluster:
     """One API server; safe for use by many threads."""
 
@@ -115,7 +121,7 @@ class Cluster:
             configuration: address and credentials of the API server.
             manager: field manager of children; the status has `<manager>-status`.
             connections: kept open for the next request.
-            may_write: asked before each attempt to write; if it says no, the request fails.
+            may_write: asked before each attempt to write; if it returns False, the request fails.
             only_try_seconds: a request is not repeated, and fails after this time; None: requests
                 are repeated, and take as long as READ_SECONDS and RETRY_PAUSES allow.
         """
@@ -159,13 +165,24 @@ class Cluster:
     def events_about(self, item: Mapping[str, Any]) -> tuple[Json, ...]:
         """Events about this object, at most a page of them."""
         metadata = item["metadata"]
-        query = {"fieldSelector": f"involvedObject.uid={metadata['uid']}", "limit": str(PAGE)}
+        selected = {"fieldSelector": f"involvedObject.uid={metadata['uid']}"}
+        return self._page_if_allowed("Event", metadata["namespace"], selected)
+
+    def workloads(self, namespace: str, uids: Sequence[str]) -> tuple[Json, ...]:
+        """Kueue's Workloads of the objects with these uids; none without Kueue."""
+        selected = {"labelSelector": f"{JOB_UID} in ({','.join(uids)})"}
+        return self._page_if_allowed("Workload", namespace, selected)
+
+    def _page_if_allowed(
+        self, kind: str, namespace: str, selected: Mapping[str, str]
+    ) -> tuple[Json, ...]:
+        query = {**selected, "limit": str(PAGE)}
         try:
-            page = self._request("GET", KINDS["Event"].path(metadata["namespace"]), query=query)
+            page = self._request("GET", KINDS[kind].path(namespace), query=query)
         except ApiError as error:
             if not error.refused:
                 raise
-            # The operator's rights may be older than this request: the status says less then.
+            # The operator's rights may be older than this request: the status shows less then.
             return ()
         return tuple(page.get("items") or ())
 
@@ -303,7 +320,7 @@ class Cluster:
         pauses = RETRY_PAUSES if self._only_try_seconds is None else ()
         for pause in (*pauses, None):
             if method != "GET" and not self._may_write():
-                raise ApiError(request, 0, "not sent: this operator is not the leader")
+                raise NotLeaderError(request, 0, "not sent: this operator is not the leader")
             status, data, wait = self._send(method, url, payload, content)
             if 200 <= status < 300:
                 return _parsed(data, request)

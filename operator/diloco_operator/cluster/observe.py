@@ -7,13 +7,15 @@ from __future__ import annotations
 import base64
 import binascii
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
 
 from diloco.errors import DilocoError
 from diloco.rpc.certificates import CertificateFacts, tls_facts
-from diloco.rpc.tls import Tls, explain, server_name
+from diloco.rpc.connection_reasons import explain
+from diloco.rpc.identity import server_name
+from diloco.rpc.tls import Tls
 from diloco_job import names
 from diloco_job.types import DiLoCoJob
 from diloco_operator.cluster.client import ApiError, Cluster, Json
@@ -24,11 +26,13 @@ from diloco_operator.state.observation import (
     Answer,
     Failure,
     Observation,
+    RegionFailure,
     Unreachable,
     answer_of,
 )
+from diloco_operator.state.pending_events import stuck_objects
+from diloco_operator.state.queues import queued_uids
 from diloco_operator.state.stored_job import StoredJob
-from diloco_operator.state.stuck import stuck_objects
 from diloco_operator.workqueue import Key
 
 log = logging.getLogger(__name__)
@@ -59,6 +63,10 @@ class Observer:
         self._scope = scope
         self._now = now
         self._syncers = Syncers(answered_late)
+
+    def known(self) -> frozenset[Key]:
+        """The jobs to whose syncers there are connections."""
+        return self._syncers.known()
 
     def forget(self, key: Key) -> None:
         """The job was deleted."""
@@ -95,14 +103,22 @@ class Observer:
             children=children,
             pods=pods,
             events=tuple(event for item in stuck for event in self._cluster.events_about(item)),
+            workloads=self._workloads(key, pods),
             syncer=self._ask(key, job, children, credentials),
             last_answer=self._syncers.last_answer(key),
             certificate=credentials.facts if credentials else None,
         )
 
-    def tell(self, key: Key, job: DiLoCoJob, failure: Failure) -> None:
+    def _workloads(self, key: Key, pods: tuple[Json, ...]) -> tuple[Json, ...]:
+        """Kueue's explanations, which are read only while pods wait for it."""
+        uids = queued_uids(pods)
+        return self._cluster.workloads(key.namespace, uids) if uids else ()
+
+    def report_failures(
+        self, key: Key, job: DiLoCoJob, failures: Iterable[Failure | RegionFailure]
+    ) -> None:
         """
-        Report to the syncer that the job failed; a later reconcile repeats what did not arrive.
+        Report failures to the syncer; a later reconcile repeats what did not arrive.
 
         Raises:
             ApiError: the API server did not answer, or denied access.
@@ -111,9 +127,10 @@ class Observer:
         if not isinstance(address, Address):
             return
         try:
-            self._syncers.tell(key, address, failure)
+            for failure in failures:
+                self._syncers.report_failure(key, address, failure)
         except DilocoError as error:
-            log.info("the syncer was not told of the failure: %s", error)
+            log.info("could not report the failure to the syncer: %s", error)
 
     def _credentials(self, key: Key, job: DiLoCoJob) -> _Credentials | None:
         name = tls_secret(job)
@@ -184,7 +201,12 @@ class Observer:
             facts = credentials.facts
             return Unreachable(reason=facts.reason, message=facts.problem)
         tls = credentials.tls if credentials else None
-        return Address(endpoint=endpoint, tls=tls, server_name=server_name(key.name))
+        return Address(
+            endpoint=endpoint,
+            tls=tls,
+            server_name=server_name(key.name),
+            proxy=self._scope.proxy_to_syncer(job),
+        )
 
 
 def _no_credentials(reason: str, problem: str) -> _Credentials:

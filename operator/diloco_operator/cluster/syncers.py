@@ -13,7 +13,7 @@ from diloco.errors import UnavailableError
 from diloco.rpc.status_client import StatusRequest, SyncerClient
 from diloco.rpc.tls import Tls
 from diloco.v1 import syncer_pb2
-from diloco_operator.state.observation import Failure
+from diloco_operator.state.observation import Failure, RegionFailure
 from diloco_operator.workqueue import Key
 
 ASK_SECONDS = 1.5
@@ -28,6 +28,8 @@ class Address:
     tls: Tls | None
     server_name: str
     """Name that the syncer's certificate must have; ignored without TLS."""
+    proxy: str = ""
+    """HTTP proxy on the way; "": none."""
 
 
 @dataclass(slots=True)
@@ -62,7 +64,7 @@ class Syncers:
         """
         known = self._known_at(key, address)
         request = known.request
-        if request is None:
+        if request is None or request.timed_out():
             request = known.client.request(timeout_seconds=ASK_SECONDS)
             if known.unanswered is not None:
                 known.request = request
@@ -78,16 +80,19 @@ class Syncers:
         known.unanswered = None
         return reply
 
-    def tell(self, key: Key, address: Address, failure: Failure) -> None:
+    def report_failure(self, key: Key, address: Address, failure: Failure | RegionFailure) -> None:
         """
-        Report to this job's syncer that the job failed, within ASK_SECONDS.
+        Report to this job's syncer that the job or a region failed, within ASK_SECONDS.
 
         Raises:
             DilocoError: the request failed; the message is the transport's or the syncer's.
         """
-        self._known_at(key, address).client.failed(
-            failure.reason, failure.message, timeout_seconds=ASK_SECONDS
-        )
+        client, timeout = self._known_at(key, address).client, ASK_SECONDS
+        reason, message = failure.reason, failure.message
+        if isinstance(failure, RegionFailure):
+            client.region_failed(failure.region, reason, message, timeout_seconds=timeout)
+        else:
+            client.failed(reason, message, timeout_seconds=timeout)
 
     def answered(self, key: Key, at: datetime) -> None:
         """Record the time of an answer of this job's syncer."""
@@ -101,6 +106,11 @@ class Syncers:
             known = self._known.get(key)
             return known.answered if known is not None else None
 
+    def known(self) -> frozenset[Key]:
+        """The jobs with a connection."""
+        with self._lock:
+            return frozenset(self._known)
+
     def forget(self, key: Key) -> None:
         """The job was deleted: close the connection."""
         with self._lock:
@@ -110,9 +120,7 @@ class Syncers:
 
     def close(self) -> None:
         """Close all connections."""
-        with self._lock:
-            keys = list(self._known)
-        for key in keys:
+        for key in self.known():
             self.forget(key)
 
     def _known_at(self, key: Key, address: Address) -> _Known:
@@ -121,7 +129,10 @@ class Syncers:
             if previous is not None and previous.address == address:
                 return previous
             client = SyncerClient(
-                address.endpoint, tls=address.tls, server_name=address.server_name
+                address.endpoint,
+                tls=address.tls,
+                server_name=address.server_name,
+                proxy=address.proxy,
             )
             answered = previous.answered if previous is not None else None
             known = self._known[key] = _Known(address, client, answered)

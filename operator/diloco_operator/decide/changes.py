@@ -3,7 +3,7 @@ Which children to apply and which to delete.
 
 Pure. A child without drift is left alone, and so is every object of another owner. `rollout` delays
 changes that restart learners; `replacements` selects the outdated pods of learners of several pods;
-`running_templates` avoids changes that only an upgrade would cause, `claims` those that existing
+`running_templates` avoids changes that only an upgrade would cause, `volume_claims` those that existing
 volumes do not allow; `pruning` selects what to delete.
 """
 
@@ -12,17 +12,17 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from diloco_operator.decide.claims import keep_claims
 from diloco_operator.decide.drift import has_drifted
 from diloco_operator.decide.lost_nodes import overdue_pods
 from diloco_operator.decide.phase import Lifecycle, wanted
 from diloco_operator.decide.pruning import obsolete
-from diloco_operator.decide.replacements import replaced_pods
+from diloco_operator.decide.replacements import Replacements, replacements
 from diloco_operator.decide.rollout import held_back
 from diloco_operator.decide.running_templates import keep_templates
+from diloco_operator.decide.volume_claims import keep_claims
 from diloco_operator.resources import desired
 from diloco_operator.state.job_state import JobState
-from diloco_operator.state.objects import Object, identity, is_deleting
+from diloco_operator.state.objects import Object, identity, is_deleting, labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,16 @@ class Changes:
 
     apply: tuple[dict[str, Any], ...]
     delete: tuple[ObjectRef, ...]
+    waiting: tuple[str, ...] = ()
+    """Regions and learners that do not have the changed template yet, because others are missing."""
+
+
+def ending(due: Changes, lifecycle: Lifecycle) -> Changes:
+    """The part of the changes that ends a job which is not accepted: they stop pods, and start none."""
+    if not lifecycle.finished:
+        return Changes(apply=(), delete=())
+    stops = [want for want in due.apply if want.get("spec", {}).get("replicas") == 0]
+    return Changes(apply=tuple(stops), delete=due.delete)
 
 
 def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
@@ -54,21 +64,27 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
     wants = keep_claims(
         state,
         keep_templates(
-            state, desired(state.job, state.owner, state.scope, running, plan=state.plan)
+            state,
+            desired(state.job, state.owner, state.scope, running, plan=state.plan, sets=state.sets),
         ),
     )
     if lifecycle.lost_volume:
-        # Neither a new, empty claim, nor somebody's else.
+        # Neither a new, empty claim, nor that of another owner.
         wants = [want for want in wants if want["kind"] != "PersistentVolumeClaim"]
     due = [want for want in wants if _is_due(state, want)]
     waiting = held_back(state, due)
     keys = {identity(want) for want in wants}
-    outdated = replaced_pods(state, {identity(want) for want in due}) if running.learners else ()
+    changing = {identity(want) for want in due}
+    outdated = replacements(state, changing) if running.learners else Replacements()
     return Changes(
         apply=tuple(want for want in due if want not in waiting),
         delete=(
-            *map(_ref, (*obsolete(state, keys, keep_volume=running.volume), *outdated)),
+            *map(_ref, (*obsolete(state, keys, keep_volume=running.volume), *outdated.pods)),
             *(replace(_ref(pod), force=True) for pod in overdue_pods(state)),
+        ),
+        waiting=(
+            *sorted({labels(want)["diloco.dev/region"] for want in waiting}),
+            *outdated.waiting,
         ),
     )
 

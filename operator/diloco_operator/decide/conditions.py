@@ -7,41 +7,56 @@ Pure. One function per condition. Messages hold no progress: each change of a me
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
 
-from diloco.rpc.tls import advice
+from diloco.rpc.connection_reasons import advice
 from diloco.runtime.formatting import shorten
 from diloco_job import names
-from diloco_job.reasons import CONDITIONS, ConditionState, condition, has_reason
-from diloco_operator.decide.claims import sets_of_other_claims
+from diloco_job.reasons import CONDITIONS, ConditionState, clip, condition, has_reason
+from diloco_operator.decide.lost_volume import LostVolume
 from diloco_operator.decide.phase import Lifecycle, Phase
-from diloco_operator.decide.volume import LostVolume
+from diloco_operator.decide.region_failures import describe_failed
+from diloco_operator.decide.volume_claims import sets_of_other_claims
+from diloco_operator.resources.operator_scope import listed_regions
 from diloco_operator.state.job_state import LOST_VOLUME, JobState
 from diloco_operator.state.learner_counts import LearnerCounts
-from diloco_operator.state.objects import Object
+from diloco_operator.state.objects import Object, is_deleting
+from diloco_operator.state.pending_events import (
+    LATE_SECONDS,
+    deployment_problem,
+    is_late,
+    reported_problem,
+)
 from diloco_operator.state.pods import LearnerPods, describe_unready, pod_problem
-from diloco_operator.state.stuck import LATE_SECONDS, complaint, deployment_problem, is_late
+from diloco_operator.state.queues import last_scheduled, words_of_kueue
 
 _STOPPED = ("Suspended", "Complete", "Failed", "NotEvaluated")
 """Reasons of a job that does not run; none applies to a running one."""
 
-_INITIAL = ("", "Starting", "NotStarted", "NotAsked", "NoAnswer", *_STOPPED)
+_INITIAL = ("", "Starting", "WaitingInQueue", "NotStarted", "NotAsked", "NoAnswer", *_STOPPED)
 """Reasons of a condition that has not been True yet, which is no problem while a job starts."""
 
 _NAMES_SHOWN = 4
 
 
 def evaluate(
-    state: JobState, lifecycle: Lifecycle, counts: LearnerCounts
+    state: JobState,
+    lifecycle: Lifecycle,
+    counts: LearnerCounts,
+    *,
+    refused: ConditionState | None = None,
+    waiting: Sequence[str] = (),
 ) -> tuple[ConditionState, ...]:
-    """All conditions of a job with a valid spec, in the table's order."""
-    accepted = acceptance(state, lifecycle)
+    """All conditions of a job with a valid spec, in the table's order; arguments as `status.build`."""
+    accepted = refused or acceptance(state, lifecycle)
     if accepted.reason == "RegionNotInSpec":
         return (accepted, *(not_evaluated(name) for name in CONDITIONS if name != "Accepted"))
     return (
         accepted,
         _syncer_ready(state, lifecycle),
         _syncer_reachable(state, lifecycle),
-        _learners_ready(state, lifecycle, counts),
+        _with_waiting(_learners_ready(state, lifecycle, counts), waiting),
         _quorum_met(state, lifecycle, counts),
         _spec_consistent(state),
         _suspended(state, lifecycle),
@@ -61,8 +76,12 @@ def acceptance(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     """Whether the spec passed the checks that only the operator can make."""
     job = state.job
     if not state.in_scope:
-        regions = ", ".join(region.name for region in job.spec.regions)
-        return condition("Accepted", "RegionNotInSpec", region=state.scope.region, regions=regions)
+        return condition(
+            "Accepted",
+            "RegionNotInSpec",
+            region=state.scope.region,
+            regions=listed_regions(job),
+        )
     raised = lifecycle.phase is Phase.COMPLETE and job.spec.steps > state.previous.number("step")
     if lifecycle.volume_gone and raised:
         return condition(
@@ -79,7 +98,7 @@ def acceptance(state: JobState, lifecycle: Lifecycle) -> ConditionState:
             region=state.scope.region,
             syncer_region=job.spec.syncer_region,
         )
-    # Pods name their ServiceAccount, whoever made it.
+    # Pods name their ServiceAccount, whatever created it.
     if taken := [(kind, name) for kind, name in state.taken if kind != "ServiceAccount"]:
         children = ", ".join(sorted(f"{kind} {name}" for kind, name in taken))
         return condition("Accepted", "NameTaken", children=children)
@@ -99,6 +118,9 @@ def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     if lifecycle.lost_volume:
         return _volume_gone(state, lifecycle.lost_volume)
     if _is_serving(state):
+        claim = state.syncer_child("PersistentVolumeClaim")
+        if claim is not None and is_deleting(claim):
+            return condition(name, "VolumeTerminating", claim=claim["metadata"]["name"])
         if _waits_for_address(state):
             return condition(
                 name, "WaitingForAddress", service=names.syncer_name(state.job.metadata.name)
@@ -109,13 +131,20 @@ def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     detail = describe_unready(state.pods_of("syncer"))
     if problem := _syncer_problem(state) or _late(state, name, detail):
         return condition(name, "PodTrouble", detail=problem)
-    initial = state.previous.reason(name) in _INITIAL
+    initial = _is_initial(state, name)
     return condition(name, "Starting" if initial else "NotReady", detail=detail)
+
+
+def _is_initial(state: JobState, name: str) -> bool:
+    """Whether the condition has not been True yet: then it is no problem that it is not."""
+    reason = state.previous.reason(name)
+    # Pods of a first start often wait a moment, such as for a volume to be bound.
+    return reason in _INITIAL or (reason == "PodTrouble" and not state.step)
 
 
 def _volume_gone(state: JobState, lost: LostVolume) -> ConditionState:
     job = state.job.metadata.name
-    seen = f"was replaced by one with uid {lost.found}" if lost.found else "does not exist any more"
+    seen = f"was replaced by one with uid {lost.found}" if lost.found else "no longer exists"
     return condition(
         "SyncerReady",
         "VolumeGone",
@@ -123,18 +152,18 @@ def _volume_gone(state: JobState, lost: LostVolume) -> ConditionState:
         uid=lost.uid,
         step=lost.step,
         seen=seen,
-        instead="the one that is there" if lost.found else "a new one from step 0",
+        instead="the existing claim" if lost.found else "a new one from step 0",
         command=f"kubectl annotate dlj/{job} --overwrite {LOST_VOLUME}={lost.uid}",
     )
 
 
 def _syncer_problem(state: JobState) -> str:
-    """Why the syncer has no pod that runs, in the words of Kubernetes; "": no one complained."""
+    """Why the syncer has no pod that runs, as Kubernetes reports it; "": no problem is reported."""
     pods = state.pods_of("syncer")
     return (
         pod_problem(pods)
         or deployment_problem(state.syncer_child("Deployment"))
-        or complaint(pods, state.events)
+        or reported_problem(pods, state.events)
     )
 
 
@@ -200,39 +229,73 @@ def _learners_ready(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts
     if lifecycle.failed_learners:
         detail = _failed_learners(lifecycle)
         return condition(name, "LearnersFailed", training=training, desired=desired, detail=detail)
-    learners = [learner for region in state.regions for learner in region.learners]
+    waiting = [learner for learner in state.learners if learner.waits]
+    # A learner that waits in a queue has no problem.
+    learners = [learner for learner in state.learners if not learner.waits]
     missing = _missing(learners)
     if stuck := _learners_problem(state, learners) or _late_learners(state, learners, missing):
         return condition(name, "PodTrouble", detail=stuck)
-    initial = state.previous.reason(name) in _INITIAL
+    initial = _is_initial(state, name)
+    detail = missing + _ejected(state, learners)
+    if waiting and not detail:
+        queue, words = state.sets.queue, words_of_kueue(waiting, state.workloads)
+        return condition(
+            name,
+            "WaitingInQueue",
+            training=training,
+            desired=desired,
+            queue=f" {queue.kueue}" if queue is not None and queue.kueue else "",
+            learners=_first([learner.name for learner in waiting]),
+            detail=f"; Kueue: {words}" if words else "",
+        )
     return condition(
         name,
         "Starting" if initial else "SomeNotTraining",
         training=training,
         desired=desired,
-        detail=missing
-        + _ejected(state, learners)
+        detail=detail
+        + _list("waiting in the queue", [learner.name for learner in waiting])
         + ("" if initial or state.reachable else _WITHOUT_SYNCER),
     )
 
 
+def _with_waiting(ready: ConditionState, waiting: Sequence[str]) -> ConditionState:
+    """The condition LearnersReady, with those that still run without a change of the manifest."""
+    if not waiting:
+        return ready
+    why = "changed only when learners that are missing or being replaced are back"
+    return replace(ready, message=clip(ready.message + _list(why, waiting)))
+
+
 def _learners_problem(state: JobState, learners: Sequence[LearnerPods]) -> str:
-    """Which learner has a pod that cannot run, in the words of Kubernetes; "": no one complained."""
+    """Which learner has a pod that cannot run, as Kubernetes reports it; "": no problem is reported."""
     pods = [pod for learner in learners for pod in learner.pods]
     sets = [child for (kind, _), child in state.children.items() if kind == "StatefulSet"]
-    return pod_problem(pods) or complaint([*sets, *pods], state.events)
+    return pod_problem(pods) or reported_problem([*sets, *pods], state.events)
 
 
 def _late_learners(state: JobState, learners: Sequence[LearnerPods], missing: str) -> str:
-    # Learners whose pods run wait for a syncer that does not reply: another condition says so.
+    # Learners whose pods run wait for a syncer that does not reply: another condition shows that.
     waits = not state.reachable and all(learner.runs for learner in learners)
-    return "" if waits or not missing else _late(state, "LearnersReady", missing.lstrip("; "))
+    if waits or not missing or _admitted_lately(state, learners):
+        return ""
+    return _late(state, "LearnersReady", missing.lstrip("; "))
+
+
+def _admitted_lately(state: JobState, learners: Sequence[LearnerPods]) -> bool:
+    """Whether a queue has just let one of them start, which the others may have done long before."""
+    if state.sets.queue is None:
+        return False
+    last = last_scheduled(learner for learner in learners if not learner.ready)
+    return last is not None and state.now - last < timedelta(seconds=LATE_SECONDS)
 
 
 def _failed_learners(lifecycle: Lifecycle) -> str:
     """Each failed learner, with its message; no log, which changes with each restart."""
     lost = lifecycle.failed_learners
-    shown = [f"{one.learner} ({one.reason}: {shorten(one.message, 300)})" for one in lost]
+    shown = [
+        f"{learner.learner} ({learner.reason}: {shorten(learner.message, 300)})" for learner in lost
+    ]
     more = len(lost) - _NAMES_SHOWN
     return ", ".join(shown[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
@@ -271,9 +334,17 @@ def _quorum_met(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts) ->
         return _last_known(state, name) or condition(name, "NoAnswer")
     quorum = state.answer.quorum or state.job.spec.sync.quorum
     values = {"reporting": counts.reporting, "quorum": quorum}
+    failed = describe_failed(state, counts)
     if counts.reporting >= quorum and state.answer.state != "Initialising":
-        return condition(name, "EnoughLearners", reporting=f"at least {quorum}", quorum=quorum)
-    initial = not state.step or state.previous.reason(name) in _INITIAL
+        reason = "RegionFailed" if failed else "EnoughLearners"
+        enough = f"at least {quorum}"
+        return condition(name, reason, reporting=enough, quorum=quorum, failed=failed)
+    waiting = sum(learner.waits for learner in state.learners)
+    if waiting and counts.reporting + waiting >= quorum:
+        return condition(name, "WaitingInQueue", waiting=waiting, **values)
+    if failed:
+        return condition(name, "RegionMissing", **values, failed=failed)
+    initial = not state.step or _is_initial(state, name)
     return condition(name, "Starting" if initial else "TooFewLearners", **values)
 
 

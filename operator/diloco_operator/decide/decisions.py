@@ -13,22 +13,23 @@ from datetime import datetime
 from typing import Any
 
 from diloco_job.reasons import condition, event_type
+from diloco_operator.decide import region_failures
 from diloco_operator.decide import status as statuses
-from diloco_operator.decide.changes import ObjectRef, changes
+from diloco_operator.decide.changes import ObjectRef, changes, ending
 from diloco_operator.decide.lost_nodes import force_times
-from diloco_operator.decide.objections import objection
+from diloco_operator.decide.objections import is_tracked, objection
 from diloco_operator.decide.phase import (
     Lifecycle,
     Phase,
+    failure_to_report,
     is_expired,
     lifecycle_of,
     timeouts,
-    to_tell,
 )
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import Object
-from diloco_operator.state.observation import Failure, Observation
+from diloco_operator.state.observation import Failure, Observation, RegionFailure
 from diloco_operator.state.previous_status import PreviousStatus
 
 __all__ = ["Decisions", "JobEvent", "ObjectRef", "decide", "leave_to"]
@@ -65,8 +66,10 @@ class Decisions:
     events: tuple[JobEvent, ...] = ()
     requeue_seconds: float = RUNNING_SECONDS
     """When to reconcile again if no event arrives earlier."""
-    tell: Failure | None = None
+    failure_to_report: Failure | None = None
     """To report to the syncer, so that operators of other regions learn of it."""
+    regions_to_report: tuple[RegionFailure, ...] = ()
+    """The same about the own regions, to the syncer of another cluster."""
     remove_job: bool = False
     """The job outlived spec.runPolicy.ttlSecondsAfterFinished: delete it."""
 
@@ -87,19 +90,24 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
         status = statuses.invalid(stored.raw, stored.problems, now)
         return _with_status(Decisions(requeue_seconds=IDLE_SECONDS), stored.raw, status, now)
     state = JobState.of(observation, stored.job, scope, now)
-    if (refused := objection(state)) is not None:
+    refused = objection(state)
+    if refused is not None and not is_tracked(state, refused):
         status = statuses.not_accepted(stored.raw, refused, now)
         return _with_status(Decisions(requeue_seconds=IDLE_SECONDS), stored.raw, status, now)
     lifecycle = lifecycle_of(state)
     due = changes(state, lifecycle)
+    if refused is not None:
+        due = ending(due, lifecycle)
     decisions = Decisions(
         apply=due.apply,
         delete=due.delete,
         requeue_seconds=_requeue_seconds(state, lifecycle),
-        tell=to_tell(state, lifecycle),
+        failure_to_report=failure_to_report(state, lifecycle),
+        regions_to_report=region_failures.to_report(state, lifecycle),
         remove_job=is_expired(state, lifecycle),
     )
-    return _with_status(decisions, stored.raw, statuses.build(state, lifecycle), now)
+    status = statuses.build(state, lifecycle, refused=refused, waiting=due.waiting)
+    return _with_status(decisions, stored.raw, status, now)
 
 
 def leave_to(other: str, installation: str) -> Decisions:
@@ -135,7 +143,7 @@ def _events(status: dict[str, Any], previous: PreviousStatus) -> tuple[JobEvent,
 
 
 def _requeue_seconds(state: JobState, lifecycle: Lifecycle) -> float:
-    # Whoever follows the syncer's region asks on: no event announces that the job resumes there.
+    # An operator that follows the syncer's region keeps asking: no event announces a resume there.
     idle = (lifecycle.finished and not lifecycle.follows) or not state.in_scope
     seconds = [IDLE_SECONDS if idle else RUNNING_SECONDS]
     if lifecycle.phase is Phase.RUNNING and _is_joining(state):

@@ -39,7 +39,7 @@ def has_drifted(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Whether `wanted` must be applied: it changed, or another writer changed the live object."""
     if applied(live) != applied(wanted):
         return True
-    # Of a claim only the size can change, and it only grows (`claims`).
+    # Of a claim only the size can change, and it only grows (`volume_claims`).
     return wanted["kind"] != "PersistentVolumeClaim" and not covers(live, wanted)
 
 

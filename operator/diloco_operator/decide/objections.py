@@ -1,6 +1,9 @@
 """
 Reasons to leave a job with a valid spec as it is: nothing is created, changed or deleted.
 
+A job that already runs is tracked nevertheless, and ends: otherwise the learners of a complete job
+would keep their accelerators until a person notices the objection.
+
 Pure.
 """
 
@@ -9,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from diloco_job.names import MAX_CHILD_NAME, learner_set_name
 from diloco_job.reasons import ConditionState, condition
 from diloco_job.types import DiLoCoJob, PodTemplate
 from diloco_operator.decide.pruning import MANAGED_BY
@@ -28,7 +32,31 @@ def objection(state: JobState) -> ConditionState | None:
         )
     if found := list(forbidden_fields(state.job, state.scope.forbidden_pod_fields)):
         return condition("Accepted", "PodFieldForbidden", fields=", ".join(found))
+    if state.sets.queue is not None:
+        longest = max(_names_of_sets(state), key=len, default="")
+        if len(longest) > MAX_CHILD_NAME:
+            return condition(
+                "Accepted",
+                "NameTooLongForQueue",
+                name=longest,
+                length=len(longest),
+                most=MAX_CHILD_NAME,
+            )
     return None
+
+
+def is_tracked(state: JobState, refused: ConditionState) -> bool:
+    """Whether the job's status is updated and its end carried out despite the objection."""
+    # What an operator of another region would see and stop is not this operator's.
+    runs = any(child["kind"] in ("StatefulSet", "Deployment") for child in state.children.values())
+    return runs and state.in_scope and refused.reason != "RegionChanged"
+
+
+def _names_of_sets(state: JobState) -> Iterator[str]:
+    for own in state.regions:
+        if own.region.learners:
+            last = own.region.learners - 1
+            yield learner_set_name(state.job.metadata.name, own.region.name, last)
 
 
 def _other_regions(state: JobState) -> Iterator[str]:

@@ -21,7 +21,7 @@ from enum import StrEnum
 
 from diloco.runtime.formatting import shorten
 from diloco_job.reasons import ConditionState, condition
-from diloco_operator.decide.volume import LostVolume, lost_volume
+from diloco_operator.decide.lost_volume import LostVolume, lost_volume
 from diloco_operator.resources import Wanted
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.observation import Failure
@@ -30,13 +30,14 @@ from diloco_operator.state.pods import FailedLearner, failed_learners
 EVALUATOR_SECONDS = 120.0
 """How long the evaluator of a complete job may take for its last score."""
 
-TELL_SECONDS = 120.0
+FAILURE_REPORT_SECONDS = 120.0
 """How long the syncer of a failed job remains, so that operators of other regions learn of it."""
 
 FOLLOWS = "SyncerRegionFailed"
-"""Reason of the condition Failed where another region's operator gave the job up."""
+"""Reason of the condition Failed where another region's operator reported the failure."""
 
-_REASON_MOST = 64
+MAX_REASON = 64
+"""Characters of a reason of another region."""
 
 FETCH_SECONDS = 60.0
 """With cleanupPolicy All: how long the model of a complete job stays available."""
@@ -86,8 +87,7 @@ def lifecycle_of(state: JobState) -> Lifecycle:
     """The job's phase now."""
     if not state.in_scope:
         return Lifecycle(phase=Phase.RUNNING, started=None, ended=None)
-    learners = [learner for own in state.regions for learner in own.learners]
-    lost = failed_learners(learners, state.job.spec.run_policy.learner_restart_limit)
+    lost = failed_learners(state.learners, state.job.spec.run_policy.learner_restart_limit)
     phase, failed = _phase(state, lost)
     previous = state.previous
     ended = phase in (Phase.COMPLETE, Phase.FAILED)
@@ -128,13 +128,13 @@ def _phase(state: JobState, lost: tuple[FailedLearner, ...]) -> tuple[Phase, Con
 
 
 def _resumes_elsewhere(state: JobState) -> bool:
-    """Whether a job that failed in the syncer's region is no longer given up there."""
+    """Whether a job that failed in the syncer's region is no longer failed there."""
     answer = state.answer
     return state.previous.reason("Failed") == FOLLOWS and answer is not None and not answer.failure
 
 
 def _failed_elsewhere(state: JobState) -> ConditionState | None:
-    """The condition Failed, if the operator of the syncer's region gave the job up."""
+    """The condition Failed, if the operator of the syncer's region reported that the job failed."""
     failure = state.answer.failure if state.answer else None
     if state.has_syncer or failure is None:
         return None
@@ -142,12 +142,12 @@ def _failed_elsewhere(state: JobState) -> ConditionState | None:
         "Failed",
         FOLLOWS,
         region=state.job.spec.syncer_region,
-        detail=f"{shorten(failure.reason, _REASON_MOST)}: {failure.message}",
+        detail=f"{shorten(failure.reason, MAX_REASON)}: {failure.message}",
     )
 
 
-def to_tell(state: JobState, lifecycle: Lifecycle) -> Failure | None:
-    """What the syncer should be told of a failure: it does not repeat it yet, and others ask it."""
+def failure_to_report(state: JobState, lifecycle: Lifecycle) -> Failure | None:
+    """The failure that the syncer does not repeat yet, although other operators ask it; None: none."""
     failed, answer = lifecycle.failed, state.answer
     if failed is None or answer is None or answer.failure or not _others_ask(state):
         return None
@@ -193,16 +193,23 @@ def _volume_gone(state: JobState) -> bool:
     return state.has_syncer and state.syncer_child("PersistentVolumeClaim") is None
 
 
-def _started(state: JobState) -> datetime:
-    """Start time of a running job; reset when a complete job continues."""
+def _started(state: JobState) -> datetime | None:
+    """Start time of a running job, reset when a complete job continues; None: it waits in a queue."""
     # A suspended job has no startTime, so resuming resets it as well.
     continued = state.previous.is_true("Complete") or state.previous.is_true("Failed")
-    return (None if continued else state.previous.time("startTime")) or state.now
+    started = None if continued else state.previous.time("startTime")
+    return started or (None if _is_queued(state) else state.now)
+
+
+def _is_queued(state: JobState) -> bool:
+    """Whether the queue has admitted none of the learners yet."""
+    learners = state.learners if state.sets.queue is not None else []
+    return bool(learners) and all(learner.waits or not learner.pods for learner in learners)
 
 
 def _deadline(state: JobState) -> datetime | None:
-    seconds = state.job.spec.run_policy.active_deadline_seconds
-    return None if seconds is None else _after(_started(state), seconds)
+    seconds, started = state.job.spec.run_policy.active_deadline_seconds, _started(state)
+    return None if seconds is None or started is None else _after(started, seconds)
 
 
 def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
@@ -227,7 +234,7 @@ def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
         case Phase.COMPLETE:
             # The syncer serves the model and reports completion to other regions.
             return Wanted(learners=False, evaluator=_is_scoring(state, lifecycle))
-        case _ if _others_ask(state) and not _past(state, lifecycle, TELL_SECONDS):
+        case _ if _others_ask(state) and not _past(state, lifecycle, FAILURE_REPORT_SECONDS):
             return Wanted(learners=False, evaluator=False)
         case _:
             return nothing if policy == "All" else stopped
@@ -265,7 +272,7 @@ def timeouts(state: JobState, lifecycle: Lifecycle) -> Iterator[datetime]:
     if lifecycle.failing:
         yield _after(state.now, 1.0)
     if lifecycle.ended is not None:
-        fixed = (EVALUATOR_SECONDS, TELL_SECONDS, FETCH_SECONDS)
+        fixed = (EVALUATOR_SECONDS, FAILURE_REPORT_SECONDS, FETCH_SECONDS)
         for seconds in (*fixed, policy.ttl_seconds_after_finished):
             if seconds is not None:
                 yield _after(lifecycle.ended, seconds)

@@ -9,21 +9,32 @@ replaced when nothing else is; one that does not train has nothing to lose.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
 
 from diloco_operator.decide.rollout import has_only_quorum
 from diloco_operator.resources.learners import has_units
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import Object, controller_uid, identity, is_deleting, labels
+from diloco_operator.state.pending_events import is_late
 from diloco_operator.state.pods import REVISION, LearnerPods, is_ready, is_unschedulable
-from diloco_operator.state.stuck import is_late
 
-SICK_SECONDS = 60.0
+UNAVAILABLE_SECONDS = 60.0
 """How long learners may be away while none trains, before their pods are replaced together."""
 
 
-def replaced_pods(state: JobState, changing: Collection[tuple[str, str]]) -> tuple[Object, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacements:
+    """What happens to the learners whose pods have an old template."""
+
+    pods: tuple[Object, ...] = ()
+    """To delete now."""
+    waiting: tuple[str, ...] = ()
+    """Learners whose turn has not come."""
+
+
+def replacements(state: JobState, changing: Collection[tuple[str, str]]) -> Replacements:
     """
-    The pods to delete.
+    The pods to delete, and the learners that wait.
 
     Args:
         state: of the job.
@@ -31,7 +42,7 @@ def replaced_pods(state: JobState, changing: Collection[tuple[str, str]]) -> tup
             revision that follows.
     """
     if not has_units(state.job):
-        return ()
+        return Replacements()
     revisions = dict(_revisions(state, changing))
     learners = [learner for own in state.regions for learner in own.learners]
     outdated = {
@@ -44,7 +55,10 @@ def replaced_pods(state: JobState, changing: Collection[tuple[str, str]]) -> tup
     ]
     if not due and all(map(_is_back, learners)) and not has_only_quorum(state):
         due = list(outdated)[:1]
-    return tuple(pod for name in due for pod in outdated[name])
+    return Replacements(
+        pods=tuple(pod for name in due for pod in outdated[name]),
+        waiting=tuple(name for name in outdated if name not in due),
+    )
 
 
 def _has_nothing_to_lose(
@@ -60,7 +74,7 @@ def _has_nothing_to_lose(
         return False
     # When a syncer has just restarted, its learners are still on their way.
     others_train = state.answer.state == "Training"
-    return others_train or is_late(state.previous, "LearnersReady", state.now, SICK_SECONDS)
+    return others_train or is_late(state.previous, "LearnersReady", state.now, UNAVAILABLE_SECONDS)
 
 
 def _is_back(learner: LearnerPods) -> bool:

@@ -24,7 +24,7 @@ from diloco_operator.resources.template_record import (
 )
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import Object, identity, labels
-from diloco_operator.state.pods import has_run
+from diloco_operator.state.pods import has_run, lacks_image
 
 
 def keep_templates(state: JobState, wants: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -86,13 +86,17 @@ def _runs(state: JobState, live: Object, image: str) -> bool:
     Whether pods of the workload have run.
 
     If there are pods with this image, one of them must have: an image that cannot be pulled is not
-    kept. An admission webhook may have changed the image of all of them.
+    kept. An admission webhook may have changed the image of all of them. In a job that has trained,
+    pods that wait for something else count as well.
     """
     if not (live.get("spec") or {}).get("replicas"):
         return False
     pods = [pod for pod in state.pods if _component(pod) == _component(live)]
     with_image = [pod for pod in pods if _image(pod.get("spec")) == image]
-    return any(map(has_run, with_image or pods))
+    if any(map(has_run, with_image or pods)):
+        return True
+    # A drain evicts all pods of a workload at once: those that follow have not run yet.
+    return bool(state.step) and not any(map(lacks_image, pods))
 
 
 def _component(item: Object) -> tuple[str | None, str | None]:

@@ -6,14 +6,14 @@ Pure. Fields without a value are omitted: server-side apply has no null.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
 from diloco_job.reasons import CONDITIONS, ConditionState, clip, condition
 from diloco_operator.decide import conditions
+from diloco_operator.decide.lost_volume import volume_uid
 from diloco_operator.decide.phase import Lifecycle, Phase
-from diloco_operator.decide.volume import volume_uid
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.learner_counts import LearnerCounts, RegionCounts, count_learners
 from diloco_operator.state.previous_status import PreviousStatus, time_text
@@ -27,10 +27,24 @@ _TIMES = ("lastSyncTime", "lastMergeTime", "lastSeenTime")
 _PROGRESS = ("step", "progress", "tokens", *_TIMES)
 
 
-def build(state: JobState, lifecycle: Lifecycle) -> Status:
-    """The status of a job with a valid spec."""
+def build(
+    state: JobState,
+    lifecycle: Lifecycle,
+    *,
+    refused: ConditionState | None = None,
+    waiting: Sequence[str] = (),
+) -> Status:
+    """
+    The status of a job with a valid spec.
+
+    Args:
+        state: of the job.
+        lifecycle: its phase.
+        refused: why it is not accepted though it runs.
+        waiting: regions and learners to which a changed template has not come yet.
+    """
     counts = count_learners(state)
-    evaluated = conditions.evaluate(state, lifecycle, counts)
+    evaluated = conditions.evaluate(state, lifecycle, counts, refused=refused, waiting=waiting)
     answer, previous = state.answer, state.previous
     step, steps = state.step, state.job.spec.steps
     if lifecycle.phase is Phase.COMPLETE:
@@ -105,7 +119,11 @@ def _state(
         return "Pending"
     desired = sum(region.desired for region in counts.regions)
     training = sum(region.training or 0 for region in counts.regions)
-    if training == desired and state.reachable:
+    waiting = sum(learner.waits for learner in state.learners)
+    if waiting and not training:
+        return "Pending"
+    # What a queue has not admitted is not missing.
+    if training >= desired - waiting and state.reachable:
         return "Training"
     if state.step or lifecycle.failed_learners:
         return "Degraded"

@@ -89,7 +89,7 @@ class Candidate:
         Take part no longer.
 
         Args:
-            release: this process writes nothing any more, so that another may lead at once.
+            release: this process no longer writes anything, so that another may lead at once.
         """
         self._stopped.set()
         if self._thread is None:

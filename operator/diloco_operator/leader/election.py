@@ -33,7 +33,7 @@ class Lease:
     """The spec of a Lease, with its version; two equal ones are the same renewal."""
 
     holder: str
-    """"": nobody holds it."""
+    """"": no replica holds it."""
     seconds: int
     """0: not stated."""
     acquired: str = ""
@@ -173,7 +173,7 @@ class Election:
         self._observe(lease, now)
         if lease.holder == self._identity:
             return [*self._expire(now), self._renewal(lease, now)]
-        stopped = self._stop(f"{lease.holder or 'nobody'} holds the Lease")
+        stopped = self._stop(f"{lease.holder or 'no replica'} holds the Lease")
         ends = self._seen_at + (lease.seconds if lease.seconds > 0 else self._timing.lease_seconds)
         if lease.holder and now < ends:
             return [*stopped, Wake(min(now + self._timing.retry_seconds, ends))]

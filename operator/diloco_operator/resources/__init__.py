@@ -18,8 +18,9 @@ from diloco_job.types import DiLoCoJob
 from diloco_operator.resources import evaluator, learners, network_policies, shared, syncer
 from diloco_operator.resources.common import APPLIED, JobContext, Owner, Wanted
 from diloco_operator.resources.operator_scope import OperatorScope
+from diloco_operator.resources.queues import LearnerSets, queue_of_job
 
-__all__ = ["APPLIED", "Owner", "Wanted", "desired"]
+__all__ = ["APPLIED", "LearnerSets", "Owner", "Wanted", "desired"]
 
 
 def desired(
@@ -28,6 +29,7 @@ def desired(
     scope: OperatorScope,
     wanted: Wanted,
     plan: Plan | None = None,
+    sets: LearnerSets | None = None,
 ) -> tuple[dict[str, Any], ...]:
     """
     The children of a job that this operator should keep, in the order to apply them.
@@ -41,6 +43,7 @@ def desired(
         scope: the part of the job that this operator runs, and its defaults.
         wanted: which components should run now.
         plan: of the job; None: make it.
+        sets: the StatefulSets of its learners; None: those of a job that has none yet.
     """
     plan = plan or plan_of(job)
     context = JobContext(
@@ -51,6 +54,7 @@ def desired(
         wanted=wanted,
         spec=plan.spec.to_json(),
         learner_spec=learner_spec(plan.spec).to_json(),
+        sets=sets or LearnerSets(queue=queue_of_job(owner.metadata)),
     )
     if not wanted.volume or not (context.regions or context.has_syncer):
         return ()

@@ -15,14 +15,11 @@ from diloco_job.plan import Plan
 from diloco_job.types import API_VERSION, KIND, DiLoCoJob, Region
 from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.operator_scope import OperatorScope
+from diloco_operator.resources.queues import LearnerSets
 
 APPLIED = "diloco.dev/applied"
 """Annotation of every child: a hash of its content (16 hex digits), so that a field which is no
 longer desired shows as drift."""
-
-SYNC_PORT = 7070
-METRICS_PORT = 9090
-HEALTH_PORT = 8080
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,6 +56,8 @@ class JobContext:
     """Content of the syncer's and the evaluator's spec.json."""
     learner_spec: str
     """Content of a learner's spec.json."""
+    sets: LearnerSets
+    """The StatefulSets of the learners."""
 
     @property
     def name(self) -> str:

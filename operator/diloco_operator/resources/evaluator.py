@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco_job import names
 from diloco_job.plan import EvaluatorPlan, process_env
-from diloco_job.types import Region
+from diloco_job.types import Ports, Region
 from diloco_operator.resources import common, inputs, pods
 from diloco_operator.resources.common import JobContext, child
 from diloco_operator.resources.operator_scope import tls_secret
@@ -51,7 +51,8 @@ def children(context: JobContext) -> list[dict[str, Any]]:
 
 def _parts(context: JobContext, planned: EvaluatorPlan, region: Region) -> pods.Parts:
     """As the learners of the syncer's region: image, environment and podTemplate."""
-    learner = context.job.spec.learner
+    learner, evaluation = context.job.spec.learner, context.job.spec.evaluation
+    ports = evaluation.ports if evaluation else Ports()
     return pods.Parts(
         role=ROLE,
         region=region.name,
@@ -64,7 +65,7 @@ def _parts(context: JobContext, planned: EvaluatorPlan, region: Region) -> pods.
             spec_path=str(pods.SPEC_PATH),
             state_dir=str(pods.STATE_DIR),
             tls_dir=str(pods.TLS_DIR) if tls_secret(context.job) else "",
-            metrics_port=common.METRICS_PORT,
+            metrics_port=ports.metrics,
         ),
         spec_map=context.spec_map,
         user_env=tuple(learner.env),
@@ -73,7 +74,7 @@ def _parts(context: JobContext, planned: EvaluatorPlan, region: Region) -> pods.
         grace_seconds=GRACE_SECONDS,
         # Its pods have random names.
         state_path=names.evaluator_name(context.name),
-        ports={},
+        ports=ports,
     )
 
 

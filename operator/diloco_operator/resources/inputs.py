@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from diloco_job.types import DiLoCoJob, PodTemplate, Region
+from diloco_job.types import DiLoCoJob, PodTemplate, Ports, Region
 from diloco_operator.resources import pods
 from diloco_operator.resources.common import JobContext
 from diloco_operator.resources.operator_scope import tls_secret
@@ -24,7 +24,7 @@ from diloco_operator.resources.overlay import overlay, without_nulls
 
 def of_learners(context: JobContext, region: Region) -> dict[str, Any]:
     """Of the learners of a region; without what they get from the syncer (`learner_spec`)."""
-    job, spec = context.job, context.job.spec
+    job, spec, queue = context.job, context.job.spec, context.sets.queue
     own_loop = spec.learner.recipe is None
     return {
         "region": region.name,
@@ -43,6 +43,7 @@ def of_learners(context: JobContext, region: Region) -> dict[str, Any]:
         "podTemplates": [_values(template) for template in _learner_templates(job, region)],
         # An index within the job depends on the set of regions.
         "regions": sorted(other.name for other in spec.regions) if own_loop else [],
+        **({"volcano": queue.volcano} if queue is not None and queue.volcano else {}),
     }
 
 
@@ -52,6 +53,7 @@ def of_syncer(context: JobContext) -> dict[str, Any]:
     return {
         "run": _run(context),
         "image": syncer.image,
+        **_ports(syncer.ports),
         "resources": _values(syncer.resources),
         "podTemplates": [_values(syncer.pod_template)],
     }
@@ -64,6 +66,7 @@ def of_evaluator(context: JobContext, region: Region) -> dict[str, Any]:
         "run": _run(context),
         "syncer": _dialled(context),
         "image": learner.image,
+        **(_ports(job.spec.evaluation.ports) if job.spec.evaluation else {}),
         "env": [_values(variable) for variable in learner.env],
         "resources": _values(pods.learner_resources(job, region)),
         "podTemplates": [_values(template) for template in _learner_templates(job, region)],
@@ -116,7 +119,7 @@ def _run(context: JobContext) -> dict[str, Any]:
         "recipe": _values(spec.learner.recipe),
         "learnerCheckpoint": _values(spec.learner.checkpoint),
         "syncerCheckpoint": _values(spec.syncer.checkpoint),
-        "evaluation": _values(spec.evaluation),
+        "evaluation": _values(spec.evaluation, "ports"),
     }
 
 
@@ -128,6 +131,11 @@ def _dialled(context: JobContext) -> str | int:
 
 def _learner_templates(job: DiLoCoJob, region: Region) -> list[PodTemplate]:
     return [job.spec.learner.pod_template, region.pod_template]
+
+
+def _ports(ports: Ports) -> dict[str, Any]:
+    """Nothing, if they are the defaults: a hash from before this field."""
+    return {"ports": values} if (values := _values(ports)) else {}
 
 
 def _values(model: BaseModel | None, *without: str) -> dict[str, Any]:

@@ -1,17 +1,21 @@
 """
 A region's learners: StatefulSet, headless Service and PodDisruptionBudget `<job>-<region>`.
+
+In a queue, each learner has a StatefulSet of its own, `<job>-<region>-<index>`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from diloco_job import names
 from diloco_job.plan import learner_plan, process_env
-from diloco_job.types import DiLoCoJob, Region
+from diloco_job.types import DiLoCoJob, LearnerPorts, Region
 from diloco_operator.resources import common, inputs, pods
 from diloco_operator.resources.common import JobContext, child
 from diloco_operator.resources.operator_scope import tls_secret
+from diloco_operator.resources.queues import LEARNER, Queue
 from diloco_operator.resources.template_record import record
 
 ROLE = "learner"
@@ -33,7 +37,7 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
         "ports": [
             {
                 "name": "metrics",
-                "port": common.METRICS_PORT,
+                "port": context.job.spec.learner.ports.metrics,
                 "targetPort": "metrics",
                 "protocol": "TCP",
             }
@@ -43,21 +47,6 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
         "maxUnavailable": max_unavailable(context, region),
         "unhealthyPodEvictionPolicy": "AlwaysAllow",
         "selector": {"matchLabels": select},
-    }
-    learner = context.job.spec.learner
-    # Without an address, a learner would run standalone.
-    runs = context.wanted.learners and bool(context.syncer_address)
-    template = pods.template(context, _parts(context, region))
-    stateful_set = {
-        "replicas": region.learners * learner.pods_per_learner if runs else 0,
-        "serviceName": name,
-        "podManagementPolicy": "Parallel",
-        # The controller would replace the pods of a learner one by one: `decide.replacements`.
-        "updateStrategy": {"type": "OnDelete" if has_units(context.job) else "RollingUpdate"},
-        "revisionHistoryLimit": 2,
-        "selector": {"matchLabels": select},
-        "template": template,
-        **_volumes(context, runs=runs),
     }
     return [
         child(
@@ -76,16 +65,69 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
             labels=labels,
             body={"spec": budget},
         ),
-        child(
-            context,
-            api_version="apps/v1",
-            kind="StatefulSet",
-            name=name,
-            labels=labels,
-            annotations=record(inputs.of_learners(context, region), template),
-            body={"spec": stateful_set},
-        ),
+        *(_stateful_set(context, region, index) for index in _indexes(context, region)),
     ]
+
+
+def _indexes(context: JobContext, region: Region) -> Iterable[int | None]:
+    """The learners that have a StatefulSet of their own; None: one for all learners of the region."""
+    if context.sets.queue is None:
+        return (None,)
+    return range(max(region.learners, context.sets.kept.get(region.name, 0)))
+
+
+def _stateful_set(context: JobContext, region: Region, index: int | None) -> dict[str, Any]:
+    """The StatefulSet of one learner, or of all learners of a region."""
+    size, queue = context.job.spec.learner.pods_per_learner, context.sets.queue or Queue()
+    template = pods.template(context, _parts(context, region))
+    if index is None:
+        name, own, num_learners = names.child_name(context.name, region.name), {}, region.learners
+    else:
+        name = names.learner_set_name(context.name, region.name, index)
+        own, num_learners = {LEARNER: str(index)}, int(index < region.learners)
+        template = _queued(template, queue, own, first_ordinal=index * size)
+    # Without an address, a learner would run standalone.
+    runs = context.wanted.learners and bool(context.syncer_address)
+    select = common.selector(context, ROLE, region.name)
+    stateful_set = {
+        "replicas": num_learners * size if runs else 0,
+        # A pod has the same ordinal in both kinds of StatefulSet.
+        **({"ordinals": {"start": index * size}} if index else {}),
+        "serviceName": names.child_name(context.name, region.name),
+        "podManagementPolicy": "Parallel",
+        # The controller would replace the pods of a learner one by one: `decide.replacements`.
+        "updateStrategy": {"type": "OnDelete" if has_units(context.job) else "RollingUpdate"},
+        "revisionHistoryLimit": 2,
+        "selector": {"matchLabels": {**select, **own}},
+        "template": template,
+        **_volumes(context, runs=runs),
+    }
+    return child(
+        context,
+        api_version="apps/v1",
+        kind="StatefulSet",
+        name=name,
+        labels={**common.labels(context, ROLE, region.name), **own, **queue.labels()},
+        annotations={
+            **record(inputs.of_learners(context, region), template),
+            **queue.annotations(size),
+        },
+        body={"spec": stateful_set},
+    )
+
+
+def _queued(
+    template: Mapping[str, Any], queue: Queue, own: Mapping[str, str], *, first_ordinal: int
+) -> dict[str, Any]:
+    """The pod template of one learner in a queue; what the user's podTemplate sets is kept."""
+    metadata = template["metadata"]
+    return {
+        "metadata": {
+            "labels": {**metadata["labels"], **own},
+            "annotations": {**queue.pod_annotations(first_ordinal), **metadata["annotations"]},
+        },
+        "spec": {**queue.pod_fields(), **template["spec"]},
+    }
 
 
 def has_units(job: DiLoCoJob) -> bool:
@@ -128,8 +170,9 @@ def max_unavailable(context: JobContext, region: Region) -> int:
     Pods of a region that may be unavailable during drains.
 
     The learners beyond the quorum are divided among the regions by size: drains of different
-    regions do not coordinate, but together they leave a quorum. At least 1: a drain must not block,
-    and a waiting round loses nothing.
+    regions do not coordinate, but together they leave a quorum. At least 1, because a budget of 0
+    would block every drain, and a waiting round loses nothing. A drain still waits while this many
+    learners have no node to move to.
 
     A budget counts pods, and each evicted pod may belong to another learner. So this many pods are
     at most this many learners, however many pods a learner has.
@@ -143,6 +186,9 @@ def _parts(context: JobContext, region: Region) -> pods.Parts:
     learner = context.job.spec.learner
     planned = learner_plan(context.job, region, 0)
     limit = context.job.spec.run_policy.learner_restart_limit
+    proxy = context.scope.proxy_to_syncer(context.job)
+    rendezvous = learner.ports.rendezvous
+    own_ports = has_units(context.job) and learner.ports != LearnerPorts()
     env = {
         **process_env(
             context.plan,
@@ -151,11 +197,13 @@ def _parts(context: JobContext, region: Region) -> pods.Parts:
             spec_path=str(pods.SPEC_PATH),
             state_dir=str(pods.STATE_DIR),
             tls_dir=str(pods.TLS_DIR) if tls_secret(context.job) else "",
-            metrics_port=common.METRICS_PORT,
+            metrics_port=learner.ports.metrics,
         ),
         "DILOCO_REGION": region.name,
         "DILOCO_PODS_PER_LEARNER": str(learner.pods_per_learner),
         **({"DILOCO_RESTART_LIMIT": str(limit)} if limit is not None else {}),
+        **({"DILOCO_SYNCER_PROXY": proxy} if proxy else {}),
+        **({"DILOCO_RENDEZVOUS_PORT": str(rendezvous)} if own_ports else {}),
     }
     return pods.Parts(
         role=ROLE,
@@ -169,5 +217,7 @@ def _parts(context: JobContext, region: Region) -> pods.Parts:
         templates=(learner.pod_template, region.pod_template),
         grace_seconds=GRACE_SECONDS,
         claim_for_each=learner.storage is not None,
-        ports={},
+        ports=learner.ports,
+        # With the default ports, that of the probes keeps two pods from one node's network.
+        extra_ports={"rendezvous": rendezvous} if own_ports else {},
     )

@@ -26,8 +26,7 @@ def children(context: JobContext, allowed: NetworkPolicies) -> list[dict[str, An
 
 def _of_syncer(context: JobContext, allowed: NetworkPolicies, region: str) -> dict[str, Any]:
     peers = [_pods_of(context), _operator(allowed)]
-    # Clusters of other regions have addresses that nobody knows here; mutual TLS tells who they are.
-    clients = {} if context.job.spec.syncer.endpoint else {"from": peers}
+    clients = {} if _has_unknown_clients(context, allowed) else {"from": peers}
     select = {"matchLabels": common.selector(context, syncer.ROLE, region)}
     ingress = [{"ports": [_port("sync")], **clients}, *_observers(allowed)]
     return _policy(context, names.syncer_name(context.name), syncer.ROLE, region, select, ingress)
@@ -67,6 +66,17 @@ def _observers(allowed: NetworkPolicies) -> list[dict[str, Any]]:
     """Who scrapes metrics, and the kubelet, whose address differs from cluster to cluster."""
     peers = {"from": [dict(peer) for peer in allowed.metrics_from]} if allowed.metrics_from else {}
     return [{"ports": [_port("metrics")], **peers}, {"ports": [_port("health")]}]
+
+
+def _has_unknown_clients(context: JobContext, allowed: NetworkPolicies) -> bool:
+    """
+    Whether the syncer has clients whose addresses nobody knows here: other clusters, which mutual TLS
+    tells apart, and whoever runs in the network of its node, so that no selector of pods matches it.
+    """
+    spec = context.job.spec
+    templates = [spec.learner.pod_template, *(region.pod_template for region in spec.regions)]
+    on_nodes = any(template.spec.get("hostNetwork") for template in templates)
+    return bool(spec.syncer.endpoint) or allowed.operator_on_host_network or on_nodes
 
 
 def _is_many_pods(context: JobContext) -> bool:

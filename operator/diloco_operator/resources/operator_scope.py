@@ -24,6 +24,8 @@ class NetworkPolicies:
 
     operator_namespace: str
     """From which the operator asks the syncer for its status."""
+    operator_on_host_network: bool = False
+    """The operator has the address of its node, which no selector of pods matches."""
     metrics_from: tuple[Mapping[str, Any], ...] = ()
     """Peers that may read metrics; (): every pod."""
 
@@ -33,7 +35,7 @@ class OperatorScope:
     """Which part of each job an operator runs, and the defaults of its children."""
 
     region: str = ""
-    """The region that it runs, with the syncer if that is there; "": all regions."""
+    """The cluster whose regions it runs, with the syncer if that is there; "": all regions."""
     worker_image: str
     """Default image of learners and the evaluator."""
     syncer_image: str
@@ -41,6 +43,8 @@ class OperatorScope:
     image_pull_policy: str = "IfNotPresent"
     image_pull_secrets: tuple[str, ...] = ()
     """Names of Secrets in the job's namespace."""
+    syncer_proxy: str = ""
+    """http://host:port of the HTTP proxy between this cluster and syncers of others; "": none."""
     cluster_domain: str = "cluster.local"
     forbidden_pod_fields: tuple[str, ...] = ()
     """Fields that no podTemplate may set; see `decide.objections`."""
@@ -56,11 +60,17 @@ class OperatorScope:
 
     def own_regions(self, job: DiLoCoJob) -> tuple[Region, ...]:
         """The job's regions whose learners this operator runs, in the manifest's order."""
-        return tuple(region for region in job.spec.regions if self.region in ("", region.name))
+        return tuple(
+            region for region in job.spec.regions if self.region in ("", region.cluster_name)
+        )
 
     def has_syncer(self, job: DiLoCoJob) -> bool:
         """Whether this operator runs the job's syncer (and its evaluator)."""
-        return self.region in ("", job.spec.syncer_region)
+        return self.region in ("", job.spec.syncer_cluster)
+
+    def proxy_to_syncer(self, job: DiLoCoJob) -> str:
+        """The proxy through which this operator and its learners dial the syncer; "": none."""
+        return "" if self.has_syncer(job) else self.syncer_proxy
 
     def syncer_address(self, job: DiLoCoJob, namespace: str) -> str:
         """
@@ -71,6 +81,16 @@ class OperatorScope:
             return job.spec.syncer.endpoint
         name = names.syncer_name(job.metadata.name)
         return f"{name}.{namespace}.svc:{job.spec.syncer.service.port}"
+
+
+def listed_regions(job: DiLoCoJob) -> str:
+    """The job's regions for a message, such as "eu, eu-spot (cluster eu), us"."""
+    return ", ".join(
+        region.name
+        if region.cluster_name == region.name
+        else f"{region.name} (cluster {region.cluster_name})"
+        for region in job.spec.regions
+    )
 
 
 def tls_secret(job: DiLoCoJob) -> str:

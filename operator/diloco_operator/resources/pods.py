@@ -6,11 +6,11 @@ The pods of learners, syncer and evaluator: one container `main` whose first pro
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Any
 
-from diloco_job.types import DiLoCoJob, EnvVar, PodTemplate, Region, Resources, Storage
+from diloco_job.types import DiLoCoJob, EnvVar, PodTemplate, Ports, Region, Resources, Storage
 from diloco_operator.resources import common
 from diloco_operator.resources.common import JobContext
 from diloco_operator.resources.operator_scope import tls_secret
@@ -65,7 +65,8 @@ class Parts:
     """The StatefulSet has a claim for the state of each pod, so the template has no such volume."""
     state_path: str = "$(DILOCO_POD)"
     """Directory on a volume that pods share, for the state of one pod; Kubernetes expands it."""
-    ports: Mapping[str, int]
+    ports: Ports
+    extra_ports: Mapping[str, int] = field(default_factory=dict)
     """Besides metrics and health."""
     shared_memory: bool = True
 
@@ -175,7 +176,8 @@ def _contract(context: JobContext, parts: Parts, pod: Mapping[str, Any]) -> dict
     """What the container's first process relies on; overrides everything else."""
     grace_seconds = _grace_seconds(pod, parts)
     secret = tls_secret(context.job)
-    ports = {**parts.ports, "metrics": common.METRICS_PORT, "health": common.HEALTH_PORT}
+    own = parts.ports
+    ports = {**parts.extra_ports, "metrics": own.metrics, "health": own.health}
     main = {
         "name": MAIN,
         "command": ["python3", "-m", "diloco_agent", parts.role],
@@ -231,8 +233,8 @@ def _env(context: JobContext, parts: Parts, grace_seconds: int) -> list[dict[str
         "DILOCO_SPEC": str(SPEC_PATH),
         "DILOCO_STATE": str(STATE_DIR),
         **({"DILOCO_TLS": str(TLS_DIR)} if tls_secret(context.job) else {}),
-        "DILOCO_METRICS_PORT": str(common.METRICS_PORT),
-        "DILOCO_HEALTH_PORT": str(common.HEALTH_PORT),
+        "DILOCO_METRICS_PORT": str(parts.ports.metrics),
+        "DILOCO_HEALTH_PORT": str(parts.ports.health),
         "DILOCO_GRACE_SECONDS": str(grace_seconds),
         "DILOCO_LOG_FORMAT": "json",
     }

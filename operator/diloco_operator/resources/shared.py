@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco.rpc.tls import region_uri, server_name
+from diloco.rpc.identity import region_uri, server_name
 from diloco_job import names
 from diloco_operator.resources import common, pods
 from diloco_operator.resources.common import JobContext, child

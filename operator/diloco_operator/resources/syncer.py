@@ -69,6 +69,8 @@ def _service(context: JobContext, select: dict[str, str]) -> dict[str, Any]:
     if service.type == "NodePort" and service.node_port:
         port["nodePort"] = service.node_port
     spec: dict[str, Any] = {"type": service.type, "selector": select, "ports": [port]}
+    if service.ip_family_policy:
+        spec["ipFamilyPolicy"] = service.ip_family_policy
     if service.type == "LoadBalancer":
         if service.load_balancer_class:
             spec["loadBalancerClass"] = service.load_balancer_class
@@ -84,12 +86,13 @@ def _parts(context: JobContext) -> pods.Parts:
         region=context.job.spec.syncer_region,
         argv=context.plan.syncer.argv,
         image=syncer.image or context.scope.syncer_image,
-        env={"DILOCO_LISTEN": f"0.0.0.0:{common.SYNC_PORT}"},
+        env={"DILOCO_LISTEN": f"0.0.0.0:{syncer.ports.sync}"},
         spec_map=context.spec_map,
         resources=pods.as_fields(syncer.resources),
         templates=(syncer.pod_template,),
         grace_seconds=GRACE_SECONDS,
         claim=names.syncer_name(context.name),
-        ports={"sync": common.SYNC_PORT},
+        ports=syncer.ports,
+        extra_ports={"sync": syncer.ports.sync},
         shared_memory=False,
     )

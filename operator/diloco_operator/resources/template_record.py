@@ -31,7 +31,7 @@ when a default of the manifest changes. Workloads with a record of another forma
 what the manifest states, so that the upgrade restarts nothing.
 """
 
-TEMPLATE_MOST = 128 * 1024
+MAX_TEMPLATE = 128 * 1024
 """Largest recorded template in bytes; the API server allows 256 KiB for all annotations together."""
 
 
@@ -77,7 +77,7 @@ def template_of(workload: Mapping[str, Any]) -> dict[str, Any] | None:
 
 def _recorded(template: Mapping[str, Any]) -> dict[str, str]:
     text = canonical(template)
-    return {TEMPLATE: text} if len(text.encode()) <= TEMPLATE_MOST else {}
+    return {TEMPLATE: text} if len(text.encode()) <= MAX_TEMPLATE else {}
 
 
 def _annotation(workload: Mapping[str, Any], name: str) -> str:

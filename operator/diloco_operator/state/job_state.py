@@ -12,20 +12,21 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta
 
 from diloco.rpc.certificates import CertificateFacts
-from diloco.rpc.tls import server_name
+from diloco.rpc.identity import server_name
 from diloco_job import names
 from diloco_job.plan import Plan, plan
 from diloco_job.types import DiLoCoJob, Region
-from diloco_operator.resources import Owner
+from diloco_operator.resources import LearnerSets, Owner
 from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.state.objects import Object, controller_uid, identity, labels
 from diloco_operator.state.observation import Answer, Observation, Unreachable
 from diloco_operator.state.pods import LearnerPods, learners_of
 from diloco_operator.state.previous_status import PreviousStatus
+from diloco_operator.state.queues import learner_sets
 
 LOST_VOLUME = "diloco.dev/lost-volume"
-"""Annotation of a job: the uid of the claim whose state a person gave up."""
+"""Annotation of a job: the uid of the claim whose loss a person has acknowledged."""
 
 REACHABLE_SECONDS = 30.0
 """How long an answer counts."""
@@ -62,6 +63,10 @@ class JobState:
     pods: tuple[Object, ...]
     events: tuple[Object, ...]
     """About objects that are stuck."""
+    workloads: tuple[Object, ...]
+    """Kueue's, of objects that wait in a queue."""
+    sets: LearnerSets
+    """The StatefulSets of learners that the job should have."""
     regions: tuple[OwnRegion, ...]
     """The regions that this operator runs."""
     answer: Answer | None
@@ -74,8 +79,8 @@ class JobState:
     """Paths of fields of the stored spec that this version ignores."""
     refusals: tuple[str, ...]
     """Such as "StatefulSet a-eu: <the server's message>"."""
-    given_up_volume: str
-    """The uid of the claim whose loss a person has accepted; "": none."""
+    acknowledged_loss: str
+    """The uid of the claim whose loss a person has acknowledged; "": none."""
 
     @classmethod
     def of(
@@ -123,6 +128,8 @@ class JobState:
             ),
             pods=observation.pods,
             events=observation.events,
+            workloads=observation.workloads,
+            sets=learner_sets(owner.metadata, own.values()),
             regions=tuple(
                 OwnRegion(region=region, learners=learners_of(job, region, observation.pods, sets))
                 for region in scope.own_regions(job)
@@ -135,8 +142,13 @@ class JobState:
             refusals=tuple(
                 f"{refusal.child}: {refusal.message}" for refusal in observation.refusals
             ),
-            given_up_volume=str((metadata.get("annotations") or {}).get(LOST_VOLUME) or ""),
+            acknowledged_loss=str((metadata.get("annotations") or {}).get(LOST_VOLUME) or ""),
         )
+
+    @property
+    def learners(self) -> list[LearnerPods]:
+        """The learners that this operator runs."""
+        return [learner for own in self.regions for learner in own.learners]
 
     @property
     def has_syncer(self) -> bool:

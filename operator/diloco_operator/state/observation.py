@@ -13,6 +13,7 @@ from datetime import datetime
 
 from diloco.rpc.certificates import CertificateFacts
 from diloco.v1 import syncer_pb2 as pb
+from diloco_job.names import MAX_REGIONS
 from diloco_operator.state.objects import Object
 from diloco_operator.state.stored_job import StoredJob
 
@@ -30,7 +31,9 @@ class Observation:
     pods: tuple[Object, ...] = ()
     """Pods with the label diloco.dev/job of this job."""
     events: tuple[Object, ...] = ()
-    """Events about those of its objects that are stuck (`stuck.stuck_objects`)."""
+    """Events about those of its objects that are stuck (`pending_events.stuck_objects`)."""
+    workloads: tuple[Object, ...] = ()
+    """Kueue's Workloads of those of its objects that wait in a queue (`queues.queued_uids`)."""
     syncer: Answer | Unreachable | None = None
     """Result of the status request; None: none was sent."""
     last_answer: datetime | None = None
@@ -68,15 +71,27 @@ class Answer:
     differing: tuple[tuple[str, str], ...] = ()
     """Learners that were refused because of another spec, with its hash."""
     failure: Failure | None = None
-    """The operator of the syncer's region gave the job up."""
+    """The operator of the syncer's region reported that the job failed."""
+    region_failures: tuple[RegionFailure, ...] = ()
+    """Regions whose operators reported that all their learners failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a job failed, as operators tell each other through the syncer."""
+    """Why a job failed, as operators report it to each other through the syncer."""
 
     reason: str
     """Of the condition Failed there."""
+    message: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RegionFailure:
+    """Why the learners of a region were given up, as operators tell each other through the syncer."""
+
+    region: str
+    reason: str
+    """Of the condition there; "": they are not given up."""
     message: str
 
 
@@ -106,7 +121,7 @@ class Unreachable:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refusal:
-    """A child that the API server rejected."""
+    """A child that the API server rejected, or gave no answer about."""
 
     child: str
     """Such as "StatefulSet a-eu"."""
@@ -114,7 +129,7 @@ class Refusal:
     """The server's message."""
 
 
-MOST_LEARNERS = 32_000
+MAX_LEARNERS = 32_000
 """Learners of a reply that are read: the program that answers is the job's own."""
 
 
@@ -137,7 +152,7 @@ def answer_of(reply: pb.StatusReply, at: datetime) -> Answer:
                 seconds_since_heard=learner.seconds_since_heard,
                 restarts=learner.restarts,
             )
-            for learner in reply.learners[:MOST_LEARNERS]
+            for learner in reply.learners[:MAX_LEARNERS]
         ),
         model_path=reply.model_path,
         model_sha256=reply.model_sha256,
@@ -146,4 +161,8 @@ def answer_of(reply: pb.StatusReply, at: datetime) -> Answer:
         failure=Failure(reason=reply.failure.reason, message=reply.failure.message)
         if reply.HasField("failure")
         else None,
+        region_failures=tuple(
+            RegionFailure(region=failed.region, reason=failed.reason, message=failed.message)
+            for failed in reply.region_failures[:MAX_REGIONS]
+        ),
     )

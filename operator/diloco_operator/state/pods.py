@@ -19,7 +19,7 @@ from diloco.runtime.formatting import printable, shorten
 from diloco_job import names
 from diloco_job.types import DiLoCoJob, Region
 from diloco_operator.resources.pods import MAIN
-from diloco_operator.state.objects import Object, controller_uid, is_deleting
+from diloco_operator.state.objects import Object, controller_uid, is_deleting, labels
 
 REVISION = "controller-revision-hash"
 """Label in which a StatefulSet's controller records the revision of a pod's template."""
@@ -27,7 +27,7 @@ REVISION = "controller-revision-hash"
 _NO_IMAGE = ("ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName")
 _USUAL_WAITS = ("", "ContainerCreating", "PodInitializing")
 
-_MESSAGE_MOST, _LOG_MOST = 300, 500
+_MAX_MESSAGE, _MAX_LOG = 300, 500
 """Characters of a container's last message and of its log in a condition that has both."""
 
 _CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
@@ -55,6 +55,11 @@ class LearnerPods:
         return len(self.pods) == self.num_wanted and all(map(_is_running, self.pods))
 
     @property
+    def waits(self) -> bool:
+        """Whether it waits in a queue: the scheduler may not place one of its pods yet."""
+        return any(map(is_gated, self.pods))
+
+    @property
     def restarts(self) -> int:
         """How often the kubelet restarted its containers."""
         return sum(_restarts(pod) for pod in self.pods)
@@ -73,11 +78,12 @@ def learners_of(
         controllers: uids of this job's own StatefulSets; pods of others do not count.
     """
     size = job.spec.learner.pods_per_learner
-    stem, owners = names.child_name(job.metadata.name, region.name), frozenset(controllers)
+    owners = frozenset(controllers)
     mine = {
         ordinal: pod
         for pod in pods
-        if controller_uid(pod) in owners and (ordinal := _ordinal(pod, stem)) is not None
+        if controller_uid(pod) in owners and _region(pod) in ("", region.name)
+        if (ordinal := _ordinal(pod, job, region)) is not None
     }
     return tuple(
         LearnerPods(
@@ -94,8 +100,13 @@ def is_ready(pod: Object) -> bool:
     return not is_deleting(pod) and _condition(pod, "Ready").get("status") == "True"
 
 
+def is_gated(pod: Object) -> bool:
+    """Whether the scheduler ignores the pod until a queue, for example, has admitted it."""
+    return not is_deleting(pod) and bool((pod.get("spec") or {}).get("schedulingGates"))
+
+
 def is_unschedulable(pod: Object) -> bool:
-    """Whether no node fits the pod."""
+    """Whether no node fits the pod, or it is not to be scheduled yet."""
     return _condition(pod, "PodScheduled").get("status") == "False"
 
 
@@ -104,11 +115,13 @@ def is_on_lost_node(pod: Object) -> bool:
     Whether the control plane gave up the pod's node, by what it wrote into the pod.
 
     It sets the condition Ready of each pod to False without a reason, which the kubelet always gives,
-    and marks a pod that it deletes after its tolerations.
+    and marks a pod that it deletes after its tolerations. A person's taint has the same mark: there the
+    kubelet answers, and reports that the containers ended.
     """
     ready, disruption = _condition(pod, "Ready"), _condition(pod, "DisruptionTarget")
     abandoned = ready.get("status") in ("False", "Unknown") and not ready.get("reason")
-    return abandoned or disruption.get("reason") == "DeletionByTaintManager"
+    tainted = disruption.get("reason") == "DeletionByTaintManager"
+    return abandoned or (tainted and not _has_ended(pod))
 
 
 def waits_for_kubelet(pod: Object) -> bool:
@@ -124,6 +137,12 @@ def waits_for_kubelet(pod: Object) -> bool:
 def has_run(pod: Object) -> bool:
     """Whether the container `main` was created at least once, so that its image can be pulled."""
     return bool(_main(pod).get("imageID"))
+
+
+def lacks_image(pod: Object) -> bool:
+    """Whether the image of the container `main` cannot be pulled."""
+    waiting = (_main(pod).get("state") or {}).get("waiting") or {}
+    return waiting.get("reason") in _NO_IMAGE
 
 
 def pod_problem(pods: Iterable[Object]) -> str:
@@ -162,8 +181,8 @@ class FailedLearner:
         if not self.log:
             return self.message
         tail = printable(" | ".join(self.log))
-        tail = tail if len(tail) <= _LOG_MOST else f"…{tail[1 - _LOG_MOST :]}"
-        return f"{shorten(self.message, _MESSAGE_MOST)}; its log before that: {tail}"
+        tail = tail if len(tail) <= _MAX_LOG else f"…{tail[1 - _MAX_LOG :]}"
+        return f"{shorten(self.message, _MAX_MESSAGE)}; its log before that: {tail}"
 
 
 def failed_learners(
@@ -219,9 +238,12 @@ def _is_running(pod: Object) -> bool:
     return (pod.get("status") or {}).get("phase") == "Running"
 
 
-def _ordinal(pod: Object, stem: str) -> int | None:
-    head, _, tail = _name(pod).rpartition("-")
-    return int(tail) if head == stem and tail.isascii() and tail.isdigit() else None
+def _region(pod: Object) -> str:
+    return labels(pod).get("diloco.dev/region", "")
+
+
+def _ordinal(pod: Object, job: DiLoCoJob, region: Region) -> int | None:
+    return names.learner_pod_ordinal(_name(pod), job.metadata.name, region.name)
 
 
 def _condition(pod: Object, kind: str) -> Mapping[str, Any]:
@@ -236,6 +258,12 @@ def _containers(pod: Object) -> list[Mapping[str, Any]]:
 
 def _main(pod: Object) -> Mapping[str, Any]:
     return next((status for status in _containers(pod) if status.get("name") == MAIN), {})
+
+
+def _has_ended(pod: Object) -> bool:
+    """Whether its containers were created, and the kubelet reports that all of them ended."""
+    states = [status.get("state") or {} for status in _containers(pod)]
+    return bool(states) and all("terminated" in state for state in states)
 
 
 def _restarts(pod: Object) -> int:
@@ -300,7 +328,7 @@ def _is_crash(end: Mapping[str, Any]) -> bool:
 
 
 def _problem(pod: Object) -> str:
-    if is_deleting(pod) or is_ready(pod):
+    if is_deleting(pod) or is_ready(pod) or is_gated(pod):
         return ""
     if is_unschedulable(pod):
         why = _condition(pod, "PodScheduled").get("message", "")

@@ -89,10 +89,11 @@ def _without(data: Object, locations: Iterable[_Location]) -> Object:
 
 
 def managed_by(raw: Object) -> str:
-    """Value of spec.runPolicy.managedBy, whatever else the spec holds; "": none."""
+    """spec.managedBy, or its former place, whatever else the spec holds; "": none."""
     spec = raw.get("spec")
     policy = spec.get("runPolicy") if isinstance(spec, Mapping) else None
-    return str(policy.get("managedBy") or "") if isinstance(policy, Mapping) else ""
+    places = (place for place in (spec, policy) if isinstance(place, Mapping))
+    return next((str(name) for place in places if (name := place.get("managedBy"))), "")
 
 
 def claimed_by(raw: Object) -> str:

@@ -259,7 +259,8 @@ class Resync:
 
     def once(self) -> None:
         """
-        List all jobs, and queue each that is only in the list or only in the queue.
+        List all jobs, and queue what the watch missed: jobs that are only in the list or only in the
+        queue, and generations that it has not delivered.
 
         Raises:
             ApiError: the list request failed.
@@ -267,15 +268,17 @@ class Resync:
         known = self._queue.keys()
         listed: list[tuple[str, int, str]] = []
         found: set[Key] = set()
+        keys: dict[str, Key] = {}
         for job in self._cluster.jobs(self._namespaces):
             metadata = job["metadata"]
             key = Key(metadata["namespace"], metadata["name"])
             if not metadata.get("deletionTimestamp"):
                 found.add(key)
+            keys[metadata["uid"]] = key
             generation = metadata.get("generation", 0)
             listed.append((metadata["uid"], generation, f"{key} (generation {generation})"))
-        self._health.listed(listed)
-        for key in found ^ known:
+        missing = self._health.listed(listed)
+        for key in (found ^ known) | (found & {keys[uid] for uid in missing}):
             self._queue.add(key)
 
     def _run(self) -> None:
@@ -284,6 +287,7 @@ class Resync:
             try:
                 self.once()
             except ApiError as error:
+                self._health.unlisted()
                 log.warning("cannot list jobs: %s", error)
             except Exception:
                 log.exception("unexpected error in the comparison of jobs")

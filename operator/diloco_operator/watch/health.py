@@ -19,7 +19,7 @@ from diloco.runtime.listening import AllAddresses
 from diloco_operator.workqueue import WorkQueue
 
 STUCK_SECONDS = 300.0
-"""A longer reconcile hangs: each of its requests has a deadline of seconds."""
+"""A reconcile without progress for longer hangs: each of its requests has a deadline of seconds."""
 WATCH_SECONDS = 120.0
 """Longest delay of a watch event; kopf reopens an idle watch after 70 s."""
 LOOP_SECONDS = 60.0
@@ -32,6 +32,9 @@ class _Missing(NamedTuple):
     name: str
     generation: int
     since: float
+    """When a list showed it first."""
+    seen: float
+    """When a list showed it last: while the API server does not answer, nothing is overdue."""
 
 
 class Health:
@@ -53,8 +56,16 @@ class Health:
         with self._lock:
             self._delivered[uid] = max(generation, self._delivered.get(uid, 0))
 
-    def listed(self, jobs: Iterable[tuple[str, int, str]]) -> None:
-        """A list of all jobs was read: uid, generation and display name."""
+    def listed(self, jobs: Iterable[tuple[str, int, str]]) -> frozenset[str]:
+        """
+        A list of all jobs was read.
+
+        Args:
+            jobs: uid, generation and display name of each.
+
+        Returns:
+            The uids of those that the watch has not delivered in this generation.
+        """
         now = self._clock()
         with self._lock:
             found = {uid: (generation, name) for uid, generation, name in jobs}
@@ -64,11 +75,19 @@ class Health:
                 del self._delivered[uid]
             self._absent = absent - self._absent
             self._missing = {
-                uid: self._still_missing(uid) or _Missing(name, generation, now)
+                uid: (self._still_missing(uid) or _Missing(name, generation, now, now))._replace(
+                    seen=now
+                )
                 for uid, (generation, name) in found.items()
                 if self._delivered.get(uid, 0) < generation
             }
             self._listed_once = True
+            return frozenset(self._missing)
+
+    def unlisted(self) -> None:
+        """No list could be read: the watch may be interrupted as well, and gets its time again."""
+        with self._lock:
+            self._missing.clear()
 
     def heartbeat(self) -> None:
         """The event loop of the watches is running."""
@@ -84,16 +103,16 @@ class Health:
         """Why this process is unhealthy, in one sentence; "": it is healthy."""
         if not self._queue.alive():
             return "a reconcile thread ended"
-        if (seconds := self._queue.longest_seconds()) > STUCK_SECONDS:
-            return f"a reconcile has been running for {seconds:.0f} s"
+        if (seconds := self._queue.stalled_seconds()) > STUCK_SECONDS:
+            return f"a reconcile has made no progress for {seconds:.0f} s"
         now = self._clock()
         with self._lock:
             if self._heartbeat is not None and (stall := now - self._heartbeat) > LOOP_SECONDS:
                 return f"the event loop of the watches has been stalled for {stall:.0f} s"
             for uid in self._missing:
                 job = self._still_missing(uid)
-                if job is not None and now - job.since > WATCH_SECONDS:
-                    return f"the watch has not delivered {job.name} for {now - job.since:.0f} s"
+                if job is not None and (late := job.seen - job.since) > WATCH_SECONDS:
+                    return f"the watch has not delivered {job.name} for {late:.0f} s"
         return ""
 
     def _still_missing(self, uid: str) -> _Missing | None:
@@ -137,8 +156,6 @@ class HealthServer:
 
 def _handler(health: Health) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = 10
-
         def do_GET(self) -> None:
             match self.path:
                 case "/healthz":

@@ -38,7 +38,7 @@ def lines(
 
     Args:
         path: the newest part.
-        since: lines before this position are left out; a position that is not there any more, such
+        since: lines before this position are left out; a position that no longer exists, such
             as one behind the end of a file that lost its last lines, leaves none of its part out.
         disk: holds the files.
 

@@ -14,7 +14,7 @@ from functools import cache
 from types import NoneType
 from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
 
-MOST_NUMBER = 1 << 64
+MAX_NUMBER = 1 << 64
 """No counter comes near it; JSON allows numbers that no float can hold."""
 
 
@@ -219,6 +219,18 @@ class Merge(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Unchanged(Record):
+    """Several rounds in a row were committed without a change: no member had a weight."""
+
+    kind = "unchanged"
+    step: int
+    """Global, of the last of them."""
+    rounds: int
+    learners: str
+    """Members that reported no tokens: names, separated by commas."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Halt(Record):
     """A merge would have made Θ grow implausibly: nothing is merged until a person resumes the job."""
 
@@ -304,7 +316,8 @@ class Dropped(Record):
 KINDS: Mapping[str, type[Record]] = {
     record.kind: record
     for record in (
-        *(Start, Join, Leave, Refuse, Eject, Readmit, Pause, Error, Initialised, Merge, Halt),
+        *(Start, Join, Leave, Refuse, Eject, Readmit, Pause, Error, Initialised, Merge, Unchanged),
+        Halt,
         *(Snapshot, Export, Complete, Stop, Restart, Rotate, Dropped, Limits),
     )
 }
@@ -352,7 +365,7 @@ def value(data: Mapping[str, Any], key: str, kind: Any) -> Any:
         expected = "a text" if kind is str else "true or false"
     if not isinstance(found, accepted) or (isinstance(found, bool) and kind is not bool):
         raise RecordError(f"has {key} {found!r}, expected {expected}")
-    if isinstance(found, int) and abs(found) > MOST_NUMBER:
+    if isinstance(found, int) and abs(found) > MAX_NUMBER:
         raise RecordError(f"has {key} of {found.bit_length()} bits, expected at most 64")
     return found
 

@@ -1,7 +1,7 @@
 """
 What a certificate allows and what is wrong with it, for status and messages. Pure.
 
-Its names allow (diloco.rpc.tls): URI names the regions that its holder may act for, the DNS name
+Its names allow (diloco.rpc.identity): URI names the regions that its holder may act for, the DNS name
 `<job>-syncer` the syncer's role. `diloco_cli.authority` issues certificates.
 """
 
@@ -16,7 +16,7 @@ from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import serialization
 from cryptography.x509.oid import ExtendedKeyUsageOID
 
-from diloco.rpc.tls import regions_of
+from diloco.rpc.identity import regions_of
 
 USAGES = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
 """One certificate serves both ends: a cluster has one Secret."""

@@ -37,7 +37,6 @@ _CHANNEL = [
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.enable_http_proxy", 0),
 ]
 
 
@@ -51,6 +50,7 @@ def channel(
     purpose: Purpose,
     server_name: str | None = None,
     reply_bytes: int | None = None,
+    proxy: str = "",
 ) -> grpc.Channel:
     """
     A channel with a TCP connection of its own; it connects on first use and after every loss.
@@ -62,8 +62,13 @@ def channel(
         server_name: name that the server's certificate must have; None: the host dialled.
         reply_bytes: largest reply of a server that is not trusted, which may not be compressed
             either; None: no limit.
+        proxy: http://host:port of an HTTP proxy that passes TCP on (CONNECT); "": none, whatever
+            the variables http_proxy and https_proxy say.
     """
     options = [*_CHANNEL, ("grpc.primary_user_agent", f"diloco-{purpose}")]
+    options.append(("grpc.enable_http_proxy", int(bool(proxy))))
+    if proxy:
+        options.append(("grpc.http_proxy", proxy))
     if reply_bytes is not None:
         limits = {"grpc.max_receive_message_length": reply_bytes}
         limits["grpc.compression_enabled_algorithms_bitset"] = 1  # identity only
@@ -86,6 +91,7 @@ class Connection:
         tls_dir: Path | None,
         purpose: Purpose,
         server_name: str | None = None,
+        proxy: str = "",
     ) -> None:
         """
         As `channel`, with the certificates of a directory; None: plain text.
@@ -95,7 +101,7 @@ class Connection:
         """
         tls = Tls.load(tls_dir)
         self._files = TlsFiles(tls_dir, tls) if tls_dir is not None else None
-        self._make = partial(channel, target, purpose=purpose, server_name=server_name)
+        self._make = partial(channel, target, purpose=purpose, server_name=server_name, proxy=proxy)
         self._renewing = threading.Lock()
         self.channel = self._make(tls=tls)
 

@@ -24,7 +24,7 @@ log = logging.getLogger(__name__)
 MESSAGE_BYTES = 4 << 20
 """
 Most bytes of a message from a client. gRPC buffers a message before any of our code runs, so this is what
-a stranger may cost per stream; each service has smaller limits of its own.
+an untrusted peer may cost per stream; each service has smaller limits of its own.
 """
 
 HANDSHAKE_SECONDS = 10
@@ -39,7 +39,7 @@ CONNECTION_STREAMS = 128
 RESERVED_DESCRIPTORS = 256
 """Files that stay free for snapshots and logs however many connections come."""
 
-MOST_DESCRIPTORS = 1 << 16
+MAX_DESCRIPTORS = 1 << 16
 """The limit of open files is raised to at most this."""
 
 _SERVER = [
@@ -75,11 +75,11 @@ def server(handlers: Sequence[grpc.GenericRpcHandler] = (), *, max_workers: int)
 def _most_connections() -> int:
     """As many as descriptors allow, after the soft limit is raised as far as this process may."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = MOST_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MOST_DESCRIPTORS)
+    wanted = MAX_DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, MAX_DESCRIPTORS)
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
         soft = wanted
-    usable = MOST_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MOST_DESCRIPTORS)
+    usable = MAX_DESCRIPTORS if soft == resource.RLIM_INFINITY else min(soft, MAX_DESCRIPTORS)
     return max(usable // 2, usable - RESERVED_DESCRIPTORS)
 
 

@@ -50,7 +50,7 @@ class StatusRequest:
         Wait for the status.
 
         Raises:
-            UnavailableError: no answer within the deadline; `diloco.rpc.tls.explain(str(error))` gives
+            UnavailableError: no answer within the deadline; `connection_reasons.explain(str(error))` gives
                 the reason, if gRPC reports it.
             DilocoError: the syncer refused to answer.
         """
@@ -67,7 +67,12 @@ class SyncerClient:
     """Reads the status of a syncer; connects on first use and after every loss."""
 
     def __init__(
-        self, endpoint: str, *, tls: Tls | None = None, server_name: str | None = None
+        self,
+        endpoint: str,
+        *,
+        tls: Tls | None = None,
+        server_name: str | None = None,
+        proxy: str = "",
     ) -> None:
         """
         Does not connect yet. Other certificates need another client.
@@ -75,13 +80,19 @@ class SyncerClient:
         Args:
             endpoint: host:port of the syncer.
             tls: the content of the job's Secret; None: no TLS.
-            server_name: `diloco.rpc.tls.server_name(job)`, which the syncer's certificate must have;
+            server_name: `diloco.rpc.identity.server_name(job)`, which the syncer's certificate must have;
                 None: the endpoint's host.
+            proxy: as of `channels.channel`.
         """
         self.endpoint = endpoint
         self.tls = tls
         self._channel = channel(
-            endpoint, tls=tls, purpose="control", server_name=server_name, reply_bytes=STATUS_BYTES
+            endpoint,
+            tls=tls,
+            purpose="control",
+            server_name=server_name,
+            reply_bytes=STATUS_BYTES,
+            proxy=proxy,
         )
         self._stub = syncer_pb2_grpc.SyncerStub(self._channel)
 
@@ -110,6 +121,23 @@ class SyncerClient:
         failure = syncer_pb2.Failure(reason=reason, message=message)
         try:
             self._stub.Failed(failure, timeout=timeout_seconds)
+        except grpc.RpcError as error:
+            raise error_of(error) from None
+
+    def region_failed(
+        self, region: str, reason: str, message: str, *, timeout_seconds: float = 1.0
+    ) -> None:
+        """
+        Report that the learners of a region were given up; "" as reason: they no longer are.
+
+        Raises:
+            UnavailableError: no answer within the deadline.
+            DilocoError: the certificate is not the region's, the syncer has no such region, or its
+                version has no such call.
+        """
+        failure = syncer_pb2.RegionFailure(region=region, reason=reason, message=message)
+        try:
+            self._stub.RegionFailed(failure, timeout=timeout_seconds)
         except grpc.RpcError as error:
             raise error_of(error) from None
 

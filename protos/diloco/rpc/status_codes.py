@@ -26,7 +26,7 @@ from diloco.errors import (
     UnavailableError,
     UnknownLearnerError,
 )
-from diloco.rpc.tls import advice, explain
+from diloco.rpc.connection_reasons import advice, explain
 
 log = logging.getLogger(__name__)
 

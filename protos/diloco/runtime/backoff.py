@@ -1,5 +1,5 @@
 """
-Delays between retries. Pure but for the random generator it is given.
+Delays between retries, from a random generator that is given.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """
-Reads typed values from environment variables. Pure, standard library only.
+Reads typed values from environment variables that it is given. Standard library only.
 
 Only a `settings.py` may pass `os.environ` in.
 """
@@ -16,6 +16,9 @@ from typing import Any, TypeVar
 from diloco.errors import ConfigError
 
 T = TypeVar("T")
+
+PROXY = r"http://[^\s/]+:[0-9]+/?"
+"""An HTTP proxy; gRPC knows no other kind."""
 
 
 class Environment:

@@ -1,5 +1,5 @@
 """
-Formats numbers and text for people.
+Formats numbers, times and text for people.
 
 Pure.
 """
@@ -7,6 +7,7 @@ Pure.
 from __future__ import annotations
 
 import signal
+from datetime import datetime
 
 _BIDI = (0x061C, 0x200E, 0x200F, *range(0x202A, 0x202F), *range(0x2066, 0x206A))
 _CONTROLS = (
@@ -83,6 +84,11 @@ def duration(seconds: float) -> str:
         return f"{minutes} min {rest:02d} s"
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min"
+
+
+def wall_text(when: datetime) -> str:
+    """A wall clock time in the format of all files of a run."""
+    return when.isoformat(timespec="milliseconds")
 
 
 def ending(code: int) -> str:

@@ -7,8 +7,11 @@ Times are `time.monotonic()`, the same clock in every process of a machine.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import queue
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,3 +87,28 @@ class HealthFile:
                     "%s: %s; probes will report this process as dead", self._path, error.strerror
                 )
             self._warned = True
+
+
+class BackgroundHealthFile(HealthFile):
+    """A health file whose caller never waits for the disk: the newest state is what is written."""
+
+    def __init__(self, path: Path | None) -> None:
+        super().__init__(path)
+        self._states: queue.Queue[tuple[Health, bool]] = queue.Queue(1)
+        if path is not None:
+            threading.Thread(target=self._run, name="health", daemon=True).start()
+
+    def write(self, health: Health, *, now: bool = False) -> None:
+        """As HealthFile does, a moment later."""
+        with contextlib.suppress(queue.Empty):
+            self._states.get_nowait()
+        with contextlib.suppress(queue.Full):
+            self._states.put_nowait((health, now))
+
+    def _run(self) -> None:
+        while True:
+            health, now = self._states.get()
+            try:
+                super().write(health, now=now)
+            except Exception:
+                log.exception("%s could not be written", self._path)

@@ -4,16 +4,28 @@ The format of log lines, as text or as one JSON object per line.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import queue
 import sys
+import threading
+import time
 from datetime import UTC, datetime
 from typing import Any, TextIO
 
 from diloco.runtime.formatting import printable
 
+CAPACITY = 1024
+"""Lines that may wait for standard error."""
 
-def configure_logging(*, json: bool, name: str, stream: TextIO | None = None) -> None:
+FLUSH_SECONDS = 2.0
+"""How long the end of the process waits for them."""
+
+
+def configure_logging(
+    *, json: bool, name: str, stream: TextIO | None = None, background: bool = False
+) -> None:
     """
     Send all log records of this process to standard error, one line each; call once, in `__main__`.
 
@@ -25,10 +37,61 @@ def configure_logging(*, json: bool, name: str, stream: TextIO | None = None) ->
         json: JSON objects instead of key=value.
         name: the process in the lines: "syncer", "eu/0".
         stream: instead of standard error.
+        background: lines are written by a thread of their own, so that no other waits while nobody
+            reads them or their disk hangs; lines beyond CAPACITY are dropped and counted.
+            `logging.shutdown` writes what is waiting.
     """
-    handler = logging.StreamHandler(stream or sys.stderr)
+    given = stream or sys.stderr
+    handler = _BackgroundHandler(given) if background else logging.StreamHandler(given)
     handler.setFormatter(_Lines(json=json, name=name))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+class _BackgroundHandler(logging.Handler):
+    """Never waits for its stream."""
+
+    def __init__(self, stream: TextIO) -> None:
+        super().__init__()
+        self._stream = stream
+        self._lines: queue.Queue[str] = queue.Queue(CAPACITY)
+        self._dropped = 0
+        """Since the last line that says so; guarded by the handler's lock."""
+        threading.Thread(target=self._run, name="log", daemon=True).start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = self.format(record)
+        except Exception:
+            self.handleError(record)
+            return
+        try:
+            self._lines.put_nowait(line)
+        except queue.Full:
+            self._dropped += 1
+
+    def flush(self) -> None:
+        """Wait until the lines so far are written, for FLUSH_SECONDS at most."""
+        end = time.monotonic() + FLUSH_SECONDS
+        while self._lines.unfinished_tasks and time.monotonic() < end:
+            time.sleep(0.005)
+
+    def _run(self) -> None:
+        while True:
+            line = self._lines.get()
+            with contextlib.suppress(OSError, ValueError):  # a stream that is gone or closed
+                self._stream.write(line + "\n")
+                self._stream.flush()
+            self._lines.task_done()
+            if self._lines.empty():
+                self._report_dropped()
+
+    def _report_dropped(self) -> None:
+        with self.lock or contextlib.nullcontext():
+            dropped, self._dropped = self._dropped, 0
+        if dropped:
+            logging.getLogger(__name__).warning(
+                "%d lines of the log were dropped: they were not read in time", dropped
+            )
 
 
 _OWN = frozenset(vars(logging.makeLogRecord({}))) | {"message", "asctime", "taskName"}

@@ -639,6 +639,7 @@ class StatusReply(_message.Message):
     EVAL_STEP_FIELD_NUMBER: _builtins.int
     DIFFERING_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    REGION_FAILURES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
@@ -684,7 +685,11 @@ class StatusReply(_message.Message):
 
     @_builtins.property
     def failure(self) -> Global___Failure:
-        """unset: nobody gave the job up"""
+        """unset: no failure was reported"""
+
+    @_builtins.property
+    def region_failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionFailure]:
+        """regions whose learners have all failed, by name"""
 
     def __init__(
         self,
@@ -715,10 +720,11 @@ class StatusReply(_message.Message):
         eval_step: _builtins.int = ...,
         differing: _abc.Iterable[Global___LearnerSpec] | None = ...,
         failure: Global___Failure | None = ...,
+        region_failures: _abc.Iterable[Global___RegionFailure] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "differing", b"differing", "epoch", b"epoch", "eval_loss", b"eval_loss", "eval_step", b"eval_step", "failure", b"failure", "grace_seconds", b"grace_seconds", "job", b"job", "last_members", b"last_members", "learners", b"learners", "merges", b"merges", "model_path", b"model_path", "model_sha256", b"model_sha256", "quorum", b"quorum", "quorum_seconds", b"quorum_seconds", "seconds_since_merge", b"seconds_since_merge", "snapshot_step", b"snapshot_step", "spec_hash", b"spec_hash", "state", b"state", "step", b"step", "steps", b"steps", "sync_seconds", b"sync_seconds", "tensors", b"tensors", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "differing", b"differing", "epoch", b"epoch", "eval_loss", b"eval_loss", "eval_step", b"eval_step", "failure", b"failure", "grace_seconds", b"grace_seconds", "job", b"job", "last_members", b"last_members", "learners", b"learners", "merges", b"merges", "model_path", b"model_path", "model_sha256", b"model_sha256", "quorum", b"quorum", "quorum_seconds", b"quorum_seconds", "region_failures", b"region_failures", "seconds_since_merge", b"seconds_since_merge", "snapshot_step", b"snapshot_step", "spec_hash", b"spec_hash", "state", b"state", "step", b"step", "steps", b"steps", "sync_seconds", b"sync_seconds", "tensors", b"tensors", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -860,7 +866,7 @@ Global___EvaluatedReply: _TypeAlias = EvaluatedReply  # noqa: Y015
 
 @_typing.final
 class Failure(_message.Message):
-    """Why a job failed, as its condition says it."""
+    """Why a job failed, as its condition states it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -896,3 +902,46 @@ class FailedReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FailedReply: _TypeAlias = FailedReply  # noqa: Y015
+
+@_typing.final
+class RegionFailure(_message.Message):
+    """Why the learners of a region were given up, as the condition there says it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REGION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    region: _builtins.str
+    reason: _builtins.str
+    """"": they are not given up"""
+    message: _builtins.str
+    def __init__(
+        self,
+        *,
+        region: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "region", b"region"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegionFailure: _TypeAlias = RegionFailure  # noqa: Y015
+
+@_typing.final
+class RegionFailedReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RegionFailedReply: _TypeAlias = RegionFailedReply  # noqa: Y015

@@ -54,6 +54,11 @@ class SyncerStub(object):
                 request_serializer=diloco_dot_v1_dot_syncer__pb2.Failure.SerializeToString,
                 response_deserializer=diloco_dot_v1_dot_syncer__pb2.FailedReply.FromString,
                 _registered_method=True)
+        self.RegionFailed = channel.unary_unary(
+                '/diloco.v1.Syncer/RegionFailed',
+                request_serializer=diloco_dot_v1_dot_syncer__pb2.RegionFailure.SerializeToString,
+                response_deserializer=diloco_dot_v1_dot_syncer__pb2.RegionFailedReply.FromString,
+                _registered_method=True)
 
 
 class SyncerServicer(object):
@@ -82,8 +87,16 @@ class SyncerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Failed(self, request, context):
-        """The operator of the syncer's region reports that it gave the job up. The syncer repeats that in its
+        """The operator of the syncer's region reports that the job failed. The syncer repeats that in its
         status, for the operators of other regions, until its process ends; it changes nothing else.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RegionFailed(self, request, context):
+        """The operator of another region reports that it gave up all learners of a region, or, without a reason, that
+        it no longer does. The syncer repeats that in its status until its process ends; it changes nothing else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -111,6 +124,11 @@ def add_SyncerServicer_to_server(servicer, server):
                     servicer.Failed,
                     request_deserializer=diloco_dot_v1_dot_syncer__pb2.Failure.FromString,
                     response_serializer=diloco_dot_v1_dot_syncer__pb2.FailedReply.SerializeToString,
+            ),
+            'RegionFailed': grpc.unary_unary_rpc_method_handler(
+                    servicer.RegionFailed,
+                    request_deserializer=diloco_dot_v1_dot_syncer__pb2.RegionFailure.FromString,
+                    response_serializer=diloco_dot_v1_dot_syncer__pb2.RegionFailedReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -221,6 +239,33 @@ class Syncer(object):
             '/diloco.v1.Syncer/Failed',
             diloco_dot_v1_dot_syncer__pb2.Failure.SerializeToString,
             diloco_dot_v1_dot_syncer__pb2.FailedReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RegionFailed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/diloco.v1.Syncer/RegionFailed',
+            diloco_dot_v1_dot_syncer__pb2.RegionFailure.SerializeToString,
+            diloco_dot_v1_dot_syncer__pb2.RegionFailedReply.FromString,
             options,
             channel_credentials,
             insecure,

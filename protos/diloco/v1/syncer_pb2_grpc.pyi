@@ -47,8 +47,12 @@ class SyncerStub:
     Evaluated: _grpc.UnaryUnaryMultiCallable[_syncer_pb2.Evaluation, _syncer_pb2.EvaluatedReply]
     """The evaluator reports the score of a model that it downloaded."""
     Failed: _grpc.UnaryUnaryMultiCallable[_syncer_pb2.Failure, _syncer_pb2.FailedReply]
-    """The operator of the syncer's region reports that it gave the job up. The syncer repeats that in its
+    """The operator of the syncer's region reports that the job failed. The syncer repeats that in its
     status, for the operators of other regions, until its process ends; it changes nothing else.
+    """
+    RegionFailed: _grpc.UnaryUnaryMultiCallable[_syncer_pb2.RegionFailure, _syncer_pb2.RegionFailedReply]
+    """The operator of another region reports that it gave up all learners of a region, or, without a reason, that
+    it no longer does. The syncer repeats that in its status until its process ends; it changes nothing else.
     """
 
 @_typing.type_check_only
@@ -63,8 +67,12 @@ class SyncerAsyncStub(SyncerStub):
     Evaluated: _aio.UnaryUnaryMultiCallable[_syncer_pb2.Evaluation, _syncer_pb2.EvaluatedReply]  # type: ignore[assignment]
     """The evaluator reports the score of a model that it downloaded."""
     Failed: _aio.UnaryUnaryMultiCallable[_syncer_pb2.Failure, _syncer_pb2.FailedReply]  # type: ignore[assignment]
-    """The operator of the syncer's region reports that it gave the job up. The syncer repeats that in its
+    """The operator of the syncer's region reports that the job failed. The syncer repeats that in its
     status, for the operators of other regions, until its process ends; it changes nothing else.
+    """
+    RegionFailed: _aio.UnaryUnaryMultiCallable[_syncer_pb2.RegionFailure, _syncer_pb2.RegionFailedReply]  # type: ignore[assignment]
+    """The operator of another region reports that it gave up all learners of a region, or, without a reason, that
+    it no longer does. The syncer repeats that in its status until its process ends; it changes nothing else.
     """
 
 class SyncerServicer(metaclass=_abc_1.ABCMeta):
@@ -100,8 +108,18 @@ class SyncerServicer(metaclass=_abc_1.ABCMeta):
         request: _syncer_pb2.Failure,
         context: _ServicerContext,
     ) -> _typing.Union[_syncer_pb2.FailedReply, _abc.Awaitable[_syncer_pb2.FailedReply]]:
-        """The operator of the syncer's region reports that it gave the job up. The syncer repeats that in its
+        """The operator of the syncer's region reports that the job failed. The syncer repeats that in its
         status, for the operators of other regions, until its process ends; it changes nothing else.
+        """
+
+    @_abc_1.abstractmethod
+    def RegionFailed(
+        self,
+        request: _syncer_pb2.RegionFailure,
+        context: _ServicerContext,
+    ) -> _typing.Union[_syncer_pb2.RegionFailedReply, _abc.Awaitable[_syncer_pb2.RegionFailedReply]]:
+        """The operator of another region reports that it gave up all learners of a region, or, without a reason, that
+        it no longer does. The syncer repeats that in its status until its process ends; it changes nothing else.
         """
 
 def add_SyncerServicer_to_server(servicer: SyncerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -80,8 +80,8 @@ class Rounds:
             self._fail(f"attempt {merge.attempt} is merged and does not run", step, now)
         learners = [c.learner for c in merge.contributions]
         if members is not None and not members.issuperset(learners):
-            strangers = ", ".join(sorted(set(learners) - members))
-            self._fail(f"{strangers} is merged and was not pulled", step, now)
+            outsiders = ", ".join(sorted(set(learners) - members))
+            self._fail(f"{outsiders} is merged and was not pulled", step, now)
         if len(set(learners)) != len(learners):
             self._fail("a learner is merged twice", step, now)
 

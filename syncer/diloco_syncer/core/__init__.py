@@ -1,1 +1,5 @@
-"""Everything the syncer decides, without I/O: admission, learners, rounds, pacing. Begin with engine.py."""
+"""
+Everything the syncer decides, without I/O: admission, learners, rounds, pacing. Begin with engine.py.
+
+Imports the contract without `rpc/`, and nothing else of the syncer.
+"""

@@ -27,31 +27,31 @@ from diloco.runtime.formatting import shorten
 from diloco.spec import RunSpec
 from diloco_syncer.core.learner_limits import beyond
 
-MOST_ELEMENTS = 1 << 40
+MAX_ELEMENTS = 1 << 40
 """
 Values of a model, constants included. Θ and its momentum are fp32 in the memory of one process: at this
 limit 8 TiB, more than any machine that a syncer runs on.
 """
 
-MOST_TENSORS = 1 << 16
+MAX_TENSORS = 1 << 16
 """Tensors of a model, constants and aliases included; models of 10^12 parameters have a few thousand."""
 
-MOST_DIMENSIONS = 16
+MAX_DIMENSIONS = 16
 """Dimensions of a tensor; parameters of known layers have at most 5."""
 
-MOST_NAME = 512
+MAX_NAME = 512
 """Characters of a tensor's name; a name in a deeply nested module has about 100."""
 
-MOST_DTYPE = 32
+MAX_DTYPE = 32
 """Characters of a dtype; the longest of torch has 15."""
 
-MOST_HASH = 64
+MAX_HASH = 64
 """Characters of a foreign spec hash that are kept; our own have 16."""
 
-MOST_REGION = 63
+MAX_REGION = 63
 """Characters of a region's name, a DNS label."""
 
-MOST_CUTS = 4
+MAX_CUTS = 4
 """How many models of a fresh job are remembered, so that no repeated Hello is cut again."""
 
 
@@ -85,31 +85,40 @@ class Model:
         return cls(tensors=trained, constants=fixed, digest=digest)
 
 
+def too_many_tensors(count: int) -> ConfigError:
+    """The error for a model beyond MAX_TENSORS."""
+    return ConfigError(
+        f"the model has {count} tensors (aliases included), at most {MAX_TENSORS} are supported"
+    )
+
+
+def too_many_dimensions(name: str, count: int) -> ConfigError:
+    """The error for a tensor beyond MAX_DIMENSIONS."""
+    return ConfigError(
+        f"tensor {shorten(name, 80)} has {count} dimensions, at most {MAX_DIMENSIONS} are supported"
+    )
+
+
 def _check_tensors(tensors: tuple[Tensor, ...]) -> None:
     count = sum(1 + len(tensor.aliases) for tensor in tensors)
-    if count > MOST_TENSORS:
-        raise ConfigError(
-            f"the model has {count} tensors (aliases included), at most {MOST_TENSORS} are supported"
-        )
-    left = MOST_ELEMENTS
+    if count > MAX_TENSORS:
+        raise too_many_tensors(count)
+    left = MAX_ELEMENTS
     for tensor in tensors:
         name = shorten(tensor.name, 80)
-        if any(len(text) > MOST_NAME for text in (tensor.name, *tensor.aliases)):
-            raise ConfigError(f"a name of tensor {name} has more than {MOST_NAME} characters")
-        if len(tensor.dtype) > MOST_DTYPE:
-            raise ConfigError(f"the dtype of tensor {name} has more than {MOST_DTYPE} characters")
-        if len(tensor.shape) > MOST_DIMENSIONS:
-            raise ConfigError(
-                f"tensor {name} has {len(tensor.shape)} dimensions, at most {MOST_DIMENSIONS} are "
-                "supported"
-            )
+        if any(len(text) > MAX_NAME for text in (tensor.name, *tensor.aliases)):
+            raise ConfigError(f"a name of tensor {name} has more than {MAX_NAME} characters")
+        if len(tensor.dtype) > MAX_DTYPE:
+            raise ConfigError(f"the dtype of tensor {name} has more than {MAX_DTYPE} characters")
+        if len(tensor.shape) > MAX_DIMENSIONS:
+            raise too_many_dimensions(tensor.name, len(tensor.shape))
         # Multiplied one by one: the product never grows far beyond the limit.
         elements = 0 if 0 in tensor.shape else 1
         for size in tensor.shape if elements else ():
             elements *= size
             if size < 0 or elements > left:
                 raise ConfigError(
-                    f"the model has more than {MOST_ELEMENTS} values (by tensor {name}); a syncer "
+                    f"the model has more than {MAX_ELEMENTS} values (by tensor {name}); a syncer "
                     "holds Θ and momentum in memory"
                 )
         left -= elements
@@ -190,7 +199,7 @@ class Admission:
     _digest: str = ""
     """Model.digest of `layout`."""
     _cuts: dict[str, Layout | DilocoError] = field(default_factory=dict)
-    """Model.digest → its layout, or why it has none; the newest MOST_CUTS."""
+    """Model.digest → its layout, or why it has none; the newest MAX_CUTS."""
 
     def __post_init__(self) -> None:
         if self.layout is not None:
@@ -232,7 +241,7 @@ class Admission:
             )
         # An index has one spelling: eu/007 would be another learner than eu/7.
         name = re.fullmatch(r"([^/]+)/(0|[1-9][0-9]{0,8})", applicant.learner, re.ASCII)
-        if name is None or name[1] != region or len(region) > MOST_REGION:
+        if name is None or name[1] != region or len(region) > MAX_REGION:
             raise UnknownLearnerError(
                 f"{learner!r} is in none of the job's regions {', '.join(sorted(limits))}"
             )
@@ -242,7 +251,7 @@ class Admission:
     def _check_spec(self, applicant: Applicant) -> None:
         self.differing.pop(applicant.learner, None)
         if applicant.spec_hash != self.spec.hash:
-            stated = shorten(applicant.spec_hash, MOST_HASH)
+            stated = shorten(applicant.spec_hash, MAX_HASH)
             self.differing[applicant.learner] = stated
             raise MismatchError(
                 f"{applicant.learner} runs spec {stated}, this syncer runs "
@@ -279,7 +288,7 @@ class Admission:
         """The layout of a model that may become the job's, cut once per distinct model."""
         found = self._cuts.pop(model.digest, None) or self._first_cut(model)
         self._cuts[model.digest] = found
-        while len(self._cuts) > MOST_CUTS:
+        while len(self._cuts) > MAX_CUTS:
             del self._cuts[next(iter(self._cuts))]
         if isinstance(found, DilocoError):
             raise found

@@ -21,7 +21,7 @@ A tensor with a smaller norm did not change: below, a norm cannot be confirmed, 
 have summed squares that fp32 rounds to zero. No factor of a merge rests on such a norm.
 """
 
-MOST_EXCESS = 1e100
+MAX_EXCESS = 1e100
 """Kept of a norm beyond its limit; JSON has no infinity."""
 
 Version = tuple[int, int]
@@ -106,7 +106,7 @@ class Contribution:
         The same contribution, of at most `most_steps` steps at its own tokens per step.
 
         A learner that was cut off for hours comes back with hours of steps, all from a Θ that the
-        others have left behind. Their number must not outweigh everybody else.
+        others have left behind. Their number must not outweigh all others.
         """
         if self.steps <= most_steps:
             return self
@@ -159,4 +159,4 @@ class Contribution:
 def _ratio(norm: float, limit: float) -> float:
     if norm == 0:
         return 0.0
-    return min(norm / limit, MOST_EXCESS) if limit > 0 else MOST_EXCESS
+    return min(norm / limit, MAX_EXCESS) if limit > 0 else MAX_EXCESS

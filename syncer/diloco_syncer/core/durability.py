@@ -18,7 +18,7 @@ from typing import Any
 from diloco_syncer.core import events as ev
 
 RETRY_SECONDS = 5.0
-MOST_RETRY_SECONDS = 60.0
+MAX_RETRY_SECONDS = 60.0
 
 
 class Stage(enum.Enum):
@@ -115,5 +115,5 @@ class Durability:
 
     def _failed(self, reason: str, now: float) -> None:
         self.failure = reason
-        self.retry_at = now + min(MOST_RETRY_SECONDS, RETRY_SECONDS * 2.0 ** min(self._failures, 8))
+        self.retry_at = now + min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2.0 ** min(self._failures, 8))
         self._failures += 1

@@ -16,12 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.delivery import Delivery
 from diloco_syncer.core.learners import Ejection, LearnerRecord, LearnerRecords, Probe
 from diloco_syncer.core.pacing import Pace
+from diloco_syncer.core.upload_limits import UploadProgress
 
 BACKOFF_SECONDS = 5.0
-MOST_BACKOFF_SECONDS = 600.0
+MAX_BACKOFF_SECONDS = 600.0
 
 FORGIVEN_AFTER_MERGES = 16
 FORGIVEN_AFTER_HOLDS = 50.0
@@ -37,7 +37,7 @@ PROBE_ATTEMPT = 1 << 20
 
 def backoff_seconds(ejections: int) -> float:
     """Time until the next probe after this many failures in a row (1: the first)."""
-    return min(MOST_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** min(ejections - 1, 16))
+    return min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** min(ejections - 1, 16))
 
 
 @dataclass(slots=True)
@@ -52,10 +52,10 @@ class Ejections:
     """Moving average of the time from the pull to the commit."""
     _probes: int = 0
     _scanned: list[LearnerRecord] | None = None
-    """The ejected learners at the last look at all of them; None: look again."""
+    """The ejected learners at the last scan; None: scan again."""
     _next_at: float = math.inf
     """
-    When the next of their probes is due or late, as of that look: an event must not cost one. A pace
+    When the next of their probes is due or late, as of that scan: an event must not cost one. A pace
     that rises meanwhile ends a probe a little later than it could.
     """
 
@@ -142,7 +142,7 @@ class Ejections:
         if state is None or record.report is None:
             return []
         if state.probe is not None:
-            late = now >= min(state.probe.delivery.deadline, self._probe_limit(state.probe))
+            late = now >= min(state.probe.upload.deadline, self._probe_limit(state.probe))
             return self.end_probe(record, "Late", now) if late else []
         if now < self._due(state) or not record.report.offers:
             return []
@@ -150,7 +150,7 @@ class Ejections:
         state.probe = Probe(
             round=max(1, self.pace.step),
             attempt=PROBE_ATTEMPT + self._probes,
-            delivery=Delivery.begin(now),
+            upload=UploadProgress.begin(now),
         )
         return [
             ev.ProbeLearner(
@@ -173,7 +173,7 @@ class Ejections:
         times = [
             self._due(state)
             if state.probe is None
-            else min(state.probe.delivery.deadline, self._probe_limit(state.probe))
+            else min(state.probe.upload.deadline, self._probe_limit(state.probe))
             for state in states
         ]
         return [at for at in times if at > now]
@@ -184,8 +184,10 @@ class Ejections:
         return state.probe_at
 
     def _probe_limit(self, probe: Probe) -> float:
-        """It must not take longer than a round could have waited for it."""
-        return probe.delivery.begun + self.hold_seconds() + self.sync_seconds()
+        """It must not take longer than a round could have waited for it, unless the rounds need it."""
+        if len(self.learners.training()) < self.quorum:
+            return math.inf  # then its own limit counts
+        return probe.upload.begun + self.hold_seconds() + self.sync_seconds()
 
     def end_probe(self, record: LearnerRecord, failure: str, now: float) -> list[ev.Decision]:
         """A probe was delivered (no failure), or was not."""
@@ -212,29 +214,36 @@ class Ejections:
         probe = record.ejection.probe if record is not None and record.ejection else None
         return record if probe and (probe.round, probe.attempt) == (round_, attempt) else None
 
-    def joined(self, record: LearnerRecord, now: float) -> None:
+    def joined(self, record: LearnerRecord, now: float) -> list[ev.Decision]:
         """A session began: an ejected learner is probed as soon as it reports, unless it costs too much."""
         if record.ejection is None:
             self.pace.join(record.name)
-            return
-        state = record.ejection
-        state.probe, self._scanned = None, None
+            return []
+        state, out = record.ejection, self._end_unanswered(record)
         again = record.long_waits > 1
         earliest = state.failed_at + backoff_seconds(record.long_waits) if again else now
         state.probe_at = max(now, earliest)
+        return out
 
-    def left(self, record: LearnerRecord) -> None:
+    def left(self, record: LearnerRecord) -> list[ev.Decision]:
         """A session ended, and its probe with it."""
         self.pace.leave(record.name)
-        if record.ejection is not None:
-            record.ejection.probe = None
+        return self._end_unanswered(record)
+
+    def _end_unanswered(self, record: LearnerRecord) -> list[ev.Decision]:
+        """Abort a probe whose session is over: neither a success nor a failure."""
+        state, self._scanned = record.ejection, None
+        if state is None or state.probe is None:
+            return []
+        probe, state.probe = state.probe, None
+        return [ev.AbortMerge(round=probe.round, attempt=probe.attempt, reason="the session ended")]
 
     def progressed(self, event: ev.Progress, now: float) -> list[ev.Decision] | None:
         """Account for the upload of a probe; None: it is not of a probe."""
         record = self.probed(event.learner, event.round, event.attempt)
         if record is None or record.ejection is None or record.ejection.probe is None:
             return None
-        record.ejection.probe.delivery.progressed(
+        record.ejection.probe.upload.progressed(
             event.received_bytes, waiting=event.waiting, done=event.done, now=now
         )
         return self.end_probe(record, "", now) if event.done else []
@@ -251,4 +260,4 @@ class Ejections:
         """The syncer itself stood still."""
         for record in self.learners.ejected():
             if record.ejection is not None and record.ejection.probe is not None:
-                record.ejection.probe.delivery.shift(seconds)
+                record.ejection.probe.upload.shift(seconds)

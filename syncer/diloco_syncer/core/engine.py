@@ -23,7 +23,7 @@ from diloco_syncer.core.ejection import Ejections
 from diloco_syncer.core.initialisation import Initialisation
 from diloco_syncer.core.learner_limits import beyond
 from diloco_syncer.core.learners import LearnerRecord, LearnerRecords
-from diloco_syncer.core.scheduler import Scheduler
+from diloco_syncer.core.scheduler import UNCHANGED_ROUNDS, Scheduler
 
 HEARTBEAT_SECONDS = 2.0
 """A learner sends something at least this often."""
@@ -33,6 +33,15 @@ LATE_HEARTBEATS = 3
 
 OWN_PAUSE_SECONDS = 3.0
 """A longer time between two events is a pause of the syncer itself: it ticks at least every 2 s."""
+
+PROOF_INTERVALS = 4
+PROOF_STEPS = 16
+"""
+An upload confirms the speed of a learner for this many H of its own steps, and a few for small H.
+
+Paper leaves this open. A learner that trains is merged once in H steps; one that reports steps and uploads
+nothing loses its influence on the pace.
+"""
 
 STUCK_SECONDS = 30.0
 STUCK_STEPS = 10.0
@@ -120,6 +129,7 @@ class Engine:
             return []
         for record in self.learners.connected():
             record.last_seen += seconds
+            record.reported_at += seconds
             record.history.pause()
         self.ejections.shift(seconds)
         for round_ in self.scheduler.in_flight:
@@ -196,8 +206,8 @@ class Engine:
             return f"{self.initialiser or 'the first learner'} to upload the initial model"
         if self.scheduler.halted:
             return (
-                f"a person: {self.scheduler.halted}; end what sent it, then resume, from an older "
-                "snapshot if need be (docs/operations.md)"
+                f"manual action: {self.scheduler.halted}; stop the learner that caused it, then resume, "
+                "from an older snapshot if necessary (docs/operations.md)"
             )
         if end := self.durability.waiting_for():
             return end
@@ -208,7 +218,18 @@ class Engine:
                 f"{r.name} ({r.ejection.reason})" for r in self.learners.ejected() if r.ejection
             ]
             return f"{text}; ejected: {', '.join(ejected[:8])}" if ejected else text
-        return self._stuck()
+        return self._unchanged() or self._stuck()
+
+    def _unchanged(self) -> str:
+        """Why the rounds change nothing; empty: they do."""
+        if (rounds := self.scheduler.unchanged) < UNCHANGED_ROUNDS:
+            return ""
+        names = self.scheduler.without_tokens
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        return (
+            f"tokens: the last {rounds} merges changed nothing, and {', '.join(names[:8]) or 'nobody'}{more} "
+            "reported none; pass the number of tokens of each step to learner.step()"
+        )
 
     def _stuck(self) -> str:
         """Why there was no merge for longer than anything explains; empty: it is not that long."""
@@ -252,6 +273,8 @@ class Engine:
         if self._limits is not None and (detail := beyond(event.learner, self._limits)):
             # The limits have changed since it was admitted.
             return _refuse(event, "Unavailable", detail)
+        if detail := self.learners.implausible(event, now):
+            return _refuse(event, "Protocol", detail)
         admitted = self.learners.admit(event, now=now)
         if admitted is None:
             current = self.learners.by_name[event.learner].incarnation
@@ -290,7 +313,7 @@ class Engine:
                 total_tokens=record.total_tokens,
             ),
         ]
-        self.ejections.joined(record, now)
+        out += self.ejections.joined(record, now)
         self.initialisation.withdraw(record.name)  # the request went to the old session: repeat it
         self._announcements.forget(record.name)
         if self.initialised:
@@ -303,7 +326,7 @@ class Engine:
         record = self.learners.leave(event.learner, event.session)
         if record is None:
             return []
-        self.ejections.left(record)
+        ended = self.ejections.left(record)
         self.initialisation.withdraw(record.name)
         self._announcements.forget(record.name)
         log = ev.Log(
@@ -314,18 +337,23 @@ class Engine:
                 "reason": event.reason,
             },
         )
-        return [log, *self.scheduler.lost(record.name, event.reason, now)]
+        return [log, *ended, *self.scheduler.lost(record.name, event.reason, now)]
 
     def _reported(self, event: ev.Reported, now: float) -> list[ev.Decision]:
+        current = self.learners.of_session(event.learner, event.session) is not None
+        if current and (detail := self.learners.implausible(event, now)):
+            left = ev.Left(session=event.session, learner=event.learner, reason="Protocol")
+            return [*_refuse(event, "Protocol", detail), *self._left(left, now)]
         steps = self.learners.report(event, now=now)
         if steps is not None:
             record = self.learners.by_name[event.learner]
             record.lag = lag_of(
                 record.lag, started=self.scheduler.pace.step, global_step=event.global_step
             )
+            self.learners.lapse(record, PROOF_INTERVALS * self.spec.interval + PROOF_STEPS)
             self._announcements.touch(event.learner)
             self.ejections.reported(event.learner, now)
-            if record.proven or now - record.paced_at >= self.learners.least_step_seconds():
+            if now - record.paced_at >= self.learners.least_step_seconds(record):
                 record.paced_at = now
                 self.scheduler.pace.stepped(event.learner, steps)
             return self.scheduler.reported(event.learner, now)
@@ -369,6 +397,7 @@ class Engine:
                 out += self._left(
                     ev.Left(session=session, learner=record.name, reason="HeartbeatLate"), now
                 )
+        self.learners.note_hanging(now)
         out += self.initialisation.tick(now)
         out += self.durability.tick(self.step, now)
         return [*out, *self.scheduler.tick(now)]
@@ -514,8 +543,8 @@ class Engine:
         return self.step - record.merged_round
 
 
-def _refuse(event: ev.Hello, reason: str, detail: str) -> list[ev.Decision]:
-    """Close a session that was admitted, without a join."""
+def _refuse(event: ev.Hello | ev.Reported, reason: str, detail: str) -> list[ev.Decision]:
+    """Close a session because of its Hello, without a join, or because of a Report."""
     fields = {"learner": event.learner, "reason": reason, "detail": detail}
     close = ev.Close(session=event.session, reason=reason, detail=detail)
     return [close, ev.Log(event="refuse", fields=fields)]

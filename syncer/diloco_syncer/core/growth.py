@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 
-MOST_GROWTH = 10.0
+MAX_GROWTH = 10.0
 """
 Of the root mean square of a fragment since the last snapshot.
 
@@ -15,7 +15,7 @@ Paper leaves this open. No honest training comes near it; what does has lost its
 member without a guard (fewer than three) sent what it liked.
 """
 
-LEAST_SIZE = 0.1
+MIN_SIZE = 0.1
 """Parameters smaller than this may grow: many begin at zero."""
 
 
@@ -27,7 +27,7 @@ class Growth:
 
     def check(self, fragment: int, before: float, after: float) -> str:
         """Why a merged fragment must not become Θ; empty: it may."""
-        allowed = MOST_GROWTH * max(LEAST_SIZE, self.sizes.setdefault(fragment, before))
+        allowed = MAX_GROWTH * max(MIN_SIZE, self.sizes.setdefault(fragment, before))
         if after <= allowed and math.isfinite(after):
             return ""
         return (

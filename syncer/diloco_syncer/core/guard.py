@@ -24,6 +24,12 @@ Tokens per step count at most this many times the members' median: twice the bat
 sequences that are packed.
 """
 
+MINOR_SHARE = 0.1
+"""
+Share of the fragment's norm that counts as usual for a tensor which most members hardly change, such
+as an expert that few of them train while weight decay moves it a little in all.
+"""
+
 
 def guarded(contributions: Sequence[Contribution], multiple: float) -> tuple[Contribution, ...]:
     """
@@ -56,14 +62,15 @@ def norm_limits(members: Sequence[Contribution], multiple: float) -> list[tuple[
     """
     Per member and tensor, `multiple` times the median of norms per √step, times its own √steps.
 
-    Of a tensor that most members did not change, it is the same with the norms of the fragment.
+    Of a tensor that most members did not change, it is the same with the norms of the fragment; of
+    one that they hardly changed, with MINOR_SHARE of these.
     """
     scales = [math.sqrt(c.steps) for c in members]
     whole = _median([c.norm for c in members], scales)
-    usual = [
-        _median([c.norms[slot] for c in members], scales) or whole
-        for slot in range(len(members[0].norms))
-    ]
+    medians = (
+        _median([c.norms[slot] for c in members], scales) for slot in range(len(members[0].norms))
+    )
+    usual = [max(median, MINOR_SHARE * whole) if median else whole for median in medians]
     return [tuple(multiple * u * scale for u in usual) for scale in scales]
 
 

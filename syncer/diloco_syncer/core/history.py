@@ -25,8 +25,43 @@ Paper leaves this open. Sequences that are packed differ by less than 2; a sched
 batch is followed at once, one that multiplies it by more within a few steps.
 """
 
-MOST_REPORTS = 32
+MAX_REPORTS = 32
 """Reports whose counters are kept: an upload is of one of the newest."""
+
+
+STEPS_PER_SECOND = 1000
+TOKENS_PER_SECOND = 1 << 27
+"""No learner is faster: its position in the data and its tokens do not grow faster."""
+
+ABSENT_STEPS = STEPS_PER_SECOND * 86400 * 30
+ABSENT_TOKENS = 1 << 44
+"""
+What it may have trained while this syncer did not run, or its clock stood still: a month at that speed.
+
+Paper leaves this open. A position never moves back, so one that nobody can have reached must not be
+believed; one within the bound costs the learner data, and nothing else.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """Where a learner was when this syncer first heard from it."""
+
+    local_step: int
+    tokens: int
+    at: float
+    """Monotonic."""
+
+    def implausible(self, local_step: int, tokens: int, now: float) -> str:
+        """Why the learner cannot have come so far since then; empty: it can."""
+        seconds = max(0.0, now - self.at)
+        steps = self.local_step + ABSENT_STEPS + int(STEPS_PER_SECOND * seconds)
+        most_tokens = self.tokens + ABSENT_TOKENS + int(TOKENS_PER_SECOND * seconds)
+        if local_step > steps:
+            return f"local_step is {local_step}, and time permits at most {steps}"
+        if tokens > most_tokens:
+            return f"total_tokens is {tokens}, and time permits at most {most_tokens}"
+        return ""
 
 
 class CountsDifferError(Exception):
@@ -57,7 +92,7 @@ class History:
     """t_m → fragment → its counters, of the newest Reports."""
 
     def pause(self) -> None:
-        """No session, or the syncer stood still: the next interval says nothing about its speed."""
+        """No session, or the syncer stood still: the next interval does not show its speed."""
         self.paused = True
 
     def restart(self) -> None:
@@ -79,7 +114,7 @@ class History:
             fragment: Counters((event.steps[fragment], event.tokens[fragment]), credited[fragment])
             for fragment in event.offers
         }
-        while len(self.offered) > MOST_REPORTS:
+        while len(self.offered) > MAX_REPORTS:
             del self.offered[next(iter(self.offered))]
         self._learn(event, stated_steps, stated_tokens, now)
         self.newest = replace(

@@ -8,16 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.delivery import LEAST_BYTES_PER_SECOND
+from diloco_syncer.core.upload_limits import MIN_BYTES_PER_SECOND
 
 STALL_SECONDS = 60.0
 """
-Without a new byte for this long, or slower than LEAST_BYTES_PER_SECOND for longer, the next learner is
+Without a new byte for this long, or slower than MIN_BYTES_PER_SECOND for longer, the next learner is
 asked. Paper leaves this open.
 """
 
 
-MOST_UPLOADS = 3
+MAX_UPLOADS = 3
 """How often a learner may begin Θ^(0) until its progress no longer counts: it never comes to the end."""
 
 
@@ -51,9 +51,9 @@ class Initialisation:
         more = received_bytes - self.received_bytes
         self.received_bytes = received_bytes
         self.begun_parts += more < 0
-        if self.begun_parts > MOST_UPLOADS * self.parts:
+        if self.begun_parts > MAX_UPLOADS * self.parts:
             return
-        earned = (more if more >= 0 else received_bytes) / LEAST_BYTES_PER_SECOND
+        earned = (more if more >= 0 else received_bytes) / MIN_BYTES_PER_SECOND
         self.deadline = max(self.deadline, min(self.deadline + earned, now + STALL_SECONDS))
 
     def withdraw(self, learner: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import replace
 from diloco.errors import ConfigError
 from diloco.spec import RunSpec
 
-MOST_LEARNERS = 1000
+MAX_LEARNERS = 1000
 """Learners of a region, as in the manifest."""
 
 
@@ -57,10 +57,10 @@ def parse(text: str, spec: RunSpec, *, source: str = "spec document") -> dict[st
             f"{source}: more than the numbers of learners has changed; restart the syncer"
         )
     for region, number in new.learners.items():
-        if type(number) is not int or not 0 <= number <= MOST_LEARNERS:
+        if type(number) is not int or not 0 <= number <= MAX_LEARNERS:
             raise ConfigError(
                 f"{source}: learners of region {region} is {number!r}, expected a whole number from 0 "
-                f"to {MOST_LEARNERS}"
+                f"to {MAX_LEARNERS}"
             )
     if (total := sum(new.learners.values())) < spec.quorum:
         raise ConfigError(f"{source}: {total} learners cannot form the quorum of {spec.quorum}")

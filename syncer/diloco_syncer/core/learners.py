@@ -14,16 +14,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.journal.records import RecordError, value
-from diloco_syncer.core.claims import Claims
-from diloco_syncer.core.delivery import Delivery
 from diloco_syncer.core.events import Hello, Reported
 from diloco_syncer.core.guard import GUARDED_MEMBERS
-from diloco_syncer.core.history import History
+from diloco_syncer.core.history import History, Origin
 from diloco_syncer.core.pacing import ema
+from diloco_syncer.core.upload_limits import UploadProgress
+from diloco_syncer.core.used_reports import UsedReports
 
 UNPROVEN_SPEED = 4.0
 """
-A learner whose uploads do not bear its steps out sets the pace at this multiple of the median speed at most.
+A learner whose uploads do not bear its steps out sets the pace at this multiple of the median speed at most,
+and at the median speed once it has made the steps of several uploads without one.
 
 Paper leaves this open. Uploads prove any speed, so the fastest learner sets the pace from its first merge on.
 """
@@ -31,8 +32,13 @@ Paper leaves this open. Uploads prove any speed, so the fastest learner sets the
 SPEED_SHARE = 16
 """The speeds of all are measured again after a sixteenth of the learners have reported."""
 
-MOST_WAIT_SECONDS = 10.0
+MAX_WAIT_SECONDS = 10.0
 """Longest interval between its steps that count: the median may have been measured over a pause."""
+
+
+HANGS_SECONDS = 10.0
+HANGS_STEPS = 4.0
+"""A step that takes longer than this, and than so many of the learner's steps, hangs. Paper leaves this open."""
 
 
 @dataclass(slots=True)
@@ -41,7 +47,7 @@ class Probe:
 
     round: int
     attempt: int
-    delivery: Delivery
+    upload: UploadProgress
 
 
 @dataclass(slots=True)
@@ -69,13 +75,19 @@ class LearnerRecord:
     """Monotonic time of its last message."""
     report: Reported | None = None
     """Newest metadata of this session; None until the first step after a join."""
+    reported_at: float = 0.0
+    """Monotonic time of that report."""
+    hangs: bool = False
+    """Its present step takes much longer than its steps before, as of the last tick."""
     history: History = field(default_factory=History)
     """What its reports are credited with."""
-    claims: Claims = field(default_factory=Claims)
+    used_reports: UsedReports = field(default_factory=UsedReports)
     """Its reports that rounds have used (docs/algorithm.md, "Reports and quorum")."""
     local_step: int = 0
     """Highest t_m ever reported: its data position."""
     total_tokens: int = 0
+    origin: Origin | None = None
+    """Its position when this syncer first heard from it; None: it has not."""
     step_tokens: float = 0.0
     """Tokens of its last step."""
     step_seconds: float | None = None
@@ -89,6 +101,10 @@ class LearnerRecord:
     """Global steps between an announcement and the first report that knows it (core/announcements.py)."""
     proven: bool = False
     """Its last upload that was merged bears its steps out: it has a length, and tokens."""
+    proven_step: int = 0
+    """Its local step when it joined, or when an upload of it was last merged."""
+    lapsed: bool = False
+    """It made many steps since then: not even its first upload is to be expected."""
     paced_at: float = -math.inf
     """When its steps last counted for the pace, monotonic."""
     ejection: Ejection | None = None
@@ -122,7 +138,7 @@ class LearnerRecord:
     @property
     def fresh(self) -> bool:
         """Has metadata newer than every report that a round has used."""
-        return self.report is not None and self.claims.fresh(self.report.local_step, self.lag)
+        return self.report is not None and self.used_reports.fresh(self.report.local_step, self.lag)
 
 
 class LearnerRecords:
@@ -157,8 +173,24 @@ class LearnerRecords:
     def prove(self, proven: Mapping[str, bool]) -> None:
         """Note whose merged uploads bear their steps out."""
         for name, is_proven in proven.items():
-            self.by_name[name].proven = is_proven
+            record = self.by_name[name]
+            record.proven, record.proven_step = is_proven, record.local_step
+            record.lapsed = False
         self._measured = None
+
+    def lapse(self, record: LearnerRecord, steps: int) -> None:
+        """Its last upload confirms no more than this many local steps after it."""
+        if not record.lapsed and record.local_step > record.proven_step + steps:
+            record.proven, record.lapsed = False, True
+            self._measured = None
+
+    def note_hanging(self, now: float) -> None:
+        """Note who hangs: a learner that makes no steps is not the fastest."""
+        for record in self.training():
+            limit = max(HANGS_SECONDS, HANGS_STEPS * (record.step_seconds or 0.0))
+            if record.hangs != (now - record.reported_at > limit):
+                record.hangs = not record.hangs
+                self._measured = None
 
     def of_session(self, learner: str, session: int) -> LearnerRecord | None:
         """The learner, if this session is its current one."""
@@ -187,13 +219,13 @@ class LearnerRecords:
         """ξ_step: that of the fastest learner that is training, as far as its Reports and uploads show."""
         return self._speeds()[0]
 
-    def least_step_seconds(self) -> float:
-        """Of a learner whose uploads do not bear its steps out: UNPROVEN_SPEED of the median's speed."""
-        return self._speeds()[1]
+    def least_step_seconds(self, record: LearnerRecord) -> float:
+        """Shortest time between steps that count for the pace: by what its uploads confirm."""
+        return _least(record, self._speeds()[1])
 
     def _speeds(self) -> tuple[float | None, float]:
         """
-        ξ_step, and the least step time of an unproven learner.
+        ξ_step, and the median time between steps (0: too few learners to tell).
 
         Measured again after one learner in SPEED_SHARE has reported, so that a report costs the same
         however many learners there are.
@@ -203,6 +235,16 @@ class LearnerRecords:
             self._reports = 0
             self._measured = _measure(training)
         return self._measured
+
+    def implausible(self, event: Hello | Reported, now: float) -> str:
+        """Why the learner cannot have come as far as it states; empty: it can."""
+        record = self.by_name.get(event.learner)
+        tokens = event.total_tokens if isinstance(event, Reported) else 0
+        if record is None:
+            return Origin(0, 0, now).implausible(event.local_step, tokens, now)
+        if record.origin is None:
+            record.origin = Origin(record.local_step, record.total_tokens, now)
+        return record.origin.implausible(event.local_step, tokens, now)
 
     def admit(self, hello: Hello, *, now: float) -> tuple[LearnerRecord, int | None] | None:
         """
@@ -221,13 +263,14 @@ class LearnerRecords:
         record.last_seen = now
         record.restarts = hello.restarts
         record.report = None
+        record.proven_step = max(record.proven_step, record.local_step, hello.local_step)
         record.region = hello.region
         record.step_seconds = None
         record.local_step = max(record.local_step, hello.local_step)
         record.lag = 0.0
         record.history.pause()
         if hello.fresh:
-            record.claims, record.proven = Claims(), False
+            record.used_reports, record.proven = UsedReports(), False
             record.history.restart()
         self.changed()
         return record, replaced
@@ -250,6 +293,9 @@ class LearnerRecords:
         if record.report is None:
             self.changed()
         record.report = event
+        record.reported_at = now
+        if record.hangs:
+            record.hangs, self._measured = False, None
         record.local_step = max(record.local_step, event.local_step)
         if event.total_tokens > record.total_tokens:
             record.step_tokens = (event.total_tokens - record.total_tokens) / steps
@@ -280,7 +326,7 @@ class LearnerRecords:
                 "incarnation": record.incarnation,
                 "localStep": record.local_step,
                 "tokens": record.total_tokens,
-                "reports": record.claims.to_json(),
+                "reports": record.used_reports.to_json(),
                 "mergedRound": record.merged_round,
                 "merges": record.merges,
                 "restarts": record.restarts,
@@ -299,7 +345,7 @@ class LearnerRecords:
                     incarnation=int(m["incarnation"]),
                     local_step=int(m["localStep"]),
                     total_tokens=int(m["tokens"]),
-                    claims=Claims.from_json(m["reports"]),
+                    used_reports=UsedReports.from_json(m["reports"]),
                     merged_round=int(m["mergedRound"]),
                     merges=int(m["merges"]),
                     restarts=int(m.get("restarts", 0)),  # older snapshots have none
@@ -338,7 +384,7 @@ class LearnerRecords:
             raise RecordError(f"has learner {name!r}, expected one like eu/0")
         record = self.get_or_add(name, region=region)
         if incarnation > record.incarnation:
-            record.incarnation, record.claims = incarnation, Claims()
+            record.incarnation, record.used_reports = incarnation, UsedReports()
         record.local_step = max(record.local_step, local_step)
 
     def _replay_merge(self, line: Mapping[str, Any]) -> None:
@@ -354,19 +400,24 @@ class LearnerRecords:
             if known is not None:
                 known.local_step = max(known.local_step, local_step)
                 if known.incarnation == incarnation:
-                    known.claims.add(local_step)
+                    known.used_reports.add(local_step)
 
 
 def _measure(training: list[LearnerRecord]) -> tuple[float | None, float]:
     intervals = [
         r.history.seconds_per_step for r in training if r.history.seconds_per_step is not None
     ]
-    least = 0.0
-    if len(intervals) >= GUARDED_MEMBERS:
-        least = min(MOST_WAIT_SECONDS, statistics.median_high(intervals) / UNPROVEN_SPEED)
+    median = statistics.median_high(intervals) if len(intervals) >= GUARDED_MEMBERS else 0.0
+    stepping = [r for r in training if not r.hangs] or training
     measured = [
-        max(r.step_seconds, r.history.seconds_per_step or 0.0, 0.0 if r.proven else least)
-        for r in training
+        max(r.step_seconds, r.history.seconds_per_step or 0.0, _least(r, median))
+        for r in stepping
         if r.step_seconds is not None
     ]
-    return min(measured, default=None), least
+    return min(measured, default=None), median
+
+
+def _least(record: LearnerRecord, median: float) -> float:
+    if record.proven:
+        return 0.0
+    return min(MAX_WAIT_SECONDS, median if record.lapsed else median / UNPROVEN_SPEED)

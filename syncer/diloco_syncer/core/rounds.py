@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco_syncer.core.contribution import Contribution
-from diloco_syncer.core.delivery import Delivery
 from diloco_syncer.core.events import ConfirmedNorm, Merged
+from diloco_syncer.core.upload_limits import UploadProgress
 
 
 class Phase(enum.Enum):
@@ -30,7 +30,7 @@ class Phase(enum.Enum):
 
 
 RETRY_SECONDS = 0.05
-RETRY_MOST_SECONDS = 5.0
+MAX_RETRY_SECONDS = 5.0
 """Pause before an attempt that left fewer than K members is repeated; doubles up to the maximum."""
 
 
@@ -51,7 +51,7 @@ class Round:
     pulled_at: float = 0.0
     grace_seconds: float = 0.0
     """How long the grace window lasted."""
-    members: dict[str, Delivery] = field(default_factory=dict)
+    members: dict[str, UploadProgress] = field(default_factory=dict)
     """Members of this attempt and how far their uploads are."""
     contributions: dict[str, Contribution] = field(default_factory=dict)
     pending: int = 0
@@ -96,7 +96,7 @@ class Round:
         """Begin an attempt with these members."""
         self.phase = Phase.PULLING
         self.attempt += 1
-        self.members = {name: Delivery.begin(now) for name in members}
+        self.members = {name: UploadProgress.begin(now) for name in members}
         self.pending = len(self.members)
         self.contributions, self.early = {}, {}
         self.pulled_at = now
@@ -105,20 +105,20 @@ class Round:
     def contributed(self, contribution: Contribution) -> None:
         """A member's header has arrived; its upload now waits for the other headers."""
         self.contributions[contribution.learner] = contribution
-        delivery = self.members[contribution.learner]
-        self.pending -= delivery.pending
-        delivery.waiting = True
+        upload = self.members[contribution.learner]
+        self.pending -= upload.pending
+        upload.waiting = True
 
     def progressed(
         self, learner: str, received_bytes: int, *, waiting: bool, done: bool, now: float
     ) -> None:
         """A member's upload has come further."""
-        delivery = self.members[learner]
-        self.pending -= delivery.pending
-        delivery.progressed(received_bytes, waiting=waiting, done=done, now=now)
-        self.pending += delivery.pending
-        if delivery.pending and self._next_deadline is not None:
-            self._next_deadline = min(self._next_deadline, delivery.deadline)
+        upload = self.members[learner]
+        self.pending -= upload.pending
+        upload.progressed(received_bytes, waiting=waiting, done=done, now=now)
+        self.pending += upload.pending
+        if upload.pending and self._next_deadline is not None:
+            self._next_deadline = min(self._next_deadline, upload.deadline)
 
     def remove(self, learner: str) -> None:
         """A member was lost."""
@@ -129,9 +129,9 @@ class Round:
     def merge(self, now: float) -> None:
         """All headers are there: the uploads continue."""
         self.phase, self.held_since = Phase.MERGING, None
-        for delivery in self.members.values():
-            delivery.resume(now)
-        self.pending = sum(delivery.pending for delivery in self.members.values())
+        for upload in self.members.values():
+            upload.resume(now)
+        self.pending = sum(upload.pending for upload in self.members.values())
         self._next_deadline = None
 
     def collect_again(self, now: float) -> None:
@@ -142,7 +142,7 @@ class Round:
         self.early.clear()
         self.phase = Phase.COLLECTING
         pause = RETRY_SECONDS * 2.0 ** min(self.attempt, 16)
-        self.retry_at = now + min(RETRY_MOST_SECONDS, pause)
+        self.retry_at = now + min(MAX_RETRY_SECONDS, pause)
         self.attempt += 1
         self.deadline = self.quorum_at = self.held_since = None
 
@@ -171,8 +171,8 @@ class Round:
         held = self.held_since is not None and now >= self.held_since + hold_seconds
         return sorted(
             name
-            for name, delivery in self.members.items()
-            if delivery.pending and (held or now >= delivery.deadline)
+            for name, upload in self.members.items()
+            if upload.pending and (held or now >= upload.deadline)
         )
 
     def next_deadline(self, hold_seconds: float, now: float) -> float | None:
@@ -192,10 +192,13 @@ class Round:
 
     def shift(self, seconds: float) -> None:
         """The syncer itself stood still: nobody is late for that."""
+        self.started += seconds
+        self.pulled_at += seconds
+        self.quorum_at = None if self.quorum_at is None else self.quorum_at + seconds
         self.deadline = None if self.deadline is None else self.deadline + seconds
         self.held_since = None if self.held_since is None else self.held_since + seconds
-        for delivery in self.members.values():
-            delivery.shift(seconds)
+        for upload in self.members.values():
+            upload.shift(seconds)
         self._next_deadline = None
 
 

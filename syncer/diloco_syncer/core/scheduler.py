@@ -5,7 +5,7 @@ Only this module keeps these rules:
   1. Only one round collects reports at a time, the oldest; at most τ are in flight, each of another
      fragment; commits happen in order.
   2. A report is merged at most once, and never with fewer than K reports (also when members are lost).
-  3. No member delays the others for longer than core/delivery.py allows.
+  3. No member delays the others for longer than core/upload_limits.py allows.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ from dataclasses import dataclass, field
 
 from diloco.model.fragments import due
 from diloco.spec import RunSpec
-from diloco_syncer.core import delivery
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.claims import Claims
+from diloco_syncer.core import upload_limits
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.ejection import Ejections
 from diloco_syncer.core.growth import Growth
@@ -26,6 +25,13 @@ from diloco_syncer.core.learners import LearnerRecords
 from diloco_syncer.core.pacing import PACE_LAG_STEPS, Grace, Pace
 from diloco_syncer.core.readiness import Readiness
 from diloco_syncer.core.rounds import Phase, Round, merge_line
+from diloco_syncer.core.used_reports import UsedReports
+
+UNCHANGED_ROUNDS = 8
+"""
+After this many rounds in a row without a change, people are told. Paper leaves this open: one is possible when
+all members have just received the fragment.
+"""
 
 
 @dataclass(slots=True)
@@ -42,13 +48,17 @@ class Scheduler:
     ejections: Ejections = field(init=False)
     growth: Growth = field(default_factory=Growth)
     halted: str = ""
-    """Why no round may begin any more; empty: rounds may."""
+    """Why rounds may no longer begin; empty: rounds may."""
     commits: int = 0
     """In this process, those without a change of Θ included."""
     merges: int = 0
     last_members: int = 0
     last_merge_at: float | None = None
     last_window_seconds: float = 0.0
+    unchanged: int = 0
+    """Newest commits in a row that changed nothing: no member had a weight."""
+    without_tokens: tuple[str, ...] = ()
+    """Members of the last of them that reported no tokens, by name."""
     _readiness: Readiness = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,7 +129,7 @@ class Scheduler:
         for name in members:
             record = self.learners.by_name[name]
             if record.report is not None:
-                self._claims(name).pull(round_.step, record.report.local_step)
+                self._used_reports(name).pull(round_.step, record.report.local_step)
         return [
             ev.Pull(
                 round=round_.step,
@@ -131,10 +141,10 @@ class Scheduler:
 
     # ------------------------------------------------------------ members
 
-    def _claims(self, learner: str) -> Claims:
+    def _used_reports(self, learner: str) -> UsedReports:
         """The claims of a learner, to be changed."""
         self._readiness.touch(learner)
-        return self.learners.by_name[learner].claims
+        return self.learners.by_name[learner].used_reports
 
     def contributed(self, event: Contribution, now: float) -> list[ev.Decision]:
         """The header of a member's upload has arrived."""
@@ -146,9 +156,9 @@ class Scheduler:
         record = self.learners.by_name[event.learner]
         if record.incarnation != event.incarnation:
             return []
-        claims = self._claims(event.learner)
-        if refused := claims.refused(round_.step, event.local_step):
-            claims.spend(round_.step)
+        used_reports = self._used_reports(event.learner)
+        if refused := used_reports.refused(round_.step, event.local_step):
+            used_reports.spend(round_.step)
             fields = {
                 "learner": event.learner,
                 "reason": "ReportUsed",
@@ -167,7 +177,7 @@ class Scheduler:
         if credited is None:
             round_.early[event.learner] = event
             return []
-        claims.claim(round_.step, event.local_step)
+        used_reports.claim(round_.step, event.local_step)
         round_.contributed(credited.credited(self._most_steps))
         round_.update_hold(now, quorum=self.spec.quorum)
         return self._merge_if_complete(round_, now)
@@ -235,11 +245,11 @@ class Scheduler:
         self, round_: Round, learner: str, reason: str, detail: str, now: float
     ) -> list[ev.Decision]:
         """What a member delivered cannot be merged."""
-        claims = self._claims(learner)
-        pulled = claims.pulled.get(round_.step)
+        used_reports = self._used_reports(learner)
+        pulled = used_reports.pulled.get(round_.step)
         out = self._refuse_member(round_, learner, reason, detail, now)
         if pulled is not None:
-            claims.add(pulled)  # used up: the same report would fail again
+            used_reports.add(pulled)  # used up: the same report would fail again
         return out
 
     def lost(self, learner: str, reason: str, now: float) -> list[ev.Decision]:
@@ -258,7 +268,7 @@ class Scheduler:
     def _drop(self, round_: Round, learner: str, reason: str, now: float) -> list[ev.Decision]:
         """Continue without this member: same attempt, next attempt, or back to collecting."""
         round_.remove(learner)
-        self._claims(learner).release(round_.step)
+        self._used_reports(learner).release(round_.step)
         if round_.phase is Phase.PULLING and len(round_.members) >= self.spec.quorum:
             return self._merge_if_complete(round_, now)
         return self._again(round_, reason, now)
@@ -285,7 +295,7 @@ class Scheduler:
 
     def _release(self, round_: Round) -> None:
         for name in round_.members:
-            self._claims(name).release(round_.step)
+            self._used_reports(name).release(round_.step)
 
     def merged(self, event: ev.Merged, now: float) -> list[ev.Decision]:
         """A merge is done: commit it, and what waited for it."""
@@ -299,7 +309,7 @@ class Scheduler:
         return self._commit_in_order(now)
 
     def _halt(self, round_: Round, reason: str) -> list[ev.Decision]:
-        """Merge nothing any more: the newest snapshot is the last state that can be trusted."""
+        """Stop merging: the newest snapshot is the last state that can be trusted."""
         self.halted = reason
         out: list[ev.Decision] = [
             ev.Log(
@@ -339,10 +349,11 @@ class Scheduler:
         self.learners.prove({name: name in proven for name in round_.contributions})
         for name, contribution in round_.contributions.items():
             record = self.learners.by_name[name]
-            self._claims(name).merge(round_.step, contribution.local_step)
+            self._used_reports(name).merge(round_.step, contribution.local_step)
             record.merged_round = round_.step
             record.merges += 1
             self.ejections.merged(record, now)
+        warning = self._count_unchanged(round_)
         receivers = len(self.learners.connected())
         line = merge_line(
             round_,
@@ -360,7 +371,18 @@ class Scheduler:
                 fragment=round_.fragment,
                 changed=round_.changes_parameters,
             ),
+            *warning,
         ]
+
+    def _count_unchanged(self, round_: Round) -> list[ev.Decision]:
+        """Count the commits that change nothing; a line when they are too many to be chance."""
+        self.unchanged = 0 if round_.changes_parameters else self.unchanged + 1
+        self.without_tokens = tuple(c.learner for c in round_.by_name() if c.tokens == 0)
+        if self.unchanged != UNCHANGED_ROUNDS:
+            return []
+        names = ", ".join(self.without_tokens)
+        fields = {"step": round_.step, "rounds": self.unchanged, "learners": names}
+        return [ev.Log(event="unchanged", fields=fields)]
 
     def _round(self, step: int, attempt: int) -> Round | None:
         for round_ in self.in_flight:
@@ -370,7 +392,7 @@ class Scheduler:
 
     def hold_seconds(self) -> float:
         """How long the members that have delivered wait for the others."""
-        return delivery.hold_seconds(
+        return upload_limits.hold_seconds(
             overlap=self.spec.overlap, step_seconds=self.learners.fastest_step_seconds()
         )
 

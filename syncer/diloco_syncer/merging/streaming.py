@@ -12,7 +12,7 @@ identical.
                                                           Radial: when ‖u‖ is known
 
 Memory: two new buffers (Θ and momentum, soon the fragment's own), the encoded result, and at most
-`window` chunks per member that wait for the other members.
+`window` chunks, and as many for gaps, per member that wait for the other members.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.codec import formats, frames
-from diloco.errors import ProtocolError, UnavailableError
+from diloco.errors import DilocoError, ProtocolError, UnavailableError
 from diloco.model.fragments import BLOCK, CHUNK, Fragment, Slot, Tensor
 from diloco_syncer.core.contribution import Contribution, ContributionError
 from diloco_syncer.core.outer import OuterOptimizer
@@ -35,8 +35,18 @@ from diloco_syncer.merging.buffers import Buffers
 F32 = npt.NDArray[np.float32]
 
 
+MIN_GAP = 4
+"""Chunks of a member that may be missing before one that arrives, however small the window is."""
+
+
 class MergeAbortedError(UnavailableError):
     """The merge was aborted; discard its bytes."""
+
+    reason = "Aborted"
+
+
+class MergeFailedError(UnavailableError):
+    """The merge itself failed, for example for lack of memory: no member is at fault."""
 
     reason = "Aborted"
 
@@ -102,6 +112,7 @@ class FragmentMerge:
         )
         self._payloads: list[dict[int, formats.Buffer]] = [{} for _ in self._outputs]
         self._arrived = [bytearray(fragment.chunks) for _ in self._contributions]
+        self._arrivals = [0] * len(self._contributions)
         self._progress = _Progress(len(self._contributions), chunks=fragment.chunks)
         self._ready: deque[int] = deque()
         self._missing = [0] * len(fragment.slots)  # segments of each tensor that are not merged
@@ -118,12 +129,16 @@ class FragmentMerge:
         Whether chunk `index` of this member may be added; True as well once the merge is over.
 
         A member's position is how far its stream has come, missing chunks included: a gap (a damaged
-        chunk, sent again at the end) delays no other member, and the slowest always has room.
+        chunk, sent again at the end) delays no other member, and the slowest always has room. Gaps
+        hold what the others send, so they are bounded like the window.
+
+        Raises:
+            ContributionError: more chunks before this one are missing than the bound.
         """
         if self._weightless(learner):
             return True
         with self._lock:
-            self._reached(self._row[learner], index)
+            self._came_to(self._row[learner], index)
             return self._admits(index)
 
     def wait_for_room(self, learner: str, index: int, timeout_seconds: float) -> bool:
@@ -133,11 +148,14 @@ class FragmentMerge:
         Returns:
             False: no room within the timeout. True: there is room, or the merge is over and `add`
             will ignore the chunk.
+
+        Raises:
+            ContributionError: as `has_room` does.
         """
         if self._weightless(learner):
             return True
         with self._lock:
-            self._reached(self._row[learner], index)
+            self._came_to(self._row[learner], index)
             return self._room.wait_for(lambda: self._admits(index), timeout_seconds)
 
     def add(self, learner: str, index: int, payload: formats.Buffer) -> None:
@@ -152,6 +170,7 @@ class FragmentMerge:
         Raises:
             ContributionError: `learner` of the error (not always the caller) broke the contract;
                 the merge is aborted.
+            MergeFailedError: the work on it failed; the merge is aborted.
         """
         if self._weightless(learner):
             return
@@ -168,6 +187,7 @@ class FragmentMerge:
             if self._arrived[row][index]:
                 return
             self._arrived[row][index] = 1
+            self._arrivals[row] += 1
             self._payloads[index][row] = payload
             self._reached(row, index + 1)
             complete = len(self._payloads[index]) == len(self._contributions)
@@ -275,6 +295,15 @@ class FragmentMerge:
     def _admits(self, index: int) -> bool:
         return self._over or index < self._progress.slowest + self._window
 
+    def _came_to(self, row: int, index: int) -> None:
+        missing, most = index - self._arrivals[row], max(self._window, MIN_GAP)
+        if missing > most and not self._over:
+            raise ContributionError(
+                f"chunk {index} arrived before {missing} others; at most {most} may come later",
+                learner=self._contributions[row].learner,
+            )
+        self._reached(row, index)
+
     def _reached(self, row: int, index: int) -> None:
         if self._progress.reached(row, index):
             self._room.notify_all()
@@ -301,7 +330,9 @@ class FragmentMerge:
         except BaseException as error:
             # Whatever the error, no thread may wait for a chunk that will never be finished.
             self.abort(str(error))
-            raise
+            if isinstance(error, DilocoError) or not isinstance(error, Exception):
+                raise
+            raise MergeFailedError(f"the merge failed: {error!r}") from error
 
     def _next_ready(self) -> int | None:
         with self._lock:

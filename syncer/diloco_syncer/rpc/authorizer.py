@@ -5,7 +5,8 @@ by what it states.
 An authority may serve several jobs, so every call needs a certificate that names this one: a region of
 it (`diloco://<job>/region/<region>`), the observer's role (`diloco://<job>/observer`) or the syncer's
 DNS name (`<job>-syncer`). Any of them may read the status and the model and submit a score; only a
-region's may act for its learners, and only the syncer's cluster may report that the job failed.
+region's may act for its learners or report that they failed, and only the syncer's cluster may report
+that the job failed.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from dataclasses import dataclass
 import grpc
 
 from diloco.errors import UnauthorisedError
-from diloco.rpc.tls import observer_uri, region_uri, regions_of, server_name
+from diloco.rpc.identity import observer_uri, region_uri, regions_of, server_name
 from diloco.runtime.formatting import shorten
 
-MOST_REGION = 63
+MAX_REGION = 63
 """Characters of a region's name, as the manifest allows."""
 
 _VERSION = 0xA0
@@ -45,13 +46,13 @@ class Authorizer:
         if not self.tls:
             return
         names = _names(context, "peer_uri")
-        region = shorten(learner.partition("/")[0], MOST_REGION)
+        region = shorten(learner.partition("/")[0], MAX_REGION)
         if region_uri(self.job, region) in names:
             return
         allowed = regions_of(names, self.job)
         seen = f"region {', '.join(allowed)}" if allowed else "no region"
         raise UnauthorisedError(
-            f"{shorten(learner, MOST_REGION + 10)} presented a certificate for {seen} of job {self.job}, "
+            f"{shorten(learner, MAX_REGION + 10)} presented a certificate for {seen} of job {self.job}, "
             f"expected one with the URI name {region_uri(self.job, region)}: apply the Secret of region "
             f"{region} in its cluster (diloco certs writes one per region)"
         )
@@ -77,6 +78,20 @@ class Authorizer:
             f"{region_uri(self.job, '<region>')} or {observer_uri(self.job)}: use the Secret of this job"
         )
 
+    def check_region(self, context: grpc.ServicerContext, region: str) -> None:
+        """
+        Check that this peer may act for this region.
+
+        Raises:
+            UnauthorisedError: its certificate does not name the region.
+        """
+        if self.tls and region_uri(self.job, region) not in _names(context, "peer_uri"):
+            shown = region_uri(self.job, shorten(region, MAX_REGION))
+            raise UnauthorisedError(
+                f"the certificate does not have the URI name {shown}: only the operator of a region "
+                "gives its learners up"
+            )
+
     def check_syncer(self, context: grpc.ServicerContext) -> None:
         """
         Check that this peer is the syncer's cluster.
@@ -87,7 +102,7 @@ class Authorizer:
         if self.tls and server_name(self.job) not in _names(context, "peer_dns"):
             raise UnauthorisedError(
                 f"the certificate does not have the DNS name {server_name(self.job)}: only the "
-                "operator of the syncer's region gives the job up"
+                "operator of the syncer's region may report that the job failed"
             )
 
 

@@ -18,7 +18,7 @@ from diloco.model.fragments import CHUNK
 from diloco.rpc.status_codes import aborting
 from diloco.v1 import bulk_pb2 as bulk
 from diloco_syncer.rpc.authorizer import Authorizer
-from diloco_syncer.rpc.door import Door
+from diloco_syncer.rpc.call_limits import CallLimits
 from diloco_syncer.rpc.downloads import Downloads
 from diloco_syncer.rpc.transfers import check_sender, unpack
 from diloco_syncer.rpc.uploads import Uploads
@@ -38,21 +38,21 @@ class BulkService:
     Args:
         runner: the syncer.
         authorizer: checks who may act for a learner.
-        door: limits streams and records refusals.
+        limits: limits streams and records refusals.
     """
 
-    def __init__(self, runner: Runner, authorizer: Authorizer, door: Door) -> None:
-        self._runner, self._authorizer, self._door = runner, authorizer, door
-        self._uploads = Uploads(runner, authorizer, door.refusals)
-        self._downloads = Downloads(runner, authorizer, door.refusals)
+    def __init__(self, runner: Runner, authorizer: Authorizer, limits: CallLimits) -> None:
+        self._runner, self._authorizer, self._limits = runner, authorizer, limits
+        self._uploads = Uploads(runner, authorizer, limits.refusals)
+        self._downloads = Downloads(runner, authorizer, limits.refusals)
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For the server: methods without serializers, so nothing is copied on the way."""
         return grpc.method_handlers_generic_handler(
             "diloco.v1.Bulk",
             {
-                "Upload": self._door.bulk.handler(self.upload),
-                "Download": self._door.bulk.handler(self.download),
+                "Upload": self._limits.bulk.handler(self.upload),
+                "Download": self._limits.bulk.handler(self.download),
             },
         )
 
@@ -74,7 +74,7 @@ class BulkService:
                 yield from self._downloads.download(first, context)
 
     def _first(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
-        first: bytes | None = self._door.first(self._door.bulk, requests, context)
+        first: bytes | None = self._limits.first(self._limits.bulk, requests, context)
         return None if first is None else _checked(first)
 
     def _slot(
@@ -95,7 +95,7 @@ class BulkService:
                 check_sender(self._runner, sender)
         except DilocoError:
             return nullcontext()
-        return self._door.slot(sender.learner)
+        return self._limits.slot(sender.learner)
 
 
 def _checked(message: bytes) -> bytes:

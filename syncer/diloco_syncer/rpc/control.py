@@ -10,9 +10,11 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 
 import grpc
+from google.protobuf.message import Message
 
 from diloco.errors import DilocoError, ProtocolError, UnavailableError
 from diloco.journal.background import BackgroundWriter
@@ -23,7 +25,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.engine import HEARTBEAT_SECONDS
 from diloco_syncer.rpc import status, telemetry
 from diloco_syncer.rpc.authorizer import Authorizer, certificate_serial
-from diloco_syncer.rpc.door import Door
+from diloco_syncer.rpc.call_limits import CallLimits
 from diloco_syncer.runner import Runner
 from diloco_syncer.state import State
 
@@ -52,29 +54,30 @@ class ControlService:
         runner: the syncer.
         evaluations: eval.jsonl.
         authorizer: checks who may join.
-        door: limits streams and records refusals.
+        limits: limits streams and records refusals.
         next_incarnation: a number never used before, durable; blocks.
     """
 
     def __init__(
-        self, runner: Runner, evaluations: BackgroundWriter, authorizer: Authorizer, door: Door,
+        self, runner: Runner, evaluations: BackgroundWriter, authorizer: Authorizer, limits: CallLimits,
         *, next_incarnation: Callable[[], int],
     ) -> None:  # fmt: skip
         self._runner, self._evaluations, self._authorizer = runner, evaluations, authorizer
-        self._door, self._next_incarnation = door, next_incarnation
+        self._limits, self._next_incarnation = limits, next_incarnation
         self._scored: deque[float] = deque(maxlen=EVALUATIONS_PER_MINUTE)
         """When the newest scores were written, monotonic."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For the server: raw requests, so that nothing is parsed before its length was checked."""
-        door, serialize = self._door, {"response_serializer": _serialize}
+        limits, serialize = self._limits, {"response_serializer": _serialize}
         return grpc.method_handlers_generic_handler(
             "diloco.v1.Syncer",
             {
-                "Session": door.sessions.handler(self.session, **serialize),
-                "GetStatus": door.queries.handler(self.get_status, **serialize),
-                "Evaluated": door.queries.handler(self.evaluated, **serialize),
-                "Failed": door.queries.handler(self.failed, **serialize),
+                "Session": limits.sessions.handler(self.session, **serialize),
+                "GetStatus": limits.queries.handler(self.get_status, **serialize),
+                "Evaluated": limits.queries.handler(self.evaluated, **serialize),
+                "Failed": limits.queries.handler(self.failed, **serialize),
+                "RegionFailed": limits.queries.handler(self.region_failed, **serialize),
             },
         )
 
@@ -85,11 +88,11 @@ class ControlService:
     ) -> Iterator[pb.SyncerMessage]:
         """One learner's stream, from its Hello to its end."""
         with aborting(context):
-            first = self._door.first(self._door.sessions, requests, context)
+            first = self._limits.first(self._limits.sessions, requests, context)
             session = self._join(first, context)
             reader = threading.Thread(
                 target=self._read,
-                args=(session, requests),
+                args=(session, requests, context.cancel),
                 name=f"session {session.learner}",
                 daemon=True,
             )
@@ -109,7 +112,7 @@ class ControlService:
             _ = applicant.model  # checked here, not on the runner's thread
             session = self._runner.admit(applicant)
             try:
-                self._door.join(learner, time.monotonic())
+                self._limits.join(learner, time.monotonic())
                 incarnation = hello.incarnation or self._next_incarnation()
                 event = telemetry.joined(
                     hello, session=session.number, incarnation=incarnation,
@@ -120,7 +123,7 @@ class ControlService:
                 self._runner.sessions.close(session)
                 raise
         except DilocoError as error:
-            self._door.refusals.refuse("a session", learner, error)
+            self._limits.refusals.refuse("a session", learner, error)
             raise
         return session
 
@@ -129,24 +132,30 @@ class ControlService:
         left = ev.Left(session=session.number, learner=session.learner, reason=reason)
         self._runner.post(left)
 
-    def _read(self, session: sessions.Session, requests: Iterator[bytes]) -> None:
+    def _read(
+        self, session: sessions.Session, requests: Iterator[bytes], cancel: Callable[[], object]
+    ) -> None:
         reason, end = "StreamEnded", None
         try:
             reason = self._receive(session, requests)
         except DilocoError as error:
-            self._door.refusals.refuse("a message", session.learner, error)
+            self._limits.refusals.refuse("a message", session.learner, error)
             reason, end = error.reason, error
         except Exception as error:  # gRPC raises a bare Exception when the peer is gone
             log.debug("stream of %s ended: %s", session.learner, error)
         # Before the writer ends: the leave event carries the first reason.
         self._leave(session, reason)
         session.outbox.put(end)
+        if session.unread is not None:
+            cancel()  # its writer waits for a peer that does not read
 
     def _receive(self, session: sessions.Session, requests: Iterator[bytes]) -> str:
         """Post what the learner sends; returns why it ended. Raises ProtocolError."""
         number, learner = session.number, session.learner
         fragments = self._runner.spec.fragments
         for count, request in enumerate(requests, start=1):
+            if session.unread is not None:
+                raise session.unread
             event = telemetry.received(
                 request, session=number, learner=learner, fragments=fragments
             )
@@ -206,7 +215,7 @@ class ControlService:
     def failed(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.FailedReply]:
-        """Keep why the job was given up, for the operators of other regions."""
+        """Keep why the job failed, for the operators of other regions."""
         with aborting(context):
             request = self._query(
                 requests,
@@ -221,8 +230,19 @@ class ControlService:
                 state.failure = failure
 
             self._runner.ask(keep)
-            log.info("the operator gave the job up: %s: %s", *failure)
+            log.info("the operator reported that the job failed: %s: %s", *failure)
             yield pb.FailedReply()
+
+    def region_failed(
+        self, requests: Iterator[bytes], context: grpc.ServicerContext
+    ) -> Iterator[pb.RegionFailedReply]:
+        """Keep which region's learners were given up, for the operators of the other regions."""
+        with aborting(context):
+            request = self._query(requests, context, pb.RegionFailure, most=_QUERY_BYTES)
+            with self._refusing("a RegionFailure"):
+                self._authorizer.check_region(context, request.region)
+                self._runner.ask(lambda state: _keep_region_failure(state, request))
+            yield pb.RegionFailedReply()
 
     def _count_score(self) -> None:
         """Called on the runner's thread. Raises UnavailableError: too many within a minute."""
@@ -235,20 +255,34 @@ class ControlService:
         self, requests: Iterator[bytes], context: grpc.ServicerContext, message: type[telemetry.M],
         *, most: int, check: Callable[[grpc.ServicerContext], None] | None = None,
     ) -> telemetry.M:  # fmt: skip
-        first = self._door.first(self._door.queries, requests, context)
-        try:
+        first = self._limits.first(self._limits.queries, requests, context)
+        with self._refusing(f"a {message.DESCRIPTOR.name}"):
             (check or self._authorizer.check_observer)(context)
             if first is None:
                 raise ProtocolError(f"a call without its {message.DESCRIPTOR.name}")
             return telemetry.parse(first, message, most=most)
+
+    @contextmanager
+    def _refusing(self, what: str) -> Iterator[None]:
+        """Record the error of the body as a refusal."""
+        try:
+            yield
         except DilocoError as error:
-            self._door.refusals.refuse(f"a {message.DESCRIPTOR.name}", "", error)
+            self._limits.refusals.refuse(what, "", error)
             raise
 
 
-def _serialize(
-    message: pb.SyncerMessage | pb.StatusReply | pb.EvaluatedReply | pb.FailedReply,
-) -> bytes:
+def _keep_region_failure(state: State, request: pb.RegionFailure) -> None:
+    """Called on the runner's thread. Raises ProtocolError: the job has no such region."""
+    region, reason, message = telemetry.region_failure(request, state.engine.limits)
+    if not reason:
+        state.region_failures.pop(region, None)
+        return
+    state.region_failures[region] = (reason, message)
+    log.info("the operator of region %s gave its learners up: %s: %s", region, reason, message)
+
+
+def _serialize(message: Message) -> bytes:
     return message.SerializeToString()
 
 

@@ -12,66 +12,28 @@ before the engine commits.
 from __future__ import annotations
 
 import logging
-from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Protocol
-
-import numpy as np
 
 from diloco.codec import formats
 from diloco.errors import DilocoError, NotFiniteError, ProtocolError, UnavailableError
-from diloco.model.fragments import Fragment, Layout
+from diloco.model.fragments import Layout
 from diloco.v1 import bulk_pb2 as bulk
-from diloco_syncer.attempts import Attempt, AttemptAbortedError
+from diloco_syncer.attempts import AttemptAbortedError
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution, ContributionError
-from diloco_syncer.merging.streaming import FragmentMerge
+from diloco_syncer.merging.streaming import MergeFailedError
 from diloco_syncer.rpc.initial import InitialParameters
 from diloco_syncer.rpc.transfers import (
-    F32,
     Chunks,
     Host,
     Waiting,
     check_sender,
-    decode_chunk,
     reply,
     unpack,
 )
-from diloco_syncer.storage.parameters import Parameters
+from diloco_syncer.rpc.upload_parts import MemberChunks, Part, part_of
 
 log = logging.getLogger(__name__)
-
-PROGRESS_SECONDS = 0.25
-"""The engine is notified of a member's progress at most this often, and at the end."""
-
-HELD_BACK_SECONDS = 0.25
-"""How often a member that the window holds back is noted as alive."""
-
-MERGE_SECONDS = 60.0
-"""How often an upload whose round has not begun to merge asks again; the end of the round wakes it."""
-
-
-class _Part(Protocol):
-    """Where the chunks of one upload go."""
-
-    @property
-    def waiting(self) -> Waiting | None:
-        """Why the next message must wait."""
-
-    @property
-    def delivered(self) -> bool:
-        """Everything has arrived and been taken."""
-
-    def take(self, index: int, payload: memoryview, now: float) -> None:
-        """Take one chunk."""
-
-    def end(self, now: float) -> None:
-        """All chunks were taken."""
-
-    def resume(self, now: float) -> None:
-        """Continue after waiting, if that is possible now."""
 
 
 class UploadReceiver:
@@ -97,7 +59,7 @@ class UploadReceiver:
         self._authorise, self._cancel, self._refuse = authorise, cancel, refuse
         self._header: bulk.UploadHeader | None = None
         self._chunks = Chunks(0)
-        self._part: _Part | None = None
+        self._part: Part | None = None
         self.done = False
         """The last reply was returned: `done` or `refused`. Further messages are ignored."""
 
@@ -211,7 +173,7 @@ class UploadReceiver:
 
     # ------------------------------------------------------------ contributions
 
-    def _contribute(self, header: bulk.UploadHeader, layout: Layout) -> _Part:
+    def _contribute(self, header: bulk.UploadHeader, layout: Layout) -> Part:
         fragment, contribution = layout.fragments[header.fragment], contribution_of(header)
         if contribution.base is not None:
             contribution.check_norms(fragment)
@@ -223,15 +185,14 @@ class UploadReceiver:
         parameters = self._host.facts.parameters
         if parameters is None:
             raise UnavailableError("there are no parameters yet")
-        delivery = _Delivery(self._host, attempt, header.learner, self._cancel)
-        if attempt.probe:
-            return _Discarded(delivery, contribution, fragment)
-        if contribution.base == parameters.current(fragment.index).version:
-            return _Streamed(delivery, contribution)
-        return _Staged(delivery, contribution, fragment, parameters)
+        chunks = MemberChunks(self._host, attempt, header.learner, self._cancel)
+        return part_of(chunks, contribution, fragment, parameters)
 
     def _drop(self, header: bulk.UploadHeader, error: DilocoError) -> None:
-        """Notify the engine that a member cannot deliver."""
+        """Notify the engine that a member cannot deliver, or that the merge failed."""
+        if isinstance(error, MergeFailedError):
+            log.error("round %d: %s", header.round, error, exc_info=error.__cause__)
+            self._host.post(_failed(header, error))
         if isinstance(error, UnavailableError):
             return  # no member is at fault: the attempt is over
         if not header.round:
@@ -258,209 +219,12 @@ class UploadReceiver:
         )
 
 
-class _Delivery:
-    """Chunks of one member on their way into the merge, held while it has no room or has not begun."""
-
-    def __init__(
-        self, host: Host, attempt: Attempt, learner: str, cancel: Callable[[], None]
-    ) -> None:
-        self.attempt, self.learner = attempt, learner
-        self._host, self._cancel = host, cancel
-        self._merge: FragmentMerge | None = None
-        self._held: deque[tuple[int, formats.Buffer]] = deque()
-        self._joined = False
-        self._bytes = 0
-        self._posted_at, self._posted_waiting = float("-inf"), False
-
-    def join(self, contribution: Contribution) -> None:
-        """Hand the contribution to the engine, which begins the merge once it has all of them."""
-        self.attempt.join(self.learner, self._cancel)
-        self._joined = True
-        self._host.post(contribution)
-
-    def add(self, index: int, payload: formats.Buffer) -> None:
-        """Add a chunk; it is kept until the merge takes it."""
-        self._held.append((index, payload))
-
-    def advance(self, now: float) -> None:
-        """Add to the merge what it has room for."""
-        if self._joined and self._merge is None:
-            self._merge = self.attempt.running()
-        if self._merge is None:
-            return
-        while self._held:
-            index, payload = self._held[0]
-            if not self._merge.has_room(self.learner, index):
-                if self.attempt.over:
-                    raise AttemptAbortedError(f"round {self.attempt.round} was aborted")
-                self.post_progress(now, waiting=True)
-                return
-            self._held.popleft()
-            self._merge.add(self.learner, index, payload)
-        if self._posted_waiting:
-            # From now on the others wait for this member, also if its next chunk never comes.
-            self.post_progress(now, resumed=True)
-
-    def received(self, size: int, now: float) -> None:
-        """Count payload that arrived."""
-        self._bytes += size
-        self.attempt.count(size)
-        self.post_progress(now)
-
-    def post_progress(
-        self, now: float, *, waiting: bool = False, resumed: bool = False, done: bool = False
-    ) -> None:
-        """Notify the engine of the bytes so far, unless that was done a moment ago."""
-        if not (done or resumed) and now - self._posted_at < PROGRESS_SECONDS:
-            return
-        self._posted_at, self._posted_waiting = now, waiting
-        self._host.post(
-            ev.Progress(
-                learner=self.learner,
-                round=self.attempt.round,
-                attempt=self.attempt.attempt,
-                received_bytes=self._bytes,
-                waiting=waiting,
-                done=done,
-            )
-        )
-
-    @property
-    def waiting(self) -> Waiting | None:
-        """For the merge to begin, or for room in it."""
-        if not self._joined:
-            return None
-        if self._merge is None:
-            return Waiting(until=self.attempt.wait_for_merge, seconds=MERGE_SECONDS)
-        if self._held:
-            until = partial(self._merge.wait_for_room, self.learner, self._held[0][0])
-            return Waiting(until=until, seconds=HELD_BACK_SECONDS)
-        return None
-
-    def end(self, now: float) -> None:
-        """Every chunk was added."""
-        merge, attempt = self._merge, self.attempt
-        attempt.delivered(self.learner)
-        self.post_progress(now, done=True)
-        if merge is not None and merge.finished:
-            result = merge.result()
-            self._host.post(
-                ev.Merged(
-                    round=attempt.round,
-                    attempt=attempt.attempt,
-                    delta_norm=result.delta_norm,
-                    bytes_up=attempt.bytes_up,
-                    bytes_result=result.encoded_bytes,
-                    confirmed=result.confirmed,
-                    sizes=result.sizes,
-                )
-            )
-
-
-class _Discarded:
-    """A probe: what counts is that all of it arrives."""
-
-    waiting: Waiting | None = None
-
-    def __init__(self, delivery: _Delivery, contribution: Contribution, fragment: Fragment) -> None:
-        self._delivery, self._contribution, self._fragment = delivery, contribution, fragment
-        self.delivered = False
-
-    def take(self, index: int, payload: memoryview, now: float) -> None:
-        self._contribution.check_chunk(self._fragment, index, len(payload))
-        self._delivery.received(len(payload), now)
-
-    def end(self, now: float) -> None:
-        self._delivery.end(now)
-        self.delivered = True
-
-    def resume(self, now: float) -> None:
-        if self._delivery.attempt.over:
-            raise AttemptAbortedError("the probe is over")
-
-
-class _Streamed:
-    """The usual case: a delta against the current version goes chunk by chunk into the merge."""
-
-    def __init__(self, delivery: _Delivery, contribution: Contribution) -> None:
-        self._delivery = delivery
-        self.delivered = False
-        delivery.join(contribution)
-
-    @property
-    def waiting(self) -> Waiting | None:
-        return self._delivery.waiting
-
-    def take(self, index: int, payload: memoryview, now: float) -> None:
-        self._delivery.received(len(payload), now)
-        self._delivery.add(index, payload)
-        self._delivery.advance(now)
-
-    def end(self, now: float) -> None:
-        self._delivery.end(now)
-        self.delivered = True
-
-    def resume(self, now: float) -> None:
-        self._delivery.advance(now)
-
-
-class _Staged:
-    """Whole, or against an older version: rebuild v = Θ_p − θ_{m,p}, then merge that."""
-
-    def __init__(
-        self, delivery: _Delivery, contribution: Contribution, fragment: Fragment,
-        parameters: Parameters,
-    ) -> None:  # fmt: skip
-        self._delivery, self._contribution, self._fragment = delivery, contribution, fragment
-        self._current_N = parameters.current(fragment.index).theta_N
-        self._base_N = _base(parameters, fragment.index, contribution)
-        self._delta_N = np.zeros(fragment.elements, np.float32)
-        self._rebuilt = False
-        self.delivered = False
-
-    @property
-    def waiting(self) -> Waiting | None:
-        return self._delivery.waiting
-
-    def take(self, index: int, payload: memoryview, now: float) -> None:
-        if self._delivery.attempt.over:
-            raise AttemptAbortedError(f"round {self._delivery.attempt.round} was aborted")
-        self._delivery.received(len(payload), now)
-        decode_chunk(self._contribution.format, self._fragment, index, payload, self._delta_N)
-
-    def end(self, now: float) -> None:
-        delta_N, fragment = self._delta_N, self._fragment
-        if self._base_N is None:
-            np.subtract(self._current_N, delta_N, out=delta_N)
-        else:
-            delta_N += self._current_N - self._base_N
-        norms = tuple(formats.slot_norms(fragment, delta_N))
-        staged = replace(self._contribution, format=bulk.FP32, norms=norms)
-        staged.check_norms(fragment)
-        self._delivery.join(staged)
-        for index in range(fragment.chunks):
-            lo, hi = fragment.chunk(index)
-            self._delivery.add(index, delta_N[lo:hi].view(np.uint8))
-        self._rebuilt = True
-        self.resume(now)
-
-    def resume(self, now: float) -> None:
-        self._delivery.advance(now)
-        if self._rebuilt and not self.delivered and self._delivery.waiting is None:
-            self._delivery.end(now)
-            self.delivered = True
-
-
-def _base(parameters: Parameters, fragment: int, contribution: Contribution) -> F32 | None:
-    if contribution.base is None:
-        return None
-    base_N = parameters.at(fragment, contribution.base)
-    if base_N is None:
-        raise ProtocolError(
-            f"fragment {fragment} came as a delta against {contribution.base}, which "
-            "the syncer no longer holds; send it whole"
-        )
-    return base_N
+def _failed(header: bulk.UploadHeader, error: MergeFailedError) -> ev.Failed:
+    """The thread that completes a chunk does the work of the syncer, like the coordinator's own."""
+    begun = ev.BeginMerge(
+        round=header.round, attempt=header.attempt, fragment=header.fragment, contributions=()
+    )
+    return ev.Failed(decision=begun, reason=str(error))
 
 
 def check_header(header: bulk.UploadHeader, layout: Layout, *, up: int) -> None:

@@ -49,6 +49,11 @@ def reply(state: State, metrics: Metrics) -> pb.StatusReply:
         eval_step=state.evaluation[0],
         eval_loss=state.evaluation[1],
         failure=_failure(state.failure),
+        region_failures=[
+            pb.RegionFailure(region=region, reason=reason, message=message)
+            for region, (reason, message) in sorted(state.region_failures.items())
+            if region in engine.limits  # a region that is no longer in the job has not failed
+        ],
     )
 
 

@@ -8,28 +8,31 @@ is NaN), so they are replaced or clamped and the rest of the message counts.
 
 | field | bound | beyond it |
 | --- | --- | --- |
-| Hello `local_step`, Report `local_step`, `steps` | 0..MOST_STEPS | refused |
-| Hello `checkpoint_step`, Report `global_step` | 0..MOST_STEPS | refused |
+| Hello `local_step`, Report `local_step`, `steps` | 0..MAX_STEPS | refused |
+| Hello `checkpoint_step`, Report `global_step` | 0..MAX_STEPS | refused |
 | Hello `incarnation` | as issued | refused by core/admission.py |
-| Hello `facts` | MOST_FACTS of MOST_FACT characters | refused |
+| Hello `tensors`, `constants` | MAX_TENSORS, aliases included, of MAX_DIMENSIONS | refused |
+| Hello `facts` | MAX_FACTS of MAX_FACT characters | refused |
 | Hello `facts["restarts"]` | below 10^9 | 0 |
-| Report `tokens`, `total_tokens` | 0..MOST_TOKENS | refused |
+| Report `tokens`, `total_tokens` | 0..MAX_TOKENS | refused |
 | length of `steps` and `tokens` | P | refused |
 | `offers` | distinct fragments below P | refused |
-| Report `step_seconds`, `sync_seconds` | 0..MOST_SECONDS | not finite or negative: 0 (unknown); above: clamped |
-| Report `loss` | ±MOST_LOSS | not finite: none; beyond: clamped |
+| Report `step_seconds`, `sync_seconds` | 0..MAX_SECONDS | not finite or negative: 0 (unknown); above: clamped |
+| Report `loss` | ±MAX_LOSS | not finite: none; beyond: clamped |
 | Evaluation `step` | 0..T | refused |
-| Evaluation `loss` | ±MOST_LOSS | not finite: refused (a model without a score has none); beyond: clamped |
+| Evaluation `loss` | ±MAX_LOSS | not finite: refused (a model without a score has none); beyond: clamped |
 | Evaluation `detail` | a JSON object of DETAIL_BYTES | refused |
-| Failure `reason`, `message` | MOST_REASON, MOST_MESSAGE printable characters | shortened |
-| members of `detail` | MOST_DETAILS short names with finite numbers or short texts | left out |
+| Failure and RegionFailure `reason`, `message` | MAX_REASON, MAX_MESSAGE printable characters | shortened |
+| RegionFailure `region` | a region of the job | refused |
+| members of `detail` | MAX_DETAILS short names with finite numbers or short texts | left out |
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -40,36 +43,42 @@ from diloco.rpc.tensor_info import from_proto
 from diloco.runtime.formatting import shorten
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.admission import Applicant
+from diloco_syncer.core.admission import (
+    MAX_DIMENSIONS,
+    MAX_TENSORS,
+    Applicant,
+    too_many_dimensions,
+    too_many_tensors,
+)
 
-MOST_STEPS = 1 << 40
+MAX_STEPS = 1 << 40
 """Steps of a learner or a job: 35 years at 1000 per second."""
 
-MOST_TOKENS = 1 << 50
+MAX_TOKENS = 1 << 50
 """Tokens of a learner: 10^15. The sum over 1000 learners still fits the int64 of a Kubernetes status."""
 
-MOST_SECONDS = 86400.0
+MAX_SECONDS = 86400.0
 """Longest duration of a step that is kept: a day."""
 
-MOST_LOSS = 1e30
+MAX_LOSS = 1e30
 """Largest loss that is kept; its square is still a finite float64."""
 
-MOST_FACTS = 64
-MOST_FACT = 1024
+MAX_FACTS = 64
+MAX_FACT = 1024
 """Number and length of a Hello's facts; a hostname has at most 253 characters."""
 
 HELLO_BYTES = 4 << 20
 """A Hello or an Evaluation: at 60 bytes per tensor, a model of 65,000 tensors."""
 
-MOST_REASON = 128
+MAX_REASON = 128
 """Characters of a Goodbye's reason that are kept."""
 
-MOST_MESSAGE = 1000
+MAX_MESSAGE = 1000
 """Characters of a failure's message that are kept, as many as a condition of Kubernetes has."""
 
 DETAIL_BYTES = 16 << 10
-MOST_DETAILS = 64
-MOST_DETAIL = 256
+MAX_DETAILS = 64
+MAX_DETAIL = 256
 """Bytes of an Evaluation's detail, its numbers, and characters of a name or text in it."""
 
 M = TypeVar("M", bound=Message)
@@ -103,7 +112,7 @@ def parse(data: bytes, message: type[M], *, most: int) -> M:
     try:
         return message.FromString(data)
     except DecodeError:
-        raise ProtocolError(f"{len(data)} bytes that are no {name}") from None
+        raise ProtocolError(f"{len(data)} bytes that are not a valid {name}") from None
 
 
 def hello(first: bytes | None) -> pb.Hello:
@@ -134,7 +143,7 @@ def received(
     if kind == "report":
         return reported(message.report, session=session, learner=learner, fragments=fragments)
     if kind == "goodbye":
-        reason = shorten(message.goodbye.reason, MOST_REASON) or "Goodbye"
+        reason = shorten(message.goodbye.reason, MAX_REASON) or "Goodbye"
         return ev.Left(session=session, learner=learner, reason=reason)
     return ev.Heartbeat(session=session, learner=learner)
 
@@ -145,13 +154,15 @@ def applicant(hello: pb.Hello) -> Applicant:
 
     Raises:
         ProtocolError: a number or a fact is beyond its bound.
+        ConfigError: the model has too many tensors, or a tensor too many dimensions.
     """
-    _check_counts("local_step", (hello.local_step,), MOST_STEPS)
-    _check_counts("checkpoint_step", (hello.checkpoint_step,), MOST_STEPS)
-    if len(hello.facts) > MOST_FACTS:
-        raise ProtocolError(f"{len(hello.facts)} facts, expected at most {MOST_FACTS}")
-    if any(len(text) > MOST_FACT for fact in hello.facts.items() for text in fact):
-        raise ProtocolError(f"a fact of more than {MOST_FACT} characters")
+    _check_counts("local_step", (hello.local_step,), MAX_STEPS)
+    _check_counts("checkpoint_step", (hello.checkpoint_step,), MAX_STEPS)
+    if len(hello.facts) > MAX_FACTS:
+        raise ProtocolError(f"{len(hello.facts)} facts, expected at most {MAX_FACTS}")
+    if any(len(text) > MAX_FACT for fact in hello.facts.items() for text in fact):
+        raise ProtocolError(f"a fact of more than {MAX_FACT} characters")
+    _check_model(hello)
     return Applicant(
         job=hello.job,
         learner=hello.learner,
@@ -161,6 +172,22 @@ def applicant(hello: pb.Hello) -> Applicant:
         constants=tuple(map(from_proto, hello.constants)),
         incarnation=hello.incarnation,
     )
+
+
+def _check_model(hello: pb.Hello) -> None:
+    """
+    Check the lengths of what describes the model, before objects are made of it.
+
+    An empty TensorInfo has two bytes: a Hello may hold two million.
+    """
+    count = len(hello.tensors) + len(hello.constants)
+    if count <= MAX_TENSORS:
+        count += sum(len(t.aliases) for t in itertools.chain(hello.tensors, hello.constants))
+    if count > MAX_TENSORS:
+        raise too_many_tensors(count)
+    for info in itertools.chain(hello.tensors, hello.constants):
+        if len(info.shape) > MAX_DIMENSIONS:
+            raise too_many_dimensions(info.name, len(info.shape))
 
 
 def joined(
@@ -194,11 +221,11 @@ def reported(report: pb.Report, *, session: int, learner: str, fragments: int) -
     offers = frozenset(report.offers)
     if len(offers) != len(report.offers) or any(offer >= fragments for offer in offers):
         raise ProtocolError(f"report: offers that are not distinct fragments below {fragments}")
-    _check_counts("local_step", (report.local_step,), MOST_STEPS)
-    _check_counts("global_step", (report.global_step,), MOST_STEPS)
-    _check_counts("steps", report.steps, MOST_STEPS)
-    _check_counts("tokens", report.tokens, MOST_TOKENS)
-    _check_counts("total_tokens", (report.total_tokens,), MOST_TOKENS)
+    _check_counts("local_step", (report.local_step,), MAX_STEPS)
+    _check_counts("global_step", (report.global_step,), MAX_STEPS)
+    _check_counts("steps", report.steps, MAX_STEPS)
+    _check_counts("tokens", report.tokens, MAX_TOKENS)
+    _check_counts("total_tokens", (report.total_tokens,), MAX_TOKENS)
     known_loss = report.has_loss and math.isfinite(report.loss)
     return ev.Reported(
         session=session,
@@ -239,7 +266,21 @@ def failure(report: pb.Failure) -> tuple[str, str]:
     """
     if not report.reason:
         raise ProtocolError("a failure without a reason")
-    return shorten(report.reason, MOST_REASON), shorten(report.message, MOST_MESSAGE)
+    return shorten(report.reason, MAX_REASON), shorten(report.message, MAX_MESSAGE)
+
+
+def region_failure(report: pb.RegionFailure, regions: Container[str]) -> tuple[str, str, str]:
+    """
+    Region, reason and message of a region whose learners were given up; "" as reason: no longer.
+
+    Raises:
+        ProtocolError: the job has no such region.
+    """
+    if report.region not in regions:
+        region = shorten(report.region, MAX_REASON)
+        raise ProtocolError(f"a failure of region {region}, which the job does not have")
+    reason, message = report.reason, report.message
+    return report.region, shorten(reason, MAX_REASON), shorten(message, MAX_MESSAGE)
 
 
 def _detail(text: str) -> dict[str, Any]:
@@ -250,9 +291,9 @@ def _detail(text: str) -> dict[str, Any]:
     except (ValueError, RecursionError):
         raise ProtocolError("evaluation: detail is not JSON of finite numbers") from None
     if not isinstance(detail, dict):
-        raise ProtocolError("evaluation: detail is no JSON object")
+        raise ProtocolError("evaluation: detail is not a JSON object")
     plain = {n: v for n, v in detail.items() if _is_plain(n) and _is_plain(v)}
-    return dict(list(plain.items())[:MOST_DETAILS])
+    return dict(list(plain.items())[:MAX_DETAILS])
 
 
 def _is_plain(value: object) -> bool:
@@ -260,11 +301,11 @@ def _is_plain(value: object) -> bool:
         case None | bool():
             return True
         case int():
-            return abs(value) <= MOST_TOKENS
+            return abs(value) <= MAX_TOKENS
         case float():
             return math.isfinite(value)
         case str():
-            return len(value) <= MOST_DETAIL and value.isprintable()
+            return len(value) <= MAX_DETAIL and value.isprintable()
         case _:
             return False
 
@@ -280,11 +321,11 @@ def _check_counts(name: str, values: Iterable[int], most: int) -> None:
 
 def _seconds(value: float) -> float:
     """A duration; 0 (unknown) if a clock cannot have measured it."""
-    return min(value, MOST_SECONDS) if math.isfinite(value) and value > 0 else 0.0
+    return min(value, MAX_SECONDS) if math.isfinite(value) and value > 0 else 0.0
 
 
 def _loss(value: float) -> float:
-    return max(-MOST_LOSS, min(value, MOST_LOSS))
+    return max(-MAX_LOSS, min(value, MAX_LOSS))
 
 
 def _restarts(text: str) -> int:

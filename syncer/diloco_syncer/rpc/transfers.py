@@ -26,10 +26,10 @@ from diloco_syncer.metrics import Metrics
 from diloco_syncer.sessions import Sessions
 from diloco_syncer.state import Facts
 
-MOST_REPEATS = 3
+MAX_REPEATS = 3
 """How often missing or damaged chunks of one upload are requested again."""
 
-MOST_DETAIL = 500
+MAX_DETAIL = 500
 """Characters of a log line that a peer chose parts of."""
 
 F32 = npt.NDArray[np.float32]
@@ -162,7 +162,7 @@ class Chunks:
             # Missing at the end, and requested again. A peer chooses how many there are, so they
             # are logged together, once per repeat.
             self._damaged += 1
-            self._last_damage = shorten(str(error), MOST_DETAIL)
+            self._last_damage = shorten(str(error), MAX_DETAIL)
             if not self._arrivals.missing():
                 # Only the end was left, and the sender waits for the reply to it.
                 self._end()
@@ -187,7 +187,7 @@ class Chunks:
         if self._damaged:
             self.damage = f"{self._damaged} damaged chunks, the last: {self._last_damage}"
             self._damaged = 0
-        if missing and self._repeats == MOST_REPEATS:
+        if missing and self._repeats == MAX_REPEATS:
             raise DamagedError(
                 f"chunks {list(missing[:8])} were still missing or damaged after "
                 f"{self._repeats} repeats"

@@ -30,7 +30,7 @@ def count(disk: Disk, path: Path, *, at_least: int) -> int:
 
     Raises:
         OSError: the disk refused; the number may be skipped, but is not used.
-        StorageError: the file is damaged beyond what its copies can tell.
+        StorageError: the file is damaged, and its copies do not show the number.
     """
     value = max(counted(disk, path), at_least) + 1
     replace(disk, path, encode(value))

@@ -141,10 +141,19 @@ class Parameters:
         facts: Mapping[str, Any],
         spec: RunSpec,
         *,
+        epoch: int | None = None,
         keep_old: int = KEPT_VERSIONS,
     ) -> Parameters:
         """
         The parameters that `to_snapshot` described.
+
+        Args:
+            arrays: Θ, momentum and constants.
+            facts: about them.
+            spec: of the job.
+            epoch: gives every fragment a version of this epoch, which is newer than all that learners
+                have; None: the versions stay, and learners keep what they have beyond them.
+            keep_old: replaced versions of a fragment that stay available.
 
         Raises:
             StorageError: the spec now cuts the model differently, or a fragment has another length.
@@ -170,7 +179,7 @@ class Parameters:
         return cls(
             layout,
             thetas,
-            [(int(e), int(s)) for e, s in facts["versions"]],
+            [(int(e) if epoch is None else epoch, int(s)) for e, s in facts["versions"]],
             momenta=[arrays[f"momentum.{i}"] for i in range(len(layout.fragments))],
             constants=arrays["constants"].tobytes(),
             keep_old=keep_old,

@@ -7,7 +7,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,53 +16,14 @@ from diloco.journal.parts import Position
 from diloco.runtime.disk import LOCAL, Disk, read
 from diloco.spec import RunSpec
 from diloco_syncer.core.engine import Engine
+from diloco_syncer.storage.capture import ExportedModel
 from diloco_syncer.storage.model import export_model, raw_tensors
 from diloco_syncer.storage.parameters import Parameters
-from diloco_syncer.storage.store import Snapshot, Store
+from diloco_syncer.storage.store import Store
 
 log = logging.getLogger(__name__)
 
 EVENTS = "events.jsonl"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExportedModel:
-    """A model.safetensors on disk."""
-
-    path: str
-    sha256: str
-    step: int
-    """Global step of its parameters."""
-
-
-def capture(
-    parameters: Parameters, engine: Mapping[str, Any], *, spec: RunSpec, epoch: int, step: int
-) -> Snapshot:
-    """
-    The state at a commit boundary: references and small values, nothing is copied, no disk is used.
-
-    Args:
-        parameters: Θ as of that boundary.
-        engine: `Engine.to_json()` as of that boundary.
-        spec: of the job.
-        epoch: of this syncer.
-        step: global step of the boundary.
-    """
-    arrays, facts = parameters.to_snapshot()
-    meta = {"spec": spec.hash, "engine": engine, "theta": facts}
-    return Snapshot(step=step, epoch=epoch, arrays=arrays, meta=meta)
-
-
-def with_position(snapshot: Snapshot, events: Position) -> Snapshot:
-    """
-    The snapshot with a position in events.jsonl: a restart replays what comes after it.
-
-    Args:
-        snapshot: from `capture`.
-        events: every line that is not in the state comes after it.
-    """
-    place = {"part": events.part, "offset": events.offset}
-    return replace(snapshot, meta={**snapshot.meta, "events": place})
 
 
 def needed_part(store: Store) -> int:
@@ -97,7 +57,10 @@ def resume(
             f"{directory}: its snapshots are of run spec {stated}, this job's is {spec.hash}; "
             "use the manifest that began this run, or another directory"
         )
-    parameters = Parameters.from_snapshot(snapshot.arrays, snapshot.meta["theta"], spec)
+    # Learners still hold what a person rejected: they must receive this state instead.
+    parameters = Parameters.from_snapshot(
+        snapshot.arrays, snapshot.meta["theta"], spec, epoch=epoch if snapshot.chosen else None
+    )
     model = exported(directory, disk=disk)
     engine = Engine.resume(
         spec,
@@ -105,6 +68,8 @@ def resume(
         state=dict(snapshot.meta["engine"]),
         exported=model is not None and model.step == snapshot.step,
     )
+    if snapshot.chosen:  # the new versions become durable with the first commit
+        engine.durability.snapshot_step -= spec.syncer_checkpoint.every_steps
     _replay(engine, directory, since=_position(snapshot.meta), disk=disk)
     log.info("resumed from step %d, epoch %d begins", snapshot.step, epoch)
     return engine, parameters

@@ -22,7 +22,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from diloco.runtime import files
 from diloco.runtime.disk import LOCAL, Disk, File, Mode, read
 from diloco.spec import canonical
 from diloco_syncer.storage import counters
+from diloco_syncer.storage.capture import Snapshot
 from diloco_syncer.storage.durable import (
     Array,
     Fault,
@@ -57,18 +58,6 @@ SET_ASIDE = "set-aside"
 
 _FORMAT = 1
 _NAME = re.compile(r"(\d{6,})-epoch-(\d+)-step-(\d+)\.(safetensors|json)")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Snapshot:
-    """The whole durable state of a syncer at one global step."""
-
-    step: int
-    epoch: int
-    arrays: Mapping[str, Array]
-    """fp32 or uint8, any shape; the order is kept."""
-    meta: Mapping[str, Any]
-    """JSON values."""
 
 
 class Store:
@@ -211,7 +200,7 @@ class Store:
             self._disk.remove(path)
         self._verified = chosen
         log.warning("starting from step %s, as %s demanded", text, path)
-        return found
+        return None if found is None else replace(found, chosen=True)
 
     def verify(self) -> bool:
         """

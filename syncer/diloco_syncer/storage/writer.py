@@ -17,9 +17,10 @@ from diloco.journal.parts import Position
 from diloco.runtime.disk import LOCAL, Disk
 from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
-from diloco_syncer.storage import snapshots
+from diloco_syncer.storage import capture, snapshots
+from diloco_syncer.storage.capture import Snapshot
 from diloco_syncer.storage.parameters import Parameters
-from diloco_syncer.storage.store import Snapshot, Store
+from diloco_syncer.storage.store import Store
 
 JOURNAL_SECONDS = 30.0
 """How long a snapshot waits until the lines before it are durable."""
@@ -86,7 +87,7 @@ class Writer:
 
     def snapshot(self, snapshot: Snapshot) -> None:
         """Write a snapshot in the background, with the position that events.jsonl has now."""
-        complete = snapshots.with_position(snapshot, self._journal.position())
+        complete = capture.with_position(snapshot, self._journal.position())
         self._pool.submit(self._snapshot, complete)
 
     def export(self, parameters: Parameters, *, step: int, tokens: int) -> None:

@@ -33,7 +33,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
         assert not required(), f"no helm in {path}"
         pytest.skip("needs helm in PATH, or the helm that tests/e2e builds")
     return subprocess.run(
-        [program, *arguments], capture_output=True, text=True, check=False, timeout=60
+        [program, *arguments], capture_output=True, text=True, check=False, timeout=280
     )
 
 

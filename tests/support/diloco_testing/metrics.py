@@ -2,7 +2,7 @@
 
 import re
 
-from diloco.runtime.metrics import METRICS, Component
+from diloco.runtime.metric_table import METRICS, Component
 
 
 def missing(page: str, component: Component) -> set[str]:

@@ -71,6 +71,15 @@ def test_an_evaluator_and_the_other_pods_of_a_learner_need_no_health_report(who)
     assert not ready(facts(**who, state=State.BACK_OFF), NOW).ok
 
 
+def test_another_pod_of_a_learner_that_reported_progress_and_then_hangs_is_not_alive():
+    hung = facts(rank=1, health=health(age=901, progress_age=901, why="step 7 of this process"))
+    assert not alive(hung, NOW).ok
+    assert alive(hung, NOW).message == "no progress for 901 s: step 7 of this process"
+    slow = facts(rank=1, health=health(age=899, progress_age=899))
+    assert alive(slow, NOW).ok
+    assert ready(slow, NOW).ok, "a step may take minutes"
+
+
 @pytest.mark.parametrize("state", [State.BACK_OFF, State.TERMINATING, State.FINISHED])
 def test_without_a_running_process_it_is_unready_with_the_policys_message_and_alive(state):
     stopped = facts(state=state, message="done", exited=True, health=None)

@@ -24,34 +24,34 @@ def until(what):
 
 def test_a_rank_reports_and_gets_the_run_as_the_reply():
     leader = Leader(boot="a", size=2)
-    heard: list[Report] = []
+    reports: list[Report] = []
     lock = threading.Lock()
 
     def answer(path, query):
         assert path == PATH
         with lock:
-            heard.append(Report.of(json.loads(unquote(query))))
-            leader.hear(heard[-1], time.monotonic())
+            reports.append(Report.of(json.loads(unquote(query))))
+            leader.receive_report(reports[-1], time.monotonic())
             return Answer(ok=True, message=json.dumps(leader.order(1).to_json()))
 
     server = Server(0, answer)
     follower = Follower(boot="b", rank=1, willing=True)
     rank_zero = RankZero(("127.0.0.1", server.port), follower.report)
     until(lambda: rank_zero.reply is not None)
-    follower.hear(*rank_zero.reply)
+    follower.receive_order(*rank_zero.reply)
     assert not follower.may_start(time.monotonic())
     with lock:
         assert leader.may_start(time.monotonic())
         leader.started(time.monotonic())
     until(lambda: rank_zero.reply[0].run == leader.run)
-    follower.hear(*rank_zero.reply)
+    follower.receive_order(*rank_zero.reply)
     assert follower.may_start(time.monotonic())
     follower.started(time.monotonic())
     follower.exited(1, 'öäü "quoted" ' * 100, time.monotonic(), by_itself=True)
-    rank_zero.tell(follower.report)
-    until(lambda: heard[-1].ended == leader.run)
-    assert heard[-1].code == 1
-    assert heard[-1].cause.startswith('exit code 1: öäü "quoted"')
+    rank_zero.update(follower.report)
+    until(lambda: reports[-1].ended == leader.run)
+    assert reports[-1].code == 1
+    assert reports[-1].cause.startswith('exit code 1: öäü "quoted"')
     with lock:
         assert leader.must_end(time.monotonic()).startswith("rank 1: exit code 1")
 

@@ -37,6 +37,20 @@ def test_several_pods_form_one_learner(ordinal, learner, rank, master):
     assert (child["MASTER_ADDR"], child["MASTER_PORT"]) == (f"j-eu-{master}.j-eu", "29500")
 
 
+def test_the_port_of_the_rendezvous_is_read():
+    env = {**LEARNER, "DILOCO_PODS_PER_LEARNER": "2", "DILOCO_RENDEZVOUS_PORT": "29510"}
+    assert read(ARGUMENTS, env).environment["MASTER_PORT"] == "29510"
+
+
+def test_ranks_above_0_report_their_progress_where_the_agent_reads_their_health():
+    env = {**LEARNER, "DILOCO_PODS_PER_LEARNER": "4"}
+    given = read(ARGUMENTS, {**env, "DILOCO_POD": "j-eu-5"})
+    assert given.environment["DILOCO_PROGRESS_FILE"] == str(given.health_file)
+    for pod in ("j-eu-4", "j-eu-0"):
+        zero = read(ARGUMENTS, {**env, "DILOCO_POD": pod})
+        assert "DILOCO_PROGRESS_FILE" not in zero.environment, "the link of rank 0 writes there"
+
+
 def test_a_rank_set_by_the_user_is_passed_through():
     given = read(ARGUMENTS, {**LEARNER, "RANK": "5"})
     assert (given.rank, given.environment["RANK"]) == (0, "5")
@@ -88,6 +102,13 @@ def test_all_problems_are_reported_together():
         "DILOCO_PODS_PER_LEARNER: '0', expected a whole number of at least 1",
     ):  # fmt: skip
         assert part in str(error.value)
+
+
+def test_rank_zero_has_the_name_of_the_learners_own_statefulset():
+    env = {**LEARNER, "DILOCO_POD": "j-eu-1-3", "DILOCO_PODS_PER_LEARNER": "2"}
+    child = read(ARGUMENTS, env).environment
+    assert (child["DILOCO_LEARNER"], child["RANK"]) == ("eu/1", "1")
+    assert child["MASTER_ADDR"] == "j-eu-1-2.j-eu"
 
 
 def test_a_pod_without_an_ordinal_is_refused():

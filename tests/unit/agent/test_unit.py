@@ -123,8 +123,8 @@ class Learner:
             if not cut and pod.ended is None and leader.ended is None:
                 pod.policy.unit.willing = pod.policy.waits
                 report = Report.of(pod.policy.unit.report.to_json())
-                leader.policy.unit.hear(report, self.now)
-                pod.policy.unit.hear(leader.policy.unit.order(pod.rank), self.now)
+                leader.policy.unit.receive_report(report, self.now)
+                pod.policy.unit.receive_order(leader.policy.unit.order(pod.rank), self.now)
 
     def collective(self):
         """A process whose run lacks a rank notices after its delay, unless that is None: it hangs."""
@@ -184,7 +184,7 @@ def test_a_crash_of_one_rank_is_one_fault_in_whatever_order_the_others_exit(rank
 
 @settings(max_examples=examples(40))
 @given(rank=st.integers(0, 3), delays=st.lists(delays, min_size=4, max_size=4))
-def test_a_kill_from_outside_is_nobodys_fault_in_whatever_order_the_others_exit(rank, delays):
+def test_a_kill_from_outside_is_not_a_fault_in_whatever_order_the_others_exit(rank, delays):
     learner = trained(4, delays=delays, limit=0)
     learner.exits(rank, -9)
     learner.run(BACK_SECONDS)
@@ -195,7 +195,7 @@ def test_a_kill_from_outside_is_nobodys_fault_in_whatever_order_the_others_exit(
 
 @settings(max_examples=examples(40))
 @given(rank=st.integers(0, 3), delays=st.lists(delays, min_size=4, max_size=4))
-def test_a_replaced_pod_restarts_the_whole_learner_and_is_nobodys_fault(rank, delays):
+def test_a_replaced_pod_restarts_the_whole_learner_and_does_not_count_as_a_fault(rank, delays):
     learner = trained(4, delays=delays, limit=0)
     learner.replace(rank)
     learner.run(BACK_SECONDS)
@@ -347,6 +347,6 @@ def test_a_report_survives_its_way_as_json():
 
 
 @pytest.mark.parametrize("data", [None, [], {}, {"rank": "x"}, 5])
-def test_what_is_no_report_is_refused(data):
+def test_what_is_not_a_report_is_refused(data):
     with pytest.raises((ValueError, TypeError, KeyError)):
         Report.of(data)

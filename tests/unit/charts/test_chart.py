@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
-from diloco.runtime.metrics import METRICS
+from diloco.runtime.metric_table import METRICS
 from diloco_job.reasons import REASONS
 from diloco_testing.charts import (
     CHART,
@@ -244,6 +244,7 @@ RIGHTS = {
     "policy/poddisruptionbudgets": CHILD,
     "/pods": {"list", "watch", "delete"},
     "/events": {"list", "create"},
+    "kueue.x-k8s.io/workloads": {"list"},
 }
 
 
@@ -408,6 +409,7 @@ def test_every_switch_reaches_the_operator():
         "DILOCO_SYNCER_IMAGE": "registry.example.com/team/diloco-syncer:1.2.3",
         "DILOCO_IMAGE_PULL_POLICY": "Always",
         "DILOCO_IMAGE_PULL_SECRETS": "registry",
+        "DILOCO_SYNCER_PROXY": "http://proxy.example.com:3128",
         "DILOCO_CLUSTER_DOMAIN": "example.internal",
         "DILOCO_FORBIDDEN_POD_FIELDS": "hostNetwork,hostPath",
         "DILOCO_JOB_LABELS": '{"cost.example.com/center":"42"}',
@@ -416,7 +418,7 @@ def test_every_switch_reaches_the_operator():
         "DILOCO_INHERITED_ANNOTATIONS": "example.com/note",
         "DILOCO_NETWORK_POLICIES": (
             '{"metricsFrom":[{"namespaceSelector":{"matchLabels":{"kubernetes.io/metadata.name":'
-            '"monitoring"}}}],"operatorNamespace":"system"}'
+            '"monitoring"}}}],"operatorNamespace":"system","operatorOnHostNetwork":true}'
         ),
         "DILOCO_HEALTH_PORT": "18080",
         "DILOCO_METRICS_PORT": "19090",
@@ -445,7 +447,7 @@ def test_on_the_network_of_its_node_the_operator_has_ports_of_its_own_behind_the
     assert not {"hostNetwork", "dnsPolicy"} & operator_pod().keys()
 
 
-def test_topology_spread_counts_the_operators_pods_unless_told_otherwise():
+def test_topology_spread_counts_the_operators_pods_unless_configured_otherwise():
     (constraint,) = operator_pod("--values", str(EVERYTHING))["topologySpreadConstraints"]
     selector = only(render("--values", str(EVERYTHING)), "Deployment")["spec"]["selector"]
     assert constraint["labelSelector"] == selector

@@ -24,7 +24,9 @@ def umbrella(folder: Path, *dependencies: dict[str, str]) -> Path:
         "apiVersion": "v2",
         "name": "platform",
         "version": "9.9.9",
-        "dependencies": [{"name": "diloco", "version": VERSION, **one} for one in names],
+        "dependencies": [
+            {"name": "diloco", "version": VERSION, **dependency} for dependency in names
+        ],
     }
     own = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "of-the-parent"}}
     shared = {
@@ -95,8 +97,10 @@ def test_two_regions_can_be_dependencies_of_one_chart(tmp_path):
     us = {"enabled": True, "region": {"name": "us"}, "crds": {"install": False}}
     _, both = split(render(*sets(eu=eu, us=us), chart=chart, release="stack"))
     assert len(keys(both)) == len(both), "two objects of one name"
-    _, one = split(render(*sets(eu=eu, us=us | {"enabled": False}), chart=chart, release="stack"))
-    assert keys(one) < keys(both)
+    _, single = split(
+        render(*sets(eu=eu, us=us | {"enabled": False}), chart=chart, release="stack")
+    )
+    assert keys(single) < keys(both)
     selectors = [
         item["spec"]["selector"]["matchLabels"] for item in both if item["kind"] == "Deployment"
     ]

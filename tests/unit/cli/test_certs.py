@@ -17,7 +17,14 @@ from typer.testing import CliRunner
 from diloco.errors import ConfigError
 from diloco.rpc.certificates import tls_facts
 from diloco_cli.__main__ import app
-from diloco_cli.authority import Authority, issue, new_authority, read_authority, write_certs
+from diloco_cli.authority import (
+    Authority,
+    describe,
+    issue,
+    new_authority,
+    read_authority,
+    write_certs,
+)
 from diloco_testing.manifests.files import load_job
 
 NOW = datetime(2026, 5, 1, 12, 0, tzinfo=UTC)
@@ -97,6 +104,19 @@ def test_a_strict_verifier_accepts_the_certificates_at_both_ends(tmp_path):
     server = policy.build_server_verifier(x509.DNSName("gpt-syncer"))
     server.verify(leaf(tmp_path / "us.yaml"), [])
     policy.build_client_verifier().verify(leaf(tmp_path / "eu.yaml"), [])
+
+
+def test_the_secret_of_a_cluster_names_all_its_regions(tmp_path):
+    pools = "{name: us, learners: 2}, {name: spot, cluster: us, learners: 1}"
+    several = job(f"spec.regions=[{{name: eu, learners: 2}}, {pools}]")
+    written = write_certs(several, tmp_path, now=NOW)
+    assert [(made.path.name, made.regions, made.server) for made in written] == [
+        ("eu.yaml", ("eu",), False),
+        ("us.yaml", ("us", "spot"), True),
+        ("all.yaml", ("eu", "us", "spot"), True),
+    ]
+    assert set(facts(tmp_path / "us.yaml", job="gpt").regions) == {"us", "spot"}
+    assert "us.yaml  # in the cluster of regions us, spot (syncer)" in describe(tmp_path, written)
 
 
 def test_only_the_owner_can_read_files_with_keys(tmp_path):

@@ -25,7 +25,7 @@ def diloco(*arguments, cwd: Path, text: str = "") -> subprocess.CompletedProcess
         input=text,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
 
@@ -71,6 +71,12 @@ def test_problems_are_json_when_asked_for(tmp_path):
         "spec.steps",
         "spec.sync.quorum",
     ]
+
+
+def test_the_usage_names_the_optional_directory_once(tmp_path):
+    assert diloco("status", "--help", cwd=tmp_path).stdout.startswith(
+        "Usage: diloco status [OPTIONS] [DIR]\n"
+    )
 
 
 def test_requirements_of_a_cluster_are_valid_and_reported(tmp_path):

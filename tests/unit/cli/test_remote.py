@@ -356,7 +356,7 @@ def diloco(kubectl, *arguments):
     path = f"{os.path.dirname(kubectl)}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         [sys.executable, "-m", "diloco_cli", *map(str, arguments)],
-        env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=60, check=False,
+        env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
 
 
@@ -446,3 +446,9 @@ def test_many_missing_learners_are_one_line(tmp_path, kubectl):
     job.write_text(JOB.replace("learners: 1", "learners: 500"))
     missing = fetch_run(RemoteJob(name="a", kubectl=kubectl), tmp_path / "run")
     assert missing[0].endswith(": eu/1, us/0, us/1, us/2, us/3, us/4, us/5, us/6 and 493 more")
+
+
+def test_headers_nested_without_end_are_refused_in_one_sentence(tmp_path):
+    nested = [sys.executable, "-IS", "-c", "print('[' * 60_000)"]
+    with pytest.raises(UnavailableError, match="does not contain files"):
+        pod_files.copy_files(nested, "/x", ("a",), tmp_path, Retries(attempts=1))

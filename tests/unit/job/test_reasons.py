@@ -5,10 +5,10 @@ import string
 
 import pytest
 
-from diloco.rpc import tls
+from diloco.rpc import connection_reasons
 from diloco_job.reasons import (
     CONDITIONS,
-    MESSAGE_MOST,
+    MAX_MESSAGE,
     REASONS,
     clip,
     condition,
@@ -46,7 +46,7 @@ def test_a_condition_has_the_status_and_message_of_its_reason(entry):
 
 
 def test_every_reason_of_a_refused_connection_is_a_reason_of_syncer_reachable():
-    for reason, _, _ in tls._REASONS:
+    for reason, _, _ in connection_reasons._REASONS:
         assert has_reason("SyncerReachable", reason), reason
 
 
@@ -58,7 +58,7 @@ def test_every_warning_has_advice():
 
 
 def test_a_message_ends_where_an_event_ends():
-    assert len(clip("x" * 5000)) == MESSAGE_MOST
+    assert len(clip("x" * 5000)) == MAX_MESSAGE
     assert clip("short") == "short"
 
 

@@ -1,6 +1,6 @@
 """The reference page is complete."""
 
-from diloco.runtime.metrics import METRICS
+from diloco.runtime.metric_table import METRICS
 from diloco_job.reasons import CONDITIONS, REASONS
 from diloco_job.reference import reference
 from diloco_job.rules import CHANGES, FIXED, RULES

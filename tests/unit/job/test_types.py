@@ -70,7 +70,7 @@ def test_omitted_fields_have_their_defaults():
     assert (written.pop("seed"), default.pop("seed")) == (7, 0)
     assert (written["syncer"].pop("region"), default["syncer"].pop("region")) == ("eu", "")
     assert (written.pop("evaluation"), default.pop("evaluation")) == (
-        {"everySteps": 50, "command": None},
+        {"everySteps": 50, "command": None, "ports": {"health": 8080, "metrics": 9090}},
         None,
     )
     for spec in (written, default):
@@ -139,7 +139,7 @@ def test_an_endpoint_is_a_host_and_a_port(text):
         ("localhost.example", False), ("notlocalhost", False),
     ],
 )  # fmt: skip
-def test_an_address_that_each_machine_has_for_itself_is_no_endpoint_of_a_cluster(host, local):
+def test_b06_an_address_that_each_machine_has_for_itself_is_no_endpoint_of_a_cluster(host, local):
     assert names.is_local_endpoint(f"{host}:7070") == local
 
 

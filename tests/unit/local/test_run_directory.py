@@ -181,7 +181,7 @@ def test_a_manifest_whose_directory_was_deleted_is_refused(tmp_path):
     adopt(rundir, folder / "job.yaml")
     (folder / "job.yaml").unlink()
     folder.rmdir()
-    with pytest.raises(ConfigError, match="the directory of the job's manifest does not exist"):
+    with pytest.raises(ConfigError, match="the directory of the job's manifest no longer exists"):
         adopt(rundir, rundir.manifest)
 
 

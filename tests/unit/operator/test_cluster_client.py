@@ -158,9 +158,20 @@ def test_events_are_read_by_the_object_that_they_are_about(api, cluster):
     assert request.query["limit"] == str(cluster_module.PAGE)
 
 
-def test_an_operator_that_may_not_read_events_goes_on_without_them(api, cluster):
+def test_an_operator_that_may_not_read_events_continues_without_them(api, cluster):
     api.faults.append(Fault("GET", "events", 403))
     assert cluster.events_about({"metadata": {"namespace": "ns", "name": "a", "uid": "1"}}) == ()
+
+
+def test_workloads_are_read_by_the_objects_that_they_admit_and_there_are_none_without_kueue(
+    api, cluster
+):
+    assert cluster.workloads("ns", ("1-2", "3-4")) == ()
+    request = api.requests[-1]
+    path = request.path.partition("?")[0]
+    assert path == "/apis/kueue.x-k8s.io/v1beta2/namespaces/ns/workloads"
+    assert request.query["labelSelector"] == "kueue.x-k8s.io/job-uid in (1-2,3-4)"
+    assert request.status == 404
 
 
 @pytest.mark.parametrize("status", [429, 500, 503])

@@ -221,7 +221,7 @@ def test_a_kill_from_outside_is_no_crash(code, reason):
     assert world.condition("Failed")["status"] == "False"
 
 
-def test_the_supervisors_own_count_of_faults_is_believed():
+def test_the_supervisors_own_count_of_faults_is_used():
     world = training(manifest(**LIMIT))
     message = '{"reason": "RestartLimit", "message": "exit code 1, five times"}'
     restarted(world.pod("a-us-1"), 1, 1, message=message)

@@ -50,18 +50,18 @@ def failed_in_us():
 # ---------------------------------------------------------------- the syncer's region
 
 
-def test_the_syncer_is_told_why_the_job_failed():
+def test_a_failure_is_reported_to_the_syncer():
     world, decisions = fails_in_eu()
     assert world.reason("Failed") == ("True", "DeadlineExceeded")
     message = world.condition("Failed")["message"]
-    assert decisions.tell == Failure(reason="DeadlineExceeded", message=message)
+    assert decisions.failure_to_report == Failure(reason="DeadlineExceeded", message=message)
 
 
-def test_the_syncer_is_told_again_until_it_repeats_it():
+def test_a_failure_is_reported_again_until_the_syncer_repeats_it():
     world, _ = fails_in_eu()
-    assert world.reconcile(1).tell is not None
+    assert world.reconcile(1).failure_to_report is not None
     world.answers(failure=FAILURE)
-    assert world.reconcile(1).tell is None
+    assert world.reconcile(1).failure_to_report is None
 
 
 @pytest.mark.parametrize("policy", ["Running", "All"])
@@ -76,31 +76,31 @@ def test_a_failed_syncer_answers_other_regions_for_two_minutes(policy):
     assert bool(world.children) == (policy == "Running")
 
 
-def test_in_one_cluster_nobody_is_told_and_the_syncer_stops_at_once():
+def test_in_one_cluster_a_failure_is_not_reported_and_the_syncer_stops_at_once():
     world = training(manifest(**DEADLINE))
-    assert world.reconcile(100).tell is None
+    assert world.reconcile(100).failure_to_report is None
     world.reconcile(1)
     assert not any(world.replicas().values())
 
 
-def test_a_syncer_that_does_not_answer_cannot_be_told():
+def test_a_failure_is_not_reported_to_a_syncer_that_does_not_answer():
     world = trains("eu", **DEADLINE)
     world.becomes_unreachable()
-    assert world.reconcile(100).tell is None
+    assert world.reconcile(100).failure_to_report is None
     assert world.reason("Failed") == ("True", "DeadlineExceeded")
 
 
 def test_a_failure_of_the_former_attempt_does_not_fail_the_syncers_region():
     world = trains("eu")
     world.answers(failure=FAILURE)
-    assert world.reconcile(30).tell is None
+    assert world.reconcile(30).failure_to_report is None
     assert world.reason("Failed") == ("False", "NotFailed")
 
 
 # ---------------------------------------------------------------- the other region
 
 
-def test_another_region_says_where_and_why_the_job_failed_and_frees_its_pods():
+def test_another_region_states_where_and_why_the_job_failed_and_frees_its_pods():
     world = failed_in_us()
     assert world.status["state"] == "Failed"
     assert world.reason("Failed") == ("True", "SyncerRegionFailed")
@@ -111,7 +111,7 @@ def test_another_region_says_where_and_why_the_job_failed_and_frees_its_pods():
     assert world.replicas() == {"a-us": 0}
 
 
-def test_it_stays_failed_without_a_write_while_the_syncer_is_away():
+def test_it_stays_failed_without_a_write_while_the_syncer_is_unavailable():
     world = failed_in_us()
     world.becomes_unreachable()
     world.reconcile(40)

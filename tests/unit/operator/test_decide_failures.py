@@ -207,7 +207,7 @@ def test_the_syncer_that_is_back_is_reachable_at_once():
     assert world.status["step"] == 150
 
 
-def test_a_fresh_operator_believes_the_last_status_for_30_s():
+def test_a_fresh_operator_keeps_the_last_status_for_30_s():
     world = training()
     world.becomes_unreachable()
     world.last_answer = None

@@ -328,8 +328,16 @@ def test_extreme_times_are_times(seconds):
 # ------------------------------------------------------------------------------ others
 
 
-def test_a_job_that_another_controller_manages_is_left_alone():
-    world = OperatedJob(job=manifest(runPolicy={"managedBy": "kueue.x-k8s.io/multikueue"}))
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"managedBy": "kueue.x-k8s.io/multikueue"},
+        {"runPolicy": {"managedBy": "kueue.x-k8s.io/multikueue"}},
+    ],
+    ids=["where MultiKueue sets it", "its former place"],
+)
+def test_a_job_that_another_controller_manages_is_left_alone(spec):
+    world = OperatedJob(job=manifest(**spec))
     decisions = world.reconcile()
     assert is_idle(decisions)
     assert not world.status

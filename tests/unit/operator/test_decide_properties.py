@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from diloco_job.reasons import CONDITIONS
 from diloco_job.status_types import Status
 from diloco_operator.state.observation import Answer, LearnerAnswer, Refusal, Unreachable
-from diloco_operator.state.stored_job import StoredJob
+from diloco_operator.state.stored_job import StoredJob, managed_by
 from diloco_testing.kubernetes.operated_job import (
     SCOPE,
     OperatedJob,
@@ -249,8 +249,7 @@ def test_any_spec_gives_children_or_a_clear_condition(changed, scope):
             pass  # an earlier change removed the place
     world = OperatedJob(job=job, scope=scope)
     decisions = world.reconcile()
-    policy = job["spec"].get("runPolicy") if isinstance(job["spec"], dict) else None
-    if isinstance(policy, dict) and policy.get("managedBy"):
+    if managed_by(job):
         assert is_idle(decisions)
         return
     assert world.condition("Accepted")["status"] in ("True", "False")
@@ -320,7 +319,7 @@ def test_two_refusals_are_both_reported():
         refusals=(Refusal(child="A a", message="x"), Refusal(child="B b", message="y"))
     )
     world.reconcile()
-    assert world.condition("Accepted")["message"] == "the API server rejected A a: x; B b: y"
+    assert world.condition("Accepted")["message"] == "the API server did not accept A a: x; B b: y"
 
 
 def test_the_message_of_a_pod_does_not_flap_with_its_back_off():

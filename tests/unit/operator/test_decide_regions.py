@@ -201,6 +201,81 @@ def test_a_refused_learner_without_which_there_is_no_quorum_fails_the_job_in_its
     assert us.replicas() == {"a-us": 0}
 
 
+# ---------------------------------------------------------------- several regions in one cluster
+
+
+POOLS = manifest(
+    **TLS,
+    **ENDPOINT,
+    regions=[
+        {"name": "eu", "learners": 2},
+        {"name": "eu-spot", "cluster": "eu", "learners": 1},
+        {"name": "us-h100", "cluster": "us", "learners": 1},
+        {"name": "us-l40s", "cluster": "us", "learners": 3},
+    ],
+)
+"""Two pools in each of two clusters."""
+
+
+def pools(scope, *regions):
+    made = OperatedJob(job=manifest(**POOLS["spec"]), scope=scope)
+    made.certificate = certificate("a", *regions)
+    made.settle()
+    made.answers()
+    made.settle()
+    return made
+
+
+def test_each_pool_of_a_cluster_has_its_own_statefulset_and_row_in_the_status():
+    eu, us = pools(EU, "eu", "eu-spot"), pools(US, "us-h100", "us-l40s")
+    assert eu.replicas() == {"a-eu": 2, "a-eu-spot": 1, "a-syncer": 1}
+    assert us.replicas() == {"a-us-h100": 1, "a-us-l40s": 3}
+    for made in (eu, us):
+        rows = {row["name"]: row["training"] for row in made.status["regions"]}
+        assert rows == {"eu": 2, "eu-spot": 1, "us-h100": 1, "us-l40s": 3}
+        assert made.status["state"] == "Training"
+        assert is_idle(made.reconcile(1000))
+    assert us.reason("SyncerReady") == ("Unknown", "OtherRegion")
+
+
+def test_a_pool_that_is_added_to_a_cluster_changes_nothing_of_the_one_that_is_there():
+    eu = trains(EU)
+    before = {key: child for key, child in eu.children.items() if key[1].startswith("a-eu")}
+    eu.change(regions=[*EVERYWHERE["spec"]["regions"], POOLS["spec"]["regions"][1]])
+    eu.certificate = certificate("a", "eu", "eu-spot")
+    eu.settle()
+    assert eu.replicas() == {"a-eu": 2, "a-eu-spot": 1, "a-syncer": 1}
+    assert {key: eu.children[key]["spec"] for key in before} == {
+        key: child["spec"] for key, child in before.items()
+    }
+
+
+def test_a_certificate_without_the_region_of_a_pool_is_named():
+    eu = world(EU, POOLS)
+    eu.answers(gone=("eu-spot/0",))
+    set_ready(eu.pod("a-eu-spot-0"), False)
+    eu.reconcile()
+    assert eu.reason("LearnersReady") == ("False", "CertificateOfOtherRegion")
+    assert "region eu-spot" in eu.condition("LearnersReady")["message"]
+
+
+def test_a_pool_that_moves_to_another_cluster_leaves_the_first():
+    us = pools(US, "us-h100", "us-l40s")
+    regions = [dict(region) for region in POOLS["spec"]["regions"]]
+    regions[2]["cluster"] = "eu"
+    us.change(regions=regions)
+    us.answers()
+    us.settle()
+    assert us.replicas() == {"a-us-l40s": 3}
+
+
+def test_an_operator_of_no_cluster_of_the_job_names_where_its_regions_are():
+    made = world(replace(SCOPE, region="us-h100"), POOLS)
+    assert not made.children
+    assert made.reason("Accepted") == ("False", "RegionNotInSpec")
+    assert "us-h100 (cluster us)" in made.condition("Accepted")["message"]
+
+
 @pytest.mark.parametrize("scope", [EU, US, SCOPE], ids=["eu", "us", "all"])
 def test_a_region_that_rests_rests(scope):
     made = world(scope)

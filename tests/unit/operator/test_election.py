@@ -87,7 +87,7 @@ class Candidate:
     def leads(self, now: float) -> bool:
         return self.election.may_write(now + self.clock)
 
-    def said(self, kind: type[Decision]) -> list[Decision]:
+    def made(self, kind: type[Decision]) -> list[Decision]:
         return [decision for decision in self.log if isinstance(decision, kind)]
 
 
@@ -102,8 +102,8 @@ def until_leading(candidate: Candidate, *others: Candidate, start: float, most: 
     while not candidate.leads(now):
         assert now < start + most, f"{candidate.name} does not lead after {most} s"
         now = round(now + 0.1, 3)
-        for one in (candidate, *others):
-            one.turn(now)
+        for each in (candidate, *others):
+            each.turn(now)
     return now
 
 
@@ -112,10 +112,10 @@ def test_the_first_candidate_leads_and_renews_with_one_request_every_two_seconds
     for tenth in range(1000):
         first.turn(tenth / 10)
         assert first.leads(tenth / 10)
-    assert len(first.said(Lead)) == 1
-    assert not first.said(StandBy)
+    assert len(first.made(Lead)) == 1
+    assert not first.made(StandBy)
     assert server.writes == 50
-    assert len(first.said(Read)) == 1
+    assert len(first.made(Read)) == 1
     assert server.lease is not None
     assert (server.lease.holder, server.lease.transitions, server.lease.acquired) == ("a", 0, "1")
 
@@ -126,7 +126,7 @@ def test_a_second_candidate_stands_by_as_long_as_the_first_renews(server):
         first.turn(tenth / 10)
         second.turn(tenth / 10)
         assert not second.leads(tenth / 10)
-    assert not second.said(Write)
+    assert not second.made(Write)
 
 
 def test_the_second_takes_over_once_the_lease_has_not_changed_for_its_duration(server):
@@ -192,7 +192,7 @@ def test_a_leader_without_answers_stops_at_the_deadline_and_leads_again_when_the
             leader.handle(Due(), now)
             leader.handle(Unanswered(), now)
         assert leader.leads(now) == (now < TIMING.renew_seconds)
-    assert len(leader.said(StandBy)) == 1
+    assert len(leader.made(StandBy)) == 1
     leader.turn(leader.wake)
     assert leader.leads(leader.wake)
 
@@ -209,7 +209,7 @@ def test_a_leader_whose_request_hangs_may_not_write_after_the_deadline(server):
     assert not leader.leads(25.0), (
         "counted from the request, its time was over when the answer came"
     )
-    assert leader.said(StandBy)
+    assert leader.made(StandBy)
 
 
 def test_a_leader_that_finds_another_holder_stands_by(server):
@@ -220,7 +220,7 @@ def test_a_leader_that_finds_another_holder_stands_by(server):
     leader.turn(2.0)  # conflict
     leader.turn(4.0)
     assert not leader.leads(4.0)
-    assert leader.said(StandBy) == [StandBy("b holds the Lease")]
+    assert leader.made(StandBy) == [StandBy("b holds the Lease")]
 
 
 def test_a_lease_that_was_deleted_is_created_again_by_its_holder(server):
@@ -254,32 +254,32 @@ def test_at_no_time_may_two_candidates_write(clocks, steps):
     late: list[Write] = []
     for pause, number, fate, takes in steps:
         now += pause
-        _one_leads_at_most(candidates, now)
-        one = candidates[number % len(candidates)]
+        _at_most_one_leads(candidates, now)
+        candidate = candidates[number % len(candidates)]
         if fate == "paused":
             continue
-        if one.request is None:
-            one.handle(Due(), now)
-        if one.request is None:
+        if candidate.request is None:
+            candidate.handle(Due(), now)
+        if candidate.request is None:
             continue
-        request, now = one.request, now + takes
+        request, now = candidate.request, now + takes
         if fate == "still on its way" and isinstance(request, Write):
-            late.append(request)  # applied at some later step, after the client gave it up
-            one.handle(Unanswered(), now)
+            late.append(request)  # applied at some later step, after the client stopped waiting
+            candidate.handle(Unanswered(), now)
         elif fate == "request lost":
-            one.handle(Unanswered(), now)
+            candidate.handle(Unanswered(), now)
         else:
             answer = server.answer(request)
-            _one_leads_at_most(candidates, now)
+            _at_most_one_leads(candidates, now)
             now += takes
-            one.handle(Unanswered() if fate == "answer lost" else answer, now)
-        _one_leads_at_most(candidates, now)
+            candidate.handle(Unanswered() if fate == "answer lost" else answer, now)
+        _at_most_one_leads(candidates, now)
         if late and pause > 6.0:
             server.answer(late.pop(0))
-            _one_leads_at_most(candidates, now)
+            _at_most_one_leads(candidates, now)
 
 
-def _one_leads_at_most(candidates: list[Candidate], now: float) -> None:
+def _at_most_one_leads(candidates: list[Candidate], now: float) -> None:
     assert sum(candidate.leads(now) for candidate in candidates) <= 1
 
 

@@ -67,7 +67,7 @@ def test_no_handler_needs_a_finalizer_or_keeps_state_in_the_cluster():
     assert not made._indexing.get_all_handlers()
 
 
-async def test_a_lost_volume_that_a_person_gives_up_is_handled_at_once_and_a_status_is_not():
+async def test_an_acknowledged_loss_of_a_volume_is_handled_at_once_and_a_status_is_not():
     queue = WorkQueue(lambda key: None, threads=0)
     added = []
     queue.add = lambda key, *_, **__: added.append(key)
@@ -162,6 +162,18 @@ def test_the_list_queues_jobs_that_only_the_list_or_only_the_queue_has(api, worl
     queue.add(Key("ns", "a"), 3600)
     ran = []
     queue._work = ran.append
+    resync.once()
+    assert queue._entries[Key("ns", "a")].due <= time.monotonic()
+
+
+def test_the_list_queues_a_change_of_a_known_job_that_the_watch_missed(api, world):
+    queue, health, _, resync = world
+    made = api.create(job("a"))
+    health.delivered(made["metadata"]["uid"], 1)
+    queue.add(Key("ns", "a"), 3600)
+    resync.once()
+    assert queue._entries[Key("ns", "a")].due > time.monotonic() + 3000
+    api.edit("dilocojobs", "a", lambda item: item["spec"].update(steps=2))
     resync.once()
     assert queue._entries[Key("ns", "a")].due <= time.monotonic()
 

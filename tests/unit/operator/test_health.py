@@ -18,7 +18,7 @@ class Queue:
     def alive(self):
         return self.running
 
-    def longest_seconds(self):
+    def stalled_seconds(self):
         return self.seconds
 
 
@@ -52,7 +52,7 @@ def test_an_operator_that_just_started_is_healthy_and_not_ready(health):
     assert health.ready()
 
 
-def test_a_reconcile_of_more_than_five_minutes_is_a_problem(health, queue):
+def test_a_reconcile_without_progress_for_more_than_five_minutes_is_a_problem(health, queue):
     queue.seconds = 299.0
     assert health.problem() == ""
     queue.seconds = 301.0
@@ -81,6 +81,7 @@ def test_a_watch_that_does_not_bring_a_generation_within_two_minutes_is_a_proble
     health.listed([("uid", 2, "ns/a")])
     assert health.problem() == ""
     clock.now += 2
+    health.listed([("uid", 2, "ns/a")])
     assert "ns/a" in health.problem()
     health.delivered("uid", 2)
     assert health.problem() == ""
@@ -89,6 +90,7 @@ def test_a_watch_that_does_not_bring_a_generation_within_two_minutes_is_a_proble
 def test_a_job_that_the_watch_never_brought_is_a_problem(health, clock):
     health.listed([("uid", 1, "ns/a")])
     clock.now += 121
+    health.listed([("uid", 1, "ns/a")])
     assert "ns/a" in health.problem()
 
 
@@ -135,6 +137,29 @@ def test_an_unavailable_api_server_is_no_problem(health, clock):
         clock.now += 10
         health.heartbeat()
     assert health.problem() == ""
+
+
+def test_an_api_server_that_goes_before_the_watch_brings_a_job_is_no_problem(health, clock):
+    health.listed([("uid", 1, "ns/a")])
+    for _ in range(100):
+        clock.now += 30
+        health.heartbeat()
+        health.unlisted()
+        assert health.problem() == ""
+    # The server is back, and the watch has as long as ever.
+    for _ in range(5):
+        health.listed([("uid", 1, "ns/a")])
+        assert health.problem() == ""
+        clock.now += 30
+        health.heartbeat()
+    health.listed([("uid", 1, "ns/a")])
+    assert "ns/a" in health.problem()
+
+
+def test_a_list_names_what_the_watch_has_not_delivered(health):
+    health.delivered("a", 1)
+    assert health.listed([("a", 1, "ns/a"), ("b", 1, "ns/b")]) == {"b"}
+    assert health.listed([("a", 2, "ns/a")]) == {"a"}
 
 
 def test_the_endpoint_returns_200_or_503_with_the_reason(health, queue):

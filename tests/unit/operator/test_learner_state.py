@@ -128,7 +128,7 @@ def retention(sets, **wanted):
     ]
 
 
-def test_the_volumes_of_learners_go_with_the_job_and_outlive_scaling_unless_told_otherwise():
+def test_the_volumes_of_learners_go_with_the_job_and_outlive_scaling_unless_configured_otherwise():
     assert retention(["spec.learner.storage={}"]) == {
         "whenDeleted": "Delete", "whenScaled": "Retain",
     }  # fmt: skip

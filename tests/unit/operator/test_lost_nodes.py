@@ -80,6 +80,27 @@ def test_a_pod_whose_node_answers_is_left_to_its_kubelet(conditions):
     assert forced(losing(*conditions).reconcile(10**6)) == []
 
 
+TAINTED = [
+    {"type": "Ready", "status": "False", "reason": "ContainersNotReady"},
+    {"type": "DisruptionTarget", "status": "True", "reason": "DeletionByTaintManager"},
+]
+ENDED = {"name": "main", "state": {"terminated": {"exitCode": 143}}}
+
+
+def test_a_pod_that_a_persons_taint_ended_is_left_to_its_kubelet_which_reported_the_end():
+    """Such as one whose volume cannot be unmounted."""
+    world = losing(*TAINTED)
+    world.pods["a-eu-0"]["status"]["containerStatuses"] = [ENDED]
+    assert forced(world.reconcile(10**6)) == []
+
+
+@pytest.mark.parametrize("containers", [[], [ENDED, {"name": "other", "state": {"running": {}}}]])
+def test_a_pod_on_a_lost_node_whose_end_is_not_reported_is_deleted_by_force(containers):
+    world = losing(*TAINTED)
+    world.pods["a-eu-0"]["status"]["containerStatuses"] = containers
+    assert forced(world.reconcile(AFTER))
+
+
 def test_a_pod_that_was_not_deleted_is_left_alone_though_its_node_is_lost():
     world = losing()
     del world.pods["a-eu-0"]["metadata"]["deletionTimestamp"]

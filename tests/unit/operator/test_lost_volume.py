@@ -54,7 +54,7 @@ def test_a_lost_claim_is_not_replaced_by_an_empty_one_and_the_syncer_waits():
     assert world.reason("SyncerReady") == ("False", "VolumeGone")
     assert ("Warning", "VolumeGone") in world.events
     message = world.condition("SyncerReady")["message"]
-    assert "up to step 100, does not exist any more" in message
+    assert "up to step 100, no longer exists" in message
     assert f"diloco.dev/lost-volume={lost['metadata']['uid']}" in message
     world.reconcile(30)
     assert world.status["state"] == "Degraded"
@@ -79,7 +79,7 @@ def test_a_claim_of_another_uid_is_not_taken_for_the_jobs():
     assert world.children[CLAIM] == before
     message = world.condition("SyncerReady")["message"]
     assert "was replaced by one with uid uid-of-another" in message
-    assert "To go on with the one that is there: kubectl annotate dlj/a --overwrite" in message
+    assert "To continue with the existing claim: kubectl annotate dlj/a --overwrite" in message
     assert message.endswith(f"={lost}")
     assert world.status["syncer"]["volumeUid"] == lost
 
@@ -175,7 +175,7 @@ def test_a_status_of_an_earlier_version_with_no_claim_waits_as_well():
 
 
 @pytest.mark.parametrize("region", ["eu", "us"])
-def test_only_the_operator_with_the_syncer_looks_for_the_claim(region):
+def test_only_the_operator_with_the_syncer_checks_the_claim(region):
     job = manifest(syncer={"endpoint": "h:1"}, tls={"mode": "Secret", "secretName": "s"})
     world = OperatedJob(job=job, scope=replace(SCOPE, region=region))
     world.settle()
@@ -183,3 +183,21 @@ def test_only_the_operator_with_the_syncer_looks_for_the_claim(region):
     world.settle()
     assert ("volumeUid" in world.status["syncer"]) == (region == "eu")
     assert world.reason("SyncerReady")[1] != "VolumeGone"
+
+
+def test_a_claim_that_is_being_deleted_is_reported_while_the_syncers_pod_still_keeps_it():
+    world = training()
+    world.children[CLAIM]["metadata"]["deletionTimestamp"] = "2026-03-01T12:00:00Z"
+    world.reconcile(30)
+    assert world.reason("SyncerReady") == ("True", "VolumeTerminating")
+    assert (
+        "PersistentVolumeClaim a-syncer is being deleted"
+        in world.condition("SyncerReady")["message"]
+    )
+    assert ("Warning", "VolumeTerminating") in world.events
+    assert world.status["state"] == "Training"
+    assert is_idle(world.reconcile(30))
+    # The pod restarts: now it is gone.
+    lose(world)
+    world.settle()
+    assert world.reason("SyncerReady") == ("False", "VolumeGone")

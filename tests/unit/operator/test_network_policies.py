@@ -58,9 +58,10 @@ def selects(selector, labels):
     return selector.get("matchLabels", {}).items() <= labels.items()
 
 
-def allows(sets, labels, port, peer_labels, namespace="work"):
+def allows(sets, labels, port, peer_labels, namespace="work", wanted=WANTED):
     """Whether a pod with these labels accepts a connection, as a network would decide."""
-    chosen = [spec for spec in policies(sets).values() if selects(spec["podSelector"], labels)]
+    found = policies(sets, wanted=wanted).values()
+    chosen = [spec for spec in found if selects(spec["podSelector"], labels)]
     assert chosen, "a pod that no policy selects accepts everything"
     for rule in (rule for spec in chosen for rule in spec["ingress"]):
         if "ports" in rule and port not in {entry["port"] for entry in rule["ports"]}:
@@ -80,7 +81,7 @@ SYNCER, LEARNER, EVALUATOR = (
     {"diloco.dev/job": "stdlib-gpt", "diloco.dev/region": "eu", "diloco.dev/role": role}
     for role in ("syncer", "learner", "evaluator")
 )
-STRANGER = {"app": "other"}
+OUTSIDER = {"app": "other"}
 OTHER_JOB = {"diloco.dev/job": "another", "diloco.dev/role": "learner"}
 
 
@@ -111,7 +112,7 @@ def test_every_port_that_a_policy_names_is_one_of_the_pod():
         (EVALUATOR, "work", True),
         (OPERATOR, "system", True),
         (OPERATOR, "elsewhere", False),
-        (STRANGER, "work", False),
+        (OUTSIDER, "work", False),
         (OTHER_JOB, "work", False),
         (LEARNER, "elsewhere", False),
     ],
@@ -121,15 +122,29 @@ def test_the_syncer_is_reached_by_its_job_and_by_the_operator_alone(peer, namesp
 
 
 def test_a_syncer_with_an_endpoint_is_reached_by_other_clusters():
-    assert allows(ENDPOINT, SYNCER, "sync", STRANGER, "elsewhere")
+    assert allows(ENDPOINT, SYNCER, "sync", OUTSIDER, "elsewhere")
+
+
+def test_a_syncer_is_reached_by_an_operator_that_has_the_address_of_its_node():
+    """No selector of pods matches a pod in the network of its node."""
+    on_node = replace(WANTED, operator_on_host_network=True)
+    assert allows((), SYNCER, "sync", {}, "of a node", on_node)
+    assert not allows((), LEARNER, "metrics", {}, "of a node", on_node)
+
+
+@pytest.mark.parametrize("template", ["spec.learner", "spec.regions[us]"])
+def test_a_syncer_is_reached_by_learners_that_have_the_addresses_of_their_nodes(template):
+    sets = (f"{template}.podTemplate.spec.hostNetwork=true",)
+    assert allows(sets, SYNCER, "sync", {}, "of a node")
+    assert not allows((f"{template}.podTemplate.spec.hostNetwork=false",), SYNCER, "sync", {}, "x")
 
 
 @pytest.mark.parametrize(
     "pod", [SYNCER, LEARNER, EVALUATOR], ids=["syncer", "learner", "evaluator"]
 )
 def test_metrics_are_read_by_those_who_may_and_probes_by_the_kubelet(pod):
-    assert allows((), pod, "metrics", STRANGER, "monitoring")
-    assert not allows((), pod, "metrics", STRANGER, "work")
+    assert allows((), pod, "metrics", OUTSIDER, "monitoring")
+    assert not allows((), pod, "metrics", OUTSIDER, "work")
     assert allows((), pod, "health", {}, "anywhere")
 
 
@@ -149,7 +164,7 @@ def test_only_pods_of_one_region_reach_each_other_and_only_if_a_learner_has_seve
     assert not allows((), LEARNER, "rendezvous", LEARNER)
     assert allows(several, LEARNER, "rendezvous", LEARNER)
     assert not allows(several, LEARNER, "rendezvous", other_region)
-    assert not allows(several, LEARNER, "rendezvous", STRANGER)
+    assert not allows(several, LEARNER, "rendezvous", OUTSIDER)
 
 
 def test_each_operator_keeps_the_policies_of_its_own_regions():
@@ -178,6 +193,9 @@ def test_the_setting_is_read():
     found = from_env(ENV | {"DILOCO_NETWORK_POLICIES": text}).scope.network_policies
     expected = NetworkPolicies(operator_namespace="system", metrics_from=({"podSelector": {}},))
     assert found == expected
+    text = '{"operatorNamespace": "system", "operatorOnHostNetwork": true}'
+    found = from_env(ENV | {"DILOCO_NETWORK_POLICIES": text}).scope.network_policies
+    assert found == NetworkPolicies(operator_namespace="system", operator_on_host_network=True)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Jobs with a valid spec that an operator leaves as they are, and says why."""
+"""Jobs with a valid spec that an operator leaves as they are, with the reason."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def container(**security):
     ],
     ids=["of all learners", "of the syncer", "in a list", "below another", "of a region"],
 )  # fmt: skip
-def test_a_forbidden_field_of_a_pod_is_refused_by_its_path(spec, path):
+def test_b01_a_forbidden_field_of_a_pod_is_refused_by_its_path(spec, path):
     world = OperatedJob(job=manifest(**spec), scope=SHARED)
     decisions = world.reconcile()
     assert (decisions.apply, decisions.delete) == ((), ())
@@ -86,7 +86,7 @@ def test_a_running_job_with_a_field_that_was_forbidden_later_keeps_its_pods():
     assert (decisions.apply, decisions.delete) == ((), ())
     assert world.reason("Accepted") == ("False", "PodFieldForbidden")
     assert (world.children, sorted(world.pods)) == (children, pods)
-    assert world.reconcile().status is None, "said once"
+    assert world.reconcile().status is None, "reported once"
 
 
 @pytest.mark.parametrize(
@@ -132,3 +132,78 @@ def test_a_job_with_a_service_account_of_its_own_name_uses_it():
     assert ("ServiceAccount", "a") not in world.children
     pods = world.children["StatefulSet", "a-eu"]["spec"]["template"]["spec"]
     assert pods["serviceAccountName"] == "a"
+
+
+def forbidden(**spec):
+    """A job that trains, and has a field that was forbidden later."""
+    world = training(manifest(learner=learner(hostNetwork=True), **spec))
+    world.scope = SHARED
+    world.reconcile()
+    return world
+
+
+def test_a_job_that_is_no_longer_accepted_still_completes_and_frees_its_learners():
+    world = forbidden()
+    world.answers("Complete", step=2000)
+    decisions = world.reconcile(30)
+    assert world.reason("Complete") == ("True", "StepsDone")
+    assert world.reason("Accepted") == ("False", "PodFieldForbidden")
+    assert world.status["state"] == "Complete"
+    assert {want["spec"]["replicas"] for want in decisions.apply} == {0}
+    assert world.replicas() == {"a-eu": 0, "a-syncer": 1, "a-us": 0}
+
+
+def test_a_job_that_is_no_longer_accepted_can_be_suspended_but_not_resumed():
+    world = forbidden()
+    world.change(runPolicy={"suspend": True})
+    world.settle()
+    assert world.reason("Suspended") == ("True", "Suspended")
+    assert set(world.replicas().values()) == {0}
+    world.change(runPolicy={})
+    world.settle()
+    assert set(world.replicas().values()) == {0}
+    assert world.reason("Accepted") == ("False", "PodFieldForbidden")
+    world.scope = SCOPE
+    world.settle()
+    assert world.replicas() == {"a-eu": 2, "a-syncer": 1, "a-us": 2}
+
+
+def test_a_job_that_is_no_longer_accepted_still_ends_by_its_deadline_and_its_ttl():
+    world = forbidden(runPolicy={"activeDeadlineSeconds": 600, "ttlSecondsAfterFinished": 60})
+    for _ in range(3):
+        world.reconcile(300)
+    assert world.reason("Failed") == ("True", "DeadlineExceeded")
+    world.reconcile(120)
+    assert world.removed
+
+
+def test_the_status_of_a_job_that_is_no_longer_accepted_stays_current():
+    world = forbidden()
+    world.answers(gone=("us/1",), step=500)
+    world.reconcile(60)
+    assert world.status["step"] == 500
+    assert world.status["state"] == "Degraded"
+    assert world.reason("LearnersReady")[0] == "False"
+
+
+def test_a_change_that_brings_a_forbidden_field_starts_no_pod_with_it():
+    world = training()
+    before = {name: pod["spec"] for name, pod in world.pods.items()}
+    world.scope = SHARED
+    world.change(learner=learner(hostNetwork=True), steps=3000)
+    for _ in range(3):
+        decisions = world.reconcile(30)
+        assert (decisions.apply, decisions.delete) == ((), ())
+    world.run_controllers()
+    assert {name: pod["spec"] for name, pod in world.pods.items()} == before
+
+
+def test_an_operator_whose_region_changed_does_not_track_the_job():
+    """It would see other learners, and another syncer."""
+    world = training()
+    status = world.status
+    world.scope = replace(SCOPE, region="us")
+    world.answers("Complete", step=2000)
+    world.reconcile(60)
+    assert world.reason("Accepted") == ("False", "RegionChanged")
+    assert (world.status["step"], world.status["state"]) == (status["step"], status["state"])

@@ -3,8 +3,9 @@
 from datetime import UTC, datetime
 
 from diloco.v1 import syncer_pb2 as pb
+from diloco_job.names import MAX_REGIONS
 from diloco_operator.state.objects import controller_uid, identity
-from diloco_operator.state.observation import Failure, LearnerAnswer, answer_of
+from diloco_operator.state.observation import Failure, LearnerAnswer, RegionFailure, answer_of
 
 AT = datetime(2026, 3, 1, tzinfo=UTC)
 
@@ -47,6 +48,13 @@ def test_an_answer_has_the_failure_that_the_syncers_region_reported():
     expected = Failure(reason="DeadlineExceeded", message="ran too long")
     assert answer_of(reply, AT).failure == expected
     assert answer_of(pb.StatusReply(), AT).failure is None
+
+
+def test_an_answer_has_the_failures_of_regions_but_not_more_than_a_job_has_regions():
+    reported = [pb.RegionFailure(region=f"r{i}", reason="R", message="m") for i in range(100)]
+    found = answer_of(pb.StatusReply(region_failures=reported), AT).region_failures
+    assert found[0] == RegionFailure(region="r0", reason="R", message="m")
+    assert len(found) == MAX_REGIONS
 
 
 def test_only_the_controller_counts_as_owner():

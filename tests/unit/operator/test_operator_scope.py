@@ -3,7 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 
-from diloco_operator.resources.operator_scope import OperatorScope, tls_secret
+from diloco_operator.resources.operator_scope import OperatorScope, listed_regions, tls_secret
 from diloco_testing.manifests.files import load_job
 
 EVERYTHING = Path(__file__).parents[3] / "tests/golden/everything.yaml"
@@ -35,6 +35,21 @@ def test_the_syncer_runs_in_the_first_region_unless_another_is_named():
     assert EU.has_syncer(job)
     job = load_job(EVERYTHING, ["spec.syncer.region=us"])
     assert (EU.has_syncer(job), US.has_syncer(job)) == (False, True)
+
+
+def test_an_operator_with_a_region_runs_all_regions_of_its_cluster():
+    pools = "{name: eu, learners: 1}, {name: us, cluster: eu, learners: 1}"
+    job = load_job(EVERYTHING, [f"spec.regions=[{pools}, {{name: asia, learners: 1}}]"])
+    assert names(EU.own_regions(job)) == ["eu", "us"]
+    assert names(US.own_regions(job)) == []
+    assert names(ASIA.own_regions(job)) == ["asia"]
+    assert names(ALL.own_regions(job)) == ["eu", "us", "asia"]
+    assert listed_regions(job) == "eu, us (cluster eu), asia"
+
+
+def test_the_syncer_runs_in_the_cluster_of_its_region():
+    job = load_job(EVERYTHING, ["spec.syncer.region=us", "spec.regions[us].cluster=asia"])
+    assert [scope.has_syncer(job) for scope in (EU, US, ASIA, ALL)] == [False, False, True, True]
 
 
 def test_learners_dial_the_service_where_the_syncer_is_and_the_endpoint_elsewhere():

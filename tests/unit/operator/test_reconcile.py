@@ -24,7 +24,7 @@ from diloco_operator.reconcile import Reconciler
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.settings import Faults
 from diloco_operator.state.objects import identity
-from diloco_operator.state.observation import Answer, Failure, Unreachable
+from diloco_operator.state.observation import Answer, Failure, RegionFailure, Unreachable
 from diloco_operator.workqueue import Key, RetryError
 from diloco_testing.kubernetes.fake_api import FakeApi, Fault
 
@@ -47,7 +47,7 @@ def job(**spec):
     }
 
 
-class World:
+class ReconciledCluster:
     """A reconciler whose decisions are `self.decide`."""
 
     def __init__(self, api, tmp_path, scope=SCOPE, faults=None, installation=""):
@@ -107,13 +107,13 @@ def api(monkeypatch):
 @pytest.fixture
 def world(api, tmp_path):
     api.create(job())
-    made = World(api, tmp_path)
+    made = ReconciledCluster(api, tmp_path)
     yield made
     made.reconciler.close()
 
 
 def test_a_deleted_job_is_forgotten(api, tmp_path):
-    world = World(api, tmp_path)
+    world = ReconciledCluster(api, tmp_path)
     assert world.run() is None
     assert not world.observation
 
@@ -168,7 +168,7 @@ def test_decisions_are_carried_out_in_order_and_counted(world):
         apply=(world.child("a-1"), world.child("a-2")),
         delete=(ObjectRef(kind="ConfigMap", name="old", uid=uid),),
         status={"state": "Training", "step": 3},
-        events=(JobEvent(type="Normal", reason="Valid", message="the job can be run"),),
+        events=(JobEvent(type="Normal", reason="Valid", message="the job can run"),),
         requeue_seconds=7.0,
     )
     assert world.run() == 7.0
@@ -406,7 +406,7 @@ def test_without_access_to_certificates_the_job_reports_it_and_gets_its_other_ch
     """rbac.certManager of the chart is false: reading a Certificate is refused like creating one."""
     api.create(job(tls={"mode": "CertManager", "issuerRef": {"name": "ca"}}))
     api.faults.append(Fault("*", "certificates", 403, "certificates is forbidden", times=99))
-    world = World(api, tmp_path)
+    world = ReconciledCluster(api, tmp_path)
     world.decide = lambda observation: decide(observation, SCOPE, NOW)
     with pytest.raises(RetryError, match="certificates is forbidden"):
         world.run()
@@ -493,7 +493,7 @@ def test_faults_come_where_they_are_named(api, tmp_path, point, done):
             if at == point:
                 raise StopError
 
-    world = World(api, tmp_path, faults=StopAtPoint())
+    world = ReconciledCluster(api, tmp_path, faults=StopAtPoint())
     world.decide = lambda observation: Decisions(
         apply=(world.child("a-1"), world.child("a-2")), status={"step": 1}
     )
@@ -512,11 +512,15 @@ class FakeSyncer(syncer_pb2_grpc.SyncerServicer):
 
 class FailingSyncer(FakeSyncer):
     def __init__(self):
-        self.told = []
+        self.failures = []
 
     def Failed(self, request, context):  # noqa: N802
-        self.told.append((request.reason, request.message))
+        self.failures.append((request.reason, request.message))
         return syncer_pb2.FailedReply()
+
+    def RegionFailed(self, request, context):  # noqa: N802
+        self.failures.append((request.region, request.reason, request.message))
+        return syncer_pb2.RegionFailedReply()
 
 
 @contextmanager
@@ -549,7 +553,7 @@ def remote(api, tmp_path, dialled, **spec):
         job(regions=regions, syncer={"region": "eu", "endpoint": "syncer.example.com:7070"}, **spec)
     )
     scope = Loopback(region="us", worker_image="w", syncer_image="s", dialled=dialled)
-    return World(api, tmp_path, scope=scope)
+    return ReconciledCluster(api, tmp_path, scope=scope)
 
 
 def test_a_remote_syncer_is_contacted_at_the_endpoint_of_the_manifest(api, tmp_path):
@@ -600,35 +604,38 @@ def test_the_certificate_comes_from_the_secret_and_the_answer_from_the_syncer(ap
     world.reconciler.close()
 
 
-def test_the_syncer_is_told_of_a_failure_over_tls(api, tmp_path):
+def test_a_failure_is_reported_to_the_syncer_over_tls(api, tmp_path):
     authority, syncer = new_authority("a", datetime.now(UTC)), FailingSyncer()
     with syncing(issued(authority, ["eu"], ["a-syncer"]), syncer) as endpoint:
         world = remote(api, tmp_path, endpoint, tls={"mode": "Secret", "secretName": "s"})
         put_secret(api, issued(authority, ["us"]))
         world.now = datetime.now(UTC) + timedelta(seconds=1)
-        world.decide = lambda observation: Decisions(tell=Failure(reason="R", message="why"))
+        world.decide = lambda observation: Decisions(
+            failure_to_report=Failure(reason="R", message="why"),
+            regions_to_report=(RegionFailure(region="us", reason="S", message="all"),),
+        )
         world.run()
-        assert syncer.told == [("R", "why")]
+        assert syncer.failures == [("R", "why"), ("us", "S", "all")]
     world.reconciler.close()
 
 
-def test_a_syncer_that_cannot_be_told_of_a_failure_ends_no_reconcile(api, tmp_path, caplog):
+def test_a_failure_that_cannot_be_reported_ends_no_reconcile(api, tmp_path, caplog):
     """An older version has no such call, another is gone, and a certificate may be missing."""
     authority = new_authority("a", datetime.now(UTC))
-    told = Decisions(tell=Failure(reason="R", message="why"), requeue_seconds=7.0)
+    reports = Decisions(failure_to_report=Failure(reason="R", message="why"), requeue_seconds=7.0)
     caplog.set_level(logging.INFO)
     with syncing(issued(authority, ["eu"], ["a-syncer"])) as endpoint:
         world = remote(api, tmp_path, endpoint, tls={"mode": "Secret", "secretName": "s"})
-        world.decide = lambda observation: told
+        world.decide = lambda observation: reports
         world.now = datetime.now(UTC) + timedelta(seconds=1)
         assert world.run() == 7.0
-        assert "not told" not in caplog.text, "without a certificate it does not dial"
+        assert "could not report" not in caplog.text, "without a certificate it does not dial"
         put_secret(api, issued(authority, ["us"]))
         assert world.run() == 7.0
-        assert "the syncer was not told of the failure: UNIMPLEMENTED" in caplog.text
+        assert "could not report the failure to the syncer: UNIMPLEMENTED" in caplog.text
     caplog.clear()
     assert world.run() == 7.0
-    assert "the syncer was not told of the failure: UNAVAILABLE" in caplog.text
+    assert "could not report the failure to the syncer: UNAVAILABLE" in caplog.text
     world.reconciler.close()
 
 
@@ -710,7 +717,9 @@ def operator(api):
 def pair(api, tmp_path):
     """Two installations of one cluster; the same job."""
     api.create(job())
-    made = [World(api, tmp_path, installation=f"system/{name}") for name in ("one", "two")]
+    made = [
+        ReconciledCluster(api, tmp_path, installation=f"system/{name}") for name in ("one", "two")
+    ]
     yield made
     for world in made:
         world.reconciler.close()
@@ -796,7 +805,7 @@ def test_a_job_whose_mark_was_removed_is_taken_by_the_other_installation(pair, a
 def test_a_job_that_it_does_not_run_is_not_claimed(api, tmp_path, spec):
     scope = OperatorScope(region="eu", worker_image="w", syncer_image="s")
     api.create(job(**spec))
-    world = World(api, tmp_path, scope=scope, installation="system/one")
+    world = ReconciledCluster(api, tmp_path, scope=scope, installation="system/one")
     world.run()
     assert operator(api) is None
     world.reconciler.close()

@@ -44,8 +44,8 @@ def test_the_controller_replaces_no_pod_of_a_learner_of_several_by_itself():
     assert trained().children["StatefulSet", "a-eu"]["spec"]["updateStrategy"] == {
         "type": "OnDelete"
     }
-    one = training().children["StatefulSet", "a-eu"]
-    assert one["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
+    single = training().children["StatefulSet", "a-eu"]
+    assert single["spec"]["updateStrategy"] == {"type": "RollingUpdate"}
     assert is_idle(trained().reconcile())
 
 

@@ -418,6 +418,12 @@ def test_a_node_port_is_set_for_type_node_port(type_, node_port, want):
     assert (port["port"], port["targetPort"]) == (7070, "sync")
 
 
+def test_the_service_of_the_syncer_has_the_families_of_the_manifest():
+    sets = ["spec.syncer.service.ipFamilyPolicy=PreferDualStack"]
+    spec = find(children(sets=sets), "Service", "stdlib-gpt-syncer")["spec"]
+    assert spec["ipFamilyPolicy"] == "PreferDualStack"
+
+
 def test_a_load_balancer_has_the_class_and_the_source_ranges_of_the_manifest():
     sets = [
         "spec.syncer.service={type: LoadBalancer, loadBalancerClass: example.com/inner, "
@@ -430,6 +436,7 @@ def test_a_load_balancer_has_the_class_and_the_source_ranges_of_the_manifest():
         children(sets=["spec.syncer.service.type=LoadBalancer"]), "Service", "stdlib-gpt-syncer"
     )
     assert not {"loadBalancerClass", "loadBalancerSourceRanges"} & plain["spec"].keys()
+    assert "ipFamilyPolicy" not in plain["spec"], "the cluster's default"
 
 
 def test_pods_satisfy_the_restricted_pod_security_standard():

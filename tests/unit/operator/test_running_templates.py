@@ -8,7 +8,7 @@ import pytest
 
 from diloco_operator.resources import pods as pod_templates
 from diloco_operator.resources.operator_scope import OperatorScope
-from diloco_operator.resources.template_record import FORMAT, INPUTS, TEMPLATE, TEMPLATE_MOST
+from diloco_operator.resources.template_record import FORMAT, INPUTS, MAX_TEMPLATE, TEMPLATE
 from diloco_testing.kubernetes.operated_job import (
     OperatedJob,
     is_idle,
@@ -94,6 +94,15 @@ def test_a_workload_with_another_template_is_not_kept_where_no_pod_of_it_has_run
     upgrade(world)
     world.settle()
     assert new_pods(world) == set(world.pods)
+
+
+def test_a_drain_of_all_pods_at_once_after_the_upgrade_brings_no_new_template(upgrade):
+    world = training(job())
+    upgrade(world)
+    for pod in world.pods.values():
+        pod["status"] = {"phase": "Pending"}
+    world.settle()
+    assert not new_pods(world)
 
 
 def test_a_job_that_is_created_after_the_upgrade_gets_the_new_template(upgrade):
@@ -266,7 +275,7 @@ def test_a_template_that_is_too_large_for_an_annotation_is_not_recorded():
         sum(map(len, annotations(world, key).values()))
         for key in WORKLOADS
     ]  # fmt: skip
-    assert max(sizes) < TEMPLATE_MOST
+    assert max(sizes) < MAX_TEMPLATE
     assert TEMPLATE not in annotations(world, ("StatefulSet", "a-eu"))
     assert TEMPLATE in annotations(world, ("Deployment", "a-syncer"))
     assert is_idle(world.reconcile(30))
@@ -406,7 +415,7 @@ def test_a_syncer_of_the_version_before_keeps_its_template_until_the_numbers_cha
     world.settle()
     scaled(world, eu=3, us=2)
     assert {name for name in new_pods(world) if name in before} == {"a-syncer-0"}
-    assert ("ConfigMap", "a-spec-0123456789") not in world.children, "nothing mounts it any more"
+    assert ("ConfigMap", "a-spec-0123456789") not in world.children, "nothing mounts it any longer"
     after = specs(world)
     scaled(world, eu=4, us=1)
     assert specs(world)["a-syncer-0"] == after["a-syncer-0"], "from now on it reads them"

@@ -116,7 +116,7 @@ def newer(world, **sync):
     world.job["spec"]["sync"] = {**world.job["spec"]["sync"], **sync}
 
 
-def test_an_older_operator_keeps_a_job_of_a_newer_crd_running_and_says_what_it_ignores():
+def test_an_older_operator_keeps_a_job_of_a_newer_crd_running_and_names_what_it_ignores():
     world = training()
     newer(world, newThing=1)
     assert world.reconcile(30).apply == ()

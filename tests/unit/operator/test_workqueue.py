@@ -121,7 +121,7 @@ def test_a_failing_key_waits_its_pause_unless_an_event_is_urgent(monkeypatch):
 
     with running(work) as queue:
         queue.add(A)
-        wait(lambda: runs and not queue.longest_seconds())
+        wait(lambda: runs and not queue.stalled_seconds())
         queue.add(A)
         queue.add(B)
         wait(lambda: B in runs)
@@ -140,7 +140,7 @@ def test_events_that_follow_a_run_wait_for_each_other():
 
     with running(work, pause_seconds=0.2) as queue:
         queue.add(A)
-        wait(lambda: runs and not queue.longest_seconds())
+        wait(lambda: runs and not queue.stalled_seconds())
         for _ in range(20):
             queue.add(A)
         wait(lambda: not queue.keys())
@@ -153,11 +153,11 @@ def test_the_depth_counts_keys_that_are_due_and_their_wait_is_reported():
     queue = WorkQueue(lambda key: gate.wait(30) and None, threads=1, waited=waits.append)
     queue.start()
     queue.add(A)
-    wait(lambda: queue.longest_seconds() > 0)
+    wait(lambda: queue.stalled_seconds() > 0)
     queue.add(B)
     queue.add(Key("ns", "later"), 3600.0)
     assert queue.depth() == 1
-    wait(lambda: queue.longest_seconds() > 0.1)
+    wait(lambda: queue.stalled_seconds() > 0.1)
     gate.set()
     wait(lambda: len(waits) == 2)
     assert queue.depth() == 0
@@ -166,7 +166,7 @@ def test_the_depth_counts_keys_that_are_due_and_their_wait_is_reported():
     assert queue.stop(10)
 
 
-def test_the_job_of_another_namespace_does_not_wait_for_a_thousand_of_one():
+def test_b07_the_job_of_another_namespace_does_not_wait_for_a_thousand_of_one():
     gate, order = threading.Event(), []
 
     def work(key):
@@ -243,12 +243,27 @@ def test_a_paused_queue_forgets_its_keys_and_accepts_none_until_it_resumes():
         assert set(runs[1:]) == {B}
 
 
+def test_a_long_run_that_makes_progress_is_not_stuck():
+    gate = threading.Event()
+    queue = WorkQueue(lambda key: gate.wait(30) and None, threads=1)
+    queue.start()
+    queue.add(A)
+    wait(lambda: queue.stalled_seconds() > 0.05)
+    before = time.monotonic()
+    queue.progressed(A)
+    assert queue.stalled_seconds() <= time.monotonic() - before
+    queue.progressed(B)
+    assert queue.keys() == {A}
+    gate.set()
+    assert queue.stop(10)
+
+
 def test_a_run_that_does_not_end_is_detected_and_reported_by_stop():
     gate = threading.Event()
     queue = WorkQueue(lambda key: gate.wait(30) and None, threads=1)
     queue.start()
     queue.add(A)
-    wait(lambda: queue.longest_seconds() > 0.05)
+    wait(lambda: queue.stalled_seconds() > 0.05)
     assert not queue.stop(0.05)
     gate.set()
     assert queue.stop(10)

@@ -222,7 +222,7 @@ def test_each_violation_is_found_alone(damage: Callable[[list[Event]], None], se
     assert found.verdict.startswith("Failed: 1 violation")
 
 
-def test_merges_before_any_start_cannot_be_believed():
+def test_merges_before_any_start_are_violations():
     events = history()
     no_start(events)
     found = audit(lines(events))
@@ -377,7 +377,7 @@ def runaway(events: list[Event]) -> None:
     ],
     ids=["a01", "a02", "a03", "a03-length", "a07-sybil", "a07-pace"],
 )
-def test_a_lie_that_a_merge_believed_is_found(forge: Any, sentence: str) -> None:
+def test_a_false_number_that_a_merge_used_is_found(forge: Any, sentence: str) -> None:
     events = guarded_history()
     assert audit(lines(events)).violations == ()
     forge(events)

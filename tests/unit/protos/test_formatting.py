@@ -1,4 +1,4 @@
-"""Text of strangers reaches a terminal without control characters."""
+"""Text of untrusted peers reaches a terminal without control characters."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ print(log.lost)
 """
     child = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "events.jsonl")],
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert child.stdout.strip() == "2", child.stderr
     first, cut, last = (tmp_path / "events.jsonl").read_text().splitlines()
@@ -246,6 +246,7 @@ LINES = [
     '{"epoch":1,"event":"pause","seconds":12.5}',
     '{"epoch":1,"event":"error","decision":"Pull","reason":"OSError(5)"}',
     '{"epoch":1,"event":"initialised","learner":"eu/0"}',
+    '{"epoch":1,"event":"unchanged","step":9,"rounds":8,"learners":"eu/0, eu/1"}',
     '{"epoch":1,"event":"halt","step":9,"fragment":1,"reason":"x"}',
     '{"epoch":1,"event":"merge","step":6,"fragment":0,"attempt":1,"quorum":1,"quorumSeconds":0.5,'
     '"graceSeconds":0.0,"syncSeconds":1.25,"bytesUp":10,"bytesDown":20,"deltaNorm":0.5,"members":['

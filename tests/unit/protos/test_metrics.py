@@ -5,7 +5,7 @@ import logging
 import pytest
 from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from diloco.runtime import logs, metrics
+from diloco.runtime import logs, metric_table, metrics
 
 PROMISED = """
 syncer: diloco_global_step diloco_merges_total diloco_merge_members diloco_quorum_wait_seconds
@@ -23,18 +23,18 @@ operator: diloco_operator_reconcile_seconds{result} diloco_operator_jobs{state}
 
 
 def test_the_table_holds_exactly_the_promised_metrics():
-    def written(metric: metrics.Metric) -> str:
+    def written(metric: metric_table.Metric) -> str:
         return metric.name + (f"{{{','.join(metric.labels)}}}" if metric.labels else "")
 
     components = {name: [] for name in ("syncer", "learner", "operator")}
-    for metric in metrics.METRICS:
+    for metric in metric_table.METRICS:
         components[metric.component].append(written(metric))
     found = " ".join(f"{name}: {' '.join(items)}" for name, items in components.items())
     assert found.split() == PROMISED.split()
 
 
 def test_counters_end_in_total_and_only_they():
-    for metric in metrics.METRICS:
+    for metric in metric_table.METRICS:
         assert metric.name.endswith("_total") == (metric.kind == "counter")
         assert bool(metric.buckets) == (metric.kind == "histogram")
 
@@ -43,7 +43,7 @@ def test_counters_end_in_total_and_only_they():
 def test_registered_metrics_are_exported_under_the_names_of_the_table(component):
     registry = CollectorRegistry()
     made = metrics.register(component, registry)
-    for metric in metrics.METRICS:
+    for metric in metric_table.METRICS:
         assert (metric.name in made) == (metric.component == component)
     for name, metric in made.items():
         child = metric.labels(*["x"] * len(metric._labelnames)) if metric._labelnames else metric

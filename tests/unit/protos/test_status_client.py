@@ -27,6 +27,10 @@ class FakeSyncer(syncer_pb2_grpc.SyncerServicer):
         self.text = f"{request.reason}: {request.message}"
         return syncer_pb2.FailedReply()
 
+    def RegionFailed(self, request, context):  # noqa: N802
+        self.text = f"{request.region}: {request.reason}: {request.message}"
+        return syncer_pb2.RegionFailedReply()
+
 
 @pytest.fixture
 def syncer():
@@ -51,6 +55,12 @@ def test_a_failure_reaches_the_syncer(syncer):
     with contextlib.closing(SyncerClient(syncer.endpoint)) as client:
         client.failed("DeadlineExceeded", "ran too long", timeout_seconds=10)
     assert syncer.text == "DeadlineExceeded: ran too long"
+
+
+def test_a_failure_of_a_region_reaches_the_syncer(syncer):
+    with contextlib.closing(SyncerClient(syncer.endpoint)) as client:
+        client.region_failed("us", "LearnerRefused", "all failed", timeout_seconds=10)
+    assert syncer.text == "us: LearnerRefused: all failed"
 
 
 def test_a_failure_cannot_be_reported_to_a_syncer_that_is_not_there():

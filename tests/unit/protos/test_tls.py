@@ -1,4 +1,4 @@
-"""Certificate files, names in certificates, and what gRPC reports for each refusal (measured here)."""
+"""Certificate files, and what gRPC reports for each refusal (measured here)."""
 
 import contextlib
 import os
@@ -12,37 +12,13 @@ import grpc
 import pytest
 
 from diloco.errors import ConfigError, UnavailableError
-from diloco.rpc import channels, servers, status_codes, tls
+from diloco.rpc import channels, connection_reasons, servers, status_codes, tls
 from diloco_testing.network.certificates import Authority, mount, write
 
 
 @pytest.fixture(scope="module")
 def authority() -> Authority:
     return Authority()
-
-
-# ---------------------------------------------------------------- names
-
-
-def test_a_region_is_found_again_in_the_uri_that_names_it():
-    names = [tls.region_uri("job", "us"), tls.region_uri("job", "eu"), tls.region_uri("b", "x")]
-    assert tls.regions_of(names, "job") == ("eu", "us")
-    assert tls.regions_of(names) == ("eu", "us", "x")
-
-
-@pytest.mark.parametrize(
-    "uri",
-    [
-        "diloco://job/region/",
-        "diloco://job/region/eu/x",
-        "diloco://job/regions/eu",
-        "https://job/region/eu",
-        "diloco://job/region/eu\n",
-        " diloco://job/region/eu",
-    ],
-)
-def test_what_is_not_quite_our_uri_names_no_region(uri):
-    assert tls.regions_of([uri], "job") == ()
 
 
 # ---------------------------------------------------------------- files
@@ -124,8 +100,8 @@ def error_at(port: int, given: tls.Tls | None, *, host="127.0.0.1", seconds=20.0
 
 def assert_explained(text: str, reason: str) -> None:
     """The reason is found, and what to do about it is in the message."""
-    assert tls.explain(text) == reason, text
-    assert tls.advice(reason) in text
+    assert connection_reasons.explain(text) == reason, text
+    assert connection_reasons.advice(reason) in text
 
 
 def test_a_fixed_server_name_allows_any_address(authority):
@@ -227,13 +203,13 @@ def test_a_load_balancer_without_a_server(authority):
 
 
 def test_what_to_do_never_points_at_another_reason():
-    for reason, _, text in tls._REASONS:
-        assert tls.explain(text) in ("", reason)
+    for reason, _, text in connection_reasons._REASONS:
+        assert connection_reasons.explain(text) in ("", reason)
 
 
 def test_an_unknown_message_has_no_reason():
-    assert tls.explain("UNAVAILABLE: the moon is full") == ""
-    assert tls.advice("Moon") == ""
+    assert connection_reasons.explain("UNAVAILABLE: the moon is full") == ""
+    assert connection_reasons.advice("Moon") == ""
 
 
 # ---------------------------------------------------------------- our own certificate

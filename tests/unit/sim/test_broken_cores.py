@@ -21,13 +21,13 @@ from diloco_sim.world import World
 from diloco_syncer.attempts import Attempts
 from diloco_syncer.core import admission, contribution, engine, scheduler
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.claims import Claims
 from diloco_syncer.core.durability import Durability
 from diloco_syncer.core.engine import Engine
 from diloco_syncer.core.learners import LearnerRecord
 from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.core.rounds import Phase, Round
 from diloco_syncer.core.scheduler import Scheduler
+from diloco_syncer.core.used_reports import UsedReports
 from diloco_syncer.storage import model
 from diloco_syncer.storage.durable import bytes_of, read_into
 from diloco_syncer.storage.store import Store
@@ -194,8 +194,8 @@ def hoard(self: BufferPool, size_bytes: int) -> object:
 
 
 def test_reports_finds_a_report_that_is_merged_twice(monkeypatch):
-    monkeypatch.setattr(Claims, "fresh", lambda self, local_step, lag: True)
-    monkeypatch.setattr(Claims, "refused", lambda self, round_, local_step: "")
+    monkeypatch.setattr(UsedReports, "fresh", lambda self, local_step, lag: True)
+    monkeypatch.setattr(UsedReports, "refused", lambda self, round_, local_step: "")
     assert violation(replace(small(), step_seconds=(1.0, 1.1, 3.0))).checker == "reports"
 
 

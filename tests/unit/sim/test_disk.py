@@ -13,13 +13,14 @@ from diloco.runtime import disk as files
 from diloco.runtime.disk import Disk, Mode
 from diloco_sim.clock import Clock
 from diloco_sim.disk import WRITEBACK_SECONDS, SimulatedDisk, Weakness
-from diloco_syncer.storage.store import Snapshot, Store
+from diloco_syncer.storage.capture import Snapshot
+from diloco_syncer.storage.store import Store
 from diloco_testing.properties import seeds
 
 ROOT = Path("/run/snapshots")
 
 
-class World:
+class DiskWorld:
     def __init__(self, seed: int = 1, **options: float) -> None:
         self.clock = Clock()
         self.process = self.clock.process("syncer")
@@ -50,7 +51,7 @@ def snapshot(step: int) -> Snapshot:
 
 
 def test_operations_behave_as_on_a_real_disk():
-    world = World()
+    world = DiskWorld()
     files.replace(world.disk, ROOT / "a", "old")
     files.replace(world.disk, ROOT / "a", b"new")
     append(world.disk, "b", b"x\n")
@@ -77,7 +78,7 @@ def test_operations_behave_as_on_a_real_disk():
 
 
 def test_a_killed_process_loses_nothing_that_it_had_written():
-    world = World()
+    world = DiskWorld()
     append(world.disk, "log", b"line\n")
     world.crash(power=False)
     assert world.read("log") == b"line\n"
@@ -86,7 +87,7 @@ def test_a_killed_process_loses_nothing_that_it_had_written():
 def test_a_power_failure_keeps_what_was_synced_and_a_prefix_of_the_rest():
     lengths, names = set(), set()
     for seed in range(60):
-        world = World(seed)
+        world = DiskWorld(seed)
         files.replace(world.disk, ROOT / "synced", b"safe")
         with world.disk.open(ROOT / "synced", Mode.APPEND) as file:
             file.write(b"and more")
@@ -105,7 +106,7 @@ def test_a_power_failure_keeps_what_was_synced_and_a_prefix_of_the_rest():
 def test_a_rename_that_was_not_synced_may_be_lost_and_is_never_half_done():
     seen = set()
     for seed in range(40):
-        world = World(seed)
+        world = DiskWorld(seed)
         files.replace(world.disk, ROOT / "a", b"old")
         with world.disk.open(ROOT / "a.tmp", Mode.CREATE) as file:
             file.write(b"new")
@@ -117,7 +118,7 @@ def test_a_rename_that_was_not_synced_may_be_lost_and_is_never_half_done():
 
 
 def test_what_is_old_enough_was_written_by_the_kernel():
-    world = World()
+    world = DiskWorld()
     append(world.disk, "log", b"old\n")
     world.clock.run(WRITEBACK_SECONDS + 1)
     world.crash(power=True)
@@ -125,7 +126,7 @@ def test_what_is_old_enough_was_written_by_the_kernel():
 
 
 def test_a_call_takes_virtual_time_and_returns_at_once():
-    world = World(bandwidth=1e6)
+    world = DiskWorld(bandwidth=1e6)
     store = world.store()
     completion = world.disk.call(store.write, snapshot(1))
     assert completion.error is None
@@ -136,7 +137,7 @@ def test_a_call_takes_virtual_time_and_returns_at_once():
 
 
 def test_a_thread_of_the_disk_runs_one_call_after_the_other():
-    world = World(bandwidth=1e6)
+    world = DiskWorld(bandwidth=1e6)
     store, thread = world.store(), world.disk.thread(world.process)
     done: list[tuple[float, object]] = []
     for step in (1, 2):
@@ -151,7 +152,7 @@ def test_a_thread_of_the_disk_runs_one_call_after_the_other():
 def test_a_crash_at_any_time_of_a_write_leaves_the_old_snapshot_or_the_new(seed, power):
     """The real `Store.write`, cut at 40 moments of its virtual duration."""
     for moment in range(40):
-        world = World(seed, bandwidth=1e6)
+        world = DiskWorld(seed, bandwidth=1e6)
         store = world.store()
         store.write(snapshot(1))
         world.clock.run(100.0)
@@ -172,7 +173,7 @@ def test_a_crash_at_any_time_of_a_write_leaves_the_old_snapshot_or_the_new(seed,
 def test_a_call_of_another_thread_is_not_undone_with_one_that_is_ahead():
     """An incarnation that was issued while a snapshot was being written stays issued."""
     for power in (False, True):
-        world = World(bandwidth=1e4)
+        world = DiskWorld(bandwidth=1e4)
         store = world.store()
         completion = world.disk.call(store.write, snapshot(1))
         assert completion.done_at > 0.3
@@ -186,7 +187,7 @@ def test_a_call_of_another_thread_is_not_undone_with_one_that_is_ahead():
 
 
 def test_durable_is_what_survives_now_and_not_what_a_call_will_have_written():
-    world = World(bandwidth=1e6)
+    world = DiskWorld(bandwidth=1e6)
     completion = world.disk.call(files.replace, world.disk, ROOT / "model", b"x" * 1000)
     assert world.disk.durable(ROOT / "model") is None
     world.clock.run(completion.done_at)
@@ -201,7 +202,7 @@ def test_a_slow_disk_takes_longer_and_a_hanging_one_waits():
         (Weakness.SLOW, 100.0, 0.4, 0.9),
         (Weakness.HANG, 1.0, 60.0, 60.1),
     ):
-        world = World()
+        world = DiskWorld()
         store = world.store()
         world.disk.weaken(weakness, 0.001, 60.0, amount)
         completion = world.disk.call(store.write, snapshot(1))
@@ -211,7 +212,7 @@ def test_a_slow_disk_takes_longer_and_a_hanging_one_waits():
 
 def test_of_several_slow_times_the_slowest_counts():
     def seconds(*amounts):
-        world = World()
+        world = DiskWorld()
         store = world.store()
         for amount in amounts:
             world.disk.weaken(Weakness.SLOW, 0.001, 60.0, amount)
@@ -221,7 +222,7 @@ def test_of_several_slow_times_the_slowest_counts():
 
 
 def test_a_full_disk_refuses_and_the_store_cleans_up():
-    world = World()
+    world = DiskWorld()
     store = world.store()
     store.write(snapshot(1))
     world.disk.weaken(Weakness.FULL, 0.0, 9.0)
@@ -235,7 +236,7 @@ def test_a_full_disk_refuses_and_the_store_cleans_up():
 
 
 def test_capacity_counts_what_is_there():
-    world = World(capacity_bytes=10_000)
+    world = DiskWorld(capacity_bytes=10_000)
     store = world.store()
     store.write(snapshot(1))
     errors = [world.disk.call(store.write, snapshot(step)).error for step in range(2, 6)]
@@ -250,7 +251,7 @@ def test_capacity_counts_what_is_there():
 
 
 def test_a_failed_sync_loses_what_it_should_have_written_although_the_next_succeeds():
-    world = World(3)
+    world = DiskWorld(3)
     with world.disk.open(ROOT / "file", Mode.CREATE) as file:
         file.write(b"abcd")
         world.disk.weaken(Weakness.FAIL, 0.0, 1.0)
@@ -268,7 +269,7 @@ def test_a_failed_sync_loses_what_it_should_have_written_although_the_next_succe
 def test_a_disk_that_forgets_syncs_loses_them():
     seen = set()
     for seed in range(20):
-        world = World(seed)
+        world = DiskWorld(seed)
         files.replace(world.disk, ROOT / "a", b"old")
         world.disk.weaken(Weakness.FORGET, 0.0, 1.0)
         files.replace(world.disk, ROOT / "a", b"new")
@@ -279,7 +280,7 @@ def test_a_disk_that_forgets_syncs_loses_them():
 
 
 def test_a_flipped_bit_is_found_by_the_store():
-    world = World()
+    world = DiskWorld()
     store = world.store()
     store.write(snapshot(1))
     store.write(snapshot(2))
@@ -291,7 +292,7 @@ def test_a_flipped_bit_is_found_by_the_store():
 
 def test_a_disk_repeats_itself():
     def play() -> list[object]:
-        world = World(7)
+        world = DiskWorld(7)
         world.disk.weaken(Weakness.FAIL, 0.0, 1e9, 0.02)
         seen: list[object] = []
         for step in range(30):

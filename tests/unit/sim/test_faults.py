@@ -11,9 +11,9 @@ from diloco_sim.clock import Clock, Process
 from diloco_sim.disk import SimulatedDisk, Weakness
 from diloco_sim.faults import Fault, Kind, Plan
 from diloco_sim.injector import Injector
-from diloco_sim.link import BULK, CONTROL
 from diloco_sim.network import Network
 from diloco_sim.seeds import fork
+from diloco_sim.wire import BULK, CONTROL
 
 LEARNERS = ("eu/0", "eu/1", "us/0")
 EVERY_KIND = dict.fromkeys(Kind, 1.0)
@@ -83,7 +83,7 @@ def test_sampled_faults_name_what_exists():
             assert 0.9 * low <= abs(fault.amount) <= 1.1 * high
 
 
-class World:
+class FakeFaultTarget:
     """Processes, a network and a disk under a plan."""
 
     def __init__(self, *lines: str) -> None:
@@ -109,12 +109,12 @@ class World:
         self.restarts.append((self.clock.now, process.name))
 
     def carries(self, source: str, target: str) -> tuple[bool, bool]:
-        link = self.network.link(source, target)
-        return link.carries(CONTROL), link.carries(BULK)
+        direction = self.network.direction(source, target)
+        return direction.carries(CONTROL), direction.carries(BULK)
 
 
 def test_cuts_of_each_kind_reach_their_directions_and_channels():
-    world = World(
+    world = FakeFaultTarget(
         "1..2 cut eu/0 syncer", "1..2 half-open eu/1 syncer", "1..2 bulk-dead us/0 syncer"
     )
     world.clock.run(1.5)
@@ -128,7 +128,7 @@ def test_cuts_of_each_kind_reach_their_directions_and_channels():
 
 
 def test_overlapping_faults_of_a_link_add_up_and_end_one_by_one():
-    world = World(
+    world = FakeFaultTarget(
         "1..4 latency eu/0 syncer 0.5",
         "2..3 latency syncer eu/0 0.25",
         "2..3 bandwidth eu/0 syncer 0.1",
@@ -137,20 +137,25 @@ def test_overlapping_faults_of_a_link_add_up_and_end_one_by_one():
         "1..3 cut eu/0 syncer",
         "2..4 cut eu/0 syncer",
     )
-    link = world.network.link("eu/0", "syncer")
-    back = world.network.link("syncer", "eu/0")
+    direction = world.network.direction("eu/0", "syncer")
+    back = world.network.direction("syncer", "eu/0")
     world.clock.run(2.5)
-    assert (link.latency, link.jitter, link.corruption, back.corruption) == (0.85, 0.3, 0.2, 0.0)
-    assert (back.latency, link.pipe.bandwidth) == (0.85, 100.0)
+    assert (direction.latency, direction.jitter, direction.corruption, back.corruption) == (
+        0.85,
+        0.3,
+        0.2,
+        0.0,
+    )
+    assert (back.latency, direction.pipe.bandwidth) == (0.85, 100.0)
     world.clock.run(3.5)
-    assert (link.latency, link.jitter, link.corruption) == (0.6, 0.0, 0.0)
-    assert (link.pipe.bandwidth, world.carries("eu/0", "syncer")) == (1000.0, (False, False))
+    assert (direction.latency, direction.jitter, direction.corruption) == (0.6, 0.0, 0.0)
+    assert (direction.pipe.bandwidth, world.carries("eu/0", "syncer")) == (1000.0, (False, False))
     world.clock.run(5.0)
-    assert (link.latency, world.carries("eu/0", "syncer")) == (0.1, (True, True))
+    assert (direction.latency, world.carries("eu/0", "syncer")) == (0.1, (True, True))
 
 
 def test_processes_crash_restart_pause_slow_down_and_jump():
-    world = World(
+    world = FakeFaultTarget(
         "1..3 crash eu/0",
         "2..5 crash eu/0",  # it is down already: no effect
         "1..2 crash syncer power",
@@ -175,7 +180,9 @@ def test_processes_crash_restart_pause_slow_down_and_jump():
 
 
 def test_faults_of_a_disk_are_known_to_it_before_they_begin():
-    world = World("1..2 disk-full syncer", "1..2 disk-slow syncer 50", "1..2 disk-hang eu/0")
+    world = FakeFaultTarget(
+        "1..2 disk-full syncer", "1..2 disk-slow syncer 50", "1..2 disk-hang eu/0"
+    )
     assert world.disk._weaknesses == [
         (Weakness.FULL, 1.0, 2.0, 1.0),
         (Weakness.SLOW, 1.0, 2.0, 50.0),
@@ -183,7 +190,7 @@ def test_faults_of_a_disk_are_known_to_it_before_they_begin():
 
 
 def test_membership_and_misbehaviour_are_the_worlds():
-    world = World("1..2 mute eu/0", "3..4 scale learners 5")
+    world = FakeFaultTarget("1..2 mute eu/0", "3..4 scale learners 5")
     world.clock.run(9.0)
     assert world.calls == [
         (1.0, Kind.MUTE, True),
@@ -194,20 +201,20 @@ def test_membership_and_misbehaviour_are_the_worlds():
 
 
 def test_a_fault_of_a_process_that_is_not_there_does_nothing():
-    world = World("1..2 crash eu/9", "1..2 cut eu/9 syncer", "1..2 disk-flip syncer")
+    world = FakeFaultTarget("1..2 crash eu/9", "1..2 cut eu/9 syncer", "1..2 disk-flip syncer")
     world.clock.run(9.0)
     assert (world.injector.injected, world.restarts) == ({}, [])
 
 
 def test_any_plan_can_be_carried_out_and_leaves_the_links_as_they_were():
     for seed in range(40):
-        world = World(*str(sample(seed, weights=EVERY_KIND)).splitlines())
+        world = FakeFaultTarget(*str(sample(seed, weights=EVERY_KIND)).splitlines())
         world.clock.run(1000.0)
         for learner in LEARNERS:
             assert (
                 world.carries(learner, "syncer") == world.carries("syncer", learner) == (True, True)
             )
-            link = world.network.link(learner, "syncer")
-            assert (link.latency, link.jitter, link.corruption) == (0.1, 0.0, 0.0)
-            assert link.pipe.bandwidth == 1000.0
+            direction = world.network.direction(learner, "syncer")
+            assert (direction.latency, direction.jitter, direction.corruption) == (0.1, 0.0, 0.0)
+            assert direction.pipe.bandwidth == 1000.0
         assert all(p.running and p.slowness == 1.0 for p in world.clock.processes.values())

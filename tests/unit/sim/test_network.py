@@ -7,9 +7,9 @@ import random
 import pytest
 
 from diloco_sim.clock import Clock, Process
-from diloco_sim.link import BULK, CONTROL, FRAME_BYTES, Pipe
 from diloco_sim.network import Network
 from diloco_sim.stream import Connection, Endpoint
+from diloco_sim.wire import BULK, CONTROL, FRAME_BYTES, Pipe
 from diloco_testing.properties import seeds
 
 
@@ -47,7 +47,7 @@ class Server:
         return log
 
 
-class World:
+class TwoProcesses:
     def __init__(self, seed: int = 1, **options: float) -> None:
         self.clock = Clock()
         self.network = Network(self.clock, random.Random(seed), latency=0.1, **options)
@@ -79,10 +79,10 @@ def numbered(count: int, size: int = 4) -> list[bytes]:
 
 
 def test_a_connection_takes_a_round_trip_and_messages_arrive_in_order():
-    world = World()
+    world = TwoProcesses()
     stream, log = world.stream()
     assert world.clock.now == 0.2
-    world.network.link("c", "s").jitter = 0.5
+    world.network.direction("c", "s").jitter = 0.5
     for data in numbered(50):
         stream.send(data)
     stream.finish()
@@ -98,7 +98,7 @@ def test_a_connection_takes_a_round_trip_and_messages_arrive_in_order():
 
 
 def test_bandwidth_is_shared_by_the_streams_of_a_link():
-    world = World(bandwidth=(1000 + FRAME_BYTES) * 10)
+    world = TwoProcesses(bandwidth=(1000 + FRAME_BYTES) * 10)
     connection = world.connect()
     logs = [connection.open(name, Log(world.clock)) for name in "ab"]
     for stream in logs:
@@ -108,11 +108,11 @@ def test_bandwidth_is_shared_by_the_streams_of_a_link():
     times = [[when for when, _ in log.seen] for _, _, log in world.listener.streams]
     assert max(times[0][-1], times[1][-1]) == pytest.approx(0.2 + 1.0 + 0.1, abs=0.02)
     assert abs(times[0][-1] - times[1][-1]) < 0.11  # in turn, not one after the other
-    assert world.network.link("c", "s").bytes == 10 * (1000 + FRAME_BYTES) + 2 * FRAME_BYTES
+    assert world.network.direction("c", "s").bytes == 10 * (1000 + FRAME_BYTES) + 2 * FRAME_BYTES
 
 
 def test_links_can_share_a_pipe():
-    world = World()
+    world = TwoProcesses()
     other = world.clock.process("c2")
     world.network.share(Pipe(world.clock, 10320.0), ("c", "s"), ("c2", "s"))
     for client in (world.client, other):
@@ -126,7 +126,7 @@ def test_links_can_share_a_pipe():
 
 
 def test_a_receiver_that_does_not_read_stops_the_sender():
-    world = World(window_bytes=3000, queue_bytes=2000)
+    world = TwoProcesses(window_bytes=3000, queue_bytes=2000)
     stream, log = world.stream()
     world.clock.run(0.5)
     endpoint, _, seen = world.listener.streams[0]
@@ -143,7 +143,7 @@ def test_a_receiver_that_does_not_read_stops_the_sender():
 
 
 def test_a_paused_receiver_stops_the_sender_too():
-    world = World(window_bytes=3000, timeout_seconds=(100.0, 100.0))
+    world = TwoProcesses(window_bytes=3000, timeout_seconds=(100.0, 100.0))
     stream, _ = world.stream()
     world.server.pause(5.0)
     for _ in range(6):
@@ -155,14 +155,14 @@ def test_a_paused_receiver_stops_the_sender_too():
 
 
 def test_a_short_cut_delays_and_loses_nothing():
-    world = World(timeout_seconds=(50.0, 50.0))
+    world = TwoProcesses(timeout_seconds=(50.0, 50.0))
     stream, log = world.stream()
-    world.network.link("c", "s").jitter = 0.3
+    world.network.direction("c", "s").jitter = 0.3
     for i, data in enumerate(numbered(200)):
         world.clock.at(0.3 + i * 0.02, stream.send, data)
     for begin, end in ((1.0, 2.5), (2.6, 2.7), (2.65, 3.0)):
         world.clock.at(begin, world.network.cut, "c", "s")
-        world.clock.at(end, world.network.mend, "c", "s")
+        world.clock.at(end, world.network.heal, "c", "s")
     world.clock.run(2.4)
     before = len(world.received)
     assert before < 60
@@ -172,7 +172,7 @@ def test_a_short_cut_delays_and_loses_nothing():
 
 
 def test_a_long_cut_breaks_each_end_at_its_own_time_out():
-    world = World(timeout_seconds=(10.0, 40.0))
+    world = TwoProcesses(timeout_seconds=(10.0, 40.0))
     stream, log = world.stream()
     world.clock.run(1.0)
     for pair in (("c", "s"), ("s", "c")):
@@ -187,8 +187,8 @@ def test_a_long_cut_breaks_each_end_at_its_own_time_out():
     assert not world.network._connections
 
 
-def test_what_broke_at_one_end_only_is_reset_when_the_link_is_mended():
-    world = World(timeout_seconds=(10.0, 40.0))
+def test_what_broke_at_one_end_only_is_reset_when_the_link_is_healed():
+    world = TwoProcesses(timeout_seconds=(10.0, 40.0))
     _, log = world.stream()
     world.clock.run(1.0)
     server = world.listener.streams[0][2]
@@ -196,7 +196,7 @@ def test_what_broke_at_one_end_only_is_reset_when_the_link_is_mended():
     while not (log.seen or server.seen):
         world.clock.run(world.clock.now + 0.5)
     assert not (log.seen and server.seen)
-    world.network.mend("c", "s")
+    world.network.heal("c", "s")
     world.clock.run(world.clock.now + 1.0)
     assert sorted(e for _, e in log.seen + server.seen) == [
         "ended connection reset",
@@ -205,7 +205,7 @@ def test_what_broke_at_one_end_only_is_reset_when_the_link_is_mended():
 
 
 def test_a_half_open_connection_shows_no_error_in_either_direction():
-    world = World()
+    world = TwoProcesses()
     stream, log = world.stream()
     world.clock.run(1.0)
     endpoint, _, seen = world.listener.streams[0]
@@ -215,13 +215,13 @@ def test_a_half_open_connection_shows_no_error_in_either_direction():
     world.clock.run(1000.0)
     assert (seen.data, log.data) == ([], [b"still arrives"])
     assert [e for _, e in log.seen + seen.seen] == ["data"]
-    world.network.mend("c", "s", silent=True)
+    world.network.heal("c", "s", silent=True)
     world.clock.run(1010.0)
     assert seen.data == [b"into the void"]
 
 
 def test_a_dead_bulk_channel_leaves_control_alone():
-    world = World()
+    world = TwoProcesses()
     control, bulk = world.connect(CONTROL), world.connect(BULK)
     streams = [c.open(n, Log(world.clock)) for c, n in ((control, "control"), (bulk, "bulk"))]
     world.clock.run(1.0)
@@ -236,8 +236,8 @@ def test_a_dead_bulk_channel_leaves_control_alone():
 
 
 def test_only_bulk_messages_are_damaged():
-    world = World()
-    world.network.link("c", "s").corruption = 0.5
+    world = TwoProcesses()
+    world.network.direction("c", "s").corruption = 0.5
     for channel in (CONTROL, BULK):
         stream = world.connect(channel).open("m", Log(world.clock))
         for _ in range(100):
@@ -251,7 +251,7 @@ def test_only_bulk_messages_are_damaged():
 
 
 def test_a_killed_process_resets_its_connections_and_can_be_reached_again():
-    world = World()
+    world = TwoProcesses()
     _, log = world.stream()
     world.clock.run(1.0)
     world.server.crash()
@@ -268,7 +268,7 @@ def test_a_killed_process_resets_its_connections_and_can_be_reached_again():
 
 
 def test_a_machine_without_power_is_silent():
-    world = World(timeout_seconds=(10.0, 12.0), connect_seconds=5.0)
+    world = TwoProcesses(timeout_seconds=(10.0, 12.0), connect_seconds=5.0)
     _, log = world.stream()
     world.clock.run(1.0)
     world.server.crash(power=True)
@@ -281,8 +281,8 @@ def test_a_machine_without_power_is_silent():
     assert [e for _, e in log.seen] == ["ended timed out"]
 
 
-def test_a_paused_server_accepts_when_it_resumes_unless_the_client_has_given_up():
-    world = World(connect_seconds=5.0)
+def test_a_paused_server_accepts_when_it_resumes_unless_the_client_has_timed_out():
+    world = TwoProcesses(connect_seconds=5.0)
     found: list[Connection] = []
     arguments = {"opened": found.append, "failed": world.outcomes.append}
     world.server.pause(3.0)
@@ -297,7 +297,7 @@ def test_a_paused_server_accepts_when_it_resumes_unless_the_client_has_given_up(
 
 def test_a_paused_peer_times_out_and_one_that_resumes_in_time_does_not():
     for seconds, expected in ((5.0, []), (60.0, ["ended timed out"])):
-        world = World(timeout_seconds=(10.0, 20.0))
+        world = TwoProcesses(timeout_seconds=(10.0, 20.0))
         _, log = world.stream()
         world.clock.run(1.0)
         world.server.pause(1.0 + seconds)
@@ -306,7 +306,7 @@ def test_a_paused_peer_times_out_and_one_that_resumes_in_time_does_not():
 
 
 def test_a_client_that_crashes_while_it_connects_leaves_nothing():
-    world = World()
+    world = TwoProcesses()
     world.network.connect(
         world.client, world.server, CONTROL, opened=lambda c: None, failed=world.outcomes.append
     )
@@ -316,7 +316,7 @@ def test_a_client_that_crashes_while_it_connects_leaves_nothing():
 
 
 def test_a_cancelled_stream_drops_what_it_had_not_sent():
-    world = World(window_bytes=1000)
+    world = TwoProcesses(window_bytes=1000)
     stream, log = world.stream()
     for _ in range(5):
         stream.send(bytes(1000))
@@ -329,7 +329,7 @@ def test_a_cancelled_stream_drops_what_it_had_not_sent():
 
 
 def test_closing_a_connection_ends_its_streams_at_the_server():
-    world = World()
+    world = TwoProcesses()
     connection = world.connect()
     log = Log(world.clock)
     connection.open("m", log).send(b"x")
@@ -344,9 +344,9 @@ def test_closing_a_connection_ends_its_streams_at_the_server():
 
 def play(seed: int) -> tuple[int, list[int], int]:
     """Clients that reconnect and send under random faults of the links; what each stream brought."""
-    world = World(seed, bandwidth=1e6, timeout_seconds=(1.0, 4.0), connect_seconds=2.0)
+    world = TwoProcesses(seed, bandwidth=1e6, timeout_seconds=(1.0, 4.0), connect_seconds=2.0)
     clock, network, source = world.clock, world.network, random.Random(seed)
-    network.link("c", "s").jitter = 0.2
+    network.direction("c", "s").jitter = 0.2
     sent: list[int] = []
 
     def start() -> None:
@@ -376,7 +376,7 @@ def play(seed: int) -> tuple[int, list[int], int]:
             clock.at(begin, world.client.pause, begin + seconds)
         else:
             clock.at(begin, network.cut, *pair)
-            clock.at(begin + seconds, network.mend, *pair)
+            clock.at(begin + seconds, network.heal, *pair)
     start()
     clock.run(40.0, most_events=200_000)
     for _, _, log in world.listener.streams:

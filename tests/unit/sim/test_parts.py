@@ -14,11 +14,11 @@ from diloco_sim.clock import Clock, Process
 from diloco_sim.disk import SimulatedDisk, Weakness
 from diloco_sim.faults import DISK, Kind, Plan
 from diloco_sim.injector import Injector
-from diloco_sim.link import CONTROL
 from diloco_sim.network import Network
 from diloco_sim.seeds import fork
 from diloco_sim.shrink import shrink
 from diloco_sim.stream import Connection, Endpoint
+from diloco_sim.wire import CONTROL
 from diloco_testing.properties import seeds
 
 FILE = Path("/data/count")
@@ -79,9 +79,9 @@ class Requests:
 
 
 class Client:
-    """Requests again and again, over a connection after the other; the largest count it was told."""
+    """Requests again and again, over a connection after the other; the largest acknowledged count."""
 
-    def __init__(self, world: World, process: Process) -> None:
+    def __init__(self, world: WorldOfParts, process: Process) -> None:
         self.world, self.process, self.largest, self.left = world, process, 0, world.of.steps
         self.connect()
 
@@ -111,7 +111,7 @@ class Client:
         pass
 
 
-class World:
+class WorldOfParts:
     def __init__(self, of: Description) -> None:
         self.of = of
         source = random.Random(of.seed)
@@ -138,9 +138,9 @@ class World:
 
     def serve(self) -> None:
         server = Server(self.server, self.network, self.disk, eager=self.of.eager)
-        told = max((c.largest for c in self.clients.values()), default=0)
-        if server.count < told:
-            self.lost = f"{told} was acknowledged, {server.count} is on the disk"
+        acknowledged = max((c.largest for c in self.clients.values()), default=0)
+        if server.count < acknowledged:
+            self.lost = f"{acknowledged} was acknowledged, {server.count} is on the disk"
 
     def restart(self, process: Process) -> None:
         if process is self.server:
@@ -159,29 +159,29 @@ def sample(seed: int, *, eager: bool = False) -> Description:
 
 @pytest.mark.parametrize("seed", seeds(6, range(30)))
 def test_an_acknowledged_request_is_never_lost_and_a_world_repeats_itself(seed):
-    world = World(sample(seed))
+    world = WorldOfParts(sample(seed))
     assert world.lost == ""
     assert sum(c.largest for c in world.clients.values()) > 0
-    assert World(sample(seed)).clock.digest == world.clock.digest
+    assert WorldOfParts(sample(seed)).clock.digest == world.clock.digest
 
 
 @pytest.mark.slow
 def test_a_defect_is_found_by_a_seed_and_shrinks_to_the_faults_that_show_it():
     for seed in range(200):
         description = sample(seed, eager=True)
-        if World(description).lost:
+        if WorldOfParts(description).lost:
             break
-    found = shrink(description, lambda d: bool(World(d).lost), most_runs=80)
-    assert World(found).lost
+    found = shrink(description, lambda d: bool(WorldOfParts(d).lost), most_runs=80)
+    assert WorldOfParts(found).lost
     assert len(found.plan) <= 3
     assert any(f.target == "syncer" for f in found.plan.only(Kind.CRASH))
     assert (found.learners, found.steps) < (3, 200)
-    assert not World(replace(found, eager=False)).lost
+    assert not WorldOfParts(replace(found, eager=False)).lost
 
 
 def test_a_disk_that_fails_costs_answers_and_no_promise():
     plan = Plan.parse(
         "5..9 disk-fail syncer 0.5\n 20..21 crash syncer power\n 30..40 disk-hang syncer"
     )
-    world = World(Description(1, 2, 200, plan))
+    world = WorldOfParts(Description(1, 2, 200, plan))
     assert world.lost == ""

@@ -12,7 +12,7 @@ from diloco_sim.shrink import ddmin, shrink
 
 
 @dataclass(frozen=True)
-class World:
+class FakeWorld:
     seed: int
     learners: int
     steps: int
@@ -50,7 +50,7 @@ def test_ddmin_leaves_nothing_that_can_be_left_out_also_where_failures_have_seve
 
 
 def test_a_world_loses_faults_learners_steps_and_time():
-    def fails(world: World) -> bool:
+    def fails(world: FakeWorld) -> bool:
         cuts = {f.target: f.end - f.begin for f in world.plan}
         return (
             world.learners >= 3
@@ -59,7 +59,7 @@ def test_a_world_loses_faults_learners_steps_and_time():
             and "eu/7" in cuts
         )
 
-    world = World(1, 8, 200, Plan.of(*(fault(i) for i in range(20))))
+    world = FakeWorld(1, 8, 200, Plan.of(*(fault(i) for i in range(20))))
     found = shrink(world, fails)
     assert (found.seed, found.learners, found.steps) == (1, 3, 37)
     assert [f.target for f in found.plan] == ["eu/2", "eu/7"]
@@ -68,24 +68,24 @@ def test_a_world_loses_faults_learners_steps_and_time():
 
 
 def test_a_change_that_allows_another_is_found():
-    """With fewer steps a fault is not needed any more."""
+    """With fewer steps a fault is no longer needed."""
 
-    def fails(world: World) -> bool:
+    def fails(world: FakeWorld) -> bool:
         return world.steps <= 50 or len(world.plan) == 2
 
-    found = shrink(World(1, 2, 200, Plan.of(fault(1), fault(2))), fails)
+    found = shrink(FakeWorld(1, 2, 200, Plan.of(fault(1), fault(2))), fails)
     assert (found.steps, len(found.plan), found.learners) == (1, 0, 1)
 
 
 def test_the_number_of_runs_is_bounded():
     runs = 0
 
-    def fails(world: World) -> bool:
+    def fails(world: FakeWorld) -> bool:
         nonlocal runs
         runs += 1
         return len(world.plan) >= 5
 
-    world = World(1, 8, 200, Plan.of(*(fault(i) for i in range(20))))
+    world = FakeWorld(1, 8, 200, Plan.of(*(fault(i) for i in range(20))))
     found = shrink(world, fails, most_runs=6)
     assert runs == 6
     assert fails(found)
@@ -93,4 +93,4 @@ def test_the_number_of_runs_is_bounded():
 
 
 def test_not_fewer_learners_than_allowed():
-    assert shrink(World(1, 8, 10, Plan()), lambda _: True, least_learners=2).learners == 2
+    assert shrink(FakeWorld(1, 8, 10, Plan()), lambda _: True, least_learners=2).learners == 2

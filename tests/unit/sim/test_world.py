@@ -29,7 +29,7 @@ SECONDS = float(
 )
 """How long seeds that change with the commit are run, at least."""
 
-LEAST = 500 if os.environ.get("CI") == "true" else 1
+MIN_WORLDS = 500 if os.environ.get("CI") == "true" else 1
 """How many of them are run, however long that takes."""
 
 JOBS = min(2, os.cpu_count() or 1)
@@ -81,7 +81,7 @@ def test_seeds_of_this_commit(capsys):
     with contextlib.closing(outcomes):
         text, failures = report.summary(
             outcomes, steps=100, failed=lambda outcome: failed.append(report.text_of(outcome)),
-            enough=lambda: (next(ran) >= LEAST and time.monotonic() >= until) or bool(failed),
+            enough=lambda: (next(ran) >= MIN_WORLDS and time.monotonic() >= until) or bool(failed),
         )  # fmt: skip
     with capsys.disabled():
         print(f"\nfrom seed {_first_seed()}: {text}")
@@ -116,11 +116,11 @@ def test_several_processes_find_what_one_finds(capsys):
     assert str(pickle.loads(pickle.dumps(failing))) == str(failing)
     for jobs in ("1", "2"):
         assert main(["--seeds", "3..8", "--steps", "5", "--jobs", jobs]) == 0
-    one, two = capsys.readouterr().out.split("6 worlds")[1:]
-    assert one == two
+    alone, side_by_side = capsys.readouterr().out.split("6 worlds")[1:]
+    assert alone == side_by_side
 
 
 @pytest.mark.parametrize("text", ["3", "5..3", "a..b", "-1..2"])
-def test_what_is_no_range_of_seeds_is_refused(text):
+def test_what_is_not_a_range_of_seeds_is_refused(text):
     with pytest.raises(ValueError, match=r"expected A\.\.B"):
         report.seeds_of(text)

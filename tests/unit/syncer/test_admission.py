@@ -195,7 +195,7 @@ def test_what_is_remembered_of_refused_learners_is_bounded():
         "eu/1"
     ]
     assert all(len(spec_hash) <= 64 for spec_hash in admission.differing.values())
-    assert len(admission._cuts) <= limits.MOST_CUTS
+    assert len(admission._cuts) <= limits.MAX_CUTS
 
 
 def test_a_resumed_job_admits_its_own_model_without_a_cut(monkeypatch):

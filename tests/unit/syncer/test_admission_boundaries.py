@@ -26,13 +26,13 @@ def tensor(name="a", shape=(1,), **changes):
 @pytest.mark.parametrize(
     "tensors",
     [
-        (tensor("n" * limits.MOST_NAME),),
-        (tensor(aliases=("n" * limits.MOST_NAME,)),),
-        (tensor(dtype="f" * limits.MOST_DTYPE),),
-        (tensor(shape=(1,) * limits.MOST_DIMENSIONS),),
-        (tensor(aliases=("x",) * (limits.MOST_TENSORS - 1)),),
-        (tensor(shape=(limits.MOST_ELEMENTS,)),),
-        (tensor(shape=(limits.MOST_ELEMENTS // 4, 4, 1)), tensor("b", (0, 1 << 60))),
+        (tensor("n" * limits.MAX_NAME),),
+        (tensor(aliases=("n" * limits.MAX_NAME,)),),
+        (tensor(dtype="f" * limits.MAX_DTYPE),),
+        (tensor(shape=(1,) * limits.MAX_DIMENSIONS),),
+        (tensor(aliases=("x",) * (limits.MAX_TENSORS - 1)),),
+        (tensor(shape=(limits.MAX_ELEMENTS,)),),
+        (tensor(shape=(limits.MAX_ELEMENTS // 4, 4, 1)), tensor("b", (0, 1 << 60))),
         (tensor(shape=(0, -1)),),
     ],
     ids=["name", "alias", "dtype", "dimensions", "tensors", "values", "zero", "empty"],
@@ -44,11 +44,11 @@ def test_what_is_exactly_at_a_limit_is_admitted(tensors):
 @pytest.mark.parametrize(
     "tensors",
     [
-        (tensor(shape=(limits.MOST_ELEMENTS + 1,)),),
-        (tensor(shape=(limits.MOST_ELEMENTS,)), tensor("b")),
-        (tensor(shape=(limits.MOST_ELEMENTS // 2, 2)), tensor("b")),
-        (tensor(), tensor("b", (limits.MOST_ELEMENTS,))),
-        (tensor("n" * limits.MOST_NAME), tensor("b", dtype="f" * (limits.MOST_DTYPE + 1))),
+        (tensor(shape=(limits.MAX_ELEMENTS + 1,)),),
+        (tensor(shape=(limits.MAX_ELEMENTS,)), tensor("b")),
+        (tensor(shape=(limits.MAX_ELEMENTS // 2, 2)), tensor("b")),
+        (tensor(), tensor("b", (limits.MAX_ELEMENTS,))),
+        (tensor("n" * limits.MAX_NAME), tensor("b", dtype="f" * (limits.MAX_DTYPE + 1))),
     ],
 )
 def test_what_is_one_beyond_a_limit_is_refused(tensors):
@@ -102,9 +102,9 @@ def test_once_the_model_is_fixed_another_is_neither_cut_nor_remembered():
 
 def test_the_newest_models_of_a_fresh_job_are_remembered():
     admission = Admission(SPEC)
-    models = [(*TENSORS, tensor(f"c{i}")) for i in range(limits.MOST_CUTS + 1)]
+    models = [(*TENSORS, tensor(f"c{i}")) for i in range(limits.MAX_CUTS + 1)]
     layouts = [decided(admission, tensors=model).layout for model in models]
-    assert len(admission._cuts) == limits.MOST_CUTS
+    assert len(admission._cuts) == limits.MAX_CUTS
     assert decided(admission, tensors=models[1]).layout is layouts[1], "used: the newest now"
     decided(admission, tensors=(*TENSORS, tensor("d")))
     assert decided(admission, tensors=models[1]).layout is layouts[1]

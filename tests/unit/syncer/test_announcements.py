@@ -62,7 +62,7 @@ def test_nothing_is_repeated_until_step_or_fragments_change_or_the_session_is_ne
     assert announced(it, in_flight=[7], step=1, started=1) == {("eu/0",): (1, (7, 2, 3))}
 
 
-def test_a_learner_whose_lag_has_grown_is_told_more_although_no_round_has_changed():
+def test_more_is_announced_to_a_learner_whose_lag_has_grown_although_no_round_has_changed():
     it, far = announcements(overlap=1), learner()
     records = LearnerRecords({"eu/0": far, "eu/1": learner("eu/1")})
     values = {"in_flight": [], "step": 0, "started": 0}
@@ -70,11 +70,11 @@ def test_a_learner_whose_lag_has_grown_is_told_more_although_no_round_has_change
     far.lag = 4.0
     it.touch("eu/0")
     it.touch("eu/1")
-    [told] = it.update(records, **values)
-    assert (told.learners, told.fragments) == (("eu/0",), (1, 2, 3, 4, 5))
+    [announcement] = it.update(records, **values)
+    assert (announcement.learners, announcement.fragments) == (("eu/0",), (1, 2, 3, 4, 5))
 
 
-def test_a_learner_without_a_session_is_told_nothing():
+def test_nothing_is_announced_to_a_learner_without_a_session():
     it, gone = announcements(), learner()
     gone.session = None
     records = LearnerRecords({"eu/0": gone})
@@ -83,7 +83,7 @@ def test_a_learner_without_a_session_is_told_nothing():
         assert it.update(records, in_flight=[], step=0, started=0) == []
 
 
-def test_learners_that_hear_the_same_share_one_announcement():
+def test_learners_with_the_same_fragments_share_one_announcement():
     near, also, far = learner("eu/0"), learner("eu/1"), learner("us/0", lag=4.0)
     assert announced(announcements(overlap=1), near, far, also) == {
         ("eu/0", "eu/1"): (0, (1, 2)),

@@ -11,7 +11,7 @@ from diloco_syncer.coordinator import BrokenStateError
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.engine import Engine
 from diloco_syncer.storage.parameters import Parameters
-from diloco_testing.learners.scripted import random_delta
+from diloco_testing.learners.scripted import random_delta, thetas_of
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, driven_spec
 
 TENSORS = tuple(Tensor(name=f"t{i}", shape=(300,), dtype="float32") for i in range(4))
@@ -35,10 +35,6 @@ class RecordingEngine(Engine):
     def handle(self, event, now):
         self.__dict__.setdefault("seen", []).append(event)
         return super().handle(event, now)
-
-
-def thetas_of(learner):
-    return [random_delta(f, 50 + f.index, size=1.0) for f in learner.layout.fragments]
 
 
 def begin(spec=None, *, learners=1, fault=lambda point: None):

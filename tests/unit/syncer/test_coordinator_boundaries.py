@@ -50,7 +50,7 @@ def test_the_start_is_written_down_and_a_tick_is_due_at_once():
     }  # fmt: skip
 
 
-def test_the_next_tick_is_due_when_the_engine_says_so():
+def test_the_next_tick_is_due_when_the_engine_asks_for_it():
     syncer = fresh()
     assert syncer.coordinator.handle(ev.Tick(), 3.0) == 3.0 + HEARTBEAT_SECONDS
 
@@ -71,7 +71,7 @@ def test_the_first_learner_is_asked_for_the_initial_model():
     assert syncer.facts.initialiser == "eu/0"
 
 
-def test_the_model_may_change_only_while_nobody_is_connected_and_nothing_exists():
+def test_the_model_may_change_only_while_no_learner_is_connected_and_nothing_exists():
     other = (Tensor(name="other", shape=(7,), dtype="float32"), *TENSORS)
     syncer = fresh()
     first = DrivenLearner(syncer, "eu/0", TENSORS)
@@ -98,7 +98,7 @@ def test_an_incarnation_is_presented_again_only_as_the_engine_knows_it():
         syncer.coordinator.admit(Applicant(**mine, incarnation=learner.incarnation + 1))
 
 
-def test_the_first_initial_model_stays_and_both_senders_hear_that_it_exists():
+def test_the_first_initial_model_stays_and_both_senders_learn_that_it_exists():
     syncer, _ = begin()
     parameters, adopted = syncer.facts.parameters, []
     syncer.run(
@@ -112,7 +112,7 @@ def test_the_first_initial_model_stays_and_both_senders_hear_that_it_exists():
     ParametersReceived(learner="eu/0", parameters=parameters).adopted()
 
 
-def test_facts_are_those_after_the_event_when_its_sender_hears_of_it():
+def test_facts_are_those_after_the_event_when_its_sender_is_notified():
     syncer = fresh()
     learner = DrivenLearner(syncer, "eu/0", TENSORS)
     learner.initialise([random_delta(f, f.index, size=1.0) for f in learner.layout.fragments])
@@ -148,7 +148,7 @@ def test_announced_fragments_reach_their_learners_with_step_and_length_of_the_jo
     assert (opened.step, opened.steps, list(opened.fragments)) == (5, 1000, [1, 0])
 
 
-def test_a_pull_reaches_its_members_and_its_result_everybody():
+def test_a_pull_reaches_its_members_and_its_result_all_learners():
     syncer, (first, second) = begin(learners=2)
     [pull] = first.step()
     assert (pull.round, pull.attempt, pull.fragment, pull.probe) == (1, 1, 1, False)
@@ -228,7 +228,7 @@ def test_a_commit_without_a_change_leaves_everything_as_it_is():
     assert of_kind(learner, "committed") == []
 
 
-def test_a_commit_makes_a_new_version_that_everybody_hears_of():
+def test_a_commit_makes_a_new_version_that_is_sent_to_all_learners():
     syncer, (learner, other) = begin(learners=2)
     [pull] = learner.step()
     upload = learner.upload(pull, random_delta(learner.layout.fragments[1], 1))

@@ -5,15 +5,15 @@ import pytest
 from diloco_syncer import coordinator
 from diloco_syncer.core import (
     announcements,
-    claims,
     contribution,
-    delivery,
     durability,
     ejection,
     engine,
     initialisation,
     pacing,
     rounds,
+    upload_limits,
+    used_reports,
 )
 from diloco_syncer.merging import blend, buffers
 from diloco_worker.core import link_protocol, trainer, updates
@@ -26,18 +26,18 @@ from diloco_worker.link import assembly
         # Grace window; Pacing
         (pacing, {"EMA_FACTOR": 0.5, "PACE_LAG_STEPS": 2}),
         # Reports and quorum: "repeated after 0.05 s, doubled each time up to 5 s"
-        (rounds, {"RETRY_SECONDS": 0.05, "RETRY_MOST_SECONDS": 5.0}),
-        (claims, {"MOST_MERGED": 256}),
+        (rounds, {"RETRY_SECONDS": 0.05, "MAX_RETRY_SECONDS": 5.0}),
+        (used_reports, {"MAX_MERGED": 256}),
         (announcements, {"LAG_DECAY": 0.95}),
         # Radial-directional merge
         (contribution, {"NORM_TOLERANCE": 1e-3, "NORM_FLOOR": 1e-12}),
         (blend, {"VANISHED": 1e-6, "NEGLIGIBLE": 1e-30}),
         # Failure detection
         (
-            delivery,
+            upload_limits,
             {
-                "START_SECONDS": 30.0, "LEAST_BYTES_PER_SECOND": 128 * 1024.0, "HOLD_WINDOWS": 2.0,
-                "LEAST_HOLD_SECONDS": 3.0, "MOST_HOLD_SECONDS": 30.0,
+                "START_SECONDS": 30.0, "MIN_BYTES_PER_SECOND": 128 * 1024.0, "HOLD_WINDOWS": 2.0,
+                "MIN_HOLD_SECONDS": 3.0, "MAX_HOLD_SECONDS": 30.0,
             },
         ),
         (
@@ -50,13 +50,13 @@ from diloco_worker.link import assembly
         (
             ejection,
             {
-                "BACKOFF_SECONDS": 5.0, "MOST_BACKOFF_SECONDS": 600.0, "FORGIVEN_AFTER_MERGES": 16,
+                "BACKOFF_SECONDS": 5.0, "MAX_BACKOFF_SECONDS": 600.0, "FORGIVEN_AFTER_MERGES": 16,
                 "PROBE_ATTEMPT": 1 << 20,
             },
         ),
         (initialisation, {"STALL_SECONDS": 60.0}),
         # Snapshots: "repeated after 5 s, doubled up to 60 s"
-        (durability, {"RETRY_SECONDS": 5.0, "MOST_RETRY_SECONDS": 60.0}),
+        (durability, {"RETRY_SECONDS": 5.0, "MAX_RETRY_SECONDS": 60.0}),
         (coordinator, {"MERGE_WINDOW_BYTES": 16 << 20}),
         (buffers, {"SLACK": 1.25}),
         # The learner: Recovery; Failure detection
@@ -64,9 +64,9 @@ from diloco_worker.link import assembly
             link_protocol,
             {"DOWNLOAD_TRIES": 3, "RETRY_SECONDS": 0.5, "WELCOME_TIMEOUT_SECONDS": 20.0},
         ),
-        (updates, {"RETRY_SECONDS": 0.5, "MOST_RETRY_SECONDS": 10.0}),
+        (updates, {"RETRY_SECONDS": 0.5, "MAX_RETRY_SECONDS": 10.0}),
         (trainer, {"PROGRESS_SECONDS": 5.0}),
-        (assembly, {"MOST_REPEATS": 5}),
+        (assembly, {"MAX_REPEATS": 5}),
     ],
     ids=lambda value: value.__name__ if hasattr(value, "__name__") else "",
 )  # fmt: skip

@@ -1,9 +1,9 @@
 """Snapshots, the end of the job, and the initial model, event by event."""
 
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.delivery import LEAST_BYTES_PER_SECOND
-from diloco_syncer.core.durability import MOST_RETRY_SECONDS, RETRY_SECONDS, Durability, Stage
+from diloco_syncer.core.durability import MAX_RETRY_SECONDS, RETRY_SECONDS, Durability, Stage
 from diloco_syncer.core.initialisation import STALL_SECONDS, Initialisation
+from diloco_syncer.core.upload_limits import MIN_BYTES_PER_SECOND
 
 
 def durability(**changes):
@@ -56,7 +56,7 @@ def test_a_failed_snapshot_is_repeated_after_a_back_off_that_doubles_and_ends_wi
         now = it.retry_at
         assert taken(it.tick(2, now)) == [2]
         assert it.retry_at is None
-    assert pauses == [RETRY_SECONDS * f for f in (1, 2, 4, 8)] + [MOST_RETRY_SECONDS] * 2
+    assert pauses == [RETRY_SECONDS * f for f in (1, 2, 4, 8)] + [MAX_RETRY_SECONDS] * 2
     it.snapshot_done(ev.SnapshotDone(step=2), 2, now)
     assert (it.failure, it.durable_step) == ("", 2)
     it.snapshot(3)
@@ -174,7 +174,7 @@ def test_a_request_without_progress_is_withdrawn_after_a_minute():
 
 
 def test_bytes_earn_time_but_never_more_than_the_limit_ahead():
-    it, rate = Initialisation(), LEAST_BYTES_PER_SECOND
+    it, rate = Initialisation(), MIN_BYTES_PER_SECOND
     it.request(["a"], 0.0)
     it.progressed("b", int(50 * rate), 30.0)
     assert it.deadline == STALL_SECONDS
@@ -193,7 +193,7 @@ def test_bytes_earn_time_but_never_more_than_the_limit_ahead():
 
 
 def test_a_new_request_counts_bytes_from_zero():
-    it, rate = Initialisation(), LEAST_BYTES_PER_SECOND
+    it, rate = Initialisation(), MIN_BYTES_PER_SECOND
     it.request(["a", "b"], 0.0)
     it.progressed("a", int(40 * rate), 0.0)
     it.fail("a", "NotFinite", "")

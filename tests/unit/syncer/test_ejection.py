@@ -3,7 +3,6 @@
 import pytest
 
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.delivery import START_SECONDS
 from diloco_syncer.core.ejection import (
     BACKOFF_SECONDS,
     FORGIVEN_AFTER_MERGES,
@@ -13,6 +12,7 @@ from diloco_syncer.core.ejection import (
 )
 from diloco_syncer.core.learners import LearnerRecords
 from diloco_syncer.core.pacing import Pace
+from diloco_syncer.core.upload_limits import START_SECONDS
 
 
 class Learners:
@@ -280,3 +280,28 @@ def test_a_pause_of_the_syncer_is_given_back_to_probes():
     job.it.eject("c", "Stalled", 5.0)  # without a probe
     job.it.shift(60.0)
     assert job.it.deadlines(5.0) == [65.0 + 5.5, 10.0]
+
+
+@pytest.mark.parametrize("how", ["leaves", "joins again"])
+def test_the_attempt_of_a_probe_is_aborted_when_its_session_ends(how):
+    job = Learners()
+    job.it.eject("b", "Stalled", 0.0)
+    probe = job.probe(5.0)
+    [abort] = job.it.left(job["b"]) if how == "leaves" else job.it.joined(job["b"], 6.0)
+    assert isinstance(abort, ev.AbortMerge)
+    assert (abort.round, abort.attempt) == (probe.round, probe.attempt)
+    assert job["b"].ejection.probe is None
+    assert job["b"].ejections == 1, "neither a success nor a failure"
+    assert job.it.left(job["b"]) == []
+
+
+def test_a_probe_has_the_time_of_an_upload_when_the_quorum_needs_the_learner():
+    job = Learners(quorum=2, hold=4.0, sync=1.5)
+    job.it.eject("b", "Stalled", 0.0)
+    probe = job.probe(5.0)
+    job.records.leave("a", 1)
+    mine = {"learner": "b", "round": probe.round, "attempt": probe.attempt}
+    job.it.progressed(ev.Progress(**mine, received_bytes=1 << 20), 10.0)
+    assert job.it.tick(11.0) == [], "more than hold and sync: two learners are needed, one is left"
+    _, log = job.it.progressed(ev.Progress(**mine, received_bytes=1 << 21, done=True), 13.0)
+    assert log.event == "readmit"

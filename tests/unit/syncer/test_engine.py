@@ -14,8 +14,8 @@ from diloco.model.fragments import due
 from diloco.spec import Checkpoint, RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
-from diloco_syncer.core.delivery import LEAST_BYTES_PER_SECOND, START_SECONDS
 from diloco_syncer.core.engine import HEARTBEAT_SECONDS, LATE_HEARTBEATS, Engine
+from diloco_syncer.core.upload_limits import MIN_BYTES_PER_SECOND, START_SECONDS
 from diloco_testing.properties import examples
 from diloco_testing.syncers.virtual_job import VirtualJob
 
@@ -243,7 +243,7 @@ def begins(decisions):
 def test_a_round_waits_for_a_slow_member_while_its_upload_is_fast_enough():
     engine, now, received = started(), 1.0, 0
     for _ in range(100):
-        now, received = now + 2.0, received + 2 * int(LEAST_BYTES_PER_SECOND)
+        now, received = now + 2.0, received + 2 * int(MIN_BYTES_PER_SECOND)
         progress = ev.Progress(learner="eu/0", round=1, attempt=1, received_bytes=received)
         assert not aborts(engine.handle(progress, now))
         engine.handle(ev.Heartbeat(session=1, learner="eu/0"), now)
@@ -409,7 +409,7 @@ def test_a_resumed_engine_continues_and_does_not_use_a_report_of_the_epoch_befor
     engine.learners.replay(map(json.loads, world.lines))
     assert engine.step == state["step"]
     member = engine.learners.by_name["eu/0"]
-    assert member.claims.newest == 25
+    assert member.used_reports.newest == 25
     assert member.local_step == 25
     out = engine.handle(hello("eu/0", 1, presented=member.incarnation), 0.0)
     assert next(d for d in out if isinstance(d, ev.Admit)).incarnation == member.incarnation
@@ -521,12 +521,12 @@ def paced(lengths, *, seconds=(1.0, 1.0, 0.05), **changes):
     return world.engine.step
 
 
-def test_the_fastest_learner_sets_the_pace_when_its_uploads_bear_its_steps_out():
+def test_the_fastest_learner_sets_the_pace_when_its_uploads_confirm_its_steps():
     assert paced({}) > 700
 
 
 @pytest.mark.parametrize("length", [0.0, 1e-13, 0.05])
-def test_a07_a_learner_whose_uploads_do_not_bear_its_steps_out_does_not_run_away_with_the_job(
+def test_a07_a_learner_whose_uploads_do_not_confirm_its_steps_cannot_accelerate_the_job_without_bound(
     length,
 ):
     # reproduction a07: it reports 20 times as often as the others, and uploads next to nothing
@@ -534,18 +534,18 @@ def test_a07_a_learner_whose_uploads_do_not_bear_its_steps_out_does_not_run_away
     assert honest < paced({"eu/2": length}) <= 5.5 * honest  # and before the speeds are known
 
 
-def test_a_job_goes_on_although_no_upload_bears_steps_out():
+def test_a_job_continues_although_no_upload_confirms_its_steps():
     assert paced(dict.fromkeys(("eu/0", "eu/1", "eu/2"), 0.0), seconds=(1.0, 1.0, 1.0)) > 30
 
 
-def test_tiny_step_seconds_of_a_liar_do_not_shrink_the_grace_window_of_the_others():
+def test_a_false_step_duration_does_not_shrink_the_grace_window_of_the_others():
     def late_merges(stated):
         world = world_of([1.0, 1.18, 1.0], steps=60)
-        liar = world.learners["eu/2"]
+        misbehaving = world.learners["eu/2"]
         original = world._send
 
         def send(event, learner, what):
-            if learner is liar and isinstance(event, ev.Reported):
+            if learner is misbehaving and isinstance(event, ev.Reported):
                 event = dataclasses.replace(event, step_seconds=stated)
             original(event, learner, what)
 

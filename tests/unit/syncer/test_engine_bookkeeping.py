@@ -38,9 +38,9 @@ class CheckedJob(VirtualJob):
         self.compare_probes()
         pace = scheduler.pace
         assert pace.may_start() == any(p > pace.step for p in pace.positions.values())
-        kept = learners.fastest_step_seconds(), learners.least_step_seconds()
+        kept = learners._speeds()
         learners._measured = None
-        assert kept == (learners.fastest_step_seconds(), learners.least_step_seconds())
+        assert kept == learners._speeds()
 
     def compare_probes(self) -> None:
         """A probe that is due has begun, if there is something to upload; the next is in time."""

@@ -11,7 +11,7 @@ import pytest
 from diloco.spec import Checkpoint, RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
-from diloco_syncer.core.ejection import MOST_BACKOFF_SECONDS, backoff_seconds
+from diloco_syncer.core.ejection import MAX_BACKOFF_SECONDS, backoff_seconds
 from diloco_syncer.core.engine import Engine
 from diloco_syncer.core.growth import Growth
 from diloco_syncer.core.initialisation import STALL_SECONDS
@@ -120,7 +120,7 @@ def test_a_learner_that_delivers_again_is_readmitted_after_a_probe():
 def test_the_back_off_between_probes_grows_up_to_its_maximum():
     pauses = [backoff_seconds(n) for n in range(1, 40)]
     assert all(a <= b for a, b in itertools.pairwise(pauses))
-    assert pauses[-1] == MOST_BACKOFF_SECONDS
+    assert pauses[-1] == MAX_BACKOFF_SECONDS
 
 
 @pytest.mark.slow
@@ -263,7 +263,7 @@ class Driven:
         )
 
     def wait(self, seconds):
-        """Let time pass while everybody sends heartbeats."""
+        """Let time pass while all learners send heartbeats."""
         out = []
         for _ in range(int(seconds)):
             self.now += 1.0
@@ -301,7 +301,7 @@ def test_a_report_that_a_newer_round_has_used_is_not_given_back_by_an_older_roun
     job.merged(2)
     job.contribute("eu/1", 1, 1)
     job.wait(40)  # eu/0 never answers round 1
-    assert job.engine.learners.by_name["eu/0"].claims.newest == 2
+    assert job.engine.learners.by_name["eu/0"].used_reports.newest == 2
     pulls = [d for d in job.kinds(ev.Pull) if d.round > 2 and "eu/0" in d.learners]
     assert not pulls, "its report of step 2 is part of round 2"
 
@@ -370,7 +370,7 @@ def test_a_learner_that_comes_back_after_a_long_cut_does_not_outweigh_the_others
     assert returned.tokens / returned.steps == 100
 
 
-def test_a_pause_of_the_syncer_itself_makes_nobody_late():
+def test_a_pause_of_the_syncer_itself_makes_no_learner_late():
     job = Driven().initialised()
     for name in job.names:
         job.report(name, 1)
@@ -517,7 +517,7 @@ def test_theta_that_would_grow_implausibly_stops_the_job_before_it_is_merged():
     )
     assert job.logs("halt")[0]["fragment"] == 1
     assert not job.kinds(ev.Commit)
-    assert "a person" in job.engine.waiting_for()
+    assert "manual action" in job.engine.waiting_for()
     assert "from a root mean square of 0.5 to 1e+06" in job.engine.waiting_for()
     pulls = len(job.kinds(ev.Pull))
     job.now = 5.0

@@ -3,11 +3,11 @@
 import pytest
 
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.delivery import START_SECONDS
 from diloco_syncer.core.engine import (
     HEARTBEAT_SECONDS,
 )
 from diloco_syncer.core.rounds import RETRY_SECONDS, Phase
+from diloco_syncer.core.upload_limits import START_SECONDS
 from diloco_testing.syncers.engine_job import Job, logs, of, pulls, wake
 
 # ---------------------------------------------------------------- quorum and grace
@@ -27,7 +27,7 @@ def test_after_the_quorum_a_round_waits_exactly_its_window_for_the_others():
     assert job.engine.scheduler.last_window_seconds == 1.0
 
 
-def test_a_round_does_not_wait_when_everybody_is_ready():
+def test_a_round_does_not_wait_when_all_learners_are_ready():
     job = Job(now=5.0, overlap=1).meet()
     job.report("a", 1, at=5.0)
     assert pulls(job.report("b", 1, at=5.25)) == [(1, 1, ("a", "b"))]
@@ -93,7 +93,7 @@ def test_what_is_credited_is_bounded_by_h_the_rounds_in_flight_and_the_pace():
     assert [(c.steps, c.tokens) for c in begin.contributions] == [(4 + 2 * 2 + 2, 100)]
 
 
-def test_a_second_header_of_a_member_a_stranger_or_another_attempt_changes_nothing():
+def test_a_second_header_and_one_of_a_non_member_or_another_attempt_change_nothing():
     job = Job("abc", quorum=2)
     job.report("c", 1, offers=frozenset())
     job.report("a", 1)
@@ -113,7 +113,7 @@ def test_a_second_header_of_a_member_a_stranger_or_another_attempt_changes_nothi
 def test_a_member_that_uploads_a_used_report_is_left_out_and_named():
     job = Job("ab", overlap=1).meet()
     job.report_all(1)
-    job["a"].claims.add(1)
+    job["a"].used_reports.add(1)
     out = job.contribute("a")
     [line] = logs("refuse", out)
     assert (line["learner"], line["reason"], line["step"], line["fragment"]) == (
@@ -261,7 +261,7 @@ def test_a_commit_is_remembered_with_its_members_and_time():
     assert (scheduler.merges, scheduler.commits, scheduler.last_members) == (1, 1, 2)
     assert (scheduler.last_merge_at, job.engine.step) == (0.5, 1)
     assert (job["a"].merged_round, job["a"].merges, job["a"].delivered_in_row) == (1, 1, 1)
-    assert job["a"].claims.merged == {1}
+    assert job["a"].used_reports.merged == {1}
     assert job.engine.staleness(job["a"]) == 0
 
 
@@ -277,7 +277,7 @@ def test_a_round_without_weight_commits_without_a_change_and_its_reports_are_use
     assert not job["a"].fresh
 
 
-def test_a_pull_that_cannot_be_carried_out_is_repeated_after_a_pause_and_says_why():
+def test_a_pull_that_cannot_be_carried_out_is_repeated_after_a_pause_and_its_reason_logged():
     job = Job("a")
     [pull] = of(ev.Pull, job.report("a", 1))
     out = job(ev.Failed(decision=pull, reason="boom"))

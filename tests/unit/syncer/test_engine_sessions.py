@@ -4,7 +4,6 @@ import pytest
 
 from diloco.spec import Checkpoint, RunSpec
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.delivery import START_SECONDS
 from diloco_syncer.core.engine import (
     HEARTBEAT_SECONDS,
     OWN_PAUSE_SECONDS,
@@ -13,6 +12,7 @@ from diloco_syncer.core.engine import (
     Engine,
 )
 from diloco_syncer.core.initialisation import STALL_SECONDS
+from diloco_syncer.core.upload_limits import START_SECONDS
 from diloco_testing.syncers.engine_job import Job, logs, of, wake
 
 # ---------------------------------------------------------------- sessions
@@ -99,7 +99,7 @@ def test_a_learner_whose_session_begins_anew_is_asked_again_for_the_initial_mode
     assert of(ev.RequestInitial, job.left("b")) == [], "a is asked already"
 
 
-def test_the_initial_model_is_made_durable_and_announced_to_everybody_once():
+def test_the_initial_model_is_made_durable_and_announced_to_all_learners_once():
     job = Job("ab", initialised=False)
     out = job(ev.Initialised(learner="a"), at=1.0)
     assert logs("initialised", out) == [{"learner": "a"}]
@@ -134,7 +134,7 @@ def test_a_heartbeat_counts_for_the_current_session_only():
     job(ev.Heartbeat(session=1, learner="never seen"), at=2.0)
 
 
-def test_a_session_that_is_closed_for_silence_is_told_why_and_leaves():
+def test_a_session_that_is_closed_for_silence_receives_the_reason_and_leaves():
     job = Job("a")
     for now in (2.0, 4.0, 6.0):
         out = job(ev.Tick(), at=now)
@@ -201,9 +201,9 @@ def test_a_pause_is_given_back_to_probes():
     job.dropped("c")
     out = job.wait(5.0)
     [probe] = of(ev.ProbeLearner, out)
-    before = job["c"].ejection.probe.delivery.deadline
+    before = job["c"].ejection.probe.upload.deadline
     job(ev.Tick(), at=105.0)
-    assert job["c"].ejection.probe.delivery.deadline == before + 100.0
+    assert job["c"].ejection.probe.upload.deadline == before + 100.0
     out = job(ev.Failed(decision=probe, reason="boom"))
     assert [(d.round, d.attempt) for d in of(ev.AbortMerge, out)] == [(probe.round, probe.attempt)]
     assert job["c"].ejections == 2
@@ -241,7 +241,7 @@ def test_a_probe_that_is_dropped_is_repeated_after_twice_the_time():
 # ---------------------------------------------------------------- what it waits for
 
 
-def test_what_is_missing_is_said():
+def test_waiting_for_names_what_is_missing():
     job = Job("", initialised=False)
     assert job.engine.waiting_for() == "the first learner to upload the initial model"
     job = Job("ab", initialised=False)

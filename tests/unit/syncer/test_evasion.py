@@ -81,7 +81,7 @@ class SendsWhatWasMerged(Evading):
     def _evade(self, learner, pull):
         used = Contribution(
             learner=BAD, incarnation=learner.incarnation, round=pull.round, attempt=pull.attempt,
-            local_step=max(self.engine.learners.by_name[BAD].claims.merged), steps=1, tokens=10,
+            local_step=max(self.engine.learners.by_name[BAD].used_reports.merged), steps=1, tokens=10,
             base=(1, 0), format=FP32, norms=(),
         )  # fmt: skip
         self.later(3.9, learner, lambda: self.post(used))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from diloco.codec import formats
 from diloco_syncer.core.contribution import NORM_FLOOR, Contribution, ContributionError
-from diloco_syncer.core.guard import RATE_MULTIPLE, guarded
+from diloco_syncer.core.guard import MINOR_SHARE, RATE_MULTIPLE, guarded
 from diloco_syncer.merging.blend import blend
 from diloco_testing.syncers.merging import feed, fragment_of, merge_of, upload, values_of
 
@@ -50,10 +50,23 @@ def test_a_learner_of_many_times_the_steps_and_one_of_twice_the_batch_are_not_li
     assert not any(c.clipped for c in limited)
 
 
-def test_tokens_of_a_liar_count_at_most_about_twice_the_usual_per_step():
-    # reproduction a01, with reports that tell the same lie; also two of them together
-    for liars, most in ((1, 0.36), (2, 0.53)):
-        members = [*honest(8), *(member(f"us/{m}", (1.0, 2.0), tokens=2**50) for m in range(liars))]
+def test_an_expert_that_one_member_trains_and_the_others_only_decay_is_not_clipped():
+    # Norms of a layer and of an expert: 24 steps of AdamW, and of its weight decay alone.
+    members = [
+        member("eu/0", (1.0, 0.006)), member("eu/1", (1.1, 0.006)), member("us/0", (1.0, 0.63)),
+    ]  # fmt: skip
+    assert not any(c.clipped for c in guarded(members, MULTIPLE))
+    members[2] = member("us/0", (1.0, 6.3))
+    assert guarded(members, MULTIPLE)[2].merged_norms == (1.0, pytest.approx(1.1, rel=1e-3))
+
+
+def test_falsely_reported_tokens_count_at_most_about_twice_the_usual_per_step():
+    # reproduction a01, with reports of the same false count; also two of them together
+    for misbehaving, most in ((1, 0.36), (2, 0.53)):
+        members = [
+            *honest(8),
+            *(member(f"us/{m}", (1.0, 2.0), tokens=2**50) for m in range(misbehaving)),
+        ]
         limited = guarded(members, MULTIPLE)
         assert limited[8].weight == pytest.approx(RATE_MULTIPLE**2 * members[0].weight)
         share = sum(c.weight for c in limited[8:]) / sum(c.weight for c in limited)
@@ -81,8 +94,8 @@ def test_of_a_tensor_that_most_members_did_not_change_the_fragment_is_the_measur
     members = [member(f"eu/{m}", (0.0, 2.0)) for m in range(3)]
     alone = guarded([*members, member("us/0", (3.0, 2.0))], MULTIPLE)[3]
     assert not alone.clipped
-    liar = guarded([*members, member("us/0", (1e9, 2.0))], MULTIPLE)[3]
-    assert liar.merged_norms == pytest.approx((20.0, 2.0))
+    misbehaving = guarded([*members, member("us/0", (1e9, 2.0))], MULTIPLE)[3]
+    assert misbehaving.merged_norms == pytest.approx((20.0, 2.0))
 
 
 NORMS = st.floats(0, 1e300)
@@ -108,7 +121,9 @@ def test_whatever_members_state_none_exceeds_the_multiple_of_the_median_or_owns_
             usual = statistics.median_low(
                 o.norms[slot] / r for o, r in zip(members, roots, strict=True)
             )
-            assert c.merged_norms[slot] <= MULTIPLE * root * (usual or whole) * (1 + 1e-9)
+            assert c.merged_norms[slot] <= MULTIPLE * root * (
+                max(usual, MINOR_SHARE * whole) if usual else whole
+            ) * (1 + 1e-9)
         assert c.weight <= rate**2 * c.steps * (1 + 1e-9)
 
 
@@ -164,7 +179,8 @@ def limited_merge(deltas, *, merge, tokens=None, **changes):
         rows = [v[here] for v in values]
         norms = [np.linalg.norm(v) for v in rows]
         usual = statistics.median_low(n / math.sqrt(s) for n, s in zip(norms, steps, strict=True))
-        limits = [MULTIPLE * (usual or whole) * math.sqrt(s) for s in steps]
+        usual = max(usual, MINOR_SHARE * whole) if usual else whole
+        limits = [MULTIPLE * usual * math.sqrt(s) for s in steps]
         rows = [v * min(1.0, b / n) for v, n, b in zip(rows, norms, limits, strict=True)]
         shares = [w / sum(weights) for w in weights]
         mean_N = sum(s * v for s, v in zip(shares, rows, strict=True))

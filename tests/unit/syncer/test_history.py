@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.events import Reported
-from diloco_syncer.core.history import HISTORY_MULTIPLE, MOST_REPORTS, CountsDifferError, History
+from diloco_syncer.core.history import HISTORY_MULTIPLE, MAX_REPORTS, CountsDifferError, History
 
 
 def report(local_step, *, steps=None, tokens=None, total=None, offers=(0,)):
@@ -102,8 +102,8 @@ def test_a_new_incarnation_counts_anew_and_keeps_its_averages():
 
 
 def test_only_the_newest_reports_are_kept():
-    history = honest(3 * MOST_REPORTS)
-    assert len(history.offered) == MOST_REPORTS
+    history = honest(3 * MAX_REPORTS)
+    assert len(history.offered) == MAX_REPORTS
 
 
 @given(

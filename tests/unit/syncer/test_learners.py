@@ -39,7 +39,7 @@ def test_learners_are_in_the_order_of_names_whatever_the_order_of_joins():
     assert names(learners) == names(learners.connected()) == ["eu/0", "eu/1", "eu/2"]
 
 
-def test_at_first_there_is_nobody():
+def test_at_first_there_are_no_learners():
     learners = LearnerRecords()
     assert (learners.connected(), learners.training(), learners.ejected()) == ([], [], [])
 
@@ -72,17 +72,17 @@ def test_only_the_current_session_may_leave_or_report():
 
 def test_a_new_incarnation_begins_without_the_reports_that_rounds_have_used():
     learners = joined()
-    learners.by_name["eu/0"].claims.add(9)
+    learners.by_name["eu/0"].used_reports.add(9)
     record, replaced = learners.admit(hello(session=2, incarnation=2), now=7.0)
     assert (replaced, record.incarnation, record.session, record.last_seen) == (1, 2, 2, 7.0)
-    assert record.claims.newest == -1
+    assert record.used_reports.newest == -1
 
 
 def test_a_session_of_the_same_process_keeps_the_reports_that_rounds_have_used():
     learners = joined()
-    learners.by_name["eu/0"].claims.add(9)
+    learners.by_name["eu/0"].used_reports.add(9)
     record, _ = learners.admit(hello(session=2, fresh=False), now=7.0)
-    assert record.claims.newest == 9
+    assert record.used_reports.newest == 9
 
 
 def test_an_older_incarnation_changes_nothing():
@@ -93,7 +93,7 @@ def test_an_older_incarnation_changes_nothing():
     assert (record.session, record.incarnation, record.last_seen) == (2, 5, 7.0)
 
 
-def test_a_session_begins_without_report_speed_and_lag_and_with_what_the_hello_says():
+def test_a_session_begins_without_report_speed_and_lag_and_with_what_the_hello_states():
     learners = joined()
     learners.report(reported(local_step=4), now=6.0)
     learners.by_name["eu/0"].lag = 3.0
@@ -114,7 +114,7 @@ def test_the_data_position_never_moves_back(stated, kept):
     assert record.local_step == kept
 
 
-def test_a_report_says_how_many_steps_it_advanced_and_the_first_counts_as_one():
+def test_a_report_advances_by_its_steps_and_the_first_counts_as_one():
     learners = joined()
     assert learners.report(reported(local_step=40), now=6.0) == 1
     assert learners.report(reported(local_step=43), now=7.0) == 3
@@ -161,17 +161,17 @@ def test_only_a_report_newer_than_those_that_rounds_have_used_is_fresh():
     assert not record.fresh
     learners.report(reported(local_step=4), now=6.0)
     assert record.fresh
-    record.claims.pull(1, 4)
+    record.used_reports.pull(1, 4)
     assert not record.fresh
     learners.report(reported(local_step=5), now=6.0)
     assert record.fresh
 
 
-def test_what_outlives_the_syncer_comes_back_and_nobody_is_connected():
+def test_what_outlives_the_syncer_comes_back_and_no_learner_is_connected():
     learners = joined("a", "b")
     learners.report(reported("a", local_step=8, total_tokens=90), now=6.0)
     record = learners.by_name["a"]
-    record.claims.add(7)
+    record.used_reports.add(7)
     record.merged_round, record.merges, record.restarts = 6, 5, 4
     again = LearnerRecords.from_json(learners.to_json())
     assert names(again) == ["a", "b"]
@@ -179,7 +179,7 @@ def test_what_outlives_the_syncer_comes_back_and_nobody_is_connected():
     found = again.by_name["a"]
     assert (found.local_step, found.total_tokens, found.incarnation) == (8, 90, 1)
     assert (found.merged_round, found.merges, found.restarts, found.region) == (6, 5, 4, "eu")
-    assert found.claims.newest == 7
+    assert found.used_reports.newest == 7
     older = learners.to_json()
     del older["a"]["restarts"]
     assert LearnerRecords.from_json(older).by_name["a"].restarts == 0
@@ -187,7 +187,7 @@ def test_what_outlives_the_syncer_comes_back_and_nobody_is_connected():
 
 def test_lines_written_after_the_snapshot_bring_joins_and_merged_reports_back():
     learners = joined("eu/0")
-    learners.by_name["eu/0"].claims.add(3)
+    learners.by_name["eu/0"].used_reports.add(3)
     join = {"event": "join", "learner": "eu/0", "incarnation": 1, "localStep": 4}
     merge = {
         "event": "merge",
@@ -200,14 +200,14 @@ def test_lines_written_after_the_snapshot_bring_joins_and_merged_reports_back():
     learners.replay([join, merge, other])
     record = learners.by_name["eu/0"]
     assert (record.incarnation, record.local_step) == (1, 6)
-    assert record.claims.refused(1, 3), "the same incarnation: what was used stays used"
-    assert record.claims.refused(1, 6)
+    assert record.used_reports.refused(1, 3), "the same incarnation: what was used stays used"
+    assert record.used_reports.refused(1, 6)
     assert names(learners) == ["eu/0"], "only a join introduces a learner"
     newer = {"event": "join", "learner": "us/1", "incarnation": 5, "localStep": 2}
     learners.replay([newer, {**newer, "learner": "eu/0"}, merge])
     assert learners.by_name["us/1"].region == "us"
     assert (record.incarnation, record.local_step) == (5, 6)
-    assert record.claims.newest == -1, "a merge of the incarnation before does not count"
+    assert record.used_reports.newest == -1, "a merge of the incarnation before does not count"
 
 
 JOIN = {"event": "join", "learner": "eu/0", "incarnation": 2, "localStep": 4}
@@ -229,4 +229,50 @@ def test_a_damaged_line_of_the_journal_is_left_out_and_counted_and_the_others_ar
     assert names(learners) == ["eu/0"]
     record = learners.by_name["eu/0"]
     assert (record.incarnation, record.local_step) == (2, 6)
-    assert record.claims.refused(1, 6)
+    assert record.used_reports.refused(1, 6)
+
+
+def fastest_of(**step_seconds):
+    """Learners that have each made a step of so many seconds, at 10 s; their uploads confirm it."""
+    learners = joined(*step_seconds)
+    for session, (name, seconds) in enumerate(step_seconds.items(), start=1):
+        learners.report(reported(name, session=session, step_seconds=seconds), now=10.0)
+    learners.prove(dict.fromkeys(step_seconds, True))
+    return learners
+
+
+def test_a_learner_that_hangs_is_not_the_fastest_until_it_makes_a_step_again():
+    learners = fastest_of(a=0.5, b=5.0)
+    learners.report(reported("b", session=2, local_step=2, step_seconds=5.0), now=15.0)
+    learners.note_hanging(20.0)
+    assert learners.fastest_step_seconds() == 0.5
+    learners.note_hanging(20.5)
+    assert learners.fastest_step_seconds() == 5.0
+    learners.report(reported("a", local_step=2, step_seconds=0.5), now=21.0)
+    assert not learners.by_name["a"].hangs
+    assert learners.by_name["b"].hangs is False
+
+
+def test_if_all_hang_their_last_steps_count():
+    learners = fastest_of(a=0.5, b=5.0)
+    learners.note_hanging(1000.0)
+    assert learners.fastest_step_seconds() == 0.5
+
+
+def test_an_upload_confirms_a_speed_for_a_number_of_steps_only():
+    learners = fastest_of(a=1.0, b=1.0, c=1.0)
+    record = learners.by_name["a"]
+    for name, session in (("a", 1), ("b", 2), ("c", 3)):
+        learners.report(reported(name, session=session, local_step=2), now=11.0)
+    assert learners.least_step_seconds(record) == 0.0
+    record.local_step = record.proven_step + 40
+    learners.lapse(record, 40)
+    assert (record.proven, record.lapsed) == (True, False)
+    record.local_step += 1
+    learners.lapse(record, 40)
+    assert (record.proven, record.lapsed) == (False, True)
+    assert learners.least_step_seconds(record) == 1.0, "the median: not even four times as fast"
+    learners.admit(hello("a", session=9, fresh=False), now=12.0)
+    assert record.lapsed, "only a merge ends that"
+    learners.prove({"a": True})
+    assert learners.least_step_seconds(record) == 0.0

@@ -380,7 +380,7 @@ def _send_and_abort(
 
 
 @pytest.mark.parametrize("call", ["result", "output"])
-def test_a_finished_merge_that_is_aborted_gives_nothing_any_more(call):
+def test_a_finished_merge_that_is_aborted_returns_no_result(call):
     uploads = pair(SMALL)
     running = merge_for(uploads, SMALL)
     feed(running, uploads)

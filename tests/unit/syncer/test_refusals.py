@@ -2,7 +2,7 @@
 
 from diloco.errors import ProtocolError, UnauthorisedError
 from diloco_syncer.core.refusals import FULL_REFUSALS, WINDOW_SECONDS
-from diloco_syncer.refusals import MOST_DETAIL, MOST_LEARNER, Refusals
+from diloco_syncer.refusals import MAX_DETAIL, MAX_LEARNER, Refusals
 
 
 class Journal:
@@ -57,7 +57,7 @@ def test_what_a_peer_chose_is_shortened_and_printable():
     journal = Journal()
     journal.refusals.refuse("a session", "y\x1b" * 10**6, ProtocolError("z\n" * 10**6))
     [line] = journal.lines
-    assert len(line["learner"]) == MOST_LEARNER
-    assert len(line["detail"]) == MOST_DETAIL
+    assert len(line["learner"]) == MAX_LEARNER
+    assert len(line["detail"]) == MAX_DETAIL
     assert line["learner"].isprintable()
     assert line["detail"].isprintable()

@@ -3,24 +3,24 @@
 import pytest
 
 from diloco_syncer.core.contribution import Contribution
-from diloco_syncer.core.delivery import (
-    LEAST_BYTES_PER_SECOND,
-    LEAST_HOLD_SECONDS,
-    MOST_HOLD_SECONDS,
-    START_SECONDS,
-    Delivery,
-    hold_seconds,
-)
 from diloco_syncer.core.events import Merged
 from diloco_syncer.core.rounds import (
-    RETRY_MOST_SECONDS,
+    MAX_RETRY_SECONDS,
     RETRY_SECONDS,
     Phase,
     Round,
     merge_line,
 )
+from diloco_syncer.core.upload_limits import (
+    MAX_HOLD_SECONDS,
+    MIN_BYTES_PER_SECOND,
+    MIN_HOLD_SECONDS,
+    START_SECONDS,
+    UploadProgress,
+    hold_seconds,
+)
 
-RATE = int(LEAST_BYTES_PER_SECOND)
+RATE = int(MIN_BYTES_PER_SECOND)
 
 
 def contribution(learner, *, tokens=10, steps=2, base=(1, 4), **changes):
@@ -107,7 +107,7 @@ def test_the_pause_before_another_try_doubles_with_each_attempt_up_to_its_maximu
     assert round_.retry_at == 10.0 + RETRY_SECONDS * 4
     for _ in range(2000):  # and however often it fails, the power does not overflow
         round_.collect_again(10.0)
-    assert round_.retry_at == 10.0 + RETRY_MOST_SECONDS
+    assert round_.retry_at == 10.0 + MAX_RETRY_SECONDS
 
 
 # ---------------------------------------------------------------- lateness
@@ -140,7 +140,7 @@ def test_half_of_an_odd_number_is_rounded_up():
     assert round_.held_since == 101.0
 
 
-def test_nobody_is_held_up_when_everybody_has_delivered():
+def test_no_member_is_held_up_when_all_have_delivered():
     round_ = pulled("a", "b")
     for name in round_.members:
         delivers(round_, name, waiting=True)
@@ -161,7 +161,7 @@ def test_a_member_is_late_at_its_own_deadline_or_when_the_others_have_waited_lon
     assert round_.late(1e9, hold_seconds=5.0) == []
 
 
-def test_the_next_deadline_is_the_earliest_at_which_somebody_can_be_late():
+def test_the_next_deadline_is_the_earliest_at_which_a_member_can_be_late():
     round_ = pulled("a", "b")
     end = 100.0 + START_SECONDS
     assert round_.next_deadline(5.0, 100.0) == end
@@ -192,54 +192,54 @@ def test_a_pause_of_the_syncer_moves_every_deadline_by_its_length():
 
 def test_the_others_wait_twice_tau_steps_within_limits():
     assert hold_seconds(overlap=3, step_seconds=1.5) == 2 * 3 * 1.5
-    assert hold_seconds(overlap=2, step_seconds=None) == LEAST_HOLD_SECONDS
-    assert hold_seconds(overlap=1, step_seconds=0.01) == LEAST_HOLD_SECONDS
-    assert hold_seconds(overlap=9, step_seconds=60.0) == MOST_HOLD_SECONDS
+    assert hold_seconds(overlap=2, step_seconds=None) == MIN_HOLD_SECONDS
+    assert hold_seconds(overlap=1, step_seconds=0.01) == MIN_HOLD_SECONDS
+    assert hold_seconds(overlap=9, step_seconds=60.0) == MAX_HOLD_SECONDS
 
 
 def test_an_upload_earns_time_by_its_bytes_but_never_more_than_the_start_up_time():
-    delivery = Delivery.begin(100.0)
-    assert (delivery.begun, delivery.deadline) == (100.0, 100.0 + START_SECONDS)
-    delivery.progressed(4 * RATE, waiting=False, done=False, now=110.0)
-    assert delivery.deadline == 104.0 + START_SECONDS
-    delivery.progressed(5 * RATE, waiting=False, done=False, now=110.0)
-    assert delivery.deadline == 105.0 + START_SECONDS, "only what is new counts"
-    delivery.progressed(10**9, waiting=False, done=False, now=111.0)
-    assert delivery.deadline == 111.0 + START_SECONDS
-    assert delivery.received_bytes == 10**9
+    upload = UploadProgress.begin(100.0)
+    assert (upload.begun, upload.deadline) == (100.0, 100.0 + START_SECONDS)
+    upload.progressed(4 * RATE, waiting=False, done=False, now=110.0)
+    assert upload.deadline == 104.0 + START_SECONDS
+    upload.progressed(5 * RATE, waiting=False, done=False, now=110.0)
+    assert upload.deadline == 105.0 + START_SECONDS, "only what is new counts"
+    upload.progressed(10**9, waiting=False, done=False, now=111.0)
+    assert upload.deadline == 111.0 + START_SECONDS
+    assert upload.received_bytes == 10**9
 
 
 def test_an_older_state_of_an_upload_is_ignored_and_an_equal_one_is_not():
-    delivery = Delivery.begin(100.0)
-    delivery.progressed(1000, waiting=False, done=False, now=101.0)
-    delivery.progressed(999, waiting=True, done=True, now=102.0)
-    assert (delivery.received_bytes, delivery.pending) == (1000, True)
-    delivery.progressed(1000, waiting=True, done=False, now=102.0)
-    assert delivery.waiting
-    delivery.progressed(1000, waiting=False, done=True, now=102.0)
-    assert (delivery.waiting, delivery.done, delivery.pending) == (False, True, False)
+    upload = UploadProgress.begin(100.0)
+    upload.progressed(1000, waiting=False, done=False, now=101.0)
+    upload.progressed(999, waiting=True, done=True, now=102.0)
+    assert (upload.received_bytes, upload.pending) == (1000, True)
+    upload.progressed(1000, waiting=True, done=False, now=102.0)
+    assert upload.waiting
+    upload.progressed(1000, waiting=False, done=True, now=102.0)
+    assert (upload.waiting, upload.done, upload.pending) == (False, True, False)
 
 
 @pytest.mark.parametrize("before", [True, False])
 def test_time_during_which_a_member_waited_for_others_is_not_its_own(before):
-    delivery = Delivery.begin(100.0)
-    delivery.waiting = before
-    delivery.progressed(0, waiting=not before, done=False, now=120.0)
-    assert delivery.deadline == 120.0 + START_SECONDS
+    upload = UploadProgress.begin(100.0)
+    upload.waiting = before
+    upload.progressed(0, waiting=not before, done=False, now=120.0)
+    assert upload.deadline == 120.0 + START_SECONDS
 
 
 def test_a_deadline_never_moves_back():
-    delivery = Delivery.begin(100.0)
-    delivery.resume(90.0)
-    assert delivery.deadline == 100.0 + START_SECONDS
-    delivery.progressed(5, waiting=False, done=False, now=50.0)
-    assert delivery.deadline == 100.0 + START_SECONDS
+    upload = UploadProgress.begin(100.0)
+    upload.resume(90.0)
+    assert upload.deadline == 100.0 + START_SECONDS
+    upload.progressed(5, waiting=False, done=False, now=50.0)
+    assert upload.deadline == 100.0 + START_SECONDS
 
 
 # ---------------------------------------------------------------- the line
 
 
-def test_the_line_of_a_merge_says_how_long_each_part_took_and_who_took_part():
+def test_the_line_of_a_merge_shows_the_duration_of_each_part_and_the_members():
     round_ = pulled("b", "a", now=100.0)
     round_.quorum_at, round_.grace_seconds = 92.5, 1.23456789
     round_.contributed(contribution("b"))
@@ -257,3 +257,12 @@ def test_the_line_of_a_merge_says_how_long_each_part_took_and_who_took_part():
     assert {k: members[1][k] for k in ("incarnation", "step", "steps", "tokens", "base")} == {
         "incarnation": 3, "step": 9, "steps": 2, "tokens": 10, "base": 4,
     }  # fmt: skip
+
+
+def test_a_pause_of_the_syncer_is_in_none_of_the_times_of_a_round():
+    round_ = pulled("a", "b", now=100.0)
+    round_.quorum_at = 95.0
+    round_.merge(101.0)
+    round_.shift(60.0)
+    assert (round_.started, round_.quorum_at, round_.pulled_at) == (150.0, 155.0, 160.0)
+    assert round_.waited_seconds("a", 161.5) == 1.5

@@ -25,11 +25,11 @@ from diloco_syncer.core.engine import Engine
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.refusals import Refusals
 from diloco_syncer.rpc.authorizer import Authorizer
+from diloco_syncer.rpc.call_limits import CallLimits
 from diloco_syncer.rpc.control import ControlService
-from diloco_syncer.rpc.door import Door
 from diloco_syncer.runner import Runner
 from diloco_syncer.state import State
-from diloco_syncer.storage import snapshots
+from diloco_syncer.storage import capture
 from diloco_syncer.storage.parameters import Parameters
 from diloco_syncer.storage.store import Store
 from diloco_syncer.storage.writer import Writer
@@ -92,7 +92,7 @@ def test_a_session_that_gets_no_incarnation_does_not_fix_the_model(runner, tmp_p
 
     control = ControlService(
         runner, BackgroundWriter(JournalWriter(tmp_path / "eval.jsonl")), Authorizer(job="j", tls=False),
-        Door(SPEC, Refusals(runner.record)), next_incarnation=failing,
+        CallLimits(SPEC, Refusals(runner.record)), next_incarnation=failing,
     )  # fmt: skip
     tensors = [to_proto(t) for t in applicant("eu/0", 3).tensors]
     hello = pb.Hello(job="j", learner="eu/0", region="eu", spec_hash=SPEC.hash, tensors=tensors)
@@ -301,7 +301,7 @@ def test_a_snapshot_records_the_position_of_the_journal_at_its_capture(tmp_path)
     assert journal.flush(30)
     position = journal.position()
     writer._pool.submit(held.wait, 60)  # the disk is busy
-    writer.snapshot(snapshots.capture(parameters_of(), {}, spec=SPEC, epoch=1, step=1))
+    writer.snapshot(capture.capture(parameters_of(), {}, spec=SPEC, epoch=1, step=1))
     journal.append({"event": "afterwards"})
     held.set()
     writer.close()
@@ -321,7 +321,7 @@ def test_a_snapshot_that_fails_unexpectedly_leaves_its_reason_and_comes_back_as_
         record=lambda event, **fields: lines.append((event, fields)), post=posted.append,
         journal=journal,
     )  # fmt: skip
-    writer.snapshot(snapshots.capture(parameters_of(), {}, spec=SPEC, epoch=1, step=1))
+    writer.snapshot(capture.capture(parameters_of(), {}, spec=SPEC, epoch=1, step=1))
     writer.close()
     journal.close()
     [(event, fields)] = lines

@@ -17,7 +17,7 @@ from diloco.model.fragments import Tensor, cut
 from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.engine import Engine
-from diloco_syncer.storage import snapshots
+from diloco_syncer.storage import capture, snapshots
 from diloco_syncer.storage.parameters import Parameters
 from diloco_syncer.storage.store import Store
 from diloco_syncer.storage.writer import Writer
@@ -32,8 +32,8 @@ def parameters() -> Parameters:
 
 def taken(step: int, events: Position):
     engine = Engine(spec=SPEC, epoch=1, start_step=step, initialised=True)
-    state = snapshots.capture(parameters(), engine.to_json(), spec=SPEC, epoch=1, step=step)
-    return snapshots.with_position(state, events)
+    state = capture.capture(parameters(), engine.to_json(), spec=SPEC, epoch=1, step=step)
+    return capture.with_position(state, events)
 
 
 def join(learner: str, incarnation: int) -> dict[str, object]:
@@ -99,7 +99,7 @@ def test_no_snapshot_is_durable_before_the_lines_of_its_merges(
         post=done.put, journal=log,
     )  # fmt: skip
     writer.snapshot(taken(1, Position()))
-    refused = done.get(timeout=60)
+    refused = done.get(timeout=280)
     assert refused.step is None
     assert "events.jsonl before it are not durable" in refused.reason
     assert (lines[0]["event"], lines[0]["ok"], lines[0]["detail"]) == (
@@ -107,7 +107,7 @@ def test_no_snapshot_is_durable_before_the_lines_of_its_merges(
     )  # fmt: skip
     assert store.newest() is None
     writer.snapshot(taken(2, Position()))
-    assert done.get(timeout=60).step == 2
+    assert done.get(timeout=280).step == 2
     writer.close()
     log.close()
 
@@ -141,3 +141,17 @@ def test_lines_are_durable_before_a_snapshot_and_rotated_after_it(
     assert calls == ["sync", "write", *rotation]
     writer.close()
     log.close()
+
+
+def test_a_snapshot_that_a_person_chose_is_newer_than_what_learners_hold(tmp_path: Path):
+    store = Store(tmp_path / "snapshots", keep=5)
+    for step in (4, 8):
+        store.write(taken(step, Position(part=1, offset=0)))
+    _, theta = snapshots.resume(SPEC, tmp_path, Store(store.root, keep=5), epoch=2)
+    assert theta is not None
+    assert theta.current(0).version == (1, 0), "learners may be ahead: their steps are kept"
+    (store.root / "from-snapshot").write_text("4")
+    engine, theta = snapshots.resume(SPEC, tmp_path, Store(store.root, keep=5), epoch=3)
+    assert theta is not None
+    assert (engine.step, theta.current(0).version) == (4, (3, 0))
+    assert engine.durability.committed(4), "the next commit makes that durable"

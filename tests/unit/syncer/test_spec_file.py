@@ -30,9 +30,9 @@ class Followed:
         self.path.write_text(dataclasses.replace(SPEC, learners=learners).to_json())
         return self
 
-    def look(self, times=1):
+    def check(self, times=1):
         for _ in range(times):
-            self.file.look()
+            self.file.check()
         return self
 
 
@@ -42,13 +42,13 @@ def document(tmp_path):
 
 
 def test_the_document_of_the_start_is_nothing_new(document):
-    document.look(3)
+    document.check(3)
     assert document.changes == document.refusals == []
 
 
 def test_each_change_is_passed_on_once(document):
-    document.write(eu=3, us=1).look(3)
-    document.write(eu=1, us=1).look(3)
+    document.write(eu=3, us=1).check(3)
+    document.write(eu=1, us=1).check(3)
     assert document.changes == [{"eu": 3, "us": 1}, {"eu": 1, "us": 1}]
     assert document.refusals == []
 
@@ -67,25 +67,25 @@ def test_a_document_that_cannot_be_read_changes_nothing_and_is_reported_once(
     document, damage, message
 ):
     damage(document.path)
-    document.look(3)
+    document.check(3)
     assert document.changes == []
     assert len(document.refusals) == 1
     assert message in document.refusals[0]
 
 
 def test_numbers_below_the_quorum_change_nothing_and_the_next_good_ones_do(document):
-    document.write(eu=1).look(2)
+    document.write(eu=1).check(2)
     assert (document.changes, len(document.refusals)) == ([], 1)
-    document.write(eu=5).look(2)
+    document.write(eu=5).check(2)
     assert (document.changes, len(document.refusals)) == ([{"eu": 5}], 1)
 
 
 def test_a_document_that_becomes_readable_again_is_passed_on(document):
     text = document.path.read_text()
     document.path.unlink()
-    document.look()
+    document.check()
     document.path.write_text(text)
-    document.look()
+    document.check()
     assert document.changes == [SPEC.learners], "the engine knows that these are in force"
 
 

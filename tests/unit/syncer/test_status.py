@@ -6,8 +6,8 @@ import pytest
 
 from diloco.model.fragments import Tensor
 from diloco_syncer import metrics as metrics_module
-from diloco_syncer.core.delivery import Delivery
 from diloco_syncer.core.learners import Ejection, Probe
+from diloco_syncer.core.upload_limits import UploadProgress
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.rpc import status
 from diloco_testing.learners.scripted import random_delta
@@ -45,10 +45,10 @@ def test_an_ejected_learner_is_shown_with_its_reason_and_its_next_probe(syncer):
     assert (shown(syncer, "eu/0").state, shown(syncer, "eu/0").detail) == ("Training", "")
 
 
-def test_a_probe_in_progress_and_a_probe_that_is_due_are_told_apart(syncer):
+def test_a_probe_in_progress_and_a_probe_that_is_due_are_distinguished(syncer):
     eject(syncer, "eu/1", probe_at=time.monotonic() - 1)
     assert shown(syncer, "eu/1").detail == "AnswerLate; a probe is due"
-    probe = Probe(round=1, attempt=1, delivery=Delivery.begin(0.0))
+    probe = Probe(round=1, attempt=1, upload=UploadProgress.begin(0.0))
     eject(syncer, "eu/1", probe_at=0.0, probe=probe)
     assert shown(syncer, "eu/1").detail == "AnswerLate; a probe is in progress"
 
@@ -58,6 +58,13 @@ def test_a_failure_that_was_reported_is_repeated(syncer):
     syncer.state.failure = ("DeadlineExceeded", "ran too long")
     shown = status.reply(syncer.state, syncer.metrics).failure
     assert (shown.reason, shown.message) == ("DeadlineExceeded", "ran too long")
+
+
+def test_failures_of_regions_that_the_job_has_are_repeated(syncer):
+    failure = ("LearnerRefused", "all its learners failed")
+    syncer.state.region_failures = {"eu": failure, "gone": failure}
+    [shown] = status.reply(syncer.state, syncer.metrics).region_failures
+    assert (shown.region, shown.reason, shown.message) == ("eu", *failure)
 
 
 def test_metrics_count_ejected_learners_and_ejections(syncer, monkeypatch):

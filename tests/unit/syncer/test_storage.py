@@ -20,9 +20,10 @@ from safetensors.numpy import load_file
 from diloco.errors import DamagedError, StorageError
 from diloco.journal.writer import JournalWriter
 from diloco_syncer.storage import counters
+from diloco_syncer.storage.capture import Snapshot
 from diloco_syncer.storage.durable import RawTensor
 from diloco_syncer.storage.model import export_model, raw_tensors
-from diloco_syncer.storage.store import Snapshot, Store
+from diloco_syncer.storage.store import Store
 
 POINTS_BEFORE_IT_COUNTS = [
     "before-data",
@@ -73,7 +74,7 @@ def run_child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]
         [sys.executable, "-c", code, *map(str, arguments)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
         check=False,
     )
 
@@ -189,9 +190,7 @@ def test_missing_data_is_skipped(two: Store):
     assert_same(two.newest(), snapshot(1))
 
 
-def test_the_manifest_of_another_snapshot_is_not_believed(
-    two: Store, caplog: pytest.LogCaptureFixture
-):
+def test_the_manifest_of_another_snapshot_is_not_used(two: Store, caplog: pytest.LogCaptureFixture):
     older, newer = files(two.root, ".json")
     newer.write_bytes(older.read_bytes())
     assert_same(two.newest(), snapshot(1))
@@ -309,7 +308,8 @@ CRASH = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from diloco_syncer.storage.store import Snapshot, Store
+from diloco_syncer.storage.capture import Snapshot
+from diloco_syncer.storage.store import Store
 root, point = Path(sys.argv[1]), sys.argv[2]
 def fault(name):
     if name == point:
@@ -358,7 +358,8 @@ import resource, sys
 from pathlib import Path
 import numpy as np
 from diloco.errors import StorageError
-from diloco_syncer.storage.store import Snapshot, Store
+from diloco_syncer.storage.capture import Snapshot
+from diloco_syncer.storage.store import Store
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 arrays = {"theta.0": np.zeros(int(sys.argv[2]), np.float32)}
 try:
@@ -517,7 +518,7 @@ def test_a_byte_that_changes_at_rest_in_a_counter_costs_nothing(tmp_path: Path):
     assert path.read_bytes() == counters.encode(13)
 
 
-def test_a_counter_that_is_damaged_everywhere_says_what_to_write(tmp_path: Path):
+def test_the_error_for_a_counter_that_is_damaged_everywhere_states_what_to_write(tmp_path: Path):
     store = Store(tmp_path / "snapshots", keep=1)
     store.next_incarnation()
     path = store.root / "incarnation"

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 
 from diloco.errors import ProtocolError, UnavailableError
 from diloco.model.fragments import CHUNK
-from diloco_syncer.merging.streaming import FragmentMerge, MergeAbortedError, _Progress
+from diloco_syncer.core.contribution import ContributionError
+from diloco_syncer.merging.streaming import (
+    MIN_GAP,
+    FragmentMerge,
+    MergeAbortedError,
+    _Progress,
+)
 from diloco_testing.syncers.merging import feed, fragment_of, merge_of, upload, values_of
 
 FRAGMENT = fragment_of(100, 2 * CHUNK)
@@ -58,6 +66,39 @@ def test_a_member_is_at_most_a_window_ahead_of_the_slowest(window):
     assert merge.has_room("a", window)
 
 
+def test_a_member_that_sends_its_last_chunk_first_does_not_open_the_window_for_the_others():
+    fragment = fragment_of(12 * CHUNK)
+    uploads = [upload(fragment, name, values_of(fragment, seed=i)) for i, name in enumerate("ab")]
+    merge = merge_of(fragment, [u.contribution for u in uploads], window=2)
+    for ask in (merge.has_room, partial(merge.wait_for_room, timeout_seconds=0.0)):
+        with pytest.raises(ContributionError, match="a: chunk 11 arrived before 11 others") as seen:
+            ask("a", 11)
+        assert seen.value.learner == "a"
+    assert not merge.has_room("b", 2)
+
+
+def test_a_gap_of_a_few_damaged_chunks_is_no_reason_to_refuse_a_member():
+    fragment = fragment_of(12 * CHUNK)
+    uploads = [upload(fragment, name, values_of(fragment, seed=i)) for i, name in enumerate("ab")]
+    merge = merge_of(fragment, [u.contribution for u in uploads], window=2)
+    damaged = range(MIN_GAP)
+    for index in range(12):
+        for each in uploads:
+            name = each.contribution.learner
+            assert merge.has_room(name, index)
+            if name == "b" or index not in damaged:
+                merge.add(name, index, each.chunks[index])
+    for index in damaged:
+        assert merge.has_room("a", index)
+        merge.add("a", index, uploads[0].chunks[index])
+    assert merge.finished
+    assert not merge_of(fragment, [u.contribution for u in uploads], window=2).has_room(
+        "a", MIN_GAP
+    )
+    with pytest.raises(ContributionError):
+        merge_of(fragment, [u.contribution for u in uploads], window=2).has_room("a", MIN_GAP + 1)
+
+
 def test_what_is_not_merged_yet_has_no_answer():
     uploads = uploads_of("a")
     merge = merge_of(FRAGMENT, [u.contribution for u in uploads])
@@ -73,7 +114,7 @@ def test_what_is_not_merged_yet_has_no_answer():
     assert merge.output(0, 0.0) is merge.ready(0)
 
 
-def test_strangers_have_neither_room_nor_chunks():
+def test_non_members_have_neither_room_nor_chunks():
     merge = merge_of(FRAGMENT, [u.contribution for u in uploads_of("a")])
     for ask in (
         lambda: merge.has_room("b", 0),

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from diloco.errors import ProtocolError
+from diloco.errors import ConfigError, ProtocolError
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer.rpc import telemetry
 
@@ -45,7 +45,7 @@ def test_tokens_beyond_their_bound_are_refused(name, count):
 
 
 def test_counts_at_their_bounds_are_accepted():
-    steps, tokens = telemetry.MOST_STEPS, telemetry.MOST_TOKENS
+    steps, tokens = telemetry.MAX_STEPS, telemetry.MAX_TOKENS
     seen = report(local_step=steps, steps=[steps, 0], tokens=[tokens, 0], total_tokens=tokens)
     assert (seen.local_step, seen.total_tokens) == (steps, tokens)
     assert 1000 * tokens < 2**63, "the tokens of 1000 learners fit an int64"
@@ -104,6 +104,25 @@ def test_facts_of_a_hello_are_bounded(facts):
 
 
 @pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"tensors": [pb.TensorInfo()] * (1 << 17)}, "131072 tensors"),
+        ({"constants": [pb.TensorInfo()] * (1 << 17)}, "131072 tensors"),
+        ({"tensors": [pb.TensorInfo(aliases=[""] * (1 << 16))]}, "65537 tensors"),
+        ({"tensors": [pb.TensorInfo(name="w", shape=[1] * 17)]}, "tensor w has 17 dimensions"),
+    ],
+)
+def test_a_model_beyond_its_limits_is_refused_before_objects_are_made_of_it(
+    monkeypatch, model, message
+):
+    made = []
+    monkeypatch.setattr(telemetry, "from_proto", made.append)
+    with pytest.raises(ConfigError, match=message):
+        telemetry.applicant(pb.Hello(**model))
+    assert made == []
+
+
+@pytest.mark.parametrize(
     ("stated", "kept"), [("3", 3), ("", 0), ("-1", 0), ("9" * 30, 0), ("999999999", 999999999)]
 )
 def test_restarts_are_a_plausible_count_or_unknown(stated, kept):
@@ -132,7 +151,7 @@ def score(**changes):
         ({"detail": '{"a": -Infinity}'}, "not JSON"),
         ({"detail": '{"a": 1' + "0" * 5000 + "}"}, "not JSON"),
         ({"detail": "[" * 16_000}, "not JSON"),
-        ({"detail": "[1]"}, "no JSON object"),
+        ({"detail": "[1]"}, "not a JSON object"),
         ({"detail": '{"a": "' + "x" * 20_000 + '"}'}, "more than 16384 bytes"),
     ],
 )
@@ -151,7 +170,7 @@ def test_members_of_a_detail_that_are_no_plain_numbers_are_left_out():
     seen = score(detail=text).detail
     assert seen == {"a": 0.5, "b": True, "c": None, "d": "text", "e": 7}
     many = json.dumps({f"k{i}": i for i in range(1000)})
-    assert len(score(detail=many).detail) == telemetry.MOST_DETAILS
+    assert len(score(detail=many).detail) == telemetry.MAX_DETAILS
 
 
 def test_a_finite_loss_is_clamped():
@@ -167,7 +186,7 @@ def test_a_message_is_parsed_only_within_its_length():
     assert telemetry.parse(data, pb.Evaluation, most=len(data)).step == 1
     with pytest.raises(ProtocolError, match="expected at most"):
         telemetry.parse(data, pb.Evaluation, most=len(data) - 1)
-    with pytest.raises(ProtocolError, match="no Evaluation"):
+    with pytest.raises(ProtocolError, match="not a valid Evaluation"):
         telemetry.parse(b"\xff" * 9, pb.Evaluation, most=100)
 
 
@@ -189,8 +208,23 @@ def test_the_largest_honest_report_fits(fragments):
 def test_a_failure_is_shortened_to_what_a_condition_holds():
     report = pb.Failure(reason="R" * 500, message="m\x1b" * 1000)
     reason, message = telemetry.failure(report)
-    assert (len(reason), len(message)) == (telemetry.MOST_REASON, telemetry.MOST_MESSAGE)
+    assert (len(reason), len(message)) == (telemetry.MAX_REASON, telemetry.MAX_MESSAGE)
     assert message.isprintable()
+
+
+def test_a_failure_of_a_region_is_shortened_and_without_a_reason_it_is_over():
+    report = pb.RegionFailure(region="eu", reason="R" * 500, message="m\x1b" * 1000)
+    region, reason, message = telemetry.region_failure(report, {"eu": 2})
+    assert region == "eu"
+    assert (len(reason), len(message)) == (telemetry.MAX_REASON, telemetry.MAX_MESSAGE)
+    assert message.isprintable()
+    over = telemetry.region_failure(pb.RegionFailure(region="eu"), {"eu": 2})
+    assert over == ("eu", "", "")
+
+
+def test_a_failure_of_a_region_that_the_job_does_not_have_is_refused():
+    with pytest.raises(ProtocolError, match="failure of region asia, which the job does not have"):
+        telemetry.region_failure(pb.RegionFailure(region="asia", reason="R"), {"eu": 2})
 
 
 def test_a_failure_without_a_reason_is_refused():

@@ -15,7 +15,7 @@ from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer import coordinator
 from diloco_syncer.core import events as ev
-from diloco_syncer.rpc import initial, receiver, source
+from diloco_syncer.rpc import initial, source, upload_parts
 from diloco_testing.learners.scripted import chunk, random_delta
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, DrivenUpload, driven_spec
 
@@ -253,7 +253,7 @@ def test_progress_shows_that_a_member_is_held_back(pair):
     pair.upload(1).send(1)
     pair.syncer.run()
     first.resume().send_all()
-    pair.syncer.now += receiver.PROGRESS_SECONDS
+    pair.syncer.now += upload_parts.PROGRESS_SECONDS
     first.resume()
     [*_, last] = pair.progress("eu/0")
     assert (last.waiting, last.received_bytes) == (True, 4 * CHUNK * (WINDOW + 1))

@@ -10,7 +10,7 @@ from diloco.errors import DamagedError, ProtocolError, StaleIncarnationError, Un
 from diloco.model.fragments import CHUNK, Tensor, cut
 from diloco.v1 import bulk_pb2 as bulk
 from diloco_testing.syncers.streams import ABORTED, COMMITTED, UNDECIDED, damaged, stream, wanted
-from diloco_worker.link.assembly import MOST_REPEATS, Assembly, Outcome, Wanted, decode_into
+from diloco_worker.link.assembly import MAX_REPEATS, Assembly, Outcome, Wanted, decode_into
 from diloco_worker.link.buffers import BufferPool
 from diloco_worker.link.transfer import Identity
 
@@ -71,7 +71,7 @@ def test_an_aborted_download_leaves_no_buffer(assembly, buffers):
 
 def test_14_an_undecided_download_is_requested_again_for_the_same_round_and_attempt(assembly):
     feed(assembly, trailer=UNDECIDED)
-    for _ in range(2 * MOST_REPEATS):  # a slow merge is no damage: no limit
+    for _ in range(2 * MAX_REPEATS):  # a slow merge is no damage: no limit
         assert assembly.end() is Outcome.UNDECIDED
         request = feed(assembly, trailer=UNDECIDED)
         assert (request.round, request.attempt, list(request.chunks)) == (7, 2, [0])
@@ -110,7 +110,7 @@ def test_a_trailer_counts_for_its_own_stream_only(assembly):
 
 
 def test_damage_without_end_is_an_error(assembly):
-    for _ in range(MOST_REPEATS):
+    for _ in range(MAX_REPEATS):
         feed(assembly, damage=(1,))
         assert assembly.end() is Outcome.DAMAGED
     feed(assembly, damage=(1,))

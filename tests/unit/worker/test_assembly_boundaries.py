@@ -16,7 +16,7 @@ from diloco_testing.syncers.streams import COMMITTED, wanted
 from diloco_worker.core import events as ev
 from diloco_worker.link.assembly import Assembly, Outcome, Payloads, Wanted
 from diloco_worker.link.buffers import BufferPool
-from diloco_worker.link.staging import Staging
+from diloco_worker.link.placement import Placement
 from diloco_worker.link.transfer import RAW_CHUNK, Identity
 
 LAYOUT = cut([Tensor(name=n, shape=(CHUNK + 128,), dtype="float32") for n in "ab"], num_fragments=2)
@@ -194,14 +194,14 @@ def test_chunks_of_a_fragment_lie_one_after_the_other_as_encoded():
     np.testing.assert_array_equal(found.buffer[: found.size_bytes], np.concatenate(encoded))
 
 
-# ---------------------------------------------------------------- staging
+# ---------------------------------------------------------------- placement
 
 
-def staging_of(*, constants_bytes=8, down="BF16"):
+def placement_of(*, constants_bytes=8, down="BF16"):
     memory = PlainMemory(LAYOUT, constants_bytes=constants_bytes)
     pool = BufferPool(most_idle_bytes=0)
     spec = RunSpec(job="j", steps=9, fragments=2, interval=2, overlap=1, wire_down=down)
-    return Staging(memory, spec, pool), memory, pool
+    return Placement(memory, spec, pool), memory, pool
 
 
 def payloads_of(pool, data, *, fmt=formats.RAW, version=(3, 7)):
@@ -220,8 +220,8 @@ def payloads_of(pool, data, *, fmt=formats.RAW, version=(3, 7)):
     ],
 )
 def test_a_request_names_who_asks_for_what_in_which_format(request_, fmt, attempt):
-    staging, _, _ = staging_of()
-    asked = wanted(staging.begin(request_, IDENTITY).request())
+    placement, _, _ = placement_of()
+    asked = wanted(placement.begin(request_, IDENTITY).request())
     assert (asked.learner, asked.epoch, asked.incarnation) == ("eu/0", 3, 2)
     assert (asked.fragment, asked.round, asked.attempt, asked.format) == (
         request_.fragment, request_.round, attempt, fmt,
@@ -232,48 +232,48 @@ def test_a_request_names_who_asks_for_what_in_which_format(request_, fmt, attemp
     ("round_", "tries", "or_current"), [(4, 1, False), (4, 2, True), (1, 2, True), (0, 2, False)]
 )
 def test_from_the_second_try_of_a_round_the_current_version_will_do(round_, tries, or_current):
-    staging, _, _ = staging_of()
+    placement, _, _ = placement_of()
     request = ev.Download(fragment=1, round=round_, tries=tries)
-    assert staging.begin(request, IDENTITY)._wanted.or_current is or_current
+    assert placement.begin(request, IDENTITY)._wanted.or_current is or_current
 
 
 def test_constants_are_copied_to_where_the_trainer_reads_them():
-    staging, memory, pool = staging_of(constants_bytes=8)
+    placement, memory, pool = placement_of(constants_bytes=8)
     data = constants(8)
-    staged = staging.stage(ev.Download(fragment=2), payloads_of(pool, data))
+    staged = placement.stage(ev.Download(fragment=2), payloads_of(pool, data))
     np.testing.assert_array_equal(memory.constants, data)
     assert (staged.fragment, staged.version) == (2, (3, 7))
-    staging.discard(staged)
+    placement.discard(staged)
     assert pool.used_bytes == 0
 
 
 def test_each_download_has_a_ticket_of_its_own():
-    staging, _, pool = staging_of()
+    placement, _, pool = placement_of()
     tickets = [
-        staging.stage(ev.Download(fragment=0), payloads_of(pool, constants(4))).ticket
+        placement.stage(ev.Download(fragment=0), payloads_of(pool, constants(4))).ticket
         for _ in range(3)
     ]
     assert len(set(tickets)) == 3
 
 
 def test_a_placed_fragment_is_published_and_its_buffer_released():
-    staging, memory, pool = staging_of()
+    placement, memory, pool = placement_of()
     values = np.arange(FRAGMENT.elements, dtype=np.float32)
     data = payloads_of(pool, values.view(np.uint8), fmt=formats.FP32)
-    staged = staging.stage(ev.Download(fragment=1), data)
-    assert staging.place(ev.Place(staged=staged, generation=5)) == ev.Placed(fragment=1)
+    staged = placement.stage(ev.Download(fragment=1), data)
+    assert placement.place(ev.Place(staged=staged, generation=5)) == ev.Placed(fragment=1)
     np.testing.assert_array_equal(memory.inbox(1), values)
     assert (memory.inbox_state(1).generation, memory.inbox_state(1).version) == (5, (3, 7))
     assert pool.used_bytes == 0
 
 
-def test_a_fragment_that_cannot_be_decoded_leaves_an_inbox_that_nobody_reads():
-    staging, memory, pool = staging_of()
+def test_a_fragment_that_cannot_be_decoded_leaves_an_inbox_that_is_not_read():
+    placement, memory, pool = placement_of()
     memory.publish(1, 4, (3, 1))
     values = np.full(FRAGMENT.elements, np.nan, np.float32)
     data = payloads_of(pool, values.view(np.uint8), fmt=formats.FP32)
-    staged = staging.stage(ev.Download(fragment=1), data)
-    placed = staging.place(ev.Place(staged=staged, generation=5))
+    staged = placement.stage(ev.Download(fragment=1), data)
+    placed = placement.place(ev.Place(staged=staged, generation=5))
     assert placed.fragment == 1
     assert placed.error
     assert (memory.inbox_state(1).generation, memory.inbox_state(1).version) == (4, None)

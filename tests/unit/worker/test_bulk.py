@@ -97,7 +97,7 @@ def test_a_result_reaches_the_protocol_and_is_placed(transfers, syncer, ends):
     assert transfers.buffers.used_bytes == 0
 
 
-def test_failed_and_aborted_downloads_hold_nothing_and_are_told_apart(transfers, syncer, ends):
+def test_failed_and_aborted_downloads_hold_nothing_and_are_distinguished(transfers, syncer, ends):
     for outcome in ("aborted", UnavailableError("cut"), RuntimeError("a defect")):
         transfers.download(announced(0), IDENTITY)
         syncer.outcomes[0].put(outcome)
@@ -107,7 +107,7 @@ def test_failed_and_aborted_downloads_hold_nothing_and_are_told_apart(transfers,
         assert transfers.buffers.used_bytes == 0
 
 
-def test_16_results_that_nobody_has_decided_about_are_bounded(transfers, syncer, ends):
+def test_16_results_that_await_a_decision_are_bounded(transfers, syncer, ends):
     most = most_transfers(SPEC)
     for p in range(6):
         transfers.download(announced(p), IDENTITY)
@@ -161,7 +161,7 @@ def test_failed_uploads_hold_nothing(transfers, ends):
 
 
 def test_a_cancelled_upload_does_not_encode(transfers, ends):
-    shared = transfers._staging._memory
+    shared = transfers._placement._memory
     entered, leave = threading.Event(), threading.Event()
 
     def hold() -> None:

@@ -268,7 +268,7 @@ def test_the_evaluator_outside_a_job_exits_with_a_message_and_no_retry():
         [sys.executable, "-m", "diloco_worker.evaluator"],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         env={},
         check=False,
     )

@@ -36,7 +36,7 @@ def alone(*arguments, **env):
         [sys.executable, "-m", "diloco_worker.recipes.gpt", *arguments],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         env={"OMP_NUM_THREADS": "1", **env},
         check=False,
     )
@@ -132,7 +132,7 @@ def test_the_same_seed_gives_the_same_bits_on_a_cpu_without_vector_instructions(
         [sys.executable, "-c", PRINT_DIGEST],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
         env={"ATEN_CPU_CAPABILITY": "default", "OMP_NUM_THREADS": "3"},
         check=True,
     )

@@ -171,7 +171,7 @@ def test_the_process_of_a_failed_link_ends_although_threads_still_wait(shared, t
                 sys.executable, "-c", FAILING_PROCESS, "--memory", str(shared.fd), "--socket",
                 str(theirs.fileno()), "--parent", str(os.getpid()),
             ],
-            pass_fds=(shared.fd, theirs.fileno()), env=environment, cwd=Path.cwd(), timeout=60,
+            pass_fds=(shared.fd, theirs.fileno()), env=environment, cwd=Path.cwd(), timeout=280,
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 1, done.stderr

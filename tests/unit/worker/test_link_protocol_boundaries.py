@@ -1,4 +1,4 @@
-"""The link event by event: deadlines, repetitions, and what the trainer hears."""
+"""The link event by event: deadlines, repetitions, and what the trainer receives."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def training(**changes):
 # ---------------------------------------------------------------- sessions
 
 
-def test_before_the_trainer_has_said_anything_nothing_is_due():
+def test_nothing_is_due_before_the_first_message_of_the_trainer():
     link = Link()
     assert link.core.wake_at is None
     assert link.tick(1e9) == []
@@ -99,7 +99,7 @@ def test_the_first_state_of_the_trainer_opens_the_session_with_it():
     assert of(ev.Connect, link.trainer(local_step=9)) == [], "once"
 
 
-def test_a_welcome_is_what_the_trainer_hears():
+def test_a_welcome_is_passed_on_to_the_trainer():
     link = Link()
     link.trainer(FRESH)
     assert link(welcome()) == [ev.NotifyTrainer()]
@@ -461,7 +461,7 @@ def test_a_fragment_that_was_missed_is_closed_until_it_is_placed():
     assert tuple(link.state.open) == (1, 0)
 
 
-def test_completion_is_heard_with_its_step():
+def test_completion_is_passed_on_to_the_trainer_with_its_step():
     link = training()
     link(ev.Completed(step=100))
     found = link.state

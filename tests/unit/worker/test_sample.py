@@ -36,7 +36,7 @@ def run(*arguments):
     return subprocess.run(
         [sys.executable, "-m", "diloco_worker.sample", *arguments],
         capture_output=True,
-        timeout=100,
+        timeout=280,
         check=False,
     )
 

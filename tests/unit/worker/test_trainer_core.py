@@ -77,7 +77,7 @@ def link(**changes) -> LinkState:
 # ---------------------------------------------------------------- joining
 
 
-def test_the_first_state_says_what_there_is():
+def test_the_first_state_shows_what_there_is():
     state = make(found=FOUND).state()
     assert state == TrainerState(
         checkpoint_local_step=7, checkpoint_step=40, steps=[0, 0], tokens=[0, 0], applied=[0, 0],
@@ -306,7 +306,7 @@ def test_a_result_is_applied_once_although_the_link_repeats_its_state():
     assert ApplyFragment(1) in step(core, link(ready=[(1, 3)]))
 
 
-def test_copies_come_before_results_so_that_they_hold_what_their_counters_say():
+def test_copies_come_before_results_so_that_they_hold_what_their_counters_state():
     core = joined(fragments=3, model=dataclasses.replace(MODEL, ready=[(0, 1), (1, 1), (2, 1)]))
     kinds = [type(a) for a in step(core, link(open=[2, 0, 1], ready=[(1, 2), (0, 2)]))]
     assert kinds == [CopyFragment, ApplyFragment, ApplyFragment, Send]

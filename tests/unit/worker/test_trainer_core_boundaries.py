@@ -1,4 +1,4 @@
-"""The training side at its edges: times of a step, and what a line says of them."""
+"""The training side at its edges: times of a step, and what a line shows of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_times_of_a_line_are_rounded_to_microseconds():
     )  # fmt: skip
 
 
-def test_a_loop_that_does_not_say_when_it_continues_is_not_charged_for_it():
+def test_a_loop_that_does_not_report_when_it_continues_is_not_charged_for_it():
     core = joined()
     core.ended(now=1.0)
     for start in (10.0, 20.0):
@@ -61,7 +61,7 @@ def test_all_time_in_step_is_summed_for_the_link():
     assert (state.sync_seconds, state.total_sync_seconds) == (0.25, 0.5)
 
 
-def test_progress_counts_from_the_first_call_whatever_the_clock_says():
+def test_progress_counts_from_the_first_call_whatever_the_clock_shows():
     core = TrainerCore(
         name="eu/0", fragments=1, found=None, checkpoint_every=None, connect_timeout_seconds=60.0
     )

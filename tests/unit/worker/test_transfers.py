@@ -29,8 +29,8 @@ from diloco_worker.link.buffers import (
     most_transfers,
 )
 from diloco_worker.link.encoder import Encoder
+from diloco_worker.link.placement import Placement
 from diloco_worker.link.schedule import Schedule
-from diloco_worker.link.staging import Staging
 from diloco_worker.link.transfer import Identity
 
 LAYOUT = cut(
@@ -47,8 +47,8 @@ TRAINER = TrainerState(model_loaded=True, stepped=True, local_step=1, applied=[1
 PAYLOADS = [formats.encoded_bytes(formats.BF16, f.elements) for f in LAYOUT.fragments]
 
 
-class World:
-    """The parts of a link, its protocol, and transfers that end when the test says so."""
+class LinkedPair:
+    """The parts of a link, its protocol, and transfers that end when the test ends them."""
 
     def __init__(self) -> None:
         self.memory = PlainMemory(LAYOUT)
@@ -58,7 +58,7 @@ class World:
             self.memory.copies[fragment.index] = copy
         self.buffers = BufferPool(most_idle_bytes=most_idle_bytes(LAYOUT, SPEC))
         self.encoder = Encoder(self.memory, SPEC, self.buffers)
-        self.staging = Staging(self.memory, SPEC, self.buffers)
+        self.placement = Placement(self.memory, SPEC, self.buffers)
         self.running = []
         most = most_transfers(SPEC)
         self.downloads = Schedule(most, lambda job, cancel: self.running.append((job, cancel)))
@@ -84,9 +84,9 @@ class World:
                 case ev.Upload():
                     self.uploads.append(self.encoder.pull(decision.pull, IDENTITY))
                 case ev.Place():
-                    self.handle(self.staging.place(decision))
+                    self.handle(self.placement.place(decision))
                 case ev.Discard():
-                    self.staging.discard(decision.staged)
+                    self.placement.discard(decision.staged)
                 case ev.CancelTransfers():
                     self.downloads.cancel_all()
         self.peak = max(self.peak, self.buffers.held_bytes)
@@ -94,7 +94,7 @@ class World:
     def end_download(self, index: int, *, trailer=None) -> None:
         """One running download receives everything."""
         request, cancel = self.running.pop(index)
-        assembly = self.staging.begin(request, IDENTITY)
+        assembly = self.placement.begin(request, IDENTITY)
         fragment = LAYOUT.fragments[request.fragment]
         values = np.full(fragment.elements, request.round, np.float32)
         asked = assembly.request()
@@ -106,19 +106,19 @@ class World:
         self.peak = max(self.peak, self.buffers.held_bytes)
         staged = None
         if assembly.end() is Outcome.COMMITTED:
-            staged = self.staging.stage(request, assembly.payloads())
+            staged = self.placement.stage(request, assembly.payloads())
         assembly.discard()
         event = ev.Downloaded(request=request, staged=staged, aborted=staged is None)
         if self.downloads.ended(cancel):
             self.handle(event)
         elif staged is not None:
-            self.staging.discard(staged)
+            self.placement.discard(staged)
         self.downloads.proceed()
 
     def end_upload(self, index: int) -> None:
-        delivery = self.uploads.pop(index)
-        assert list(delivery.messages())
-        delivery.close()
+        upload = self.uploads.pop(index)
+        assert list(upload.messages())
+        upload.close()
 
     def round(self, step: int) -> None:
         fragment = step % P
@@ -130,7 +130,7 @@ class World:
 
 @pytest.fixture
 def world():
-    return World()
+    return LinkedPair()
 
 
 def test_16_a_stopped_trainer_does_not_make_the_link_hold_more_than_its_bound(world):
@@ -210,10 +210,10 @@ def test_error_feedback_keeps_no_buffer_of_an_upload_that_has_ended(world):
 
     world.buffers.acquire = remember
     pull = ev.Pulled(round=1, attempt=1, fragment=0, versions=((1, 0),))
-    delivery = encoder.pull(pull, IDENTITY)
-    assert list(delivery.messages())
-    delivery.close()
-    assert len(list(delivery.repeat((0,)))) == 1  # the end
+    upload = encoder.pull(pull, IDENTITY)
+    assert list(upload.messages())
+    upload.close()
+    assert len(list(upload.repeat((0,)))) == 1  # the end
     for _ in range(2):
         world.buffers.sweep()
     assert [buffer() for buffer in acquired] == [None]
@@ -223,9 +223,9 @@ def test_an_upload_that_cannot_be_encoded_holds_no_buffer(world):
     world.memory.host(0)[5] = np.nan
     for versions in (((1, 0),), ()):
         pull = ev.Pulled(round=1, attempt=1, fragment=0, versions=versions)
-        delivery = world.encoder.pull(pull, IDENTITY)
-        assert np.isnan(delivery.header.norms).all()
-        assert len(list(delivery.messages())) == 2  # header and end
+        upload = world.encoder.pull(pull, IDENTITY)
+        assert np.isnan(upload.header.norms).all()
+        assert len(list(upload.messages())) == 2  # header and end
         assert world.buffers.used_bytes == 0
     with pytest.raises(NotFiniteError):
         next(world.encoder.initial(IDENTITY))
@@ -242,17 +242,17 @@ def test_an_upload_that_cannot_be_encoded_holds_no_buffer(world):
     ],
 )
 def test_what_a_download_requests(world, request_, fmt, round_):
-    asked = wanted(world.staging.begin(request_, IDENTITY).request())
+    asked = wanted(world.placement.begin(request_, IDENTITY).request())
     assert (asked.format, asked.round, asked.fragment) == (fmt, round_, request_.fragment)
 
 
 def test_the_initial_model_is_encoded_one_fragment_at_a_time(world):
     largest = 4 * max(f.elements for f in LAYOUT.fragments)
     count = 0
-    for delivery in world.encoder.initial(IDENTITY):
+    for upload in world.encoder.initial(IDENTITY):
         count += 1
         assert world.buffers.used_bytes <= SLACK * largest
-        delivery.close()
+        upload.close()
         assert world.buffers.used_bytes == 0
     assert count == P + 1  # the fragments, then the constants
 
@@ -262,5 +262,5 @@ def test_constants_that_do_not_fit_are_refused_and_hold_no_buffer(world):
         format=formats.RAW, version=(1, 0), step=0, buffer=world.buffers.acquire(10), size_bytes=10
     )
     with pytest.raises(DilocoError, match="constants of 10 bytes, expected at most 0"):
-        world.staging.stage(ev.Download(fragment=P), payloads)
+        world.placement.stage(ev.Download(fragment=P), payloads)
     assert world.buffers.used_bytes == 0

@@ -4,7 +4,7 @@ import pytest
 
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot, Staged
-from diloco_worker.core.updates import MOST_RETRY_SECONDS, RETRY_SECONDS, Updates
+from diloco_worker.core.updates import MAX_RETRY_SECONDS, RETRY_SECONDS, Updates
 
 
 def updates(*versions):
@@ -87,7 +87,7 @@ def test_the_current_version_is_requested_again_after_pauses_that_double():
         assert (request.round, request.exact, request.tries) == (0, False, tries)
         delays.append(request.delay_seconds)
     assert delays[:5] == [RETRY_SECONDS * f for f in (1, 2, 4, 8, 16)]
-    assert delays[5:] == [MOST_RETRY_SECONDS] * 2
+    assert delays[5:] == [MAX_RETRY_SECONDS] * 2
 
 
 def test_a_placed_fragment_may_be_offered_again():

@@ -15,7 +15,7 @@ from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot, Version
 
 RETRY_SECONDS = 0.5
-MOST_RETRY_SECONDS = 10.0
+MAX_RETRY_SECONDS = 10.0
 
 
 class Updates:
@@ -98,6 +98,6 @@ class Updates:
         self._loading.add(fragment)
         self.outdated.add(fragment)
         delay = (
-            0.0 if tries == 1 else min(MOST_RETRY_SECONDS, RETRY_SECONDS * 2.0 ** min(tries - 2, 8))
+            0.0 if tries == 1 else min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2.0 ** min(tries - 2, 8))
         )
         return [ev.Download(fragment=fragment, exact=False, tries=tries, delay_seconds=delay)]

@@ -5,6 +5,6 @@ Begin with `link`, which carries out the decisions of core/link_protocol.py; `__
 the process. `session` holds the control stream, `bulk` runs transfers on threads.
 
 Transfers without I/O, for this process and for simulators: `schedule` (which run), `encoder` and
-`delivery` (an upload and its messages), `staging` and `assembly` (a download, until it is in the
-inbox), `buffers` (what they may hold). `upload` and `download` are the gRPC calls around them.
+`upload_messages` (an upload), `placement` and `assembly` (a download, until it is in the inbox),
+`buffers` (what they may hold). `upload` and `download` are the gRPC calls around them.
 """

@@ -18,10 +18,10 @@ from diloco.model.fragments import CHUNK, Fragment
 from diloco.v1 import bulk_pb2 as bulk
 from diloco_worker.link.transfer import RAW_CHUNK, U8, Identity
 
-MOST_REPEATS = 5
+MAX_REPEATS = 5
 """How often damaged chunks are requested again."""
 
-_MOST_RAW_BYTES = 1 << 40
+_MAX_RAW_BYTES = 1 << 40
 
 
 class Outcome(Enum):
@@ -70,7 +70,7 @@ class Payloads:
 
 class Assembly:
     """
-    One download: send `request`, `add` every message of its stream, then `end` tells how to
+    One download: send `request`, `add` every message of its stream, then `end` states how to
     continue. The buffer belongs to the caller once `payloads` was called; `discard` releases it
     before.
 
@@ -144,9 +144,9 @@ class Assembly:
             raise DamagedError(
                 f"the download of fragment {self._wanted.fragment} ended without a trailer"
             )
-        if self._repeats == MOST_REPEATS:
+        if self._repeats == MAX_REPEATS:
             raise DamagedError(
-                f"fragment {self._wanted.fragment} still has damaged chunks after {MOST_REPEATS} repeats"
+                f"fragment {self._wanted.fragment} still has damaged chunks after {MAX_REPEATS} repeats"
             )
         self._repeats += 1
         return Outcome.DAMAGED
@@ -200,7 +200,7 @@ class Assembly:
                 f"expected {wanted.fragment} in format {wanted.format}"
             )
         if expected is None:
-            if header.elements > _MOST_RAW_BYTES or header.chunks != -(
+            if header.elements > _MAX_RAW_BYTES or header.chunks != -(
                 -header.elements // RAW_CHUNK
             ):
                 raise ProtocolError(

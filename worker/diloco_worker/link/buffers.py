@@ -29,7 +29,7 @@ from diloco_worker.link.transfer import U8
 SLACK = 1.25
 """A buffer serves a payload if it is at most this much longer."""
 
-MOST_TRANSFERS = 8
+MAX_TRANSFERS = 8
 """Rounds in flight that have an upload and a download of their own; more do not help."""
 
 
@@ -102,12 +102,12 @@ class BufferPool:
 
 def most_transfers(spec: RunSpec) -> int:
     """Transfers of one direction at a time: a cancelled one may take a moment to end."""
-    return min(spec.overlap, MOST_TRANSFERS) + 1
+    return min(spec.overlap, MAX_TRANSFERS) + 1
 
 
 def most_idle_bytes(layout: Layout, spec: RunSpec) -> int:
     """Idle buffers worth keeping: those of a steady state, with τ rounds in flight."""
-    return min(spec.overlap, MOST_TRANSFERS) * sum(_largest(layout, spec))
+    return min(spec.overlap, MAX_TRANSFERS) * sum(_largest(layout, spec))
 
 
 def most_held_bytes(layout: Layout, spec: RunSpec) -> int:

@@ -10,7 +10,7 @@ from functools import partial
 
 from diloco.errors import DilocoError
 from diloco.rpc.channels import Connection
-from diloco.rpc.tls import server_name
+from diloco.rpc.identity import server_name
 from diloco.spec import RunSpec
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Staged
@@ -18,8 +18,8 @@ from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.link import download
 from diloco_worker.link.buffers import BufferPool, most_idle_bytes, most_transfers
 from diloco_worker.link.encoder import Encoder
+from diloco_worker.link.placement import Placement
 from diloco_worker.link.schedule import Schedule
-from diloco_worker.link.staging import Staging
 from diloco_worker.link.transfer import CancelToken, Identity
 from diloco_worker.link.upload import Uploader
 from diloco_worker.settings import LearnerSettings
@@ -61,12 +61,12 @@ class BulkTransfers:
         self._up, self._down = (
             Connection(
                 config.syncer, tls_dir=config.tls, purpose="bulk",
-                server_name=server_name(config.job),
+                server_name=server_name(config.job), proxy=config.proxy,
             )
             for _ in range(2)
         )  # fmt: skip
         self.buffers = BufferPool(most_idle_bytes=most_idle_bytes(shared.layout, spec))
-        self._staging = Staging(shared, spec, self.buffers)
+        self._placement = Placement(shared, spec, self.buffers)
         encoder = Encoder(shared, spec, self.buffers, faults=config.faults)
         self._uploader = Uploader(lambda: self._up.channel, encoder)
         self._uploads = self._scheduled(most_transfers(spec), "upload")
@@ -117,11 +117,11 @@ class BulkTransfers:
 
     def place(self, decision: ev.Place) -> ev.Placed:
         """Decode a staged fragment into its inbox, and release it."""
-        return self._staging.place(decision)
+        return self._placement.place(decision)
 
     def discard(self, staged: Staged) -> None:
         """Release a staged fragment."""
-        self._staging.discard(staged)
+        self._placement.discard(staged)
 
     # ------------------------------------------------------------ on the threads
 
@@ -177,10 +177,10 @@ class BulkTransfers:
         staged, error = None, ""
         try:
             if not cancel.wait(request.delay_seconds):
-                assembly = self._staging.begin(request, identity)
+                assembly = self._placement.begin(request, identity)
                 payloads = download.fetch(self._down.channel, assembly, cancel)
                 if payloads is not None:
-                    staged = self._staging.stage(request, payloads)
+                    staged = self._placement.stage(request, payloads)
         except DilocoError as problem:
             self.renew_connections()
             error = f"{problem.reason}: {problem}"

@@ -24,10 +24,10 @@ from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco_worker.core.events import Pulled
 from diloco_worker.link.buffers import BufferPool
-from diloco_worker.link.delivery import Delivery
 from diloco_worker.link.faults import FaultInjector
 from diloco_worker.link.memory import Memory
 from diloco_worker.link.transfer import RAW_CHUNK, U8, Identity
+from diloco_worker.link.upload_messages import UploadMessages
 from diloco_worker.settings import Fault
 
 log = logging.getLogger(__name__)
@@ -42,12 +42,12 @@ class _Unconfirmed:
     round: int
     residual_N: F32 | None
     """None: the upload ended incomplete, so it cannot have been merged."""
-    delivery: Delivery
+    upload: UploadMessages
 
 
 class Encoder:
     """
-    Makes one `Delivery` per upload; safe to use from several threads. Close every delivery.
+    Makes the `UploadMessages` of each upload; safe to use from several threads. Close all of them.
 
     Args:
         memory: holds host copies, bases and constants.
@@ -71,7 +71,7 @@ class Encoder:
 
     def pull(
         self, pull: Pulled, identity: Identity, *, stopped: Callable[[], bool] = lambda: False
-    ) -> Delivery | None:
+    ) -> UploadMessages | None:
         """
         Answer a pull from the newest host copy.
 
@@ -104,7 +104,7 @@ class Encoder:
         others = (step for fragment, step in self._sent.items() if fragment != pull.fragment)
         return not pull.probe and local_step in others
 
-    def initial(self, identity: Identity) -> Iterator[Delivery]:
+    def initial(self, identity: Identity) -> Iterator[UploadMessages]:
         """Every host copy as Θ^(0), then the constants. Close each before the next is taken."""
         for fragment in self._memory.layout.fragments:
             header = bulk.UploadHeader(
@@ -119,18 +119,18 @@ class Encoder:
             except BaseException:
                 self._buffers.release(buffer)
                 raise
-            yield self._delivery(header, fragment, buffer)
+            yield self._upload(header, fragment, buffer)
         data = self._memory.constants
         pieces = [data[lo : lo + RAW_CHUNK] for lo in range(0, data.size, RAW_CHUNK)]
         header = bulk.UploadHeader(
             epoch=identity.epoch, learner=identity.learner, incarnation=identity.incarnation,
             content=bulk.CONSTANTS, format=bulk.RAW, elements=data.size, chunks=len(pieces),
         )  # fmt: skip
-        yield Delivery(header, pieces)
+        yield UploadMessages(header, pieces)
 
     # ------------------------------------------------------------ under the fragment's lock
 
-    def _encode(self, pull: Pulled, fragment: Fragment, identity: Identity) -> Delivery:
+    def _encode(self, pull: Pulled, fragment: Fragment, identity: Identity) -> UploadMessages:
         copy = self._memory.host_copy(fragment.index)
         inbox = self._memory.inbox_state(fragment.index)
         header = bulk.UploadHeader(
@@ -143,7 +143,7 @@ class Encoder:
             # Without a host copy the fragment was never offered: let the syncer refuse it at once.
             log.warning("pull of fragment %d, which has no host copy", fragment.index)
             header.elements = header.chunks = 0
-            return self._delivery(header, fragment, None)
+            return self._upload(header, fragment, None)
         if not pull.probe:
             self._sent[fragment.index] = copy.local_step
         base = inbox.version if copy.base == inbox.generation else None
@@ -158,7 +158,7 @@ class Encoder:
         try:
             if base is None:
                 self._whole(fragment, buffer)
-                return self._delivery(header, fragment, buffer)
+                return self._upload(header, fragment, buffer)
             # A probe is discarded: it must not consume the feedback.
             residual_N = None if pull.probe else self._residual(pull, fragment, identity)
             norms = self._delta(fragment, buffer, residual_N)
@@ -168,34 +168,34 @@ class Encoder:
             header.content = bulk.DELTA
             header.format = bulk.Format.ValueType(self._format)
             header.norms.extend([math.nan] * len(fragment.slots))
-            return self._delivery(header, fragment, None)
+            return self._upload(header, fragment, None)
         except BaseException:
             self._buffers.release(buffer)
             raise
         header.base.CopyFrom(pb.Version(epoch=base[0], step=base[1]))
         header.norms.extend(norms)
-        delivery = self._delivery(header, fragment, buffer)
+        upload = self._upload(header, fragment, buffer)
         if residual_N is not None:
             self._unconfirmed[fragment.index] = _Unconfirmed(
-                round=pull.round, residual_N=residual_N, delivery=delivery
+                round=pull.round, residual_N=residual_N, upload=upload
             )
-        return delivery
+        return upload
 
-    def _delivery(
+    def _upload(
         self, header: bulk.UploadHeader, fragment: Fragment, buffer: U8 | None
-    ) -> Delivery:
+    ) -> UploadMessages:
         """The upload of an encoded fragment; None: the header alone."""
 
-        def close(delivery: Delivery) -> None:
+        def close(upload: UploadMessages) -> None:
             if buffer is not None:
                 self._buffers.release(buffer)
             entry = self._unconfirmed.get(fragment.index)
-            if entry is not None and entry.delivery is delivery and not delivery.complete:
+            if entry is not None and entry.upload is upload and not upload.complete:
                 entry.residual_N = None
 
         parts = [] if buffer is None else _parts(fragment, header.format, buffer)
         effects = self._faults.next_upload() if header.round else None
-        return Delivery(header, parts, effects=effects, close=close)
+        return UploadMessages(header, parts, effects=effects, close=close)
 
     def _whole(self, fragment: Fragment, buffer: U8) -> None:
         host_N = self._memory.host(fragment.index)
@@ -248,7 +248,7 @@ class Encoder:
         previous = self._unconfirmed.pop(fragment.index, None)
         if (
             previous is not None and pull.round > previous.round
-            and previous.delivery.complete and previous.residual_N is not None
+            and previous.upload.complete and previous.residual_N is not None
         ):  # fmt: skip
             self._residuals[fragment.index] = previous.residual_N
         known_N = self._residuals.get(fragment.index)

@@ -19,7 +19,9 @@ import time
 from collections.abc import Iterator
 
 from diloco.rpc.channels import Connection
-from diloco.rpc.tls import explain, fault_of, server_name
+from diloco.rpc.connection_reasons import explain
+from diloco.rpc.identity import server_name
+from diloco.rpc.tls import fault_of
 from diloco.runtime.backoff import Backoff
 from diloco.runtime.health import HealthFile
 from diloco.spec import RunSpec
@@ -79,7 +81,7 @@ class Link:
         self._events: queue.SimpleQueue[_Entry] = queue.SimpleQueue()
         self._control = Connection(
             config.syncer, tls_dir=config.tls, purpose="control",
-            server_name=server_name(config.job),
+            server_name=server_name(config.job), proxy=config.proxy,
         )  # fmt: skip
         self._session: session.Session | None = None
         self._session_number = 0

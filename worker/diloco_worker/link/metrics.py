@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 class Metrics:
     """
-    Metrics from the trainer's states; names and meanings are in diloco/runtime/metrics.py.
+    Metrics from the trainer's states; names and meanings are in diloco/runtime/metric_table.py.
 
     The counters are exact even if the link misses states, because each state carries totals. When
     steps are faster than the link reads, the histogram gets only the last of them.

@@ -14,9 +14,9 @@ import grpc
 from diloco.errors import NotFiniteError, ProtocolError
 from diloco.rpc.status_codes import error_of
 from diloco_worker.core.events import Pulled
-from diloco_worker.link.delivery import Delivery
 from diloco_worker.link.encoder import Encoder
 from diloco_worker.link.transfer import CancelToken, Identity
+from diloco_worker.link.upload_messages import UploadMessages
 
 METHOD = "/diloco.v1.Bulk/Upload"
 
@@ -47,12 +47,12 @@ class Uploader:
             NotFiniteError: the fragment holds NaN or Inf; the syncer was notified.
         """
         self._wait_for_another_report(pull, cancel)
-        delivery = self._encoder.pull(pull, identity, stopped=lambda: cancel.stopped)
-        if delivery is None:
+        upload = self._encoder.pull(pull, identity, stopped=lambda: cancel.stopped)
+        if upload is None:
             return
-        with closing(delivery):
-            self._send(delivery, cancel)
-        if any(not math.isfinite(n) for n in delivery.header.norms):
+        with closing(upload):
+            self._send(upload, cancel)
+        if any(not math.isfinite(n) for n in upload.header.norms):
             raise NotFiniteError(f"fragment {pull.fragment} was not sent: it holds NaN or Inf")
 
     def _wait_for_another_report(self, pull: Pulled, cancel: CancelToken) -> None:
@@ -68,11 +68,11 @@ class Uploader:
         Raises:
             DilocoError: refused, or the connection broke; start over.
         """
-        for delivery in self._encoder.initial(identity):
-            with closing(delivery):
-                self._send(delivery, cancel)
+        for upload in self._encoder.initial(identity):
+            with closing(upload):
+                self._send(upload, cancel)
 
-    def _send(self, delivery: Delivery, cancel: CancelToken) -> None:
+    def _send(self, upload: UploadMessages, cancel: CancelToken) -> None:
         """
         Stream one upload until the syncer has all of it.
 
@@ -83,11 +83,11 @@ class Uploader:
             return
         requested: queue.SimpleQueue[tuple[int, ...] | None] = queue.SimpleQueue()
         method: Any = self._channel().stream_stream(METHOD)  # bytes in, bytes out: no serializers
-        call = method(_messages(delivery, requested))
+        call = method(_messages(upload, requested))
         cancel.on_stop(call.cancel)
         try:
             for message in call:
-                again = delivery.reply(message)
+                again = upload.reply(message)
                 if again is None:
                     return
                 requested.put(again)
@@ -96,7 +96,7 @@ class Uploader:
             )
         except grpc.RpcError as error:
             if call.code() is grpc.StatusCode.CANCELLED and not cancel.stopped:
-                delivery.refused()  # the syncer cancels the uploads of an aborted attempt
+                upload.refused()  # the syncer cancels the uploads of an aborted attempt
             raise error_of(error) from None
         finally:
             requested.put(None)
@@ -104,9 +104,9 @@ class Uploader:
 
 
 def _messages(
-    delivery: Delivery, requested: queue.SimpleQueue[tuple[int, ...] | None]
+    upload: UploadMessages, requested: queue.SimpleQueue[tuple[int, ...] | None]
 ) -> Iterator[bytes]:
     """Everything to send; `requested` gives the chunks to resend, None at the end."""
-    yield from delivery.messages()
+    yield from upload.messages()
     while (again := requested.get()) is not None:
-        yield from delivery.repeat(again)
+        yield from upload.repeat(again)

@@ -34,8 +34,8 @@ from diloco.errors import ConfigError, DamagedError, StorageError
 from diloco.model import tensorfile
 from diloco.model.tensorfile import DTYPES, Entry
 from diloco.runtime import files
+from diloco_worker.trainer.copies import Copies, Copy
 from diloco_worker.trainer.layout import dtype_name
-from diloco_worker.trainer.staging import Copy, Staging
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Checkpoints:
     def __init__(self, directory: Path, *, keep: int, digest: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._directory, self._keep, self._digest = directory, keep, digest
-        self._staging = Staging()
+        self._copies = Copies()
         self._lost = threading.Event()
         self._writer: threading.Thread | None = None
         self._writing = 0
@@ -112,7 +112,7 @@ class Checkpoints:
         tree = pack(_state(model, optimizers), tensors)
         for name, tensor in tensors.items():
             _entry(name, tensor)
-        copy = self._staging.begin(tensors, model, optimizers)
+        copy = self._copies.begin(tensors, model, optimizers)
         manifest = {
             "local_step": local_step, "global_step": global_step, "digest": self._digest, "facts": facts, "tree": tree,
         }  # fmt: skip
@@ -125,7 +125,7 @@ class Checkpoints:
 
     def watch(self, optimizers: Sequence[Optimizer]) -> None:
         """Begin to copy beside the forward and backward passes; `boundary` must be called then."""
-        self._staging.watch(optimizers)
+        self._copies.watch(optimizers)
 
     def boundary(self) -> bool:
         """
@@ -134,7 +134,7 @@ class Checkpoints:
         Returns:
             False, once: a checkpoint that was started has been discarded.
         """
-        self._staging.boundary()
+        self._copies.boundary()
         lost = self._lost.is_set()
         self._lost.clear()
         return not lost
@@ -144,9 +144,9 @@ class Checkpoints:
         Wait until the checkpoint being written is durable.
 
         Returns:
-            False: the disk hangs, and the checkpoint is abandoned; the log says so, once.
+            False: the disk hangs, and the checkpoint is abandoned; this is logged once.
         """
-        self._staging.finish()
+        self._copies.finish()
         while self._writer is not None and self._writer.is_alive():
             before = self._taken
             if self._stalled == before:
@@ -164,7 +164,7 @@ class Checkpoints:
     def _write(self, copy: Copy, manifest: dict[str, Any]) -> None:
         step = manifest["local_step"]
         if not copy.complete():
-            self._staging.distrust()
+            self._copies.distrust()
             self._lost.set()
             log.info(
                 "checkpoint of local step %d is discarded: something other than the optimizers' step changed "

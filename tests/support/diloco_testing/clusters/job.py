@@ -232,6 +232,22 @@ class Job:
             self.pod_of(learner), "python3", "-c", program, namespace=self.namespace
         )
 
+    def disruptions_allowed(self, region: str = "eu") -> int:
+        """How many learners of a region may be evicted now."""
+        budget = self.cluster.kubectl.get("pdb", f"{self.name}-{region}", self.namespace)
+        if budget is None:
+            raise KubectlError(f"there is no PodDisruptionBudget of region {region}")
+        return int(budget["status"]["disruptionsAllowed"])
+
+    def evict(self, pod: str) -> None:
+        """As a drain of its node does."""
+        body = {
+            "apiVersion": "policy/v1", "kind": "Eviction",
+            "metadata": {"name": pod, "namespace": self.namespace},
+        }  # fmt: skip
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod}/eviction"
+        self.cluster.kubectl("create", "--raw", path, "-f", "-", stdin=json.dumps(body))
+
     def details(self) -> str:
         """The job's status in short, for a failure's text."""
         try:

@@ -13,6 +13,8 @@ from typing import Any
 from diloco_testing.clusters.machine import slowdown
 
 Object = dict[str, Any]
+SLOWEST_POLL_SECONDS = 2.0
+"""Each poll starts a kubectl; together they took an eighth of the processor time of a run."""
 
 
 class KubectlError(Exception):
@@ -39,14 +41,15 @@ class Kubectl:
         """
         return self.raw(*args, stdin=stdin, seconds=seconds).decode(errors="replace")
 
-    def raw(self, *args: str, stdin: str | None = None, seconds: float = 120.0) -> bytes:
+    def raw(self, *args: str, stdin: str | bytes | None = None, seconds: float = 120.0) -> bytes:
         """Standard output as it came; see `__call__`."""
         command = " ".join(args)
+        content = stdin.encode() if isinstance(stdin, str) else stdin
         try:
             done = subprocess.run(
                 [*self._program, *args],
-                input=None if stdin is None else stdin.encode(),
-                stdin=subprocess.DEVNULL if stdin is None else None,
+                input=content,
+                stdin=subprocess.DEVNULL if content is None else None,
                 capture_output=True,
                 timeout=seconds,
             )
@@ -122,7 +125,7 @@ def until(
         what: the question.
         seconds: how long at most, on a machine where no process waits for a core; longer on a busy one.
         expected: the promise, for the failure's text.
-        every: pause between two polls, in seconds.
+        every: pause between two polls, in seconds; it grows with the time waited, to 2 s.
         details: more for the failure's text.
     """
     begun = time.monotonic()
@@ -140,4 +143,4 @@ def until(
         if took > seconds * slowdown():
             more = f"\n{details()}" if details else ""
             raise AssertionError(f"{expected}: not within {took:.0f} s; last seen: {refused}{more}")
-        time.sleep(every)
+        time.sleep(max(every, min(SLOWEST_POLL_SECONDS, took / 20)))

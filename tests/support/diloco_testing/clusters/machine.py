@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 
-MOST = 6.0
+MAX_FACTOR = 6.0
 
 
 def slowdown() -> float:
     """
     How many times longer than alone a program takes now: processes that want a core, for each core.
 
-    1 on a quiet machine, so that bounds are strict there; no more than MOST.
+    1 on a quiet machine, so that bounds are strict there; no more than MAX_FACTOR.
     """
-    return min(MOST, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))
+    return min(MAX_FACTOR, max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1)))

@@ -25,7 +25,7 @@ BUILD_SECONDS = 3600.0
 UP_SECONDS = 120.0
 DOWN_SECONDS = 400.0
 """A machine that stands still for minutes is no failure of a test."""
-MOST_CLUSTERS = 40
+MAX_CLUSTERS = 40
 NUMBERS = Path("/run/lock/diloco-e2e")
 """Of clusters; they are addresses of this machine, whatever the cache folder is."""
 
@@ -49,7 +49,7 @@ def given() -> list[Path]:
 @functools.cache
 def why_not_local() -> str:
     """Why this machine cannot start clusters, as `cluster.sh check` reports it; "": it can."""
-    done = subprocess.run([str(SCRIPT), "check"], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([str(SCRIPT), "check"], capture_output=True, text=True, timeout=280)
     return "" if done.returncode == 0 else f"local clusters: {done.stdout.strip()}"
 
 
@@ -206,7 +206,7 @@ class LocalClusters:
         """A number that no other session on this machine uses, held until `end`."""
         folder = NUMBERS
         folder.mkdir(parents=True, exist_ok=True)
-        for number in range(1, MOST_CLUSTERS + 1):
+        for number in range(1, MAX_CLUSTERS + 1):
             lock = os.open(folder / str(number), os.O_CREAT | os.O_RDWR, 0o600)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -215,7 +215,7 @@ class LocalClusters:
                 continue
             self._locks[name] = lock
             return number
-        raise AssertionError(f"{MOST_CLUSTERS} clusters run already; see {folder}")
+        raise AssertionError(f"{MAX_CLUSTERS} clusters run already; see {folder}")
 
 
 def _clear_left_behind(number: int) -> None:

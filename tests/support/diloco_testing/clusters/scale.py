@@ -27,9 +27,9 @@ CONVERGE_SECONDS = 300.0
 USER = "system:serviceaccount:diloco-system:"
 
 
-def api_server(local: LocalClusters) -> Cluster:
+def api_server(local: LocalClusters, name: str = "scale") -> Cluster:
     """A cluster without nodes, with the chart's rights and CRD in it."""
-    cluster = local.start("scale", pods=False)
+    cluster = local.start(name, pods=False)
     cluster.helm("install", "diloco", str(CHART), "--namespace", NAMESPACE, "--create-namespace")
     return cluster
 
@@ -91,32 +91,55 @@ class Converged:
     """Every job has its children and was accepted."""
 
     since: datetime
-    """When the jobs were applied."""
+    """When the first of the jobs was applied."""
     seconds: float
     """From the last job's apply until all was there."""
+    total_seconds: float
+    """From the first job's apply."""
     cpu_seconds: float
     """Of the operator meanwhile."""
 
 
-def converge(cluster: Cluster, running: Operator) -> Converged:
-    """Apply all jobs and wait for their children and conditions."""
-    names = [f"job-{number:03}" for number in range(JOBS)]
-    jobs = [manifest(name, steps=1000, regions=dict.fromkeys(REGIONS, 2)) for name in names]
-    kubectl, since = cluster.kubectl, datetime.now(UTC)
-    kubectl.apply(*jobs)
+def converge(
+    cluster: Cluster, running: Operator, *, first: int = 0, jobs: int = JOBS,
+    seconds: float = CONVERGE_SECONDS,
+) -> Converged:  # fmt: skip
+    """
+    Apply jobs and wait for their children and conditions.
+
+    Args:
+        cluster: where.
+        running: the operator.
+        first: number of the first of them; those before it are there already.
+        jobs: how many there are then.
+        seconds: how long to wait at most.
+    """
+    names = [name_of(number) for number in range(first, jobs)]
+    made = [manifest(name, steps=1000, regions=dict.fromkeys(REGIONS, 2)) for name in names]
+    kubectl, since, cpu = cluster.kubectl, datetime.now(UTC), running.cpu_seconds()
+    begun = time.monotonic()
+    for start in range(0, len(made), JOBS):
+        kubectl.apply(*made[start : start + JOBS])
     applied = time.monotonic()
 
     def all_there() -> bool:
         assert running.process.poll() is None, running.details()
         # Names only: 600 objects would be parsed at each look.
         sets = kubectl("get", "statefulsets", "-o", "name").split()
-        return len(sets) == JOBS * len(REGIONS) and num_accepted(kubectl) == JOBS
+        return len(sets) == jobs * len(REGIONS) and num_accepted(kubectl) == jobs
 
-    until(all_there, CONVERGE_SECONDS, expected="every job has its children and a status",
-          every=2.0, details=running.details)  # fmt: skip
+    until(all_there, seconds, expected="every job has its children and a status",
+          every=max(2.0, jobs / 100), details=running.details)  # fmt: skip
+    now = time.monotonic()
     return Converged(
-        since=since, seconds=time.monotonic() - applied, cpu_seconds=running.cpu_seconds()
-    )
+        since=since, seconds=now - applied, total_seconds=now - begun,
+        cpu_seconds=running.cpu_seconds() - cpu,
+    )  # fmt: skip
+
+
+def name_of(number: int) -> str:
+    """Name of a job; all of them have the same length."""
+    return f"job-{number:03}"
 
 
 def num_accepted(kubectl: Kubectl) -> int:
@@ -133,7 +156,7 @@ def requests(cluster: Cluster, since: datetime) -> list[Request]:
 
 def writes_by_job(found: list[Request]) -> Counter[str]:
     """Writes about each job."""
-    return Counter(request.name[: len("job-000")] or "?" for request in found if request.writes)
+    return Counter(request.name[: len(name_of(0))] or "?" for request in found if request.writes)
 
 
 def _kubeconfig(cluster: Cluster, folder: Path) -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 from diloco_testing.clusters.provision import Cluster
 
-NOBODY = 65532
+NONROOT = 65532
 """User and group of all containers of ours; a hostPath is not handed to fsGroup by the kubelet."""
 
 
@@ -64,7 +64,7 @@ class Provisioner:
             claim.get("status", {}).get("phase") == "Pending" and not (self._folder / uid).exists()
         ):
             (self._folder / uid).mkdir(parents=True)
-            os.chown(self._folder / uid, NOBODY, NOBODY)
+            os.chown(self._folder / uid, NONROOT, NONROOT)
             self._cluster.kubectl.apply(_volume(name, self._folder / uid, claim))
 
 

@@ -26,6 +26,8 @@ from urllib.parse import urlencode
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import rsa
 
+from diloco_operator.cluster.client import Cluster, connect
+
 Json = dict[str, Any]
 
 JOBS = "/apis/diloco.dev/v1alpha1/namespaces/default/dilocojobs"
@@ -211,6 +213,14 @@ def running(folder: Path, work: Path) -> Iterator[ApiServer]:
     finally:
         for process in reversed(started):
             _stop(process)
+
+
+@contextmanager
+def operated(folder: Path, work: Path) -> Iterator[Cluster]:
+    """The operator's client of a fresh API server; arguments as for `running`."""
+    with running(folder, work) as api:
+        config = connect(kubeconfig=api.kubeconfig(work / "kubeconfig"))
+        yield Cluster(config, manager="diloco-operator")
 
 
 def _etcd_flags(work: Path, port: int, peer_port: int) -> list[str]:

@@ -356,7 +356,7 @@ class FakeApi:
         self._version += 1
         metadata["resourceVersion"] = str(self._version)
         self._objects[key] = copy.deepcopy(body)
-        self._tell("ADDED" if previous is None else "MODIFIED", plural, body)
+        self._notify("ADDED" if previous is None else "MODIFIED", plural, body)
         if self.on_write is not None:
             self.on_write(copy.deepcopy(body))
         return copy.deepcopy(body)
@@ -389,14 +389,14 @@ class FakeApi:
         self._owned = {k: v for k, v in self._owned.items() if k[:3] != (plural, namespace, name)}
         self._version += 1
         body["metadata"]["resourceVersion"] = str(self._version)
-        self._tell("DELETED", plural, body)
+        self._notify("DELETED", plural, body)
         uid = body["metadata"]["uid"]
         for key, child in list(self._objects.items()):
             owners = child["metadata"].get("ownerReferences", ())
             if key in self._objects and any(owner["uid"] == uid for owner in owners):
                 self._remove(*key)
 
-    def _tell(self, event: str, plural: str, body: Json) -> None:
+    def _notify(self, event: str, plural: str, body: Json) -> None:
         self._log.append((self._version, event, plural, copy.deepcopy(body)))
         self._changed.notify_all()
 

@@ -17,7 +17,7 @@ from functools import cache
 from typing import Any
 
 from diloco.rpc.certificates import CertificateFacts
-from diloco.rpc.tls import server_name
+from diloco.rpc.identity import server_name
 from diloco_job.plan import run_spec
 from diloco_job.types import DiLoCoJob
 from diloco_operator.decide.decisions import Decisions, decide
@@ -29,8 +29,9 @@ from diloco_operator.state.observation import (
     Refusal,
     Unreachable,
 )
+from diloco_operator.state.pending_events import stuck_objects
+from diloco_operator.state.queues import JOB_UID, queued_uids
 from diloco_operator.state.stored_job import StoredJob
-from diloco_operator.state.stuck import stuck_objects
 
 Json = dict[str, Any]
 
@@ -79,8 +80,10 @@ class OperatedJob:
     events: list[tuple[str, str]] = field(default_factory=list)
     """Type and reason of all Events so far."""
     removed: bool = False
-    complaints: list[Json] = field(default_factory=list)
+    reported_events: list[Json] = field(default_factory=list)
     """Events of Kubernetes about children and pods."""
+    workloads: list[Json] = field(default_factory=list)
+    """Kueue's, of the objects that wait in a queue."""
     asked: list[str] = field(default_factory=list)
     """Names of the objects whose Events the last reconcile read."""
     _uids: int = 0
@@ -99,7 +102,12 @@ class OperatedJob:
             foreign=self.foreign,
             pods=tuple(_copied(list(self.pods.values()))),
             events=tuple(
-                event for event in self.complaints if event["involvedObject"]["uid"] in uids
+                event for event in self.reported_events if event["involvedObject"]["uid"] in uids
+            ),
+            workloads=tuple(
+                workload
+                for workload in self.workloads
+                if workload["metadata"]["labels"][JOB_UID] in queued_uids(self.pods.values())
             ),
             syncer=self.syncer,
             last_answer=self.last_answer,
@@ -180,7 +188,8 @@ class OperatedJob:
         kept: set[str] = set()
         for child in self.children.values():
             if child["kind"] in ("StatefulSet", "Deployment"):
-                for ordinal in range(child["spec"]["replicas"]):
+                first = child["spec"].get("ordinals", {}).get("start", 0)
+                for ordinal in range(first, first + child["spec"]["replicas"]):
                     pod = _pod(child, ordinal)
                     wanted[pod["metadata"]["name"]] = pod
                     if child["spec"].get("updateStrategy") == {"type": "OnDelete"}:
@@ -211,9 +220,9 @@ class OperatedJob:
                 "updateRevision": revision,
             }
 
-    def complain(self, item: Json, reason: str, message: str, kind: str = "Warning") -> None:
+    def report_event(self, item: Json, reason: str, message: str, kind: str = "Warning") -> None:
         """A controller or the kubelet reports an Event about an object."""
-        self.complaints.append({
+        self.reported_events.append({
             "type": kind, "reason": reason, "message": message,
             "involvedObject": {"uid": item["metadata"]["uid"]},
             "lastTimestamp": self.now.isoformat(timespec="seconds"),

@@ -19,9 +19,10 @@ from diloco.codec import formats, frames
 from diloco.errors import DilocoError
 from diloco.model.fragments import Fragment, Layout, Tensor, cut
 from diloco.rpc.channels import channel
+from diloco.rpc.identity import server_name
 from diloco.rpc.status_codes import error_of
 from diloco.rpc.tensor_info import to_proto
-from diloco.rpc.tls import Tls, server_name
+from diloco.rpc.tls import Tls
 from diloco.spec import RunSpec
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
@@ -50,6 +51,11 @@ def random_delta(fragment: Fragment, seed: int, *, size: float = 0.01) -> F32:
         n = slot.tensor.elements
         out_N[slot.offset : slot.offset + n] = size * rng.standard_normal(n)
     return out_N
+
+
+def thetas_of(learner: Any) -> list[F32]:
+    """Parameters for every fragment of `learner.layout`."""
+    return [random_delta(f, 50 + f.index, size=1.0) for f in learner.layout.fragments]
 
 
 def encoded(

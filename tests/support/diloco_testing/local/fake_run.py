@@ -210,7 +210,7 @@ class FakeRun:
                 supervisor.send_signal(signal.SIGKILL)
             supervisor.communicate()
         try:
-            until(lambda: not self._left(), "end of all children", seconds=10)
+            until(lambda: not self._left(), "end of all children", seconds=60)
         finally:
             for pid in self._left():
                 os.kill(pid, signal.SIGKILL)

@@ -140,7 +140,7 @@ class LocalRun:
 
     def kill_learner(self, name: str) -> None:
         """Kill a learner's process group with `diloco kill`."""
-        subprocess.run([*CLI, "kill", name, "--dir", str(self.dir)], check=True, timeout=60)
+        subprocess.run([*CLI, "kill", name, "--dir", str(self.dir)], check=True, timeout=280)
 
     def kill_syncer(self) -> None:
         """Send SIGKILL to the syncer."""

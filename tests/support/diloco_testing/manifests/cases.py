@@ -71,6 +71,18 @@ BROKEN_RULES = [
         ["spec.learner.podsPerLearner=2"],
         "spec.learner.podsPerLearner: 2, but a recipe trains in one pod",
     ),
+    (
+        ["spec.learner.ports={health: 9090}"],
+        "spec.learner.ports: health 9090, metrics 9090, rendezvous 29500: each port must be another",
+    ),
+    (
+        ["spec.syncer.ports={sync: 8080}"],
+        "spec.syncer.ports: health 8080, metrics 9090, sync 8080: each port must be another one",
+    ),
+    (
+        ["spec.evaluation={everySteps: 5, ports: {health: 5000, metrics: 5000}}"],
+        "spec.evaluation.ports: health 5000, metrics 5000: each port must be another one",
+    ),
     (["spec.syncer.region=asia"], 'spec.syncer.region: "asia" is not one of the regions: eu, us'),
     (
         ["spec.learner={command: [python, train.py]}", "spec.evaluation.everySteps=5"],
@@ -117,13 +129,26 @@ BROKEN_RULES = [
         ["spec.tls.mode=CertManager"],
         "spec.tls.issuerRef: missing; required by spec.tls.mode CertManager",
     ),
+    (
+        ["spec.managedBy=kueue.x-k8s.io/multikueue", "spec.runPolicy.managedBy=example.com/a"],
+        'spec.managedBy: "kueue.x-k8s.io/multikueue", but spec.runPolicy.managedBy, its former '
+        'place, is "example.com/a"; set only one of them',
+    ),
 ]
 
 KEPT_RULES = [
     ["metadata.name=" + "j" * 49],
+    ["spec.managedBy=example.com/a"],
+    ["spec.runPolicy.managedBy=example.com/a"],
+    ["spec.managedBy=example.com/a", "spec.runPolicy.managedBy=example.com/a"],
     ["spec.sync.overlap=23"],
     ["spec.sync.fragments=1", "spec.sync.interval=1", "spec.sync.overlap=1"],
     ["spec.sync.quorum=4"],
+    [
+        "spec.learner.ports={health: 65535, metrics: 1024, rendezvous: 8080}",
+        "spec.syncer.ports={health: 65535, metrics: 1024, sync: 9090}",
+        "spec.evaluation={everySteps: 5, ports: {health: 9090, metrics: 8080}}",
+    ],
     ["spec.regions[eu].learners=0", "spec.syncer.region=eu"],
     ["spec.learner={command: [x]}", "spec.evaluation={everySteps: 5, command: [y]}"],
     ["spec.learner={command: [x], podsPerLearner: 2}"],
@@ -174,6 +199,10 @@ REFUSED_CHANGES = [
         "spec.syncer.region: cannot change from eu to us (empty: the first region)",
     ),
     ("spec.regions=[{name: us, learners: 2}]", "spec.syncer.region: cannot change from eu to us"),
+    (
+        "spec.regions[eu].cluster=us",
+        "spec.syncer.region: its cluster cannot change, because the volume of the syncer would",
+    ),
 ]
 
 ALLOWED_CHANGES = [
@@ -186,6 +215,8 @@ ALLOWED_CHANGES = [
     "spec.learner.checkpoint={everySteps: 5, keep: 1}",
     "spec.syncer.checkpoint={everySteps: 5, keep: 1}",
     "spec.syncer.service.port=7071",
+    "spec.syncer.ports={health: 8081, metrics: 9091, sync: 7071}",
+    "spec.learner.ports={health: 8081, metrics: 9091, rendezvous: 29501}",
     "spec.syncer.storage.size=10.5Gi",
     "spec.syncer.storage.size=10240Mi",
     "spec.syncer.storage.size=20000000000",
@@ -194,6 +225,9 @@ ALLOWED_CHANGES = [
     "spec.syncer.region=eu",
     "spec.regions[us].learners=9",
     "spec.regions[us].config.batch=4",
+    "spec.regions[us].cluster=eu",
+    "spec.regions[eu].cluster=eu",
+    "spec.regions=[{name: eu, learners: 2}, {name: eu-spot, cluster: eu, learners: 1}]",
     "spec.regions=[{name: eu, learners: 1}]",
     "spec.regions=[{name: eu, learners: 1}, {name: asia, learners: 1}]",
     "spec.evaluation.everySteps=7",
@@ -246,6 +280,8 @@ BROKEN_FIELDS: list[tuple[str, Any, str]] = [
     ("spec.learner.resources", {"requests": {"cpu": 0.5}}, "0.5 is not a quantity"),
     ("spec.learner.checkpoint.everySteps", 0, "0 is less than 1, the minimum"),
     ("spec.learner.checkpoint.keep", 1001, "1001 is more than 1000, the maximum"),
+    ("spec.learner.ports.health", 80, "80 is less than 1024, the minimum"),
+    ("spec.syncer.ports.sync", 65536, "65536 is more than 65535, the maximum"),
     ("spec.learner.podTemplate", {"nodeSelector": {}}, "unknown field"),
     ("spec.regions", [], "is empty; at least 1 is required"),
     ("spec.regions", [{"name": f"r{i}", "learners": 1} for i in range(65)], "65 entries are more"),
@@ -260,10 +296,13 @@ BROKEN_FIELDS: list[tuple[str, Any, str]] = [
     ("spec.regions[0].name", "evaluator", '"evaluator" is reserved for'),
     ("spec.regions[0].name", "spec", '"spec" is reserved for'),
     ("spec.regions[0].name", False, 'false is not text; quote it: "false"'),
+    ("spec.regions[0].cluster", "EU", '"EU" is not the name of a cluster; write region.name of'),
+    ("spec.regions[0].cluster", "e" * 25, "is not the name of a cluster; write region.name"),
     ("spec.syncer.service.type", "External", "is not one of ClusterIP, NodePort or LoadBalancer"),
     ("spec.syncer.service.port", 0, "0 is less than 1, the minimum"),
     ("spec.syncer.service.port", 65536, "65536 is more than 65535, the maximum"),
     ("spec.syncer.service.nodePort", 65536, "65536 is more than 65535, the maximum"),
+    ("spec.syncer.service.ipFamilyPolicy", "DualStack", '"DualStack" does not match ^'),
     ("spec.syncer.service.loadBalancerClass", "a b", '"a b" does not match ^'),
     ("spec.syncer.service.loadBalancerSourceRanges", ["10.0.0.1"], '"10.0.0.1" is not a range of'),
     ("spec.syncer.service.loadBalancerSourceRanges", ["10.0.0/8"], "is not a range of addresses"),
@@ -302,6 +341,8 @@ FITTING_FIELDS: list[tuple[str, Any]] = [
     ("spec.regions[0].learners", 0),
     ("spec.regions[0].name", "0"),
     ("spec.regions[0].name", "e" * 24),
+    ("spec.regions[0].cluster", ""),
+    ("spec.regions[0].cluster", "e" * 24),
     ("spec.learner.resources.requests", {"cpu": 2, "memory": "1.5Gi"}),
     ("spec.runPolicy.ttlSecondsAfterFinished", None),
     ("metadata.name", "j" * 49),

@@ -4,7 +4,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from diloco_job.names import CHILD_MAX, JOB_PATTERN, REGION_PATTERN, RESERVED_REGIONS
+from diloco_job.names import JOB_PATTERN, MAX_CHILD_NAME, REGION_PATTERN, RESERVED_REGIONS
 from diloco_job.rules import rule_problems
 from diloco_job.types import API_VERSION, KIND, DiLoCoJob
 
@@ -80,7 +80,7 @@ def _manifests(draw: st.DrawFn) -> dict[str, Any]:
     longest = max(map(len, names))
     job = draw(
         st.from_regex(JOB_PATTERN, fullmatch=True).filter(
-            lambda name: len(name) + 1 + longest <= CHILD_MAX
+            lambda name: len(name) + 1 + longest <= MAX_CHILD_NAME
         )
     )
     learners = [draw(st.integers(0, 5)) for _ in names]
@@ -130,6 +130,7 @@ def _manifests(draw: st.DrawFn) -> dict[str, Any]:
             {
                 "name": name,
                 "learners": count,
+                "cluster": draw(st.sampled_from(["", "", *names])),
                 "config": draw(config),
                 "resources": draw(resources),
                 "podTemplate": draw(template),

@@ -1,7 +1,7 @@
 """
-The syncer's real engine with learners and a disk that do what a script says, in virtual time.
+The syncer's real engine with learners and a disk that do what a script commands, in virtual time.
 
-Learners answer at once unless a command says otherwise. Announcements, heartbeats and wake-ups are
+Learners answer at once unless a command changes that. Announcements, heartbeats and wake-ups are
 not shown.
 """
 
@@ -22,7 +22,7 @@ ROUTINE = frozenset({"merge", "snapshot"})
 
 
 class ScriptedJob(VirtualJob):
-    """A job whose learners step, and whose uploads and disk make progress, only as a script says."""
+    """A job whose learners step, and whose uploads and disk make progress, only as a script commands."""
 
     def __init__(self, spec: RunSpec, names: Sequence[str]) -> None:
         super().__init__(spec, dict.fromkeys(names, 1.0), delay=self._delay)
@@ -66,7 +66,7 @@ class ScriptedJob(VirtualJob):
         return self.learners.setdefault(name, FakeLearner(name=name, step_seconds=1.0))
 
     def _next_step(self, learner: FakeLearner, generation: int) -> None:
-        """A script says when learners step."""
+        """A script commands when learners step."""
 
     def _begin_training(self, learner: FakeLearner) -> None:
         steps, tokens = learner.steps, learner.tokens
@@ -227,7 +227,7 @@ class ScriptedJob(VirtualJob):
             learner.generation += 1
 
     def pause(self, seconds: float) -> None:
-        """The syncer stands still, and hears what was sent to it only afterwards."""
+        """The syncer stands still, and receives what was sent to it only afterwards."""
         self._wake = -1.0
         self.now += seconds
         self.post(ev.Tick())

@@ -1,7 +1,7 @@
 """
 Commands that drive the learner's real cores, trainer and link, in virtual time (docs/testing.md, "Golden scripts").
 
-The two exchange their states at once. What the syncer sends, and what becomes of downloads, a script says.
+The two exchange their states at once. What the syncer sends, and what becomes of downloads, a script commands.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from diloco.model.fragments import Layout, Tensor, cut
 from diloco.spec import Checkpoint, RunSpec
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
-from diloco_syncer.attempts import Attempts
+from diloco_sim.host import HostOverCoordinator
 from diloco_syncer.coordinator import Coordinator, Event
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission, Applicant
@@ -25,10 +25,10 @@ from diloco_syncer.metrics import Metrics
 from diloco_syncer.rpc.initial import InitialParameters
 from diloco_syncer.rpc.receiver import UploadReceiver
 from diloco_syncer.rpc.source import DownloadSource, open_download
-from diloco_syncer.sessions import Session, Sessions
-from diloco_syncer.state import Facts, State
+from diloco_syncer.sessions import Session
+from diloco_syncer.state import State
+from diloco_syncer.storage.capture import Snapshot
 from diloco_syncer.storage.parameters import Parameters
-from diloco_syncer.storage.store import Snapshot
 from diloco_testing.learners.scripted import END, chunk, encoded
 
 F32 = npt.NDArray[np.float32]
@@ -59,7 +59,7 @@ class DrivenWriter:
         self.exports.append(step)
 
 
-class DrivenSyncer:
+class DrivenSyncer(HostOverCoordinator):
     """Coordinator and transfers around one queue; `now` is a number that the test sets."""
 
     def __init__(
@@ -82,18 +82,6 @@ class DrivenSyncer:
         )
         self.initial = InitialParameters(self)
         self.wake = self.coordinator.start(self.now)
-
-    @property
-    def facts(self) -> Facts:
-        return self.coordinator.facts
-
-    @property
-    def sessions(self) -> Sessions:
-        return self.coordinator.sessions
-
-    @property
-    def attempts(self) -> Attempts:
-        return self.coordinator.attempts
 
     def post(self, event: Event) -> None:
         self.posted.append(event)

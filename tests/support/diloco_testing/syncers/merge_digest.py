@@ -35,11 +35,11 @@ def digests() -> dict[str, str]:
                     fragment, [u.contribution for u in mine], theta_N=theta_N,
                     momentum_N=momentum_N, merge=name, outer=OUTER, down=formats.BF16,
                 )  # fmt: skip
-                for one in mine:
-                    digest.update(np.float64(one.contribution.norms).tobytes())
-                    for index, payload in enumerate(one.chunks):
+                for given in mine:
+                    digest.update(np.float64(given.contribution.norms).tobytes())
+                    for index, payload in enumerate(given.chunks):
                         digest.update(payload)
-                        running.add(one.contribution.learner, index, memoryview(payload))
+                        running.add(given.contribution.learner, index, memoryview(payload))
                 result = running.result()
                 digest.update(result.theta_N.tobytes() + result.momentum_N.tobytes())
                 digest.update(np.float64(result.delta_norm).tobytes())

@@ -35,7 +35,7 @@ def make_spec(**changes: Any) -> RunSpec:
     return RunSpec(**fields)
 
 
-def until(what: Callable[[], Any], *, expected: str, seconds: float = 30.0) -> Any:
+def until(what: Callable[[], Any], *, expected: str, seconds: float = 100.0) -> Any:
     """Poll until true; its value."""
     deadline = time.monotonic() + seconds
     while not (seen := what()):

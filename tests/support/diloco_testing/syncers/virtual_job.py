@@ -330,7 +330,7 @@ class VirtualJob:
         self.at(self.now + self.delay("merge"), lambda: self.post(merged))
 
     def _merged(self, begin: ev.BeginMerge) -> ev.Merged:
-        """The merge is done; every delta was as long as its steps explain, or as `lengths` says."""
+        """The merge is done; every delta was as long as its steps explain, or as `lengths` states."""
         return ev.Merged(
             round=begin.round, attempt=begin.attempt, delta_norm=1.0, bytes_up=0, bytes_result=0,
             confirmed=tuple(

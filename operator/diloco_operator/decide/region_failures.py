@@ -1,0 +1,56 @@
+"""
+Regions whose learners were given up: what the syncer should be told of the own regions, and what it
+tells of the others.
+
+Pure. The operator of a region knows why its learners ended; the syncer's region only sees that they
+are gone. The syncer repeats what it is told until its process ends, so every reconcile compares.
+"""
+
+from __future__ import annotations
+
+from diloco.runtime.formatting import shorten
+from diloco_operator.decide.phase import MAX_REASON, Lifecycle, Phase
+from diloco_operator.state.job_state import JobState, OwnRegion
+from diloco_operator.state.learner_counts import LearnerCounts
+from diloco_operator.state.observation import RegionFailure
+
+_MAX_MESSAGE = 300
+
+
+def to_report(state: JobState, lifecycle: Lifecycle) -> tuple[RegionFailure, ...]:
+    """What to report to the syncer of another cluster, because its answer differs."""
+    if state.answer is None or state.has_syncer:
+        return ()
+    known = {failure.region: failure.reason for failure in state.answer.region_failures}
+    own = [_of_region(region, lifecycle) for region in state.regions]
+    return tuple(failure for failure in own if failure.reason != known.get(failure.region, ""))
+
+
+def _of_region(own: OwnRegion, lifecycle: Lifecycle) -> RegionFailure:
+    """Why all learners of the region have failed; without a reason: they have not."""
+    name, failed = own.region.name, lifecycle.failed
+    if failed is not None and not lifecycle.follows:
+        return RegionFailure(region=name, reason=failed.reason, message=failed.message)
+    names = {learner.name for learner in own.learners}
+    ends = [end for end in lifecycle.failed_learners if end.learner in names]
+    if lifecycle.phase is not Phase.RUNNING or not ends or len(ends) < len(names):
+        return RegionFailure(region=name, reason="", message="")
+    message = f"all its learners failed, {ends[0].learner}: {ends[0].message_and_log}"
+    return RegionFailure(region=name, reason=ends[0].reason, message=message)
+
+
+def describe_failed(state: JobState, counts: LearnerCounts) -> str:
+    """
+    Regions of other clusters that failed, and why; "": none.
+
+    A region whose learners train has not failed, whatever its operator has said before.
+    """
+    failures = state.answer.region_failures if state.answer else ()
+    own = {region.region.name for region in state.regions}
+    idle = {region.name for region in counts.regions if not region.training}
+    return "; ".join(
+        f"region {failure.region} failed: {shorten(failure.reason, MAX_REASON)}: "
+        f"{shorten(failure.message, _MAX_MESSAGE)}"
+        for failure in failures
+        if failure.region in idle - own
+    )

@@ -1,0 +1,102 @@
+"""
+The queue of a job, and what a queueing system reads of each learner.
+
+Pure. The entry of a learner in the queue is its own StatefulSet
+(docs/adr/0021-a-learner-is-an-entry-in-the-queue.md): Kueue admits the pods of one StatefulSet
+together or not at all, and Volcano makes a PodGroup of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_operator.resources.extra_metadata import Metadata
+
+LEARNER = "diloco.dev/learner"
+"""Label of a learner's own StatefulSet and of its pods: its index in the region."""
+
+KUEUE_QUEUE = "kueue.x-k8s.io/queue-name"
+"""Label of the job: the LocalQueue."""
+
+KUEUE_PRIORITY = "kueue.x-k8s.io/priority-class"
+"""Label of the job: the WorkloadPriorityClass."""
+
+KUEUE_OFFSET = "kueue.x-k8s.io/pod-index-offset"
+"""Annotation of a pod: the ordinal of the first pod of its workload, for scheduling by topology."""
+
+VOLCANO_QUEUE = "scheduling.volcano.sh/queue-name"
+"""Annotation of the job: the Queue."""
+
+VOLCANO_MIN_MEMBER = "scheduling.volcano.sh/group-min-member"
+"""Annotation of a StatefulSet: how many of its pods must be schedulable before one is scheduled."""
+
+VOLCANO_SCHEDULER = "volcano"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Queue:
+    """Where the learners of a job wait to be admitted; one of the two systems has a queue."""
+
+    kueue: str = ""
+    """LocalQueue of Kueue in the job's namespace."""
+    priority: str = ""
+    """WorkloadPriorityClass of Kueue."""
+    volcano: str = ""
+    """Queue of Volcano."""
+
+    def labels(self) -> dict[str, str]:
+        """Labels of a learner's StatefulSet."""
+        found = {KUEUE_QUEUE: self.kueue, KUEUE_PRIORITY: self.priority if self.kueue else ""}
+        return {key: text for key, text in found.items() if text}
+
+    def annotations(self, num_pods: int) -> dict[str, str]:
+        """Annotations of a learner's StatefulSet of so many pods."""
+        return {VOLCANO_MIN_MEMBER: str(num_pods)} if self.volcano else {}
+
+    def pod_annotations(self, first_ordinal: int) -> dict[str, str]:
+        """Annotations of its pods, the first of which has this ordinal."""
+        offset = str(first_ordinal) if self.kueue and first_ordinal else ""
+        found = {KUEUE_OFFSET: offset, VOLCANO_QUEUE: self.volcano}
+        return {key: text for key, text in found.items() if text}
+
+    def pod_fields(self) -> dict[str, Any]:
+        """Fields of their spec."""
+        return {"schedulerName": VOLCANO_SCHEDULER} if self.volcano else {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerSets:
+    """Which StatefulSets a job's learners have."""
+
+    queue: Queue | None = None
+    """Each learner has its own, as an entry of this queue; None: each region has one."""
+    kept: Mapping[str, int] = field(default_factory=dict)
+    """Region → learners whose StatefulSets exist. One that is taken out of its region keeps its
+    StatefulSet with 0 replicas: what happens to its volumes is then spec.learner.storage.whenScaled."""
+
+
+def queue_of_job(metadata: Metadata) -> Queue | None:
+    """The queue that the job's labels and annotations name; None: its learners do not wait."""
+    queue = Queue(
+        kueue=metadata.labels.get(KUEUE_QUEUE, ""),
+        priority=metadata.labels.get(KUEUE_PRIORITY, ""),
+        volcano=metadata.annotations.get(VOLCANO_QUEUE, ""),
+    )
+    return queue if queue.kueue or queue.volcano else None
+
+
+def queue_of_set(stateful_set: Mapping[str, Any]) -> Queue | None:
+    """The queue that a live StatefulSet of learners was made for; None: that of a whole region."""
+    metadata = stateful_set["metadata"]
+    labels = metadata.get("labels") or {}
+    if LEARNER not in labels:
+        return None
+    template = (stateful_set.get("spec") or {}).get("template") or {}
+    pods = (template.get("metadata") or {}).get("annotations") or {}
+    return Queue(
+        kueue=labels.get(KUEUE_QUEUE, ""),
+        priority=labels.get(KUEUE_PRIORITY, ""),
+        volcano=pods.get(VOLCANO_QUEUE, ""),
+    )

@@ -1,0 +1,271 @@
+"""
+Bounds what untrusted peers can hold: threads per service, streams per peer, the wait for a first message.
+
+Every method is a stream for the server, also those that are unary for clients (the same bytes on the
+wire): gRPC would wait for the message of a unary call without a limit, with a thread held.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+
+from diloco.errors import ProtocolError, UnavailableError
+from diloco.spec import RunSpec
+from diloco_syncer.refusals import Refusals
+
+FIRST_SECONDS = 10.0
+"""How long a stream may take to its first message: several round trips of any link."""
+
+QUERY_THREADS = 16
+"""Threads for GetStatus and Evaluated; each takes milliseconds."""
+
+OBSERVER_STREAMS = 32
+"""Downloads without a learner (evaluators) at a time; an evaluator has one."""
+
+
+JOINS_PER_MINUTE = 120
+"""
+Sessions of one learner that begin per minute. Each costs two lines of events.jsonl and a synced counter:
+a learner in a tight loop must not fill the journal until older parts, with merges, are deleted.
+"""
+
+
+def most_learners(learners: Mapping[str, int]) -> int:
+    """Learners that threads are provided for: twice those of all regions, and at least 64."""
+    return max(64, 2 * sum(learners.values()))
+
+
+@dataclass(slots=True, eq=False)
+class _Wait:
+    """A stream that has not sent a message yet."""
+
+    deadline: float
+    context: grpc.ServicerContext | None
+    """None: it has sent a message, or ended."""
+    ended: str = ""
+    """Why the syncer ended it."""
+
+    def end(self, reason: str) -> grpc.ServicerContext | None:
+        """Mark it as ended by the syncer; returns what to cancel."""
+        context, self.context = self.context, None
+        if context is not None:
+            self.ended = reason
+        return context
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """The threads of one service, and the streams that have not sent a message yet."""
+
+    name: str
+    threads: int
+    executor: ThreadPoolExecutor = field(init=False)
+    waiting: dict[str, deque[_Wait]] = field(default_factory=dict)
+    """Address of a peer → its streams without a message, oldest first."""
+    _methods: list[Callable[..., Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.executor = ThreadPoolExecutor(self.threads, thread_name_prefix=self.name)
+
+    def grow(self, threads: int) -> None:
+        """Provide at least this many threads for streams that begin; open ones keep theirs."""
+        if threads > self.threads:
+            self.threads = threads
+            self.executor = ThreadPoolExecutor(threads, thread_name_prefix=self.name)
+            for method in self._methods:
+                method.experimental_thread_pool = self.executor  # type: ignore[attr-defined]
+
+    @property
+    def most_waiting(self) -> int:
+        """Streams without a message of all peers: half of the threads stay for the others."""
+        return self.threads // 2
+
+    @property
+    def most_waiting_per_peer(self) -> int:
+        """
+        Streams without a message of one address, which may be a gateway with many learners behind it.
+        """
+        return self.threads // 4
+
+    def handler(
+        self, behavior: Callable[..., Any], **codec: Any
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """A method of this service; its calls run in these threads only."""
+
+        def run(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+            return behavior(requests, context)
+
+        run.experimental_thread_pool = self.executor  # type: ignore[attr-defined]
+        self._methods.append(run)
+        return grpc.stream_stream_rpc_method_handler(run, **codec)
+
+    def excess(self, address: str) -> _Wait | None:
+        """
+        The stream that must end before another one of this address may wait; None: there is room.
+
+        The oldest ends, not the newest: an honest stream sends its message at once.
+        """
+        if len(self.waiting.get(address, ())) >= self.most_waiting_per_peer:
+            return self.waiting[address].popleft()
+        if sum(map(len, self.waiting.values())) >= self.most_waiting:
+            return max(self.waiting.values(), key=len).popleft()
+        return None
+
+    def add(self, address: str, wait: _Wait) -> None:
+        """A stream begins to wait."""
+        self.waiting.setdefault(address, deque()).append(wait)
+
+    def remove(self, address: str, wait: _Wait) -> None:
+        """A stream no longer waits."""
+        waits = self.waiting.get(address, deque())
+        if wait in waits:
+            waits.remove(wait)
+        if not waits:
+            self.waiting.pop(address, None)
+
+
+class CallLimits:
+    """
+    The limits of all services of one syncer. Thread-safe.
+
+    Args:
+        spec: the job; the number of threads follows its learners.
+        refusals: where refused streams are recorded.
+        first_seconds: how long a stream may take to its first message.
+    """
+
+    def __init__(
+        self, spec: RunSpec, refusals: Refusals, *, first_seconds: float = FIRST_SECONDS
+    ) -> None:
+        learners = most_learners(spec.learners)
+        self.refusals = refusals
+        self._overlap = spec.overlap
+        self.sessions = Pool("session", 2 * learners)
+        self.queries = Pool("query", QUERY_THREADS)
+        self.bulk = Pool("bulk", 2 * learners * spec.overlap)
+        self._streams_per_learner = 8 + 4 * spec.overlap
+        self._first_seconds = first_seconds
+        self._lock = threading.Lock()
+        self._open: Counter[str] = Counter()
+        """Learner → its bulk streams."""
+        self._joined: dict[str, deque[float]] = {}
+        """Learner → when its newest sessions began, monotonic."""
+        self._waits: deque[_Wait] = deque()
+        """Of all services, by deadline."""
+        self._begun = threading.Condition(self._lock)
+        threading.Thread(target=self._watch, name="call-limits", daemon=True).start()
+
+    def first(self, pool: Pool, requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+        """
+        The first message of a stream; None: the peer ended it without a message.
+
+        A stream whose message is late, or that is the oldest of too many, is cancelled.
+        """
+        address = address_of(context.peer())
+        wait = self._enter(pool, address, context)
+        try:
+            return next(requests, None)
+        finally:
+            with self._lock:
+                wait.context = None
+                pool.remove(address, wait)
+            if wait.ended:
+                self.refusals.refuse(f"a {pool.name} stream", "", ProtocolError(wait.ended))
+
+    def _enter(self, pool: Pool, address: str, context: grpc.ServicerContext) -> _Wait:
+        wait = _Wait(time.monotonic() + self._first_seconds, context)
+        with self._lock:
+            oldest = pool.excess(address)
+            ended = oldest.end("too many streams without a message") if oldest else None
+            pool.add(address, wait)
+            self._waits.append(wait)
+            self._begun.notify()
+        if ended is not None:
+            ended.cancel()
+        return wait
+
+    def provide(self, learners: Mapping[str, int]) -> None:
+        """Provide threads for these learners, by region; never fewer than before."""
+        most = most_learners(learners)
+        with self._lock:
+            self.sessions.grow(2 * most)
+            self.bulk.grow(2 * most * self._overlap)
+
+    def join(self, learner: str, now: float) -> None:
+        """
+        Count a session of a learner of the job; `now` is in monotonic seconds.
+
+        Raises:
+            UnavailableError: it has begun too many within a minute.
+        """
+        with self._lock:
+            begun = self._joined.setdefault(learner, deque(maxlen=JOINS_PER_MINUTE))
+            if len(begun) == JOINS_PER_MINUTE and now < begun[0] + 60.0:
+                raise UnavailableError(
+                    f"{learner} began {JOINS_PER_MINUTE} sessions within a minute; find out why they end"
+                )
+            begun.append(now)
+
+    @contextmanager
+    def slot(self, learner: str) -> Iterator[None]:
+        """
+        Count a bulk stream of a learner whose identity was checked; "": an observer.
+
+        Raises:
+            UnavailableError: it has too many.
+        """
+        most = self._streams_per_learner if learner else OBSERVER_STREAMS
+        with self._lock:
+            if self._open[learner] >= most:
+                raise UnavailableError(
+                    f"{learner or 'observers'}: {most} transfers are open; end one first"
+                )
+            self._open[learner] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._open[learner] -= 1
+                if not self._open[learner]:
+                    del self._open[learner]
+
+    def _watch(self) -> None:
+        """Cancel streams whose first message is late; all waits are equally long, so in order."""
+        while True:
+            with self._lock:
+                while not self._waits:
+                    # Bounded, so that counted refusals are written when nothing else happens.
+                    if not self._begun.wait(10.0):
+                        break
+                wait = self._waits.popleft() if self._waits else None
+            if wait is not None:
+                self._expire(wait)
+            self.refusals.flush()
+
+    def _expire(self, wait: _Wait) -> None:
+        pause = wait.deadline - time.monotonic()
+        if pause > 0 and wait.context is not None:
+            time.sleep(pause)
+        with self._lock:
+            context = wait.end(f"no message within {self._first_seconds:g} s")
+        if context is not None:
+            context.cancel()
+
+
+def address_of(peer: str) -> str:
+    """
+    The address in gRPC's name of a peer, without the port.
+
+    >>> address_of("ipv4:10.0.0.7:41820"), address_of("ipv6:%5B::1%5D:41820")
+    ('ipv4:10.0.0.7', 'ipv6:%5B::1%5D')
+    """
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer

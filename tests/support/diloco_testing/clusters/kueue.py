@@ -1,0 +1,109 @@
+"""
+Kueue's CRDs in a cluster, from the Go module that `tests/e2e/clusters/kueue/go.mod` names, and what tests do
+in the place of its controller.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import subprocess
+from pathlib import Path
+
+from diloco_testing.clusters.kubectl import Object, until
+from diloco_testing.clusters.provision import ROOT, Cluster
+
+MODULE = "sigs.k8s.io/kueue"
+FOLDER = ROOT / "tests/e2e/clusters/kueue"
+GATE = "kueue.x-k8s.io/admission"
+JOB_UID = "kueue.x-k8s.io/job-uid"
+
+
+@functools.cache
+def source() -> Path:
+    """Folder of the module, downloaded the first time; AssertionError: it cannot be."""
+    named = re.search(rf"{MODULE} (v\S+)", (FOLDER / "go.mod").read_text())
+    assert named is not None
+    done = subprocess.run(
+        ["go", "mod", "download", "-json", f"{MODULE}@{named[1]}"],
+        cwd=FOLDER, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return Path(json.loads(done.stdout)["Dir"])
+
+
+def apply_crds(cluster: Cluster) -> None:
+    """Kueue's CRDs, without its webhooks: for tests in which nobody else acts on them."""
+    # Client-side apply would not fit into an annotation.
+    folder = source() / "config/components/crd/bases"
+    cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(folder))
+    # `kubectl wait` fails as long as a CRD has no conditions at all.
+    until(
+        lambda: cluster.kubectl.list("workloads.kueue.x-k8s.io") == [],
+        30, expected="the API server serves Workloads",
+    )  # fmt: skip
+
+
+def workload_of(stateful_set: Object, queue: str) -> Object:
+    """A Workload as Kueue makes it for a StatefulSet."""
+    metadata, spec = stateful_set["metadata"], stateful_set["spec"]
+    containers = [
+        {"name": container["name"], "image": container["image"]}
+        for container in spec["template"]["spec"]["containers"]
+    ]
+    pods = {"spec": {"containers": containers, "restartPolicy": "Always"}}
+    return {
+        "apiVersion": "kueue.x-k8s.io/v1beta2",
+        "kind": "Workload",
+        "metadata": {
+            "name": f"statefulset-{metadata['name']}",
+            "namespace": metadata["namespace"],
+            "labels": {JOB_UID: metadata["uid"]},
+        },
+        "spec": {
+            "queueName": queue,
+            "podSets": [{"name": "main", "count": spec["replicas"], "template": pods}],
+        },
+    }
+
+
+def set_condition(cluster: Cluster, workload: Object, **entry: str) -> None:
+    """Write one condition of a Workload, as Kueue's controller does."""
+    metadata = workload["metadata"]
+    conditions = [{"lastTransitionTime": "2026-01-01T00:00:00Z", **entry}]
+    change = json.dumps({"status": {"conditions": conditions}})
+    cluster.kubectl(
+        "patch", "workload", metadata["name"], "-n", metadata["namespace"],
+        "--subresource=status", "--type=merge", "-p", change,
+    )  # fmt: skip
+
+
+def make_gated_pods(cluster: Cluster, stateful_set: Object) -> None:
+    """The pods of a StatefulSet, as its controller makes them and Kueue's webhook gates them."""
+    metadata, spec = stateful_set["metadata"], stateful_set["spec"]
+    owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "controller": True}
+    first = spec.get("ordinals", {}).get("start", 0)
+    for ordinal in range(first, first + spec["replicas"]):
+        pod = {
+            "apiVersion": "v1",
+            "kind": "Pod",
+            "metadata": {
+                **spec["template"]["metadata"],
+                "name": f"{metadata['name']}-{ordinal}",
+                "ownerReferences": [{**owner, "name": metadata["name"], "uid": metadata["uid"]}],
+            },
+            "spec": {**spec["template"]["spec"], "schedulingGates": [{"name": GATE}]},
+        }
+        cluster.kubectl.apply(pod, namespace=metadata["namespace"])
+
+
+def admit(cluster: Cluster, pod: str, namespace: str) -> None:
+    """Remove the scheduling gates of a pod, as Kueue's controller does; its containers are ready."""
+    change = json.dumps([{"op": "remove", "path": "/spec/schedulingGates"}])
+    cluster.kubectl("patch", "pod", pod, "-n", namespace, "--type=json", "-p", change)
+    ready = {"type": "Ready", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    status = json.dumps({"status": {"phase": "Running", "conditions": [ready]}})
+    cluster.kubectl(
+        "patch", "pod", pod, "-n", namespace, "--subresource=status", "--type=merge", "-p", status
+    )

@@ -1,0 +1,165 @@
+"""A region whose learners all fail in its own cluster: the syncer's region says which one, and why."""
+
+from dataclasses import replace
+
+import pytest
+
+from diloco_operator.state.observation import Failure, RegionFailure
+from diloco_testing.kubernetes.operated_job import (
+    SCOPE,
+    OperatedJob,
+    certificate,
+    is_idle,
+    manifest,
+    refuse,
+    set_ready,
+    training,
+)
+
+SPEC = {
+    "tls": {"mode": "Secret", "secretName": "s"},
+    "syncer": {"region": "eu", "endpoint": "sync.example.org:7070"},
+}
+US = ("us/0", "us/1")
+REPORTED = RegionFailure(region="us", reason="LearnerRefused", message="all its learners failed")
+
+
+def trains(region, **spec):
+    """The job as the operator of one region has it."""
+    world = OperatedJob(job=manifest(**SPEC, **spec), scope=replace(SCOPE, region=region))
+    world.certificate = certificate("a", region)
+    world.settle()
+    world.answers()
+    world.settle()
+    return world
+
+
+def fails_in_us(*pods):
+    """Region us after these learners were refused, and the decisions of that reconcile."""
+    world = trains("us")
+    for pod in pods:
+        refuse(world.pod(pod))
+    world.answers(gone=tuple(f"us/{pod[-1]}" for pod in pods))
+    return world, world.reconcile()
+
+
+def observed_in_eu(gone=US, quorum=2, failures=(REPORTED,)):
+    """The syncer's region, with what the operator of us reported to the syncer."""
+    world = trains("eu", sync={"quorum": quorum})
+    world.answers(gone=gone, region_failures=failures)
+    world.reconcile(1)
+    return world
+
+
+# ---------------------------------------------------------------- the region that fails
+
+
+def test_the_failure_of_all_learners_of_a_region_is_reported_to_the_syncer():
+    world, decisions = fails_in_us("a-us-0", "a-us-1")
+    assert world.reason("Failed") == ("False", "NotFailed"), "a quorum is left in the other region"
+    [reported] = decisions.regions_to_report
+    assert (reported.region, reported.reason) == ("us", "LearnerRefused")
+    assert reported.message == "all its learners failed, us/0: hidden size 4, expected 8"
+
+
+def test_a_region_that_fails_the_job_for_itself_reports_its_reason():
+    world = trains("us", sync={"quorum": 4})
+    refuse(world.pod("a-us-0"))
+    decisions = world.reconcile()
+    assert world.reason("Failed") == ("True", "LearnerRefused")
+    message = world.condition("Failed")["message"]
+    expected = RegionFailure(region="us", reason="LearnerRefused", message=message)
+    assert decisions.regions_to_report == (expected,)
+    world.reconcile(1)
+    assert world.reconcile(300).regions_to_report == (expected,), "until the syncer repeats it"
+    world.answers(gone=US, region_failures=(expected,))
+    assert world.reconcile(1).regions_to_report == ()
+
+
+def test_one_learner_of_several_that_fails_is_no_failure_of_the_region():
+    _, decisions = fails_in_us("a-us-0")
+    assert decisions.regions_to_report == ()
+
+
+def test_a_region_whose_learners_are_ready_again_withdraws_its_failure():
+    world, _ = fails_in_us("a-us-0", "a-us-1")
+    for pod in ("a-us-0", "a-us-1"):
+        set_ready(world.pod(pod), True)
+    world.answers(region_failures=(REPORTED,))
+    [reported] = world.reconcile(1).regions_to_report
+    assert reported == RegionFailure(region="us", reason="", message="")
+    world.answers()
+    assert world.reconcile(1).regions_to_report == ()
+
+
+def test_a_failed_region_that_is_suspended_to_correct_it_withdraws_its_failure():
+    world = trains("us", sync={"quorum": 4})
+    refuse(world.pod("a-us-0"))
+    world.reconcile()
+    world.change(runPolicy={"suspend": True})
+    world.answers(gone=US, region_failures=(REPORTED,))
+    [reported] = world.reconcile(1).regions_to_report
+    assert (reported.region, reported.reason) == ("us", "")
+
+
+def test_a_region_that_follows_the_syncers_region_reports_nothing():
+    world = trains("us")
+    world.answers(failure=Failure(reason="DeadlineExceeded", message="ran too long"))
+    assert world.reconcile(1).regions_to_report == ()
+    assert world.reason("Failed") == ("True", "SyncerRegionFailed")
+    assert world.reconcile(1).regions_to_report == ()
+
+
+def test_the_syncers_own_operator_reports_nothing_of_its_regions():
+    world = training(manifest(sync={"quorum": 1}))
+    for pod in ("a-us-0", "a-us-1"):
+        refuse(world.pod(pod))
+    assert world.reconcile(1).regions_to_report == ()
+
+
+def test_a_failure_is_not_reported_to_a_syncer_that_does_not_answer():
+    world = trains("us")
+    for pod in ("a-us-0", "a-us-1"):
+        refuse(world.pod(pod))
+    world.becomes_unreachable()
+    assert world.reconcile(1).regions_to_report == ()
+
+
+# ---------------------------------------------------------------- the syncer's region
+
+
+def test_the_syncers_region_names_the_region_that_failed_and_its_reason():
+    world = observed_in_eu()
+    assert world.reason("QuorumMet") == ("True", "RegionFailed")
+    message = world.condition("QuorumMet")["message"]
+    assert "region us failed: LearnerRefused: all its learners failed" in message
+    assert ("Warning", "RegionFailed") in world.events
+    assert world.status["state"] == "Degraded"
+    assert is_idle(world.reconcile(1)), "one write"
+
+
+def test_without_a_quorum_it_names_the_region_that_is_missing():
+    world = observed_in_eu(quorum=3)
+    assert world.reason("QuorumMet") == ("False", "RegionMissing")
+    assert "region us failed: LearnerRefused" in world.condition("QuorumMet")["message"]
+    assert ("Warning", "RegionMissing") in world.events
+
+
+def test_the_failure_is_over_when_the_region_trains_again():
+    world = observed_in_eu()
+    world.answers(region_failures=(REPORTED,))
+    world.reconcile(1)
+    assert world.reason("QuorumMet") == ("True", "EnoughLearners"), "whatever was reported before"
+
+
+@pytest.mark.parametrize("region", ["eu", "asia"])
+def test_failures_of_the_own_and_of_unknown_regions_are_not_shown(region):
+    world = observed_in_eu(failures=(replace(REPORTED, region=region),))
+    assert world.reason("QuorumMet") == ("True", "EnoughLearners")
+
+
+def test_what_another_region_reports_is_bounded():
+    reported = RegionFailure(region="us", reason="\x1b" * 5000, message="m" * 5000)
+    message = observed_in_eu(failures=(reported,)).condition("QuorumMet")["message"]
+    assert len(message) < 600
+    assert message.isprintable()

@@ -1,0 +1,88 @@
+"""Log lines and health files whose readers or disks hang: whoever writes them does not wait."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from diloco.runtime import files, logs
+from diloco.runtime.health import BackgroundHealthFile, Health, read
+
+PATIENCE_SECONDS = 60.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def root() -> Iterator[logging.Logger]:
+    logger = logging.getLogger()
+    before, level = logger.handlers[:], logger.level
+    yield logger
+    logger.handlers[:] = before
+    logger.setLevel(level)
+
+
+def test_a_pipe_that_is_not_read_holds_no_caller_and_the_dropped_lines_are_counted(root):
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream, os.fdopen(reading) as pipe:
+        logs.configure_logging(json=False, name="syncer", stream=stream, background=True)
+        log, lines = logging.getLogger("diloco_test"), logs.CAPACITY + 2000
+
+        def fill() -> None:
+            for number in range(lines):
+                log.info("line %d", number)
+
+        caller = threading.Thread(target=fill, daemon=True)
+        caller.start()
+        caller.join(PATIENCE_SECONDS)
+        assert not caller.is_alive()
+        seen = []
+        while "dropped" not in (line := pipe.readline()):
+            seen.append(line)
+        dropped = int(line.split('message="')[1].split()[0])
+        assert dropped > 0
+        assert len(seen) + dropped == lines
+        assert "line 0" in seen[0]
+
+
+def test_the_end_of_the_process_writes_the_lines_that_wait(root):
+    reading, writing = os.pipe()
+    with os.fdopen(writing, "w") as stream, os.fdopen(reading) as pipe:
+        logs.configure_logging(json=False, name="syncer", stream=stream, background=True)
+        logging.getLogger("diloco_test").critical("the syncer ends")
+        root.handlers[0].flush()
+        os.set_blocking(reading, False)
+        assert "the syncer ends" in pipe.readline()
+
+
+def test_a_health_file_on_a_disk_that_hangs_holds_no_caller_and_the_newest_state_is_written(
+    tmp_path, monkeypatch
+):
+    hangs, entered, replace = threading.Event(), threading.Event(), files.replace
+
+    def hanging(*arguments: object) -> None:
+        entered.set()
+        hangs.wait(PATIENCE_SECONDS)
+        replace(*arguments)
+
+    monkeypatch.setattr(files, "replace", hanging)
+    path = tmp_path / "health.json"
+    file = BackgroundHealthFile(path)
+    states = [Health(at=at, ready=True, why="serving", progress_at=at) for at in (1.0, 3.0, 5.0)]
+    file.write(states[0])
+    assert entered.wait(PATIENCE_SECONDS)
+    file.write(states[1])
+    file.write(states[2])
+    assert not path.exists()
+    hangs.set()
+    until(lambda: read(path) == states[2])

@@ -1,0 +1,76 @@
+"""Messages to a learner that does not read them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from diloco.errors import UnavailableError
+from diloco.v1 import syncer_pb2 as pb
+from diloco_syncer import messages
+from diloco_syncer.core import events as ev
+from diloco_syncer.rpc.control import ControlService
+from diloco_syncer.sessions import MAX_QUEUED, Session, Sessions
+
+HEARTBEAT = pb.LearnerMessage(heartbeat=pb.Heartbeat()).SerializeToString()
+
+
+class Runner:
+    """What a session needs of a runner."""
+
+    def __init__(self) -> None:
+        self.posted: list[ev.Event] = []
+        self.sessions = Sessions()
+        self.spec: Any = type("Spec", (), {"fragments": 2})
+
+    def post(self, event: ev.Event) -> None:
+        self.posted.append(event)
+
+
+class CallLimits:
+    """Keeps refusals."""
+
+    def __init__(self) -> None:
+        self.refusals, self.seen = self, []
+
+    def refuse(self, what: str, learner: str, error: Exception) -> None:
+        self.seen.append((learner, error))
+
+
+def fill(sessions: Sessions, count: int) -> Session:
+    session = sessions.open("eu/0")
+    sessions.make_current("eu/0", incarnation=1, number=session.number)
+    for step in range(count):
+        sessions.send_all(messages.complete(step))
+    return session
+
+
+def test_a_session_that_is_not_read_ends_with_a_reason_and_keeps_no_message():
+    sessions = Sessions()
+    session = fill(sessions, MAX_QUEUED)
+    assert (session.outbox.qsize(), session.unread) == (MAX_QUEUED, None)
+    for step in range(10):
+        sessions.send("eu/0", messages.complete(step))
+    assert session.outbox.qsize() == 1
+    error = session.outbox.get()
+    assert isinstance(error, UnavailableError)
+    assert "eu/0 has not read" in str(error)
+
+
+def test_its_next_heartbeat_makes_it_leave_and_frees_the_thread_that_writes_to_it():
+    runner, limits, cancelled = Runner(), CallLimits(), []
+    session = fill(runner.sessions, MAX_QUEUED + 1)
+    control = ControlService(runner, None, None, limits, next_incarnation=lambda: 1)
+    control._read(session, iter([HEARTBEAT, HEARTBEAT]), lambda: cancelled.append(True))
+    [left] = runner.posted
+    assert (left.learner, left.reason) == ("eu/0", "Unavailable")
+    assert limits.seen == [("eu/0", session.unread)]
+    assert cancelled == [True]
+
+
+def test_a_session_that_is_read_is_not_cancelled():
+    runner, cancelled = Runner(), []
+    session = fill(runner.sessions, MAX_QUEUED)
+    control = ControlService(runner, None, None, CallLimits(), next_incarnation=lambda: 1)
+    control._read(session, iter([HEARTBEAT]), lambda: cancelled.append(True))
+    assert isinstance(runner.posted[0], ev.Heartbeat)
+    assert cancelled == []

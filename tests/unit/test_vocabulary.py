@@ -1,0 +1,215 @@
+"""
+Names, messages and pages use one word for one thing, and the word of the field (CONTRIBUTING.md, "Names and style").
+
+Each list has words that were once used for other things, with what to write instead.
+"""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGES = ("protos", "job", "agent", "syncer", "worker", "operator", "local", "cli", "sim")
+CODE = [
+    path
+    for folder in (*PACKAGES, "benchmarks", "examples", "scripts", "tests")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "_pb2" not in path.name
+]
+PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md"),
+         *(ROOT / "tests").rglob("*.md"), *(ROOT / "charts").rglob("*.md")]  # fmt: skip
+
+NAMES = {
+    "say|says|said": "announce, log, show, state, message",
+    "tell|tells|told": "report, notify, announce, distinguish",
+    "hear|hears|heard": "receive",
+    "bury|buries": "reap",
+    "course": "phase",
+    "situation": "job_state",
+    "tally": "counts",
+    "podfacts": "pods",
+    "leash": "process_guard",
+    "vitals": "heartbeat",
+    "complain|complaint|complaints": "report_event, reported_problem",
+    "liar|liars": "misbehaving",
+}
+"""Words of identifiers, of tests too."""
+
+TESTS = {
+    "nobody|nobodys": "no learner, not",
+    "somebody|someone|everybody|anybody|whoever": "the subject: a learner, all learners",
+    "stranger|strangers": "untrusted peer, non-member",
+    "mend|mends|mended": "fix, heal",
+    "away": "unavailable",
+    "(goes|go|went|gone|going)_on": "continues",
+    "(given|gives|give|gave)_up": "aborted, failed, timed out",
+    "(bear|bears|bore|borne)_(out|its_steps_out)": "confirm",
+    "any_more": "no longer",
+    "all_the_same": "still",
+    "taken_in": "rejoins",
+    "(is|are)_no_(report|number|address|decimal)": "is not a",
+}
+"""Words of the names of tests, besides NAMES."""
+
+TEXT = {
+    r"says?|said": "states, shows, logs",
+    r"tells?|told": "reports, notifies, shows",
+    r"hears?|heard": "receives, observes",
+    r"look(s|ed|ing)? at": "inspect, check",
+    r"(goes|go|going|went) on": "continues",
+    r"(given|gives?|gave) up": "aborted, failed, released",
+    r"(is|are|was|were) away": "unavailable",
+    r"taken in again": "rejoins",
+    r"all the same": "still",
+    r"nobody|somebody|someone|everybody|anybody|whoever": "the subject",
+    r"any ?more(?! than)": "no longer",
+    r"in the words of": "the message from",
+    r"mend(s|ed|ing)?": "fix",
+    r"strangers?": "untrusted peers",
+    r"liars?": "members that report false numbers",
+    r"is no (decimal|number|list|address|report|JSON|DNS)": "is not a",
+    r"initialiser|behaviour|synchronis\w+|optimis\w+|normalis\w+": "the spelling of US English",
+}
+"""Words of messages and pages. `code` on a page does not count."""
+
+ACCEPTED = {"seconds_since_heard": "a field of syncer.proto"}
+"""Names that stay, with the reason."""
+
+
+def found(words: dict[str, str], text: str, edge: str) -> list[str]:
+    """What to write instead of each of these words that the text has."""
+    return [
+        f'"{match[0]}": write {better}'
+        for word, better in words.items()
+        if (match := re.search(rf"(?<!{edge})(?:{word})(?!{edge})", text, re.IGNORECASE))
+    ]
+
+
+def in_name(name: str) -> list[str]:
+    """The banned words of an identifier, in snake_case or CamelCase."""
+    if name in ACCEPTED:
+        return []
+    words = NAMES | TESTS if name.startswith("test_") else NAMES
+    return found(words, re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name), "[A-Za-z0-9]")
+
+
+def in_text(text: str) -> list[str]:
+    """The banned words of a message or a page."""
+    return found(TEXT, text, r"\w")
+
+
+def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and name of everything that a module defines: functions, classes, arguments, variables."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.lineno, node.name
+            case ast.arg():
+                yield node.lineno, node.arg
+            case ast.Name(ctx=ast.Store()):
+                yield node.lineno, node.id
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.lineno, node.attr
+
+
+def loops_over_one(tree: ast.AST) -> Iterator[int]:
+    """Lines in which each item, or an argument, is called `one`: it is a learner, a pod, a job."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.For(target=ast.Name(id="one")) | ast.comprehension(target=ast.Name(id="one")):
+                yield node.target.lineno
+            case ast.arg(arg="one"):
+                yield node.lineno
+
+
+def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of the string literals with more than one word that are not docstrings."""
+    documented = {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+    }
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
+            continue
+        if " " in node.value and id(node) not in documented:
+            yield node.lineno, node.value
+
+
+def problems(source: str, *, shipped: bool) -> list[str]:
+    """What to rename or rephrase in a module; messages count in the packages only."""
+    tree = ast.parse(source)
+    lines = [(line, hint) for line, name in names(tree) for hint in in_name(name)]
+    lines += [(line, '"one": write learner, pod, job') for line in loops_over_one(tree)]
+    if shipped:
+        lines += [(line, hint) for line, text in messages(tree) for hint in in_text(text)]
+    return [f"line {line}: {hint}" for line, hint in lines]
+
+
+def place(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("folder", [*PACKAGES, "benchmarks", "examples", "scripts", "tests"])
+def test_names_and_messages_use_the_words_of_the_field(folder):
+    wrong = [
+        f"{place(path)}, {problem}"
+        for path in CODE
+        if path.is_relative_to(ROOT / folder) and path != Path(__file__)
+        for problem in problems(path.read_text(), shipped=folder in PACKAGES)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=place)
+def test_a_page_uses_the_words_of_the_field(page):
+    text = re.sub(r"```.*?```|`[^`\n]*`|\]\([^)]*\)", "", page.read_text(), flags=re.DOTALL)
+    wrong = [
+        f"line {line}: {problem}"
+        for line, words in enumerate(text.split("\n"), start=1)
+        for problem in in_text(words)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("source", "word", "better"),
+    [
+        ("def say_once(): ...", "say", "announce"),
+        ("class JobSituation: ...", "Situation", "job_state"),
+        ("def f(told): ...", "told", "report"),
+        ("self.heard_at = 1", "heard", "receive"),
+        ("def test_the_syncer_is_told_why(): ...", "told", "report"),
+        ("def test_it_goes_on_while_the_syncer_is_away(): ...", "away", "unavailable"),
+        ("async def test_it_goes_on_without_them(): ...", "goes_on", "continues"),
+        ("def test_nobody_is_late(): ...", "nobody", "no learner"),
+        ("f(one for one in lost)", "one", "learner"),
+        ("sorted(pods, key=lambda one: one.name)", "one", "pod"),
+        ('log.info("the syncer was not told of it: %s", error)', "told", "reports"),
+        ('raise ValueError(f"{text} is no number")', "is no number", "is not a"),
+        ('log.info(f"{name} does not run any more; it failed")', "any more", "no longer"),
+    ],
+)
+def test_a_word_that_is_used_for_something_else_is_found_with_its_replacement(source, word, better):
+    (problem,) = [found for found in problems(source, shipped=True) if f'"{word}"' in found]
+    assert problem.startswith("line 1: ")
+    assert better in problem
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "def announce(): ...",
+        "essay = saying = 1",
+        "seconds_since_heard = 0.0",
+        "def test_one_report_fills_no_quorum_twice(): ...",
+        "for learner in lost: ...",
+        '"""A docstring of code that is told apart from messages."""',
+        'log.info("the job needs any more than one learner")',
+    ],
+)
+def test_other_words_are_allowed(source):
+    assert problems(source, shipped=True) == []
