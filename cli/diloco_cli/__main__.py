@@ -82,7 +82,7 @@ def options(
 def main() -> None:
     """Entry point: expected errors are printed without a traceback."""
     try:
-        app()
+        app(prog_name="diloco")  # also for `python -m diloco_cli`
     except ConfigError as error:
         echo(str(error), error=True)
         sys.exit(EXIT_USAGE)

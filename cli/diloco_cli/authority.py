@@ -1,5 +1,5 @@
 """
-`diloco certs`: a CA for a job, and one Secret per cluster.
+`diloco certs`: an authority for a job, and one Secret per cluster.
 
 Except for `write_certs` and its helpers, no function does I/O; keys are random.
 """
@@ -39,7 +39,7 @@ _PEM = serialization.Encoding.PEM
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Authority:
-    """A CA with its key."""
+    """An authority with its key."""
 
     certificate: x509.Certificate
     key: CertificateIssuerPrivateKeyTypes
@@ -62,7 +62,7 @@ class Issued:
 
 
 def new_authority(job: str, now: datetime) -> Authority:
-    """A CA that is valid for ten years."""
+    """An authority that is valid for ten years."""
     key = ec.generate_private_key(ec.SECP256R1())
     name = _named(f"{job} diloco authority")
     certificate = (
@@ -76,14 +76,14 @@ def new_authority(job: str, now: datetime) -> Authority:
 
 def read_authority(bundle: bytes, key_pem: bytes, now: datetime) -> Authority:
     """
-    An existing CA; the first certificate of its bundle signs.
+    An existing authority; the first certificate of its bundle signs.
 
     Raises:
-        ConfigError: unreadable, expired, not a CA, or the key does not belong to the certificate.
+        ConfigError: unreadable, expired, not an authority, or the key does not belong to the certificate.
     """
     found = certificates(bundle)
     if not found:
-        raise ConfigError("ca.crt contains no certificate in PEM; give that of a CA")
+        raise ConfigError("ca.crt contains no certificate in PEM; give that of an authority")
     certificate = found[0]
     try:
         constraints = certificate.extensions.get_extension_for_class(x509.BasicConstraints)
@@ -91,7 +91,7 @@ def read_authority(bundle: bytes, key_pem: bytes, now: datetime) -> Authority:
     except (x509.ExtensionNotFound, ValueError):
         is_authority = False
     if not is_authority:
-        raise ConfigError("the first certificate in ca.crt is not that of a CA")
+        raise ConfigError("the first certificate in ca.crt is not that of an authority")
     if not is_key_of(key_pem, certificate):
         raise ConfigError(
             "ca.key is not the key of the first certificate in ca.crt, or it is encrypted"
@@ -99,7 +99,7 @@ def read_authority(bundle: bytes, key_pem: bytes, now: datetime) -> Authority:
     if certificate.not_valid_after_utc <= now:
         raise ConfigError(
             f"ca.crt expired on {day(certificate.not_valid_after_utc)}; move ca.crt and ca.key "
-            "away to create a new CA"
+            "away to create a new authority"
         )
     key = serialization.load_pem_private_key(key_pem, password=None)
     return Authority(certificate=certificate, key=key, bundle=bundle)  # type: ignore[arg-type]
@@ -273,7 +273,7 @@ def write_certs(
     """
     Write ca.crt, ca.key, a Secret per cluster, and all.yaml for one cluster with all regions.
 
-    An existing CA in the directory is reused; certificates are always new.
+    An existing authority in the directory is reused; certificates are always new.
 
     Args:
         job: provides regions with their clusters, the syncer's region and the Secret's name.
@@ -284,7 +284,7 @@ def write_certs(
         hosts: additional names and addresses of the syncer; our programs need none.
 
     Raises:
-        ConfigError: the job uses no Secret, or the CA in the directory is not usable.
+        ConfigError: the job uses no Secret, or the authority in the directory is not usable.
     """
     name = _secret_name(job)
     namespace = namespace or job.metadata.namespace
@@ -339,7 +339,7 @@ def _secret_name(job: DiLoCoJob) -> str:
 
 
 def _authority(job: str, directory: Path, now: datetime) -> tuple[Authority, dict[Path, bytes]]:
-    """The CA in the directory, or a new one with its files."""
+    """The authority in the directory, or a new one with its files."""
     certificate, key = directory / "ca.crt", directory / "ca.key"
     exist = [file.exists() for file in (certificate, key)]
     if all(exist):
@@ -350,7 +350,7 @@ def _authority(job: str, directory: Path, now: datetime) -> tuple[Authority, dic
     if any(exist):
         raise ConfigError(
             f"{directory}: one of ca.crt and ca.key is missing; restore it, or move the other one "
-            "away to create a new CA (all clusters then need new Secrets)"
+            "away to create a new authority (all clusters then need new Secrets)"
         )
     authority = new_authority(job, now)
     return authority, {key: authority.key_pem, certificate: authority.bundle}

@@ -221,7 +221,7 @@ def _is_state(volume: Any) -> bool:
 
 
 def _secret(name: str) -> dict[str, Any]:
-    # Listed by key: a pod waits for all three, and a CA key in the same Secret stays private.
+    # Listed by key: a pod waits for all three, and the key of an authority in the same Secret stays private.
     items = [{"key": key, "path": key} for key in ("tls.crt", "tls.key", "ca.crt")]
     return {"secretName": name, "defaultMode": _READ_BY_GROUP, "items": items}
 

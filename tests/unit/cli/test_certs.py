@@ -191,7 +191,7 @@ def test_an_invalid_host_is_refused_before_anything_is_written(tmp_path):
         ("no certificate", "one of ca.crt and ca.key is missing"),
         ("other key", "ca.key is not the key of the first certificate"),
         ("garbage", "ca.crt contains no certificate"),
-        ("leaf", "is not that of a CA"),
+        ("leaf", "is not that of an authority"),
         ("expired", "ca.crt expired on 2036-0"),
     ],
 )

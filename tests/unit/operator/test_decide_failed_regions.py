@@ -1,46 +1,28 @@
 """A job in two clusters that fails where its syncer runs: the other region learns of it, and follows."""
 
-from dataclasses import replace
-
 import pytest
 
 from diloco_operator.state.observation import Failure
 from diloco_testing.kubernetes.operated_job import (
-    SCOPE,
-    OperatedJob,
-    certificate,
     is_idle,
     manifest,
     refuse,
     training,
+    trains_in,
 )
 
-SPEC = {
-    "tls": {"mode": "Secret", "secretName": "s"},
-    "syncer": {"region": "eu", "endpoint": "sync.example.org:7070"},
-}
 DEADLINE = {"runPolicy": {"activeDeadlineSeconds": 100}}
 FAILURE = Failure(reason="DeadlineExceeded", message="the job ran longer than allowed (100 s)")
 
 
-def trains(region, **spec):
-    """The job as the operator of one region has it."""
-    world = OperatedJob(job=manifest(**SPEC, **spec), scope=replace(SCOPE, region=region))
-    world.certificate = certificate("a", region)
-    world.settle()
-    world.answers()
-    world.settle()
-    return world
-
-
 def fails_in_eu(**policy):
     """The syncer's region, in the reconcile that gives the job up."""
-    world = trains("eu", runPolicy={**DEADLINE["runPolicy"], **policy})
+    world = trains_in("eu", runPolicy={**DEADLINE["runPolicy"], **policy})
     return world, world.reconcile(100)
 
 
 def failed_in_us():
-    world = trains("us")
+    world = trains_in("us")
     world.answers(failure=FAILURE)
     world.reconcile(1)
     world.settle()
@@ -84,14 +66,14 @@ def test_in_one_cluster_a_failure_is_not_reported_and_the_syncer_stops_at_once()
 
 
 def test_a_failure_is_not_reported_to_a_syncer_that_does_not_answer():
-    world = trains("eu", **DEADLINE)
+    world = trains_in("eu", **DEADLINE)
     world.becomes_unreachable()
     assert world.reconcile(100).failure_to_report is None
     assert world.reason("Failed") == ("True", "DeadlineExceeded")
 
 
 def test_a_failure_of_the_former_attempt_does_not_fail_the_syncers_region():
-    world = trains("eu")
+    world = trains_in("eu")
     world.answers(failure=FAILURE)
     assert world.reconcile(30).failure_to_report is None
     assert world.reason("Failed") == ("False", "NotFailed")
@@ -138,7 +120,7 @@ def test_it_follows_when_the_job_is_resumed_in_the_syncers_region():
 
 
 def test_the_deadline_begins_anew_with_the_syncers_region():
-    world = trains("us", **DEADLINE)
+    world = trains_in("us", **DEADLINE)
     world.answers(failure=FAILURE)
     world.reconcile(90)
     world.answers()
@@ -160,7 +142,7 @@ def test_it_can_be_suspended_and_resumed_by_itself():
 
 
 def test_a_failure_of_its_own_stays_whatever_the_syncer_answers():
-    world = trains("us", sync={"quorum": 4})
+    world = trains_in("us", sync={"quorum": 4})
     refuse(world.pod("a-us-1"))
     world.reconcile()
     assert world.reason("Failed") == ("True", "LearnerRefused")
@@ -171,7 +153,7 @@ def test_a_failure_of_its_own_stays_whatever_the_syncer_answers():
 
 
 def test_what_another_region_reports_is_bounded():
-    world = trains("us")
+    world = trains_in("us")
     world.answers(failure=Failure(reason="\x1b" * 5000, message="m" * 5000))
     world.reconcile(1)
     message = world.condition("Failed")["message"]

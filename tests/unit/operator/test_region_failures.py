@@ -6,37 +6,21 @@ import pytest
 
 from diloco_operator.state.observation import Failure, RegionFailure
 from diloco_testing.kubernetes.operated_job import (
-    SCOPE,
-    OperatedJob,
-    certificate,
     is_idle,
     manifest,
     refuse,
     set_ready,
     training,
+    trains_in,
 )
 
-SPEC = {
-    "tls": {"mode": "Secret", "secretName": "s"},
-    "syncer": {"region": "eu", "endpoint": "sync.example.org:7070"},
-}
 US = ("us/0", "us/1")
 REPORTED = RegionFailure(region="us", reason="LearnerRefused", message="all its learners failed")
 
 
-def trains(region, **spec):
-    """The job as the operator of one region has it."""
-    world = OperatedJob(job=manifest(**SPEC, **spec), scope=replace(SCOPE, region=region))
-    world.certificate = certificate("a", region)
-    world.settle()
-    world.answers()
-    world.settle()
-    return world
-
-
 def fails_in_us(*pods):
     """Region us after these learners were refused, and the decisions of that reconcile."""
-    world = trains("us")
+    world = trains_in("us")
     for pod in pods:
         refuse(world.pod(pod))
     world.answers(gone=tuple(f"us/{pod[-1]}" for pod in pods))
@@ -45,7 +29,7 @@ def fails_in_us(*pods):
 
 def observed_in_eu(gone=US, quorum=2, failures=(REPORTED,)):
     """The syncer's region, with what the operator of us reported to the syncer."""
-    world = trains("eu", sync={"quorum": quorum})
+    world = trains_in("eu", sync={"quorum": quorum})
     world.answers(gone=gone, region_failures=failures)
     world.reconcile(1)
     return world
@@ -63,7 +47,7 @@ def test_the_failure_of_all_learners_of_a_region_is_reported_to_the_syncer():
 
 
 def test_a_region_that_fails_the_job_for_itself_reports_its_reason():
-    world = trains("us", sync={"quorum": 4})
+    world = trains_in("us", sync={"quorum": 4})
     refuse(world.pod("a-us-0"))
     decisions = world.reconcile()
     assert world.reason("Failed") == ("True", "LearnerRefused")
@@ -93,7 +77,7 @@ def test_a_region_whose_learners_are_ready_again_withdraws_its_failure():
 
 
 def test_a_failed_region_that_is_suspended_to_correct_it_withdraws_its_failure():
-    world = trains("us", sync={"quorum": 4})
+    world = trains_in("us", sync={"quorum": 4})
     refuse(world.pod("a-us-0"))
     world.reconcile()
     world.change(runPolicy={"suspend": True})
@@ -103,7 +87,7 @@ def test_a_failed_region_that_is_suspended_to_correct_it_withdraws_its_failure()
 
 
 def test_a_region_that_follows_the_syncers_region_reports_nothing():
-    world = trains("us")
+    world = trains_in("us")
     world.answers(failure=Failure(reason="DeadlineExceeded", message="ran too long"))
     assert world.reconcile(1).regions_to_report == ()
     assert world.reason("Failed") == ("True", "SyncerRegionFailed")
@@ -118,7 +102,7 @@ def test_the_syncers_own_operator_reports_nothing_of_its_regions():
 
 
 def test_a_failure_is_not_reported_to_a_syncer_that_does_not_answer():
-    world = trains("us")
+    world = trains_in("us")
     for pod in ("a-us-0", "a-us-1"):
         refuse(world.pod(pod))
     world.becomes_unreachable()

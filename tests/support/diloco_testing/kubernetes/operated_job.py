@@ -315,6 +315,20 @@ def certificate(job: str = "a", *regions: str, **facts: Any) -> CertificateFacts
     return CertificateFacts(**{"regions": regions, "server_names": (server_name(job),)} | facts)
 
 
+def trains_in(region: str, **spec: Any) -> OperatedJob:
+    """A training job of two clusters, as the operator of one region has it; its syncer is in eu."""
+    both = {
+        "tls": {"mode": "Secret", "secretName": "s"},
+        "syncer": {"region": "eu", "endpoint": "sync.example.org:7070"},
+    }
+    job = OperatedJob(job=manifest(**both, **spec), scope=replace(SCOPE, region=region))
+    job.certificate = certificate("a", region)
+    job.settle()
+    job.answers()
+    job.settle()
+    return job
+
+
 def set_ready(pod: Json, ready: bool) -> None:
     """The pod runs, and is ready or not."""
     pod["status"] = {
