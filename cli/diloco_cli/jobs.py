@@ -114,7 +114,7 @@ def certs(
     sets: Sets = None,
     output: Format = Output.table,
 ) -> None:
-    """Create a certificate authority for a job, and a Secret for each cluster."""
+    """Create the certificates of a job: one Secret for each cluster."""
     from datetime import UTC, datetime
 
     from diloco_cli.authority import describe, write_certs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -12,7 +13,7 @@ from diloco.journal.parts import PART_BYTES
 from diloco.model.fragments import Layout, Tensor, cut
 from diloco.spec import Checkpoint, RunSpec
 from diloco_sim.checkers.liveness import Bounds
-from diloco_sim.faults import MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
+from diloco_sim.faults import DISK, LINK, MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
 from diloco_sim.learner import TRAINER
 from diloco_sim.seeds import fork
 from diloco_worker.link.buffers import SLACK, most_transfers
@@ -38,6 +39,9 @@ STEP_SECONDS: Mapping[float, float] = {0.1: 3.0, 0.5: 3.0, 1.0: 3.0, 5.0: 1.0}
 
 SNAPSHOT_STEPS: Mapping[int, float] = {1: 1.0, 4: 3.0, 10: 3.0, 30: 3.0}
 """Weights of the global steps between two snapshots."""
+
+PROGRESS_SECONDS = 90.0
+"""What members with faults may cost the others between two merges, besides the steps of a round."""
 
 FAULT_SHARE = 0.6
 """All faults are over when the fastest learner could have made this share of the steps."""
@@ -127,10 +131,31 @@ class Description:
         # A step that began under a fault takes as long after it.
         rounds = 10 * between * self.slowest + self._longest_step
         return Bounds(
+            progress=PROGRESS_SECONDS + rounds,
             merge=240.0 + rounds,
             participation=900.0 + rounds,
             result=90.0 + 4 * self.slowest + self._longest_step,
         )
+
+    @property
+    def undisturbed_until(self) -> float:
+        """When the syncer, or as many learners that a quorum is no longer without one, has a fault first."""
+        first: dict[str, float] = {}
+        for fault in self.plan:
+            if fault.kind in DISK:
+                continue  # no decision and no learner waits for a disk
+            targets = {fault.target.removesuffix(TRAINER), fault.peer} - {"", POWER}
+            if fault.kind is Kind.SCALE:
+                targets = set(self.names[max(1, int(fault.amount)) :])
+            elif fault.kind in LINK:
+                targets.discard(SYNCER)
+            for name in targets:
+                first[name] = min(fault.begin, first.get(name, math.inf))
+        candidates = [name for name in self.names if name not in self.too_slow]
+        times = sorted((first.get(name, math.inf) for name in candidates), reverse=True)
+        quorum = min(self.spec.quorum, self.learners)
+        of_learners = times[quorum - 1] if len(times) >= quorum else 0.0
+        return min(of_learners, first.get(SYNCER, math.inf))
 
     @property
     def _longest_step(self) -> float:

@@ -245,6 +245,7 @@ class World:
         sessions = serving.service.sessions.values() if serving else ()
         return Moment(
             quiet=self.clock.now >= self.of.quiet_at,
+            undisturbed=self.clock.now <= self.of.undisturbed_until,
             step=self.step,
             learners={name: learner.moment() for name, learner in self.learners.items()},
             attempts=len(serving.attempts) if serving else 0,

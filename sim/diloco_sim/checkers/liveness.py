@@ -1,8 +1,9 @@
 """
-Once all faults are over, everything recovers within stated bounds and stays so.
+Merges follow each other, and once all faults are over everything recovers within stated bounds.
 
-    merges follow each other; each healthy learner takes part again; each connected learner has the
-    newest result of every fragment, or a newer one; the job is complete
+    while a quorum of learners and the syncer have had no fault, the next merge comes within a bound,
+    whatever happens to the others; afterwards each healthy learner takes part again, and each
+    connected learner has the newest result of every fragment, or a newer one; the job is complete
 """
 
 from __future__ import annotations
@@ -18,8 +19,10 @@ from diloco_sim.checkers.observations import Committed, Moment, Refused
 class Bounds:
     """Virtual seconds."""
 
+    progress: float
+    """From a merge to the next one, while a quorum of learners and the syncer have had no fault."""
     merge: float
-    """From the end of the last fault, or a merge, to the next merge."""
+    """From the start, the end of the last fault, or a merge, to the next merge."""
     participation: float
     """From the end of the last fault, or a merge of a learner, to its next merge."""
     result: float
@@ -76,6 +79,8 @@ class Liveness:
                 self._connected_at.pop(name, None)
             else:
                 self._connected_at.setdefault(name, now)
+        if moment.undisturbed and not self._exported:
+            self._judge_progress(moment, now)
         if not moment.quiet:
             return
         if self._quiet_at is None:
@@ -84,6 +89,16 @@ class Liveness:
             self._judge_merges(moment, self._quiet_at, now)
             for name, learner in moment.learners.items():
                 self._judge_versions(name, learner.versions, self._quiet_at, moment.step, now)
+
+    def _judge_progress(self, moment: Moment, now: float) -> None:
+        seconds = now - self._merged_at
+        # The first learner that is asked for the initial parameters may have a fault.
+        bound = self._bounds.progress if self._merged_at else self._bounds.merge
+        if seconds > bound:
+            self._fail(
+                f"no merge for {seconds:.0f} s with a quorum without a fault, expected one within {bound:.0f}",
+                moment.step, now,
+            )  # fmt: skip
 
     def _judge_merges(self, moment: Moment, quiet_at: float, now: float) -> None:
         seconds = now - max(quiet_at, self._merged_at)

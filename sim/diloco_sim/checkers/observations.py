@@ -80,6 +80,8 @@ class Moment:
 
     quiet: bool
     """All faults are over."""
+    undisturbed: bool
+    """A quorum of learners and the syncer have had no fault yet."""
     step: int
     learners: dict[str, LearnerMoment]
     attempts: int

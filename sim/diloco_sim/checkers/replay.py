@@ -202,7 +202,12 @@ def limited_weights(members: list[Contribution], guard: float) -> list[float]:
 
 
 def clipped(deltas: list[F64], steps: list[int], fragment: Fragment, guard: float) -> list[F64]:
-    """Deltas whose norm per √step is at most `guard` times the median, tensor by tensor."""
+    """
+    Deltas whose norm per √step is at most `guard` times the median, tensor by tensor.
+
+    Of a tensor that most members hardly change, a tenth of the fragment's median counts instead; of
+    one that they do not change, the whole.
+    """
     if guard <= 0 or len(deltas) < 3:
         return deltas
     scales, middle = np.sqrt(steps), (len(deltas) - 1) // 2
@@ -210,7 +215,8 @@ def clipped(deltas: list[F64], steps: list[int], fragment: Fragment, guard: floa
     out = [v.copy() for v in deltas]
     for slot in fragment.slots:
         norms = np.array([_norm(v[slot.offset : slot.end]) for v in deltas])
-        limits = guard * (sorted(norms / scales)[middle] or whole) * scales
+        median = sorted(norms / scales)[middle]
+        limits = guard * (max(median, 0.1 * whole) if median else whole) * scales
         for v, norm, limit in zip(out, norms, limits, strict=True):
             if norm > limit:
                 v[slot.offset : slot.end] *= limit / norm

@@ -40,6 +40,11 @@ def backoff_seconds(ejections: int) -> float:
     return min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** min(ejections - 1, 16))
 
 
+def _nth(fragments: frozenset[int], failures: int) -> int:
+    """Another fragment after each failure: one may be too large for a link that carries the others."""
+    return sorted(fragments)[failures % len(fragments)]
+
+
 @dataclass(slots=True)
 class Ejections:
     """Ejects, probes and readmits the learners of one job."""
@@ -156,7 +161,7 @@ class Ejections:
             ev.ProbeLearner(
                 round=state.probe.round,
                 attempt=state.probe.attempt,
-                fragment=min(record.report.offers),
+                fragment=_nth(record.report.offers, record.ejections - 1),
                 learner=record.name,
             )
         ]

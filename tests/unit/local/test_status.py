@@ -341,7 +341,8 @@ def test_a_narrow_terminal_still_shows_every_learner(width):
     assert all(name in shown for name in NAMES)
 
 
-def test_a_pipe_gets_lines_and_a_terminal_a_table():
+def test_a_pipe_gets_lines_and_a_terminal_a_table(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
     assert isinstance(progress_on(Console(file=io.StringIO())), PlainProgress)
     terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
     live = progress_on(terminal)

@@ -106,6 +106,18 @@ def test_a_probe_begins_when_the_back_off_is_over_and_asks_for_the_first_offered
     assert job.it.tick(105.0) == [], "one at a time"
 
 
+def test_each_failed_probe_is_followed_by_one_of_another_offered_fragment():
+    """D4: with few fragments, the same one is offered at every boundary, and it may be the largest."""
+    job = Learners()
+    job.it.eject("b", "Stalled", 0.0)
+    now, asked = 0.0, []
+    for _ in range(3):
+        now = job["b"].ejection.probe_at
+        asked.append(job.probe(now).fragment)
+        job.it.end_probe(job["b"], "Late", now)
+    assert asked == [3, 5, 3]
+
+
 def test_the_round_of_a_probe_is_never_that_of_the_initial_model():
     job = Learners()
     job.pace.step = 0
