@@ -230,7 +230,7 @@ Y
   load "$CACHE/pause.tar"
 }
 
-node() {
+node() {   # podLogsDir: a kubelet deletes the logs of pods that it does not know, such as those of another cluster
   cat > kubelet.yaml <<Y
 apiVersion: kubelet.config.k8s.io/v1beta1
 kind: KubeletConfiguration
@@ -240,6 +240,7 @@ tlsCertFile: $D/pki/kubelet.crt
 tlsPrivateKeyFile: $D/pki/kubelet.key
 cgroupDriver: cgroupfs
 cgroupRoot: /dl-$NAME
+podLogsDir: $D/log/pods
 failCgroupV1: false
 failSwapOn: false
 containerRuntimeEndpoint: unix://$D/run/containerd.sock
