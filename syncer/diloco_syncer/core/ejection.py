@@ -53,6 +53,7 @@ class Ejections:
     pace: Pace
     quorum: int
     hold_seconds: Callable[[], float]
+    free_seconds: Callable[[], float]
     sync_seconds: Callable[[], float]
     """Moving average of the time from the pull to the commit."""
     _probes: int = 0
@@ -189,10 +190,10 @@ class Ejections:
         return state.probe_at
 
     def _probe_limit(self, probe: Probe) -> float:
-        """It must not take longer than a round could have waited for it, unless the rounds need it."""
+        """It must not take longer than rounds may wait for it regularly, unless they need it."""
         if len(self.learners.training()) < self.quorum:
             return math.inf  # then its own limit counts
-        return probe.upload.begun + self.hold_seconds() + self.sync_seconds()
+        return probe.upload.begun + self.free_seconds() + self.sync_seconds()
 
     def end_probe(self, record: LearnerRecord, failure: str, now: float) -> list[ev.Decision]:
         """A probe was delivered (no failure), or was not."""

@@ -409,9 +409,7 @@ class Engine:
             self.initialisation.progressed(event.learner, event.received_bytes, now)
             return []
         probed = self.ejections.progressed(event, now)
-        if probed is None:
-            self.scheduler.progressed(event, now)
-        return probed or []
+        return self.scheduler.progressed(event, now) if probed is None else probed
 
     def _dropped(self, event: ev.Dropped, now: float) -> list[ev.Decision]:
         probed = self.ejections.probed(event.learner, event.round, event.attempt)

@@ -156,6 +156,12 @@ class Round:
         elif self.held_since is None:
             self.held_since = now
 
+    def note_wait(self, learner: str, now: float) -> None:
+        """A member delivers now what the others may have waited for."""
+        upload = self.members[learner]
+        if upload.pending and self.held_since is not None:
+            upload.held_seconds += now - self.held_since
+
     def waited_seconds(self, learner: str, now: float) -> float:
         """What the others lose if this member is lost now: their wait for it, or the whole attempt."""
         if self.phase in (Phase.MERGING, Phase.MERGED):

@@ -74,6 +74,7 @@ class Scheduler:
             self.pace,
             self.spec.quorum,
             hold_seconds=self.hold_seconds,
+            free_seconds=self._free_seconds,
             sync_seconds=lambda: self.grace.sync_seconds or 0.0,
         )
 
@@ -167,7 +168,7 @@ class Scheduler:
                 "fragment": round_.fragment,
             }
             log = ev.Log(event="refuse", fields=fields)
-            waited = round_.waited_seconds(event.learner, now)
+            waited = round_.waited_seconds(event.learner, now) - self._window_seconds()
             ejected = self.ejections.waited(event.learner, waited, "ReportUsed", now)
             return [log, *ejected, *self._drop(round_, event.learner, refused, now)]
         try:
@@ -178,6 +179,7 @@ class Scheduler:
             round_.early[event.learner] = event
             return []
         used_reports.claim(round_.step, event.local_step)
+        round_.note_wait(event.learner, now)
         round_.contributed(credited.credited(self._most_steps))
         round_.update_hold(now, quorum=self.spec.quorum)
         return self._merge_if_complete(round_, now)
@@ -196,15 +198,36 @@ class Scheduler:
         """c_steps that the schedule explains: H, and what the rounds in flight may add at both ends."""
         return self.spec.interval + 2 * self.spec.overlap + PACE_LAG_STEPS
 
-    def progressed(self, event: ev.Progress, now: float) -> None:
+    def progressed(self, event: ev.Progress, now: float) -> list[ev.Decision]:
         """A member's upload has come further."""
         round_ = self._round(event.round, event.attempt)
         if round_ is None or not round_.transferring or event.learner not in round_.members:
-            return
+            return []
+        delivers = event.done and not round_.members[event.learner].done
+        if delivers:
+            round_.note_wait(event.learner, now)
         round_.progressed(
             event.learner, event.received_bytes, waiting=event.waiting, done=event.done, now=now
         )
         round_.update_hold(now, quorum=self.spec.quorum)
+        return self._delivered(round_, event.learner, now) if delivers else []
+
+    def _delivered(self, round_: Round, name: str, now: float) -> list[ev.Decision]:
+        """A member has delivered: the others continue without it if they wait that long in every merge."""
+        seconds = round_.members[name].held_seconds
+        if seconds <= self._free_seconds():
+            return []
+        ejected = self.ejections.waited(name, seconds - self._window_seconds(), "Slow", now)
+        return [*ejected, *(self._drop_everywhere(name, "Slow", now) if ejected else ())]
+
+    def _drop_everywhere(self, name: str, reason: str, now: float) -> list[ev.Decision]:
+        """Continue without this learner in every round to which it has not delivered yet."""
+        out: list[ev.Decision] = []
+        for round_ in list(self.in_flight):
+            member = round_.members.get(name)
+            if round_.transferring and member is not None and not member.done:
+                out += self._drop(round_, name, reason, now)
+        return out
 
     def _merge_if_complete(self, round_: Round, now: float) -> list[ev.Decision]:
         if len(round_.contributions) < len(round_.members):
@@ -390,6 +413,21 @@ class Scheduler:
                 return round_
         return None
 
+    def _window_seconds(self) -> float:
+        """
+        How long a round may take without delaying the next ones: τ steps.
+
+        Two pulls may reach a far learner within one of its steps. It answers both with the same
+        report, and the second one is refused although the learner does nothing wrong.
+        """
+        return self.spec.overlap * (self.learners.fastest_step_seconds() or 0.0)
+
+    def _free_seconds(self) -> float:
+        """How long the others may wait for a member again and again."""
+        return upload_limits.free_seconds(
+            overlap=self.spec.overlap, step_seconds=self.learners.fastest_step_seconds()
+        )
+
     def hold_seconds(self) -> float:
         """How long the members that have delivered wait for the others."""
         return upload_limits.hold_seconds(
@@ -430,16 +468,12 @@ class Scheduler:
         round_.failure = f"{name}: {reason}"
         waited = round_.waited_seconds(name, now)
         ejected = self.ejections.eject(name, reason, now, waited=waited)
-        out = [
+        return [
             ev.Log(event="refuse", fields=fields),
             *ejected,
             *self._drop(round_, name, reason, now),
+            *(self._drop_everywhere(name, reason, now) if ejected else ()),
         ]
-        for other in list(self.in_flight) if ejected else ():
-            member = other.members.get(name)
-            if other.transferring and member is not None and not member.done:
-                out += self._drop(other, name, reason, now)
-        return out
 
     def deadlines(self, now: float) -> list[float]:
         """Deadlines of the rounds that can move: not of those that wait behind an older collecting round."""

@@ -3,7 +3,8 @@ How long the upload of one member may take. Pure.
 
 Two limits, both per member, and neither is extended by the progress of another member:
   - its own: a start-up time, and then at least MIN_BYTES_PER_SECOND;
-  - while enough others have delivered: what the round can spare (`hold_seconds`).
+  - while enough others have delivered: what the round can spare (`hold_seconds`), and less if the
+    member needs that long again and again (`free_seconds`).
 A member that waits for slower ones (the window of the merge is full) is not late.
 """
 
@@ -22,6 +23,21 @@ MAX_HOLD_SECONDS = 30.0
 
 HOLD_WINDOWS = 2.0
 """Multiple of the time that overlap hides, τ·ξ_step, for which one member may delay the others."""
+
+
+FREE_WINDOWS = 1.25
+"""Multiple of τ·ξ_step for which one member may delay the others in every merge."""
+
+
+def free_seconds(*, overlap: int, step_seconds: float | None) -> float:
+    """
+    How long the others may wait for a member again and again.
+
+    Paper leaves this open: a member whose uploads take more than τ steps delays every merge that it
+    is part of. A quarter more is left for jitter, so that a round trip of τ steps is none too long.
+    """
+    hold = hold_seconds(overlap=overlap, step_seconds=step_seconds)
+    return min(hold, max(MIN_HOLD_SECONDS, FREE_WINDOWS * overlap * (step_seconds or 0.0)))
 
 
 def hold_seconds(*, overlap: int, step_seconds: float | None) -> float:
@@ -47,6 +63,8 @@ class UploadProgress:
     waiting: bool = False
     """It waits for other members, not they for it."""
     done: bool = False
+    held_seconds: float = 0.0
+    """For how long the others have waited for it."""
 
     @classmethod
     def begin(cls, now: float) -> UploadProgress:

@@ -151,6 +151,16 @@ def test_liveness_finds_learners_that_offer_nothing(monkeypatch):
     assert "no merge for" in found.sentence
 
 
+def test_liveness_finds_a_quorum_that_waits_for_a_learner_with_a_fault(monkeypatch):
+    description = replace(small("5..200 mute us/0"), steps=400)
+    assert World(description).run().ok
+    monkeypatch.setattr(Round, "late", lambda self, now, *, hold_seconds: [])
+    monkeypatch.setattr(Round, "next_deadline", lambda self, hold_seconds, now: None)
+    found = violation(description)
+    assert found.checker == "liveness"
+    assert "with a quorum without a fault" in str(found)
+
+
 def test_liveness_finds_results_that_do_not_arrive(monkeypatch):
     monkeypatch.setattr(LinkProtocol, "_result_announced", lambda self, event, now: [])
     monkeypatch.setattr(LinkProtocol, "_committed", lambda self, event, now: [])

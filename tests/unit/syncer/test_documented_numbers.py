@@ -37,6 +37,7 @@ from diloco_worker.link import assembly
             upload_limits,
             {
                 "START_SECONDS": 30.0, "MIN_BYTES_PER_SECOND": 128 * 1024.0, "HOLD_WINDOWS": 2.0,
+                "FREE_WINDOWS": 1.25,
                 "MIN_HOLD_SECONDS": 3.0, "MAX_HOLD_SECONDS": 30.0,
             },
         ),

@@ -26,7 +26,12 @@ class Learners:
             self.report(name, session)
             self.pace.join(name)
         self.it = Ejections(
-            self.records, self.pace, quorum, hold_seconds=lambda: hold, sync_seconds=lambda: sync
+            self.records,
+            self.pace,
+            quorum,
+            hold_seconds=lambda: hold,
+            free_seconds=lambda: hold,
+            sync_seconds=lambda: sync,
         )
 
     def join(self, name, session):

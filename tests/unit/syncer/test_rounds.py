@@ -17,6 +17,7 @@ from diloco_syncer.core.upload_limits import (
     MIN_HOLD_SECONDS,
     START_SECONDS,
     UploadProgress,
+    free_seconds,
     hold_seconds,
 )
 
@@ -195,6 +196,28 @@ def test_the_others_wait_twice_tau_steps_within_limits():
     assert hold_seconds(overlap=2, step_seconds=None) == MIN_HOLD_SECONDS
     assert hold_seconds(overlap=1, step_seconds=0.01) == MIN_HOLD_SECONDS
     assert hold_seconds(overlap=9, step_seconds=60.0) == MAX_HOLD_SECONDS
+
+
+def test_the_others_wait_for_a_member_again_and_again_a_quarter_longer_than_tau_steps():
+    assert free_seconds(overlap=4, step_seconds=1.5) == 1.25 * 4 * 1.5
+    assert free_seconds(overlap=2, step_seconds=None) == MIN_HOLD_SECONDS
+    assert free_seconds(overlap=1, step_seconds=0.01) == MIN_HOLD_SECONDS
+    assert free_seconds(overlap=9, step_seconds=60.0) == MAX_HOLD_SECONDS
+
+
+def test_how_long_the_others_waited_for_a_member_is_added_up_over_header_and_upload():
+    round_ = pulled("a", "b", now=100.0)
+    round_.contributed(contribution("a"))
+    round_.update_hold(100.5, quorum=1)
+    round_.note_wait("a", 103.0)
+    round_.note_wait("b", 103.0)
+    round_.contributed(contribution("b"))
+    round_.merge(103.0)
+    delivers(round_, "a", done=True, now=103.5)
+    round_.update_hold(103.5, quorum=1)
+    round_.note_wait("b", 104.5)
+    assert round_.members["a"].held_seconds == 0.0
+    assert round_.members["b"].held_seconds == 2.5 + 1.0
 
 
 def test_an_upload_earns_time_by_its_bytes_but_never_more_than_the_start_up_time():

@@ -1,0 +1,92 @@
+"""What one of eight learners costs the others, with the real cores of both ends: merges of whole worlds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco_sim.description import Description, sample
+from diloco_sim.faults import Plan
+from diloco_sim.world import World
+
+pytestmark = pytest.mark.slow  # whole worlds
+
+LAST = "us/3"
+BEGIN, END = 40.0, 640.0
+SETTLED = 120.0
+"""When the syncer has measured a far learner for a while."""
+
+
+class Merges:
+    """A checker that objects to nothing: it counts merges until END, and their members."""
+
+    observes = (dict,)
+
+    def __init__(self, since: float) -> None:
+        self.since = since
+        self.merges = 0
+        self.members: Counter[str] = Counter()
+
+    def observe(self, event: dict[str, Any], now: float) -> None:
+        if event["event"] == "merge" and self.since <= now < END:
+            self.merges += 1
+            self.members.update(member["learner"] for member in event["members"])
+
+    def finish(self, now: float) -> None:
+        pass
+
+
+def eight(plan: str) -> Description:
+    """Eight learners whose steps take a second, and a merge at each step."""
+    found = sample(0, steps=1100, faults=False)
+    spec = replace(
+        found.spec, fragments=24, interval=24, overlap=4, quorum=1, merge="Radial", guard=10.0,
+        grace_max_steps=1.0, wire_up="FP32", wire_down="FP32",
+    )  # fmt: skip
+    return replace(
+        found, learners=8, spec=spec, sizes=(10,) * 24, plan=Plan.parse(plan),
+        step_seconds=tuple(1.0 + 0.003 * (i % 7) for i in range(8)), latency=0.01,
+    )  # fmt: skip
+
+
+def counted(plan: str, *, since: float = BEGIN) -> Merges:
+    counts = Merges(since)
+    outcome = World(eight(plan), checkers=[counts]).run()
+    assert outcome.ok, outcome.violation
+    return counts
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> Merges:
+    return counted("")
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        f"mute {LAST}", f"trickle {LAST} 100", f"bulk-dead {LAST} syncer", f"cut {LAST} syncer",
+        f"half-open {LAST} syncer", f"crash {LAST}", f"wrong-round {LAST}",
+    ],
+)  # fmt: skip
+def test_one_of_eight_costs_the_others_less_than_2_percent_of_their_merges(fault, undisturbed):
+    found = counted(f"{BEGIN}..{END} {fault}")
+    assert found.merges >= 0.98 * undisturbed.merges
+
+
+def test_one_of_eight_that_stands_still_costs_the_others_less_than_2_percent(undisturbed):
+    found = counted(f"{BEGIN}..{END} pause {LAST}\n{BEGIN}..{END} pause {LAST}+trainer")
+    assert found.merges >= 0.98 * undisturbed.merges
+
+
+def test_a_learner_with_a_round_trip_of_four_steps_is_in_95_percent_of_the_merges():
+    found = counted(f"1..{END} latency {LAST} syncer 1.99", since=SETTLED)
+    assert found.members[LAST] >= 0.95 * found.merges
+
+
+def test_a_learner_whose_uploads_take_longer_than_the_overlap_does_not_set_the_pace(undisturbed):
+    """It delivers each time, after one and a half times τ steps."""
+    found = counted(f"{BEGIN}..{END} latency {LAST} syncer 3.0")
+    assert found.merges >= 0.98 * undisturbed.merges
