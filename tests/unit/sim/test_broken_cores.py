@@ -170,7 +170,7 @@ def test_liveness_finds_results_that_do_not_arrive(monkeypatch):
 
 
 def test_liveness_finds_a_learner_that_takes_no_part(monkeypatch):
-    bounds = Bounds(merge=100.0, participation=60.0, result=100.0)
+    bounds = Bounds(progress=100.0, merge=100.0, participation=60.0, result=100.0)
     monkeypatch.setattr(Description, "bounds", property(lambda self: bounds))
     fresh = LearnerRecord.fresh.fget
     monkeypatch.setattr(
@@ -309,7 +309,7 @@ def test_completion_finds_a_model_that_a_power_failure_would_take(monkeypatch):
 
 def test_completion_finds_a_job_that_never_ends(monkeypatch):
     """Liveness sees no merge either, unless its bound is longer than the world."""
-    endless = Bounds(merge=1e6, participation=1e6, result=1e6)
+    endless = Bounds(progress=1e6, merge=1e6, participation=1e6, result=1e6)
     monkeypatch.setattr(Durability, "reached_end", lambda self, step: [])
     monkeypatch.setattr(Description, "bounds", property(lambda self: endless))
     monkeypatch.setattr(World, "deadline", 60.0)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from diloco.errors import ConfigError, DamagedError
 from diloco.model.fragments import cut
@@ -86,6 +89,19 @@ def test_a_tensor_that_cannot_be_merged_is_named():
 def test_a_model_without_memory_is_named():
     with pytest.raises(ConfigError, match="weight is on the meta device"):
         describe(nn.Linear(2, 2, device="meta"))
+
+
+@pytest.mark.slow
+def test_28_a_model_whose_parameters_are_sharded_is_refused(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        sharded = fully_shard(nn.Linear(2, 2), mesh=mesh)
+        with pytest.raises(ConfigError, match=r"weight is a DTensor .* expected a plain tensor"):
+            describe(sharded)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_out_and_in_are_inverse_for_every_kind_of_parameter():

@@ -63,6 +63,7 @@ def describe(model: nn.Module) -> ModelTensors:
     names: dict[object, list[str]] = {}
     tensors: dict[object, torch.Tensor] = {}
     for name, tensor in _reachable(model):
+        _check_plain(name, tensor)
         key = _key(tensor)
         names.setdefault(key, []).append(name)
         # Of several tensors that share memory, the trained one represents all.
@@ -100,6 +101,21 @@ def _key(tensor: torch.Tensor) -> object:
     if tensor.numel() == 0 or tensor.device.type == "meta":
         return id(tensor)
     return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    """
+    No part of a tensor may be in another process.
+
+    Raises:
+        ConfigError: it is a DTensor, as of `fully_shard` (FSDP2) or `parallelize_module`.
+    """
+    if hasattr(tensor, "placements") and hasattr(tensor, "to_local"):
+        raise ConfigError(
+            f"model: {name} is a {type(tensor).__name__} with placements {tensor.placements}, expected "
+            "a plain tensor: each process of a learner must hold the whole model, as with "
+            "DistributedDataParallel"
+        )
 
 
 def _check(trained: list[Named], constants: list[Named]) -> None:
