@@ -24,7 +24,6 @@ MAX_HOLD_SECONDS = 30.0
 HOLD_WINDOWS = 2.0
 """Multiple of the time that overlap hides, τ·ξ_step, for which one member may delay the others."""
 
-
 FREE_WINDOWS = 1.25
 """Multiple of τ·ξ_step for which one member may delay the others in every merge."""
 

@@ -77,3 +77,12 @@ class ReconciledCluster:
 
     def count(self, name, **labels):
         return self.metrics.registry.get_sample_value(name, labels) or 0.0
+
+
+def reasons(api):
+    """Condition of the stored job → status, reason, message."""
+    conditions = api.get("dilocojobs", "a")["status"]["conditions"]
+    return {
+        condition["type"]: (condition["status"], condition["reason"], condition["message"])
+        for condition in conditions
+    }
