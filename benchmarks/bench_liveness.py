@@ -38,7 +38,7 @@ from diloco.spec import Checkpoint, RunSpec
 LEARNERS = 8
 STEP_SECONDS = 0.25
 OVERLAP = 4
-FRAGMENTS = 8
+FRAGMENTS = 24
 LAST = f"r/{LEARNERS - 1}"
 GOALS = {"mute": 0.98, "trickle": 0.98, "stopped": 0.98, "far": 0.95}
 FAULT_SECONDS = {"mute": 400.0, "trickle": 400.0, "stopped": 400.0, "far": 100.0}

@@ -135,7 +135,9 @@ class Clock:
             self.events += 1
             timer.number = -1
             self.digest = hash((self.digest, self.now, number))
-            timer.call(*timer.args)
+            call, args = timer.call, timer.args
+            timer.call, timer.args = _nothing, ()  # who keeps the timer keeps nothing else alive
+            call(*args)
         return self.events - first
 
     def _push(

@@ -12,11 +12,15 @@ from typing import TypeVar
 from diloco.journal.parts import PART_BYTES
 from diloco.model.fragments import Layout, Tensor, cut
 from diloco.spec import Checkpoint, RunSpec
+from diloco_sim.checkers.bounds import Most
 from diloco_sim.checkers.liveness import Bounds
 from diloco_sim.faults import DISK, LINK, MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
+from diloco_sim.journal import PARTS
 from diloco_sim.learner import TRAINER
 from diloco_sim.seeds import fork
-from diloco_worker.link.buffers import SLACK, most_transfers
+from diloco_syncer.merging.buffers import MOST_IDLE, SLACK
+from diloco_worker.link.buffers import SLACK as LINK_SLACK
+from diloco_worker.link.buffers import most_transfers
 
 T = TypeVar("T")
 
@@ -169,12 +173,25 @@ class Description:
         return self.slowest * factor * slow
 
     @property
-    def most_link_bytes(self) -> int:
-        """What the buffers of a link may hold (diloco_worker/link/buffers.py), all payloads in fp32."""
-        sizes = [4 * fragment.elements for fragment in self.layout.fragments]
-        transfers, both = most_transfers(self.spec), 2 * max(sizes)
-        in_use = SLACK * (sum(sizes) + transfers * both)
-        return int(in_use + (transfers - 1) * both)
+    def most(self) -> Most:
+        """What syncer and links may hold."""
+        spec, sizes = self.job, [4 * fragment.elements for fragment in self.layout.fragments]
+        # Links (diloco_worker/link/buffers.py), all payloads in fp32.
+        transfers, both = most_transfers(spec), 2 * max(sizes)
+        in_use = LINK_SLACK * (sum(sizes) + transfers * both)
+        # Θ, momentum, an older version, and the Θ and momentum of the snapshot that is being written;
+        # two vectors of each round that is in flight or whose result is still sent.
+        rounds = 2 * (spec.overlap + 1)
+        vectors = 5 * sum(sizes) + (2 * rounds + MOST_IDLE) * max(sizes)
+        return Most(
+            learners=self.learners,
+            overlap=spec.overlap,
+            merges_per_second=self.merges_per_second,
+            link_bytes=int(in_use + (transfers - 1) * both),
+            vector_bytes=int(SLACK * vectors),
+            journal_bytes=(PARTS + 2) * self.part_bytes,
+            kept_snapshots=spec.syncer_checkpoint.keep,
+        )
 
     @property
     def silence_seconds(self) -> float:

@@ -168,6 +168,12 @@ class SimulatedDisk:
         now = self._clock.now
         return bytes(inode.data) if complete and max(since, inode.synced_at) <= now else None
 
+    def file_bytes(self, directory: Path, prefix: str) -> int:
+        """Of the files of a directory whose names begin so, as programs see them."""
+        found = self._directories.get(str(directory))
+        names = found.names.items() if found is not None else ()
+        return sum(len(inode.data) for name, inode in names if name.startswith(prefix))
+
     # ------------------------------------------------------------ crashes
 
     def crashed(self, process: Process, *, power: bool) -> None:

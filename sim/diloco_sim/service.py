@@ -7,6 +7,7 @@ Limits of threads and streams (rpc/call_limits.py) and identities (rpc/authorize
 from __future__ import annotations
 
 import queue
+import weakref
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -261,11 +262,12 @@ class UploadStream:
         self._timer: Timer | None = None
         self._header: bulk.UploadHeader | None = None
         self._chunks: dict[int, bytes] = {}
+        itself = weakref.ref(self)  # a circle would keep the merge in memory, as no real upload does
         self._receiver = UploadReceiver(
             service.server,
             service.initial,
             authorise=lambda learner: None,
-            cancel=self._cancel,
+            cancel=lambda: stream._cancel() if (stream := itself()) is not None else None,
             refuse=partial(service.refusals.refuse, "an upload"),
         )
 

@@ -142,9 +142,7 @@ class World:
             Liveness(spec.steps, self.of.bounds, self.of.too_slow),
             Status(spec.quorum, self.of.silence_seconds),
             Audited(self.journal_lines),
-            Bounds(
-                self.of.learners, spec.overlap, self.of.merges_per_second, self.of.most_link_bytes
-            ),
+            Bounds(self.of.most),
         ]
 
     # ------------------------------------------------------------ running
@@ -255,6 +253,8 @@ class World:
             waiting_for=serving.state.engine.waiting_for() if serving else "",
             outbox=max((session.outbox.qsize() for session in sessions), default=0),
             link_bytes=max(learner.link_bytes for learner in self.learners.values()),
+            vector_bytes=serving.coordinator.vector_bytes if serving else 0,
+            journal_bytes=self.disk.file_bytes(DIRECTORY, f"{snapshots.EVENTS.split('.')[0]}."),
         )
 
     def model_is_durable(self) -> bool:

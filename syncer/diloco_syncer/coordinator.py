@@ -126,6 +126,11 @@ class Coordinator:
         self._failed: list[ev.Failed] = []
         self._broken = ""
 
+    @property
+    def vector_bytes(self) -> int:
+        """Of the vectors that merges of this process have made and that still exist."""
+        return self._buffers.held_bytes
+
     # ------------------------------------------------------------ entry
 
     def start(self, now: float) -> float:

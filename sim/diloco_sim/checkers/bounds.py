@@ -1,8 +1,13 @@
-"""What the syncer holds is bounded, whatever happens: attempts, queues, transfers, lines per second."""
+"""
+What syncer and links hold is bounded, whatever happens: attempts, queues, transfers, memory, lines per
+second, and the journal on the disk.
+"""
 
 from __future__ import annotations
 
+import json
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from diloco_sim.checkers.checker import Violation
@@ -15,28 +20,53 @@ LINES_PER_MERGE = 4
 """A merge has one; its attempts may have been refused and repeated."""
 
 
-class Bounds:
+LINE_BYTES = 64
+"""Of a line of events.jsonl, besides what the syncer records: its time."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Most:
     """
+    What the bounds follow from.
+
     Args:
         learners: of the job.
         overlap: τ.
         merges_per_second: of the schedule at full speed.
-        most_link_bytes: of the buffers of a link.
+        link_bytes: of the buffers of a link.
+        vector_bytes: of the vectors that the syncer holds.
+        journal_bytes: from which on old parts are deleted, and the newest one becomes a part.
+        kept_snapshots: each needs the lines after it.
     """
+
+    learners: int
+    overlap: int
+    merges_per_second: float
+    link_bytes: int
+    vector_bytes: int
+    journal_bytes: int
+    kept_snapshots: int
+
+
+class Bounds:
+    """See the module."""
 
     observes = (dict, Moment)
 
-    def __init__(
-        self, learners: int, overlap: int, merges_per_second: float, most_link_bytes: int
-    ) -> None:
-        self._most_link_bytes = most_link_bytes
-        self._most_attempts = 2 * (overlap + 1) + learners
-        self._most_streams = learners * (4 * overlap + 8)
-        merges = WINDOW_SECONDS * merges_per_second
+    def __init__(self, most: Most) -> None:
+        self._most = most
+        self._most_attempts = 2 * (most.overlap + 1) + most.learners
+        self._most_streams = most.learners * (4 * most.overlap + 8)
+        merges = WINDOW_SECONDS * most.merges_per_second
         self._most_lines = int(
-            LINES_PER_LEARNER * (learners + 1) + LINES_PER_MERGE * merges * (1 + learners)
+            LINES_PER_LEARNER * (most.learners + 1) + LINES_PER_MERGE * merges * (1 + most.learners)
         )
         self._lines: deque[float] = deque()
+        self._written = 0
+        """Bytes of all lines so far."""
+        # The oldest snapshot that is kept, and the one after which its part began.
+        self._snapshots = deque([0], maxlen=most.kept_snapshots + 2)
+        """Bytes of all lines before each of the last snapshots."""
 
     def observe(self, event: dict[str, Any] | Moment, now: float) -> None:
         """See `Checker`."""
@@ -46,11 +76,20 @@ class Bounds:
                 ("transfers wait", event.streams, self._most_streams),
                 ("events and lines wait", event.queues, 2000),
                 ("messages wait for a session", event.outbox, 200),
-                ("bytes are held by a link", event.link_bytes, self._most_link_bytes),
+                ("bytes are held by a link", event.link_bytes, self._most.link_bytes),
+                (
+                    "bytes of vectors are held by the syncer",
+                    event.vector_bytes,
+                    self._most.vector_bytes,
+                ),
+                ("bytes are in the journal", event.journal_bytes, self._most_journal_bytes),
             ):
                 if count > most:
                     self._fail(f"{count} {name}, expected at most {most}", event.step, now)
             return
+        self._written += len(json.dumps(event, default=str)) + LINE_BYTES
+        if event["event"] == "snapshot" and event["ok"]:
+            self._snapshots.append(self._written)
         self._lines.append(now)
         while self._lines[0] < now - WINDOW_SECONDS:
             self._lines.popleft()
@@ -63,6 +102,10 @@ class Bounds:
 
     def finish(self, now: float) -> None:
         """See `Checker`."""
+
+    @property
+    def _most_journal_bytes(self) -> int:
+        return self._most.journal_bytes + self._written - self._snapshots[0]
 
     def _fail(self, sentence: str, step: int, now: float) -> None:
         raise Violation("bounds", sentence, step=step, now=now)

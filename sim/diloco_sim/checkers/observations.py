@@ -98,3 +98,7 @@ class Moment:
     """Messages that wait for the slowest session."""
     link_bytes: int = 0
     """The most that the link of a learner holds in buffers of transfers."""
+    vector_bytes: int = 0
+    """Of the vectors that merges have made and the syncer holds."""
+    journal_bytes: int = 0
+    """Of all parts of events.jsonl on the disk."""

@@ -18,6 +18,8 @@ F32 = npt.NDArray[np.float32]
 
 SLACK = 1.25
 """A buffer serves a vector if it is at most this much longer."""
+MOST_IDLE = 4
+"""Unused buffers that are kept."""
 
 
 class Buffers:
@@ -32,13 +34,19 @@ class Buffers:
         most_idle: how many unused buffers to keep; more are freed when a new one must be made.
     """
 
-    def __init__(self, *, most_idle: int = 4) -> None:
+    def __init__(self, *, most_idle: int = MOST_IDLE) -> None:
         self._most_idle = most_idle
         self._lock = threading.Lock()
         self._owners: list[npt.NDArray[Any]] = []
         one = [object()]
         self._alone = sys.getrefcount(one[0])
         """Number of references to an item of a list that nothing else refers to, as `_idle` counts."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Of all buffers, in use or not."""
+        with self._lock:
+            return sum(owner.nbytes for owner in self._owners)
 
     def take(self, elements: int) -> F32:
         """A vector of that length to which nothing else refers."""

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from diloco.errors import StorageError
+from diloco.journal.writer import JournalWriter
 from diloco.model.tensorfile import parse
 from diloco.runtime.disk import File
 from diloco_sim import report
@@ -30,6 +31,7 @@ from diloco_syncer.core.scheduler import Scheduler
 from diloco_syncer.core.used_reports import UsedReports
 from diloco_syncer.storage import model
 from diloco_syncer.storage.durable import bytes_of, read_into
+from diloco_syncer.storage.parameters import FragmentParameters, Parameters
 from diloco_syncer.storage.store import Store
 from diloco_worker.core.link_protocol import LinkProtocol
 from diloco_worker.link.buffers import BufferPool
@@ -201,6 +203,25 @@ def hoard(self: BufferPool, size_bytes: int) -> object:
     self._idle.append(np.empty(size_bytes, np.uint8))
     self._most_idle_bytes = 1 << 40
     return buffer
+
+
+def test_bounds_finds_old_parameters_that_are_kept(monkeypatch):
+    commit, kept = Parameters.commit, []
+
+    def keep(self: Parameters, fragment: int, merged: FragmentParameters) -> None:
+        kept.append(merged)
+        commit(self, fragment, merged)
+
+    monkeypatch.setattr(Parameters, "commit", keep)
+    found = violation(small())
+    assert (found.checker, "bytes of vectors are held" in found.sentence) == ("bounds", True), found
+
+
+def test_bounds_finds_a_journal_whose_old_parts_stay(monkeypatch):
+    assert World(small(part_bytes=400)).run().ok
+    monkeypatch.setattr(JournalWriter, "_delete_old", lambda self, needed, total_bytes: None)
+    found = violation(small(part_bytes=400))
+    assert (found.checker, "bytes are in the journal" in found.sentence) == ("bounds", True), found
 
 
 def test_reports_finds_a_report_that_is_merged_twice(monkeypatch):
