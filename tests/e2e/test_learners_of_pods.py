@@ -1,19 +1,22 @@
 """
 Learners of several pods: two learners of two pods each, whose ranks share gradients over gloo.
 
-A rank that is killed, a pod that is evicted and a changed template restart whole learners, and count
-against none: the restart limit is 0.
+A rank that is killed, a pod that is evicted or preempted and a changed template restart whole learners,
+and count against none: the restart limit is 0.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 
 import pytest
 
 from diloco_testing.clusters.faults import kill_child
 from diloco_testing.clusters.job import Job, manifest
 from diloco_testing.clusters.kubectl import KubectlError, until
+from diloco_testing.clusters.provision import Cluster
 
 BACK_SECONDS = 150.0
 """For two processes that import torch and meet, on busy cores."""
@@ -58,6 +61,10 @@ while not done():
 """
 LEARNERS = (("ranks-eu-0", "ranks-eu-1"), ("ranks-eu-2", "ranks-eu-3"))
 """The pods of each learner, by rank."""
+SLOT = "example.com/slot"
+"""A resource of which the node has as many as the job has pods."""
+URGENT = "urgent"
+"""Name of a PriorityClass, and of a pod of it that takes a slot."""
 
 
 @pytest.fixture(scope="module")
@@ -70,12 +77,38 @@ def job(eu, fleet):
     )  # fmt: skip
     learner = body["spec"]["learner"]
     del learner["recipe"]
-    learner |= {"command": ["python3", "-c", PROGRAM], "podsPerLearner": 2}
-    with fleet.namespace("learners-of-pods", eu) as namespace:
+    learner |= {
+        "command": ["python3", "-c", PROGRAM], "podsPerLearner": 2,
+        "resources": {"limits": {SLOT: 1}},
+    }  # fmt: skip
+    with slots(eu, 4), fleet.namespace("learners-of-pods", eu) as namespace:
         made = Job(eu, namespace, body).apply()
         made.until_condition("LearnersReady", 240)
         made.until_step(3, 120)
         yield made
+
+
+@contextlib.contextmanager
+def slots(cluster: Cluster, count: int) -> Iterator[None]:
+    """The node has so many of SLOT, and pods of the class URGENT preempt others."""
+    kubectl = cluster.kubectl
+    [node] = kubectl.list("nodes")
+
+    def advertise(count: int | None) -> None:
+        change = json.dumps({"status": {"capacity": {SLOT: count and str(count)}}})
+        name = node["metadata"]["name"]
+        kubectl("patch", "node", name, "--subresource=status", "--type=merge", "-p", change)
+
+    kubectl.apply(
+        {"apiVersion": "scheduling.k8s.io/v1", "kind": "PriorityClass", "value": 1000,
+         "metadata": {"name": URGENT}, "description": "for this test"}
+    )  # fmt: skip
+    advertise(count)
+    try:
+        yield
+    finally:
+        advertise(None)
+        kubectl.delete("priorityclass", URGENT)
 
 
 @pytest.fixture
@@ -163,6 +196,33 @@ def test_a_lost_pod_restarts_its_learner(healed):
     job.cluster.kubectl.delete("pod", others[0], job.namespace, "--force", "--grace-period=0")
     until_back(job, "eu/1", joined)
     assert {pod: job.instances()[pod] for pod in mine} == witness
+
+
+def test_a_preempted_pod_takes_its_learner_out_until_there_is_room_again(healed):
+    job = healed
+    before, kubectl = job.instances(), job.cluster.kubectl
+    # It takes the slot even though its image does not exist.
+    container = {"name": "main", "image": "localhost/none", "imagePullPolicy": "Never",
+                 "resources": {"limits": {SLOT: 1}}}  # fmt: skip
+    kubectl.apply(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": URGENT},
+         "spec": {"priorityClassName": URGENT, "containers": [container]}},
+        namespace=job.namespace,
+    )  # fmt: skip
+    until(
+        lambda: f"Insufficient {SLOT}" in job.condition("LearnersReady")["message"],
+        BACK_SECONDS, expected="the condition says what the pod waits for", details=job.details,
+    )  # fmt: skip
+    job.until_step(job.step() + 50, BACK_SECONDS)
+    kubectl.delete("pod", URGENT, job.namespace, "--force", "--grace-period=0")
+    job.until_condition("LearnersReady", BACK_SECONDS)
+    now = job.instances()
+    [taken] = [pod for pods in LEARNERS for pod in pods if now[pod] != before[pod]]
+    preempted = kubectl(
+        "get", "events", "-n", job.namespace, "--field-selector", "reason=Preempted",
+        "-o", "jsonpath={.items[*].involvedObject.name}",
+    )  # fmt: skip
+    assert taken in preempted.split()
 
 
 def test_a_changed_template_replaces_one_whole_learner_after_the_other(healed):

@@ -201,6 +201,26 @@ def test_a_changed_template_reaches_one_learner_after_the_other_and_not_the_sync
     assert job.instances()[job.syncer_pod()] == before[job.syncer_pod()]
 
 
+def test_a_reverted_image_heals_the_job(make):
+    """The learner that got the image that does not exist comes back; the other never notices."""
+    job = make("oops", learners=2, sync={"quorum": 1}).apply()
+    job.until_condition("LearnersReady", 240)
+    before = job.instances()
+    job.change(learner={"image": "localhost/no-such-image:1"})
+    pulled = job.until_condition("LearnersReady", SOON, status="False", reason="PodTrouble")
+    assert "localhost/no-such-image:1" in pulled["message"], pulled
+    step = job.until_step(job.step() + 10, SOON)
+    witness = [pod for pod, instance in job.instances().items() if before.get(pod) == instance]
+    assert len(witness) == 2, "the syncer and one learner"
+    assert job.syncer_pod() in witness
+    job.change(learner={"image": None})
+    job.until_condition("LearnersReady", SOON)
+    job.until_step(step + 10, SOON)
+    assert {pod: job.instances()[pod] for pod in witness} == {pod: before[pod] for pod in witness}
+    assert job.condition("Failed")["status"] == "False"
+    assert job.audit().ok
+
+
 def test_a_job_of_another_controller_is_left_alone(make):
     job = make("theirs", runPolicy={"managedBy": "example.com/other"}).apply()
     steadily(lambda: not job.children() and not job.status(), 10, expected="nothing is written")
