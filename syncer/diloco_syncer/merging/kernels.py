@@ -35,7 +35,7 @@ __all__ = ["PAYLOAD", "merge_average", "merge_radial", "read_only", "square_sum"
 
 TILE = 1 << 14
 GROUP = 4
-STRIP = 1 << 12  # what several loops read one after the other stays in the caches of the core
+STRIP = 1 << 9  # what several loops read one after the other stays in the first cache of the core
 
 PAYLOAD = np.dtype([("format", np.int64), ("values", np.int64), ("scales", np.int64)])
 """
@@ -136,6 +136,49 @@ def _add_squares(x_T: Any, m: Any, lanes_MB: Any) -> None:
 
 
 @kernel
+def _add_and_step(
+    x_G: Any,
+    lo: Any,
+    factors_M: Any,
+    m: Any,
+    theta: Any,
+    momentum: Any,
+    new_theta: Any,
+    new_momentum: Any,
+    factors: Any,
+    delta: Any,
+    lanes_MB: Any,
+) -> None:
+    """
+    As `_add` with the last members, whose total is `delta` then, and the outer step with it.
+
+    One loop: the strip is not read again where memory is the limit.
+    """
+    hi = lo + new_theta.size
+    x0, x1, x2, x3 = x_G[0][lo:hi], x_G[1][lo:hi], x_G[2][lo:hi], x_G[3][lo:hi]
+    f0, f1 = _factor(factors_M, m), _factor(factors_M, m + 1)
+    f2, f3 = _factor(factors_M, m + 2), _factor(factors_M, m + 3)
+    learning_rate, mu, from_delta, from_momentum = factors
+    for i in range(new_theta.size):
+        total = new_momentum[i] + (f0 * x0[i] + f1 * x1[i] + f2 * x2[i] + f3 * x3[i])
+        buf = mu * momentum[i] + total
+        delta[i] = total
+        new_momentum[i] = buf
+        new_theta[i] = theta[i] - learning_rate * (from_delta * total + from_momentum * buf)
+    _add_squares(x0, m, lanes_MB)
+    _add_squares(x1, m + 1, lanes_MB)
+    _add_squares(x2, m + 2, lanes_MB)
+    _add_squares(x3, m + 3, lanes_MB)
+
+
+@kernel
+def _add_sizes(theta: Any, new_theta: Any, sizes_2B: Any) -> None:
+    """sizes += Θ² before and after."""
+    codec.add_squares_fp32(theta, sizes_2B[0])
+    codec.add_squares_fp32(new_theta, sizes_2B[1])
+
+
+@kernel
 def _outer(
     theta: Any,
     momentum: Any,
@@ -143,17 +186,14 @@ def _outer(
     new_momentum: Any,
     scale: Any,
     factors: Any,
-    sizes_2B: Any,
 ) -> None:
-    """The outer step of a strip with Δ = scale · `new_momentum`; sizes += Θ² before and after."""
+    """The outer step of a strip with Δ = scale · `new_momentum`."""
     learning_rate, mu, from_delta, from_momentum = factors
     for i in range(new_theta.size):
         delta = scale * new_momentum[i]
         buf = mu * momentum[i] + delta
         new_momentum[i] = buf
         new_theta[i] = theta[i] - learning_rate * (from_delta * delta + from_momentum * buf)
-    codec.add_squares_fp32(theta, sizes_2B[0])
-    codec.add_squares_fp32(new_theta, sizes_2B[1])
 
 
 @kernel
@@ -237,25 +277,32 @@ def merge_average(
     scratch_GT = np.empty((GROUP, TILE), np.float32)
     lanes_MB, lanes_B = np.zeros((payloads_M.size, BLOCK)), np.zeros(BLOCK)
     sizes_2B = np.zeros((2, BLOCK), np.float32)
-    one, factors = np.float32(1), (learning_rate, mu, from_delta, from_momentum)
+    delta_S = np.empty(STRIP, np.float32)
+    factors = learning_rate, mu, from_delta, from_momentum
     bad = 0
     for lo in range(0, theta_N.size, TILE):
         theta_T, momentum_T = theta_N[lo : lo + TILE], momentum_N[lo : lo + TILE]
         new_theta_T, new_momentum_T = new_theta_N[lo : lo + TILE], new_momentum_N[lo : lo + TILE]
-        _zero(new_momentum_T)
         n = max(0, min(new_theta_T.size, used - lo))
         _zero(new_theta_T[n:])
+        _zero(new_momentum_T[n:])
         for m in range(0, payloads_M.size, GROUP):
             x_G = _four(payloads_M, m, start + lo, new_theta_T.size, n, scratch_GT)
-            last = m + GROUP >= payloads_M.size
             for at in range(0, n, STRIP):
                 end = min(at + STRIP, n)
-                delta = new_momentum_T[at:end]
-                _add(x_G, at, factors_M, m, delta, lanes_MB)
-                if last:  # at once, while all of the strip is in the cache
-                    codec.add_squares(delta, lanes_B)
-                    before, momentum = theta_T[at:end], momentum_T[at:end]
-                    _outer(before, momentum, new_theta_T[at:end], delta, one, factors, sizes_2B)
+                after, momentum = new_theta_T[at:end], new_momentum_T[at:end]
+                if m == 0:
+                    _zero(momentum)
+                if m + GROUP < payloads_M.size:
+                    _add(x_G, at, factors_M, m, momentum, lanes_MB)
+                    continue
+                before, delta = theta_T[at:end], delta_S[: end - at]
+                _add_and_step(
+                    x_G, at, factors_M, m, before, momentum_T[at:end], after, momentum, factors,
+                    delta, lanes_MB,
+                )  # fmt: skip
+                codec.add_squares(delta, lanes_B)
+                _add_sizes(before, after, sizes_2B)
         bad += _encode(new_theta_T, encoded_N[lo : lo + TILE])
     _lane_sums(lanes_MB, squares_M)
     _lane_sums(sizes_2B, sizes_2)
@@ -297,7 +344,8 @@ def step(
     for lo in range(0, theta_N.size, STRIP):
         hi = min(lo + STRIP, theta_N.size)
         theta, momentum, new_theta = theta_N[lo:hi], momentum_N[lo:hi], new_theta_N[lo:hi]
-        _outer(theta, momentum, new_theta, new_momentum_N[lo:hi], scale, factors, sizes_2B)
+        _outer(theta, momentum, new_theta, new_momentum_N[lo:hi], scale, factors)
+        _add_sizes(theta, new_theta, sizes_2B)
         bad += _encode(new_theta, encoded_N[lo:hi])
     _lane_sums(sizes_2B, sizes_2)
     return bad
