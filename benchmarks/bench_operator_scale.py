@@ -3,8 +3,8 @@
 
 Time until every job has its children and its conditions, the operator's memory and CPU, writes and
 reads per job (from the API server's audit log), and what it does in the time after: when nothing
-changes, and when it is restarted. Beside it are the figures before the operator learned what it does
-about lost nodes, volumes, failed jobs, replicas and pods that never come. Goals: the limits of
+changes, and when it is restarted. For comparison, the table has the figures from before the operator handled
+lost nodes, volumes, failed jobs, replicas and pods that are never created. Goals: the limits of
 `tests/e2e/test_scale.py` for 200 jobs, and no more for each of 1,000. Eight minutes. Needs root, as the
 local clusters of tests/e2e do.
 """
@@ -80,7 +80,7 @@ class Row:
     goal: float | None = None
     """Of 1,000 jobs, as a multiple of 200, per job; None: no ratio."""
     compared: bool = True
-    """Whether the ratio says something."""
+    """Whether the ratio is meaningful."""
 
     def cells(self, shown: Sequence[Measured]) -> list[str]:
         """The row of the table."""

@@ -104,8 +104,8 @@ def why_no_volume(job: Object) -> str:
         if (condition.get("type"), condition.get("reason")) == ("SyncerReady", "OtherRegion"):
             return f"{condition['message']}: run the command with that cluster's --context"
     return (
-        f"the volume (PersistentVolumeClaim {claim}) is gone: runPolicy.cleanupPolicy All deletes it "
-        "with a job that ended, and nothing else has the files"
+        f"the volume (PersistentVolumeClaim {claim}) no longer exists: with "
+        "runPolicy.cleanupPolicy All, it is deleted when the job ends, and there is no other copy of the files"
     )
 
 

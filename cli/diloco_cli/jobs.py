@@ -53,7 +53,11 @@ def render(
         str, typer.Option(help="The operator's region.name. Default: all regions.")
     ] = "",
     namespace: Annotated[
-        str, typer.Option(help="Default: the manifest's, else default.", show_default=False)
+        str,
+        typer.Option(
+            help="Namespace of the objects. Default: the manifest's, else default.",
+            show_default=False,
+        ),
     ] = "",
     worker_image: Annotated[
         str, typer.Option(help="The worker image of the chart.", show_default=False)

@@ -93,5 +93,5 @@ def echo(text: str, *, error: bool = False) -> None:
 
 
 def announce(text: str) -> None:
-    """Show a person what happens, beside what the command prints."""
+    """Show the user what happens; on standard error, apart from what the command prints."""
     echo(text, error=True)

@@ -43,7 +43,7 @@ def run(
     """Run a job on this machine, or resume it.
 
     Exit status: 0 complete; 75 suspended, so that it can be resumed; 1 failed; 2 invalid manifest or
-    command line; 130 stopped at once.
+    command line; 130 stopped immediately.
     """
     from diloco_local import supervisor
     from diloco_local.manifest import load_job
@@ -82,7 +82,9 @@ def resume(
 
 
 def kill(
-    learner: Annotated[str, typer.Argument(metavar="LEARNER", help="Its name, such as eu/0.")],
+    learner: Annotated[
+        str, typer.Argument(metavar="LEARNER", help="Name of the learner, such as eu/0.")
+    ],
     positional: PositionalRunDirectory = None,
     directory: RunDirectory = None,
 ) -> None:

@@ -13,19 +13,21 @@ from diloco.errors import EXIT_USAGE, ConfigError
 
 
 def sim(
-    seed: Annotated[int | None, typer.Option(min=0, help="Run this world.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Seed of a single world.")] = None,
     seeds: Annotated[
-        str | None, typer.Option(metavar="A..B", help="Run these worlds, both ends included.")
+        str | None,
+        typer.Option(metavar="A..B", help="Range of seeds of worlds, including both ends."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Global steps of each world.")] = 100,
     jobs: Annotated[
         int, typer.Option(min=1, help="Number of worlds that run at the same time.")
     ] = 1,
     shrink: Annotated[
-        bool, typer.Option("--shrink", help="Show a smaller world that fails in the same way.")
+        bool,
+        typer.Option("--shrink", help="Search for a smaller world that fails in the same way."),
     ] = False,
 ) -> None:
-    """Simulate jobs under faults and check what they promise."""
+    """Simulate jobs under faults and check their guarantees."""
     if (seed is None) is (seeds is None):
         raise ConfigError("give either --seed or --seeds")
     if find_spec("diloco_sim") is None:

@@ -155,7 +155,8 @@ REASONS: tuple[Reason, ...] = (
             "OtherOperator",
             "Warning",
             "operator {other} runs this job (status.operator); operator {own} leaves it alone",
-            "an Event only; hand the job over as in docs/operations.md, or separate the operators with watchNamespaces",
+            "an Event only; hand the job over as described in docs/operations.md, or separate the "
+            "operators with watchNamespaces",
         ),
         (
             "VolumeGone",
@@ -215,7 +216,7 @@ REASONS: tuple[Reason, ...] = (
             "PersistentVolumeClaim {claim} with uid {uid}, which holds the job's state up to step "
             "{step}, {seen}: the syncer does not start, and learners train alone. To continue with "
             "{instead}: {command}",
-            "restore the volume from a copy, or give its state up with the annotation",
+            "restore the volume from a copy, or confirm the loss of its state with the annotation",
         ),
         *_OVER,
     ),

@@ -74,7 +74,7 @@ def _distinct(role: str, *ports: str) -> Rule:
         path=path,
         reads=(f"spec.{role}",) if optional else (path,),
         holds=lambda job: len(set(numbers(job))) == len(numbers(job)),
-        message=", ".join(f"{port} {{}}" for port in ports) + ": each port must be another one",
+        message=", ".join(f"{port} {{}}" for port in ports) + "; use a different port for each",
         values=numbers,
         cel=f"{optional}({differ})",
         cel_values=tuple(f"{here}.{port}" for port in ports),
@@ -363,7 +363,7 @@ CHANGES: tuple[Change, ...] = (
         cel_values=(_syncer_region_cel("oldSelf"), _syncer_region_cel("self")),
     ),
     Change(
-        # Its volume stays where it is: the job would begin anew in the other cluster.
+        # Its volume stays where it is: the job would start over in the other cluster.
         path="spec.syncer.region",
         holds=lambda old, new: (
             new.spec.syncer_region != old.spec.syncer_region

@@ -184,7 +184,7 @@ class SyncerPorts(Ports):
     """Ports of the syncer's pod."""
 
     sync: Port = 7070
-    """Port of the syncer; its Service has one of its own."""
+    """Port on which the syncer listens; its Service has its own port."""
 
 
 class PodMetadata(Model):
@@ -274,7 +274,7 @@ class Learner(Model):
     checkpoint: LearnerCheckpoint = LearnerCheckpoint()
     """The learner's own checkpoint."""
     storage: LearnerStorage | None = None
-    """Volumes for its checkpoints; omitted: they go with the pod. `diloco run` has its directory."""
+    """Volumes for its checkpoints; omitted: these are deleted with the pod. `diloco run` uses its directory."""
     env: Annotated[
         list[EnvVar],
         Field(max_length=512, json_schema_extra=list_map("name")),

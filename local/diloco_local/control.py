@@ -68,7 +68,7 @@ def resume(
 
     Args:
         run_dir: its directory.
-        from_snapshot: step of the snapshot to start from, 0: begin anew; None: the newest.
+        from_snapshot: step of the snapshot to start from, 0: start over; None: the newest.
         console: for the progress.
 
     Raises:

@@ -214,7 +214,7 @@ class RunDir:
 
     def choose_snapshot(self, step: int) -> None:
         """
-        Have the next syncer start from the snapshot of this step; 0: begin anew.
+        Have the next syncer start from the snapshot of this step; 0: start over.
 
         Raises:
             StorageError: the disk refused.

@@ -112,7 +112,7 @@ def sharing(learners: int, devices: int) -> str:
     if not 0 < devices < learners:
         return ""
     gpus = "1 GPU" if devices == 1 else f"{devices} GPUs"
-    return f"{learners} learners share {gpus}: each uses a part of its memory and time"
+    return f"{learners} learners share {gpus}: each uses a part of the memory and time of its GPU"
 
 
 def job_limits(job: DiLoCoJob) -> e.Limits:

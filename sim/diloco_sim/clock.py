@@ -82,7 +82,7 @@ class Clock:
             when: virtual seconds.
             call: what to do.
             args: for it.
-            process: who does it: not while it is paused, and never once it has crashed. None: the
+            process: what makes the call: not while it is paused, and never once it has crashed. None: the
                 world itself.
         """
         return self._push(when, call, args, process)
@@ -136,7 +136,7 @@ class Clock:
             timer.number = -1
             self.digest = hash((self.digest, self.now, number))
             call, args = timer.call, timer.args
-            timer.call, timer.args = _nothing, ()  # who keeps the timer keeps nothing else alive
+            timer.call, timer.args = _nothing, ()  # keeping the timer keeps nothing else alive
             call(*args)
         return self.events - first
 

@@ -48,7 +48,7 @@ def shrink(
 
     Args:
         world: fails.
-        fails: runs a world; whether it fails in the same way (the same checker, say).
+        fails: runs a world; whether it fails in the same way (for example, by the same checker).
         most_runs: calls of `fails`; the smallest world until then is returned.
         least_learners: not fewer, for example the quorum.
 

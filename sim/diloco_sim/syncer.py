@@ -208,7 +208,7 @@ class Server(HostOverCoordinator):
         self._schedule()
 
     def check_later(self) -> None:
-        """Look at the spec document when the thread of a real process does so at the latest."""
+        """Check the spec document at the latest time at which the thread of a real process does."""
         self.process.after(READ_SECONDS, self._spec_file.check)
 
     def _limits_changed(self, learners: Mapping[str, int]) -> None:

@@ -97,7 +97,7 @@ def _run(given: settings.Settings) -> int:
     while not stop.wait(SIGNAL_SECONDS):
         pass
     if runner.failure is None:
-        log.info("ending: last snapshot")
+        log.info("stopping: writing the last snapshot")
     spec_file.stop()
     grpc_server.stop(STOP_SECONDS).wait()
     runner.stop()
@@ -181,7 +181,7 @@ def _spec_file(given: settings.Settings, text: str, runner: Runner, limits: Call
         runner.post(ev.LimitsChanged(learners=learners))
 
     def refused(error: ConfigError) -> None:
-        log.warning("the numbers of learners stay as they are: %s", error)
+        log.warning("keeping the current numbers of learners: %s", error)
         runner.record("refuse", learner="", reason=error.reason, detail=str(error))
 
     return SpecFile(given.spec.read_text, text, runner.spec, changed=changed, refused=refused)

@@ -96,7 +96,7 @@ def no_fault(point: str) -> None:
 
 
 def not_observed(decision: ev.Decision) -> None:
-    """Nobody observes."""
+    """An observer that does nothing."""
 
 
 class Coordinator:

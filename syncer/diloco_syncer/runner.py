@@ -91,7 +91,7 @@ class Runner:
         self._thread.join()
         if self.failure is not None:
             return  # a snapshot from a state that may be broken must not replace a good one
-        self._report(lambda: self._write_health("ending: last snapshot", ready=False))
+        self._report(lambda: self._write_health("stopping: writing the last snapshot", ready=False))
         self._writer.close()
         last = self._coordinator.last_snapshot()
         if last is not None:
@@ -145,13 +145,13 @@ class Runner:
         self._metrics_due = self._metrics_due or event in _COUNTED
         try:
             self.metrics.event(event, fields)
-        except Exception:  # a number that nobody can count must not undo what it counts
+        except Exception:  # a metric that fails must not undo what it counts
             log.exception("event %s could not be counted in the metrics", event)
 
     def _call(self, function: Callable[[], T], timeout_seconds: float) -> T:
         """Run a function on the runner's thread; its error is the caller's, not the thread's."""
         if self.failure is not None:
-            raise UnavailableError("the syncer ends; connect again")
+            raise UnavailableError("the syncer is stopping; connect again")
         answer: Future[T] = Future()
 
         def run() -> None:

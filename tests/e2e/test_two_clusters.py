@@ -138,7 +138,7 @@ def test_a_cut_of_the_wan_stops_neither_side_and_the_heal_brings_them_together(p
 
 BAD = {
     "a wrong CA": (
-        "SyncerReachable", "CertificateOfOtherAuthority", "not issued by the authority in our ca.crt",
+        "SyncerReachable", "CertificateOfOtherAuthority", "not issued by the authority in the local ca.crt",
     ),
     # Any holder of a certificate of the job's authority may ask for the status, but not train.
     "another region": (

@@ -100,7 +100,7 @@ MODELS: dict[str, tuple[tuple[Tensor, ...], str]] = {
 def test_another_model_is_refused_with_the_difference(syncer, learner, model):
     tensors, message = MODELS[model]
     with ScriptedLearner(syncer, "eu/1", tensors=tensors) as other:
-        with pytest.raises(MismatchError, match="trains another model") as seen:
+        with pytest.raises(MismatchError, match="trains a different model") as seen:
             other.join()
         assert message in str(seen.value)
     assert message in syncer.events("refuse")[-1]["detail"]

@@ -268,7 +268,7 @@ def test_snapshots_of_another_spec_are_left_alone(tmp_path):
         before = sorted((syncer.dir / "snapshots").iterdir())
         (tmp_path / "spec.json").write_text(make_spec(seed=5).to_json())
         assert syncer.launch().wait(30) == 2
-        assert "use the manifest that began this run" in syncer.output()
+        assert "use the manifest that started this run" in syncer.output()
         assert [p for p in before if not p.exists()] == []
 
 
@@ -291,7 +291,10 @@ def test_a_syncer_writes_its_heartbeat_while_it_serves(tmp_path, monkeypatch):
         assert health.read(file) == silent
         stopped.send_signal(signal.SIGCONT)
         assert syncer.terminate() == 0
-        assert (health.read(file).ready, health.read(file).why) == (False, "ending: last snapshot")
+        assert (health.read(file).ready, health.read(file).why) == (
+            False,
+            "stopping: writing the last snapshot",
+        )
         assert all(json.loads(line) for line in syncer.output().splitlines())
 
 

@@ -90,7 +90,7 @@ class Learner:
             connect_timeout_seconds: how long to wait for a syncer that does not answer.
 
         Raises:
-            SystemExit: 78 if the job refuses this model, spec or name for good, or if this is not
+            SystemExit: 78 if the job permanently refuses this model, spec or name, or if this is not
                 rank 0; 75 if the syncer does not answer in time or a newer process replaced this
                 one; 1 if DILOCO_STATE cannot be written. One sentence on standard error gives the
                 reason.

@@ -39,7 +39,7 @@ def _progress() -> Progress:
 
 def report_progress() -> None:
     """
-    Tell the pod that this rank makes progress; call it in each step of a rank above 0.
+    Report to the pod that this rank makes progress; call it in each step of a rank above 0.
 
     From the first call on, the pod's liveness probe fails when there is no further call for
     DILOCO_STUCK_SECONDS (900 s), and the kubelet restarts the container. The file is written once a

@@ -98,12 +98,12 @@ def from_env(
         return None
     name = r"[^/]+/[0-9]+"
     if not observer:
-        env.required("DILOCO_LEARNER", "<region>/<index>, as DILOCO_SYNCER is set")
+        env.required("DILOCO_LEARNER", "<region>/<index>, because DILOCO_SYNCER is set")
     settings = LearnerSettings(
-        job=env.required("DILOCO_JOB", "the job's name, as DILOCO_SYNCER is set"),
+        job=env.required("DILOCO_JOB", "the job's name, because DILOCO_SYNCER is set"),
         learner=env.text("DILOCO_LEARNER", pattern=name, expected="<region>/<index>"),
         syncer=syncer,
-        spec=Path(env.required("DILOCO_SPEC", "the job's spec.json, as DILOCO_SYNCER is set")),
+        spec=Path(env.required("DILOCO_SPEC", "the job's spec.json, because DILOCO_SYNCER is set")),
         config=env.json_object("DILOCO_CONFIG"),
         state=env.path("DILOCO_STATE"),
         tls=env.path("DILOCO_TLS"),

@@ -263,7 +263,7 @@ def _with_waiting(ready: ConditionState, waiting: Sequence[str]) -> ConditionSta
     """The condition LearnersReady, with those that still run without a change of the manifest."""
     if not waiting:
         return ready
-    why = "changed only when learners that are missing or being replaced are back"
+    why = "not updated yet, because learners are missing or being replaced"
     return replace(ready, message=clip(ready.message + _list(why, waiting)))
 
 

@@ -1,9 +1,9 @@
 """
-Regions whose learners were given up: what the syncer should be told of the own regions, and what it
-tells of the others.
+Regions whose learners failed: what to report to the syncer about the operator's own regions, and what
+the syncer reports about the others.
 
-Pure. The operator of a region knows why its learners ended; the syncer's region only sees that they
-are gone. The syncer repeats what it is told until its process ends, so every reconcile compares.
+Pure. The operator of a region knows why its learners ended; the syncer's region only observes that they
+are gone. The syncer repeats each report until its process ends, so every reconcile compares.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def describe_failed(state: JobState, counts: LearnerCounts) -> str:
     """
     Regions of other clusters that failed, and why; "": none.
 
-    A region whose learners train has not failed, whatever its operator has said before.
+    A region whose learners train has not failed, whatever its operator has reported before.
     """
     failures = state.answer.region_failures if state.answer else ()
     own = {region.region.name for region in state.regions}

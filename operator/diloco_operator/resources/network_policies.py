@@ -70,8 +70,8 @@ def _observers(allowed: NetworkPolicies) -> list[dict[str, Any]]:
 
 def _has_unknown_clients(context: JobContext, allowed: NetworkPolicies) -> bool:
     """
-    Whether the syncer has clients whose addresses nobody knows here: other clusters, which mutual TLS
-    tells apart, and whoever runs in the network of its node, so that no selector of pods matches it.
+    Whether the syncer has clients whose addresses are not known here: other clusters, which mutual TLS
+    authenticates, and pods in the network of their node, which no selector of pods matches.
     """
     spec = context.job.spec
     templates = [spec.learner.pod_template, *(region.pod_template for region in spec.regions)]

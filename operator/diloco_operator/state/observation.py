@@ -87,11 +87,11 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionFailure:
-    """Why the learners of a region were given up, as operators tell each other through the syncer."""
+    """Why the learners of a region failed, as operators report it to each other through the syncer."""
 
     region: str
     reason: str
-    """Of the condition there; "": they are not given up."""
+    """Of the condition there; "": they have not failed."""
     message: str
 
 

@@ -112,7 +112,7 @@ def is_unschedulable(pod: Object) -> bool:
 
 def is_on_lost_node(pod: Object) -> bool:
     """
-    Whether the control plane gave up the pod's node, by what it wrote into the pod.
+    Whether the control plane considers the pod's node lost, by what it wrote into the pod.
 
     It sets the condition Ready of each pod to False without a reason, which the kubelet always gives,
     and marks a pod that it deletes after its tolerations. A person's taint has the same mark: there the

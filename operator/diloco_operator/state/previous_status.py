@@ -73,7 +73,7 @@ class PreviousStatus:
         """
         Since when the condition has been False while the job runs; None: it is not False.
 
-        A job that resumes begins anew, though conditions of a suspended job are False too.
+        A resumed job starts over, although conditions of a suspended job are False too.
         """
         entry = self.conditions.get(condition, {})
         if entry.get("status") != "False":

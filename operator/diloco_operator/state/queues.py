@@ -1,5 +1,5 @@
 """
-Learners in a queue: which StatefulSets a job has for it, and what Kueue says of those that wait.
+Learners in a queue: which StatefulSets a job has for it, and how Kueue explains those that wait.
 
 Pure. A learner waits while one of its pods has a scheduling gate: Kueue, like any other controller of
 admission, gates pods when they are made. Kueue explains the wait in its Workload, never in the pod.
@@ -52,7 +52,7 @@ def learner_sets(job: Metadata, children: Iterable[Object]) -> LearnerSets:
 
 def queued_uids(pods: Iterable[Object]) -> tuple[str, ...]:
     """
-    uids of the objects whose Workloads tell why pods wait.
+    uids of the objects whose Workloads show why pods wait.
 
     Kueue makes one for a StatefulSet, or, where a podTemplate has the queue's label, for a pod.
     """
@@ -62,7 +62,7 @@ def queued_uids(pods: Iterable[Object]) -> tuple[str, ...]:
 
 
 def words_of_kueue(learners: Sequence[LearnerPods], workloads: Iterable[Object]) -> str:
-    """Why the first of these learners that Kueue says something about waits; "": it says nothing."""
+    """Why the first of these learners waits that has a message from Kueue; "": none has."""
     of_uid = {labels(workload).get(JOB_UID, ""): workload for workload in workloads}
     for learner in learners:
         uids = (uid for pod in learner.pods for uid in _owners(pod))

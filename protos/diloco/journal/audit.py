@@ -131,8 +131,8 @@ def audit_parts(lines: Iterable[tuple[str, str]]) -> Audit:
     notes = [f"{place} is torn" for place in torn]
     if len(torn) > allowed:
         violations.append(
-            f"{_count(len(torn), 'line')} cannot be read ({', '.join(torn[:8])}), kills "
-            f"of the syncer explain {allowed}: events are missing"
+            f"{_count(len(torn), 'line')} cannot be read ({', '.join(torn[:8])}), but "
+            f"kills of the syncer explain only {allowed}: events are missing"
         )
     return Audit(
         violations=tuple(violations),
@@ -245,7 +245,7 @@ class _Book:
 
     def _join(self, learner: str, incarnation: int) -> Iterator[str]:
         if not _in_spec(learner, self.learners):
-            yield f"{learner} joined, which is none of the learners of the spec"
+            yield f"{learner} joined, but is not one of the learners of the spec"
         newest = self.newest.get(learner, 0)
         if incarnation < newest:
             yield f"incarnation {incarnation} of {learner} joined after its successor {newest}"
@@ -282,8 +282,8 @@ class _Book:
         fragments, interval = self.schedule
         expected = due(step, num_fragments=fragments, interval=interval)
         if fragment != expected:
-            what = "none" if expected is None else f"fragment {expected}"
-            yield f"merge of step {step} is of fragment {fragment}, due is {what}"
+            what = "no fragment" if expected is None else f"fragment {expected}"
+            yield f"merge of step {step} is of fragment {fragment}, but {what} is due"
 
     def _member(self, member: MergeMember, step: int, fragment: int) -> Iterator[str]:
         learner, incarnation = member.learner, member.incarnation

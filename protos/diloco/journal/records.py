@@ -150,7 +150,7 @@ class Readmit(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pause(Record):
-    """The syncer itself stood still; nobody is late for that time."""
+    """The syncer itself was paused; no learner is late because of that time."""
 
     kind = "pause"
     seconds: float

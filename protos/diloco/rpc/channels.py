@@ -63,7 +63,7 @@ def channel(
         reply_bytes: largest reply of a server that is not trusted, which may not be compressed
             either; None: no limit.
         proxy: http://host:port of an HTTP proxy that passes TCP on (CONNECT); "": none, whatever
-            the variables http_proxy and https_proxy say.
+            the variables http_proxy and https_proxy are.
     """
     options = [*_CHANNEL, ("grpc.primary_user_agent", f"diloco-{purpose}")]
     options.append(("grpc.enable_http_proxy", int(bool(proxy))))

@@ -21,7 +21,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         "CertificateOfOtherAuthority",
         r"CERTIFICATE_VERIFY_FAILED",
-        "the syncer's certificate was not issued by the authority in our ca.crt: the Secrets of all "
+        "the syncer's certificate was not issued by the authority in the local ca.crt: the Secrets of all "
         "clusters must come from the same authority",
     ),
     (

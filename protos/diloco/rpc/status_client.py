@@ -128,7 +128,7 @@ class SyncerClient:
         self, region: str, reason: str, message: str, *, timeout_seconds: float = 1.0
     ) -> None:
         """
-        Report that the learners of a region were given up; "" as reason: they no longer are.
+        Report that the learners of a region failed; "" as reason: they no longer have.
 
         Raises:
             UnavailableError: no answer within the deadline.

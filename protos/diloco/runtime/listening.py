@@ -21,8 +21,8 @@ class AllAddresses(socketserver.TCPServer):
     Base of a server for clients of both families, before the server's own class.
 
     A pod has addresses of one family or of both. Where this machine has no IPv6, it is IPv4 alone.
-    Anybody may connect: their number and their silence are bounded, because each holds a descriptor
-    and mostly a thread of a process that has other things to do.
+    Any client may connect: the number of connections and their silence are bounded, because each
+    holds a descriptor, and mostly a thread, of a process that has other things to do.
     """
 
     allow_reuse_address = True

@@ -37,8 +37,8 @@ def configure_logging(
         json: JSON objects instead of key=value.
         name: the process in the lines: "syncer", "eu/0".
         stream: instead of standard error.
-        background: lines are written by a thread of their own, so that no other waits while nobody
-            reads them or their disk hangs; lines beyond CAPACITY are dropped and counted.
+        background: lines are written by a separate thread, so that no other thread waits while they
+            are not read or their disk hangs; lines beyond CAPACITY are dropped and counted.
             `logging.shutdown` writes what is waiting.
     """
     given = stream or sys.stderr
@@ -55,7 +55,7 @@ class _BackgroundHandler(logging.Handler):
         self._stream = stream
         self._lines: queue.Queue[str] = queue.Queue(CAPACITY)
         self._dropped = 0
-        """Since the last line that says so; guarded by the handler's lock."""
+        """Lines since the last warning about them; guarded by the handler's lock."""
         threading.Thread(target=self._run, name="log", daemon=True).start()
 
     def emit(self, record: logging.LogRecord) -> None:

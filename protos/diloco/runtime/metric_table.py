@@ -94,7 +94,7 @@ METRICS: tuple[Metric, ...] = (
         name="diloco_ejections_total",
         kind="counter",
         component="syncer",
-        help="Learners that did not deliver, so that the rounds continued without them.",
+        help="Ejections of learners that did not deliver.",
         labels=("reason",),
     ),
     Metric(

@@ -12,7 +12,7 @@ class Status:
     """
     Args:
         quorum: K of the spec.
-        silence_seconds: without a merge for so long, something is wrong and the status must say so.
+        silence_seconds: without a merge for so long, something is wrong, and the status must show it.
     """
 
     observes = (dict, Moment)

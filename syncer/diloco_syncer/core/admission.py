@@ -278,7 +278,7 @@ class Admission:
             # Not cut: what differs is in the tensors, P and the averages are in the spec's hash.
             theirs = Layout(fragments=(), tensors=model.tensors, constants=model.constants)
             raise MismatchError(
-                f"{applicant.learner} trains another model than this job: "
+                f"{applicant.learner} trains a different model than this job: "
                 + "; ".join(differences(self.layout, theirs))
             )
         self.layout, self._digest = self._cut(model), model.digest

@@ -3,7 +3,7 @@ Learners that the rounds do without until they have proven that they deliver. Pu
 
 As with outlier ejection in load balancers: a member that misses a deadline or delivers what cannot
 be merged is ejected, probed after a growing back-off, and readmitted when a probe is delivered in
-time. A probe is a pull whose upload is discarded, so nobody waits for it.
+time. A probe is a pull whose upload is discarded, so no merge waits for it.
 
 Leaving is no way around it: what the others waited for a learner that left before it delivered is
 added up, and a learner for which they waited long twice is not probed earlier because it rejoins.
@@ -111,7 +111,7 @@ class Ejections:
             return []
         others = len(self.learners.training()) - record.training
         if others < self.quorum:
-            return []  # nobody would gain: the rounds need it
+            return []  # an ejection would not help: the rounds need it
         name = record.name
         record.ejections, record.delivered_in_row = record.ejections + 1, 0
         record.failed_at = now

@@ -116,9 +116,9 @@ class Engine:
 
     def _own_pause(self, now: float) -> list[ev.Decision]:
         """
-        Begin all leases anew after the syncer itself stood still (SIGSTOP, a suspended machine).
+        Restart all leases after the syncer itself was paused (SIGSTOP, a suspended machine).
 
-        Nothing could be received meanwhile, so nobody is late for it.
+        Nothing could be received meanwhile, so no learner is late because of it.
         """
         previous, self._now = self._now, now
         if previous is None:
@@ -226,8 +226,9 @@ class Engine:
             return ""
         names = self.scheduler.without_tokens
         more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        members = ", ".join(names[:8]) or "their members"
         return (
-            f"tokens: the last {rounds} merges changed nothing, and {', '.join(names[:8]) or 'nobody'}{more} "
+            f"tokens: the last {rounds} merges changed nothing, and {members}{more} "
             "reported none; pass the number of tokens of each step to learner.step()"
         )
 

@@ -36,16 +36,16 @@ TOKENS_PER_SECOND = 1 << 27
 ABSENT_STEPS = STEPS_PER_SECOND * 86400 * 30
 ABSENT_TOKENS = 1 << 44
 """
-What it may have trained while this syncer did not run, or its clock stood still: a month at that speed.
+What it may have trained while this syncer did not run, or its clock stopped: a month at that speed.
 
-Paper leaves this open. A position never moves back, so one that nobody can have reached must not be
-believed; one within the bound costs the learner data, and nothing else.
+Paper leaves this open. A position never moves back, so one that no learner can have reached must not
+be accepted; a wrong one within the bound costs the learner data, and nothing else.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where a learner was when this syncer first heard from it."""
+    """Where a learner was at its first message to this syncer."""
 
     local_step: int
     tokens: int
@@ -96,7 +96,7 @@ class History:
         self.paused = True
 
     def restart(self) -> None:
-        """A new incarnation counts anew."""
+        """A new incarnation counts from zero."""
         self.newest = None
         self.offered.clear()
 

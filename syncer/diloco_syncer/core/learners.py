@@ -87,7 +87,7 @@ class LearnerRecord:
     """Highest t_m ever reported: its data position."""
     total_tokens: int = 0
     origin: Origin | None = None
-    """Its position when this syncer first heard from it; None: it has not."""
+    """Its position at its first message to this syncer; None: there was none."""
     step_tokens: float = 0.0
     """Tokens of its last step."""
     step_seconds: float | None = None
@@ -185,7 +185,7 @@ class LearnerRecords:
             self._measured = None
 
     def note_hanging(self, now: float) -> None:
-        """Note who hangs: a learner that makes no steps is not the fastest."""
+        """Note which learners hang: one that makes no steps is not the fastest."""
         for record in self.training():
             limit = max(HANGS_SECONDS, HANGS_STEPS * (record.step_seconds or 0.0))
             if record.hangs != (now - record.reported_at > limit):

@@ -64,7 +64,7 @@ class Pace:
     def start(self) -> int:
         """Start the next global step and return it."""
         self.step += 1
-        self._ahead.clear()  # nobody is more than one step ahead
+        self._ahead.clear()  # no learner is more than one step ahead
         return self.step
 
 

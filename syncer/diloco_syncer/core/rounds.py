@@ -197,7 +197,7 @@ class Round:
         return min(self._next_deadline, self.held_since + hold_seconds)
 
     def shift(self, seconds: float) -> None:
-        """The syncer itself stood still: nobody is late for that."""
+        """Move all times: the syncer itself was paused, and no member is late because of it."""
         self.started += seconds
         self.pulled_at += seconds
         self.quorum_at = None if self.quorum_at is None else self.quorum_at + seconds

@@ -29,8 +29,8 @@ from diloco_syncer.core.used_reports import UsedReports
 
 UNCHANGED_ROUNDS = 8
 """
-After this many rounds in a row without a change, people are told. Paper leaves this open: one is possible when
-all members have just received the fragment.
+After this many rounds in a row without a change, the status reports it. Paper leaves this open: one such round
+is possible when all members have just received the fragment.
 """
 
 
@@ -440,7 +440,7 @@ class Scheduler:
         for round_ in list(self.in_flight):
             attempt = round_.attempt
             for name in round_.late(now, hold_seconds=self.hold_seconds()):
-                # A drop may have begun another attempt, in which nobody is late yet.
+                # A drop may have begun another attempt, in which no member is late yet.
                 if round_.transferring and round_.attempt == attempt:
                     out += self._late(round_, name, now)
         return out

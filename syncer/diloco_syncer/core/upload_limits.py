@@ -44,7 +44,7 @@ def hold_seconds(*, overlap: int, step_seconds: float | None) -> float:
     How long the members that have delivered wait for the others.
 
     Paper leaves this open: it bounds the wait for reports (Eq 3), not for the transfer. The same
-    slack is used, twice: a round that takes τ steps delays nobody, so up to 2τ costs at most τ.
+    slack is used, twice: a round that takes τ steps causes no delay, so up to 2τ costs at most τ.
     """
     window = HOLD_WINDOWS * overlap * (step_seconds or 0.0)
     return min(MAX_HOLD_SECONDS, max(MIN_HOLD_SECONDS, window))

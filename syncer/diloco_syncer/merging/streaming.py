@@ -251,7 +251,7 @@ class FragmentMerge:
         if message is None:
             raise UnavailableError(
                 f"chunk {index} of fragment {self._fragment.index} was not merged within "
-                f"{timeout_seconds:g} s; ask again"
+                f"{timeout_seconds:g} s; request it again"
             )
         return message
 

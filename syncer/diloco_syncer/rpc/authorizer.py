@@ -89,7 +89,7 @@ class Authorizer:
             shown = region_uri(self.job, shorten(region, MAX_REGION))
             raise UnauthorisedError(
                 f"the certificate does not have the URI name {shown}: only the operator of a region "
-                "gives its learners up"
+                "may report that its learners failed"
             )
 
     def check_syncer(self, context: grpc.ServicerContext) -> None:

@@ -209,7 +209,7 @@ class ControlService:
             }
             written = self._evaluations.append(line)
             if not (written and self._evaluations.flush(EVALUATIONS_SECONDS)):
-                raise UnavailableError("the disk of the syncer does not take the score; retry")
+                raise UnavailableError("the disk of the syncer does not accept the score; retry")
             yield pb.EvaluatedReply()
 
     def failed(
@@ -236,7 +236,7 @@ class ControlService:
     def region_failed(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
     ) -> Iterator[pb.RegionFailedReply]:
-        """Keep which region's learners were given up, for the operators of the other regions."""
+        """Record the region whose learners failed, for the operators of the other regions."""
         with aborting(context):
             request = self._query(requests, context, pb.RegionFailure, most=_QUERY_BYTES)
             with self._refusing("a RegionFailure"):
@@ -248,7 +248,9 @@ class ControlService:
         """Called on the runner's thread. Raises UnavailableError: too many within a minute."""
         now = time.monotonic()
         if len(self._scored) == EVALUATIONS_PER_MINUTE and now < self._scored[0] + 60.0:
-            raise UnavailableError(f"{EVALUATIONS_PER_MINUTE} scores came within a minute; retry")
+            raise UnavailableError(
+                f"{EVALUATIONS_PER_MINUTE} scores were submitted within a minute; retry"
+            )
         self._scored.append(now)
 
     def _query(
@@ -279,7 +281,12 @@ def _keep_region_failure(state: State, request: pb.RegionFailure) -> None:
         state.region_failures.pop(region, None)
         return
     state.region_failures[region] = (reason, message)
-    log.info("the operator of region %s gave its learners up: %s: %s", region, reason, message)
+    log.info(
+        "the operator of region %s reported that its learners failed: %s: %s",
+        region,
+        reason,
+        message,
+    )
 
 
 def _serialize(message: Message) -> bytes:

@@ -158,7 +158,7 @@ def _content(host: Host, parameters: Parameters, wanted: bulk.DownloadRequest) -
     attempt = host.attempts.get(wanted.round, wanted.attempt)
     if attempt is None or attempt.fragment != wanted.fragment:
         raise UnavailableError(
-            f"round {wanted.round} attempt {wanted.attempt} is over; ask for the current version"
+            f"round {wanted.round} attempt {wanted.attempt} is over; request the current version"
         )
     return _Result(attempt, fragment, fmt=down, step=step)
 

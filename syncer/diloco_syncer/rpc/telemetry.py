@@ -271,7 +271,7 @@ def failure(report: pb.Failure) -> tuple[str, str]:
 
 def region_failure(report: pb.RegionFailure, regions: Container[str]) -> tuple[str, str, str]:
     """
-    Region, reason and message of a region whose learners were given up; "" as reason: no longer.
+    Name, reason and message of a region whose learners failed; "" as reason: they no longer have.
 
     Raises:
         ProtocolError: the job has no such region.

@@ -166,8 +166,8 @@ class Parameters:
         )
         if layout.digest != facts["digest"]:
             raise StorageError(
-                "the snapshot's model is cut differently by this spec; "
-                "run it with the spec that wrote it or start a new job"
+                "this spec divides the snapshot's model into other fragments; "
+                "use the spec that wrote the snapshot, or start a new job"
             )
         thetas = [arrays[f"theta.{i}"] for i in range(len(layout.fragments))]
         for fragment, array in zip(layout.fragments, thetas, strict=True):

@@ -54,8 +54,8 @@ def resume(
     stated = snapshot.meta["spec"]
     if stated != spec.hash:
         raise ConfigError(
-            f"{directory}: its snapshots are of run spec {stated}, this job's is {spec.hash}; "
-            "use the manifest that began this run, or another directory"
+            f"{directory}: its snapshots belong to run spec {stated}, this job has {spec.hash}; "
+            "use the manifest that started this run, or another directory"
         )
     # Learners still hold what a person rejected: they must receive this state instead.
     parameters = Parameters.from_snapshot(

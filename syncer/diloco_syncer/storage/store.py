@@ -139,7 +139,7 @@ class Store:
         Damaged ones are skipped; the log names the file and the damage.
 
         Raises:
-            StorageError: there are snapshots and none can be read; beginning anew would overwrite
+            StorageError: there are snapshots and none can be read; starting over would overwrite
                 them. The message names each, its damage and what to do.
         """
         damage = []
@@ -192,14 +192,14 @@ class Store:
             text = read(self._disk, path).decode(errors="replace").strip()
         if not text.isdecimal():
             raise StorageError(
-                f"{path}: holds {text[:40]!r}, expected the step of a snapshot, or 0 to begin anew"
+                f"{path}: holds {text[:40]!r}, expected the step of a snapshot, or 0 to start over"
             )
         chosen, found = self._of_step(int(text)) if int(text) else (None, None)
         with os_errors(self._disk, self.root, "setting snapshots aside in"):
             self._set_aside([stem for stem in self._stems() if chosen is None or stem > chosen])
             self._disk.remove(path)
         self._verified = chosen
-        log.warning("starting from step %s, as %s demanded", text, path)
+        log.warning("starting from step %s, as requested in %s", text, path)
         return None if found is None else replace(found, chosen=True)
 
     def verify(self) -> bool:

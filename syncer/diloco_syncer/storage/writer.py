@@ -106,8 +106,8 @@ class Writer:
             # No snapshot may hold a merge whose line a crash of the machine takes away.
             if not self._journal.sync(JOURNAL_SECONDS):
                 raise StorageError(
-                    "the lines of events.jsonl before it are not durable: the disk refused, or did "
-                    f"not answer within {JOURNAL_SECONDS:.0f} s; check the disk of {self._directory}"
+                    "the lines of events.jsonl before it are not durable: the disk rejected "
+                    f"them, or did not respond within {JOURNAL_SECONDS:.0f} s; check the disk of {self._directory}"
                 )
             self._store.write(snapshot)
         except Exception as error:

@@ -263,7 +263,10 @@ def test_a_syncer_that_never_comes_is_an_error_in_time(cluster, hasty):
 
 def test_a_volume_that_is_gone_is_named(cluster, job):
     (cluster / "persistentvolumeclaim_a-syncer").unlink()
-    fails(job, r"job a: the volume \(PersistentVolumeClaim a-syncer\) is gone: .*cleanupPolicy All")
+    fails(
+        job,
+        r"job a: the volume \(PersistentVolumeClaim a-syncer\) no longer exists: .*cleanupPolicy All",
+    )
     assert "create" not in log(cluster)
 
 

@@ -10,7 +10,7 @@ from diloco_testing.kubernetes.operated_job import (
 
 RECIPE = {"recipe": {"name": "gpt", "config": {}}}
 TWO_PODS = {"command": ["python", "train.py"], "podsPerLearner": 2}
-WAITS = "changed only when learners that are missing or being replaced are back: "
+WAITS = "not updated yet, because learners are missing or being replaced: "
 
 
 def message(world):

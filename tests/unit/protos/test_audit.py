@@ -204,8 +204,8 @@ def steps_not_a_number(events: list[Event]) -> None:
         (no_quorum_stated, "merge has quorum None, expected a whole number"),
         (quorum_of_zero, "merge of step 0 has 0 learners, its quorum is 0"),
         (step_repeats, "merge of step 10 comes after that of step 10 in epoch 1"),
-        (wrong_fragment, "merge of step 14 is of fragment 0, due is fragment 1"),
-        (nothing_due, "merge of step 15 is of fragment 1, due is none"),
+        (wrong_fragment, "merge of step 14 is of fragment 0, but fragment 1 is due"),
+        (nothing_due, "merge of step 15 is of fragment 1, but no fragment is due"),
         (epoch_back, "epoch 1 comes after epoch 2"),
         (schedule_changes, "the schedule became 3 fragments every 12 steps, it was 3 every 6"),
         (no_members, "merge has members None, expected a list of objects"),
@@ -275,7 +275,7 @@ def test_more_torn_lines_than_kills_are_a_violation():
     found = audit(text)
     assert found.torn_lines == 2
     assert found.violations == (
-        "2 lines cannot be read (line 4, line 5), kills of the syncer explain 1: events are missing",
+        "2 lines cannot be read (line 4, line 5), but kills of the syncer explain only 1: events are missing",
     )
 
 
@@ -372,7 +372,7 @@ def runaway(events: list[Event]) -> None:
         (lie(deviation=9e16), "stated a norm that differs by 9e+16 of it from what arrived"),
         (lie(ofMedian=1e30), "has a delta of 1e+30 times the median and 0 clipped tensors"),
         (longer, "has a delta of norm 1e+18, its members' weighted mean is 2"),
-        (sybil, "us/123456789 joined, which is none of the learners of the spec"),
+        (sybil, "us/123456789 joined, but is not one of the learners of the spec"),
         (runaway, "claims 32 steps, the others 2, and its delta is empty"),
     ],
     ids=["a01", "a02", "a03", "a03-length", "a07-sybil", "a07-pace"],
@@ -432,7 +432,7 @@ def of_learners(**learners: int) -> Event:
 def test_a_join_is_judged_by_the_numbers_of_learners_in_force(events, violations):
     found = audit(lines(events)).violations
     assert len(found) == violations, found
-    assert all("is none of the learners of the spec" in sentence for sentence in found)
+    assert all("is not one of the learners of the spec" in sentence for sentence in found)
 
 
 def test_numbers_that_the_disk_did_not_take_in_time_are_not_held_against_a_learner():

@@ -195,7 +195,7 @@ def test_an_engine_that_raises_ends_the_runner_with_its_reason_and_without_a_sna
     assert ended.wait(30)
     assert "the engine cannot process Heartbeat" in runner.failure
     assert "at a named point" in caplog.text
-    with pytest.raises(UnavailableError, match="the syncer ends"):
+    with pytest.raises(UnavailableError, match="the syncer is stopping"):
         runner.ask(lambda state: state.engine.step)
     runner.stop()
     assert list((tmp_path / "snapshots").glob("*.json")) == []

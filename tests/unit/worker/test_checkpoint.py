@@ -244,12 +244,12 @@ def test_a_disk_that_hangs_does_not_keep_a_learner_from_leaving(tmp_path, caplog
     monkeypatch.setattr(checkpoint, "STALL_SECONDS", 0.05)
     assert store.start(model, [optimizer], local_step=10, global_step=2, facts=FACTS)
     assert not store.finish()
-    assert f"step 10: the disk of {tmp_path} has taken nothing" in caplog.text
+    assert f"step 10: the disk of {tmp_path} has accepted no data" in caplog.text
     # The last checkpoint is not begun, and leaving does not wait again.
     assert not store.start(model, [optimizer], local_step=11, global_step=2, facts=FACTS)
     monkeypatch.setattr(checkpoint, "STALL_SECONDS", 100.0)
     assert not store.finish()
-    assert caplog.text.count("has taken nothing") == 1
+    assert caplog.text.count("has accepted no data") == 1
     assert store.newest().local_step == 5
     answers.set()
     store._writer.join(100)

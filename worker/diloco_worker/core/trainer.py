@@ -107,7 +107,7 @@ class AwaitLink:
 
 @dataclass(frozen=True, slots=True)
 class ShowProgress:
-    """Show this sentence to the person who waits."""
+    """Show this sentence to the user who waits."""
 
     text: str
 

@@ -4,7 +4,7 @@ Which committed fragments this learner lacks, and what is under way to get them.
 Normally a result is downloaded while the round runs. If that fails, if the session breaks, or if the
 learner joins between pull and commit or with a checkpoint of its own, the fragment is outdated: it
 is downloaded as it is now, and is not offered before it has been applied, so that its counters
-start anew and its delta does not contain the missed update with the opposite sign.
+start from zero and its delta does not contain the missed update with the opposite sign.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Updates:
         A session began: the syncer has these versions now, one per fragment.
 
         They may be older than those that its predecessor announced: a crash undoes what was committed
-        after the last snapshot, and nobody can wait for a version that no longer exists.
+        after the last snapshot, and waiting for a version that no longer exists would never end.
         """
         self._newest = dict(enumerate(versions[: len(self._slots)]))
         self.outdated = {

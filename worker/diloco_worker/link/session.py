@@ -107,7 +107,7 @@ class Session:
                     self._post(event)
         except grpc.RpcError as error:
             lost = lost_of(error_of(error))
-        except Exception as error:  # else the link would wait for a session that nobody reads
+        except Exception as error:  # else the link would wait for a session that no thread reads
             log.exception("a message of the syncer could not be processed")
             lost = ev.SessionLost(text=f"a message could not be processed: {error!r}")
         with self._changed:

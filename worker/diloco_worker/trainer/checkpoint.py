@@ -155,8 +155,8 @@ class Checkpoints:
             if self._writer.is_alive() and self._taken == before:
                 self._stalled = before
                 log.error(
-                    "checkpoint of local step %d: the disk of %s has taken nothing for %.0f s; leaving without "
-                    "it, the one before stays; check the disk",
+                    "checkpoint of local step %d: the disk of %s has accepted no data for %.0f s; leaving "
+                    "without this checkpoint, the previous one remains; check the disk",
                     self._writing, self._directory, STALL_SECONDS,
                 )  # fmt: skip
         return True

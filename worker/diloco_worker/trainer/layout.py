@@ -129,7 +129,7 @@ def _check(trained: list[Named], constants: list[Named]) -> None:
         if not n.tensor.is_floating_point()
     ]
     problems += [
-        f"{n.info.name} is on the meta device; give it memory before Learner.connect"
+        f"{n.info.name} is on the meta device; materialize it before Learner.connect"
         for n in (*trained, *constants)
         if n.tensor.device.type == "meta"
     ]

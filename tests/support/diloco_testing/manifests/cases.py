@@ -73,15 +73,15 @@ BROKEN_RULES = [
     ),
     (
         ["spec.learner.ports={health: 9090}"],
-        "spec.learner.ports: health 9090, metrics 9090, rendezvous 29500: each port must be another",
+        "spec.learner.ports: health 9090, metrics 9090, rendezvous 29500; use a different port for each",
     ),
     (
         ["spec.syncer.ports={sync: 8080}"],
-        "spec.syncer.ports: health 8080, metrics 9090, sync 8080: each port must be another one",
+        "spec.syncer.ports: health 8080, metrics 9090, sync 8080; use a different port for each",
     ),
     (
         ["spec.evaluation={everySteps: 5, ports: {health: 5000, metrics: 5000}}"],
-        "spec.evaluation.ports: health 5000, metrics 5000: each port must be another one",
+        "spec.evaluation.ports: health 5000, metrics 5000; use a different port for each",
     ),
     (["spec.syncer.region=asia"], 'spec.syncer.region: "asia" is not one of the regions: eu, us'),
     (
