@@ -138,7 +138,7 @@ def _metadata(env: Environment, name: str) -> dict[str, str]:
     if own := sorted(filter(is_own, given)):
         env.problem(f"{name}: the operator itself sets {', '.join(own)}")
     if odd := sorted(key for key, text in given.items() if not isinstance(text, str)):
-        env.problem(f"{name}: {', '.join(odd)}: expected a text")
+        env.problem(f"{name}: {', '.join(odd)}: expected a string")
     return given
 
 

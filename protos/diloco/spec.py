@@ -98,14 +98,14 @@ class RunSpec:
                     not 0 <= self.guard < math.inf,
                     f"guard: {self.guard} is not a finite number of 0 or more",
                 ),
-                (self.merge not in MERGES, f"merge: {self.merge!r} is none of {MERGES}"),
+                (self.merge not in MERGES, f"merge: {self.merge!r} is not one of {MERGES}"),
                 (
                     self.wire_up not in UP_FORMATS,
-                    f"wire_up: {self.wire_up!r} is none of {UP_FORMATS}",
+                    f"wire_up: {self.wire_up!r} is not one of {UP_FORMATS}",
                 ),
                 (
                     self.wire_down not in DOWN_FORMATS,
-                    f"wire_down: {self.wire_down!r} is none of {DOWN_FORMATS}",
+                    f"wire_down: {self.wire_down!r} is not one of {DOWN_FORMATS}",
                 ),
             )
             if bad

@@ -104,7 +104,7 @@ imagePullSecrets:
 - apiGroups: [""]
   resources: [events]
   verbs: [list, create]
-# Why learners of a job in a queue wait, in the words of Kueue.
+# The conditions of a Workload: why the learners of a job in a queue wait.
 - apiGroups: [kueue.x-k8s.io]
   resources: [workloads]
   verbs: [list]

@@ -48,7 +48,7 @@ def format_of(name: str) -> int:
     try:
         return _FORMATS[name]
     except KeyError:
-        raise ConfigError(f"wire format: {name!r} is none of {', '.join(_FORMATS)}") from None
+        raise ConfigError(f"wire format: {name!r} is not one of {', '.join(_FORMATS)}") from None
 
 
 def encoded_bytes(fmt: int, elements: int) -> int:
@@ -60,7 +60,7 @@ def encoded_bytes(fmt: int, elements: int) -> int:
     """
     if fmt not in _VALUE_BITS:
         raise ProtocolError(
-            f"wire format {fmt} is none of FP32, BF16, INT8, INT4, RAW; update the older program"
+            f"wire format {fmt} is not one of FP32, BF16, INT8, INT4, RAW; update the older program"
         )
     if elements < 0 or (fmt != RAW and elements % BLOCK):
         raise ProtocolError(f"{elements} elements are not a multiple of the block of {BLOCK}")

@@ -67,7 +67,7 @@ def unpack(message: bytes) -> Envelope:
         return Envelope(kind=Kind(kind), index=index, payload=payload)
     except ValueError:
         raise DamagedError(
-            f"message kind: {kind} is none of {[k.value for k in Kind]}; update the older program"
+            f"message kind: {kind} is not one of {[k.value for k in Kind]}; update the older program"
         ) from None
 
 

@@ -337,7 +337,7 @@ def _work(member: MergeMember, merge: Merge, limit: float) -> Iterator[str]:
     if (member.deviation or 0.0) > NORM_TOLERANCE:
         yield (
             f"{who} stated a norm that differs by {member.deviation:.3g} of it from what arrived, "
-            f"allowed is {NORM_TOLERANCE:g}"
+            f"more than the allowed {NORM_TOLERANCE:g}"
         )
     beyond = bool(merge.guard) and (member.of_median or 0.0) > (merge.guard or 0.0)
     if beyond != bool(member.clipped):

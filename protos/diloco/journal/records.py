@@ -362,7 +362,7 @@ def value(data: Mapping[str, Any], key: str, kind: Any) -> Any:
     expected = "a whole number" if kind is int else "a number"
     accepted: Any = int | float if kind is float else kind
     if kind in (str, bool):
-        expected = "a text" if kind is str else "true or false"
+        expected = "a string" if kind is str else "true or false"
     if not isinstance(found, accepted) or (isinstance(found, bool) and kind is not bool):
         raise RecordError(f"has {key} {found!r}, expected {expected}")
     if isinstance(found, int) and abs(found) > MAX_NUMBER:

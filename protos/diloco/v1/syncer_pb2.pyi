@@ -905,7 +905,7 @@ Global___FailedReply: _TypeAlias = FailedReply  # noqa: Y015
 
 @_typing.final
 class RegionFailure(_message.Message):
-    """Why the learners of a region were given up, as the condition there says it."""
+    """Why all learners of a region failed, as the condition of the job there states it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -914,7 +914,7 @@ class RegionFailure(_message.Message):
     MESSAGE_FIELD_NUMBER: _builtins.int
     region: _builtins.str
     reason: _builtins.str
-    """"": they are not given up"""
+    """"": they have not all failed"""
     message: _builtins.str
     def __init__(
         self,

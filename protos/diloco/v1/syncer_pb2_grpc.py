@@ -95,8 +95,8 @@ class SyncerServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RegionFailed(self, request, context):
-        """The operator of another region reports that it gave up all learners of a region, or, without a reason, that
-        it no longer does. The syncer repeats that in its status until its process ends; it changes nothing else.
+        """The operator of another region reports that all learners of its region failed, or, without a reason, that they
+        no longer do. The syncer repeats that in its status until its process ends; it changes nothing else.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,8 +51,8 @@ class SyncerStub:
     status, for the operators of other regions, until its process ends; it changes nothing else.
     """
     RegionFailed: _grpc.UnaryUnaryMultiCallable[_syncer_pb2.RegionFailure, _syncer_pb2.RegionFailedReply]
-    """The operator of another region reports that it gave up all learners of a region, or, without a reason, that
-    it no longer does. The syncer repeats that in its status until its process ends; it changes nothing else.
+    """The operator of another region reports that all learners of its region failed, or, without a reason, that they
+    no longer do. The syncer repeats that in its status until its process ends; it changes nothing else.
     """
 
 @_typing.type_check_only
@@ -71,8 +71,8 @@ class SyncerAsyncStub(SyncerStub):
     status, for the operators of other regions, until its process ends; it changes nothing else.
     """
     RegionFailed: _aio.UnaryUnaryMultiCallable[_syncer_pb2.RegionFailure, _syncer_pb2.RegionFailedReply]  # type: ignore[assignment]
-    """The operator of another region reports that it gave up all learners of a region, or, without a reason, that
-    it no longer does. The syncer repeats that in its status until its process ends; it changes nothing else.
+    """The operator of another region reports that all learners of its region failed, or, without a reason, that they
+    no longer do. The syncer repeats that in its status until its process ends; it changes nothing else.
     """
 
 class SyncerServicer(metaclass=_abc_1.ABCMeta):
@@ -118,8 +118,8 @@ class SyncerServicer(metaclass=_abc_1.ABCMeta):
         request: _syncer_pb2.RegionFailure,
         context: _ServicerContext,
     ) -> _typing.Union[_syncer_pb2.RegionFailedReply, _abc.Awaitable[_syncer_pb2.RegionFailedReply]]:
-        """The operator of another region reports that it gave up all learners of a region, or, without a reason, that
-        it no longer does. The syncer repeats that in its status until its process ends; it changes nothing else.
+        """The operator of another region reports that all learners of its region failed, or, without a reason, that they
+        no longer do. The syncer repeats that in its status until its process ends; it changes nothing else.
         """
 
 def add_SyncerServicer_to_server(servicer: SyncerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

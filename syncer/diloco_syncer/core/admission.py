@@ -243,7 +243,7 @@ class Admission:
         name = re.fullmatch(r"([^/]+)/(0|[1-9][0-9]{0,8})", applicant.learner, re.ASCII)
         if name is None or name[1] != region or len(region) > MAX_REGION:
             raise UnknownLearnerError(
-                f"{learner!r} is in none of the job's regions {', '.join(sorted(limits))}"
+                f"{learner!r} is not in one of the job's regions {', '.join(sorted(limits))}"
             )
         if detail := beyond(applicant.learner, limits):
             raise UnavailableError(detail)

@@ -19,7 +19,7 @@ MAX_LEARNERS = 1000
 
 def beyond(learner: str, limits: Mapping[str, int]) -> str:
     """
-    Why a learner, by its name, is none of those that may join; empty: it is one of them.
+    Why a learner, by its name, is not one of those that may join; empty: it is one.
 
     Args:
         learner: its name, "<region>/<index>".

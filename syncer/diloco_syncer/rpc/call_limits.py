@@ -211,7 +211,7 @@ class CallLimits:
             begun = self._joined.setdefault(learner, deque(maxlen=JOINS_PER_MINUTE))
             if len(begun) == JOINS_PER_MINUTE and now < begun[0] + 60.0:
                 raise UnavailableError(
-                    f"{learner} began {JOINS_PER_MINUTE} sessions within a minute; find out why they end"
+                    f"{learner} began {JOINS_PER_MINUTE} sessions within a minute; check its logs for why they end"
                 )
             begun.append(now)
 

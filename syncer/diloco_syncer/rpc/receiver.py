@@ -252,7 +252,9 @@ def check_header(header: bulk.UploadHeader, layout: Layout, *, up: int) -> None:
             f"expected {fragment.elements} in {fragment.chunks}"
         )
     if header.content not in (bulk.DELTA, bulk.WHOLE, bulk.INITIAL):
-        raise ProtocolError(f"content {header.content} is none of DELTA, WHOLE, INITIAL, CONSTANTS")
+        raise ProtocolError(
+            f"content {header.content} is not one of DELTA, WHOLE, INITIAL, CONSTANTS"
+        )
     expected = up if header.content == bulk.DELTA else formats.FP32
     if header.format != expected:
         raise ProtocolError(f"format {header.format}, expected {expected} of this job for it")

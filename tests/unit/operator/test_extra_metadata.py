@@ -203,7 +203,7 @@ def test_the_settings_are_read():
     [
         ("DILOCO_JOB_LABELS", '{"diloco.dev/job": "x"}', "the operator itself sets diloco.dev/job"),
         ("DILOCO_JOB_LABELS", '{"app.kubernetes.io/name": "x"}', "app.kubernetes.io/name"),
-        ("DILOCO_JOB_ANNOTATIONS", '{"a": 1}', "a: expected a text"),
+        ("DILOCO_JOB_ANNOTATIONS", '{"a": 1}', "a: expected a string"),
         ("DILOCO_JOB_ANNOTATIONS", "[]", "expected a JSON object"),
     ],
 )

@@ -248,7 +248,7 @@ def test_the_bytes_of_a_known_block_are_what_they_were_in_the_first_release(fmt)
 
 def test_every_word_of_the_spec_has_a_format():
     assert [formats.format_of(word) for word in UP_FORMATS] == list(NUMBERS)
-    with pytest.raises(ConfigError, match="'fp8' is none of FP32, BF16, Int8, Int4"):
+    with pytest.raises(ConfigError, match="'fp8' is not one of FP32, BF16, Int8, Int4"):
         formats.format_of("fp8")
 
 
@@ -362,7 +362,7 @@ def test_every_truncation_of_a_message_is_found():
 
 
 def test_a_message_of_an_unknown_kind_is_damaged():
-    with pytest.raises(DamagedError, match="message kind: 9 is none of"):
+    with pytest.raises(DamagedError, match="message kind: 9 is not one of"):
         frames.unpack(frames.pack(9, 0, b"new"))
 
 

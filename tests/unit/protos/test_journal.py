@@ -286,7 +286,7 @@ def test_unknown_kinds_and_fields_are_ignored_and_missing_ones_have_defaults():
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"incarnation": 1}, "has learner None, expected a text"),
+        ({"incarnation": 1}, "has learner None, expected a string"),
         ({"learner": "a", "incarnation": True}, "has incarnation True, expected a whole number"),
         ({"learner": "a", "incarnation": 1, "fresh": 1}, "has fresh 1, expected true or false"),
     ],

@@ -121,7 +121,7 @@ def test_all_problems_are_in_one_message():
 
 
 def test_down_formats_are_fewer_than_up_formats():
-    with pytest.raises(ConfigError, match="wire_down: 'Int4' is none of"):
+    with pytest.raises(ConfigError, match="wire_down: 'Int4' is not one of"):
         spec(wire_down="Int4")
 
 

@@ -50,7 +50,7 @@ def test_the_first_learner_of_a_fresh_job_defines_the_model():
         ({"job": "k"}, MismatchError, "is of job 'k', this syncer runs 'j'"),
         ({"spec_hash": "abc"}, MismatchError, "runs spec abc, this syncer runs"),
         ({"learner": "as/0", "region": "as"}, UnavailableError, "as/0 is of region as"),
-        ({"learner": "a" * 64 + "/0", "region": "a" * 64}, UnknownLearnerError, "in none of"),
+        ({"learner": "a" * 64 + "/0", "region": "a" * 64}, UnknownLearnerError, "not in one of"),
         ({"region": "us"}, UnknownLearnerError, "'eu/0'"),
         ({"learner": "eu/x"}, UnknownLearnerError, "'eu/x'"),
         ({"learner": "eu/../../0"}, UnknownLearnerError, "'eu/../../0'"),
