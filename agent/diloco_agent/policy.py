@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from diloco.errors import EXIT_DONE, EXIT_REFUSED
-from diloco_agent.restarts import backoff_seconds, exit_cause, is_crash, limit_message
+from diloco.runtime.exits import is_crash
+from diloco_agent.restarts import backoff_seconds, exit_cause, limit_message
 from diloco_agent.unit import FOLLOW_SECONDS, Follower, Unit
 
 EXIT_FAILED = 1

@@ -1,16 +1,12 @@
 """
 Restart rules that the agent of a container and the local supervisor share.
 
-Pure: how long to back off, which exits are crashes, and when a learner has crashed too often.
+Pure: how long to back off, and when a learner has crashed too often (diloco/runtime/exits.py: what a crash is).
 """
 
 from __future__ import annotations
 
-import signal
-
 from diloco.runtime.formatting import ending
-
-_CRASHES = (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL)
 
 
 def backoff_seconds(
@@ -30,16 +26,6 @@ def backoff_seconds(
         return 0.0
     # 2.0**64 is past every bound, and larger powers overflow.
     return min(max_seconds, first_seconds * 2.0 ** min(doublings, 64))
-
-
-def is_crash(code: int) -> bool:
-    """
-    Whether an exit counts against learnerRestartLimit: neither success nor a kill from outside.
-
-    Args:
-        code: exit code; minus the signal's number when a signal ended the process.
-    """
-    return code > 0 or -code in _CRASHES
 
 
 def exit_cause(code: int, last_line: str) -> str:

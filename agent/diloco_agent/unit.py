@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from diloco_agent.restarts import exit_cause, is_crash
+from diloco.runtime.exits import is_crash
+from diloco_agent.restarts import exit_cause
 
 REPORT_SECONDS = 1.0
 """Between two reports of a rank."""

@@ -14,7 +14,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco.errors import EXIT_DONE, EXIT_REFUSED, EXIT_USAGE
-from diloco_agent.restarts import backoff_seconds, exit_cause, is_crash, limit_message
+from diloco.runtime.exits import is_crash
+from diloco_agent.restarts import backoff_seconds, exit_cause, limit_message
 from diloco_local.events import (
     Abandon,
     Close,

@@ -9,12 +9,12 @@ puts the end of the log there (terminationMessagePolicy).
 from __future__ import annotations
 
 import json
-import signal
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from diloco.errors import EXIT_REFUSED
+from diloco.runtime.exits import is_crash, of_container
 from diloco.runtime.formatting import printable, shorten
 from diloco_job import names
 from diloco_job.types import DiLoCoJob, Region
@@ -29,9 +29,6 @@ _USUAL_WAITS = ("", "ContainerCreating", "PodInitializing")
 
 _MAX_MESSAGE, _MAX_LOG = 300, 500
 """Characters of a container's last message and of its log in a condition that has both."""
-
-_CRASHES = ("SIGSEGV", "SIGBUS", "SIGABRT", "SIGFPE", "SIGILL")
-_CRASH_CODES = {128 + getattr(signal, name) for name in _CRASHES}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -321,10 +318,8 @@ def _exit_text(end: Mapping[str, Any]) -> str:
 
 
 def _is_crash(end: Mapping[str, Any]) -> bool:
-    """Neither a clean exit nor a kill from outside (`diloco run` has the same rule)."""
-    code = end.get("exitCode") or 0
     # An OOM kill counts as the container's own; any other SIGKILL or SIGTERM came from outside.
-    return end.get("reason") == "OOMKilled" or 0 < code < 128 or code in _CRASH_CODES
+    return end.get("reason") == "OOMKilled" or is_crash(of_container(end.get("exitCode") or 0))
 
 
 def _problem(pod: Object) -> str:
