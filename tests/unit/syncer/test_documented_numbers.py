@@ -2,6 +2,7 @@
 
 import pytest
 
+from diloco.journal import audit
 from diloco_syncer import coordinator
 from diloco_syncer.core import (
     announcements,
@@ -9,7 +10,9 @@ from diloco_syncer.core import (
     durability,
     ejection,
     engine,
+    guard,
     initialisation,
+    learners,
     pacing,
     rounds,
     upload_limits,
@@ -73,3 +76,17 @@ from diloco_worker.link import assembly
 )  # fmt: skip
 def test_a_limit_changes_with_its_documentation_only(module, numbers):
     assert {name: getattr(module, name) for name in numbers} == numbers
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        (guard, ("RATE_MULTIPLE", "GUARDED_MEMBERS")),
+        (learners, ("UNPROVEN_SPEED",)),
+        (contribution, ("NORM_FLOOR", "NORM_TOLERANCE")),
+    ],
+    ids=lambda value: value.__name__ if hasattr(value, "__name__") else "",
+)
+def test_the_audit_holds_merges_to_the_limits_of_the_core(module, names):
+    """It may not import the syncer, so it has copies: a change of one is a change of both."""
+    assert {n: getattr(audit, n) for n in names} == {n: getattr(module, n) for n in names}
