@@ -21,6 +21,8 @@ CONTRACTS = {
     contract["name"]: contract for contract in PROJECT["tool"]["importlinter"]["contracts"]
 }
 PURE = CONTRACTS["pure code does no I/O"]["source_modules"]
+MODULES = {"grpcio": "grpc", "protobuf": "google", "pyyaml": "yaml"}
+"""Names of modules that differ from those of their distributions."""
 
 
 def lint(*search: Path) -> subprocess.CompletedProcess[str]:
@@ -81,6 +83,36 @@ def test_the_command_line_may_import_only_the_resources_of_the_operator():
     contract = CONTRACTS["the command line takes only the resources from the operator"]
     allowed = {"diloco_operator.__init__", "diloco_operator.resources"}
     assert set(contract["forbidden_modules"]) == modules - allowed
+
+
+def test_the_first_process_of_a_container_imports_nothing_that_the_project_installs():
+    extras = PROJECT["project"]["optional-dependencies"]
+    wanted = [
+        *PROJECT["project"]["dependencies"],
+        *(d for n in extras if n != "dev" for d in extras[n]),
+    ]
+    names = {re.split(r"[^A-Za-z0-9-]", dependency)[0] for dependency in wanted} - {"diloco"}
+    modules = {MODULES.get(name, name.replace("-", "_")) for name in names}
+    contract = CONTRACTS["the first process of a container needs the standard library only"]
+    assert set(contract["forbidden_modules"]) == modules
+
+
+@pytest.mark.parametrize("tool", ["importlinter", "mypy"])
+def test_every_package_of_the_wheel_has_contracts_and_types_checked(tool):
+    settings = PROJECT["tool"][tool]
+    checked = settings["root_packages" if tool == "importlinter" else "packages"]
+    assert sorted(checked) == sorted(PACKAGES)
+
+
+def test_every_folder_of_a_package_is_in_the_wheel_and_on_the_path_of_ruff():
+    folders = {path.parent.parent.name for path in ROOT.glob("*/diloco*/__init__.py")}
+    assert folders == {package.parent.name for package in PACKAGES.values()}
+    assert folders <= set(PROJECT["tool"]["ruff"]["src"])
+
+
+def test_every_package_has_its_place_among_the_others():
+    layers = [name for layer in CONTRACTS["packages"]["layers"] for name in layer.split(" | ")]
+    assert sorted(layers) == sorted(PACKAGES)
 
 
 # Purity: import-linter sees imports of modules, not builtins or members of modules.

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,13 @@ def test_each_component_folder_holds_exactly_one_package():
     for folder in COMPONENTS:
         packages = [p.parent.name for p in (ROOT / folder).glob("*/__init__.py")]
         assert len(packages) == 1, packages
+
+
+def test_the_components_are_the_packages_of_the_wheel():
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    assert [path.split("/")[0] for path in build["targets"]["wheel"]["packages"]] == list(
+        COMPONENTS
+    )
 
 
 def test_tests_are_not_packages():
