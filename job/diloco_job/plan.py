@@ -28,8 +28,6 @@ class ProgramPlan:
     """A process that runs a recipe or the user's own program."""
 
     argv: tuple[str, ...]
-    own_command: bool
-    """The user's own program: it starts in the manifest's directory."""
     config: Mapping[str, Any]
     """Content of DILOCO_CONFIG."""
     env: Env
@@ -238,7 +236,6 @@ def learner_plan(job: DiLoCoJob, region: Region, index: int) -> LearnerPlan:
         region=region.name,
         index=index,
         argv=argv,
-        own_command=learner.recipe is None,
         config=config,
         env=_user_env(job),
     )
@@ -251,7 +248,6 @@ def _evaluator(job: DiLoCoJob) -> EvaluatorPlan | None:
     return EvaluatorPlan(
         every_steps=evaluation.every_steps,
         argv=(PYTHON, "-m", "diloco_worker.evaluator"),
-        own_command=evaluation.command is not None,
         config=dict(recipe.config) if recipe else {},
         env=_user_env(job),
     )

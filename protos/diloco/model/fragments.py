@@ -197,18 +197,16 @@ def cut(
     )
 
 
-def offsets(*, num_fragments: int, interval: int) -> tuple[int, ...]:
-    """
-    t_p for every fragment: distinct, spread evenly over 0..H-1 (paper 2, 3; the even spread is ours).
-
-    >>> offsets(num_fragments=3, interval=6)
-    (0, 2, 4)
-    """
-    return tuple(index * interval // num_fragments for index in range(num_fragments))
-
-
 def due(step: int, *, num_fragments: int, interval: int) -> int | None:
-    """The fragment p with step mod H = t_p, or None where no fragment is due (P < H)."""
+    """
+    The fragment p with step mod H = t_p, or None where no fragment is due (P < H).
+
+    t_p = ⌊p·H/P⌋: distinct, and spread evenly over 0..H-1. Paper leaves this open: it spaces fragments within the
+    interval (2, 3), and names no rounding.
+
+    >>> [due(step, num_fragments=3, interval=6) for step in range(6)]
+    [0, None, 1, None, 2, None]
+    """
     place = step % interval
     index = -(-place * num_fragments // interval)
     if index < num_fragments and index * interval // num_fragments == place:

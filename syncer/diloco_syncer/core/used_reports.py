@@ -109,11 +109,6 @@ class UsedReports:
             self.floor = oldest[-1]
             self.merged.difference_update(oldest)
 
-    def raise_floor(self, local_step: int) -> None:
-        """Count every report up to this one as merged."""
-        self.floor = max(self.floor, local_step)
-        self.merged = {step for step in self.merged if step > self.floor}
-
     def to_json(self) -> dict[str, Any]:
         """What must outlive the syncer; reports of rounds in flight are not merged."""
         return {"floor": self.floor, "merged": sorted(self.merged)}

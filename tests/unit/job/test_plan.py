@@ -111,7 +111,6 @@ def test_a_users_command_is_started_as_written_with_only_the_regions_config():
     made = plan(load_job(OWN_LOOP))
     [learner] = made.learners
     assert learner.argv == ("python", "train.py", "--fast")
-    assert learner.own_command
     assert learner.config == {"batch": 2}
     assert made.spec.recipe is None
     assert made.evaluator is not None

@@ -70,14 +70,6 @@ def test_a_report_at_or_below_the_floor_is_not_kept_one_by_one():
     assert used_reports.merged == {5}
 
 
-def test_raising_the_floor_forgets_what_it_covers_and_never_lowers_it():
-    used_reports = UsedReports(merged={3, 5, 6})
-    used_reports.raise_floor(5)
-    assert (used_reports.floor, used_reports.merged) == (5, {6})
-    used_reports.raise_floor(2)
-    assert (used_reports.floor, used_reports.merged) == (5, {6})
-
-
 def test_memory_is_bounded_and_what_was_merged_stays_merged():
     used_reports = UsedReports()
     for step in range(MAX_MERGED):

@@ -110,14 +110,6 @@ def most_idle_bytes(layout: Layout, spec: RunSpec) -> int:
     return min(spec.overlap, MAX_TRANSFERS) * sum(_largest(layout, spec))
 
 
-def most_held_bytes(layout: Layout, spec: RunSpec) -> int:
-    """The bound above, for a link whose transfers are all in the formats of the job."""
-    down = formats.format_of(spec.wire_down)
-    held = sum(formats.encoded_bytes(down, f.elements) for f in layout.fragments)
-    in_flight = most_transfers(spec) * sum(_largest(layout, spec))
-    return int(SLACK * (held + in_flight)) + most_idle_bytes(layout, spec)
-
-
 def _largest(layout: Layout, spec: RunSpec) -> tuple[int, int]:
     """Payload of the largest fragment: of a result, and of an upload."""
     elements = max(f.elements for f in layout.fragments)
