@@ -1,6 +1,7 @@
 """Top-level folders are named after the programs; these tests keep the names from hiding modules."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -34,6 +35,21 @@ def test_the_components_are_the_packages_of_the_wheel():
 def test_tests_are_not_packages():
     """tests/unit/operator/__init__.py would replace sys.modules["operator"]."""
     assert not list((ROOT / "tests").rglob("__init__.py"))
+
+
+FOLDERS = [
+    path.relative_to(ROOT)
+    for folder in COMPONENTS
+    for path in sorted((ROOT / folder).rglob("__init__.py"))
+    if path.parent.name not in ("v1", "checkers")  # generated; one module per property
+]
+
+
+@pytest.mark.parametrize("path", FOLDERS, ids=lambda path: path.parent.name)
+def test_every_package_describes_what_it_may_import_and_where_to_begin(path):
+    text = " ".join((ast.get_docstring(ast.parse((ROOT / path).read_text())) or "").split())
+    assert re.search(r"\b[Ii]mports?\b", text), "what may it import?"
+    assert re.search(r"[Bb]egin with", text), "where does a reader begin?"
 
 
 def test_standard_operator_wins_in_the_repo_root():

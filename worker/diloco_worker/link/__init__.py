@@ -7,4 +7,6 @@ the process. `session` holds the control stream, `bulk` runs transfers on thread
 Transfers without I/O, for this process and for simulators: `schedule` (which run), `encoder` and
 `upload_messages` (an upload), `placement` and `assembly` (a download, until it is in the inbox),
 `buffers` (what they may hold). `upload` and `download` are the gRPC calls around them.
+
+Imports the contract, and of this package core/, ipc/ and `settings`; never trainer/ or the modules above it.
 """
