@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -48,6 +48,7 @@ With five, two cores were so busy that tests ran into time-outs.
 LAST = "test_rbac"
 """Reads the audit logs of all other groups."""
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
+SKIP = re.compile(r"SKIPPED \[(?P<number>\d+)\] \S+:(\d+:)? (?P<reason>.*)")
 SECOND_RUNS = 3
 """More failed tests than these in a group have a cause that a second run must not hide."""
 
@@ -59,9 +60,13 @@ class Result:
     counts: Counter[str]
     failures: tuple[str, ...] = ()
     """pytest's line for each test that failed, with the beginning of its message."""
+    skipped: Counter[str] = field(default_factory=Counter)
+    """Number of skipped tests by reason."""
 
     def __add__(self, other: Result) -> Result:
-        return Result(self.counts + other.counts, self.failures + other.failures)
+        return Result(
+            self.counts + other.counts, self.failures + other.failures, self.skipped + other.skipped
+        )
 
     def after(self, second: Result) -> Result:
         """This result of all tests, given the result of a second run of those that failed."""
@@ -72,7 +77,8 @@ class Result:
         counts["flaky"] = second.counts["passed"]
         again = {failure.split(" - ")[0] for failure in second.failures}
         flaky = [f for f in self.failures if f.split(" - ")[0] not in again]
-        return Result(+counts, (*second.failures, *(f"FLAKY {f.partition(' ')[2]}" for f in flaky)))
+        flaky = [f"FLAKY {f.partition(' ')[2]}" for f in flaky]
+        return Result(+counts, (*second.failures, *flaky), self.skipped)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +116,7 @@ class Group:
             f"and its children\n{output}",
             flush=True,
         )  # Programs that outlive their parents, such as those of clusters, are not in it.
-        result = Result(outcomes("".join(lines)), failures(lines))
+        result = Result(outcomes("".join(lines)), failures(lines), skipped(lines))
         if process.returncode and not result.counts["failed"]:
             print(f"== {self.name}: exit status {process.returncode}", flush=True)
             return result + Result(
@@ -128,11 +134,25 @@ class Group:
 
 def failures(lines: Sequence[str]) -> tuple[str, ...]:
     """The lines of pytest's short summary that name a failed test."""
-    begin = max((i for i, line in enumerate(lines) if "short test summary" in line), default=None)
     return tuple(
         line.strip()[:500]
-        for line in lines[begin:] if begin is not None and line.startswith(("FAILED ", "ERROR "))
+        for line in short_summary(lines) if line.startswith(("FAILED ", "ERROR "))
     )  # fmt: skip
+
+
+def skipped(lines: Sequence[str]) -> Counter[str]:
+    """How many tests pytest's short summary lists as skipped, by reason."""
+    counts: Counter[str] = Counter()
+    for line in short_summary(lines):
+        if found := SKIP.match(line):
+            counts[found["reason"].strip()] += int(found["number"])
+    return counts
+
+
+def short_summary(lines: Sequence[str]) -> Sequence[str]:
+    """The end of pytest's output, in which it lists tests that did not pass."""
+    begin = max((i for i, line in enumerate(lines) if "short test summary" in line), default=None)
+    return () if begin is None else lines[begin:]
 
 
 def outcomes(output: str) -> Counter[str]:
@@ -148,6 +168,17 @@ def summary(counts: Counter[str]) -> str:
     """Such as "812 passed, 0 failed, 3 skipped"."""
     kinds = dict.fromkeys(("passed", "failed", *sorted(counts)))
     return ", ".join(f"{counts[kind]} {kind}" for kind in kinds)
+
+
+def skips(counts: Counter[str]) -> str:
+    """
+    A sentence on the tests that were skipped, and why; "" if none was.
+
+    >>> skips(Counter({"no GPU": 1, "tests/unit/charts need helm": 84}))
+    'Skipped: 84 (tests/unit/charts need helm), 1 (no GPU).'
+    """
+    listed = ", ".join(f"{number} ({reason})" for reason, number in counts.most_common())
+    return f"Skipped: {listed}." if listed else ""
 
 
 def pytest(name: str, *arguments: str, **environment: str) -> Group:
@@ -267,12 +298,12 @@ def main() -> int:
             result = at_once(everywhere())
             not_run = (
                 f"Not run: tests/e2e, because local clusters cannot run here ({check.stdout.strip()}); "
-                "to run them on your own clusters, see tests/e2e/README.md."
+                "to run them on your own clusters, see tests/e2e/README.md. "
             )
         else:
             with tempfile.TemporaryDirectory(prefix="diloco-audits-") as audits:
                 result = all_of_it(audits, slow_tier="--all" in sys.argv[1:])
-    print(f"\n{not_run}".rstrip(), *result.failures, sep="\n")
+    print(f"\n{not_run}{skips(result.skipped)}".rstrip(), *result.failures, sep="\n")
     print(summary(result.counts))
     return 1 if result.counts["failed"] else 0
 

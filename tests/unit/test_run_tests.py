@@ -128,6 +128,26 @@ def without_clusters(runner, tmp_path, monkeypatch):
     return runner
 
 
+WITHOUT_HELM = """\
+=========================== short test summary info ============================
+SKIPPED [42] tests/support/diloco_testing/charts.py:34: tests/unit/charts need helm
+SKIPPED [1] tests/unit/worker/test_copies.py:170: no GPU
+======================== 5 passed, 43 skipped in 1.00s =========================
+"""
+
+
+def test_tests_that_were_skipped_are_named_beside_those_on_clusters(
+    without_clusters, monkeypatch, capsys
+):
+    group = without_clusters.Group("half", ("printf", "%s", WITHOUT_HELM), {})
+    monkeypatch.setattr(without_clusters, "everywhere", lambda: [group, group])
+    assert without_clusters.main() == 0
+    *_, not_run, summary = capsys.readouterr().out.splitlines()
+    assert not_run.startswith("Not run: tests/e2e, because ")
+    assert not_run.endswith("Skipped: 84 (tests/unit/charts need helm), 2 (no GPU).")
+    assert summary == "10 passed, 0 failed, 86 skipped"
+
+
 def test_without_clusters_the_rest_runs_and_a_sentence_names_what_did_not(without_clusters, capsys):
     assert without_clusters.main() == 0
     *_, not_run, summary = capsys.readouterr().out.splitlines()
@@ -179,4 +199,7 @@ def test_where_everything_has_to_run_only_missing_hardware_excuses_a_test(
     (tmp_path / "test_them.py").write_text(SKIPPED)
     options = ("-c", "/dev/null", f"--rootdir={tmp_path}", *runner.no_skips())
     group = runner.pytest("some", *options, str(tmp_path))
-    assert group.run().counts == Counter(counts)
+    result = group.run()
+    assert result.counts == Counter(counts)
+    reasons = ["no GPU"] if ci else ["no GPU", "mounting is not allowed here"]
+    assert result.skipped == Counter(reasons)

@@ -31,7 +31,7 @@ def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     program = shutil.which("helm", path=path)
     if program is None:
         assert not required(), f"no helm in {path}"
-        pytest.skip("needs helm in PATH, or the helm that tests/e2e builds")
+        pytest.skip("tests/unit/charts need helm in PATH, or the helm that tests/e2e builds")
     return subprocess.run(
         [program, *arguments], capture_output=True, text=True, check=False, timeout=280
     )
