@@ -230,7 +230,7 @@ def _table(status: Status) -> Table:
     for learner in learners[:MAX_ROWS]:
         table.add_row(
             _text(learner["name"]),
-            _coloured(learner["state"]),
+            _colored(learner["state"]),
             str(learner["step"]),
             formatting.count(learner["tokensPerSecond"]),
             "" if learner["loss"] is None else f"{learner['loss']:.4f}",
@@ -241,7 +241,7 @@ def _table(status: Status) -> Table:
         table.add_row(f"and {len(learners) - MAX_ROWS} more")
     for process in others:
         label = _text(process["name"], style="dim")
-        table.add_row(label, _coloured(process["state"]), *[""] * 4, _restarts(process))
+        table.add_row(label, _colored(process["state"]), *[""] * 4, _restarts(process))
     return table
 
 
@@ -249,7 +249,7 @@ def _text(text: str, style: str = "") -> Text:
     return Text(formatting.printable(text, lines=True), style=style)
 
 
-def _coloured(state: str) -> Text:
+def _colored(state: str) -> Text:
     return _text(state, style=STYLES.get(state, "dim"))
 
 

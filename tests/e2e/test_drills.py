@@ -215,7 +215,7 @@ def test_a_region_is_drained_removed_and_added_while_the_other_trains(drilled):
     us.until_condition("LearnersReady", PATIENCE_SECONDS)
     until_both_are_merged(drilled)
 
-    # Removed: the same manifest in each cluster, then the job where it has no region any more.
+    # Removed: the same manifest in each cluster, then the job where it no longer has a region.
     left = json.loads(json.dumps(eu.manifest))
     left["spec"]["regions"] = [{"name": "eu", "learners": 1}]
     for job in drilled.jobs.values():

@@ -1,5 +1,5 @@
 """
-A job in a queue, on a real API server with Kueue's CRDs: what the operator makes for it, and what it says.
+A job in a queue, on a real API server with Kueue's CRDs: what the operator makes for it, and what its status shows.
 
 The test stands in for controllers, scheduler and kubelet, and for Kueue: it makes gated pods and Workloads,
 and admits one learner after the other.

@@ -347,7 +347,7 @@ def test_named_namespaces_are_enough_for_an_operator(eu, fleet, make, tmp_path):
             assert eu.kubectl.get(*policy) is not None
             job.change(regions=[{"name": "eu", "learners": 1}])
             until(lambda: eu.kubectl.get(*policy) is None, 60, expected="its region is gone")
-            # The operator that stops meanwhile has no right to its NetworkPolicies any more.
+            # The operator that stops meanwhile no longer has a right to its NetworkPolicies.
             job.delete()
     finally:
         install(eu, fleet.images)

@@ -50,7 +50,7 @@ def requests(local):
 def test_nothing_was_forbidden(requests):
     # An apply in a terminating namespace is refused whatever the rights are. An uninstall or an upgrade
     # removes rights before the pod that had them ends: it cannot release its Lease, and may be refused
-    # once more. A pod that lacks a right goes on with other requests.
+    # once more. A pod that lacks a right continues with other requests.
     others = [request for request in requests if request.resource != "leases"]
     last_allowed = {request.pod: request.at for request in others if request.code < 400}
     forbidden = {

@@ -16,7 +16,7 @@ from diloco_testing.clusters.provision import Cluster
 
 SOON = 120.0
 NODE_LOST = 90.0
-"""Until the control plane gives a silent node up: 50 s by default."""
+"""Until the control plane considers a silent node lost: 50 s by default."""
 
 
 @pytest.fixture

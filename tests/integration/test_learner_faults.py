@@ -231,7 +231,7 @@ def test_a_learner_that_loads_its_checkpoint_first_receives_what_was_merged_sinc
         step_until(lambda: holds(syncer, 0, model, merged), learner, model, opt)
         os.kill(os.getpid(), signal.SIGTERM)
         assert learner.done
-        # Fragment 1 is merged while nobody is there.
+        # Fragment 1 is merged while no learner is there.
         missed = np.where(syncer.theta[1] != 0, 0.125, 0).astype(np.float32)
         syncer.theta[1], syncer.versions[1] = missed, (1, 44)
         syncer.welcome = {"use_checkpoint": True}

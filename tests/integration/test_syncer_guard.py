@@ -57,7 +57,7 @@ class Job:
         return [random_delta(fragment, seed) for seed in range(len(self.learners))]
 
     def honest(self, pulls: list[pb.Pull], deltas: list[F32]) -> list[Stream]:
-        """Uploads of the honest ones; kept, because a stream that nobody holds is cancelled."""
+        """Uploads of the honest learners; kept, because a stream without a reference is cancelled."""
         honest = list(zip(self.learners, pulls, deltas, strict=False))[:3]
         self.streams += [learner.sent(pull, delta_N) for learner, pull, delta_N in honest]
         return self.streams

@@ -1,7 +1,7 @@
 """
 The figure of a run: losses, which processes ran when, merge times, bytes on the wire.
 
-Pure: a `Run` in, a matplotlib figure out. The colours are the colour-blind safe palette of Okabe and
+Pure: a `Run` in, a matplotlib figure out. The colors are the color-blind safe palette of Okabe and
 Ito, and series also differ in shape or position. Long runs are sampled to screen resolution.
 """
 
@@ -21,8 +21,8 @@ from diloco_local.report.data import F64, LearnerRun, Run
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, INK, FAINT = "#56B4E9", "#333333", "#8a8a8a"
-COLOURS = ("#a9d0ee", "#80b8e0", "#5fa3d6")
-"""Colours of the first incarnation of a learner, then of the others in turn."""
+COLORS = ("#a9d0ee", "#80b8e0", "#5fa3d6")
+"""Colors of the first incarnation of a learner, then of the others in turn."""
 
 BINS = 240
 TICKS = 500
@@ -179,7 +179,7 @@ def _lifetimes(axes: Axes, run: Run, scale: float) -> None:
                 axes.axvline(epoch.begin / scale, color=ORANGE, lw=1, ls="--", zorder=0)
     for lane, learner in enumerate(run.learners, 1):
         for number, lifetime in enumerate(learner.lifetimes):
-            shade = COLOURS[0] if number == 0 else COLOURS[1 + number % 2]
+            shade = COLORS[0] if number == 0 else COLORS[1 + number % 2]
             _bar(axes, lane, lifetime.begin, lifetime.end, run, scale, color=shade)
         _ticks(axes, lane, learner, run, scale)
         restarts = learner.restart_times[np.isfinite(learner.restart_times)]
@@ -192,8 +192,8 @@ def _lifetimes(axes: Axes, run: Run, scale: float) -> None:
     if len(lanes) == 1 and not run.epochs:
         _empty(axes, "no syncer and no learner yet")
         return
-    axes.plot([], [], color=COLOURS[0], lw=7, label="running")
-    axes.plot([], [], color=COLOURS[2], lw=7, label="running, restarted")
+    axes.plot([], [], color=COLORS[0], lw=7, label="running")
+    axes.plot([], [], color=COLORS[2], lw=7, label="running, restarted")
     axes.plot([], [], "|", color=INK, ms=6, label="took part in a merge")
     axes.plot([], [], "x", color=RED, ms=6, mew=2, label="restart")
     _legend_above(axes)

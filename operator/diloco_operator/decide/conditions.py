@@ -29,7 +29,7 @@ from diloco_operator.state.pending_events import (
     reported_problem,
 )
 from diloco_operator.state.pods import LearnerPods, describe_unready, pod_problem
-from diloco_operator.state.queues import last_scheduled, words_of_kueue
+from diloco_operator.state.queues import kueue_message, last_scheduled
 
 _STOPPED = ("Suspended", "Complete", "Failed", "NotEvaluated")
 """Reasons of a job that does not run; none applies to a running one."""
@@ -238,7 +238,7 @@ def _learners_ready(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts
     initial = _is_initial(state, name)
     detail = missing + _ejected(state, learners)
     if waiting and not detail:
-        queue, words = state.sets.queue, words_of_kueue(waiting, state.workloads)
+        queue, message = state.sets.queue, kueue_message(waiting, state.workloads)
         return condition(
             name,
             "WaitingInQueue",
@@ -246,7 +246,7 @@ def _learners_ready(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts
             desired=desired,
             queue=f" {queue.kueue}" if queue is not None and queue.kueue else "",
             learners=_first([learner.name for learner in waiting]),
-            detail=f"; Kueue: {words}" if words else "",
+            detail=f"; Kueue: {message}" if message else "",
         )
     return condition(
         name,

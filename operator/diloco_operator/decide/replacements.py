@@ -19,7 +19,7 @@ from diloco_operator.state.pending_events import is_late
 from diloco_operator.state.pods import REVISION, LearnerPods, is_ready, is_unschedulable
 
 UNAVAILABLE_SECONDS = 60.0
-"""How long learners may be away while none trains, before their pods are replaced together."""
+"""How long learners may be unavailable while none trains, before their pods are replaced together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -61,14 +61,14 @@ def queued_uids(pods: Iterable[Object]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(uids))[:MAX_OWNERS]
 
 
-def words_of_kueue(learners: Sequence[LearnerPods], workloads: Iterable[Object]) -> str:
+def kueue_message(learners: Sequence[LearnerPods], workloads: Iterable[Object]) -> str:
     """Why the first of these learners waits that has a message from Kueue; "": none has."""
     of_uid = {labels(workload).get(JOB_UID, ""): workload for workload in workloads}
     for learner in learners:
         uids = (uid for pod in learner.pods for uid in _owners(pod))
-        found = (words for uid in uids if uid in of_uid and (words := _words(of_uid[uid])))
-        if words := next(found, ""):
-            return words
+        messages = (_message(of_uid[uid]) for uid in uids if uid in of_uid)
+        if message := next(filter(None, messages), ""):
+            return message
     return ""
 
 
@@ -97,7 +97,7 @@ def _owners(pod: Object) -> Iterator[str]:
     yield str(pod["metadata"].get("uid", ""))
 
 
-def _words(workload: Object) -> str:
+def _message(workload: Object) -> str:
     """The message of the first step of its admission that is not done."""
     conditions: Mapping[str, Object] = {
         str(entry.get("type")): entry

@@ -28,7 +28,7 @@ def printable(text: str, *, lines: bool = False) -> str:
     Text from a peer, a file or a cluster as a terminal may show it.
 
     Control characters (C0, DEL, C1), line and paragraph separators, bidirectional controls and
-    surrogates become escapes: otherwise a name could move the cursor, colour what follows, forge a
+    surrogates become escapes: otherwise a name could move the cursor, color what follows, forge a
     line or change the order of what is read. The escapes are those of JSON, so JSON stays valid.
 
     Args:

@@ -74,7 +74,7 @@ def norm_limits(members: Sequence[Contribution], multiple: float) -> list[tuple[
     return [tuple(multiple * u * scale for u in usual) for scale in scales]
 
 
-def borne_out(
+def explained_members(
     contributions: Mapping[str, Contribution], confirmed: Sequence[ConfirmedNorm], multiple: float
 ) -> set[str]:
     """

@@ -19,7 +19,7 @@ from diloco_syncer.core import upload_limits
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.ejection import Ejections
 from diloco_syncer.core.growth import Growth
-from diloco_syncer.core.guard import borne_out, guarded
+from diloco_syncer.core.guard import explained_members, guarded
 from diloco_syncer.core.history import CountsDifferError
 from diloco_syncer.core.learners import LearnerRecords
 from diloco_syncer.core.pacing import PACE_LAG_STEPS, Grace, Pace
@@ -368,7 +368,7 @@ class Scheduler:
         self.last_members = len(round_.contributions)
         self.last_merge_at = now
         self.grace.synced(now - round_.pulled_at)
-        proven = borne_out(round_.contributions, merged.confirmed, self.spec.guard)
+        proven = explained_members(round_.contributions, merged.confirmed, self.spec.guard)
         self.learners.prove({name: name in proven for name in round_.contributions})
         for name, contribution in round_.contributions.items():
             record = self.learners.by_name[name]

@@ -150,7 +150,7 @@ def test_the_example_of_the_annotations_is_a_valid_job():
 
 
 def test_the_release_names_its_images_where_it_knows_the_registry():
-    """In a checkout nobody knows where the images will be."""
+    """A checkout does not know where the images will be."""
     release = (ROOT / ".github/workflows/release.yaml").read_text()
     assert '.annotations."artifacthub.io/images"' in release
     assert "images" not in ANNOTATIONS

@@ -16,7 +16,7 @@ FAILURE = Failure(reason="DeadlineExceeded", message="the job ran longer than al
 
 
 def fails_in_eu(**policy):
-    """The syncer's region, in the reconcile that gives the job up."""
+    """The syncer's region, in the reconcile that fails the job."""
     world = trains_in("eu", runPolicy={**DEADLINE["runPolicy"], **policy})
     return world, world.reconcile(100)
 

@@ -1,4 +1,4 @@
-"""A region whose learners all fail in its own cluster: the syncer's region says which one, and why."""
+"""A region whose learners all fail in its own cluster: the syncer's region reports which one, and why."""
 
 from dataclasses import replace
 

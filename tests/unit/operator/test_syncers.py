@@ -1,4 +1,4 @@
-"""Status requests of many jobs: a syncer that is silent delays nobody but its own job."""
+"""Status requests of many jobs: a syncer that is silent delays only its own job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Log lines and health files whose readers or disks hang: whoever writes them does not wait."""
+"""Log lines and health files whose readers or disks hang: the threads that write them do not wait."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Connections through an HTTP proxy: only if one is named, whatever the environment says."""
+"""Connections through an HTTP proxy: only if one is named, whatever the environment contains."""
 
 from __future__ import annotations
 

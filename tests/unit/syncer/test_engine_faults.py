@@ -27,7 +27,7 @@ def spec_of(**changes):
 
 
 class FaultyJob(VirtualJob):
-    """Some learners stop delivering at a time; their reports and heartbeats go on."""
+    """Some learners stop delivering at a time; their reports and heartbeats continue."""
 
     def __init__(
         self, spec, learners, *, mute=(), trickle=(), nan=(), since=20.0, until=1e9, **rest

@@ -1,4 +1,4 @@
-"""An error of the syncer's own inside a merge ends the attempt; it is nobody's fault."""
+"""An error of the syncer's own inside a merge ends the attempt; no learner is blamed for it."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""A learner's position never moves back, so one that nobody can have reached must not be believed."""
+"""A learner's position never moves back, so one that no learner can have reached must not be believed."""
 
 import pytest
 

@@ -335,7 +335,7 @@ class TrainerCore:
         The step's line in steps.jsonl.
 
         Args:
-            now: when the actions were carried out; their time counts as synchronisation.
+            now: when the actions were carried out; their time counts as synchronization.
             queued_seconds: the part of that time for which there was no core.
         """
         # A line cannot contain the time to write itself: that is part of the next step.

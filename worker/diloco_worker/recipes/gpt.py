@@ -99,7 +99,7 @@ class Config:
 
 class GPT(nn.Module):
     """
-    A decoder-only transformer over bytes: pre-norm, rotary positions, normalised queries and keys,
+    A decoder-only transformer over bytes: pre-norm, rotary positions, normalized queries and keys,
     ReLU² MLP.
 
     Norms have no gain and no layer has a bias, so every parameter is a matrix: 6 per layer, the
@@ -162,7 +162,7 @@ class Block(nn.Module):
 
 class Attention(nn.Module):
     """
-    Causal self-attention with rotary positions; queries and keys are normalised, which bounds the
+    Causal self-attention with rotary positions; queries and keys are normalized, which bounds the
     logits.
     """
 

@@ -34,7 +34,7 @@ def source() -> Path:
 
 
 def apply_crds(cluster: Cluster) -> None:
-    """Kueue's CRDs, without its webhooks: for tests in which nobody else acts on them."""
+    """Kueue's CRDs, without its webhooks: for tests in which nothing else acts on them."""
     # Client-side apply would not fit into an annotation.
     folder = source() / "config/components/crd/bases"
     cluster.kubectl("apply", "--server-side", "--force-conflicts", "-f", str(folder))

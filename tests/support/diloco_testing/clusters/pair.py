@@ -126,7 +126,7 @@ def training(job: Job) -> dict[str, int]:
 
 def refresh_volumes(job: Job, pod: str) -> None:
     """
-    Let the kubelet look at a pod's ConfigMaps and Secrets now.
+    Let the kubelet refresh a pod's ConfigMaps and Secrets now.
 
     It hands out changes within some 90 s; a changed annotation of the pod triggers it.
     """

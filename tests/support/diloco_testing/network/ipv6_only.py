@@ -25,7 +25,7 @@ ADDRESS = "fd00::7"
 
 
 class Syncer(RealSyncer):
-    """It listens as the operator tells it, and is dialled by its pod's address."""
+    """It listens where the operator configures it to, and is dialed by its pod's address."""
 
     @property
     def endpoint(self) -> str:

@@ -154,7 +154,7 @@ class SyncerScript:
     def _spoil(self, name: str, reason: str) -> None:
         self.job.spoiled[name] = reason
 
-    def _mend(self, name: str) -> None:
+    def _heal(self, name: str) -> None:
         self.job.spoiled.pop(name)
 
     def _trickle(self, name: str, bytes_per_second: str, seconds: str) -> None:

@@ -60,7 +60,7 @@ class Job:
         return self(ev.Reported(**{**values, **changes}), at=at)
 
     def meet(self):
-        """Everybody trains, and nobody offers anything yet: round 1 waits for the first to do so."""
+        """All learners train, and none offers anything yet: round 1 waits for the first to do so."""
         for name in self.names:
             self.report(name, 0, offers=frozenset())
         return self
