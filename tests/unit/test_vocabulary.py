@@ -5,8 +5,10 @@ Each list has words that were once used for other things, with what to write ins
 """
 
 import ast
+import io
 import re
-from collections.abc import Iterator
+import tokenize
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,15 @@ CODE = [
 ]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md"),
          *(ROOT / "tests").rglob("*.md"), *(ROOT / "charts").rglob("*.md")]  # fmt: skip
+OTHERS = [
+    path
+    for pattern in ("*.proto", "*.tpl", "*.yaml", "*.toml", "*.sh", "golden/scripts/*/*.txt")
+    for folder in (".github", "protos", "charts", "examples", "scripts", "tests")
+    for path in sorted((ROOT / folder).rglob(pattern))
+] + [
+    ROOT / name for name in ("pyproject.toml", "Dockerfile", "Makefile", ".pre-commit-config.yaml")
+]
+"""Files with comments, descriptions or messages that are neither Python nor pages."""
 
 NAMES = {
     "say|says|said": "announce, log, show, state, message",
@@ -60,7 +71,7 @@ TEXT = {
     r"hears?|heard": "receives, observes",
     r"look(s|ed|ing)? at": "inspect, check",
     r"(goes|go|going|went) on": "continues",
-    r"(given|gives?|gave) up": "aborted, failed, released",
+    r"(given|gives?|gave) (\w+ ){0,4}up(?! to)": "aborted, failed, released",
     r"(is|are|was|were) away": "unavailable",
     r"taken in again": "rejoins",
     r"all the same": "still",
@@ -74,6 +85,17 @@ TEXT = {
     r"initialiser|behaviour|synchronis\w+|optimis\w+|normalis\w+": "the spelling of US English",
 }
 """Words of messages and pages. `code` on a page does not count."""
+
+COMMENTS = {
+    word: better for word, better in TEXT.items() if not word.startswith(("tells?", "initialiser"))
+} | {
+    r"tells|told": "reports, distinguishes",
+    r"synchronis\w+|optimis\w+|normalis\w+": "the spelling of US English",
+}
+"""
+Words of comments and docstrings, and of files that are neither Python nor pages: there "too few to tell" is
+idiomatic, and names may have another spelling.
+"""
 
 ACCEPTED = {"seconds_since_heard": "a field of syncer.proto"}
 """Names that stay, with the reason."""
@@ -99,6 +121,21 @@ def in_name(name: str) -> list[str]:
 def in_text(text: str) -> list[str]:
     """The banned words of a message or a page."""
     return found(TEXT, text, r"\w")
+
+
+ANY = re.compile("|".join(rf"\b(?:{word})\b" for word in COMMENTS).lower())
+
+
+def lines_with_problems(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
+    """Line and hint for the banned words of comments."""
+    return ((number, hint) for number, text in lines for hint in in_comment(text))
+
+
+def in_comment(text: str) -> list[str]:
+    """The banned words of a comment or a docstring. `code` does not count."""
+    if not ANY.search(text.lower()):
+        return []
+    return found(COMMENTS, re.sub(r"`[^`\n]*`", "", text), r"\w")
 
 
 def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
@@ -139,10 +176,23 @@ def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
             yield node.lineno, node.value
 
 
+def comments(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+    """Line and text of the comments, and of each line of the docstrings."""
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.start[0], token.string
+    for node in ast.walk(tree):
+        match node:
+            case ast.Expr(value=ast.Constant(value=str(text))):
+                yield from enumerate(text.split("\n"), start=node.lineno)
+
+
 def problems(source: str, *, shipped: bool) -> list[str]:
     """What to rename or rephrase in a module; messages count in the packages only."""
     tree = ast.parse(source)
     lines = [(line, hint) for line, name in names(tree) for hint in in_name(name)]
+    if ANY.search(source.lower()):  # seldom, and the rest takes most of the time
+        lines += lines_with_problems(comments(source, tree))
     lines += [(line, '"one": write learner, pod, job') for line in loops_over_one(tree)]
     if shipped:
         lines += [(line, hint) for line, text in messages(tree) for hint in in_text(text)]
@@ -154,7 +204,7 @@ def place(path: Path) -> str:
 
 
 @pytest.mark.parametrize("folder", [*PACKAGES, "benchmarks", "examples", "scripts", "tests"])
-def test_names_and_messages_use_the_words_of_the_field(folder):
+def test_names_messages_and_comments_use_the_words_of_the_field(folder):
     wrong = [
         f"{place(path)}, {problem}"
         for path in CODE
@@ -175,9 +225,19 @@ def test_a_page_uses_the_words_of_the_field(page):
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.parametrize("path", OTHERS, ids=place)
+def test_a_file_of_another_language_uses_the_words_of_the_field(path):
+    lines = enumerate(path.read_text().split("\n"), start=1)
+    wrong = [f"line {line}: {problem}" for line, problem in lines_with_problems(lines)]
+    assert not wrong, "\n".join(wrong)
+
+
 @pytest.mark.parametrize(
     ("source", "word", "better"),
     [
+        ("# Nobody waits for it.", "Nobody", "the subject"),
+        ('def f():\n    """It is told why."""', "told", "reports"),
+        ('x = 1\n"""It gives the job up."""', "gives the job up", "aborted"),
         ("def say_once(): ...", "say", "announce"),
         ("class JobSituation: ...", "Situation", "job_state"),
         ("def f(told): ...", "told", "report"),
@@ -195,7 +255,7 @@ def test_a_page_uses_the_words_of_the_field(page):
 )
 def test_a_word_that_is_used_for_something_else_is_found_with_its_replacement(source, word, better):
     (problem,) = [found for found in problems(source, shipped=True) if f'"{word}"' in found]
-    assert problem.startswith("line 1: ")
+    assert problem.startswith("line ")
     assert better in problem
 
 
@@ -207,7 +267,9 @@ def test_a_word_that_is_used_for_something_else_is_found_with_its_replacement(so
         "seconds_since_heard = 0.0",
         "def test_one_report_fills_no_quorum_twice(): ...",
         "for learner in lost: ...",
-        '"""A docstring of code that is told apart from messages."""',
+        "# Too few learners to tell.",
+        "# At t the range is given from 0 up to H.",
+        '"""The `said` of another program."""',
         'log.info("the job needs any more than one learner")',
     ],
 )

@@ -211,7 +211,7 @@ container_runtime() {
    "ipam": {"type": "host-local", "dataDir": "$D/ipam", "ranges": [[{"subnet": "$PODS.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}]}},
   {"type": "portmap", "capabilities": {"portMappings": true}}]}
 Y
-  # restrict_oom_score_adj: root without CAP_SYS_RESOURCE may not lower it, and runc would say "can't get final child's PID"
+  # restrict_oom_score_adj: root without CAP_SYS_RESOURCE may not lower it, and runc would fail with "can't get final child's PID"
   cat > containerd.toml <<Y
 version = 2
 root = "$D/containerd"
