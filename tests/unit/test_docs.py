@@ -51,6 +51,33 @@ def test_every_path_in_the_documentation_exists(page):
             assert (ROOT / path).exists(), path
 
 
+FILES = [
+    path
+    for folder in ROOT.iterdir()
+    if folder.is_dir() and folder.name not in HIDDEN
+    for path in folder.rglob("*.py")
+]
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.name != "CHANGELOG.md"], ids=name)
+def test_every_python_file_in_the_documentation_exists(page):
+    named = set(re.findall(r"`(\w+\.py)`", page.read_text()))
+    assert not named - {path.name for path in FILES}
+
+
+def test_the_modules_in_the_tables_of_the_architecture_exist():
+    rows = re.findall(r"^\|.*$", (ROOT / "docs" / "architecture.md").read_text(), re.MULTILINE)
+    named = {
+        part
+        for row in rows
+        for path in re.findall(r"`([a-z_/]+)`", row)
+        for part in path.split("/")
+    }
+    modules = {part for path in FILES for part in (path.stem, *path.relative_to(ROOT).parts)}
+    assert len(named) > 60
+    assert not named - modules - {""}
+
+
 def test_the_tests_that_the_page_of_failures_names_exist():
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "failures.md").read_text()))
     defined = {
