@@ -388,6 +388,18 @@ def test_status_of_a_job_that_is_not_there_is_an_error(kubectl):
     assert "cannot read job gone: Error from server (NotFound)" in done.stderr
 
 
+def test_what_logs_fetches_is_private(tmp_path, kubectl):
+    before = os.umask(0)
+    try:
+        diloco(kubectl, "logs", "a", "--to", tmp_path / "run")
+    finally:
+        os.umask(before)
+    modes = {path: path.stat().st_mode & 0o777 for path in (tmp_path / "run").rglob("*")}
+    assert {mode for path, mode in modes.items() if path.is_file()} == {0o600}
+    assert {mode for path, mode in modes.items() if path.is_dir()} == {0o700}
+    assert (tmp_path / "run").stat().st_mode & 0o777 == 0o700
+
+
 def test_logs_make_a_run_directory(tmp_path, kubectl):
     run = tmp_path / "run"
     done = diloco(kubectl, "logs", "a", "--to", run)

@@ -7,8 +7,9 @@ first source of recovery (docs/algorithm.md, "Recovery").
                                                    above; written last
 
 Files are written under a temporary name, synced and renamed, the manifest last (docs/algorithm.md,
-"Snapshots"). A damaged checkpoint is skipped with a message, and the previous one is used. The
-training thread only copies into reused memory; another thread writes.
+"Snapshots"). They are private to the process's user. A damaged checkpoint is skipped with a message,
+and the previous one is used; so is one whose file is a link or no regular file, which is not followed.
+The training thread only copies into reused memory; another thread writes.
 """
 
 from __future__ import annotations
@@ -72,7 +73,8 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, *, keep: int, digest: str) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        # A directory that is there, such as the root of a volume, keeps the mode its owner chose.
+        directory.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         self._directory, self._keep, self._digest = directory, keep, digest
         self._copies = Copies()
         self._lost = threading.Event()
@@ -204,7 +206,7 @@ class Checkpoints:
     def _write_file(self, path: Path, parts: Sequence[memoryview]) -> str:
         """Write a file durably; returns its SHA-256."""
         sha, unsynced = hashlib.sha256(), 0
-        with files.replacing(path, durable=True) as fd:
+        with files.replacing(path, durable=True, mode=files.PRIVATE) as fd:
             for part in parts:
                 for lo in range(0, len(part), PIECE_BYTES):
                     piece = part[lo : lo + PIECE_BYTES]
@@ -239,14 +241,14 @@ class Checkpoints:
         return None
 
     def _read(self, path: Path) -> Manifest:
-        data = json.loads(path.read_bytes())
+        data = json.loads(files.read(path))
         if data["digest"] != self._digest:
             raise StorageError("it belongs to another model")
         tensors = path.with_suffix(".safetensors")
-        size = tensors.stat().st_size
-        if size != data["bytes"]:
-            raise StorageError(f"{tensors.name} has {size} bytes, expected {data['bytes']}")
-        with tensors.open("rb") as file:
+        with open(files.open_regular(tensors), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != data["bytes"]:
+                raise StorageError(f"{tensors.name} has {size} bytes, expected {data['bytes']}")
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != data["sha256"]:
             raise StorageError(
@@ -271,7 +273,7 @@ class Checkpoints:
             ConfigError: the optimizers differ from those that were saved.
             DamagedError: the file is not what was verified.
         """
-        with manifest.path.open("rb", buffering=0) as file:
+        with open(files.open_regular(manifest.path), "rb", buffering=0) as file:
             reader = _TensorReader(file)
             tree = dict(manifest.tree["dict"])
             saved = unpack(tree["optimizers"], reader)
