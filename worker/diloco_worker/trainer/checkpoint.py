@@ -35,7 +35,8 @@ from diloco.errors import ConfigError, DamagedError, StorageError
 from diloco.model import tensorfile
 from diloco.model.tensorfile import DTYPES, Entry
 from diloco.runtime import files
-from diloco_worker.trainer.copies import Copies, Copy
+from diloco_worker.core.copy_budget import ATTEMPTS, SHARE
+from diloco_worker.trainer.copies import Copies, Copy, Result, touch
 from diloco_worker.trainer.layout import dtype_name
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,9 @@ PIECE_BYTES = 8 << 20
 
 SYNC_BYTES = 256 << 20
 """Bytes after which the disk must have everything so far: without it, the last sync could take minutes."""
+
+UNTOUCHED_BYTES = 16 << 20
+"""So much new memory is touched before the first checkpoint: its copy would take many times longer."""
 
 STALL_SECONDS = 30.0
 """A disk that takes nothing for so long is not waited for at the end."""
@@ -77,7 +81,15 @@ class Checkpoints:
         directory.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         self._directory, self._keep, self._digest = directory, keep, digest
         self._copies = Copies()
+        self._optimizers: Sequence[Optimizer] = ()
         self._lost = threading.Event()
+        self._model: nn.Module | None = None
+        """Memory for its copies is still to be touched."""
+        self._toucher: threading.Thread | None = None
+        self._touched = threading.Event()
+        """The toucher is to end."""
+        self._told: set[str] = set()
+        """What is logged once and was."""
         self._writer: threading.Thread | None = None
         self._writing = 0
         """Local step of the last checkpoint that was started."""
@@ -114,6 +126,7 @@ class Checkpoints:
         tree = pack(_state(model, optimizers), tensors)
         for name, tensor in tensors.items():
             _entry(name, tensor)
+        self._end_touching()
         copy = self._copies.begin(tensors, model, optimizers)
         manifest = {
             "local_step": local_step, "global_step": global_step, "digest": self._digest, "facts": facts, "tree": tree,
@@ -125,9 +138,16 @@ class Checkpoints:
         self._writer.start()
         return True
 
-    def watch(self, optimizers: Sequence[Optimizer]) -> None:
-        """Begin to copy beside the forward and backward passes; `boundary` must be called then."""
+    def watch(self, optimizers: Sequence[Optimizer], model: nn.Module | None = None) -> None:
+        """
+        Begin to copy beside the forward and backward passes; `boundary` must be called then.
+
+        Args:
+            optimizers: step the model.
+            model: memory for its copies is made ready in the background.
+        """
         self._copies.watch(optimizers)
+        self._optimizers, self._model = optimizers, model
 
     def boundary(self) -> bool:
         """
@@ -137,9 +157,39 @@ class Checkpoints:
             False, once: a checkpoint that was started has been discarded.
         """
         self._copies.boundary()
+        if self._model is not None:
+            self._begin_touching(self._model)
+            self._model = None
         lost = self._lost.is_set()
         self._lost.clear()
         return not lost
+
+    @property
+    def wait_seconds(self) -> float | None:
+        """
+        How long the optimizers waited for copies in the step before the last `boundary`; None: no
+        copies were made beside it.
+        """
+        return self._copies.wait_seconds
+
+    def _begin_touching(self, model: nn.Module) -> None:
+        """Access the memory for copies for the first time, now that the optimizers have their state."""
+        tensors: dict[str, torch.Tensor] = {}
+        with contextlib.suppress(ConfigError):  # `start` reports it
+            pack(_state(model, self._optimizers), tensors)
+        memory = self._copies.reserve(tensors)
+        if sum(tensor.nbytes for tensor in memory) < UNTOUCHED_BYTES:
+            return
+        self._toucher = threading.Thread(
+            target=touch, args=(memory, self._touched), name="checkpoint memory", daemon=True
+        )
+        self._toucher.start()
+
+    def _end_touching(self) -> None:
+        if self._toucher is not None:
+            self._touched.set()
+            self._toucher.join()  # at most one piece
+            self._toucher = None
 
     def finish(self) -> bool:
         """
@@ -148,6 +198,7 @@ class Checkpoints:
         Returns:
             False: the disk hangs, and the checkpoint is abandoned; this is logged once.
         """
+        self._end_touching()
         self._copies.finish()
         while self._writer is not None and self._writer.is_alive():
             before = self._taken
@@ -165,25 +216,48 @@ class Checkpoints:
 
     def _write(self, copy: Copy, manifest: dict[str, Any]) -> None:
         step = manifest["local_step"]
-        if not copy.complete():
+        result = copy.complete()
+        if result is Result.CHANGED:
             self._copies.distrust()
-            self._lost.set()
-            log.info(
-                "checkpoint of local step %d is discarded: something other than the optimizers' step changed "
-                "parameters; from now on a checkpoint stops training while it is copied",
+            self._discard(
                 step,
+                "something other than the optimizers' step changed parameters; from now on a checkpoint "
+                "stops training while it is copied",
+            )
+            return
+        if result is Result.ABANDONED and not copy.unguarded:
+            self._discard(
+                step,
+                f"its copy was not made within a forward and backward pass and {SHARE:.0%} of a step; it is "
+                f"tried again after the next step, {ATTEMPTS} times, then the optimizer waits",
+                once=True,
             )
             return
         if not copy.guarded():
-            self._lost.set()
-            log.info(
-                "checkpoint of local step %d is discarded: no optimizer step followed it", step
-            )
+            self._discard(step, "no optimizer step followed it")
             return
+        self._tell_wait(step, copy)
         try:
             self.write(copy.tensors, manifest)
         except OSError as error:
             log.error("checkpoint of local step %d: %s; training continues", step, error)
+
+    def _discard(self, step: int, why: str, *, once: bool = False) -> None:
+        self._lost.set()
+        if not once or why not in self._told:
+            log.info("checkpoint of local step %d is discarded: %s", step, why)
+        self._told.add(why)
+
+    def _tell_wait(self, step: int, copy: Copy) -> None:
+        usual = self._copies.budget.step_seconds
+        if copy.spent_seconds <= SHARE * usual or not usual or "wait" in self._told:
+            return
+        self._told.add("wait")
+        log.warning(
+            "checkpoint of local step %d: its copy stopped training for %.0f ms, %.0f %% of a step, the limit "
+            "is %.0f %%; see docs/learners.md, or make this rarer with learner.checkpoint.everySteps",
+            step, 1e3 * copy.spent_seconds, 100 * copy.spent_seconds / usual, 100 * SHARE,
+        )  # fmt: skip
 
     def write(self, tensors: dict[str, torch.Tensor], manifest: dict[str, Any]) -> None:
         """
