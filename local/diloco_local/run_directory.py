@@ -91,7 +91,7 @@ class RunDir:
     def supervisor_pid(self) -> int | None:
         """Pid of the supervisor that uses this directory; None when there is none."""
         try:
-            fd = os.open(self._lock, os.O_RDONLY | os.O_CLOEXEC)
+            fd = files.open_regular(self._lock)
         except OSError:
             return None
         try:
