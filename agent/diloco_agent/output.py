@@ -8,6 +8,8 @@ import threading
 from pathlib import Path
 from typing import BinaryIO
 
+from diloco.runtime import files
+
 _TAIL_BYTES = 4096
 _TAIL_LINES = 12
 _DRAIN_SECONDS = 1.0
@@ -24,15 +26,15 @@ class Log:
     def open(self) -> BinaryIO:
         """The file that the process writes to."""
         # Private, and not through a symbolic link that another user planted.
-        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        file = os.fdopen(os.open(self._path, flags, 0o600), "ab")
+        flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+        file = os.fdopen(files.open_unlinked(self._path, flags), "ab")
         self._start = file.seek(0, os.SEEK_END)
         return file
 
     def last_lines(self) -> tuple[str, ...]:
         """Last lines of this run that are not empty."""
         try:
-            with self._path.open("rb") as file:
+            with open(files.open_regular(self._path), "rb") as file:
                 end = file.seek(0, os.SEEK_END)
                 file.seek(max(self._start, end - _TAIL_BYTES))
                 return _last_lines(file.read())
@@ -74,6 +76,12 @@ class Stream:
                         data = data[os.write(_STANDARD_OUTPUT, data) :]
         finally:
             os.close(source)
+
+
+def open_private(path: Path) -> BinaryIO:
+    """An empty file for the output of a process, for its user alone and not behind a link."""
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    return os.fdopen(files.open_unlinked(path, flags), "wb")
 
 
 def _last_lines(tail: bytes) -> tuple[str, ...]:

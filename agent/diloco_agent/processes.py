@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_agent import process_guard
-from diloco_agent.output import Log, Stream
+from diloco_agent.output import Log, Stream, open_private
 
 _CANNOT_START = 126
 
@@ -100,7 +100,7 @@ class Processes:
                 output = Log(command.log) if command.log is not None else Stream()
                 stderr = files.enter_context(output.open())
                 stdout = (
-                    files.enter_context(command.output.open("wb")) if command.output else stderr
+                    files.enter_context(open_private(command.output)) if command.output else stderr
                 )
                 popen = subprocess.Popen(  # noqa: S603
                     argv,

@@ -148,7 +148,7 @@ class Supervisor:
             return
         text = json.dumps({"lives": self._policy.starts, "faults": self._policy.crashes})
         try:
-            files.replace(self._counts, text)
+            files.replace(self._counts, text, mode=files.PRIVATE)
         except OSError as error:
             log.warning(
                 "%s: %s; the next container counts restarts from 0", self._counts, error.strerror
@@ -273,7 +273,7 @@ def _read_counts(path: Path | None) -> tuple[int, int]:
     """Starts and crashes of the process in earlier containers of this pod."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if path is not None:
-            counts = json.loads(path.read_text())
+            counts = json.loads(files.read(path))
             return int(counts["lives"]), int(counts["faults"])
     return 0, 0
 

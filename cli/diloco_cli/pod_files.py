@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from diloco.errors import StorageError, UnavailableError
+from diloco.runtime import files
 from diloco.runtime.backoff import Backoff
 from diloco.runtime.formatting import size as size_text
 
@@ -134,7 +135,7 @@ def copy_files(
     """
     started, backoff, failures = time.monotonic(), retries.backoff(), 0
     try:
-        to.mkdir(parents=True, exist_ok=True)
+        to.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=to) as partial:
             copy = _Copy(wanted=tuple(wanted), to=to, partial=Path(partial), caps=caps)
             deadline = started + retries.deadline_seconds
@@ -245,7 +246,9 @@ class _Copy:
             self._files[name] = _File(inode, size)
             part = self.partial / name
             part.parent.mkdir(parents=True, exist_ok=True)
-            part.write_bytes(b"")
+            # What syncer and learners keep private stays so here.
+            flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+            os.close(files.open_unlinked(part, flags))
             if size == 0:
                 self._complete(name)
 
@@ -270,7 +273,7 @@ class _Copy:
             self._complete(name)
 
     def _complete(self, name: str) -> None:
-        (self.to / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.to / name).parent.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         os.replace(self.partial / name, self.to / name)
         self.progressed = True
 

@@ -182,11 +182,11 @@ def fetch_run(job: RemoteJob, to: Path) -> list[str]:
     text = job.manifest()
     manifest = yaml.safe_load(text)
     run = RunDir(to)
-    run.path.mkdir(parents=True, exist_ok=True)
+    run.path.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
     with job.syncer_files() as source:
         job.fetch(LOGS, run.path, source=source)
         job.fetch((run.spec.name,), run.path, source=source, folder=SPEC)
-    files.replace(run.manifest, text)
+    files.replace(run.manifest, text, mode=files.PRIVATE)
     run.write_status({"job": job.name, **(manifest.get("status") or {})})
     return _fetch_steps(job, run, manifest.get("spec") or {})
 

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from diloco.runtime import files
 from diloco_agent.processes import Command
 from diloco_job.plan import PYTHON, Plan, ProgramPlan, environment
 from diloco_job.types import DiLoCoJob
@@ -62,7 +63,7 @@ class Commands:
             return self._command(name, (*program, *self._syncer_flags(port)))
         threads = self.settings.threads(learners=len(self.plan.learners))
         state = self.rundir.state_of(name)
-        state.mkdir(parents=True, exist_ok=True)
+        state.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         if name == "evaluator" and self.plan.evaluator is not None:
             own = self._environment(self.plan.evaluator, endpoint, state)
             program = self.programs.evaluator or self.plan.evaluator.argv

@@ -71,7 +71,7 @@ class RunDir:
         """
         self._refuse_foreign()
         with _storage(self.path):
-            self._lock.parent.mkdir(parents=True, exist_ok=True)
+            self._lock.parent.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
             fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE)
         try:
             try:
@@ -91,7 +91,7 @@ class RunDir:
     def supervisor_pid(self) -> int | None:
         """Pid of the supervisor that uses this directory; None when there is none."""
         try:
-            fd = os.open(self._lock, os.O_RDONLY | os.O_CLOEXEC)
+            fd = files.open_regular(self._lock)
         except OSError:
             return None
         try:
@@ -149,7 +149,7 @@ class RunDir:
         text = _manifest_text(job_path, job)
         with _storage(self.path):
             for folder in ("learners", "logs", "snapshots", "state"):
-                (self.path / folder).mkdir(exist_ok=True)
+                (self.path / folder).mkdir(files.PRIVATE_DIRECTORY, exist_ok=True)
             files.replace(self.manifest, text, mode=PRIVATE)
             files.replace(self.spec, spec.to_json(), mode=PRIVATE)
             files.replace(self._origin, json.dumps({"manifest": str(origin)}) + "\n", mode=PRIVATE)
@@ -220,7 +220,7 @@ class RunDir:
             StorageError: the disk refused.
         """
         with _storage(self.path):
-            self.from_snapshot.parent.mkdir(exist_ok=True)
+            self.from_snapshot.parent.mkdir(files.PRIVATE_DIRECTORY, exist_ok=True)
             files.replace(self.from_snapshot, f"{step}\n", durable=True, mode=PRIVATE)
 
     def write_status(self, status: Mapping[str, Any]) -> None:

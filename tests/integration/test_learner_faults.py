@@ -220,6 +220,33 @@ def test_sigterm_leaves_cleanly_with_a_checkpoint_that_the_next_process_loads(en
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_b02_a_learners_state_is_private_and_a_link_in_it_is_not_followed(enter, tmp_path, caplog):
+    with ScriptedSyncer(make_spec()) as syncer:
+        before = os.umask(0)
+        try:
+            learner, model, opt = connected(syncer, enter)
+            step_until(lambda: learner.local_step == 3, learner, model, opt)
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert learner.done
+        finally:
+            os.umask(before)
+        state = Path(os.environ["DILOCO_STATE"])
+        modes = {path.name: path.stat().st_mode & 0o777 for path in state.rglob("*")}
+        assert {path.partition(".")[2] for path in modes} == {"json", "safetensors", "jsonl"}
+        assert set(modes.values()) == {0o600}
+        assert state.stat().st_mode & 0o777 == 0o700
+        # The parameters of another's file are not what this learner continues with.
+        newest = max(state.glob("checkpoint-*.safetensors"))
+        newest.rename(tmp_path / "elsewhere")
+        newest.symlink_to(tmp_path / "elsewhere")
+        again, _, _ = connected(syncer, enter, seed=5)
+        with again:
+            assert syncer.hellos[-1].checkpoint_step == 0
+            assert syncer.hellos[-1].local_step == 0
+        assert newest.name in caplog.text
+        assert "found a link, expected a regular file; remove the link" in caplog.text
+
+
 def test_a_learner_that_loads_its_checkpoint_first_receives_what_was_merged_since(enter):
     with ScriptedSyncer(make_spec()) as syncer:
         learner, model, opt = connected(syncer, enter)

@@ -17,6 +17,7 @@ from torch import nn
 
 from diloco.codec import formats
 from diloco.runtime import health
+from diloco.spec import Checkpoint
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco_testing.learners.linked import (
@@ -271,6 +272,20 @@ def test_every_step_writes_a_line(enter):
             "queuedSeconds",
         }  # fmt: skip
         assert lines[0]["tokens"] == 5
+
+
+def test_a_step_beside_which_a_checkpoint_was_copied_says_how_long_its_optimizer_waited(enter):
+    spec = make_spec(learner_checkpoint=Checkpoint(every_steps=3, keep=2))
+    with ScriptedSyncer(spec) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            for _ in range(5):
+                train(learner, model, opt, tokens=5)
+        path = Path(os.environ["DILOCO_STATE"]) / "steps.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        waits = {line["localStep"]: line.get("copyWaitSeconds") for line in lines}
+        assert [step for step, wait in waits.items() if wait is not None] == [4]
+        assert 0 <= waits[4] <= lines[3]["seconds"]
 
 
 def test_heartbeats_are_sent_while_the_trainer_makes_no_steps(enter):

@@ -35,7 +35,7 @@ from numpy.typing import NDArray
 from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, UnavailableError
 from diloco.rpc import channels, status_codes
 from diloco.rpc.identity import server_name
-from diloco.runtime import backoff, logs
+from diloco.runtime import backoff, files, logs
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
@@ -243,7 +243,7 @@ class Evaluator:
 
     def _last_scored_step(self) -> int | None:
         try:
-            return int(json.loads(self.state_file.read_text())["step"]) if self.state_file else None
+            return int(json.loads(files.read(self.state_file))["step"]) if self.state_file else None
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
@@ -251,8 +251,9 @@ class Evaluator:
         if self.state_file is None:
             return
         try:
-            self.state_file.parent.mkdir(parents=True, exist_ok=True)
-            self.state_file.write_text(json.dumps({"step": step}) + "\n")
+            self.state_file.parent.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+            text = json.dumps({"step": step}) + "\n"
+            files.replace(self.state_file, text, mode=files.PRIVATE)
         except OSError as error:
             # The only consequence is a second score of the same step after a restart.
             log.warning("%s: %s", self.state_file, error.strerror)

@@ -93,7 +93,7 @@ class JoinedTrainer:
         try:
             self._join()
             if self._checkpoints is not None:
-                self._checkpoints.watch(optimizers)
+                self._checkpoints.watch(optimizers, model)
         except BaseException:
             self._carry_out(self._core.close("interrupted"))
             raise
@@ -147,7 +147,9 @@ class JoinedTrainer:
         self._loss.read(loss)
         self._carry_out(self._core.copied(copied, loss=self._loss.value))
         line = self._core.line(
-            now=time.monotonic(), queued_seconds=self._run_queue.seconds() - queued
+            now=time.monotonic(),
+            queued_seconds=self._run_queue.seconds() - queued,
+            copy_wait_seconds=None if self._checkpoints is None else self._checkpoints.wait_seconds,
         )
         if self._journal is not None:
             self._journal.append(line)

@@ -29,8 +29,9 @@ DIRECT_BYTES = 8 << 20
 PAGE_BYTES = 4096
 """Writes to a file opened with `expected_bytes` have multiples of it as their lengths."""
 
-PRIVATE = 0o600
-"""Mode of state files: they are of use only to the user who runs the process."""
+
+PRIVATE = files.PRIVATE
+"""Mode of the files that a disk creates."""
 
 
 class Mode(Enum):
@@ -75,7 +76,7 @@ class Disk(Protocol):
     """A file system. Every operation raises OSError when the disk refuses; links are not followed."""
 
     def make_directory(self, path: Path) -> None:
-        """Create a directory and its parents; one that is there stays."""
+        """Create a directory, private, and its parents; one that is there stays as it is."""
 
     def names(self, directory: Path) -> list[str]:
         """Names in a directory, in any order."""
@@ -193,7 +194,7 @@ class LocalDisk:
 
     def make_directory(self, path: Path) -> None:
         """See `Disk`."""
-        path.mkdir(parents=True, exist_ok=True)
+        path.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
 
     def names(self, directory: Path) -> list[str]:
         """See `Disk`."""
@@ -209,12 +210,10 @@ class LocalDisk:
 
     def open(self, path: Path, mode: Mode, *, expected_bytes: int = 0) -> LocalFile:
         """See `Disk`."""
-        own = os.O_CLOEXEC | os.O_NOFOLLOW
         if mode is Mode.READ:
-            return LocalFile(os.open(path, os.O_RDONLY | own))
+            return LocalFile(files.open_regular(path))
         if mode is Mode.APPEND:
-            flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | own
-            return LocalFile(os.open(path, flags, PRIVATE))
+            return LocalFile(files.open_unlinked(path, os.O_RDWR | os.O_APPEND | os.O_CREAT))
         # Not truncated but replaced: what has the name may be a link, or open elsewhere.
         self.remove(path)
         file = LocalFile(_create(path, direct=expected_bytes >= DIRECT_BYTES))

@@ -1,5 +1,6 @@
 """
-Replaces a file as a whole: a reader sees the old content or the new. Standard library only.
+Replaces a file as a whole: a reader sees the old content or the new. Opens files without following
+links. Standard library only.
 
     temporary name → write → fsync (durable) → rename → fsync of the directory (durable)
 
@@ -10,12 +11,20 @@ of the process cannot.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
 TEMPORARY = ".tmp"
 """Suffix of a file that is not complete yet."""
+
+PRIVATE = 0o600
+"""Mode of state files: they are of use only to the user who runs the process."""
+
+PRIVATE_DIRECTORY = 0o700
+"""Mode of the directories that hold only such files."""
 
 
 def temporary(path: Path) -> Path:
@@ -60,6 +69,48 @@ def replacing(path: Path, *, durable: bool = False, mode: int = 0o666) -> Iterat
         with contextlib.suppress(OSError):
             unfinished.unlink(missing_ok=True)
         raise
+
+
+def open_unlinked(path: Path, flags: int, mode: int = PRIVATE) -> int:
+    """
+    A file descriptor of `path` itself: a symbolic link that has the name is not followed.
+
+    Raises:
+        OSError: as os.open does; of a link, ELOOP with what to do.
+    """
+    try:
+        return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        text = f"{os.strerror(errno.ELOOP)}: found a link, expected a regular file; remove the link"
+        raise OSError(errno.ELOOP, text, str(path)) from None
+
+
+def open_regular(path: Path) -> int:
+    """
+    A file descriptor to read a regular file; links, pipes and devices are refused, without waiting.
+
+    Raises:
+        OSError: the file cannot be opened, or is something else; then with what to do.
+    """
+    # Without O_NONBLOCK, opening a pipe waits for its writer.
+    fd = open_unlinked(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(os.fstat(fd).st_mode):
+        return fd
+    os.close(fd)
+    raise OSError(errno.EINVAL, "expected a regular file; remove what has its name", str(path))
+
+
+def read(path: Path) -> bytes:
+    """
+    The content of a regular file.
+
+    Raises:
+        OSError: as `open_regular` does, or the disk refused.
+    """
+    with open(open_regular(path), "rb") as file:
+        return file.read()
 
 
 def publish(path: Path, *, durable: bool) -> None:

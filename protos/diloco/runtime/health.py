@@ -46,7 +46,7 @@ class Health:
 def read(path: Path) -> Health | None:
     """The last state; None: nothing was written yet, or it cannot be read."""
     try:
-        data = json.loads(path.read_text())
+        data = json.loads(files.read(path))
         return Health(
             at=float(data["at"]),
             ready=bool(data["ready"]),
@@ -80,7 +80,7 @@ class HealthFile:
             return
         self._due_at = health.at + WRITE_SECONDS
         try:
-            files.replace(self._path, health.to_json())
+            files.replace(self._path, health.to_json(), mode=files.PRIVATE)
         except OSError as error:
             if not self._warned:
                 log.warning(

@@ -388,6 +388,19 @@ def test_status_of_a_job_that_is_not_there_is_an_error(kubectl):
     assert "cannot read job gone: Error from server (NotFound)" in done.stderr
 
 
+def test_what_logs_fetches_is_private(tmp_path, kubectl):
+    before = os.umask(0)
+    try:
+        diloco(kubectl, "logs", "a", "--to", tmp_path / "run")
+    finally:
+        os.umask(before)
+    run = tmp_path / "run"
+    files = {path.stat().st_mode & 0o777 for path in run.rglob("*") if path.is_file()}
+    assert files == {0o600}
+    folders = [path.stat().st_mode & 0o777 for path in (run, run / "learners" / "eu-0")]
+    assert folders == [0o700, 0o700]
+
+
 def test_logs_make_a_run_directory(tmp_path, kubectl):
     run = tmp_path / "run"
     done = diloco(kubectl, "logs", "a", "--to", run)

@@ -63,6 +63,8 @@ def test_files_of_a_run_are_private(tmp_path, manifest):
         os.umask(before)
     modes = {p.name: p.stat().st_mode & 0o777 for p in rundir.path.rglob("*") if p.is_file()}
     assert modes == dict.fromkeys(modes, 0o600)
+    folders = {p.stat().st_mode & 0o777 for p in rundir.path.rglob("*") if p.is_dir()}
+    assert folders == {0o700}
     assert modes.keys() >= {"job.yaml", "spec.json", "status.json", "events.jsonl", "from-snapshot"}
 
 

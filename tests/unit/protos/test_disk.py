@@ -61,6 +61,18 @@ def test_a_planted_link_is_not_followed(tmp_path: Path):
     assert (victim.read_text(), link.read_text(), link.is_symlink()) == ("precious", "new", False)
 
 
+def test_a_new_directory_is_private_and_one_that_is_there_keeps_its_mode(tmp_path: Path):
+    before = os.umask(0)
+    try:
+        LOCAL.make_directory(tmp_path / "new")
+        (tmp_path / "old").mkdir(0o770)
+        LOCAL.make_directory(tmp_path / "old")
+    finally:
+        os.umask(before)
+    modes = [stat.S_IMODE((tmp_path / name).stat().st_mode) for name in ("new", "old")]
+    assert modes == [0o700, 0o770]
+
+
 @pytest.mark.parametrize("mode", [Mode.CREATE, Mode.APPEND])
 def test_a_new_file_is_private(tmp_path: Path, mode: Mode):
     before = os.umask(0)

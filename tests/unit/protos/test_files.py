@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 
@@ -58,6 +59,32 @@ def test_b02_a_link_planted_as_the_temporary_file_is_not_written_through(tmp_pat
         os.write(fd, b"secret")
     assert (victim.read_text(), path.read_text()) == ("precious", "secret")
     assert not path.is_symlink()
+
+
+def test_b02_a_link_is_neither_read_nor_written_through_and_the_error_says_what_to_do(tmp_path):
+    victim, link = tmp_path / "victim", tmp_path / "state"
+    victim.write_text("precious")
+    link.symlink_to(victim)
+    for opened in (
+        lambda: files.read(link),
+        lambda: files.open_unlinked(link, os.O_WRONLY | os.O_CREAT | os.O_TRUNC),
+    ):
+        with pytest.raises(OSError, match=r"found a link, expected a regular file; remove") as seen:
+            opened()
+        assert (seen.value.errno, seen.value.filename) == (errno.ELOOP, str(link))
+    assert victim.read_text() == "precious"
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_regular_file_is_refused_without_waiting_for_it(tmp_path, make):
+    make(tmp_path / "state")
+    with pytest.raises(OSError, match="expected a regular file; remove"):
+        files.read(tmp_path / "state")
+
+
+def test_a_regular_file_is_read_whole(tmp_path):
+    (tmp_path / "state").write_bytes(b"x" * 100_000)
+    assert files.read(tmp_path / "state") == b"x" * 100_000
 
 
 def test_a_durable_file_and_its_directory_are_synced(tmp_path, monkeypatch):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
+import stat
 import threading
 from pathlib import Path
 
@@ -202,6 +204,84 @@ def test_a_flipped_bit_is_found(tmp_path, caplog):
     victim.write_bytes(data)
     assert store.newest() is None
     assert "SHA-256" in caplog.text
+
+
+@contextlib.contextmanager
+def everything_allowed():
+    """A umask that takes no permission away."""
+    before = os.umask(0)
+    try:
+        yield
+    finally:
+        os.umask(before)
+
+
+def mode(path):
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_b02_checkpoints_are_for_the_user_of_the_process_alone(tmp_path):
+    model, optimizer = trained()
+    with everything_allowed():
+        save(Checkpoints(tmp_path / "state", keep=1, digest="d"), model, [optimizer])
+    found = {path.suffix: mode(path) for path in (tmp_path / "state").iterdir()}
+    assert found == {".json": 0o600, ".safetensors": 0o600}
+    assert mode(tmp_path / "state") == 0o700
+
+
+def test_the_directory_of_a_volume_keeps_the_mode_that_its_owner_chose(tmp_path):
+    state = tmp_path / "state"
+    state.mkdir()
+    state.chmod(0o2770)  # as the kubelet sets it for fsGroup
+    model, optimizer = trained()
+    save(Checkpoints(state, keep=1, digest="d"), model, [optimizer])
+    assert mode(state) == 0o2770
+
+
+@pytest.mark.parametrize("suffix", ["json", "safetensors"])
+@pytest.mark.parametrize("planted", ["a link to an intact checkpoint", "a pipe"])
+def test_b02_what_is_no_regular_file_is_skipped_for_the_checkpoint_before(
+    tmp_path, caplog, suffix, planted
+):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path / "state", keep=3, digest="d")
+    save(store, model, [optimizer], local_step=5)
+    save(store, model, [optimizer], local_step=10)
+    victim = tmp_path / f"state/checkpoint-0000000010.{suffix}"
+    elsewhere = tmp_path / "elsewhere"
+    victim.rename(elsewhere)
+    if planted == "a pipe":
+        os.mkfifo(victim)
+    else:
+        victim.symlink_to(elsewhere)
+    assert store.newest().local_step == 5
+    assert "checkpoint-0000000010.json is skipped" in caplog.text
+    assert "expected a regular file; remove" in caplog.text
+    assert victim.name in caplog.text
+
+
+def test_b02_a_checkpoint_that_becomes_a_link_after_it_was_verified_is_not_loaded(tmp_path):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path / "state", keep=1, digest="d")
+    save(store, model, [optimizer])
+    found = store.newest()
+    found.path.rename(tmp_path / "elsewhere")
+    found.path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="found a link"):
+        store.load(found, model, [optimizer])
+
+
+def test_b02_a_checkpoint_is_not_written_through_links(tmp_path):
+    model, optimizer = trained()
+    state, victim = tmp_path / "state", tmp_path / "victim"
+    state.mkdir()
+    victim.write_text("precious")
+    for name in ("json", "json.tmp", "safetensors", "safetensors.tmp"):
+        (state / f"checkpoint-0000000001.{name}").symlink_to(victim)
+    store = Checkpoints(state, keep=1, digest="d")
+    save(store, model, [optimizer])
+    assert victim.read_text() == "precious"
+    assert store.newest().local_step == 1
 
 
 def test_a_checkpoint_of_another_model_is_skipped(tmp_path, caplog):

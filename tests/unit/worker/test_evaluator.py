@@ -1,6 +1,7 @@
 """The evaluator: its schedule, the user's command, and an unavailable syncer."""
 
 import json
+import os
 import subprocess
 import sys
 import textwrap
@@ -241,6 +242,25 @@ def test_a_restarted_evaluator_continues_after_its_last_score(tmp_path):
     second.step = 100
     evaluator_of(second, state_file=state_file).run(initial=WEIGHTS | {"w": np.zeros(1)})
     assert [s for s, _ in second.scores] == [160, 200, 210]
+
+
+def test_b02_the_state_of_an_evaluator_is_private_and_no_link_is_followed(tmp_path):
+    state_file, victim = tmp_path / "state" / "evaluator.json", tmp_path / "victim"
+    before = os.umask(0)
+    try:
+        evaluator_of(Syncer(steps=1, stride=1), state_file=state_file).run()
+    finally:
+        os.umask(before)
+    assert state_file.stat().st_mode & 0o777 == 0o600
+    assert state_file.parent.stat().st_mode & 0o777 == 0o700
+    state_file.unlink()
+    victim.write_text('{"step": 1}')
+    state_file.symlink_to(victim)
+    again = Syncer(steps=1, stride=1)
+    evaluator_of(again, state_file=state_file).run()
+    assert [step for step, _ in again.scores] == [0, 1], "what the link names counts for nothing"
+    assert victim.read_text() == '{"step": 1}'
+    assert not state_file.is_symlink()
 
 
 def test_other_values_of_a_score_are_submitted_as_detail():

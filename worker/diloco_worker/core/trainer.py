@@ -330,13 +330,17 @@ class TrainerCore:
             actions.append(self._save())
         return actions
 
-    def line(self, *, now: float, queued_seconds: float) -> dict[str, object]:
+    def line(
+        self, *, now: float, queued_seconds: float, copy_wait_seconds: float | None = None
+    ) -> dict[str, object]:
         """
         The step's line in steps.jsonl.
 
         Args:
             now: when the actions were carried out; their time counts as synchronization.
             queued_seconds: the part of that time for which there was no core.
+            copy_wait_seconds: how long the optimizers waited for the copy of a checkpoint; None: no
+                such copy was made in the step.
         """
         # A line cannot contain the time to write itself: that is part of the next step.
         line_seconds = max(0.0, self._step_ended_at - self._sync_ended_at)
@@ -353,6 +357,12 @@ class TrainerCore:
             "syncSeconds": round(self._sync_seconds, 6),
             # Part of syncSeconds: ready to run, but without a core.
             "queuedSeconds": round(queued_seconds, 6),
+            # Part of seconds, in a step beside which a checkpoint was copied.
+            **(
+                {}
+                if copy_wait_seconds is None
+                else {"copyWaitSeconds": round(copy_wait_seconds, 6)}
+            ),
         }
 
     def ended(self, *, now: float) -> None:

@@ -7,8 +7,9 @@ first source of recovery (docs/algorithm.md, "Recovery").
                                                    above; written last
 
 Files are written under a temporary name, synced and renamed, the manifest last (docs/algorithm.md,
-"Snapshots"). A damaged checkpoint is skipped with a message, and the previous one is used. The
-training thread only copies into reused memory; another thread writes.
+"Snapshots"). They are private to the process's user. A damaged checkpoint is skipped with a message,
+and the previous one is used; so is one whose file is a link or no regular file, which is not followed.
+The training thread only copies into reused memory; another thread writes.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from diloco.errors import ConfigError, DamagedError, StorageError
 from diloco.model import tensorfile
 from diloco.model.tensorfile import DTYPES, Entry
 from diloco.runtime import files
-from diloco_worker.trainer.copies import Copies, Copy
+from diloco_worker.core.copy_budget import ATTEMPTS, SHARE
+from diloco_worker.trainer.copies import Copies, Copy, Result, touch
 from diloco_worker.trainer.layout import dtype_name
 
 log = logging.getLogger(__name__)
@@ -44,6 +46,9 @@ PIECE_BYTES = 8 << 20
 
 SYNC_BYTES = 256 << 20
 """Bytes after which the disk must have everything so far: without it, the last sync could take minutes."""
+
+UNTOUCHED_BYTES = 16 << 20
+"""So much new memory is touched before the first checkpoint: its copy would take many times longer."""
 
 STALL_SECONDS = 30.0
 """A disk that takes nothing for so long is not waited for at the end."""
@@ -72,10 +77,19 @@ class Checkpoints:
     """
 
     def __init__(self, directory: Path, *, keep: int, digest: str) -> None:
-        directory.mkdir(parents=True, exist_ok=True)
+        # A directory that is there, such as the root of a volume, keeps the mode its owner chose.
+        directory.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         self._directory, self._keep, self._digest = directory, keep, digest
         self._copies = Copies()
+        self._optimizers: Sequence[Optimizer] = ()
         self._lost = threading.Event()
+        self._model: nn.Module | None = None
+        """Memory for its copies is still to be touched."""
+        self._toucher: threading.Thread | None = None
+        self._touched = threading.Event()
+        """The toucher is to end."""
+        self._told: set[str] = set()
+        """What is logged once and was."""
         self._writer: threading.Thread | None = None
         self._writing = 0
         """Local step of the last checkpoint that was started."""
@@ -112,6 +126,7 @@ class Checkpoints:
         tree = pack(_state(model, optimizers), tensors)
         for name, tensor in tensors.items():
             _entry(name, tensor)
+        self._end_touching()
         copy = self._copies.begin(tensors, model, optimizers)
         manifest = {
             "local_step": local_step, "global_step": global_step, "digest": self._digest, "facts": facts, "tree": tree,
@@ -123,9 +138,16 @@ class Checkpoints:
         self._writer.start()
         return True
 
-    def watch(self, optimizers: Sequence[Optimizer]) -> None:
-        """Begin to copy beside the forward and backward passes; `boundary` must be called then."""
+    def watch(self, optimizers: Sequence[Optimizer], model: nn.Module | None = None) -> None:
+        """
+        Begin to copy beside the forward and backward passes; `boundary` must be called then.
+
+        Args:
+            optimizers: step the model.
+            model: memory for its copies is made ready in the background.
+        """
         self._copies.watch(optimizers)
+        self._optimizers, self._model = optimizers, model
 
     def boundary(self) -> bool:
         """
@@ -135,9 +157,39 @@ class Checkpoints:
             False, once: a checkpoint that was started has been discarded.
         """
         self._copies.boundary()
+        if self._model is not None:
+            self._begin_touching(self._model)
+            self._model = None
         lost = self._lost.is_set()
         self._lost.clear()
         return not lost
+
+    @property
+    def wait_seconds(self) -> float | None:
+        """
+        How long the optimizers waited for copies in the step before the last `boundary`; None: no
+        copies were made beside it.
+        """
+        return self._copies.wait_seconds
+
+    def _begin_touching(self, model: nn.Module) -> None:
+        """Access the memory for copies for the first time, now that the optimizers have their state."""
+        tensors: dict[str, torch.Tensor] = {}
+        with contextlib.suppress(ConfigError):  # `start` reports it
+            pack(_state(model, self._optimizers), tensors)
+        memory = self._copies.reserve(tensors)
+        if sum(tensor.nbytes for tensor in memory) < UNTOUCHED_BYTES:
+            return
+        self._toucher = threading.Thread(
+            target=touch, args=(memory, self._touched), name="checkpoint memory", daemon=True
+        )
+        self._toucher.start()
+
+    def _end_touching(self) -> None:
+        if self._toucher is not None:
+            self._touched.set()
+            self._toucher.join()  # at most one piece
+            self._toucher = None
 
     def finish(self) -> bool:
         """
@@ -146,6 +198,7 @@ class Checkpoints:
         Returns:
             False: the disk hangs, and the checkpoint is abandoned; this is logged once.
         """
+        self._end_touching()
         self._copies.finish()
         while self._writer is not None and self._writer.is_alive():
             before = self._taken
@@ -163,25 +216,48 @@ class Checkpoints:
 
     def _write(self, copy: Copy, manifest: dict[str, Any]) -> None:
         step = manifest["local_step"]
-        if not copy.complete():
+        result = copy.complete()
+        if result is Result.CHANGED:
             self._copies.distrust()
-            self._lost.set()
-            log.info(
-                "checkpoint of local step %d is discarded: something other than the optimizers' step changed "
-                "parameters; from now on a checkpoint stops training while it is copied",
+            self._discard(
                 step,
+                "something other than the optimizers' step changed parameters; from now on a checkpoint "
+                "stops training while it is copied",
+            )
+            return
+        if result is Result.ABANDONED and not copy.unguarded:
+            self._discard(
+                step,
+                f"its copy was not made within a forward and backward pass and {SHARE:.0%} of a step; it is "
+                f"tried again after the next step, {ATTEMPTS} times, then the optimizer waits",
+                once=True,
             )
             return
         if not copy.guarded():
-            self._lost.set()
-            log.info(
-                "checkpoint of local step %d is discarded: no optimizer step followed it", step
-            )
+            self._discard(step, "no optimizer step followed it")
             return
+        self._tell_wait(step, copy)
         try:
             self.write(copy.tensors, manifest)
         except OSError as error:
             log.error("checkpoint of local step %d: %s; training continues", step, error)
+
+    def _discard(self, step: int, why: str, *, once: bool = False) -> None:
+        self._lost.set()
+        if not once or why not in self._told:
+            log.info("checkpoint of local step %d is discarded: %s", step, why)
+        self._told.add(why)
+
+    def _tell_wait(self, step: int, copy: Copy) -> None:
+        usual = self._copies.budget.step_seconds
+        if copy.spent_seconds <= SHARE * usual or not usual or "wait" in self._told:
+            return
+        self._told.add("wait")
+        log.warning(
+            "checkpoint of local step %d: its copy stopped training for %.0f ms, %.0f %% of a step, the limit "
+            "is %.0f %%; see docs/learners.md, or make this rarer with learner.checkpoint.everySteps",
+            step, 1e3 * copy.spent_seconds, 100 * copy.spent_seconds / usual, 100 * SHARE,
+        )  # fmt: skip
 
     def write(self, tensors: dict[str, torch.Tensor], manifest: dict[str, Any]) -> None:
         """
@@ -204,7 +280,7 @@ class Checkpoints:
     def _write_file(self, path: Path, parts: Sequence[memoryview]) -> str:
         """Write a file durably; returns its SHA-256."""
         sha, unsynced = hashlib.sha256(), 0
-        with files.replacing(path, durable=True) as fd:
+        with files.replacing(path, durable=True, mode=files.PRIVATE) as fd:
             for part in parts:
                 for lo in range(0, len(part), PIECE_BYTES):
                     piece = part[lo : lo + PIECE_BYTES]
@@ -239,14 +315,14 @@ class Checkpoints:
         return None
 
     def _read(self, path: Path) -> Manifest:
-        data = json.loads(path.read_bytes())
+        data = json.loads(files.read(path))
         if data["digest"] != self._digest:
             raise StorageError("it belongs to another model")
         tensors = path.with_suffix(".safetensors")
-        size = tensors.stat().st_size
-        if size != data["bytes"]:
-            raise StorageError(f"{tensors.name} has {size} bytes, expected {data['bytes']}")
-        with tensors.open("rb") as file:
+        with open(files.open_regular(tensors), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if size != data["bytes"]:
+                raise StorageError(f"{tensors.name} has {size} bytes, expected {data['bytes']}")
             found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != data["sha256"]:
             raise StorageError(
@@ -271,7 +347,7 @@ class Checkpoints:
             ConfigError: the optimizers differ from those that were saved.
             DamagedError: the file is not what was verified.
         """
-        with manifest.path.open("rb", buffering=0) as file:
+        with open(files.open_regular(manifest.path), "rb", buffering=0) as file:
             reader = _TensorReader(file)
             tree = dict(manifest.tree["dict"])
             saved = unpack(tree["optimizers"], reader)
