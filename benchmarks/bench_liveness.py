@@ -217,8 +217,8 @@ def main() -> int:
         return 0
     note = (
         f"Eight learners of {STEP_SECONDS} s a step, τ = {OVERLAP} ({FAR_OVERLAP} for far), {FRAGMENTS} "
-        f"fragments of 256 KiB, K = 1. {BEFORE_SECONDS:.0f} s before each fault, {FAULT_SECONDS['mute']:.0f} s of mute, "
-        f"trickle and stopped, {FAULT_SECONDS['far']:.0f} s of far."
+        f"fragments of 256 KiB, K = 1. {BEFORE_SECONDS:.0f} s before each fault, {FAULT_SECONDS['mute']:.0f} s of "
+        f"mute, trickle and stopped, {FAULT_SECONDS['far']:.0f} s of far."
     )
     write_results(
         "liveness", "One of eight learners misbehaves", f"{note}\n\n{body}",
