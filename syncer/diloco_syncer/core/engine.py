@@ -360,8 +360,7 @@ class Engine:
             self.learners.lapse(record, PROOF_INTERVALS * self.spec.interval + PROOF_STEPS)
             self._announcements.touch(event.learner)
             self.ejections.reported(event.learner, now)
-            if now - record.paced_at >= self.learners.least_step_seconds(record):
-                record.paced_at = now
+            if self.learners.paces(record, now):
                 self.scheduler.pace.stepped(event.learner, steps)
             return self.scheduler.reported(event.learner, now)
         return []

@@ -77,7 +77,7 @@ class Job:
         return self.syncer.state.admission.layout.tensors
 
 
-def test_a_learner_with_another_model_than_the_one_that_is_to_initialise_is_told_to_retry():
+def test_a_learner_with_another_model_than_the_one_that_is_to_initialise_is_asked_to_retry():
     job = Job()
     assert job.join("eu/1", FOREIGN)
     assert not job.join("eu/0", OURS)
