@@ -186,7 +186,7 @@ class Coordinator:
             issued={record.name: record.incarnation for record in engine.learners},
             limits=engine.limits,
             # A session that is open, and whose Hello the engine has not seen, counts too.
-            holder=engine.initialiser or ("another learner" if len(self.sessions) else ""),
+            holder=(engine.initialiser or "another learner") if len(self.sessions) else "",
             preceding=engine.initialisation.preceding([applicant.learner]),
         )
         if isinstance(decision, Refused):
@@ -236,9 +236,9 @@ class Coordinator:
         """Keep what an event brings besides its meaning for the engine."""
         match event:
             case ParametersReceived():
-                if event.parameters.layout != self._state.admission.layout:
-                    return ev.Tick()  # too late: the model of another learner counts meanwhile
                 if self._state.parameters is None:
+                    if event.parameters.layout != self._state.admission.layout:
+                        return ev.Tick()  # too late: the model of another learner counts meanwhile
                     self._state.parameters = event.parameters
                 return ev.Initialised(learner=event.learner)
             case ev.Exported():
