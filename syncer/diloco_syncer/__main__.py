@@ -23,6 +23,7 @@ from diloco.runtime.health import BackgroundHealthFile
 from diloco.runtime.interpreter import tune_interpreter
 from diloco.runtime.logs import configure_logging
 from diloco.runtime.malloc import tune_malloc
+from diloco.runtime.memory import memory_bytes
 from diloco.runtime.sysctl import kernel_warnings
 from diloco.spec import RunSpec
 from diloco_syncer import settings
@@ -146,6 +147,7 @@ def _assemble(
         spec,
         layout=parameters.layout if parameters else None,
         issued_before=max(newest, store.issued_incarnations()),
+        memory_bytes=memory_bytes(),
     )
     state = State(
         engine=engine,

@@ -177,16 +177,23 @@ class Coordinator:
         Open a session for a learner that may join; its Hello event comes next.
 
         Raises:
-            UnknownLearnerError, MismatchError, ConfigError: it was refused.
+            UnknownLearnerError, UnavailableError, MismatchError, ConfigError: it was refused.
         """
-        fixed = self._state.parameters is not None or len(self.sessions) > 0
-        issued = {record.name: record.incarnation for record in self._state.engine.learners}
+        engine = self._state.engine
         decision = self._state.admission.handle(
-            applicant, layout_fixed=fixed, issued=issued, limits=self._state.engine.limits
+            applicant,
+            layout_fixed=self._state.parameters is not None,
+            issued={record.name: record.incarnation for record in engine.learners},
+            limits=engine.limits,
+            # A session that is open, and whose Hello the engine has not seen, counts too.
+            holder=(engine.initialiser or "another learner") if len(self.sessions) else "",
+            preceding=engine.initialisation.preceding([applicant.learner]),
         )
         if isinstance(decision, Refused):
+            if decision.waits:
+                engine.waits(applicant.learner)
             raise decision.error
-        # Opened here, not by the caller: from now on the layout is fixed.
+        # Opened here, not by the caller: from now on this model counts.
         session = self.sessions.open(applicant.learner)
         self.facts = Facts.of(self._state)
         return session
@@ -230,6 +237,8 @@ class Coordinator:
         match event:
             case ParametersReceived():
                 if self._state.parameters is None:
+                    if event.parameters.layout != self._state.admission.layout:
+                        return ev.Tick()  # too late: the model of another learner counts meanwhile
                     self._state.parameters = event.parameters
                 return ev.Initialised(learner=event.learner)
             case ev.Exported():

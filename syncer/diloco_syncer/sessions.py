@@ -78,9 +78,9 @@ class Sessions:
             self._current[learner] = (incarnation, number)
 
     def end(self, number: int, error: DilocoError) -> None:
-        """End a stream with an error; it is no longer current."""
+        """End a stream with an error; it is neither open nor current any longer, however long its peer reads."""
         with self._lock:
-            session = self._open.get(number)
+            session = self._open.pop(number, None)
             for learner, (_, current) in list(self._current.items()):
                 if current == number:
                     del self._current[learner]

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import yaml
+from cryptography import x509
 
 from diloco.errors import UnauthorisedError, UnavailableError
 from diloco.rpc.certificates import tls_facts
@@ -156,6 +157,17 @@ def test_each_region_trains_with_its_own_secret_at_an_address_that_no_certificat
     # What was under way when a learner left is refused as well, for another reason.
     assert "Unauthorised" not in {line["reason"] for line in syncer.events("refuse")}
     syncer.assert_audit()
+
+
+def test_a_join_names_the_serial_number_of_the_certificate_and_the_address(secrets, syncer):
+    with ScriptedLearner(syncer, "us/0", tls=secrets["us"]) as learner:
+        learner.join()
+        [line] = until(lambda: syncer.events("join"), expected="the join is written")
+    certificate = x509.load_pem_x509_certificate(secrets["us"].certificate)
+    assert line["certificate"] == f"{certificate.serial_number:x}"
+    assert line["peer"].startswith("ipv")
+    other = x509.load_pem_x509_certificate(secrets["eu"].certificate)
+    assert other.serial_number != certificate.serial_number, "it distinguishes the clusters"
 
 
 def test_a_certificate_of_another_region_is_refused_until_it_is_replaced(tmp_path, secrets, syncer):

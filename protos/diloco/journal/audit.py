@@ -49,10 +49,12 @@ WEIGHT_TOLERANCE = 1e-9
 
 RATE_MULTIPLE = 2.1
 GUARDED_MEMBERS = 3
-UNPROVEN_SPEED = 4.0
 NORM_FLOOR = 1e-12
 NORM_TOLERANCE = 1e-3
 """As in syncer/diloco_syncer/core: written again, so that an error there is found here."""
+
+CLAIMED_MULTIPLE = 4.0
+"""Steps that a member with an empty delta may claim, as a multiple of the members' median."""
 
 _CHECKED = {Start.kind, Limits.kind, Join.kind, Merge.kind, Rotate.kind, Dropped.kind}
 
@@ -369,7 +371,7 @@ def _empty(merge: Merge) -> Iterator[str]:
     usual = steps[(len(steps) - 1) // 2]
     for member in merge.members:
         empty = member.norm is not None and member.norm <= NORM_FLOOR
-        if member.weight > 0 and empty and member.steps > UNPROVEN_SPEED * usual:
+        if member.weight > 0 and empty and member.steps > CLAIMED_MULTIPLE * usual:
             yield (
                 f"merge of step {merge.step}: {member.learner} claims {member.steps:g} steps, the "
                 f"others {usual:g}, and its delta is empty"

@@ -21,10 +21,18 @@ log = logging.getLogger(__name__)
 
 
 KEEPALIVE_SECONDS = 30
+ACKNOWLEDGED_SECONDS = 10
+PING_SECONDS = 60
+"""
+A ping follows this long after the last data. A peer whose machine acknowledges nothing is lost
+ACKNOWLEDGED_SECONDS later (TCP_USER_TIMEOUT, which gRPC sets to the timeout of its keepalive), a process that
+stands still and does not answer the ping PING_SECONDS later: behind bulk data, an honest answer takes long.
+"""
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 KEEPALIVE = [
     ("grpc.keepalive_time_ms", KEEPALIVE_SECONDS * 1000),
-    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", ACKNOWLEDGED_SECONDS * 1000),
+    ("grpc.http2.ping_timeout_ms", PING_SECONDS * 1000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
 ]

@@ -17,8 +17,8 @@ from diloco.v1 import syncer_pb2, syncer_pb2_grpc
 
 STATUS_BYTES = 4 << 20
 """
-Largest status that is read: that of 27,000 learners. An empty learner has 3 bytes in a message and 200
-in memory, so a larger one would be a danger for the operator.
+Largest status that is read: that of 27,000 learners, even if all are ejected. An empty learner has 3 bytes
+in a message and 200 in memory, so a larger one would be a danger for the operator.
 """
 
 

@@ -29,9 +29,15 @@ from diloco_syncer.core.learner_limits import beyond
 
 MAX_ELEMENTS = 1 << 40
 """
-Values of a model, constants included. Θ and its momentum are fp32 in the memory of one process: at this
-limit 8 TiB, more than any machine that a syncer runs on.
+Values of a model, constants included, whatever the memory of the syncer. Θ and its momentum are fp32 in
+the memory of one process: at this limit 8 TiB, more than any machine that a syncer runs on.
 """
+
+VALUE_BYTES = 8
+"""Of a value in Θ and its momentum, both fp32. While a fragment is merged, its new ones exist as well."""
+
+ADVISED_BYTES = 24
+"""Of memory per value that a syncer should have (docs/operations.md, "Sizing")."""
 
 MAX_TENSORS = 1 << 16
 """Tensors of a model, constants and aliases included; models of 10^12 parameters have a few thousand."""
@@ -176,6 +182,12 @@ class Refused:
     """The learner may not join."""
 
     error: DilocoError
+    waits: bool = False
+    """Only because its model is not the one that counts until Θ exists (core/initialisation.py)."""
+
+
+class _OtherModelError(UnavailableError):
+    """Another model counts until Θ exists; the learner tries again."""
 
 
 @dataclass(slots=True)
@@ -183,7 +195,7 @@ class Admission:
     """
     Admits learners of this job that run its spec and train its model.
 
-    The first learner of a fresh job defines the model.
+    In a fresh job the model is that of the learner that is asked for Θ^(0). It is fixed once Θ exists.
     """
 
     spec: RunSpec
@@ -194,6 +206,8 @@ class Admission:
     Largest incarnation that this job issued before this process started. A crash of the machine may
     lose the record of which learner has it, so a learner may present any of these that no other has.
     """
+    memory_bytes: int | None = None
+    """That the syncer may use: no model that it cannot hold is admitted. None: not bounded."""
     differing: dict[str, str] = field(default_factory=dict)
     """Learner → hash of the spec for which its last Hello was refused; learners of the job only."""
     _digest: str = ""
@@ -207,28 +221,36 @@ class Admission:
 
     def handle(
         self, applicant: Applicant, *, layout_fixed: bool, issued: Mapping[str, int] | None = None,
-        limits: Mapping[str, int] | None = None,
+        limits: Mapping[str, int] | None = None, holder: str = "", preceding: str = "",
     ) -> Admitted | Refused:  # fmt: skip
         """
         Decide about one Hello.
 
         Args:
             applicant: the Hello.
-            layout_fixed: Θ exists or a session is open, so the model can no longer be redefined.
+            layout_fixed: Θ exists, so the model can no longer be redefined.
             issued: learner → its newest incarnation (core/learners.py); None: no learner has any.
             limits: region → learners that it may have (core/learner_limits.py); None: those of the spec.
+            holder: until Θ exists, the learner whose model counts; "": none has joined.
+            preceding: until Θ exists, the learner that waits and whose model counts before that of this
+                one (`Initialisation.preceding`); "": none.
 
         Returns:
             Admitted, or Refused with UnknownLearnerError (no learner has such a name),
-            UnavailableError (it is beyond the limits, which may change), StaleIncarnationError (an
-            incarnation that it was never given), MismatchError (every difference spelled out) or
-            ConfigError (the model is beyond a limit or cannot be cut into that many fragments).
+            UnavailableError (it is beyond the limits, which may change, or has another model while Θ
+            does not exist), StaleIncarnationError (an incarnation that it was never given),
+            MismatchError (every difference spelled out) or ConfigError (the model is beyond a limit, needs
+            more memory than there is, or cannot be cut into that many fragments).
         """
         try:
             self._check_name(applicant, self.spec.learners if limits is None else limits)
             self._check_spec(applicant)
             self._check_incarnation(applicant, issued or {})
+            if not layout_fixed:
+                self._check_turn(applicant, holder, preceding)
             return Admitted(layout=self._agree(applicant, layout_fixed=layout_fixed))
+        except _OtherModelError as error:
+            return Refused(error=UnavailableError(str(error)), waits=True)
         except DilocoError as error:
             return Refused(error=error)
 
@@ -269,20 +291,57 @@ class Admission:
             "this process must stop"
         )
 
+    def _check_turn(self, applicant: Applicant, holder: str, preceding: str) -> None:
+        """Until Θ exists, only the model of one learner counts."""
+        name = applicant.learner
+        if preceding:
+            raise _OtherModelError(
+                f"{name} has failed to upload the initial parameters more often than {preceding}, which "
+                "waits with another model and comes first; this learner tries again"
+            )
+        if holder and self.layout is not None and applicant.model.digest != self._digest:
+            self._check_memory(applicant.model)
+            raise _OtherModelError(
+                f"{name} trains another model than {holder}, which is to upload the initial parameters: "
+                f"{self._differences(applicant.model)}. This learner tries again: if they do not arrive, "
+                "the model of the next learner counts; if they do, models that differ are refused for good"
+            )
+
     def _agree(self, applicant: Applicant, *, layout_fixed: bool) -> Layout:
         model = applicant.model
         if self.layout is not None and model.digest == self._digest:
             return self.layout
         enough = len(model.tensors) >= self.spec.fragments
         if self.layout is not None and layout_fixed and enough:
-            # Not cut: what differs is in the tensors, P and the averages are in the spec's hash.
-            theirs = Layout(fragments=(), tensors=model.tensors, constants=model.constants)
             raise MismatchError(
-                f"{applicant.learner} trains a different model than this job: "
-                + "; ".join(differences(self.layout, theirs))
+                f"{applicant.learner} trains a different model than this job: {self._differences(model)}"
             )
+        self._check_memory(model)
         self.layout, self._digest = self._cut(model), model.digest
         return self.layout
+
+    def _differences(self, model: Model) -> str:
+        if self.layout is None:
+            raise AssertionError("there is no model to compare with")
+        # Not cut: what differs is in the tensors, P and the averages are in the spec's hash.
+        theirs = Layout(fragments=(), tensors=model.tensors, constants=model.constants)
+        return "; ".join(differences(self.layout, theirs))
+
+    def _check_memory(self, model: Model) -> None:
+        """A model that this syncer can never hold does not become the job's."""
+        values = sum(tensor.elements for tensor in model.tensors)
+        # Constants are held as they came, in a dtype that has a byte per value at least.
+        constants = sum(tensor.elements for tensor in model.constants)
+        needed = VALUE_BYTES * values * (self.spec.fragments + 1) // self.spec.fragments + constants
+        if self.memory_bytes is None or needed <= self.memory_bytes:
+            return
+        count = f"{values} values" + (f" and {constants} of constants" if constants else "")
+        raise ConfigError(
+            f"the model has {count}: Θ, its momentum and the fragment that is merged need at least "
+            f"{needed / 2**30:.1f} GiB, and this syncer has {self.memory_bytes / 2**30:.1f} GiB; give the "
+            f"syncer more memory ({(ADVISED_BYTES * values + 2 * constants) / 2**30:.1f} GiB are advised), or "
+            "train a smaller model"
+        )
 
     def _cut(self, model: Model) -> Layout:
         """The layout of a model that may become the job's, cut once per distinct model."""

@@ -134,7 +134,7 @@ class Engine:
         self.ejections.shift(seconds)
         for round_ in self.scheduler.in_flight:
             round_.shift(seconds)
-        self.initialisation.deadline += seconds
+        self.initialisation.shift(seconds)
         return [ev.Log(event="pause", fields={"seconds": round(seconds, 3)})]
 
     def _process(self, event: ev.Event, now: float) -> list[ev.Decision]:
@@ -203,7 +203,7 @@ class Engine:
         if self.complete:
             return ""
         if not self.initialised:
-            return f"{self.initialiser or 'the first learner'} to upload the initial model"
+            return self._waiting_for_parameters()
         if self.scheduler.halted:
             return (
                 f"manual action: {self.scheduler.halted}; stop the learner that caused it, then resume, "
@@ -219,6 +219,12 @@ class Engine:
             ]
             return f"{text}; ejected: {', '.join(ejected[:8])}" if ejected else text
         return self._unchanged() or self._stuck()
+
+    def _waiting_for_parameters(self) -> str:
+        text = f"{self.initialiser or 'the first learner'} to upload the initial model"
+        names = sorted(self.initialisation.waiting)
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        return f"{text}; with another model: {', '.join(names[:8])}{more}" if names else text
 
     def _unchanged(self) -> str:
         """Why the rounds change nothing; empty: they do."""
@@ -316,6 +322,7 @@ class Engine:
         ]
         out += self.ejections.joined(record, now)
         self.initialisation.withdraw(record.name)  # the request went to the old session: repeat it
+        self.initialisation.joined(record.name)
         self._announcements.forget(record.name)
         if self.initialised:
             out.append(ev.AnnounceReady(learner=record.name))
@@ -354,8 +361,7 @@ class Engine:
             self.learners.lapse(record, PROOF_INTERVALS * self.spec.interval + PROOF_STEPS)
             self._announcements.touch(event.learner)
             self.ejections.reported(event.learner, now)
-            if now - record.paced_at >= self.learners.least_step_seconds(record):
-                record.paced_at = now
+            if self.learners.paces(record, now):
                 self.scheduler.pace.stepped(event.learner, steps)
             return self.scheduler.reported(event.learner, now)
         return []
@@ -371,6 +377,7 @@ class Engine:
             return []
         self.initialised, self._started_at = True, now
         self.initialisation.withdraw(self.initialiser or "")
+        self.initialisation.waiting.clear()
         ready = [ev.AnnounceReady(learner=record.name) for record in self.learners.connected()]
         return [
             ev.Log(event="initialised", fields={"learner": event.learner}),
@@ -464,9 +471,7 @@ class Engine:
         """Everything that follows from the current state: initialise, start, collect, finish, announce, wake."""
         out: list[ev.Decision] = []
         if not self.initialised:
-            names = [record.name for record in self.learners.connected()]
-            out += self.initialisation.request(names, now)
-            return [*out, ev.WakeAt(seconds=now + HEARTBEAT_SECONDS)]
+            return [*self._initialise(now), ev.WakeAt(seconds=now + HEARTBEAT_SECONDS)]
         if self.durability.stage is Stage.TRAINING and self._commits != self.scheduler.commits:
             self._commits = self.scheduler.commits
             # After all commits of this event: a snapshot holds the engine and Θ as of the same step.
@@ -492,6 +497,31 @@ class Engine:
             times.append(self.durability.retry_at)
         out.append(ev.WakeAt(seconds=min(times)))
         return out
+
+    def _initialise(self, now: float) -> list[ev.Decision]:
+        """Ask the next learner for Θ^(0), or make room for one with another model."""
+        connected = list(self.learners.connected())
+        names = [record.name for record in connected]
+        self.initialisation.expire(names, now)
+        if not (first := self.initialisation.preceding(names)):
+            return self.initialisation.request(names, now)
+        out: list[ev.Decision] = []
+        for record in connected:
+            if (session := record.session) is None:
+                continue
+            detail = (
+                f"no learner that joined has uploaded the initial parameters, so the model of {first}, which "
+                f"waits with another one, counts now; {record.name} connects again"
+            )
+            out.append(ev.Close(session=session, reason="Unavailable", detail=detail))
+            left = ev.Left(session=session, learner=record.name, reason="OtherModel")
+            out += self._left(left, now)
+        return out
+
+    def waits(self, learner: str) -> None:
+        """The learner was told to retry, because it trains another model than those that joined."""
+        if self._now is not None:
+            self.initialisation.wait(learner, self._now)
 
     def _exported(self) -> list[ev.Decision]:
         if self.durability.stage is not Stage.EXPORT:

@@ -1,10 +1,15 @@
 """
-Which learner uploads Θ^(0), and for how long it is waited for. Pure.
+Which learner uploads Θ^(0), for how long it is waited for, and whose model counts until then. Pure.
+
+Until Θ^(0) has arrived, no model is fixed for good. The learners that have joined train one model, that of
+the learner that is asked; others are told to retry, and are remembered here. Once every learner that joined
+has failed to deliver more often than one that waits, the sessions are closed and the model of that one counts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from diloco_syncer.core import events as ev
@@ -20,6 +25,12 @@ asked. Paper leaves this open.
 MAX_UPLOADS = 3
 """How often a learner may begin Θ^(0) until its progress no longer counts: it never comes to the end."""
 
+WAITING_SECONDS = 20.0
+"""
+A learner that was told to retry and did not for this long no longer waits; learners pause for 5 s at most.
+Paper leaves this open.
+"""
+
 
 @dataclass(slots=True)
 class Initialisation:
@@ -34,15 +45,53 @@ class Initialisation:
     """Of the part of Θ^(0) that it uploads now."""
     begun_parts: int = 0
     failures: dict[str, int] = field(default_factory=dict)
+    waiting: dict[str, float] = field(default_factory=dict)
+    """Learner with another model than those that joined → when it was last told to retry, monotonic."""
+    _interrupted: dict[str, tuple[float, int]] = field(default_factory=dict)
+    """Learner whose session ended while it was asked → its deadline and the parts that it had begun."""
 
     def request(self, connected: Sequence[str], now: float) -> list[ev.Decision]:
         """Ask a learner, unless one is asked already or none is connected."""
         if self.learner is not None or not connected:
             return []
-        self.learner = min(connected, key=lambda name: (self.failures.get(name, 0), name))
-        self.deadline, self.received_bytes = now + STALL_SECONDS, 0
-        self.begun_parts = 1
-        return [ev.RequestInitial(learner=self.learner)]
+        learner = self.learner = min(connected, key=lambda name: (self._failed(name), name))
+        # A new session brings no new time: else a learner that reconnects would be waited for for ever.
+        self.deadline, self.begun_parts = self._interrupted.pop(learner, (now + STALL_SECONDS, 1))
+        self.received_bytes = 0
+        return [ev.RequestInitial(learner=learner)]
+
+    def expire(self, connected: Iterable[str], now: float) -> None:
+        """Those of them that were asked, and away for longer than they had left, have failed."""
+        for name in connected:
+            if self._interrupted.get(name, (math.inf, 0))[0] <= now:
+                del self._interrupted[name]
+                self.failures[name] = self._failed(name) + 1
+
+    # ------------------------------------------------------------ learners with another model
+
+    def wait(self, learner: str, now: float) -> None:
+        """The learner was told to retry: its model is not the one that counts at present."""
+        self.waiting[learner] = now
+
+    def joined(self, learner: str) -> None:
+        """The learner has joined, with the model that counts."""
+        self.waiting.pop(learner, None)
+
+    def preceding(self, learners: Iterable[str]) -> str:
+        """
+        Whose model counts before that of any of these learners: it waits, and has failed less often than
+        each of them. "": nobody's, or a learner is asked at present.
+        """
+        if self.learner is not None or not self.waiting:
+            return ""
+        first = min(self.waiting, key=lambda name: (self._failed(name), name))
+        fewest = min(map(self._failed, learners), default=0)
+        return first if self._failed(first) < fewest else ""
+
+    def _failed(self, learner: str) -> int:
+        return self.failures.get(learner, 0)
+
+    # ------------------------------------------------------------ the learner that is asked
 
     def progressed(self, learner: str, received_bytes: int, now: float) -> None:
         """Bytes of a part of Θ^(0) have arrived."""
@@ -60,6 +109,16 @@ class Initialisation:
         """The learner is gone, or its session was replaced: the request is void."""
         if self.learner == learner:
             self.learner = None
+            self._interrupted[learner] = (self.deadline, self.begun_parts)
+
+    def shift(self, seconds: float) -> None:
+        """The syncer itself stood still for this long."""
+        self.deadline += seconds
+        self.waiting = {name: at + seconds for name, at in self.waiting.items()}
+        self._interrupted = {
+            name: (deadline + seconds, begun)
+            for name, (deadline, begun) in self._interrupted.items()
+        }
 
     def fail(self, learner: str, reason: str, detail: str) -> list[ev.Decision]:
         """The learner could not upload a usable Θ^(0)."""
@@ -71,7 +130,8 @@ class Initialisation:
         return [ev.Log(event="refuse", fields=fields)]
 
     def tick(self, now: float) -> list[ev.Decision]:
-        """Withdraw a request that makes no progress."""
+        """Withdraw a request that makes no progress, and forget who no longer waits."""
+        self.waiting = {n: at for n, at in self.waiting.items() if now - at <= WAITING_SECONDS}
         if self.learner is None or now < self.deadline:
             return []
         detail = (

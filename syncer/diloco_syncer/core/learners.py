@@ -15,26 +15,13 @@ from typing import Any
 
 from diloco.journal.records import RecordError, value
 from diloco_syncer.core.events import Hello, Reported
-from diloco_syncer.core.guard import GUARDED_MEMBERS
 from diloco_syncer.core.history import History, Origin
 from diloco_syncer.core.pacing import ema
 from diloco_syncer.core.upload_limits import UploadProgress
 from diloco_syncer.core.used_reports import UsedReports
 
-UNPROVEN_SPEED = 4.0
-"""
-A learner whose uploads do not bear its steps out sets the pace at this multiple of the median speed at most,
-and at the median speed once it has made the steps of several uploads without one.
-
-Paper leaves this open. Uploads prove any speed, so the fastest learner sets the pace from its first merge on.
-"""
-
 SPEED_SHARE = 16
 """The speeds of all are measured again after a sixteenth of the learners have reported."""
-
-MAX_WAIT_SECONDS = 10.0
-"""Longest interval between its steps that count: the median may have been measured over a pause."""
-
 
 HANGS_SECONDS = 10.0
 HANGS_STEPS = 4.0
@@ -100,13 +87,14 @@ class LearnerRecord:
     lag: float = 0.0
     """Global steps between an announcement and the first report that knows it (core/announcements.py)."""
     proven: bool = False
-    """Its last upload that was merged bears its steps out: it has a length, and tokens."""
+    """
+    Its last upload that was merged bears its steps out: it has a length, and tokens. Until one does, and
+    after many steps without one, its steps count for the pace only as fast as those of others.
+    """
     proven_step: int = 0
     """Its local step when it joined, or when an upload of it was last merged."""
-    lapsed: bool = False
-    """It made many steps since then: not even its first upload is to be expected."""
     paced_at: float = -math.inf
-    """When its steps last counted for the pace, monotonic."""
+    """When its steps last counted for the pace, or should have, monotonic."""
     ejection: Ejection | None = None
     """None: it takes part in rounds."""
     ejections: int = 0
@@ -175,14 +163,26 @@ class LearnerRecords:
         for name, is_proven in proven.items():
             record = self.by_name[name]
             record.proven, record.proven_step = is_proven, record.local_step
-            record.lapsed = False
         self._measured = None
 
     def lapse(self, record: LearnerRecord, steps: int) -> None:
         """Its last upload confirms no more than this many local steps after it."""
-        if not record.lapsed and record.local_step > record.proven_step + steps:
-            record.proven, record.lapsed = False, True
+        if record.proven and record.local_step > record.proven_step + steps:
+            record.proven = False
             self._measured = None
+
+    def paces(self, record: LearnerRecord, now: float) -> bool:
+        """
+        Whether a step that the learner reports now counts for the pace.
+
+        Not more often than `least_step_seconds` on average: a step that comes a little early counts with
+        the next one, so that an honest learner of that speed loses none but the first.
+        """
+        least = self.least_step_seconds(record)
+        if now - record.paced_at < least:
+            return False
+        record.paced_at = max(record.paced_at + least, now - least)
+        return True
 
     def note_hanging(self, now: float) -> None:
         """Note which learners hang: one that makes no steps is not the fastest."""
@@ -220,12 +220,12 @@ class LearnerRecords:
         return self._speeds()[0]
 
     def least_step_seconds(self, record: LearnerRecord) -> float:
-        """Shortest time between steps that count for the pace: by what its uploads confirm."""
+        """Shortest time between its steps that count for the pace; 0: its uploads confirm its speed."""
         return _least(record, self._speeds()[1])
 
     def _speeds(self) -> tuple[float | None, float]:
         """
-        ξ_step, and the median time between steps (0: too few learners to tell).
+        ξ_step, and the time between steps that counts for learners without a proof (0: only one trains).
 
         Measured again after one learner in SPEED_SHARE has reported, so that a report costs the same
         however many learners there are.
@@ -404,20 +404,37 @@ class LearnerRecords:
 
 
 def _measure(training: list[LearnerRecord]) -> tuple[float | None, float]:
-    intervals = [
-        r.history.seconds_per_step for r in training if r.history.seconds_per_step is not None
-    ]
-    median = statistics.median_high(intervals) if len(intervals) >= GUARDED_MEMBERS else 0.0
+    usual = _usual(training)
     stepping = [r for r in training if not r.hangs] or training
     measured = [
-        max(r.step_seconds, r.history.seconds_per_step or 0.0, _least(r, median))
+        max(r.step_seconds, r.history.seconds_per_step or 0.0, _least(r, usual))
         for r in stepping
         if r.step_seconds is not None
     ]
-    return min(measured, default=None), median
+    return min(measured, default=None), usual
 
 
-def _least(record: LearnerRecord, median: float) -> float:
-    if record.proven:
+def _usual(training: list[LearnerRecord]) -> float:
+    """
+    Time between steps of the learners whose uploads confirm their speed, or while there are none, of all.
+
+    Paper leaves this open: the median, and of two the slower. So a learner that was never merged sets no
+    faster pace than the others do; one that really is faster does from its first merge on.
+    """
+    if len(training) < 2:
         return 0.0
-    return min(MAX_WAIT_SECONDS, median if record.lapsed else median / UNPROVEN_SPEED)
+    proven = [r for r in training if r.proven] or training
+    seconds = [found for r in proven if (found := _interval(r)) is not None]
+    return statistics.median_high(seconds) if seconds else 0.0
+
+
+def _interval(record: LearnerRecord) -> float | None:
+    """Between its Reports; as it states itself at first, and where its trainer stood still in between."""
+    measured, stated = record.history.seconds_per_step, record.step_seconds
+    if measured is None or stated is None:
+        return measured or stated
+    return min(measured, HANGS_STEPS * stated)
+
+
+def _least(record: LearnerRecord, usual: float) -> float:
+    return 0.0 if record.proven else usual

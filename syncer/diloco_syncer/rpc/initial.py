@@ -39,6 +39,8 @@ class InitialParameters:
         self._lock = threading.Lock()
         self._sender: tuple[str, int] | None = None
         """Learner and incarnation of the parts so far."""
+        self._layout: Layout | None = None
+        """The model of these parts: another one may count before they have arrived."""
         self._fragments: dict[int, F32] = {}
         self._constants: bytes | None = None
 
@@ -57,8 +59,8 @@ class InitialParameters:
                 f"{header.learner} uploads initial parameters, but {facts.initialiser} was asked"
             )
         with self._lock:
-            if self._sender != sender:
-                self._sender, self._constants = sender, None
+            if self._sender != sender or self._layout != layout:
+                self._sender, self._layout, self._constants = sender, layout, None
                 self._fragments.clear()
         if header.content == bulk.CONSTANTS:
             check_constants(header, layout)
@@ -77,10 +79,10 @@ class InitialParameters:
             StaleIncarnationError: another incarnation has begun to upload.
         """
         with self._lock:
-            if self._sender != (header.learner, header.incarnation):
+            if self._sender != (header.learner, header.incarnation) or self._layout != layout:
                 raise StaleIncarnationError(
                     f"{self._sender} uploads the initial parameters now; parts of two incarnations "
-                    "are never mixed"
+                    "or models are never mixed"
                 )
             if isinstance(part, bytes):
                 self._constants = part
@@ -169,7 +171,9 @@ class InitialPart:
     @property
     def waiting(self) -> Waiting | None:
         """The last part: until all parts have become Θ, so that its sender can download them."""
-        if self._adopted is None or self._initial.host.facts.parameters is not None:
+        if self._adopted is None or self._adopted.is_set():
+            return None
+        if self._initial.host.facts.parameters is not None:
             return None
         return Waiting(until=self._adopted.wait, seconds=ADOPTION_SECONDS)
 

@@ -150,9 +150,64 @@ def test_the_fastest_is_that_of_the_learners_that_train():
     assert learners.fastest_step_seconds() is None
     for session, (name, seconds) in enumerate((("a", 3.0), ("b", 2.0), ("c", 1.0)), start=1):
         learners.report(reported(name, session=session, step_seconds=seconds), now=6.0)
+    assert learners.fastest_step_seconds() == 2.0, "the median: no upload confirms a speed yet"
+    learners.prove({"c": True})
     assert learners.fastest_step_seconds() == 1.0
     learners.leave("c", 3)
-    assert learners.fastest_step_seconds() == 2.0
+    assert learners.fastest_step_seconds() == 3.0, "of two, the slower"
+
+
+@pytest.mark.parametrize(
+    ("proven", "usual"),
+    [
+        ({}, 2.0),  # the median of all
+        ({"a": True}, 4.0),
+        ({"a": True, "b": True}, 4.0),  # of two, the slower
+        ({"b": True, "c": True}, 2.0),
+        ({"a": True, "b": True, "c": True}, 2.0),
+    ],
+)
+def test_without_a_proof_a_learner_paces_as_fast_as_the_median_of_those_that_have_one(
+    proven, usual
+):
+    learners = joined("a", "b", "c", "d")
+    for session, (name, seconds) in enumerate(
+        (("a", 4.0), ("b", 2.0), ("c", 1.0), ("d", 0.1)), start=1
+    ):
+        learners.report(reported(name, session=session, step_seconds=seconds), now=6.0)
+    learners.prove(proven)
+    assert learners.least_step_seconds(learners.by_name["d"]) == usual
+    assert all(learners.least_step_seconds(learners.by_name[name]) == 0.0 for name in proven)
+
+
+def test_a_learner_that_trains_alone_paces_as_it_steps():
+    learners = joined("a", "b")
+    learners.report(reported("a", step_seconds=1.0), now=6.0)
+    assert learners.least_step_seconds(learners.by_name["a"]) == 0.0
+
+
+def test_a_pause_of_the_others_does_not_slow_a_learner_without_a_proof():
+    learners = joined("a", "b")
+    for step, now in enumerate((10.0, 11.0, 1000.0), start=1):
+        learners.report(reported("a", local_step=step, step_seconds=1.0), now=now)
+    learners.report(reported("b", session=2, step_seconds=0.1), now=1000.0)
+    learners.prove({"a": True})
+    assert learners.least_step_seconds(learners.by_name["b"]) == 4.0, "not 495 s"
+
+
+def test_steps_that_come_a_little_early_or_late_all_count_for_the_pace_but_the_first():
+    def counted(times):
+        learners = joined("a", "b")
+        learners.report(reported("a", step_seconds=1.0), now=0.0)
+        learners.report(reported("b", session=2, step_seconds=0.01), now=0.0)
+        learners.prove({"a": True})
+        record = learners.by_name["b"]
+        assert learners.least_step_seconds(record) == 1.0
+        return sum(learners.paces(record, now) for now in times)
+
+    jitter = (0.0, -0.2, 0.3, -0.1, 0.1)
+    assert counted([i + jitter[i % 5] for i in range(1, 101)]) >= 99
+    assert counted([i / 20 for i in range(2000)]) <= 101
 
 
 def test_only_a_report_newer_than_those_that_rounds_have_used_is_fresh():
@@ -267,12 +322,12 @@ def test_an_upload_confirms_a_speed_for_a_number_of_steps_only():
     assert learners.least_step_seconds(record) == 0.0
     record.local_step = record.proven_step + 40
     learners.lapse(record, 40)
-    assert (record.proven, record.lapsed) == (True, False)
+    assert record.proven
     record.local_step += 1
     learners.lapse(record, 40)
-    assert (record.proven, record.lapsed) == (False, True)
-    assert learners.least_step_seconds(record) == 1.0, "the median: not even four times as fast"
+    assert not record.proven
+    assert learners.least_step_seconds(record) == 1.0, "the median of the others"
     learners.admit(hello("a", session=9, fresh=False), now=12.0)
-    assert record.lapsed, "only a merge ends that"
+    assert not record.proven, "only a merge ends that"
     learners.prove({"a": True})
     assert learners.least_step_seconds(record) == 0.0

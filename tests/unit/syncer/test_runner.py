@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from diloco.errors import MismatchError, UnavailableError
+from diloco.errors import UnavailableError
 from diloco.journal.background import BackgroundWriter
 from diloco.journal.writer import JournalWriter
 from diloco.model.fragments import Tensor, cut
@@ -71,13 +71,13 @@ def test_the_error_of_a_question_reaches_its_caller(runner):
     runner.stop()
 
 
-def test_an_open_session_fixes_the_model_until_it_ends(runner):
+def test_the_model_of_an_open_session_counts_until_it_ends(runner):
     runner.start()
     assert runner.facts.layout is None
     session = runner.admit(applicant("eu/0", 3))
     layout = runner.facts.layout
     assert layout.tensors[0].shape == (3,), "published before the answer"
-    with pytest.raises(MismatchError):
+    with pytest.raises(UnavailableError, match="another model"):
         runner.admit(applicant("eu/1", 4))
     assert runner.facts.layout == layout
     runner.sessions.close(session)

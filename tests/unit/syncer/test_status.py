@@ -1,10 +1,13 @@
 """What GetStatus and the metrics show of learners."""
 
+import dataclasses
 import time
 
 import pytest
 
 from diloco.model.fragments import Tensor
+from diloco.rpc.status_client import STATUS_BYTES
+from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer import metrics as metrics_module
 from diloco_syncer.core.learners import Ejection, Probe
 from diloco_syncer.core.upload_limits import UploadProgress
@@ -43,6 +46,20 @@ def test_an_ejected_learner_is_shown_with_its_reason_and_its_next_probe(syncer):
     assert learner.state == "Ejected"
     assert learner.detail.startswith("AnswerLate; next probe in ")
     assert (shown(syncer, "eu/0").state, shown(syncer, "eu/0").detail) == ("Training", "")
+
+
+def test_a_status_of_27000_ejected_learners_after_a_long_training_is_read(syncer):
+    record = syncer.state.engine.learners.by_name["eu/1"]
+    record.name, record.region = "eu-west-1/26999", "eu-west-1"
+    record.incarnation = 60_000
+    record.local_step = syncer.state.engine.scheduler.step = record.merges = 1_000_000
+    record.total_tokens, record.restarts = 10**12, 99
+    record.report = dataclasses.replace(record.report, global_step=1_000_000, loss=2.5)
+    record.ejection = Ejection(reason="AnswerLate", failed_at=0.0, probe_at=time.monotonic() + 500)
+    found = status._learner(syncer.state.engine, record, time.monotonic())
+    assert "next probe" in found.detail
+    all_of_them = 27_000 * len(pb.StatusReply(learners=[found]).SerializeToString())
+    assert 0.9 * STATUS_BYTES < all_of_them < STATUS_BYTES
 
 
 def test_a_probe_in_progress_and_a_probe_that_is_due_are_distinguished(syncer):
