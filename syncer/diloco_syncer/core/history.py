@@ -5,12 +5,15 @@ A weight is tokens² / steps, so both counters are worth a lie. A Report may add
     - the steps that the time since the last one allows, at HISTORY_MULTIPLE times its usual speed,
     - HISTORY_MULTIPLE times its usual tokens for each of them,
 to what was credited before. An upload states the counters of its copy; they must be those of the
-Report of that step.
+Report of that step. A link that is behind replaces Reports by newer ones, so there may be none: then
+the neighbouring Reports must explain the counters, and they are credited what a Report of that step
+would have been at most.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 
 from diloco_syncer.core.contribution import Contribution
@@ -26,7 +29,12 @@ batch is followed at once, one that multiplies it by more within a few steps.
 """
 
 MAX_REPORTS = 32
-"""Reports whose counters are kept: an upload is of one of the newest."""
+"""
+Reports whose counters are kept: the newest, the first, and the fewer of those between the older they are.
+
+An upload is of one of the newest, or, after a pull that was long on its way, of an older one. Without
+its Report, what bounds it is further apart, and honest counters always fit.
+"""
 
 
 STEPS_PER_SECOND = 1000
@@ -65,15 +73,29 @@ class Origin:
 
 
 class CountsDifferError(Exception):
-    """An upload states other counters than the Report of its step."""
+    """An upload states other counters than the Reports of its learner show."""
 
 
 @dataclass(frozen=True, slots=True)
-class Counters:
-    """c_steps and c_tokens of one fragment at one t_m."""
+class Shown:
+    """The counters of one Report, of all fragments, offered or not."""
 
-    stated: tuple[int, int]
-    credited: tuple[int, int]
+    stated: Reported
+    credited: Reported
+    """The same Report with the counters that are credited."""
+    reached: int
+    """Steps credited from the first Report of its incarnation up to this one."""
+    usual: float | None
+    """The learner's tokens per step then."""
+
+    @property
+    def local_step(self) -> int:
+        """Its t_m."""
+        return self.stated.local_step
+
+    def start(self, fragment: int) -> int:
+        """t_m at which the fragment was last received, as stated."""
+        return self.stated.local_step - self.stated.steps[fragment]
 
 
 @dataclass(slots=True)
@@ -88,8 +110,8 @@ class History:
     reported_at: float = 0.0
     paused: bool = True
     """The time since the last Report is not that of steps."""
-    offered: dict[int, dict[int, Counters]] = field(default_factory=dict)
-    """t_m → fragment → its counters, of the newest Reports."""
+    reports: list[Shown] = field(default_factory=list)
+    """Of this incarnation, by t_m; at most MAX_REPORTS."""
 
     def pause(self) -> None:
         """No session, or the syncer stood still: the next interval does not show its speed."""
@@ -98,7 +120,7 @@ class History:
     def restart(self) -> None:
         """A new incarnation counts anew."""
         self.newest = None
-        self.offered.clear()
+        self.reports.clear()
 
     def add(self, event: Reported, now: float) -> int:
         """Record a Report of a larger t_m than the last; returns the steps that it is credited."""
@@ -110,16 +132,15 @@ class History:
             self._counters(event, fragment, steps, stated_tokens)
             for fragment in range(len(event.steps))
         )
-        self.offered[event.local_step] = {
-            fragment: Counters((event.steps[fragment], event.tokens[fragment]), credited[fragment])
-            for fragment in event.offers
-        }
-        while len(self.offered) > MAX_REPORTS:
-            del self.offered[next(iter(self.offered))]
         self._learn(event, stated_steps, stated_tokens, now)
         self.newest = replace(
             event, steps=tuple(s for s, _ in credited), tokens=tuple(t for _, t in credited)
         )
+        reached = self.reports[-1].reached + steps if self.reports else 0
+        self.reports.append(Shown(event, self.newest, reached, self.tokens_per_step))
+        if len(self.reports) > MAX_REPORTS:
+            half = MAX_REPORTS // 2
+            self.reports[:half] = self.reports[:half:2]  # with the first: it bounds every upload
         self.reported_at, self.paused = now, False
         return steps
 
@@ -131,21 +152,20 @@ class History:
             None: the Report of its step has not arrived; it travels on another connection.
 
         Raises:
-            CountsDifferError: the upload states others than the Report of its step.
+            CountsDifferError: the upload states others than its Reports show.
         """
         if self.newest is None or upload.local_step > self.newest.local_step:
             return None
-        found = self.offered.get(upload.local_step, {}).get(fragment)
-        if found is None:
-            return self._estimated(upload)
-        if found.stated != (upload.steps, upload.tokens):
+        index = bisect_right(self.reports, upload.local_step, key=lambda shown: shown.local_step)
+        if index == 0:
             raise CountsDifferError(
-                f"its upload states {upload.tokens} tokens in {upload.steps} steps, its report of "
-                f"local step {upload.local_step} {found.stated[1]} in {found.stated[0]}; not merged"
+                f"its upload is of a copy of local step {upload.local_step}; there is no report of local "
+                f"step {upload.local_step} or before, so none that offered it; not merged"
             )
-        if found.credited == found.stated:
-            return upload
-        return replace(upload, steps=found.credited[0], tokens=found.credited[1])
+        before = self.reports[index - 1]
+        if before.local_step == upload.local_step:
+            return _as_reported(upload, fragment, before)
+        return _as_explained(upload, fragment, before, self.reports[index])
 
     def _steps(self, stated: int, seconds: float) -> int:
         if self.seconds_per_step is None or self.seconds_per_step <= 0:
@@ -169,10 +189,7 @@ class History:
         return c_steps, min(c_tokens, self._tokens(c_steps))
 
     def _tokens(self, steps: int) -> int:
-        """The most tokens that so many steps may count."""
-        if self.tokens_per_step is None:
-            return 1 << 62
-        return math.ceil(HISTORY_MULTIPLE * steps * self.tokens_per_step)
+        return _most_tokens(steps, self.tokens_per_step)
 
     def _learn(self, event: Reported, steps: int, tokens: int, now: float) -> None:
         if self.newest is None:
@@ -189,7 +206,86 @@ class History:
                 per_step = min(per_step, HISTORY_MULTIPLE * self.tokens_per_step)
             self.tokens_per_step = ema(self.tokens_per_step, per_step)
 
-    def _estimated(self, upload: Contribution) -> Contribution:
-        """Of a step without a Report: steps as stated, at the learner's usual tokens per step."""
-        usual = math.ceil(upload.steps * (self.tokens_per_step or 0.0))
-        return upload if upload.tokens <= usual else replace(upload, tokens=usual)
+
+def _most_tokens(steps: int, usual: float | None) -> int:
+    """The most tokens that so many steps may count, at the usual tokens per step."""
+    return 1 << 62 if usual is None else math.ceil(HISTORY_MULTIPLE * steps * usual)
+
+
+def _as_reported(upload: Contribution, fragment: int, shown: Shown) -> Contribution:
+    """
+    Of a step with a Report: what that is credited.
+
+    Raises:
+        CountsDifferError: the upload states other counters.
+    """
+    steps, tokens = shown.stated.steps[fragment], shown.stated.tokens[fragment]
+    if (steps, tokens) != (upload.steps, upload.tokens):
+        raise CountsDifferError(
+            f"its upload states {upload.tokens} tokens in {upload.steps} steps, its report of "
+            f"local step {upload.local_step} {tokens} in {steps}; not merged"
+        )
+    credited = shown.credited.steps[fragment], shown.credited.tokens[fragment]
+    if credited == (steps, tokens):
+        return upload
+    return replace(upload, steps=credited[0], tokens=credited[1])
+
+
+def _as_explained(upload: Contribution, fragment: int, before: Shown, after: Shown) -> Contribution:
+    """
+    Of a step without a Report: what a Report of that step would have been credited at most.
+
+    Raises:
+        CountsDifferError: the Reports before and after it do not explain the counters.
+    """
+    _check_explained(upload, fragment, before, after)
+    start = upload.local_step - upload.steps
+    steps = min(upload.local_step - before.local_step, after.reached - before.reached)
+    tokens = _most_tokens(steps, before.usual)
+    if start == before.start(fragment):
+        steps += before.credited.steps[fragment]
+        tokens += before.credited.tokens[fragment]
+    else:
+        steps = min(steps, upload.steps)
+    tokens = min(tokens, upload.tokens, _most_tokens(steps, before.usual))
+    if start == after.start(fragment):
+        tokens = min(tokens, after.credited.tokens[fragment])
+    if (steps, tokens) == (upload.steps, upload.tokens):
+        return upload
+    return replace(upload, steps=steps, tokens=tokens)
+
+
+def _check_explained(upload: Contribution, fragment: int, before: Shown, after: Shown) -> None:
+    """
+    Whether the counters can be those of a step between two Reports. No honest learner's are refused.
+
+        t_m      before ──────────── copy ──────────── after
+        c_steps  counts from where the fragment was received last: that is where it was in `before`, or
+                 between the two; and unless it is received again after the copy, it is where it is in `after`
+        c_tokens grows by at most what the learner trains on from `before` to `after`
+
+    A copy is never of the step at which the fragment is received.
+
+    Raises:
+        CountsDifferError: they cannot.
+    """
+    start = upload.local_step - upload.steps
+    later = after.start(fragment)
+    continues = start == before.start(fragment)
+    possible = (continues or before.local_step < start < upload.local_step) and (
+        later == start or later > upload.local_step
+    )
+    least = before.stated.tokens[fragment] if continues else 0
+    most = least + after.stated.total_tokens - before.stated.total_tokens
+    if later == start:
+        most = min(most, after.stated.tokens[fragment])
+    if possible and least <= upload.tokens <= most:
+        return
+    shown = " and ".join(
+        f"{of.stated.tokens[fragment]} in {of.stated.steps[fragment]} at {of.local_step}"
+        for of in (before, after)
+    )
+    raise CountsDifferError(
+        f"its upload states {upload.tokens} tokens in {upload.steps} steps at local step "
+        f"{upload.local_step}, its reports {shown}; not merged"
+    )
