@@ -23,11 +23,20 @@ from diloco_sim.checkers.audited import Audited
 from diloco_sim.checkers.bounds import Bounds
 from diloco_sim.checkers.checker import Checker, Checkers, Violation
 from diloco_sim.checkers.completion import Completion
+from diloco_sim.checkers.credits import Credits
 from diloco_sim.checkers.durable import Durable
 from diloco_sim.checkers.incarnations import Incarnations
 from diloco_sim.checkers.limits import Limits
 from diloco_sim.checkers.liveness import Liveness
-from diloco_sim.checkers.observations import Captured, Committed, Flipped, Moment, Received, Resumed
+from diloco_sim.checkers.observations import (
+    Captured,
+    Committed,
+    Flipped,
+    Moment,
+    Received,
+    ReportArrived,
+    Resumed,
+)
 from diloco_sim.checkers.quorum import Quorum
 from diloco_sim.checkers.replay import Replay
 from diloco_sim.checkers.reports import Reports
@@ -138,6 +147,7 @@ class World:
             Limits(self._wanted_limits),
             Completion(spec.steps, self.model_is_durable, expected=True),
             Replay(spec, self.of.layout),
+            Credits(spec, liars={f.target for f in self.of.plan.only(*LIES)}),
             Durable(),
             Liveness(spec.steps, self.of.bounds, self.of.too_slow),
             Status(spec.quorum, self.of.silence_seconds),
@@ -358,7 +368,10 @@ def _number(scale: Fault) -> int:
     return max(1, int(scale.amount))
 
 
-_UNTRACED = (Captured, Log, Moment)
+LIES = (Kind.LIE_TOKENS, Kind.LIE_STEPS)
+"""Faults of members whose counters are false."""
+
+_UNTRACED = (Captured, Log, Moment, ReportArrived)
 
 KUBELET_SECONDS = 3.0
 """Between the pods and the spec document: less than a kubelet takes, as a world may last ten seconds."""
