@@ -264,7 +264,7 @@ def _check_explained(upload: Contribution, fragment: int, before: Shown, after: 
                  between the two; and unless it is received again after the copy, it is where it is in `after`
         c_tokens grows by at most what the learner trains on from `before` to `after`
 
-    A copy is never of the step at which the fragment is received.
+    At the step of a Report or a copy, the fragment may also be received after that.
 
     Raises:
         CountsDifferError: they cannot.
@@ -272,8 +272,8 @@ def _check_explained(upload: Contribution, fragment: int, before: Shown, after: 
     start = upload.local_step - upload.steps
     later = after.start(fragment)
     continues = start == before.start(fragment)
-    possible = (continues or before.local_step < start < upload.local_step) and (
-        later == start or later > upload.local_step
+    possible = (continues or before.local_step <= start < upload.local_step) and (
+        later == start or later >= upload.local_step
     )
     least = before.stated.tokens[fragment] if continues else 0
     most = least + after.stated.total_tokens - before.stated.total_tokens

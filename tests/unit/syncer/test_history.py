@@ -90,12 +90,19 @@ def reset(after):
 
 
 @pytest.mark.parametrize(
-    ("steps", "tokens"), [(8, 800), (1, 100), (2, 200)], ids=["none", "at 7", "at 6"]
+    ("steps", "tokens"),
+    [(8, 800), (1, 100), (2, 200), (3, 300)],
+    ids=["none", "at 7", "at 6", "at 5, after its report"],
 )
 def test_a_result_may_have_been_applied_before_the_one_that_the_next_report_shows(steps, tokens):
     """The copy is of step 8, and the report of step 12 shows the result of step 10."""
     contribution = upload(8, steps, tokens)
     assert reset(10).credit(contribution, 0) is contribution
+
+
+def test_a_result_may_be_applied_at_the_step_of_the_copy_after_it():
+    contribution = upload(8, 8, 800)
+    assert reset(8).credit(contribution, 0) is contribution
 
 
 @pytest.mark.parametrize(
