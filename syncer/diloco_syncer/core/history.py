@@ -2,7 +2,8 @@
 What one learner has counted, as its Reports showed it, and never more than time and its own past explain. Pure.
 
 A weight is tokens² / steps, so both counters are worth a lie. A Report may add at most
-    - the steps that the time since the last one allows, at HISTORY_MULTIPLE times its usual speed,
+    - the steps that the time since the last one allows, at HISTORY_MULTIPLE times its usual speed, and
+      what the time before allowed if the last ones were held up on their way,
     - HISTORY_MULTIPLE times its usual tokens for each of them,
 to what was credited before. An upload states the counters of its copy; they must be those of the
 Report of that step. A link that is behind replaces Reports by newer ones, so there may be none: then
@@ -36,6 +37,13 @@ An upload is of one of the newest, or, after a pull that was long on its way, of
 its Report, what bounds it is further apart, and honest counters always fit.
 """
 
+MAX_UNSPENT = 1024.0
+"""
+Steps that one Report may make up for when those before it were held up on their way.
+
+Paper leaves this open. A connection that delivers nothing ends within a minute; what a round credits
+of it is bounded by the round.
+"""
 
 STEPS_PER_SECOND = 1000
 TOKENS_PER_SECOND = 1 << 27
@@ -107,6 +115,10 @@ class History:
     """Between Reports, by the syncer's clock; moving averages."""
     newest: Reported | None = None
     """Of this incarnation, with the counters that are credited."""
+    usual_seconds: float | None = None
+    """The same for the limit on steps: a Report that was held up raises it by HISTORY_MULTIPLE at most."""
+    unspent: float = 0.0
+    """Steps that the time up to the newest Report allows beyond what was stated: it may have been held up."""
     reported_at: float = 0.0
     paused: bool = True
     """The time since the last Report is not that of steps."""
@@ -119,7 +131,7 @@ class History:
 
     def restart(self) -> None:
         """A new incarnation counts anew."""
-        self.newest = None
+        self.newest, self.unspent = None, 0.0
         self.reports.clear()
 
     def add(self, event: Reported, now: float) -> int:
@@ -168,11 +180,16 @@ class History:
         return _as_explained(upload, fragment, before, self.reports[index])
 
     def _steps(self, stated: int, seconds: float) -> int:
-        if self.seconds_per_step is None or self.seconds_per_step <= 0:
+        """How many of the stated steps the time allows; one at least: messages that were held up arrive together."""
+        if self.usual_seconds is None:
             return stated
-        # One step is always possible: messages that were held up arrive together.
-        most = HISTORY_MULTIPLE * seconds / self.seconds_per_step
-        return stated if most >= stated else min(stated, 1 + math.ceil(most))
+        by_time = HISTORY_MULTIPLE * seconds / self.usual_seconds
+        limit = by_time + self.unspent
+        steps = stated if limit >= stated else min(stated, 1 + math.ceil(limit))
+        # What was held up arrives at once. After that, nothing is left to make up for.
+        kept = self.unspent if by_time < steps else self.unspent / 2
+        self.unspent = min(max(0.0, kept + by_time - HISTORY_MULTIPLE * steps), MAX_UNSPENT)
+        return steps
 
     def _counters(
         self, event: Reported, fragment: int, steps: int, stated_tokens: int
@@ -200,6 +217,8 @@ class History:
         seconds = (now - self.reported_at) / steps
         if seconds > 0 and not self.paused:
             self.seconds_per_step = ema(self.seconds_per_step, seconds)
+            slowest = HISTORY_MULTIPLE * (self.usual_seconds or math.inf)
+            self.usual_seconds = ema(self.usual_seconds, min(seconds, slowest))
         if tokens > 0:
             per_step = tokens / steps
             if self.tokens_per_step is not None:

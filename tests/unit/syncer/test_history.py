@@ -174,6 +174,54 @@ def test_a_learner_that_was_cut_off_keeps_the_steps_that_it_made():
     assert history.credit(upload(605, 605, 60_500), 0) == upload(605, 605, 60_500)
 
 
+def test_a_learner_whose_report_was_held_up_keeps_the_steps_that_it_made_meanwhile():
+    """The connection delivers the report of step 6 after 30 s, and the newest one at once after it."""
+    history = honest()
+    history.add(report(6), 36.0)
+    assert history.add(report(36), 36.05) == 30
+    assert history.credit(upload(36, 36, 3600), 0) == upload(36, 36, 3600)
+    assert history.add(report(1036), 37.0) < 20, "and no more than those"
+
+
+def test_a_learner_cannot_save_up_steps_by_an_uneven_pace():
+    history = History()
+    for step in range(1, 400):
+        history.add(report(step), step + 0.4 * (step % 2))
+    assert history.add(report(2000), 400.4) < 20
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from([0.6, 1.0, 1.4]), min_size=1, max_size=4),  # seconds of steps
+            st.integers(0, 40),  # steps that a connection held up
+            st.integers(1, 4),  # reports that it held, before newer ones replaced each other
+        ),
+        max_size=20,
+    )
+)
+def test_reports_that_a_connection_held_up_cost_an_honest_learner_nothing(moves):
+    history, now, step = honest(), 5.0, 5
+
+    def arrives(to):
+        assert history.add(report(to), now) == to - step
+        return to
+
+    for durations, held, queued in moves:
+        for seconds in durations:
+            now += seconds
+            step = arrives(step + 1)
+        if held:
+            now += held
+            last = step + held
+            for to in range(step + 1, min(last, step + queued) + 1):
+                now += 0.001
+                step = arrives(to)
+            if last > step:
+                now += 0.05
+                step = arrives(last)
+
+
 def test_fewer_steps_for_the_same_tokens_are_worth_no_more():
     history = honest(20)
     history.add(report(21, steps=1, tokens=2100), 21.0)
