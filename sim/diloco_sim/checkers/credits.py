@@ -28,7 +28,7 @@ from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.events import BeginMerge
 
 KEPT = 512
-"""Reports that are kept of each learner; an upload of an older one is not judged by them."""
+"""Reports of each learner, and headers of all, that are kept: far more than rounds in flight need."""
 
 PACE_LAG = 2
 MULTIPLE = 4.0
@@ -147,6 +147,8 @@ class Credits:
             case Received(header=header):
                 if header.content not in (bulk.INITIAL, bulk.CONSTANTS):
                     self._headers[_key(header)] = header
+                    if len(self._headers) > KEPT:
+                        del self._headers[next(iter(self._headers))]
             case BeginMerge():
                 self._merge(event, now)
 
@@ -163,7 +165,6 @@ class Credits:
             else:
                 self._compare(member, header, event.fragment, now)
             self.compared += 1
-        self._headers = {k: h for k, h in self._headers.items() if k[2] >= event.round}
 
     def _compare(
         self, member: Contribution, header: bulk.UploadHeader, fragment: int, now: float

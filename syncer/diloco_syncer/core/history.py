@@ -145,9 +145,9 @@ class History:
             for fragment in range(len(event.steps))
         )
         self._learn(event, stated_steps, stated_tokens, now)
-        self.newest = replace(
-            event, steps=tuple(s for s, _ in credited), tokens=tuple(t for _, t in credited)
-        )
+        c_steps, c_tokens = tuple(s for s, _ in credited), tuple(t for _, t in credited)
+        same = (c_steps, c_tokens) == (event.steps, event.tokens)
+        self.newest = event if same else replace(event, steps=c_steps, tokens=c_tokens)
         reached = self.reports[-1].reached + steps if self.reports else 0
         self.reports.append(Shown(event, self.newest, reached, self.tokens_per_step))
         if len(self.reports) > MAX_REPORTS:
