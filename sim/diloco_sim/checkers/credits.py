@@ -159,7 +159,9 @@ class Credits:
         for member in event.contributions:
             header = self._headers.get(_key(member))
             if header is None:
-                self._fail("nothing of it has arrived", member, now)
+                self._fail("no upload of that step has arrived", member, now)
+            elif member.learner not in self._learners:
+                self._fail("no report of it has arrived", member, now)
             elif member.learner in self._liars:
                 self._judge(member, header, event.fragment, now)
             else:
