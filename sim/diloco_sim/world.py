@@ -45,7 +45,7 @@ from diloco_sim.checkers.status import Status
 from diloco_sim.clock import Clock, OverrunError, Process
 from diloco_sim.description import SYNCER, Description, regions
 from diloco_sim.disk import SimulatedDisk
-from diloco_sim.faults import MISBEHAVIOUR, Fault, Kind
+from diloco_sim.faults import LINK, MISBEHAVIOUR, Fault, Kind
 from diloco_sim.injector import Injector
 from diloco_sim.learner import TRAINER, SimulatedLearner
 from diloco_sim.memory import seed_of
@@ -147,7 +147,11 @@ class World:
             Limits(self._wanted_limits),
             Completion(spec.steps, self.model_is_durable, expected=True),
             Replay(spec, self.of.layout),
-            Credits(spec, liars={f.target for f in self.of.plan.only(*LIES)}),
+            Credits(
+                spec,
+                liars={f.target for f in self.of.plan.only(*LIES)},
+                delayed={end for f in self.of.plan.only(*LINK) for end in (f.target, f.peer)},
+            ),
             Durable(),
             Liveness(spec.steps, self.of.bounds, self.of.too_slow),
             Status(spec.quorum, self.of.silence_seconds),

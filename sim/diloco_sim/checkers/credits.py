@@ -5,7 +5,8 @@ What a member is credited follows from its Reports and the header of its upload,
     Received ──────┴─► what is explained ─► compared with the contributions of BeginMerge
 
 An honest learner is credited what it counted: what the header of its upload states, which its Report of
-that step states as well. One that lies is credited at most
+that step states as well; and no more than that if its connection delays Reports, since a learner that
+seems to speed up by more than 4 times is limited. One that lies is credited at most
     - as many steps as since the latest local step at which one of its Reports showed the fragment as received,
     - the tokens of its header, and, from its first Report on, 4 times its usual ones for each further step.
 Either is credited at most H + 2τ + 2 steps of a round. The syncer's own numbers are not used.
@@ -17,6 +18,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from operator import le
 from typing import Any
 
 from diloco.spec import RunSpec
@@ -124,13 +126,16 @@ class Credits:
     Args:
         spec: of the job.
         liars: learners whose counters are false at some time.
+        delayed: learners whose Reports do not arrive as they are made.
     """
 
     observes = (Resumed, ReportArrived, Received, BeginMerge)
 
-    def __init__(self, spec: RunSpec, *, liars: Collection[str] = ()) -> None:
+    def __init__(
+        self, spec: RunSpec, *, liars: Collection[str] = (), delayed: Collection[str] = ()
+    ) -> None:
         self._most_steps = spec.interval + 2 * spec.overlap + PACE_LAG
-        self._liars = frozenset(liars)
+        self._liars, self._delayed = frozenset(liars), frozenset(delayed)
         self._learners: dict[str, _Learner] = {}
         self._headers: dict[Upload, bulk.UploadHeader] = {}
         self.compared = 0
@@ -174,7 +179,9 @@ class Credits:
         """Of an honest learner: exactly what it counted."""
         stated = header.steps, header.tokens
         expected = _limited(*stated, self._most_steps)
-        if (member.steps, member.tokens) != expected:
+        found = member.steps, member.tokens
+        less = all(map(le, found, expected)) and member.learner in self._delayed
+        if found != expected and not less:
             self._fail(f"the honest learner has {expected[1]} in {expected[0]}", member, now)
         report = self._learners[member.learner].before(member.local_step)
         if report is None or report.local_step < member.local_step:

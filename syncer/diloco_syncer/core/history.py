@@ -141,7 +141,7 @@ class History:
         steps = self._steps(stated_steps, now - self.reported_at) if before else 1
         stated_tokens = event.total_tokens - before.total_tokens if before else 0
         credited = tuple(
-            self._counters(event, fragment, steps, stated_tokens)
+            self._counters(event, fragment, steps, stated_steps, stated_tokens)
             for fragment in range(len(event.steps))
         )
         self._learn(event, stated_steps, stated_tokens, now)
@@ -192,7 +192,7 @@ class History:
         return steps
 
     def _counters(
-        self, event: Reported, fragment: int, steps: int, stated_tokens: int
+        self, event: Reported, fragment: int, steps: int, stated_steps: int, stated_tokens: int
     ) -> tuple[int, int]:
         """Of one fragment: what was credited before, and what this Report may add; or a new start."""
         c_steps, c_tokens = event.steps[fragment], event.tokens[fragment]
@@ -202,7 +202,8 @@ class History:
             # fewer steps would be worth more.
             continued = c_tokens > stated_tokens
             c_steps = most if continued else min(c_steps, most)
-            c_tokens = min(c_tokens, self.newest.tokens[fragment] + self._tokens(steps))
+            more = min(self._tokens(steps), _share(stated_tokens, steps, stated_steps))
+            c_tokens = min(c_tokens, self.newest.tokens[fragment] + more)
         return c_steps, min(c_tokens, self._tokens(c_steps))
 
     def _tokens(self, steps: int) -> int:
@@ -229,6 +230,11 @@ class History:
 def _most_tokens(steps: int, usual: float | None) -> int:
     """The most tokens that so many steps may count, at the usual tokens per step."""
     return 1 << 62 if usual is None else math.ceil(HISTORY_MULTIPLE * steps * usual)
+
+
+def _share(tokens: int, steps: int, of_steps: int) -> int:
+    """Of the tokens of `of_steps` steps, those of `steps`, rounded up."""
+    return tokens if steps >= of_steps else -(-max(0, tokens) * steps // of_steps)
 
 
 def _as_reported(upload: Contribution, fragment: int, shown: Shown) -> Contribution:
@@ -259,9 +265,13 @@ def _as_explained(upload: Contribution, fragment: int, before: Shown, after: Sho
     """
     _check_explained(upload, fragment, before, after)
     start = upload.local_step - upload.steps
-    steps = min(upload.local_step - before.local_step, after.reached - before.reached)
-    tokens = _most_tokens(steps, before.usual)
-    if start == before.start(fragment):
+    continues = start == before.start(fragment)
+    since = upload.local_step - before.local_step
+    steps = min(since, after.reached - before.reached)
+    trained = upload.tokens - (before.stated.tokens[fragment] if continues else 0)
+    of_steps = since if continues else upload.steps
+    tokens = min(_most_tokens(steps, before.usual), _share(trained, steps, of_steps))
+    if continues:
         steps += before.credited.steps[fragment]
         tokens += before.credited.tokens[fragment]
     else:

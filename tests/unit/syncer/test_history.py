@@ -168,6 +168,14 @@ def test_steps_grow_by_what_the_time_allows():
     assert history.credit(upload(1005, 1005, 100_500), 0).steps == 5 + 1 + HISTORY_MULTIPLE
 
 
+def test_tokens_of_steps_that_the_time_does_not_allow_are_not_credited_either():
+    """Of 1000 steps 5 are credited, with the tokens of 5: fewer steps for the tokens would be worth more."""
+    history = honest()
+    history.add(report(1005), 6.0)
+    assert history.credit(upload(1005, 1005, 100_500), 0) == upload(1005, 10, 1000)
+    assert history.credit(upload(1004, 1004, 100_400), 0) == upload(1004, 10, 1000)
+
+
 def test_a_learner_that_was_cut_off_keeps_the_steps_that_it_made():
     history = honest()
     assert history.add(report(605), 605.0) == 600
