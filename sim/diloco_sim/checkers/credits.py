@@ -50,7 +50,7 @@ class _Report:
     total_tokens: int
     stated: Counters
     received_at: tuple[int, ...]
-    """Per fragment, the latest local step at which a Report showed it as received."""
+    """Per fragment, the latest local step at which a Report showed it as received, by steps and tokens."""
     most_tokens: tuple[float, ...]
     """Per fragment, the most c_tokens that are explained."""
     usual: float
@@ -91,16 +91,21 @@ class _Learner:
 
     def _next(self, report: pb.Report, stated: Counters, last: _Report) -> _Report:
         gap = report.local_step - last.local_step
-        received_at = [report.local_step - steps for steps, _ in stated]
+        trained = report.total_tokens - last.total_tokens
+        received_at = tuple(
+            # More tokens than since the last Report: not received in between, whatever the steps.
+            before if tokens > trained else max(before, report.local_step - steps)
+            for (steps, tokens), before in zip(stated, last.received_at, strict=True)
+        )
         more = self.most(gap)
         pairs = zip(stated, last.most_tokens, strict=True)
         most_tokens = tuple(min(tokens, before + more) for (_, tokens), before in pairs)
-        self._learn((report.total_tokens - last.total_tokens) / gap)
+        self._learn(trained / gap)
         return _Report(
             local_step=report.local_step,
             total_tokens=report.total_tokens,
             stated=stated,
-            received_at=tuple(map(max, received_at, last.received_at)),
+            received_at=received_at,
             most_tokens=most_tokens,
             usual=self.usual,
         )
