@@ -150,7 +150,7 @@ class World:
             Credits(
                 spec,
                 liars={f.target for f in self.of.plan.only(*LIES)},
-                delayed={end for f in self.of.plan.only(*LINK) for end in (f.target, f.peer)},
+                delayed=self._delayed(),
             ),
             Durable(),
             Liveness(spec.steps, self.of.bounds, self.of.too_slow),
@@ -158,6 +158,13 @@ class World:
             Audited(self.journal_lines),
             Bounds(self.of.most),
         ]
+
+    def _delayed(self) -> set[str]:
+        """Learners whose Reports a connection, or a process that stands still, delays at some time."""
+        still = {f.target.removesuffix(TRAINER) for f in self.of.plan.only(Kind.PAUSE, Kind.SLOW)}
+        if SYNCER in still:
+            return set(self.of.names)
+        return still.union(*((f.target, f.peer) for f in self.of.plan.only(*LINK)))
 
     # ------------------------------------------------------------ running
 
