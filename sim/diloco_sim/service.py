@@ -13,11 +13,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Protocol
 
+from google.protobuf.message import DecodeError
+
 from diloco.codec import frames
 from diloco.errors import DamagedError, DilocoError, ProtocolError
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
-from diloco_sim.checkers.observations import Received
+from diloco_sim.checkers.observations import Received, ReportArrived
 from diloco_sim.clock import Process, Timer
 from diloco_sim.disk import Completion, SimulatedDisk
 from diloco_sim.stream import Endpoint
@@ -99,6 +101,7 @@ class SessionStream:
         """Of the session, once it has joined."""
         self._hello: pb.Hello | None = None
         self._joined = False
+        self._incarnation = 0
         self._waiting: deque[bytes] = deque()
         """Messages that came before the Hello was handled."""
         self._over = False
@@ -172,7 +175,7 @@ class SessionStream:
         session, hello = self._session, self._hello
         if session is None or hello is None:
             raise AssertionError("a session without a Hello")
-        self._joined = True
+        self._joined, self._incarnation = True, incarnation
         self.outbox = session.outbox
         self._service.sessions[session.number] = self
         self._server.post(telemetry.joined(hello, session=session.number, incarnation=incarnation))
@@ -187,6 +190,7 @@ class SessionStream:
         session, server = self._session, self._server
         if session is None:
             raise AssertionError("a message before the Hello")
+        self._show(data, session.learner)
         try:
             event = telemetry.received(
                 data, session=session.number, learner=session.learner, fragments=server.spec.fragments
@@ -201,6 +205,15 @@ class SessionStream:
             self._end(None)
         else:
             server.post(event)
+
+    def _show(self, data: bytes, learner: str) -> None:
+        """For the checkers: a Report as it arrived, read independently of the syncer."""
+        try:
+            message = pb.LearnerMessage.FromString(data)
+        except DecodeError:
+            return
+        if message.HasField("report"):
+            self._server.observe(ReportArrived(learner, self._incarnation, message.report))
 
     # ------------------------------------------------------------ the other direction
 

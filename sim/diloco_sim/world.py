@@ -23,11 +23,20 @@ from diloco_sim.checkers.audited import Audited
 from diloco_sim.checkers.bounds import Bounds
 from diloco_sim.checkers.checker import Checker, Checkers, Violation
 from diloco_sim.checkers.completion import Completion
+from diloco_sim.checkers.credits import Credits
 from diloco_sim.checkers.durable import Durable
 from diloco_sim.checkers.incarnations import Incarnations
 from diloco_sim.checkers.limits import Limits
 from diloco_sim.checkers.liveness import Liveness
-from diloco_sim.checkers.observations import Captured, Committed, Flipped, Moment, Received, Resumed
+from diloco_sim.checkers.observations import (
+    Captured,
+    Committed,
+    Flipped,
+    Moment,
+    Received,
+    ReportArrived,
+    Resumed,
+)
 from diloco_sim.checkers.quorum import Quorum
 from diloco_sim.checkers.replay import Replay
 from diloco_sim.checkers.reports import Reports
@@ -36,7 +45,7 @@ from diloco_sim.checkers.status import Status
 from diloco_sim.clock import Clock, OverrunError, Process
 from diloco_sim.description import SYNCER, Description, regions
 from diloco_sim.disk import SimulatedDisk
-from diloco_sim.faults import MISBEHAVIOUR, Fault, Kind
+from diloco_sim.faults import LINK, MISBEHAVIOUR, Fault, Kind
 from diloco_sim.injector import Injector
 from diloco_sim.learner import TRAINER, SimulatedLearner
 from diloco_sim.memory import seed_of
@@ -138,12 +147,24 @@ class World:
             Limits(self._wanted_limits),
             Completion(spec.steps, self.model_is_durable, expected=True),
             Replay(spec, self.of.layout),
+            Credits(
+                spec,
+                liars={f.target for f in self.of.plan.only(*LIES)},
+                delayed=self._delayed(),
+            ),
             Durable(),
             Liveness(spec.steps, self.of.bounds, self.of.too_slow),
             Status(spec.quorum, self.of.silence_seconds),
             Audited(self.journal_lines),
             Bounds(self.of.most),
         ]
+
+    def _delayed(self) -> set[str]:
+        """Learners whose Reports a connection, or a process that stands still, delays at some time."""
+        still = {f.target.removesuffix(TRAINER) for f in self.of.plan.only(Kind.PAUSE, Kind.SLOW)}
+        if SYNCER in still:
+            return set(self.of.names)
+        return still.union(*((f.target, f.peer) for f in self.of.plan.only(*LINK)))
 
     # ------------------------------------------------------------ running
 
@@ -358,7 +379,10 @@ def _number(scale: Fault) -> int:
     return max(1, int(scale.amount))
 
 
-_UNTRACED = (Captured, Log, Moment)
+LIES = (Kind.LIE_TOKENS, Kind.LIE_STEPS)
+"""Faults of members whose counters are false."""
+
+_UNTRACED = (Captured, Log, Moment, ReportArrived)
 
 KUBELET_SECONDS = 3.0
 """Between the pods and the spec document: less than a kubelet takes, as a world may last ten seconds."""

@@ -3,6 +3,7 @@ Learners and the syncer are killed with SIGKILL: the job reaches step T, no uplo
 is as good as that of an undisturbed run.
 """
 
+import itertools
 import json
 
 import pytest
@@ -85,6 +86,22 @@ def test_both_audits_are_clean(undisturbed, disturbed):
         if line["event"] == "join" and line["fresh"]:
             starts[line["learner"]] = starts.get(line["learner"], 0) + 1
     assert starts == {"eu/0": 1, "eu/1": 2, "us/0": 2, "us/1": 1}, "only killed learners restarted"
+
+
+def test_the_guard_is_never_active(undisturbed, disturbed):
+    """
+    No tensor of a member is clipped, its weight is tokens² / steps, and no counters are refused: from the
+    first merge of the warm-up on, also while learners return from a crash.
+    """
+    for run in (undisturbed, disturbed):
+        events = run.lines("events.jsonl")
+        merges = [line["members"] for line in events if line["event"] == "merge"]
+        assert sum(len(members) >= 3 for members in merges) >= 100, "merges that the guard looks at"
+        for member in itertools.chain.from_iterable(merges):
+            assert member["clipped"] == 0, member
+            assert member["weight"] == member["tokens"] ** 2 / member["steps"], member
+        refused = [line for line in events if line["event"] == "refuse"]
+        assert not [line for line in refused if line.get("reason") == "CountsDiffer"]
 
 
 def test_the_step_never_falls_behind_the_last_snapshot(disturbed):

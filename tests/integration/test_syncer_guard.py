@@ -131,6 +131,20 @@ def test_a01_an_upload_that_states_other_counts_than_the_report_is_not_merged(jo
     job.honest_round()
 
 
+def test_a01_false_counts_of_a_step_that_was_never_reported_are_not_merged(job):
+    """It skips the report of its copy, and states the work of ten steps for it."""
+    pulls = job.pulls()
+    deltas = job.deltas(pulls[0])
+    job.honest(pulls, deltas)
+    liar = job.learners[-1]
+    liar.local_step, liar.total_tokens = liar.local_step + 1, liar.total_tokens + 100
+    copied_at = liar.local_step
+    liar.step()
+    job.lie(pulls[3], deltas[3], local_step=copied_at, steps=10, tokens=1000)
+    until(lambda: ("us/0", "CountsDiffer") in job.refusals(), expected="the lie is refused")
+    job.honest_round()
+
+
 @pytest.mark.parametrize("job", [{}, {"merge": "Average"}], indirect=True)
 def test_a01_a_false_count_that_the_reports_repeat_is_bounded_by_the_others(job):
     lie = 2**40  # from its first report on: it has no history that would contradict

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from diloco.spec import RunSpec
 from diloco.v1 import bulk_pb2 as bulk
+from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer.core.events import Commit
 from diloco_syncer.storage.parameters import FragmentParameters, Parameters
 
@@ -37,6 +38,15 @@ class Received:
     header: bulk.UploadHeader
     chunks: dict[int, bytes]
     """Payloads, as encoded; filled as they arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportArrived:
+    """A Report has arrived in a session, before the syncer judges it."""
+
+    learner: str
+    incarnation: int
+    report: pb.Report
 
 
 @dataclass(frozen=True, slots=True)

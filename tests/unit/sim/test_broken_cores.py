@@ -20,10 +20,12 @@ from diloco_sim.faults import Plan
 from diloco_sim.shrink import shrink
 from diloco_sim.world import World
 from diloco_syncer.attempts import Attempts
-from diloco_syncer.core import admission, contribution, engine, scheduler
+from diloco_syncer.core import admission, contribution, engine, history, scheduler
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.durability import Durability
 from diloco_syncer.core.engine import Engine
+from diloco_syncer.core.history import History
 from diloco_syncer.core.learners import LearnerRecord
 from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.core.rounds import Phase, Round
@@ -34,6 +36,7 @@ from diloco_syncer.storage.durable import bytes_of, read_into
 from diloco_syncer.storage.parameters import FragmentParameters, Parameters
 from diloco_syncer.storage.store import Store
 from diloco_worker.core.link_protocol import LinkProtocol
+from diloco_worker.core.trainer import TrainerCore
 from diloco_worker.link.buffers import BufferPool
 
 pytestmark = pytest.mark.slow  # whole worlds
@@ -453,3 +456,58 @@ def test_a_world_that_fails_is_made_smaller(monkeypatch):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_an_outcome_without_a_violation_has_no_trace(seed):
     assert World(sample(seed, steps=5, faults=False)).run().trace == ()
+
+
+def test_credits_finds_a_core_that_believes_the_header(monkeypatch):
+    description = small("9..30 lie-tokens eu/0 1000")
+    assert World(description).run().ok
+    credit = History.credit
+
+    def believing(self: History, upload: Contribution, fragment: int) -> object:
+        return upload if credit(self, upload, fragment) is not None else None
+
+    monkeypatch.setattr(History, "credit", believing)
+    found = violation(description)
+    assert (found.checker, "its reports explain at most" in found.sentence) == ("credits", True)
+
+
+def test_credits_finds_a_core_that_believes_false_steps(monkeypatch):
+    description = small("9..30 lie-steps eu/0 3")
+    spec = replace(description.spec, interval=8)  # more than two steps count in a round
+    description = replace(description, spec=spec)
+    assert World(description).run().ok
+    credit = History.credit
+
+    def believing(self: History, upload: Contribution, fragment: int) -> object:
+        return upload if credit(self, upload, fragment) is not None else None
+
+    monkeypatch.setattr(History, "credit", believing)
+    found = violation(description)
+    assert (found.checker, "steps" in found.sentence) == ("credits", True), found
+
+
+def test_credits_finds_a_core_that_halves_what_an_honest_learner_counted(monkeypatch):
+    credit = History.credit
+
+    def halving(self: History, upload: Contribution, fragment: int) -> object:
+        found = credit(self, upload, fragment)
+        return found and replace(found, tokens=found.tokens // 2)
+
+    monkeypatch.setattr(History, "credit", halving)
+    found = violation(small())
+    assert (found.checker, "the honest learner has" in found.sentence) == ("credits", True), found
+
+
+def test_credits_finds_a_learner_whose_report_differs_from_its_upload(monkeypatch):
+    monkeypatch.setattr(
+        history, "_as_reported", lambda upload, fragment, shown: upload
+    )  # the syncer does not look
+    state = TrainerCore.state
+
+    def forgetful(self: TrainerCore, **what: object) -> object:
+        found = state(self, **what)
+        return replace(found, tokens=[tokens + 1 for tokens in found.tokens])
+
+    monkeypatch.setattr(TrainerCore, "state", forgetful)
+    found = violation(small())
+    assert (found.checker, "its report not" in found.sentence) == ("credits", True), found

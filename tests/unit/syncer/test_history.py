@@ -1,5 +1,6 @@
 """What a learner is credited: the counters of its Reports, within what time and its own past explain (a01)."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -55,12 +56,103 @@ def test_an_upload_that_is_faster_than_its_report_waits_for_it():
     assert history.credit(early, 0) is early
 
 
-def test_a_step_whose_report_was_never_sent_counts_the_usual_tokens():
+def skipping():
+    """Reports of the steps 1 to 5 and of 8; 6 and 7 were replaced by newer ones in the link."""
     history = honest()
-    history.add(report(8), 8.0)  # 6 and 7 were replaced by newer ones in the link
-    assert history.credit(upload(7, 7, 700), 0) == upload(7, 7, 700)
-    credited = history.credit(upload(7, 7, 10**9), 0)
-    assert (credited.steps, credited.tokens) == (7, 700)
+    history.add(report(8), 8.0)
+    return history
+
+
+def test_an_upload_of_a_step_without_a_report_is_credited_what_it_counted():
+    contribution = upload(7, 7, 700)
+    assert skipping().credit(contribution, 0) is contribution
+
+
+@pytest.mark.parametrize(
+    ("steps", "tokens"),
+    [(27, 2700), (8, 700), (6, 700), (1, 100), (7, 801), (7, 10**9), (7, 499), (7, 0)],
+    ids=["a whole interval", "a step more", "a step less", "a result that was not applied",
+         "more tokens than later", "a lie", "fewer tokens than before", "none"],
+)  # fmt: skip
+def test_an_upload_of_a_step_without_a_report_that_the_others_contradict_is_refused(steps, tokens):
+    with pytest.raises(
+        CountsDifferError, match=f"{tokens} tokens in {steps} steps at local step 7"
+    ):
+        skipping().credit(upload(7, steps, tokens), 0)
+
+
+def reset(after):
+    """Reports of the steps 1 to 5, and one of step 12 that shows a result applied at step `after`."""
+    history = honest()
+    steps = 12 - after
+    history.add(report(12, steps=steps), 12.0)
+    return history
+
+
+@pytest.mark.parametrize(
+    ("steps", "tokens"),
+    [(8, 800), (1, 100), (2, 200), (3, 300)],
+    ids=["none", "at 7", "at 6", "at 5, after its report"],
+)
+def test_a_result_may_have_been_applied_before_the_one_that_the_next_report_shows(steps, tokens):
+    """The copy is of step 8, and the report of step 12 shows the result of step 10."""
+    contribution = upload(8, steps, tokens)
+    assert reset(10).credit(contribution, 0) is contribution
+
+
+def test_a_result_may_be_applied_at_the_step_of_the_copy_after_it():
+    contribution = upload(8, 8, 800)
+    assert reset(8).credit(contribution, 0) is contribution
+
+
+@pytest.mark.parametrize(
+    ("steps", "tokens"), [(8, 800), (27, 2700), (2, 200), (4, 400), (3, 301 + 500), (3, 701)]
+)
+def test_an_upload_after_a_result_counts_from_that_result(steps, tokens):
+    """The copy is of step 9, the result of step 6: the learner that skips a report cannot hide it."""
+    contribution = upload(9, 3, 300)
+    assert reset(6).credit(contribution, 0) is contribution
+    with pytest.raises(CountsDifferError):
+        reset(6).credit(upload(9, steps, tokens), 0)
+
+
+def test_a_slow_learner_gains_no_weight_by_skipping_the_report_of_its_copy():
+    """Reports of the steps 1 and 3; an interval of 24 steps stated for the two that it made."""
+    history = honest(1)
+    history.add(report(3), 3.0)
+    with pytest.raises(CountsDifferError, match="not merged"):
+        history.credit(upload(2, 24, 2400), 0)
+
+
+def test_tokens_of_a_step_without_a_report_are_at_most_a_multiple_of_the_usual():
+    history = honest()
+    history.add(report(7, tokens=2**49, total=2**49), 7.0)
+    credited = history.credit(upload(6, 6, 2**48), 0)
+    assert (credited.steps, credited.tokens) == (6, 500 + HISTORY_MULTIPLE * 100)
+
+
+def test_steps_without_a_report_are_at_most_what_the_time_allows():
+    history = honest()
+    history.add(report(1005), 6.0)
+    assert history.credit(upload(1004, 1004, 100_400), 0).steps == 5 + 1 + HISTORY_MULTIPLE
+
+
+def test_a_report_that_offered_nothing_shows_the_counters_of_its_step():
+    """The link offers no fragment whose next result has arrived; the copy is there all the same."""
+    history = honest()
+    history.add(report(6, offers=()), 6.0)
+    history.add(report(7), 7.0)
+    assert history.credit(upload(6, 6, 600), 0) == upload(6, 6, 600)
+    with pytest.raises(CountsDifferError, match="its report of local step 6 600 in 6"):
+        history.credit(upload(6, 24, 2400), 0)
+
+
+def test_an_upload_of_a_step_before_every_report_is_refused():
+    """A syncer pulls what a report offers, so the copy is of that step or a later one."""
+    history = History()
+    history.add(report(6), 6.0)
+    with pytest.raises(CountsDifferError, match="no report of local step 5 or before"):
+        history.credit(upload(5, 5, 500), 0)
 
 
 def test_tokens_grow_by_a_multiple_of_the_usual_at_most():
@@ -76,10 +168,66 @@ def test_steps_grow_by_what_the_time_allows():
     assert history.credit(upload(1005, 1005, 100_500), 0).steps == 5 + 1 + HISTORY_MULTIPLE
 
 
+def test_tokens_of_steps_that_the_time_does_not_allow_are_not_credited_either():
+    """Of 1000 steps 5 are credited, with the tokens of 5: fewer steps for the tokens would be worth more."""
+    history = honest()
+    history.add(report(1005), 6.0)
+    assert history.credit(upload(1005, 1005, 100_500), 0) == upload(1005, 10, 1000)
+    assert history.credit(upload(1004, 1004, 100_400), 0) == upload(1004, 10, 1000)
+
+
 def test_a_learner_that_was_cut_off_keeps_the_steps_that_it_made():
     history = honest()
     assert history.add(report(605), 605.0) == 600
     assert history.credit(upload(605, 605, 60_500), 0) == upload(605, 605, 60_500)
+
+
+def test_a_learner_whose_report_was_held_up_keeps_the_steps_that_it_made_meanwhile():
+    """The connection delivers the report of step 6 after 30 s, and the newest one at once after it."""
+    history = honest()
+    history.add(report(6), 36.0)
+    assert history.add(report(36), 36.05) == 30
+    assert history.credit(upload(36, 36, 3600), 0) == upload(36, 36, 3600)
+    assert history.add(report(1036), 37.0) < 20, "and no more than those"
+
+
+def test_a_learner_cannot_save_up_steps_by_an_uneven_pace():
+    history = History()
+    for step in range(1, 400):
+        history.add(report(step), step + 0.4 * (step % 2))
+    assert history.add(report(2000), 400.4) < 20
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.lists(st.sampled_from([0.6, 1.0, 1.4]), min_size=1, max_size=4),  # seconds of steps
+            st.integers(0, 40),  # steps that a connection held up
+            st.integers(1, 4),  # reports that it held, before newer ones replaced each other
+        ),
+        max_size=20,
+    )
+)
+def test_reports_that_a_connection_held_up_cost_an_honest_learner_nothing(moves):
+    history, now, step = honest(), 5.0, 5
+
+    def arrives(to):
+        assert history.add(report(to), now) == to - step
+        return to
+
+    for durations, held, queued in moves:
+        for seconds in durations:
+            now += seconds
+            step = arrives(step + 1)
+        if held:
+            now += held
+            last = step + held
+            for to in range(step + 1, min(last, step + queued) + 1):
+                now += 0.001
+                step = arrives(to)
+            if last > step:
+                now += 0.05
+                step = arrives(last)
 
 
 def test_fewer_steps_for_the_same_tokens_are_worth_no_more():
@@ -101,9 +249,14 @@ def test_a_new_incarnation_counts_anew_and_keeps_its_averages():
     assert history.credit(upload(1, 1, 2**49), 0).tokens == HISTORY_MULTIPLE * 100
 
 
-def test_only_the_newest_reports_are_kept():
-    history = honest(3 * MAX_REPORTS)
-    assert len(history.offered) == MAX_REPORTS
+def test_few_reports_are_kept_and_the_older_ones_still_bound_an_upload():
+    history = honest(10 * MAX_REPORTS)
+    assert len(history.reports) <= MAX_REPORTS
+    for step in range(1, 10 * MAX_REPORTS + 1):
+        contribution = upload(step, step, 100 * step)
+        assert history.credit(contribution, 0) is contribution
+        with pytest.raises(CountsDifferError):
+            history.credit(upload(step, step + 1, 100 * step), 0)
 
 
 @given(
@@ -127,3 +280,91 @@ def test_an_honest_learner_is_always_credited_what_it_counted(moves):
         contribution = upload(local_step, steps, tokens)
         assert history.credit(contribution, 0) == contribution
         assert history.newest == replace(stated)
+
+
+MOVES = st.tuples(
+    st.integers(50, 180),  # tokens of the step
+    st.sampled_from([0.5, 1.0, 1.5]),  # its seconds
+    st.sampled_from(["train", "train", "train", "copy", "copy", "result"]),
+    st.booleans(),  # its report is replaced by a newer one
+    st.sampled_from(["", "", "", "", "reconnect", "syncer", "restart"]),
+)
+
+
+@given(st.lists(MOVES, max_size=120))
+def test_an_honest_upload_is_never_reduced_whichever_reports_were_skipped(moves):
+    """
+    Every copy since the first report that a syncer has of an incarnation, as soon as one of its step
+    or of a later one has arrived: with results in between, and with reports that come again.
+    """
+    history, local_step, total, steps, tokens, now = History(), 0, 0, 0, 0, 0.0
+    waiting, copies = [], []
+    newest = None
+    for per_step, seconds, what, skipped, event in moves:
+        now, local_step, total = now + seconds, local_step + 1, total + per_step
+        steps, tokens = steps + 1, tokens + per_step
+        if what == "copy":
+            waiting.append(upload(local_step, steps, tokens))
+        if what == "result":
+            steps = tokens = 0
+        match event:
+            case "reconnect":
+                now += 30.0
+                history.pause()
+            case "syncer":
+                # It knows nothing, and pulls what the first report offers, or newer copies.
+                history, newest, waiting, copies = History(), None, [], []
+            case "restart":
+                history.pause()
+                history.restart()
+                steps = tokens = 0
+                newest, waiting, copies = None, [], []
+        if skipped or event in ("syncer", "restart"):
+            continue
+        stated = report(local_step, steps=steps, tokens=tokens, total=total)
+        if newest is None:
+            waiting = [copy for copy in waiting if copy.local_step == local_step]
+        history.add(stated, now)
+        newest, copies, waiting = stated, [*copies, *waiting], []
+        for contribution in copies:
+            assert history.credit(contribution, 0) is contribution
+
+
+@given(
+    st.lists(MOVES, min_size=2, max_size=60),
+    st.integers(0, 10**6),
+    st.integers(0, 40),
+    st.integers(0, 10**5),
+)
+def test_no_upload_is_credited_more_than_a_report_of_its_step_would_have_been(
+    moves, which, false_steps, false_tokens
+):
+    """
+    Whatever a liar states for a step that it did not report: never more steps than the report before
+    and the steps since, never more tokens than 4 times the usual for each of them.
+    """
+    history, local_step, total, steps, tokens, now = History(), 0, 0, 0, 0, 0.0
+    before = {}
+    newest = (0, 0, 0, None)
+    for per_step, seconds, what, skipped, _ in moves:
+        now, local_step, total = now + seconds, local_step + 1, total + per_step
+        steps, tokens = (0, 0) if what == "result" else (steps + 1, tokens + per_step)
+        if skipped:
+            before[local_step] = newest
+            continue
+        history.add(report(local_step, steps=steps, tokens=tokens, total=total), now)
+        newest = (local_step, steps, tokens, history.tokens_per_step)
+    if not before:
+        return
+    at = sorted(before)[which % len(before)]
+    reported_at, reported_steps, reported_tokens, usual = before[at]
+    try:
+        credited = history.credit(upload(at, false_steps, false_tokens), 0)
+    except CountsDifferError:
+        return
+    if credited is None:
+        return  # it waits for a report of its step, or of a later one
+    since = at - reported_at
+    assert credited.steps <= reported_steps + since
+    most = math.inf if usual is None else math.ceil(HISTORY_MULTIPLE * since * usual)
+    assert credited.tokens <= min(false_tokens, reported_tokens + most)
