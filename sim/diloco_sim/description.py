@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from diloco.journal.parts import PART_BYTES
-from diloco.model.fragments import Layout, Tensor, cut
+from diloco.model.fragments import BLOCK, CHUNK, Layout, Tensor, cut
 from diloco.spec import Checkpoint, RunSpec
 from diloco_sim.checkers.bounds import Most
 from diloco_sim.checkers.liveness import Bounds
@@ -18,6 +18,7 @@ from diloco_sim.faults import DISK, LINK, MISBEHAVIOUR, POWER, PROCESS, WEIGHTS,
 from diloco_sim.journal import PARTS
 from diloco_sim.learner import TRAINER
 from diloco_sim.seeds import fork
+from diloco_syncer.coordinator import MERGE_WINDOW_BYTES
 from diloco_syncer.merging.buffers import MOST_IDLE, SLACK
 from diloco_worker.link.buffers import SLACK as LINK_SLACK
 from diloco_worker.link.buffers import most_transfers
@@ -43,6 +44,9 @@ STEP_SECONDS: Mapping[float, float] = {0.1: 3.0, 0.5: 3.0, 1.0: 3.0, 5.0: 1.0}
 
 SNAPSHOT_STEPS: Mapping[int, float] = {1: 1.0, 4: 3.0, 10: 3.0, 30: 3.0}
 """Weights of the global steps between two snapshots."""
+
+CHUNKED = 0.2
+"""Share of the worlds whose payloads have many chunks, as those of real models have; they take longer."""
 
 PROGRESS_SECONDS = 90.0
 """What members with faults may cost the others between two merges, besides the steps of a round."""
@@ -71,6 +75,10 @@ class Description:
     """Local steps between own checkpoints."""
     part_bytes: int
     """Size from which on events.jsonl is rotated."""
+    chunk_elements: int = CHUNK
+    """Of a chunk on the wire, a multiple of BLOCK."""
+    window_bytes: int = MERGE_WINDOW_BYTES
+    """How far a member may be ahead of the slowest, in chunks of the real size; 4 chunks at least."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -314,13 +322,16 @@ def _sample(seed: int, steps: int, source: random.Random) -> Description:
             every_steps=_choice(source, SNAPSHOT_STEPS), keep=source.randint(1, 3)
         ),
     )
+    sizes = tuple(source.randint(1, 300) for _ in range(fragments + source.randint(0, 4)))
+    chunked = source.random() < CHUNKED
+    factor = source.randint(2, 10) if chunked else 1
     return Description(
         seed=seed,
         steps=steps,
         learners=learners,
         plan=Plan(),
         spec=spec,
-        sizes=tuple(source.randint(1, 300) for _ in range(fragments + source.randint(0, 4))),
+        sizes=tuple(factor * size for size in sizes),
         step_seconds=tuple(
             base * source.choice((1.0, 1.0, 1.1, 1.5, 3.0)) * source.uniform(0.95, 1.05)
             for _ in range(learners)
@@ -329,4 +340,6 @@ def _sample(seed: int, steps: int, source: random.Random) -> Description:
         bandwidth=source.choice((float("inf"), 1e7, 2e5)),
         checkpoint_every=source.choice((None, None, 5, 20)),
         part_bytes=source.choice((PART_BYTES, PART_BYTES, 20_000, 4_000)),
+        chunk_elements=source.choice((BLOCK, 2 * BLOCK, 5 * BLOCK)) if chunked else CHUNK,
+        window_bytes=source.choice((0, MERGE_WINDOW_BYTES)),
     )

@@ -33,6 +33,7 @@ from diloco_sim.checkers.replay import Replay
 from diloco_sim.checkers.reports import Reports
 from diloco_sim.checkers.rounds import Rounds
 from diloco_sim.checkers.status import Status
+from diloco_sim.chunks import small_chunks
 from diloco_sim.clock import Clock, OverrunError, Process
 from diloco_sim.description import SYNCER, Description, regions
 from diloco_sim.disk import SimulatedDisk
@@ -150,7 +151,11 @@ class World:
     def run(self) -> Outcome:
         """Run it to its end."""
         violation = None
-        with _quiet(), _rare_collections():
+        with (
+            _quiet(),
+            _rare_collections(),
+            small_chunks(self.of.chunk_elements, self.of.window_bytes),
+        ):
             try:
                 self._run()
             except Violation as found:
