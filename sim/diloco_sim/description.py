@@ -32,7 +32,8 @@ LOSING = "after a crash of the machine, a disk whose syncs write nothing has los
 
 SIMULATED: Mapping[Kind, float] = {
     **WEIGHTS,
-    **dict.fromkeys(MISBEHAVIOUR, 0.5),
+    **dict.fromkeys(MISBEHAVIOUR, 0.25),
+    **dict.fromkeys((Kind.MUTE, Kind.TRICKLE, Kind.STALE), 0.5),
 }
 """Weights of the kinds of faults that a world carries out."""
 

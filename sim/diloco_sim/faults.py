@@ -78,6 +78,18 @@ class Kind(Enum):
     """The learner states `amount` times its steps."""
     LIE_NORMS = "lie-norms"
     """The learner states `amount` times its norms."""
+    LIE_SECONDS = "lie-seconds"
+    """The learner states `amount` times its durations, and now and then none that a clock can show."""
+    AHEAD = "ahead"
+    """The learner states a position in its data that is `amount` steps ahead; restarts at the end."""
+    NAN = "nan"
+    """The learner uploads values that are not finite, every other time with plausible norms."""
+    HUGE = "huge"
+    """The learner uploads as if its parameters were `amount` times as large."""
+    WRONG_FORMAT = "wrong-format"
+    """The learner states another format than that of the job."""
+    STRANGER = "stranger"
+    """The learner opens further sessions: foreign names, incarnations, models, regions and jobs."""
 
 
 LINK = (
@@ -105,6 +117,12 @@ MISBEHAVIOUR = (
     Kind.LIE_TOKENS,
     Kind.LIE_STEPS,
     Kind.LIE_NORMS,
+    Kind.LIE_SECONDS,
+    Kind.AHEAD,
+    Kind.NAN,
+    Kind.HUGE,
+    Kind.WRONG_FORMAT,
+    Kind.STRANGER,
 )
 
 POWER = "power"
@@ -129,6 +147,9 @@ AMOUNTS: Mapping[Kind, tuple[float, float]] = {
     Kind.LIE_TOKENS: (2.0, 1e6),
     Kind.LIE_STEPS: (2.0, 1e3),
     Kind.LIE_NORMS: (1e-6, 1e6),
+    Kind.LIE_SECONDS: (1e-6, 1e6),
+    Kind.AHEAD: (10.0, 1e6),
+    Kind.HUGE: (1e2, 1e6),
 }
 """Range of the amounts, sampled evenly by their logarithm."""
 

@@ -262,7 +262,8 @@ class UploadStream:
         self._timer: Timer | None = None
         self._header: bulk.UploadHeader | None = None
         self._chunks: dict[int, bytes] = {}
-        itself = weakref.ref(self)  # a circle would keep the merge in memory, as no real upload does
+        # A circle would keep the merge in memory, as no real upload does.
+        itself = weakref.ref(self)
         self._receiver = UploadReceiver(
             service.server,
             service.initial,

@@ -203,6 +203,7 @@ class _Sending:
             message = next(self._messages, None)
             if message is None:
                 return
+            message = self._transfers.behaviour.message(message)
             if trickle:
                 seconds = len(message) / trickle
                 self._transfers.process.after(seconds, self._send_slowly, message)

@@ -43,6 +43,7 @@ from diloco_sim.learner import TRAINER, SimulatedLearner
 from diloco_sim.memory import seed_of
 from diloco_sim.network import Network
 from diloco_sim.seeds import fork
+from diloco_sim.stranger import Stranger
 from diloco_sim.syncer import DIRECTORY, SimulatedSyncer
 from diloco_syncer.core.events import Log, TakeSnapshot
 from diloco_syncer.rpc import status
@@ -117,6 +118,8 @@ class World:
         """Why the syncer no longer merges anything."""
         self._scales: list[Fault] = []
         """Changes of the number of learners that last."""
+        self._strangers: dict[str, Stranger] = {}
+        """By the name of the member that they belong to."""
         self._written_at = 0.0
         """When the spec document was last replaced."""
         self.merges = 0
@@ -302,22 +305,28 @@ class World:
                     self._away(learner, begins)
                 case Kind.SPEED:
                     learner.speed *= fault.amount if begins else 1 / fault.amount
-                case Kind.MUTE:
-                    learner.behaviour.mute += 1 if begins else -1
-                case Kind.TRICKLE:
-                    learner.behaviour.trickle = fault.amount if begins else 0.0
-                case Kind.STALE:
-                    learner.behaviour.stale += 1 if begins else -1
-                case Kind.WRONG_ROUND:
-                    learner.behaviour.wrong_round += 1 if begins else -1
-                case Kind.LIE_TOKENS:
-                    learner.behaviour.tokens = fault.amount if begins else 1.0
-                case Kind.LIE_STEPS:
-                    learner.behaviour.steps = fault.amount if begins else 1.0
-                case Kind.LIE_NORMS:
-                    learner.behaviour.norms = fault.amount if begins else 1.0
                 case _:
-                    pass
+                    self._misbehave(learner, fault, begins)
+
+    def _misbehave(self, learner: SimulatedLearner, fault: Fault, begins: bool) -> None:
+        learner.behaviour.change(fault, begins)
+        if fault.kind is Kind.STRANGER:
+            stranger = self._strangers.pop(learner.name, None)
+            if stranger is not None:
+                stranger.stop()
+            if begins:
+                self._strangers[learner.name] = Stranger(
+                    learner.link_process, self.network, self.syncer.process, name=learner.name,
+                    spec=self.spec, layout=self.of.layout, observe=self.observe,
+                    model_is_known=self._model_is_known,
+                )  # fmt: skip
+        elif fault.kind is Kind.AHEAD and not begins:
+            # A position never moves back: only a new process of the learner is heard again.
+            learner.restart()
+
+    def _model_is_known(self) -> bool:
+        serving = self.syncer.serving
+        return serving is not None and serving.state.parameters is not None
 
     def _scale(self, fault: Fault, begins: bool) -> None:
         """Another number of learners in the manifest: pods and the spec document follow, in either order."""

@@ -56,6 +56,14 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """A session was opened for a Hello that must be refused."""
+
+    learner: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Flipped:
     """A bit of a file of the syncer has flipped at rest."""
 

@@ -49,7 +49,8 @@ def test_a_plan_can_be_printed_and_read_back():
 
 
 @pytest.mark.parametrize(
-    "line", ["cut eu/0", "1..2 nonsense eu/0", "1..2 cut a b 3 4", "1..2 cut a b one-way", "x..2 cut a b"]
+    "line",
+    ["cut eu/0", "1..2 nonsense eu/0", "1..2 cut a b 3 4", "1..2 cut a b one-way", "x..2 cut a b"],
 )
 def test_what_is_no_fault_is_refused(line):
     with pytest.raises(ValueError, match="is not a fault, expected 'BEGIN"):
