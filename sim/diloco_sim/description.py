@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -14,7 +13,8 @@ from diloco.model.fragments import BLOCK, CHUNK, Layout, Tensor, cut
 from diloco.spec import Checkpoint, RunSpec
 from diloco_sim.checkers.bounds import Most
 from diloco_sim.checkers.liveness import Bounds
-from diloco_sim.faults import DISK, LINK, MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
+from diloco_sim.faults import MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
+from diloco_sim.health import Health, Silence
 from diloco_sim.journal import PARTS
 from diloco_sim.learner import TRAINER
 from diloco_sim.seeds import fork
@@ -145,30 +145,23 @@ class Description:
         rounds = 10 * between * self.slowest + self._longest_step
         return Bounds(
             progress=PROGRESS_SECONDS + rounds,
+            recovery=PROGRESS_SECONDS + 240.0 + rounds,
             merge=240.0 + rounds,
             participation=900.0 + rounds,
             result=90.0 + 4 * self.slowest + self._longest_step,
         )
 
     @property
-    def undisturbed_until(self) -> float:
-        """When the syncer, or as many learners that a quorum is no longer without one, has a fault first."""
-        first: dict[str, float] = {}
-        for fault in self.plan:
-            if fault.kind in DISK:
-                continue  # no decision and no learner waits for a disk
-            targets = {fault.target.removesuffix(TRAINER), fault.peer} - {"", POWER}
-            if fault.kind is Kind.SCALE:
-                targets = set(self.names[max(1, int(fault.amount)) :])
-            elif fault.kind in LINK:
-                targets.discard(SYNCER)
-            for name in targets:
-                first[name] = min(fault.begin, first.get(name, math.inf))
-        candidates = [name for name in self.names if name not in self.too_slow]
-        times = sorted((first.get(name, math.inf) for name in candidates), reverse=True)
-        quorum = min(self.spec.quorum, self.learners)
-        of_learners = times[quorum - 1] if len(times) >= quorum else 0.0
-        return min(of_learners, first.get(SYNCER, math.inf))
+    def health(self) -> Health:
+        """Since when a quorum has had no fault."""
+        return Health(
+            self.plan,
+            syncer=SYNCER,
+            learners=[name for name in self.names if name not in self.too_slow],
+            all_learners=self.names,
+            quorum=self.job.quorum,
+            trainer=TRAINER,
+        )
 
     @property
     def _longest_step(self) -> float:
@@ -203,21 +196,10 @@ class Description:
         )
 
     @property
-    def silence_seconds(self) -> float:
-        """
-        Without a merge for longer than this, the status must not be Training.
-
-        It is what the syncer allows (docs/algorithm.md, "Failure detection"), with the longest step
-        that the faults of this world let a learner measure, and a tick.
-        """
-        seconds = 0.0
-        for fault in self.plan:
-            if fault.kind is Kind.JUMP:
-                seconds += fault.amount
-            elif fault.kind is Kind.PAUSE:
-                seconds += fault.end - fault.begin
+    def silence(self) -> Silence:
+        """Without a merge for longer than this, the status must not be Training."""
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
-        return 35.0 + 10 * between * (self._longest_step + seconds)
+        return Silence(self.plan, between=between, longest_step=self._longest_step)
 
     @property
     def quiet_at(self) -> float:

@@ -114,6 +114,7 @@ class World:
             )
             for index, name in enumerate(description.names)
         }  # fmt: skip
+        self._health = description.health
         self._halt = ""
         """Why the syncer no longer merges anything."""
         self._scales: list[Fault] = []
@@ -144,7 +145,7 @@ class World:
             Replay(spec, self.of.layout),
             Durable(),
             Liveness(spec.steps, self.of.bounds, self.of.too_slow),
-            Status(spec.quorum, self.of.silence_seconds),
+            Status(spec.quorum, self.of.silence.seconds),
             Audited(self.journal_lines),
             Bounds(self.of.most),
         ]
@@ -201,15 +202,23 @@ class World:
 
     @property
     def stopped(self) -> bool:
+        """A person has to decide, and all faults are over."""
+        return self._waits_for_a_person and self.clock.now >= self.of.quiet_at
+
+    @property
+    def _waits_for_a_person(self) -> bool:
         """
-        A person has to decide, which is legal: a bit has flipped, and since then the syncer refuses to
-        start, or the parameters would grow implausibly where a member misbehaved or the job may diverge.
+        It is legal that nothing is merged any more: a bit has flipped, and since then the syncer refuses
+        to start, or the parameters would grow implausibly where a member misbehaved or the job may diverge.
         """
         injected = self.injector.injected
         flipped = Kind.DISK_FLIP in injected and self.syncer.refusal is not None
         explained = self.of.may_diverge or any(kind in injected for kind in MISBEHAVIOUR)
-        halted = bool(self._halt) and explained
-        return (flipped or halted) and self.clock.now >= self.of.quiet_at
+        return flipped or (bool(self._halt) and explained)
+
+    def _healthy_since(self) -> float | None:
+        """See `Moment`; None as well while a person has to decide."""
+        return None if self._waits_for_a_person else self._health.since(self.clock.now)
 
     @property
     def deadline(self) -> float:
@@ -251,7 +260,7 @@ class World:
         sessions = serving.service.sessions.values() if serving else ()
         return Moment(
             quiet=self.clock.now >= self.of.quiet_at,
-            undisturbed=self.clock.now <= self.of.undisturbed_until,
+            healthy_since=self._healthy_since(),
             step=self.step,
             learners={name: learner.moment() for name, learner in self.learners.items()},
             attempts=len(serving.attempts) if serving else 0,
