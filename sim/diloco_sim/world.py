@@ -25,6 +25,7 @@ from diloco_sim.checkers.checker import Checker, Checkers, Violation
 from diloco_sim.checkers.completion import Completion
 from diloco_sim.checkers.durable import Durable
 from diloco_sim.checkers.incarnations import Incarnations
+from diloco_sim.checkers.journalled import Journalled
 from diloco_sim.checkers.limits import Limits
 from diloco_sim.checkers.liveness import Liveness
 from diloco_sim.checkers.observations import Captured, Committed, Flipped, Moment, Received, Resumed
@@ -146,6 +147,7 @@ class World:
             Durable(),
             Liveness(spec.steps, self.of.bounds, self.of.too_slow),
             Status(spec.quorum, self.of.silence.seconds),
+            Journalled(self.whole_journal),
             Audited(self.journal_lines),
             Bounds(self.of.most),
         ]
@@ -285,6 +287,13 @@ class World:
         if Kind.DISK_FLIP in self.injector.injected:
             return None
         return reader.lines(DIRECTORY / snapshots.EVENTS, disk=self.disk)
+
+    def whole_journal(self) -> Iterator[tuple[str, str]] | None:
+        """The same; None as well if the disk may have refused a line."""
+        refusing = (
+            Kind.DISK_FULL in self.injector.injected or Kind.DISK_FAIL in self.injector.injected
+        )
+        return None if refusing else self.journal_lines()
 
     def shown(self) -> tuple[str, ...]:
         """The last events as text."""

@@ -12,11 +12,9 @@ from diloco.journal.writer import JournalWriter
 from diloco.model.tensorfile import parse
 from diloco.runtime.disk import File
 from diloco_sim import report
-from diloco_sim.checkers.checker import Violation
 from diloco_sim.checkers.liveness import Bounds
 from diloco_sim.description import Description, sample
 from diloco_sim.disk import SimulatedDisk, SimulatedFile
-from diloco_sim.faults import Plan
 from diloco_sim.shrink import shrink
 from diloco_sim.world import World
 from diloco_syncer.attempts import Attempts
@@ -34,27 +32,11 @@ from diloco_syncer.storage import model
 from diloco_syncer.storage.durable import bytes_of, read_into
 from diloco_syncer.storage.parameters import FragmentParameters, Parameters
 from diloco_syncer.storage.store import Store
+from diloco_testing.worlds import small, violation
 from diloco_worker.core.link_protocol import LinkProtocol
 from diloco_worker.link.buffers import BufferPool
 
 pytestmark = pytest.mark.slow  # whole worlds
-
-
-def small(plan: str = "", **changes: object) -> Description:
-    """Three learners of one speed and two fragments; a step takes a second."""
-    found = sample(0, steps=40, faults=False)
-    spec = replace(found.spec, fragments=2, interval=2, overlap=1, quorum=2, merge="Average",
-                   outer_momentum=0.5, wire_up="FP32", wire_down="FP32", grace_max_steps=0.0)  # fmt: skip
-    return replace(
-        found, learners=3, spec=spec, sizes=(40, 50, 60), step_seconds=(1.0, 1.1, 1.2),
-        plan=Plan.parse(plan), checkpoint_every=None, latency=0.01, **changes,
-    )  # fmt: skip
-
-
-def violation(description: Description) -> Violation:
-    found = World(description).run().violation
-    assert found is not None
-    return found
 
 
 def test_the_world_of_these_tests_passes():
