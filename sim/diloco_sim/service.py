@@ -105,6 +105,11 @@ class SessionStream:
         self._left = False
         self._sent_at = 0.0
 
+    @property
+    def unsent(self) -> int:
+        """Messages that wait for the coordinator's turn, or for the connection."""
+        return self.outbox.qsize() + len(self._endpoint.outbox)
+
     # ------------------------------------------------------------ messages
 
     def received(self, data: bytes) -> None:

@@ -270,7 +270,7 @@ class World:
             streams=len(serving.service.transfers) if serving else 0,
             state=status.phase(serving.state) if serving else "",
             waiting_for=serving.state.engine.waiting_for() if serving else "",
-            outbox=max((session.outbox.qsize() for session in sessions), default=0),
+            outbox=max((session.unsent for session in sessions), default=0),
             link_bytes=max(learner.link_bytes for learner in self.learners.values()),
             vector_bytes=serving.coordinator.vector_bytes if serving else 0,
             journal_bytes=self.disk.file_bytes(DIRECTORY, f"{snapshots.EVENTS.split('.')[0]}."),
