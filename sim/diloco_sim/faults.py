@@ -88,7 +88,7 @@ class Kind(Enum):
     """The learner uploads as if its parameters were `amount` times as large."""
     WRONG_FORMAT = "wrong-format"
     """The learner states another format than that of the job."""
-    STRANGER = "stranger"
+    IMPERSONATE = "impersonate"
     """The learner opens further sessions: foreign names, incarnations, models, regions and jobs."""
 
 
@@ -122,7 +122,7 @@ MISBEHAVIOUR = (
     Kind.NAN,
     Kind.HUGE,
     Kind.WRONG_FORMAT,
-    Kind.STRANGER,
+    Kind.IMPERSONATE,
 )
 
 POWER = "power"

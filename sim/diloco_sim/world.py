@@ -39,12 +39,12 @@ from diloco_sim.clock import Clock, OverrunError, Process
 from diloco_sim.description import SYNCER, Description, regions
 from diloco_sim.disk import SimulatedDisk
 from diloco_sim.faults import MISBEHAVIOUR, Fault, Kind
+from diloco_sim.impersonator import Impersonator
 from diloco_sim.injector import Injector
 from diloco_sim.learner import TRAINER, SimulatedLearner
 from diloco_sim.memory import seed_of
 from diloco_sim.network import Network
 from diloco_sim.seeds import fork
-from diloco_sim.stranger import Stranger
 from diloco_sim.syncer import DIRECTORY, SimulatedSyncer
 from diloco_syncer.core.events import Log, TakeSnapshot
 from diloco_syncer.rpc import status
@@ -120,7 +120,7 @@ class World:
         """Why the syncer no longer merges anything."""
         self._scales: list[Fault] = []
         """Changes of the number of learners that last."""
-        self._strangers: dict[str, Stranger] = {}
+        self._impersonators: dict[str, Impersonator] = {}
         """By the name of the member that they belong to."""
         self._written_at = 0.0
         """When the spec document was last replaced."""
@@ -328,12 +328,12 @@ class World:
 
     def _misbehave(self, learner: SimulatedLearner, fault: Fault, begins: bool) -> None:
         learner.behaviour.change(fault, begins)
-        if fault.kind is Kind.STRANGER:
-            stranger = self._strangers.pop(learner.name, None)
-            if stranger is not None:
-                stranger.stop()
+        if fault.kind is Kind.IMPERSONATE:
+            impersonator = self._impersonators.pop(learner.name, None)
+            if impersonator is not None:
+                impersonator.stop()
             if begins:
-                self._strangers[learner.name] = Stranger(
+                self._impersonators[learner.name] = Impersonator(
                     learner.link_process, self.network, self.syncer.process, name=learner.name,
                     spec=self.spec, layout=self.of.layout, observe=self.observe,
                     model_is_known=self._model_is_known,

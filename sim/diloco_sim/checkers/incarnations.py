@@ -1,4 +1,4 @@
-"""Only learners that are connected are merged, each in its newest incarnation; strangers never connect."""
+"""Only learners that are connected are merged, each in its newest incarnation; impersonators never connect."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Incarnations:
         if isinstance(event, Admitted):
             raise Violation(
                 "incarnations",
-                f"a stranger is admitted as {event.learner}, incarnation {event.incarnation}",
+                f"an impersonator is admitted as {event.learner}, incarnation {event.incarnation}",
                 step=0,
                 now=now,
             )

@@ -35,7 +35,7 @@ def command(monkeypatch: pytest.MonkeyPatch, code: int, *arguments: str) -> tupl
     ("code", "expected"), [(0, 0), (1, 1), (EXIT_USAGE, EXIT_USAGE), (-9, 1)],
     ids=["promises kept", "a promise broken", "wrong options", "killed"],
 )  # fmt: skip
-def test_the_exit_code_says_whether_a_promise_was_broken(monkeypatch, code, expected):
+def test_the_exit_code_shows_whether_a_promise_was_broken(monkeypatch, code, expected):
     assert command(monkeypatch, code, "--seed", "3")[0] == expected
 
 

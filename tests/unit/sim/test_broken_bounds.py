@@ -87,7 +87,7 @@ def test_bounds_finds_lines_that_wait_for_a_disk_without_a_limit(monkeypatch):
 
 
 @pytest.mark.slow
-def test_bounds_finds_messages_for_a_learner_that_is_not_there_any_more(monkeypatch):
+def test_bounds_finds_messages_for_a_learner_that_is_gone(monkeypatch):
     """No end of a half-open connection notices by itself; the syncer must."""
     plan = "5..500 half-open syncer us/0\n 5..500 half-open us/0 syncer"
     description = replace(small(plan), steps=1000)

@@ -70,7 +70,7 @@ PLANS = {
     Kind.NAN: "nan eu/0",
     Kind.HUGE: "huge eu/0 1e6",
     Kind.WRONG_FORMAT: "wrong-format eu/0",
-    Kind.STRANGER: "stranger eu/0",
+    Kind.IMPERSONATE: "impersonate eu/0",
 }
 
 
@@ -96,7 +96,7 @@ def test_the_others_are_merged_whatever_a_member_does(kind, wire_up):
     [
         (Kind.NAN, {("eject", "NotFinite")}),
         (Kind.WRONG_FORMAT, {("eject", "Protocol")}),
-        (Kind.STRANGER, {("refuse", "StaleIncarnation"), ("refuse", "Unavailable"), ("refuse", "Mismatch")}),
+        (Kind.IMPERSONATE, {("refuse", "StaleIncarnation"), ("refuse", "Unavailable"), ("refuse", "Mismatch")}),
     ],
 )  # fmt: skip
 def test_what_a_member_sends_wrongly_is_refused(kind, reasons):
@@ -106,11 +106,11 @@ def test_what_a_member_sends_wrongly_is_refused(kind, reasons):
 
 
 @pytest.mark.slow
-def test_incarnations_finds_a_stranger_that_is_admitted(monkeypatch):
+def test_incarnations_finds_an_impersonator_that_is_admitted(monkeypatch):
     monkeypatch.setattr(Admission, "_check_incarnation", lambda self, *a, **k: None)
-    found = World(four("8..40 stranger eu/0")).run().violation
+    found = World(four("8..40 impersonate eu/0")).run().violation
     assert found is not None
-    assert (found.checker, "a stranger is admitted as eu/0" in found.sentence) == (
+    assert (found.checker, "an impersonator is admitted as eu/0" in found.sentence) == (
         "incarnations",
         True,
     )
@@ -162,7 +162,7 @@ def test_a_wrong_format_is_never_that_of_the_job():
             assert header.format not in (format_, bulk.FORMAT_UNSPECIFIED, bulk.RAW)
 
 
-def test_a_member_that_no_longer_misbehaves_tells_the_truth():
+def test_a_member_that_no_longer_misbehaves_states_what_is_true():
     honest = Behaviour()
     for line in PLANS.values():
         fault = Fault.parse(f"0..1 {line}")

@@ -1,7 +1,7 @@
 """
 Sessions that a member opens besides its own, with a Hello that must be refused.
 
-Certificates are not simulated: what a stranger states is refused by what the syncer knows of the job.
+Certificates are not simulated: what an impersonator states is refused by what the syncer knows of the job.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FOREIGN_INCARNATION = 1 << 20
 """No world issues so many."""
 
 
-class Stranger:
+class Impersonator:
     """
     Opens a session every few seconds, one at a time, until it is stopped or its process ends.
 
