@@ -88,3 +88,11 @@ def test_a_fifth_of_the_worlds_has_payloads_of_several_chunks():
     assert 20 < len(small) < 60
     assert any(of.window_bytes == 0 for of in small)
     assert all(of.chunk_elements % BLOCK == 0 for of in found)
+
+
+@pytest.mark.slow
+def test_members_that_hold_each_other_back_continue_as_soon_as_there_is_room():
+    """A quorum of all, whole fragments among deltas: each merge takes what the network takes."""
+    outcome = World(chunked("3..4 crash eu/0+trainer\n 8..9 cut us/0 syncer")).run()
+    assert outcome.ok, outcome.violation
+    assert outcome.seconds < 120.0
