@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
 from collections.abc import Mapping
@@ -10,14 +9,16 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from diloco.journal.parts import PART_BYTES
-from diloco.model.fragments import Layout, Tensor, cut
+from diloco.model.fragments import BLOCK, CHUNK, Layout, Tensor, cut
 from diloco.spec import Checkpoint, RunSpec
 from diloco_sim.checkers.bounds import Most
 from diloco_sim.checkers.liveness import Bounds
-from diloco_sim.faults import DISK, LINK, MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
+from diloco_sim.faults import MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
+from diloco_sim.health import Health, Silence
 from diloco_sim.journal import PARTS
 from diloco_sim.learner import TRAINER
 from diloco_sim.seeds import fork
+from diloco_syncer.coordinator import MERGE_WINDOW_BYTES
 from diloco_syncer.merging.buffers import MOST_IDLE, SLACK
 from diloco_worker.link.buffers import SLACK as LINK_SLACK
 from diloco_worker.link.buffers import most_transfers
@@ -31,7 +32,8 @@ LOSING = "after a crash of the machine, a disk whose syncs write nothing has los
 
 SIMULATED: Mapping[Kind, float] = {
     **WEIGHTS,
-    **dict.fromkeys(MISBEHAVIOUR, 0.5),
+    **dict.fromkeys(MISBEHAVIOUR, 0.25),
+    **dict.fromkeys((Kind.MUTE, Kind.TRICKLE, Kind.STALE), 0.5),
 }
 """Weights of the kinds of faults that a world carries out."""
 
@@ -43,6 +45,9 @@ STEP_SECONDS: Mapping[float, float] = {0.1: 3.0, 0.5: 3.0, 1.0: 3.0, 5.0: 1.0}
 
 SNAPSHOT_STEPS: Mapping[int, float] = {1: 1.0, 4: 3.0, 10: 3.0, 30: 3.0}
 """Weights of the global steps between two snapshots."""
+
+CHUNKED = 0.2
+"""Share of the worlds whose payloads have many chunks, as those of real models have; they take longer."""
 
 PROGRESS_SECONDS = 90.0
 """What members with faults may cost the others between two merges, besides the steps of a round."""
@@ -71,6 +76,10 @@ class Description:
     """Local steps between own checkpoints."""
     part_bytes: int
     """Size from which on events.jsonl is rotated."""
+    chunk_elements: int = CHUNK
+    """Of a chunk on the wire, a multiple of BLOCK."""
+    window_bytes: int = MERGE_WINDOW_BYTES
+    """How far a member may be ahead of the slowest, in chunks of the real size; 4 chunks at least."""
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -136,30 +145,23 @@ class Description:
         rounds = 10 * between * self.slowest + self._longest_step
         return Bounds(
             progress=PROGRESS_SECONDS + rounds,
+            recovery=PROGRESS_SECONDS + 240.0 + rounds,
             merge=240.0 + rounds,
             participation=900.0 + rounds,
             result=90.0 + 4 * self.slowest + self._longest_step,
         )
 
     @property
-    def undisturbed_until(self) -> float:
-        """When the syncer, or as many learners that a quorum is no longer without one, has a fault first."""
-        first: dict[str, float] = {}
-        for fault in self.plan:
-            if fault.kind in DISK:
-                continue  # no decision and no learner waits for a disk
-            targets = {fault.target.removesuffix(TRAINER), fault.peer} - {"", POWER}
-            if fault.kind is Kind.SCALE:
-                targets = set(self.names[max(1, int(fault.amount)) :])
-            elif fault.kind in LINK:
-                targets.discard(SYNCER)
-            for name in targets:
-                first[name] = min(fault.begin, first.get(name, math.inf))
-        candidates = [name for name in self.names if name not in self.too_slow]
-        times = sorted((first.get(name, math.inf) for name in candidates), reverse=True)
-        quorum = min(self.spec.quorum, self.learners)
-        of_learners = times[quorum - 1] if len(times) >= quorum else 0.0
-        return min(of_learners, first.get(SYNCER, math.inf))
+    def health(self) -> Health:
+        """Since when a quorum has had no fault."""
+        return Health(
+            self.plan,
+            syncer=SYNCER,
+            learners=[name for name in self.names if name not in self.too_slow],
+            all_learners=self.names,
+            quorum=self.job.quorum,
+            trainer=TRAINER,
+        )
 
     @property
     def _longest_step(self) -> float:
@@ -194,21 +196,10 @@ class Description:
         )
 
     @property
-    def silence_seconds(self) -> float:
-        """
-        Without a merge for longer than this, the status must not be Training.
-
-        It is what the syncer allows (docs/algorithm.md, "Failure detection"), with the longest step
-        that the faults of this world let a learner measure, and a tick.
-        """
-        seconds = 0.0
-        for fault in self.plan:
-            if fault.kind is Kind.JUMP:
-                seconds += fault.amount
-            elif fault.kind is Kind.PAUSE:
-                seconds += fault.end - fault.begin
+    def silence(self) -> Silence:
+        """Without a merge for longer than this, the status must not be Training."""
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
-        return 35.0 + 10 * between * (self._longest_step + seconds)
+        return Silence(self.plan, between=between, longest_step=self._longest_step)
 
     @property
     def quiet_at(self) -> float:
@@ -314,13 +305,16 @@ def _sample(seed: int, steps: int, source: random.Random) -> Description:
             every_steps=_choice(source, SNAPSHOT_STEPS), keep=source.randint(1, 3)
         ),
     )
+    sizes = tuple(source.randint(1, 300) for _ in range(fragments + source.randint(0, 4)))
+    chunked = source.random() < CHUNKED
+    factor = source.randint(2, 10) if chunked else 1
     return Description(
         seed=seed,
         steps=steps,
         learners=learners,
         plan=Plan(),
         spec=spec,
-        sizes=tuple(source.randint(1, 300) for _ in range(fragments + source.randint(0, 4))),
+        sizes=tuple(factor * size for size in sizes),
         step_seconds=tuple(
             base * source.choice((1.0, 1.0, 1.1, 1.5, 3.0)) * source.uniform(0.95, 1.05)
             for _ in range(learners)
@@ -329,4 +323,6 @@ def _sample(seed: int, steps: int, source: random.Random) -> Description:
         bandwidth=source.choice((float("inf"), 1e7, 2e5)),
         checkpoint_every=source.choice((None, None, 5, 20)),
         part_bytes=source.choice((PART_BYTES, PART_BYTES, 20_000, 4_000)),
+        chunk_elements=source.choice((BLOCK, 2 * BLOCK, 5 * BLOCK)) if chunked else CHUNK,
+        window_bytes=source.choice((0, MERGE_WINDOW_BYTES)),
     )

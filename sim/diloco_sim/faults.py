@@ -5,6 +5,7 @@ A plan is what makes a world hard. It can be sampled, printed, read back (`Plan.
 smaller (`without`), so a failing run is a short text:
 
     3.250..9.000 cut eu/0 syncer
+    3.500..6.000 latency eu/1 syncer one-way 0.5
     4.100..4.900 crash syncer power
     5.000..8.000 trickle us/1 2000
 """
@@ -22,11 +23,11 @@ class Kind(Enum):
     """What happens to the target."""
 
     LATENCY = "latency"
-    """`amount` seconds more to and from `peer`."""
+    """`amount` seconds more to and from `peer`; only to `peer` if it is one-way."""
     BANDWIDTH = "bandwidth"
-    """`amount` of the bandwidth (a factor) to and from `peer`."""
+    """`amount` of the bandwidth (a factor) to and from `peer`; only to `peer` if it is one-way."""
     JITTER = "jitter"
-    """Up to `amount` seconds more, for each message to and from `peer`."""
+    """Up to `amount` seconds more, for each message to and from `peer`, or one-way."""
     CUT = "cut"
     """Nothing passes between target and `peer`."""
     HALF_OPEN = "half-open"
@@ -77,6 +78,18 @@ class Kind(Enum):
     """The learner states `amount` times its steps."""
     LIE_NORMS = "lie-norms"
     """The learner states `amount` times its norms."""
+    LIE_SECONDS = "lie-seconds"
+    """The learner states `amount` times its durations, and now and then none that a clock can show."""
+    AHEAD = "ahead"
+    """The learner states a position in its data that is `amount` steps ahead; restarts at the end."""
+    NAN = "nan"
+    """The learner uploads values that are not finite, every other time with plausible norms."""
+    HUGE = "huge"
+    """The learner uploads as if its parameters were `amount` times as large."""
+    WRONG_FORMAT = "wrong-format"
+    """The learner states another format than that of the job."""
+    IMPERSONATE = "impersonate"
+    """The learner opens further sessions: foreign names, incarnations, models, regions and jobs."""
 
 
 LINK = (
@@ -89,6 +102,8 @@ LINK = (
     Kind.CORRUPTION,
 )
 """Between target and `peer`."""
+DIRECTED = (Kind.LATENCY, Kind.BANDWIDTH, Kind.JITTER)
+"""Of a link: each hits both directions, or only the one from target to `peer`."""
 PROCESS = (Kind.CRASH, Kind.PAUSE, Kind.SLOW, Kind.JUMP, Kind.WALL_JUMP)
 DISK = (
     Kind.DISK_SLOW, Kind.DISK_HANG, Kind.DISK_FULL, Kind.DISK_FAIL, Kind.DISK_FORGET, Kind.DISK_FLIP,
@@ -102,10 +117,19 @@ MISBEHAVIOUR = (
     Kind.LIE_TOKENS,
     Kind.LIE_STEPS,
     Kind.LIE_NORMS,
+    Kind.LIE_SECONDS,
+    Kind.AHEAD,
+    Kind.NAN,
+    Kind.HUGE,
+    Kind.WRONG_FORMAT,
+    Kind.IMPERSONATE,
 )
 
 POWER = "power"
 """`peer` of a crash that takes the machine along."""
+
+ONE_WAY = "one-way"
+"""After the `peer` of a fault that hits one direction only."""
 
 AMOUNTS: Mapping[Kind, tuple[float, float]] = {
     Kind.LATENCY: (0.01, 2.0),
@@ -123,6 +147,9 @@ AMOUNTS: Mapping[Kind, tuple[float, float]] = {
     Kind.LIE_TOKENS: (2.0, 1e6),
     Kind.LIE_STEPS: (2.0, 1e3),
     Kind.LIE_NORMS: (1e-6, 1e6),
+    Kind.LIE_SECONDS: (1e-6, 1e6),
+    Kind.AHEAD: (10.0, 1e6),
+    Kind.HUGE: (1e2, 1e6),
 }
 """Range of the amounts, sampled evenly by their logarithm."""
 
@@ -151,11 +178,15 @@ class Fault:
     peer: str = ""
     """The other process of a link."""
     amount: float = 0.0
+    one_way: bool = False
+    """One of `DIRECTED`: only what the target sends to `peer` is concerned."""
 
     def __str__(self) -> str:
         words = [f"{self.begin:.3f}..{self.end:.3f}", self.kind.value, self.target]
         if self.peer:
             words.append(self.peer)
+        if self.one_way:
+            words.append(ONE_WAY)
         if self.amount:
             words.append(f"{self.amount:.6g}")
         return " ".join(words)
@@ -172,13 +203,16 @@ class Fault:
             window, kind, target, *rest = line.split()
             begin, end = map(float, window.split(".."))
             amount = float(rest.pop()) if rest and _is_number(rest[-1]) else 0.0
+            one_way = Kind(kind) in DIRECTED and rest[-1:] == [ONE_WAY]
+            if one_way:
+                rest.pop()
             peer = rest.pop() if rest else ""
             if rest:
                 raise ValueError(f"{rest[0]} is too much")
-            return cls(Kind(kind), target, begin, end, peer, amount)
+            return cls(Kind(kind), target, begin, end, peer, amount, one_way)
         except ValueError as error:
             raise ValueError(
-                f"{line.strip()!r} is not a fault, expected 'BEGIN..END KIND TARGET [PEER] [AMOUNT]': {error}"
+                f"{line.strip()!r} is not a fault, expected 'BEGIN..END KIND TARGET [PEER] [one-way] [AMOUNT]': {error}"
             ) from None
 
 
@@ -266,7 +300,8 @@ def _sample(
     if kind in LINK:
         forward = random.random() < 0.5
         target, peer = (learner, syncer) if forward else (syncer, learner)
-        return replace(fault, target=target, peer=peer)
+        one_way = kind in DIRECTED and random.random() < 0.5
+        return replace(fault, target=target, peer=peer, one_way=one_way)
     if kind in DISK:
         return replace(fault, target=syncer)
     if kind in PROCESS:

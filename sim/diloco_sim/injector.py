@@ -136,7 +136,8 @@ class Injector:
                 change(b, a, BULK)
             case _:
                 for pair in ((a, b), (b, a)):
-                    self._adjust(pair, fault if begins else None)
+                    if _reaches(fault, pair):
+                        self._adjust(pair, fault if begins else None)
 
     def _adjust(self, pair: tuple[str, str], begins: Fault | None) -> None:
         """Set a link to what it was at first, changed by all faults of it."""
@@ -151,7 +152,7 @@ class Injector:
         latency, jitter, corruption, full = self._bases[pair]
         share = 1.0
         for fault in [*self._active, begins] if begins else self._active:
-            if (fault.target, fault.peer) not in (pair, pair[::-1]):
+            if not _reaches(fault, pair):
                 continue
             match fault.kind:
                 case Kind.LATENCY:
@@ -161,10 +162,17 @@ class Injector:
                 case Kind.BANDWIDTH:
                     # The product of several would let one message outlast the faults by hours.
                     share = min(share, fault.amount)
-                case Kind.CORRUPTION if (fault.target, fault.peer) == pair:
+                case Kind.CORRUPTION:
                     corruption = max(corruption, fault.amount)
         direction.latency, direction.jitter, direction.corruption = latency, jitter, corruption
         direction.pipe.bandwidth = full * share
 
     def _count(self, fault: Fault) -> None:
         self.injected[fault.kind] = self.injected.get(fault.kind, 0) + 1
+
+
+def _reaches(fault: Fault, pair: tuple[str, str]) -> bool:
+    """Whether a fault of a link changes this direction of it."""
+    one_way = fault.one_way or fault.kind is Kind.CORRUPTION
+    ways = [(fault.target, fault.peer)]
+    return pair in (ways if one_way else [*ways, (fault.peer, fault.target)])

@@ -143,6 +143,11 @@ class SimulatedLearner:
         """SIGTERM."""
         self._terminated = True
 
+    def restart(self) -> None:
+        """Its supervisor ends the trainer and starts it again."""
+        if self.process.alive and not self._leaving:
+            self._end(1)
+
     def come_back(self) -> None:
         """It is no longer absent."""
         self._terminated = False
@@ -230,7 +235,8 @@ class SimulatedLearner:
         for action in actions:
             match action:
                 case core.CopyFragment(fragment, copy):
-                    self.memory.host(fragment)[:] = self.model.values[fragment]
+                    values = self.behaviour.copied(self.model.values[fragment], copy.local_step)
+                    self.memory.host(fragment)[:] = values
                     self.memory.copies[fragment] = copy
                     copied.append(fragment)
                 case core.ApplyFragment() if self.behaviour.stale:

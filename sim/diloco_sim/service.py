@@ -32,7 +32,7 @@ from diloco_syncer.rpc import telemetry
 from diloco_syncer.rpc.initial import InitialParameters
 from diloco_syncer.rpc.receiver import UploadReceiver
 from diloco_syncer.rpc.source import DownloadSource, open_download
-from diloco_syncer.rpc.transfers import Host, unpack
+from diloco_syncer.rpc.transfers import Host, Waiting, unpack
 from diloco_syncer.sessions import Session
 
 
@@ -107,6 +107,11 @@ class SessionStream:
         self._over = False
         self._left = False
         self._sent_at = 0.0
+
+    @property
+    def unsent(self) -> int:
+        """Messages that wait for the coordinator's turn, or for the connection."""
+        return self.outbox.qsize() + len(self._endpoint.outbox)
 
     # ------------------------------------------------------------ messages
 
@@ -273,6 +278,7 @@ class UploadStream:
         self._messages: deque[bytes | None] = deque()
         self._over = False
         self._timer: Timer | None = None
+        self._timer_seconds = 0.0
         self._header: bulk.UploadHeader | None = None
         self._chunks: dict[int, bytes] = {}
         # A circle would keep the merge in memory, as no real upload does.
@@ -311,7 +317,10 @@ class UploadStream:
         """Receive as many messages as possible now; whether anything happened."""
         happened = False
         receiver, now = self._receiver, self._server.process.now
-        if receiver.waiting is not None and not self._over:
+        waiting = receiver.waiting
+        if waiting is not None and not self._over:
+            if _has_happened(waiting):  # what it adds now makes room for others
+                happened = self._service.changed = True
             self._reply(receiver.resume(now))
         while self._messages and not self._over and receiver.waiting is None:
             message = self._messages.popleft()
@@ -330,8 +339,12 @@ class UploadStream:
             self._service.transfers.pop(self, None)
             return
         self._service.transfers[self] = None
-        if self._timer is None or not self._timer.pending:
-            self._timer = self._server.process.after(waiting.seconds, self._resume)
+        if self._timer is not None and self._timer.pending:
+            if self._timer_seconds <= waiting.seconds:
+                return
+            self._server.process.clock.cancel(self._timer)
+        self._timer = self._server.process.after(waiting.seconds, self._resume)
+        self._timer_seconds = waiting.seconds
 
     def _resume(self) -> None:
         self.proceed()
@@ -370,6 +383,14 @@ class UploadStream:
         elif envelope.kind == frames.Kind.CHUNK:
             self._chunks.setdefault(envelope.index, bytes(envelope.payload))
         return envelope.kind
+
+
+def _has_happened(waiting: Waiting) -> bool:
+    """Whether a thread that waits for this would continue now."""
+    try:
+        return bool(waiting.until(0.0))
+    except DilocoError:
+        return True  # which `resume` raises again, and refuses the upload
 
 
 class DownloadStream:

@@ -202,7 +202,8 @@ class Server(HostOverCoordinator):
     def begin(self) -> None:
         """Serve."""
         engine = self.state.engine
-        self.observe(Resumed(engine.epoch, engine.step, self.state.parameters, self.spec))
+        facts = engine.to_json()
+        self.observe(Resumed(engine.epoch, engine.step, self.state.parameters, self.spec, facts))
         self._wake = self.coordinator.start(self.process.now)
         self.check_later()
         self._schedule()
@@ -302,7 +303,8 @@ class Server(HostOverCoordinator):
             self._commits.append(decision)
         elif isinstance(decision, ev.TakeSnapshot) and self.state.parameters is not None:
             epoch = self.state.engine.epoch
-            self.observe(Captured(epoch, decision.step, self.state.parameters.all()))
+            fragments = self.state.parameters.all()
+            self.observe(Captured(epoch, decision.step, fragments, decision.engine))
 
     # ------------------------------------------------------------ the thread that writes
 

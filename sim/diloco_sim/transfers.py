@@ -203,6 +203,8 @@ class _Sending:
             message = next(self._messages, None)
             if message is None:
                 return
+            if self._upload.header.round:  # who uploads Θ^(0) like that is refused for good
+                message = self._transfers.behaviour.message(message)
             if trickle:
                 seconds = len(message) / trickle
                 self._transfers.process.after(seconds, self._send_slowly, message)

@@ -26,6 +26,7 @@ from diloco_sim.checkers.completion import Completion
 from diloco_sim.checkers.credits import Credits
 from diloco_sim.checkers.durable import Durable
 from diloco_sim.checkers.incarnations import Incarnations
+from diloco_sim.checkers.journalled import Journalled
 from diloco_sim.checkers.limits import Limits
 from diloco_sim.checkers.liveness import Liveness
 from diloco_sim.checkers.observations import (
@@ -42,10 +43,12 @@ from diloco_sim.checkers.replay import Replay
 from diloco_sim.checkers.reports import Reports
 from diloco_sim.checkers.rounds import Rounds
 from diloco_sim.checkers.status import Status
+from diloco_sim.chunks import small_chunks
 from diloco_sim.clock import Clock, OverrunError, Process
 from diloco_sim.description import SYNCER, Description, regions
 from diloco_sim.disk import SimulatedDisk
 from diloco_sim.faults import LINK, MISBEHAVIOUR, Fault, Kind
+from diloco_sim.impersonator import Impersonator
 from diloco_sim.injector import Injector
 from diloco_sim.learner import TRAINER, SimulatedLearner
 from diloco_sim.memory import seed_of
@@ -121,10 +124,13 @@ class World:
             )
             for index, name in enumerate(description.names)
         }  # fmt: skip
+        self._health = description.health
         self._halt = ""
         """Why the syncer no longer merges anything."""
         self._scales: list[Fault] = []
         """Changes of the number of learners that last."""
+        self._impersonators: dict[str, Impersonator] = {}
+        """By the name of the member that they belong to."""
         self._written_at = 0.0
         """When the spec document was last replaced."""
         self.merges = 0
@@ -154,7 +160,8 @@ class World:
             ),
             Durable(),
             Liveness(spec.steps, self.of.bounds, self.of.too_slow),
-            Status(spec.quorum, self.of.silence_seconds),
+            Status(spec.quorum, self.of.silence.seconds),
+            Journalled(self.whole_journal),
             Audited(self.journal_lines),
             Bounds(self.of.most),
         ]
@@ -171,7 +178,11 @@ class World:
     def run(self) -> Outcome:
         """Run it to its end."""
         violation = None
-        with _quiet(), _rare_collections():
+        with (
+            _quiet(),
+            _rare_collections(),
+            small_chunks(self.of.chunk_elements, self.of.window_bytes),
+        ):
             try:
                 self._run()
             except Violation as found:
@@ -214,15 +225,23 @@ class World:
 
     @property
     def stopped(self) -> bool:
+        """A person has to decide, and all faults are over."""
+        return self._waits_for_a_person and self.clock.now >= self.of.quiet_at
+
+    @property
+    def _waits_for_a_person(self) -> bool:
         """
-        A person has to decide, which is legal: a bit has flipped, and since then the syncer refuses to
-        start, or the parameters would grow implausibly where a member misbehaved or the job may diverge.
+        It is legal that nothing is merged any more: a bit has flipped, and since then the syncer refuses
+        to start, or the parameters would grow implausibly where a member misbehaved or the job may diverge.
         """
         injected = self.injector.injected
         flipped = Kind.DISK_FLIP in injected and self.syncer.refusal is not None
         explained = self.of.may_diverge or any(kind in injected for kind in MISBEHAVIOUR)
-        halted = bool(self._halt) and explained
-        return (flipped or halted) and self.clock.now >= self.of.quiet_at
+        return flipped or (bool(self._halt) and explained)
+
+    def _healthy_since(self) -> float | None:
+        """See `Moment`; None as well while a person has to decide."""
+        return None if self._waits_for_a_person else self._health.since(self.clock.now)
 
     @property
     def deadline(self) -> float:
@@ -264,7 +283,7 @@ class World:
         sessions = serving.service.sessions.values() if serving else ()
         return Moment(
             quiet=self.clock.now >= self.of.quiet_at,
-            undisturbed=self.clock.now <= self.of.undisturbed_until,
+            healthy_since=self._healthy_since(),
             step=self.step,
             learners={name: learner.moment() for name, learner in self.learners.items()},
             attempts=len(serving.attempts) if serving else 0,
@@ -272,7 +291,7 @@ class World:
             streams=len(serving.service.transfers) if serving else 0,
             state=status.phase(serving.state) if serving else "",
             waiting_for=serving.state.engine.waiting_for() if serving else "",
-            outbox=max((session.outbox.qsize() for session in sessions), default=0),
+            outbox=max((session.unsent for session in sessions), default=0),
             link_bytes=max(learner.link_bytes for learner in self.learners.values()),
             vector_bytes=serving.coordinator.vector_bytes if serving else 0,
             journal_bytes=self.disk.file_bytes(DIRECTORY, f"{snapshots.EVENTS.split('.')[0]}."),
@@ -289,6 +308,13 @@ class World:
         if Kind.DISK_FLIP in self.injector.injected:
             return None
         return reader.lines(DIRECTORY / snapshots.EVENTS, disk=self.disk)
+
+    def whole_journal(self) -> Iterator[tuple[str, str]] | None:
+        """The same; None as well if the disk may have refused a line."""
+        refusing = (
+            Kind.DISK_FULL in self.injector.injected or Kind.DISK_FAIL in self.injector.injected
+        )
+        return None if refusing else self.journal_lines()
 
     def shown(self) -> tuple[str, ...]:
         """The last events as text."""
@@ -318,22 +344,28 @@ class World:
                     self._away(learner, begins)
                 case Kind.SPEED:
                     learner.speed *= fault.amount if begins else 1 / fault.amount
-                case Kind.MUTE:
-                    learner.behaviour.mute += 1 if begins else -1
-                case Kind.TRICKLE:
-                    learner.behaviour.trickle = fault.amount if begins else 0.0
-                case Kind.STALE:
-                    learner.behaviour.stale += 1 if begins else -1
-                case Kind.WRONG_ROUND:
-                    learner.behaviour.wrong_round += 1 if begins else -1
-                case Kind.LIE_TOKENS:
-                    learner.behaviour.tokens = fault.amount if begins else 1.0
-                case Kind.LIE_STEPS:
-                    learner.behaviour.steps = fault.amount if begins else 1.0
-                case Kind.LIE_NORMS:
-                    learner.behaviour.norms = fault.amount if begins else 1.0
                 case _:
-                    pass
+                    self._misbehave(learner, fault, begins)
+
+    def _misbehave(self, learner: SimulatedLearner, fault: Fault, begins: bool) -> None:
+        learner.behaviour.change(fault, begins)
+        if fault.kind is Kind.IMPERSONATE:
+            impersonator = self._impersonators.pop(learner.name, None)
+            if impersonator is not None:
+                impersonator.stop()
+            if begins:
+                self._impersonators[learner.name] = Impersonator(
+                    learner.link_process, self.network, self.syncer.process, name=learner.name,
+                    spec=self.spec, layout=self.of.layout, observe=self.observe,
+                    model_is_known=self._model_is_known,
+                )  # fmt: skip
+        elif fault.kind is Kind.AHEAD and not begins:
+            # A position never moves back: only a new process of the learner is heard again.
+            learner.restart()
+
+    def _model_is_known(self) -> bool:
+        serving = self.syncer.serving
+        return serving is not None and serving.state.parameters is not None
 
     def _scale(self, fault: Fault, begins: bool) -> None:
         """Another number of learners in the manifest: pods and the spec document follow, in either order."""

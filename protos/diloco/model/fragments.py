@@ -101,6 +101,11 @@ class Fragment:
         """Padded length."""
         return self.slots[-1].end if self.slots else 0
 
+    @property
+    def chunk_elements(self) -> int:
+        """Elements of each wire chunk; the last may have fewer."""
+        return CHUNK
+
     @cached_property
     def chunks(self) -> int:
         """Number of wire chunks; the last may be short."""

@@ -1,16 +1,17 @@
-"""Only learners that are connected are merged, each in its newest incarnation."""
+"""Only learners that are connected are merged, each in its newest incarnation; impersonators never connect."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from diloco_sim.checkers.checker import Violation
+from diloco_sim.checkers.observations import Admitted
 
 
 class Incarnations:
     """Follows joins and leaves in the journal; a start of the syncer ends every session."""
 
-    observes = (dict,)
+    observes = (dict, Admitted)
 
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
@@ -18,8 +19,15 @@ class Incarnations:
         """Learner → incarnation of its session."""
         self._epoch = 0
 
-    def observe(self, event: dict[str, Any], now: float) -> None:
+    def observe(self, event: dict[str, Any] | Admitted, now: float) -> None:
         """See `Checker`."""
+        if isinstance(event, Admitted):
+            raise Violation(
+                "incarnations",
+                f"an impersonator is admitted as {event.learner}, incarnation {event.incarnation}",
+                step=0,
+                now=now,
+            )
         match event.get("event"):
             case "start":
                 self._connected.clear()

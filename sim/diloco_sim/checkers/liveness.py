@@ -1,9 +1,9 @@
 """
 Merges follow each other, and once all faults are over everything recovers within stated bounds.
 
-    while a quorum of learners and the syncer have had no fault, the next merge comes within a bound,
-    whatever happens to the others; afterwards each healthy learner takes part again, and each
-    connected learner has the newest result of every fragment, or a newer one; the job is complete
+    while a quorum of learners and the syncer have no fault, or have none any more, the next merge comes
+    within a bound, whatever happens to the others; afterwards each healthy learner takes part again, and
+    each connected learner has the newest result of every fragment, or a newer one; the job is complete
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ class Bounds:
 
     progress: float
     """From a merge to the next one, while a quorum of learners and the syncer have had no fault."""
+    recovery: float
+    """From the moment when such a quorum has no fault any more, or a merge, to the next merge."""
     merge: float
     """From the start, the end of the last fault, or a merge, to the next merge."""
     participation: float
@@ -79,8 +81,8 @@ class Liveness:
                 self._connected_at.pop(name, None)
             else:
                 self._connected_at.setdefault(name, now)
-        if moment.undisturbed and not self._exported:
-            self._judge_progress(moment, now)
+        if moment.healthy_since is not None and moment.step < self._steps:
+            self._judge_progress(moment, moment.healthy_since, now)
         if not moment.quiet:
             return
         if self._quiet_at is None:
@@ -90,10 +92,11 @@ class Liveness:
             for name, learner in moment.learners.items():
                 self._judge_versions(name, learner.versions, self._quiet_at, moment.step, now)
 
-    def _judge_progress(self, moment: Moment, now: float) -> None:
-        seconds = now - self._merged_at
+    def _judge_progress(self, moment: Moment, since: float, now: float) -> None:
+        seconds = now - max(self._merged_at, since)
         # The first learner that is asked for the initial parameters may have a fault.
-        bound = self._bounds.progress if self._merged_at else self._bounds.merge
+        first = self._bounds.progress if self._merged_at else self._bounds.merge
+        bound = self._bounds.recovery if since else first
         if seconds > bound:
             self._fail(
                 f"no merge for {seconds:.0f} s with a quorum without a fault, expected one within {bound:.0f}",

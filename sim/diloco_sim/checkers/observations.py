@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from diloco.spec import RunSpec
 from diloco.v1 import bulk_pb2 as bulk
@@ -20,6 +22,8 @@ class Resumed:
     parameters: Parameters | None
     """None: there was no snapshot."""
     spec: RunSpec
+    engine: Mapping[str, Any]
+    """`Engine.to_json()`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class Captured:
     epoch: int
     step: int
     fragments: list[FragmentParameters]
+    engine: Mapping[str, Any]
+    """`Engine.to_json()`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +72,14 @@ class Refused:
 
 
 @dataclass(frozen=True, slots=True)
+class Admitted:
+    """A session was opened for a Hello that must be refused."""
+
+    learner: str
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
 class Flipped:
     """A bit of a file of the syncer has flipped at rest."""
 
@@ -90,8 +104,8 @@ class Moment:
 
     quiet: bool
     """All faults are over."""
-    undisturbed: bool
-    """A quorum of learners and the syncer have had no fault yet."""
+    healthy_since: float | None
+    """Since when a quorum of learners and the syncer have had no fault; None: one of them has one."""
     step: int
     learners: dict[str, LearnerMoment]
     attempts: int

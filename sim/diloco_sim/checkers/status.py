@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from diloco_sim.checkers.checker import Violation
@@ -12,13 +13,14 @@ class Status:
     """
     Args:
         quorum: K of the spec.
-        silence_seconds: without a merge for so long, something is wrong, and the status must show it.
+        silence: from the time of the last merge and now: how long there need be no merge; after that,
+            something is wrong, and the status must show it.
     """
 
     observes = (dict, Moment)
 
-    def __init__(self, quorum: int, silence_seconds: float) -> None:
-        self._quorum, self._silence_seconds = quorum, silence_seconds
+    def __init__(self, quorum: int, silence: Callable[[float, float], float]) -> None:
+        self._quorum, self._silence = quorum, silence
         self._connected: dict[str, int] = {}
         """Learner → incarnation of its session."""
         self._since = 0.0
@@ -55,10 +57,10 @@ class Status:
                 now,
             )
         seconds = now - self._since
-        if seconds > self._silence_seconds:
+        if seconds > (explained := self._silence(self._since, now)):
             self._fail(
                 f"the state is Training, there was no merge for {seconds:.0f} s and "
-                f"{self._silence_seconds:.0f} s explain it",
+                f"{explained:.0f} s explain it",
                 moment.step,
                 now,
             )

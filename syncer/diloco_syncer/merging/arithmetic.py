@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.codec import formats, frames
-from diloco.model.fragments import BLOCK, CHUNK, Fragment
+from diloco.model.fragments import BLOCK, Fragment
 from diloco_syncer.core.contribution import (
     NORM_FLOOR,
     Contribution,
@@ -297,7 +297,7 @@ def cut_into_segments(fragment: Fragment) -> list[list[Segment]]:
     for number, slot in enumerate(fragment.slots):
         lo, last = slot.offset, slot.offset + slot.tensor.elements
         while lo < slot.end:
-            chunk = lo // CHUNK
+            chunk = lo // fragment.chunk_elements
             first, end = fragment.chunk(chunk)
             hi = min(slot.end, end)
             segment = Segment(

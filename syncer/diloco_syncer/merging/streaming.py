@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from diloco.codec import formats, frames
 from diloco.errors import DilocoError, ProtocolError, UnavailableError
-from diloco.model.fragments import BLOCK, CHUNK, Fragment, Slot, Tensor
+from diloco.model.fragments import BLOCK, Fragment, Slot, Tensor
 from diloco_syncer.core.contribution import Contribution, ContributionError
 from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.merging.arithmetic import Arithmetic, MergeResult
@@ -350,7 +350,8 @@ class FragmentMerge:
                 self._arithmetic.complete(segment.slot)
                 if self._arithmetic.needs_whole(segment.slot):
                     slot = self._fragment.slots[segment.slot]
-                    released += range(slot.offset // CHUNK, -(-slot.end // CHUNK))
+                    size = self._fragment.chunk_elements
+                    released += range(slot.offset // size, -(-slot.end // size))
         for other in released:
             self._blockers[other] -= 1
             if self._blockers[other] == 0:

@@ -166,10 +166,15 @@ class UploadReceiver:
         except DilocoError as error:
             self.done = True
             self._drop(header, error)
-            refusal = error
+            # In no variable of this function: its frame is part of the traceback, and such a circle
+            # would keep the merge in memory until the next full garbage collection.
             if isinstance(error, ContributionError) and error.learner != header.learner:
-                refusal = AttemptAbortedError(f"the round was aborted: {error}")
-            return [reply(refused=refusal.reason, detail=str(refusal))]
+                return [
+                    reply(
+                        refused=AttemptAbortedError.reason, detail=f"the round was aborted: {error}"
+                    )
+                ]
+            return [reply(refused=error.reason, detail=str(error))]
 
     # ------------------------------------------------------------ contributions
 

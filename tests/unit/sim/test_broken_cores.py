@@ -7,21 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from diloco.errors import StorageError
+from diloco.errors import StorageError, UnavailableError
 from diloco.journal.writer import JournalWriter
 from diloco.model.tensorfile import parse
 from diloco.runtime.disk import File
 from diloco_sim import report
-from diloco_sim.checkers.checker import Violation
 from diloco_sim.checkers.liveness import Bounds
 from diloco_sim.description import Description, sample
 from diloco_sim.disk import SimulatedDisk, SimulatedFile
-from diloco_sim.faults import Plan
 from diloco_sim.shrink import shrink
 from diloco_sim.world import World
 from diloco_syncer.attempts import Attempts
 from diloco_syncer.core import admission, contribution, engine, history, scheduler
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.admission import Admission, Applicant
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.durability import Durability
 from diloco_syncer.core.engine import Engine
@@ -35,28 +34,12 @@ from diloco_syncer.storage import model
 from diloco_syncer.storage.durable import bytes_of, read_into
 from diloco_syncer.storage.parameters import FragmentParameters, Parameters
 from diloco_syncer.storage.store import Store
+from diloco_testing.worlds import small, violation
 from diloco_worker.core.link_protocol import LinkProtocol
 from diloco_worker.core.trainer import TrainerCore
 from diloco_worker.link.buffers import BufferPool
 
 pytestmark = pytest.mark.slow  # whole worlds
-
-
-def small(plan: str = "", **changes: object) -> Description:
-    """Three learners of one speed and two fragments; a step takes a second."""
-    found = sample(0, steps=40, faults=False)
-    spec = replace(found.spec, fragments=2, interval=2, overlap=1, quorum=2, merge="Average",
-                   outer_momentum=0.5, wire_up="FP32", wire_down="FP32", grace_max_steps=0.0)  # fmt: skip
-    return replace(
-        found, learners=3, spec=spec, sizes=(40, 50, 60), step_seconds=(1.0, 1.1, 1.2),
-        plan=Plan.parse(plan), checkpoint_every=None, latency=0.01, **changes,
-    )  # fmt: skip
-
-
-def violation(description: Description) -> Violation:
-    found = World(description).run().violation
-    assert found is not None
-    return found
 
 
 def test_the_world_of_these_tests_passes():
@@ -166,6 +149,24 @@ def test_liveness_finds_a_quorum_that_waits_for_a_learner_with_a_fault(monkeypat
     assert "with a quorum without a fault" in str(found)
 
 
+def test_liveness_finds_a_quorum_that_is_healthy_again_and_merges_nothing(monkeypatch):
+    """Long before all faults are over, which is when each learner is judged."""
+    plan = "5..15 cut eu/0 syncer\n 5..15 cut eu/1 syncer\n 1100..1101 pause us/0"
+    description = replace(small(plan), steps=2000)
+    check = Admission._check_incarnation
+
+    def once(self: Admission, applicant: Applicant, issued: object) -> None:
+        if applicant.incarnation:
+            raise UnavailableError("it has been here before")
+        check(self, applicant, issued)
+
+    monkeypatch.setattr(Admission, "_check_incarnation", once)
+    found = violation(description)
+    assert found.checker == "liveness"
+    assert "with a quorum without a fault" in found.sentence
+    assert found.now < 500.0 < description.quiet_at
+
+
 def test_liveness_finds_results_that_do_not_arrive(monkeypatch):
     monkeypatch.setattr(LinkProtocol, "_result_announced", lambda self, event, now: [])
     monkeypatch.setattr(LinkProtocol, "_committed", lambda self, event, now: [])
@@ -175,7 +176,7 @@ def test_liveness_finds_results_that_do_not_arrive(monkeypatch):
 
 
 def test_liveness_finds_a_learner_that_takes_no_part(monkeypatch):
-    bounds = Bounds(progress=100.0, merge=100.0, participation=60.0, result=100.0)
+    bounds = Bounds(progress=100.0, recovery=100.0, merge=100.0, participation=60.0, result=100.0)
     monkeypatch.setattr(Description, "bounds", property(lambda self: bounds))
     fresh = LearnerRecord.fresh.fget
     monkeypatch.setattr(
@@ -333,7 +334,7 @@ def test_completion_finds_a_model_that_a_power_failure_would_take(monkeypatch):
 
 def test_completion_finds_a_job_that_never_ends(monkeypatch):
     """Liveness sees no merge either, unless its bound is longer than the world."""
-    endless = Bounds(progress=1e6, merge=1e6, participation=1e6, result=1e6)
+    endless = Bounds(progress=1e6, recovery=1e6, merge=1e6, participation=1e6, result=1e6)
     monkeypatch.setattr(Durability, "reached_end", lambda self, step: [])
     monkeypatch.setattr(Description, "bounds", property(lambda self: endless))
     monkeypatch.setattr(World, "deadline", 60.0)
@@ -364,6 +365,17 @@ def test_status_finds_a_state_of_training_without_a_quorum(monkeypatch):
         "status",
         True,
     ), found
+
+
+def test_status_counts_no_jump_and_no_pause_that_the_silence_does_not_overlap(monkeypatch):
+    """The plan's 900 s, most of it later than the silence, would explain it for hours."""
+    monkeypatch.setattr(Engine, "_stuck", lambda self: "")
+    monkeypatch.setattr(LinkProtocol, "_publish_open", lambda self: None)
+    found = violation(
+        replace(small("1000..1001 jump us/0 300\n 1000..1600 pause us/0"), steps=2000)
+    )
+    assert (found.checker, "there was no merge for" in found.sentence) == ("status", True), found
+    assert found.now < 100.0
 
 
 def test_status_finds_a_state_of_training_while_nothing_is_merged(monkeypatch):

@@ -35,19 +35,22 @@ def test_a_plan_can_be_printed_and_read_back():
         3.250..9.000 cut eu/0 syncer   # the whole region
         4.100..4.900 crash syncer power
         0..8 trickle us/0 2000
+        5..6 latency syncer us/0 one-way 0.5
     """
     plan = Plan.parse(text)
-    assert [fault.kind for fault in plan] == [Kind.TRICKLE, Kind.CUT, Kind.CRASH]
+    assert [f.kind for f in plan] == [Kind.TRICKLE, Kind.CUT, Kind.CRASH, Kind.LATENCY]
+    assert plan.faults[3] == Fault(Kind.LATENCY, "syncer", 5.0, 6.0, "us/0", 0.5, one_way=True)
     assert plan.faults[0] == Fault(Kind.TRICKLE, "us/0", 0.0, 8.0, amount=2000.0)
     assert plan.faults[1].peer == "syncer"
     assert str(plan.faults[2]) == "4.100..4.900 crash syncer power"
     assert (Plan.parse(str(plan)), plan.end, len(plan.at(3.5))) == (plan, 9.0, 2)
-    assert plan.without(1) == Plan((plan.faults[0], plan.faults[2]))
+    assert plan.without(1) == Plan((plan.faults[0], *plan.faults[2:]))
     assert plan.only(Kind.CUT) == Plan((plan.faults[1],))
 
 
 @pytest.mark.parametrize(
-    "line", ["cut eu/0", "1..2 nonsense eu/0", "1..2 cut a b 3 4", "x..2 cut a b"]
+    "line",
+    ["cut eu/0", "1..2 nonsense eu/0", "1..2 cut a b 3 4", "1..2 cut a b one-way", "x..2 cut a b"],
 )
 def test_what_is_no_fault_is_refused(line):
     with pytest.raises(ValueError, match="is not a fault, expected 'BEGIN"):
@@ -154,6 +157,38 @@ def test_overlapping_faults_of_a_link_add_up_and_end_one_by_one():
     assert (direction.latency, world.carries("eu/0", "syncer")) == (0.1, (True, True))
 
 
+def test_latency_bandwidth_and_jitter_reach_one_direction_or_both():
+    world = FakeFaultTarget(
+        "1..4 latency eu/0 syncer one-way 0.5",
+        "1..4 latency syncer eu/0 one-way 0.25",
+        "2..3 latency eu/0 syncer 1",
+        "1..4 bandwidth syncer eu/1 one-way 0.1",
+        "1..4 jitter us/0 syncer one-way 0.3",
+    )
+
+    def of(source: str, target: str) -> tuple[float, float, float]:
+        direction = world.network.direction(source, target)
+        return round(direction.latency, 6), direction.pipe.bandwidth, direction.jitter
+
+    world.clock.run(1.5)
+    assert of("eu/0", "syncer") == (0.6, 1000.0, 0.0)
+    assert of("syncer", "eu/0") == (0.35, 1000.0, 0.0)
+    assert (of("syncer", "eu/1"), of("eu/1", "syncer")) == ((0.1, 100.0, 0.0), (0.1, 1000.0, 0.0))
+    assert (of("us/0", "syncer"), of("syncer", "us/0")) == ((0.1, 1000.0, 0.3), (0.1, 1000.0, 0.0))
+    world.clock.run(2.5)
+    assert (of("eu/0", "syncer")[0], of("syncer", "eu/0")[0]) == (1.6, 1.35)
+    world.clock.run(5.0)
+    for learner in LEARNERS:
+        assert of(learner, "syncer") == of("syncer", learner) == (0.1, 1000.0, 0.0)
+
+
+def test_half_of_the_sampled_faults_that_have_a_direction_hit_one_only():
+    found = [fault for seed in range(20) for fault in sample(seed, weights=EVERY_KIND)]
+    directed = [fault.one_way for fault in found if fault.kind in faults.DIRECTED]
+    assert 0.3 < sum(directed) / len(directed) < 0.7
+    assert not any(fault.one_way for fault in found if fault.kind not in faults.DIRECTED)
+
+
 def test_processes_crash_restart_pause_slow_down_and_jump():
     world = FakeFaultTarget(
         "1..3 crash eu/0",
@@ -217,4 +252,6 @@ def test_any_plan_can_be_carried_out_and_leaves_the_links_as_they_were():
             direction = world.network.direction(learner, "syncer")
             assert (direction.latency, direction.jitter, direction.corruption) == (0.1, 0.0, 0.0)
             assert direction.pipe.bandwidth == 1000.0
+            back = world.network.direction("syncer", learner)
+            assert (back.latency, back.jitter, back.pipe.bandwidth) == (0.1, 0.0, 1000.0)
         assert all(p.running and p.slowness == 1.0 for p in world.clock.processes.values())

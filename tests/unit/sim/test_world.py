@@ -11,6 +11,7 @@ import sys
 import time
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,7 @@ from diloco_sim.__main__ import main
 from diloco_sim.checkers.checker import Violation
 from diloco_sim.description import sample
 from diloco_sim.world import Outcome, World
+from diloco_syncer.core import scheduler
 
 pytestmark = pytest.mark.slow  # whole worlds
 
@@ -100,6 +102,56 @@ def test_the_command_prints_a_summary_and_its_exit_code_is_0(capsys):
     assert main(["--seeds", "3..4", "--steps", "10"]) == 0
     out = capsys.readouterr().out
     assert "2 worlds of 10 global steps: all promises kept" in out
+
+
+def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A core that counts every report of one learner as merged twice."""
+    line = scheduler.merge_line
+
+    def changed(*facts: Any, **more: Any) -> dict[str, Any]:
+        found: dict[str, Any] = line(*facts, **more)
+        found["members"] = [*found["members"], found["members"][0]]
+        return found
+
+    monkeypatch.setattr(scheduler, "merge_line", changed)
+
+
+def test_a_world_that_fails_prints_its_seed_plan_events_and_sentence_and_the_exit_code_is_1(
+    capsys, monkeypatch
+):
+    broken(monkeypatch)
+    assert main(["--seeds", "3..4", "--steps", "10"]) == 1
+    out = capsys.readouterr().out
+    of = sample(3, steps=10)
+    assert f"seed 3, {of.learners} learners, 10 steps" in out
+    assert f"spec: {of.job}" in out
+    assert all(f"  {fault}\n" in out for fault in of.plan)
+    events, _, rest = out.partition("\nreports: the report of ")
+    assert "events:\n" in events
+    assert "line merge epoch=1 step=1" in events.splitlines()[-1]
+    assert "of local step" in rest
+    assert "is merged at global step 1, it was merged at 1 before (global step 1, " in rest
+    assert "2 worlds of 10 global steps: 2 broke a promise" in out
+
+
+def test_with_shrink_the_command_prints_a_smaller_world_that_fails_in_the_same_way(
+    capsys, monkeypatch
+):
+    broken(monkeypatch)
+    seed = next(
+        s for s in range(100) if len((of := sample(s, steps=40)).plan) > 3 and of.learners > 2
+    )
+    assert main(["--seed", f"{seed}", "--steps", "40", "--shrink"]) == 1
+    out = capsys.readouterr().out
+    assert f"seed {seed}, 1 learners, 1 steps\n" in out
+    assert "plan: no faults\n" in out
+    assert "\nreports: the report of eu/0 " in out
+
+
+def test_a_plan_without_faults_and_a_kept_promise_have_words_of_their_own():
+    text = report.text_of(World(sample(1, steps=5, faults=False)).run())
+    assert "plan: no faults\n" in text
+    assert text.endswith("all promises kept")
 
 
 def test_a_learner_that_gets_a_new_result_in_each_of_its_steps_need_not_take_part():

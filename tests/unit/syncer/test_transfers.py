@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import resource
+import weakref
 from collections import deque
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,6 +135,23 @@ def test_the_end_of_the_round_refuses_a_member_that_waits(pair):
     [reply] = first.resume().replies
     assert reply.refused == "Aborted"
     assert first.receiver.done
+
+
+def test_a_refused_upload_does_not_keep_its_attempt_in_memory(pair):
+    """Nor the vectors of its merge, not even until the next garbage collection."""
+    first = pair.upload(0).send_all()
+    pair.syncer.run()
+    attempt = weakref.ref(pair.syncer.attempts.get(pair.pull.round, pair.pull.attempt))
+    gc.disable()
+    try:
+        pair.syncer.run(ev.Left(session=2, learner="eu/1", reason="StreamEnded"))
+        [reply] = first.resume().replies
+        assert reply.refused == "Aborted"
+        assert attempt() is not None
+        first.receiver = None
+        assert attempt() is None
+    finally:
+        gc.enable()
 
 
 def test_a_flood_of_damaged_chunks_is_one_line_per_repeat(pair, caplog):

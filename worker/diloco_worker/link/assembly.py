@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from diloco.codec import formats, frames
 from diloco.errors import DamagedError, DilocoError, ProtocolError, UnavailableError
-from diloco.model.fragments import CHUNK, Fragment
+from diloco.model.fragments import Fragment
 from diloco.v1 import bulk_pb2 as bulk
 from diloco_worker.link.transfer import RAW_CHUNK, U8, Identity
 
@@ -224,7 +224,7 @@ class Assembly:
             lo = index * RAW_CHUNK
             return lo, min(header.elements, lo + RAW_CHUNK) - lo
         lo, hi = self._wanted.expected.chunk(index)
-        return formats.encoded_bytes(header.format, CHUNK) * index, formats.encoded_bytes(
+        return formats.encoded_bytes(header.format, lo), formats.encoded_bytes(
             header.format, hi - lo
         )
 

@@ -1,0 +1,106 @@
+"""Who is healthy when, and what may explain that nothing is merged: both by the plan of faults alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from diloco_sim.faults import DISK, LINK, POWER, Fault, Kind, Plan
+
+BOOT_SECONDS = 10.0
+"""After a crash of the syncer its disk decides when it serves again."""
+
+MEASURED_STEPS = 20
+"""After so many, a step of a day is a millionth of the moving average of steps (core/pacing.py, `ema`)."""
+
+Window = tuple[float, float]
+
+
+class Health:
+    """
+    Args:
+        plan: of the world.
+        syncer: its process.
+        learners: that count for a quorum.
+        quorum: K.
+        all_learners: of the world, in the order of `Kind.SCALE`.
+        trainer: suffix of the name of a trainer process.
+    """
+
+    def __init__(
+        self, plan: Plan, *, syncer: str, learners: Sequence[str], all_learners: Sequence[str],
+        quorum: int, trainer: str,
+    ) -> None:  # fmt: skip
+        self._syncer, self._learners, self._quorum = syncer, learners, quorum
+        self._windows: dict[str, list[Window]] = {name: [] for name in (syncer, *all_learners)}
+        for fault in plan:
+            if fault.kind in DISK:
+                continue  # no decision and no learner waits for a disk
+            targets = {fault.target.removesuffix(trainer), fault.peer} - {"", POWER}
+            if fault.kind is Kind.SCALE:
+                targets = set(all_learners[max(1, int(fault.amount)) :])
+            elif fault.kind in LINK:
+                targets.discard(syncer)
+            for name in targets & self._windows.keys():
+                self._windows[name].append((fault.begin, fault.end))
+        self._windows[syncer] += _boots(plan, syncer)
+
+    def since(self, now: float) -> float | None:
+        """Since when a quorum of learners and the syncer have had no fault; None: they have one now."""
+        learners = sorted(
+            since for name in self._learners if (since := self._since(name, now)) is not None
+        )
+        syncer = self._since(self._syncer, now)
+        if syncer is None or len(learners) < self._quorum:
+            return None
+        return max(syncer, learners[self._quorum - 1])
+
+    def _since(self, name: str, now: float) -> float | None:
+        begun = [window for window in self._windows[name] if window[0] <= now]
+        last = max((end for _, end in begun), default=0.0)
+        return last if last <= now else None
+
+
+def _boots(plan: Plan, syncer: str) -> list[Window]:
+    """From a start of the syncer until no fault of its disk can delay it any more."""
+    crashes = (f for f in plan.only(Kind.CRASH) if f.target == syncer)
+    starts = [(0.0, 0.0), *((fault.begin, fault.end) for fault in crashes)]
+    windows = []
+    for begin, end in starts:
+        for fault in plan:  # in the order of their beginning
+            if fault.kind in DISK and fault.begin < end + BOOT_SECONDS and fault.end > begin:
+                end = max(end, fault.end)
+        if end > begin:
+            windows.append((begin, end))
+    return windows
+
+
+class Silence:
+    """
+    How long nothing need be merged before the status must say so.
+
+    It is what the syncer allows (docs/algorithm.md, "Failure detection") with the longest step that a
+    learner can have measured, and a tick.
+
+    Args:
+        plan: of the world.
+        between: local steps between two merges, and τ.
+        longest_step: seconds of the longest step that a learner trains.
+    """
+
+    def __init__(self, plan: Plan, *, between: float, longest_step: float) -> None:
+        self._between, self._longest_step = between, longest_step
+        self._measured = [f for f in plan.only(Kind.JUMP, Kind.PAUSE) if _seconds(f) > 0]
+        self._stated = plan.only(Kind.LIE_SECONDS)
+
+    def seconds(self, since: float, now: float) -> float:
+        """What explains that nothing was merged in this time."""
+        longest = self._longest_step
+        earlier = since - MEASURED_STEPS * longest
+        paused = sum(_seconds(f) for f in self._measured if f.begin <= now and f.end >= earlier)
+        lies = [f.amount for f in self._stated if f.begin <= now and f.end >= earlier]
+        return 35.0 + 10 * self._between * (longest * max([1.0, *lies]) + paused)
+
+
+def _seconds(fault: Fault) -> float:
+    """By how much a step seems longer."""
+    return fault.amount if fault.kind is Kind.JUMP else fault.end - fault.begin

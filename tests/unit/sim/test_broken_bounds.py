@@ -1,0 +1,98 @@
+"""Checkers bite: each bound of `checkers/bounds.py` is exceeded by a core that a test has broken."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from diloco_sim import journal
+from diloco_sim.checkers.bounds import LINES_PER_LEARNER, LINES_PER_MERGE, Bounds, Most
+from diloco_sim.checkers.checker import Violation
+from diloco_sim.checkers.observations import Moment
+from diloco_syncer.core import engine
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.engine import Engine
+from diloco_testing.worlds import small, violation
+
+MOST = Most(
+    learners=3, overlap=1, merges_per_second=1.0, link_bytes=1000, vector_bytes=2000, journal_bytes=3000,
+    kept_snapshots=1,
+)  # fmt: skip
+
+
+def moment(**facts: Any) -> Moment:
+    plain = {"attempts": 0, "queues": 0, "streams": 0}
+    return Moment(quiet=False, healthy_since=None, step=3, learners={}, **{**plain, **facts})
+
+
+@pytest.mark.parametrize(
+    ("what", "most", "sentence"),
+    [
+        ("attempts", 7, "8 attempts are open, expected at most 7"),
+        ("streams", 36, "37 transfers wait, expected at most 36"),
+        ("queues", 2000, "2001 events and lines wait, expected at most 2000"),
+        ("outbox", 200, "201 messages wait for a session, expected at most 200"),
+        ("link_bytes", 1000, "1001 bytes are held by a link, expected at most 1000"),
+        ("vector_bytes", 2000, "2001 bytes of vectors are held by the syncer, expected at most 2000"),
+        ("journal_bytes", 3000, "3001 bytes are in the journal, expected at most 3000"),
+    ],
+)  # fmt: skip
+def test_each_count_has_a_bound(what, most, sentence):
+    bounds = Bounds(MOST)
+    bounds.observe(moment(**{what: most}), 1.0)
+    with pytest.raises(Violation) as found:
+        bounds.observe(moment(**{what: most + 1}), 1.0)
+    assert found.value.sentence == sentence
+
+
+def test_lines_have_a_bound_within_ten_seconds():
+    bounds = Bounds(MOST)
+    most = LINES_PER_LEARNER * 4 + LINES_PER_MERGE * 10 * 4
+    for number in range(2 * most):
+        bounds.observe({"event": "join", "step": 1}, number * 10.1 / most)
+    for number in range(most):
+        bounds.observe({"event": "join", "step": 1}, 100.0 + number / most)
+    with pytest.raises(Violation, match=rf"{most + 1} lines within 10 s, expected at most {most}"):
+        bounds.observe({"event": "join", "step": 1}, 101.0)
+
+
+def chatty(monkeypatch: pytest.MonkeyPatch, lines: int) -> None:
+    """Let the engine record lines for each report."""
+    handle = Engine.handle
+
+    def more(self: Engine, event: object, now: float) -> list[ev.Decision]:
+        found = handle(self, event, now)
+        if isinstance(event, ev.Reported):
+            found += [ev.Log(event="unchanged", fields={"step": self.step})] * lines
+        return found
+
+    monkeypatch.setattr(Engine, "handle", more)
+
+
+@pytest.mark.slow
+def test_bounds_finds_a_syncer_that_records_too_much(monkeypatch):
+    chatty(monkeypatch, 50)
+    found = violation(small())
+    assert (found.checker, "lines within 10 s" in found.sentence) == ("bounds", True), found
+
+
+@pytest.mark.slow
+def test_bounds_finds_lines_that_wait_for_a_disk_without_a_limit(monkeypatch):
+    chatty(monkeypatch, 8)
+    monkeypatch.setattr(journal, "CAPACITY", 1 << 30)
+    found = violation(replace(small("5..500 disk-hang syncer"), steps=1000))
+    assert (found.checker, "events and lines wait" in found.sentence) == ("bounds", True), found
+
+
+@pytest.mark.slow
+def test_bounds_finds_messages_for_a_learner_that_is_gone(monkeypatch):
+    """No end of a half-open connection notices by itself; the syncer must."""
+    plan = "5..500 half-open syncer us/0\n 5..500 half-open us/0 syncer"
+    description = replace(small(plan), steps=1000)
+    monkeypatch.setattr(engine, "LATE_HEARTBEATS", 1000)
+    found = violation(description)
+    assert (found.checker, "messages wait for a session" in found.sentence) == ("bounds", True), (
+        found
+    )
