@@ -411,8 +411,8 @@ def _number(scale: Fault) -> int:
     return max(1, int(scale.amount))
 
 
-LIES = (Kind.LIE_TOKENS, Kind.LIE_STEPS)
-"""Faults of members whose counters are false."""
+LIES = (Kind.LIE_TOKENS, Kind.LIE_STEPS, Kind.AHEAD)
+"""Faults of members whose counters or position are false."""
 
 _UNTRACED = (Captured, Log, Moment, ReportArrived)
 
