@@ -150,7 +150,10 @@ def cluster(fleet) -> Iterator[Cluster]:
     """A cluster with nothing in it."""
     if provision.given():
         pytest.skip("the walk begins on an empty cluster, and removes every job")
-    yield fleet.cluster("walk")
+    made = fleet.cluster("walk")
+    fleet.namespaces.append((made, "default"))  # for the report of a failure
+    yield made
+    fleet.namespaces.remove((made, "default"))
     fleet.end("walk")
 
 
@@ -159,25 +162,21 @@ def test_a_newcomer_gets_from_an_empty_cluster_to_an_empty_cluster_with_the_page
 ):
     person = Person(cluster, fleet.images, tmp_path)
     job = Job(cluster, "default", {"metadata": {"name": NAME}})
-    fleet.namespaces.append((cluster, job.namespace))  # for the report of a failure
-    try:
-        install(person, cluster)
-        first_job(person, job)
-        model_and_log(person, job)
-        person.write_example(10**6, fleet.images)
-        person.run("kubectl apply -f examples/01-text/job.yaml")
-        job.until_condition("Complete", SOON, status="False")
-        job.until_condition("LearnersReady", SOON)
-        job.until_step(STEPS + 5, SOON)
-        more_learners(person, job)
-        upgrade(person, job)
-        hand_over(person, job)
-        back_up(person, job)
-        suspend_and_resume_from_an_older_snapshot(person, job)
-        failed_job(person, job)
-        uninstall(person, cluster)
-    finally:
-        fleet.namespaces.remove((cluster, job.namespace))
+    install(person, cluster)
+    first_job(person, job)
+    model_and_log(person, job)
+    person.write_example(10**6, fleet.images)
+    person.run("kubectl apply -f examples/01-text/job.yaml")
+    job.until_condition("Complete", SOON, status="False")
+    job.until_condition("LearnersReady", SOON)
+    job.until_step(STEPS + 5, SOON)
+    more_learners(person, job)
+    upgrade(person, job)
+    hand_over(person, job)
+    back_up(person, job)
+    suspend_and_resume_from_an_older_snapshot(person, job)
+    failed_job(person, job)
+    uninstall(person, cluster)
     assert person.ran == WALKED
 
 
