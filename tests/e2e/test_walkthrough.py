@@ -122,6 +122,11 @@ class Person:
         assert done.returncode == 0, f"{text}\n{done.stdout}{done.stderr}"
         return done.stdout + done.stderr
 
+    def sentence(self, text: str) -> str:
+        """A command in the text of the page, with NAME as placeholder."""
+        assert f"`{text}`" in PAGE, text
+        return self.run(text.replace("NAME", NAME))
+
     def block(self, heading: str, replaced: Mapping[str, str] | None = None) -> str:
         """The first shell block below a heading, with other text where it has a placeholder."""
         place = Place(heading, 1)
@@ -194,7 +199,7 @@ def first_job(person: Person, job: Job) -> None:
     output = person.block("One cluster", {watch: f"timeout 5 {watch} || [ $? = 124 ]"})
     assert "condition met" in output
     assert job.status()["state"] == "Complete"
-    shown = person.run("kubectl get dlj").splitlines()
+    shown = person.sentence("kubectl get dlj").splitlines()
     assert shown[0].split()[:3] == ["NAME", "STATE", "STEP"]
     assert shown[1].split()[:2] == [NAME, "Complete"]
     kinds = {(each["kind"], each["metadata"]["name"]) for each in job.children()}
@@ -210,7 +215,7 @@ def model_and_log(person: Person, job: Job) -> None:
     person.second_block("One cluster")
     model = (person.folder / "model/model.safetensors").read_bytes()
     assert hashlib.sha256(model).hexdigest() == job.status()["model"]["sha256"]
-    assert f"{STEPS} merges of" in person.run("diloco audit --dir run")
+    assert f"{STEPS} merges of" in person.sentence("diloco audit run")
 
 
 def more_learners(person: Person, job: Job) -> None:
@@ -226,6 +231,8 @@ def more_learners(person: Person, job: Job) -> None:
 
     until(merged, SOON, expected="the new learner is merged", details=job.details)
     job.until_condition("LearnersReady", SOON)
+    assert "us/1" in person.sentence("diloco status --job NAME")
+    assert person.sentence("kubectl logs stdlib-gpt-us-0")
     assert {pod: job.instances()[pod] for pod in before} == before
 
 
@@ -278,8 +285,8 @@ def suspend_and_resume_from_an_older_snapshot(person: Person, job: Job) -> None:
         "When no snapshot can be read",
         {"diloco resume --from-snapshot": "true", "90": str(older)},
     )
-    (suspend,) = re.findall(r"^\*\*Suspend\*\*: `(kubectl [^`]*)`", PAGE, re.MULTILINE)
-    person.run(suspend)
+    suspend = """kubectl patch dlj/stdlib-gpt --type merge -p '{"spec": {"runPolicy": {"suspend": true}}}'"""
+    person.sentence(suspend)
     job.until_condition("Suspended", SOON)
     until(lambda: not job.pods(), SOON, expected="all pods are deleted", details=job.details)
     assert job.status()["state"] == "Suspended"
@@ -300,8 +307,12 @@ def failed_job(person: Person, job: Job) -> None:
     """The condition has the reason; corrected, the job continues from the last snapshot."""
     job.change(runPolicy={"activeDeadlineSeconds": 1})
     job.until_condition("Failed", SOON, reason="DeadlineExceeded")
-    described = person.run(f"kubectl describe dlj/{NAME}")
+    described = person.sentence("kubectl describe dlj/NAME")
     assert re.search(r"Warning +DeadlineExceeded", described), described
+    logs = (
+        """kubectl logs -n diloco-system deployment/diloco | grep '"job": "default/stdlib-gpt"'"""
+    )
+    assert all(json.loads(line) for line in person.sentence(logs).splitlines())
     until(lambda: not job.pods(), SOON, expected="no pod is left", details=job.details)
     step = job.status()["step"]
     job.change(runPolicy={"activeDeadlineSeconds": None})
