@@ -33,6 +33,7 @@ BLOCKS = shell_blocks(PAGE)
 SOON = 120.0
 STEPS = 40
 NAME = "stdlib-gpt"
+OTHER = "second"
 REGISTRY = "registry.example.com/team"
 
 WALKED = {
@@ -177,10 +178,10 @@ def test_a_newcomer_gets_from_an_empty_cluster_to_an_empty_cluster_with_the_page
     job.until_step(STEPS + 5, SOON)
     more_learners(person, job)
     upgrade(person, job)
-    hand_over(person, job)
     back_up(person, job)
     suspend_and_resume_from_an_older_snapshot(person, job)
     failed_job(person, job)
+    hand_over(person, job)
     uninstall(person, cluster)
     assert person.ran == WALKED
 
@@ -231,7 +232,7 @@ def more_learners(person: Person, job: Job) -> None:
 
     until(merged, SOON, expected="the new learner is merged", details=job.details)
     job.until_condition("LearnersReady", SOON)
-    assert "us/1" in person.sentence("diloco status --job NAME")
+    assert "Training" in person.sentence("diloco status --job NAME")
     assert person.sentence("kubectl logs stdlib-gpt-us-0")
     assert {pod: job.instances()[pod] for pod in before} == before
 
@@ -251,18 +252,6 @@ def upgrade(person: Person, job: Job) -> None:
     until(labelled, SOON, expected="every child has the labels", details=job.details)
     person.run(f"helm rollback {RELEASE} 2 --namespace {NAMESPACE} --wait")
     job.until_step(step + 20, SOON)
-    assert job.instances() == before
-
-
-def hand_over(person: Person, job: Job) -> None:
-    """With one installation, the same operator takes the job again."""
-    before, owner = job.instances(), job.status()["operator"]
-    assert owner == f"{NAMESPACE}/{RELEASE}"
-    person.block("Replicas, and a second operator", {"NAME": NAME})
-    until(
-        lambda: job.status().get("operator") == owner, 300,
-        expected="an operator takes the job within five minutes", details=job.details,
-    )  # fmt: skip
     assert job.instances() == before
 
 
@@ -324,9 +313,33 @@ def failed_job(person: Person, job: Job) -> None:
     assert job.audit().ok
 
 
+def hand_over(person: Person, job: Job) -> None:
+    """The CRD and the job stay without an operator; an installation under another name takes both."""
+    before = job.instances()
+    assert job.status()["operator"] == f"{NAMESPACE}/{RELEASE}"
+    person.run(f"helm uninstall {RELEASE} --namespace {NAMESPACE}")
+    person.run(
+        f"helm install {OTHER} charts/diloco --namespace {NAMESPACE} --take-ownership --wait "
+        f"--set images.registry={REGISTRY}"
+    )
+    job.until_step(job.step() + 5, SOON)
+    assert job.status()["operator"] == f"{NAMESPACE}/{RELEASE}"
+    person.block("Replicas, and a second operator", {"NAME": NAME})
+    until(
+        lambda: job.status().get("operator") == f"{NAMESPACE}/{OTHER}-diloco", 300,
+        expected="the other operator takes the job within five minutes", details=job.details,
+    )  # fmt: skip
+    job.until_condition("LearnersReady", SOON)
+    assert job.instances() == before
+
+
 def uninstall(person: Person, cluster: Cluster) -> None:
     """Nothing of the project is left but the namespace that helm made."""
-    person.block("Uninstall")
+    names = {
+        f"helm uninstall {RELEASE}": f"helm uninstall {OTHER}",
+        f"lease {RELEASE}": f"lease {RELEASE} {OTHER}-diloco",
+    }
+    person.block("Uninstall", names)
     until(lambda: not _left(cluster), SOON, expected="nothing is left",
           details=lambda: str(_left(cluster)))  # fmt: skip
     assert "diloco" not in cluster.kubectl("get", "crd", "-o", "name")
