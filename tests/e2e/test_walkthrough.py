@@ -315,16 +315,15 @@ def failed_job(person: Person, job: Job) -> None:
 
 def hand_over(person: Person, job: Job) -> None:
     """The CRD and the job stay without an operator; an installation under another name takes both."""
-    before = job.instances()
+    before, step = job.instances(), job.step()
     assert job.status()["operator"] == f"{NAMESPACE}/{RELEASE}"
     person.run(f"helm uninstall {RELEASE} --namespace {NAMESPACE}")
+    job.until_step(step + 5, SOON)
+    person.block("Replicas, and a second operator", {"NAME": NAME})
     person.run(
         f"helm install {OTHER} charts/diloco --namespace {NAMESPACE} --take-ownership --wait "
         f"--set images.registry={REGISTRY}"
     )
-    job.until_step(job.step() + 5, SOON)
-    assert job.status()["operator"] == f"{NAMESPACE}/{RELEASE}"
-    person.block("Replicas, and a second operator", {"NAME": NAME})
     until(
         lambda: job.status().get("operator") == f"{NAMESPACE}/{OTHER}-diloco", 300,
         expected="the other operator takes the job within five minutes", details=job.details,
