@@ -25,8 +25,8 @@ ORDER = (
     "test_fuzzed_jobs", "test_scale", "test_kueue", "test_one_cluster", "test_failures",
     "test_learners_of_pods",
     "test_lifecycle", "test_failed_jobs", "test_steady_state", "test_volumes",
-    "test_operator_failures", "test_operator_replicas", "test_two_clusters", "test_pools",
-    "test_drills", "test_rbac",
+    "test_operator_failures", "test_operator_replicas", "test_walkthrough", "test_two_clusters",
+    "test_pools", "test_drills", "test_rbac",
 )  # fmt: skip
 """Tests that disturb others run after them; tests that read every audit log run last."""
 TIMEOUT_SECONDS = 3600

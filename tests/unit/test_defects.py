@@ -2,6 +2,7 @@
 Every defect that was once reported with a program that shows it has a test or a golden script with its number.
 
 A name begins with the numbers of the defects: `test_06_snapshots_that_...`, `01_a08_a18_a_mute_member....txt`.
+Programs about the operator have names and show several defects each; OPERATOR has the tests for each of these.
 """
 
 import re
@@ -63,6 +64,113 @@ DEFECTS = {
 OPEN: dict[str, str] = {}
 """Not fixed, or fixed without a test: what is missing."""
 
+OPERATOR = {
+    "roll": {
+        "a routine image change counts as faults of learners of several pods and fails the job": (
+            "unit/agent/test_unit.py::test_pods_replaced_in_any_order_and_at_any_pace_never_count",
+            "e2e/test_learners_of_pods.py::test_a_changed_template_replaces_one_whole_learner_after_the_other",
+        ),
+    },
+    "faults": {
+        "a rank that is preempted again and again fails the learner by the exits of its peers": (
+            "unit/agent/test_unit.py::test_a_peer_that_is_preempted_again_and_again_never_fails_the_learner",
+            "e2e/test_learners_of_pods.py::test_a_preempted_pod_takes_its_learner_out_until_there_is_room_again",
+        ),
+    },
+    "orphan": {
+        "the claim of the former job is made smaller when it is adopted": (
+            "unit/operator/test_volume_claims.py"
+            "::test_a_claim_that_is_adopted_is_never_made_smaller_and_keeps_its_class_and_modes",
+        ),
+        "a reverted image does not heal the job": (
+            "unit/operator/test_decide_failed_learners.py::test_a_reverted_image_heals_without_a_new_job",
+            "e2e/test_lifecycle.py::test_a_reverted_image_heals_the_job",
+        ),
+        "an upgrade of the operator with other templates rolls running jobs": (
+            "unit/operator/test_running_templates.py"
+            "::test_a_version_with_another_template_applies_nothing_to_a_running_job",
+            "e2e/test_drills.py::test_operators_that_are_upgraded_twice_and_rolled_back_restart_no_pod",
+        ),
+        "a ServiceAccount of the job's own name is NameTaken": (
+            "unit/operator/test_objections.py::test_a_job_with_a_service_account_of_its_own_name_uses_it",
+        ),
+    },
+    "world1": {
+        "a field of a newer CRD makes a running job InvalidSpec": (
+            "unit/operator/test_stored_job.py"
+            "::test_an_older_operator_keeps_a_job_of_a_newer_crd_running_and_names_what_it_ignores",
+        ),
+        "a StatefulSet whose pods are refused shows nothing": (
+            "unit/operator/test_pending_events.py"
+            "::test_a_statefulset_that_gets_no_pods_reports_the_api_servers_message",
+            "e2e/test_lifecycle.py::test_pods_that_the_api_server_refuses_are_reported_with_its_message",
+        ),
+        "a lost claim is replaced by an empty one, and the job starts over": (
+            "unit/operator/test_lost_volume.py"
+            "::test_a_lost_claim_is_not_replaced_by_an_empty_one_and_the_syncer_waits",
+            "e2e/test_volumes.py::test_a_lost_claim_holds_the_job_until_a_person_gives_it_up",
+        ),
+        "a failed job leaves no log": (
+            "unit/operator/test_decide_failed_jobs.py::test_the_end_of_the_log_is_in_the_condition",
+            "e2e/test_failed_jobs.py"
+            "::test_a_failed_job_is_understood_without_its_pods_and_resumed_after_correction",
+        ),
+        "a start that never ends stays Starting": (
+            "unit/operator/test_pending_events.py"
+            "::test_a_start_that_takes_longer_than_five_minutes_is_trouble",
+        ),
+    },
+    "two": {
+        "two installations overwrite each other's children": (
+            "unit/operator/test_installations.py"
+            "::test_the_second_installation_writes_one_event_that_names_the_first_and_nothing_else",
+            "e2e/test_operator_replicas.py"
+            "::test_a_second_installation_leaves_the_jobs_of_the_first_alone_and_names_it",
+        ),
+        "a region that fails is not shown in the others": (
+            "unit/operator/test_region_failures.py"
+            "::test_the_syncers_region_names_the_region_that_failed_and_its_reason",
+        ),
+    },
+    "render_state": {
+        "learners share the directory of a volume named state": (
+            "unit/operator/test_learner_state.py"
+            "::test_each_pod_has_a_directory_of_its_own_on_a_volume_named_state",
+        ),
+        "the controller replaces single pods of a learner": (
+            "unit/operator/test_replacements.py"
+            "::test_the_controller_replaces_no_pod_of_a_learner_of_several_by_itself",
+        ),
+        "the PodDisruptionBudget counts pods, not learners": (
+            "unit/operator/test_resources.py"
+            "::test_drains_may_take_the_pods_beyond_the_quorum_shared_out_by_size",
+        ),
+        "the end of a container's log is lost": (
+            "unit/operator/test_resources.py"
+            "::test_a_container_that_wrote_no_message_leaves_the_end_of_its_log",
+        ),
+    },
+    "health_race": {
+        "a job that is created during the list makes the watch look deaf": (
+            "unit/operator/test_health.py"
+            "::test_a_job_that_was_created_while_the_list_was_read_stays_delivered",
+        ),
+    },
+    "ipv6": {
+        "health, metrics and probes listen on IPv4 alone": (
+            "unit/test_listening.py::test_probes_health_and_metrics_answer_both_families",
+            "integration/test_ipv6_only.py::test_a_job_its_metrics_and_its_ranks_need_no_ipv4",
+        ),
+    },
+    "alert": {
+        "a refused child counts as a successful reconcile": (
+            "unit/operator/test_reconcile.py"
+            "::test_a_refused_child_is_reported_in_the_status_and_retried_with_back_off",
+        ),
+    },
+}
+"""Program → what it showed → tests, as path below tests/ and function. `scale1` showed no defect."""
+
 NUMBER = re.compile(r"(?:\d\d|[ab]\d\d)b?(?=_)")
 
 
@@ -90,6 +198,20 @@ def test_a_reported_defect_has_a_test_with_its_number(number):
 
 def test_what_is_open_has_no_test_yet():
     assert not covered() & OPEN.keys()
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
+        pytest.param(test, id=f"{program}: {test.partition('::')[2]}")
+        for program, defects in OPERATOR.items()
+        for tests in defects.values()
+        for test in tests
+    ],
+)
+def test_a_defect_of_the_operator_has_the_tests_that_are_named_for_it(test):
+    path, _, function = test.partition("::")
+    assert re.search(rf"^def {function}\(", (TESTS / path).read_text(), re.MULTILINE)
 
 
 @pytest.mark.parametrize(
