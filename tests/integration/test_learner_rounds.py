@@ -274,7 +274,7 @@ def test_every_step_writes_a_line(enter):
         assert lines[0]["tokens"] == 5
 
 
-def test_a_step_beside_which_a_checkpoint_was_copied_says_how_long_its_optimizer_waited(enter):
+def test_a_step_beside_which_a_checkpoint_was_copied_states_how_long_its_optimizer_waited(enter):
     spec = make_spec(learner_checkpoint=Checkpoint(every_steps=3, keep=2))
     with ScriptedSyncer(spec) as syncer:
         learner, model, opt = connected(syncer, enter)

@@ -80,7 +80,7 @@ class Initialisation:
     def preceding(self, learners: Iterable[str]) -> str:
         """
         Whose model counts before that of any of these learners: it waits, and has failed less often than
-        each of them. "": nobody's, or a learner is asked at present.
+        each of them. "": there is none, or a learner is asked at present.
         """
         if self.learner is not None or not self.waiting:
             return ""

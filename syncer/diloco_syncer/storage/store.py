@@ -10,13 +10,14 @@ Shell. A snapshot is two files:
     oldest are deleted
 
 A snapshot without a manifest does not count, so a crash between any two steps leaves the previous
-one (docs/algorithm.md, "Snapshots"). When none of those that are there can be read, a person decides
-with the file `from-snapshot`.
+one (docs/algorithm.md, "Snapshots"). When none of those that are there can be read, or the disk refuses
+to read the newest one, a person decides with the file `from-snapshot`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import logging
 import re
@@ -55,6 +56,9 @@ CHOICE = "from-snapshot"
 """File in the directory of the snapshots: the step to start from, once."""
 SET_ASIDE = "set-aside"
 """Directory for snapshots that a person decided not to start from."""
+
+_NO_FILE = {errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EINVAL}
+"""What opening reports where there is something other than a regular file."""
 
 _FORMAT = 1
 _NAME = re.compile(r"(\d{6,})-epoch-(\d+)-step-(\d+)\.(safetensors|json)")
@@ -136,16 +140,23 @@ class Store:
         """
         The newest snapshot of which every byte verifies; None: there is none at all.
 
-        Damaged ones are skipped; the log names the file and the damage.
+        Damaged ones are skipped; the log names the file and the damage. One that the disk refuses to
+        read is not: it may be intact, and an older one would undo merges that learners have received.
 
         Raises:
-            StorageError: there are snapshots and none can be read; starting over would overwrite
-                them. The message names each, its damage and what to do.
+            StorageError: the disk refuses to read the newest, or there are snapshots and none can be
+                read; starting over would overwrite them. The message names each, its damage and what
+                to do.
         """
         damage = []
         for stem in self._stems():
             try:
                 found = self._read(stem)
+            except _RefusedError as error:
+                raise StorageError(
+                    f"{error}; the next start reads it again. If the disk cannot be repaired, write the step "
+                    f"of an older snapshot to {self.root / CHOICE}: what was merged after it is lost then"
+                ) from None
             except StorageError as error:
                 log.warning("snapshot skipped, trying the previous one: %s", error)
                 # Data without a manifest was never completed.
@@ -318,7 +329,8 @@ class Store:
             with self._disk.open(path, Mode.READ) as file:
                 self._check_data(path, file, body, target)
         except OSError as error:
-            raise StorageError(f"{path}: {error.strerror or error}") from None
+            kind = StorageError if error.errno in _NO_FILE else _RefusedError
+            raise kind(f"{path}: {error.strerror or error}") from None
         except (DamagedError, LookupError, TypeError, ValueError) as error:
             # Its SHA-256 is right, so this syncer does not know how to read it.
             raise StorageError(f"{path}: {error!r}") from None
@@ -371,6 +383,10 @@ class Store:
         path = self.root / name
         with self._counting, os_errors(self._disk, path, "counting"):
             return counters.count(self._disk, path, at_least=at_least)
+
+
+class _RefusedError(StorageError):
+    """The disk refused to read a file, which may be intact."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, order=True)

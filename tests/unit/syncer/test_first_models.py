@@ -22,7 +22,7 @@ FOREIGN = tuple(Tensor(name=f"x{i}", shape=(2,), dtype="float32") for i in range
 
 
 class Job:
-    """A fresh job in virtual time. Learners beat, and retry each second while they are told to."""
+    """A fresh job in virtual time. Learners beat, and retry each second while they must."""
 
     def __init__(self, **changes):
         self.syncer = DrivenSyncer(driven_spec(**changes))

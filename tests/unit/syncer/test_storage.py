@@ -23,7 +23,7 @@ from diloco_syncer.storage import counters
 from diloco_syncer.storage.capture import Snapshot
 from diloco_syncer.storage.durable import RawTensor
 from diloco_syncer.storage.model import export_model, raw_tensors
-from diloco_syncer.storage.store import Store
+from diloco_syncer.storage.store import CHOICE, Store
 
 POINTS_BEFORE_IT_COUNTS = [
     "before-data",
@@ -223,6 +223,25 @@ def test_06_a_disk_that_cannot_be_read_for_a_moment_ends_the_start(
     assert_same(Store(two.root, keep=3).start(), snapshot(2))
 
 
+def test_06_the_newest_snapshot_is_not_skipped_when_only_its_disk_refuses(
+    two: Store, monkeypatch: pytest.MonkeyPatch
+):
+    """It may be intact, and the older one lacks merges that learners have received."""
+    newest, read = files(two.root, ".safetensors")[-1], os.preadv
+
+    def refuse(fd: int, *arguments: object) -> int:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(newest):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, *arguments)
+
+    with monkeypatch.context() as sick:
+        sick.setattr(os, "preadv", refuse)
+        with pytest.raises(StorageError, match=rf"{newest.name}: {os.strerror(errno.EIO)}.*older"):
+            Store(two.root, keep=3).start()
+        (two.root / CHOICE).write_text("1")
+        assert_same(Store(two.root, keep=3).start(), snapshot(1))
+
+
 def test_a_first_snapshot_that_was_never_completed_does_not_stop_the_next_start(tmp_path: Path):
     (tmp_path / "000001-epoch-1-step-0.safetensors").write_bytes(b"part")
     assert Store(tmp_path, keep=1).start() is None
@@ -309,7 +328,7 @@ import os, signal, sys
 from pathlib import Path
 import numpy as np
 from diloco_syncer.storage.capture import Snapshot
-from diloco_syncer.storage.store import Store
+from diloco_syncer.storage.store import CHOICE, Store
 root, point = Path(sys.argv[1]), sys.argv[2]
 def fault(name):
     if name == point:
@@ -359,7 +378,7 @@ from pathlib import Path
 import numpy as np
 from diloco.errors import StorageError
 from diloco_syncer.storage.capture import Snapshot
-from diloco_syncer.storage.store import Store
+from diloco_syncer.storage.store import CHOICE, Store
 resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
 arrays = {"theta.0": np.zeros(int(sys.argv[2]), np.float32)}
 try:

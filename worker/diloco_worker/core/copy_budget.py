@@ -1,5 +1,5 @@
 """
-How long the copy for a local checkpoint may stop a step, and how often an attempt is given up. Pure.
+How long the copy for a local checkpoint may stop a step, and how often an attempt is abandoned. Pure.
 
 The copy is made beside one forward and backward pass, and the optimizer waits for what is missing then
 (docs/adr/0014-local-checkpoint-copy.md). The wait is at most a share of a step: an attempt that needs

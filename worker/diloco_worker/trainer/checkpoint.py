@@ -88,7 +88,7 @@ class Checkpoints:
         self._toucher: threading.Thread | None = None
         self._touched = threading.Event()
         """The toucher is to end."""
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
         """What is logged once and was."""
         self._writer: threading.Thread | None = None
         self._writing = 0
@@ -244,15 +244,15 @@ class Checkpoints:
 
     def _discard(self, step: int, why: str, *, once: bool = False) -> None:
         self._lost.set()
-        if not once or why not in self._told:
+        if not once or why not in self._logged:
             log.info("checkpoint of local step %d is discarded: %s", step, why)
-        self._told.add(why)
+        self._logged.add(why)
 
     def _tell_wait(self, step: int, copy: Copy) -> None:
         usual = self._copies.budget.step_seconds
-        if copy.spent_seconds <= SHARE * usual or not usual or "wait" in self._told:
+        if copy.spent_seconds <= SHARE * usual or not usual or "wait" in self._logged:
             return
-        self._told.add("wait")
+        self._logged.add("wait")
         log.warning(
             "checkpoint of local step %d: its copy stopped training for %.0f ms, %.0f %% of a step, the limit "
             "is %.0f %%; see docs/learners.md, or make this rarer with learner.checkpoint.everySteps",
