@@ -21,7 +21,7 @@ SPEC = RunSpec(
 """A round credits 12 steps at most."""
 
 LIAR = "eu/1"
-RESUMED = Resumed(2, 1, None, SPEC)
+RESUMED = Resumed(2, 1, None, SPEC, {})
 
 
 def report(
