@@ -3,9 +3,9 @@ Is the guard of a merge ever active among honest learners?
 `python benchmarks/bench_guard.py [--quick | --dir RUN ...]`.
 
 `diloco run` of learners with batches of 8 and 16 at full speed and others at a sixth of it, warm-up
-included, and then what each merge of three members or more says in events.jsonl: how far every norm
-and every member's tokens per step were from their limits. With `--dir`, of runs that exist, whoever
-made them. Goals: no tensor is clipped, and no weight is limited. No time is measured.
+included, and then what each merge of three members or more states in events.jsonl: how far every norm
+and every member's tokens per step were from their limits. With `--dir`, it reads runs that exist
+already. Goals: no tensor is clipped, and no weight is limited. No time is measured.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Health:
 
 
 def _boots(plan: Plan, syncer: str) -> list[Window]:
-    """From a start of the syncer until no fault of its disk can delay it any more."""
+    """From a start of the syncer until no fault of its disk can delay it."""
     crashes = (f for f in plan.only(Kind.CRASH) if f.target == syncer)
     starts = [(0.0, 0.0), *((fault.begin, fault.end) for fault in crashes)]
     windows = []
@@ -76,7 +76,7 @@ def _boots(plan: Plan, syncer: str) -> list[Window]:
 
 class Silence:
     """
-    How long nothing need be merged before the status must say so.
+    How long nothing need be merged before the status must show it.
 
     It is what the syncer allows (docs/algorithm.md, "Failure detection") with the longest step that a
     learner can have measured, and a tick.

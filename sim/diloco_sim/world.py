@@ -155,7 +155,7 @@ class World:
             Replay(spec, self.of.layout),
             Credits(
                 spec,
-                liars={f.target for f in self.of.plan.only(*LIES)},
+                false={f.target for f in self.of.plan.only(*LIES)},
                 delayed=self._delayed(),
             ),
             Durable(),
@@ -231,7 +231,7 @@ class World:
     @property
     def _waits_for_a_person(self) -> bool:
         """
-        It is legal that nothing is merged any more: a bit has flipped, and since then the syncer refuses
+        It is legal that merges end: a bit has flipped, and since then the syncer refuses
         to start, or the parameters would grow implausibly where a member misbehaved or the job may diverge.
         """
         injected = self.injector.injected
@@ -360,7 +360,7 @@ class World:
                     model_is_known=self._model_is_known,
                 )  # fmt: skip
         elif fault.kind is Kind.AHEAD and not begins:
-            # A position never moves back: only a new process of the learner is heard again.
+            # A position never moves back: only a new process of the learner takes part again.
             learner.restart()
 
     def _model_is_known(self) -> bool:

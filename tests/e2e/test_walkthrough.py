@@ -1,7 +1,7 @@
 """
 A new platform engineer with docs/operations.md: the shell blocks of the page, taken from the page, on an empty cluster.
 
-From `helm install` to a cluster with nothing of it left. What the page says that one sees is asserted after each block.
+From `helm install` to a cluster with nothing of it left. What the page promises to show is asserted after each block.
 A block that this walk does not run has a line in ELSEWHERE.
 """
 
@@ -74,7 +74,7 @@ def test_every_shell_block_of_the_page_is_run_here_or_has_a_reason():
 
 
 class Person:
-    """Someone with a shell, the programs that the page needs, and a checkout with a smaller example."""
+    """A user with a shell, the programs that the page needs, and a checkout with a smaller example."""
 
     def __init__(self, cluster: Cluster, images: Images, folder: Path) -> None:
         """`docker` only gives the node images of buildah by the names that are pushed."""

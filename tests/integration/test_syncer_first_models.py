@@ -1,4 +1,4 @@
-"""A member that presents a model nobody else has, first and to a real syncer: the honest ones train in the end."""
+"""A member joins a real syncer first, with a model that no other member has: the honest ones train in the end."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model_of(*values: int) -> dict[str, Any]:
 
 
 def joined(stack: ExitStack, syncer: RealSyncer, name: str) -> ScriptedLearner:
-    """An honest learner that tries again for as long as it is told to, as a link does."""
+    """An honest learner that tries again for as long as it must, as a link does."""
 
     def attempt() -> ScriptedLearner | None:
         learner = stack.enter_context(ScriptedLearner(syncer, name))
@@ -71,7 +71,9 @@ def test_a10_a_small_foreign_model_that_never_arrives_does_not_shut_the_honest_o
             misbehaving.join(**model_of(3, 5))
             misbehaving.expect("initialise")
             with ScriptedLearner(syncer, "eu/0") as honest:
-                with pytest.raises(UnavailableError, match="eu/0 trains another model than us/0"):
+                with pytest.raises(
+                    UnavailableError, match="eu/0 trains a different model than us/0"
+                ):
                     honest.join()
             assert "with another model: eu/0" in syncer.status().waiting_for
             # Its session stays open and beats; it is closed when the model of the honest counts.

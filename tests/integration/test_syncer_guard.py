@@ -136,10 +136,10 @@ def test_a01_false_counts_of_a_step_that_was_never_reported_are_not_merged(job):
     pulls = job.pulls()
     deltas = job.deltas(pulls[0])
     job.honest(pulls, deltas)
-    liar = job.learners[-1]
-    liar.local_step, liar.total_tokens = liar.local_step + 1, liar.total_tokens + 100
-    copied_at = liar.local_step
-    liar.step()
+    member = job.learners[-1]
+    member.local_step, member.total_tokens = member.local_step + 1, member.total_tokens + 100
+    copied_at = member.local_step
+    member.step()
     job.lie(pulls[3], deltas[3], local_step=copied_at, steps=10, tokens=1000)
     until(lambda: ("us/0", "CountsDiffer") in job.refusals(), expected="the lie is refused")
     job.honest_round()

@@ -130,17 +130,17 @@ class Credits:
     """
     Args:
         spec: of the job.
-        liars: learners whose counters are false at some time.
+        false: learners whose counters are false at some time.
         delayed: learners whose Reports do not arrive as they are made.
     """
 
     observes = (Resumed, ReportArrived, Received, BeginMerge)
 
     def __init__(
-        self, spec: RunSpec, *, liars: Collection[str] = (), delayed: Collection[str] = ()
+        self, spec: RunSpec, *, false: Collection[str] = (), delayed: Collection[str] = ()
     ) -> None:
         self._most_steps = spec.interval + 2 * spec.overlap + PACE_LAG
-        self._liars, self._delayed = frozenset(liars), frozenset(delayed)
+        self._false, self._delayed = frozenset(false), frozenset(delayed)
         self._learners: dict[str, _Learner] = {}
         self._headers: dict[Upload, bulk.UploadHeader] = {}
         self.compared = 0
@@ -172,7 +172,7 @@ class Credits:
                 self._fail("no upload of that step has arrived", member, now)
             elif member.learner not in self._learners:
                 self._fail("no report of it has arrived", member, now)
-            elif member.learner in self._liars:
+            elif member.learner in self._false:
                 self._judge(member, header, event.fragment, now)
             else:
                 self._compare(member, header, event.fragment, now)

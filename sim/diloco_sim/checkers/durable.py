@@ -72,7 +72,7 @@ class Durable:
         """See `Checker`."""
 
     def _forget(self) -> None:
-        """What no restart finds any more: a world has thousands of snapshots, its disk a few."""
+        """What restarts no longer find: a world has thousands of snapshots, its disk a few."""
         old = self._durable - REMEMBERED
         if old > 0:
             del self._captured[:old]

@@ -19,7 +19,7 @@ Merge = tuple[int, int]
 
 class Journalled:
     """
-    Looks at the disk at each start of a syncer and at the end.
+    Checks the disk at each start of a syncer and at the end.
 
     Args:
         lines: of events.jsonl on the disk, each with its place; None: a disk that refused or damaged

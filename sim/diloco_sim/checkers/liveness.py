@@ -1,7 +1,7 @@
 """
 Merges follow each other, and once all faults are over everything recovers within stated bounds.
 
-    while a quorum of learners and the syncer have no fault, or have none any more, the next merge comes
+    while a quorum of learners and the syncer have no fault, or no longer have any, the next merge comes
     within a bound, whatever happens to the others; afterwards each healthy learner takes part again, and
     each connected learner has the newest result of every fragment, or a newer one; the job is complete
 """
@@ -22,7 +22,7 @@ class Bounds:
     progress: float
     """From a merge to the next one, while a quorum of learners and the syncer have had no fault."""
     recovery: float
-    """From the moment when such a quorum has no fault any more, or a merge, to the next merge."""
+    """From the moment when such a quorum no longer has a fault, or of a merge, to the next merge."""
     merge: float
     """From the start, the end of the last fault, or a merge, to the next merge."""
     participation: float

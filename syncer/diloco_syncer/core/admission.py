@@ -302,7 +302,7 @@ class Admission:
         if holder and self.layout is not None and applicant.model.digest != self._digest:
             self._check_memory(applicant.model)
             raise _OtherModelError(
-                f"{name} trains another model than {holder}, which is to upload the initial parameters: "
+                f"{name} trains a different model than {holder}, which is to upload the initial parameters: "
                 f"{self._differences(applicant.model)}. This learner tries again: if they do not arrive, "
                 "the model of the next learner counts; if they do, models that differ are refused for good"
             )

@@ -519,7 +519,7 @@ class Engine:
         return out
 
     def waits(self, learner: str) -> None:
-        """The learner retries, because it trains another model than those that joined."""
+        """The learner retries, because it trains a different model than those that joined."""
         if self._now is not None:
             self.initialisation.wait(learner, self._now)
 

@@ -171,8 +171,8 @@ class History:
         index = bisect_right(self.reports, upload.local_step, key=lambda shown: shown.local_step)
         if index == 0:
             raise CountsDifferError(
-                f"its upload is of a copy of local step {upload.local_step}; there is no report of local "
-                f"step {upload.local_step} or before, so none that offered it; not merged"
+                f"its upload is of a copy of local step {upload.local_step}; no report of local "
+                f"step {upload.local_step} or before has arrived, so none offered it; not merged"
             )
         before = self.reports[index - 1]
         if before.local_step == upload.local_step:

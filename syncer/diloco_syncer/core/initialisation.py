@@ -2,7 +2,7 @@
 Which learner uploads Θ^(0), for how long it is waited for, and whose model counts until then. Pure.
 
 Until Θ^(0) has arrived, no model is fixed for good. The learners that have joined train one model, that of
-the learner that is asked; others are told to retry, and are remembered here. Once every learner that joined
+the learner that is asked; others must retry, and are remembered here. Once every learner that joined
 has failed to deliver more often than one that waits, the sessions are closed and the model of that one counts.
 """
 
@@ -27,7 +27,7 @@ MAX_UPLOADS = 3
 
 WAITING_SECONDS = 20.0
 """
-A learner that was told to retry and did not for this long no longer waits; learners pause for 5 s at most.
+A learner that must retry and did not for this long no longer waits; learners pause for 5 s at most.
 Paper leaves this open.
 """
 
@@ -46,7 +46,7 @@ class Initialisation:
     begun_parts: int = 0
     failures: dict[str, int] = field(default_factory=dict)
     waiting: dict[str, float] = field(default_factory=dict)
-    """Learner with another model than those that joined → when it was last told to retry, monotonic."""
+    """Learner with another model than those that joined → when it last had to retry, monotonic."""
     _interrupted: dict[str, tuple[float, int]] = field(default_factory=dict)
     """Learner whose session ended while it was asked → its deadline and the parts that it had begun."""
 
@@ -70,7 +70,7 @@ class Initialisation:
     # ------------------------------------------------------------ learners with another model
 
     def wait(self, learner: str, now: float) -> None:
-        """The learner was told to retry: its model is not the one that counts at present."""
+        """The learner must retry: its model is not the one that counts at present."""
         self.waiting[learner] = now
 
     def joined(self, learner: str) -> None:

@@ -70,10 +70,10 @@ def test_a_health_file_on_a_disk_that_hangs_holds_no_caller_and_the_newest_state
 ):
     hangs, entered, replace = threading.Event(), threading.Event(), files.replace
 
-    def hanging(*arguments: object) -> None:
+    def hanging(*arguments: object, **more: object) -> None:
         entered.set()
         hangs.wait(PATIENCE_SECONDS)
-        replace(*arguments)
+        replace(*arguments, **more)
 
     monkeypatch.setattr(files, "replace", hanging)
     path = tmp_path / "health.json"

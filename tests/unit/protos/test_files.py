@@ -61,7 +61,7 @@ def test_b02_a_link_planted_as_the_temporary_file_is_not_written_through(tmp_pat
     assert not path.is_symlink()
 
 
-def test_b02_a_link_is_neither_read_nor_written_through_and_the_error_says_what_to_do(tmp_path):
+def test_b02_a_link_is_neither_read_nor_written_through_and_the_error_states_what_to_do(tmp_path):
     victim, link = tmp_path / "victim", tmp_path / "state"
     victim.write_text("precious")
     link.symlink_to(victim)

@@ -20,7 +20,7 @@ SPEC = RunSpec(
 )
 """A round credits 12 steps at most."""
 
-LIAR = "eu/1"
+FALSE = "eu/1"
 RESUMED = Resumed(2, 1, None, SPEC, {})
 
 
@@ -56,16 +56,16 @@ def merge(
     return BeginMerge(round=1, attempt=1, fragment=0, contributions=(member,))
 
 
-def of_liar(kind: Any, *facts: int, **more: Any) -> Any:
-    return kind(*facts, learner=LIAR, **more)
+def of_false(kind: Any, *facts: int, **more: Any) -> Any:
+    return kind(*facts, learner=FALSE, **more)
 
 
 def begins_to_lie(*credited: int) -> tuple[Any, ...]:
     """Two honest reports, then one of a thousand times the tokens, and its merge."""
     return (
-        of_liar(report, 1, 1, 100), of_liar(report, 2, 2, 200),
-        of_liar(report, 3, 3, 300_000, total=300_000),
-        of_liar(upload, 3, 3, 300_000), of_liar(merge, 3, *credited),
+        of_false(report, 1, 1, 100), of_false(report, 2, 2, 200),
+        of_false(report, 3, 3, 300_000, total=300_000),
+        of_false(upload, 3, 3, 300_000), of_false(merge, 3, *credited),
     )  # fmt: skip
 
 
@@ -102,7 +102,7 @@ def test_what_reports_and_headers_explain_is_accepted(events):
         ("its reports explain at most 600 tokens", begins_to_lie(3, 602)),
         ("its reports explain at most 3 steps", begins_to_lie(4, 600)),
         ("its reports explain at most 2 steps", (
-            of_liar(report, 2, 0, 0), of_liar(upload, 4, 24, 2400), of_liar(merge, 4, 12, 1200),
+            of_false(report, 2, 0, 0), of_false(upload, 4, 24, 2400), of_false(merge, 4, 12, 1200),
         )),
     ],
 )  # fmt: skip
@@ -112,7 +112,7 @@ def test_what_they_do_not_explain_is_found(sentence, events):
 
 
 def judge(events: tuple[Any, ...]) -> None:
-    checkers = Checkers([Credits(SPEC, liars={LIAR})])
+    checkers = Checkers([Credits(SPEC, false={FALSE})])
     for now, event in enumerate(events):
         checkers.observe(event, float(now))
     checkers.finish(float(len(events)))

@@ -91,7 +91,7 @@ def test_09_a_learner_that_joins_during_a_merge_receives_the_version_of_its_comm
 def test_a_refused_applicant_opens_no_session():
     syncer, _ = begin()
     other = (Tensor(name="other", shape=(5,), dtype="float32"), *TENSORS)
-    with pytest.raises(Exception, match="another model"):
+    with pytest.raises(Exception, match="a different model"):
         DrivenLearner(syncer, "eu/1", other)
     assert len(syncer.sessions) == 1
 

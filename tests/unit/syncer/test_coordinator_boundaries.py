@@ -75,14 +75,14 @@ def test_the_model_may_change_only_while_no_learner_is_connected_and_nothing_exi
     other = (Tensor(name="other", shape=(7,), dtype="float32"), *TENSORS)
     syncer = fresh()
     first = DrivenLearner(syncer, "eu/0", TENSORS)
-    with pytest.raises(DilocoError, match="another model"):
+    with pytest.raises(DilocoError, match="a different model"):
         DrivenLearner(syncer, "eu/1", other)
     syncer.sessions.close(first.session)
     DrivenLearner(syncer, "eu/1", other)
     assert len(syncer.facts.layout.tensors) == 5
     syncer, [learner] = begin()
     syncer.sessions.close(learner.session)
-    with pytest.raises(DilocoError, match="another model"):
+    with pytest.raises(DilocoError, match="a different model"):
         DrivenLearner(syncer, "eu/1", other)
 
 

@@ -12,7 +12,6 @@ from diloco_syncer.core import (
     engine,
     guard,
     initialisation,
-    learners,
     pacing,
     rounds,
     upload_limits,
@@ -82,7 +81,6 @@ def test_a_limit_changes_with_its_documentation_only(module, numbers):
     ("module", "names"),
     [
         (guard, ("RATE_MULTIPLE", "GUARDED_MEMBERS")),
-        (learners, ("UNPROVEN_SPEED",)),
         (contribution, ("NORM_FLOOR", "NORM_TOLERANCE")),
     ],
     ids=lambda value: value.__name__ if hasattr(value, "__name__") else "",

@@ -83,7 +83,9 @@ def test_a_learner_with_another_model_than_the_one_that_is_to_initialise_is_aske
     assert not job.join("eu/0", OURS)
     assert type(job.refused["eu/0"]) is UnavailableError
     text = str(job.refused["eu/0"])
-    assert "eu/0 trains another model than eu/1, which is to upload the initial parameters" in text
+    assert (
+        "eu/0 trains a different model than eu/1, which is to upload the initial parameters" in text
+    )
     assert "parameter x0 is missing" in text
     assert "tries again" in text
     assert job.syncer.state.engine.waiting_for() == (

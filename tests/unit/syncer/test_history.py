@@ -138,7 +138,7 @@ def test_steps_without_a_report_are_at_most_what_the_time_allows():
 
 
 def test_a_report_that_offered_nothing_shows_the_counters_of_its_step():
-    """The link offers no fragment whose next result has arrived; the copy is there all the same."""
+    """The link offers no fragment whose next result has arrived; the copy still exists."""
     history = honest()
     history.add(report(6, offers=()), 6.0)
     history.add(report(7), 7.0)
@@ -340,7 +340,7 @@ def test_no_upload_is_credited_more_than_a_report_of_its_step_would_have_been(
     moves, which, false_steps, false_tokens
 ):
     """
-    Whatever a liar states for a step that it did not report: never more steps than the report before
+    Whatever a learner falsely states for a step that it did not report: never more steps than the report before
     and the steps since, never more tokens than 4 times the usual for each of them.
     """
     history, local_step, total, steps, tokens, now = History(), 0, 0, 0, 0, 0.0

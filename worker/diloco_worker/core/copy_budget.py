@@ -54,7 +54,7 @@ class CopyBudget:
         return replace(self, steps=(*self.steps, seconds)[-STEPS:])
 
     def after_abandoned(self) -> Self:
-        """The attempt was given up."""
+        """The attempt was abandoned."""
         return replace(self, abandoned=self.abandoned + 1)
 
     def after_copied(self, *, spent_seconds: float) -> Self:

@@ -236,7 +236,7 @@ class Checkpoints:
         if not copy.guarded():
             self._discard(step, "no optimizer step followed it")
             return
-        self._tell_wait(step, copy)
+        self._log_wait(step, copy)
         try:
             self.write(copy.tensors, manifest)
         except OSError as error:
@@ -248,7 +248,7 @@ class Checkpoints:
             log.info("checkpoint of local step %d is discarded: %s", step, why)
         self._logged.add(why)
 
-    def _tell_wait(self, step: int, copy: Copy) -> None:
+    def _log_wait(self, step: int, copy: Copy) -> None:
         usual = self._copies.budget.step_seconds
         if copy.spent_seconds <= SHARE * usual or not usual or "wait" in self._logged:
             return
