@@ -304,7 +304,7 @@ class Admission:
             raise _OtherModelError(
                 f"{name} trains a different model than {holder}, which is to upload the initial parameters: "
                 f"{self._differences(applicant.model)}. This learner tries again: if they do not arrive, "
-                "the model of the next learner counts; if they do, models that differ are refused for good"
+                "the model of the next learner counts; if they do, models that differ are refused permanently"
             )
 
     def _agree(self, applicant: Applicant, *, layout_fixed: bool) -> Layout:
