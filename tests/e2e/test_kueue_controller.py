@@ -25,6 +25,8 @@ LEARNER = {"cpu": "100m", "memory": "64Mi"}
 WORDS = "Kueue: couldn't assign flavors to pod set main: insufficient unused quota for cpu"
 SLEEP = {"command": ["python3", "-c", "import time; time.sleep(10**6)"], "podsPerLearner": 2}
 """For learners that need only be admitted."""
+CHANGED = [{"name": "OMP_NUM_THREADS", "value": "2"}]
+"""Environment of another template."""
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,12 @@ def expect_one_waits(job):
           expected="one learner trains, the other waits", details=job.details)  # fmt: skip
 
 
+def has_changed(pods, num):
+    """Whether there are so many pods, all with CHANGED."""
+    envs = [pod["spec"]["containers"][0]["env"] for pod in pods]
+    return len(envs) == num and all(CHANGED[0] in env for env in envs)
+
+
 def expect_progress(job, steps=10):
     """Wait for so many more global steps."""
     job.until_step(job.step() + steps, PATIENCE_SECONDS)
@@ -121,6 +129,12 @@ def test_a_job_begins_with_the_learner_that_fits_and_grows_when_the_quota_does(q
     expect_progress(job)
     assert {line["learner"] for line in job.log() if line["event"] == "join"} >= {"eu/0", "eu/1"}
     assert "PodTrouble" not in dict(job.events())
+    entries = {workload["metadata"]["uid"] for workload in queue.workloads()}
+    job.change(learner={"env": CHANGED})
+    until(lambda: has_changed(job.pods("learner"), 2), PATIENCE_SECONDS,
+          expected="every learner has the changed template", details=job.details)  # fmt: skip
+    job.until_condition("LearnersReady", PATIENCE_SECONDS, reason="AllTraining")
+    assert {workload["metadata"]["uid"] for workload in queue.workloads()} == entries
     # Kueue's webhook adds an annotation to what the operator applies.
     since = datetime.now(UTC)
     steadily(lambda: not writes(job, "statefulsets", since), 15, expected="no write")
@@ -173,6 +187,33 @@ def test_the_pods_of_a_learner_are_admitted_together_or_not_at_all(queue, make):
     gangs = ({"queued-eu-0-0", "queued-eu-0-1"}, {"queued-eu-1-2", "queued-eu-1-3"})
     until(lambda: len(job.pods("learner")) == 4 and admitted(job) in gangs, PATIENCE_SECONDS,
           expected="one learner is admitted", details=job.details)  # fmt: skip
-    steadily(lambda: admitted(job) in gangs, 10, expected="room for a third pod admits none")
+    first = admitted(job)
+    steadily(lambda: admitted(job) == first, 10, expected="room for a third pod admits none")
+    job.change(learner={"env": CHANGED})
+    until(lambda: has_changed([p for p in job.pods("learner") if p["metadata"]["name"] not in first], 2),
+          SOON_SECONDS, expected="the learner that waits has the changed template")  # fmt: skip
+    steadily(lambda: admitted(job) == first, 10, expected="it still waits")
     queue.resize("400m")
     until(lambda: admitted(job) == gangs[0] | gangs[1], SOON_SECONDS, expected="both are admitted")
+
+
+def test_other_requests_are_refused_until_the_statefulsets_are_deleted(queue, make):
+    queue.resize("400m")
+    job = make(**{**SLEEP, "podsPerLearner": 1})
+    until(lambda: len(admitted(job)) == 2, PATIENCE_SECONDS, expected="both are admitted")
+    more = {"cpu": "200m", "memory": "64Mi"}
+    job.change(learner={"resources": {"requests": more}})
+    refused = job.until_condition("Accepted", SOON_SECONDS, status="False", reason="Refused")
+    assert "vstatefulset.kb.io" in refused["message"]
+    assert "field is immutable" in refused["message"]
+    job.change(runPolicy={"suspend": True})
+    until(lambda: not job.pods("learner"), SOON_SECONDS, expected="no learners")
+    sets = f"diloco.dev/job={job.name},diloco.dev/role=learner"
+    queue.cluster.kubectl("delete", "statefulset", "-n", queue.namespace, "-l", sets)
+    job.change(runPolicy={"suspend": False})
+    until(lambda: len(admitted(job)) == 2, PATIENCE_SECONDS, expected="both are admitted again",
+          details=job.details)  # fmt: skip
+    for pod in job.pods("learner"):
+        assert pod["spec"]["containers"][0]["resources"]["requests"] == more
+    until(lambda: queue.used()["cpu"] == "400m", SOON_SECONDS, expected="the new requests count")
+    job.until_condition("Accepted", SOON_SECONDS)
