@@ -351,6 +351,21 @@ def test_a_job_stays_in_the_queue_that_admitted_it_until_it_is_suspended():
     assert "kueue.x-k8s.io/priority-class" not in labels
 
 
+def test_a_learner_leaves_the_queue_before_its_template_changes():
+    # Kueue refuses other requests, and would refuse the suspension with them.
+    world = trains(queued_job())
+    before = live_sets(world)["a-eu-0"]["spec"]["template"]
+    more = {"requests": {"cpu": "2"}}
+    learner = {**world.job["spec"]["learner"], "resources": more}
+    world.change(learner=learner, runPolicy={"suspend": True})
+    world.reconcile(1)
+    stopped = live_sets(world)["a-eu-0"]["spec"]
+    assert (stopped["replicas"], stopped["template"]) == (0, before)
+    world.settle()
+    template = live_sets(world)["a-eu-0"]["spec"]["template"]
+    assert template["spec"]["containers"][0]["resources"] == more
+
+
 def test_another_priority_reaches_a_running_job_without_another_template():
     world = trains(queued_job())
     before = [child["spec"]["template"] for child in live_sets(world).values()]
