@@ -207,6 +207,15 @@ def test_a_job_trains_with_the_learners_that_are_admitted_and_is_not_degraded():
     assert not [event for event in world.events if event[0] == "Warning"]
 
 
+def test_a_learner_that_the_scheduler_has_not_seen_since_its_admission_has_no_problem():
+    world = waiting()
+    pod = world.pod("a-eu-0-0")
+    pod["spec"] = {key: value for key, value in pod["spec"].items() if key != "schedulingGates"}
+    world.reconcile(1)
+    assert world.reason("LearnersReady") == ("False", "Starting")
+    assert not [event for event in world.events if event[0] == "Warning"]
+
+
 def test_a_learner_that_is_admitted_later_joins_and_its_start_is_not_late():
     world = waiting()
     admit(world, "a-eu-0-0")
