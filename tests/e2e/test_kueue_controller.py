@@ -169,7 +169,7 @@ def test_a_suspended_job_frees_its_quota_and_a_deleted_one_leaves_no_workload(qu
     job.change(runPolicy={"suspend": False})
     job.until_condition("LearnersReady", PATIENCE_SECONDS, reason="AllTraining")
     expect_progress(job)
-    # At once, while the pods end: Kueue refuses to admit them again before they have ended.
+    # At once: Kueue refuses the resume until the pods have ended.
     job.change(runPolicy={"suspend": True})
     job.until_condition("Suspended", PATIENCE_SECONDS)
     job.change(runPolicy={"suspend": False})
