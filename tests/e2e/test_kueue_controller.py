@@ -31,7 +31,7 @@ CHANGED = [{"name": "OMP_NUM_THREADS", "value": "2"}]
 
 @pytest.fixture(scope="module")
 def cluster(fleet):
-    """One with the operator and Kueue."""
+    """A cluster with the operator and Kueue."""
     if fleet.local is None:
         pytest.skip("Kueue's image is built for local clusters")
     made = fleet.cluster("kueue")
@@ -166,8 +166,11 @@ def test_a_suspended_job_frees_its_quota_and_a_deleted_one_leaves_no_workload(qu
     job.until_condition("Suspended", PATIENCE_SECONDS)
     until(lambda: not queue.workloads(), SOON_SECONDS, expected="no Workloads", details=job.details)
     until(lambda: queue.used()["cpu"] == "0", SOON_SECONDS, expected="no quota is used")
+    changed = {"metadata": {"labels": {PRIORITY: "urgent"}}}
+    queue.cluster.kubectl.patch("dilocojob", job.name, changed, queue.namespace)
     job.change(runPolicy={"suspend": False})
     job.until_condition("LearnersReady", PATIENCE_SECONDS, reason="AllTraining")
+    assert [workload["spec"]["priority"] for workload in queue.workloads()] == [1000, 1000]
     expect_progress(job)
     # At once: Kueue refuses the resume until the pods have ended.
     job.change(runPolicy={"suspend": True})
