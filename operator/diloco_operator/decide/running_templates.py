@@ -38,8 +38,8 @@ def _kept(state: JobState, want: dict[str, Any]) -> dict[str, Any]:
         return want
     live = state.child(*identity(want))
     if live is not None and _leaves_queue(live, want):
-        template = template_of(live)
-        return want if template is None else with_template(want, template)
+        running = template_of(live)
+        return want if running is None else with_template(want, running)
     if live is None or (inputs_of(live) and template_text(live) == template_text(want)):
         return want
     template = _former_template(state, live, want)

@@ -131,7 +131,9 @@ class Queue:
         """Quota that is reserved, by resource."""
         found = self.cluster.kubectl.get("clusterqueue", self.namespace) or {}
         flavors = found.get("status", {}).get("flavorsReservation") or ()
-        return {entry["name"]: entry["total"] for one in flavors for entry in one["resources"]}
+        return {
+            entry["name"]: entry["total"] for flavor in flavors for entry in flavor["resources"]
+        }
 
     def delete(self) -> None:
         """The namespace takes the LocalQueue along; the ClusterQueue goes once nothing uses it."""
