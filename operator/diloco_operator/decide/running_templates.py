@@ -16,6 +16,7 @@ from diloco_operator.decide.drift import covers
 from diloco_operator.resources.inputs import stated_pod
 from diloco_operator.resources.overlay import overlay
 from diloco_operator.resources.pods import MAIN, SPEC_FILE, SPEC_VOLUME
+from diloco_operator.resources.queues import LEARNER
 from diloco_operator.resources.template_record import (
     inputs_of,
     template_of,
@@ -36,12 +37,25 @@ def _kept(state: JobState, want: dict[str, Any]) -> dict[str, Any]:
     if want["kind"] not in ("StatefulSet", "Deployment"):
         return want
     live = state.child(*identity(want))
+    if live is not None and _leaves_queue(live, want):
+        running = template_of(live)
+        return want if running is None else with_template(want, running)
     if live is None or (inputs_of(live) and template_text(live) == template_text(want)):
         return want
     template = _former_template(state, live, want)
     if template is None or not _runs(state, live, _image(template.get("spec"))):
         return want
     return with_template(want, template)
+
+
+def _leaves_queue(live: Object, want: Object) -> bool:
+    """
+    Whether this ends the pods of a learner in a queue: its template changes only after that.
+
+    Kueue refuses some changes of a template, and would refuse the end of the pods with them.
+    """
+    replicas = (live.get("spec") or {}).get("replicas")
+    return LEARNER in labels(want) and bool(replicas) and not want["spec"]["replicas"]
 
 
 def _former_template(state: JobState, live: Object, want: Object) -> Object | None:

@@ -326,7 +326,11 @@ def _problem(pod: Object) -> str:
     if is_deleting(pod) or is_ready(pod) or is_gated(pod):
         return ""
     if is_unschedulable(pod):
-        why = _condition(pod, "PodScheduled").get("message", "")
+        scheduled = _condition(pod, "PodScheduled")
+        if scheduled.get("reason") == "SchedulingGated":
+            # A queue has just removed the gate, and the scheduler has not seen the pod since.
+            return ""
+        why = scheduled.get("message", "")
         return f"pod {_name(pod)} cannot be scheduled: {why}"
     for container in _containers(pod):
         wait = (container.get("state") or {}).get("waiting") or {}

@@ -40,7 +40,7 @@ def learner_sets(job: Metadata, children: Iterable[Object]) -> LearnerSets:
     wanted = queue_of_job(job)
     queue = queue_of_set(running[0]) if running else wanted
     if queue and wanted and queue.priority and wanted.priority:
-        # Kueue lets a priority change at any time, so that people can decide what is preempted.
+        # Kueue accepts this at any time, and takes it when the learner enters the queue again.
         queue = replace(queue, priority=wanted.priority)
     kept: dict[str, int] = {}
     for child in live:

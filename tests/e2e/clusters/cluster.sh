@@ -5,6 +5,7 @@
 #   cluster.sh check               exit 0 if this machine can run clusters; else print why not
 #   cluster.sh packages            install Debian's packages
 #   cluster.sh build               packages; build Kubernetes, CoreDNS and helm with Go (minutes, once)
+#   cluster.sh kueue               build an image of Kueue's controller with Go (minutes, once); print its archive
 #   cluster.sh up NAME-N           start a cluster; N (1 ... 40) gives it its addresses: the node is 10.91.0.(10+N)
 #   cluster.sh up-api NAME-N       etcd and API server alone: no pods, no controllers
 #   cluster.sh load NAME-N TAR     import an oci-archive into the node's containerd
@@ -82,7 +83,7 @@ programs() {   # one module for all three: what they share is downloaded and com
 }
 
 pause_image() {   # the first process of every pod: 20 lines of C, since none can be pulled
-  local w c; w=$(mktemp -d)
+  local w; w=$(mktemp -d)
   cat > "$w/pause.c" <<'C'
 #include <signal.h>
 #include <stdlib.h>
@@ -93,9 +94,29 @@ static void reap(int s) { while (waitpid(-1, 0, WNOHANG) > 0); }
 int main() { signal(SIGINT, end); signal(SIGTERM, end); signal(SIGCHLD, reap); for (;;) pause(); }
 C
   gcc -static -Os -o "$w/pause" "$w/pause.c"
-  c=$(buildah from scratch); buildah copy -q "$c" "$w/pause" /pause >/dev/null; buildah config --entrypoint '["/pause"]' "$c"
-  buildah commit -q "$c" "oci-archive:$CACHE/pause.tar.new:localhost/pause:1" >/dev/null; buildah rm "$c" >/dev/null
-  mv "$CACHE/pause.tar.new" "$CACHE/pause.tar"; rm -r "$w"
+  image "$CACHE/pause.tar" localhost/pause:1 "$w/pause"; rm -r "$w"
+}
+
+image() {   # ARCHIVE NAME PROGRAM: an image of one static program
+  local c; c=$(buildah from scratch)
+  buildah copy -q "$c" "$3" "/${3##*/}" >/dev/null; buildah config --entrypoint "[\"/${3##*/}\"]" "$c"
+  buildah commit -q "$c" "oci-archive:$1.new:$2" >/dev/null; buildah rm "$c" >/dev/null
+  mv "$1.new" "$1"
+}
+
+kueue() {   # of the version in kueue/go.mod
+  mkdir -p "$BIN"
+  packages
+  exec 9>"$BIN/.kueue.lock"; flock 9
+  local version archive w; cd "$HERE/kueue"
+  version=$(go list -m -f '{{.Version}}' sigs.k8s.io/kueue) archive=$CACHE/kueue-$version.tar
+  if [ ! -f "$archive" ]; then
+    w=$(mktemp -d)
+    CGO_ENABLED=0 go build -o "$w/manager" -gcflags=all=-dwarf=false \
+      -ldflags "-s -w -X sigs.k8s.io/kueue/pkg/version.GitVersion=$version" sigs.k8s.io/kueue/cmd/kueue
+    image "$archive" "localhost/kueue:$version" "$w/manager"; rm -r "$w"
+  fi
+  echo "$archive"
 }
 
 # --- small tools -----------------------------------------------------------------------------------------------------
@@ -318,12 +339,13 @@ down() {
   rm -rf "$D"
 }
 
-case ${1:-} in check|packages|build|up|up-api|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,20s/^# \?//p' "$0"; exit 2 ;; esac
-[[ $1 =~ ^(check|packages|build)$ ]] || use "${2:?NAME-N}"
+case ${1:-} in check|packages|build|kueue|up|up-api|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,21s/^# \?//p' "$0"; exit 2 ;; esac
+[[ $1 =~ ^(check|packages|build|kueue)$ ]] || use "${2:?NAME-N}"
 case $1 in
   check) check ;;
   packages) packages ;;
   build) build ;;
+  kueue) kueue ;;
   up) up yes ;;
   up-api) up no ;;
   load) load "$3" ;;

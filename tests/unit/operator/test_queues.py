@@ -207,6 +207,15 @@ def test_a_job_trains_with_the_learners_that_are_admitted_and_is_not_degraded():
     assert not [event for event in world.events if event[0] == "Warning"]
 
 
+def test_a_learner_that_the_scheduler_has_not_seen_since_its_admission_has_no_problem():
+    world = waiting()
+    pod = world.pod("a-eu-0-0")
+    pod["spec"] = {key: value for key, value in pod["spec"].items() if key != "schedulingGates"}
+    world.reconcile(1)
+    assert world.reason("LearnersReady") == ("False", "Starting")
+    assert not [event for event in world.events if event[0] == "Warning"]
+
+
 def test_a_learner_that_is_admitted_later_joins_and_its_start_is_not_late():
     world = waiting()
     admit(world, "a-eu-0-0")
@@ -349,6 +358,21 @@ def test_a_job_stays_in_the_queue_that_admitted_it_until_it_is_suspended():
     labels = live_sets(world)["a-eu-0"]["metadata"]["labels"]
     assert labels["kueue.x-k8s.io/queue-name"] == "team-b"
     assert "kueue.x-k8s.io/priority-class" not in labels
+
+
+def test_a_learner_leaves_the_queue_before_its_template_changes():
+    # Kueue refuses other requests, and would refuse the suspension with them.
+    world = trains(queued_job())
+    before = live_sets(world)["a-eu-0"]["spec"]["template"]
+    more = {"requests": {"cpu": "2"}}
+    learner = {**world.job["spec"]["learner"], "resources": more}
+    world.change(learner=learner, runPolicy={"suspend": True})
+    world.reconcile(1)
+    stopped = live_sets(world)["a-eu-0"]["spec"]
+    assert (stopped["replicas"], stopped["template"]) == (0, before)
+    world.settle()
+    template = live_sets(world)["a-eu-0"]["spec"]["template"]
+    assert template["spec"]["containers"][0]["resources"] == more
 
 
 def test_another_priority_reaches_a_running_job_without_another_template():

@@ -33,6 +33,8 @@ class Request:
     code: int
     ending: bool
     """Refused because the namespace was being deleted."""
+    by_webhook: bool
+    """Refused by an admission webhook, whatever the rights are."""
 
     @property
     def writes(self) -> bool:
@@ -87,6 +89,7 @@ def _request(line: dict) -> Request | None:  # type: ignore[type-arg]
     if target is None:
         return None
     part, answer = target.get("subresource"), line.get("responseStatus", {})
+    message = answer.get("message", "")
     return Request(
         at=datetime.fromisoformat(line["stageTimestamp"]),
         user=line["user"]["username"],
@@ -99,5 +102,6 @@ def _request(line: dict) -> Request | None:  # type: ignore[type-arg]
         name=target.get("name", ""),
         code=answer.get("code", 0),
         # The audit log leaves out the causes.
-        ending="because it is being terminated" in answer.get("message", ""),
+        ending="because it is being terminated" in message,
+        by_webhook=message.startswith("admission webhook "),
     )

@@ -53,6 +53,11 @@ def why_not_local() -> str:
     return "" if done.returncode == 0 else f"local clusters: {done.stdout.strip()}"
 
 
+def kueue_archive() -> Path:
+    """An image of Kueue's controller (an oci-archive), built with Go the first time."""
+    return Path(_script("kueue", seconds=BUILD_SECONDS))
+
+
 class Cluster:
     """One cluster with its kubectl; `wan` is there for local ones only."""
 
