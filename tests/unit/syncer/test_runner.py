@@ -77,7 +77,7 @@ def test_the_model_of_an_open_session_counts_until_it_ends(runner):
     session = runner.admit(applicant("eu/0", 3))
     layout = runner.facts.layout
     assert layout.tensors[0].shape == (3,), "published before the answer"
-    with pytest.raises(UnavailableError, match="another model"):
+    with pytest.raises(UnavailableError, match="a different model"):
         runner.admit(applicant("eu/1", 4))
     assert runner.facts.layout == layout
     runner.sessions.close(session)
