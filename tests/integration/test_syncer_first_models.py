@@ -82,7 +82,7 @@ def test_a10_a_small_foreign_model_that_never_arrives_does_not_shut_the_honest_o
                 misbehaving.expect("ready")
             train(*learners)
         with ScriptedLearner(syncer, "us/0") as again:
-            with pytest.raises(MismatchError, match="another model than this job"):
+            with pytest.raises(MismatchError, match="a different model than this job"):
                 again.join(**model_of(3, 5))
         assert [x["reason"] for x in syncer.events("leave")][:1] == ["OtherModel"]
         syncer.assert_audit()
