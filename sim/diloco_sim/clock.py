@@ -338,11 +338,6 @@ class Thread:
         self._process, self._life, self._free_at = process, process.life, 0.0
         self._paused = process.paused_seconds
 
-    @property
-    def busy_seconds(self) -> float:
-        """Until everything it was given is done; 0: it is idle."""
-        return max(0.0, self._free() - self._process.clock.now)
-
     def work(self, seconds: float, call: Call, *args: Any) -> Timer:
         """Compute for so long at full speed after all earlier work, then call."""
         process = self._process

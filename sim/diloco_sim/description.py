@@ -27,9 +27,6 @@ T = TypeVar("T")
 
 SYNCER = "syncer"
 
-LOSING = "after a crash of the machine, a disk whose syncs write nothing has lost what was durable"
-"""Why no world has both: the promise that a snapshot survives rests on the disk."""
-
 SIMULATED: Mapping[Kind, float] = {
     **WEIGHTS,
     **dict.fromkeys(MISBEHAVIOUR, 0.25),
@@ -267,7 +264,12 @@ def _fit(fault: Fault, quiet_at: float, source: random.Random) -> Fault:
 
 
 def _without_losses(plan: Plan) -> Plan:
-    """No crash of the syncer's machine if its disk forgets; see `LOSING`."""
+    """
+    No crash of the syncer's machine if its disk forgets.
+
+    The promise that a snapshot survives rests on the disk: one whose syncs write nothing has lost, after
+    a crash of the machine, what was durable.
+    """
     if not plan.only(Kind.DISK_FORGET):
         return plan
     return Plan.of(

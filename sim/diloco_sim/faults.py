@@ -267,10 +267,6 @@ class Plan:
         drawn = random.choices(kinds, frequencies, k=count) if count else []
         return cls.of(*(_sample(random, kind, learners, syncer, horizon) for kind in drawn))
 
-    def without(self, index: int) -> Plan:
-        """The plan less a fault."""
-        return Plan(self.faults[:index] + self.faults[index + 1 :])
-
     def only(self, *kinds: Kind) -> Plan:
         """The faults of these kinds."""
         return Plan(tuple(fault for fault in self.faults if fault.kind in kinds))

@@ -63,11 +63,6 @@ class Network:
             self._directions[source, target] = direction
         return direction
 
-    def share(self, pipe: Pipe, *pairs: tuple[str, str]) -> None:
-        """Let these links share one bandwidth: the connection of a region, or of the syncer."""
-        for source, target in pairs:
-            self.direction(source, target).pipe = pipe
-
     def listen(self, server: Process, listener: Listener) -> None:
         """Accept connections, in this life of the process only."""
         self._observe(server)

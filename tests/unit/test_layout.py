@@ -41,7 +41,7 @@ FOLDERS = [
     path.relative_to(ROOT)
     for folder in COMPONENTS
     for path in sorted((ROOT / folder).rglob("__init__.py"))
-    if path.parent.name not in ("v1", "checkers")  # generated; one module per property
+    if path.parent.name != "v1"  # generated
 ]
 
 

@@ -28,7 +28,7 @@ JOB = {
 }
 
 
-class World:
+class Installations:
     """A reconciler with its own decisions, and the time of the test."""
 
     def __init__(self, api, tmp_path):
@@ -69,7 +69,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.setattr(cluster_module, "RETRY_PAUSES", (0.01,))
     monkeypatch.setattr(cluster_module, "READ_SECONDS", 0.3)
     with FakeApi() as api:
-        made = World(api, tmp_path)
+        made = Installations(api, tmp_path)
         yield made
         made.reconciler.close()
 

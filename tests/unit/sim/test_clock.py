@@ -116,9 +116,8 @@ def test_a_thread_does_one_thing_at_a_time():
     thread = clock.process("a").thread()
     for name in "ab":
         thread.work(1.0, lambda n: seen.append((clock.now, n)), name)
-    assert thread.busy_seconds == 2.0
     clock.run(5.0)
-    assert (seen, thread.busy_seconds) == ([(1.0, "a"), (2.0, "b")], 0.0)
+    assert seen == [(1.0, "a"), (2.0, "b")]
 
 
 def test_a_pause_delays_what_a_thread_begins_later():

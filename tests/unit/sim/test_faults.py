@@ -44,7 +44,6 @@ def test_a_plan_can_be_printed_and_read_back():
     assert plan.faults[1].peer == "syncer"
     assert str(plan.faults[2]) == "4.100..4.900 crash syncer power"
     assert (Plan.parse(str(plan)), plan.end, len(plan.at(3.5))) == (plan, 9.0, 2)
-    assert plan.without(1) == Plan((plan.faults[0], *plan.faults[2:]))
     assert plan.only(Kind.CUT) == Plan((plan.faults[1],))
 
 

@@ -9,7 +9,7 @@ import pytest
 from diloco_sim.clock import Clock, Process
 from diloco_sim.network import Network
 from diloco_sim.stream import Connection, Endpoint
-from diloco_sim.wire import BULK, CONTROL, FRAME_BYTES, Pipe
+from diloco_sim.wire import BULK, CONTROL, FRAME_BYTES
 from diloco_testing.properties import seeds
 
 
@@ -109,20 +109,6 @@ def test_bandwidth_is_shared_by_the_streams_of_a_link():
     assert max(times[0][-1], times[1][-1]) == pytest.approx(0.2 + 1.0 + 0.1, abs=0.02)
     assert abs(times[0][-1] - times[1][-1]) < 0.11  # in turn, not one after the other
     assert world.network.direction("c", "s").bytes == 10 * (1000 + FRAME_BYTES) + 2 * FRAME_BYTES
-
-
-def test_links_can_share_a_pipe():
-    world = TwoProcesses()
-    other = world.clock.process("c2")
-    world.network.share(Pipe(world.clock, 10320.0), ("c", "s"), ("c2", "s"))
-    for client in (world.client, other):
-        stream = world.connect(client=client).open("m", Log(world.clock))
-        for _ in range(5):
-            stream.send(bytes(1000))
-    begun = world.clock.now
-    world.clock.run(10.0)
-    last = max(log.seen[-1][0] for _, _, log in world.listener.streams)
-    assert last - begun == pytest.approx(0.9, abs=0.12)
 
 
 def test_a_receiver_that_does_not_read_stops_the_sender():

@@ -17,7 +17,6 @@ from diloco.model.fragments import CHUNK, Fragment
 from diloco_syncer.core.contribution import ContributionError
 from diloco_syncer.core.outer import OuterOptimizer, weight
 from diloco_syncer.merging.arithmetic import MergeResult
-from diloco_syncer.merging.blend import merge_slot
 from diloco_testing.properties import examples
 from diloco_testing.syncers.merging import (
     F32,
@@ -29,6 +28,7 @@ from diloco_testing.syncers.merging import (
     upload,
     values_of,
 )
+from diloco_testing.whole_merge import merge_slot
 
 # Small tensors that share a chunk, one that spans three chunks, an embedding across a chunk's end.
 MANY = fragment_of(100, 1, 2 * CHUNK, 130, CHUNK // 2, 5, CHUNK // 2, average=(4, 5))
