@@ -41,11 +41,7 @@ THIRD_CLUSTER = ("test_learners_of_pods", "test_failed_jobs", "test_volumes")
 SLOW_TIER = ("test_fuzzed_jobs", "test_kueue_controller", "test_pools", "test_scale")
 """Run with --all and in the workflow e2e.yaml; docs/testing.md names the faster tests of the same promises."""
 AT_ONCE = 3
-"""
-Groups that run at the same time, besides the builds and, after them, the one that mostly waits.
-
-With five, two cores were so busy that tests ran into time-outs.
-"""
+"""Groups that run at the same time; with four or five, two cores were so busy that tests ran into time-outs."""
 LAST = "test_rbac"
 """Reads the audit logs of all other groups."""
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
@@ -214,11 +210,7 @@ def programs() -> list[Group]:
 
 
 def on_clusters(audits: str, *, slow_tier: bool = False) -> tuple[list[Group], Group]:
-    """
-    Groups that may run at the same time, and the one after them; every file is in one of them.
-
-    The first mostly waits, among others for the ten minutes of a steady state.
-    """
+    """Groups that may run at the same time, and the one after them; every file is in one of them."""
     files = {path.stem: str(path) for path in sorted((ROOT / "tests/e2e").glob("test_*.py"))}
     last, own = files.pop(LAST), [files.pop(name) for name in OWN_CLUSTERS]
     slow = [files.pop(name) for name in SLOW_TIER]
@@ -228,8 +220,8 @@ def on_clusters(audits: str, *, slow_tier: bool = False) -> tuple[list[Group], G
     third = [files.pop(name) for name in THIRD_CLUSTER]
     # The longest first: what begins last must not be what ends last.
     groups = [
-        pytest("second cluster", *second, *no_skips(), **environment),
         pytest("clusters of their own", CHART, *own, *no_skips(), **environment),
+        pytest("second cluster", *second, *no_skips(), **environment),
         pytest("third cluster", *third, *no_skips(), **environment),
         pytest("first cluster", *files.values(), *no_skips(), **environment),
     ]
@@ -254,8 +246,7 @@ def all_of_it(audits: str, *, slow_tier: bool) -> Result:
         built = list(builders.map(Group.run, programs()))
         if any(result.counts["failed"] for result in built):
             return sum(built, ended(running))
-        (waiting, *groups), last = on_clusters(audits, slow_tier=slow_tier)
-        running += started(builders, [waiting])
+        groups, last = on_clusters(audits, slow_tier=slow_tier)
         running += started(pool, groups)
     return ended(running) + last.run()
 

@@ -235,7 +235,9 @@ class SimulatedLearner:
         for action in actions:
             match action:
                 case core.CopyFragment(fragment, copy):
-                    values = self.behaviour.copied(self.model.values[fragment], copy.local_step)
+                    values = self.model.values[fragment]
+                    if copy.base:  # who uploads Θ^(0) that is not finite is refused for good
+                        values = self.behaviour.copied(values, copy.local_step)
                     self.memory.host(fragment)[:] = values
                     self.memory.copies[fragment] = copy
                     copied.append(fragment)

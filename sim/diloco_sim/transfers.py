@@ -25,7 +25,7 @@ from diloco_worker.link.buffers import BufferPool, most_idle_bytes, most_transfe
 from diloco_worker.link.encoder import Encoder
 from diloco_worker.link.placement import Placement
 from diloco_worker.link.schedule import Schedule
-from diloco_worker.link.transfer import CancelToken, Identity
+from diloco_worker.link.transfer import CancelToken, Identity, initial_ended
 from diloco_worker.link.upload_messages import UploadMessages
 
 UNDECIDED_SECONDS = 0.5
@@ -309,7 +309,13 @@ class _InitialUpload:
     def _next(self, error: str) -> None:
         if self._over:
             return
-        upload = None if error else next(self._uploads, None)
+        try:
+            upload = None if error else next(self._uploads, None)
+        except DilocoError as problem:
+            self._over = True
+            ended = initial_ended(self._decision.request, problem)
+            self._transfers.end(self._transfers.uploads, self._cancel, ended)
+            return
         if upload is None:
             self._end(error)
             return

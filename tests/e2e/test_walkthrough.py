@@ -42,7 +42,7 @@ WALKED = {
     Place("One cluster", 2),
     Place("More and fewer learners", 1),
     Place("Upgrade", 1),
-    Place("Labels for others", 1),
+    Place("Labels for other tools", 1),
     Place("Replicas, and a second operator", 1),
     Place("Back up the syncer's volume", 1),
     Place("When no snapshot can be read", 1),
@@ -241,7 +241,7 @@ def upgrade(person: Person, job: Job) -> None:
     """Values stay; nothing of the job restarts, not even for new labels."""
     before, step = job.instances(), job.step()
     assert re.search(r"REVISION: 2\b", person.block("Upgrade"))
-    assert re.search(r"REVISION: 3\b", person.block("Labels for others"))
+    assert re.search(r"REVISION: 3\b", person.block("Labels for other tools"))
     values = person.run(f"helm get values {RELEASE} --namespace {NAMESPACE}")
     assert f"registry: {REGISTRY}" in values
     labels = {"cost.example.com/center": "42", "team": "vision"}

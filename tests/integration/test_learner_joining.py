@@ -43,6 +43,21 @@ def test_the_first_learner_uploads_its_own_initialisation(enter):
         assert syncer.goodbyes == ["Closed"]
 
 
+def test_a_learner_whose_own_initialisation_is_not_finite_ends_and_does_not_upload_it_again(
+    enter, capfd
+):
+    with ScriptedSyncer(make_spec()) as syncer:
+        enter(syncer.spec, syncer.port)
+        model = make_model()
+        with torch.no_grad():
+            next(model.parameters()).fill_(float("nan"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        with pytest.raises(SystemExit) as stopped:
+            Learner.connect(model, optimizer, connect_timeout_seconds=90)
+        assert stopped.value.code == 78
+        assert "initial parameters of this learner are not finite" in capfd.readouterr().err
+
+
 def test_a_later_learner_starts_from_the_syncers_model_and_constants(enter):
     with ScriptedSyncer(make_spec()) as syncer:
         first, first_model, _ = connected(syncer, enter)

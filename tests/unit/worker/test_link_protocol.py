@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from diloco.errors import NotFiniteError
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot, Staged
 from diloco_worker.core.link_protocol import DOWNLOAD_TRIES, WELCOME_TIMEOUT_SECONDS, LinkProtocol
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
+from diloco_worker.link.transfer import initial_ended
 
 P = 2
 
@@ -153,6 +155,30 @@ def test_the_initial_model_is_uploaded_when_the_trainer_has_copied_it_and_once_p
     (again,) = session(ev.InitialUploaded(request=1, error="Unavailable: x"))
     assert isinstance(again, ev.UploadInitial)
     assert session(ev.InitialUploaded(request=1)) == []
+
+
+def test_an_initial_model_that_is_not_finite_ends_the_learner_and_is_not_uploaded_again():
+    session = Session()
+    session(ev.TrainerUpdate(state=TrainerState()))
+    session(welcome())
+    session(ev.InitialRequested())
+    session(ev.TrainerUpdate(state=TrainerState(initial_copied=1)))
+    ended = initial_ended(1, NotFiniteError("fragment 0 holds NaN"))
+    assert session(ended) == [ev.CancelTransfers()]
+    assert session.link_state.refused_exit == 78
+    assert "fragment 0 holds NaN" in session.link_state.text
+
+
+def test_an_initial_upload_that_ends_after_the_model_exists_is_not_repeated_and_ends_nothing():
+    session = Session()
+    session(ev.TrainerUpdate(state=TrainerState()))
+    session(welcome())
+    session(ev.InitialRequested())
+    session(ev.TrainerUpdate(state=TrainerState(initial_copied=1)))
+    session(ev.ModelReady(versions=((1, 0), (1, 0))))
+    assert session(ev.InitialUploaded(request=1, error="Unavailable: x")) == []
+    assert session(initial_ended(1, NotFiniteError("fragment 0 holds NaN"))) == []
+    assert session.link_state.refused_exit == 0
 
 
 def test_a_report_is_sent_once_per_local_step_and_never_before_ready():

@@ -109,6 +109,8 @@ class InitialUploaded:
 
     request: int
     error: str = ""
+    refused_exit: int = 0
+    """Not 0: it can never succeed, and the learner ends with this exit code."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

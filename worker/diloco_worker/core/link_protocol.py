@@ -213,8 +213,13 @@ class LinkProtocol:
 
     def _initial_upload_ended(self, event: ev.InitialUploaded, now: float) -> list[ev.Decision]:
         outdated = event.request != self._state.initial_requested or self._welcome is None
-        if not event.error or outdated:
+        # Once Θ exists, an upload that was held up for long is of no use, and its copies are newer ones.
+        if not event.error or outdated or self._ready:
             return []
+        if event.refused_exit:
+            self._ended = True
+            self._update(refused_exit=event.refused_exit, text=event.error)
+            return [ev.CancelTransfers()]
         self._update(text=f"uploading the initial model again: {event.error}")
         return [ev.UploadInitial(request=event.request, delay_seconds=2 * RETRY_SECONDS)]
 

@@ -20,7 +20,7 @@ from diloco_worker.link.buffers import BufferPool, most_idle_bytes, most_transfe
 from diloco_worker.link.encoder import Encoder
 from diloco_worker.link.placement import Placement
 from diloco_worker.link.schedule import Schedule
-from diloco_worker.link.transfer import CancelToken, Identity
+from diloco_worker.link.transfer import CancelToken, Identity, initial_ended
 from diloco_worker.link.upload import Uploader
 from diloco_worker.settings import LearnerSettings
 
@@ -157,19 +157,19 @@ class BulkTransfers:
     def _upload_initial(
         self, decision: ev.UploadInitial, identity: Identity, cancel: CancelToken
     ) -> ev.InitialUploaded:
-        error = ""
+        ended = ev.InitialUploaded(request=decision.request)
         try:
             if not cancel.wait(decision.delay_seconds):
                 self._uploader.initial(identity, cancel)
         except DilocoError as problem:
             self.renew_connections()
-            error = f"{problem.reason}: {problem}"
+            ended = initial_ended(decision.request, problem)
         except Exception as problem:
             log.exception("upload of the initial model")
-            error = repr(problem)
-        if error and not cancel.stopped:
-            log.warning("upload of the initial model: %s", error)
-        return ev.InitialUploaded(request=decision.request, error=error)
+            ended = ev.InitialUploaded(request=decision.request, error=repr(problem))
+        if ended.error and not cancel.stopped:
+            log.warning("upload of the initial model: %s", ended.error)
+        return ended
 
     def _download(
         self, request: ev.Download, identity: Identity, cancel: CancelToken

@@ -1,4 +1,4 @@
-"""What uploads and downloads share: the sender's identity, and cancellation."""
+"""What uploads and downloads share: the sender's identity, cancellation, and what an error means."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from diloco.errors import EXIT_REFUSED, DilocoError, NotFiniteError
 from diloco.model.fragments import CHUNK
+from diloco_worker.core import events as ev
 
 U8 = npt.NDArray[np.uint8]
 
@@ -58,3 +60,15 @@ class CancelToken:
             interrupt = self._interrupt
         if interrupt is not None:
             interrupt()
+
+
+def initial_ended(request: int, error: DilocoError) -> ev.InitialUploaded:
+    """
+    What the error that ended an upload of Θ^(0) means.
+
+    Values that are not finite will not become finite: the process ends, and the syncer asks the next learner.
+    """
+    if isinstance(error, NotFiniteError):
+        text = f"the initial parameters of this learner are not finite: {error}"
+        return ev.InitialUploaded(request=request, error=text, refused_exit=EXIT_REFUSED)
+    return ev.InitialUploaded(request=request, error=f"{error.reason}: {error}")
