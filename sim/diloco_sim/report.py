@@ -32,8 +32,16 @@ def seeds_of(text: str) -> range:
 
 
 def outcome(seed: int, *, steps: int) -> Outcome:
-    """Run the world of a seed."""
-    return World(sample(seed, steps=steps)).run()
+    """
+    Run the world of a seed.
+
+    Raises:
+        RuntimeError: the simulator itself failed; names the seed.
+    """
+    try:
+        return World(sample(seed, steps=steps)).run()
+    except Exception as error:
+        raise RuntimeError(f"the world of seed {seed} failed: {error!r}") from error
 
 
 def summary(
