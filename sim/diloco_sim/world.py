@@ -162,7 +162,7 @@ class World:
             Liveness(spec.steps, self.of.bounds, self.of.too_slow),
             Status(spec.quorum, self.of.silence.seconds),
             Journalled(self.whole_journal),
-            Audited(self.journal_lines),
+            Audited(self.journal_lines, self.refused_lines),
             Bounds(self.of.most),
         ]
 
@@ -311,10 +311,12 @@ class World:
 
     def whole_journal(self) -> Iterator[tuple[str, str]] | None:
         """The same; None as well if the disk may have refused a line."""
-        refusing = (
-            Kind.DISK_FULL in self.injector.injected or Kind.DISK_FAIL in self.injector.injected
-        )
-        return None if refusing else self.journal_lines()
+        return None if self.refused_lines() else self.journal_lines()
+
+    def refused_lines(self) -> bool:
+        """Whether the disk may have refused a line."""
+        injected = self.injector.injected
+        return Kind.DISK_FULL in injected or Kind.DISK_FAIL in injected
 
     def shown(self) -> tuple[str, ...]:
         """The last events as text."""
