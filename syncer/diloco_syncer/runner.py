@@ -37,6 +37,9 @@ T = TypeVar("T")
 TICK_SECONDS = 0.5
 """The engine sees the time at least this often, however many events keep it busy."""
 
+LAST_HEALTH_SECONDS = 1.0
+"""How long the end waits for the disk to take the last state of the health file."""
+
 _COUNTED = frozenset({"join", "leave", "merge"})
 """Lines of events.jsonl after which the metrics of the state are set at once."""
 
@@ -98,6 +101,7 @@ class Runner:
             with contextlib.suppress(StorageError):  # recorded; earlier snapshots are intact
                 self._writer.write(capture.with_position(last, self._events.position()))
         self.record("stop", step=self.facts.step)
+        self._health.settle(LAST_HEALTH_SECONDS)
 
     # ------------------------------------------------------------ for other threads
 

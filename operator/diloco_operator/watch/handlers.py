@@ -184,6 +184,7 @@ class Watches:
         self._registry = registry
         self._namespaces = namespaces
         self._ended = ended
+        self._failure: BaseException | None = None
         self._stop: Callable[[], object] = lambda: None
         self._thread = threading.Thread(target=self._run, name="watches", daemon=True)
 
@@ -201,10 +202,15 @@ class Watches:
     def _run(self) -> None:
         try:
             asyncio.run(self._operate())
-        except Exception:
-            log.exception("the watches failed")
+        except Exception as error:
+            self._failed(error)
         finally:
             self._ended()
+
+    def _failed(self, error: BaseException) -> None:
+        if error is not self._failure:
+            self._failure = error
+            log.error("the watches failed", exc_info=error)
 
     async def _operate(self) -> None:
         settings = kopf.OperatorSettings()
@@ -214,13 +220,28 @@ class Watches:
         stop = asyncio.Event()
         loop = asyncio.get_running_loop()
         self._stop = lambda: loop.call_soon_threadsafe(stop.set)
-        await kopf.operator(
+        others = asyncio.all_tasks()
+        tasks = await kopf.spawn_tasks(
             registry=self._registry,
             settings=settings,
             clusterwide=not self._namespaces,
             namespaces=self._namespaces,
             stop_flag=stop,
         )
+        for task in tasks:
+            task.add_done_callback(self._task_ended)
+        await kopf.run_tasks(tasks, ignored=others)
+
+    def _task_ended(self, task: asyncio.Future[Any]) -> None:
+        """
+        End the process as soon as one of kopf's tasks has ended, since none of them should.
+
+        kopf cancels the others and waits for them without a limit, and a watch that logs in again at
+        that moment never ends (1.45): the process would keep running without watches.
+        """
+        if not task.cancelled() and (error := task.exception()):
+            self._failed(error)
+        self._ended()
 
 
 class Resync:

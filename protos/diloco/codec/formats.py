@@ -176,7 +176,7 @@ def slot_norms(fragment: Fragment, flat_N: F32) -> list[float]:
 
     NaN or Inf where the tensor holds one.
     """
-    view_N = _read_only(flat_N)
+    view_N = kernels.read_only(flat_N)
     return [
         math.sqrt(kernels.square_sum(view_N[slot.offset : slot.end])) for slot in fragment.slots
     ]
@@ -188,7 +188,7 @@ def warm_up() -> None:
 
 
 def _encode(fmt: int, source_N: F32, values: npt.NDArray[Any], scales: Any) -> int:
-    view_N = _read_only(source_N)
+    view_N = kernels.read_only(source_N)
     bits_N = view_N.view(np.uint32)
     if fmt == FP32:
         return int(kernels.encode_fp32(bits_N, values.view(np.uint32)))
@@ -218,7 +218,7 @@ def _parts(
         )
     if address_of(raw) % 4:
         raw = raw.copy()
-    values, scales = _split(fmt, _read_only(raw))
+    values, scales = _split(fmt, kernels.read_only(raw))
     first, last = (lo, hi) if fmt != INT4 else (lo // 2, hi // 2)
     return values[first:last], scales[lo // BLOCK : hi // BLOCK]
 
@@ -245,13 +245,6 @@ def _check(vector: npt.NDArray[Any]) -> None:
 
 def _name(fmt: int) -> str:
     return bulk_pb2.Format.Name(bulk_pb2.Format.ValueType(fmt))
-
-
-def _read_only(array: npt.NDArray[Any]) -> Any:
-    """A view without write access, as of bytes: each kernel compiles only once."""
-    view = array.view()
-    view.flags.writeable = False
-    return view
 
 
 def _finite(total: float) -> float:

@@ -50,6 +50,13 @@ def kernel(function: Callable[..., Any]) -> Any:
         return numba.njit(**_OPTIONS)(function)
 
 
+def read_only(array: Any) -> Any:
+    """A view that cannot be written, as of bytes: a kernel is compiled for one kind of array only."""
+    view = array.view()
+    view.flags.writeable = False
+    return view
+
+
 @kernel
 def add_squares(x_N: Any, lanes_B: Any) -> None:
     """

@@ -88,13 +88,16 @@ class HealthFile:
                 )
             self._warned = True
 
+    def settle(self, timeout_seconds: float) -> None:
+        """Return when what was passed to `write` is in the file, or after the time."""
+
 
 class BackgroundHealthFile(HealthFile):
     """A health file whose caller never waits for the disk: the newest state is what is written."""
 
     def __init__(self, path: Path | None) -> None:
         super().__init__(path)
-        self._states: queue.Queue[tuple[Health, bool]] = queue.Queue(1)
+        self._states: queue.Queue[tuple[Health, bool] | threading.Event] = queue.Queue(1)
         if path is not None:
             threading.Thread(target=self._run, name="health", daemon=True).start()
 
@@ -105,9 +108,22 @@ class BackgroundHealthFile(HealthFile):
         with contextlib.suppress(queue.Full):
             self._states.put_nowait((health, now))
 
+    def settle(self, timeout_seconds: float) -> None:
+        """As HealthFile does; a process that ends calls it, since the thread ends with the process."""
+        if self._path is None:
+            return
+        settled = threading.Event()
+        with contextlib.suppress(queue.Full):
+            self._states.put(settled, timeout=timeout_seconds)
+            settled.wait(timeout_seconds)
+
     def _run(self) -> None:
         while True:
-            health, now = self._states.get()
+            newest = self._states.get()
+            if isinstance(newest, threading.Event):
+                newest.set()
+                continue
+            health, now = newest
             try:
                 super().write(health, now=now)
             except Exception:

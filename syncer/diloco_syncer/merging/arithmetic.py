@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.codec import formats, frames
+from diloco.codec.kernels import read_only
 from diloco.model.fragments import BLOCK, Fragment
 from diloco_syncer.core.contribution import (
     NORM_FLOOR,
@@ -233,8 +234,8 @@ class Arithmetic:
             segment.used,
             squares_M,
             self._blends[segment.slot].factors,
-            kernels.read_only(self._theta_N[segment.here]),
-            kernels.read_only(self._momentum_N[segment.here]),
+            read_only(self._theta_N[segment.here]),
+            read_only(self._momentum_N[segment.here]),
             self._new_theta_N[segment.here],
             self._new_momentum_N[segment.here],
             encoded,
@@ -262,12 +263,12 @@ class Arithmetic:
         new_momentum_N = self._new_momentum_N[segment.here]
         scale = self._scales[segment.slot]
         if scale is None:
-            mean_N = kernels.read_only(new_theta_N)
+            mean_N = read_only(new_theta_N)
             self._delta_squares_S[segment.index] = kernels.square_sum(mean_N)
             new_momentum_N[:] = mean_N
         bad = kernels.step(
-            kernels.read_only(self._theta_N[segment.here]),
-            kernels.read_only(self._momentum_N[segment.here]),
+            read_only(self._theta_N[segment.here]),
+            read_only(self._momentum_N[segment.here]),
             new_theta_N,
             new_momentum_N,
             encoded,

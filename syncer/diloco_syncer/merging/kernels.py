@@ -21,7 +21,6 @@ from typing import Any
 
 import numba
 import numpy as np
-import numpy.typing as npt
 from numba.core import cgutils
 from numba.extending import intrinsic
 from numba.np.numpy_support import carray
@@ -31,7 +30,7 @@ from diloco.codec.kernels import kernel, square_sum
 from diloco.model.fragments import BLOCK
 from diloco.v1 import bulk_pb2
 
-__all__ = ["PAYLOAD", "merge_average", "merge_radial", "read_only", "square_sum", "step"]
+__all__ = ["PAYLOAD", "merge_average", "merge_radial", "square_sum", "step"]
 
 TILE = 1 << 14
 GROUP = 4
@@ -349,10 +348,3 @@ def step(
         bad += _encode(new_theta, encoded_N[lo:hi])
     _lane_sums(sizes_2B, sizes_2)
     return bad
-
-
-def read_only(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """A view that cannot be written, so that a kernel is compiled for one kind of array only."""
-    view = array.view()
-    view.flags.writeable = False
-    return view

@@ -4,7 +4,7 @@
 #
 #   cluster.sh check               exit 0 if this machine can run clusters; else print why not
 #   cluster.sh packages            install Debian's packages
-#   cluster.sh build               packages; build Kubernetes, CoreDNS and helm with Go (minutes, once)
+#   cluster.sh build               packages; build Kubernetes, kubectl, CoreDNS and helm with Go (minutes, once)
 #   cluster.sh kueue               build an image of Kueue's controller with Go (minutes, once); print its archive
 #   cluster.sh up NAME-N           start a cluster; N (1 ... 40) gives it its addresses: the node is 10.91.0.(10+N)
 #   cluster.sh up-api NAME-N       etcd and API server alone: no pods, no controllers
@@ -33,7 +33,10 @@ use() {   # the variables of one cluster
 # --- programs --------------------------------------------------------------------------------------------------------
 
 installed() { command -v containerd runc buildah etcd debootstrap nft >/dev/null && [ -x /usr/lib/cni/bridge ]; }
-built() { [ -x "$HYPERKUBE" ] && [ -x "$BIN/coredns" ] && [ -x "$BIN/helm" ]; }
+built() {
+  local program
+  for program in hyperkube kubectl coredns helm; do [ -x "$BIN/$program" ] || return; done
+}
 
 check() {   # one sentence for what is missing first
   [ "$(uname -s)" = Linux ] || { echo "they need Linux"; return 1; }
@@ -69,16 +72,15 @@ build() {
   if ! built; then (cd "$HERE/programs" && go mod download) 9>&- & downloads=$!; fi
   packages
   [ -z "$downloads" ] || { wait "$downloads"; programs; }
-  [ -x "$BIN/kubectl" ] || { printf '#!/bin/sh\nexec "%s" kubectl "$@"\n' "$HYPERKUBE" > "$BIN/kubectl"; chmod +x "$BIN/kubectl"; }
   [ -f "$CACHE/pause.tar" ] || pause_image
 }
 
-programs() {   # one module for all three: what they share is downloaded and compiled once
+programs() {   # one module for all: what they share is downloaded and compiled once
   local new=$BIN/.new version; cd "$HERE/programs"
   version=$(go list -m -f '{{.Version}}' k8s.io/kubernetes)
   CGO_ENABLED=0 go build -o "$new/" -gcflags=all=-dwarf=false -ldflags "-s -w \
     -X k8s.io/component-base/version.gitVersion=$version -X k8s.io/component-base/version.gitMajor=1 \
-    -X k8s.io/component-base/version.gitMinor=$(echo "$version" | cut -d. -f2)" ./hyperkube ./coredns helm.sh/helm/v3/cmd/helm
+    -X k8s.io/component-base/version.gitMinor=$(echo "$version" | cut -d. -f2)" ./hyperkube ./kubectl ./coredns helm.sh/helm/v3/cmd/helm
   mv "$new"/* "$BIN/"; rmdir "$new"
 }
 
@@ -130,7 +132,7 @@ wait_for() {
   for _ in $(seq 300); do "$@" >/dev/null 2>&1 && return; sleep 0.1; done
   echo "$NAME: not within the time: $*; see $D/log" >&2; return 1
 }
-kubectl() { in_ns "$HYPERKUBE" kubectl --kubeconfig "$D/admin.conf" "$@"; }
+kubectl() { in_ns "$BIN/kubectl" --kubeconfig "$D/admin.conf" "$@"; }
 ctrd() { ctr -a "$D/run/containerd.sock" -n k8s.io "$@"; }
 stop() {   # SIGNAL PART: by the pid that `start` wrote
   local file=$D/run/$2.pid pid
@@ -286,7 +288,7 @@ Y
   start proxy "$HYPERKUBE" kube-proxy --config=proxy.yaml
   printf '.:53 {\n  bind %s\n  errors\n  kubernetes cluster.local in-addr.arpa ip6.arpa {\n    kubeconfig %s/admin.conf\n    ttl 5\n  }\n  cache 5\n}\n' "$NODE" "$D" > Corefile
   start coredns "$BIN/coredns" -conf Corefile
-  wait_for sh -c "nsenter --net=/run/netns/dl-$NAME '$HYPERKUBE' kubectl --kubeconfig '$D/admin.conf' get node '$NAME' | grep -q ' Ready'"
+  wait_for sh -c "nsenter --net=/run/netns/dl-$NAME '$BIN/kubectl' --kubeconfig '$D/admin.conf' get node '$NAME' | grep -q ' Ready'"
   wait_for kubectl get serviceaccount default
 }
 

@@ -1,6 +1,8 @@
 """Sources of the queue: kopf's settings, its login, and the list of all jobs."""
 
+import asyncio
 import itertools
+import threading
 import time
 from datetime import UTC, datetime, timedelta
 
@@ -85,7 +87,7 @@ def test_watches_that_ended_by_an_error_can_be_stopped(monkeypatch):
     async def fail(**_):
         raise RuntimeError("a watch failed")
 
-    monkeypatch.setattr(handlers.kopf, "operator", fail)
+    monkeypatch.setattr(kopf, "spawn_tasks", fail)
     ended = []
     watches = handlers.Watches(
         kopf.OperatorRegistry(), namespaces=(), ended=lambda: ended.append(True)
@@ -210,3 +212,23 @@ def test_a_queue_that_resumes_gets_all_jobs_from_a_list_that_does_not_wait_its_t
             time.sleep(0.005)
     finally:
         resync.stop()
+
+
+def test_one_watch_that_fails_ends_the_watches_although_kopf_waits_for_others_forever(
+    monkeypatch, caplog
+):
+    async def fail() -> None:
+        raise RuntimeError("gone for good")
+
+    async def spawn(**_: object) -> list[asyncio.Task[None]]:
+        return [asyncio.create_task(fail()), asyncio.create_task(asyncio.sleep(3600))]
+
+    async def wait_forever(tasks: object, ignored: object) -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(kopf, "spawn_tasks", spawn)
+    monkeypatch.setattr(kopf, "run_tasks", wait_forever)
+    ended = threading.Event()
+    handlers.Watches(kopf.OperatorRegistry(), namespaces=(), ended=ended.set).start()
+    assert ended.wait(60.0)
+    assert [record.message for record in caplog.records].count("the watches failed") == 1

@@ -84,5 +84,25 @@ def test_a_health_file_on_a_disk_that_hangs_holds_no_caller_and_the_newest_state
     file.write(states[1])
     file.write(states[2])
     assert not path.exists()
+    file.settle(0.01)
+    assert not path.exists(), "it waits no longer than it is told"
     hangs.set()
-    until(lambda: read(path) == states[2])
+    file.settle(PATIENCE_SECONDS)
+    assert read(path) == states[2]
+
+
+def test_the_last_state_of_a_process_that_ends_is_in_its_health_file(tmp_path):
+    for attempt in range(50):
+        path = tmp_path / f"health-{attempt}.json"
+        file = BackgroundHealthFile(path)
+        last = Health(at=1.0, ready=False, why="stopping", progress_at=1.0)
+        file.write(last)
+        file.settle(PATIENCE_SECONDS)
+        assert read(path) == last
+
+
+def test_without_a_health_file_nothing_waits():
+    file = BackgroundHealthFile(None)
+    begun = time.monotonic()
+    file.settle(PATIENCE_SECONDS)
+    assert time.monotonic() - begun < PATIENCE_SECONDS / 2

@@ -9,10 +9,10 @@ import struct
 import time
 from collections.abc import Iterator
 
-import grpc
 import pytest
 
 from diloco.rpc import channels, servers
+from diloco_testing.network.echo_server import echo_server
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 SETTINGS, ACK, PING, GOAWAY = 4, 1, 6, 7
@@ -64,16 +64,8 @@ def serving(monkeypatch, **changes: int) -> Iterator[int]:
     assert changes.keys() <= dict(servers._SERVER).keys()
     options = [(name, changes.get(name, value)) for name, value in servers._SERVER]
     monkeypatch.setattr(servers, "_SERVER", options)
-    handler = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
-    server = servers.server(
-        [grpc.method_handlers_generic_handler("test", {"Call": handler})], max_workers=2
-    )
-    port = servers.bind(server, "127.0.0.1:0", None)
-    server.start()
-    try:
+    with echo_server() as port:
         yield port
-    finally:
-        server.stop(None).wait()
 
 
 def test_a11_a_connection_without_a_call_is_closed_although_its_peer_answers(monkeypatch):

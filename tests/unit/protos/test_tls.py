@@ -4,7 +4,6 @@ import contextlib
 import os
 import socket
 import threading
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +11,9 @@ import grpc
 import pytest
 
 from diloco.errors import ConfigError, UnavailableError
-from diloco.rpc import channels, connection_reasons, servers, status_codes, tls
+from diloco.rpc import channels, connection_reasons, status_codes, tls
 from diloco_testing.network.certificates import Authority, mount, write
+from diloco_testing.network.echo_server import echo_server
 
 
 @pytest.fixture(scope="module")
@@ -73,20 +73,6 @@ def test_a_volume_that_is_replaced_while_it_is_read_never_gives_a_torn_pair(auth
 # ---------------------------------------------------------------- refusals
 
 
-@contextlib.contextmanager
-def serving(given: tls.Tls | None) -> Iterator[int]:
-    handler = grpc.unary_unary_rpc_method_handler(lambda request, context: request)
-    server = servers.server(
-        [grpc.method_handlers_generic_handler("test", {"Call": handler})], max_workers=2
-    )
-    port = servers.bind(server, "127.0.0.1:0", given)
-    server.start()
-    try:
-        yield port
-    finally:
-        server.stop(None).wait()
-
-
 def error_at(port: int, given: tls.Tls | None, *, host="127.0.0.1", seconds=20.0) -> str:
     with channels.channel(
         f"{host}:{port}", tls=given, purpose="control", server_name="j-syncer"
@@ -106,7 +92,7 @@ def assert_explained(text: str, reason: str) -> None:
 
 def test_a_fixed_server_name_allows_any_address(authority):
     only_name = authority.make(names=["j-syncer"])
-    with serving(only_name) as port:
+    with echo_server(only_name) as port:
         for host in ("127.0.0.1", "localhost"):
             with channels.channel(
                 f"{host}:{port}", tls=authority.make(), purpose="bulk", server_name="j-syncer"
@@ -118,38 +104,38 @@ def test_a_certificate_that_the_server_refuses(authority):
     ours = authority.make()
     forged = Authority("another").make()
     forged = tls.Tls(certificate=forged.certificate, key=forged.key, authority=ours.authority)
-    with serving(ours) as port:
+    with echo_server(ours) as port:
         assert_explained(error_at(port, forged), "HandshakeRefused")
         assert_explained(error_at(port, authority.make(expires_in_seconds=-60)), "HandshakeRefused")
 
 
 def test_plain_text_to_a_server_with_tls(authority):
-    with serving(authority.make()) as port:
+    with echo_server(authority.make()) as port:
         assert_explained(error_at(port, None), "HandshakeRefused")
 
 
 def test_tls_to_a_server_in_plain_text(authority):
-    with serving(None) as port:
+    with echo_server(None) as port:
         assert_explained(error_at(port, authority.make()), "PlainText")
 
 
 def test_a_server_of_another_authority(authority):
-    with serving(Authority("another").make()) as port:
+    with echo_server(Authority("another").make()) as port:
         assert_explained(error_at(port, authority.make()), "CertificateOfOtherAuthority")
 
 
 def test_a_server_whose_certificate_expired(authority):
-    with serving(authority.make(expires_in_seconds=-60)) as port:
+    with echo_server(authority.make(expires_in_seconds=-60)) as port:
         assert_explained(error_at(port, authority.make()), "CertificateExpired")
 
 
 def test_a_server_whose_certificate_begins_tomorrow(authority):
-    with serving(authority.make(expires_in_seconds=2 * 86400)) as port:
+    with echo_server(authority.make(expires_in_seconds=2 * 86400)) as port:
         assert_explained(error_at(port, authority.make()), "CertificateNotYetValid")
 
 
 def test_a_server_that_is_not_the_syncer_of_this_job(authority):
-    with serving(authority.make(names=["k-syncer"])) as port:
+    with echo_server(authority.make(names=["k-syncer"])) as port:
         assert_explained(error_at(port, authority.make()), "CertificateNotForSyncer")
 
 
@@ -259,7 +245,7 @@ def test_while_an_authority_is_replaced_certificates_of_both_are_accepted(author
     old, new = (replace(issuer.make(), authority=both) for issuer in (authority, newer))
     for server, client in ((old, new), (new, old)):
         with (
-            serving(server) as port,
+            echo_server(server) as port,
             channels.channel(
                 f"127.0.0.1:{port}", tls=client, purpose="control", server_name="j-syncer"
             ) as channel,
