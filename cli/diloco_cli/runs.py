@@ -54,10 +54,10 @@ def run(
 
 def suspend(positional: PositionalRunDirectory = None, directory: RunDirectory = None) -> None:
     """Stop a run cleanly, so that it can be resumed."""
-    from diloco_local import control
+    from diloco_local import run_control
 
     run_dir = run_directory(positional or directory)
-    control.suspend(run_dir)
+    run_control.suspend(run_dir)
     echo(f"{run_dir}: suspended; resume it with: diloco resume --dir {run_dir}")
 
 
@@ -74,10 +74,10 @@ def resume(
     ] = None,
 ) -> None:  # fmt: skip
     """Resume a run that was stopped."""
-    from diloco_local import control
+    from diloco_local import run_control
 
     raise typer.Exit(
-        control.resume(run_directory(positional or directory), from_snapshot=from_snapshot)
+        run_control.resume(run_directory(positional or directory), from_snapshot=from_snapshot)
     )
 
 
@@ -89,9 +89,9 @@ def kill(
     directory: RunDirectory = None,
 ) -> None:
     """Kill a learner as a crash would; it restarts."""
-    from diloco_local import control
+    from diloco_local import run_control
 
-    pid = control.kill(run_directory(positional or directory), learner)
+    pid = run_control.kill(run_directory(positional or directory), learner)
     echo(f"killed {learner} (pid {pid})")
 
 
@@ -116,7 +116,7 @@ def status(
         else:
             Console().print(cluster_status.view(manifest))
         return
-    from diloco_local.progress import Rate, view
+    from diloco_local.display import Rate, view
     from diloco_local.run_directory import RunDir
 
     found = RunDir(run_directory(positional or directory)).status()

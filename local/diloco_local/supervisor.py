@@ -28,8 +28,8 @@ from diloco_job.plan import plan as plan_of
 from diloco_job.types import DiLoCoJob
 from diloco_local import events as e
 from diloco_local.commands import Commands, Programs, local_problems
+from diloco_local.display import Progress, progress_on
 from diloco_local.policy import Policy
-from diloco_local.progress import Progress, progress_on
 from diloco_local.run_directory import RunDir
 from diloco_local.settings import Settings, quiet_grpc
 from diloco_local.status import Facts, Status, build, is_complete

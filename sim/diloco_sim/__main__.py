@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from diloco_sim import processes, report
+from diloco_sim import pool, report
 from diloco_sim.world import Outcome
 
 STEPS = 100
@@ -27,7 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def failed(outcome: Outcome) -> None:
         print(report.text_of(report.smaller(outcome) if options.shrink else outcome), flush=True)
 
-    outcomes = processes.outcomes(seeds, steps=options.steps, jobs=options.jobs)
+    outcomes = pool.outcomes(seeds, steps=options.steps, jobs=options.jobs)
     text, failures = report.summary(outcomes, steps=options.steps, failed=failed)
     print(text)
     return 1 if failures else 0

@@ -21,7 +21,7 @@ from diloco.codec import formats
 from diloco.errors import ALL_ERRORS, UnavailableError
 from diloco.model.fragments import CHUNK
 from diloco.spec import RunSpec
-from diloco_syncer import messages
+from diloco_syncer import learner_messages
 from diloco_syncer.attempts import Attempt, Attempts
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Applicant, Refused
@@ -272,18 +272,20 @@ class Coordinator:
                     log.log(level, "%s %s", decision.event, decision.fields)
             case ev.Admit(learner=learner, incarnation=incarnation, session=number):
                 self.sessions.make_current(learner, incarnation=incarnation, number=number)
-                self.sessions.send(learner, messages.welcome(decision, self._state.engine))
+                self.sessions.send(learner, learner_messages.welcome(decision, self._state.engine))
             case ev.Close():
                 error = _ERRORS.get(decision.reason, UnavailableError)(decision.detail)
                 self.sessions.end(decision.session, error)
             case ev.RequestInitial():
-                self.sessions.send(decision.learner, messages.INITIALISE)
+                self.sessions.send(decision.learner, learner_messages.INITIALISE)
             case ev.AnnounceReady():
-                self.sessions.send(decision.learner, messages.ready(self._state.parameters))
+                self.sessions.send(decision.learner, learner_messages.ready(self._state.parameters))
             case ev.AnnounceComplete():
-                self.sessions.send(decision.learner, messages.complete(self._state.engine.step))
+                self.sessions.send(
+                    decision.learner, learner_messages.complete(self._state.engine.step)
+                )
             case ev.AnnounceFragments():
-                message = messages.fragments(decision, steps=self.spec.steps)
+                message = learner_messages.fragments(decision, steps=self.spec.steps)
                 for learner in decision.learners:
                     self.sessions.send(learner, message)
             case ev.Pull():
@@ -315,7 +317,7 @@ class Coordinator:
     # ------------------------------------------------------------ rounds
 
     def _pull(self, decision: ev.Pull) -> None:
-        message = messages.pull(decision, self._parameters())
+        message = learner_messages.pull(decision, self._parameters())
         self.attempts.add(
             Attempt(
                 round=decision.round,
@@ -327,10 +329,10 @@ class Coordinator:
         for learner in decision.learners:
             self.sessions.send(learner, message)
         # Now, not when all have contributed: a far learner's request travels while it encodes.
-        self.sessions.send_all(messages.result(decision))
+        self.sessions.send_all(learner_messages.result(decision))
 
     def _probe(self, decision: ev.ProbeLearner) -> None:
-        message = messages.pull(decision, self._parameters())
+        message = learner_messages.pull(decision, self._parameters())
         self.attempts.add(
             Attempt(
                 round=decision.round,
@@ -381,7 +383,7 @@ class Coordinator:
             ),
         )
         self.attempts.commit(attempt)
-        self.sessions.send_all(messages.committed(decision.fragment, attempt.version))
+        self.sessions.send_all(learner_messages.committed(decision.fragment, attempt.version))
 
     # ------------------------------------------------------------ disk
 

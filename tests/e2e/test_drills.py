@@ -30,18 +30,18 @@ VERSION = "example.com/version"
 BOTH = {"eu/0", "us/0"}
 
 NEXT = """
-from diloco_operator.resources import pods
+from diloco_operator.resources import pod_templates
 
-former = pods.template
+former = pod_templates.template
 
 def template(context, parts):
     made = former(context, parts)
-    main = next(c for c in made["spec"]["containers"] if c["name"] == pods.MAIN)
+    main = next(c for c in made["spec"]["containers"] if c["name"] == pod_templates.MAIN)
     main["env"].append({"name": "DILOCO_NEXT", "value": "1"})
     made["spec"]["terminationGracePeriodSeconds"] += 1
     return made
 
-pods.template = template
+pod_templates.template = template
 """
 """A newer version of the operator, which makes other pod templates of the same manifest."""
 

@@ -69,7 +69,7 @@ def test_a_job_becomes_complete_over_a_thin_wan(pair, fleet, tmp_path):
     with fleet.namespace("thin", *pair.values()):
         made = Pair(
             pair, fleet.images, "thin", 30713, tmp_path, steps=THIN_STEPS, sync={"quorum": 2},
-            learner={"recipe": {"name": "gpt", "config": {**TINY, "width": 256, "slowdown": 1}}},
+            learner={"recipe": {"name": "gpt", "config": {**TINY, "width": 256, "batch": 4, "slowdown": 1}}},
         )  # fmt: skip
         with pair["us"].shaped(THIN), pair["eu"].shaped(THIN):
             made.start()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
-from diloco_local import control
+from diloco_local import run_control
 from diloco_local.run_directory import RunDir
 from diloco_testing.local.fake_run import FakeRun, alive, until
 
@@ -258,7 +258,7 @@ def test_processes_are_killed_even_if_the_guard_is_killed_with_the_supervisor(fa
 def _guard_of(supervisor):
     for pid in filter(str.isdigit, os.listdir("/proc")):
         arguments = Path("/proc", pid, "cmdline").read_bytes().split(b"\0")
-        if b"guard" in arguments and control._parent(int(pid)) == supervisor:
+        if b"guard" in arguments and run_control._parent(int(pid)) == supervisor:
             return int(pid)
     raise AssertionError("the supervisor has no guard")
 
@@ -345,7 +345,7 @@ def test_kill_ends_a_learner_and_its_helpers_and_the_supervisor_restarts_it(fake
     fake.start()
     until(fake.all_training, "training")
     start = fake.starts("eu/0")[0]
-    assert control.kill(fake.dir, "eu/0") == start["pid"]
+    assert run_control.kill(fake.dir, "eu/0") == start["pid"]
     until(lambda: len(fake.starts("eu/0")) == 2, "second start")
     assert not any(map(alive, start["helpers"]))
 
@@ -363,22 +363,22 @@ def test_kill_refuses_a_pid_that_is_not_the_supervisors_child(fake):
             return status
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(control, "RunDir", Stale)
+        patch.setattr(run_control, "RunDir", Stale)
         with pytest.raises(ConfigError, match=f"pid {bystander} has just exited"):
-            control.kill(fake.dir, "eu/0")
+            run_control.kill(fake.dir, "eu/0")
 
 
 def test_kill_lists_the_learners_of_the_run(fake):
     fake.start()
     until(fake.all_training, "training")
     with pytest.raises(ConfigError, match=r'no learner "eu/7"; the learners are eu/0, us/0'):
-        control.kill(fake.dir, "eu/7")
+        run_control.kill(fake.dir, "eu/7")
 
 
 def test_suspend_returns_when_the_supervisor_has_exited(fake):
     supervisor = fake.start()
     until(fake.all_training, "training")
-    control.suspend(fake.dir)
+    run_control.suspend(fake.dir)
     assert RunDir(fake.dir).supervisor_pid() is None
     assert ended(supervisor)[0] == 75
     assert fake.status()["state"] == "Suspended"
@@ -387,18 +387,18 @@ def test_suspend_returns_when_the_supervisor_has_exited(fake):
 def test_control_of_a_directory_without_an_active_run_is_refused(fake):
     supervisor = fake.start()
     until(fake.all_training, "training")
-    control.suspend(fake.dir)
+    run_control.suspend(fake.dir)
     ended(supervisor)
     with pytest.raises(ConfigError, match="no run is active here"):
-        control.suspend(fake.dir)
+        run_control.suspend(fake.dir)
     with pytest.raises(ConfigError, match="eu/0 is not running"):
-        control.kill(fake.dir, "eu/0")
+        run_control.kill(fake.dir, "eu/0")
 
 
 def test_resume_starts_commands_in_the_directory_of_the_first_manifest(fake):
     supervisor = fake.start()
     until(fake.all_training, "training")
-    control.suspend(fake.dir)
+    run_control.suspend(fake.dir)
     ended(supervisor)
     fake.job = fake.dir / "job.yaml"  # what `resume` runs
     fake.start()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from diloco_worker.learner import Learner
-    from diloco_worker.progress import report_progress
+    from diloco_worker.rank_liveness import report_progress
 
 __all__ = ["Learner", "report_progress"]
 
@@ -24,7 +24,7 @@ def __getattr__(name: str) -> Any:
 
         return Learner
     if name == "report_progress":
-        from diloco_worker.progress import report_progress
+        from diloco_worker.rank_liveness import report_progress
 
         return report_progress
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -17,8 +17,8 @@ import numpy as np
 
 from diloco.runtime import files
 from diloco.runtime.formatting import printable
-from diloco_local.report.data import F64, LearnerRun, Run, load
 from diloco_local.report.plot import draw, quantity
+from diloco_local.report.run_files import F64, LearnerRun, Run, load
 
 DOTS_PER_INCH = 110
 MAX_VIOLATIONS = 20

@@ -17,7 +17,7 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
 from diloco.runtime.formatting import printable
-from diloco_local.report.data import F64, LearnerRun, Run
+from diloco_local.report.run_files import F64, LearnerRun, Run
 
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, INK, FAINT = "#56B4E9", "#333333", "#8a8a8a"

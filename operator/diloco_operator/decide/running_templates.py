@@ -15,8 +15,8 @@ from typing import Any
 from diloco_operator.decide.drift import covers
 from diloco_operator.resources.inputs import stated_pod
 from diloco_operator.resources.overlay import overlay
-from diloco_operator.resources.pods import MAIN, SPEC_FILE, SPEC_VOLUME
-from diloco_operator.resources.queues import LEARNER
+from diloco_operator.resources.pod_templates import MAIN, SPEC_FILE, SPEC_VOLUME
+from diloco_operator.resources.queue_labels import LEARNER
 from diloco_operator.resources.template_record import (
     inputs_of,
     template_of,

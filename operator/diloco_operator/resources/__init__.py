@@ -18,7 +18,7 @@ from diloco_job.types import DiLoCoJob
 from diloco_operator.resources import evaluator, learners, network_policies, shared, syncer
 from diloco_operator.resources.common import APPLIED, JobContext, Owner, Wanted
 from diloco_operator.resources.operator_scope import OperatorScope
-from diloco_operator.resources.queues import LearnerSets, queue_of_job
+from diloco_operator.resources.queue_labels import LearnerSets, queue_of_job
 
 __all__ = ["APPLIED", "LearnerSets", "Owner", "Wanted", "desired"]
 

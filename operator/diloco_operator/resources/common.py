@@ -15,7 +15,7 @@ from diloco_job.plan import Plan
 from diloco_job.types import API_VERSION, KIND, DiLoCoJob, Region
 from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.operator_scope import OperatorScope
-from diloco_operator.resources.queues import LearnerSets
+from diloco_operator.resources.queue_labels import LearnerSets
 
 APPLIED = "diloco.dev/applied"
 """Annotation of every child: a hash of its content (16 hex digits), so that a field which is no

@@ -9,7 +9,7 @@ from typing import Any
 from diloco_job import names
 from diloco_job.plan import EvaluatorPlan, process_env
 from diloco_job.types import Ports, Region
-from diloco_operator.resources import common, inputs, pods
+from diloco_operator.resources import common, inputs, pod_templates
 from diloco_operator.resources.common import JobContext, child
 from diloco_operator.resources.operator_scope import tls_secret
 from diloco_operator.resources.template_record import record
@@ -28,7 +28,7 @@ def children(context: JobContext) -> list[dict[str, Any]]:
         return []
     spec = context.job.spec
     region = next(region for region in spec.regions if region.name == spec.syncer_region)
-    template = pods.template(context, _parts(context, planned, region))
+    template = pod_templates.template(context, _parts(context, planned, region))
     deployment = {
         "replicas": 1 if context.wanted.evaluator else 0,
         "strategy": {"type": "Recreate"},
@@ -49,11 +49,11 @@ def children(context: JobContext) -> list[dict[str, Any]]:
     ]
 
 
-def _parts(context: JobContext, planned: EvaluatorPlan, region: Region) -> pods.Parts:
+def _parts(context: JobContext, planned: EvaluatorPlan, region: Region) -> pod_templates.Parts:
     """As the learners of the syncer's region: image, environment and podTemplate."""
     learner, evaluation = context.job.spec.learner, context.job.spec.evaluation
     ports = evaluation.ports if evaluation else Ports()
-    return pods.Parts(
+    return pod_templates.Parts(
         role=ROLE,
         region=region.name,
         argv=planned.argv,
@@ -62,9 +62,9 @@ def _parts(context: JobContext, planned: EvaluatorPlan, region: Region) -> pods.
             context.plan,
             planned,
             syncer=context.syncer_address,
-            spec_path=str(pods.SPEC_PATH),
-            state_dir=str(pods.STATE_DIR),
-            tls_dir=str(pods.TLS_DIR) if tls_secret(context.job) else "",
+            spec_path=str(pod_templates.SPEC_PATH),
+            state_dir=str(pod_templates.STATE_DIR),
+            tls_dir=str(pod_templates.TLS_DIR) if tls_secret(context.job) else "",
             metrics_port=ports.metrics,
         ),
         spec_map=context.spec_map,
@@ -81,7 +81,7 @@ def _parts(context: JobContext, planned: EvaluatorPlan, region: Region) -> pods.
 def _resources(context: JobContext, region: Region) -> dict[str, Any]:
     # No devices: an evaluator that holds an accelerator could prevent a learner from starting.
     # A podTemplate can add one.
-    fields = pods.as_fields(pods.learner_resources(context.job, region))
+    fields = pod_templates.as_fields(pod_templates.learner_resources(context.job, region))
     kept = {
         part: {key: value for key, value in fields.get(part, {}).items() if key in _RESOURCES}
         for part in ("requests", "limits")

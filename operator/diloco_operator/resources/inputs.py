@@ -16,7 +16,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from diloco_job.types import DiLoCoJob, PodTemplate, Ports, Region
-from diloco_operator.resources import pods
+from diloco_operator.resources import pod_templates
 from diloco_operator.resources.common import JobContext
 from diloco_operator.resources.operator_scope import tls_secret
 from diloco_operator.resources.overlay import overlay, without_nulls
@@ -39,7 +39,7 @@ def of_learners(context: JobContext, region: Region) -> dict[str, Any]:
         },
         "config": region.config,
         "restartLimit": spec.run_policy.learner_restart_limit,
-        "resources": _values(pods.learner_resources(job, region)),
+        "resources": _values(pod_templates.learner_resources(job, region)),
         "podTemplates": [_values(template) for template in _learner_templates(job, region)],
         # An index within the job depends on the set of regions.
         "regions": sorted(other.name for other in spec.regions) if own_loop else [],
@@ -68,7 +68,7 @@ def of_evaluator(context: JobContext, region: Region) -> dict[str, Any]:
         "image": learner.image,
         **(_ports(job.spec.evaluation.ports) if job.spec.evaluation else {}),
         "env": [_values(variable) for variable in learner.env],
-        "resources": _values(pods.learner_resources(job, region)),
+        "resources": _values(pod_templates.learner_resources(job, region)),
         "podTemplates": [_values(template) for template in _learner_templates(job, region)],
     }
 
@@ -84,7 +84,7 @@ def stated_pod(job: DiLoCoJob, role: str, region: str) -> dict[str, Any]:
     """
     spec = job.spec
     found = next((own for own in spec.regions if own.name == region), None)
-    main: dict[str, Any] = {"name": pods.MAIN}
+    main: dict[str, Any] = {"name": pod_templates.MAIN}
     if role == "syncer":
         image, templates = spec.syncer.image, [spec.syncer.pod_template]
         main["resources"] = _values(spec.syncer.resources)
@@ -95,7 +95,7 @@ def stated_pod(job: DiLoCoJob, role: str, region: str) -> dict[str, Any]:
             templates = _learner_templates(job, found)
             if role == "learner":
                 # The evaluator gets only some of them.
-                main["resources"] = _values(pods.learner_resources(job, found))
+                main["resources"] = _values(pod_templates.learner_resources(job, found))
     if image:
         main["image"] = image
     pod: Any = {"containers": [main]}

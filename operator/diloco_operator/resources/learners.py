@@ -12,10 +12,10 @@ from typing import Any
 from diloco_job import names
 from diloco_job.plan import learner_plan, process_env
 from diloco_job.types import DiLoCoJob, LearnerPorts, Region
-from diloco_operator.resources import common, inputs, pods
+from diloco_operator.resources import common, inputs, pod_templates
 from diloco_operator.resources.common import JobContext, child
 from diloco_operator.resources.operator_scope import tls_secret
-from diloco_operator.resources.queues import LEARNER, Queue
+from diloco_operator.resources.queue_labels import LEARNER, Queue
 from diloco_operator.resources.template_record import record
 
 ROLE = "learner"
@@ -79,7 +79,7 @@ def _indexes(context: JobContext, region: Region) -> Iterable[int | None]:
 def _stateful_set(context: JobContext, region: Region, index: int | None) -> dict[str, Any]:
     """The StatefulSet of one learner, or of all learners of a region."""
     size, queue = context.job.spec.learner.pods_per_learner, context.sets.queue or Queue()
-    template = pods.template(context, _parts(context, region))
+    template = pod_templates.template(context, _parts(context, region))
     if index is None:
         name, own, num_learners = names.child_name(context.name, region.name), {}, region.learners
     else:
@@ -159,8 +159,8 @@ def claim_templates(job: DiLoCoJob) -> list[dict[str, Any]]:
     claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": {"name": pods.STATE},
-        "spec": pods.claim_spec(storage, storage.access_mode),
+        "metadata": {"name": pod_templates.STATE},
+        "spec": pod_templates.claim_spec(storage, storage.access_mode),
     }
     return [claim]
 
@@ -182,7 +182,7 @@ def max_unavailable(context: JobContext, region: Region) -> int:
     return max(1, beyond * region.learners // max(1, spec.num_learners))
 
 
-def _parts(context: JobContext, region: Region) -> pods.Parts:
+def _parts(context: JobContext, region: Region) -> pod_templates.Parts:
     learner = context.job.spec.learner
     planned = learner_plan(context.job, region, 0)
     limit = context.job.spec.run_policy.learner_restart_limit
@@ -194,9 +194,9 @@ def _parts(context: JobContext, region: Region) -> pods.Parts:
             context.plan,
             planned,
             syncer=context.syncer_address,
-            spec_path=str(pods.SPEC_PATH),
-            state_dir=str(pods.STATE_DIR),
-            tls_dir=str(pods.TLS_DIR) if tls_secret(context.job) else "",
+            spec_path=str(pod_templates.SPEC_PATH),
+            state_dir=str(pod_templates.STATE_DIR),
+            tls_dir=str(pod_templates.TLS_DIR) if tls_secret(context.job) else "",
             metrics_port=learner.ports.metrics,
         ),
         "DILOCO_REGION": region.name,
@@ -205,7 +205,7 @@ def _parts(context: JobContext, region: Region) -> pods.Parts:
         **({"DILOCO_SYNCER_PROXY": proxy} if proxy else {}),
         **({"DILOCO_RENDEZVOUS_PORT": str(rendezvous)} if own_ports else {}),
     }
-    return pods.Parts(
+    return pod_templates.Parts(
         role=ROLE,
         region=region.name,
         argv=planned.argv,
@@ -213,7 +213,7 @@ def _parts(context: JobContext, region: Region) -> pods.Parts:
         env=env,
         spec_map=context.learner_spec_map,
         user_env=tuple(learner.env),
-        resources=pods.as_fields(pods.learner_resources(context.job, region)),
+        resources=pod_templates.as_fields(pod_templates.learner_resources(context.job, region)),
         templates=(learner.pod_template, region.pod_template),
         grace_seconds=GRACE_SECONDS,
         claim_for_each=learner.storage is not None,

@@ -3,7 +3,7 @@ How a podTemplate overlays a pod.
 
 Three layers, each over the previous one: the operator's defaults, the manifest's templates
 (learner.podTemplate, then region.podTemplate), and the fields that the container's first process
-relies on (pods.py), which therefore win. Every layer is merged in the same way, field by field:
+relies on (pod_templates.py), which therefore win. Every layer is merged in the same way, field by field:
 
 - Objects are merged key by key, at any depth: nodeSelector, affinity, securityContext, resources.
 - Lists with a key are merged entry by entry, new entries last. `containers` and `initContainers`

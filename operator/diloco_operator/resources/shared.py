@@ -8,7 +8,7 @@ from typing import Any
 
 from diloco.rpc.identity import region_uri, server_name
 from diloco_job import names
-from diloco_operator.resources import common, pods
+from diloco_operator.resources import common, pod_templates
 from diloco_operator.resources.common import JobContext, child
 
 
@@ -26,9 +26,9 @@ def children(context: JobContext) -> list[dict[str, Any]]:
     documents: dict[str, dict[str, Any]] = {}
     if context.has_syncer:
         # Not immutable: the numbers of learners in it change while the syncer runs.
-        documents[context.spec_map] = {"data": {pods.SPEC_FILE: context.spec}}
+        documents[context.spec_map] = {"data": {pod_templates.SPEC_FILE: context.spec}}
     if context.regions:
-        content = {pods.SPEC_FILE: context.learner_spec}
+        content = {pod_templates.SPEC_FILE: context.learner_spec}
         documents[context.learner_spec_map] = {"immutable": True, "data": content}
     maps = [
         child(

@@ -7,7 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from diloco_job import names
-from diloco_operator.resources import common, inputs, pods
+from diloco_operator.resources import common, inputs, pod_templates
 from diloco_operator.resources.common import JobContext, child
 from diloco_operator.resources.template_record import record
 
@@ -23,7 +23,7 @@ def children(context: JobContext) -> list[dict[str, Any]]:
     labels = common.labels(context, ROLE, region)
     select = common.selector(context, ROLE, region)
     syncer = context.job.spec.syncer
-    template = pods.template(context, _parts(context))
+    template = pod_templates.template(context, _parts(context))
     deployment = {
         "replicas": 1 if context.wanted.syncer else 0,
         # Two syncers must never write to the same volume.
@@ -39,7 +39,7 @@ def children(context: JobContext) -> list[dict[str, Any]]:
             kind="PersistentVolumeClaim",
             name=name,
             labels=labels,
-            body={"spec": pods.claim_spec(syncer.storage, "ReadWriteOnce")},
+            body={"spec": pod_templates.claim_spec(syncer.storage, "ReadWriteOnce")},
             owned=syncer.storage.when_deleted == "Delete",
         ),
         child(
@@ -79,16 +79,16 @@ def _service(context: JobContext, select: dict[str, str]) -> dict[str, Any]:
     return spec
 
 
-def _parts(context: JobContext) -> pods.Parts:
+def _parts(context: JobContext) -> pod_templates.Parts:
     syncer = context.job.spec.syncer
-    return pods.Parts(
+    return pod_templates.Parts(
         role=ROLE,
         region=context.job.spec.syncer_region,
         argv=context.plan.syncer.argv,
         image=syncer.image or context.scope.syncer_image,
         env={"DILOCO_LISTEN": f"0.0.0.0:{syncer.ports.sync}"},
         spec_map=context.spec_map,
-        resources=pods.as_fields(syncer.resources),
+        resources=pod_templates.as_fields(syncer.resources),
         templates=(syncer.pod_template,),
         grace_seconds=GRACE_SECONDS,
         claim=names.syncer_name(context.name),

@@ -18,7 +18,7 @@ from diloco.runtime.exits import is_crash, of_container
 from diloco.runtime.formatting import printable, shorten
 from diloco_job import names
 from diloco_job.types import DiLoCoJob, Region
-from diloco_operator.resources.pods import MAIN
+from diloco_operator.resources.pod_templates import MAIN
 from diloco_operator.state.objects import Object, controller_uid, is_deleting, labels
 
 REVISION = "controller-revision-hash"

@@ -12,7 +12,7 @@ from dataclasses import replace
 from datetime import datetime
 
 from diloco_operator.resources.extra_metadata import Metadata
-from diloco_operator.resources.queues import LEARNER, LearnerSets, queue_of_job, queue_of_set
+from diloco_operator.resources.queue_labels import LEARNER, LearnerSets, queue_of_job, queue_of_set
 from diloco_operator.state.objects import Object, controller_uid, labels
 from diloco_operator.state.pods import LearnerPods, is_gated
 from diloco_operator.state.previous_status import time_of

@@ -18,7 +18,7 @@ from diloco.journal import reader
 from diloco_cli import pod_files, remote
 from diloco_cli.pod_files import Retries
 from diloco_cli.remote import RemoteJob, fetch_run
-from diloco_local.report.data import load
+from diloco_local.report.run_files import load
 
 # -IS: importing site-packages would take longer than what the commands do.
 KUBECTL = """#!{python} -IS

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from diloco_local.report import plot
-from diloco_local.report.data import load
 from diloco_local.report.page import page, write_report
+from diloco_local.report.run_files import load
 
 P = H = 24
 BEGIN = 1_760_000_000.0

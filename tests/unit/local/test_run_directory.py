@@ -12,7 +12,7 @@ from diloco_agent.output import Log
 from diloco_job.plan import plan
 from diloco_local import manifest as manifests
 from diloco_local.commands import Commands, Programs, local_problems
-from diloco_local.control import resume
+from diloco_local.run_control import resume
 from diloco_local.run_directory import RunDir
 from diloco_local.settings import Settings
 from diloco_local.summary import evaluations

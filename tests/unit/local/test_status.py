@@ -9,9 +9,7 @@ from rich.console import Console
 from diloco.runtime import formatting
 from diloco.v1 import syncer_pb2 as pb
 from diloco_job.plan import plan
-from diloco_local.events import Completed, Exited, Interrupted, Limits, Served, Tick
-from diloco_local.policy import Policy
-from diloco_local.progress import (
+from diloco_local.display import (
     LiveProgress,
     PlainProgress,
     Rate,
@@ -19,6 +17,8 @@ from diloco_local.progress import (
     progress_on,
     view,
 )
+from diloco_local.events import Completed, Exited, Interrupted, Limits, Served, Tick
+from diloco_local.policy import Policy
 from diloco_local.status import Facts, build, is_complete
 from diloco_testing.manifests.files import load_job
 

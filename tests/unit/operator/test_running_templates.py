@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from diloco_operator.resources import pods as pod_templates
+from diloco_operator.resources import pod_templates
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.resources.template_record import FORMAT, INPUTS, MAX_TEMPLATE, TEMPLATE
 from diloco_testing.kubernetes.operated_job import (

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from diloco_sim import processes, report
+from diloco_sim import pool, report
 from diloco_sim.__main__ import main
 from diloco_sim.checkers.checker import Violation
 from diloco_sim.description import sample
@@ -79,7 +79,7 @@ def test_seeds_of_this_commit(capsys):
     until = time.monotonic() + SECONDS
     ran = count(1)
     failed: list[str] = []
-    outcomes = processes.outcomes(count(_first_seed()), steps=100, jobs=JOBS)
+    outcomes = pool.outcomes(count(_first_seed()), steps=100, jobs=JOBS)
     with contextlib.closing(outcomes):
         text, failures = report.summary(
             outcomes, steps=100, failed=lambda outcome: failed.append(report.text_of(outcome)),

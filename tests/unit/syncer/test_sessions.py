@@ -6,7 +6,7 @@ from typing import Any
 
 from diloco.errors import UnavailableError
 from diloco.v1 import syncer_pb2 as pb
-from diloco_syncer import messages
+from diloco_syncer import learner_messages
 from diloco_syncer.core import events as ev
 from diloco_syncer.rpc.control import ControlService
 from diloco_syncer.sessions import MAX_QUEUED, Session, Sessions
@@ -40,7 +40,7 @@ def fill(sessions: Sessions, count: int) -> Session:
     session = sessions.open("eu/0")
     sessions.make_current("eu/0", incarnation=1, number=session.number)
     for step in range(count):
-        sessions.send_all(messages.complete(step))
+        sessions.send_all(learner_messages.complete(step))
     return session
 
 
@@ -49,7 +49,7 @@ def test_a_session_that_is_not_read_ends_with_a_reason_and_keeps_no_message():
     session = fill(sessions, MAX_QUEUED)
     assert (session.outbox.qsize(), session.unread) == (MAX_QUEUED, None)
     for step in range(10):
-        sessions.send("eu/0", messages.complete(step))
+        sessions.send("eu/0", learner_messages.complete(step))
     assert session.outbox.qsize() == 1
     error = session.outbox.get()
     assert isinstance(error, UnavailableError)

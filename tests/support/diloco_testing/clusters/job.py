@@ -13,9 +13,9 @@ from diloco.journal.audit import Audit, audit
 from diloco_testing.clusters.kubectl import KubectlError, Object, until
 from diloco_testing.clusters.provision import Cluster
 
-TINY = {"layers": 2, "width": 64, "heads": 2, "context": 64, "batch": 4, "slowdown": 8,
+TINY = {"layers": 2, "width": 64, "heads": 2, "context": 32, "batch": 1, "slowdown": 14,
         "data": "stdlib"}  # fmt: skip
-"""A model whose step takes some 10 ms of a core, and 70 ms of rest: a dozen of learners share two cores."""
+"""A model whose step takes some 5 ms of a core, and 65 ms of rest: a dozen of learners share two cores."""
 
 CHILDREN = "statefulsets,deployments,services,configmaps,persistentvolumeclaims,serviceaccounts,poddisruptionbudgets"
 

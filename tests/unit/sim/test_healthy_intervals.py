@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco_sim.faults import Plan
-from diloco_sim.health import Health, Silence
+from diloco_sim.healthy_intervals import Health, Silence
 
 LEARNERS = ("eu/0", "us/0", "eu/1")
 

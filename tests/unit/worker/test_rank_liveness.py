@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 from diloco.runtime import health
-from diloco_worker.progress import Progress
+from diloco_worker.rank_liveness import Progress
 from diloco_worker.settings import progress_file
 
 
