@@ -210,13 +210,16 @@ def _facts(status: Status) -> str:
     ]
     second = [
         f"{sync['merges']} merges (last: {sync['lastMembers']} learners)",
-        f"quorum {sync['quorum']} after {1e3 * sync['quorumSeconds']:.0f} ms",
-        f"grace {1e3 * sync['graceSeconds']:.0f} ms",
-        f"sync {1e3 * sync['syncSeconds']:.0f} ms",
         f"up {formatting.size(sync['bytesUp'])}",
         f"down {formatting.size(sync['bytesDown'])}",
     ]
-    return "   ".join(first) + "\n" + "   ".join(second)
+    third = [
+        f"quorum {sync['quorum']} after {1e3 * sync['quorumSeconds']:.0f} ms",
+        f"grace {1e3 * sync['graceSeconds']:.0f} ms",
+        f"sync {1e3 * sync['syncSeconds']:.0f} ms",
+    ]
+    # Each line fits a terminal of 80 columns.
+    return "\n".join("   ".join(line) for line in (first, second, third))
 
 
 def _table(status: Status) -> Table:

@@ -335,6 +335,20 @@ def test_the_table_shows_every_learner_with_its_numbers():
     assert "up 3.00 MiB   down 5.00 MiB" in shown
 
 
+def test_no_fact_is_broken_in_two_on_a_terminal_of_80_columns():
+    sync = {"merges": 100_000, "lastMembers": 1000, "quorum": 1000, "quorumSeconds": 99.9,
+            "graceSeconds": 99.9, "syncSeconds": 99.9}  # fmt: skip
+    made = status(answer=reply())
+    made["sync"].update(sync)
+    shown = text_of(view(made, Rate()), width=80).splitlines()
+    assert any(
+        "quorum 1000 after 99900 ms   grace 99900 ms   sync 99900 ms" in row for row in shown
+    )
+    assert any(
+        "100000 merges (last: 1000 learners)   up 3.00 MiB   down 5.00 MiB" in row for row in shown
+    )
+
+
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_narrow_terminal_still_shows_every_learner(width):
     shown = text_of(view(status(answer=reply()), Rate()), width=width)
