@@ -32,7 +32,7 @@ CHART = "tests/unit/charts"
 """Needs helm, which is built with the clusters' programs."""
 OWN_CLUSTERS = (
     *("test_api_rules", "test_api_versions", "test_applied_metadata", "test_applied_templates"),
-    *("test_kueue", "test_operator_replicas", "test_walkthrough"),
+    *("test_cert_manager", "test_kueue", "test_operator_replicas", "test_walkthrough"),
     *("test_two_clusters", "test_drills"),
 )
 """Files of tests/e2e that start clusters or API servers of their own; all others share three clusters."""

@@ -94,6 +94,9 @@ _CERTIFICATE: tuple[_Row, ...] = tuple(
 )
 """Problems of a certificate, for the conditions that depend on it."""
 
+CERTIFICATE_REASONS = tuple(row[0] for row in _CERTIFICATE)
+"""Their reasons."""
+
 _OVER: tuple[_Row, ...] = (
     ("Suspended", "", "the job is suspended"),
     ("Complete", "", "the job is complete"),

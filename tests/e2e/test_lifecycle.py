@@ -277,19 +277,36 @@ def test_an_uninstall_leaves_nothing_and_does_not_hang(eu, fleet, make):
 
 
 def test_pods_that_the_api_server_refuses_are_reported_with_its_message(eu, fleet):
-    """A StatefulSet has no condition for it: its controller reports the refusal in an Event only."""
+    """
+    Pod Security refuses the learner's pod, and a quota that of the syncer.
+
+    A StatefulSet has no condition for it: its controller reports the refusal in an Event only.
+    """
     with fleet.namespace("pods-refused", eu, **RESTRICTED) as namespace:
+        quota = {"apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "full"}}
+        eu.kubectl.apply({**quota, "spec": {"hard": {"pods": "0"}}}, namespace=namespace)
+        until(
+            lambda: eu.kubectl.get("resourcequota", "full", namespace)["status"].get("used"),
+            30, expected="the quota is in force",
+        )  # fmt: skip
         fields = {"hostPID": True}
         job = Job(eu, namespace, manifest("barred", steps=9, regions={"eu": 1}, pod_fields=fields))
         job.apply()
-        words = "violates PodSecurity"
+        syncer = job.until_condition("SyncerReady", SOON, status="False", reason="PodTrouble")
+        assert "Deployment barred-syncer: FailedCreate: " in syncer["message"]
         ready = job.until_condition("LearnersReady", SOON, status="False", reason="PodTrouble")
-        assert words in ready["message"]
-        assert "barred-eu" in ready["message"]
-        until(
-            lambda: any(why == "PodTrouble" and words in text for why, text in job.events()),
-            30, expected="an Event reports it as well", details=job.details,
-        )  # fmt: skip
+        assert "StatefulSet barred-eu: FailedCreate: " in ready["message"]
+        for message, words in (
+            (syncer["message"], "exceeded quota: full, requested: pods=1, used: pods=0"),
+            (ready["message"], "violates PodSecurity"),
+        ):
+            assert words in message
+            until(
+                lambda words=words: any(
+                    why == "PodTrouble" and words in text for why, text in job.events()
+                ),
+                30, expected="an Event reports it as well", details=job.details,
+            )  # fmt: skip
         job.delete()
 
 

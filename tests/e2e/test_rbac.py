@@ -22,8 +22,8 @@ from diloco_testing.clusters.provision import cache
 OPERATOR = "system:serviceaccount:diloco-system:diloco"
 
 NEEDED = {
-    *("test_kueue", "test_learners_of_pods", "test_lifecycle"),
-    *("test_two_clusters", "test_volumes"),
+    *("test_cert_manager", "test_kueue", "test_learners_of_pods"),
+    *("test_lifecycle", "test_two_clusters", "test_volumes"),
 }
 """Files that together make the operator use all of its rights."""
 
@@ -33,10 +33,6 @@ ENDING_SECONDS = 60.0
 UNSEEN = {
     ("diloco.dev", "dilocojobs/finalizers", "update"):
         "asked by the API server itself, where OwnerReferencesPermissionEnforcement is on",
-    **{
-        ("cert-manager.io", "certificates", verb): "cert-manager runs on no cluster of these tests"
-        for verb in ("get", "list", "create", "patch", "delete")
-    },
 }  # fmt: skip
 """Rights whose use no audit log shows, and why they are needed."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import os
 import re
 import signal
@@ -17,6 +18,10 @@ from diloco_testing.clusters.provision import Cluster
 SOON = 120.0
 NODE_LOST = 90.0
 """Until the control plane considers a silent node lost: 50 s by default."""
+CLASS = "e2e-fixed-size"
+"""A StorageClass that does not allow expansion, until a test changes that."""
+NOT_THERE = "not-there"
+"""A Secret."""
 
 
 @pytest.fixture
@@ -31,8 +36,47 @@ def make(eu, fleet, namespace):
     return made
 
 
+@pytest.fixture(scope="module")
+def mounting(eu, fleet) -> Iterator[Job]:
+    """
+    A job whose syncer runs on a volume of CLASS, and whose learner mounts a Secret that does not exist.
+
+    The first test of this file asks for it: until that of the mount begins, the operator has reported it.
+    """
+    if not eu.local:
+        pytest.skip("volumes of a given cluster are not of a class of these tests")
+    storage = {
+        "apiVersion": "storage.k8s.io/v1", "kind": "StorageClass", "metadata": {"name": CLASS},
+        "provisioner": "example.com/none", "allowVolumeExpansion": False,
+    }  # fmt: skip
+    fields = copy.deepcopy(dict(fleet.images.pod_fields))
+    fields["volumes"].append({"name": "keys", "secret": {"secretName": NOT_THERE}})
+    fields["containers"][0]["volumeMounts"].append({"name": "keys", "mountPath": "/keys"})
+    body = manifest(
+        "mounting", steps=10**6, regions={"eu": 1}, pod_fields=fields,
+        syncer={"storage": {"size": "1Gi", "storageClassName": CLASS}},
+    )  # fmt: skip
+    eu.kubectl.apply(storage)
+    with fleet.namespace("mounting", eu) as namespace:
+        yield Job(eu, namespace, body).apply()
+    eu.kubectl.delete("storageclass", CLASS, "")
+
+
 def claim_of(job: Job):
     return job.cluster.kubectl.get("pvc", f"{job.name}-syncer", job.namespace)
+
+
+def size_of(job: Job) -> str:
+    """Of the syncer's volume, as its claim asks for it."""
+    return str(claim_of(job)["spec"]["resources"]["requests"]["storage"])
+
+
+def until_event(job: Job, reason: str, words: str) -> None:
+    """Wait for an Event with this reason and text."""
+    until(
+        lambda: any(why == reason and words in text for why, text in job.events()),
+        30, expected=f"an Event {reason} with {words!r}", details=job.details,
+    )  # fmt: skip
 
 
 def give_up(job: Job, uid: str) -> None:
@@ -50,6 +94,37 @@ def silent_kubelet(cluster: Cluster) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+def test_the_syncers_claim_grows_as_soon_as_its_class_allows_it_and_never_shrinks(mounting):
+    """Until then the job names the API server's answer, and runs on."""
+    job, kubectl = mounting, mounting.cluster.kubectl
+    job.until_condition("SyncerReady", SOON)
+    before = job.instances()
+    job.change(syncer={"storage": {"size": "2Gi"}})
+    refused = job.until_condition("Accepted", SOON, status="False", reason="Refused")
+    words = "only dynamically provisioned pvc can be resized"
+    assert "PersistentVolumeClaim mounting-syncer: " in refused["message"]
+    assert words in refused["message"]
+    until_event(job, "Refused", words)
+    assert size_of(job) == "1Gi"
+    assert job.condition("SyncerReady")["status"] == "True"
+
+    kubectl.patch("storageclass", CLASS, {"allowVolumeExpansion": True}, "")
+    until(lambda: size_of(job) == "2Gi", SOON, expected="it grows", details=job.details)
+    job.until_condition("Accepted", SOON, reason="Valid")
+
+    # The API server would accept less than a person asked for, since the volume has not grown yet.
+    larger = {"spec": {"resources": {"requests": {"storage": "4Gi"}}}}
+    kubectl.patch("pvc", "mounting-syncer", larger, job.namespace)
+    job.change(syncer={"storage": {"size": "3Gi"}})
+    until(
+        lambda: job.status()["observedGeneration"] == job.object()["metadata"]["generation"],
+        SOON, expected="the operator has seen the change", details=job.details,
+    )  # fmt: skip
+    assert size_of(job) == "4Gi"
+    assert job.condition("Accepted")["reason"] == "Valid"
+    assert job.instances() == before, "nothing was restarted"
 
 
 def test_a_learner_that_moves_finds_its_state_on_its_volume(make):
@@ -117,6 +192,16 @@ def test_a_retained_volume_stays_and_the_next_job_of_the_name_continues_from_it(
     until(lambda: claim_of(job)["metadata"].get("ownerReferences"), SOON, expected="an owner")
     job.delete()
     until(lambda: claim_of(job) is None, SOON, expected="the claim is deleted as well")
+
+
+def test_a_volume_that_the_kubelet_cannot_mount_is_reported_with_its_message(mounting):
+    job = mounting
+    words = (
+        f'FailedMount: MountVolume.SetUp failed for volume "keys" : secret "{NOT_THERE}" not found'
+    )
+    ready = job.until_condition("LearnersReady", SOON, status="False", reason="PodTrouble")
+    assert ready["message"] == f"pod mounting-eu-0: {words}"
+    until_event(job, "PodTrouble", words)
 
 
 def test_a_learner_on_a_lost_node_is_replaced_by_force(make, eu):

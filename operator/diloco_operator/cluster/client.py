@@ -415,13 +415,22 @@ def _error(request: str, status: int, data: bytes) -> ApiError:
         terminating = any(cause.get("reason") == "NamespaceTerminating" for cause in causes)
         message = details["message"]
     except (ValueError, KeyError, TypeError, AttributeError):
-        message, terminating = data.decode(errors="replace")[:500], False
+        message, terminating = data.decode(errors="replace").strip()[:500], False
+        if status == 404:
+            # Plain text is its answer to a group that it does not know, as without the CRD of a Certificate.
+            message = f"{message}: this API server does not serve {_group(request)}"
     return ApiError(
         request,
         status,
         str(message) or f"HTTP status {status}",
         namespace_terminating=terminating,
     )
+
+
+def _group(request: str) -> str:
+    """API group and version of a request, such as "PATCH /apis/apps/v1/namespaces/…"."""
+    _, _, path = request.partition("/apis/")
+    return "/".join(path.split("/")[:2]) if path else "v1"
 
 
 def _seconds(headers: Mapping[str, str]) -> float:

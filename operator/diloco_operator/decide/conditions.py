@@ -13,7 +13,14 @@ from datetime import timedelta
 from diloco.rpc.connection_reasons import advice
 from diloco.runtime.formatting import shorten
 from diloco_job import names
-from diloco_job.reasons import CONDITIONS, ConditionState, clip, condition, has_reason
+from diloco_job.reasons import (
+    CERTIFICATE_REASONS,
+    CONDITIONS,
+    ConditionState,
+    clip,
+    condition,
+    has_reason,
+)
 from diloco_operator.decide.lost_volume import LostVolume
 from diloco_operator.decide.phase import Lifecycle, Phase
 from diloco_operator.decide.region_failures import describe_failed
@@ -36,6 +43,9 @@ _STOPPED = ("Suspended", "Complete", "Failed", "NotEvaluated")
 
 _INITIAL = ("", "Starting", "WaitingInQueue", "NotStarted", "NotAsked", "NoAnswer", *_STOPPED)
 """Reasons of a condition that has not been True yet, which is no problem while a job starts."""
+
+_MOMENTARY = ("PodTrouble", *CERTIFICATE_REASONS)
+"""Reasons that a job may pass through before its first step."""
 
 _NAMES_SHOWN = 4
 
@@ -138,8 +148,8 @@ def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
 def _is_initial(state: JobState, name: str) -> bool:
     """Whether the condition has not been True yet: then it is no problem that it is not."""
     reason = state.previous.reason(name)
-    # Pods of a first start often wait a moment, such as for a volume to be bound.
-    return reason in _INITIAL or (reason == "PodTrouble" and not state.step)
+    # A first start often waits a moment, such as for a volume to be bound or for cert-manager.
+    return reason in _INITIAL or (reason in _MOMENTARY and not state.step)
 
 
 def _volume_gone(state: JobState, lost: LostVolume) -> ConditionState:

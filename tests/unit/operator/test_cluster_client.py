@@ -8,6 +8,7 @@ import pytest
 from diloco.errors import ConfigError
 from diloco_operator.cluster import client as cluster_module
 from diloco_operator.cluster.client import ApiError, Cluster, connect
+from diloco_testing.kubernetes import fake_api
 from diloco_testing.kubernetes.fake_api import FakeApi, Fault
 
 JOB = {
@@ -88,6 +89,20 @@ def test_an_empty_list_may_be_null(api, cluster):
 def test_children_come_without_cert_manager_too(api, cluster):
     api.faults.append(Fault("GET", "cert-manager.io", 404))
     assert cluster.children("ns", "a", certificates=True) == ()
+
+
+def test_the_answer_to_a_group_that_the_server_does_not_serve_names_the_group(
+    api, cluster, monkeypatch
+):
+    """An API server answers "404 page not found" in plain text, with a line break."""
+    monkeypatch.delitem(fake_api.GROUPS, "cert-manager.io/v1")
+    body = {"apiVersion": "cert-manager.io/v1", "kind": "Certificate"}
+    with pytest.raises(ApiError) as caught:
+        cluster.apply({**body, "metadata": {"namespace": "ns", "name": "a-tls"}, "spec": {}})
+    assert (caught.value.status, caught.value.refused) == (404, True)
+    assert caught.value.message == (
+        "404 page not found: this API server does not serve cert-manager.io/v1"
+    )
 
 
 def test_an_apply_owns_its_fields_and_drops_removed_ones(api, cluster):

@@ -296,6 +296,21 @@ def test_a_certificate_problem_is_reported_by_the_conditions_that_depend_on_it(f
     assert world.events.count(("Warning", reason)) == 1
 
 
+def test_a_first_start_that_waited_for_its_certificate_is_a_start_and_not_a_loss():
+    """As with cert-manager, which makes the Secret a moment after the operator makes the Certificate."""
+    missing = certificate("a", reason="CertificateMissing", problem="no Secret")
+    world = OperatedJob(job=manifest(**SECRET), certificate=missing)
+    world.reconcile()
+    world.run_controllers(ready=lambda _: False)
+    world.reconcile(5)
+    assert world.reason("LearnersReady") == ("False", "CertificateMissing")
+    world.events.clear()
+    world.certificate = certificate("a", "eu", "us")
+    world.reconcile(5)
+    assert world.reason("LearnersReady") == ("False", "Starting")
+    assert not [event for event in world.events if event[0] == "Warning"]
+
+
 def test_a_good_certificate_is_not_blamed():
     world = cut_off(certificate("a", "eu", "us"))
     assert world.reason("SyncerReachable") == ("False", "HandshakeRefused")

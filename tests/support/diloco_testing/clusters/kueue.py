@@ -5,32 +5,20 @@ in the place of its controller.
 
 from __future__ import annotations
 
-import functools
 import json
-import re
-import subprocess
 from pathlib import Path
 
+from diloco_testing.clusters import go_modules
 from diloco_testing.clusters.kubectl import Object, until
-from diloco_testing.clusters.provision import ROOT, Cluster
+from diloco_testing.clusters.provision import Cluster
 
-MODULE = "sigs.k8s.io/kueue"
-FOLDER = ROOT / "tests/e2e/clusters/kueue"
 GATE = "kueue.x-k8s.io/admission"
 JOB_UID = "kueue.x-k8s.io/job-uid"
 
 
-@functools.cache
 def source() -> Path:
     """Folder of the module, downloaded the first time; AssertionError: it cannot be."""
-    named = re.search(rf"{MODULE} (v\S+)", (FOLDER / "go.mod").read_text())
-    assert named is not None
-    done = subprocess.run(
-        ["go", "mod", "download", "-json", f"{MODULE}@{named[1]}"],
-        cwd=FOLDER, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    return Path(json.loads(done.stdout)["Dir"])
+    return go_modules.source("sigs.k8s.io/kueue", "kueue")
 
 
 def apply_crds(cluster: Cluster) -> None:

@@ -27,10 +27,12 @@ CONVERGE_SECONDS = 300.0
 USER = "system:serviceaccount:diloco-system:"
 
 
-def api_server(local: LocalClusters, name: str = "scale") -> Cluster:
-    """A cluster without nodes, with the chart's rights and CRD in it."""
+def api_server(local: LocalClusters, name: str = "scale", *flags: str) -> Cluster:
+    """A cluster without nodes, with the chart's rights and CRD in it; `flags` are helm's."""
     cluster = local.start(name, pods=False)
-    cluster.helm("install", "diloco", str(CHART), "--namespace", NAMESPACE, "--create-namespace")
+    cluster.helm(
+        "install", "diloco", str(CHART), "--namespace", NAMESPACE, "--create-namespace", *flags
+    )
     return cluster
 
 

@@ -74,11 +74,11 @@ class Fault:
 
 
 class RefuseError(Exception):
-    """Ends a request with a Status."""
+    """Ends a request with a Status, or with plain text."""
 
-    def __init__(self, status: int, message: str) -> None:
+    def __init__(self, status: int, message: str, *, plain: bool = False) -> None:
         super().__init__(message)
-        self.status, self.message = status, message
+        self.status, self.message, self.plain = status, message, plain
 
 
 class FakeApi:
@@ -181,7 +181,9 @@ class FakeApi:
         if (found := self._discovery(path)) is not None:
             return found
         at = _PATH.fullmatch(path)
-        if at is None or at["plural"] not in GROUPS.get(at["core"] or at["group"], {}):
+        if at is None or (at["core"] or at["group"]) not in GROUPS:
+            raise RefuseError(404, "404 page not found\n", plain=True)  # as a real server
+        if at["plural"] not in GROUPS[at["core"] or at["group"]]:
             raise RefuseError(404, f"the server could not find the requested resource: {path}")
         plural, namespace, name, sub = (
             at["plural"],
@@ -482,21 +484,27 @@ def _handler(api: FakeApi) -> type[BaseHTTPRequestHandler]:
                 else:
                     self._answer(request, 200, api.handle(request))
             except RefuseError as refusal:
-                self._answer(request, refusal.status, _status(refusal.status, refusal.message))
+                status = _status(refusal.status, refusal.message)
+                self._answer(request, refusal.status, refusal.message if refusal.plain else status)
             except OSError:
                 self.close_connection = True
 
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _do
 
         def _answer(
-            self, request: Request, status: int, body: Json, headers: dict[str, str] | None = None
+            self,
+            request: Request,
+            status: int,
+            body: Json | str,
+            headers: dict[str, str] | None = None,
         ) -> None:
             request.status = status
-            data = json.dumps(body).encode()
+            data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
             self.send_response(status)
             for name, value in (headers or {}).items():
                 self.send_header(name, value)
-            self.send_header("Content-Type", "application/json")
+            kind = "text/plain" if isinstance(body, str) else "application/json"
+            self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(data)))
             self.end_headers()
             self.wfile.write(data)
