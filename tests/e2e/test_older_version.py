@@ -24,6 +24,7 @@ from typing import Any
 
 import pytest
 
+from diloco_operator.resources.template_record import FORMAT, INPUTS
 from diloco_testing.clusters import images, images_mounted
 from diloco_testing.clusters.install import CHART, NAMESPACE, RELEASE, Images, install, load
 from diloco_testing.clusters.job import Job, manifest
@@ -36,9 +37,8 @@ The last commit at which all tests ran whose operator records templates in forma
 today's names, and its operator ignores unknown fields. It knows neither queues nor pools, nor learners of several pods
 that are replaced together, nor a syncer that reads the numbers of learners while it runs.
 """
-FORMATS = {"older": "1-", "this": "2-"}
+FORMATS = {"older": "1-", "this": f"{FORMAT}-"}
 """How the record of a template begins, by the version of the operator that wrote it."""
-INPUTS = "diloco.dev/template-inputs"
 NEWER_FIELD = "forceDeletePodsAfterSeconds"
 """Of spec.runPolicy, in this version only; no pod template depends on it."""
 STEPS = 400
@@ -60,7 +60,7 @@ class Upgraded:
     fresh: Job
     """Created under this version."""
 
-    def operators(self, version: str, *jobs: Job) -> None:
+    def until_reconciled_by(self, version: str, *jobs: Job) -> None:
         """Wait until the operator of a version has carried out everything for these jobs."""
         for job in jobs:
             until(
@@ -165,9 +165,9 @@ def test_an_upgrade_from_an_older_version_restarts_no_pod_and_its_jobs_complete(
     short, long = upgraded.short, upgraded.long
     before = {job.name: job.instances() for job in (short, long)}
     templates = [each["spec"]["template"] for each in workloads(long)]
-    upgraded.operators("older", short, long)
+    upgraded.until_reconciled_by("older", short, long)
     upgrade(upgraded)
-    upgraded.operators("this", short, long)
+    upgraded.until_reconciled_by("this", short, long)
     assert short.step() < STEPS, "the job ended before the upgrade, which shows nothing of it"
     assert {job.name: job.instances() for job in (short, long)} == before
     until_merged_further(long)
@@ -225,11 +225,11 @@ def test_a_rollback_to_the_older_version_restarts_no_pod_of_either_version(upgra
     long, fresh = upgraded.long, upgraded.fresh
     fresh.apply().until_condition("LearnersReady", PATIENCE_SECONDS)
     fresh.until_step(20, PATIENCE_SECONDS)
-    upgraded.operators("this", long, fresh)
+    upgraded.until_reconciled_by("this", long, fresh)
     before = {job.name: job.instances() for job in (long, fresh)}
     assert fresh.object()["spec"]["runPolicy"][NEWER_FIELD] == 600
     upgraded.cluster.helm("rollback", RELEASE, "1", "-n", NAMESPACE, "--wait", "--timeout", "3m")
-    upgraded.operators("older", long, fresh)
+    upgraded.until_reconciled_by("older", long, fresh)
     for job in (long, fresh):
         until_merged_further(job)
         assert_trains(job)
