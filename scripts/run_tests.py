@@ -38,7 +38,10 @@ OWN_CLUSTERS = (
 """Files of tests/e2e that start clusters or API servers of their own; all others share three clusters."""
 SECOND_CLUSTER = ("test_lifecycle", "test_steady_state", "test_operator_failures")
 THIRD_CLUSTER = ("test_learners_of_pods", "test_failed_jobs", "test_volumes")
-SLOW_TIER = ("test_fuzzed_jobs", "test_kueue_controller", "test_pools", "test_scale")
+SLOW_TIER = (
+    *("test_fuzzed_jobs", "test_kueue_controller", "test_older_version", "test_pools"),
+    "test_scale",
+)
 """Run with --all and in the workflow e2e.yaml; docs/testing.md names the faster tests of the same promises."""
 AT_ONCE = 4
 """Groups that run at the same time: most groups wait for pods, so three leave a fifth of two cores idle."""

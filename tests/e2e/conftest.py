@@ -5,17 +5,17 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from diloco_testing.clusters import diagnosis, images, images_mounted, provision
+from diloco_testing.clusters import diagnosis, history, images, images_mounted, provision
 from diloco_testing.clusters.install import Images, install, load
 from diloco_testing.clusters.job import Job, manifest
-from diloco_testing.clusters.kubectl import Kubectl, KubectlError, until
+from diloco_testing.clusters.kubectl import Kubectl, KubectlError, Object, until
 from diloco_testing.clusters.provision import Cluster, LocalClusters
 from diloco_testing.clusters.volumes import Provisioner
 from diloco_testing.kubernetes import api_server
@@ -26,7 +26,7 @@ ORDER = (
     "test_one_cluster", "test_failures", "test_learners_of_pods",
     "test_lifecycle", "test_failed_jobs", "test_steady_state", "test_volumes",
     "test_operator_failures", "test_operator_replicas", "test_walkthrough", "test_two_clusters",
-    "test_pools", "test_drills", "test_rbac",
+    "test_pools", "test_older_version", "test_drills", "test_rbac",
 )  # fmt: skip
 """Tests that disturb others run after them; tests that read every audit log run last."""
 TIMEOUT_SECONDS = 3600
@@ -118,10 +118,16 @@ class Fleet:
         cluster = self.local.start(name)
         self._provisioners[name] = Provisioner(cluster)
         load(cluster, self.images.operator, self.images.syncer, self.images.worker)
-        with images.one_session("kernels"):
-            if not any(images_mounted.numba(images_mounted.code()).rglob("*.nbc")):
-                _compile_kernels(cluster, self.images.worker.name)
+        self.compile_kernels(cluster)
         return cluster
+
+    def compile_kernels(self, cluster: Cluster, tree: Path = provision.ROOT) -> None:
+        """Compile the kernels that pods of the small image with a tree's code use, once."""
+        with images.one_session("kernels"):
+            if not any(images_mounted.numba(images_mounted.code(tree)).rglob("*.nbc")):
+                _compile_kernels(
+                    cluster, images_mounted.compiling_pod(self.images.worker.name, tree)
+                )
 
     def end(self, name: str) -> None:
         """Stop a local cluster."""
@@ -184,8 +190,7 @@ def _images(*, local: bool) -> Images:
     return Images(**named)  # type: ignore[arg-type]
 
 
-def _compile_kernels(cluster: Cluster, image: str) -> None:
-    pod = images_mounted.compiling_pod(image)
+def _compile_kernels(cluster: Cluster, pod: Object) -> None:
     name = pod["metadata"]["name"]
     cluster.kubectl.apply(pod)
 
@@ -207,6 +212,20 @@ def fleet(request: pytest.FixtureRequest) -> Iterator[Fleet]:
         yield made
     finally:
         made.stop()
+
+
+@pytest.fixture(scope="session")
+def files_of(fleet: Fleet, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes the files of an older commit into a folder, for local clusters."""
+
+    def written(commit: str) -> Path:
+        if fleet.local is None:
+            only_local("images of an older version are built for local clusters alone")
+        if why := history.why_not(commit):
+            unable(why)
+        return history.tree(commit, tmp_path_factory.mktemp(commit[:7]))
+
+    return written
 
 
 @pytest.fixture(scope="session")

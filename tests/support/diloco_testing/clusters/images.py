@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -28,6 +29,8 @@ SUITES = {(3, 11): "bookworm", (3, 13): "trixie"}
 """Debian releases by their Python: mounted packages fit no other release."""
 AUTHORITIES = Path("/etc/ssl/certs/ca-certificates.crt")
 BUILD_SECONDS = 2400.0
+PINNED = re.compile(r"^[\w.-]+==[^\\\n]+", re.MULTILINE)
+"""A package of requirements/*.txt with its version and marker, without its hashes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,10 +54,27 @@ def build(target: str) -> Image:
         return _build(target)
 
 
+def build_older(target: str, tree: Path) -> Image:
+    """
+    The operator or the syncer of an older tree, from that tree's Dockerfile.
+
+    With the packages that this tree locks: an older one without locks would get whatever is newest.
+    """
+    locked = (ROOT / f"requirements/{target}.txt").read_text()
+    folder = cache() / "older" / target
+    with one_session("images"):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "constraints.txt").write_text("\n".join(PINNED.findall(locked)))
+        return _bud(
+            f"localhost/older-diloco-{target}", target, tree,
+            f"--volume={folder}:/locks:ro",
+            "--build-arg=LOCKED=false",
+            "--build-arg=PIP_ARGS=--constraint=/locks/constraints.txt",
+        )  # fmt: skip
+
+
 def _build(target: str) -> Image:
-    arguments = [f"--build-arg=BASE_IMAGE={_base()}", f"--target={target}", "--layers"]
-    if AUTHORITIES.exists():
-        arguments += [f"--volume={AUTHORITIES}:/ca.crt:ro", "--build-arg=PIP_CERT=/ca.crt"]
+    arguments: list[str] = []
     if target == "worker":
         folder = cache() / "wheels"
         constraints = folder / "constraints.txt"
@@ -65,10 +85,16 @@ def _build(target: str) -> Image:
             f"--volume={folder}:/wheels:ro",
             "--build-arg=PIP_ARGS=--find-links=/wheels --constraint=/wheels/constraints.txt",
         ]
-    name = f"localhost/diloco-{target}"
+    return _bud(f"localhost/diloco-{target}", target, ROOT, *arguments)
+
+
+def _bud(name: str, target: str, tree: Path, *options: str) -> Image:
+    arguments = [f"--build-arg=BASE_IMAGE={_base()}", f"--target={target}", "--layers", *options]
+    if AUTHORITIES.exists():
+        arguments += [f"--volume={AUTHORITIES}:/ca.crt:ro", "--build-arg=PIP_CERT=/ca.crt"]
     _run(
         "buildah", "bud", "--isolation=chroot", "--network=host", "--pull-never", "--quiet",
-        *arguments, "--tag", f"{name}:latest", str(ROOT),
+        *arguments, "--tag", f"{name}:latest", str(tree),
     )  # fmt: skip
     return _archived(name)
 

@@ -1,5 +1,5 @@
 """
-This environment's packages and this checkout's code inside pods of the small image.
+This environment's packages and this checkout's code, or an older tree's, inside pods of the small image.
 
 Both are read-only hostPath volumes, so a local cluster alone can have them; they save the minutes
 and gigabytes of a true worker image in the tests that are not about it.
@@ -31,12 +31,12 @@ NUMBA = "/opt/diloco/numba"
 
 
 @functools.cache
-def code() -> Path:
-    """A copy of our packages as they are now, which does not change while pods read it; with bytecode."""
+def code(tree: Path = ROOT) -> Path:
+    """A copy of a tree's packages as they are now, which does not change while pods read it; with bytecode."""
     digest = hashlib.sha256()
     for package in CODE:
-        for path in sorted((ROOT / package).rglob("*.py")):
-            digest.update(f"{path.relative_to(ROOT)}\n".encode())
+        for path in sorted((tree / package).rglob("*.py")):
+            digest.update(f"{path.relative_to(tree)}\n".encode())
             digest.update(path.read_bytes())
     folder = cache() / "code" / digest.hexdigest()[:16]
     if not folder.exists():
@@ -45,7 +45,7 @@ def code() -> Path:
         part = Path(tempfile.mkdtemp(prefix=f"{folder.name}-", dir=folder.parent))
         for package in CODE:
             shutil.copytree(
-                ROOT / package,
+                tree / package,
                 part / Path(package).name,
                 ignore=shutil.ignore_patterns("__pycache__", "*.nbi", "*.nbc"),
             )
@@ -65,14 +65,15 @@ def numba(code_folder: Path) -> Path:
     return cache() / "numba" / code_folder.name
 
 
-def pod_fields(*, kernels: bool = True) -> dict[str, Any]:
+def pod_fields(tree: Path = ROOT, *, kernels: bool = True) -> dict[str, Any]:
     """
     Fields of podTemplate.spec with which a pod of the small image finds everything.
 
     Args:
+        tree: whose code.
         kernels: also the compiled kernels, which must be there already.
     """
-    folder = code()
+    folder = code(tree)
     places = {
         "site": (Path(sysconfig.get_paths()["purelib"]).resolve(), "/opt/diloco/site"),
         "code": (folder, "/opt/diloco/code"),
@@ -96,10 +97,10 @@ def pod_fields(*, kernels: bool = True) -> dict[str, Any]:
     }
 
 
-def compiling_pod(image: str) -> dict[str, Any]:
+def compiling_pod(image: str, tree: Path = ROOT) -> dict[str, Any]:
     """A pod that compiles the kernels on the machine and at the paths where pods will look."""
-    fields = pod_fields(kernels=False)
-    folder = numba(code())
+    fields = pod_fields(tree, kernels=False)
+    folder = numba(code(tree))
     folder.mkdir(parents=True, exist_ok=True)
     folder.chmod(0o777)
     container = fields["containers"][0]

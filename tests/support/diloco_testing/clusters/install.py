@@ -43,6 +43,7 @@ def install(
     cluster: Cluster,
     images: Images,
     *flags: str,
+    chart: Path = CHART,
     release: str = RELEASE,
     namespace: str = NAMESPACE,
     **values: Any,
@@ -54,6 +55,7 @@ def install(
         cluster: where; it has the images.
         images: for the chart's values.
         flags: more flags for helm.
+        chart: its folder.
         release: its name.
         namespace: the operator's; made if it is not there.
         values: more of the chart's values, nested.
@@ -71,7 +73,7 @@ def install(
         path = Path(f"{cluster.kubeconfig}.{release}.values.json")
     path.write_text(json.dumps(chart_values))
     cluster.helm(
-        "upgrade", "--install", release, str(CHART), "--namespace", namespace,
+        "upgrade", "--install", release, str(chart), "--namespace", namespace,
         "--values", str(path), "--wait", "--timeout", "3m", *flags,
     )  # fmt: skip
 

@@ -1,0 +1,40 @@
+"""Older versions of this project, from the history of the repository."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import tarfile
+from pathlib import Path
+
+from diloco_testing.clusters.provision import ROOT
+
+
+def why_not(commit: str) -> str:
+    """Why this checkout cannot give the files of a commit; "": it can."""
+    done = _git("cat-file", "-e", f"{commit}^{{commit}}")
+    if done.returncode == 0:
+        return ""
+    return (
+        f"commit {commit[:7]} is not in the history of this checkout, which may be shallow "
+        f"(git fetch --unshallow): {done.stderr.decode(errors='replace').strip()}"
+    )
+
+
+def tree(commit: str, folder: Path) -> Path:
+    """Write the files of a commit into a folder; returns the folder."""
+    done = _git("archive", "--format=tar", commit)
+    assert done.returncode == 0, done.stderr.decode(errors="replace")
+    with tarfile.open(fileobj=io.BytesIO(done.stdout)) as archive:
+        archive.extractall(folder, filter="data")
+    return folder
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    # Without git itself, as without a repository, there is no history.
+    try:
+        return subprocess.run(
+            ("git", "-C", str(ROOT), *arguments), stdin=subprocess.DEVNULL, capture_output=True
+        )
+    except FileNotFoundError as error:
+        return subprocess.CompletedProcess(arguments, 127, b"", str(error).encode())
