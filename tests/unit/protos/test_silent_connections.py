@@ -105,10 +105,11 @@ def accepted(peer: Peer) -> socket.socket:
             if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
                 continue
             each = socket.socket(fileno=os.dup(int(name)))
-            with contextlib.suppress(OSError):
-                if each.getpeername()[1] == peer.address[1]:
-                    return each
-            each.close()
+            try:
+                if each.family == socket.AF_INET and each.getpeername()[1] == peer.address[1]:
+                    return each.dup()
+            finally:
+                each.close()
     raise AssertionError("the server has not accepted the connection")
 
 
