@@ -100,13 +100,14 @@ def test_a11_a_half_open_connection_is_closed_when_a_ping_is_not_acknowledged(mo
 
 def accepted(peer: Peer) -> socket.socket:
     """A copy of the server's end of this connection: the server is in this process."""
-    for name in os.listdir("/proc/self/fd"):
+    for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
-            if not os.readlink(f"/proc/self/fd/{name}").startswith("socket:"):
+            if not os.readlink(f"/proc/self/fd/{number}").startswith("socket:"):
                 continue
-            each = socket.socket(fileno=os.dup(int(name)))
+            each = socket.socket(fileno=os.dup(int(number)))
             try:
-                if each.family == socket.AF_INET and each.getpeername()[1] == peer.address[1]:
+                name = each.getpeername()  # of a Unix socket: a text
+                if isinstance(name, tuple) and name[1] == peer.address[1]:
                     return each.dup()
             finally:
                 each.close()
