@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import threading
@@ -52,6 +53,8 @@ class JournalWriter:
         except OSError as error:
             raise StorageError(f"opening {path}: {error.strerror or error}") from error
         self._position = Position(number, self._size)
+        self._renamed = False
+        """Whether the open file has the name of an earlier part, since a rotation ended in the middle."""
         if self._torn:
             self._append(b"")
         if number > 1 and self._size == 0:  # killed in the middle of a rotation
@@ -139,17 +142,35 @@ class JournalWriter:
         self._write(_line({"event": ROTATE, "part": number, **heading}))
 
     def _begin_file(self, earlier: Path) -> None:
-        self._disk.rename(self.path, earlier)
+        if not self._renamed:
+            self._rename(earlier)
         try:
             file = _create(self._disk, self.path)
         except OSError:
-            # The open file still takes the lines, so it must have its name again.
-            self._disk.rename(earlier, self.path)
+            # The open file still takes the lines, so it must have its name again. If the disk refuses
+            # that too, the next attempt continues here.
+            with contextlib.suppress(OSError):
+                if self._disk.size(self.path) is None:
+                    self._disk.rename(earlier, self.path)
+                    self._renamed = False
             raise
-        before, self._file, self._torn = self._file, file, False
+        before, self._file, self._torn, self._renamed = self._file, file, False, False
         self._size, self._position = 0, Position(self._position.part, 0)
         if before is not None:
             before.close()
+
+    def _rename(self, earlier: Path) -> None:
+        try:
+            self._disk.rename(self.path, earlier)
+        except FileNotFoundError:
+            pass  # another process has deleted it
+        except OSError:
+            # The disk may have refused to make it durable only. A second attempt would then rename a file
+            # that another process has created since, and replace this one.
+            with contextlib.suppress(OSError):
+                self._renamed = self._disk.size(self.path) is None
+            raise
+        self._renamed = True
 
     def _delete_old(self, needed: int, total_bytes: int) -> None:
         known = numbers(self.path, self._disk.names(self.path.parent))

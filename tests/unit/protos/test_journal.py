@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from diloco.errors import StorageError
 from diloco.journal import reader, records, writer
 from diloco.journal.parts import Position, parts
 from diloco.journal.writer import JournalWriter
+from diloco.runtime.disk import LOCAL
 
 APPEND = """
 import sys
@@ -201,6 +203,70 @@ def test_a_kill_in_the_middle_of_a_rotation_is_made_up_for(tmp_path: Path):
     log.append({"a": 2})
     log.close()
     assert [row.get("a", row.get("part")) for row in reader.read(path)] == [1, 2, 2]
+
+
+class RefusingDisk:
+    """The local disk, but for calls that are refused once each, before or after they take effect."""
+
+    def __init__(self, *refused: tuple[str, str]) -> None:
+        self._refused = list(refused)
+
+    def __getattr__(self, name: str) -> Any:
+        def call(*arguments: Any, **more: Any) -> Any:
+            refused = bool(self._refused) and self._refused[0][0] == name
+            when = self._refused.pop(0)[1] if refused else ""
+            result = None if when == "before" else getattr(LOCAL, name)(*arguments, **more)
+            if when:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        (("rename", "before"),),
+        (("rename", "after"),),
+        (("rename", "after"), ("open", "before")),
+        (("open", "before"),),
+        (("open", "before"), ("rename", "before")),
+        (("open", "before"), ("rename", "after")),
+        (("open", "before"), ("rename", "before"), ("open", "before"), ("rename", "before")),
+    ],
+)
+def test_a_journal_rotates_again_after_a_disk_failed_in_the_middle_of_a_rotation(
+    tmp_path: Path, refused: tuple[tuple[str, str], ...]
+):
+    """Seed 20261126584: a rotation that could not be undone either was the last one."""
+    path, disk = tmp_path / "events.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    log.append({"a": 0})
+    disk._refused = list(refused)
+    rotated = [log.rotate(needed=100, part_bytes=1)]
+    writer.append(path, {"a": 1})  # as another process does, which opens the file by its name
+    for a in range(2, 6):
+        log.append({"a": a})
+        rotated.append(log.rotate(needed=100, part_bytes=1))
+    log.close()
+    assert not rotated[0]
+    assert rotated[-1]
+    assert disk._refused == []
+    assert sorted(row["a"] for row in reader.read(path) if "a" in row) == list(range(6))
+    numbered = [row["part"] for row in reader.read(path) if "part" in row]
+    assert numbered == list(range(2, log.position().part + 1))
+    assert len(parts(path)) >= 3
+
+
+def test_a_journal_whose_file_was_deleted_begins_a_new_part(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    log = JournalWriter(path)
+    log.append({"a": 0})
+    path.unlink()
+    assert log.rotate(needed=100, part_bytes=1)
+    log.append({"a": 1})
+    log.close()
+    assert [row.get("a", row.get("part")) for row in reader.read(path)] == [2, 1]
 
 
 def test_a_copy_of_a_file_that_has_become_a_part_counts_once(tmp_path: Path):
