@@ -56,4 +56,4 @@ mutants: setup-dev  ## a random sample of mutants of the pure cores against the 
 	nice $(BIN)/python scripts/mutants.py --seed $(or $(SEED),0) --count $(or $(COUNT),150)
 
 clean:           ## remove the environment and caches
-	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

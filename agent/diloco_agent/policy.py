@@ -188,7 +188,10 @@ class Policy:
     def _follow(self, unit: Unit, now: float) -> list[Decision]:
         """Do what the other pods of the learner require."""
         if self.state is State.RUNNING and (reason := unit.must_end(now)):
-            self.state, self.message = State.RESTARTING, f"restarts with its learner: {reason}"
+            self.state, self.message = (
+                State.RESTARTING,
+                f"restarting with the other pods of its learner: {reason}",
+            )
             self._kill_at = now + self.limits.leave_seconds
             return [Terminate()]
         if self.state is State.RESTARTING and unit.has_lost_peer(now):
@@ -283,7 +286,9 @@ class Policy:
         if self.unit is not None:
             self.waits = not self.unit.may_start(now)
             if self.waits:
-                self.message = f"waits for its learner: {self.unit.waits_for(now)}"
+                self.message = (
+                    f"waiting for the other pods of its learner: {self.unit.waits_for(now)}"
+                )
                 return []
             self.unit.started(now)
         self.state, self.started_at, self._was_ready = State.RUNNING, now, False

@@ -16,8 +16,8 @@ from diloco_agent.policy import Role, State
 STALE_SECONDS = 15.0
 """A program reports its health every second; without a report for this long it is not ready."""
 
-TURN_SECONDS = 60.0
-"""Liveness fails when the supervisor's loop, which runs twice a second, has stalled for this long."""
+STALLED_SECONDS = 60.0
+"""Liveness fails when the agent's loop, which runs twice a second, has stalled for this long."""
 
 STARTING_SECONDS = 300.0
 """Without a health report, a program counts as started after this: a user's own loop may load data
@@ -26,7 +26,7 @@ for hours before it joins. Shorter than the startup probe's limit."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """What one turn of the supervisor's loop observed."""
+    """What one turn of the agent's loop observed."""
 
     role: Role
     rank: int
@@ -93,10 +93,8 @@ def ready(facts: Facts, now: float) -> Answer:
 def alive(facts: Facts, now: float) -> Answer:
     """`/livez`."""
     stalled = now - facts.turned_at
-    if stalled > TURN_SECONDS:
-        return Answer(
-            ok=False, message=f"the supervisor's loop has been stalled for {stalled:.0f} s"
-        )
+    if stalled > STALLED_SECONDS:
+        return Answer(ok=False, message=f"the agent's loop has been stalled for {stalled:.0f} s")
     if facts.state is State.RUNNING and facts.health is not None:
         quiet = now - min(facts.health.at, facts.health.progress_at)
         if quiet > facts.stuck_seconds:

@@ -6,6 +6,7 @@ Pure: how long to back off, and when a learner has crashed too often (diloco/run
 
 from __future__ import annotations
 
+from diloco.runtime.backoff import doubled
 from diloco.runtime.formatting import ending
 
 
@@ -24,8 +25,7 @@ def backoff_seconds(
     doublings = exits - 1 - immediate
     if doublings < 0:
         return 0.0
-    # 2.0**64 is past every bound, and larger powers overflow.
-    return min(max_seconds, first_seconds * 2.0 ** min(doublings, 64))
+    return doubled(first_seconds, doublings, max_seconds)
 
 
 def exit_cause(code: int, last_line: str) -> str:

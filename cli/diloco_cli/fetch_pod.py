@@ -1,7 +1,7 @@
 """
 The fetch pod: reads the syncer's volume of a job whose syncer does not run.
 
-Pure. `volume` starts it and deletes it. It is what the syncer is (image, users, ServiceAccount), but
+Pure. `volume_reader` starts it and deletes it. It is what the syncer is (image, users, ServiceAccount), but
 mounts the volume read-only, and does nothing until `kubectl exec` runs a program in it.
 """
 

@@ -103,7 +103,7 @@ def certs(
     out: Annotated[
         Path,
         typer.Option(
-            "--out", metavar="DIR", help="Directory to write; keep it safe, it contains ca.key."
+            "--out", metavar="DIR", help="Output directory; keep it secret: it contains ca.key."
         ),
     ],
     days: Annotated[int, typer.Option(min=1, help="Validity of the certificates.")] = 365,

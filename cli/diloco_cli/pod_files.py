@@ -325,5 +325,5 @@ class _Stream:
             if not select.select([self._fd], [], [], max(0.0, seconds))[0]:
                 raise _BrokenError(f"no data for {self._stall_seconds:g} s")
             if not (data := os.read(self._fd, 1 << 16)):
-                raise _BrokenError("the stream broke off")
+                raise _BrokenError("the stream ended early")
             self._buffer += data

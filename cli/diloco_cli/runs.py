@@ -88,7 +88,7 @@ def kill(
     positional: PositionalRunDirectory = None,
     directory: RunDirectory = None,
 ) -> None:
-    """Kill a learner as a crash would; it restarts."""
+    """Kill a learner, to simulate a crash; it restarts automatically."""
     from diloco_local import run_control
 
     pid = run_control.kill(run_directory(positional or directory), learner)

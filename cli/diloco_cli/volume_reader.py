@@ -152,7 +152,7 @@ class _Start:
         try:
             self.kubectl.run("delete", f"pod/{name}", "--ignore-not-found", "--wait=false")
         except UnavailableError as error:
-            self.announce(f"pod {name} was not deleted and ends in {LIFE_SECONDS} s: {error}")
+            self.announce(f"cannot delete pod {name}, which exits in {LIFE_SECONDS} s: {error}")
 
     def _owner(self) -> fetch_pod.Object:
         found = _get(self.kubectl, f"{RESOURCE}/{self.job}")

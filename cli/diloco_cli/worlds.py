@@ -16,7 +16,7 @@ def sim(
     seed: Annotated[int | None, typer.Option(min=0, help="Seed of a single world.")] = None,
     seeds: Annotated[
         str | None,
-        typer.Option(metavar="A..B", help="Range of seeds of worlds, including both ends."),
+        typer.Option(metavar="A..B", help="Range of seeds, both ends included."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Global steps of each world.")] = 100,
     jobs: Annotated[

@@ -138,7 +138,7 @@ REASONS: tuple[Reason, ...] = (
         (
             "RegionChanged",
             "Warning",
-            "this operator has {own}, but objects of this job were made with {others}; nothing was changed",
+            "this operator runs with {own}, but objects of this job were created with {others}; nothing was changed",
             "set region.name back, or delete the job in this cluster and apply it again",
         ),
         (
@@ -202,8 +202,8 @@ REASONS: tuple[Reason, ...] = (
         (
             "VolumeTerminating",
             "Warning",
-            "the syncer is serving, but PersistentVolumeClaim {claim} is being deleted: the job's "
-            "state is lost when the syncer's pod ends, which keeps the claim until then",
+            "the syncer is serving, but PersistentVolumeClaim {claim} is being deleted: the claim, and "
+            "with it the job's state, is lost when the syncer's pod ends",
             "copy the volume now; the deletion of a claim cannot be undone",
         ),
     ),
@@ -216,7 +216,7 @@ REASONS: tuple[Reason, ...] = (
         (
             "VolumeGone",
             "Warning",
-            "PersistentVolumeClaim {claim} with uid {uid}, which holds the job's state up to step "
+            "PersistentVolumeClaim {claim} with uid {uid}, which held the job's state up to step "
             "{step}, {seen}: the syncer does not start, and learners train alone. To continue with "
             "{instead}: {command}",
             "restore the volume from a copy, or confirm the loss of its state with the annotation",

@@ -23,7 +23,7 @@ from diloco.runtime.health import BackgroundHealthFile
 from diloco.runtime.interpreter import tune_interpreter
 from diloco.runtime.logs import configure_logging
 from diloco.runtime.malloc import tune_malloc
-from diloco.runtime.memory import memory_bytes
+from diloco.runtime.memory_limit import memory_bytes
 from diloco.runtime.sysctl import kernel_warnings
 from diloco.spec import RunSpec
 from diloco_syncer import settings

@@ -78,6 +78,25 @@ def test_the_modules_in_the_tables_of_the_architecture_exist():
     assert not named - modules - {""}
 
 
+FOLDERS = {
+    "contract": "protos/diloco", "job": "job", "agent": "agent", "syncer": "syncer", "worker": "worker",
+    "operator": "operator", "local": "local", "cli": "cli", "simulator": "sim",
+}  # fmt: skip
+
+
+def test_each_row_of_pure_modules_in_the_architecture_names_modules_of_its_own_package():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = dict(re.findall(r"^\| (\w+) \|(.*)$", text, re.MULTILINE))
+    for row, folder in FOLDERS.items():
+        modules = {
+            part for path in (ROOT / folder).rglob("*.py") for part in (path.stem, *path.parts)
+        }
+        named = {
+            part for path in re.findall(r"`([a-z_/]+)`", rows[row]) for part in path.split("/")
+        }
+        assert not named - modules - {""}, row
+
+
 def test_the_tests_that_the_page_of_failures_names_exist():
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs" / "failures.md").read_text()))
     defined = {

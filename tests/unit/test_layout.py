@@ -49,7 +49,14 @@ FOLDERS = [
 def test_every_package_describes_what_it_may_import_and_where_to_begin(path):
     text = " ".join((ast.get_docstring(ast.parse((ROOT / path).read_text())) or "").split())
     assert re.search(r"\b[Ii]mports?\b", text), "what may it import?"
-    assert re.search(r"[Bb]egin with", text), "where does a reader begin?"
+    begin = re.search(r"[Bb]egin with(.*)", text)
+    assert begin, "where does a reader begin?"
+    folder = ROOT / path.parts[0]
+    modules = {part for p in folder.rglob("*.py") for part in (p.stem, p.parent.name)}
+    modules |= set(re.findall(r"^def (\w+)", (ROOT / path).read_text(), re.MULTILINE))
+    first = re.findall(r"`([a-z_]+)`", begin[1].partition(". ")[0])
+    named = {*first, *re.findall(r"\b(\w+)\.py\b", text)}
+    assert not named - modules, "modules that do not exist"
 
 
 def test_standard_operator_wins_in_the_repo_root():

@@ -2,8 +2,8 @@
 The learner's side of a job: the `Learner` library, the link process, the GPT recipe, the evaluator.
 
 Begin with `learner`, the public class; `joined` implements it in a job, with trainer/ in the training
-process and link/ in the process beside it, and the decisions of both in core/ (pure). `progress` is for
-the other ranks of a learner of several pods. Imports only the contract (`diloco`); torch stays out of
+process and link/ in the process beside it, and the decisions of both in core/ (pure). `rank_liveness`
+is for the other ranks of a learner of several pods. Imports only the contract (`diloco`); torch stays out of
 core/, link/ and `fetch`, so `Learner` loads on first use.
 """
 

@@ -226,7 +226,7 @@ class JoinedTrainer:
                 facts=dict(action.facts),
             )
         except DilocoError as error:
-            log.warning("local checkpoints are off from now on: %s", error)
+            log.warning("no more local checkpoints will be written: %s", error)
             self._core.checkpoints_off()
             return
         if started:

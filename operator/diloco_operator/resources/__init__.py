@@ -2,8 +2,8 @@
 The children of a job as Kubernetes objects: the desired state of everything the operator manages.
 
 Pure and deterministic: equal arguments give equal objects, ready for server-side apply (every field
-that is ours, no nulls, no status). Begin with `desired`; each role has a module, `pods` has what
-their pods share, `overlay` applies a podTemplate. Another version may make other pod templates of
+that is ours, no nulls, no status). Begin with `desired`; each role has a module, `pod_templates`
+has what their pods share, `overlay` applies a podTemplate. Another version may make other pod templates of
 the same manifest: `inputs` and `template_record` let `decide` keep those of running pods. Imports
 diloco_job and the contract; nothing of the operator outside this folder.
 """

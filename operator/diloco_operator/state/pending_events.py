@@ -26,8 +26,8 @@ MAX_OBJECTS = 4
 """Objects of one job whose Events one reconcile reads."""
 
 _PROGRESS = ("SuccessfulCreate", "Scheduled", "Pulling", "Pulled", "Created", "Started")
-"""Reasons of Events after which an earlier reported_problem is over. Others, such as SuccessfulAttachVolume and
-SandboxChanged, may come between two complaints about the same."""
+"""Reasons of Events after which a problem that was reported before is over. Others, such as SuccessfulAttachVolume
+and SandboxChanged, may come between two Events about the same problem."""
 
 _CONDITIONS = {"syncer": "SyncerReady", "learner": "LearnersReady"}
 """Role → the condition that reports its pods."""

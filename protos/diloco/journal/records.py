@@ -239,6 +239,8 @@ class Halt(Record):
     """Global, of the merge that was discarded."""
     fragment: int
     reason: str
+    learners: str = ""
+    """Its members: names, separated by commas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from diloco.runtime.backoff import doubled
 from diloco_syncer.core import events as ev
 
 RETRY_SECONDS = 5.0
@@ -115,5 +116,5 @@ class Durability:
 
     def _failed(self, reason: str, now: float) -> None:
         self.failure = reason
-        self.retry_at = now + min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2.0 ** min(self._failures, 8))
+        self.retry_at = now + doubled(RETRY_SECONDS, self._failures, MAX_RETRY_SECONDS)
         self._failures += 1

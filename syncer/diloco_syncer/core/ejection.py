@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from diloco.runtime.backoff import doubled
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.learners import Ejection, LearnerRecord, LearnerRecords, Probe
 from diloco_syncer.core.pacing import Pace
@@ -37,7 +38,7 @@ PROBE_ATTEMPT = 1 << 20
 
 def backoff_seconds(ejections: int) -> float:
     """Time until the next probe after this many failures in a row (1: the first)."""
-    return min(MAX_BACKOFF_SECONDS, BACKOFF_SECONDS * 2.0 ** min(ejections - 1, 16))
+    return doubled(BACKOFF_SECONDS, ejections - 1, MAX_BACKOFF_SECONDS)
 
 
 def _nth(fragments: frozenset[int], failures: int) -> int:

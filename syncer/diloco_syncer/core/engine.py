@@ -34,8 +34,8 @@ LATE_HEARTBEATS = 3
 OWN_PAUSE_SECONDS = 3.0
 """A longer time between two events is a pause of the syncer itself: it ticks at least every 2 s."""
 
-PROOF_INTERVALS = 4
-PROOF_STEPS = 16
+CONFIRMED_INTERVALS = 4
+CONFIRMED_STEPS = 16
 """
 An upload confirms the speed of a learner for this many H of its own steps, and a few for small H.
 
@@ -358,7 +358,9 @@ class Engine:
             record.lag = lag_of(
                 record.lag, started=self.scheduler.pace.step, global_step=event.global_step
             )
-            self.learners.lapse(record, PROOF_INTERVALS * self.spec.interval + PROOF_STEPS)
+            self.learners.expire_confirmation(
+                record, CONFIRMED_INTERVALS * self.spec.interval + CONFIRMED_STEPS
+            )
             self._announcements.touch(event.learner)
             self.ejections.reported(event.learner, now)
             if self.learners.paces(record, now):

@@ -86,12 +86,12 @@ class LearnerRecord:
     """Restarts of its process, as its supervisor counts them."""
     lag: float = 0.0
     """Global steps between an announcement and the first report that knows it (core/announcements.py)."""
-    proven: bool = False
+    confirmed: bool = False
     """
-    Its last upload that was merged bears its steps out: it has a length, and tokens. Until one does, and
+    Its last upload that was merged confirms its steps: it has a length, and tokens. Until one does, and
     after many steps without one, its steps count for the pace only as fast as those of others.
     """
-    proven_step: int = 0
+    confirmed_step: int = 0
     """Its local step when it joined, or when an upload of it was last merged."""
     paced_at: float = -math.inf
     """When its steps last counted for the pace, or should have, monotonic."""
@@ -158,17 +158,17 @@ class LearnerRecords:
         """A learner joined, left, began to report, was ejected or readmitted."""
         self._connected = self._training = self._ejected = self._measured = None
 
-    def prove(self, proven: Mapping[str, bool]) -> None:
-        """Note whose merged uploads bear their steps out."""
-        for name, is_proven in proven.items():
+    def confirm(self, confirmed: Mapping[str, bool]) -> None:
+        """Record whose merged uploads confirm their steps."""
+        for name, is_confirmed in confirmed.items():
             record = self.by_name[name]
-            record.proven, record.proven_step = is_proven, record.local_step
+            record.confirmed, record.confirmed_step = is_confirmed, record.local_step
         self._measured = None
 
-    def lapse(self, record: LearnerRecord, steps: int) -> None:
+    def expire_confirmation(self, record: LearnerRecord, steps: int) -> None:
         """Its last upload confirms no more than this many local steps after it."""
-        if record.proven and record.local_step > record.proven_step + steps:
-            record.proven = False
+        if record.confirmed and record.local_step > record.confirmed_step + steps:
+            record.confirmed = False
             self._measured = None
 
     def paces(self, record: LearnerRecord, now: float) -> bool:
@@ -263,14 +263,14 @@ class LearnerRecords:
         record.last_seen = now
         record.restarts = hello.restarts
         record.report = None
-        record.proven_step = max(record.proven_step, record.local_step, hello.local_step)
+        record.confirmed_step = max(record.confirmed_step, record.local_step, hello.local_step)
         record.region = hello.region
         record.step_seconds = None
         record.local_step = max(record.local_step, hello.local_step)
         record.lag = 0.0
         record.history.pause()
         if hello.fresh:
-            record.used_reports, record.proven = UsedReports(), False
+            record.used_reports, record.confirmed = UsedReports(), False
             record.history.restart()
         self.changed()
         return record, replaced
@@ -423,8 +423,8 @@ def _usual(training: list[LearnerRecord]) -> float:
     """
     if len(training) < 2:
         return 0.0
-    proven = [r for r in training if r.proven] or training
-    seconds = [found for r in proven if (found := _interval(r)) is not None]
+    confirmed = [r for r in training if r.confirmed] or training
+    seconds = [found for r in confirmed if (found := _interval(r)) is not None]
     return statistics.median_high(seconds) if seconds else 0.0
 
 
@@ -437,4 +437,4 @@ def _interval(record: LearnerRecord) -> float | None:
 
 
 def _least(record: LearnerRecord, usual: float) -> float:
-    return 0.0 if record.proven else usual
+    return 0.0 if record.confirmed else usual

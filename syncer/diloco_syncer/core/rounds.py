@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco.runtime.backoff import doubled
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.events import ConfirmedNorm, Merged
 from diloco_syncer.core.upload_limits import UploadProgress
@@ -141,8 +142,7 @@ class Round:
         self.pending = 0
         self.early.clear()
         self.phase = Phase.COLLECTING
-        pause = RETRY_SECONDS * 2.0 ** min(self.attempt, 16)
-        self.retry_at = now + min(MAX_RETRY_SECONDS, pause)
+        self.retry_at = now + doubled(RETRY_SECONDS, self.attempt, MAX_RETRY_SECONDS)
         self.attempt += 1
         self.deadline = self.quorum_at = self.held_since = None
 

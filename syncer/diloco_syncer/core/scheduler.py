@@ -341,7 +341,7 @@ class Scheduler:
                     "step": round_.step,
                     "fragment": round_.fragment,
                     "reason": reason,
-                    "members": [c.learner for c in round_.by_name()],
+                    "learners": ", ".join(c.learner for c in round_.by_name()),
                 },
             )
         ]
@@ -368,8 +368,8 @@ class Scheduler:
         self.last_members = len(round_.contributions)
         self.last_merge_at = now
         self.grace.synced(now - round_.pulled_at)
-        proven = explained_members(round_.contributions, merged.confirmed, self.spec.guard)
-        self.learners.prove({name: name in proven for name in round_.contributions})
+        confirmed = explained_members(round_.contributions, merged.confirmed, self.spec.guard)
+        self.learners.confirm({name: name in confirmed for name in round_.contributions})
         for name, contribution in round_.contributions.items():
             record = self.learners.by_name[name]
             self._used_reports(name).merge(round_.step, contribution.local_step)

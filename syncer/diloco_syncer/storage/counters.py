@@ -58,7 +58,7 @@ def counted(disk: Disk, path: Path) -> int:
             "may be missing there"
         )
     if text != encode(value) and not text.strip().isdigit():
-        log.warning("%s: is damaged; the rest of it proves that the number is %d", path, value)
+        log.warning("%s is damaged; according to its intact copies, the number is %d", path, value)
     return value
 
 

@@ -49,12 +49,15 @@ def test_before_the_first_health_report_it_has_not_started(role):
 
 def test_a_pod_that_waits_for_the_others_of_its_learner_is_unready_and_nothing_restarts_it():
     waiting = facts(
-        state=State.WAITING, health=None, waits=True, message="waits for its learner: rank 1 …"
+        state=State.WAITING,
+        health=None,
+        waits=True,
+        message="waiting for the other pods of its learner: rank 1 …",
     )
     assert started(waiting, NOW).ok
     assert alive(waiting, NOW).ok
     assert not ready(waiting, NOW).ok
-    assert ready(waiting, NOW).message == "waits for its learner: rank 1 …"
+    assert ready(waiting, NOW).message == "waiting for the other pods of its learner: rank 1 …"
 
 
 def test_a_slow_loader_is_not_killed_by_the_startup_probe():

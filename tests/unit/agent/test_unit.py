@@ -159,7 +159,10 @@ def test_no_rank_starts_before_every_pod_reports():
     learner.pods[2].silent_until = 100.0
     learner.run(99)
     assert [pod.starts for pod in learner.pods] == [[], [], []]
-    assert learner.pods[0].policy.message == "waits for its learner: rank 2 does not report"
+    assert (
+        learner.pods[0].policy.message
+        == "waiting for the other pods of its learner: rank 2 does not report"
+    )
     learner.until_whole()
     assert {len(pod.starts) for pod in learner.pods} == {1}
 
@@ -271,7 +274,9 @@ def test_a_pod_that_is_stopped_ends_the_run_before_its_process_is_gone():
     learner.run(2 * TURN)
     leader = learner.pods[0].policy
     assert leader.state is State.RESTARTING
-    assert leader.message == "restarts with its learner: rank 1 is being stopped"
+    assert (
+        leader.message == "restarting with the other pods of its learner: rank 1 is being stopped"
+    )
     # Both processes still run: rank 0 has the time to leave and to write its checkpoint.
     learner.run(FOLLOW_SECONDS + 5)
     assert learner.pods[0].running

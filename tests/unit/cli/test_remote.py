@@ -187,10 +187,10 @@ def test_a_file_that_grows_or_is_replaced_between_streams_is_consistent(tmp_path
         command = [kubectl, "exec", "deployment/a-syncer", "--"]
         return copy.attempt(command, remote.STATE, 5.0, time.monotonic() + 60)
 
-    assert attempt(1_500_000) == "the stream broke off"
+    assert attempt(1_500_000) == "the stream ended early"
     with (state / "model/model.safetensors").open("ab") as file:
         file.write(b"more")
-    assert attempt(1_500_000) == "the stream broke off"
+    assert attempt(1_500_000) == "the stream ended early"
     (state / "new").write_bytes(TENSORS[::-1])
     (state / "new").rename(state / "model/model.safetensors")
     assert attempt() == ""
@@ -202,7 +202,7 @@ def test_streams_that_always_break_off_name_what_is_missing(tmp_path, kubectl, s
     job = breaking(kubectl, tmp_path, 1_500_000, *[100] * 9)
     expected = (
         r"cannot fetch files of job a: model/model\.safetensors \(1\.00 MiB of 4\.00 MiB received\): "
-        "the stream broke off; run the command again"
+        "the stream ended early; run the command again"
     )
     with pytest.raises(UnavailableError, match=expected):
         job.fetch(remote.MODEL, tmp_path / "run")

@@ -362,9 +362,9 @@ def test_a_pod_that_is_deleted_meanwhile_is_an_error(cluster, job):
 def test_the_pod_is_deleted_when_the_files_cannot_be_read(cluster, job):
     def read():
         with job.syncer_files():
-            raise UnavailableError("the stream broke off")
+            raise UnavailableError("the stream ended early")
 
-    with pytest.raises(UnavailableError, match=r"^the stream broke off$"):
+    with pytest.raises(UnavailableError, match=r"^the stream ended early$"):
         read()
     created(cluster)
 

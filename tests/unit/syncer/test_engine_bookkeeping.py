@@ -148,7 +148,7 @@ def test_the_fastest_learner_is_another_one_after_it_has_slowed_down():
     engine = engine_of(2)
     reported(engine, 0, 1, now=1.0, step_seconds=1.0)
     reported(engine, 1, 1, now=1.0, step_seconds=2.0)
-    engine.learners.prove({"eu/0": True, "eu/1": True})
+    engine.learners.confirm({"eu/0": True, "eu/1": True})
     assert engine.learners.fastest_step_seconds() == 1.0
     for step in range(2, 12):
         reported(engine, 0, step, now=float(step), step_seconds=9.0)

@@ -78,7 +78,7 @@ def test_the_window_shrinks_by_what_quorum_and_sync_took():
     for name in "ab":
         job.contribute(name, round=2, local_step=2)
     job.merged(round=2, at=2.6)
-    job.engine.learners.prove({"a": True, "b": True})  # else ξ_step is that of the slower of two
+    job.engine.learners.confirm({"a": True, "b": True})  # else ξ_step is that of the slower of two
     job.report("a", 3, at=3.0)
     assert scheduler.grace.sync_seconds == pytest.approx(0.2)
     assert scheduler.last_window_seconds == pytest.approx(0.8 * (1.0 - 0.45 - 0.2))

@@ -151,14 +151,14 @@ def test_the_fastest_is_that_of_the_learners_that_train():
     for session, (name, seconds) in enumerate((("a", 3.0), ("b", 2.0), ("c", 1.0)), start=1):
         learners.report(reported(name, session=session, step_seconds=seconds), now=6.0)
     assert learners.fastest_step_seconds() == 2.0, "the median: no upload confirms a speed yet"
-    learners.prove({"c": True})
+    learners.confirm({"c": True})
     assert learners.fastest_step_seconds() == 1.0
     learners.leave("c", 3)
     assert learners.fastest_step_seconds() == 3.0, "of two, the slower"
 
 
 @pytest.mark.parametrize(
-    ("proven", "usual"),
+    ("confirmed", "usual"),
     [
         ({}, 2.0),  # the median of all
         ({"a": True}, 4.0),
@@ -168,16 +168,16 @@ def test_the_fastest_is_that_of_the_learners_that_train():
     ],
 )
 def test_without_a_proof_a_learner_paces_as_fast_as_the_median_of_those_that_have_one(
-    proven, usual
+    confirmed, usual
 ):
     learners = joined("a", "b", "c", "d")
     for session, (name, seconds) in enumerate(
         (("a", 4.0), ("b", 2.0), ("c", 1.0), ("d", 0.1)), start=1
     ):
         learners.report(reported(name, session=session, step_seconds=seconds), now=6.0)
-    learners.prove(proven)
+    learners.confirm(confirmed)
     assert learners.least_step_seconds(learners.by_name["d"]) == usual
-    assert all(learners.least_step_seconds(learners.by_name[name]) == 0.0 for name in proven)
+    assert all(learners.least_step_seconds(learners.by_name[name]) == 0.0 for name in confirmed)
 
 
 def test_a_learner_that_trains_alone_paces_as_it_steps():
@@ -191,7 +191,7 @@ def test_a_pause_of_the_others_does_not_slow_a_learner_without_a_proof():
     for step, now in enumerate((10.0, 11.0, 1000.0), start=1):
         learners.report(reported("a", local_step=step, step_seconds=1.0), now=now)
     learners.report(reported("b", session=2, step_seconds=0.1), now=1000.0)
-    learners.prove({"a": True})
+    learners.confirm({"a": True})
     assert learners.least_step_seconds(learners.by_name["b"]) == 4.0, "not 495 s"
 
 
@@ -200,7 +200,7 @@ def test_steps_that_come_a_little_early_or_late_all_count_for_the_pace_but_the_f
         learners = joined("a", "b")
         learners.report(reported("a", step_seconds=1.0), now=0.0)
         learners.report(reported("b", session=2, step_seconds=0.01), now=0.0)
-        learners.prove({"a": True})
+        learners.confirm({"a": True})
         record = learners.by_name["b"]
         assert learners.least_step_seconds(record) == 1.0
         return sum(learners.paces(record, now) for now in times)
@@ -292,7 +292,7 @@ def fastest_of(**step_seconds):
     learners = joined(*step_seconds)
     for session, (name, seconds) in enumerate(step_seconds.items(), start=1):
         learners.report(reported(name, session=session, step_seconds=seconds), now=10.0)
-    learners.prove(dict.fromkeys(step_seconds, True))
+    learners.confirm(dict.fromkeys(step_seconds, True))
     return learners
 
 
@@ -320,14 +320,14 @@ def test_an_upload_confirms_a_speed_for_a_number_of_steps_only():
     for name, session in (("a", 1), ("b", 2), ("c", 3)):
         learners.report(reported(name, session=session, local_step=2), now=11.0)
     assert learners.least_step_seconds(record) == 0.0
-    record.local_step = record.proven_step + 40
-    learners.lapse(record, 40)
-    assert record.proven
+    record.local_step = record.confirmed_step + 40
+    learners.expire_confirmation(record, 40)
+    assert record.confirmed
     record.local_step += 1
-    learners.lapse(record, 40)
-    assert not record.proven
+    learners.expire_confirmation(record, 40)
+    assert not record.confirmed
     assert learners.least_step_seconds(record) == 1.0, "the median of the others"
     learners.admit(hello("a", session=9, fresh=False), now=12.0)
-    assert not record.proven, "only a merge ends that"
-    learners.prove({"a": True})
+    assert not record.confirmed, "only a merge ends that"
+    learners.confirm({"a": True})
     assert learners.least_step_seconds(record) == 0.0

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from diloco.runtime.backoff import doubled
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot, Version
 
@@ -97,7 +98,5 @@ class Updates:
             return []
         self._loading.add(fragment)
         self.outdated.add(fragment)
-        delay = (
-            0.0 if tries == 1 else min(MAX_RETRY_SECONDS, RETRY_SECONDS * 2.0 ** min(tries - 2, 8))
-        )
+        delay = 0.0 if tries == 1 else doubled(RETRY_SECONDS, tries - 2, MAX_RETRY_SECONDS)
         return [ev.Download(fragment=fragment, exact=False, tries=tries, delay_seconds=delay)]

@@ -122,7 +122,7 @@ class Link:
         except Exception as error:
             # A decision that was not carried out, or only in part, leaves this process in an
             # unknown state; a new one continues from the shared memory.
-            log.exception("unexpected")
+            log.exception("unexpected error; the link process ends")
             reason = f"the link failed: {error!r}"
             with contextlib.suppress(Exception):
                 state = dataclasses.replace(self._protocol.link_state, connected=False, text=reason)
@@ -189,7 +189,7 @@ class Link:
             yield
         except Exception:
             if what not in self._failed:
-                log.exception("%s: unexpected; further ones are not logged", what)
+                log.exception("%s: unexpected error; further ones are not logged", what)
             self._failed.add(what)
 
     def _listen(self) -> None:

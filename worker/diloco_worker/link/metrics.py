@@ -35,7 +35,7 @@ class Metrics:
         try:
             serve(port, registry)
         except OSError as error:
-            log.warning("metrics: port %d: %s; not serving any", port, error.strerror)
+            log.warning("metrics are not served: port %d: %s", port, error.strerror)
             return
         self._metrics = register("learner", registry)
         self._count("diloco_learner_restarts_total", restarts)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from diloco.runtime.memory import memory_bytes
+from diloco.runtime.memory_limit import memory_bytes
 
 GIB = 1 << 30
 
