@@ -59,9 +59,8 @@ def forbidden(requests: Iterable[Request]) -> list[Request]:
     """
     What was refused to operators that should have been allowed it.
 
-    An apply in a terminating namespace is refused whatever the rights are. An uninstall or an upgrade
-    removes rights before the pod that had them ends: it cannot release its Lease, and until it ends it is
-    refused what it was allowed before. A pod that lacks a right continues.
+    An uninstall or an upgrade removes rights before the pod that had them ends: it cannot release its
+    Lease, and until it ends it is refused what it was allowed before. A pod that lacks a right continues.
     """
     others = [request for request in requests if request.resource != "leases"]
     last = {request.pod: request.at for request in others}
@@ -72,7 +71,7 @@ def forbidden(requests: Iterable[Request]) -> list[Request]:
         right = (request.pod, request.group, request.resource, request.verb)
         if request.code < 400:
             had.add(right)
-        elif request.code == 403 and not (request.ending or request.by_webhook):
+        elif request.forbidden:
             ends = (last[request.pod] - request.at).total_seconds() < ENDING_SECONDS
             lost = request.at > last_allowed.get(request.pod, request.at) or (ends and right in had)
             if not lost:

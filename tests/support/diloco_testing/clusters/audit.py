@@ -9,6 +9,7 @@ from datetime import datetime
 from pathlib import Path
 
 POD = "authentication.kubernetes.io/pod-name"
+DECISION = "authorization.k8s.io/decision"
 WRITES = frozenset({"create", "update", "patch", "delete", "deletecollection"})
 
 
@@ -31,10 +32,8 @@ class Request:
     namespace: str
     name: str
     code: int
-    ending: bool
-    """Refused because the namespace was being deleted."""
-    by_webhook: bool
-    """Refused by an admission webhook, whatever the rights are."""
+    forbidden: bool
+    """Refused for a lack of rights. Admission answers with 403 too, such as in a namespace that is being deleted."""
 
     @property
     def writes(self) -> bool:
@@ -89,7 +88,6 @@ def _request(line: dict) -> Request | None:  # type: ignore[type-arg]
     if target is None:
         return None
     part, answer = target.get("subresource"), line.get("responseStatus", {})
-    message = answer.get("message", "")
     return Request(
         at=datetime.fromisoformat(line["stageTimestamp"]),
         user=line["user"]["username"],
@@ -101,7 +99,5 @@ def _request(line: dict) -> Request | None:  # type: ignore[type-arg]
         namespace=target.get("namespace", ""),
         name=target.get("name", ""),
         code=answer.get("code", 0),
-        # The audit log leaves out the causes.
-        ending="because it is being terminated" in message,
-        by_webhook=message.startswith("admission webhook "),
+        forbidden=line.get("annotations", {}).get(DECISION) == "forbid",
     )
