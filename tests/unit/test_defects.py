@@ -158,7 +158,7 @@ OPERATOR = {
     },
     "ipv6": {
         "health, metrics and probes listen on IPv4 alone": (
-            "unit/test_listening.py::test_probes_health_and_metrics_answer_both_families",
+            "unit/protos/test_listening.py::test_probes_health_and_metrics_answer_both_families",
             "integration/test_ipv6_only.py::test_a_job_its_metrics_and_its_ranks_need_no_ipv4",
         ),
     },

@@ -313,7 +313,7 @@ LINES = [
     '{"epoch":1,"event":"error","decision":"Pull","reason":"OSError(5)"}',
     '{"epoch":1,"event":"initialised","learner":"eu/0"}',
     '{"epoch":1,"event":"unchanged","step":9,"rounds":8,"learners":"eu/0, eu/1"}',
-    '{"epoch":1,"event":"halt","step":9,"fragment":1,"reason":"x"}',
+    '{"epoch":1,"event":"halt","step":9,"fragment":1,"reason":"x","learners":"eu/0"}',
     '{"epoch":1,"event":"merge","step":6,"fragment":0,"attempt":1,"quorum":1,"quorumSeconds":0.5,'
     '"graceSeconds":0.0,"syncSeconds":1.25,"bytesUp":10,"bytesDown":20,"deltaNorm":0.5,"members":['
     '{"learner":"eu/0","incarnation":1,"step":7,"steps":3,"tokens":30,"weight":300.0,"base":null},'
