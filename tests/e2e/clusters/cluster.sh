@@ -192,7 +192,7 @@ api_server() {
   start apiserver "$HYPERKUBE" kube-apiserver --etcd-servers=http://127.0.0.1:2379 --bind-address=0.0.0.0 --secure-port=6443 \
     --advertise-address="$NODE" --tls-cert-file=pki/apiserver.crt --tls-private-key-file=pki/apiserver.key --client-ca-file=pki/ca.crt \
     --service-account-key-file=pki/sa.pub --service-account-signing-key-file=pki/sa.key --service-account-issuer=https://kubernetes.default.svc \
-    --authorization-mode=Node,RBAC --service-cluster-ip-range=$SERVICES.0/16 --kubelet-preferred-address-types=InternalIP \
+    --authorization-mode=Node,RBAC --service-cluster-ip-range="$SERVICES.0/16" --kubelet-preferred-address-types=InternalIP \
     --kubelet-client-certificate=pki/kubelet-client.crt --kubelet-client-key=pki/kubelet-client.key --allow-privileged=true \
     --shutdown-delay-duration=0s --audit-policy-file="$HERE/audit.yaml" --audit-log-path="$D/log/audit.log"
   wait_for kubectl get --raw /readyz
@@ -201,7 +201,7 @@ api_server() {
 controllers() {
   start controllers "$HYPERKUBE" kube-controller-manager --kubeconfig=controllers.conf --root-ca-file=pki/ca.crt \
     --service-account-private-key-file=pki/sa.key --use-service-account-credentials --allocate-node-cidrs \
-    --cluster-cidr=$PODS.0/16 --service-cluster-ip-range=$SERVICES.0/16 \
+    --cluster-cidr="$PODS.0/16" --service-cluster-ip-range="$SERVICES.0/16" \
     --cluster-signing-cert-file=pki/ca.crt --cluster-signing-key-file=pki/ca.key --leader-elect=false
   start scheduler "$HYPERKUBE" kube-scheduler --kubeconfig=scheduler.conf --leader-elect=false
 }
@@ -214,6 +214,7 @@ hierarchies() {   # of cgroups: the one of v2, or v1's
 
 hand_down() {   # v2: a group has the controllers that its parent enables
   local f
+  # shellcheck disable=SC2013  # one line of words
   [ ! -e "$1/cgroup.controllers" ] || for f in $(cat "$1/cgroup.controllers"); do echo "+$f" > "$1/cgroup.subtree_control" || return; done
 }
 
