@@ -174,19 +174,25 @@ def _candidate(settings: Settings, configuration: Configuration) -> Candidate | 
 
 def _await_crd(cluster: Cluster, settings: Settings, ended: threading.Event) -> bool:
     """
-    Wait until jobs can be listed; False if the operator should end instead.
+    Wait until jobs can be listed in a namespace; False if the operator should end instead.
 
     kopf discovers the served kinds only once and would never watch a CRD that is created later.
     """
     logged = ""
     while not ended.is_set():
-        try:
-            next(iter(cluster.jobs(settings.namespaces[:1])), None)
-            return True
-        except ApiError as error:
-            if str(error) != logged:
-                logged = str(error)
-                log.warning("waiting for the API server and the CRD (diloco crd): %s", logged)
+        errors: list[str] = []
+        # One that was deleted is refused for ever, and must not stop the others.
+        for namespace in settings.namespaces or ("",):
+            try:
+                next(iter(cluster.jobs((namespace,))), None)
+                return True
+            except ApiError as error:
+                errors.append(str(error))
+                if not error.status:
+                    break  # it would not answer about the others either
+        if (problem := "; ".join(errors)) != logged:
+            logged = problem
+            log.warning("waiting for the API server and the CRD (diloco crd): %s", logged)
         ended.wait(CRD_SECONDS)
     return False
 

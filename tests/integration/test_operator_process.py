@@ -126,6 +126,29 @@ def test_in_namespaced_mode_no_other_namespace_is_touched(api, tmp_path):
     assert all(re.search(r"/namespaces/ns2?/", path) for path in objects)
 
 
+def test_a_watched_namespace_that_was_deleted_stops_no_other(api, tmp_path):
+    """Its Role went with it: lists and watches are forbidden there, and kopf repeats them without end."""
+    forbidden = Fault("GET", "/namespaces/gone/", 403, "is forbidden", times=10**6)
+    api.faults.append(forbidden)
+    api.create(job())
+    with OperatorProcess(api, tmp_path, DILOCO_WATCH_NAMESPACES="gone,ns") as operator:
+        operator.until_ready()
+        until(lambda: settled(api), "children")
+        assert operator.get("/readyz") == (200, "ok, but cannot list jobs in gone\n")
+        assert operator.get("/healthz") == (200, "ok\n")
+        log = operator.log.read_text()
+        assert log.count("cannot list jobs in namespace gone") == 1
+        until(
+            lambda: any(r.status == 403 and "kopf" in r.agent for r in api.requests),
+            "a refused watch",
+        )
+        assert operator.process.poll() is None
+        forbidden.times = 0
+        api.create(job("b", namespace="gone"))
+        until(lambda: api.get("statefulsets", "b-eu", "gone"), "children there as well")
+        until(lambda: operator.get("/readyz") == (200, "ok\n"), "no namespace is named")
+
+
 def test_drift_is_seen_by_the_watches_and_repaired(api, tmp_path):
     api.create(job())
     with OperatorProcess(api, tmp_path) as operator:

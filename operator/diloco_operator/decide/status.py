@@ -227,15 +227,21 @@ def is_worth_writing(new: Status, job: Mapping[str, Any], now: datetime) -> bool
     Whether `new` is worth a write.
 
     Progress alone waits until the last write of progress is 30 s old. New times of the syncer's
-    answers and of heartbeats alone are not worth a write.
+    answers and of heartbeats alone are not worth a write. A time of an answer that lies in the
+    future, by the clock of another operator, is replaced at once: it would delay progress.
     """
     previous = PreviousStatus.of(job)
     old = previous.status
+    written = previous.time("lastSyncTime")
+    if written is not None and written > now:
+        written = None
+        # A job that is not accepted keeps it.
+        if new.get("lastSyncTime") != old.get("lastSyncTime"):
+            return True
     if _part(new, _TIMES) == _part(old, _TIMES):
         return False
     if _part(new, _PROGRESS) != _part(old, _PROGRESS):
         return True
-    written = previous.time("lastSyncTime")
     return written is None or now - written >= timedelta(seconds=PROGRESS_SECONDS)
 
 

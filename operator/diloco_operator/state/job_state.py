@@ -74,6 +74,7 @@ class JobState:
     unreachable: Unreachable | None
     """Why the status request failed."""
     last_answer: datetime | None
+    """When the syncer last answered; None: never, or in the future, by the clock of another operator."""
     certificate: CertificateFacts | None
     unknown_fields: tuple[str, ...]
     """Paths of fields of the stored spec that this version ignores."""
@@ -136,7 +137,7 @@ class JobState:
             ),
             answer=answer,
             unreachable=unreachable,
-            last_answer=last_answer or previous.time("lastSyncTime"),
+            last_answer=_past(last_answer, now) or _past(previous.time("lastSyncTime"), now),
             certificate=observation.certificate,
             unknown_fields=observation.stored.unknown_fields,
             refusals=tuple(
@@ -225,6 +226,11 @@ def _is_of_learner(child: Object) -> bool:
     """Whether it is a claim that a StatefulSet made for a pod, and that it or a person deletes."""
     role = labels(child).get("diloco.dev/role")
     return child["kind"] == "PersistentVolumeClaim" and role == "learner"
+
+
+def _past(when: datetime | None, now: datetime) -> datetime | None:
+    """The time, unless it lies in the future: such an answer would count until long after the last."""
+    return when if when is not None and when <= now else None
 
 
 def _answer_about(

@@ -13,12 +13,12 @@ import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import kopf
 from kubernetes.client import Configuration
 
-from diloco_operator.cluster.client import CHILD_KINDS, JOB_LABEL, KINDS, ApiError, Cluster
+from diloco_operator.cluster.client import CHILD_KINDS, JOB_LABEL, KINDS, ApiError, Cluster, Json
 from diloco_operator.state.job_state import LOST_VOLUME
 from diloco_operator.watch.health import Health
 from diloco_operator.workqueue import Key, WorkQueue
@@ -147,7 +147,7 @@ def _job(queue: WorkQueue, health: Health) -> Any:
     async def job(event: Any, namespace: str, name: str, **_: Any) -> None:
         metadata = event["object"]["metadata"]
         uid, generation = metadata["uid"], metadata.get("generation", 0)
-        health.delivered(uid, generation)
+        health.delivered(uid, generation, namespace)
         # An annotation does not change the generation.
         version = generation, str((metadata.get("annotations") or {}).get(LOST_VOLUME))
         changed = event["type"] == "DELETED" or seen.get(uid) != version
@@ -244,6 +244,26 @@ class Watches:
         self._ended()
 
 
+class _Listed(NamedTuple):
+    """What the comparison needs of a job."""
+
+    uid: str
+    generation: int
+    key: Key
+    deleted: bool
+    """Being deleted."""
+
+    @classmethod
+    def of(cls, job: Json) -> _Listed:
+        metadata = job["metadata"]
+        return cls(
+            uid=metadata["uid"],
+            generation=metadata.get("generation", 0),
+            key=Key(metadata["namespace"], metadata["name"]),
+            deleted=bool(metadata.get("deletionTimestamp")),
+        )
+
+
 class Resync:
     """Lists all jobs periodically and compares the list with what the watch delivered."""
 
@@ -261,6 +281,8 @@ class Resync:
         self._health = health
         self._namespaces = namespaces
         self._every_seconds = every_seconds
+        self._unread: frozenset[str] = frozenset()
+        """Namespaces that the last list lacks, as logged."""
         self._stopped = threading.Event()
         self._due = threading.Event()
         self._thread = threading.Thread(target=self._run, name="resync", daemon=True)
@@ -281,26 +303,46 @@ class Resync:
     def once(self) -> None:
         """
         List all jobs, and queue what the watch missed: jobs that are only in the list or only in the
-        queue, and generations that it has not delivered.
+        queue, and generations that it has not delivered. The jobs of a namespace that cannot be read
+        stay as they are known: the other namespaces do not wait for one that was deleted.
 
         Raises:
-            ApiError: the list request failed.
+            ApiError: no namespace could be read, or the API server did not answer.
         """
         known = self._queue.keys()
-        listed: list[tuple[str, int, str]] = []
-        found: set[Key] = set()
-        keys: dict[str, Key] = {}
-        for job in self._cluster.jobs(self._namespaces):
-            metadata = job["metadata"]
-            key = Key(metadata["namespace"], metadata["name"])
-            if not metadata.get("deletionTimestamp"):
-                found.add(key)
-            keys[metadata["uid"]] = key
-            generation = metadata.get("generation", 0)
-            listed.append((metadata["uid"], generation, f"{key} (generation {generation})"))
-        missing = self._health.listed(listed)
-        for key in (found ^ known) | (found & {keys[uid] for uid in missing}):
+        jobs: list[_Listed] = []
+        errors: dict[str, ApiError] = {}
+        for namespace in self._namespaces or ("",):
+            try:
+                jobs += [_Listed.of(job) for job in self._cluster.jobs((namespace,))]
+            except ApiError as error:
+                if not error.status:
+                    raise  # it would not answer about the others either, and each costs the deadline
+                errors[namespace] = error
+        if self._namespaces:
+            self._report(errors)
+        if len(errors) == len(self._namespaces or ("",)):
+            raise next(iter(errors.values()))
+        missing = self._health.listed(
+            ((job.uid, job.generation, f"{job.key} (generation {job.generation})") for job in jobs),
+            unread=errors.keys(),
+        )
+        found = {job.key for job in jobs if not job.deleted}
+        known = frozenset(key for key in known if key.namespace not in errors)
+        for key in (found ^ known) | (found & {job.key for job in jobs if job.uid in missing}):
             self._queue.add(key)
+
+    def _report(self, errors: Mapping[str, ApiError]) -> None:
+        """Log which namespaces cannot be read, once per change."""
+        for namespace in sorted(errors.keys() - self._unread):
+            log.warning(
+                "cannot list jobs in namespace %s; the others do not wait for it: %s",
+                namespace,
+                errors[namespace],
+            )
+        for namespace in sorted(self._unread - errors.keys()):
+            log.info("jobs in namespace %s can be listed again", namespace)
+        self._unread = frozenset(errors)
 
     def _run(self) -> None:
         while not self._stopped.is_set():

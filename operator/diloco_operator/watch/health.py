@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
 
@@ -37,6 +37,11 @@ class _Missing(NamedTuple):
     """When a list showed it last: while the API server does not answer, nothing is overdue."""
 
 
+class _Delivered(NamedTuple):
+    generation: int
+    namespace: str
+
+
 class Health:
     """Collects reports from all threads and derives the health of the process."""
 
@@ -44,24 +49,30 @@ class Health:
         self._queue = queue
         self._clock = clock
         self._lock = threading.Lock()
-        self._delivered: dict[str, int] = {}
+        self._delivered: dict[str, _Delivered] = {}
         self._missing: dict[str, _Missing] = {}
         self._absent: set[str] = set()
         """Delivered, but not in the last list."""
+        self._unread: tuple[str, ...] = ()
+        """Namespaces that the last list lacks."""
         self._listed_once = False
         self._heartbeat: float | None = None
 
-    def delivered(self, uid: str, generation: int) -> None:
+    def delivered(self, uid: str, generation: int, namespace: str = "") -> None:
         """The watch delivered this generation of a job."""
         with self._lock:
-            self._delivered[uid] = max(generation, self._delivered.get(uid, 0))
+            newest = max(generation, self._generation(uid))
+            self._delivered[uid] = _Delivered(newest, namespace)
 
-    def listed(self, jobs: Iterable[tuple[str, int, str]]) -> frozenset[str]:
+    def listed(
+        self, jobs: Iterable[tuple[str, int, str]], *, unread: Collection[str] = ()
+    ) -> frozenset[str]:
         """
         A list of all jobs was read.
 
         Args:
             jobs: uid, generation and display name of each.
+            unread: namespaces that could not be read: the watch may be interrupted there as well.
 
         Returns:
             The uids of those that the watch has not delivered in this generation.
@@ -70,7 +81,11 @@ class Health:
         with self._lock:
             found = {uid: (generation, name) for uid, generation, name in jobs}
             # A job that was created while the list was read is missing in this one list only.
-            absent = self._delivered.keys() - found.keys()
+            absent = {
+                uid
+                for uid in self._delivered.keys() - found.keys()
+                if self._delivered[uid].namespace not in unread
+            }
             for uid in absent & self._absent:
                 del self._delivered[uid]
             self._absent = absent - self._absent
@@ -79,8 +94,9 @@ class Health:
                     seen=now
                 )
                 for uid, (generation, name) in found.items()
-                if self._delivered.get(uid, 0) < generation
+                if self._generation(uid) < generation
             }
+            self._unread = tuple(sorted(unread))
             self._listed_once = True
             return frozenset(self._missing)
 
@@ -98,6 +114,11 @@ class Health:
         """Whether the operator has listed jobs and watches them."""
         with self._lock:
             return self._listed_once and self._heartbeat is not None
+
+    def unread(self) -> tuple[str, ...]:
+        """Namespaces whose jobs the last list could not read."""
+        with self._lock:
+            return self._unread
 
     def problem(self) -> str:
         """Why this process is unhealthy, in one sentence; "": it is healthy."""
@@ -118,7 +139,12 @@ class Health:
     def _still_missing(self, uid: str) -> _Missing | None:
         """The job, if it was missing before and has not been delivered since."""
         job = self._missing.get(uid)
-        return job if job and self._delivered.get(uid, 0) < job.generation else None
+        return job if job and self._generation(uid) < job.generation else None
+
+    def _generation(self, uid: str) -> int:
+        """The newest generation of a job that the watch delivered; 0: none."""
+        delivered = self._delivered.get(uid)
+        return delivered.generation if delivered else 0
 
 
 class _Server(AllAddresses, ThreadingHTTPServer):
@@ -126,7 +152,11 @@ class _Server(AllAddresses, ThreadingHTTPServer):
 
 
 class HealthServer:
-    """Serves /healthz and /readyz on a thread of its own: 200, or 503 with the reason."""
+    """
+    Serves /healthz and /readyz on a thread of its own: 200, or 503 with the reason.
+
+    /readyz also names the namespaces that cannot be read; those that can do not wait for them.
+    """
 
     def __init__(self, health: Health, port: int) -> None:
         """
@@ -157,14 +187,17 @@ class HealthServer:
 def _handler(health: Health) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
+            text = "ok"
             match self.path:
                 case "/healthz":
                     problem = health.problem()
                 case "/readyz":
                     problem = "" if health.ready() else "jobs have not been listed yet"
+                    if unread := health.unread():
+                        text = f"ok, but cannot list jobs in {', '.join(unread)}"
                 case _:
                     return self.send_error(404)
-            body = ((problem or "ok") + "\n").encode()
+            body = ((problem or text) + "\n").encode()
             self.send_response(503 if problem else 200)
             self.send_header("Content-Type", "text/plain; charset=utf-8")
             self.send_header("Content-Length", str(len(body)))

@@ -10,12 +10,13 @@ import kopf
 import pytest
 from kubernetes.client import Configuration
 
-from diloco_operator.cluster.client import Cluster, connect
+from diloco_operator.cluster import client
+from diloco_operator.cluster.client import ApiError, Cluster, connect
 from diloco_operator.state.job_state import LOST_VOLUME
 from diloco_operator.watch import handlers
 from diloco_operator.watch.health import Health
 from diloco_operator.workqueue import Key, WorkQueue
-from diloco_testing.kubernetes.fake_api import FakeApi
+from diloco_testing.kubernetes.fake_api import FakeApi, Fault
 
 NOW = datetime(2026, 11, 21, 12, tzinfo=UTC)
 
@@ -192,6 +193,105 @@ def test_the_list_finds_a_deaf_watch_without_a_write(api, world):
     health.delivered(made["metadata"]["uid"], 2)
     assert health.problem() == ""
     assert not api.writes()
+
+
+@pytest.fixture
+def scoped(world):
+    """Lists two namespaces, of which `gone` is the first."""
+    queue, health, _, resync = world
+    return handlers.Resync(
+        resync._cluster, queue, health, namespaces=("gone", "ns"), every_seconds=3600
+    )
+
+
+def forbidden(api):
+    """The Role went with the namespace."""
+    fault = Fault("GET", "/namespaces/gone/", 403, "dilocojobs is forbidden", times=10**6)
+    api.faults.append(fault)
+    return fault
+
+
+def test_a_namespace_that_cannot_be_listed_does_not_stop_the_others(api, world, scoped, caplog):
+    queue, health, _, _ = world
+    fault = forbidden(api)
+    api.create(job("a"))
+    health.heartbeat()
+    caplog.set_level("INFO")
+    for _ in range(3):
+        scoped.once()
+        assert queue.keys() == {Key("ns", "a")}
+    assert health.ready()
+    assert health.unread() == ("gone",)
+    fault.times = 0
+    scoped.once()
+    assert health.unread() == ()
+    messages = [
+        record.message for record in caplog.records if "in namespace gone" in record.message
+    ]
+    assert len(messages) == 2, "once per change"
+    assert "dilocojobs is forbidden" in messages[0]
+    assert "again" in messages[1]
+
+
+def test_the_jobs_of_a_namespace_that_cannot_be_listed_stay_as_they_are_known(api, world, scoped):
+    queue, health, clock, _ = world
+    made = api.create(job("b", namespace="gone"))
+    health.delivered(made["metadata"]["uid"], 1, "gone")
+    queue.add(Key("gone", "b"), 3600)
+    fault = forbidden(api)
+    for _ in range(3):
+        scoped.once()
+    assert queue._entries[Key("gone", "b")].due > time.monotonic() + 3000
+    fault.times = 0
+    for _ in range(3):
+        scoped.once()
+        clock.now += 121
+    assert health.problem() == "", "the watch did deliver the job"
+
+
+def test_a_watch_is_not_deaf_because_its_namespace_cannot_be_listed(api, world, scoped):
+    _, health, clock, _ = world
+    api.create(job("a"))
+    api.create(job("b", namespace="gone"))
+    scoped.once()
+    forbidden(api)
+    clock.now += 119
+    scoped.once()
+    assert health.problem() == ""
+    clock.now += 2
+    scoped.once()
+    assert "ns/a" in health.problem(), "only the other namespace delays"
+
+
+def test_a_list_of_which_one_page_fails_counts_for_no_job(api, world, scoped, monkeypatch):
+    queue, _, _, _ = world
+    monkeypatch.setattr(client, "PAGE", 1)
+    api.create(job("b", namespace="gone"))
+    api.create(job("c", namespace="gone"))
+    api.faults.append(Fault("GET", "/namespaces/gone/.*continue=", 410, "too old"))
+    scoped.once()
+    assert queue.keys() == set()
+    scoped.once()
+    assert queue.keys() == {Key("gone", "b"), Key("gone", "c")}
+
+
+def test_a_list_that_no_namespace_answers_fails(api, world, scoped):
+    _, health, _, _ = world
+    api.faults.append(Fault("GET", "dilocojobs", 403, "forbidden", times=10**6))
+    health.heartbeat()
+    with pytest.raises(ApiError):
+        scoped.once()
+    assert not health.ready()
+
+
+def test_an_api_server_that_does_not_answer_is_asked_for_one_namespace_only(
+    api, scoped, monkeypatch
+):
+    monkeypatch.setattr(client, "RETRY_PAUSES", ())
+    api.unavailable = True
+    with pytest.raises(ApiError):
+        scoped.once()
+    assert len(api.requests) == 1
 
 
 def test_a_queue_that_resumes_gets_all_jobs_from_a_list_that_does_not_wait_its_turn(world, api):

@@ -182,6 +182,19 @@ def test_the_endpoint_returns_200_or_503_with_the_reason(health, queue):
         server.close()
 
 
+def test_readiness_names_the_namespaces_that_cannot_be_listed(health):
+    server = HealthServer(health, 0)
+    health.heartbeat()
+    try:
+        url = f"http://127.0.0.1:{server.port}/readyz"
+        for unread, text in ((["b", "a"], b"ok, but cannot list jobs in a, b\n"), ([], b"ok\n")):
+            health.listed([], unread=unread)
+            with urllib.request.urlopen(url, timeout=10) as answer:
+                assert (answer.status, answer.read()) == (200, text)
+    finally:
+        server.close()
+
+
 def test_an_ended_thread_of_a_real_queue_is_detected(clock, monkeypatch):
     queue = WorkQueue(lambda key: None, threads=1)
     health = Health(queue, clock=clock)

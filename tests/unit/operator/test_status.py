@@ -2,6 +2,7 @@
 
 from datetime import timedelta
 
+from diloco_operator.state.observation import Unreachable
 from diloco_operator.state.previous_status import PreviousStatus, time_of, time_text
 from diloco_testing.kubernetes.operated_job import (
     START,
@@ -122,3 +123,52 @@ def test_a_job_without_a_status_was_never_seen():
     assert previous.number("step") == 0
     assert previous.time("startTime") is None
     assert previous.region("eu") == {}
+
+
+def ahead(world):
+    """The leader until now had a clock that is five minutes ahead, and the new one has just started."""
+    future = time_text(world.now + timedelta(minutes=5))
+    world.job["status"] = {**world.status, "lastSyncTime": future}
+    world.last_answer = None
+
+
+def test_progress_continues_at_once_after_a_leader_whose_clock_was_ahead():
+    world = training()
+    ahead(world)
+    written = []
+    for second in range(1, 62):
+        world.answers(step=100 + second)
+        if world.reconcile(1).status is not None:
+            written.append(second)
+    assert written == [1, 31, 61]
+
+
+def test_a_dead_syncer_is_unreachable_although_a_leader_whose_clock_was_ahead_saw_it_last():
+    world = training()
+    ahead(world)
+    world.syncer = Unreachable(reason="NoAnswer", message="no answer")
+    world.reconcile(31)
+    assert world.condition("SyncerReachable")["status"] == "False"
+    assert "lastSyncTime" not in world.status
+    for _ in range(40):  # until after the time that the former leader wrote
+        assert is_idle(world.reconcile(10))
+    assert world.condition("SyncerReachable")["status"] == "False"
+
+
+def test_a_last_answer_in_the_future_is_written_once_where_nothing_else_changes():
+    world = training()
+    world.syncer = Unreachable(reason="NoAnswer", message="no answer")
+    world.reconcile(31)
+    ahead(world)
+    world.reconcile(1)
+    assert world.condition("SyncerReachable")["status"] == "False"
+    assert "lastSyncTime" not in world.status
+    assert is_idle(world.reconcile(1))
+
+
+def test_a_job_that_is_not_accepted_keeps_a_last_answer_in_the_future_without_further_writes():
+    world = training()
+    world.change(steps=-1)
+    world.reconcile()
+    ahead(world)
+    assert is_idle(world.reconcile(1))
