@@ -20,6 +20,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from diloco.runtime.formatting import shorten
+from diloco_job import names
 from diloco_job.reasons import ConditionState, condition
 from diloco_operator.decide.lost_volume import LostVolume, lost_volume
 from diloco_operator.resources import Wanted
@@ -218,8 +219,9 @@ def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
     nothing = Wanted(learners=False, syncer=False, evaluator=False, volume=False)
     stopped = Wanted(learners=False, syncer=False, evaluator=False)
     match lifecycle.phase:
-        case Phase.RUNNING if lifecycle.lost_volume:
-            # Learners hold the newest parameters that are left.
+        case Phase.RUNNING if lifecycle.lost_volume or _claim_is_taken(state):
+            # Learners hold the newest parameters that are left, and the claim of another owner may
+            # hold the state of a former job, and go with it.
             return Wanted(syncer=False, evaluator=False)
         case Phase.RUNNING:
             return Wanted()
@@ -238,6 +240,11 @@ def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
             return Wanted(learners=False, evaluator=False)
         case _:
             return nothing if policy == "All" else stopped
+
+
+def _claim_is_taken(state: JobState) -> bool:
+    """Whether the syncer's claim belongs to another owner."""
+    return ("PersistentVolumeClaim", names.syncer_name(state.job.metadata.name)) in state.taken
 
 
 def _fetched(state: JobState, lifecycle: Lifecycle) -> bool:
