@@ -9,7 +9,7 @@ Pure.
        `------------------> Failed -suspend   (ends by TTL)
 
 A job that failed in the syncer's region is Failed in the others as well, and Running again when the
-syncer runs again.
+syncer runs again. One that is Complete in the others is Running again when the syncer begins anew.
 """
 
 from __future__ import annotations
@@ -185,9 +185,23 @@ def _too_few_left(state: JobState, lost: tuple[FailedLearner, ...]) -> Condition
 def _is_complete(state: JobState) -> bool:
     steps, answer = state.job.spec.steps, state.answer
     if state.previous.is_true("Complete"):
-        return steps <= state.previous.number("step") or _volume_gone(state)
+        done = steps <= state.previous.number("step") or _volume_gone(state)
+        return done and not _begins_anew_elsewhere(state)
     # Only the state Complete means that the model is exported.
     return answer is not None and answer.state == "Complete" and answer.step >= steps
+
+
+def _begins_anew_elsewhere(state: JobState) -> bool:
+    """
+    Whether the syncer of another cluster trains below the last step, although it was complete.
+
+    The answer of a syncer that had not been replaced yet completed a job that is run again.
+    """
+    answer = state.answer
+    if state.has_syncer or answer is None:
+        # In its own cluster, a syncer that lost its snapshots does not resume the job.
+        return False
+    return answer.state != "Complete" and answer.step < state.job.spec.steps
 
 
 def _volume_gone(state: JobState) -> bool:
