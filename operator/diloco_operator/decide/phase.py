@@ -120,6 +120,9 @@ def _phase(state: JobState, lost: tuple[FailedLearner, ...]) -> tuple[Phase, Con
         return Phase.COMPLETE, None
     if policy.suspend:
         return Phase.SUSPENDED, None
+    if lost_volume(state):
+        # A failure would delete the learners, which hold the newest parameters: a person decides.
+        return Phase.RUNNING, None
     failed = _failed_elsewhere(state) or _too_few_left(state, lost)
     deadline = _deadline(state)
     if failed is None and deadline is not None and state.now >= deadline:
@@ -209,10 +212,14 @@ def _volume_gone(state: JobState) -> bool:
 
 
 def _started(state: JobState) -> datetime | None:
-    """Start time of a running job, reset when a complete job continues; None: it waits in a queue."""
+    """
+    Start time of a running job, reset when a complete job continues, and when a job that waited for its
+    volume does; None: it waits in a queue.
+    """
     # A suspended job has no startTime, so resuming resets it as well.
     continued = state.previous.is_true("Complete") or state.previous.is_true("Failed")
-    started = None if continued else state.previous.time("startTime")
+    waited = state.previous.reason("SyncerReady") == "VolumeGone" and not lost_volume(state)
+    started = None if continued or waited else state.previous.time("startTime")
     return started or (None if _is_queued(state) else state.now)
 
 
@@ -243,8 +250,11 @@ def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
             return stopped
         case Phase.COMPLETE if lifecycle.volume_gone or _fetched(state, lifecycle):
             return nothing
-        case Phase.FAILED if lifecycle.volume_gone:
+        case Phase.FAILED if lifecycle.volume_gone and policy == "All":
             return nothing
+        case Phase.FAILED if lifecycle.volume_gone:
+            # Learners, or their volumes, hold the newest parameters that are left.
+            return Wanted(learners=policy == "None", syncer=False, evaluator=False)
         case _ if policy == "None":
             return Wanted()
         case Phase.COMPLETE:
