@@ -21,7 +21,7 @@ from diloco_job.types import DiLoCoJob
 from diloco_operator.cluster.client import ApiError, Cluster, Json
 from diloco_operator.cluster.syncers import Address, Syncers
 from diloco_operator.resources.operator_scope import OperatorScope, tls_secret
-from diloco_operator.state.objects import identity
+from diloco_operator.state.objects import controller_uid, identity
 from diloco_operator.state.observation import (
     Answer,
     Failure,
@@ -97,6 +97,7 @@ class Observer:
         children += self._unlabelled_claim(key, job, children)
         pods = self._cluster.pods(*key)
         credentials = self._credentials(key, job)
+        own = _own(raw, children)
         stuck = stuck_objects(raw, children, pods, self._now())
         return Observation(
             stored=stored,
@@ -104,7 +105,7 @@ class Observer:
             pods=pods,
             events=tuple(event for item in stuck for event in self._cluster.events_about(item)),
             workloads=self._workloads(key, pods),
-            syncer=self._ask(key, job, children, credentials),
+            syncer=self._ask(key, job, own, credentials),
             last_answer=self._syncers.last_answer(key),
             certificate=credentials.facts if credentials else None,
         )
@@ -173,11 +174,11 @@ class Observer:
         self,
         key: Key,
         job: DiLoCoJob,
-        children: tuple[Json, ...],
+        own: tuple[Json, ...],
         credentials: _Credentials | None,
     ) -> Answer | Unreachable | None:
         """The syncer's answer; None: it is not running or has no address."""
-        if self._scope.has_syncer(job) and not _is_serving(job, children):
+        if self._scope.has_syncer(job) and not _is_serving(job, own):
             return None
         address = self._address(key, job, credentials)
         if not isinstance(address, Address):
@@ -220,10 +221,21 @@ def _decoded(text: str) -> bytes:
         return b""
 
 
-def _is_serving(job: DiLoCoJob, children: tuple[Json, ...]) -> bool:
+def _own(raw: Json, children: tuple[Json, ...]) -> tuple[Json, ...]:
+    """
+    The children of this job, and those without a controller, which it adopts.
+
+    Those of a former job of the same name stay until the garbage collector has deleted them, and the
+    answer of that job's syncer does not count.
+    """
+    uid = raw["metadata"].get("uid", "")
+    return tuple(child for child in children if controller_uid(child) in ("", uid))
+
+
+def _is_serving(job: DiLoCoJob, own: tuple[Json, ...]) -> bool:
     name = names.syncer_name(job.metadata.name)
     return any(
         (child.get("status") or {}).get("readyReplicas")
-        for child in children
+        for child in own
         if identity(child) == ("Deployment", name)
     )

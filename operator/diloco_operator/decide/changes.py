@@ -71,6 +71,9 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
     if lifecycle.lost_volume:
         # Neither a new, empty claim, nor that of another owner.
         wants = [want for want in wants if want["kind"] != "PersistentVolumeClaim"]
+    if lifecycle.volume_gone:
+        # What is left stays, and nothing is made: not a new claim either.
+        wants = [want for want in wants if identity(want) in state.children]
     due = [want for want in wants if _is_due(state, want)]
     waiting = held_back(state, due)
     keys = {identity(want) for want in wants}

@@ -402,6 +402,7 @@ def _complete(state: JobState, lifecycle: Lifecycle) -> ConditionState:
         return condition("Complete", "StepsDone", steps=done)
     if answer is not None and answer.state == "Complete" and not state.has_syncer:
         return condition("Complete", "SyncerDone", step=answer.step, steps=steps)
-    if previous.is_true("Complete") or previous.reason("Complete") == "StepsRaised":
+    raised = previous.is_true("Complete") and steps > previous.number("step")
+    if raised or previous.reason("Complete") == "StepsRaised":
         return condition("Complete", "StepsRaised", steps=steps)
     return condition("Complete", "NotComplete")

@@ -9,7 +9,7 @@ Pure.
        `------------------> Failed -suspend   (ends by TTL)
 
 A job that failed in the syncer's region is Failed in the others as well, and Running again when the
-syncer runs again.
+syncer runs again. One that is Complete in the others is Running again when the syncer begins anew.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 from diloco.runtime.formatting import shorten
+from diloco_job import names
 from diloco_job.reasons import ConditionState, condition
 from diloco_operator.decide.lost_volume import LostVolume, lost_volume
 from diloco_operator.resources import Wanted
@@ -119,6 +120,9 @@ def _phase(state: JobState, lost: tuple[FailedLearner, ...]) -> tuple[Phase, Con
         return Phase.COMPLETE, None
     if policy.suspend:
         return Phase.SUSPENDED, None
+    if lost_volume(state):
+        # A failure would delete the learners, which hold the newest parameters: a person decides.
+        return Phase.RUNNING, None
     failed = _failed_elsewhere(state) or _too_few_left(state, lost)
     deadline = _deadline(state)
     if failed is None and deadline is not None and state.now >= deadline:
@@ -184,9 +188,23 @@ def _too_few_left(state: JobState, lost: tuple[FailedLearner, ...]) -> Condition
 def _is_complete(state: JobState) -> bool:
     steps, answer = state.job.spec.steps, state.answer
     if state.previous.is_true("Complete"):
-        return steps <= state.previous.number("step") or _volume_gone(state)
+        done = steps <= state.previous.number("step") or _volume_gone(state)
+        return done and not _begins_anew_elsewhere(state)
     # Only the state Complete means that the model is exported.
     return answer is not None and answer.state == "Complete" and answer.step >= steps
+
+
+def _begins_anew_elsewhere(state: JobState) -> bool:
+    """
+    Whether the syncer of another cluster trains below the last step, although it was complete.
+
+    The answer of a syncer that had not been replaced yet completed a job that is run again.
+    """
+    answer = state.answer
+    if state.has_syncer or answer is None:
+        # In its own cluster, a syncer that lost its snapshots does not resume the job.
+        return False
+    return answer.state != "Complete" and answer.step < state.job.spec.steps
 
 
 def _volume_gone(state: JobState) -> bool:
@@ -194,10 +212,14 @@ def _volume_gone(state: JobState) -> bool:
 
 
 def _started(state: JobState) -> datetime | None:
-    """Start time of a running job, reset when a complete job continues; None: it waits in a queue."""
+    """
+    Start time of a running job, reset when a complete job continues, and when a job that waited for its
+    volume does; None: it waits in a queue.
+    """
     # A suspended job has no startTime, so resuming resets it as well.
     continued = state.previous.is_true("Complete") or state.previous.is_true("Failed")
-    started = None if continued else state.previous.time("startTime")
+    waited = state.previous.reason("SyncerReady") == "VolumeGone" and not lost_volume(state)
+    started = None if continued or waited else state.previous.time("startTime")
     return started or (None if _is_queued(state) else state.now)
 
 
@@ -218,8 +240,9 @@ def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
     nothing = Wanted(learners=False, syncer=False, evaluator=False, volume=False)
     stopped = Wanted(learners=False, syncer=False, evaluator=False)
     match lifecycle.phase:
-        case Phase.RUNNING if lifecycle.lost_volume:
-            # Learners hold the newest parameters that are left.
+        case Phase.RUNNING if lifecycle.lost_volume or _claim_is_taken(state):
+            # Learners hold the newest parameters that are left, and the claim of another owner may
+            # hold the state of a former job, and go with it.
             return Wanted(syncer=False, evaluator=False)
         case Phase.RUNNING:
             return Wanted()
@@ -227,8 +250,11 @@ def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
             return stopped
         case Phase.COMPLETE if lifecycle.volume_gone or _fetched(state, lifecycle):
             return nothing
-        case Phase.FAILED if lifecycle.volume_gone:
+        case Phase.FAILED if lifecycle.volume_gone and policy == "All":
             return nothing
+        case Phase.FAILED if lifecycle.volume_gone:
+            # Learners, or their volumes, hold the newest parameters that are left.
+            return Wanted(learners=policy == "None", syncer=False, evaluator=False)
         case _ if policy == "None":
             return Wanted()
         case Phase.COMPLETE:
@@ -238,6 +264,11 @@ def wanted(state: JobState, lifecycle: Lifecycle) -> Wanted:
             return Wanted(learners=False, evaluator=False)
         case _:
             return nothing if policy == "All" else stopped
+
+
+def _claim_is_taken(state: JobState) -> bool:
+    """Whether the syncer's claim belongs to another owner."""
+    return ("PersistentVolumeClaim", names.syncer_name(state.job.metadata.name)) in state.taken
 
 
 def _fetched(state: JobState, lifecycle: Lifecycle) -> bool:

@@ -109,6 +109,25 @@ def test_children_of_a_former_job_of_the_same_name_are_waited_for():
     assert world.reason("Accepted") == ("True", "Valid")
 
 
+CLAIM = ("PersistentVolumeClaim", "a-syncer")
+
+
+def test_no_syncer_starts_on_the_claim_of_another_owner():
+    """The claim of a former job, which the garbage collector is about to delete, for example."""
+    world = training()
+    former = copy.deepcopy(world.children[CLAIM])
+    former["metadata"]["ownerReferences"][0]["uid"] = "uid-of-the-former"
+    world = OperatedJob(children={CLAIM: former})
+    world.settle()
+    assert world.reason("Accepted") == ("False", "NameTaken")
+    assert world.replicas() == {"a-eu": 2, "a-syncer": 0, "a-us": 2}
+    assert world.children[CLAIM] == former
+    del world.children[CLAIM]
+    world.settle()
+    assert world.reason("Accepted") == ("True", "Valid")
+    assert world.replicas()["a-syncer"] == 1
+
+
 def test_obsolete_children_are_deleted_only_if_they_are_this_jobs():
     world = training()
     stray = copy.deepcopy(world.children["Service", "a-us"])

@@ -110,6 +110,40 @@ def test_every_region_learns_from_the_syncer_that_the_job_is_complete():
     assert us.status["model"]["sha256"] == "ab"
 
 
+def test_a_region_that_the_former_syncer_completed_trains_when_the_next_one_begins_anew():
+    """The finished job is deleted and applied again, in us before eu."""
+    us = world(US)
+    us.answers("Complete", step=2000)
+    us.settle()
+    assert us.reason("Complete") == ("True", "StepsDone")
+    us.becomes_unreachable()
+    us.reconcile(300)
+    assert us.reason("Complete") == ("True", "StepsDone")
+    us.answers("Initialising", step=0, gone=("us/0", "us/1"))
+    us.reconcile(300)
+    assert us.replicas() == {"a-us": 2}
+    assert us.reason("Complete") == ("False", "NotComplete")
+    assert us.status["step"] == 0
+    assert us.status["startTime"] == "2026-03-01T12:10:00Z"
+    assert "completionTime" not in us.status
+    us.run_controllers()
+    us.answers(step=10)
+    us.settle()
+    assert us.status["state"] == "Training"
+
+
+@pytest.mark.parametrize(("state", "step"), [("Training", 2000), ("Waiting", 2500)])
+def test_a_region_stays_complete_while_the_syncer_is_not_below_its_last_step(state, step):
+    """The syncer has restarted with its last snapshot, or only eu has more steps."""
+    us = trains(US)
+    us.answers("Complete", step=2000)
+    us.settle()
+    us.answers(state, step=step)
+    us.reconcile(60)
+    assert us.reason("Complete") == ("True", "StepsDone")
+    assert us.replicas() == {"a-us": 0}
+
+
 def test_a_different_spec_in_one_region_is_reported_there():
     us = trains(US)
     us.answers(spec_hash="0123456789abcdef")

@@ -10,6 +10,7 @@ from diloco_testing.kubernetes.operated_job import (
     OperatedJob,
     is_idle,
     manifest,
+    refuse,
     training,
 )
 
@@ -68,6 +69,99 @@ def test_learners_keep_what_they_have_while_the_job_waits():
     world.settle()
     world.reconcile(3600)
     assert world.pods == learners
+
+
+def test_the_deadline_does_not_end_a_job_that_waits_and_starts_over_after_the_wait():
+    """A failure would delete the pods of the learners, and with a StatefulSet the volumes of its learners."""
+    world = training(manifest(runPolicy={"activeDeadlineSeconds": 100}))
+    learners = {name: pod for name, pod in world.pods.items() if "syncer" not in name}
+    lost = lose(world)
+    world.settle()
+    world.reconcile(4000)
+    world.settle()
+    assert world.reason("Failed") == ("False", "NotFailed")
+    assert world.reason("SyncerReady") == ("False", "VolumeGone")
+    assert world.pods == learners
+    give_up(world, lost["metadata"]["uid"])
+    world.settle()
+    assert world.replicas() == {"a-eu": 2, "a-syncer": 1, "a-us": 2}
+    assert world.status["startTime"] == "2026-03-01T13:06:40Z"
+    world.answers(step=30)
+    world.reconcile(99)
+    world.settle()
+    assert world.reason("Failed") == ("False", "NotFailed")
+    world.reconcile(1)
+    assert world.reason("Failed") == ("True", "DeadlineExceeded")
+
+
+def test_the_start_is_that_of_the_job_while_it_waits():
+    world = training()
+    started = world.status["startTime"]
+    lose(world)
+    for _ in range(3):
+        world.reconcile(60)
+        assert world.status["startTime"] == started
+    assert is_idle(world.reconcile(60))
+
+
+def test_learners_that_fail_do_not_end_those_that_hold_the_parameters():
+    world = training(manifest(sync={"quorum": 4}))
+    lost = lose(world)
+    world.settle()
+    refuse(world.pod("a-eu-1"))
+    world.count_pods()
+    world.reconcile(30)
+    assert world.reason("Failed") == ("False", "NotFailed")
+    assert world.replicas() == {"a-eu": 2, "a-syncer": 0, "a-us": 2}
+    assert world.reason("LearnersReady") == ("False", "LearnersFailed")
+    give_up(world, lost["metadata"]["uid"])
+    world.reconcile(30)
+    assert world.reason("Failed") == ("True", "LearnerRefused")
+
+
+@pytest.mark.parametrize(("policy", "learners"), [("Running", 0), ("None", 2)])
+def test_a_failed_job_whose_claim_was_deleted_keeps_its_workloads_and_gets_no_empty_claim(
+    policy, learners
+):
+    """With a StatefulSet, the volumes of its learners would go."""
+    runs = {"activeDeadlineSeconds": 100, "cleanupPolicy": policy}
+    world = training(manifest(runPolicy=runs))
+    world.reconcile(100)
+    world.settle()
+    others = world.children.keys() - {CLAIM}
+    lose(world)
+    world.settle()
+    assert world.reason("Failed") == ("True", "DeadlineExceeded")
+    assert world.children.keys() == others
+    assert world.replicas() == {"a-eu": learners, "a-syncer": 0, "a-us": learners}
+    world.reconcile(60)
+    assert is_idle(world.reconcile(1000))
+
+
+def test_a_failed_job_without_a_claim_gets_no_child_that_it_does_not_have():
+    """One whose children an earlier version has deleted."""
+    world = training(manifest(runPolicy={"activeDeadlineSeconds": 100}))
+    world.reconcile(100)
+    world.settle()
+    world.children.clear()
+    world.settle()
+    assert not world.children
+
+
+def test_a_failed_job_resumes_from_the_claim_that_a_person_restored():
+    world = training(manifest(runPolicy={"activeDeadlineSeconds": 100}))
+    world.reconcile(100)
+    world.settle()
+    lost = replaced(world)
+    world.settle()
+    world.change(runPolicy={"suspend": True})
+    world.settle()
+    assert world.reason("SyncerReady") == ("False", "VolumeGone")
+    give_up(world, lost)
+    world.change(runPolicy={})
+    world.settle()
+    assert world.replicas() == {"a-eu": 2, "a-syncer": 1, "a-us": 2}
+    assert world.status["syncer"]["volumeUid"] == "uid-of-another"
 
 
 def test_a_claim_of_another_uid_is_not_taken_for_the_jobs():

@@ -189,6 +189,44 @@ def test_the_own_syncer_is_contacted_only_while_its_pod_is_ready(world, monkeypa
     assert world.observation[0].syncer.step == 7
 
 
+def finished(world, monkeypatch):
+    """A syncer that serves a finished run; what owns it decides whose."""
+    monkeypatch.setattr(
+        world.reconciler._observer._syncers,
+        "ask",
+        lambda key, address: syncer_pb2.StatusReply(job="a", step=5, state="Complete", epoch=1),
+    )
+    body = world.child("a-syncer") | {"apiVersion": "apps/v1", "kind": "Deployment"}
+    return body | {"spec": {}, "status": {"readyReplicas": 1}}
+
+
+def test_the_syncer_of_a_former_job_of_the_same_name_does_not_complete_the_new_one(
+    world, monkeypatch
+):
+    """A job that was deleted and applied again is reconciled before the garbage collector has run."""
+    body = finished(world, monkeypatch)
+    body["metadata"]["ownerReferences"][0]["uid"] = "uid-of-the-former"
+    world.api.create(body)
+    scope = OperatorScope(worker_image="w", syncer_image="s")
+    world.decide = lambda observation: decide(observation, scope, NOW)
+    world.run()
+    status = world.api.get("dilocojobs", "a")["status"]
+    assert (status["state"], status["step"]) == ("Pending", 0)
+    assert reasons(world.api)["Accepted"][1] == "NameTaken"
+    world.api.delete("deployments", "a-syncer")
+    world.run()
+    assert world.api.get("statefulsets", "a-eu")["spec"]["replicas"] == 2
+    assert world.api.get("deployments", "a-syncer")["spec"]["replicas"] == 1
+
+
+def test_a_syncer_without_an_owner_is_adopted_and_contacted(world, monkeypatch):
+    body = finished(world, monkeypatch)
+    del body["metadata"]["ownerReferences"]
+    world.api.create(body)
+    world.run()
+    assert world.observation[0].syncer.step == 5
+
+
 def test_of_a_job_that_another_controller_manages_nothing_more_is_read(api, tmp_path):
     policy = {"managedBy": "kueue.x-k8s.io/multikueue"}
     tls = {"mode": "Secret", "secretName": "s"}
