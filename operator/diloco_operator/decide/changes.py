@@ -17,7 +17,7 @@ from diloco_operator.decide.lost_nodes import overdue_pods
 from diloco_operator.decide.phase import Lifecycle, wanted
 from diloco_operator.decide.pruning import obsolete
 from diloco_operator.decide.replacements import Replacements, replacements
-from diloco_operator.decide.rollout import held_back
+from diloco_operator.decide.rollout import held_back, is_new
 from diloco_operator.decide.running_templates import keep_templates
 from diloco_operator.decide.volume_claims import keep_claims
 from diloco_operator.resources import desired
@@ -74,7 +74,8 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
     due = [want for want in wants if _is_due(state, want)]
     waiting = held_back(state, due)
     keys = {identity(want) for want in wants}
-    changing = {identity(want) for want in due}
+    # Not those of other writers: a webhook may change every apply, and no learner would be replaced.
+    changing = {identity(want) for want in due if is_new(state, want)}
     outdated = replacements(state, changing) if running.learners else Replacements()
     return Changes(
         apply=tuple(want for want in due if want not in waiting),
@@ -83,7 +84,7 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
             *(replace(_ref(pod), force=True) for pod in overdue_pods(state)),
         ),
         waiting=(
-            *sorted({labels(want)["diloco.dev/region"] for want in waiting}),
+            *sorted({labels(want)["diloco.dev/region"] for want in waiting if is_new(state, want)}),
             *outdated.waiting,
         ),
     )

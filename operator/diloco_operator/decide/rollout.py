@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_operator.decide.drift import covers
+from diloco_operator.decide.drift import covers, is_changed
 from diloco_operator.resources.overlay import without_nulls
 from diloco_operator.resources.template_record import template_text
 from diloco_operator.state.job_state import JobState
@@ -26,8 +26,16 @@ def held_back(state: JobState, wants: Sequence[Object]) -> list[Object]:
     if in_progress:
         return new
     complete = _complete_regions(state) if has_only_quorum(state) else set()
-    started = [want for want in new if labels(want).get("diloco.dev/region") not in complete][:1]
+    free = [want for want in new if labels(want).get("diloco.dev/region") not in complete]
+    # What a webhook changes in every apply is always due: it must not take the turn of a change.
+    started = sorted(free, key=lambda want: not is_new(state, want))[:1]
     return [want for want in new if want not in started]
+
+
+def is_new(state: JobState, want: Object) -> bool:
+    """Whether the object differs from our last apply, and not only because of another writer."""
+    live = state.child(*identity(want))
+    return live is None or is_changed(live, want)
 
 
 def _restarts_learners(live: Object | None, want: Object) -> bool:

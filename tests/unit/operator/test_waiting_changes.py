@@ -1,6 +1,11 @@
 """A change of the manifest that waits for learners is visible: LearnersReady names whom it has not reached."""
 
+import copy
+
+import pytest
+
 from diloco_testing.kubernetes.operated_job import (
+    OperatedJob,
     is_idle,
     manifest,
     refuse,
@@ -80,3 +85,64 @@ def test_nothing_waits_in_a_job_that_is_suspended():
     world.change(learner={**RECIPE, "image": "new"}, runPolicy={"suspend": True})
     world.settle()
     assert message(world) == "the job is suspended"
+
+
+class WithWebhook(OperatedJob):
+    """A cluster in which a webhook sets the requests of every StatefulSet that is written."""
+
+    def apply(self, wanted):
+        key = wanted["kind"], wanted["metadata"]["name"]
+        old = copy.deepcopy(self.children.get(key))
+        super().apply(wanted)
+        if wanted["kind"] == "StatefulSet":
+            live = self.children[key]
+            for container in live["spec"]["template"]["spec"]["containers"]:
+                container["resources"] = {"requests": {"cpu": "1"}}
+            if old and old["spec"] == live["spec"]:
+                live["metadata"]["generation"] = old["metadata"]["generation"]
+
+
+def turn(world, turns=12):
+    for _ in range(turns):
+        world.reconcile(30)
+        world.run_controllers()
+        world.answers()
+
+
+def image_of(pod):
+    return pod["spec"]["containers"][0]["image"]
+
+
+def images(world):
+    return {image_of(pod) for name, pod in world.pods.items() if "syncer" not in name}
+
+
+@pytest.mark.parametrize("queue", [{}, {"kueue.x-k8s.io/queue-name": "team"}])
+@pytest.mark.parametrize("pods", [{"recipe": {"name": "gpt"}}, TWO_PODS])
+def test_values_that_a_webhook_sets_in_every_statefulset_hold_no_change_back(pods, queue):
+    learner = {**pods, "resources": {"requests": {"cpu": "500m"}}}
+    job = manifest(learner=learner)
+    job["metadata"]["labels"] = queue
+    world = WithWebhook(job=job)
+    turn(world)
+    assert message(world) == "4 of 4 are training", "drift is no change that waits"
+    world.change(learner={**learner, "image": "new"})
+    turn(world)
+    assert images(world) == {"new"}
+    assert message(world) == "4 of 4 are training"
+
+
+def test_one_region_after_the_other_is_replaced_where_a_webhook_changes_every_statefulset():
+    learner = {**RECIPE, "resources": {"requests": {"cpu": "500m"}}}
+    world = WithWebhook(job=manifest(learner=learner))
+    turn(world)
+    world.change(learner={**learner, "image": "new"})
+    world.reconcile(30)
+    world.reconcile(30)
+    world.run_controllers()
+    assert {name for name, pod in world.pods.items() if image_of(pod) == "new"} == {
+        "a-eu-0",
+        "a-eu-1",
+    }
+    turn(world)
+    assert images(world) == {"new"}
