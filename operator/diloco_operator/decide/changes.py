@@ -17,7 +17,7 @@ from diloco_operator.decide.lost_nodes import overdue_pods
 from diloco_operator.decide.phase import Lifecycle, wanted
 from diloco_operator.decide.pruning import obsolete
 from diloco_operator.decide.replacements import Replacements, replacements
-from diloco_operator.decide.rollout import held_back, is_new
+from diloco_operator.decide.rollout import held_back, is_new, with_live_template
 from diloco_operator.decide.running_templates import keep_templates
 from diloco_operator.decide.volume_claims import keep_claims
 from diloco_operator.resources import desired
@@ -77,8 +77,9 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
     # Not those of other writers: a webhook may change every apply, and no learner would be replaced.
     changing = {identity(want) for want in due if is_new(state, want)}
     outdated = replacements(state, changing) if running.learners else Replacements()
+    meanwhile = [with_live_template(state, want) if want in waiting else want for want in due]
     return Changes(
-        apply=tuple(want for want in due if want not in waiting),
+        apply=tuple(want for want in meanwhile if want is not None),
         delete=(
             *map(_ref, (*obsolete(state, keys, keep_volume=running.volume), *outdated.pods)),
             *(replace(_ref(pod), force=True) for pod in overdue_pods(state)),

@@ -87,6 +87,60 @@ def test_nothing_waits_in_a_job_that_is_suspended():
     assert message(world) == "the job is suspended"
 
 
+def stuck_in_eu(world):
+    """The image changed, and a new pod of eu does not start."""
+    world.change(learner={**RECIPE, "image": "new"})
+    world.reconcile()
+    world.run_controllers()
+    world.children["StatefulSet", "a-eu"]["status"] |= {"currentRevision": "old"}
+    set_ready(world.pod("a-eu-1"), False)
+    world.answers(gone=("eu/1",))
+    world.reconcile(30)
+    return world
+
+
+@pytest.mark.parametrize("number", [1, 3])
+@pytest.mark.parametrize("is_edited", [False, True], ids=["as-applied", "edited-by-hand"])
+def test_another_number_of_learners_does_not_wait_for_a_template_that_waits(number, is_edited):
+    world = stuck_in_eu(training())
+    live = world.children["StatefulSet", "a-us"]
+    if is_edited:
+        live["spec"]["template"]["spec"]["nodeSelector"] = {"disk": "fast"}
+        live["spec"]["template"]["spec"]["containers"][0]["image"] = "edited"
+    before = copy.deepcopy(live["spec"]["template"])
+    world.change(regions=[{"name": "eu", "learners": 2}, {"name": "us", "learners": number}])
+    for _ in range(3):
+        # Its controller has not seen the new number: no reason to take the new template.
+        world.reconcile(1)
+        live = world.children["StatefulSet", "a-us"]
+        assert live["spec"]["replicas"] == number
+        assert live["spec"]["template"] == before
+    world.count_pods()
+    world.children["StatefulSet", "a-eu"]["status"] |= {"currentRevision": "old"}
+    assert message(world).endswith(f"; {WAITS}us")
+    assert is_idle(world.reconcile(1)), "once"
+    set_ready(world.pod("a-eu-1"), True)
+    world.run_controllers()
+    world.answers()
+    turn(world)
+    assert images(world) == {"new"}
+    assert len([name for name in world.pods if "-us-" in name]) == number
+    assert message(world) == f"{2 + number} of {2 + number} are training"
+
+
+def test_a_template_that_waited_while_its_region_was_scaled_is_forgotten_with_its_change():
+    world = stuck_in_eu(training())
+    world.change(regions=[{"name": "eu", "learners": 2}, {"name": "us", "learners": 1}])
+    world.reconcile(1)
+    world.count_pods()
+    before = copy.deepcopy(world.children["StatefulSet", "a-us"]["spec"])
+    world.change(learner=RECIPE)
+    turn(world)
+    assert world.children["StatefulSet", "a-us"]["spec"] == before
+    assert images(world) == {"diloco/worker:1"}
+    assert message(world) == "3 of 3 are training"
+
+
 class WithWebhook(OperatedJob):
     """A cluster in which a webhook sets the requests of every StatefulSet that is written."""
 
