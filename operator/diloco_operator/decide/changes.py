@@ -47,12 +47,25 @@ class Changes:
     """Regions and learners that do not have the changed template yet, because others are missing."""
 
 
-def ending(due: Changes, lifecycle: Lifecycle) -> Changes:
+def ending(state: JobState, due: Changes, lifecycle: Lifecycle) -> Changes:
     """The part of the changes that ends a job which is not accepted: they stop pods, and start none."""
     if not lifecycle.finished:
         return Changes(apply=(), delete=())
-    stops = [want for want in due.apply if want.get("spec", {}).get("replicas") == 0]
-    return Changes(apply=tuple(stops), delete=due.delete)
+    stops = [
+        want
+        for want in due.apply
+        if want.get("spec", {}).get("replicas") == 0 and state.child(*identity(want)) is not None
+    ]
+    # The claims of learners may go with their StatefulSet, which may have no successor before
+    # the job is accepted.
+    keeps_sets = wanted(state, lifecycle).volume
+    delete = [ref for ref in due.delete if not (keeps_sets and _is_stopped_set(state, ref))]
+    return Changes(apply=tuple(stops), delete=tuple(delete))
+
+
+def _is_stopped_set(state: JobState, ref: ObjectRef) -> bool:
+    live = state.child(ref.kind, ref.name)
+    return ref.kind == "StatefulSet" and live is not None and not live["spec"].get("replicas")
 
 
 def changes(state: JobState, lifecycle: Lifecycle) -> Changes:

@@ -169,6 +169,23 @@ def test_the_longest_name_of_a_learners_statefulset_is_checked():
     assert "-eu-10 has 53 characters; the maximum is 52" in world.condition("Accepted")["message"]
 
 
+def test_a_suspended_job_whose_names_are_too_long_for_the_queue_keeps_its_statefulsets():
+    storage = {"recipe": {"name": "gpt"}, "storage": {"size": "1Gi"}}
+    world = trains(queued_job(labels={}, name="j" * (MAX_CHILD_NAME - 3), learner=storage))
+    before = set(world.children)
+    world.job["metadata"]["labels"] = dict(KUEUE)
+    world.change(runPolicy={"suspend": True})
+    world.settle()
+    assert world.reason("Accepted") == ("False", "NameTooLongForQueue")
+    assert set(world.children) == before, "the volumes of its learners may go with them"
+    assert not world.pods
+    world.job["metadata"]["labels"] = {}
+    world.change(runPolicy={})
+    world.settle()
+    assert world.reason("Accepted") == ("True", "Valid")
+    assert len(world.pods) == 3
+
+
 def is_idle_but_for_its_status(decisions):
     return not decisions.apply and not decisions.delete
 
