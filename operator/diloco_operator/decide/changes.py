@@ -15,7 +15,7 @@ from typing import Any
 from diloco_operator.decide.drift import has_drifted
 from diloco_operator.decide.lost_nodes import overdue_pods
 from diloco_operator.decide.phase import Lifecycle, wanted
-from diloco_operator.decide.pruning import obsolete
+from diloco_operator.decide.pruning import has_other_pods, obsolete
 from diloco_operator.decide.replacements import Replacements, replacements
 from diloco_operator.decide.rollout import held_back, is_new, with_live_template
 from diloco_operator.decide.running_templates import keep_templates
@@ -86,7 +86,7 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
         wants = [want for want in wants if want["kind"] != "PersistentVolumeClaim"]
     due = [want for want in wants if _is_due(state, want)]
     waiting = held_back(state, due)
-    keys = {identity(want) for want in wants}
+    keys = {identity(want) for want in wants if not has_other_pods(state, want)}
     # Not those of other writers: a webhook may change every apply, and no learner would be replaced.
     changing = {identity(want) for want in due if is_new(state, want)}
     outdated = replacements(state, changing) if running.learners else Replacements()
@@ -106,7 +106,7 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
 
 def _is_due(state: JobState, want: Object) -> bool:
     """Missing or drifted, and free to be applied."""
-    if identity(want) in state.taken:
+    if identity(want) in state.taken or has_other_pods(state, want):
         return False
     live = state.child(*identity(want))
     # Applying to an object that is being deleted would create nothing.

@@ -434,3 +434,36 @@ def test_regions_whose_names_look_like_learners_keep_their_pods_apart():
     world.reconcile(1)
     ready = {region["name"]: region["ready"] for region in world.status["regions"]}
     assert ready == {"eu": 1, "eu-0": 0}
+
+
+def test_a_queue_begins_and_ends_where_the_name_of_a_region_is_that_of_another_ones_learner():
+    """A selector never changes, so the StatefulSet of the one has to go before the other comes."""
+    regions = [{"name": "eu", "learners": 2}, {"name": "eu-1", "learners": 1}]
+    world = trains(queued_job(labels={}, regions=regions))
+    for labels, made in [
+        (KUEUE, ["a-eu-0", "a-eu-1", "a-eu-1-0"]),
+        ({}, ["a-eu", "a-eu-1"]),
+    ]:
+        world.change(runPolicy={"suspend": True})
+        world.settle()
+        former = live_sets(world)["a-eu-1"]
+        world.job["metadata"]["labels"] = dict(labels)
+        decisions = world.reconcile(1)
+        assert former["metadata"]["uid"] in [ref.uid for ref in decisions.delete]
+        assert "a-eu-1" not in [
+            want["metadata"]["name"] for want in decisions.apply if want["kind"] == "StatefulSet"
+        ]
+        world.change(runPolicy={})
+        world.settle()
+        world.answers()
+        world.settle()
+        assert sorted(live_sets(world)) == made
+        assert live_sets(world)["a-eu-1"]["spec"]["selector"] != former["spec"]["selector"]
+        assert world.reason("LearnersReady") == ("True", "AllTraining")
+
+
+def test_no_statefulset_with_replicas_is_deleted_for_the_region_that_it_selects():
+    world = trains(queued_job(labels={}))
+    live = live_sets(world)["a-eu"]
+    live["spec"]["selector"] = {"matchLabels": {"diloco.dev/region": "eu-1"}}
+    assert world.reconcile(1).delete == ()
