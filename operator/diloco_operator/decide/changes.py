@@ -15,9 +15,9 @@ from typing import Any
 from diloco_operator.decide.drift import has_drifted
 from diloco_operator.decide.lost_nodes import overdue_pods
 from diloco_operator.decide.phase import Lifecycle, wanted
-from diloco_operator.decide.pruning import obsolete
+from diloco_operator.decide.pruning import has_other_pods, obsolete
 from diloco_operator.decide.replacements import Replacements, replacements
-from diloco_operator.decide.rollout import held_back
+from diloco_operator.decide.rollout import held_back, is_new, with_live_template
 from diloco_operator.decide.running_templates import keep_templates
 from diloco_operator.decide.volume_claims import keep_claims
 from diloco_operator.resources import desired
@@ -47,12 +47,25 @@ class Changes:
     """Regions and learners that do not have the changed template yet, because others are missing."""
 
 
-def ending(due: Changes, lifecycle: Lifecycle) -> Changes:
+def ending(state: JobState, due: Changes, lifecycle: Lifecycle) -> Changes:
     """The part of the changes that ends a job which is not accepted: they stop pods, and start none."""
     if not lifecycle.finished:
         return Changes(apply=(), delete=())
-    stops = [want for want in due.apply if want.get("spec", {}).get("replicas") == 0]
-    return Changes(apply=tuple(stops), delete=due.delete)
+    stops = [
+        want
+        for want in due.apply
+        if want.get("spec", {}).get("replicas") == 0 and state.child(*identity(want)) is not None
+    ]
+    # The claims of learners may go with their StatefulSet, which may have no successor before
+    # the job is accepted.
+    keeps_sets = wanted(state, lifecycle).volume
+    delete = [ref for ref in due.delete if not (keeps_sets and _is_stopped_set(state, ref))]
+    return Changes(apply=tuple(stops), delete=tuple(delete))
+
+
+def _is_stopped_set(state: JobState, ref: ObjectRef) -> bool:
+    live = state.child(ref.kind, ref.name)
+    return ref.kind == "StatefulSet" and live is not None and not live["spec"].get("replicas")
 
 
 def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
@@ -76,17 +89,19 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
         wants = [want for want in wants if identity(want) in state.children]
     due = [want for want in wants if _is_due(state, want)]
     waiting = held_back(state, due)
-    keys = {identity(want) for want in wants}
-    changing = {identity(want) for want in due}
+    keys = {identity(want) for want in wants if not has_other_pods(state, want)}
+    # Not those of other writers: a webhook may change every apply, and no learner would be replaced.
+    changing = {identity(want) for want in due if is_new(state, want)}
     outdated = replacements(state, changing) if running.learners else Replacements()
+    meanwhile = [with_live_template(state, want) if want in waiting else want for want in due]
     return Changes(
-        apply=tuple(want for want in due if want not in waiting),
+        apply=tuple(want for want in meanwhile if want is not None),
         delete=(
             *map(_ref, (*obsolete(state, keys, keep_volume=running.volume), *outdated.pods)),
             *(replace(_ref(pod), force=True) for pod in overdue_pods(state)),
         ),
         waiting=(
-            *sorted({labels(want)["diloco.dev/region"] for want in waiting}),
+            *sorted({labels(want)["diloco.dev/region"] for want in waiting if is_new(state, want)}),
             *outdated.waiting,
         ),
     )
@@ -94,7 +109,7 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
 
 def _is_due(state: JobState, want: Object) -> bool:
     """Missing or drifted, and free to be applied."""
-    if identity(want) in state.taken:
+    if identity(want) in state.taken or has_other_pods(state, want):
         return False
     live = state.child(*identity(want))
     # Applying to an object that is being deleted would create nothing.

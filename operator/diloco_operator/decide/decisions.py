@@ -97,7 +97,7 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
     lifecycle = lifecycle_of(state)
     due = changes(state, lifecycle)
     if refused is not None:
-        due = ending(due, lifecycle)
+        due = ending(state, due, lifecycle)
     decisions = Decisions(
         apply=due.apply,
         delete=due.delete,

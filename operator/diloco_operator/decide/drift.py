@@ -37,10 +37,19 @@ _QUANTITY = ("sizeLimit", "divisor")
 
 def has_drifted(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Whether `wanted` must be applied: it changed, or another writer changed the live object."""
-    if applied(live) != applied(wanted):
+    if is_changed(live, wanted):
         return True
     # Of a claim only the size can change, and it only grows (`volume_claims`).
     return wanted["kind"] != "PersistentVolumeClaim" and not covers(live, wanted)
+
+
+def is_changed(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
+    """
+    Whether `wanted` differs from our last apply, and not only from the live object.
+
+    A webhook may change a value of every apply. The live object then differs for good.
+    """
+    return applied(live) != applied(wanted)
 
 
 def applied(child: Mapping[str, Any]) -> str | None:

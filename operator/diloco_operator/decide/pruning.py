@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from diloco_operator.state.job_state import JobState
-from diloco_operator.state.objects import Object, controller_uid, is_deleting, labels
+from diloco_operator.state.objects import Object, controller_uid, identity, is_deleting, labels
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 
@@ -37,6 +37,25 @@ def obsolete(
         if kind == "PersistentVolumeClaim" and keep_volume:
             continue
         yield live
+
+
+def has_other_pods(state: JobState, want: Object) -> bool:
+    """
+    Whether a stopped StatefulSet of another region has the name of this one.
+
+    Learner 1 of region eu in a queue and region eu-1 without a queue have the same name, and a
+    selector never changes: the former has to go before the other one can be made.
+    """
+    live = state.child(*identity(want))
+    if want["kind"] != "StatefulSet" or live is None or not _is_own(state, live):
+        return False
+    is_stopped = not (live.get("spec") or {}).get("replicas")
+    return is_stopped and _selected_region(live) != _selected_region(want)
+
+
+def _selected_region(stateful_set: Object) -> Any:
+    selector = (stateful_set.get("spec") or {}).get("selector") or {}
+    return (selector.get("matchLabels") or {}).get("diloco.dev/region")
 
 
 def _is_own(state: JobState, live: Object) -> bool:

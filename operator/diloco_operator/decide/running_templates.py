@@ -79,20 +79,27 @@ def _counts_are_outdated(state: JobState, want: Object, template: Object) -> boo
     """
     Whether a syncer cannot learn how many learners the manifest has.
 
-    Templates of format 1 name a document of their own for each set of numbers, which never changes.
+    The operator writes new numbers only into the document that this version mounts. A kept template
+    may mount one of an earlier version, and those of format 1 never change.
     """
     if labels(want)["diloco.dev/role"] != "syncer":
         return False
-    volumes = (template.get("spec") or {}).get("volumes") or ()
-    maps = [(v.get("configMap") or {}).get("name") for v in volumes if v.get("name") == SPEC_VOLUME]
-    document = state.child("ConfigMap", str(maps[0])) if maps else None
-    if document is None or not document.get("immutable"):
+    mounted = _spec_map(template)
+    document = state.child("ConfigMap", mounted)
+    if document is None or mounted == _spec_map(want["spec"]["template"]):
         return False
     try:
         stated = json.loads((document.get("data") or {}).get(SPEC_FILE, ""))["learners"]
     except (ValueError, TypeError, KeyError):
         return False
     return bool(stated != state.plan.spec.learners)
+
+
+def _spec_map(template: Object) -> str:
+    """The ConfigMap that the pods mount as their spec document; "": none."""
+    volumes = (template.get("spec") or {}).get("volumes") or ()
+    maps = [(v.get("configMap") or {}).get("name") for v in volumes if v.get("name") == SPEC_VOLUME]
+    return str(maps[0]) if maps else ""
 
 
 def _runs(state: JobState, live: Object, image: str) -> bool:

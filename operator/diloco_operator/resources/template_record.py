@@ -54,6 +54,25 @@ def with_template(want: Mapping[str, Any], template: Mapping[str, Any]) -> dict[
     )
 
 
+def with_former(
+    want: Mapping[str, Any], live: Mapping[str, Any], template: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The workload `want` with `template`, and with the record of `live`: its own is still to come."""
+    annotations = {
+        key: text
+        for key, text in want["metadata"]["annotations"].items()
+        if key not in (INPUTS, TEMPLATE)
+    }
+    former = {key: text for key in (INPUTS, TEMPLATE) if (text := _annotation(live, key))}
+    return marked(
+        {
+            **want,
+            "metadata": {**want["metadata"], "annotations": {**annotations, **former}},
+            "spec": {**want["spec"], "template": without_nulls(template)},
+        }
+    )
+
+
 def inputs_of(workload: Mapping[str, Any]) -> str:
     """The hash of inputs; "": there is none, or it has another format."""
     text = _annotation(workload, INPUTS)

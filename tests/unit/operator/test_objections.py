@@ -177,6 +177,22 @@ def test_a_job_that_is_no_longer_accepted_still_ends_by_its_deadline_and_its_ttl
     assert world.removed
 
 
+def test_a_region_that_is_removed_from_a_job_that_is_no_longer_accepted_ends_with_the_job():
+    world = forbidden()
+    world.change(regions=[{"name": "eu", "learners": 2}], runPolicy={"suspend": True})
+    world.settle()
+    assert world.replicas() == {"a-eu": 0, "a-syncer": 0}
+
+
+def test_a_complete_job_that_is_no_longer_accepted_leaves_nothing_with_the_policy_all():
+    world = forbidden(runPolicy={"cleanupPolicy": "All"})
+    world.answers("Complete", step=2000)
+    world.settle()
+    world.reconcile(120)
+    assert world.reason("Accepted") == ("False", "PodFieldForbidden")
+    assert not world.children
+
+
 def test_the_status_of_a_job_that_is_no_longer_accepted_stays_current():
     world = forbidden()
     world.answers(gone=("us/1",), step=500)

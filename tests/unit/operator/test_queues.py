@@ -169,6 +169,23 @@ def test_the_longest_name_of_a_learners_statefulset_is_checked():
     assert "-eu-10 has 53 characters; the maximum is 52" in world.condition("Accepted")["message"]
 
 
+def test_a_suspended_job_whose_names_are_too_long_for_the_queue_keeps_its_statefulsets():
+    storage = {"recipe": {"name": "gpt"}, "storage": {"size": "1Gi"}}
+    world = trains(queued_job(labels={}, name="j" * (MAX_CHILD_NAME - 3), learner=storage))
+    before = set(world.children)
+    world.job["metadata"]["labels"] = dict(KUEUE)
+    world.change(runPolicy={"suspend": True})
+    world.settle()
+    assert world.reason("Accepted") == ("False", "NameTooLongForQueue")
+    assert set(world.children) == before, "the volumes of its learners may go with them"
+    assert not world.pods
+    world.job["metadata"]["labels"] = {}
+    world.change(runPolicy={})
+    world.settle()
+    assert world.reason("Accepted") == ("True", "Valid")
+    assert len(world.pods) == 3
+
+
 def is_idle_but_for_its_status(decisions):
     return not decisions.apply and not decisions.delete
 
@@ -417,3 +434,36 @@ def test_regions_whose_names_look_like_learners_keep_their_pods_apart():
     world.reconcile(1)
     ready = {region["name"]: region["ready"] for region in world.status["regions"]}
     assert ready == {"eu": 1, "eu-0": 0}
+
+
+def test_a_queue_begins_and_ends_where_the_name_of_a_region_is_that_of_another_ones_learner():
+    """A selector never changes, so the StatefulSet of the one has to go before the other comes."""
+    regions = [{"name": "eu", "learners": 2}, {"name": "eu-1", "learners": 1}]
+    world = trains(queued_job(labels={}, regions=regions))
+    for labels, made in [
+        (KUEUE, ["a-eu-0", "a-eu-1", "a-eu-1-0"]),
+        ({}, ["a-eu", "a-eu-1"]),
+    ]:
+        world.change(runPolicy={"suspend": True})
+        world.settle()
+        former = live_sets(world)["a-eu-1"]
+        world.job["metadata"]["labels"] = dict(labels)
+        decisions = world.reconcile(1)
+        assert former["metadata"]["uid"] in [ref.uid for ref in decisions.delete]
+        assert "a-eu-1" not in [
+            want["metadata"]["name"] for want in decisions.apply if want["kind"] == "StatefulSet"
+        ]
+        world.change(runPolicy={})
+        world.settle()
+        world.answers()
+        world.settle()
+        assert sorted(live_sets(world)) == made
+        assert live_sets(world)["a-eu-1"]["spec"]["selector"] != former["spec"]["selector"]
+        assert world.reason("LearnersReady") == ("True", "AllTraining")
+
+
+def test_no_statefulset_with_replicas_is_deleted_for_the_region_that_it_selects():
+    world = trains(queued_job(labels={}))
+    live = live_sets(world)["a-eu"]
+    live["spec"]["selector"] = {"matchLabels": {"diloco.dev/region": "eu-1"}}
+    assert world.reconcile(1).delete == ()

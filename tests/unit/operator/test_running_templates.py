@@ -7,6 +7,7 @@ import json
 import pytest
 
 from diloco_operator.resources import pod_templates
+from diloco_operator.resources.common import JobContext
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.resources.template_record import FORMAT, INPUTS, MAX_TEMPLATE, TEMPLATE
 from diloco_testing.kubernetes.operated_job import (
@@ -418,6 +419,29 @@ def test_a_syncer_of_the_version_before_keeps_its_template_until_the_numbers_cha
     assert ("ConfigMap", "a-spec-0123456789") not in world.children, "nothing mounts it any longer"
     after = specs(world)
     scaled(world, eu=4, us=1)
+    assert specs(world)["a-syncer-0"] == after["a-syncer-0"], "from now on it reads them"
+
+
+def test_a_syncer_with_the_document_of_an_earlier_version_restarts_once_to_read_new_numbers(
+    monkeypatch,
+):
+    world = training(job())
+    before = specs(world)
+    former = JobContext.spec_map.fget
+    another = property(lambda context: former(context)[:-10] + "9876543210")
+    monkeypatch.setattr(JobContext, "spec_map", another)
+    world.settle()
+    assert specs(world) == before, "the upgrade restarts nothing"
+    scaled(world, eu=3, us=2)
+    after = specs(world)
+    changed = {name for name in before if after[name] != before[name]}
+    assert changed == {"a-syncer-0"}
+    [mounted] = [
+        v["configMap"]["name"] for v in after["a-syncer-0"]["volumes"] if v["name"] == "spec"
+    ]
+    document = world.children["ConfigMap", mounted]["data"]["spec.json"]
+    assert json.loads(document)["learners"] == {"eu": 3, "us": 2}
+    scaled(world, eu=2, us=2)
     assert specs(world)["a-syncer-0"] == after["a-syncer-0"], "from now on it reads them"
 
 
