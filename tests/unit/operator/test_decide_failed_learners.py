@@ -6,6 +6,7 @@ import pytest
 
 from diloco_testing.kubernetes.operated_job import (
     REFUSED,
+    OperatedJob,
     is_idle,
     main_of,
     manifest,
@@ -74,6 +75,21 @@ def test_a_reverted_image_heals_without_a_new_job():
     assert world.status["state"] == "Training"
     images = {pod["spec"]["containers"][0]["image"] for pod in world.pods.values()}
     assert "bad" not in images
+
+
+@pytest.mark.parametrize(("step", "reason"), [(0, "Starting"), (1, "SomeNotTraining")])
+def test_a_learner_that_is_corrected_before_the_first_step_starts_and_is_not_lost(step, reason):
+    world = OperatedJob(job=manifest())
+    world.reconcile()
+    world.run_controllers(ready=lambda pod: pod["metadata"]["name"] == "a-syncer-0")
+    refuse(world.pod("a-eu-1"))
+    world.answers("Initialising", step=step, gone=("eu/0", "eu/1", "us/0", "us/1"))
+    world.reconcile(5)
+    assert world.reason("LearnersReady") == ("False", "LearnersFailed")
+    set_ready(world.pod("a-eu-1"), False)
+    world.reconcile(5)
+    assert world.reason("LearnersReady") == ("False", reason)
+    assert (("Warning", "SomeNotTraining") in world.events) is (step > 0)
 
 
 # ------------------------------------------------------------------------------ healed since
