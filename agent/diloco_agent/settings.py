@@ -47,7 +47,9 @@ class Settings:
     stuck_seconds: float
     """A process without progress for this long is stuck."""
     state: Path | None
-    """Directory that outlives the container, not always the pod; None: there is none."""
+    """Directory that outlives the container, and the pod if it is on a claim; None: there is none."""
+    pod_uid: str
+    """Of this pod, not of one with the same name before it; "": not known."""
     health_file: Path
     """Where the process reports its health."""
     health_port: int
@@ -95,6 +97,7 @@ def read(arguments: Sequence[str], environ: Mapping[str, str] | None = None) -> 
         ),
         stuck_seconds=stuck,
         state=env.path("DILOCO_STATE"),
+        pod_uid=env.text("DILOCO_POD_UID"),
         health_file=Path(own["DILOCO_HEALTH_FILE"]),
         health_port=port,
         termination_log=termination_log(variables),

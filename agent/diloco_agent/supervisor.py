@@ -52,7 +52,7 @@ class Supervisor:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._counts = None if settings.state is None else settings.state / "lives.json"
-        starts, crashes = _read_counts(self._counts)
+        starts, crashes = _read_counts(self._counts, settings.pod_uid)
         self._unit = _unit(settings)
         self._policy = p.Policy(
             role=settings.role, name=settings.name, limits=settings.limits, unit=self._unit,
@@ -146,7 +146,8 @@ class Supervisor:
     def _write_counts(self) -> None:
         if self._counts is None:
             return
-        text = json.dumps({"lives": self._policy.starts, "faults": self._policy.crashes})
+        counts = {"lives": self._policy.starts, "faults": self._policy.crashes}
+        text = json.dumps({**counts, "pod": self._settings.pod_uid})
         try:
             files.replace(self._counts, text, mode=files.PRIVATE)
         except OSError as error:
@@ -269,12 +270,14 @@ def _message_of(line: str) -> str:
     return line
 
 
-def _read_counts(path: Path | None) -> tuple[int, int]:
-    """Starts and crashes of the process in earlier containers of this pod."""
+def _read_counts(path: Path | None, pod_uid: str) -> tuple[int, int]:
+    """Starts of the process in earlier containers, and its crashes in those of this pod."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if path is not None:
             counts = json.loads(files.read(path))
-            return int(counts["lives"]), int(counts["faults"])
+            # The volume may be one that outlives the pod, and each pod has its own budget of crashes.
+            is_own = counts.get("pod", "") == pod_uid
+            return int(counts["lives"]), int(counts["faults"]) if is_own else 0
     return 0, 0
 
 

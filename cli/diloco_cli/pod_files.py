@@ -89,8 +89,8 @@ class Retries:
     max_seconds: float = 15.0
     stall_seconds: float = 60.0
     """A stream without data for this long counts as broken."""
-    deadline_seconds: float = 3600.0
-    """Of one fetch as a whole."""
+    chunk_seconds: float = 600.0
+    """A fetch that completes no chunk (1 MiB, or the rest of a file) for this long fails."""
 
     def backoff(self) -> Backoff:
         """The delays between attempts."""
@@ -133,18 +133,17 @@ def copy_files(
         StorageError: a local file cannot be written, or the container sends more than `caps`.
         UnavailableError: the stream breaks repeatedly; the message names what is missing.
     """
-    started, backoff, failures = time.monotonic(), retries.backoff(), 0
+    backoff, failures = retries.backoff(), 0
     try:
         to.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".fetch-", dir=to) as partial:
             copy = _Copy(wanted=tuple(wanted), to=to, partial=Path(partial), caps=caps)
-            deadline = started + retries.deadline_seconds
-            while problem := copy.attempt(command, folder, retries.stall_seconds, deadline):
+            while problem := copy.attempt(command, folder, retries):
                 failures = 0 if copy.progressed else failures + 1
                 if copy.progressed:
                     backoff.reset()
                 delay = backoff.next()
-                late = time.monotonic() + delay > deadline
+                late = copy.seconds_since_chunk() + delay > retries.chunk_seconds
                 if is_permanent(problem):
                     raise UnavailableError(copy.failure(problem))
                 if failures >= retries.attempts or late:
@@ -178,10 +177,14 @@ class _Copy:
     _files: dict[str, _File] = field(default_factory=dict)
     _received: int = 0
     """Bytes in all attempts, also of files that were replaced meanwhile and are sent again."""
+    _chunk_at: float = field(default_factory=time.monotonic)
+    """When the last chunk was complete, or the copy began. Empty files do not count: they have no end."""
 
-    def attempt(
-        self, command: Sequence[str], folder: str, stall_seconds: float, deadline: float
-    ) -> str:
+    def seconds_since_chunk(self) -> float:
+        """Since the last complete chunk, or the beginning."""
+        return time.monotonic() - self._chunk_at
+
+    def attempt(self, command: Sequence[str], folder: str, retries: Retries) -> str:
         """Send for what is missing; why the stream broke, or "" when all files are complete."""
         self.progressed = False
         known = {name: [f.inode, f.size, f.received] for name, f in self._files.items()}
@@ -191,7 +194,7 @@ class _Copy:
             subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors) as process,  # noqa: S603
         ):
             try:
-                self._receive(_Stream(process.stdout, stall_seconds, deadline))
+                self._receive(_Stream(process.stdout, retries, self.seconds_since_chunk))
             except _BrokenError as error:
                 problem = str(error)
             else:
@@ -268,7 +271,7 @@ class _Copy:
         with (self.partial / name).open("ab") as part:
             part.write(data)
         file.received += len(data)
-        self.progressed = True
+        self.progressed, self._chunk_at = True, time.monotonic()
         if file.received == file.size:
             self._complete(name)
 
@@ -289,12 +292,15 @@ def _matches(name: str, wanted: str) -> bool:
 
 
 class _Stream:
-    """Reads a pipe; raises _BrokenError at its end, after a stall and at the deadline."""
+    """Reads a pipe; raises _BrokenError at its end, after a stall, and without chunks for too long."""
 
-    def __init__(self, pipe: IO[bytes] | None, stall_seconds: float, deadline: float) -> None:
+    def __init__(
+        self, pipe: IO[bytes] | None, retries: Retries, seconds_since_chunk: Callable[[], float]
+    ) -> None:
         if pipe is None:
             raise ValueError("the process has no pipe")
-        self._fd, self._stall_seconds, self._deadline = pipe.fileno(), stall_seconds, deadline
+        self._fd, self._retries = pipe.fileno(), retries
+        self._seconds_since_chunk = seconds_since_chunk
         self._buffer = bytearray()
 
     def header(self) -> dict[str, Any]:
@@ -321,9 +327,12 @@ class _Stream:
 
     def _fill(self, enough: Callable[[], bool]) -> None:
         while not enough():
-            seconds = min(self._stall_seconds, self._deadline - time.monotonic())
-            if not select.select([self._fd], [], [], max(0.0, seconds))[0]:
-                raise _BrokenError(f"no data for {self._stall_seconds:g} s")
+            stall, most = self._retries.stall_seconds, self._retries.chunk_seconds
+            left = most - self._seconds_since_chunk()
+            if left <= 0 or not select.select([self._fd], [], [], min(stall, left))[0]:
+                if left <= stall:
+                    raise _BrokenError(f"no complete chunk for {most:g} s")
+                raise _BrokenError(f"no data for {stall:g} s")
             if not (data := os.read(self._fd, 1 << 16)):
                 raise _BrokenError("the stream ended early")
             self._buffer += data

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -53,6 +54,16 @@ def test_a_new_container_of_the_pod_continues_the_restart_count(tmp_path):
         pod.start()
         pod.pid(1)
         assert pod.starts[1][1] == 1
+
+
+def test_a_new_pod_on_the_volume_of_the_last_one_counts_crashes_from_0(tmp_path):
+    for uid in ("uid-1", "uid-2"):
+        given = {"DILOCO_POD_UID": uid, "DILOCO_RESTART_LIMIT": "1"}
+        with Pod(tmp_path, "print('begins'); 1 / 0", environment=given) as pod:
+            assert pod.wait() == 1
+            assert pod.output.splitlines().count("begins") == 2, "one restart within the limit"
+            assert pod.termination_message["reason"] == "RestartLimit"
+    assert json.loads((tmp_path / "state/lives.json").read_text())["lives"] == 4
 
 
 def test_sigterm_reaches_the_process_and_the_container_exits_with_0(tmp_path):

@@ -44,7 +44,7 @@ _STOPPED = ("Suspended", "Complete", "Failed", "NotEvaluated")
 _INITIAL = ("", "Starting", "WaitingInQueue", "NotStarted", "NotAsked", "NoAnswer", *_STOPPED)
 """Reasons of a condition that has not been True yet, which is no problem while a job starts."""
 
-_MOMENTARY = ("PodTrouble", *CERTIFICATE_REASONS)
+_MOMENTARY = ("PodTrouble", "NoEndpoint", "LearnersFailed", *CERTIFICATE_REASONS)
 """Reasons that a job may pass through before its first step."""
 
 _NAMES_SHOWN = 4
@@ -148,7 +148,8 @@ def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
 def _is_initial(state: JobState, name: str) -> bool:
     """Whether the condition has not been True yet: then it is no problem that it is not."""
     reason = state.previous.reason(name)
-    # A first start often waits a moment, such as for a volume to be bound or for cert-manager.
+    # A first start often waits a moment, such as for a volume to be bound or for cert-manager, or for
+    # a correction: an endpoint that was not set yet, or an image with which learners fail.
     return reason in _INITIAL or (reason in _MOMENTARY and not state.step)
 
 
@@ -181,6 +182,10 @@ def _late(state: JobState, name: str, detail: str) -> str:
     """The detail of a component that has been starting for too long; "": it is still in time."""
     starting = state.previous.reason(name) in ("Starting", "PodTrouble")
     if not starting or not is_late(state.previous, name, state.now, LATE_SECONDS):
+        return ""
+    # Before, nothing was started: it had no endpoint, for example.
+    accepted = state.previous.true_since("Accepted")
+    if accepted is not None and state.now - accepted < timedelta(seconds=LATE_SECONDS):
         return ""
     return f"still starting after {LATE_SECONDS:.0f} s: {detail}"
 

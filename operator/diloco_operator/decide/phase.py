@@ -88,7 +88,8 @@ def lifecycle_of(state: JobState) -> Lifecycle:
     """The job's phase now."""
     if not state.in_scope:
         return Lifecycle(phase=Phase.RUNNING, started=None, ended=None)
-    lost = failed_learners(state.learners, state.job.spec.run_policy.learner_restart_limit)
+    limit = state.job.spec.run_policy.learner_restart_limit
+    lost = failed_learners(state.learners, limit, state.now)
     phase, failed = _phase(state, lost)
     previous = state.previous
     ended = phase in (Phase.COMPLETE, Phase.FAILED)

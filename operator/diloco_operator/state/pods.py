@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime, timedelta
 from typing import Any, NamedTuple
 
 from diloco.errors import EXIT_REFUSED
@@ -20,6 +21,7 @@ from diloco_job import names
 from diloco_job.types import DiLoCoJob, Region
 from diloco_operator.resources.pod_templates import MAIN
 from diloco_operator.state.objects import Object, controller_uid, is_deleting, labels
+from diloco_operator.state.previous_status import time_of
 
 REVISION = "controller-revision-hash"
 """Label in which a StatefulSet's controller records the revision of a pod's template."""
@@ -29,6 +31,10 @@ _USUAL_WAITS = ("", "ContainerCreating", "PodInitializing")
 
 _MAX_MESSAGE, _MAX_LOG = 300, 500
 """Characters of a container's last message and of its log in a condition that has both."""
+
+_UNREADY_SECONDS = 60.0
+"""Rank 0 of a learner is unready within this time after another rank ended: the ranks notice a silent one
+within 25 s, and the probe has to fail three times. It also covers the difference of two nodes' clocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +61,10 @@ class LearnerPods:
     def waits(self) -> bool:
         """Whether it waits in a queue: the scheduler may not place one of its pods yet."""
         return any(map(is_gated, self.pods))
+
+    def rank(self, pod: Object) -> int:
+        """Rank of one of its pods."""
+        return int(_name(pod).rpartition("-")[2]) % self.num_wanted
 
     @property
     def restarts(self) -> int:
@@ -94,7 +104,7 @@ def learners_of(
 
 def is_ready(pod: Object) -> bool:
     """Whether the pod is ready and not terminating."""
-    return not is_deleting(pod) and _condition(pod, "Ready").get("status") == "True"
+    return not is_deleting(pod) and _is_ready(pod)
 
 
 def is_gated(pod: Object) -> bool:
@@ -183,26 +193,27 @@ class FailedLearner:
 
 
 def failed_learners(
-    learners: Iterable[LearnerPods], limit: int | None
+    learners: Iterable[LearnerPods], limit: int | None, now: datetime
 ) -> tuple[FailedLearner, ...]:
     """
     The learners that ended permanently: exit code 78, or more crashes than the limit.
 
     A corrected manifest replaces the pod, and with it the evidence: the learner counts again. So
-    does one that became ready. Evictions, preemptions, deletions and lost nodes remove the pod, so
-    they do not count.
+    does one that became ready since, even if it is unready again: without a syncer, none is ready.
+    Evictions, preemptions, deletions and lost nodes remove the pod, so they do not count.
 
     Args:
         learners: of the own regions.
         limit: spec.runPolicy.learnerRestartLimit.
+        now: wall clock, UTC.
     """
-    ends = (_permanent_end(learner, limit) for learner in learners if not learner.ready)
+    ends = (_permanent_end(learner, limit, now) for learner in learners if not learner.ready)
     return tuple(end for end in ends if end is not None)
 
 
-def _permanent_end(learner: LearnerPods, limit: int | None) -> FailedLearner | None:
+def _permanent_end(learner: LearnerPods, limit: int | None, now: datetime) -> FailedLearner | None:
     pods = (pod for pod in learner.pods if not is_deleting(pod))
-    for end in (end for pod in pods for end in _terminations(pod)):
+    for end in (end for pod in pods for end in _terminations(learner, pod, now)):
         reason, message, log = _exit_message(end)
         if end.get("exitCode") == EXIT_REFUSED:
             return FailedLearner(
@@ -229,6 +240,10 @@ def _permanent_end(learner: LearnerPods, limit: int | None) -> FailedLearner | N
 
 def _name(pod: Object) -> str:
     return str(pod["metadata"]["name"])
+
+
+def _is_ready(pod: Object) -> bool:
+    return _condition(pod, "Ready").get("status") == "True"
 
 
 def _is_running(pod: Object) -> bool:
@@ -267,12 +282,50 @@ def _restarts(pod: Object) -> int:
     return int(_main(pod).get("restartCount") or 0)
 
 
-def _terminations(pod: Object) -> Iterator[Mapping[str, Any]]:
-    """The current and the last termination of `main`."""
-    for state in ("state", "lastState"):
-        end = (_main(pod).get(state) or {}).get("terminated")
-        if end:
-            yield end
+def _terminations(learner: LearnerPods, pod: Object, now: datetime) -> Iterator[Mapping[str, Any]]:
+    """The current termination of `main`, and the last one if the learner was not ready after it."""
+    if end := _termination(pod, "state"):
+        yield end
+    # The kubelet keeps it as long as the pod, whatever became of the next container.
+    end = _termination(pod, "lastState")
+    if end and not _was_ready_since(learner, pod, now):
+        yield end
+
+
+def _termination(pod: Object, state: str) -> Mapping[str, Any]:
+    return (_main(pod).get(state) or {}).get("terminated") or {}
+
+
+def _was_ready_since(learner: LearnerPods, pod: Object, now: datetime) -> bool:
+    """Whether the learner was ready after the pod's container started that followed the last end."""
+    state = _main(pod).get("state") or {}
+    started = _started_at(state.get("running") or state.get("terminated") or {})
+    if started is None:
+        return False
+    # Another rank than 0 is ready as soon as its program runs, and may end in the same way again.
+    runs = learner.rank(pod) > 0 and _is_ready(pod)
+    until = _ready_until(pod, now)
+    if until is not None and until > started and not runs:
+        return True
+    first = next((_ready_until(peer, now) for peer in learner.pods if not learner.rank(peer)), None)
+    return first is not None and first > started + timedelta(seconds=_UNREADY_SECONDS)
+
+
+def _ready_until(pod: Object, now: datetime) -> datetime | None:
+    """When the pod was ready for the last time; None: never, or not known."""
+    if _is_ready(pod):
+        return now
+    main = _main(pod)
+    states = [*(main.get("state") or {}).values(), *(main.get("lastState") or {}).values()]
+    starts = [when for when in map(_started_at, states) if when is not None]
+    changed = time_of(_condition(pod, "Ready").get("lastTransitionTime"))
+    # Every pod begins unready: only a change after a container had started was one from ready.
+    return changed if changed and starts and changed > min(starts) else None
+
+
+def _started_at(state: Mapping[str, Any]) -> datetime | None:
+    """When the container started that is, or ended, in this state."""
+    return time_of(state.get("startedAt"))
 
 
 class _ExitMessage(NamedTuple):

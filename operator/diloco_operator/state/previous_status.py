@@ -80,6 +80,11 @@ class PreviousStatus:
         times = (time_of(entry.get("lastTransitionTime")), self.time("startTime"))
         return max((when for when in times if when is not None), default=None)
 
+    def true_since(self, condition: str) -> datetime | None:
+        """Since when the condition has been True; None: it is not True."""
+        entry = self.conditions.get(condition, {})
+        return time_of(entry.get("lastTransitionTime")) if entry.get("status") == "True" else None
+
     def number(self, name: str) -> int:
         """An integer of the status; 0 where there is none."""
         value = self.status.get(name)

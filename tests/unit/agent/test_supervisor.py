@@ -1,9 +1,10 @@
-"""The termination message of a container, as the kubelet keeps it."""
+"""What outlives a container: the termination message, as the kubelet keeps it, and the counts of restarts."""
 
 import json
 
 import pytest
 
+from diloco_agent import supervisor
 from diloco_agent.supervisor import write_termination_message
 
 KUBELET_BYTES = 4096
@@ -58,3 +59,19 @@ def test_a_long_message_leaves_no_room_for_the_log(tmp_path):
 
 def test_a_termination_log_that_cannot_be_written_raises_nothing(tmp_path):
     write_termination_message(tmp_path / "none" / "termination-log", "Refused", "x")
+
+
+@pytest.mark.parametrize(
+    ("pod", "crashes"), [("uid-1", 2), ("uid-2", 0), ("", 0)], ids=["own", "new", "unknown"]
+)
+def test_a_new_pod_on_the_same_volume_has_its_own_budget_of_crashes(tmp_path, pod, crashes):
+    counts = tmp_path / "lives.json"
+    counts.write_text('{"lives": 7, "faults": 2, "pod": "uid-1"}')
+    assert supervisor._read_counts(counts, pod) == (7, crashes)
+
+
+def test_counts_without_a_pod_belong_to_one_that_has_no_uid(tmp_path):
+    counts = tmp_path / "lives.json"
+    counts.write_text('{"lives": 7, "faults": 2}')
+    assert supervisor._read_counts(counts, "") == (7, 2)
+    assert supervisor._read_counts(counts, "uid-1") == (7, 0)

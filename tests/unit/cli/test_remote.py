@@ -185,7 +185,7 @@ def test_a_file_that_grows_or_is_replaced_between_streams_is_consistent(tmp_path
     def attempt(after_bytes=None):
         (tmp_path / "cluster/breaks").write_text(str(after_bytes or ""))
         command = [kubectl, "exec", "deployment/a-syncer", "--"]
-        return copy.attempt(command, remote.STATE, 5.0, time.monotonic() + 60)
+        return copy.attempt(command, remote.STATE, dataclasses.replace(QUICK, stall_seconds=5))
 
     assert attempt(1_500_000) == "the stream ended early"
     with (state / "model/model.safetensors").open("ab") as file:
@@ -234,6 +234,63 @@ def test_a_stalled_stream_counts_as_broken(tmp_path, kubectl):
     with pytest.raises(UnavailableError, match="no data for 1 s"):
         job.fetch(remote.MODEL, tmp_path / "run")
     assert time.monotonic() - started < 20
+
+
+CHUNKS = """#!{python} -IS
+import hashlib, json, sys, time
+def send(data):
+    sys.stdout.buffer.write(data)
+    sys.stdout.flush()
+send(json.dumps({{"file": "events.jsonl", "inode": 1, "size": 60, "offset": 0}}).encode() + b"\\n")
+for number in range(6):
+    data = bytes([65 + number]) * 10
+    head = {{"bytes": 10, "sha256": hashlib.sha256(data).hexdigest()}}
+    send(json.dumps(head).encode() + b"\\n")
+    for byte in data:
+        time.sleep({pause})
+        send(bytes([byte]))
+send(b'{{"end": true}}\\n')
+"""
+"""A container that sends six chunks of ten bytes, each byte after a pause."""
+
+
+def slow(tmp_path, pause):
+    """A job whose container is slow, and whose chunks may take 4 s."""
+    program = tmp_path / "kubectl"
+    program.write_text(CHUNKS.format(python=sys.executable, pause=pause))
+    program.chmod(0o755)
+    retries = dataclasses.replace(QUICK, stall_seconds=60, chunk_seconds=4)
+    return RemoteJob(name="a", kubectl=str(program), retries=retries)
+
+
+@pytest.mark.slow
+def test_a_fetch_may_take_long_while_its_chunks_arrive(tmp_path):
+    started = time.monotonic()
+    slow(tmp_path, 0.1).fetch(remote.LOGS, tmp_path / "run")
+    assert time.monotonic() - started > 4
+    assert (tmp_path / "run/events.jsonl").stat().st_size == 60
+
+
+@pytest.mark.slow
+def test_a_fetch_whose_next_chunk_takes_too_long_fails_with_that_reason(tmp_path):
+    """Each byte arrives in time, and there is no end to them."""
+    expected = (
+        r"events\.jsonl \(0 B of 60 B received\): no complete chunk for 4 s; run the command again"
+    )
+    with pytest.raises(UnavailableError, match=expected):
+        slow(tmp_path, 0.9).fetch(remote.LOGS, tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_empty_files_do_not_keep_a_fetch_going(tmp_path):
+    job = sending(tmp_path)
+    (tmp_path / "kubectl").write_text(
+        "#!/bin/sh\nwhile :; do for i in 1 2; do "
+        """echo '{"file": "events.jsonl", "inode": '$i', "size": 0, "offset": 0}'; done; done\n"""
+    )
+    job = dataclasses.replace(job, retries=dataclasses.replace(QUICK, chunk_seconds=2))
+    with pytest.raises(UnavailableError, match="no complete chunk for 2 s"):
+        job.fetch(remote.LOGS, tmp_path / "run")
 
 
 def sending(tmp_path, *headers):

@@ -211,6 +211,35 @@ def test_without_an_endpoint_learners_of_other_regions_are_not_started():
     assert us.replicas() == {"a-us": 2}
 
 
+def test_a_first_start_that_waited_for_its_endpoint_is_a_start_and_not_a_loss():
+    us = world(US, manifest())
+    us.reconcile(3600)
+    us.change(**TLS, **ENDPOINT)
+    us.becomes_unreachable()
+    us.events.clear()
+    for _ in range(3):
+        us.reconcile(5)
+        us.run_controllers(ready=lambda _: False)
+        for pod in us.pods.values():
+            pod["status"]["phase"] = "Pending"
+    assert us.reason("LearnersReady") == ("False", "Starting")
+    assert ("Warning", "SomeNotTraining") not in us.events
+    us.reconcile(300)
+    assert us.reason("LearnersReady") == ("False", "PodTrouble"), "late, as with any first start"
+    assert "still starting after 300 s" in us.condition("LearnersReady")["message"]
+
+
+def test_a_region_that_lost_its_endpoint_after_the_first_step_has_lost_its_learners():
+    us = trains(US)
+    us.change(**TLS, syncer={"region": "eu"})
+    us.settle()
+    assert us.reason("LearnersReady") == ("False", "NoEndpoint")
+    us.change(**TLS, **ENDPOINT)
+    us.becomes_unreachable()
+    us.reconcile(5)
+    assert us.reason("LearnersReady") == ("False", "SomeNotTraining")
+
+
 def test_the_syncers_region_needs_no_endpoint():
     assert world(EU, manifest()).reason("Accepted") == ("True", "Valid")
 
