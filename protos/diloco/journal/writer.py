@@ -53,8 +53,6 @@ class JournalWriter:
         except OSError as error:
             raise StorageError(f"opening {path}: {error.strerror or error}") from error
         self._position = Position(number, self._size)
-        self._renamed = False
-        """Whether the open file has the name of an earlier part, since a rotation ended in the middle."""
         if self._torn:
             self._append(b"")
         if number > 1 and self._size == 0:  # killed in the middle of a rotation
@@ -122,6 +120,7 @@ class JournalWriter:
         """
         with self._lock:
             try:
+                self._rename(older)
                 self._begin_file(older)
             except OSError as error:
                 log.warning("%s: cannot begin a new file: %s", self.path, error.strerror or error)
@@ -133,44 +132,47 @@ class JournalWriter:
         with self._lock:
             file, self._file = self._file, None
         if file is not None:
-            file.close()
+            self._close(file)
 
     def _begin_part(self, heading: Mapping[str, Any]) -> None:
         number = self._position.part + 1
-        self._begin_file(part_path(self.path, number - 1))
+        earlier = part_path(self.path, number - 1)
+        # Never onto a part that is there, whose lines would be lost. It is the open file, if a rotation
+        # before this one ended in the middle, which continues here.
+        if self._disk.size(earlier) is None:
+            if self._file is not None:
+                self._file.sync()  # a later `sync` is of the new file only
+            self._rename(earlier)
+        self._begin_file(earlier)
         self._position = Position(number, 0)
         self._write(_line({"event": ROTATE, "part": number, **heading}))
 
+    def _rename(self, earlier: Path) -> None:
+        # None if another process deleted it or an attempt before renamed it, empty if that created another.
+        if self._disk.size(self.path):
+            self._disk.rename(self.path, earlier)
+
     def _begin_file(self, earlier: Path) -> None:
-        if not self._renamed:
-            self._rename(earlier)
         try:
-            file = _create(self._disk, self.path)
+            # An attempt before may have created it, and failed to make its name durable.
+            file = _create(self._disk, self.path, new=True)
         except OSError:
             # The open file still takes the lines, so it must have its name again. If the disk refuses
-            # that too, the next attempt continues here.
+            # that too, the next attempt continues with what it finds.
             with contextlib.suppress(OSError):
                 if self._disk.size(self.path) is None:
                     self._disk.rename(earlier, self.path)
-                    self._renamed = False
             raise
-        before, self._file, self._torn, self._renamed = self._file, file, False, False
+        before, self._file, self._torn = self._file, file, False
         self._size, self._position = 0, Position(self._position.part, 0)
         if before is not None:
-            before.close()
+            self._close(before)
 
-    def _rename(self, earlier: Path) -> None:
+    def _close(self, file: File) -> None:
         try:
-            self._disk.rename(self.path, earlier)
-        except FileNotFoundError:
-            pass  # another process has deleted it
-        except OSError:
-            # The disk may have refused to make it durable only. A second attempt would then rename a file
-            # that another process has created since, and replace this one.
-            with contextlib.suppress(OSError):
-                self._renamed = self._disk.size(self.path) is None
-            raise
-        self._renamed = True
+            file.close()
+        except OSError as error:  # of a network file system, which takes lines as late as this
+            log.warning("%s: closing: %s", self.path, error.strerror or error)
 
     def _delete_old(self, needed: int, total_bytes: int) -> None:
         known = numbers(self.path, self._disk.names(self.path.parent))
@@ -239,16 +241,18 @@ def _open(disk: Disk, path: Path) -> tuple[File, bool]:
     return file, True
 
 
-def _create(disk: Disk, path: Path) -> File:
-    """The file for appending; a new one keeps its name after a crash of the machine."""
-    new = disk.size(path) is None
+def _create(disk: Disk, path: Path, *, new: bool = False) -> File:
+    """The file for appending; a new one, which may be there, keeps its name after a crash of the machine."""
+    # An empty one may be that of a start that could not make its name durable.
+    new = new or not disk.size(path)
     file = disk.open(path, Mode.APPEND)
     if new:
         try:
             # To its own name, which changes nothing: another process may have it open already.
             disk.rename(path, path, durable=True)
         except BaseException:
-            file.close()
+            with contextlib.suppress(OSError):
+                file.close()
             raise
     return file
 
