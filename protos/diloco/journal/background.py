@@ -37,9 +37,8 @@ class BackgroundWriter:
     """
     A bounded queue of lines and the thread that hands them to a `JournalWriter`.
 
-    A line that does not fit in the queue is dropped and counted, and a warning appears at most every
-    minute. Where lines with an `event` are missing, the file has a line `dropped` with their number by
-    event; other journals have the number in the field `dropped` of the next line.
+    A line that does not fit in the queue is dropped and counted, as one that the disk refuses, and a
+    warning appears at most every minute.
 
     Args:
         writer: belongs to this object from now on.
@@ -66,6 +65,8 @@ class BackgroundWriter:
         self._closed = False
         self._changed = threading.Condition(self._lock)
         self._accepted = self._finished = 0
+        self._lost = 0
+        """Lines that the disk had refused at the last `flush`."""
         self._thread = threading.Thread(
             target=self._run, name=f"writer of {self.path.name}", daemon=True
         )
@@ -119,18 +120,29 @@ class BackgroundWriter:
             return self._put(rotate)
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until what was added so far is handed to the disk; False after the timeout."""
-        with self._changed:
-            target = self._accepted
-            return self._changed.wait_for(lambda: self._finished >= target, timeout_seconds)
+        """
+        Wait until what was added so far is handed to the disk; False after the timeout, or if the disk
+        refused a line since the last call.
+        """
+        handed = self._wait(timeout_seconds)
+        lost, self._lost = self._lost, self._writer.lost
+        return handed and lost == self._lost
 
     def sync(self, timeout_seconds: float) -> bool:
-        """Wait until what was added so far is durable; False after the timeout, or if it is not."""
+        """
+        Wait until what was added so far is durable, and so is the number of the lines that were lost; False
+        after the timeout, or if it is not.
+        """
         durable: list[bool] = []
+
+        def sync() -> None:
+            self._report_dropped()
+            durable.append(self._writer.sync())
+
         with self._lock:
-            if not self._put(lambda: durable.append(self._writer.sync())):
+            if not self._put(sync):
                 return False
-        return self.flush(timeout_seconds) and durable == [True]
+        return self._wait(timeout_seconds) and durable == [True]
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """
@@ -148,6 +160,11 @@ class BackgroundWriter:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             log.warning("%s: the disk does not answer, the last lines may be missing", self.path)
+
+    def _wait(self, timeout_seconds: float) -> bool:
+        with self._changed:
+            target = self._accepted
+            return self._changed.wait_for(lambda: self._finished >= target, timeout_seconds)
 
     def _put(self, item: _Line | Callable[[], object]) -> bool:
         if self._closed:
@@ -181,27 +198,16 @@ class BackgroundWriter:
     def _write(self, line: _Line) -> None:
         if self._part_bytes is not None and self._writer.position().offset >= self._part_bytes:
             self._writer.replace_older(older_part(self.path))
-        event = line.event
         if line.dropped is not None:
-            if "event" in event:
-                self._write_dropped(line.dropped)
-            else:
-                event = {**event, "dropped": sum(line.dropped.values())}
-        self._writer.append(event)
+            self._writer.missed(line.dropped)
+        self._writer.append(line.event)
 
     def _report_dropped(self) -> None:
-        """The queue is empty: do not wait for the next line."""
+        """Do not wait for the next line."""
         with self._lock:
-            if not self._unreported or set(self._unreported) == {""}:
-                return
             dropped, self._unreported = self._unreported, Counter()
-        self._write_dropped(dropped)
-
-    def _write_dropped(self, dropped: Mapping[str, int]) -> None:
-        lines = sum(dropped.values())
-        self._writer.append(
-            {"time": _now(), "event": "dropped", "lines": lines, "events": dict(dropped)}
-        )
+        self._writer.missed(dropped)
+        self._writer.report()
 
 
 def older_part(path: Path) -> Path:

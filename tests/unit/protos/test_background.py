@@ -148,6 +148,43 @@ def test_13_a_full_queue_is_visible_in_the_file_with_the_events_that_are_missing
     assert (dropped["lines"], dropped["events"]) == (3, {"merge": 2, "leave": 1})
 
 
+def test_the_number_of_dropped_lines_is_durable_after_a_sync(path, disk, monkeypatch):
+    log = BackgroundWriter(disk, capacity=1)
+    log.append({"event": "start"})
+    assert disk.waiting.wait(SECONDS)
+    assert [log.append({"event": "merge"}) for _ in range(2)] == [True, False]
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.extend(row["event"] for row in rows(path)))
+    log._queue.maxsize = 2  # the sync is added before the disk answers
+    threading.Timer(0.1, disk.gate.set).start()
+    assert log.sync(SECONDS)
+    assert synced == ["start", "merge", "dropped"]
+    log.close()
+
+
+def test_lines_that_the_disk_refuses_are_stated_before_the_next(path, monkeypatch):
+    log = BackgroundWriter(JournalWriter(path))
+    write = os.write
+
+    def refuse(fd, data):
+        if b'"event"' in bytes(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", refuse)
+    log.append({"event": "merge"})
+    assert not log.sync(SECONDS)
+    assert not log.flush(SECONDS), "an evaluator would not send its score again"
+    assert log.flush(SECONDS)
+    monkeypatch.setattr(os, "write", write)
+    log.append({"event": "stop"})
+    assert log.sync(SECONDS)
+    log.close()
+    assert [(row["event"], row.get("events")) for row in rows(path)] == [
+        ("dropped", {"merge": 1}), ("stop", None)
+    ]  # fmt: skip
+
+
 def test_what_was_added_is_durable_after_a_sync(path, disk, monkeypatch):
     log = BackgroundWriter(disk)
     log.append({"i": 0})

@@ -21,7 +21,7 @@ from diloco.journal import reader, records, writer
 from diloco.journal.audit import audit_parts
 from diloco.journal.parts import Position, parts
 from diloco.journal.writer import JournalWriter
-from diloco.runtime.disk import LOCAL, LocalFile
+from diloco.runtime.disk import LOCAL, Data, LocalFile
 
 APPEND = """
 import sys
@@ -83,9 +83,11 @@ print(log.lost)
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert child.stdout.strip() == "2", child.stderr
-    first, cut, last = (tmp_path / "events.jsonl").read_text().splitlines()
+    first, cut, dropped, last = (tmp_path / "events.jsonl").read_text().splitlines()
     assert json.loads(first)["event"] == "first"
     assert '"cut"' in cut
+    stated = records.decode(json.loads(dropped))
+    assert stated == records.Dropped(lines=2, events={"cut": 1, "refused": 1}, torn=1)
     assert json.loads(last)["event"] == "last"
 
 
@@ -215,6 +217,15 @@ class RefusingFile(LocalFile):
         super().__init__(fd)
         self._disk = disk
 
+    def write(self, data: Data) -> int:
+        room = self._disk.room
+        if room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = super().write(data[:room])
+        if room is not None:
+            self._disk.room = room - written
+        return written
+
     def sync(self) -> None:
         self._disk.answer("sync", super().sync)
 
@@ -227,6 +238,8 @@ class RefusingDisk:
 
     def __init__(self, *refused: tuple[str, str]) -> None:
         self._refused = list(refused)
+        self.room: int | None = None
+        """Bytes that it still takes; None: any number."""
 
     def answer(self, name: str, call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
         refused = bool(self._refused) and self._refused[0][0] == name
@@ -377,6 +390,119 @@ def test_a_file_takes_the_place_of_the_older_one_after_a_disk_failed_in_the_midd
     assert [row["a"] for row in reader.read(path)] == [0, 1, 2]
 
 
+START = {"event": "start", "epoch": 1, "fragments": 1, "interval": 1, "learners": {"eu": 1}}
+
+
+def merge_of(step: int) -> dict[str, Any]:
+    member = {
+        "learner": "eu/0",
+        "incarnation": 1,
+        "step": step,
+        "steps": 1,
+        "tokens": 2,
+        "weight": 4,
+    }
+    return {
+        "event": "merge",
+        "epoch": 1,
+        "step": step,
+        "fragment": 0,
+        "quorum": 1,
+        "members": [member],
+    }
+
+
+@pytest.mark.parametrize("room", [*range(0, 330, 7), 255])
+def test_the_audit_knows_which_lines_a_full_disk_did_not_take(tmp_path: Path, room: int):
+    path, disk = tmp_path / "events.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    log.append(START)
+    disk.room = room
+    for step in range(1, 4):
+        log.append(merge_of(step))
+    disk.room = 70
+    log.append(merge_of(4))
+    assert not log.sync(), "a snapshot waits"
+    disk.room = None
+    assert log.sync()
+    log.append(merge_of(5))
+    log.close()
+    found = audit_parts(reader.lines(path))
+    assert found.violations == ()
+    assert found.merges + log.lost == 5
+    stated = [row for row in reader.read(path) if row["event"] == "dropped"]
+    assert sum(row["lines"] for row in stated) == log.lost > 0
+    assert sum(row.get("torn", 0) for row in stated) == found.torn_lines
+
+
+def test_a_start_that_the_disk_did_not_take_is_not_held_against_the_merges_after_it(
+    tmp_path: Path,
+):
+    path, disk = tmp_path / "events.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    disk.room = 0
+    log.append(START)
+    disk.room = None
+    log.append(merge_of(1))
+    log.close()
+    found = audit_parts(reader.lines(path))
+    assert (found.violations, found.merges) == ((), 1)
+    assert found.unseen == ("lines that the disk did not take (1 start)",)
+
+
+@pytest.mark.parametrize("room", range(0, 80, 5))
+def test_the_heading_of_a_part_is_its_first_line_though_the_disk_refused_it(
+    tmp_path: Path, room: int
+):
+    path, disk = tmp_path / "events.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    log.append(START)
+    disk.room = room
+    heading = {"epoch": 1, "fragments": 1, "interval": 1}
+    assert log.rotate(needed=100, part_bytes=1, heading=heading) is (room > 75)
+    writer.append(path, {"event": "restart", "epoch": 0, "process": "eu/0"})
+    log.append(merge_of(1))
+    assert not log.rotate(needed=100, part_bytes=1, heading=heading)
+    disk.room = None
+    log.append(merge_of(2))
+    assert log.rotate(needed=100, part_bytes=1, heading=heading)
+    log.close()
+    (tmp_path / "events.1.jsonl").unlink()
+    assert [row["part"] for row in reader.read(path) if row["event"] == "rotate"] == [2, 3]
+    found = audit_parts(reader.lines(path))
+    assert found.violations == ()
+    assert found.unseen[0] == "1 older part that rotation deleted"
+
+
+def test_a_part_that_the_supervisor_began_gets_its_heading_at_the_next_start(tmp_path: Path):
+    """A syncer is killed between the two calls that create the part and write its first line."""
+    path = tmp_path / "events.jsonl"
+    (tmp_path / "events.1.jsonl").write_text(json.dumps(START) + "\n")
+    for epoch in (2, 3):
+        writer.append(path, {"event": "restart", "epoch": 0, "process": "syncer"})
+        log = JournalWriter(path)
+        log.append({**START, "epoch": epoch})
+        log.close()
+    kinds = [row["event"] for row in reader.read(path)]
+    assert kinds == ["start", "restart", "rotate", "start", "restart", "start"]
+    assert audit_parts(reader.lines(path)).violations == ()
+
+
+def test_lines_without_an_event_state_how_many_before_them_were_lost(tmp_path: Path):
+    path, disk = tmp_path / "steps.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    disk.room = 5
+    for step in range(3):
+        log.append({"step": step})
+    disk.room = None
+    assert log.sync()
+    log.append({"step": 3})
+    log.append({"step": 4})
+    log.close()
+    rows = [(row["step"], row.get("dropped")) for row in reader.read(path)]
+    assert rows == [(3, 3), (4, None)]
+
+
 def test_a_journal_whose_file_was_deleted_begins_a_new_part(tmp_path: Path):
     path = tmp_path / "events.jsonl"
     log = JournalWriter(path)
@@ -446,6 +572,7 @@ LINES = [
     '{"epoch":0,"event":"restart","process":"eu/0","reason":"signal 9","signal":9,"restarts":2}',
     '{"epoch":3,"event":"rotate","part":2,"fragments":3,"interval":6}',
     '{"epoch":3,"event":"dropped","lines":3,"events":{"merge":2,"join":1}}',
+    '{"epoch":3,"event":"dropped","lines":0,"events":{},"torn":1}',
 ]
 
 
