@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 
 CAPACITY = 1024
 """Lines that may wait for the disk."""
+QUEUE_BYTES = 64 << 20
+"""Of all lines that wait, as estimated by `_size_bytes`: a merge of 1000 learners has 0.7 MB in memory."""
+ITEM_BYTES = 1024
+"""Estimate of a line, and of each item of its lists: a member of a merge has 720."""
 
 WARNING_SECONDS = 60.0
 """Least time between two warnings about dropped lines."""
@@ -29,6 +33,7 @@ WARNING_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class _Line:
     event: Mapping[str, Any]
+    size_bytes: int
     dropped: Mapping[str, int] | None = None
     """Lines that were dropped before it, by event."""
 
@@ -42,7 +47,7 @@ class BackgroundWriter:
 
     Args:
         writer: belongs to this object from now on.
-        capacity: lines that may wait.
+        capacity: lines that may wait, of at most `QUEUE_BYTES` together.
         part_bytes: a file that has reached this size becomes the older part (`older_part`) before
             the next line, and replaces the previous older part, so both together have at most
             twice this size and a line each; None: no limit.
@@ -64,7 +69,7 @@ class BackgroundWriter:
         self._warn_at = 0.0
         self._closed = False
         self._changed = threading.Condition(self._lock)
-        self._accepted = self._finished = 0
+        self._accepted = self._finished = self._waiting_bytes = 0
         self._lost = 0
         """Lines that the disk had refused at the last `flush`."""
         self._thread = threading.Thread(
@@ -82,7 +87,11 @@ class BackgroundWriter:
         """
         stamped = {"time": _now(), **event}
         with self._lock:
-            if self._put(_Line(stamped, self._unreported or None)):
+            size_bytes = _size_bytes(event)
+            # The longest line fits, too, once no other one waits.
+            fits = not self._waiting_bytes or self._waiting_bytes + size_bytes <= QUEUE_BYTES
+            if fits and self._put(_Line(stamped, size_bytes, self._unreported or None)):
+                self._waiting_bytes += size_bytes
                 self._unreported = Counter()
                 return True
             self.dropped += 1
@@ -191,6 +200,7 @@ class BackgroundWriter:
                 log.exception("%s: a line was lost", self.path)
             with self._changed:
                 self._finished += 1
+                self._waiting_bytes -= item.size_bytes if isinstance(item, _Line) else 0
                 self._changed.notify_all()
         self._report_dropped()
         self._writer.close()
@@ -213,6 +223,15 @@ class BackgroundWriter:
 def older_part(path: Path) -> Path:
     """Where the lines before those of `path` are: "steps.1.jsonl" for "steps.jsonl"."""
     return part_path(path, 1)
+
+
+def _size_bytes(event: Mapping[str, Any]) -> int:
+    """Estimated, since to encode a long line here would take the time of the caller."""
+    return ITEM_BYTES + sum(
+        len(value) * (1 if isinstance(value, str) else ITEM_BYTES)
+        for value in event.values()
+        if isinstance(value, Collection)
+    )
 
 
 def _now() -> str:

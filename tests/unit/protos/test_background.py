@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.journal.background import BackgroundWriter, older_part
+from diloco.journal.background import ITEM_BYTES, QUEUE_BYTES, BackgroundWriter, older_part
 from diloco.journal.parts import Position, part_path
 from diloco.journal.writer import JournalWriter
 
@@ -78,6 +78,25 @@ def test_a_disk_that_hangs_drops_lines_counts_them_and_warns_at_most_every_minut
     assert [(row["i"], row.get("dropped")) for row in rows(path)] == [
         (0, None), (1, None), (2, None), (7, 4), (8, None)
     ]  # fmt: skip
+
+
+def test_long_lines_that_wait_have_a_limit_in_bytes(path, disk):
+    """The queue would hold 0.74 GB of the merges of 1000 learners while the disk hangs."""
+    log = BackgroundWriter(disk)
+    members = [{"learner": f"eu/{i}", "incarnation": i, "step": i} for i in range(1000)]
+    added = [log.append({"event": "merge", "members": members}) for _ in range(100)]
+    most = QUEUE_BYTES // (1001 * ITEM_BYTES)
+    assert added == [True] * most + [False] * (100 - most)
+    assert log.append({"event": "join"}), "a short line fits"
+    disk.gate.set()
+    assert log.flush(SECONDS)
+    assert log.append({"event": "merge", "members": 100 * members}), "nothing else waits"
+    log.close()
+    written = rows(path)
+    assert [row["events"] for row in written if row["event"] == "dropped"] == [
+        {"merge": 100 - most}
+    ]
+    assert sum(row["event"] == "merge" for row in written) == most + 1
 
 
 def test_closing_does_not_wait_for_ever(path, disk, caplog):
