@@ -436,14 +436,16 @@ class SimulatedDisk:
 class SimulatedFile:
     """An open file of a `SimulatedDisk`; see `diloco.runtime.disk.File`."""
 
-    __slots__ = ("_disk", "_inode")
+    __slots__ = ("_disk", "_inode", "_written")
 
     def __init__(self, disk: SimulatedDisk, inode: _Inode) -> None:
         self._disk = disk
         self._inode: _Inode | None = inode
+        self._written = False
 
     def write(self, data: Data) -> int:
         """See `File`."""
+        self._written = True
         return self._disk._write(self._open(), data)
 
     def read_into(self, data: memoryview, offset: int) -> int:
@@ -463,8 +465,10 @@ class SimulatedFile:
         self._disk._sync(self._open())
 
     def close(self) -> None:
-        """See `File`."""
-        self._inode = None
+        """See `File`; fails as a network file system may, for a file that was written."""
+        inode, self._inode = self._inode, None
+        if inode is not None and self._written:
+            self._disk._take(0.0, writes=True)
 
     def __enter__(self) -> Self:
         """See `File`."""

@@ -86,5 +86,5 @@ class Journal:
             self._writer.append(self._queue.popleft())
         if self._dropped:
             dropped, self._dropped = self._dropped, Counter()
-            lines = sum(dropped.values())
-            self._writer.append({"event": "dropped", "lines": lines, "events": dict(dropped)})
+            self._writer.missed(dropped)
+        self._writer.report()

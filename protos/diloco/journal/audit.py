@@ -17,11 +17,12 @@ Pure: lines in, violations out. Checked for every line, from the oldest part on:
     no merge has fewer members than the quorum it states
     within an epoch the global step of merges strictly increases, and the fragment is the one due
     epochs never decrease
-    at most one torn line per change of epoch (a syncer that was killed), and one at the end
+    at most one torn line per change of epoch (a syncer that was killed), and one at the end, besides
+        those of which the file states that the disk took only a part
     no part is missing between two others
 
-Torn lines that a kill explains are notes, everything else is a violation. What the file states not to
-contain, older parts that were deleted and lines that a disk did not take in time, is `unseen`.
+Torn lines that a kill or the disk explains are notes, everything else is a violation. What the file states
+not to contain, older parts that were deleted and lines that a disk did not take, is `unseen`.
 """
 
 from __future__ import annotations
@@ -128,7 +129,7 @@ def audit_parts(lines: Iterable[tuple[str, str]]) -> Audit:
     changes = max(0, len(book.epochs) - 1)
     # Of a syncer whose machine crashed at its start, the line `start` itself may be torn.
     before = min(leading, max(0, min(book.epochs, default=1) - 1))
-    allowed = changes + before + (1 if torn and torn[-1] == last else 0)
+    allowed = changes + before + book.cut + (1 if torn and torn[-1] == last else 0)
     violations = list(book.violations)
     notes = [f"{place} is torn" for place in torn]
     if len(torn) > allowed:
@@ -179,6 +180,9 @@ class _Book:
     """Parts before the first line."""
     dropped: Counter[str] = field(default_factory=Counter)
     """event → lines of it that were not written."""
+    cut: int = 0
+    """Torn lines that the disk left when it took a part of a line."""
+    restarts: int = 0
 
     def unseen(self) -> tuple[str, ...]:
         found = []
@@ -186,7 +190,7 @@ class _Book:
             found.append(f"{_count(self.deleted, 'older part')} that rotation deleted")
         if self.dropped:
             kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(self.dropped.items()))
-            found.append(f"lines that the disk did not take in time ({kinds})")
+            found.append(f"lines that the disk did not take ({kinds})")
         return tuple(found)
 
     def check(self, place: str, event: Mapping[str, Any]) -> None:
@@ -200,7 +204,9 @@ class _Book:
     def _findings(self, event: Mapping[str, Any]) -> Iterator[str]:
         kind = records.value(event, "event", str) if "event" in event else ""
         # A restart is written by the supervisor, which may not know the newest epoch yet.
-        if kind != Restart.kind and "epoch" in event:
+        if kind == Restart.kind:
+            self.restarts += 1
+        elif "epoch" in event:
             yield from self._epoch(records.value(event, "epoch", int))
         match records.decode(event) if kind in _CHECKED else None:
             case Start() as start:
@@ -213,7 +219,8 @@ class _Book:
                 yield from self._rotate(rotate)
             case Dropped() as dropped:
                 self.dropped.update(dropped.events)
-                if Limits.kind in dropped.events:
+                self.cut += max(0, dropped.torn or 0)
+                if Limits.kind in dropped.events or Start.kind in dropped.events:
                     self.learners = None  # who may join is not known until the next line
             case Merge() as merge:
                 yield from self._merge(merge, records.value(event, "epoch", int))
@@ -225,7 +232,7 @@ class _Book:
         self.epochs.add(epoch)
 
     def _rotate(self, rotate: Rotate) -> Iterator[str]:
-        if self.events == 1:
+        if self.events == 1 + self.restarts:  # the supervisor may be first when a part begins
             self.deleted = max(0, rotate.part - 1)
         elif rotate.part != self.part + 1:
             yield f"part {rotate.part} begins after part {self.part}: lines are missing or counted twice"
@@ -277,7 +284,7 @@ class _Book:
             yield f"merge of step {step} comes after that of step {before} in epoch {epoch}"
         self.merged_step[epoch] = step
         if self.schedule is None:
-            if self.deleted:
+            if self.deleted or self.dropped[Start.kind]:
                 return
             yield f"merge of step {step} comes before any start: its schedule cannot be checked"
             return

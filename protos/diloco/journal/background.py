@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,10 @@ log = logging.getLogger(__name__)
 
 CAPACITY = 1024
 """Lines that may wait for the disk."""
+QUEUE_BYTES = 64 << 20
+"""Of all lines that wait, as estimated by `_size_bytes`: a merge of 1000 learners has 0.7 MB in memory."""
+ITEM_BYTES = 1024
+"""Estimate of a line, and of each item of its lists: a member of a merge has 720."""
 
 WARNING_SECONDS = 60.0
 """Least time between two warnings about dropped lines."""
@@ -29,6 +33,7 @@ WARNING_SECONDS = 60.0
 @dataclass(frozen=True, slots=True)
 class _Line:
     event: Mapping[str, Any]
+    size_bytes: int
     dropped: Mapping[str, int] | None = None
     """Lines that were dropped before it, by event."""
 
@@ -37,13 +42,12 @@ class BackgroundWriter:
     """
     A bounded queue of lines and the thread that hands them to a `JournalWriter`.
 
-    A line that does not fit in the queue is dropped and counted, and a warning appears at most every
-    minute. Where lines with an `event` are missing, the file has a line `dropped` with their number by
-    event; other journals have the number in the field `dropped` of the next line.
+    A line that does not fit in the queue is dropped and counted, as one that the disk refuses, and a
+    warning appears at most every minute.
 
     Args:
         writer: belongs to this object from now on.
-        capacity: lines that may wait.
+        capacity: lines that may wait, of at most `QUEUE_BYTES` together.
         part_bytes: a file that has reached this size becomes the older part (`older_part`) before
             the next line, and replaces the previous older part, so both together have at most
             twice this size and a line each; None: no limit.
@@ -65,7 +69,9 @@ class BackgroundWriter:
         self._warn_at = 0.0
         self._closed = False
         self._changed = threading.Condition(self._lock)
-        self._accepted = self._finished = 0
+        self._accepted = self._finished = self._waiting_bytes = 0
+        self._lost = 0
+        """Lines that the disk had refused at the last `flush`."""
         self._thread = threading.Thread(
             target=self._run, name=f"writer of {self.path.name}", daemon=True
         )
@@ -81,7 +87,11 @@ class BackgroundWriter:
         """
         stamped = {"time": _now(), **event}
         with self._lock:
-            if self._put(_Line(stamped, self._unreported or None)):
+            size_bytes = _size_bytes(event)
+            # The longest line fits, too, once no other one waits.
+            fits = not self._waiting_bytes or self._waiting_bytes + size_bytes <= QUEUE_BYTES
+            if fits and self._put(_Line(stamped, size_bytes, self._unreported or None)):
+                self._waiting_bytes += size_bytes
                 self._unreported = Counter()
                 return True
             self.dropped += 1
@@ -119,18 +129,29 @@ class BackgroundWriter:
             return self._put(rotate)
 
     def flush(self, timeout_seconds: float) -> bool:
-        """Wait until what was added so far is handed to the disk; False after the timeout."""
-        with self._changed:
-            target = self._accepted
-            return self._changed.wait_for(lambda: self._finished >= target, timeout_seconds)
+        """
+        Wait until what was added so far is handed to the disk; False after the timeout, or if the disk
+        refused a line since the last call.
+        """
+        handed = self._wait(timeout_seconds)
+        lost, self._lost = self._lost, self._writer.lost
+        return handed and lost == self._lost
 
     def sync(self, timeout_seconds: float) -> bool:
-        """Wait until what was added so far is durable; False after the timeout, or if it is not."""
+        """
+        Wait until what was added so far is durable, and so is the number of the lines that were lost; False
+        after the timeout, or if it is not.
+        """
         durable: list[bool] = []
+
+        def sync() -> None:
+            self._report_dropped()
+            durable.append(self._writer.sync())
+
         with self._lock:
-            if not self._put(lambda: durable.append(self._writer.sync())):
+            if not self._put(sync):
                 return False
-        return self.flush(timeout_seconds) and durable == [True]
+        return self._wait(timeout_seconds) and durable == [True]
 
     def close(self, timeout_seconds: float = 5.0) -> None:
         """
@@ -148,6 +169,11 @@ class BackgroundWriter:
         self._thread.join(max(0.0, deadline - time.monotonic()))
         if self._thread.is_alive():
             log.warning("%s: the disk does not answer, the last lines may be missing", self.path)
+
+    def _wait(self, timeout_seconds: float) -> bool:
+        with self._changed:
+            target = self._accepted
+            return self._changed.wait_for(lambda: self._finished >= target, timeout_seconds)
 
     def _put(self, item: _Line | Callable[[], object]) -> bool:
         if self._closed:
@@ -174,6 +200,7 @@ class BackgroundWriter:
                 log.exception("%s: a line was lost", self.path)
             with self._changed:
                 self._finished += 1
+                self._waiting_bytes -= item.size_bytes if isinstance(item, _Line) else 0
                 self._changed.notify_all()
         self._report_dropped()
         self._writer.close()
@@ -181,32 +208,30 @@ class BackgroundWriter:
     def _write(self, line: _Line) -> None:
         if self._part_bytes is not None and self._writer.position().offset >= self._part_bytes:
             self._writer.replace_older(older_part(self.path))
-        event = line.event
         if line.dropped is not None:
-            if "event" in event:
-                self._write_dropped(line.dropped)
-            else:
-                event = {**event, "dropped": sum(line.dropped.values())}
-        self._writer.append(event)
+            self._writer.missed(line.dropped)
+        self._writer.append(line.event)
 
     def _report_dropped(self) -> None:
-        """The queue is empty: do not wait for the next line."""
+        """Do not wait for the next line."""
         with self._lock:
-            if not self._unreported or set(self._unreported) == {""}:
-                return
             dropped, self._unreported = self._unreported, Counter()
-        self._write_dropped(dropped)
-
-    def _write_dropped(self, dropped: Mapping[str, int]) -> None:
-        lines = sum(dropped.values())
-        self._writer.append(
-            {"time": _now(), "event": "dropped", "lines": lines, "events": dict(dropped)}
-        )
+        self._writer.missed(dropped)
+        self._writer.report()
 
 
 def older_part(path: Path) -> Path:
     """Where the lines before those of `path` are: "steps.1.jsonl" for "steps.jsonl"."""
     return part_path(path, 1)
+
+
+def _size_bytes(event: Mapping[str, Any]) -> int:
+    """Estimated, since to encode a long line here would take the time of the caller."""
+    return ITEM_BYTES + sum(
+        len(value) * (1 if isinstance(value, str) else ITEM_BYTES)
+        for value in event.values()
+        if isinstance(value, Collection)
+    )
 
 
 def _now() -> str:

@@ -1,8 +1,8 @@
 """
 A journal in parts: "events.1.jsonl", "events.2.jsonl", …, and the newest lines in "events.jsonl".
 
-Numbers only grow. A part begins with the line `rotate`, which has its number, so the first line of the
-oldest part shows how many parts before it were deleted.
+Numbers only grow. A part begins with the line `rotate`, which has its number, so the oldest part shows how
+many parts before it were deleted. Only lines `restart` of a supervisor may be before it.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def lines(
         with disk.open(part, Mode.READ) as file:
             at = since.offset if since is not None and number == since.part else 0
             begin = at if at <= file.size() else 0
-            for count, line in enumerate(_split(file, begin), 1):
+            for count, line in enumerate(split(file, begin), 1):
                 yield f"{part.name} line {count}", line.decode(errors="replace")
 
 
@@ -68,7 +68,8 @@ def read(
     yield from objects(line for _, line in lines(path, since=since, disk=disk))
 
 
-def _split(file: File, begin: int) -> Iterator[bytes]:
+def split(file: File, begin: int = 0) -> Iterator[bytes]:
+    """The lines of a file without their ends, from this offset on."""
     buffer, at = bytearray(_READ_BYTES), begin
     pending: list[bytes] = []  # joined once: a line may be longer than the buffer by far
     while count := file.read_into(memoryview(buffer), at):

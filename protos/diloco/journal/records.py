@@ -307,12 +307,14 @@ class Rotate(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped(Record):
-    """Lines are missing here: the disk did not take them in time."""
+    """Lines are missing here: the disk did not take them, or not in time."""
 
     kind = "dropped"
     lines: int
     events: Mapping[str, int]
     """Number of lines by event."""
+    torn: int | None = None
+    """Torn lines before this one that the disk left when it took a part of a line."""
 
 
 KINDS: Mapping[str, type[Record]] = {

@@ -313,7 +313,7 @@ def test_merges_that_the_disk_did_not_take_are_stated():
     dropped = {"event": "dropped", "lines": 3, "events": {"merge": 2, "join": 1}}
     found = audit([*lines(history()), json.dumps(dropped)])
     assert found.ok
-    assert found.unseen == ("lines that the disk did not take in time (1 join, 2 merge)",)
+    assert found.unseen == ("lines that the disk did not take (1 join, 2 merge)",)
     assert "2 merge" in found.verdict
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco.journal.background import BackgroundWriter, older_part
+from diloco.journal.background import ITEM_BYTES, QUEUE_BYTES, BackgroundWriter, older_part
 from diloco.journal.parts import Position, part_path
 from diloco.journal.writer import JournalWriter
 
@@ -80,6 +80,25 @@ def test_a_disk_that_hangs_drops_lines_counts_them_and_warns_at_most_every_minut
     ]  # fmt: skip
 
 
+def test_long_lines_that_wait_have_a_limit_in_bytes(path, disk):
+    """The queue would hold 0.74 GB of the merges of 1000 learners while the disk hangs."""
+    log = BackgroundWriter(disk)
+    members = [{"learner": f"eu/{i}", "incarnation": i, "step": i} for i in range(1000)]
+    added = [log.append({"event": "merge", "members": members}) for _ in range(100)]
+    most = QUEUE_BYTES // (1001 * ITEM_BYTES)
+    assert added == [True] * most + [False] * (100 - most)
+    assert log.append({"event": "join"}), "a short line fits"
+    disk.gate.set()
+    assert log.flush(SECONDS)
+    assert log.append({"event": "merge", "members": 100 * members}), "nothing else waits"
+    log.close()
+    written = rows(path)
+    assert [row["events"] for row in written if row["event"] == "dropped"] == [
+        {"merge": 100 - most}
+    ]
+    assert sum(row["event"] == "merge" for row in written) == most + 1
+
+
 def test_closing_does_not_wait_for_ever(path, disk, caplog):
     log = BackgroundWriter(disk)
     log.append({"i": 0})
@@ -146,6 +165,43 @@ def test_13_a_full_queue_is_visible_in_the_file_with_the_events_that_are_missing
     assert [row["event"] for row in rows(path)] == ["start", "join", "dropped", "stop"]
     dropped = rows(path)[2]
     assert (dropped["lines"], dropped["events"]) == (3, {"merge": 2, "leave": 1})
+
+
+def test_the_number_of_dropped_lines_is_durable_after_a_sync(path, disk, monkeypatch):
+    log = BackgroundWriter(disk, capacity=1)
+    log.append({"event": "start"})
+    assert disk.waiting.wait(SECONDS)
+    assert [log.append({"event": "merge"}) for _ in range(2)] == [True, False]
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.extend(row["event"] for row in rows(path)))
+    log._queue.maxsize = 2  # the sync is added before the disk answers
+    threading.Timer(0.1, disk.gate.set).start()
+    assert log.sync(SECONDS)
+    assert synced == ["start", "merge", "dropped"]
+    log.close()
+
+
+def test_lines_that_the_disk_refuses_are_stated_before_the_next(path, monkeypatch):
+    log = BackgroundWriter(JournalWriter(path))
+    write = os.write
+
+    def refuse(fd, data):
+        if b'"event"' in bytes(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(fd, data)
+
+    monkeypatch.setattr(os, "write", refuse)
+    log.append({"event": "merge"})
+    assert not log.sync(SECONDS)
+    assert not log.flush(SECONDS), "an evaluator would not send its score again"
+    assert log.flush(SECONDS)
+    monkeypatch.setattr(os, "write", write)
+    log.append({"event": "stop"})
+    assert log.sync(SECONDS)
+    log.close()
+    assert [(row["event"], row.get("events")) for row in rows(path)] == [
+        ("dropped", {"merge": 1}), ("stop", None)
+    ]  # fmt: skip
 
 
 def test_what_was_added_is_durable_after_a_sync(path, disk, monkeypatch):

@@ -8,6 +8,8 @@ import logging
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ import pytest
 
 from diloco.errors import StorageError
 from diloco.journal import reader, records, writer
+from diloco.journal.audit import audit_parts
 from diloco.journal.parts import Position, parts
 from diloco.journal.writer import JournalWriter
-from diloco.runtime.disk import LOCAL
+from diloco.runtime.disk import LOCAL, Data, LocalFile
 
 APPEND = """
 import sys
@@ -80,9 +83,11 @@ print(log.lost)
         capture_output=True, text=True, timeout=280, check=False,
     )  # fmt: skip
     assert child.stdout.strip() == "2", child.stderr
-    first, cut, last = (tmp_path / "events.jsonl").read_text().splitlines()
+    first, cut, dropped, last = (tmp_path / "events.jsonl").read_text().splitlines()
     assert json.loads(first)["event"] == "first"
     assert '"cut"' in cut
+    stated = records.decode(json.loads(dropped))
+    assert stated == records.Dropped(lines=2, events={"cut": 1, "refused": 1}, torn=1)
     assert json.loads(last)["event"] == "last"
 
 
@@ -205,22 +210,50 @@ def test_a_kill_in_the_middle_of_a_rotation_is_made_up_for(tmp_path: Path):
     assert [row.get("a", row.get("part")) for row in reader.read(path)] == [1, 2, 2]
 
 
+class RefusingFile(LocalFile):
+    """A file of a `RefusingDisk`."""
+
+    def __init__(self, fd: int, disk: RefusingDisk) -> None:
+        super().__init__(fd)
+        self._disk = disk
+
+    def write(self, data: Data) -> int:
+        room = self._disk.room
+        if room == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        written = super().write(data[:room])
+        if room is not None:
+            self._disk.room = room - written
+        return written
+
+    def sync(self) -> None:
+        self._disk.answer("sync", super().sync)
+
+    def close(self) -> None:
+        self._disk.answer("close", super().close)
+
+
 class RefusingDisk:
-    """The local disk, but for calls that are refused once each, before or after they take effect."""
+    """The local disk, but for calls that are refused once each, before or after they take effect; "pass": not."""
 
     def __init__(self, *refused: tuple[str, str]) -> None:
         self._refused = list(refused)
+        self.room: int | None = None
+        """Bytes that it still takes; None: any number."""
+
+    def answer(self, name: str, call: Callable[..., Any], *arguments: Any, **more: Any) -> Any:
+        refused = bool(self._refused) and self._refused[0][0] == name
+        when = self._refused.pop(0)[1] if refused else "pass"
+        result = None if when == "before" else call(*arguments, **more)
+        if when != "pass":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        if name == "open":
+            fd, result._fd = result._fd, -1
+            return RefusingFile(fd, self)
+        return result
 
     def __getattr__(self, name: str) -> Any:
-        def call(*arguments: Any, **more: Any) -> Any:
-            refused = bool(self._refused) and self._refused[0][0] == name
-            when = self._refused.pop(0)[1] if refused else ""
-            result = None if when == "before" else getattr(LOCAL, name)(*arguments, **more)
-            if when:
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return result
-
-        return call
+        return partial(self.answer, name, getattr(LOCAL, name))
 
 
 @pytest.mark.parametrize(
@@ -233,6 +266,7 @@ class RefusingDisk:
         (("open", "before"), ("rename", "before")),
         (("open", "before"), ("rename", "after")),
         (("open", "before"), ("rename", "before"), ("open", "before"), ("rename", "before")),
+        (("sync", "before"),),
     ],
 )
 def test_a_journal_rotates_again_after_a_disk_failed_in_the_middle_of_a_rotation(
@@ -248,6 +282,8 @@ def test_a_journal_rotates_again_after_a_disk_failed_in_the_middle_of_a_rotation
     for a in range(2, 6):
         log.append({"a": a})
         rotated.append(log.rotate(needed=100, part_bytes=1))
+        if rotated[-1]:
+            assert parts(path)[-1][0] == log.position().part, "as it is after a restart"
     log.close()
     assert not rotated[0]
     assert rotated[-1]
@@ -256,6 +292,215 @@ def test_a_journal_rotates_again_after_a_disk_failed_in_the_middle_of_a_rotation
     numbered = [row["part"] for row in reader.read(path) if "part" in row]
     assert numbered == list(range(2, log.position().part + 1))
     assert len(parts(path)) >= 3
+    again = JournalWriter(path)
+    assert again.position().part == log.position().part, "a snapshot may have stored it"
+    assert again.rotate(needed=100, part_bytes=1)
+    again.close()
+    found = audit_parts(reader.lines(path))
+    assert found.violations == ()
+
+
+def test_a_part_whose_file_cannot_be_closed_is_not_replaced_by_the_next(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """A network file system may report only then that it has no room."""
+    path, disk = tmp_path / "events.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    for a in range(4):
+        log.append({"a": a})
+        disk._refused = [("close", "after")]
+        assert log.rotate(needed=100, part_bytes=1)
+        assert disk._refused == []
+    disk._refused = [("close", "after")]
+    log.close()
+    assert [row.get("a", row.get("part")) for row in reader.read(path)] == [0, 2, 1, 3, 2, 4, 3, 5]
+    assert caplog.text.count("closing") == 5
+
+
+def test_a_rotation_never_replaces_a_part_that_is_there(tmp_path: Path):
+    path = tmp_path / "events.jsonl"
+    log = JournalWriter(path)
+    log.append({"a": 1})
+    (tmp_path / "events.1.jsonl").write_text('{"a":0}\n')
+    assert log.rotate(needed=100, part_bytes=1)
+    log.append({"a": 2})
+    log.close()
+    assert [row["a"] for row in reader.read(path) if "a" in row] == [0, 1, 2]
+
+
+def test_lines_are_durable_before_their_file_becomes_an_earlier_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Those written while a snapshot was; the sync before the next one is of the new part only."""
+    path, synced = tmp_path / "events.jsonl", []
+    log = JournalWriter(path)
+    log.append({"a": 1})
+    monkeypatch.setattr(LocalFile, "sync", lambda file: synced.append(file.size()))
+    size_bytes = path.stat().st_size
+    assert log.rotate(needed=100, part_bytes=1)
+    log.close()
+    assert synced == [size_bytes]
+
+
+def test_the_name_of_a_new_part_is_made_durable_when_the_first_attempt_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    path, synced = tmp_path / "events.jsonl", []
+    log = JournalWriter(path)
+    log.append({"a": 1})
+
+    def record(directory: Path) -> None:
+        synced.append(sorted(os.listdir(directory)))
+        if len(synced) == 2:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr("diloco.runtime.files.sync_directory", record)
+    assert not log.rotate(needed=100, part_bytes=1)
+    assert log.rotate(needed=100, part_bytes=1)
+    log.close()
+    assert synced[1:] == [["events.1.jsonl", "events.jsonl"]] * 2
+    assert [row.get("a", row.get("part")) for row in reader.read(path)] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        (("rename", "before"),),
+        (("rename", "after"),),
+        (("open", "before"), ("rename", "before")),
+        (("open", "before"), ("rename", "after")),
+        (("rename", "pass"), ("rename", "after"), ("close", "after")),
+    ],
+)
+def test_a_file_takes_the_place_of_the_older_one_after_a_disk_failed_in_the_middle(
+    tmp_path: Path, refused: tuple[tuple[str, str], ...]
+):
+    path, disk = tmp_path / "steps.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    older = tmp_path / "steps.1.jsonl"
+    older.write_text("")
+    log.append({"a": 0})
+    disk._refused = list(refused)
+    assert not log.replace_older(older)
+    assert disk._refused == []
+    log.append({"a": 1})
+    assert log.replace_older(older)
+    log.append({"a": 2})
+    log.close()
+    assert [row["a"] for row in reader.read(path)] == [0, 1, 2]
+
+
+START = {"event": "start", "epoch": 1, "fragments": 1, "interval": 1, "learners": {"eu": 1}}
+
+
+def merge_of(step: int) -> dict[str, Any]:
+    member = {
+        "learner": "eu/0",
+        "incarnation": 1,
+        "step": step,
+        "steps": 1,
+        "tokens": 2,
+        "weight": 4,
+    }
+    return {
+        "event": "merge",
+        "epoch": 1,
+        "step": step,
+        "fragment": 0,
+        "quorum": 1,
+        "members": [member],
+    }
+
+
+@pytest.mark.parametrize("room", [*range(0, 330, 7), 255])
+def test_the_audit_knows_which_lines_a_full_disk_did_not_take(tmp_path: Path, room: int):
+    path, disk = tmp_path / "events.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    log.append(START)
+    disk.room = room
+    for step in range(1, 4):
+        log.append(merge_of(step))
+    disk.room = 70
+    log.append(merge_of(4))
+    assert not log.sync(), "a snapshot waits"
+    disk.room = None
+    assert log.sync()
+    log.append(merge_of(5))
+    log.close()
+    found = audit_parts(reader.lines(path))
+    assert found.violations == ()
+    assert found.merges + log.lost == 5
+    stated = [row for row in reader.read(path) if row["event"] == "dropped"]
+    assert sum(row["lines"] for row in stated) == log.lost > 0
+    assert sum(row.get("torn", 0) for row in stated) == found.torn_lines
+
+
+def test_a_start_that_the_disk_did_not_take_is_not_held_against_the_merges_after_it(
+    tmp_path: Path,
+):
+    path, disk = tmp_path / "events.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    disk.room = 0
+    log.append(START)
+    disk.room = None
+    log.append(merge_of(1))
+    log.close()
+    found = audit_parts(reader.lines(path))
+    assert (found.violations, found.merges) == ((), 1)
+    assert found.unseen == ("lines that the disk did not take (1 start)",)
+
+
+@pytest.mark.parametrize("room", range(0, 80, 5))
+def test_the_heading_of_a_part_is_its_first_line_though_the_disk_refused_it(
+    tmp_path: Path, room: int
+):
+    path, disk = tmp_path / "events.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    log.append(START)
+    disk.room = room
+    heading = {"epoch": 1, "fragments": 1, "interval": 1}
+    assert log.rotate(needed=100, part_bytes=1, heading=heading) is (room > 75)
+    writer.append(path, {"event": "restart", "epoch": 0, "process": "eu/0"})
+    log.append(merge_of(1))
+    assert not log.rotate(needed=100, part_bytes=1, heading=heading)
+    disk.room = None
+    log.append(merge_of(2))
+    assert log.rotate(needed=100, part_bytes=1, heading=heading)
+    log.close()
+    (tmp_path / "events.1.jsonl").unlink()
+    assert [row["part"] for row in reader.read(path) if row["event"] == "rotate"] == [2, 3]
+    found = audit_parts(reader.lines(path))
+    assert found.violations == ()
+    assert found.unseen[0] == "1 older part that rotation deleted"
+
+
+def test_a_part_that_the_supervisor_began_gets_its_heading_at_the_next_start(tmp_path: Path):
+    """A syncer is killed between the two calls that create the part and write its first line."""
+    path = tmp_path / "events.jsonl"
+    (tmp_path / "events.1.jsonl").write_text(json.dumps(START) + "\n")
+    for epoch in (2, 3):
+        writer.append(path, {"event": "restart", "epoch": 0, "process": "syncer"})
+        log = JournalWriter(path)
+        log.append({**START, "epoch": epoch})
+        log.close()
+    kinds = [row["event"] for row in reader.read(path)]
+    assert kinds == ["start", "restart", "rotate", "start", "restart", "start"]
+    assert audit_parts(reader.lines(path)).violations == ()
+
+
+def test_lines_without_an_event_state_how_many_before_them_were_lost(tmp_path: Path):
+    path, disk = tmp_path / "steps.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    disk.room = 5
+    for step in range(3):
+        log.append({"step": step})
+    disk.room = None
+    assert log.sync()
+    log.append({"step": 3})
+    log.append({"step": 4})
+    log.close()
+    rows = [(row["step"], row.get("dropped")) for row in reader.read(path)]
+    assert rows == [(3, 3), (4, None)]
 
 
 def test_a_journal_whose_file_was_deleted_begins_a_new_part(tmp_path: Path):
@@ -327,6 +572,7 @@ LINES = [
     '{"epoch":0,"event":"restart","process":"eu/0","reason":"signal 9","signal":9,"restarts":2}',
     '{"epoch":3,"event":"rotate","part":2,"fragments":3,"interval":6}',
     '{"epoch":3,"event":"dropped","lines":3,"events":{"merge":2,"join":1}}',
+    '{"epoch":3,"event":"dropped","lines":0,"events":{},"torn":1}',
 ]
 
 

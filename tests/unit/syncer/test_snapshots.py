@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import queue
 from pathlib import Path
 
@@ -10,10 +12,12 @@ import numpy as np
 import pytest
 
 from diloco.errors import StorageError
+from diloco.journal import reader
 from diloco.journal.background import BackgroundWriter
 from diloco.journal.parts import Position
 from diloco.journal.writer import JournalWriter
 from diloco.model.fragments import Tensor, cut
+from diloco.runtime.disk import Data, LocalFile
 from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.engine import Engine
@@ -108,6 +112,34 @@ def test_no_snapshot_is_durable_before_the_lines_of_its_merges(
     assert store.newest() is None
     writer.snapshot(taken(2, Position()))
     assert done.get(timeout=280).step == 2
+    writer.close()
+    log.close()
+
+
+def test_a_snapshot_waits_until_the_number_of_lost_lines_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    store = Store(tmp_path / "snapshots", keep=1)
+    log = BackgroundWriter(JournalWriter(tmp_path / "events.jsonl"))
+    write, room = LocalFile.write, [0]
+
+    def writing(file: LocalFile, data: Data) -> int:
+        if not room[0] and b'"event"' in bytes(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(file, data)
+
+    monkeypatch.setattr(LocalFile, "write", writing)
+    writer = Writer(
+        SPEC, tmp_path, store, record=lambda event, **fields: None, post=lambda event: None,
+        journal=log,
+    )  # fmt: skip
+    log.append({"event": "merge", "step": 1})
+    with pytest.raises(StorageError, match="before it are not durable"):
+        writer.write(taken(1, Position()))
+    assert store.newest() is None
+    room[0] = 1
+    writer.write(taken(1, Position()))
+    assert [row["events"] for row in reader.read(tmp_path / "events.jsonl")] == [{"merge": 1}]
     writer.close()
     log.close()
 
