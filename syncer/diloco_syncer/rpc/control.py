@@ -96,8 +96,8 @@ class ControlService:
                 name=f"session {session.learner}",
                 daemon=True,
             )
-            reader.start()
             try:
+                _start(reader)
                 yield from _write(session, context)
             finally:
                 self._leave(session, "StreamEnded")
@@ -287,6 +287,14 @@ def _keep_region_failure(state: State, request: pb.RegionFailure) -> None:
         reason,
         message,
     )
+
+
+def _start(thread: threading.Thread) -> None:
+    """Raises UnavailableError: the system refuses one more."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise UnavailableError(f"{thread.name}: {error}; connect again") from None
 
 
 def _serialize(message: Message) -> bytes:
