@@ -291,6 +291,7 @@ class Engine:
             )
             return _refuse(event, "StaleIncarnation", detail)
         record, replaced = admitted
+        record.joined_round = self.step
         out: list[ev.Decision] = []
         if replaced is not None:
             detail = f"{event.learner} joined again as incarnation {record.incarnation}"
@@ -355,9 +356,11 @@ class Engine:
         steps = self.learners.report(event, now=now)
         if steps is not None:
             record = self.learners.by_name[event.learner]
-            record.lag = lag_of(
-                record.lag, started=self.scheduler.pace.step, global_step=event.global_step
-            )
+            # A step that was announced before a cut would show how long the cut was, not the round trip.
+            if event.global_step >= record.joined_round:
+                record.lag = lag_of(
+                    record.lag, started=self.scheduler.pace.step, global_step=event.global_step
+                )
             self.learners.expire_confirmation(
                 record, CONFIRMED_INTERVALS * self.spec.interval + CONFIRMED_STEPS
             )
