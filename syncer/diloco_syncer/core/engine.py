@@ -112,7 +112,10 @@ class Engine:
             Decisions, to be carried out in this order.
         """
         pause = self._own_pause(now)
-        return [*pause, *self._process(event, now), *self._advance(now)]
+        out = [*pause, *self._process(event, now), *self._advance(now)]
+        if any(isinstance(decision, ev.TakeSnapshot) for decision in out):
+            self.scheduler.growth.snapshot()
+        return out
 
     def _own_pause(self, now: float) -> list[ev.Decision]:
         """
@@ -160,6 +163,7 @@ class Engine:
             case ev.Merged():
                 return self.scheduler.merged(event, now)
             case ev.SnapshotDone():
+                self.scheduler.growth.snapshot_done(durable=event.step is not None)
                 return self.durability.snapshot_done(event, self.step, now)
             case ev.Exported():
                 return self._exported()
@@ -453,6 +457,7 @@ class Engine:
                 return [log, *ended]
             case ev.TakeSnapshot():
                 done = ev.SnapshotDone(step=None, reason=reason)
+                self.scheduler.growth.snapshot_done(durable=False)
                 return [log, *self.durability.snapshot_done(done, self.step, now)]
             case ev.Finish():
                 self.durability.export_failed(reason, now)
@@ -480,10 +485,7 @@ class Engine:
         if self.durability.stage is Stage.TRAINING and self._commits != self.scheduler.commits:
             self._commits = self.scheduler.commits
             # After all commits of this event: a snapshot holds the engine and Θ as of the same step.
-            taken = self.durability.committed(self.step)
-            if any(isinstance(decision, ev.TakeSnapshot) for decision in taken):
-                self.scheduler.growth.snapshot()
-            out += taken
+            out += self.durability.committed(self.step)
         out += self.ejections.tick(now)
         self.scheduler.start_steps(now)
         out += self.scheduler.collect(now)
