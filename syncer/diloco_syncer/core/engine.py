@@ -85,7 +85,10 @@ class Engine:
         if self.exported and self.initialised and self.step >= self.spec.steps:
             self.durability.stage = Stage.COMPLETE
         self._announcements = Announcements(
-            overlap=self.spec.overlap, steps=self.spec.steps, due=self.scheduler.due
+            overlap=self.spec.overlap,
+            steps=self.spec.steps,
+            due=self.scheduler.due,
+            next_due=self.scheduler.next_due,
         )
 
     @property
