@@ -55,7 +55,7 @@ def most_learners(learners: Mapping[str, int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A stream that has not sent a message yet."""
+    """A stream that has not sent a message yet, or must end."""
 
     deadline: float
     context: grpc.ServicerContext | None
@@ -218,6 +218,16 @@ class CallLimits:
                 pool.remove(address, wait)
             if wait.ended:
                 self.refusals.refuse(f"a {pool.name} stream", "", ProtocolError(wait.ended))
+
+    def cancel_later(self, context: grpc.ServicerContext) -> None:
+        """
+        Cancel a stream that the syncer has ended, unless it ends by itself meanwhile.
+
+        A peer that does not read would keep the threads of its stream as long as its connection.
+        """
+        with self._lock:
+            self._waits.append(_Wait(time.monotonic() + self._first_seconds, context))
+            self._begun.notify()
 
     def _enter(self, pool: Pool, address: str, context: grpc.ServicerContext) -> _Wait:
         wait = _Wait(time.monotonic() + self._first_seconds, context)

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 
 import grpc
 from google.protobuf.message import Message
@@ -111,6 +112,7 @@ class ControlService:
             applicant = telemetry.applicant(hello)
             _ = applicant.model  # checked here, not on the runner's thread
             session = self._runner.admit(applicant)
+            session.on_end = partial(self._limits.cancel_later, context)
             try:
                 self._limits.join(learner, time.monotonic())
                 incarnation = hello.incarnation or self._next_incarnation()

@@ -1,6 +1,7 @@
 """Streams of untrusted peers: how many wait, how long, and how many a learner may hold."""
 
 import threading
+import time
 from concurrent.futures import wait
 from types import SimpleNamespace
 
@@ -218,3 +219,11 @@ def test_missing_threads_are_started_although_no_further_call_comes(refused_thre
     limits.queries = Pool("test", 4)
     refused_threads[0] = 1
     assert limits.queries.executor.submit(pow, 2, 3).result(30) == 8
+
+
+def test_a_stream_that_the_syncer_ended_is_cancelled_after_the_deadline_if_it_is_not_read():
+    limits = Waiting(first_seconds=0.2).limits
+    stream, begun = Silent("ipv4:10.0.0.1:1"), time.monotonic()
+    limits.cancel_later(stream.context)
+    assert stream.cancelled.wait(30)
+    assert time.monotonic() - begun >= 0.2

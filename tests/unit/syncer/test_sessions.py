@@ -80,6 +80,20 @@ def test_a_session_that_is_read_is_not_cancelled():
     assert cancelled == []
 
 
+def test_the_stream_of_a_session_that_the_syncer_ends_is_ended_once():
+    sessions, ended = Sessions(), []
+    session = fill(sessions, 0)
+    session.on_end = lambda: ended.append(session.outbox.qsize())
+    for _ in range(2):
+        sessions.end(session.number, UnavailableError("late"))
+    assert ended == [1], "after its reason"
+    other = fill(sessions, 0)
+    other.on_end = lambda: ended.append(0)
+    sessions.close(other)
+    sessions.end(other.number, UnavailableError("late"))
+    assert ended == [1], "that stream has ended by itself"
+
+
 def test_a_session_whose_reader_cannot_be_started_ends_and_leaves(monkeypatch):
     runner, limits = Runner(), CallLimits()
     session = fill(runner.sessions, 0)
