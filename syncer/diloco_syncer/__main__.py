@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import grpc
+
 from diloco.codec import formats
 from diloco.errors import EXIT_DONE, EXIT_USAGE, ConfigError, DilocoError
 from diloco.journal.background import BackgroundWriter
@@ -34,7 +36,7 @@ from diloco_syncer.metrics import Metrics
 from diloco_syncer.refusals import Refusals
 from diloco_syncer.rpc.authorizer import Authorizer
 from diloco_syncer.rpc.bulk import BulkService
-from diloco_syncer.rpc.call_limits import CallLimits
+from diloco_syncer.rpc.call_limits import WATCH_THREAD, CallLimits
 from diloco_syncer.rpc.control import EVALUATIONS_PART_BYTES, ControlService
 from diloco_syncer.runner import Runner
 from diloco_syncer.spec_file import SpecFile
@@ -50,7 +52,10 @@ SIGNAL_SECONDS = 1.0
 """Another thread may receive a signal (after SIGCONT it does); the main thread runs its handler when it wakes up."""
 
 STOP_SECONDS = 2.0
-"""How long open streams may take to end on shutdown."""
+"""How long open streams may take to end on shutdown, and then gRPC to notice it."""
+
+SERVING = "(_serve)"
+"""End of the name of the thread of a gRPC server: of its target, which gRPC does not name otherwise."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -86,6 +91,7 @@ def _run(given: settings.Settings) -> int:
     runner, engine = parts.runner, parts.state.engine
     grpc_server.add_generic_rpc_handlers((parts.control.handler(), parts.bulk.handler()))
     spec_file = _spec_file(given, text, runner, parts.limits)
+    ended = _end_with_threads(stop)
     runner.start()
     grpc_server.start()
     spec_file.follow()
@@ -100,14 +106,45 @@ def _run(given: settings.Settings) -> int:
     if runner.failure is None:
         log.info("stopping: writing the last snapshot")
     spec_file.stop()
-    grpc_server.stop(STOP_SECONDS).wait()
+    _stop_serving(grpc_server)
     runner.stop()
     parts.scores.close()
     parts.events.close()
     if runner.failure is not None:
         make_durable(parts.events.path)
         return 1  # the supervisor starts a successor, which resumes from the newest snapshot
-    return EXIT_DONE
+    return 1 if ended else EXIT_DONE
+
+
+def _end_with_threads(stop: threading.Event) -> list[str]:
+    """
+    End the process when a thread ends by an error without which it looks alive and answers no call.
+
+    Returns:
+        The names of those threads, as they end.
+    """
+    ended: list[str] = []
+    report = threading.excepthook
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        name = arguments.thread.name if arguments.thread is not None else ""
+        if name == WATCH_THREAD or name.endswith(SERVING):
+            ended.append(name)
+            stop.set()
+            log.critical("the syncer ends: thread %s: %r", name, arguments.exc_value)
+        report(arguments)
+
+    threading.excepthook = hook
+    return ended
+
+
+def _stop_serving(grpc_server: grpc.Server) -> None:
+    """Bounded, also when gRPC's thread has ended or none can be started: the last snapshot comes after it."""
+    try:
+        if not grpc_server.stop(STOP_SECONDS).wait(2 * STOP_SECONDS):
+            log.warning("gRPC has not ended within %g s", 2 * STOP_SECONDS)
+    except RuntimeError as error:
+        log.warning("gRPC cannot end its streams: %s", error)
 
 
 def _read(spec: Path) -> str:

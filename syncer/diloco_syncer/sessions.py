@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import queue
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diloco.errors import DilocoError, UnavailableError
@@ -27,6 +28,8 @@ class Session:
         default_factory=queue.SimpleQueue
     )
     """Messages in order; an error ends the stream with its status, None ends it without one."""
+    on_end: Callable[[], object] = lambda: None
+    """Called when the syncer ends it: its stream must end even if the peer does not read why."""
     unread: UnavailableError | None = None
     """Why this session must end: its learner does not read."""
 
@@ -86,6 +89,7 @@ class Sessions:
                     del self._current[learner]
         if session is not None:
             session.outbox.put(error)
+            session.on_end()
 
     def incarnation(self, learner: str) -> int | None:
         """The incarnation of a learner's current session; None: it has not joined."""

@@ -284,6 +284,8 @@ def suspend_and_resume_from_an_older_snapshot(person: Person, job: Job) -> None:
     job.until_condition("LearnersReady", SOON)
     starts = [line for line in job.log() if line["event"] == "start"]
     assert starts[-1]["step"] == older
+    # The first snapshot after the start deletes the file.
+    job.until_step(older + 20, SOON)
     names = person.run(
         f"kubectl exec deployment/{NAME}-syncer -- ls /var/lib/diloco/snapshots "
         "/var/lib/diloco/snapshots/set-aside"

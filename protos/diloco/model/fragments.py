@@ -219,6 +219,18 @@ def due(step: int, *, num_fragments: int, interval: int) -> int | None:
     return None
 
 
+def next_due(step: int, *, num_fragments: int, interval: int) -> int:
+    """
+    The first step after `step` at which a fragment is due, without testing those in between.
+
+    >>> [next_due(step, num_fragments=3, interval=6) for step in range(6)]
+    [2, 2, 4, 4, 6, 6]
+    """
+    place = step % interval
+    index = -(-(place + 1) * num_fragments // interval)
+    return step - place + (index * interval // num_fragments if index < num_fragments else interval)
+
+
 def differences(ours: Layout, theirs: Layout, *, most: int = 8) -> list[str]:
     """
     Messages on what differs between two models; empty if they agree.

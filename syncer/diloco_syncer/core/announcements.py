@@ -36,6 +36,8 @@ class Announcements:
     steps: int
     due: Callable[[int], int | None]
     """The fragment of a global step; None: none is due."""
+    next_due: Callable[[int], int]
+    """The first step after a global step that may have one: H may be far larger than P."""
     _last: dict[str, tuple[int, tuple[int, ...]]] = field(default_factory=dict)
     _touched: set[str] = field(default_factory=set)
     """Learners for which the answer may differ although no round has changed."""
@@ -94,12 +96,12 @@ class Announcements:
 
     def _fragments(self, in_flight: list[int], started: int, until: int) -> tuple[int, ...]:
         """Those of τ + 1 rounds at least, and of all steps up to `until`."""
-        fragments, step = list(in_flight), started
-        while (len(fragments) <= self.overlap or step < until) and step < self.steps:
-            step += 1
+        fragments, step = list(in_flight), self.next_due(started)
+        while step <= self.steps and (len(fragments) <= self.overlap or step <= until):
             fragment = self.due(step)
             if fragment is not None:
                 if fragment in fragments:
                     break
                 fragments.append(fragment)
+            step = self.next_due(step)
         return tuple(fragments)

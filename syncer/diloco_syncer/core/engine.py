@@ -85,7 +85,10 @@ class Engine:
         if self.exported and self.initialised and self.step >= self.spec.steps:
             self.durability.stage = Stage.COMPLETE
         self._announcements = Announcements(
-            overlap=self.spec.overlap, steps=self.spec.steps, due=self.scheduler.due
+            overlap=self.spec.overlap,
+            steps=self.spec.steps,
+            due=self.scheduler.due,
+            next_due=self.scheduler.next_due,
         )
 
     @property
@@ -112,7 +115,10 @@ class Engine:
             Decisions, to be carried out in this order.
         """
         pause = self._own_pause(now)
-        return [*pause, *self._process(event, now), *self._advance(now)]
+        out = [*pause, *self._process(event, now), *self._advance(now)]
+        if any(isinstance(decision, ev.TakeSnapshot) for decision in out):
+            self.scheduler.growth.snapshot()
+        return out
 
     def _own_pause(self, now: float) -> list[ev.Decision]:
         """
@@ -160,6 +166,7 @@ class Engine:
             case ev.Merged():
                 return self.scheduler.merged(event, now)
             case ev.SnapshotDone():
+                self.scheduler.growth.snapshot_done(durable=event.step is not None)
                 return self.durability.snapshot_done(event, self.step, now)
             case ev.Exported():
                 return self._exported()
@@ -291,6 +298,7 @@ class Engine:
             )
             return _refuse(event, "StaleIncarnation", detail)
         record, replaced = admitted
+        record.joined_round = self.step
         out: list[ev.Decision] = []
         if replaced is not None:
             detail = f"{event.learner} joined again as incarnation {record.incarnation}"
@@ -355,9 +363,11 @@ class Engine:
         steps = self.learners.report(event, now=now)
         if steps is not None:
             record = self.learners.by_name[event.learner]
-            record.lag = lag_of(
-                record.lag, started=self.scheduler.pace.step, global_step=event.global_step
-            )
+            # A step that was announced before a cut would show how long the cut was, not the round trip.
+            if event.global_step >= record.joined_round:
+                record.lag = lag_of(
+                    record.lag, started=self.scheduler.pace.step, global_step=event.global_step
+                )
             self.learners.expire_confirmation(
                 record, CONFIRMED_INTERVALS * self.spec.interval + CONFIRMED_STEPS
             )
@@ -450,6 +460,7 @@ class Engine:
                 return [log, *ended]
             case ev.TakeSnapshot():
                 done = ev.SnapshotDone(step=None, reason=reason)
+                self.scheduler.growth.snapshot_done(durable=False)
                 return [log, *self.durability.snapshot_done(done, self.step, now)]
             case ev.Finish():
                 self.durability.export_failed(reason, now)
@@ -477,10 +488,7 @@ class Engine:
         if self.durability.stage is Stage.TRAINING and self._commits != self.scheduler.commits:
             self._commits = self.scheduler.commits
             # After all commits of this event: a snapshot holds the engine and Θ as of the same step.
-            taken = self.durability.committed(self.step)
-            if any(isinstance(decision, ev.TakeSnapshot) for decision in taken):
-                self.scheduler.growth.snapshot()
-            out += taken
+            out += self.durability.committed(self.step)
         out += self.ejections.tick(now)
         self.scheduler.start_steps(now)
         out += self.scheduler.collect(now)

@@ -84,6 +84,8 @@ class LearnerRecord:
     merges: int = 0
     restarts: int = 0
     """Restarts of its process, as its supervisor counts them."""
+    joined_round: int = 0
+    """Global step of the syncer when its session began: no announcement of this session has an older one."""
     lag: float = 0.0
     """Global steps between an announcement and the first report that knows it (core/announcements.py)."""
     confirmed: bool = False

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from diloco.model.fragments import due
+from diloco.model.fragments import due, next_due
 from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.core import upload_limits
@@ -103,6 +103,10 @@ class Scheduler:
     def due(self, step: int) -> int | None:
         """The fragment of a global step; None: none is due."""
         return due(step, num_fragments=self.spec.fragments, interval=self.spec.interval)
+
+    def next_due(self, step: int) -> int:
+        """The first global step after this one that has a fragment."""
+        return next_due(step, num_fragments=self.spec.fragments, interval=self.spec.interval)
 
     def collect(self, now: float) -> list[ev.Decision]:
         """Move the oldest round that still collects: quorum, grace, close (paper 3.2)."""

@@ -7,6 +7,7 @@ wire): gRPC would wait for the message of a unary call without a limit, with a t
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import Counter, deque
@@ -21,6 +22,14 @@ import grpc
 from diloco.errors import ProtocolError, UnavailableError
 from diloco.spec import RunSpec
 from diloco_syncer.refusals import Refusals
+
+WATCH_THREAD = "call-limits"
+"""Name of the thread without which no limit in time is kept."""
+
+WATCH_SECONDS = 10.0
+"""How often counted refusals are written and missing threads are started when nothing else happens."""
+
+log = logging.getLogger(__name__)
 
 FIRST_SECONDS = 10.0
 """How long a stream may take to its first message: several round trips of any link."""
@@ -46,7 +55,7 @@ def most_learners(learners: Mapping[str, int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A stream that has not sent a message yet."""
+    """A stream that has not sent a message yet, or must end."""
 
     deadline: float
     context: grpc.ServicerContext | None
@@ -62,25 +71,54 @@ class _Wait:
         return context
 
 
+class Threads(ThreadPoolExecutor):
+    """
+    Threads that start with the calls. One that the system refuses is started later; its call waits.
+
+    gRPC submits calls on its only thread that serves: an error there would end all service for good.
+    """
+
+    missing = 0
+    """Threads that could not be started; guarded by the executor's lock, which `submit` holds."""
+
+    def _adjust_thread_count(self) -> None:
+        try:
+            super()._adjust_thread_count()
+        except (RuntimeError, MemoryError) as error:
+            self.missing += 1
+            if self.missing == 1:
+                log.error("a call waits, its thread cannot be started: %s", error)
+
+    def recover(self) -> None:
+        """Start the threads that are missing, as far as the system permits now."""
+        with self._shutdown_lock:
+            missing, self.missing = self.missing, 0
+            for count in range(missing):
+                self._adjust_thread_count()
+                if self.missing:
+                    self.missing = missing - count
+                    return
+
+
 @dataclass(slots=True, eq=False)
 class Pool:
     """The threads of one service, and the streams that have not sent a message yet."""
 
     name: str
     threads: int
-    executor: ThreadPoolExecutor = field(init=False)
+    executor: Threads = field(init=False)
     waiting: dict[str, deque[_Wait]] = field(default_factory=dict)
     """Address of a peer → its streams without a message, oldest first."""
     _methods: list[Callable[..., Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.executor = ThreadPoolExecutor(self.threads, thread_name_prefix=self.name)
+        self.executor = Threads(self.threads, thread_name_prefix=self.name)
 
     def grow(self, threads: int) -> None:
         """Provide at least this many threads for streams that begin; open ones keep theirs."""
         if threads > self.threads:
             self.threads = threads
-            self.executor = ThreadPoolExecutor(threads, thread_name_prefix=self.name)
+            self.executor = Threads(threads, thread_name_prefix=self.name)
             for method in self._methods:
                 method.experimental_thread_pool = self.executor  # type: ignore[attr-defined]
 
@@ -162,7 +200,7 @@ class CallLimits:
         self._waits: deque[_Wait] = deque()
         """Of all services, by deadline."""
         self._begun = threading.Condition(self._lock)
-        threading.Thread(target=self._watch, name="call-limits", daemon=True).start()
+        threading.Thread(target=self._watch, name=WATCH_THREAD, daemon=True).start()
 
     def first(self, pool: Pool, requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
         """
@@ -180,6 +218,16 @@ class CallLimits:
                 pool.remove(address, wait)
             if wait.ended:
                 self.refusals.refuse(f"a {pool.name} stream", "", ProtocolError(wait.ended))
+
+    def cancel_later(self, context: grpc.ServicerContext) -> None:
+        """
+        Cancel a stream that the syncer has ended, unless it ends by itself meanwhile.
+
+        A peer that does not read would keep the threads of its stream as long as its connection.
+        """
+        with self._lock:
+            self._waits.append(_Wait(time.monotonic() + self._first_seconds, context))
+            self._begun.notify()
 
     def _enter(self, pool: Pool, address: str, context: grpc.ServicerContext) -> _Wait:
         wait = _Wait(time.monotonic() + self._first_seconds, context)
@@ -239,17 +287,22 @@ class CallLimits:
                     del self._open[learner]
 
     def _watch(self) -> None:
-        """Cancel streams whose first message is late; all waits are equally long, so in order."""
+        """
+        Cancel streams whose first message is late; all waits are equally long, so in order.
+
+        Also start the threads that are missing.
+        """
         while True:
             with self._lock:
                 while not self._waits:
-                    # Bounded, so that counted refusals are written when nothing else happens.
-                    if not self._begun.wait(10.0):
+                    if not self._begun.wait(WATCH_SECONDS):
                         break
                 wait = self._waits.popleft() if self._waits else None
             if wait is not None:
                 self._expire(wait)
             self.refusals.flush()
+            for pool in (self.sessions, self.queries, self.bulk):
+                pool.executor.recover()
 
     def _expire(self, wait: _Wait) -> None:
         pause = wait.deadline - time.monotonic()

@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 
 import grpc
 from google.protobuf.message import Message
@@ -96,8 +97,8 @@ class ControlService:
                 name=f"session {session.learner}",
                 daemon=True,
             )
-            reader.start()
             try:
+                _start(reader)
                 yield from _write(session, context)
             finally:
                 self._leave(session, "StreamEnded")
@@ -111,6 +112,7 @@ class ControlService:
             applicant = telemetry.applicant(hello)
             _ = applicant.model  # checked here, not on the runner's thread
             session = self._runner.admit(applicant)
+            session.on_end = partial(self._limits.cancel_later, context)
             try:
                 self._limits.join(learner, time.monotonic())
                 incarnation = hello.incarnation or self._next_incarnation()
@@ -287,6 +289,14 @@ def _keep_region_failure(state: State, request: pb.RegionFailure) -> None:
         reason,
         message,
     )
+
+
+def _start(thread: threading.Thread) -> None:
+    """Raises UnavailableError: the system refuses one more."""
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise UnavailableError(f"{thread.name}: {error}; connect again") from None
 
 
 def _serialize(message: Message) -> bytes:

@@ -172,6 +172,7 @@ class _Discarded:
         self.delivered = False
 
     def take(self, index: int, payload: memoryview, now: float) -> None:
+        self.resume(now)  # the rest would only keep the learner from its next upload
         self._contribution.check_chunk(self._fragment, index, len(payload))
         self._chunks.received(len(payload), now)
 

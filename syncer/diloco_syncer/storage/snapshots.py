@@ -68,7 +68,8 @@ def resume(
         state=dict(snapshot.meta["engine"]),
         exported=model is not None and model.step == snapshot.step,
     )
-    if snapshot.chosen:  # the new versions become durable with the first commit
+    # The new versions become durable with the first commit; until then the file `from-snapshot` stays.
+    if snapshot.chosen:
         engine.durability.snapshot_step -= spec.syncer_checkpoint.every_steps
     _replay(engine, directory, since=_position(snapshot.meta), disk=disk)
     log.info("resumed from step %d, epoch %d begins", snapshot.step, epoch)

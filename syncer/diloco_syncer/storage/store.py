@@ -53,7 +53,7 @@ from diloco_syncer.storage.durable import (
 log = logging.getLogger(__name__)
 
 CHOICE = "from-snapshot"
-"""File in the directory of the snapshots: the step to start from, once."""
+"""File in the directory of the snapshots: the step to start from, until there is a snapshot of that start."""
 SET_ASIDE = "set-aside"
 """Directory for snapshots that a person decided not to start from."""
 
@@ -86,6 +86,10 @@ class Store:
         self.root, self._keep, self._disk, self._fault = root, keep, disk, fault
         self._writing, self._counting = threading.Lock(), threading.Lock()
         self._verified: _Stem | None = None
+        self._choice: bytes | None = None
+        """Content of the file `from-snapshot` that this start followed, while no snapshot was written since."""
+        self._chosen: _Stem | None = None
+        """The snapshot that it named."""
         with os_errors(disk, root, "opening"):
             disk.make_directory(root)
             for name in disk.names(root):
@@ -131,6 +135,7 @@ class Store:
             made = (manifest, data, files.temporary(manifest), files.temporary(data))
             with os_errors(self._disk, manifest, "writing snapshot", remove=made):
                 self._write(snapshot, data, manifest)
+            self._end_choice()
             self._fault("before-delete")
             self._delete_old(stem)
             self._fault("after-delete")
@@ -190,8 +195,9 @@ class Store:
         """
         The snapshot to start from: that of the step in the file `from-snapshot`, else the newest.
 
-        The file is a person's decision and counts once: snapshots newer than the chosen one move to
-        the directory `set-aside`, then the file is deleted. Step 0 sets all of them aside.
+        The file is a person's decision: snapshots newer than the chosen one move to the directory
+        `set-aside`; step 0 sets all of them aside. The first `write` deletes the file, because learners
+        must replace what they have until then: each start before it follows the file again.
 
         Raises:
             StorageError: no snapshot of that step can be read, or none at all.
@@ -200,7 +206,8 @@ class Store:
         with os_errors(self._disk, path, "reading"):
             if self._disk.size(path) is None:
                 return self.newest()
-            text = read(self._disk, path).decode(errors="replace").strip()
+            content = read(self._disk, path)
+        text = content.decode(errors="replace").strip()
         if not text.isdecimal():
             raise StorageError(
                 f"{path}: holds {text[:40]!r}, expected the step of a snapshot, or 0 to start over"
@@ -208,8 +215,8 @@ class Store:
         chosen, found = self._of_step(int(text)) if int(text) else (None, None)
         with os_errors(self._disk, self.root, "setting snapshots aside in"):
             self._set_aside([stem for stem in self._stems() if chosen is None or stem > chosen])
-            self._disk.remove(path)
-        self._verified = chosen
+        self._verified = self._chosen = chosen
+        self._choice = content
         log.warning("starting from step %s, as requested in %s", text, path)
         return None if found is None else replace(found, chosen=True)
 
@@ -233,6 +240,22 @@ class Store:
                 log.error("the newest snapshot cannot be read back, older ones stay: %s", error)
                 return False
         return True
+
+    def _end_choice(self) -> None:
+        """Delete the file that this start followed: what was decided is durable now."""
+        if self._choice is None:
+            return
+        path, removed = self.root / CHOICE, files.temporary(self.root / CHOICE)
+        try:
+            # A person may have written another step meanwhile: that is for the next start.
+            if self._disk.size(path) is not None and read(self._disk, path) == self._choice:
+                # Durable, as deleting is not: its snapshot may be gone when the machine crashes.
+                self._disk.rename(path, removed)
+                self._disk.remove(removed)
+        except OSError as error:
+            log.warning("%s: cannot be deleted, delete it: %s", path, error)
+            return  # the chosen snapshot stays: the next start would look for it
+        self._choice = self._chosen = None
 
     def _of_step(self, step: int) -> tuple[_Stem, Snapshot]:
         damage = []
@@ -369,7 +392,7 @@ class Store:
 
     def _delete_old(self, written: _Stem) -> None:
         stems = self._stems()
-        kept = {written, self._verified, *self._complete(stems)[: self._keep]}
+        kept = {written, self._verified, self._chosen, *self._complete(stems)[: self._keep]}
         for stem in stems:
             if stem in kept:
                 continue

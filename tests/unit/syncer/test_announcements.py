@@ -1,11 +1,16 @@
 """Which fragments are announced to whom, and how far ahead."""
 
+import pytest
+
+from diloco.model import fragments
 from diloco_syncer.core.announcements import LAG_DECAY, Announcements, lag_of
 from diloco_syncer.core.learners import LearnerRecord, LearnerRecords
 
 
-def announcements(*, overlap=2, steps=100, due=lambda step: step % 8):
-    return Announcements(overlap=overlap, steps=steps, due=due)
+def announcements(
+    *, overlap=2, steps=100, due=lambda step: step % 8, next_due=lambda step: step + 1
+):
+    return Announcements(overlap=overlap, steps=steps, due=due, next_due=next_due)
 
 
 def learner(name="eu/0", *, lag=0.0):
@@ -33,6 +38,29 @@ def test_rounds_in_flight_count_among_them_and_come_first():
 def test_steps_without_a_due_fragment_do_not_count():
     it = announcements(overlap=1, due=lambda step: step // 3 if step % 3 == 0 else None)
     assert announced(it) == {("eu/0",): (0, (1, 2))}
+
+
+def test_only_steps_with_a_due_fragment_are_tested_however_long_the_interval_is():
+    asked, interval = [], 10**9
+
+    def due(step):
+        asked.append(step)
+        return fragments.due(step, num_fragments=4, interval=interval)
+
+    def next_due(step):
+        return fragments.next_due(step, num_fragments=4, interval=interval)
+
+    it = announcements(steps=10**10, due=due, next_due=next_due)
+    assert announced(it, step=1, started=1) == {("eu/0",): (1, (1, 2, 3))}
+    assert asked == [interval // 4, interval // 2, 3 * interval // 4]
+
+
+@pytest.mark.parametrize(("num_fragments", "interval"), [(1, 1), (1, 5), (3, 7), (4, 4), (5, 24)])
+def test_the_next_due_step_is_the_first_that_has_a_fragment(num_fragments, interval):
+    sizes = {"num_fragments": num_fragments, "interval": interval}
+    steps = [step for step in range(100) if fragments.due(step, **sizes) is not None]
+    for step in range(60):
+        assert fragments.next_due(step, **sizes) == min(s for s in steps if s > step)
 
 
 def test_a_far_learner_is_announced_every_step_that_begins_before_its_answer_arrives():

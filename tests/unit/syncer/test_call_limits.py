@@ -1,6 +1,8 @@
 """Streams of untrusted peers: how many wait, how long, and how many a learner may hold."""
 
 import threading
+import time
+from concurrent.futures import wait
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +15,7 @@ from diloco_syncer.rpc.call_limits import (
     OBSERVER_STREAMS,
     CallLimits,
     Pool,
+    Threads,
     address_of,
 )
 
@@ -167,3 +170,60 @@ def test_streams_that_begin_after_a_pool_has_grown_get_its_new_threads():
     assert before is not method.stream_stream.experimental_thread_pool
     pool.grow(1)
     assert pool.threads == 2
+
+
+@pytest.fixture
+def refused_threads(monkeypatch):
+    """How many of the next threads of pools the system refuses to start."""
+    refused, start = [0], threading.Thread.start
+
+    def starting(thread):
+        if refused[0] and thread.name.startswith("test"):
+            refused[0] -= 1
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", starting)
+    return refused
+
+
+def test_a_call_whose_thread_cannot_be_started_waits_until_it_can(refused_threads, caplog):
+    """gRPC's only thread that serves submits it: an error there would end all service for good."""
+    threads = Threads(4, thread_name_prefix="test")
+    refused_threads[0] = 3
+    futures = [threads.submit(pow, 2, n) for n in range(2)]
+    threads.recover()
+    assert threads.missing == 2, "refused again"
+    assert not any(future.done() for future in futures)
+    threads.recover()
+    assert [future.result(30) for future in futures] == [1, 2]
+    assert threads.missing == 0
+    assert caplog.text.count("a call waits, its thread cannot be started") == 2, "once per attempt"
+
+
+def test_a_call_without_a_thread_does_not_wait_for_one_that_stays_busy(refused_threads):
+    threads, held = Threads(4, thread_name_prefix="test"), threading.Event()
+    busy = threads.submit(held.wait, 30)
+    refused_threads[0] = 1
+    waiting = threads.submit(pow, 2, 3)
+    assert not wait([waiting], 0.05).done
+    threads.recover()
+    assert waiting.result(30) == 8
+    held.set()
+    assert busy.result(30)
+
+
+def test_missing_threads_are_started_although_no_further_call_comes(refused_threads, monkeypatch):
+    monkeypatch.setattr("diloco_syncer.rpc.call_limits.WATCH_SECONDS", 0.01)
+    limits = CallLimits(SPEC, Refusals(lambda *given, **named: None))
+    limits.queries = Pool("test", 4)
+    refused_threads[0] = 1
+    assert limits.queries.executor.submit(pow, 2, 3).result(30) == 8
+
+
+def test_a_stream_that_the_syncer_ended_is_cancelled_after_the_deadline_if_it_is_not_read():
+    limits = Waiting(first_seconds=0.2).limits
+    stream, begun = Silent("ipv4:10.0.0.1:1"), time.monotonic()
+    limits.cancel_later(stream.context)
+    assert stream.cancelled.wait(30)
+    assert time.monotonic() - begun >= 0.2

@@ -319,6 +319,21 @@ def test_the_lag_of_a_learner_is_measured_against_the_steps_that_were_started():
     assert job["a"].lag == 2.0
 
 
+def test_the_length_of_a_cut_is_not_taken_for_the_round_trip():
+    """The first report after a cut is the last one from before, with the step that was known then."""
+    job = Job("a", overlap=1)
+    for step in range(1, 9):
+        job.report("a", step, global_step=step - 1)
+        job.merge("a", round=step, local_step=step)
+    assert job.engine.step == 8
+    job.hello("a", session=9, fresh=False)
+    out = job.report("a", 9, session=9, global_step=1)
+    assert job["a"].lag == 0.0
+    assert all(len(d.fragments) == 2 for d in of(ev.AnnounceFragments, out))
+    job.report("a", 10, session=9, global_step=8)
+    assert job["a"].lag == 1.0, "a round began since"
+
+
 def test_a_new_session_is_announced_everything_again():
     job = Job("a")
     out = job.hello("a", session=8, fresh=False)

@@ -4,6 +4,7 @@ import pytest
 
 from diloco.spec import Checkpoint, RunSpec
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.durability import RETRY_SECONDS
 from diloco_syncer.core.engine import (
     HEARTBEAT_SECONDS,
     OWN_PAUSE_SECONDS,
@@ -395,3 +396,30 @@ def test_a_learner_that_was_never_merged_is_as_stale_as_the_job_is_old():
     for step in (1, 2, 3):
         job.report("a", step)
     assert job.engine.staleness(job["a"]) == 3
+
+
+def test_the_growth_is_counted_anew_whatever_a_durable_snapshot_was_taken_for():
+    """On a slow disk each follows the one before, and a failed one is repeated by the clock."""
+    job = Job("a", overlap=1, syncer_checkpoint=Checkpoint(every_steps=1, keep=2))
+    growth = job.engine.scheduler.growth
+
+    def merge(step):
+        job.report("a", step)
+        job.contribute("a", round=step, local_step=step)
+        merged = ev.Merged(
+            round=step, attempt=1, delta_norm=1.0, bytes_up=0, bytes_result=0, sizes=(1.0, 1.0)
+        )
+        return of(ev.TakeSnapshot, job(merged))
+
+    assert [taken.step for taken in merge(1)] == [1]
+    assert merge(2) == []
+    assert [taken.step for taken in of(ev.TakeSnapshot, job(ev.SnapshotDone(step=1)))] == [2]
+    assert merge(3) == []
+    failed = ev.SnapshotDone(step=None, reason="full")
+    assert [taken.step for taken in of(ev.TakeSnapshot, job(failed))] == [3]
+    assert of(ev.TakeSnapshot, job(failed)) == []
+    assert set(growth.sizes) == {2, 3}, "fragments of the merges after the durable one"
+    assert growth.written is None
+    [taken] = of(ev.TakeSnapshot, job.wait(2 * RETRY_SECONDS + 1.0))
+    job(ev.SnapshotDone(step=taken.step))
+    assert growth.sizes == {}

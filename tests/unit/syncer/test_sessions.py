@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import threading
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from diloco.errors import UnavailableError
 from diloco.v1 import syncer_pb2 as pb
@@ -74,3 +78,39 @@ def test_a_session_that_is_read_is_not_cancelled():
     control._read(session, iter([HEARTBEAT]), lambda: cancelled.append(True))
     assert isinstance(runner.posted[0], ev.Heartbeat)
     assert cancelled == []
+
+
+def test_the_stream_of_a_session_that_the_syncer_ends_is_ended_once():
+    sessions, ended = Sessions(), []
+    session = fill(sessions, 0)
+    session.on_end = lambda: ended.append(session.outbox.qsize())
+    for _ in range(2):
+        sessions.end(session.number, UnavailableError("late"))
+    assert ended == [1], "after its reason"
+    other = fill(sessions, 0)
+    other.on_end = lambda: ended.append(0)
+    sessions.close(other)
+    sessions.end(other.number, UnavailableError("late"))
+    assert ended == [1], "that stream has ended by itself"
+
+
+def test_a_session_whose_reader_cannot_be_started_ends_and_leaves(monkeypatch):
+    runner, limits = Runner(), CallLimits()
+    session = fill(runner.sessions, 0)
+    limits.sessions, limits.first = None, lambda *_: b""
+    control = ControlService(runner, None, None, limits, next_incarnation=lambda: 1)
+    monkeypatch.setattr(control, "_join", lambda first, context: session)
+
+    def refuse(thread):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+
+    def nothing(*_):
+        return None
+
+    context = SimpleNamespace(cancel=nothing, set_trailing_metadata=nothing, abort=nothing)
+    with pytest.raises(UnavailableError, match="can't start new thread; connect again"):
+        next(control.session(iter(()), context))
+    assert [event.reason for event in runner.posted] == ["StreamEnded"]
+    assert len(runner.sessions) == 0

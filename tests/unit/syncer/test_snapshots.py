@@ -187,3 +187,14 @@ def test_a_snapshot_that_a_person_chose_is_newer_than_what_learners_hold(tmp_pat
     assert theta is not None
     assert (engine.step, theta.current(0).version) == (4, (3, 0))
     assert engine.durability.committed(4), "the next commit makes that durable"
+    for epoch in (4, 5):
+        again = Store(store.root, keep=5)
+        engine, theta = snapshots.resume(SPEC, tmp_path, again, epoch=epoch)
+        assert theta is not None
+        assert theta.current(0).version == (epoch, 0), (
+            "no commit came in between: learners may lack it"
+        )
+    again.write(taken(5, Position(part=1, offset=0)))
+    engine, theta = snapshots.resume(SPEC, tmp_path, Store(store.root, keep=5), epoch=6)
+    assert theta is not None
+    assert (engine.step, theta.current(0).version) == (5, (1, 0)), "as it was written"

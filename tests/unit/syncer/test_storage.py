@@ -261,18 +261,61 @@ def test_a_header_that_names_no_known_tensors_counts_as_damage(
 
 
 def test_a_person_may_start_from_an_older_snapshot_once(two: Store):
+    """Each start before the next snapshot is such a start: learners must replace what they have."""
     two.write(snapshot(3))
     two.root.joinpath("from-snapshot").write_text("1\n")
-    store = Store(two.root, keep=3)
-    assert_same(store.start(), snapshot(1))
-    assert not (two.root / "from-snapshot").exists()
+    for _ in range(2):
+        store = Store(two.root, keep=3)
+        found = store.start()
+        assert_same(found, snapshot(1))
+        assert found is not None
+        assert found.chosen
+        assert (two.root / "from-snapshot").exists()
     aside = sorted(path.name for path in (two.root / "set-aside").iterdir())
     assert [name.rpartition("-")[2] for name in aside] == [
         "2.json", "2.safetensors", "3.json", "3.safetensors"
     ]  # fmt: skip
-    assert_same(Store(two.root, keep=3).start(), snapshot(1))
     store.write(snapshot(2, epoch=2))
-    assert_same(Store(two.root, keep=3).start(), snapshot(2, epoch=2))
+    assert not list(two.root.glob("from-snapshot*"))
+    found = Store(two.root, keep=3).start()
+    assert_same(found, snapshot(2, epoch=2))
+    assert found is not None
+    assert not found.chosen
+
+
+def test_a_choice_that_a_person_makes_after_the_start_is_for_the_next_one(two: Store):
+    two.root.joinpath("from-snapshot").write_text("1")
+    store = Store(two.root, keep=3)
+    store.start()
+    two.root.joinpath("from-snapshot").write_text("0")
+    store.write(snapshot(3, epoch=2))
+    store.write(snapshot(4, epoch=2))
+    assert Store(two.root, keep=3).start() is None
+
+
+def test_a_chosen_snapshot_stays_as_long_as_the_file_that_names_it(
+    two: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    choice = two.root / "from-snapshot"
+    choice.write_text("1")
+    store, rename = Store(two.root, keep=1), os.replace
+    store.start()
+
+    def refuse(source: Path, target: Path) -> None:
+        if source == choice:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    with monkeypatch.context() as sick:
+        sick.setattr(os, "replace", refuse)
+        for step in (2, 3):
+            store.write(snapshot(step, epoch=2))
+            assert store.verify()
+    assert "from-snapshot: cannot be deleted, delete it" in caplog.text
+    assert [path.stem.rpartition("-")[2] for path in files(two.root, ".json")] == ["1", "3"]
+    store.write(snapshot(4, epoch=2))
+    assert not choice.exists()
+    assert [path.stem.rpartition("-")[2] for path in files(two.root, ".json")] == ["3", "4"]
 
 
 def test_a_person_may_begin_anew_without_losing_a_file(two: Store):
@@ -281,9 +324,12 @@ def test_a_person_may_begin_anew_without_losing_a_file(two: Store):
         path.write_bytes(b"")
     count = len(list(two.root.iterdir()))
     two.root.joinpath("from-snapshot").write_text("0")
-    assert Store(two.root, keep=3).start() is None
-    assert len(list((two.root / "set-aside").iterdir())) == count
-    assert Store(two.root, keep=3).start() is None
+    for _ in range(2):
+        store = Store(two.root, keep=3)
+        assert store.start() is None
+        assert len(list((two.root / "set-aside").iterdir())) == count
+    store.write(snapshot(0, epoch=2))
+    assert_same(Store(two.root, keep=3).start(), snapshot(0, epoch=2))
 
 
 @pytest.mark.parametrize(

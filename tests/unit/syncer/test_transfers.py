@@ -190,6 +190,21 @@ def test_a_probe_is_delivered_only_by_chunks_of_their_whole_length(pair, payload
     assert (reply.done, reply.refused) == (not refused, refused)
 
 
+def test_a_probe_that_is_over_takes_no_further_chunk(pair):
+    """The rest of it would keep the learner from uploading to its next probe or round."""
+    learner = pair.learners[0]
+    learner.received()
+    pair.syncer.coordinator._carry_out(
+        ev.ProbeLearner(round=4, attempt=9, fragment=0, learner="eu/0")
+    )
+    [pull] = [m.pull for m in learner.received() if m.WhichOneof("kind") == "pull"]
+    upload = learner.upload(pull, random_delta(learner.layout.fragments[0], 0)).send(3)
+    assert upload.replies == []
+    pair.syncer.coordinator._carry_out(ev.AbortMerge(round=4, attempt=9, reason="late"))
+    [reply] = upload.send(1).replies
+    assert (reply.done, reply.refused) == (False, "Aborted")
+
+
 def test_a_damaged_end_is_the_end_of_an_upload_that_lacks_nothing(pair):
     """Its sender would wait for the reply for ever, and upload nothing else."""
     first, second = pair.upload(0), pair.upload(1)
