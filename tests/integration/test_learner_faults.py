@@ -364,6 +364,43 @@ def test_the_users_own_sigterm_handler_is_called_and_restored(enter):
         signal.signal(signal.SIGTERM, before)
 
 
+HOLDER = """
+import fcntl, sys
+fcntl.lockf(int(sys.argv[1]), fcntl.LOCK_EX, 1, 0)
+print("held", flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_link_that_is_stopped_with_a_lock_delays_only_the_copy_of_the_model(enter):
+    """The lock is held by another process in its place."""
+    spec = make_spec()
+    with ScriptedSyncer(spec) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        step_until(lambda: syncer.reports, learner, model, opt)
+    fd = learner._trainer._replica.shared.fd
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLDER, str(fd)], pass_fds=(fd,),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    killed = threading.Event()
+    end = threading.Timer(40, lambda: (killed.set(), holder.kill()))
+    with learner, holder, ScriptedSyncer(spec, port=syncer.port, epoch=2) as second:
+        try:
+            assert holder.stdout.readline() == "held\n"
+            end.start()
+            state = learner._trainer._core
+            step_until(lambda: state.link_state.initial_requested, learner, model, opt)
+            for _ in range(20):
+                learner.step(tokens=1)
+            assert not killed.is_set(), "a step waited for the lock"
+            assert not second.initialised
+        finally:
+            end.cancel()
+            holder.kill()
+        step_until(lambda: second.initialised, learner, model, opt)
+
+
 def test_a_syncer_that_lost_everything_gets_the_current_model(enter):
     spec = make_spec()
     with ScriptedSyncer(spec) as syncer:

@@ -179,8 +179,11 @@ class JoinedTrainer:
                     self._link.offer(state)
                 case core.SaveCheckpoint():
                     self._save_checkpoint(action)
-                case core.CopyModel(copies):
+                case core.CopyModel(copies, wait=True):
                     self._replica.copy_model(copies)
+                case core.CopyModel(copies):
+                    if not self._replica.try_copy_model(copies):
+                        self._core.model_not_copied()
                 case core.ApplyModel(fragments):
                     self._replica.apply_model(fragments)
                 case core.LoadCheckpoint():

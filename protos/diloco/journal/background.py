@@ -50,7 +50,8 @@ class BackgroundWriter:
         capacity: lines that may wait, of at most `QUEUE_BYTES` together.
         part_bytes: a file that has reached this size becomes the older part (`older_part`) before
             the next line, and replaces the previous older part, so both together have at most
-            twice this size and a line each; None: no limit.
+            twice this size and a line each; None: no limit. A disk that refuses is tried again once
+            the file has grown by a tenth, so that each attempt, and its warning, is rare.
         clock: monotonic seconds.
     """
 
@@ -62,6 +63,8 @@ class BackgroundWriter:
         self.dropped = 0
         """Lines dropped since the start."""
         self._writer, self._part_bytes, self._clock = writer, part_bytes, clock
+        self._replace_bytes = part_bytes or 0
+        """Size at which the file is next tried to become the older part."""
         self._queue: queue.Queue[_Line | Callable[[], object] | None] = queue.Queue(capacity)
         self._lock = threading.Lock()
         self._unreported: Counter[str] = Counter()
@@ -206,8 +209,12 @@ class BackgroundWriter:
         self._writer.close()
 
     def _write(self, line: _Line) -> None:
-        if self._part_bytes is not None and self._writer.position().offset >= self._part_bytes:
-            self._writer.replace_older(older_part(self.path))
+        size_bytes = self._writer.position().offset
+        if self._part_bytes is not None and size_bytes >= self._replace_bytes:
+            replaced = self._writer.replace_older(older_part(self.path))
+            self._replace_bytes = (
+                self._part_bytes if replaced else size_bytes + size_bytes // 10 + 1
+            )
         if line.dropped is not None:
             self._writer.missed(line.dropped)
         self._writer.append(line.event)

@@ -79,13 +79,14 @@ class HealthFile:
         if self._path is None or not (now or health.at >= self._due_at):
             return
         self._due_at = health.at + WRITE_SECONDS
+        self._replace(self._path, health)
+
+    def _replace(self, path: Path, health: Health) -> None:
         try:
-            files.replace(self._path, health.to_json(), mode=files.PRIVATE)
+            files.replace(path, health.to_json(), mode=files.PRIVATE)
         except OSError as error:
             if not self._warned:
-                log.warning(
-                    "%s: %s; probes will report this process as dead", self._path, error.strerror
-                )
+                log.warning("%s: %s; probes will report this process as dead", path, error.strerror)
             self._warned = True
 
     def settle(self, timeout_seconds: float) -> None:
@@ -97,16 +98,17 @@ class BackgroundHealthFile(HealthFile):
 
     def __init__(self, path: Path | None) -> None:
         super().__init__(path)
-        self._states: queue.Queue[tuple[Health, bool] | threading.Event] = queue.Queue(1)
+        self._states: queue.Queue[tuple[Path, Health] | threading.Event] = queue.Queue(1)
         if path is not None:
             threading.Thread(target=self._run, name="health", daemon=True).start()
 
-    def write(self, health: Health, *, now: bool = False) -> None:
-        """As HealthFile does, a moment later."""
+    def _replace(self, path: Path, health: Health) -> None:
+        # Only what the disk does is left to the thread: when the next write is due must not depend on it,
+        # since a caller that sleeps until then would not sleep while the disk hangs.
         with contextlib.suppress(queue.Empty):
             self._states.get_nowait()
         with contextlib.suppress(queue.Full):
-            self._states.put_nowait((health, now))
+            self._states.put_nowait((path, health))
 
     def settle(self, timeout_seconds: float) -> None:
         """As HealthFile does; a process that ends calls it, since the thread ends with the process."""
@@ -123,8 +125,7 @@ class BackgroundHealthFile(HealthFile):
             if isinstance(newest, threading.Event):
                 newest.set()
                 continue
-            health, now = newest
             try:
-                super().write(health, now=now)
+                super()._replace(*newest)
             except Exception:
                 log.exception("%s could not be written", self._path)

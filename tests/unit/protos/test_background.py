@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import logging
 import os
@@ -123,6 +124,31 @@ def test_two_parts_of_a_fixed_size_hold_the_newest_lines(path):
     found = [row["i"] for row in rows(older_part(path)) + rows(path)]
     assert found == list(range(300 - len(found), 300))
     assert len(found) > 15
+
+
+def test_a_disk_that_refuses_a_new_part_is_tried_again_when_the_file_has_grown_by_a_tenth(
+    path, monkeypatch
+):
+    writer = JournalWriter(path)
+    log, real, tried = BackgroundWriter(writer, part_bytes=1000), writer.replace_older, []
+
+    def refusing(older):
+        tried.append(writer.position().offset)
+        return False
+
+    monkeypatch.setattr(writer, "replace_older", refusing)
+    for i in range(300):
+        log.append({"i": i})
+        assert log.flush(SECONDS)
+    assert tried[0] < 1100
+    assert all(later > 1.1 * earlier for earlier, later in itertools.pairwise(tried))
+    assert 10 < len(tried) < 30
+    monkeypatch.setattr(writer, "replace_older", real)
+    for i in range(300):
+        log.append({"i": i})
+        assert log.flush(SECONDS)
+    log.close()
+    assert all(p.stat().st_size < 1100 for p in path.parent.iterdir()), "the limit holds again"
 
 
 def test_a_requested_rotation_keeps_the_order(path):

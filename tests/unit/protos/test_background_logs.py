@@ -91,6 +91,16 @@ def test_a_health_file_on_a_disk_that_hangs_holds_no_caller_and_the_newest_state
     assert read(path) == states[2]
 
 
+def test_the_next_write_is_due_after_a_second_although_the_disk_hangs(tmp_path, monkeypatch):
+    hangs = threading.Event()
+    monkeypatch.setattr(files, "replace", lambda *_, **__: hangs.wait(PATIENCE_SECONDS))
+    file = BackgroundHealthFile(tmp_path / "health.json")
+    for at in (1.0, 2.0, 3.0):
+        file.write(Health(at=at, ready=True, why="serving", progress_at=at))
+        assert file.due_at() == at + 1.0, "a caller that sleeps until then would not sleep"
+    hangs.set()
+
+
 def test_the_last_state_of_a_process_that_ends_is_in_its_health_file(tmp_path):
     for attempt in range(50):
         path = tmp_path / f"health-{attempt}.json"

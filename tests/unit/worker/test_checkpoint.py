@@ -180,6 +180,85 @@ def test_the_newest_checkpoints_are_kept(tmp_path):
     ]
 
 
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def complete(*steps: int) -> list[str]:
+    """The names of complete checkpoints."""
+    return [f"checkpoint-{step:010d}.{kind}" for step in steps for kind in ("json", "safetensors")]
+
+
+def refuse_manifests(monkeypatch, store):
+    real = store._write_file
+
+    def refusing(path, parts):
+        if path.suffix == ".json":
+            raise OSError(5, "Input/output error")
+        return real(path, parts)
+
+    monkeypatch.setattr(store, "_write_file", refusing)
+
+
+def test_tensors_whose_manifest_was_refused_are_removed_before_the_next_checkpoint(
+    tmp_path, monkeypatch
+):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=1, digest="d")
+    save(store, model, [optimizer], local_step=5)
+    with monkeypatch.context() as broken:
+        refuse_manifests(broken, store)
+        save(store, model, [optimizer], local_step=10)
+    assert "checkpoint-0000000010.safetensors" in names(tmp_path)
+    room = []
+    with monkeypatch.context() as full:
+        full.setattr(store, "_write_file", lambda path, parts: room.append(names(tmp_path)) or "")
+        save(store, model, [optimizer], local_step=15)
+    assert room[0] == complete(5)
+    assert store.newest().local_step == 5
+
+
+def test_a_restart_removes_what_a_kill_in_the_middle_of_a_write_left(tmp_path, monkeypatch):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=2, digest="d")
+    save(store, model, [optimizer], local_step=5)
+    with monkeypatch.context() as broken:
+        refuse_manifests(broken, store)
+        save(store, model, [optimizer], local_step=10)
+    for name in ("0000000005.safetensors.tmp", "0000000010.json.tmp", "0000000015.safetensors.tmp"):
+        (tmp_path / f"checkpoint-{name}").write_bytes(b"partial")
+    (tmp_path / "checkpoint-0000000020.json").write_text("{}")  # its tensors were deleted
+    again = Checkpoints(tmp_path, keep=2, digest="d")
+    assert names(tmp_path) == complete(5)
+    assert again.newest().local_step == 5
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_checkpoints_of_another_model_are_deleted_before_those_of_this_one(tmp_path, keep):
+    model, optimizer = trained()
+    save(Checkpoints(tmp_path, keep=keep, digest="e"), model, [optimizer], local_step=50_000)
+    store = Checkpoints(tmp_path, keep=keep, digest="d")
+    assert names(tmp_path) == complete(50_000), "a restart alone deletes none"
+    for step in (5, 10, 15):
+        save(store, model, [optimizer], local_step=step)
+        assert store.newest().local_step == step
+    assert names(tmp_path) == complete(*(5, 10, 15)[-keep:])
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_what_was_just_written_is_kept_over_damaged_checkpoints_of_later_steps(tmp_path, keep):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=3, digest="d")
+    for step in (5, 20, 25):
+        save(store, model, [optimizer], local_step=step)
+    os.truncate(tmp_path / "checkpoint-0000000020.safetensors", 9)
+    os.truncate(tmp_path / "checkpoint-0000000025.json", 9)
+    again = Checkpoints(tmp_path, keep=keep, digest="d")
+    save(again, model, [optimizer], local_step=10)
+    assert names(tmp_path) == complete(*(5, 10)[-keep:])
+    assert again.newest().local_step == 10
+
+
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.999])
 @pytest.mark.parametrize("suffix", ["json", "safetensors"])
 def test_a_truncated_checkpoint_is_skipped_for_the_previous_one(tmp_path, caplog, share, suffix):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import queue
@@ -9,16 +10,19 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from diloco.model.fragments import Tensor, cut
+from diloco.runtime import files, health
 from diloco.spec import RunSpec
 from diloco_worker.core import events as ev
 from diloco_worker.core.messages import LinkState, TrainerState
 from diloco_worker.ipc.pipe import Pipe
 from diloco_worker.ipc.shared_memory import SharedMemory
+from diloco_worker.link import link as module
 from diloco_worker.link.bulk import Ended
 from diloco_worker.link.link import Link
 from diloco_worker.link.transfer import CancelToken
@@ -117,6 +121,37 @@ def test_a_broken_health_file_or_metric_does_not_end_the_link(link, trainer, bro
     assert returned.get(timeout=TIMEOUT_SECONDS) == ""
 
 
+def test_a_health_file_on_a_disk_that_hangs_delays_no_decision(
+    link, trainer, tmp_path, monkeypatch
+):
+    answers, decided, replace = threading.Event(), threading.Event(), files.replace
+
+    def hanging(*arguments, **more):
+        assert answers.wait(TIMEOUT_SECONDS * 4)
+        replace(*arguments, **more)
+
+    def watched(event, now):
+        if isinstance(event, ev.TrainerUpdate) and event.state.local_step == 2:
+            decided.set()
+        return handle(event, now)
+
+    monkeypatch.setattr(files, "replace", hanging)
+    monkeypatch.setattr(module, "LAST_HEALTH_SECONDS", TIMEOUT_SECONDS)
+    handle, link._protocol.handle = link._protocol.handle, watched
+    returned = running(link)
+    state = TrainerState(model_loaded=True, stepped=True, local_step=1, applied=[0])
+    trainer[0].offer(state.to_line())
+    newest(trainer[0])
+    trainer[0].offer(dataclasses.replace(state, local_step=2).to_line())
+    assert decided.wait(TIMEOUT_SECONDS)
+    answers.set()
+    trainer[0].offer(dataclasses.replace(state, leaving="Complete").to_line())
+    assert returned.get(timeout=TIMEOUT_SECONDS) == ""
+    last = health.read(tmp_path / "health.json")
+    assert last is not None
+    assert last.why == "has left the job: Complete"
+
+
 @pytest.mark.parametrize("event", [ev.Downloaded(request=ev.Download(fragment=0)), None])
 def test_a_waiting_transfer_starts_once_the_result_of_another_was_decided_about(link, event):
     order = []
@@ -155,25 +190,73 @@ program.main()
 """
 
 
-@pytest.mark.slow
-def test_the_process_of_a_failed_link_ends_although_threads_still_wait(shared, tmp_path):
-    (tmp_path / "spec.json").write_text(SPEC.to_json())
+FLOODING_PROCESS = """
+import os
+import diloco_worker.link.__main__ as program
+from diloco.runtime import logs
+from diloco_worker.core.link_protocol import LinkProtocol
+
+logs.FLUSH_SECONDS = float(os.environ["FLUSH"])
+
+def fail(self, event, now):
+    for number in range(int(os.environ["LINES"])):
+        program.log.info("line %d of the flood", number)
+    raise RuntimeError("a defect")
+
+LinkProtocol.handle = fail
+program.main()
+"""
+
+
+@contextlib.contextmanager
+def process(code: str, shared: SharedMemory, directory: Path, **environment: str):
+    """A link process that runs this code, with standard error as a pipe; and the trainer's end of its socket."""
+    (directory / "spec.json").write_text(SPEC.to_json())
     environment = {
         **os.environ, "DILOCO_JOB": "j", "DILOCO_LEARNER": "eu/0", "DILOCO_SYNCER": "127.0.0.1:1",
-        "DILOCO_SPEC": str(tmp_path / "spec.json"), "DILOCO_STATE": str(tmp_path),
+        "DILOCO_SPEC": str(directory / "spec.json"), "DILOCO_STATE": str(directory), **environment,
     }  # fmt: skip
     ours, theirs = socket.socketpair()
     with ours, theirs:
         pipe = Pipe(ours)
         pipe.offer(TrainerState().to_line())
-        done = subprocess.run(
+        started = subprocess.Popen(
             [
-                sys.executable, "-c", FAILING_PROCESS, "--memory", str(shared.fd), "--socket",
+                sys.executable, "-c", code, "--memory", str(shared.fd), "--socket",
                 str(theirs.fileno()), "--parent", str(os.getpid()),
             ],
-            pass_fds=(shared.fd, theirs.fileno()), env=environment, cwd=Path.cwd(), timeout=280,
-            capture_output=True, text=True, check=False,
+            pass_fds=(shared.fd, theirs.fileno()), env=environment, cwd=Path.cwd(),
+            stderr=subprocess.PIPE, text=True,
         )  # fmt: skip
-        assert done.returncode == 1, done.stderr
-        assert "a defect" in done.stderr
+        with started:
+            try:
+                yield started, pipe
+            finally:
+                started.kill()
+
+
+@pytest.mark.slow
+def test_the_process_of_a_failed_link_ends_although_threads_still_wait(shared, tmp_path):
+    with process(FAILING_PROCESS, shared, tmp_path) as (link, pipe):
+        _, log = link.communicate(timeout=280)
+        assert link.returncode == 1, log
+        assert "a defect" in log
         assert "a defect" in newest(pipe).text
+
+
+@pytest.mark.slow
+def test_a_log_that_is_not_read_holds_neither_the_link_nor_its_end(shared, tmp_path):
+    with process(FLOODING_PROCESS, shared, tmp_path, LINES="5000", FLUSH="0.5") as (link, pipe):
+        pipe.wait(120)
+        assert "a defect" in newest(pipe).text
+        assert link.wait(120) == 1
+
+
+@pytest.mark.slow
+def test_the_last_lines_of_a_link_that_ends_are_in_its_log(shared, tmp_path):
+    with process(FLOODING_PROCESS, shared, tmp_path, LINES="1000", FLUSH="100") as (link, pipe):
+        pipe.wait(120)
+        time.sleep(0.3)  # the pipe is full, and an end that does not wait for it is over
+        _, log = link.communicate(timeout=120)
+        assert log.count("of the flood") == 1000
+        assert "unexpected error; the link process ends" in log.splitlines()[-1]

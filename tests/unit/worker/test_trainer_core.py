@@ -112,7 +112,7 @@ def test_the_initial_model_is_copied_once_per_request():
     asked = LinkState(phase=Phase.WAITING, connected=True, initial_requested=1)
     empty = HostCopy(local_step=0, steps=0, tokens=0, base=0)
     copy, confirm, wait = join(core, asked)
-    assert (copy, wait) == (CopyModel([empty, empty]), AwaitLink())
+    assert (copy, wait) == (CopyModel([empty, empty], wait=True), AwaitLink())
     assert (confirm.state.initial_copied, confirm.state.model_loaded) == (1, False)
     assert join(core, asked) == [AwaitLink()]
     again = join(core, dataclasses.replace(asked, initial_requested=2))
@@ -328,6 +328,18 @@ def test_a_syncer_that_lost_everything_gets_a_copy_of_the_current_model():
     assert copies == CopyModel([own, own])
     assert send.state.initial_copied == 1
     assert len(step(core)) == 1
+
+
+def test_a_copy_of_the_model_that_the_link_prevented_is_tried_again_in_the_next_step():
+    core = joined()
+    step(core)
+    asked = link(initial_requested=1)
+    for number in (2, 3):
+        copies, _ = core.step(10, asked, now=float(number)), core.model_not_copied()
+        own = HostCopy(local_step=number, steps=number, tokens=10 * number, base=1)
+        assert copies == [CopyModel([own, own])]
+        assert sent(core.copied([], loss=None)).initial_copied == 0
+    assert sent(step(core, asked)).initial_copied == 1
 
 
 def test_a_link_that_restarts_finds_counters_identity_and_inboxes():

@@ -165,3 +165,23 @@ def test_one_report_is_not_uploaded_for_two_fragments():
     assert not encoder.repeats(first), "the same round may be pulled again"
     memory.copies[1] = HostCopy(local_step=4, steps=4, tokens=40, base=0)
     assert not encoder.repeats(second)
+
+
+def test_an_upload_of_another_fragment_meanwhile_does_not_end_the_check_for_repeats():
+    memory = PlainMemory(LAYOUT)
+    memory.copies = [HostCopy(local_step=3, steps=3, tokens=30, base=0)]
+    spec = RunSpec(job="j", steps=9, fragments=1, interval=1, overlap=1)
+    encoder = Encoder(memory, spec, BufferPool(most_idle_bytes=1 << 20))
+    pull = Pulled(round=1, attempt=1, fragment=0, versions=((1, 0),))
+
+    class Meanwhile(int):
+        """A local step; another thread uploads a further fragment when it is compared."""
+
+        __hash__ = int.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            encoder._sent[len(encoder._sent) + 1] = 8
+            return int(self) == other
+
+    encoder._sent.update({1: Meanwhile(7), 2: Meanwhile(3)})
+    assert encoder.repeats(pull)

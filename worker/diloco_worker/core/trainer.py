@@ -32,10 +32,16 @@ PROGRESS_SECONDS = 5.0
 
 @dataclass(frozen=True, slots=True)
 class CopyModel:
-    """Write the host copy of every fragment, waiting for the link's locks, and the constants."""
+    """
+    Write the host copy of every fragment, and the constants.
+
+    Without `wait`, call `model_not_copied` if the link holds a lock: it may have been stopped.
+    """
 
     copies: Sequence[HostCopy]
     """The counters that belong to the copies, by fragment."""
+    wait: bool = False
+    """Whether to wait for the link's locks: only while joining, which needs the link in any case."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +175,7 @@ class TrainerCore:
         self._checkpoint_every = checkpoint_every
         self._timeout_seconds = connect_timeout_seconds
         self._stepped = False
-        self._initial_copied = 0
+        self._initial_copied = self._initial_before = 0
         self._start = (0, 0)
         """Local step and total tokens when this process began to train."""
         self._checkpoint_step = 0
@@ -240,7 +246,7 @@ class TrainerCore:
             self._progress_at = now + PROGRESS_SECONDS
             waited = now - self._join_started_at
             actions.append(ShowProgress(f"{self._name}: {link_state.text} ({waited:.0f} s)"))
-        initial = self._initial_if_requested()
+        initial = self._initial_if_requested(wait=True)
         actions += [*initial, Send(self.state())] if initial else []
         if link_state.phase is Phase.APPLY_MODEL:
             actions.append(ApplyModel([fragment for fragment, _ in link_state.ready]))
@@ -301,7 +307,7 @@ class TrainerCore:
         refusal = self._refusal()
         if refusal:
             return refusal
-        actions = self._initial_if_requested()
+        actions = self._initial_if_requested(wait=False)
         ready = [(p, g) for p, g in self.link_state.ready if g > self.applied[p]]
         replaced = {p for p, _ in ready}
         # Before the results: a copy has the counters of the parameters that it holds.
@@ -312,6 +318,10 @@ class TrainerCore:
             actions.append(ApplyFragment(fragment))
             self._received(fragment, generation)
         return actions
+
+    def model_not_copied(self) -> None:
+        """The link held a lock, so the copy that `step` asked for was not made: the next step tries again."""
+        self._initial_copied = self._initial_before
 
     def copied(self, fragments: Sequence[int], *, loss: float | None) -> list[Action]:
         """
@@ -426,12 +436,13 @@ class TrainerCore:
         if link_state is not None and not self.closed:
             self.link_state = link_state
 
-    def _initial_if_requested(self) -> list[Action]:
+    def _initial_if_requested(self, *, wait: bool) -> list[Action]:
         """Θ^(0), or the current model for a syncer that has lost everything."""
         if self.link_state.initial_requested <= self._initial_copied:
             return []
+        self._initial_before = self._initial_copied
         self._initial_copied = self.link_state.initial_requested
-        return [CopyModel([self._host_copy(p) for p in range(len(self.applied))])]
+        return [CopyModel([self._host_copy(p) for p in range(len(self.applied))], wait)]
 
     def _host_copy(self, fragment: int) -> HostCopy:
         return self.ledger.host_copy(fragment, base=self.applied[fragment])

@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+from typing import NoReturn
 
 from diloco.errors import EXIT_REFUSED, ConfigError
 from diloco.runtime.interpreter import tune_interpreter
@@ -50,7 +51,7 @@ def main() -> None:
         raise SystemExit(
             "DILOCO_SYNCER is not set; a learner starts the link, do not run it directly"
         )
-    configure_logging(json=config.json_logs, name="link")
+    configure_logging(json=config.json_logs, name="link", background=True)
     for warning in kernel_warnings():
         log.info("%s", warning)
     pipe = Pipe(socket.socket(fileno=options.socket))
@@ -58,14 +59,23 @@ def main() -> None:
         link = Link(config, config.read_spec(), SharedMemory.attach(options.memory), pipe)
     except ConfigError as error:
         pipe.offer(LinkState(refused_exit=EXIT_REFUSED, text=str(error)).to_line())
-        raise SystemExit(EXIT_REFUSED) from None
+        _exit(EXIT_REFUSED)
     failure = 1
     try:
         failure = 1 if link.run() else 0
     finally:
-        sys.stderr.flush()
-        # Threads of gRPC and of transfers may still wait for the network; do not wait for them.
-        os._exit(failure)
+        _exit(failure)
+
+
+def _exit(code: int) -> NoReturn:
+    """
+    End the process without waiting for its threads.
+
+    Those of gRPC and of transfers may still wait for the network, and that of the log for its reader,
+    with the lock of standard error. Each line that was logged is flushed, for a limited time.
+    """
+    logging.shutdown()
+    os._exit(code)
 
 
 def _die_with(parent: int) -> None:

@@ -101,7 +101,9 @@ class Encoder:
         """
         with self._memory.lock(pull.fragment):
             local_step = self._memory.host_copy(pull.fragment).local_step
-        others = (step for fragment, step in self._sent.items() if fragment != pull.fragment)
+        # Uploads of other fragments add to it meanwhile, each under the lock of its own; `copy` is atomic.
+        sent = self._sent.copy()
+        others = (step for fragment, step in sent.items() if fragment != pull.fragment)
         return not pull.probe and local_step in others
 
     def initial(self, identity: Identity) -> Iterator[UploadMessages]:

@@ -52,6 +52,10 @@ class HealthReporter:
         """Write the last report of this process."""
         self._write(now, ready=False, why=f"has left the job: {reason}", last=True)
 
+    def settle(self, timeout_seconds: float) -> None:
+        """Return when the last report is in the file, or after the time."""
+        self._file.settle(timeout_seconds)
+
     def _write(self, now: float, *, ready: bool, why: str, last: bool = False) -> None:
         progress_at = now if self._progress_at is None else self._progress_at
         self._file.write(Health(at=now, ready=ready, why=why, progress_at=progress_at), now=last)

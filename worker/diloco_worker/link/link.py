@@ -2,7 +2,8 @@
 `Link`: carries out the decisions of core/link_protocol.py and turns what happens into events.
 
 Threads: the main thread decides and writes to the trainer; `trainer` reads from it; `session` reads
-the syncer's messages; `upload` and `download` transfer fragments (bulk.py).
+the syncer's messages; `upload` and `download` transfer fragments (bulk.py); `health` writes the health
+file and `log` the log, since the main thread sends heartbeats and must not wait for a disk.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from diloco.rpc.connection_reasons import explain
 from diloco.rpc.identity import server_name
 from diloco.rpc.tls import fault_of
 from diloco.runtime.backoff import Backoff
-from diloco.runtime.health import HealthFile
+from diloco.runtime.health import BackgroundHealthFile
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
 from diloco_worker.core import events as ev
@@ -49,6 +50,9 @@ RECONNECT_SECONDS = (0.2, 5.0)
 
 SWEEP_SECONDS = 15.0
 """Interval at which idle buffers are freed; one is freed after 15 to 30 s without a transfer."""
+
+LAST_HEALTH_SECONDS = 0.5
+"""How long the end waits for the disk to take the last state of the health file."""
 
 HEALTH_RETRY_SECONDS = 5.0
 """Pause after a health report that failed unexpectedly."""
@@ -88,7 +92,7 @@ class Link:
         self._transfers = BulkTransfers(config, spec, shared, self._events.put)
         self._identity = Identity(learner=config.learner, epoch=0, incarnation=0)
         self._metrics = Metrics(config.metrics_port, restarts=config.restarts)
-        self._health = HealthReporter(HealthFile(config.health_file))
+        self._health = HealthReporter(BackgroundHealthFile(config.health_file))
         self._health_retry_at = float("-inf")
         self._failed: set[str] = set()
         """What failed unexpectedly and was logged."""
@@ -292,3 +296,4 @@ class Link:
         if self._session is not None:
             self._session.send(pb.LearnerMessage(goodbye=pb.Goodbye(reason=reason)))
             self._session.close(timeout_seconds=GOODBYE_SECONDS)
+        self._health.settle(LAST_HEALTH_SECONDS)

@@ -73,13 +73,14 @@ class Checkpoints:
     Args:
         directory: DILOCO_STATE; created if missing.
         keep: number of checkpoints to keep.
-        digest: digest of the model's layout; checkpoints of other models are skipped.
+        digest: digest of the model's layout; checkpoints of other models are skipped, and deleted first.
     """
 
     def __init__(self, directory: Path, *, keep: int, digest: str) -> None:
         # A directory that is there, such as the root of a volume, keeps the mode its owner chose.
         directory.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         self._directory, self._keep, self._digest = directory, keep, digest
+        self._clean()
         self._copies = Copies()
         self._optimizers: Sequence[Optimizer] = ()
         self._lost = threading.Event()
@@ -266,7 +267,10 @@ class Checkpoints:
         Raises:
             OSError: the write failed; earlier checkpoints are intact.
         """
-        name = f"checkpoint-{manifest['local_step']:010d}"
+        step = manifest["local_step"]
+        # What an earlier write left behind takes the room that this one needs.
+        self._clean(step)
+        name = _name(step)
         header, _, size = tensorfile.plan([_entry(n, t) for n, t in tensors.items()])
         parts = [memoryview(header)]
         parts += [
@@ -275,7 +279,7 @@ class Checkpoints:
         sha = self._write_file(self._directory / f"{name}.safetensors", parts)
         text = json.dumps({**manifest, "sha256": sha, "bytes": size}).encode()
         self._write_file(self._directory / f"{name}.json", [memoryview(text)])
-        self._clean()
+        self._clean(step)
 
     def _write_file(self, path: Path, parts: Sequence[memoryview]) -> str:
         """Write a file durably; returns its SHA-256."""
@@ -293,13 +297,45 @@ class Checkpoints:
                     self._taken += 1
         return sha.hexdigest()
 
-    def _clean(self) -> None:
-        manifests = sorted(self._directory.glob("checkpoint-*.json"))
-        kept = {path.stem for path in manifests[-self._keep :]}
-        for path in self._directory.glob("checkpoint-*"):
-            if path.name.partition(".")[0] not in kept:
-                with contextlib.suppress(OSError):
-                    path.unlink()
+    def _clean(self, step: int | None = None) -> None:
+        """
+        Remove what is left of writes that did not end, and the checkpoints that are too many.
+
+        Args:
+            step: local step of the checkpoint being written; None: every complete one is kept.
+        """
+        with contextlib.suppress(OSError):
+            found = [
+                path
+                for path in self._directory.glob("checkpoint-*.json")
+                if os.path.lexists(path.with_suffix(".safetensors"))
+            ]
+            if step is not None:
+                found = sorted(found, key=lambda path: self._rank(path, step))[-self._keep :]
+            kept = {
+                path.with_suffix(suffix) for path in found for suffix in (".json", ".safetensors")
+            }
+            # Sorted, so that a manifest goes before its tensors: an end in between leaves none without them.
+            for path in sorted(self._directory.glob("checkpoint-*")):
+                if path not in kept:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+
+    def _rank(self, path: Path, step: int) -> tuple[bool, str]:
+        """
+        The place of a manifest in the order of deletion while `step` is being written.
+
+        Those of another model go first, with those that cannot be read, and those of later steps: training
+        has begun again before them. None of them may take the place of one that a restart can use.
+        """
+        if path.stem == _name(step):
+            return True, path.name  # a disk that refuses to read it back must not cost it
+        try:
+            data = json.loads(files.read(path))
+            usable = data["digest"] == self._digest and int(data["local_step"]) <= step
+        except (OSError, ValueError, KeyError, TypeError):
+            usable = False
+        return usable, path.name
 
     # ------------------------------------------------------------ reading
 
@@ -369,6 +405,10 @@ class Checkpoints:
                 for tensor, saved_at in targets:
                     tensor.copy_(unpack(saved_at, reader))
         _restore_random(random_state)
+
+
+def _name(step: int) -> str:
+    return f"checkpoint-{step:010d}"
 
 
 # ---------------------------------------------------------------- what is saved

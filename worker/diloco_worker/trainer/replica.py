@@ -6,6 +6,7 @@ It only copies: `core.trainer` decides what to copy, and with which counters.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 
 from torch import nn
@@ -65,9 +66,22 @@ class Replica:
             copies: by fragment.
         """
         for fragment, copy in enumerate(copies):
+            # One at a time: who holds a lock and waits for another can get EDEADLK from the kernel, which
+            # does not distinguish the threads of the link.
             with self.shared.lock(fragment):
                 self._copy(fragment, copy)
         self._copier.constants_out(self.shared.constants)
+
+    def try_copy_model(self, copies: Sequence[HostCopy]) -> bool:
+        """As `copy_model`; False, without an effect and without waiting, while the link holds a lock."""
+        with contextlib.ExitStack() as locks:
+            for fragment in range(len(copies)):
+                if not locks.enter_context(self.shared.try_lock(fragment)):
+                    return False
+            for fragment, copy in enumerate(copies):
+                self._copy(fragment, copy)
+            self._copier.constants_out(self.shared.constants)
+        return True
 
     def try_copy(self, fragment: int, copy: HostCopy) -> bool:
         """Write one host copy; False, without waiting, while the link holds its lock."""
