@@ -24,17 +24,32 @@ log = logging.getLogger(__name__)
 COPIES = 3
 
 
-def count(disk: Disk, path: Path, *, at_least: int) -> int:
+def count(disk: Disk, path: Path, *, at_least: int, known: int | None = None) -> int:
     """
-    One more than the number in the file, and than `at_least`; durable before it returns.
+    One more than the number in the file, and than `at_least` and `known`; durable before it returns.
+
+    Args:
+        at_least: a number that was used; there may be larger ones.
+        known: the largest number that was used, if this process has read or counted it: what happens to
+            the file afterwards changes nothing.
 
     Raises:
         OSError: the disk refused; the number may be skipped, but is not used.
-        StorageError: the file is damaged, and its copies do not show the number.
+        StorageError: the file is damaged, its copies do not show the number, and `known` is None.
     """
-    value = max(counted(disk, path), at_least) + 1
+    value = max(_counted(disk, path, known), at_least) + 1
     replace(disk, path, encode(value))
     return value
+
+
+def _counted(disk: Disk, path: Path, known: int | None) -> int:
+    try:
+        return max(counted(disk, path), known or 0)
+    except StorageError:
+        if known is None:
+            raise
+        log.warning("%s is damaged and is written again; the last number was %d", path, known)
+        return known
 
 
 def counted(disk: Disk, path: Path) -> int:

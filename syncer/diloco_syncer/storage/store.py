@@ -85,6 +85,8 @@ class Store:
             raise ValueError(f"keep is {keep}, expected at least 1")
         self.root, self._keep, self._disk, self._fault = root, keep, disk, fault
         self._writing, self._counting = threading.Lock(), threading.Lock()
+        self._counted: dict[str, int] = {}
+        """The largest number of each counter, since this process has read or counted it."""
         self._verified: _Stem | None = None
         self._choice: bytes | None = None
         """Content of the file `from-snapshot` that this start followed, while no snapshot was written since."""
@@ -107,14 +109,19 @@ class Store:
 
         Args:
             at_least: the largest one known otherwise, in case the counter was lost.
+
+        Raises:
+            StorageError: the disk refused, or the counter was damaged before this process read it.
         """
         return self._count("incarnation", at_least=at_least)
 
     def issued_incarnations(self) -> int:
         """The largest incarnation of this job so far, as its counter has it; 0: none."""
-        path = self.root / "incarnation"
+        name = "incarnation"
+        path = self.root / name
         with self._counting, os_errors(self._disk, path, "counting"):
-            return counters.counted(self._disk, path)
+            self._counted[name] = counters.counted(self._disk, path)
+            return self._counted[name]
 
     def write(self, snapshot: Snapshot) -> Path:
         """
@@ -405,7 +412,9 @@ class Store:
     def _count(self, name: str, *, at_least: int = 0) -> int:
         path = self.root / name
         with self._counting, os_errors(self._disk, path, "counting"):
-            return counters.count(self._disk, path, at_least=at_least)
+            known = self._counted.get(name)
+            self._counted[name] = counters.count(self._disk, path, at_least=at_least, known=known)
+            return self._counted[name]
 
 
 class _RefusedError(StorageError):

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,7 +18,6 @@ from safetensors.numpy import load_file
 
 from diloco.errors import DamagedError, StorageError
 from diloco.journal.writer import JournalWriter
-from diloco_syncer.storage import counters
 from diloco_syncer.storage.capture import Snapshot
 from diloco_syncer.storage.durable import RawTensor
 from diloco_syncer.storage.model import export_model, raw_tensors
@@ -508,14 +506,6 @@ def test_old_snapshots_are_deleted_only_after_the_new_one_is_complete(tmp_path: 
     assert len(files(tmp_path, ".safetensors")) == 2
 
 
-def test_incarnations_continue_after_known_ones_when_the_counter_is_lost(tmp_path: Path):
-    store = Store(tmp_path, keep=1)
-    assert store.next_incarnation() == 1
-    (tmp_path / "incarnation").unlink()
-    assert store.next_incarnation(at_least=7) == 8
-    assert store.next_incarnation(at_least=7) == 9
-
-
 def test_a_rewound_step_of_a_later_epoch_is_the_newest(tmp_path: Path):
     store = Store(tmp_path, keep=3)
     store.write(snapshot(96, epoch=1))
@@ -528,72 +518,6 @@ def test_the_same_step_can_be_written_twice(tmp_path: Path):
     store.write(snapshot(1))
     store.write(snapshot(1))
     assert len(files(tmp_path, ".json")) == 2
-
-
-def test_epochs_and_incarnations_only_grow_over_restarts(tmp_path: Path):
-    epochs, incarnations = [], []
-    for _ in range(3):
-        store = Store(tmp_path, keep=1)
-        epochs.append(store.next_epoch())
-        incarnations += [store.next_incarnation(), store.next_incarnation()]
-    assert epochs == [1, 2, 3]
-    assert incarnations == [1, 2, 3, 4, 5, 6]
-
-
-def test_incarnations_of_many_threads_are_distinct(tmp_path: Path):
-    store = Store(tmp_path, keep=1)
-    got: list[int] = []
-    threads = [
-        threading.Thread(target=lambda: got.extend(store.next_incarnation() for _ in range(10)))
-        for _ in range(4)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(got) == list(range(1, 41))
-
-
-def test_a_lost_epoch_file_does_not_bring_back_an_epoch_with_snapshots(tmp_path: Path):
-    store = Store(tmp_path, keep=1)
-    store.write(snapshot(5, epoch=7))
-    assert store.next_epoch() == 8
-
-
-def test_a_damaged_counter_is_named_and_not_overwritten(tmp_path: Path):
-    (tmp_path / "epoch").write_text("seven\n")
-    with pytest.raises(StorageError, match="holds 'seven', expected a whole number"):
-        Store(tmp_path, keep=1).next_epoch()
-    assert (tmp_path / "epoch").read_text() == "seven\n"
-
-
-def test_a_byte_that_changes_at_rest_in_a_counter_costs_nothing(tmp_path: Path):
-    store = Store(tmp_path, keep=1)
-    for _ in range(12):
-        store.next_incarnation()
-    path = tmp_path / "incarnation"
-    intact = path.read_bytes()
-    for at in range(len(intact)):
-        for byte in range(256):
-            damaged = intact[:at] + bytes([byte]) + intact[at + 1 :]
-            assert counters.decode(damaged) == 12, damaged
-    path.write_bytes(intact[:1] + b"9" + intact[2:])
-    again = Store(tmp_path, keep=1)
-    assert (again.issued_incarnations(), again.next_incarnation()) == (12, 13)
-    assert path.read_bytes() == counters.encode(13)
-
-
-def test_the_error_for_a_counter_that_is_damaged_everywhere_states_what_to_write(tmp_path: Path):
-    store = Store(tmp_path / "snapshots", keep=1)
-    store.next_incarnation()
-    path = store.root / "incarnation"
-    path.write_bytes(b"\0" * path.stat().st_size)
-    with pytest.raises(StorageError) as refused:
-        store.next_incarnation()
-    for part in (str(path), f'every "incarnation" in events*.jsonl of {tmp_path}', "1024 larger"):
-        assert part in str(refused.value)
-    path.write_text("2000\n")
-    assert store.next_incarnation() == 2001
 
 
 def test_the_exported_model_loads_and_its_facts_match_the_file(tmp_path: Path):
