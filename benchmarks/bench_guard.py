@@ -166,7 +166,7 @@ def main() -> int:
     if not arguments.dir:
         note = (
             f"GPT recipe {CONFIG}, H = P = {FRAGMENTS}, {STEPS} global steps with the warm-up. Slow: "
-            f"slowdown {SLOWDOWN}. A norm is clipped at `sync.guard` (10) times the median per √step, "
+            f"slowdown {SLOWDOWN}. A norm is clipped at `sync.guard` (10) times the median per √step or per step, "
             f"tokens per step count up to {RATE_MULTIPLE} times the median."
         )
         write_results(

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from diloco.errors import ConfigError
 from diloco.runtime.listening import AllAddresses
-from diloco_agent.probes import Answer
+from diloco_agent.probes import Reply
 
 REQUEST_SECONDS = 5.0
 _MAX_LINES = 100
@@ -34,7 +34,7 @@ class Server:
         ConfigError: the port is not available.
     """
 
-    def __init__(self, port: int, answer: Callable[[str, str], Answer | None]) -> None:
+    def __init__(self, port: int, answer: Callable[[str, str], Reply | None]) -> None:
         class Handler(socketserver.StreamRequestHandler):
             timeout = REQUEST_SECONDS
 
@@ -66,7 +66,7 @@ class Server:
         threading.Thread(target=self._server.serve_forever, name="probes", daemon=True).start()
 
 
-def _reply(answer: Answer | None) -> bytes:
+def _reply(answer: Reply | None) -> bytes:
     code = 404 if answer is None else 200 if answer.ok else 503
     body = f"{answer.message if answer else 'the paths are /startz, /readyz and /livez'}\n".encode()
     head = (

@@ -25,8 +25,8 @@ for hours before it joins. Shorter than the startup probe's limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
-    """What one turn of the agent's loop observed."""
+class ProcessFacts:
+    """What one iteration of the agent's loop observed."""
 
     role: Role
     rank: int
@@ -40,7 +40,7 @@ class Facts:
     """Start of its current run."""
     health: Health | None
     """Latest report of this run; None before the first."""
-    turned_at: float
+    looped_at: float
     stuck_seconds: float
     """A program without progress for this long is stuck."""
     waits: bool = False
@@ -56,50 +56,50 @@ class Facts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
+class Reply:
     """The answer to a probe."""
 
     ok: bool
     message: str
 
 
-def started(facts: Facts, now: float) -> Answer:
+def started(facts: ProcessFacts, now: float) -> Reply:
     """`/startz`."""
     if facts.health is not None:
-        return Answer(ok=True, message=facts.health.why)
+        return Reply(ok=True, message=facts.health.why)
     if facts.exited or facts.waits:
-        return Answer(ok=True, message=facts.message)  # the supervisor starts it, not the kubelet
+        return Reply(ok=True, message=facts.message)  # the supervisor starts it, not the kubelet
     if facts.state is State.WAITING:
-        return Answer(ok=False, message=facts.message)
+        return Reply(ok=False, message=facts.message)
     if facts.silent or now - facts.started_at >= STARTING_SECONDS:
-        return Answer(ok=True, message="started")
-    return Answer(ok=False, message="started, no health report yet")
+        return Reply(ok=True, message="started")
+    return Reply(ok=False, message="started, no health report yet")
 
 
-def ready(facts: Facts, now: float) -> Answer:
+def ready(facts: ProcessFacts, now: float) -> Reply:
     """`/readyz`."""
     if facts.state is not State.RUNNING:
-        return Answer(ok=False, message=facts.message)
+        return Reply(ok=False, message=facts.message)
     if facts.silent:
-        return Answer(ok=True, message="running")
+        return Reply(ok=True, message="running")
     if facts.health is None:
-        return Answer(ok=False, message="started, no health report yet")
+        return Reply(ok=False, message="started, no health report yet")
     silence = now - facts.health.at
     if silence > STALE_SECONDS:
-        return Answer(ok=False, message=f"no health report for {silence:.0f} s")
-    return Answer(ok=facts.health.ready, message=facts.health.why)
+        return Reply(ok=False, message=f"no health report for {silence:.0f} s")
+    return Reply(ok=facts.health.ready, message=facts.health.why)
 
 
-def alive(facts: Facts, now: float) -> Answer:
+def alive(facts: ProcessFacts, now: float) -> Reply:
     """`/livez`."""
-    stalled = now - facts.turned_at
+    stalled = now - facts.looped_at
     if stalled > STALLED_SECONDS:
-        return Answer(ok=False, message=f"the agent's loop has been stalled for {stalled:.0f} s")
+        return Reply(ok=False, message=f"the agent's loop has been stalled for {stalled:.0f} s")
     if facts.state is State.RUNNING and facts.health is not None:
         quiet = now - min(facts.health.at, facts.health.progress_at)
         if quiet > facts.stuck_seconds:
-            return Answer(ok=False, message=f"no progress for {quiet:.0f} s: {facts.health.why}")
-    return Answer(ok=True, message="alive")
+            return Reply(ok=False, message=f"no progress for {quiet:.0f} s: {facts.health.why}")
+    return Reply(ok=True, message="alive")
 
 
 PROBES = {"/startz": started, "/readyz": ready, "/livez": alive}

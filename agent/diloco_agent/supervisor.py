@@ -24,7 +24,7 @@ from urllib.parse import unquote
 from diloco.runtime import files, health
 from diloco_agent import policy as p
 from diloco_agent.probe_server import Server
-from diloco_agent.probes import PROBES, Answer, Facts
+from diloco_agent.probes import PROBES, ProcessFacts, Reply
 from diloco_agent.processes import Command, Processes
 from diloco_agent.rank_zero import PATH, RankZero
 from diloco_agent.settings import Settings
@@ -32,7 +32,7 @@ from diloco_agent.unit import Follower, Leader, Report, Unit
 
 log = logging.getLogger("diloco.agent")
 
-TURN_SECONDS = 0.5
+POLL_SECONDS = 0.5
 
 MAX_MESSAGE_BYTES = 4000
 """Of the termination log: the kubelet keeps 4096 bytes, and a truncated JSON object is useless."""
@@ -172,25 +172,25 @@ class Supervisor:
             self._unit.willing = self._policy.waits
             self._rank_zero.update(self._unit.report)
 
-    def _on_report(self, query: str) -> Answer | None:
+    def _on_report(self, query: str) -> Reply | None:
         """Rank 0's reply to the report of another rank. Called from other threads."""
         if not isinstance(self._unit, Leader):
             return None
         try:
             report = Report.of(json.loads(unquote(query)))
         except (ValueError, TypeError, KeyError):
-            return Answer(ok=False, message="not a report")
+            return Reply(ok=False, message="not a report")
         if not 0 < report.rank < self._settings.num_ranks:
-            return Answer(ok=False, message=f"the learner has no rank {report.rank}")
+            return Reply(ok=False, message=f"the learner has no rank {report.rank}")
         self._reports[report.rank] = (report, time.monotonic())
-        return Answer(ok=True, message=json.dumps(self._unit.order(report.rank).to_json()))
+        return Reply(ok=True, message=json.dumps(self._unit.order(report.rank).to_json()))
 
     # ------------------------------------------------------------------------------ probes
 
-    def _observe(self, now: float) -> Facts:
+    def _observe(self, now: float) -> ProcessFacts:
         policy = self._policy
         running = policy.state in (p.State.RUNNING, p.State.RESTARTING, p.State.TERMINATING)
-        return Facts(
+        return ProcessFacts(
             role=policy.role,
             rank=self._settings.rank,
             state=policy.state,
@@ -198,12 +198,12 @@ class Supervisor:
             exited=policy.exited,
             started_at=policy.started_at,
             health=health.read(self._settings.health_file) if running else None,
-            turned_at=now,
+            looped_at=now,
             stuck_seconds=self._settings.stuck_seconds,
             waits=policy.waits,
         )
 
-    def _answer(self, path: str, query: str) -> Answer | None:
+    def _answer(self, path: str, query: str) -> Reply | None:
         if path == PATH:
             return self._on_report(query)
         probe = PROBES.get(path)
@@ -214,8 +214,8 @@ class Supervisor:
     def _sleep_seconds(self) -> float:
         wake_at = self._policy.wake_at()
         if wake_at is None:
-            return TURN_SECONDS
-        return min(TURN_SECONDS, max(0.0, wake_at - time.monotonic()))
+            return POLL_SECONDS
+        return min(POLL_SECONDS, max(0.0, wake_at - time.monotonic()))
 
     def _on_stop(self) -> None:
         self._stops += 1

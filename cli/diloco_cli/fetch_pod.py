@@ -57,7 +57,7 @@ Object = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class Placement:
     """Where the fetch pod may run now."""
 
     node: str = ""
@@ -76,7 +76,7 @@ def syncer_runs(pods: Iterable[Object]) -> bool:
     )
 
 
-def place(job: str, deployment: Object, pods: Sequence[Object]) -> Place:
+def place(job: str, deployment: Object, pods: Sequence[Object]) -> Placement:
     """
     Where the fetch pod may run: a ReadWriteOnce volume can be mounted on one node at a time.
 
@@ -88,13 +88,13 @@ def place(job: str, deployment: Object, pods: Sequence[Object]) -> Place:
     holders = [pod for pod in pods if _mounts(pod, names.syncer_name(job))]
     for pod in holders:
         if node := (pod.get("spec") or {}).get("nodeName"):
-            return Place(node=str(node))
+            return Placement(node=str(node))
     for pod in holders:
         text = f"pod {pod['metadata']['name']}, which mounts the volume, has no node yet"
-        return Place(wait=": ".join(filter(None, [text, _unschedulable(pod)])))
+        return Placement(wait=": ".join(filter(None, [text, _unschedulable(pod)])))
     if (deployment.get("spec") or {}).get("replicas", 1):
-        return Place(wait="the syncer should run, but its Deployment has no pod")
-    return Place()
+        return Placement(wait="the syncer should run, but its Deployment has no pod")
+    return Placement()
 
 
 def why_no_volume(job: Object) -> str:

@@ -40,7 +40,7 @@ class Commands:
     """Builds commands; a plan does not contain the `port` and the `endpoint`."""
 
     plan: Plan
-    rundir: RunDir
+    run_dir: RunDir
     settings: Settings
     directory: Path
     """Working directory: that of the manifest, which the user's own commands expect."""
@@ -62,7 +62,7 @@ class Commands:
             program = self.programs.syncer or self.plan.syncer.argv
             return self._command(name, (*program, *self._syncer_flags(port)))
         threads = self.settings.threads(learners=len(self.plan.learners))
-        state = self.rundir.state_of(name)
+        state = self.run_dir.state_of(name)
         state.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         if name == "evaluator" and self.plan.evaluator is not None:
             own = self._environment(self.plan.evaluator, endpoint, state)
@@ -80,12 +80,12 @@ class Commands:
 
     def sample(self) -> Command:
         """The command that writes a sample of the final model to `RunDir.sample`."""
-        flags = ("--model", str(self.rundir.model), "--tokens", str(SAMPLE_TOKENS))
-        return self._command("sample", (*self.programs.sample, *flags), output=self.rundir.sample)
+        flags = ("--model", str(self.run_dir.model), "--tokens", str(SAMPLE_TOKENS))
+        return self._command("sample", (*self.programs.sample, *flags), output=self.run_dir.sample)
 
     def report(self) -> Command:
         """The command that writes the report."""
-        return self._command("report", (*self.programs.report, "--dir", str(self.rundir.path)))
+        return self._command("report", (*self.programs.report, "--dir", str(self.run_dir.path)))
 
     def problems(self) -> list[str]:
         """Why the learners' program cannot start; empty if it can."""
@@ -108,12 +108,12 @@ class Commands:
             self.plan,
             process,
             syncer=endpoint,
-            spec_path=str(self.rundir.spec),
+            spec_path=str(self.run_dir.spec),
             state_dir=str(state),
         )
 
     def _syncer_flags(self, port: int) -> tuple[str, ...]:
-        run = self.rundir
+        run = self.run_dir
         return (
             *("--spec", str(run.spec)),
             *("--dir", str(run.path)),
@@ -136,7 +136,7 @@ class Commands:
             argv=argv,
             environment={**self.settings.environment, **(own or {})},
             directory=self.directory,
-            log=self.rundir.log(name),
+            log=self.run_dir.log(name),
             output=output,
         )
 

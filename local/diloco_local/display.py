@@ -46,7 +46,7 @@ STYLES = {
 }
 
 
-class Progress(Protocol):
+class Display(Protocol):
     """Display of a run."""
 
     def show(self, status: Status, now: float) -> None:
@@ -59,11 +59,11 @@ class Progress(Protocol):
         """Restore the terminal; notes may still follow."""
 
 
-def progress_on(console: Console) -> Progress:
+def display_on(console: Console) -> Display:
     """The live table if `console` is a terminal that can redraw, else plain lines."""
     if console.is_terminal and not console.is_dumb_terminal:
-        return LiveProgress(console)
-    return PlainProgress(console)
+        return LiveDisplay(console)
+    return PlainDisplay(console)
 
 
 class Rate:
@@ -96,7 +96,7 @@ class Rate:
         return (status["steps"] - status["step"]) / rate if rate else None
 
 
-class PlainProgress:
+class PlainDisplay:
     """One line every few seconds, and one for each event."""
 
     def __init__(self, console: Console) -> None:
@@ -121,7 +121,7 @@ class PlainProgress:
         """Nothing to restore."""
 
 
-class LiveProgress:
+class LiveDisplay:
     """A table that is redrawn in place; notes scroll above it."""
 
     def __init__(self, console: Console) -> None:

@@ -15,10 +15,10 @@ from diloco_local.run_directory import RunDir
 from diloco_local.supervisor import run
 
 SUSPEND_SECONDS = 180.0
-TURN_SECONDS = 0.1
+POLL_SECONDS = 0.1
 
 
-def kill(run_dir: Path, learner: str) -> int:
+def kill(directory: Path, learner: str) -> int:
     """
     Kill a learner and its helpers, as a machine failure would; its supervisor restarts it.
 
@@ -26,11 +26,11 @@ def kill(run_dir: Path, learner: str) -> int:
         The pid of the killed process.
 
     Raises:
-        ConfigError: no run is active in `run_dir`, or no such learner runs.
+        ConfigError: no run is active in `directory`, or no such learner runs.
     """
-    rundir = RunDir(run_dir)
-    pid = rundir.find_learner_pid(learner)
-    supervisor = _supervisor(rundir)
+    run_dir = RunDir(directory)
+    pid = run_dir.find_learner_pid(learner)
+    supervisor = _supervisor(run_dir)
     if _parent(pid) != supervisor:
         # status.json is up to a second old: the learner exited, and its pid may have been reused.
         raise ConfigError(f"learner {learner} with pid {pid} has just exited; try again")
@@ -38,62 +38,62 @@ def kill(run_dir: Path, learner: str) -> int:
     return pid
 
 
-def suspend(run_dir: Path, *, timeout_seconds: float = SUSPEND_SECONDS) -> None:
+def suspend(directory: Path, *, timeout_seconds: float = SUSPEND_SECONDS) -> None:
     """
     Stop a run cleanly, as one Ctrl-C does, and wait until its supervisor has exited.
 
     Raises:
-        ConfigError: no run is active in `run_dir`.
+        ConfigError: no run is active in `directory`.
         UnavailableError: it still runs after `timeout_seconds`.
     """
-    rundir = RunDir(run_dir)
-    pid = _supervisor(rundir)
+    run_dir = RunDir(directory)
+    pid = _supervisor(run_dir)
     os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + timeout_seconds
-    while rundir.supervisor_pid() == pid:
+    while run_dir.supervisor_pid() == pid:
         if time.monotonic() >= deadline:
             raise UnavailableError(
-                f"{rundir.path}: the supervisor with pid {pid} still runs after "
+                f"{run_dir.path}: the supervisor with pid {pid} still runs after "
                 f"{timeout_seconds:g} s; check its logs, or run the command again to stop it "
                 "immediately"
             )
-        time.sleep(TURN_SECONDS)
+        time.sleep(POLL_SECONDS)
 
 
 def resume(
-    run_dir: Path, *, from_snapshot: int | None = None, console: Console | None = None
+    directory: Path, *, from_snapshot: int | None = None, console: Console | None = None
 ) -> int:
     """
     Resume a run from its directory; returns the exit code of `supervisor.run`.
 
     Args:
-        run_dir: its directory.
+        directory: that of the run.
         from_snapshot: step of the snapshot to start from, 0: start over; None: the newest.
         console: for the progress.
 
     Raises:
-        ConfigError: there is no run in `run_dir`, or it is active.
+        ConfigError: there is no run in `directory`, or it is active.
         StorageError: the choice of the snapshot cannot be written.
     """
-    rundir = RunDir(run_dir)
-    if not rundir.manifest.exists():
+    run_dir = RunDir(directory)
+    if not run_dir.manifest.exists():
         raise ConfigError(
-            f"{rundir.path}: no job.yaml found; give the directory of a run with --dir"
+            f"{run_dir.path}: no job.yaml found; give the directory of a run with --dir"
         )
     if from_snapshot is not None:
-        if (pid := rundir.supervisor_pid()) is not None:
+        if (pid := run_dir.supervisor_pid()) is not None:
             raise ConfigError(
-                f"{rundir.path}: in use by the supervisor with pid {pid}; stop it with: diloco "
-                f"suspend --dir {rundir.path}"
+                f"{run_dir.path}: in use by the supervisor with pid {pid}; stop it with: diloco "
+                f"suspend --dir {run_dir.path}"
             )
-        rundir.choose_snapshot(from_snapshot)
-    return run(rundir.manifest, load_job(rundir.manifest), rundir.path, console=console)
+        run_dir.choose_snapshot(from_snapshot)
+    return run(run_dir.manifest, load_job(run_dir.manifest), run_dir.path, console=console)
 
 
-def _supervisor(rundir: RunDir) -> int:
-    pid = rundir.supervisor_pid()
+def _supervisor(run_dir: RunDir) -> int:
+    pid = run_dir.supervisor_pid()
     if pid is None:
-        raise ConfigError(f"{rundir.path}: no run is active here; start it with: diloco resume")
+        raise ConfigError(f"{run_dir.path}: no run is active here; start it with: diloco resume")
     return pid
 
 

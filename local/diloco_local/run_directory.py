@@ -217,7 +217,7 @@ class RunDir:
         Have the next syncer start from the snapshot of this step; 0: start over.
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: the disk reported an error.
         """
         with _storage(self.path):
             self.from_snapshot.parent.mkdir(files.PRIVATE_DIRECTORY, exist_ok=True)

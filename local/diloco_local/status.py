@@ -25,7 +25,7 @@ CONDITION_REACHABLE_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class RunFacts:
     """The input of a status."""
 
     plan: Plan
@@ -47,7 +47,7 @@ class Facts:
 Status = dict[str, Any]
 
 
-def build(facts: Facts, previous: Mapping[str, Any] | None = None) -> Status:
+def build(facts: RunFacts, previous: Mapping[str, Any] | None = None) -> Status:
     """The current status; `previous` provides the transition times of conditions."""
     reply = facts.reply or pb.StatusReply()
     reported = {learner.name: learner for learner in reply.learners}
@@ -99,7 +99,7 @@ def is_complete(reply: pb.StatusReply) -> bool:
     return reply.state == "Complete" or 0 < reply.steps <= reply.step
 
 
-def _state(facts: Facts, *, desired: int, training: int) -> str:
+def _state(facts: RunFacts, *, desired: int, training: int) -> str:
     policy = facts.policy
     if policy.outcome is not None:
         return policy.outcome.value
@@ -112,7 +112,7 @@ def _state(facts: Facts, *, desired: int, training: int) -> str:
     return "Training"
 
 
-def _learner(facts: Facts, learner: LearnerPlan, reported: pb.LearnerStatus | None) -> Status:
+def _learner(facts: RunFacts, learner: LearnerPlan, reported: pb.LearnerStatus | None) -> Status:
     process = facts.policy.processes[learner.name]
     state = process.state.value
     if process.state is State.RUNNING:
@@ -133,12 +133,12 @@ def _learner(facts: Facts, learner: LearnerPlan, reported: pb.LearnerStatus | No
     }
 
 
-def _others(facts: Facts) -> list[Status]:
+def _others(facts: RunFacts) -> list[Status]:
     others = facts.policy.of(Role.SYNCER, Role.EVALUATOR)
     return [_process(facts, process) for process in others]
 
 
-def _process(facts: Facts, process: Process) -> Status:
+def _process(facts: RunFacts, process: Process) -> Status:
     return {
         "name": process.name,
         "role": process.role.value,
@@ -149,7 +149,7 @@ def _process(facts: Facts, process: Process) -> Status:
 
 
 def _regions(
-    facts: Facts, learners: list[Status], reported: Mapping[str, pb.LearnerStatus]
+    facts: RunFacts, learners: list[Status], reported: Mapping[str, pb.LearnerStatus]
 ) -> list[Status]:
     regions = []
     for name in facts.plan.spec.learners:
@@ -187,7 +187,9 @@ def _sync(reply: pb.StatusReply, quorum: int) -> Status:
     }
 
 
-def _conditions(facts: Facts, learners: list[Status], previous: Mapping[str, Any]) -> list[Status]:
+def _conditions(
+    facts: RunFacts, learners: list[Status], previous: Mapping[str, Any]
+) -> list[Status]:
     policy, reply = facts.policy, facts.reply
     active = policy.outcome is None
     reachable = reply is not None and facts.reply_age_seconds <= CONDITION_REACHABLE_SECONDS
@@ -246,9 +248,9 @@ def _ejected(learners: list[Status]) -> str:
     return f"; ejected, because they do not deliver: {names}" if names else ""
 
 
-def _since_merge(facts: Facts, reply: pb.StatusReply) -> float:
+def _since_merge(facts: RunFacts, reply: pb.StatusReply) -> float:
     return reply.seconds_since_merge + facts.reply_age_seconds if reply.merges else -1.0
 
 
-def _ago(facts: Facts, seconds: float) -> str | None:
+def _ago(facts: RunFacts, seconds: float) -> str | None:
     return wall_text(facts.now - timedelta(seconds=seconds)) if seconds >= 0 else None

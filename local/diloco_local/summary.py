@@ -25,12 +25,12 @@ TIMEOUT_SECONDS = 120.0
 SAMPLE_LINES = 12
 """Lines of the sample that are printed; the file holds all of it."""
 
-TURN_SECONDS = 0.05
+POLL_SECONDS = 0.05
 
 
 def conclude(commands: Commands, policy: Policy, status: dict[str, Any], console: Console) -> None:
     """Write sample and report into the run directory, and print a summary."""
-    rundir = commands.rundir
+    run_dir = commands.run_dir
 
     def show(text: str) -> None:
         console.print(Text(formatting.printable(text, lines=True)), soft_wrap=True)
@@ -43,7 +43,7 @@ def conclude(commands: Commands, policy: Policy, status: dict[str, Any], console
     for command in pending:
         if problem := run_to_end(command):
             show(f"warning: no {command.name}: {problem}")
-    for line in summary(rundir, policy, status):
+    for line in summary(run_dir, policy, status):
         show(line)
 
 
@@ -60,7 +60,7 @@ def run_to_end(command: Command, *, timeout_seconds: float = TIMEOUT_SECONDS) ->
         while not (exits := processes.exits()):
             if time.monotonic() >= deadline:
                 return f"not done after {timeout_seconds:g} s"
-            time.sleep(TURN_SECONDS)
+            time.sleep(POLL_SECONDS)
         [done] = exits
         if done.code == 0:
             return ""
@@ -69,9 +69,9 @@ def run_to_end(command: Command, *, timeout_seconds: float = TIMEOUT_SECONDS) ->
         processes.close()
 
 
-def summary(rundir: RunDir, policy: Policy, status: dict[str, Any]) -> list[str]:
+def summary(run_dir: RunDir, policy: Policy, status: dict[str, Any]) -> list[str]:
     """How the run ended, as lines of text."""
-    place = _shown(rundir.path)
+    place = _shown(run_dir.path)
     if policy.forced or policy.outcome is Outcome.SUSPENDED:
         how = "stopped" if policy.forced else "suspended"
         return [f"{how} at step {status['progress']}; resume it with: diloco resume --dir {place}"]
@@ -80,16 +80,16 @@ def summary(rundir: RunDir, policy: Policy, status: dict[str, Any]) -> list[str]
     lines = [
         f"complete: {status['steps']} steps, {formatting.count(status['tokens'])} tokens{_took(status)}"
     ]
-    scores = evaluations(rundir.evaluations)
+    scores = evaluations(run_dir.evaluations)
     if scores:
         (first, before), (last, after) = scores[0], scores[-1]
         lines.append(f"validation loss: {before:.4f} at step {first}, {after:.4f} at step {last}")
-    if rundir.model.is_dir():
+    if run_dir.model.is_dir():
         lines.append(f"model:  {place}/model/model.safetensors")
-    if rundir.report.exists():
+    if run_dir.report.exists():
         lines.append(f"report: {place}/report.html")
-    if rundir.sample.exists():
-        text = rundir.sample.read_text(errors="replace").strip("\n").split("\n")
+    if run_dir.sample.exists():
+        text = run_dir.sample.read_text(errors="replace").strip("\n").split("\n")
         lines.append(f"sample: {place}/model/sample.txt")
         lines += [f"    {line}" for line in text[:SAMPLE_LINES]]
     return lines

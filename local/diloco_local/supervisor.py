@@ -28,17 +28,17 @@ from diloco_job.plan import plan as plan_of
 from diloco_job.types import DiLoCoJob
 from diloco_local import events as e
 from diloco_local.commands import Commands, Programs, local_problems
-from diloco_local.display import Progress, progress_on
+from diloco_local.display import Display, display_on
 from diloco_local.policy import Policy
 from diloco_local.run_directory import RunDir
 from diloco_local.settings import Settings, quiet_grpc
-from diloco_local.status import Facts, Status, build, is_complete
+from diloco_local.status import RunFacts, Status, build, is_complete
 from diloco_local.summary import conclude
 
 if TYPE_CHECKING:
     from diloco_local.status_poller import Poller
 
-TURN_SECONDS = 0.1
+POLL_SECONDS = 0.1
 STATUS_SECONDS = 1.0
 FIRST_REPLY_SECONDS = 5.0
 """A syncer that listens counts as serving after this, even without a reply."""
@@ -50,19 +50,19 @@ EXIT_FORCED = 130
 def run(
     job_path: Path,
     job: DiLoCoJob,
-    run_dir: Path,
+    directory: Path,
     *,
     console: Console | None = None,
     programs: Programs | None = None,
     limits: e.Limits | None = None,
 ) -> int:
     """
-    Start or resume a job in `run_dir`. Call it from the main thread.
+    Start or resume a job in `directory`. Call it from the main thread.
 
     Args:
         job_path: the manifest; the user's own commands start in its directory.
         job: the job of the manifest, with the changes of `--set`.
-        run_dir: the run directory (docs/manifest.md, "Run directory"); created if missing.
+        directory: the run directory (docs/manifest.md, "Run directory"); created if missing.
         console: where progress is shown; None: standard output.
         programs: replacements for our own programs.
         limits: replacement for `job_limits(job)`.
@@ -78,14 +78,14 @@ def run(
     if problems := local_problems(job):
         raise ConfigError(f"{job_path}: cannot run on one machine:\n" + "\n".join(problems))
     console = console or Console()
-    rundir, plan = RunDir(run_dir), plan_of(job)
-    with rundir.hold():
-        directory = rundir.adopt(job_path, job, plan.spec)
+    run_dir, plan = RunDir(directory), plan_of(job)
+    with run_dir.hold():
+        sources = run_dir.adopt(job_path, job, plan.spec)
         commands = Commands(
             plan=plan,
-            rundir=rundir,
+            run_dir=run_dir,
             settings=Settings.from_environment(),
-            directory=directory,
+            directory=sources,
             programs=programs or Programs(),
         )
         if problems := commands.problems():
@@ -98,7 +98,7 @@ def run(
         quiet_grpc()
         from diloco_local.status_poller import Poller
 
-        supervisor = Supervisor(commands, limits or job_limits(job), progress_on(console), Poller())
+        supervisor = Supervisor(commands, limits or job_limits(job), display_on(console), Poller())
         supervisor.run()
         try:
             conclude(commands, supervisor.policy, supervisor.status, console)
@@ -132,9 +132,9 @@ class Supervisor:
     """One run of one plan; `run` returns when no process is left."""
 
     def __init__(
-        self, commands: Commands, limits: e.Limits, progress: Progress, poller: Poller
+        self, commands: Commands, limits: e.Limits, display: Display, poller: Poller
     ) -> None:
-        self.plan, self.rundir = commands.plan, commands.rundir
+        self.plan, self.run_dir = commands.plan, commands.run_dir
         self.policy = Policy(
             learners=tuple(learner.name for learner in self.plan.learners),
             evaluator=self.plan.evaluator is not None,
@@ -142,7 +142,7 @@ class Supervisor:
         )
         self.interrupts = 0
         self.status: Status = {}
-        self._commands, self._progress = commands, progress
+        self._commands, self._display = commands, display
         self._processes, self._poller = Processes(), poller
         self._endpoint, self._port = "", 0
         self._listening_at: float | None = None
@@ -161,12 +161,12 @@ class Supervisor:
                 self._apply(e.Tick())
                 while self.policy.phase is not e.Phase.CLOSED:
                     self._turn()
-                    time.sleep(TURN_SECONDS)
+                    time.sleep(POLL_SECONDS)
             finally:
                 self._poller.close()
                 self._processes.close()
                 self._publish(time.monotonic())
-                self._progress.close()
+                self._display.close()
 
     # ------------------------------------------------------------------------------ events
 
@@ -186,7 +186,7 @@ class Supervisor:
                 self._listening_at = None
             if done.name == "kernels" and done.code != 0:
                 cause = exit_cause(done.code, done.last_line)
-                self._progress.note(f"warning: cannot compile the kernels in advance ({cause})")
+                self._display.note(f"warning: cannot compile the kernels in advance ({cause})")
             self._poller.poll_now()
             yield e.Exited(name=done.name, code=done.code, last_line=done.last_line)
         yield from self._syncer_events(now)
@@ -215,11 +215,11 @@ class Supervisor:
         scored = reply.eval_step or reply.eval_loss  # step 0 is scored too
         if scored and reply.eval_step > self._evaluated:
             self._evaluated = reply.eval_step
-            self._progress.note(f"step {reply.eval_step}: validation loss {reply.eval_loss:.4f}")
+            self._display.note(f"step {reply.eval_step}: validation loss {reply.eval_loss:.4f}")
 
     def _find_endpoint(self, now: float) -> None:
         try:
-            endpoint = self.rundir.endpoint.read_text().strip()
+            endpoint = self.run_dir.endpoint.read_text().strip()
         except FileNotFoundError:
             return
         self._endpoint, self._port = endpoint, int(endpoint.rpartition(":")[2])
@@ -235,9 +235,9 @@ class Supervisor:
         for decision in decisions:
             self._carry_out(decision)
         if started == ["kernels"]:
-            self._progress.note("compiling the kernels; this takes up to a minute the first time")
+            self._display.note("compiling the kernels; this takes up to a minute the first time")
         elif started:
-            self._progress.note(f"started {', '.join(started)}")
+            self._display.note(f"started {', '.join(started)}")
         if decisions:
             self._publish(now)
 
@@ -252,7 +252,7 @@ class Supervisor:
             case e.Restart():
                 self._on_restart(decision)
             case e.Abandon():
-                self._progress.note(
+                self._display.note(
                     f"{decision.name} cannot run; training continues without it: {decision.last_line}"
                 )
             case e.Close():
@@ -260,7 +260,7 @@ class Supervisor:
 
     def _start(self, name: str) -> None:
         if name == "syncer":
-            self.rundir.endpoint.unlink(missing_ok=True)
+            self.run_dir.endpoint.unlink(missing_ok=True)
             self._listening_at = None
         command = self._commands.of(
             name,
@@ -273,7 +273,7 @@ class Supervisor:
     def _on_restart(self, restart: e.Restart) -> None:
         cause = exit_cause(restart.code, restart.last_line if restart.code > 0 else "")
         when = f"in {restart.delay_seconds:g} s" if restart.delay_seconds else "now"
-        self._progress.note(
+        self._display.note(
             f"{restart.name} exited ({cause}); restarts {when}, restart {restart.restarts}"
         )
         latest = self._poller.latest()
@@ -286,21 +286,21 @@ class Supervisor:
             **code,
             "restarts": restart.restarts,
         }
-        with self._warn_once(self.rundir.events):
-            self.rundir.append_event(event)
+        with self._warn_once(self.run_dir.events):
+            self.run_dir.append_event(event)
 
     def _on_close(self, close: e.Close) -> None:
         match close.outcome:
             case e.Outcome.COMPLETE:
-                self._progress.note(
+                self._display.note(
                     f"{close.message}; waiting for the learners, the last evaluation and the model"
                 )
             case e.Outcome.SUSPENDED:
-                self._progress.note(
+                self._display.note(
                     "finishing the current step and saving; press Ctrl-C again to stop immediately"
                 )
             case e.Outcome.FAILED:
-                self._progress.note(f"failed: {close.message}")
+                self._display.note(f"failed: {close.message}")
 
     # ------------------------------------------------------------------------------ status
 
@@ -309,7 +309,7 @@ class Supervisor:
         latest = self._poller.latest()
         if self.policy.phase is e.Phase.CLOSED and self.policy.outcome is e.Outcome.COMPLETE:
             self._completed = self._completed or wall_text(datetime.now(UTC))
-        facts = Facts(
+        facts = RunFacts(
             plan=self.plan,
             policy=self.policy,
             pids={name: self._processes.pid(name) for name in self.policy.processes},
@@ -322,9 +322,9 @@ class Supervisor:
             now=datetime.now(UTC),
         )
         self.status = build(facts, self.status)
-        with self._warn_once(self.rundir.status_file):
-            self.rundir.write_status(self.status)
-        self._progress.show(self.status, now)
+        with self._warn_once(self.run_dir.status_file):
+            self.run_dir.write_status(self.status)
+        self._display.show(self.status, now)
 
     @contextlib.contextmanager
     def _warn_once(self, path: Path) -> Iterator[None]:
@@ -334,14 +334,14 @@ class Supervisor:
         except OSError as error:
             if path not in self._warned:
                 self._warned.add(path)
-                self._progress.note(
+                self._display.note(
                     f"warning: cannot write {path}: {error.strerror}; the run continues"
                 )
 
     def _read_earlier_status(self) -> None:
         """Continue the status of an earlier run in this directory."""
         with contextlib.suppress(DilocoError):
-            earlier = self.rundir.status()
+            earlier = self.run_dir.status()
             self._started = earlier["startTime"]
             self.status = earlier
 

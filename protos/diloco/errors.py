@@ -12,7 +12,7 @@ Every error a component may raise on purpose.
   x MismatchError          model or spec differs from the syncer's: refused permanently (exit 78)
   x UnauthorisedError      the certificate does not allow it: retry with another certificate
   x UnavailableError       retry later; nothing was changed
-  x StorageError           a disk refused or lost something; the previous state is intact
+  x StorageError           a disk reported an error or lost something; the previous state is intact
 
 `reason` is stable: it is a status reason, a metric label and a gRPC detail. The message states what
 was seen, what was expected and what to do.
@@ -93,7 +93,7 @@ class UnavailableError(DilocoError):
 
 
 class StorageError(DilocoError):
-    """A disk refused or lost something; the previous state is intact."""
+    """A disk reported an error or lost something; the previous state is intact."""
 
     reason = "Storage"
 

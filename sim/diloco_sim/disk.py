@@ -370,7 +370,7 @@ class SimulatedDisk:
             Its begin and end.
 
         Raises:
-            OSError: the disk refuses.
+            OSError: the disk reports an error.
         """
         begin, slow = self._clock.now if self._cursor is None else self._cursor, 1.0
         if self._weaknesses:

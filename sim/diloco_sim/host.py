@@ -5,7 +5,7 @@ from __future__ import annotations
 from diloco_syncer.attempts import Attempts
 from diloco_syncer.coordinator import Coordinator
 from diloco_syncer.sessions import Sessions
-from diloco_syncer.state import Facts
+from diloco_syncer.state import StateView
 
 
 class HostOverCoordinator:
@@ -14,7 +14,7 @@ class HostOverCoordinator:
     coordinator: Coordinator
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> StateView:
         """See `Host`."""
         return self.coordinator.facts
 

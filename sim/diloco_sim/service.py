@@ -27,7 +27,7 @@ from diloco_sim.stream_errors import CANCELLED, reason_of
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Applicant
 from diloco_syncer.core.engine import HEARTBEAT_SECONDS
-from diloco_syncer.refusals import Refusals
+from diloco_syncer.refusals import RefusalLog
 from diloco_syncer.rpc import telemetry
 from diloco_syncer.rpc.initial import InitialParameters
 from diloco_syncer.rpc.receiver import UploadReceiver
@@ -63,7 +63,7 @@ class Service:
 
     def __init__(self, server: Server) -> None:
         self.server = server
-        self.refusals = Refusals(server.record, clock=lambda: server.process.now)
+        self.refusals = RefusalLog(server.record, clock=lambda: server.process.now)
         self.initial = InitialParameters(server)
         self.sessions: dict[int, SessionStream] = {}
         """By number."""

@@ -33,7 +33,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission
 from diloco_syncer.merging import streaming
 from diloco_syncer.metrics import Metrics
-from diloco_syncer.refusals import Refusals
+from diloco_syncer.refusals import RefusalLog
 from diloco_syncer.rpc.authorizer import Authorizer
 from diloco_syncer.rpc.bulk import BulkService
 from diloco_syncer.rpc.call_limits import WATCH_THREAD, CallLimits
@@ -197,7 +197,7 @@ def _assemble(
         health=BackgroundHealthFile(given.health_file), on_failure=stop.set,
     )  # fmt: skip
     authorizer = Authorizer(job=spec.job, tls=tls)
-    limits = CallLimits(spec, Refusals(runner.record))
+    limits = CallLimits(spec, RefusalLog(runner.record))
     scores = BackgroundWriter(
         JournalWriter(given.directory / "eval.jsonl"), part_bytes=EVALUATIONS_PART_BYTES
     )

@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 
 from diloco.codec import formats
 from diloco.errors import ALL_ERRORS, UnavailableError
+from diloco.journal.records import Recorder
 from diloco.model.fragments import CHUNK
 from diloco.spec import RunSpec
 from diloco_syncer import learner_messages
@@ -29,7 +30,7 @@ from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.merging.buffers import Buffers
 from diloco_syncer.merging.streaming import FragmentMerge
 from diloco_syncer.sessions import Session, Sessions
-from diloco_syncer.state import Facts, State
+from diloco_syncer.state import State, StateView
 from diloco_syncer.storage.capture import ExportedModel, Snapshot, capture
 from diloco_syncer.storage.parameters import FragmentParameters, Parameters
 
@@ -57,14 +58,7 @@ class BrokenStateError(Exception):
     """
 
 
-class Record(Protocol):
-    """Appends a line to events.jsonl; must not raise."""
-
-    def __call__(self, event: str, **fields: object) -> None:
-        """One line."""
-
-
-class Disk(Protocol):
+class StorageWriter(Protocol):
     """Writes in the order of the calls, in the background; each call returns at once."""
 
     def snapshot(self, snapshot: Snapshot) -> None:
@@ -112,11 +106,11 @@ class Coordinator:
     """
 
     def __init__(
-        self, state: State, *, record: Record, writer: Disk, fault: Fault = no_fault,
+        self, state: State, *, record: Recorder, writer: StorageWriter, fault: Fault = no_fault,
         observe: Observe = not_observed,
     ) -> None:  # fmt: skip
         self.spec: RunSpec = state.engine.spec
-        self.facts = Facts.of(state)
+        self.facts = StateView.of(state)
         self.sessions = Sessions()
         self.attempts = Attempts(keep_committed=self.spec.overlap + 1)
         self._state, self._record, self._writer = state, record, writer
@@ -195,13 +189,13 @@ class Coordinator:
             raise decision.error
         # Opened here, not by the caller: from now on this model counts.
         session = self.sessions.open(applicant.learner)
-        self.facts = Facts.of(self._state)
+        self.facts = StateView.of(self._state)
         return session
 
     def ask(self, question: Callable[[State], T]) -> T:
         """The answer of a question to the state; it may change what the engine does not own."""
         answer = question(self._state)
-        self.facts = Facts.of(self._state)
+        self.facts = StateView.of(self._state)
         return answer
 
     def last_snapshot(self) -> Snapshot | None:
@@ -222,7 +216,7 @@ class Coordinator:
         except Exception as error:
             raise self._break(f"the engine cannot process {name}: {error!r}") from error
         # Before any decision is carried out: a learner may react to it at once.
-        self.facts = Facts.of(self._state)
+        self.facts = StateView.of(self._state)
         if isinstance(event, ParametersReceived):
             event.adopted()
         for decision in decisions:

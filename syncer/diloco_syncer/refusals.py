@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from diloco.errors import DilocoError
 from diloco.runtime.formatting import shorten
-from diloco_syncer.core.refusals import WINDOW_SECONDS
-from diloco_syncer.core.refusals import Refusals as Window
+from diloco_syncer.core.refusals import WINDOW_SECONDS, Refusals
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +20,7 @@ MAX_DETAIL = 2000
 """Characters of a learner's name and of a detail that are written: a peer chose parts of them."""
 
 
-class Refusals:
+class RefusalLog:
     """
     Writes the first refusals of each minute in full and the others as a count.
 
@@ -35,7 +34,7 @@ class Refusals:
     ) -> None:
         self._record, self._clock = record, clock
         self._lock = threading.Lock()
-        self._window = Window()
+        self._window = Refusals()
 
     def refuse(self, what: str, learner: str, error: DilocoError) -> None:
         """

@@ -26,7 +26,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Applicant
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.sessions import Session, Sessions
-from diloco_syncer.state import Facts, State
+from diloco_syncer.state import State, StateView
 from diloco_syncer.storage import capture
 from diloco_syncer.storage.store import Store
 from diloco_syncer.storage.writer import Writer
@@ -106,7 +106,7 @@ class Runner:
     # ------------------------------------------------------------ for other threads
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> StateView:
         """One consistent view of the state."""
         return self._coordinator.facts
 

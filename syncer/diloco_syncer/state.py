@@ -1,5 +1,5 @@
 """
-What the syncer knows (`State`, only on the runner's thread), and the part that other threads read (`Facts`).
+What the syncer knows (`State`, only on the runner's thread), and the part that other threads read (`StateView`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class StateView:
     """One consistent view of the state, replaced as a whole; any thread may read it without a lock."""
 
     epoch: int
@@ -44,7 +44,7 @@ class Facts:
     """The learner that must upload Θ^(0)."""
 
     @classmethod
-    def of(cls, state: State) -> Facts:
+    def of(cls, state: State) -> StateView:
         """The facts of the current state; called on the runner's thread."""
         return cls(
             epoch=state.engine.epoch,

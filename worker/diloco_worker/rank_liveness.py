@@ -13,7 +13,7 @@ from diloco.runtime.health import Health, HealthFile
 from diloco_worker import settings
 
 
-class Progress:
+class RankProgress:
     """
     Reports the steps of one rank to the first process of its container; used from one thread.
 
@@ -33,8 +33,8 @@ class Progress:
 
 
 @cache
-def _progress() -> Progress:
-    return Progress(settings.progress_file())
+def _progress() -> RankProgress:
+    return RankProgress(settings.progress_file())
 
 
 def report_progress() -> None:

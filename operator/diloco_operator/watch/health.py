@@ -18,7 +18,7 @@ from diloco.errors import ConfigError
 from diloco.runtime.listening import AllAddresses
 from diloco_operator.workqueue import WorkQueue
 
-STUCK_SECONDS = 300.0
+STALLED_SECONDS = 300.0
 """A reconcile without progress for longer hangs: each of its requests has a deadline of seconds."""
 WATCH_SECONDS = 120.0
 """Longest delay of a watch event; kopf reopens an idle watch after 70 s."""
@@ -124,7 +124,7 @@ class Health:
         """Why this process is unhealthy, in one sentence; "": it is healthy."""
         if not self._queue.alive():
             return "a reconcile thread ended"
-        if (seconds := self._queue.stalled_seconds()) > STUCK_SECONDS:
+        if (seconds := self._queue.stalled_seconds()) > STALLED_SECONDS:
             return f"a reconcile has made no progress for {seconds:.0f} s"
         now = self._clock()
         with self._lock:

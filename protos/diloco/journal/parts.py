@@ -50,7 +50,7 @@ def parts(path: Path, *, disk: Disk = LOCAL) -> list[tuple[int, Path]]:
     there as well; it is left out.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk reported an error.
     """
     try:
         names = disk.names(path.parent)

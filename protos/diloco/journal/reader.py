@@ -46,7 +46,7 @@ def lines(
         ("events.1.jsonl line 7", the line without its end); not UTF-8: with replacement characters.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk reported an error.
     """
     found = parts(path, disk=disk)
     if since is not None and since.part > max((number for number, _ in found), default=0):

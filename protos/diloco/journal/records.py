@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from types import NoneType
-from typing import Any, ClassVar, Self, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Protocol, Self, get_args, get_origin, get_type_hints
 
 MAX_NUMBER = 1 << 64
 """No counter comes near it; JSON allows numbers that no float can hold."""
@@ -60,6 +60,13 @@ class Record(Fields):
     """What happened; `kind` is its "event" in the file."""
 
     kind: ClassVar[str]
+
+
+class Recorder(Protocol):
+    """Appends a line to events.jsonl; must not raise."""
+
+    def __call__(self, event: str, **fields: object) -> None:
+        """One line."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -85,7 +85,7 @@ class JournalWriter:
 
     def sync(self) -> bool:
         """
-        Make the lines so far durable, and the number of those that were lost; False: the disk refused.
+        Make the lines so far durable, and the number of those that were lost; False: the disk reported an error.
         """
         with self._lock:
             if not self._settle():
@@ -112,7 +112,7 @@ class JournalWriter:
             total_bytes: of all parts.
 
         Returns:
-            False: the disk refused; no line is lost by that.
+            False: the disk reported an error; no line is lost by that.
         """
         with self._lock:
             settled = self._settle()
@@ -146,7 +146,7 @@ class JournalWriter:
             self._missing.update(lines)
 
     def report(self) -> bool:
-        """Write what is due before the next line now; False: the disk refused."""
+        """Write what is due before the next line now; False: the disk reported an error."""
         with self._lock:
             return self._settle()
 
@@ -155,7 +155,7 @@ class JournalWriter:
         Give the file this name, in place of what has it, and begin an empty one.
 
         Returns:
-            False: the disk refused; no line is lost by that.
+            False: the disk reported an error; no line is lost by that.
         """
         with self._lock:
             try:
@@ -226,7 +226,7 @@ class JournalWriter:
             total -= sizes[number]
 
     def _settle(self) -> bool:
-        """Write what is due before the next line; False: the disk refused, and the line would be too."""
+        """Write what is due before the next line; False: the disk reported an error, and the line would be too."""
         if self._heading is not None:
             if not self._write(_line(self._heading)):
                 return False
@@ -284,7 +284,7 @@ def append(path: Path, event: Mapping[str, Any], *, disk: Disk = LOCAL) -> None:
     Add one line, as `JournalWriter.append` does, to a file that is not kept open.
 
     Raises:
-        OSError: the disk refused; a part of the line may be there.
+        OSError: the disk reported an error; a part of the line may be there.
     """
     file, torn = _open(disk, path)
     with file:

@@ -45,7 +45,7 @@ class Mode(Enum):
 
 
 class File(Protocol):
-    """An open file. Every operation raises OSError when the disk refuses."""
+    """An open file. Every operation raises OSError when the disk reports an error."""
 
     def write(self, data: Data) -> int:
         """Write at the end, with one call; how many bytes of `data` were written."""
@@ -73,7 +73,7 @@ class File(Protocol):
 
 
 class Disk(Protocol):
-    """A file system. Every operation raises OSError when the disk refuses; links are not followed."""
+    """A file system. Every operation raises OSError when the disk reports an error; links are not followed."""
 
     def make_directory(self, path: Path) -> None:
         """Create a directory, private, and its parents; one that is there stays as it is."""
@@ -108,7 +108,7 @@ def read(disk: Disk, path: Path) -> bytes:
     The content of a file.
 
     Raises:
-        OSError: there is none, or the disk refused.
+        OSError: there is none, or the disk reported an error.
     """
     with disk.open(path, Mode.READ) as file:
         data = bytearray(file.size())
@@ -134,7 +134,7 @@ def replace(disk: Disk, path: Path, content: str | bytes) -> None:
     Give `path` this content durably, text in UTF-8.
 
     Raises:
-        OSError: the disk refused; the old file is intact.
+        OSError: the disk reported an error; the old file is intact.
     """
     unfinished = files.temporary(path)
     try:

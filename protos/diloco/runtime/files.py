@@ -37,7 +37,7 @@ def replace(path: Path, content: str | bytes, *, durable: bool = False, mode: in
     Give `path` this content, text in UTF-8.
 
     Raises:
-        OSError: the disk refused; the old file is intact and no temporary one is left.
+        OSError: the disk reported an error; the old file is intact and no temporary one is left.
     """
     data = content.encode() if isinstance(content, str) else content
     with replacing(path, durable=durable, mode=mode) as fd:
@@ -52,7 +52,7 @@ def replacing(path: Path, *, durable: bool = False, mode: int = 0o666) -> Iterat
     The mode, less the umask, holds from the first byte on: a secret is never readable for others.
 
     Raises:
-        OSError: the disk refused; the old file is intact and no temporary one is left.
+        OSError: the disk reported an error; the old file is intact and no temporary one is left.
     """
     unfinished = temporary(path)
     unfinished.unlink(missing_ok=True)
@@ -107,7 +107,7 @@ def read(path: Path) -> bytes:
     The content of a regular file.
 
     Raises:
-        OSError: as `open_regular` does, or the disk refused.
+        OSError: as `open_regular` does, or the disk reported an error.
     """
     with open(open_regular(path), "rb") as file:
         return file.read()

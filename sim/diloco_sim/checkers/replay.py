@@ -203,20 +203,24 @@ def limited_weights(members: list[Contribution], guard: float) -> list[float]:
 
 def clipped(deltas: list[F64], steps: list[int], fragment: Fragment, guard: float) -> list[F64]:
     """
-    Deltas whose norm per √step is at most `guard` times the median, tensor by tensor.
+    Deltas whose norm per √step, or per step, is at most `guard` times the median, tensor by tensor.
 
     Of a tensor that most members hardly change, a tenth of the fragment's median counts instead; of
     one that they do not change, the whole.
     """
     if guard <= 0 or len(deltas) < 3:
         return deltas
-    scales, middle = np.sqrt(steps), (len(deltas) - 1) // 2
-    whole = sorted(np.array([_norm(v) for v in deltas]) / scales)[middle]
+    middle = (len(deltas) - 1) // 2
+    lengths, scales = np.array([_norm(v) for v in deltas]), (np.sqrt(steps), np.array(steps))
+    wholes = [sorted(lengths / scale)[middle] for scale in scales]
     out = [v.copy() for v in deltas]
     for slot in fragment.slots:
         norms = np.array([_norm(v[slot.offset : slot.end]) for v in deltas])
-        median = sorted(norms / scales)[middle]
-        limits = guard * (max(median, 0.1 * whole) if median else whole) * scales
+        limits = np.zeros(len(deltas))
+        for scale, whole in zip(scales, wholes, strict=True):
+            median = sorted(norms / scale)[middle]
+            usual = max(median, 0.1 * whole) if median else whole
+            limits = np.maximum(limits, guard * usual * scale)
         for v, norm, limit in zip(out, norms, limits, strict=True):
             if norm > limit:
                 v[slot.offset : slot.end] *= limit / norm

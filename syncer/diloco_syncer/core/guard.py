@@ -30,6 +30,12 @@ Share of the fragment's norm that counts as usual for a tensor which most member
 as an expert that few of them train while weight decay moves it a little in all.
 """
 
+GROWTHS = (0.5, 1.0)
+"""
+Powers of the steps with which norms may grow: of steps in random directions, and of steps that agree,
+as in a warm-up.
+"""
+
 
 def guarded(contributions: Sequence[Contribution], multiple: float) -> tuple[Contribution, ...]:
     """
@@ -60,12 +66,20 @@ def weight_limits(members: Sequence[Contribution]) -> list[float]:
 
 def norm_limits(members: Sequence[Contribution], multiple: float) -> list[tuple[float, ...]]:
     """
-    Per member and tensor, `multiple` times the median of norms per √step, times its own √steps.
+    Per member and tensor, `multiple` times the median of norms per √step, times its own √steps, or the
+    same per step, whichever is larger.
 
     Of a tensor that most members did not change, it is the same with the norms of the fragment; of
     one that they hardly changed, with MINOR_SHARE of these.
     """
-    scales = [math.sqrt(c.steps) for c in members]
+    of_each_growth = (_norm_limits(members, multiple, growth) for growth in GROWTHS)
+    return [tuple(map(max, *limits)) for limits in zip(*of_each_growth, strict=True)]
+
+
+def _norm_limits(
+    members: Sequence[Contribution], multiple: float, growth: float
+) -> list[tuple[float, ...]]:
+    scales = [c.steps**growth for c in members]
     whole = _median([c.norm for c in members], scales)
     medians = (
         _median([c.norms[slot] for c in members], scales) for slot in range(len(members[0].norms))

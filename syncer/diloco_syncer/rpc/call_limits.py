@@ -21,7 +21,7 @@ import grpc
 
 from diloco.errors import ProtocolError, UnavailableError
 from diloco.spec import RunSpec
-from diloco_syncer.refusals import Refusals
+from diloco_syncer.refusals import RefusalLog
 
 WATCH_THREAD = "call-limits"
 """Name of the thread without which no limit in time is kept."""
@@ -182,7 +182,7 @@ class CallLimits:
     """
 
     def __init__(
-        self, spec: RunSpec, refusals: Refusals, *, first_seconds: float = FIRST_SECONDS
+        self, spec: RunSpec, refusals: RefusalLog, *, first_seconds: float = FIRST_SECONDS
     ) -> None:
         learners = most_learners(spec.learners)
         self.refusals = refusals

@@ -13,7 +13,7 @@ import grpc
 from diloco.errors import DilocoError
 from diloco.rpc.status_codes import aborting
 from diloco.v1 import bulk_pb2 as bulk
-from diloco_syncer.refusals import Refusals
+from diloco_syncer.refusals import RefusalLog
 from diloco_syncer.rpc.authorizer import Authorizer
 from diloco_syncer.rpc.source import open_download
 from diloco_syncer.rpc.transfers import unpack
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 class Downloads:
     """The method `Download` of the bulk service (bulk.proto)."""
 
-    def __init__(self, runner: Runner, authorizer: Authorizer, refusals: Refusals) -> None:
+    def __init__(self, runner: Runner, authorizer: Authorizer, refusals: RefusalLog) -> None:
         self._runner, self._authorizer, self._refusals = runner, authorizer, refusals
 
     def download(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:

@@ -24,7 +24,7 @@ from diloco_syncer.attempts import Attempts
 from diloco_syncer.coordinator import Event
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.sessions import Sessions
-from diloco_syncer.state import Facts
+from diloco_syncer.state import StateView
 
 MAX_REPEATS = 3
 """How often missing or damaged chunks of one upload are requested again."""
@@ -44,7 +44,7 @@ class Host(Protocol):
         """The job's."""
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> StateView:
         """The current facts."""
 
     @property

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import grpc
 
 from diloco.rpc.status_codes import aborting
-from diloco_syncer.refusals import Refusals
+from diloco_syncer.refusals import RefusalLog
 from diloco_syncer.rpc.authorizer import Authorizer
 from diloco_syncer.rpc.initial import InitialParameters
 from diloco_syncer.rpc.receiver import UploadReceiver
@@ -20,7 +20,7 @@ from diloco_syncer.runner import Runner
 class Uploads:
     """The method `Upload` of the bulk service (bulk.proto)."""
 
-    def __init__(self, runner: Runner, authorizer: Authorizer, refusals: Refusals) -> None:
+    def __init__(self, runner: Runner, authorizer: Authorizer, refusals: RefusalLog) -> None:
         self._runner, self._authorizer, self._refusals = runner, authorizer, refusals
         self._initial = InitialParameters(runner)
 

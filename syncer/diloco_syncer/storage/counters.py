@@ -34,7 +34,7 @@ def count(disk: Disk, path: Path, *, at_least: int, known: int | None = None) ->
             the file afterwards changes nothing.
 
     Raises:
-        OSError: the disk refused; the number may be skipped, but is not used.
+        OSError: the disk reported an error; the number may be skipped, but is not used.
         StorageError: the file is damaged, its copies do not show the number, and `known` is None.
     """
     value = max(_counted(disk, path, known), at_least) + 1
@@ -57,7 +57,7 @@ def counted(disk: Disk, path: Path) -> int:
     The number in the file; 0: there is no file.
 
     Raises:
-        OSError: the disk refused.
+        OSError: the disk reported an error.
         StorageError: as `count`.
     """
     if disk.size(path) is None:

@@ -36,7 +36,7 @@ def hold(directory: Path, stop: Event, *, wait_seconds: float = WAIT_SECONDS) ->
         A file descriptor; the directory is held until it is closed or the process ends. None: stopped.
 
     Raises:
-        StorageError: another syncer still holds it, or the disk refused.
+        StorageError: another syncer still holds it, or the disk reported an error.
     """
     path = directory / "syncer.lock"
     try:

@@ -43,7 +43,7 @@ def export_model(
         The SHA-256 of model.safetensors, hex.
 
     Raises:
-        StorageError: the disk refused; an older model there is intact unless only a rename was
+        StorageError: the disk reported an error; an older model there is intact unless only a rename was
             left to do.
     """
     data, facts = directory / "model.safetensors", directory / "model.json"

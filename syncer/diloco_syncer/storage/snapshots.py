@@ -31,7 +31,7 @@ def needed_part(store: Store) -> int:
     The oldest part of events.jsonl that a start from any of the snapshots needs.
 
     Raises:
-        StorageError: the disk refused.
+        StorageError: the disk reported an error.
     """
     return min((_position(meta).part for meta in store.metas()), default=1)
 
@@ -91,7 +91,7 @@ def export(
     Write model/ so that `model.load_state_dict(load_file(path))` works: parameters, tied names, buffers.
 
     Raises:
-        StorageError: the disk refused.
+        StorageError: the disk reported an error.
     """
     tensors: dict[str, Any] = dict(parameters.named())
     constants = raw_tensors(parameters.constants) if parameters.constants else {}

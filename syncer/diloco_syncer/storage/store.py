@@ -111,7 +111,7 @@ class Store:
             at_least: the largest one known otherwise, in case the counter was lost.
 
         Raises:
-            StorageError: the disk refused, or the counter was damaged before this process read it.
+            StorageError: the disk reported an error, or the counter was damaged before this process read it.
         """
         return self._count("incarnation", at_least=at_least)
 
@@ -131,7 +131,7 @@ class Store:
         change meanwhile.
 
         Raises:
-            StorageError: the disk refused; earlier snapshots are intact, nothing is left of this one.
+            StorageError: the disk reported an error; earlier snapshots are intact, nothing is left of this one.
         """
         with self._writing:
             stems = self._stems()
@@ -190,7 +190,7 @@ class Store:
         What `Snapshot.meta` was in every snapshot, the newest first; damaged manifests are left out.
 
         Raises:
-            StorageError: the disk refused.
+            StorageError: the disk reported an error.
         """
         found = []
         for stem in self._complete(self._stems()):

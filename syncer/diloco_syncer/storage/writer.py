@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from diloco.errors import StorageError
 from diloco.journal.parts import Position
+from diloco.journal.records import Recorder
 from diloco.runtime.disk import LOCAL, Disk
 from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
@@ -26,13 +27,6 @@ JOURNAL_SECONDS = 30.0
 """How long a snapshot waits until the lines before it are durable."""
 
 log = logging.getLogger(__name__)
-
-
-class Record(Protocol):
-    """Appends a line to events.jsonl."""
-
-    def __call__(self, event: str, **fields: object) -> None:
-        """One line."""
 
 
 class Journal(Protocol):
@@ -76,7 +70,7 @@ class Writer:
 
     def __init__(
         self, spec: RunSpec, directory: Path, store: Store, *,
-        record: Record, post: Callable[[ev.Event], None], journal: Journal,
+        record: Recorder, post: Callable[[ev.Event], None], journal: Journal,
         disk: Disk = LOCAL, thread: Thread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip

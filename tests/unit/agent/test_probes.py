@@ -6,7 +6,7 @@ import pytest
 
 from diloco.runtime.health import Health
 from diloco_agent.policy import Role, State
-from diloco_agent.probes import Facts, alive, ready, started
+from diloco_agent.probes import ProcessFacts, alive, ready, started
 
 NOW = 10_000.0
 
@@ -18,9 +18,9 @@ def health(*, age=0.5, is_ready=True, progress_age=0.5, why="training, local ste
 def facts(**changes):
     usual = {
         "role": Role.LEARNER, "rank": 0, "state": State.RUNNING, "message": "", "exited": False, "started_at": NOW - 10,
-        "health": health(), "turned_at": NOW - 0.5, "stuck_seconds": 900.0,
+        "health": health(), "looped_at": NOW - 0.5, "stuck_seconds": 900.0,
     }  # fmt: skip
-    return Facts(**{**usual, **changes})
+    return ProcessFacts(**{**usual, **changes})
 
 
 def test_a_training_learner_passes_all_three():
@@ -105,5 +105,5 @@ def test_a_process_without_progress_for_too_long_is_not_alive(stuck):
 
 
 def test_a_stalled_loop_is_not_alive():
-    assert alive(facts(turned_at=NOW - 60), NOW).ok
-    assert not alive(facts(turned_at=NOW - 61), NOW).ok
+    assert alive(facts(looped_at=NOW - 60), NOW).ok
+    assert not alive(facts(looped_at=NOW - 61), NOW).ok

@@ -8,7 +8,7 @@ import time
 from urllib.parse import unquote
 
 from diloco_agent.probe_server import Server
-from diloco_agent.probes import Answer
+from diloco_agent.probes import Reply
 from diloco_agent.rank_zero import PATH, RankZero
 from diloco_agent.unit import Follower, Leader, Report
 
@@ -32,7 +32,7 @@ def test_a_rank_reports_and_gets_the_run_as_the_reply():
         with lock:
             reports.append(Report.of(json.loads(unquote(query))))
             leader.receive_report(reports[-1], time.monotonic())
-            return Answer(ok=True, message=json.dumps(leader.order(1).to_json()))
+            return Reply(ok=True, message=json.dumps(leader.order(1).to_json()))
 
     server = Server(0, answer)
     follower = Follower(boot="b", rank=1, willing=True)
@@ -57,7 +57,7 @@ def test_a_rank_reports_and_gets_the_run_as_the_reply():
 
 
 def test_a_rank_zero_that_refuses_or_answers_nonsense_leaves_no_reply():
-    answers = [Answer(ok=False, message="{}"), Answer(ok=True, message="[]"), None, None]
+    answers = [Reply(ok=False, message="{}"), Reply(ok=True, message="[]"), None, None]
     left = list(answers)
 
     def answer(path, query):

@@ -13,7 +13,7 @@ import pytest
 
 from diloco.errors import UnavailableError
 from diloco_cli import fetch_pod
-from diloco_cli.fetch_pod import Place, place
+from diloco_cli.fetch_pod import Placement, place
 from diloco_cli.pod_files import Retries
 from diloco_cli.remote import RemoteJob, fetch_model, fetch_run
 from diloco_cli.volume_reader import Patience
@@ -205,7 +205,7 @@ WANTED = {"spec": {"replicas": 1}}
 def test_a_volume_that_no_pod_mounts_can_be_read_on_any_node():
     ended = holder(node="n-1", status={"phase": "Failed"})
     other = holder("b-syncer-x", "n-2", claim="b-syncer")
-    assert place("a", SUSPENDED, [ended, other]) == Place()
+    assert place("a", SUSPENDED, [ended, other]) == Placement()
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_a_volume_that_no_pod_mounts_can_be_read_on_any_node():
     ids=["a syncer that crashes", "a syncer that ends", "a pod of the user"],
 )
 def test_a_volume_that_a_pod_mounts_is_read_on_its_node(pod):
-    assert place("a", WANTED, [pod]) == Place(node="n-1")
+    assert place("a", WANTED, [pod]) == Placement(node="n-1")
 
 
 def test_a_syncer_that_has_no_node_yet_is_not_kept_from_starting():

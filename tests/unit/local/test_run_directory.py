@@ -38,46 +38,46 @@ def manifest(tmp_path):
     return path
 
 
-def adopt(rundir, manifest, sets=()):
+def adopt(run_dir, manifest, sets=()):
     job = load_job(manifest, sets)
-    with rundir.hold():
-        return rundir.adopt(manifest, job, plan(job).spec)
+    with run_dir.hold():
+        return run_dir.adopt(manifest, job, plan(job).spec)
 
 
 def test_a_fresh_directory_holds_the_manifest_as_given_and_the_spec(tmp_path, manifest):
-    rundir = RunDir(tmp_path / "runs" / "small")
-    assert adopt(rundir, manifest) == tmp_path
-    assert rundir.manifest.read_text() == JOB
-    assert json.loads(rundir.spec.read_text())["steps"] == 200
+    run_dir = RunDir(tmp_path / "runs" / "small")
+    assert adopt(run_dir, manifest) == tmp_path
+    assert run_dir.manifest.read_text() == JOB
+    assert json.loads(run_dir.spec.read_text())["steps"] == 200
 
 
 def test_files_of_a_run_are_private(tmp_path, manifest):
-    rundir = RunDir(tmp_path / "run")
+    run_dir = RunDir(tmp_path / "run")
     before = os.umask(0)
     try:
-        adopt(rundir, manifest)
-        rundir.write_status({"state": "Running"})
-        rundir.append_event({"event": "restart"})
-        rundir.choose_snapshot(0)
+        adopt(run_dir, manifest)
+        run_dir.write_status({"state": "Running"})
+        run_dir.append_event({"event": "restart"})
+        run_dir.choose_snapshot(0)
     finally:
         os.umask(before)
-    modes = {p.name: p.stat().st_mode & 0o777 for p in rundir.path.rglob("*") if p.is_file()}
+    modes = {p.name: p.stat().st_mode & 0o777 for p in run_dir.path.rglob("*") if p.is_file()}
     assert modes == dict.fromkeys(modes, 0o600)
-    folders = {p.stat().st_mode & 0o777 for p in rundir.path.rglob("*") if p.is_dir()}
+    folders = {p.stat().st_mode & 0o777 for p in run_dir.path.rglob("*") if p.is_dir()}
     assert folders == {0o700}
     assert modes.keys() >= {"job.yaml", "spec.json", "status.json", "events.jsonl", "from-snapshot"}
 
 
 def test_a_link_planted_in_a_run_directory_is_not_written_through(tmp_path, manifest):
-    rundir, victim = RunDir(tmp_path / "run"), tmp_path / "victim"
-    adopt(rundir, manifest)
+    run_dir, victim = RunDir(tmp_path / "run"), tmp_path / "victim"
+    adopt(run_dir, manifest)
     victim.write_text("precious")
     for name in ("events.jsonl", "status.json.tmp", "spec.json.tmp"):
-        (rundir.path / name).symlink_to(victim)
-    adopt(rundir, manifest)
-    rundir.write_status({"state": "Running"})
+        (run_dir.path / name).symlink_to(victim)
+    adopt(run_dir, manifest)
+    run_dir.write_status({"state": "Running"})
     with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):
-        rundir.append_event({"event": "restart"})
+        run_dir.append_event({"event": "restart"})
     assert victim.read_text() == "precious"
 
 
@@ -95,53 +95,53 @@ def test_the_log_of_a_process_is_private_and_not_written_through_a_link(tmp_path
 
 
 def test_the_choice_of_a_snapshot_is_where_the_syncer_reads_it(tmp_path):
-    rundir = RunDir(tmp_path)
-    rundir.choose_snapshot(90)
-    assert rundir.from_snapshot == tmp_path / "snapshots" / CHOICE
-    assert rundir.from_snapshot.read_text() == "90\n"
+    run_dir = RunDir(tmp_path)
+    run_dir.choose_snapshot(90)
+    assert run_dir.from_snapshot == tmp_path / "snapshots" / CHOICE
+    assert run_dir.from_snapshot.read_text() == "90\n"
 
 
 def test_a_snapshot_is_not_chosen_while_the_run_is_active(tmp_path, manifest):
-    rundir = RunDir(tmp_path / "run")
-    adopt(rundir, manifest)
-    with rundir.hold(), pytest.raises(ConfigError, match="in use by the supervisor"):
-        resume(rundir.path, from_snapshot=1)
-    assert not rundir.from_snapshot.exists()
+    run_dir = RunDir(tmp_path / "run")
+    adopt(run_dir, manifest)
+    with run_dir.hold(), pytest.raises(ConfigError, match="in use by the supervisor"):
+        resume(run_dir.path, from_snapshot=1)
+    assert not run_dir.from_snapshot.exists()
 
 
 def test_changes_from_the_command_line_are_in_the_kept_manifest(tmp_path, manifest):
-    rundir = RunDir(tmp_path / "run")
-    adopt(rundir, manifest, ["spec.steps=300"])
-    assert load_job(rundir.manifest) == load_job(manifest, ["spec.steps=300"])
+    run_dir = RunDir(tmp_path / "run")
+    adopt(run_dir, manifest, ["spec.steps=300"])
+    assert load_job(run_dir.manifest) == load_job(manifest, ["spec.steps=300"])
 
 
 def test_a_kept_manifest_keeps_text_that_looks_like_a_number(tmp_path, manifest):
-    rundir = RunDir(tmp_path / "run")
+    run_dir = RunDir(tmp_path / "run")
     sets = ['spec.regions[eu].config={rate: "3e-4"}']
-    adopt(rundir, manifest, sets)
-    assert load_job(rundir.manifest).spec.regions[0].config == {"rate": "3e-4"}
+    adopt(run_dir, manifest, sets)
+    assert load_job(run_dir.manifest).spec.regions[0].config == {"rate": "3e-4"}
 
 
 def test_an_allowed_change_is_accepted(tmp_path, manifest):
-    rundir = RunDir(tmp_path / "run")
-    adopt(rundir, manifest)
-    adopt(rundir, manifest, ["spec.steps=300", "spec.sync.quorum=2"])
-    assert json.loads(rundir.spec.read_text())["steps"] == 300
+    run_dir = RunDir(tmp_path / "run")
+    adopt(run_dir, manifest)
+    adopt(run_dir, manifest, ["spec.steps=300", "spec.sync.quorum=2"])
+    assert json.loads(run_dir.spec.read_text())["steps"] == 300
 
 
 def test_a_forbidden_change_is_refused_with_its_reason_and_nothing_is_written(tmp_path, manifest):
-    rundir = RunDir(tmp_path / "run")
-    adopt(rundir, manifest)
+    run_dir = RunDir(tmp_path / "run")
+    adopt(run_dir, manifest)
     with pytest.raises(ConfigError, match=r"spec\.seed: .* 0 .* 5"):
-        adopt(rundir, manifest, ["spec.seed=5"])
-    assert rundir.manifest.read_text() == JOB
+        adopt(run_dir, manifest, ["spec.seed=5"])
+    assert run_dir.manifest.read_text() == JOB
 
 
 def test_the_directory_of_another_job_is_refused(tmp_path, manifest):
-    rundir = RunDir(tmp_path / "run")
-    adopt(rundir, manifest)
+    run_dir = RunDir(tmp_path / "run")
+    adopt(run_dir, manifest)
     with pytest.raises(ConfigError, match='belongs to job "small", not to "other"'):
-        adopt(rundir, manifest, ["metadata.name=other"])
+        adopt(run_dir, manifest, ["metadata.name=other"])
 
 
 def test_a_directory_with_other_files_is_refused_and_unchanged(tmp_path, manifest):
@@ -164,8 +164,8 @@ def test_a_directory_that_cannot_be_created_is_named(manifest):
 
 
 def test_only_one_supervisor_holds_a_directory_and_a_second_gets_its_pid(tmp_path):
-    rundir, second = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
-    with rundir.hold():
+    run_dir, second = RunDir(tmp_path / "run"), RunDir(tmp_path / "run")
+    with run_dir.hold():
         assert second.supervisor_pid() == os.getpid()
         with pytest.raises(ConfigError, match=f"supervisor with pid {os.getpid()}"), second.hold():
             pass
@@ -179,19 +179,19 @@ def test_a_manifest_whose_directory_was_deleted_is_refused(tmp_path):
     folder = tmp_path / "project"
     folder.mkdir()
     (folder / "job.yaml").write_text(JOB)
-    rundir = RunDir(tmp_path / "run")
-    adopt(rundir, folder / "job.yaml")
+    run_dir = RunDir(tmp_path / "run")
+    adopt(run_dir, folder / "job.yaml")
     (folder / "job.yaml").unlink()
     folder.rmdir()
     with pytest.raises(ConfigError, match="the directory of the job's manifest no longer exists"):
-        adopt(rundir, rundir.manifest)
+        adopt(run_dir, run_dir.manifest)
 
 
 def test_each_learner_has_its_own_directory_and_log(tmp_path):
-    rundir = RunDir(tmp_path)
-    assert rundir.state_of("eu/0") == tmp_path / "learners" / "eu-0"
-    assert rundir.log("eu/0") == tmp_path / "logs" / "eu-0.log"
-    assert rundir.state_of("evaluator") == tmp_path / "state" / "evaluator"
+    run_dir = RunDir(tmp_path)
+    assert run_dir.state_of("eu/0") == tmp_path / "learners" / "eu-0"
+    assert run_dir.log("eu/0") == tmp_path / "logs" / "eu-0.log"
+    assert run_dir.state_of("evaluator") == tmp_path / "state" / "evaluator"
 
 
 def test_status_without_a_run_asks_for_a_run_directory(tmp_path):
@@ -200,10 +200,10 @@ def test_status_without_a_run_asks_for_a_run_directory(tmp_path):
 
 
 def test_events_are_appended_as_complete_lines(tmp_path):
-    rundir = RunDir(tmp_path)
-    rundir.events.write_text('{"event":"merge"}\n')
-    rundir.append_event({"event": "restart", "process": "eu/0"})
-    first, second = map(json.loads, rundir.events.read_text().splitlines())
+    run_dir = RunDir(tmp_path)
+    run_dir.events.write_text('{"event":"merge"}\n')
+    run_dir.append_event({"event": "restart", "process": "eu/0"})
+    first, second = map(json.loads, run_dir.events.read_text().splitlines())
     assert (first["event"], second["event"]) == ("merge", "restart")
     assert second["time"].endswith("+00:00")
 
@@ -288,7 +288,7 @@ def test_the_learners_environment_overrides_the_dealt_gpu(tmp_path, manifest):
     ]:
         found = plan(load_job(manifest, sets))
         commands = Commands(
-            plan=found, rundir=RunDir(tmp_path / "run"), settings=settings,
+            plan=found, run_dir=RunDir(tmp_path / "run"), settings=settings,
             directory=tmp_path, programs=Programs(),
         )  # fmt: skip
         started = [commands.of(learner.name, port=0, endpoint="") for learner in found.learners]
@@ -301,8 +301,8 @@ def test_a_manifest_of_standard_input_is_kept_as_it_was(tmp_path, manifest, monk
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
     monkeypatch.chdir(tmp_path)
     stdin = manifests.STANDARD_INPUT
-    job, rundir = manifests.load_job(stdin), RunDir(tmp_path / "run")
-    with rundir.hold():
-        assert rundir.adopt(stdin, job, plan(job).spec) == tmp_path
-    assert rundir.manifest.read_bytes() == text
+    job, run_dir = manifests.load_job(stdin), RunDir(tmp_path / "run")
+    with run_dir.hold():
+        assert run_dir.adopt(stdin, job, plan(job).spec) == tmp_path
+    assert run_dir.manifest.read_bytes() == text
     manifests.read_standard_input.cache_clear()

@@ -10,16 +10,16 @@ from diloco.runtime import formatting
 from diloco.v1 import syncer_pb2 as pb
 from diloco_job.plan import plan
 from diloco_local.display import (
-    LiveProgress,
-    PlainProgress,
+    LiveDisplay,
+    PlainDisplay,
     Rate,
+    display_on,
     line,
-    progress_on,
     view,
 )
 from diloco_local.events import Completed, Exited, Interrupted, Limits, Served, Tick
 from diloco_local.policy import Policy
-from diloco_local.status import Facts, build, is_complete
+from diloco_local.status import RunFacts, build, is_complete
 from diloco_testing.manifests.files import load_job
 
 NOW = datetime(2026, 11, 21, 8, 0, tzinfo=UTC)
@@ -87,7 +87,7 @@ def reply(*learners, **more):
 def status(policy=None, answer=None, previous=None, *, reply_age_seconds=0.5, now=NOW):
     policy = policy or training_policy()
     running = {name: 10 + i for i, name in enumerate(policy.processes) if name != "kernels"}
-    facts = Facts(
+    facts = RunFacts(
         plan=PLAN,
         policy=policy,
         pids={
@@ -357,16 +357,16 @@ def test_a_narrow_terminal_still_shows_every_learner(width):
 
 def test_a_pipe_gets_lines_and_a_terminal_a_table(monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
-    assert isinstance(progress_on(Console(file=io.StringIO())), PlainProgress)
+    assert isinstance(display_on(Console(file=io.StringIO())), PlainDisplay)
     terminal = Console(file=io.StringIO(), force_terminal=True, width=100)
-    live = progress_on(terminal)
+    live = display_on(terminal)
     live.close()
-    assert isinstance(live, LiveProgress)
+    assert isinstance(live, LiveDisplay)
 
 
 def test_plain_lines_come_every_five_seconds_and_notes_at_once():
     console = Console(file=io.StringIO(), width=40)
-    progress = PlainProgress(console)
+    progress = PlainDisplay(console)
     for tenth in range(101):
         progress.show(at_step(tenth), tenth / 10)
     progress.note("eu/0 exited (signal 9 (SIGKILL)); restarts in 0.5 s, restart 1")
@@ -412,5 +412,5 @@ def test_b03_what_a_peer_sent_cannot_control_the_terminal():
     assert not any(control in shown for control in "\x1b\x9b\u202e")
     assert "[bold]" in shown
     output = io.StringIO()
-    PlainProgress(Console(file=output, width=400)).note(evil)
+    PlainDisplay(Console(file=output, width=400)).note(evil)
     assert not any(control in output.getvalue() for control in "\x1b\x9b\u202e")

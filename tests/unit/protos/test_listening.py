@@ -18,7 +18,7 @@ from prometheus_client import CollectorRegistry
 from diloco.rpc import servers
 from diloco.runtime import listening, metrics
 from diloco_agent.probe_server import Server
-from diloco_agent.probes import Answer
+from diloco_agent.probes import Reply
 from diloco_operator.watch.health import Health, HealthServer
 from diloco_operator.workqueue import WorkQueue
 from diloco_syncer import settings
@@ -29,7 +29,7 @@ needs_ipv6 = pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="this ma
 
 
 def probes() -> int:
-    return Server(0, lambda path, query: Answer(ok=True, message="ok")).port
+    return Server(0, lambda path, query: Reply(ok=True, message="ok")).port
 
 
 def operator_health() -> int:

@@ -9,7 +9,7 @@ import pytest
 
 from diloco.errors import UnavailableError
 from diloco.spec import RunSpec
-from diloco_syncer.refusals import Refusals
+from diloco_syncer.refusals import RefusalLog
 from diloco_syncer.rpc.call_limits import (
     JOINS_PER_MINUTE,
     OBSERVER_STREAMS,
@@ -43,7 +43,7 @@ class Waiting:
 
     def __init__(self, first_seconds):
         self.lines = []
-        refusals = Refusals(lambda event, **fields: self.lines.append(fields))
+        refusals = RefusalLog(lambda event, **fields: self.lines.append(fields))
         self.limits = CallLimits(SPEC, refusals, first_seconds=first_seconds)
         self.pool = Pool("test", 16)
         self.threads = []
@@ -137,7 +137,7 @@ def test_the_port_of_a_peer_does_not_make_it_another_one(peer, address):
 
 
 def test_a_learner_that_joins_in_a_tight_loop_is_refused_until_a_minute_is_over():
-    limits = CallLimits(SPEC, Refusals(lambda *given, **named: None))
+    limits = CallLimits(SPEC, RefusalLog(lambda *given, **named: None))
     for count in range(JOINS_PER_MINUTE):
         limits.join("eu/0", 100.0 + count / 10)
     with pytest.raises(UnavailableError, match="eu/0 began 120 sessions within a minute"):
@@ -149,7 +149,7 @@ def test_a_learner_that_joins_in_a_tight_loop_is_refused_until_a_minute_is_over(
 
 
 def test_more_learners_get_more_threads_and_fewer_remove_none():
-    limits = CallLimits(SPEC, Refusals(lambda *given, **named: None))
+    limits = CallLimits(SPEC, RefusalLog(lambda *given, **named: None))
     sizes = []
     for learners in ({"eu": 30}, {"eu": 200, "us": 100}, {"eu": 1}):
         limits.provide(learners)
@@ -215,7 +215,7 @@ def test_a_call_without_a_thread_does_not_wait_for_one_that_stays_busy(refused_t
 
 def test_missing_threads_are_started_although_no_further_call_comes(refused_threads, monkeypatch):
     monkeypatch.setattr("diloco_syncer.rpc.call_limits.WATCH_SECONDS", 0.01)
-    limits = CallLimits(SPEC, Refusals(lambda *given, **named: None))
+    limits = CallLimits(SPEC, RefusalLog(lambda *given, **named: None))
     limits.queries = Pool("test", 4)
     refused_threads[0] = 1
     assert limits.queries.executor.submit(pow, 2, 3).result(30) == 8

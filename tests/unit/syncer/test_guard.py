@@ -98,6 +98,37 @@ def test_of_a_tensor_that_most_members_did_not_change_the_fragment_is_the_measur
     assert misbehaving.merged_norms == pytest.approx((20.0, 2.0))
 
 
+def longest(norms, steps):
+    """By the definition: per member, the largest norm of each tensor."""
+    most = np.zeros((len(norms), len(norms[0])))
+    for scales in ([math.sqrt(s) for s in steps], steps):
+        whole = statistics.median_low(
+            math.hypot(*own) / scale for own, scale in zip(norms, scales, strict=True)
+        )
+        for slot in range(len(norms[0])):
+            usual = statistics.median_low(
+                own[slot] / scale for own, scale in zip(norms, scales, strict=True)
+            )
+            usual = max(usual, MINOR_SHARE * whole) if usual else whole
+            most[:, slot] = np.maximum(most[:, slot], [MULTIPLE * usual * s for s in scales])
+    return most.tolist()
+
+
+def test_a_learner_that_left_the_warm_up_behind_is_not_clipped_beside_two_in_their_first_step():
+    # bench_guard.py: 19 times the median per √step
+    slow = [member(f"eu/{m}", (1.0,), steps=1, tokens=100) for m in range(2)]
+    fast = member("us/0", (19.0 * math.sqrt(24),), steps=24, tokens=2400)
+    assert not any(c.clipped for c in guarded([*slow, fast], MULTIPLE))
+    misbehaving = member("us/0", (1e9,), steps=24, tokens=2400)
+    assert guarded([*slow, misbehaving], MULTIPLE)[2].merged_norms == (240.0,)
+
+
+def test_a_learner_in_its_first_step_is_not_clipped_beside_two_of_many_steps():
+    fast = [member(f"us/{m}", (math.sqrt(200),), steps=200, tokens=20000) for m in range(2)]
+    slow = member("eu/0", (9.0,), steps=1, tokens=100)
+    assert not any(c.clipped for c in guarded([*fast, slow], MULTIPLE))
+
+
 NORMS = st.floats(0, 1e300)
 MEMBERS = st.lists(
     st.tuples(NORMS, NORMS, st.integers(1, 30), st.integers(1, 2**50)), min_size=3, max_size=9
@@ -111,19 +142,11 @@ def test_whatever_members_state_none_exceeds_the_multiple_of_the_median_or_owns_
         for m, (a, b, steps, tokens) in enumerate(rows)
     ]
     limited = guarded(members, MULTIPLE)
-    roots = [math.sqrt(c.steps) for c in members]
-    whole = statistics.median_low(
-        math.hypot(*c.norms) / r for c, r in zip(members, roots, strict=True)
-    )
+    most = longest([c.norms for c in members], [c.steps for c in members])
     rate = RATE_MULTIPLE * statistics.median_low(c.tokens / c.steps for c in members)
-    for c, root in zip(limited, roots, strict=True):
-        for slot in range(2):
-            usual = statistics.median_low(
-                o.norms[slot] / r for o, r in zip(members, roots, strict=True)
-            )
-            assert c.merged_norms[slot] <= MULTIPLE * root * (
-                max(usual, MINOR_SHARE * whole) if usual else whole
-            ) * (1 + 1e-9)
+    for c, limits in zip(limited, most, strict=True):
+        for norm, limit in zip(c.merged_norms, limits, strict=True):
+            assert norm <= limit * (1 + 1e-9)
         assert c.weight <= rate**2 * c.steps * (1 + 1e-9)
 
 
@@ -171,17 +194,15 @@ def limited_merge(deltas, *, merge, tokens=None, **changes):
     weights = [c.weight for c in contributions]
     expected_N = np.zeros(FRAGMENT.elements)
     values = [u.values_N.astype(np.float64) for u in uploads]
-    whole = statistics.median_low(
-        np.linalg.norm(v) / math.sqrt(s) for v, s in zip(values, steps, strict=True)
-    )
-    for slot in FRAGMENT.slots:
-        here = slice(slot.offset, slot.end)
-        rows = [v[here] for v in values]
-        norms = [np.linalg.norm(v) for v in rows]
-        usual = statistics.median_low(n / math.sqrt(s) for n, s in zip(norms, steps, strict=True))
-        usual = max(usual, MINOR_SHARE * whole) if usual else whole
-        limits = [MULTIPLE * usual * math.sqrt(s) for s in steps]
-        rows = [v * min(1.0, b / n) for v, n, b in zip(rows, norms, limits, strict=True)]
+    places = [slice(slot.offset, slot.end) for slot in FRAGMENT.slots]
+    norms = [[float(np.linalg.norm(v[here])) for here in places] for v in values]
+    most = longest(norms, steps)
+    for index, slot in enumerate(FRAGMENT.slots):
+        here = places[index]
+        rows = [
+            v[here] * min(1.0, limits[index] / own[index])
+            for v, own, limits in zip(values, norms, most, strict=True)
+        ]
         shares = [w / sum(weights) for w in weights]
         mean_N = sum(s * v for s, v in zip(shares, rows, strict=True))
         if merge == "Radial" and not slot.average:

@@ -2,7 +2,7 @@
 
 from diloco.errors import ProtocolError, UnauthorisedError
 from diloco_syncer.core.refusals import FULL_REFUSALS, WINDOW_SECONDS
-from diloco_syncer.refusals import MAX_DETAIL, MAX_LEARNER, Refusals
+from diloco_syncer.refusals import MAX_DETAIL, MAX_LEARNER, RefusalLog
 
 
 class Journal:
@@ -11,7 +11,7 @@ class Journal:
     def __init__(self):
         self.now = 100.0
         self.lines = []
-        self.refusals = Refusals(self.record, clock=lambda: self.now)
+        self.refusals = RefusalLog(self.record, clock=lambda: self.now)
 
     def record(self, event, **fields):
         self.lines.append({"event": event, **fields})

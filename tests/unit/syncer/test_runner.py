@@ -23,7 +23,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission, Applicant
 from diloco_syncer.core.engine import Engine
 from diloco_syncer.metrics import Metrics
-from diloco_syncer.refusals import Refusals
+from diloco_syncer.refusals import RefusalLog
 from diloco_syncer.rpc.authorizer import Authorizer
 from diloco_syncer.rpc.call_limits import CallLimits
 from diloco_syncer.rpc.control import ControlService
@@ -92,7 +92,7 @@ def test_a_session_that_gets_no_incarnation_does_not_fix_the_model(runner, tmp_p
 
     control = ControlService(
         runner, BackgroundWriter(JournalWriter(tmp_path / "eval.jsonl")), Authorizer(job="j", tls=False),
-        CallLimits(SPEC, Refusals(runner.record)), next_incarnation=failing,
+        CallLimits(SPEC, RefusalLog(runner.record)), next_incarnation=failing,
     )  # fmt: skip
     tensors = [to_proto(t) for t in applicant("eu/0", 3).tensors]
     hello = pb.Hello(job="j", learner="eu/0", region="eu", spec_hash=SPEC.hash, tensors=tensors)

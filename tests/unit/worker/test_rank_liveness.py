@@ -4,13 +4,13 @@ import subprocess
 import sys
 
 from diloco.runtime import health
-from diloco_worker.rank_liveness import Progress
+from diloco_worker.rank_liveness import RankProgress
 from diloco_worker.settings import progress_file
 
 
 def test_each_step_is_progress_and_the_file_is_written_once_a_second(tmp_path):
     path = tmp_path / "health.json"
-    progress = Progress(path)
+    progress = RankProgress(path)
     progress.step(100.0)
     first = health.read(path)
     assert first is not None
@@ -43,4 +43,4 @@ def test_a_program_reports_with_one_function_that_does_not_load_torch(tmp_path):
 
 
 def test_outside_a_cluster_it_does_nothing():
-    Progress(progress_file({})).step(1.0)
+    RankProgress(progress_file({})).step(1.0)

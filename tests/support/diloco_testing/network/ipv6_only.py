@@ -14,7 +14,7 @@ import urllib.request
 from pathlib import Path
 
 from diloco_agent.probe_server import Server
-from diloco_agent.probes import Answer
+from diloco_agent.probes import Reply
 from diloco_agent.rank_zero import RankZero
 from diloco_agent.unit import Follower, Leader
 from diloco_testing.learners.scripted import ScriptedLearner, good_round, random_delta
@@ -57,8 +57,8 @@ def two_ranks() -> None:
     """The agents of the pods of one learner reach each other."""
     leader = Leader(boot="a", size=2)
 
-    def answer(path: str, query: str) -> Answer:
-        return Answer(ok=True, message=json.dumps(leader.order(1).to_json()))
+    def answer(path: str, query: str) -> Reply:
+        return Reply(ok=True, message=json.dumps(leader.order(1).to_json()))
 
     server = Server(8080, answer)
     rank_zero = RankZero((ADDRESS, server.port), Follower(boot="b", rank=1).report)
