@@ -168,8 +168,10 @@ def _commit() -> str:
         command = ["git", "-C", str(ROOT), *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
 
+    # The results of the benchmark before this one are no change of what is measured.
+    changes = git("status", "--porcelain", "--untracked-files=no", ":!benchmarks/results")
     return (git("rev-parse", "--short", "HEAD") or "unknown") + (
-        " with uncommitted changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+        " with uncommitted changes" if changes else ""
     )
 
 
