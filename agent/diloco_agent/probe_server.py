@@ -54,7 +54,6 @@ class Server:
 
         class Threads(AllAddresses, socketserver.ThreadingTCPServer):
             daemon_threads = True
-            request_queue_size = 32
 
         try:
             self._server = Threads(port, Handler)

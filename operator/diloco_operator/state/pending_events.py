@@ -16,7 +16,7 @@ from diloco_operator.state.objects import Object, controller_uid, labels
 from diloco_operator.state.pods import waits_for_kubelet
 from diloco_operator.state.previous_status import PreviousStatus, time_of
 
-LATE_SECONDS = 20.0
+PENDING_SECONDS = 20.0
 """How long a component is not ready before the Events of its objects are read."""
 
 LATE_SECONDS = 300.0
@@ -51,7 +51,7 @@ def stuck_objects(
         for workload in children
         if workload["kind"] in ("StatefulSet", "Deployment")
         and controller_uid(workload) in ("", uid)
-        and is_late(previous, _condition(workload), now, LATE_SECONDS)
+        and is_late(previous, _condition(workload), now, PENDING_SECONDS)
         for stuck in _stuck(workload, pods)
     )
     return tuple(item for _, item in zip(range(MAX_OBJECTS), found, strict=False))

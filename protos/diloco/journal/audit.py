@@ -126,7 +126,8 @@ def audit_parts(lines: Iterable[tuple[str, str]]) -> Audit:
             leading += not book.events
         else:
             book.check(place, event)
-    changes = max(0, len(book.epochs) - 1)
+    # Each epoch ends with at most one torn line, also one of which a crash left no other line.
+    changes = max(book.epochs, default=1) - min(book.epochs, default=1)
     # Of a syncer whose machine crashed at its start, the line `start` itself may be torn.
     before = min(leading, max(0, min(book.epochs, default=1) - 1))
     allowed = changes + before + book.cut + (1 if torn and torn[-1] == last else 0)

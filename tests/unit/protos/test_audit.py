@@ -269,6 +269,13 @@ def test_the_first_line_may_be_torn_if_the_first_start_that_is_left_is_a_later_o
         assert audit(text).ok is ok, (epoch, torn)
 
 
+def test_each_epoch_may_end_with_a_torn_line_also_one_that_left_no_other():
+    # seed 20261133175: of epoch 2 the start is torn, of epoch 3 every line is lost
+    for torn, ok in [(1, True), (2, True), (3, True), (4, False)]:
+        text = [json.dumps(start(1)) + "\n", *["{\n"] * torn, json.dumps(start(4)) + "\n"]
+        assert audit(text).ok is ok, torn
+
+
 def test_more_torn_lines_than_kills_are_a_violation():
     text = lines(history())
     text[3:3] = ["{\n", "}\n"]
