@@ -255,16 +255,19 @@ def all_of_it(audits: str, *, slow_tier: bool) -> Result:
 
 
 def fast() -> list[Group]:
-    """Unit tests that start no programs, with a tenth of the examples of properties, in two halves."""
-    first = ("agent", "charts", "cli", "job", "local", "operator")
+    """Unit tests that start no programs, with a tenth of the examples of properties, in three parts."""
+    parts = {
+        "operator": ("charts", "operator"),
+        "syncer, worker": ("sim", "syncer", "worker"),
+    }
     chosen = ("-m", "not slow", "--hypothesis-profile=fast", "--durations=10")
-    unit = [f"tests/unit/{folder}" for folder in first]
-    others = ("tests/unit", *(f"--ignore={path}" for path in unit))
-    # The threads of BLAS would spin for the cores of the other half. pytest keeps the tests as it has
+    paths = {name: [f"tests/unit/{f}" for f in folders] for name, folders in parts.items()}
+    others = ("tests/unit", *(f"--ignore={path}" for part in paths.values() for path in part))
+    # The threads of BLAS would spin for the cores of the other parts. pytest keeps the tests as it has
     # compiled them only where bytecode may be written, and otherwise compiles all of them in each run.
     environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
     return [
-        pytest("operator, command line", *chosen, *unit, **environment),
+        *(pytest(name, *chosen, *part, **environment) for name, part in paths.items()),
         pytest("the others", *chosen, *others, **environment),
     ]
 
