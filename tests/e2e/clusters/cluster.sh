@@ -78,7 +78,7 @@ build() {
 programs() {   # one module for all: what they share is downloaded and compiled once
   local new=$BIN/.new version; cd "$HERE/programs"
   version=$(go list -m -f '{{.Version}}' k8s.io/kubernetes)
-  CGO_ENABLED=0 go build -o "$new/" -gcflags=all=-dwarf=false -ldflags "-s -w \
+  CGO_ENABLED=0 GOGC=400 go build -o "$new/" -gcflags=all=-dwarf=false -ldflags "-s -w \
     -X k8s.io/component-base/version.gitVersion=$version -X k8s.io/component-base/version.gitMajor=1 \
     -X k8s.io/component-base/version.gitMinor=$(echo "$version" | cut -d. -f2)" ./hyperkube ./kubectl ./coredns helm.sh/helm/v3/cmd/helm
   mv "$new"/* "$BIN/"; rmdir "$new"
