@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from diloco.errors import ConfigError, MismatchError
+from diloco.errors import ConfigError, MismatchError, UnavailableError, UnknownLearnerError
 from diloco.model.fragments import Tensor
 from diloco.spec import RunSpec
 from diloco_syncer.core import admission as limits
@@ -85,6 +85,13 @@ def test_equal_digests_mean_equal_models():
 def test_the_index_of_a_learner_is_below_the_learners_of_its_region(learner, admitted):
     decision = decided(Admission(SPEC), learner=learner, region=learner[:2])
     assert isinstance(decision, Admitted) == admitted
+
+
+@pytest.mark.parametrize(("length", "error"), [(63, UnavailableError), (64, UnknownLearnerError)])
+def test_the_name_of_a_region_that_the_job_may_get_has_63_characters_at_most(length, error):
+    region = "r" * length
+    decision = decided(Admission(SPEC), learner=f"{region}/0", region=region)
+    assert isinstance(decision.error, error)
 
 
 def test_once_the_model_is_fixed_another_is_neither_cut_nor_remembered():

@@ -8,7 +8,7 @@ import pytest
 from diloco.codec import formats
 from diloco.errors import DilocoError, StaleIncarnationError, UnavailableError
 from diloco.model.fragments import Tensor
-from diloco_syncer.attempts import Attempt
+from diloco_syncer.attempts import Attempt, AttemptAbortedError
 from diloco_syncer.coordinator import MERGE_WINDOW_BYTES, BrokenStateError, ParametersReceived
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Applicant
@@ -250,6 +250,8 @@ def test_an_aborted_attempt_is_forgotten():
     syncer.coordinator._carry_out(ev.AbortMerge(round=1, attempt=1, reason="why"))
     assert syncer.attempts.get(1, 1) is None
     assert attempt.outcome is False
+    with pytest.raises(AttemptAbortedError, match=r"^why$"):
+        attempt.running()
 
 
 def test_the_attempts_of_the_last_tau_plus_one_commits_stay_for_chunks_requested_again():

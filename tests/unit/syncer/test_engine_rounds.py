@@ -151,6 +151,16 @@ def test_a_member_lost_while_merging_costs_one_attempt():
     assert (commit.round, commit.attempt, commit.fragment, commit.changed) == (1, 2, 1, True)
 
 
+def test_a_member_that_is_lost_after_the_others_waited_long_is_ejected_for_that():
+    job = Job("abc", overlap=1).meet()
+    job.report_all(1)
+    for name in "abc":
+        job.contribute(name)
+    out = job.left("b", at=1000.0)
+    [line] = logs("eject", out)
+    assert (line["learner"], line["reason"]) == ("b", "LeftRound")
+
+
 def test_below_the_quorum_the_others_are_released_and_pulled_again_after_a_pause():
     job = Job("ab", quorum=2, overlap=1).meet()
     job.report_all(1)

@@ -9,7 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.codec import formats
-from diloco_syncer.core.contribution import NORM_FLOOR, Contribution, ContributionError
+from diloco_syncer.core.contribution import (
+    MAX_EXCESS,
+    NORM_FLOOR,
+    Contribution,
+    ContributionError,
+)
 from diloco_syncer.core.guard import MINOR_SHARE, RATE_MULTIPLE, guarded
 from diloco_syncer.merging.blend import blend
 from diloco_testing.syncers.merging import feed, fragment_of, merge_of, upload, values_of
@@ -88,6 +93,19 @@ def test_the_guard_is_off_at_zero_and_with_fewer_than_three_members():
     assert guarded(members[1:], MULTIPLE) == tuple(members[1:])
     idle = member("us/1", (0.0, 0.0), tokens=0)
     assert guarded([*members[1:], idle], MULTIPLE) == (*members[1:], idle)
+
+
+@pytest.mark.parametrize("multiple", [0.5, 1.0])
+def test_the_guard_is_on_at_any_multiple_above_zero(multiple):
+    members = [*honest(2), member("us/0", (1e9, 2.0))]
+    assert guarded(members, multiple)[2].merged_norms[0] == pytest.approx(1.1 * multiple)
+
+
+def test_a_norm_beyond_a_limit_of_zero_exceeds_it_by_the_most_that_json_can_state():
+    members = [*(member(f"eu/{m}", (0.0, 0.0)) for m in range(2)), member("us/0", (1.0, 0.0))]
+    limited = guarded(members, MULTIPLE)
+    assert limited[2].norm_limits == (0.0, 0.0)
+    assert [c.excess for c in limited] == [0.0, 0.0, MAX_EXCESS]
 
 
 def test_of_a_tensor_that_most_members_did_not_change_the_fragment_is_the_measure():

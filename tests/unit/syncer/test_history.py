@@ -137,6 +137,14 @@ def test_steps_without_a_report_are_at_most_what_the_time_allows():
     assert history.credit(upload(1004, 1004, 100_400), 0).steps == 5 + 1 + HISTORY_MULTIPLE
 
 
+def test_tokens_of_steps_that_the_time_does_not_allow_are_those_since_the_report_before():
+    """Five of 995 steps since step 9, whose 900 tokens are credited already."""
+    history = honest(9)
+    history.add(report(1005), 10.0)
+    credited = history.credit(upload(1004, 1004, 100_400), 0)
+    assert (credited.steps, credited.tokens) == (9 + 1 + HISTORY_MULTIPLE, 900 + 500)
+
+
 def test_a_report_that_offered_nothing_shows_the_counters_of_its_step():
     """The link offers no fragment whose next result has arrived; the copy still exists."""
     history = honest()
