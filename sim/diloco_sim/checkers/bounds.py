@@ -64,8 +64,9 @@ class Bounds:
         self._lines: deque[float] = deque()
         self._written = 0
         """Bytes of all lines so far."""
-        # The oldest snapshot that is kept, and the one after which its part began.
-        self._snapshots = deque([0], maxlen=most.kept_snapshots + 2)
+        # The oldest snapshot that is kept, the one after which its part began, and the one before that: parts
+        # are deleted at a rotation, and a disk that hung makes a part of all that was written meanwhile.
+        self._snapshots = deque([0], maxlen=most.kept_snapshots + 3)
         """Bytes of all lines before each of the last snapshots."""
 
     def observe(self, event: dict[str, Any] | Moment, now: float) -> None:
