@@ -125,6 +125,14 @@ def test_a_member_that_uploads_a_used_report_is_left_out_and_named():
     assert job["a"].ejection is None, "its report was used, it did nothing wrong"
 
 
+def test_a_member_whose_counters_are_not_those_of_its_report_is_refused_with_the_reason():
+    job = Job("ab", overlap=1).meet()
+    job.report_all(1)
+    out = job.contribute("b", steps=9, tokens=90)
+    [line] = logs("refuse", out)
+    assert (line["learner"], line["reason"]) == ("b", "CountsDiffer")
+
+
 def test_a_member_lost_while_pulling_leaves_the_attempt_to_the_others():
     job = Job("ab", overlap=1).meet()
     job.report_all(1)

@@ -333,6 +333,7 @@ def test_a_snapshot_that_cannot_begin_is_tried_again_when_its_back_off_is_over()
     job.now = 1.0
     out = job(ev.Failed(decision=snapshot, reason="full"))
     assert logs("error", out) == [{"decision": "TakeSnapshot", "reason": "full"}]
+    assert job.engine.waiting_for().endswith("last failure: full")
     assert of(ev.TakeSnapshot, job.wait(5.0)) == []
     out = job(ev.Heartbeat(session=1, learner="a"), at=5.5)
     assert wake(out) == 6.0

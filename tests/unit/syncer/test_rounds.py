@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_syncer.core.contribution import Contribution
-from diloco_syncer.core.events import Merged
+from diloco_syncer.core.events import ConfirmedNorm, Merged
 from diloco_syncer.core.rounds import (
     MAX_RETRY_SECONDS,
     RETRY_SECONDS,
@@ -267,7 +267,10 @@ def test_the_line_of_a_merge_shows_the_duration_of_each_part_and_the_members():
     round_.quorum_at, round_.grace_seconds = 92.5, 1.23456789
     round_.contributed(contribution("b"))
     round_.contributed(contribution("a", base=None, steps=4, tokens=20))
-    merged = Merged(round=7, attempt=1, delta_norm=0.5, bytes_up=11, bytes_result=13)
+    merged = Merged(
+        round=7, attempt=1, delta_norm=0.5, bytes_up=11, bytes_result=13,
+        confirmed=(ConfirmedNorm(learner="b", norm=0.75, deviation=1e-7),),
+    )  # fmt: skip
     line = merge_line(round_, merged, quorum=2, guard=10.0, receivers=3, now=104.5)
     members = line.pop("members")
     assert line == {
@@ -277,6 +280,7 @@ def test_the_line_of_a_merge_shows_the_duration_of_each_part_and_the_members():
     }  # fmt: skip
     assert [m["learner"] for m in members] == ["a", "b"]
     assert members[0]["base"] is None
+    assert [(m["norm"], m["deviation"]) for m in members] == [(0.0, 0.0), (0.75, 1e-7)]
     assert {k: members[1][k] for k in ("incarnation", "step", "steps", "tokens", "base")} == {
         "incarnation": 3, "step": 9, "steps": 2, "tokens": 10, "base": 4,
     }  # fmt: skip

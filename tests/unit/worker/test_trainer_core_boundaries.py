@@ -30,6 +30,15 @@ def test_times_of_a_line_are_rounded_to_microseconds():
     )  # fmt: skip
 
 
+def test_a_line_states_the_wait_for_the_copy_of_a_checkpoint_only_if_there_was_a_copy():
+    core = joined()
+    core.step(1, None, now=1.0)
+    core.copied([], loss=None)
+    assert "copyWaitSeconds" not in core.line(now=1.5, queued_seconds=0.0)
+    line = core.line(now=1.5, queued_seconds=0.0, copy_wait_seconds=1 / 7)
+    assert line["copyWaitSeconds"] == 0.142857
+
+
 def test_a_loop_that_does_not_report_when_it_continues_is_not_charged_for_it():
     core = joined()
     core.ended(now=1.0)
