@@ -321,7 +321,8 @@ class Dropped(Record):
     events: Mapping[str, int]
     """Number of lines by event."""
     torn: int | None = None
-    """Torn lines before this one that the disk left when it took a part of a line."""
+    """Lines before this one of which the disk took a part, or which a crash of the machine may make unreadable:
+    the disk could not make them durable."""
 
 
 KINDS: Mapping[str, type[Record]] = {

@@ -68,7 +68,9 @@ class JournalWriter:
         self._missing: Counter[str] = Counter()
         """Lines that were lost and that no line has reported yet, by event."""
         self._cut = 0
-        """Lines of which the disk took a part, not reported yet."""
+        """Lines of which the disk took a part, or which it may have lost, not reported yet."""
+        self._unsynced = 0
+        """Lines since the file was last made durable, or counted as cut because it could not be."""
         if self._torn:
             self._write(b"")
         if begins:
@@ -92,7 +94,7 @@ class JournalWriter:
                 return False
             try:
                 if self._file is not None:
-                    self._file.sync()
+                    self._sync(self._file)
             except OSError as error:
                 log.warning("%s: not durable: %s", self.path, error.strerror or error)
                 return False
@@ -181,12 +183,23 @@ class JournalWriter:
         # before this one ended in the middle, which continues here.
         if self._disk.size(earlier) is None:
             if self._file is not None:
-                self._file.sync()  # a later `sync` is of the new file only
+                self._sync(self._file)  # a later `sync` is of the new file only
             self._rename(earlier)
         self._begin_file(earlier)
         self._position = Position(number, 0)
         self._heading = {"event": ROTATE, "part": number, **heading}
         return self._settle()
+
+    def _sync(self, file: File) -> None:
+        try:
+            file.sync()
+        except OSError:
+            # The kernel reports it once: the next fsync succeeds, and what was not written is lost in a
+            # crash of the machine.
+            self._cut += self._unsynced
+            raise
+        finally:
+            self._unsynced = 0
 
     def _rename(self, earlier: Path) -> None:
         # None if another process deleted it or an attempt before renamed it, empty if that created another.
@@ -260,6 +273,7 @@ class JournalWriter:
             return False
         self._size += written
         self._position = Position(self._position.part, self._size)
+        self._unsynced += 1
         if written == len(data):
             self._torn = False
             return True

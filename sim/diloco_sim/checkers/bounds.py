@@ -20,6 +20,9 @@ LINES_PER_MERGE = 4
 """A merge has one; its attempts may have been refused and repeated."""
 
 
+MOST_MESSAGES = 1000
+"""For a learner that hears nothing and is heard, as long as a connection is half open in a world."""
+
 LINE_BYTES = 64
 """Of a line of events.jsonl, besides what the syncer records: its time."""
 
@@ -76,7 +79,7 @@ class Bounds:
                 ("attempts are open", event.attempts, self._most_attempts),
                 ("transfers wait", event.streams, self._most_streams),
                 ("events and lines wait", event.queues, 2000),
-                ("messages wait for a session", event.outbox, 200),
+                ("messages wait for a session", event.outbox, MOST_MESSAGES),
                 ("bytes are held by a link", event.link_bytes, self._most.link_bytes),
                 (
                     "bytes of vectors are held by the syncer",

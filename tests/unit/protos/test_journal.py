@@ -435,6 +435,28 @@ def test_the_audit_knows_which_lines_a_full_disk_did_not_take(tmp_path: Path, ro
     assert sum(row.get("torn", 0) for row in stated) == found.torn_lines
 
 
+def test_lines_that_a_disk_could_not_make_durable_may_be_unreadable_after_a_crash(tmp_path: Path):
+    """Seed 20261138120: fsync fails once, the next one succeeds, and the crash leaves zeros."""
+    path, disk = tmp_path / "events.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    log.append(START)
+    assert log.sync()
+    log.append(merge_of(1))
+    begin, end = len(path.read_bytes().splitlines(keepends=True)[0]), path.stat().st_size
+    disk._refused = [("sync", "before")]
+    assert not log.sync()
+    assert log.sync(), "as Linux does"
+    log.append(merge_of(2))
+    log.close()
+    whole = path.read_bytes()
+    assert audit_parts(reader.lines(path)).merges == 2, "nothing is lost without a crash"
+    path.write_bytes(whole[:begin] + bytes(end - begin - 1) + whole[end - 1 :])
+    found = audit_parts(reader.lines(path))
+    assert (found.violations, found.merges, found.torn_lines) == ((), 1, 1)
+    [stated] = [row for row in reader.read(path) if row["event"] == "dropped"]
+    assert (stated["lines"], stated["torn"]) == (0, 1)
+
+
 def test_a_start_that_the_disk_did_not_take_is_not_held_against_the_merges_after_it(
     tmp_path: Path,
 ):
