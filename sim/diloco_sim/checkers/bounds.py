@@ -21,7 +21,7 @@ LINES_PER_MERGE = 4
 
 
 MOST_MESSAGES = 1000
-"""For a learner that hears nothing and is heard, as long as a connection is half open in a world."""
+"""For a learner that sends and receives nothing, as long as a connection is half open in a world."""
 
 LINE_BYTES = 64
 """Of a line of events.jsonl, besides what the syncer records: its time."""

@@ -255,7 +255,7 @@ def test_what_the_others_waited_for_a_learner_in_vain_adds_up_to_an_ejection():
     assert (job["b"].waited_seconds, job["b"].failed_at) == (0.0, 12.0)
 
 
-def test_a_learner_that_nobody_waited_for_is_ejected_without_a_wait():
+def test_an_ejection_that_cost_no_time_adds_no_wait():
     job = Learners(hold=4.0)
     assert job.it.eject("b", "Stalled", 1.0)
     assert (job["b"].waited_seconds, job["b"].long_waits) == (0.0, 0)
