@@ -93,6 +93,7 @@ def test_an_incarnation_is_presented_again_only_as_the_engine_knows_it():
         "tensors": TENSORS,
     }  # fmt: skip
     session = syncer.coordinator.admit(Applicant(**mine, incarnation=learner.incarnation))
+    assert syncer.coordinator.facts.layout is not None
     assert session.learner == "eu/0"
     with pytest.raises(StaleIncarnationError):
         syncer.coordinator.admit(Applicant(**mine, incarnation=learner.incarnation + 1))

@@ -516,6 +516,9 @@ def test_theta_that_would_grow_implausibly_stops_the_job_before_it_is_merged():
         )
     )
     assert job.logs("halt")[0]["fragment"] == 1
+    aborted = job.last(ev.AbortMerge)
+    assert (aborted.round, aborted.attempt) == (1, attempt)
+    assert aborted.reason in job.engine.waiting_for()
     assert not job.kinds(ev.Commit)
     assert "manual action" in job.engine.waiting_for()
     assert "from a root mean square of 0.5 to 1e+06" in job.engine.waiting_for()

@@ -125,6 +125,13 @@ def test_a_member_that_uploads_a_used_report_is_left_out_and_named():
     assert job["a"].ejection is None, "its report was used, it did nothing wrong"
 
 
+def test_the_progress_of_an_upload_that_no_round_waits_for_is_ignored():
+    job = Job("ab", overlap=1).meet()
+    job.report_all(1)
+    out = job(ev.Progress(learner="c", round=1, attempt=1, received_bytes=10, done=True))
+    assert [d for d in out if not isinstance(d, ev.WakeAt)] == []
+
+
 def test_a_member_whose_counters_are_not_those_of_its_report_is_refused_with_the_reason():
     job = Job("ab", overlap=1).meet()
     job.report_all(1)

@@ -199,6 +199,16 @@ def test_a_learner_whose_report_was_held_up_keeps_the_steps_that_it_made_meanwhi
     assert history.add(report(1036), 37.0) < 20, "and no more than those"
 
 
+def test_half_of_the_time_that_was_not_used_is_kept_once_a_report_takes_no_more_than_its_own_time():
+    history = honest()
+    history.usual_seconds, history.unspent = 1.0, 100.0
+    assert history._steps(2, 0.5) == HISTORY_MULTIPLE * 0.5
+    assert history.unspent == 100.0 / 2 + 2 - HISTORY_MULTIPLE * 2
+    history.unspent = 100.0
+    assert history._steps(3, 0.5) == 3
+    assert history.unspent == 100.0 + 2 - HISTORY_MULTIPLE * 3, "it was held up"
+
+
 def test_a_learner_cannot_save_up_steps_by_an_uneven_pace():
     history = History()
     for step in range(1, 400):

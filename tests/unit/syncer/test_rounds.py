@@ -286,6 +286,16 @@ def test_the_line_of_a_merge_shows_the_duration_of_each_part_and_the_members():
     }  # fmt: skip
 
 
+def test_what_the_others_lose_with_a_member_is_their_wait_for_it():
+    round_ = pulled("a", "b", now=100.0)
+    assert round_.waited_seconds("a", 103.0) == 0.0, "no other member waits for it yet"
+    delivers(round_, "b", done=True, now=101.0)
+    round_.update_hold(101.0, quorum=1)
+    assert round_.waited_seconds("a", 103.0) == 2.0
+    assert round_.waited_seconds("b", 103.0) == 0.0, "it has delivered"
+    assert round_.waited_seconds("c", 103.0) == 0.0, "it is not a member"
+
+
 def test_a_pause_of_the_syncer_is_in_none_of_the_times_of_a_round():
     round_ = pulled("a", "b", now=100.0)
     round_.quorum_at = 95.0
