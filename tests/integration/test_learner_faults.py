@@ -304,7 +304,6 @@ SCRIPT = """
 import os, sys, time, torch
 from torch import nn
 from diloco_worker import Learner
-from diloco_worker.fetch import fetch_model
 model = nn.Linear(64, 64)
 learner = Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1))
 print("link", learner._trainer._link.pid, flush=True)

@@ -157,7 +157,7 @@ class Evaluator:
 
     spec: RunSpec
     status: Callable[[], pb.StatusReply]
-    fetch: Callable[[pb.StatusReply], tuple[int, dict[str, NDArray[Any]]]]
+    fetch: Callable[[pb.StatusReply], dict[str, NDArray[Any]]]
     submit: Callable[[pb.Evaluation], object]
     scorer: Scorer
     state_file: Path | None = None
@@ -190,9 +190,11 @@ class Evaluator:
                     and status.tensors
                     and is_due(step=status.step, last=last, every=every, complete=complete)
                 ):
-                    step, weights = self.fetch(status)
+                    weights = self.fetch(status)
+                    # The step before the download: a merge during it changes some fragments, and the
+                    # model of the last step must not count as scored before all of it is there.
                     # A model without a score is not scored again; the next interval is.
-                    last = max(step, status.step)
+                    last = status.step
                     self._score(last, weights, tokens=status.tokens)
                 self.backoff.reset()
             except (grpc.RpcError, DilocoError) as error:

@@ -24,7 +24,7 @@ OBSERVER = Identity(learner="", epoch=0, incarnation=0)
 
 def fetch_model(
     channel: grpc.Channel, *, status: pb.StatusReply, spec: RunSpec
-) -> tuple[int, dict[str, npt.NDArray[Any]]]:
+) -> dict[str, npt.NDArray[Any]]:
     """
     Download the current model: every fragment in fp32, and the constants.
 
@@ -34,9 +34,9 @@ def fetch_model(
         spec: defines how they are cut into fragments.
 
     Returns:
-        The global step, and every tensor under each of its names, in its shape: fp32, except for
-        constants that are not floating point. Fragments are downloaded one after the other; the
-        step is the newest of theirs.
+        Every tensor under each of its names, in its shape: fp32, except for constants that are not
+        floating point. Fragments are downloaded one after the other: each is that of the global step
+        of `status` or a newer one.
 
     Raises:
         DilocoError: there is no model yet, or the connection broke; try again.
@@ -45,12 +45,10 @@ def fetch_model(
         raise UnavailableError("the syncer has no model yet; wait for its first learner")
     layout = _layout(status, spec)
     out: dict[str, npt.NDArray[Any]] = {}
-    newest = 0
     for fragment in layout.fragments:
         payloads = _download(channel, layout, fragment.index)
         flat_N = np.empty(fragment.elements, np.float32)
         decode_into(payloads, fragment, flat_N)
-        newest = max(newest, payloads.step)
         for slot in fragment.slots:
             values = flat_N[slot.offset : slot.offset + slot.tensor.elements].reshape(
                 slot.tensor.shape
@@ -59,7 +57,7 @@ def fetch_model(
                 out[name] = values
     payloads = _download(channel, layout, len(layout.fragments))
     out.update(_constants(payloads.buffer[: payloads.size_bytes]))
-    return newest, out
+    return out
 
 
 def _layout(status: pb.StatusReply, spec: RunSpec) -> Layout:

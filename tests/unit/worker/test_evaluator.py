@@ -137,7 +137,7 @@ class Syncer:
 
     def fetch(self, status):
         self.call()
-        return self.step, {"w": np.array([self.step], np.float32)}
+        return {"w": np.array([self.step], np.float32)}
 
     def submit(self, evaluation):
         self.call()
@@ -171,6 +171,22 @@ def test_a_run_scores_the_start_each_interval_and_the_end():
     syncer = Syncer(steps=210, stride=20)
     evaluator_of(syncer).run()
     assert syncer.scores == [(s, s + 0.5) for s in (0, 60, 100, 160, 200, 210)]
+
+
+def test_a_model_that_merges_change_while_it_is_downloaded_has_the_step_before():
+    syncer = Syncer(steps=60, stride=20)
+    fetch = syncer.fetch
+
+    def last_merge_during_the_download(status):
+        weights = fetch(status)
+        if status.step < syncer.steps:
+            weights["w"][:] = syncer.step = syncer.steps  # one fragment is new, another one old
+        return weights
+
+    evaluation = evaluator_of(syncer)
+    evaluation.fetch = last_merge_during_the_download
+    evaluation.run()
+    assert syncer.scores == [(0, 60.5), (60, 60.5)], "the complete model is scored in any case"
 
 
 def test_initial_weights_are_scored_as_step_0_without_a_download():
