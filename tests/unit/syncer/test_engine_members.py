@@ -78,7 +78,9 @@ def test_uploads_that_overtook_their_report_all_count_when_it_arrives():
         job.report_all(step)
     for round_ in (1, 2):
         job.contribute("a", round=round_, local_step=round_)
-        early = job.contribute("b", round=round_, local_step=2 + round_, steps=round_, tokens=10 * round_)
+        early = job.contribute(
+            "b", round=round_, local_step=2 + round_, steps=round_, tokens=10 * round_
+        )
         assert of(ev.BeginMerge, early) == []
     out = job.report("b", 4, steps=(2,) * 4, tokens=(20,) * 4)
     assert [d.round for d in of(ev.BeginMerge, out)] == [1, 2]

@@ -351,7 +351,9 @@ def test_the_speeds_are_measured_again_after_a_sixteenth_of_the_learners_has_rep
 def test_one_of_many_that_hung_and_makes_a_step_is_the_fastest_again_at_once():
     learners = fastest_of(a=0.5, **{f"n{i:02}": 4.0 for i in range(40)})
     for i in range(40):
-        learners.report(reported(f"n{i:02}", session=i + 2, local_step=2, step_seconds=4.0), now=14.0)
+        learners.report(
+            reported(f"n{i:02}", session=i + 2, local_step=2, step_seconds=4.0), now=14.0
+        )
     learners.note_hanging(21.0)
     assert learners.fastest_step_seconds() == 4.0
     learners.report(reported("a", local_step=2, step_seconds=0.5), now=21.0)
@@ -390,9 +392,7 @@ def test_a_report_without_new_tokens_keeps_the_tokens_of_a_step():
     assert learners.by_name["eu/0"].step_tokens == 60.0
 
 
-@pytest.mark.parametrize(
-    ("confirmed_at", "known", "stated"), [(50, 7, 9), (7, 50, 9), (7, 9, 50)]
-)
+@pytest.mark.parametrize(("confirmed_at", "known", "stated"), [(50, 7, 9), (7, 50, 9), (7, 9, 50)])
 def test_a_session_counts_its_steps_without_a_merge_from_the_newest_that_is_known(
     confirmed_at, known, stated
 ):
