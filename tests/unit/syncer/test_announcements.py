@@ -124,3 +124,13 @@ def test_the_lag_is_the_steps_that_began_meanwhile_and_fades_with_each_report():
     assert lag_of(10.0, started=9, global_step=5) == 10.0 * LAG_DECAY
     assert lag_of(0.0, started=5, global_step=9) == 0.0, "never negative"
     assert lag_of(1.0, started=9, global_step=9) == LAG_DECAY
+
+
+def test_a_learner_that_joins_is_announced_the_rounds_although_they_have_not_changed():
+    it, records = announcements(), LearnerRecords({"eu/0": learner()})
+    values = {"in_flight": [], "step": 0, "started": 0}
+    assert it.update(records, **values)
+    records.get_or_add("eu/1", region="eu").session = 2
+    records.changed()
+    [announcement] = it.update(records, **values)
+    assert announcement.learners == ("eu/1",)

@@ -200,3 +200,18 @@ def test_a_new_request_counts_bytes_from_zero():
     it.request(["a", "b"], 100.0)
     it.progressed("b", int(50 * rate), 150.0)
     assert it.deadline == 150.0 + STALL_SECONDS
+
+
+def test_nothing_is_repeated_once_the_model_is_exported():
+    it = durability(durable_step=100)
+    it.reached_end(100)
+    it.export_failed("full", 50.0)
+    it.exported()
+    assert it.tick(100, 1e9) == []
+
+
+def test_while_the_job_trains_it_does_not_wait_for_a_snapshot_that_failed():
+    it = durability()
+    it.snapshot(0)
+    it.snapshot_done(failed(), 0, 0.0)
+    assert it.waiting_for() == ""

@@ -328,3 +328,69 @@ def test_a_probe_has_the_time_of_an_upload_when_the_quorum_needs_the_learner():
     assert job.it.tick(11.0) == [], "more than hold and sync: two learners are needed, one is left"
     _, log = job.it.progressed(ev.Progress(**mine, received_bytes=1 << 21, done=True), 13.0)
     assert log.event == "readmit"
+
+
+def test_a_learner_that_costs_nothing_now_is_not_ejected_for_earlier_waits():
+    job = Learners(hold=4.0)
+    job["b"].waited_seconds, job["b"].waited_at = 9.0, 1.0
+    assert job.it.waited("b", 0.0, "LeftRound", 1.0) == []
+
+
+def test_all_probes_that_are_due_at_once_begin_at_once_each_as_an_attempt_of_its_own():
+    job = Learners()
+    job.it.eject("b", "Stalled", 0.0)
+    job.it.eject("c", "Stalled", 0.0)
+    probes = job.it.tick(5.0)
+    assert [probe.learner for probe in probes] == ["b", "c"]
+    assert [probe.attempt for probe in probes] == [PROBE_ATTEMPT + 1, PROBE_ATTEMPT + 2]
+
+
+def test_an_offer_that_arrives_when_a_probe_is_due_is_probed_at_once():
+    job = Learners()
+    job.it.eject("b", "Stalled", 0.0)
+    job.report("b", 2, step=2, offers=())
+    assert job.it.tick(5.0) == []
+    job.report("b", 2, step=3)
+    job.it.reported("b", 5.0)
+    assert job.probe(5.0).learner == "b"
+
+
+def test_a_probe_of_a_learner_beyond_the_quorum_has_the_time_of_a_round_only():
+    job = Learners(quorum=2, hold=4.0, sync=1.5)
+    job.it.eject("b", "Stalled", 0.0)
+    job.probe(5.0)
+    assert job.it.deadlines(5.0) == [5.0 + 4.0 + 1.5], "two train, and two are enough"
+
+
+def test_a_learner_for_which_rounds_waited_long_once_is_probed_at_once_when_it_joins():
+    job = Learners(hold=4.0)
+    job.it.eject("b", "Stalled", 100.0, waited=4.0)
+    assert job["b"].long_waits == 1
+    job.records.leave("b", 2)
+    job.it.left(job["b"])
+    job.join("b", 9)
+    job.it.joined(job["b"], 101.0)
+    job.report("b", 9)
+    assert job.probe(101.0).learner == "b"
+
+
+def test_the_attempt_of_a_probe_ends_with_a_reason():
+    job = Learners()
+    job.it.eject("b", "Stalled", 0.0)
+    job.probe(5.0)
+    [abort] = job.it.end_probe(job["b"], "Late", 6.0)
+    assert abort.reason == "the probe is over"
+    job.probe(job["b"].ejection.probe_at)
+    [abort] = job.it.left(job["b"])
+    assert abort.reason == "the session ended"
+
+
+def test_bytes_of_a_probe_earn_it_time_as_those_of_an_upload_do():
+    job = Learners(hold=1000.0)
+    job.it.eject("b", "Stalled", 0.0)
+    probe = job.probe(5.0)
+    mine = {"learner": "b", "round": probe.round, "attempt": probe.attempt}
+    job.it.progressed(ev.Progress(**mine, received_bytes=0, waiting=True), 20.0)
+    assert job.it.tick(5.0 + START_SECONDS) == []
+    assert job["b"].ejection.probe.upload.waiting
+    assert job.it.tick(20.0 + START_SECONDS)

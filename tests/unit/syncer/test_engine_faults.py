@@ -556,3 +556,10 @@ def test_the_growth_is_counted_from_the_last_durable_snapshot():
     growth.snapshot_done(durable=True)
     assert not growth.check(0, 9.0, 79.0), "8 is the size in that snapshot"
     assert growth.check(0, 9.0, 81.0)
+
+
+def test_theta_may_grow_exactly_tenfold():
+    growth = Growth()
+    assert not growth.check(0, 0.5, 5.0)
+    growth.snapshot_done(durable=True)
+    assert growth.check(0, 4.9, 5.1), "that snapshot was not of this process"

@@ -13,6 +13,7 @@ from diloco_syncer.core.engine import (
     Engine,
 )
 from diloco_syncer.core.initialisation import STALL_SECONDS
+from diloco_syncer.core.learners import Ejection
 from diloco_syncer.core.upload_limits import START_SECONDS
 from diloco_testing.syncers.engine_job import Job, logs, of, wake
 
@@ -424,3 +425,155 @@ def test_the_growth_is_counted_anew_whatever_a_durable_snapshot_was_taken_for():
     [taken] = of(ev.TakeSnapshot, job.wait(2 * RETRY_SECONDS + 1.0))
     job(ev.SnapshotDone(step=taken.step))
     assert growth.sizes == {}
+
+
+# ---------------------------------------------------------------- at the edges
+
+
+def test_a_checkpoint_of_step_1_is_used():
+    job = Job("a")
+    job.engine.scheduler.step = 1
+    assert of(ev.Admit, job.hello("a", session=9, checkpoint=1))[0].use_checkpoint
+
+
+def test_a_replaced_session_receives_the_reason_and_its_attempt_is_aborted_for_it():
+    job = Job("ab", quorum=2, overlap=1).meet()
+    job.report_all(1)
+    out = job.hello("b", session=9, incarnation=9)
+    [close] = of(ev.Close, out)
+    assert (close.session, close.reason) == (2, "StaleIncarnation")
+    assert close.detail == "b joined again as incarnation 9"
+    assert [d.reason for d in of(ev.AbortMerge, out)] == ["Replaced"]
+
+
+def test_an_attempt_is_aborted_for_the_reason_for_which_a_member_left():
+    job = Job("ab", quorum=2, overlap=1).meet()
+    job.report_all(1)
+    assert [d.reason for d in of(ev.AbortMerge, job.left("b"))] == ["Gone"]
+    job = Job("ab", quorum=2, overlap=1).meet()
+    job.report_all(1)
+    out = job.report("b", 1 << 40)
+    assert [d.reason for d in of(ev.AbortMerge, out)] == ["Protocol"]
+
+
+def test_the_probe_of_a_learner_that_leaves_or_joins_again_is_aborted():
+    job, mine = probed()
+    attempt = (mine["round"], mine["attempt"])
+    assert attempt in [(d.round, d.attempt) for d in of(ev.AbortMerge, job.left("c"))]
+    job, mine = probed()
+    out = job.hello("c", session=9, fresh=False)
+    assert (mine["round"], mine["attempt"]) in [
+        (d.round, d.attempt) for d in of(ev.AbortMerge, out)
+    ]
+
+
+def test_a_pause_of_the_syncer_makes_no_learner_hang():
+    job = Job("ab", overlap=1).meet()
+    job.report("a", 1, step_seconds=0.5, at=1.0)
+    job.report("b", 1, step_seconds=3.0)
+    job.engine.learners.confirm({"a": True, "b": True})
+    job(ev.Tick(), at=101.0)
+    job.wait(103.0)
+    assert not job["a"].hangs
+    assert job["a"].reported_at == 101.0
+
+
+def test_the_status_names_eight_learners_of_many():
+    names = [f"eu/{i:02}" for i in range(10)]
+    job = Job("a", initialised=False)
+    for name in names[:8]:
+        job.engine.waits(name)
+    assert job.engine.waiting_for().endswith(f"; with another model: {', '.join(names[:8])}")
+    for name in names[8:]:
+        job.engine.waits(name)
+    assert job.engine.waiting_for().endswith(
+        f"; with another model: {', '.join(names[:8])} and 2 more"
+    )
+
+
+def test_the_status_names_eight_of_the_members_without_tokens():
+    names = tuple(f"eu/{i:02}" for i in range(10))
+    job = Job("a")
+    job.report("a", 1)
+    scheduler = job.engine.scheduler
+    scheduler.unchanged, scheduler.without_tokens = 7, names
+    assert job.engine.waiting_for() == ""
+    scheduler.unchanged = 8
+    assert f"and {', '.join(names[:8])} and 2 more reported none" in job.engine.waiting_for()
+    scheduler.without_tokens = names[:8]
+    assert f"and {', '.join(names[:8])} reported none" in job.engine.waiting_for()
+    scheduler.without_tokens = ()
+    assert "and their members reported none" in job.engine.waiting_for()
+
+
+def test_the_status_names_eight_ejected_learners_when_the_quorum_is_short():
+    job = Job("abcdefghi", quorum=1, overlap=1, learners={"eu": 9}).meet()
+    for name in "abcdefghi":
+        job[name].ejection = Ejection(reason="Late", probe_at=1e9, failed_at=0.0)
+    job.engine.learners.changed()
+    named = ", ".join(f"{name} (Late)" for name in "abcdefgh")
+    assert job.engine.waiting_for() == f"a quorum of 1 (learners training: 0); ejected: {named}"
+
+
+def test_being_stuck_is_counted_from_the_initial_model():
+    job = Job("a", initialised=False)
+    for second in range(1, 100):
+        job.heartbeats(at=float(second))
+    job(ev.Initialised(learner="a"))
+    job(ev.SnapshotDone(step=0))
+    job.report("a", 0, offers=frozenset(), step_seconds=0.0)
+    assert stuck_after(job, job.now) == STUCK_SECONDS + 1, "no step has a measured time"
+
+
+def test_a_snapshot_that_could_not_begin_is_not_the_one_that_the_growth_is_counted_from():
+    job = Job("a", overlap=1, syncer_checkpoint=Checkpoint(every_steps=1, keep=2))
+    job.report("a", 1)
+    job.contribute("a")
+    merged = ev.Merged(
+        round=1, attempt=1, delta_norm=1.0, bytes_up=0, bytes_result=0, sizes=(1.0, 1.0)
+    )
+    [snapshot] = of(ev.TakeSnapshot, job(merged))
+    sizes = dict(job.engine.scheduler.growth.sizes)
+    assert sizes == {1: 1.0}
+    job(ev.Failed(decision=snapshot, reason="full"))
+    assert job.engine.scheduler.growth.sizes == sizes
+
+
+def test_a_snapshot_of_a_commit_is_taken_beside_what_else_is_decided():
+    job = Job("abc", overlap=1, syncer_checkpoint=Checkpoint(every_steps=1, keep=2)).meet()
+    job.report_all(1)
+    job["c"].ejection = Ejection(reason="Late", probe_at=1.0, failed_at=0.0)
+    job.engine.learners.changed()
+    for name in "abc":
+        job.contribute(name)
+    for name in "ab":
+        job.report(name, 2, at=0.5)
+    out = job.merged(at=1.0)
+    assert [d.step for d in of(ev.TakeSnapshot, out)] == [1]
+    assert [d.learner for d in of(ev.ProbeLearner, out)] == ["c"]
+    assert [(d.round, d.learners) for d in of(ev.Pull, out)] == [(2, ("a", "b"))]
+
+
+def test_a_job_is_at_its_end_only_when_no_round_is_in_flight():
+    job = Job("a", steps=2, overlap=2)
+    job.report("a", 1)
+    job.report("a", 2)
+    assert [r.step for r in job.rounds] == [1, 2]
+    assert of(ev.TakeSnapshot, job.merge("a", round=1, local_step=1)) == []
+    out = job.merge("a", round=2, local_step=2)
+    assert [d.step for d in of(ev.TakeSnapshot, out)] == [2]
+
+
+def test_a_refused_hello_is_written_down_with_the_reason_and_the_detail():
+    job = Job("")
+    out = job(
+        ev.Hello(
+            session=5, learner="eu/0", region="eu", incarnation=1, fresh=True, local_step=1 << 40,
+            checkpoint_step=0,
+        )
+    )  # fmt: skip
+    [close] = of(ev.Close, out)
+    assert (close.session, close.reason) == (5, "Protocol")
+    assert logs("refuse", out) == [
+        {"learner": "eu/0", "reason": "Protocol", "detail": close.detail}
+    ]

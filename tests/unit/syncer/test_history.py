@@ -9,7 +9,13 @@ from hypothesis import strategies as st
 
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.events import Reported
-from diloco_syncer.core.history import HISTORY_MULTIPLE, MAX_REPORTS, CountsDifferError, History
+from diloco_syncer.core.history import (
+    HISTORY_MULTIPLE,
+    MAX_REPORTS,
+    MAX_UNSPENT,
+    CountsDifferError,
+    History,
+)
 
 
 def report(local_step, *, steps=None, tokens=None, total=None, offers=(0,)):
@@ -386,3 +392,76 @@ def test_no_upload_is_credited_more_than_a_report_of_its_step_would_have_been(
     assert credited.steps <= reported_steps + since
     most = math.inf if usual is None else math.ceil(HISTORY_MULTIPLE * since * usual)
     assert credited.tokens <= min(false_tokens, reported_tokens + most)
+
+
+# ---------------------------------------------------------------- what is kept and learned
+
+
+def test_the_tokens_after_a_result_are_those_of_the_steps_after_it():
+    """The time allows 5 of 1000 steps; the copy is of the fourth after the result."""
+    history = honest()
+    history.add(report(1005, steps=5), 6.0)
+    contribution = upload(1004, 4, 400)
+    assert history.credit(contribution, 0) is contribution
+
+
+def test_the_first_report_is_credited_one_step_and_teaches_the_usual_tokens_of_a_step():
+    history = History()
+    first = replace(report(7), steps=(2, 4, 0), tokens=(100, 400, 0))
+    assert history.add(first, 3.0) == 1
+    assert history.tokens_per_step == 100.0, "of the fragment that has counted longest"
+    assert (history.seconds_per_step, history.usual_seconds) == (None, None)
+
+
+@pytest.mark.parametrize(("steps", "tokens"), [((0,), (0,)), ((), ()), ((3,), (0,))])
+def test_a_first_report_without_tokens_teaches_nothing(steps, tokens):
+    history = History()
+    history.add(replace(report(7), steps=steps, tokens=tokens), 3.0)
+    assert history.tokens_per_step is None
+
+
+def test_of_reports_beyond_the_most_every_second_of_the_older_half_is_kept():
+    assert [shown.local_step for shown in honest(MAX_REPORTS).reports] == list(range(1, 33))
+    kept = [shown.local_step for shown in honest(MAX_REPORTS + 1).reports]
+    assert kept == [1, 3, 5, 7, 9, 11, 13, 15, *range(17, 34)]
+
+
+def test_a_report_that_was_held_up_raises_the_usual_time_of_a_step_by_a_multiple_at_most():
+    history = honest()
+    assert (history.seconds_per_step, history.usual_seconds) == (1.0, 1.0)
+    history.add(report(7), 5.0 + 2 * 100.0)
+    assert history.seconds_per_step == (1.0 + 100.0) / 2
+    assert history.usual_seconds == (1.0 + HISTORY_MULTIPLE) / 2
+
+
+def test_reports_at_one_time_and_after_a_pause_show_no_speed():
+    history = honest()
+    history.add(report(6), 5.0)
+    history.pause()
+    history.add(report(7), 105.0)
+    assert (history.seconds_per_step, history.usual_seconds) == (1.0, 1.0)
+    history.add(report(8), 108.0)
+    assert history.seconds_per_step == 2.0
+
+
+def test_the_usual_tokens_of_a_step_grow_by_a_multiple_at_most_and_none_teach_nothing():
+    history = honest()
+    history.add(report(7, total=500), 7.0)
+    assert history.tokens_per_step == 100.0
+    history.add(report(9, total=500 + 2 * 300), 9.0)
+    assert history.tokens_per_step == (100.0 + 300.0) / 2
+    history.add(report(10, total=2**49), 10.0)
+    assert history.tokens_per_step == (200.0 + HISTORY_MULTIPLE * 200.0) / 2
+
+
+def test_the_time_that_was_not_used_is_kept_up_to_a_limit_and_is_never_owed():
+    history = honest()
+    history.add(report(6), 1e6)
+    assert history.unspent == MAX_UNSPENT
+    history = honest()
+    history.unspent = 0.0
+    history.add(report(1005), 5.5)
+    assert history.unspent == 0.0
+    history.unspent = 7.0
+    history.restart()
+    assert history.unspent == 0.0

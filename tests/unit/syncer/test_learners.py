@@ -3,6 +3,7 @@
 import pytest
 
 from diloco_syncer.core.events import Hello, Reported
+from diloco_syncer.core.history import ABSENT_STEPS, ABSENT_TOKENS
 from diloco_syncer.core.learners import Ejection, LearnerRecords
 
 
@@ -331,3 +332,104 @@ def test_an_upload_confirms_a_speed_for_a_number_of_steps_only():
     assert not record.confirmed, "only a merge ends that"
     learners.confirm({"a": True})
     assert learners.least_step_seconds(record) == 0.0
+
+
+def test_the_speeds_are_measured_again_after_a_sixteenth_of_the_learners_has_reported():
+    learners = fastest_of(**{f"n{i:02}": 1.0 for i in range(33)})
+    assert learners.fastest_step_seconds() == 1.0
+    for i, fastest in ((0, 1.0), (1, 1.0), (2, 0.8)):
+        learners.report(
+            reported(f"n{i:02}", session=i + 1, local_step=2, step_seconds=0.6), now=10.1
+        )
+        assert learners.fastest_step_seconds() == fastest, f"after {i + 1} of 33 reports"
+    sixteen = fastest_of(**{f"n{i:02}": 1.0 for i in range(16)})
+    assert sixteen.fastest_step_seconds() == 1.0
+    sixteen.report(reported("n00", local_step=2, step_seconds=0.6), now=10.1)
+    assert sixteen.fastest_step_seconds() == 0.8
+
+
+def test_one_of_many_that_hung_and_makes_a_step_is_the_fastest_again_at_once():
+    learners = fastest_of(a=0.5, **{f"n{i:02}": 4.0 for i in range(40)})
+    for i in range(40):
+        learners.report(
+            reported(f"n{i:02}", session=i + 2, local_step=2, step_seconds=4.0), now=14.0
+        )
+    learners.note_hanging(21.0)
+    assert learners.fastest_step_seconds() == 4.0
+    learners.report(reported("a", local_step=2, step_seconds=0.5), now=21.0)
+    assert learners.fastest_step_seconds() == 4.0, "its step took 11 s"
+    assert learners.least_step_seconds(learners.by_name["a"]) == 0.0
+
+
+def test_a_step_that_comes_exactly_when_the_next_one_counts_does():
+    learners = joined("a", "b")
+    learners.report(reported("a", step_seconds=2.0), now=0.0)
+    learners.report(reported("b", session=2, step_seconds=0.5), now=0.0)
+    learners.confirm({"a": True})
+    record = learners.by_name["b"]
+    record.paced_at = 10.0
+    assert not learners.paces(record, 11.9)
+    assert learners.paces(record, 12.0)
+    assert learners.paces(record, 15.0)
+    assert not learners.paces(record, 15.9), "of a late step, one more may come early"
+    assert learners.paces(record, 16.0)
+    assert record.paced_at == 16.0
+
+
+def test_learners_without_a_measured_step_pace_as_they_step():
+    learners = joined("a", "b")
+    learners.report(reported("a", step_seconds=0.0), now=6.0)
+    learners.report(reported("b", session=2, step_seconds=0.0), now=6.0)
+    assert learners.least_step_seconds(learners.by_name["a"]) == 0.0
+    assert learners.fastest_step_seconds() is None
+
+
+def test_a_report_without_new_tokens_keeps_the_tokens_of_a_step():
+    learners = joined()
+    learners.report(reported(local_step=1, total_tokens=100), now=6.0)
+    learners.report(reported(local_step=2, total_tokens=160), now=7.0)
+    learners.report(reported(local_step=3, total_tokens=160), now=8.0)
+    assert learners.by_name["eu/0"].step_tokens == 60.0
+
+
+@pytest.mark.parametrize(("confirmed_at", "known", "stated"), [(50, 7, 9), (7, 50, 9), (7, 9, 50)])
+def test_a_session_counts_its_steps_without_a_merge_from_the_newest_that_is_known(
+    confirmed_at, known, stated
+):
+    learners = joined()
+    record = learners.by_name["eu/0"]
+    record.confirmed_step, record.local_step = confirmed_at, known
+    learners.admit(hello(session=2, fresh=False, local_step=stated), now=7.0)
+    assert record.confirmed_step == 50
+
+
+def test_a_new_process_has_confirmed_nothing_and_the_next_session_of_one_still_has():
+    learners = joined()
+    learners.confirm({"eu/0": True})
+    learners.admit(hello(session=2, fresh=False), now=7.0)
+    assert learners.by_name["eu/0"].confirmed
+    learners.admit(hello(session=3, incarnation=2), now=7.0)
+    assert not learners.by_name["eu/0"].confirmed
+
+
+def test_a_learner_never_seen_may_have_trained_for_a_month_and_not_longer():
+    learners = LearnerRecords()
+    assert learners.implausible(hello(local_step=ABSENT_STEPS), 5.0) == ""
+    assert learners.implausible(hello(local_step=ABSENT_STEPS + 1), 5.0) != ""
+    assert learners.implausible(reported(local_step=1, total_tokens=ABSENT_TOKENS), 5.0) == ""
+    assert learners.implausible(reported(local_step=1, total_tokens=ABSENT_TOKENS + 1), 5.0) != ""
+
+
+@pytest.mark.parametrize("name", ["/0", "eu/\u00b2", "eu/", "/"])
+def test_a_join_of_a_name_that_no_learner_has_is_damaged(name):
+    learners = LearnerRecords()
+    assert learners.replay([{**JOIN, "learner": name}, {**JOIN, "learner": name}]) == 2
+    assert names(learners) == []
+
+
+def test_a_position_in_an_older_line_does_not_move_a_learner_back():
+    learners = LearnerRecords()
+    learners.replay([{**JOIN, "localStep": 9}, MERGE, {**JOIN, "localStep": 3}])
+    record = learners.by_name["eu/0"]
+    assert record.local_step == 9
+    assert record.used_reports.refused(1, 6)

@@ -303,3 +303,70 @@ def test_a_pause_of_the_syncer_is_in_none_of_the_times_of_a_round():
     round_.shift(60.0)
     assert (round_.started, round_.quorum_at, round_.pulled_at) == (150.0, 155.0, 160.0)
     assert round_.waited_seconds("a", 161.5) == 1.5
+
+
+def test_a_member_that_delivers_again_may_be_the_first_that_can_be_late():
+    round_ = pulled("a", "b")
+    delivers(round_, "a", waiting=True)
+    round_.progressed("b", 20 * RATE, waiting=False, done=False, now=120.0)
+    assert round_.next_deadline(5.0, 120.0) == 120.0 + START_SECONDS
+    round_.members["a"].deadline = 125.0
+    round_.progressed("a", 0, waiting=True, done=False, now=90.0)
+    assert round_.next_deadline(5.0, 120.0) == 120.0 + START_SECONDS, "it waits"
+    round_.progressed("a", 0, waiting=False, done=False, now=90.0)
+    assert round_.next_deadline(5.0, 120.0) == 125.0
+
+
+def test_a_new_attempt_and_a_pause_move_the_next_deadline():
+    round_ = pulled("a")
+    assert round_.next_deadline(5.0, 100.0) == 100.0 + START_SECONDS
+    round_.shift(7.0)
+    assert round_.next_deadline(5.0, 107.0) == 107.0 + START_SECONDS
+    round_.pull(["a"], 110.0)
+    assert round_.next_deadline(5.0, 110.0) == 110.0 + START_SECONDS
+    round_.merge(120.0)
+    assert round_.next_deadline(5.0, 120.0) == 120.0 + START_SECONDS
+
+
+def test_a_member_that_is_removed_or_pulled_again_has_no_early_header():
+    round_ = pulled("a", "b")
+    round_.early["a"] = contribution("a")
+    round_.remove("a")
+    assert round_.early == {}
+    round_.early["b"] = contribution("b")
+    round_.pull(["b"], 101.0)
+    assert round_.early == {}
+    round_.early["b"] = contribution("b")
+    round_.collect_again(102.0)
+    assert (round_.early, round_.pending) == ({}, 0)
+
+
+def test_a_member_of_a_merged_round_that_is_lost_costs_the_whole_attempt():
+    round_ = pulled("a", now=100.0)
+    round_.phase = Phase.MERGED
+    assert round_.waited_seconds("a", 103.0) == 3.0
+
+
+def test_the_line_of_a_merge_has_all_of_a_member_and_its_times_in_microseconds():
+    round_ = pulled("a", now=100.0000001)
+    round_.quorum_at, round_.grace_seconds = 92.12345678, 1.0
+    round_.contributed(
+        contribution("a", tokens=10, steps=2, norms=(6.0, 1.0), norm_limits=(2.0, 2.0))
+    )
+    merged = Merged(
+        round=7, attempt=1, delta_norm=0.5, bytes_up=11, bytes_result=13,
+        confirmed=(ConfirmedNorm(learner="a", norm=0.75, deviation=1e-7),),
+    )  # fmt: skip
+    line = merge_line(round_, merged, quorum=2, guard=10.0, receivers=3, now=104.7654321)
+    assert (line["quorumSeconds"], line["syncSeconds"]) == (2.123457, 4.765432)
+    assert line["members"] == [
+        {
+            "learner": "a", "incarnation": 3, "step": 9, "steps": 2, "tokens": 10, "weight": 50.0,
+            "base": 4, "norm": 0.75, "deviation": 1e-7, "ofMedian": 30.0, "clipped": 1,
+        }
+    ]  # fmt: skip
+
+
+def test_without_a_measured_step_the_others_wait_least_however_many_rounds_overlap():
+    assert free_seconds(overlap=9, step_seconds=None) == MIN_HOLD_SECONDS
+    assert hold_seconds(overlap=9, step_seconds=None) == MIN_HOLD_SECONDS

@@ -93,3 +93,17 @@ def test_what_outlives_the_syncer_is_what_was_merged_and_nothing_in_flight(merge
     again = UsedReports.from_json(data)
     assert again.newest == max(merged, default=3)
     assert not again.refused(2, 21)
+
+
+def test_a_round_that_pulled_nothing_uses_no_report():
+    used_reports = UsedReports()
+    used_reports.spend(1)
+    assert used_reports.fresh(0, 4.0)
+
+
+def test_a_learner_one_step_behind_is_a_far_one():
+    used_reports = UsedReports()
+    used_reports.pull(1, 10)
+    used_reports.claim(1, 11)
+    assert used_reports.fresh(11, 1.0), "its upload is of a step later than its report"
+    assert not used_reports.fresh(11, 0.99)

@@ -1,0 +1,261 @@
+"""The engine event by event: members that are refused, slow or lost, and what is written down of them."""
+
+import pytest
+
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.engine import HEARTBEAT_SECONDS
+from diloco_syncer.core.rounds import RETRY_SECONDS
+from diloco_syncer.core.scheduler import UNCHANGED_ROUNDS
+from diloco_testing.syncers.engine_job import Job, logs, of, pulls, wake
+
+
+def test_the_refusal_of_a_used_report_is_written_down_in_full_and_ends_the_attempt_with_its_reason():
+    job = Job("ab", quorum=2, overlap=1).meet()
+    job.report_all(1)
+    job["a"].used_reports.add(1)
+    out = job.contribute("a")
+    detail = "t_m 1 was merged before"
+    assert logs("refuse", out) == [
+        {"learner": "a", "reason": "ReportUsed", "detail": detail, "step": 1, "fragment": 1}
+    ]
+    assert of(ev.AbortMerge, out) == [ev.AbortMerge(round=1, attempt=1, reason=detail)]
+
+
+def test_a_learner_that_uploads_used_reports_is_ejected_for_waits_beyond_tau_steps():
+    job = Job("abc", overlap=2).meet()
+    job.report_all(1)
+    for name in "bc":
+        job.contribute(name)  # now they wait for a
+    job["a"].used_reports.add(1)
+    job["a"].waited_seconds, job["a"].waited_at = 3.0, 3.0  # of a hold of 4 s
+    assert job.engine.scheduler.hold_seconds() == 4.0
+    out = job.contribute("a", at=2.9)
+    assert logs("refuse", out)[0]["reason"] == "ReportUsed"
+    assert 3.8 < job["a"].waited_seconds < 4.0, "0.9 s beyond two steps of a second"
+    assert logs("eject", out) == []
+
+    job = Job("abc", overlap=2).meet()
+    job.report_all(1)
+    for name in "bc":
+        job.contribute(name)
+    job["a"].used_reports.add(1)
+    job["a"].waited_seconds, job["a"].waited_at = 3.5, 3.0
+    assert logs("eject", job.contribute("a", at=2.9))[0]["reason"] == "ReportUsed"
+
+
+def test_the_refusal_of_other_counters_is_written_down_in_full():
+    job = Job("ab", overlap=1).meet()
+    job.report_all(1)
+    [line] = logs("refuse", job.contribute("b", steps=9, tokens=90))
+    assert "states 90 tokens in 9 steps" in line.pop("detail")
+    assert line == {"learner": "b", "reason": "CountsDiffer", "step": 1, "fragment": 1}
+
+
+def test_a_member_that_is_dropped_is_written_down_in_full_and_its_reason_ends_the_attempt():
+    job = Job("ab", quorum=2, overlap=1).meet()
+    job.report_all(1)
+    out = job.dropped("b", reason="NotFinite")
+    assert logs("refuse", out) == [
+        {"learner": "b", "reason": "NotFinite", "detail": "x", "step": 1, "fragment": 1}
+    ]
+    assert of(ev.AbortMerge, out) == [ev.AbortMerge(round=1, attempt=1, reason="NotFinite")]
+
+
+def test_what_is_dropped_by_a_learner_that_is_not_a_member_changes_nothing():
+    job = Job("abc", quorum=2, overlap=1)
+    job.report("c", 1, offers=frozenset())
+    job.report("a", 1)
+    job.report("b", 1)
+    job.wait(1.0)
+    assert sorted(job.rounds[0].members) == ["a", "b"]
+    assert [type(d) for d in job.dropped("c")] == [ev.WakeAt]
+    assert [type(d) for d in job.dropped("a", attempt=9)] == [ev.WakeAt]
+
+
+def test_uploads_that_overtook_their_report_all_count_when_it_arrives():
+    job = Job("ab").meet()
+    for step in (1, 2):
+        job.report_all(step)
+    for round_ in (1, 2):
+        job.contribute("a", round=round_, local_step=round_)
+        early = job.contribute(
+            "b", round=round_, local_step=2 + round_, steps=round_, tokens=10 * round_
+        )
+        assert of(ev.BeginMerge, early) == []
+    out = job.report("b", 4, steps=(2,) * 4, tokens=(20,) * 4)
+    assert [d.round for d in of(ev.BeginMerge, out)] == [1, 2]
+
+
+def test_a_merge_that_ends_before_all_headers_are_there_or_for_no_round_is_not_committed():
+    job = Job("ab", overlap=1).meet()
+    job.report_all(1)
+    job.contribute("a")
+    assert [type(d) for d in job.merged()] == [ev.WakeAt]
+    assert [type(d) for d in job.merged(round=7)] == [ev.WakeAt]
+
+
+def test_progress_of_a_round_that_is_merged_and_waits_for_its_turn_is_ignored():
+    job = Job("ab").meet()
+    for step in (1, 2):
+        job.report_all(step)
+    for name in "ab":
+        job.contribute(name, round=2, local_step=2)
+    job.merged(round=2)
+    job(ev.Progress(learner="b", round=2, attempt=1, received_bytes=99, done=True))
+    assert job.rounds[1].members["b"].received_bytes == 0
+
+
+def slow_member(*, quorum=1):
+    """Round 1 of a, b and c, in which all but c have delivered at second 0; a step takes 2 s."""
+    job = Job("abc", quorum=quorum, overlap=2)
+    for name in "abc":
+        job.report(name, 0, offers=frozenset(), step_seconds=2.0)
+    for name in "abc":
+        job.report(name, 1, step_seconds=2.0)
+    for name in "abc":
+        job.contribute(name)
+    for name in "ab":
+        job(ev.Progress(learner=name, round=1, attempt=1, received_bytes=9, done=True))
+    assert job.engine.scheduler.hold_seconds() == 8.0
+    return job, {"learner": "c", "round": 1, "attempt": 1}
+
+
+def test_a_member_is_slow_only_beyond_the_time_that_the_others_may_wait_again_and_again():
+    job, mine = slow_member()
+    job["c"].waited_seconds, job["c"].waited_at = 7.5, 5.0
+    job.wait(4.0)
+    assert logs("eject", job(ev.Progress(**mine, received_bytes=9, done=True), at=5.0)) == []
+    assert job["c"].waited_seconds == 7.5, "1.25 times two steps of 2 s"
+
+    job, mine = slow_member()
+    job["c"].waited_seconds, job["c"].waited_at = 7.0, 5.5
+    job.wait(5.0)
+    assert logs("eject", job(ev.Progress(**mine, received_bytes=5), at=5.2)) == []
+    [line] = logs("eject", job(ev.Progress(**mine, received_bytes=9, done=True), at=5.5))
+    assert (line["learner"], line["reason"]) == ("c", "Slow")
+
+    job, mine = slow_member()
+    job["c"].waited_seconds, job["c"].waited_at = 6.0, 5.5
+    job.wait(5.0)
+    for _ in range(2):  # it delivers once
+        out = job(ev.Progress(**mine, received_bytes=9, done=True), at=5.5)
+        assert logs("eject", out) == []
+    assert job["c"].waited_seconds == 6.0 + 1.5, "beyond two steps of 2 s"
+
+
+def test_a_slow_member_is_left_out_of_all_rounds_to_which_it_has_not_delivered():
+    job = Job("abc", overlap=3, quorum=1)
+    for name in "abc":
+        job.report(name, 0, offers=frozenset(), step_seconds=1.0)
+    for step in (1, 2, 3):
+        job.now = step - 1.0
+        job.report_all(step)
+    assert [r.step for r in job.rounds] == [1, 2, 3]
+    for round_ in (1, 2, 3):
+        for name in "abc":
+            job.contribute(name, round=round_, local_step=round_)
+    for name in "ab":
+        job(ev.Progress(learner=name, round=1, attempt=1, received_bytes=9, done=True))
+    job.wait(6.0)
+    job["c"].waited_seconds, job["c"].waited_at = 6.0, 6.0
+    out = job(ev.Progress(learner="c", round=1, attempt=1, received_bytes=9, done=True))
+    assert [line["reason"] for line in logs("eject", out)] == ["Slow"]
+    assert of(ev.AbortMerge, out) == [
+        ev.AbortMerge(round=round_, attempt=1, reason="Slow") for round_ in (2, 3)
+    ]
+    assert pulls(out) == [(2, 2, ("a", "b")), (3, 2, ("a", "b"))]
+
+
+def test_of_two_late_members_of_a_merge_the_second_has_the_next_attempt_to_deliver():
+    job = Job("abcd").meet()
+    job.report_all(1)
+    for name in "abcd":
+        job.contribute(name)
+    for name in "ab":
+        job(ev.Progress(learner=name, round=1, attempt=1, received_bytes=9, done=True))
+    out = job.wait(4.0)
+    assert [line["learner"] for line in logs("refuse", out)] == ["c"]
+    assert [line["step"] for line in logs("refuse", out)] == [1]
+    assert of(ev.AbortMerge, out) == [ev.AbortMerge(round=1, attempt=1, reason="Stalled")]
+    assert pulls(out) == [(1, 2, ("a", "b", "d"))]
+    assert job["c"].long_waits == 1, "the whole attempt was in vain"
+
+
+def test_the_engine_does_not_wake_for_a_pause_that_is_over():
+    job = Job("ab", quorum=2, overlap=1).meet()
+    job.report_all(1)
+    out = job.dropped("b")
+    assert wake(out) == pytest.approx(2 * RETRY_SECONDS)
+    out = job(ev.Tick(), at=wake(out))
+    assert wake(out) == job.now + HEARTBEAT_SECONDS, "b has nothing new"
+
+
+def test_a_round_without_weight_ends_its_own_attempt():
+    job = Job("ab", overlap=1).meet()
+    for name in "ab":
+        job.report(name, 1, steps=(0,) * 4, tokens=(0,) * 4)
+    job.contribute("a", steps=0, tokens=0)
+    out = job.contribute("b", steps=0, tokens=0)
+    assert [(d.round, d.attempt) for d in of(ev.AbortMerge, out)] == [(1, 1)]
+    [commit] = of(ev.Commit, out)
+    assert (commit.round, commit.attempt, commit.fragment) == (1, 1, 1)
+
+
+def test_a_learner_that_leaves_when_no_round_waits_for_it_adds_no_wait():
+    job = Job("ab", overlap=1).meet()
+    job.left("b")
+    assert job["b"].waited_seconds == 0.0
+
+
+def test_every_merge_of_a_learner_counts():
+    job = Job("a", overlap=1)
+    for step in (1, 2, 3):
+        job.report("a", step)
+        job.merge("a", round=step, local_step=step)
+    scheduler = job.engine.scheduler
+    assert (job["a"].merges, scheduler.merges, scheduler.commits) == (3, 3, 3)
+
+
+def test_a_halt_is_written_down_in_full_and_ends_every_attempt():
+    job = Job("ab").meet()
+    for step in (1, 2):
+        job.report_all(step)
+    for name in "ba":
+        job.contribute(name)
+    grown = ev.Merged(
+        round=1, attempt=1, delta_norm=1.0, bytes_up=0, bytes_result=0, sizes=(1.0, 1e6)
+    )
+    out = job(grown)
+    [line] = logs("halt", out)
+    reason = line.pop("reason")
+    assert reason.startswith("fragment 1 of Θ would grow")
+    assert line == {"step": 1, "fragment": 1, "learners": "a, b"}
+    assert of(ev.AbortMerge, out) == [
+        ev.AbortMerge(round=round_, attempt=1, reason=reason) for round_ in (1, 2)
+    ]
+    assert job["a"].fresh, "its reports were not merged"
+    assert job.rounds == []
+
+
+def test_the_line_of_rounds_that_change_nothing_shows_which_and_how_many():
+    job = Job("ba", overlap=1, interval=4).meet()
+    out = []
+    for step in range(1, UNCHANGED_ROUNDS + 2):
+        for name in "ba":
+            job.report(name, step, tokens=(0,) * 4, at=float(step))
+        for name in "ba":
+            out += job.contribute(name, round=step, local_step=step, tokens=0)
+    assert logs("unchanged", out) == [
+        {"step": UNCHANGED_ROUNDS, "rounds": UNCHANGED_ROUNDS, "learners": "a, b"}
+    ]
+
+
+def test_the_steps_of_a_learner_count_for_the_pace_until_no_merge_has_confirmed_it_for_long():
+    job = Job("ab", interval=4, overlap=1)
+    job.report_all(1)
+    job.engine.learners.confirm({"a": True})
+    for step in range(2, 34):
+        job.report("a", step)
+    assert job["a"].confirmed, "32 steps after the one that was confirmed"
+    job.report("a", 34)
+    assert not job["a"].confirmed
