@@ -199,7 +199,8 @@ def test_what_is_remembered_of_refused_learners_is_bounded():
 
 
 def test_a_resumed_job_admits_its_own_model_without_a_cut(monkeypatch):
-    layout = decided(Admission(SPEC)).layout
+    model = {"tensors": TENSORS, "constants": (tensor("rope"),)}
+    layout = decided(Admission(SPEC), **model).layout
     monkeypatch.setattr(limits, "cut", None)
-    decision = decided(Admission(SPEC, layout=layout), tensors=TENSORS[::-1], layout_fixed=True)
-    assert decision.layout is layout
+    model["tensors"] = TENSORS[::-1]
+    assert decided(Admission(SPEC, layout=layout), **model, layout_fixed=True).layout is layout

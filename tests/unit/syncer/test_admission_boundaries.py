@@ -116,3 +116,20 @@ def test_the_newest_models_of_a_fresh_job_are_remembered():
     decided(admission, tensors=(*TENSORS, tensor("d")))
     assert decided(admission, tensors=models[1]).layout is layouts[1]
     assert decided(admission, tensors=models[2]).layout is not layouts[2], "the oldest was dropped"
+
+
+def test_of_a_model_with_constants_only_the_differences_are_named():
+    admission, constants = Admission(SPEC), (tensor("rope"),)
+    decided(admission, constants=constants)
+    other = (TENSORS[0], tensor("b", (9,)))
+    refused = decided(admission, tensors=other, constants=constants, layout_fixed=True)
+    assert "parameter b" in str(refused.error)
+    assert "rope" not in str(refused.error)
+    assert "rope" in str(decided(admission, layout_fixed=True).error)
+
+
+def test_parameters_that_the_spec_averages_are_averaged_in_the_layout():
+    spec = dataclasses.replace(SPEC, average_parameters=("b",))
+    admitted = decided(Admission(spec), spec_hash=spec.hash)
+    slots = [slot for fragment in admitted.layout.fragments for slot in fragment.slots]
+    assert {slot.tensor.name: slot.average for slot in slots} == {"a": False, "b": True}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import numpy as np
 import pytest
 
@@ -242,6 +244,8 @@ def test_a_commit_makes_a_new_version_that_is_sent_to_all_learners():
     assert (committed.fragment, committed.version.epoch, committed.version.step) == (1, 1, 1)
     assert syncer.attempts.get(1, 1).outcome is True
     assert np.any(syncer.facts.parameters.current(1).theta_N)
+    vectors = 2  # Θ and momentum of the fragment
+    assert syncer.coordinator.vector_bytes == vectors * 4 * learner.layout.fragments[1].elements
 
 
 def test_an_aborted_attempt_is_forgotten():
@@ -272,7 +276,7 @@ def test_an_orderly_end_keeps_what_is_not_durable_yet():
     assert syncer.coordinator.last_snapshot() is None, "it is durable"
     syncer.state.engine.scheduler.step = 1
     last = syncer.coordinator.last_snapshot()
-    assert last.step == 1
+    assert (last.step, last.epoch) == (1, syncer.state.engine.epoch)
     assert last.meta["engine"] == syncer.state.engine.to_json()
     syncer.coordinator._break("test")
     assert syncer.coordinator.last_snapshot() is None
@@ -316,3 +320,29 @@ def test_every_decision_is_observed_before_it_is_carried_out():
     kinds = [type(d).__name__ for d in seen]
     assert kinds.index("Admit") < kinds.index("RequestInitial")
     assert kinds[-1] == "WakeAt"
+
+
+def test_a_line_after_which_a_person_must_act_is_logged_as_a_warning_and_no_merge_at_all(caplog):
+    caplog.set_level(logging.INFO, logger="diloco_syncer.coordinator")
+    syncer = fresh()
+    for event in ("halt", "join", "merge"):
+        syncer.coordinator._carry_out(ev.Log(event=event, fields={}))
+    assert [line["event"] for line in syncer.lines[-3:]] == ["halt", "join", "merge"]
+    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+        ("WARNING", "halt {}"), ("INFO", "join {}"),
+    ]  # fmt: skip
+
+
+def test_the_numbers_of_learners_in_force_decide_who_is_admitted():
+    syncer, _ = begin()
+    syncer.run(ev.LimitsChanged(learners={"eu": 1}))
+    with pytest.raises(UnavailableError, match="beyond the 1 learners of region eu"):
+        DrivenLearner(syncer, "eu/1", TENSORS)
+
+
+def test_the_model_of_a_session_counts_before_its_first_message_was_processed():
+    syncer = fresh()
+    stated = {"job": "j", "region": "eu", "spec_hash": syncer.spec.hash}
+    syncer.coordinator.admit(Applicant(**stated, learner="eu/0", tensors=TENSORS))
+    with pytest.raises(UnavailableError, match="a different model than another learner"):
+        syncer.coordinator.admit(Applicant(**stated, learner="eu/1", tensors=TENSORS[1:]))

@@ -13,7 +13,13 @@ from diloco_syncer.coordinator import ParametersReceived
 from diloco_syncer.core import admission as limits
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission, Admitted, Applicant, Refused
-from diloco_syncer.core.initialisation import STALL_SECONDS, WAITING_SECONDS, Initialisation
+from diloco_syncer.core.initialisation import (
+    MAX_UPLOADS,
+    STALL_SECONDS,
+    WAITING_SECONDS,
+    Initialisation,
+)
+from diloco_syncer.core.upload_limits import MIN_BYTES_PER_SECOND
 from diloco_testing.learners.scripted import thetas_of
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, DrivenUpload, driven_spec
 
@@ -256,6 +262,71 @@ def test_a_session_that_begins_anew_begins_no_new_count_of_uploads():
         assert it.begun_parts == begun
         it.withdraw("a")
         it.request(["a"], 0.0)
+
+
+def test_uploads_of_the_initial_model_that_begin_too_often_earn_no_more_time():
+    it = Initialisation(parts=1)
+    it.request(["a"], 0.0)
+    begun = 1
+    while begun <= MAX_UPLOADS:
+        before = it.deadline
+        for at_bytes in (1 << 30, 1 << 30, 0):
+            it.progressed("a", at_bytes, 10.0 * begun)
+        assert it.deadline == 10.0 * begun + STALL_SECONDS > before, (
+            "bytes that repeat begin nothing"
+        )
+        begun += 1
+    it.progressed("a", 1 << 30, 10.0 * begun)
+    assert it.deadline == 10.0 * MAX_UPLOADS + STALL_SECONDS
+
+
+def test_bytes_of_the_initial_model_earn_time_once():
+    it = Initialisation()
+    it.request(["a"], 0.0)
+    for seconds, earned in ((10, 10), (10, 10), (15, 15), (5, 20)):  # the last: of the next part
+        it.progressed("a", seconds * MIN_BYTES_PER_SECOND, 30.0)
+        assert it.deadline == STALL_SECONDS + earned
+
+
+def test_what_one_learner_uploaded_is_no_progress_of_the_next():
+    it = Initialisation()
+    it.request(["a"], 0.0)
+    it.progressed("a", 1 << 20, 0.0)
+    it.fail("a", "Damaged", "x")
+    it.request(["a", "b"], 0.0)
+    assert it.learner == "b"
+    for at_bytes in (0, 1):
+        it.progressed("b", at_bytes, 0.0)
+        assert (it.received_bytes, it.begun_parts) == (at_bytes, 1)
+
+
+def test_each_failure_of_the_learner_that_is_asked_is_recorded_and_counted():
+    it = Initialisation()
+    line = ev.Log(event="refuse", fields={"learner": "a", "reason": "Damaged", "detail": "x"})
+    for count in (1, 2):
+        it.request(["a"], 0.0)
+        assert it.fail("b", "Damaged", "x") == []
+        assert it.fail("a", "Damaged", "x") == [line]
+        assert it.failures == {"a": count}
+    it.request(["a"], 0.0)
+    assert it.tick(STALL_SECONDS - 0.1) == []
+    [late] = it.tick(STALL_SECONDS)
+    assert (late.fields["learner"], late.fields["reason"], it.learner) == ("a", "InitialLate", None)
+
+
+def test_a_learner_that_waits_precedes_those_that_have_all_failed_more_often():
+    it = Initialisation(failures={"a": 1, "b": 2})
+    assert it.preceding(["a"]) == "", "none waits"
+    it.wait("w", 0.0)
+    found = {names: it.preceding(names.split()) for names in ("a", "a b", "a c", "c", "")}
+    assert found == {"a": "w", "a b": "w", "a c": "", "c": "", "": ""}
+    it.joined("w")
+    it.wait("b", 0.0)
+    assert it.preceding(["a"]) == it.preceding(["b"]) == ""
+    it.wait("w", 0.0)
+    assert it.preceding(["a"]) == "w"
+    it.request(["a"], 0.0)
+    assert it.preceding(["a"]) == "", "a learner is asked"
 
 
 def test_a_pause_of_the_syncer_costs_neither_the_one_that_is_asked_nor_those_that_wait():

@@ -1,5 +1,6 @@
 """No member owns a merge: weights and norms are limited by those of the others (reproductions a01, a02, a03)."""
 
+import dataclasses
 import math
 import statistics
 
@@ -15,7 +16,8 @@ from diloco_syncer.core.contribution import (
     Contribution,
     ContributionError,
 )
-from diloco_syncer.core.guard import MINOR_SHARE, RATE_MULTIPLE, guarded
+from diloco_syncer.core.events import ConfirmedNorm
+from diloco_syncer.core.guard import MINOR_SHARE, RATE_MULTIPLE, explained_members, guarded
 from diloco_syncer.merging.blend import blend
 from diloco_testing.syncers.merging import feed, fragment_of, merge_of, upload, values_of
 
@@ -106,6 +108,38 @@ def test_a_norm_beyond_a_limit_of_zero_exceeds_it_by_the_most_that_json_can_stat
     limited = guarded(members, MULTIPLE)
     assert limited[2].norm_limits == (0.0, 0.0)
     assert [c.excess for c in limited] == [0.0, 0.0, MAX_EXCESS]
+
+
+def test_the_excess_of_a_norm_is_its_multiple_of_a_limit_however_small():
+    limited = member("us/0", (1.0, 0.0), steps=1)
+    assert dataclasses.replace(limited, norm_limits=(0.25, 0.25)).excess == 4.0
+
+
+@pytest.mark.parametrize(
+    ("norms", "steps", "multiple", "explained"),
+    [
+        ((20.0, 20.0, 2.0), (4, 4, 4), 10.0, {0, 1, 2}),
+        ((20.0, 20.0, 1.99), (4, 4, 4), 10.0, {0, 1}),
+        ((20.0, 20.0, 1.0), (4, 4, 1), 10.0, {0, 1, 2}),
+        ((20.0, 20.0, 1.0), (4, 4, 4), 10.0, {0, 1}),
+        ((20.0, 0.0, 1.0), (4, 4, 4), 10.0, {0, 2}),  # the lower of two is the median
+        ((3.0, 2.0, 1.0), (1, 1, 1), 1.0, {0, 1}),
+        ((3.0, 2.0, 0.1), (1, 1, 1), 0.0, {0, 1, 2}),
+        ((3.0, 1e-3), (1, 1), 10.0, {0, 1}),
+        ((3.0, NORM_FLOOR), (1, 1), 10.0, {0}),
+        ((0.0, 0.0, 0.0), (1, 1, 1), 10.0, set()),
+    ],
+)
+def test_steps_are_explained_by_a_delta_of_a_part_of_the_median_per_root_of_a_step(
+    norms, steps, multiple, explained
+):
+    names = [f"eu/{m}" for m in range(len(norms))]
+    members = {n: member(n, (1.0,), steps=s) for n, s in zip(names, steps, strict=True)}
+    confirmed = [
+        ConfirmedNorm(learner=name, norm=norm, deviation=0.0)
+        for name, norm in zip(names, norms, strict=True)
+    ]
+    assert explained_members(members, confirmed, multiple) == {names[m] for m in explained}
 
 
 def test_of_a_tensor_that_most_members_did_not_change_the_fragment_is_the_measure():

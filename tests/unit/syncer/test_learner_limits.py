@@ -189,3 +189,10 @@ def test_the_removed_initialiser_is_replaced_by_the_next_learner():
     assert job.engine.initialiser == "eu/1"
     out = limited(job, eu=1)
     assert [d.learner for d in of(ev.RequestInitial, out)] == ["eu/0"]
+
+
+def test_a_document_that_is_refused_is_named_by_its_source():
+    for text in ("", document({"eu": 3}, seed=7), document({"eu": -1}), document({"eu": 1})):
+        with pytest.raises(ConfigError, match=r"^spec\.json: "):
+            parse(text, SPEC, source="spec.json")
+    assert "beyond" in beyond("eu/x", SPEC.learners), "no index at all"

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from functools import partial
 
+import numpy as np
 import pytest
 
 from diloco.errors import ProtocolError, UnavailableError
 from diloco.model.fragments import CHUNK
 from diloco_syncer.core.contribution import ContributionError
+from diloco_syncer.merging.arithmetic import cut_into_segments
 from diloco_syncer.merging.streaming import (
     MIN_GAP,
     FragmentMerge,
@@ -137,3 +141,46 @@ def test_the_slowest_member_moves_only_when_the_last_of_its_place_leaves():
     assert progress.slowest == 2, "beyond the last chunk is the end"
     assert progress.reached(0, 3)
     assert progress.slowest == 3
+
+
+def test_segments_of_a_tensor_cover_its_own_values_once_and_no_padding():
+    fragment = fragment_of(100, 2 * CHUNK, 130)
+    per_chunk = cut_into_segments(fragment)
+    assert [segment.index for chunk in per_chunk for segment in chunk] == [0, 1, 2, 3, 4]
+    for number, slot in enumerate(fragment.slots):
+        mine = [(chunk, s) for chunk in range(3) for s in per_chunk[chunk] if s.slot == number]
+        values = [v for _, s in mine for v in range(s.lo, s.lo + s.used)]
+        assert values == list(range(slot.offset, slot.offset + slot.tensor.elements))
+        for chunk, segment in mine:
+            assert segment.used <= segment.hi - segment.lo
+            assert segment.start == segment.lo - fragment.chunk(chunk)[0]
+
+
+def test_a_result_states_the_size_of_its_own_values_and_how_far_norms_are_off():
+    fragment = fragment_of(100, 200)
+    theta_N, delta_N = np.zeros((2, fragment.elements), np.float32)
+    first = fragment.slots[0]
+    delta_N[first.offset : first.offset + 100] = 1.0
+    for slot in fragment.slots:
+        theta_N[slot.offset : slot.offset + slot.tensor.elements] = 2.0
+    uploads = [upload(fragment, name, delta_N) for name in "ab"]
+    rough = replace(uploads[0].contribution, norms=(10.005, 0.0))
+    members = [rough, uploads[1].contribution]
+    merge = merge_of(fragment, members, theta_N=theta_N, merge="Average")
+    feed(merge, uploads)
+    result = merge.result()
+    assert result.sizes == pytest.approx((2.0, math.sqrt((100 * 1.0 + 200 * 4.0) / 300)))
+    assert [c.learner for c in result.confirmed] == ["a", "b"]
+    assert [c.norm for c in result.confirmed] == pytest.approx([10.0, 10.0])
+    assert [c.deviation for c in result.confirmed] == pytest.approx([0.005 / 10.005, 0.0])
+
+
+def test_a_merge_that_is_over_has_room_for_every_chunk_and_its_fragment_an_answer():
+    fragment = fragment_of(12 * CHUNK)
+    idle = upload(fragment, "a", values_of(fragment, seed=1), weight=0).contribution
+    unchanged = merge_of(fragment, [idle])
+    assert unchanged.wait_for_output(11, 0.0)
+    aborted = merge_of(fragment, [replace(idle, learner=n, steps=1, tokens=1) for n in "bc"])
+    aborted.abort("cut")
+    assert aborted.has_room("b", 11)
+    assert aborted.wait_for_room("b", 11, 0.0)

@@ -404,6 +404,17 @@ def test_while_a_result_is_requested_again_its_fragment_may_be_offered():
     assert (again.round, tuple(link.state.open)) == (11, (0, 1))
 
 
+def test_the_current_version_is_requested_again_after_pauses_that_double_and_for_ever():
+    link = training()
+    [request] = of(ev.Download, link(ev.Committed(fragment=0, version=(1, 11))))
+    delays = []
+    for tries in range(2, 6):
+        [request] = link(ev.Downloaded(request=request, error="Unavailable: x"))
+        assert (request.fragment, request.round, request.tries) == (0, 0, tries)
+        delays.append(request.delay_seconds)
+    assert delays == [RETRY_SECONDS * factor for factor in (1, 2, 4, 8)]
+
+
 def test_outside_of_a_session_nothing_is_requested_again():
     link = training()
     [request] = link(result())

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from diloco_worker.core.messages import LinkState, Phase
-from diloco_worker.core.trainer import ShowProgress, TrainerCore
+from diloco_worker.core.trainer import AwaitLink, CopyModel, Send, ShowProgress, TrainerCore
 
 MODEL = LinkState(phase=Phase.APPLY_MODEL, connected=True, ready=[(0, 1)])
 
@@ -88,3 +90,14 @@ def test_a_learner_that_just_joined_has_made_no_step():
     assert (state.stepped, state.local_step, state.loss, state.offers) == (False, 0, None, ())
     core.step(4, None, now=1.0)
     assert core.state().stepped
+
+
+def test_a_request_for_the_model_is_answered_while_progress_is_shown():
+    core = TrainerCore(
+        name="eu/0", fragments=1, found=None, checkpoint_every=None, connect_timeout_seconds=60.0
+    )
+    waiting = LinkState(phase=Phase.WAITING, connected=True, text="waiting")
+    core.join(waiting, now=0.0, terminated=False)
+    asked = replace(waiting, initial_requested=1)
+    actions = core.join(asked, now=5.0, terminated=False)
+    assert [type(a) for a in actions] == [ShowProgress, CopyModel, Send, AwaitLink]
