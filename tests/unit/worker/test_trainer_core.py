@@ -22,7 +22,6 @@ from diloco_worker.core.trainer import (
     Exit,
     Leave,
     LoadCheckpoint,
-    LoadOptimizers,
     LocalCheckpoint,
     SaveCheckpoint,
     Send,
@@ -177,35 +176,6 @@ def test_an_unusable_checkpoint_is_reported_and_the_model_downloaded_instead():
     assert (state.checkpoint_step, state.checkpoint_local_step, state.model_loaded) == (0, 0, False)
     assert join(core, None) == [AwaitLink()], "the link has not read it yet"
     assert join(core, MODEL)[0] == ApplyModel([0, 1])
-
-
-def test_of_a_checkpoint_that_is_too_old_the_state_of_the_optimizers_is_loaded():
-    core = make(found=FOUND)
-    model = dataclasses.replace(MODEL, local_step=30)
-    apply, load, confirm = join(core, model)
-    assert (type(apply), load) == (ApplyModel, LoadOptimizers())
-    assert confirm.state.model_loaded
-    assert not core.resumed
-    [shown] = core.optimizers_loaded()
-    assert shown.text == (
-        "eu/0: the parameters are the job's; the optimizers' state is that of the local checkpoint "
-        f"of local step {FOUND.local_step}"
-    )
-    assert core.resumed
-
-
-def test_a_checkpoint_whose_optimizers_do_not_fit_is_named_with_the_reason():
-    core = make(found=FOUND)
-    join(core, dataclasses.replace(MODEL, local_step=30))
-    [shown] = core.optimizers_unusable("it has 2 optimizers")
-    assert shown.text.endswith("the local checkpoint cannot be used: it has 2 optimizers")
-    assert not core.resumed
-
-
-def test_a_job_that_does_not_know_the_learner_gets_no_state_of_an_earlier_one():
-    core = make(found=FOUND)
-    assert LoadOptimizers() not in join(core, dataclasses.replace(MODEL, local_step=0))
-    assert not core.resumed
 
 
 def test_counters_that_are_incomplete_change_nothing():
