@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import replace
 
 import pytest
 
 from diloco_worker.core.messages import LinkState, Phase
-from diloco_worker.core.trainer import AwaitLink, CopyModel, Send, ShowProgress, TrainerCore
+from diloco_worker.core.trainer import (
+    ApplyModel,
+    AwaitLink,
+    CopyModel,
+    LoadOptimizers,
+    LocalCheckpoint,
+    Send,
+    ShowProgress,
+    TrainerCore,
+)
 
 MODEL = LinkState(phase=Phase.APPLY_MODEL, connected=True, ready=[(0, 1)])
 
@@ -112,7 +120,7 @@ def rejoined(*, local_step):
     core = TrainerCore(
         name="eu/0", fragments=1, found=FOUND, checkpoint_every=10, connect_timeout_seconds=60.0
     )
-    model = dataclasses.replace(MODEL, local_step=local_step)
+    model = replace(MODEL, local_step=local_step)
     return core, core.join(model, now=0.0, terminated=False)
 
 
