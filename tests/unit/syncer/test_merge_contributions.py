@@ -138,14 +138,15 @@ def test_norms_that_are_impossible_are_refused_before_the_first_chunk(norms, err
     assert caught.value.learner == "a/1"
 
 
+@pytest.mark.parametrize("merge", ["Radial", "Average"])
 @pytest.mark.parametrize("down", [formats.FP32, formats.BF16])
-def test_finite_deltas_whose_merge_overflows_name_the_longest(down):
+def test_finite_deltas_whose_merge_overflows_name_the_longest(down, merge):
     uploads = pair(SMALL)
     huge = upload(SMALL, "a/1", values_of(SMALL, seed=1, size=5e37))
     running = merge_for(
         [uploads[0], huge],
         SMALL,
-        merge="Average",
+        merge=merge,
         outer=OuterOptimizer(learning_rate=1e3, momentum=0.0, nesterov=False),
         down=down,
     )
