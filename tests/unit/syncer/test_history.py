@@ -122,6 +122,18 @@ def test_an_upload_after_a_result_counts_from_that_result(steps, tokens):
         reset(6).credit(upload(9, steps, tokens), 0)
 
 
+def test_steps_without_tokens_may_be_between_two_reports():
+    contribution = upload(7, 7, 500)
+    assert skipping().credit(contribution, 0) is contribution
+
+
+def test_a_step_of_a_single_token_lowers_the_usual():
+    history = honest(2)
+    assert history.tokens_per_step == 100.0
+    history.add(report(3, tokens=201, total=201), 3.0)
+    assert history.tokens_per_step < 100.0
+
+
 def test_a_slow_learner_gains_no_weight_by_skipping_the_report_of_its_copy():
     """Reports of the steps 1 and 3; an interval of 24 steps stated for the two that it made."""
     history = honest(1)

@@ -286,6 +286,16 @@ def test_the_line_of_a_merge_shows_the_duration_of_each_part_and_the_members():
     }  # fmt: skip
 
 
+def test_a_member_that_is_removed_is_no_longer_pending():
+    round_ = pulled("a", "b", "c", now=100.0)
+    delivers(round_, "a", done=True)
+    assert round_.pending == 2
+    round_.remove("b")
+    assert round_.pending == 1
+    round_.remove("a")
+    assert round_.pending == 1
+
+
 def test_what_the_others_lose_with_a_member_is_their_wait_for_it():
     round_ = pulled("a", "b", now=100.0)
     assert round_.waited_seconds("a", 103.0) == 0.0, "no other member waits for it yet"
