@@ -156,7 +156,7 @@ LIMITS = {
     "complete_learner_seconds": 5,
     "complete_evaluator_seconds": 10,
     "leave_seconds": 3,
-    "early_exit_seconds": 0.2,
+    "early_exit_seconds": 2.0,
 }
 
 
