@@ -259,8 +259,6 @@ class SimulatedLearner:
                         self.model.values[fragment][:] = self.memory.inbox(fragment)
                 case core.LoadCheckpoint():
                     self._load()
-                case core.LoadOptimizers():
-                    self._carry_out(self.core.optimizers_loaded())
                 case core.Leave():
                     self._leave(action)
                 case core.Exit(code, text):

@@ -220,27 +220,6 @@ def test_sigterm_leaves_cleanly_with_a_checkpoint_that_the_next_process_loads(en
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
-def test_a_learner_whose_checkpoint_is_too_old_keeps_the_state_of_its_optimizers(enter, capfd):
-    with ScriptedSyncer(make_spec()) as syncer:
-        learner, model, opt = connected(syncer, enter, optimizer=torch.optim.AdamW)
-        assert not learner.resumed
-        step_until(lambda: learner.local_step == 5, learner, model, opt)
-        moments = opt.state_dict()["state"][0]["exp_avg"].clone()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert learner.done
-        syncer.welcome = {"use_checkpoint": False, "local_step": 7}
-        again, _, opt2 = connected(syncer, enter, seed=5, optimizer=torch.optim.AdamW)
-        with again:
-            assert again.resumed
-            assert again.local_step == 7
-            assert opt2.state_dict()["state"][0]["step"] == 5
-            assert torch.equal(opt2.state_dict()["state"][0]["exp_avg"], moments)
-        assert (
-            "optimizers' state is that of the local checkpoint of local step 5"
-            in capfd.readouterr().err
-        )
-
-
 def test_b02_a_learners_state_is_private_and_a_link_in_it_is_not_followed(enter, tmp_path, caplog):
     with ScriptedSyncer(make_spec()) as syncer:
         before = os.umask(0)

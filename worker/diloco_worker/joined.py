@@ -33,9 +33,6 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 
-UNUSABLE = (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError)
-"""What loading a checkpoint raises that does not fit this process."""
-
 STEPS_PART_BYTES = 32 << 20
 """Size of each of the two parts of steps.jsonl: about 170,000 steps."""
 
@@ -117,11 +114,6 @@ class JoinedTrainer:
         return self._core.link_state.step
 
     @property
-    def resumed(self) -> bool:
-        """See `Learner.resumed`."""
-        return self._core.resumed
-
-    @property
     def total_steps(self) -> int:
         """See `Learner.total_steps`."""
         return self._core.link_state.steps or self._run_spec.steps
@@ -196,8 +188,6 @@ class JoinedTrainer:
                     self._replica.apply_model(fragments)
                 case core.LoadCheckpoint():
                     self._load_checkpoint()
-                case core.LoadOptimizers():
-                    self._load_optimizers()
                 case core.AwaitLink():
                     self._link.wait(POLL_SECONDS)
                 case core.AwaitCheckpoint():
@@ -218,7 +208,7 @@ class JoinedTrainer:
         try:
             self._checkpoints.load(found, self._model, self._optimizers)
             loaded = self._core.checkpoint_loaded(found.facts, now=time.monotonic())
-        except UNUSABLE as error:
+        except (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError) as error:
             log.warning(
                 "cannot use checkpoint %s: %s; downloading the model instead",
                 found.path.name,
@@ -226,17 +216,6 @@ class JoinedTrainer:
             )
             loaded = self._core.checkpoint_unusable()
         self._carry_out(loaded)
-
-    def _load_optimizers(self) -> None:
-        if self._checkpoints is None or self._found is None:
-            raise AssertionError("there is no checkpoint to load")
-        found, self._found = self._found, None
-        try:
-            self._checkpoints.load_optimizers(found, self._optimizers)
-        except UNUSABLE as error:
-            self._carry_out(self._core.optimizers_unusable(str(error)))
-        else:
-            self._carry_out(self._core.optimizers_loaded())
 
     def _save_checkpoint(self, action: core.SaveCheckpoint) -> None:
         if self._checkpoints is None:

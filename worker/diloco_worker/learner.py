@@ -51,10 +51,6 @@ class Trainer(Protocol):
     def local_step(self) -> int:
         """t_m."""
 
-    @property
-    def resumed(self) -> bool:
-        """Whether the optimizers continue with an earlier state."""
-
     def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         """Count an optimizer step and exchange fragments."""
 
@@ -144,15 +140,6 @@ class Learner:
     def local_step(self) -> int:
         """t_m: steps of this learner over all its restarts, so the position in its data."""
         return self._trainer.local_step
-
-    @property
-    def resumed(self) -> bool:
-        """
-        Whether the optimizers have the state of a local checkpoint; without a job: False.
-
-        False after a restart: they start anew, and the learning rate may need a warm-up of its own.
-        """
-        return self._trainer.resumed
 
     @property
     def name(self) -> str:

@@ -26,7 +26,7 @@ class AllAddresses(socketserver.TCPServer):
     """
 
     allow_reuse_address = True
-    request_queue_size = 4 * MAX_CONNECTIONS
+    request_queue_size = MAX_CONNECTIONS
     """With the usual 5, a burst of connections waits for seconds: the kernel drops what does not fit."""
 
     def __init__(self, port: int, handler: type[socketserver.BaseRequestHandler]) -> None:

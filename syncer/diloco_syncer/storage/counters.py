@@ -45,10 +45,10 @@ def count(disk: Disk, path: Path, *, at_least: int, known: int | None = None) ->
 def _counted(disk: Disk, path: Path, known: int | None) -> int:
     try:
         return max(counted(disk, path), known or 0)
-    except StorageError:
+    except (StorageError, OSError) as error:
         if known is None:
             raise
-        log.warning("%s is damaged and is written again; the last number was %d", path, known)
+        log.warning("%s is written again, its last number was %d: %s", path, known, error)
         return known
 
 

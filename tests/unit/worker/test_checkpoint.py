@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import json
 import os
 import random
@@ -47,37 +46,6 @@ def train(model, optimizer, steps):
 def save(store, model, optimizers, *, local_step=1):
     assert store.start(model, optimizers, local_step=local_step, global_step=2, facts=FACTS)
     store.finish()
-
-
-def assert_equal(found, expected):
-    tensors, others = {}, {}
-    assert pack(found, tensors) == pack(expected, others)
-    assert all(torch.equal(tensors[name], others[name]) for name in others)
-
-
-def test_the_optimizers_alone_are_restored_into_a_model_that_is_newer(tmp_path):
-    model, optimizer = trained()
-    store = Checkpoints(tmp_path, keep=2, digest="d")
-    save(store, model, [optimizer])
-    other, other_optimizer = trained(seed=9, steps=1)
-    before = [p.detach().clone() for p in other.parameters()]
-    store.load_optimizers(store.newest(), [other_optimizer])
-    assert_equal(other_optimizer.state_dict(), optimizer.state_dict())
-    assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
-
-
-def test_optimizers_that_do_not_fit_keep_their_own_state(tmp_path):
-    model, optimizer = trained()
-    store = Checkpoints(tmp_path, keep=2, digest="d")
-    save(store, model, [optimizer, optimizer])
-    other, other_optimizer = trained(seed=9, steps=1)
-    own = copy.deepcopy(other_optimizer.state_dict())
-    with pytest.raises(ConfigError, match="has 2 optimizers, this run 1"):
-        store.load_optimizers(store.newest(), [other_optimizer])
-    second = torch.optim.AdamW([other[0].weight], lr=0.1)
-    with pytest.raises(ConfigError, match="does not match"):
-        store.load_optimizers(store.newest(), [other_optimizer, second])
-    assert_equal(other_optimizer.state_dict(), own)
 
 
 @pytest.mark.parametrize(

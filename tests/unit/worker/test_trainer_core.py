@@ -97,10 +97,8 @@ def test_until_the_model_is_there_it_waits_for_the_link(phase):
 def test_a_downloaded_model_is_applied_whole_and_confirmed():
     core = make()
     model = dataclasses.replace(MODEL, ready=[(1, 4), (0, 2)], local_step=30, total_tokens=300)
-    apply, shown, confirm = join(core, model)
+    apply, confirm = join(core, model)
     assert apply == ApplyModel([1, 0])
-    assert shown == ShowProgress("eu/0: the parameters are the job's; the optimizers start anew")
-    assert not core.resumed
     state = confirm.state
     assert (state.model_loaded, state.stepped, state.applied) == (True, False, [2, 4])
     assert (state.local_step, state.total_tokens) == (30, 300)

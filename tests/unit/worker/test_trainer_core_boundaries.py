@@ -8,11 +8,8 @@ import pytest
 
 from diloco_worker.core.messages import LinkState, Phase
 from diloco_worker.core.trainer import (
-    ApplyModel,
     AwaitLink,
     CopyModel,
-    LoadOptimizers,
-    LocalCheckpoint,
     Send,
     ShowProgress,
     TrainerCore,
@@ -110,42 +107,3 @@ def test_a_request_for_the_model_is_answered_while_progress_is_shown():
     asked = replace(waiting, initial_requested=1)
     actions = core.join(asked, now=5.0, terminated=False)
     assert [type(a) for a in actions] == [ShowProgress, CopyModel, Send, AwaitLink]
-
-
-FOUND = LocalCheckpoint(local_step=7, global_step=20)
-
-
-def rejoined(*, local_step):
-    """A core with an old checkpoint that was sent the job's parameters, and what it does then."""
-    core = TrainerCore(
-        name="eu/0", fragments=1, found=FOUND, checkpoint_every=10, connect_timeout_seconds=60.0
-    )
-    model = replace(MODEL, local_step=local_step)
-    return core, core.join(model, now=0.0, terminated=False)
-
-
-def test_of_a_checkpoint_that_is_too_old_the_state_of_the_optimizers_is_loaded():
-    core, actions = rejoined(local_step=30)
-    assert [type(action) for action in actions] == [ApplyModel, LoadOptimizers, Send]
-    assert core.joined
-    assert not core.resumed
-    assert core.optimizers_loaded() == [
-        ShowProgress(
-            "eu/0: the parameters are the job's; the optimizers' state is that of the local checkpoint "
-            "of local step 7"
-        )
-    ]
-    assert core.resumed
-
-
-def test_a_checkpoint_whose_optimizers_do_not_fit_is_named_with_the_reason():
-    core, _ = rejoined(local_step=30)
-    [shown] = core.optimizers_unusable("it has 2 optimizers")
-    assert shown.text.endswith("the local checkpoint cannot be used: it has 2 optimizers")
-    assert not core.resumed
-
-
-def test_a_job_that_does_not_know_the_learner_gets_no_state_of_an_earlier_one():
-    core, actions = rejoined(local_step=0)
-    assert [type(action) for action in actions] == [ApplyModel, Send]
-    assert not core.resumed

@@ -88,15 +88,6 @@ class LoadCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class LoadOptimizers:
-    """
-    Load the optimizers' state of the local checkpoint, whose parameters are too old.
-
-    Answer: `optimizers_loaded` or `optimizers_unusable`.
-    """
-
-
-@dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
     """
     Start a local checkpoint, unless the previous one is still being written.
@@ -143,8 +134,8 @@ class Exit:
 
 
 Action = (
-    CopyModel | CopyFragment | ApplyModel | ApplyFragment | Send | LoadCheckpoint | LoadOptimizers
-    | SaveCheckpoint | AwaitCheckpoint | AwaitLink | ShowProgress | Leave | Exit
+    CopyModel | CopyFragment | ApplyModel | ApplyFragment | Send | LoadCheckpoint | SaveCheckpoint
+    | AwaitCheckpoint | AwaitLink | ShowProgress | Leave | Exit
 )  # fmt: skip
 
 
@@ -180,8 +171,6 @@ class TrainerCore:
         """Per fragment, the newest inbox generation that the parameters hold."""
         self.link_state = LinkState(text="starting the link process")
         self.joined = self.closed = False
-        self.resumed = False
-        """Whether the optimizers have the state of a local checkpoint."""
         self._name, self._found = name, found
         self._checkpoint_every = checkpoint_every
         self._timeout_seconds = connect_timeout_seconds
@@ -263,10 +252,6 @@ class TrainerCore:
             actions.append(ApplyModel([fragment for fragment, _ in link_state.ready]))
             for fragment, generation in link_state.ready:
                 self._received(fragment, generation)
-            # A job that does not know this learner's steps is another one.
-            if link_state.local_step > 0:
-                anew = self._show("the parameters are the job's; the optimizers start anew")
-                actions.append(LoadOptimizers() if self._found is not None else anew)
             return [*actions, *self._begin(now)]
         if link_state.phase is Phase.LOAD_CHECKPOINT and self._found is not None:
             return [*actions, LoadCheckpoint()]
@@ -280,34 +265,7 @@ class TrainerCore:
             KeyError: `facts` is incomplete; nothing has changed.
         """
         self.ledger = Ledger.from_json(facts)
-        self.resumed = True
-        step = self.ledger.local_step
-        return [
-            self._show(
-                f"parameters and optimizers are those of the local checkpoint of local step {step}"
-            ),
-            *self._begin(now),
-        ]
-
-    def optimizers_loaded(self) -> list[Action]:
-        """The optimizers have the state of the local checkpoint; the parameters are the job's."""
-        self.resumed = True
-        step = self._found.local_step if self._found is not None else 0
-        return [
-            self._show(
-                "the parameters are the job's; the optimizers' state is that of the local checkpoint of "
-                f"local step {step}"
-            )
-        ]
-
-    def optimizers_unusable(self, why: str) -> list[Action]:
-        """The state in the local checkpoint does not fit: the optimizers start anew."""
-        return [
-            self._show(
-                "the parameters are the job's; the optimizers start anew, because the local checkpoint "
-                f"cannot be used: {why}"
-            )
-        ]
+        return self._begin(now)
 
     def checkpoint_unusable(self) -> list[Action]:
         """The local checkpoint cannot be loaded: the link must download the model."""
@@ -473,9 +431,6 @@ class TrainerCore:
         return [*self.close("Refused"), Exit(self.link_state.refused_exit, text)]
 
     # ------------------------------------------------------------ common
-
-    def _show(self, sentence: str) -> ShowProgress:
-        return ShowProgress(f"{self._name}: {sentence}")
 
     def _observe(self, link_state: LinkState | None) -> None:
         if link_state is not None and not self.closed:

@@ -386,42 +386,25 @@ class Checkpoints:
         with open(files.open_regular(manifest.path), "rb", buffering=0) as file:
             reader = _TensorReader(file)
             tree = dict(manifest.tree["dict"])
+            saved = unpack(tree["optimizers"], reader)
+            if len(saved) != len(optimizers):
+                raise ConfigError(
+                    f"the checkpoint has {len(saved)} optimizers, this run {len(optimizers)}"
+                )
             random_state = unpack(tree["random"], reader)
             named = dict(_model_tensors(model))
             targets = [(named[name], saved_at) for name, saved_at in tree["model"]["dict"]]
-            _load_optimizers(unpack(tree["optimizers"], reader), optimizers)
+            try:
+                for optimizer, state in zip(optimizers, saved, strict=True):
+                    optimizer.load_state_dict(state)
+            except ValueError as error:
+                raise ConfigError(
+                    f"the checkpoint's optimizer does not match this one: {error}"
+                ) from None
             with torch.no_grad():
                 for tensor, saved_at in targets:
                     tensor.copy_(unpack(saved_at, reader))
         _restore_random(random_state)
-
-    def load_optimizers(self, manifest: Manifest, optimizers: Sequence[Optimizer]) -> None:
-        """
-        Restore the optimizers alone; after an error, their state is as it was.
-
-        Raises:
-            ConfigError: the optimizers differ from those that were saved.
-            DamagedError: the file is not what was verified.
-        """
-        with open(files.open_regular(manifest.path), "rb", buffering=0) as file:
-            saved = unpack(dict(manifest.tree["dict"])["optimizers"], _TensorReader(file))
-        before = [optimizer.state_dict() for optimizer in optimizers]
-        try:
-            _load_optimizers(saved, optimizers)
-        except BaseException:
-            for optimizer, state in zip(optimizers, before, strict=True):
-                optimizer.load_state_dict(state)
-            raise
-
-
-def _load_optimizers(saved: Sequence[dict[str, Any]], optimizers: Sequence[Optimizer]) -> None:
-    if len(saved) != len(optimizers):
-        raise ConfigError(f"the checkpoint has {len(saved)} optimizers, this run {len(optimizers)}")
-    try:
-        for optimizer, state in zip(optimizers, saved, strict=True):
-            optimizer.load_state_dict(state)
-    except ValueError as error:
-        raise ConfigError(f"the checkpoint's optimizer does not match this one: {error}") from None
 
 
 def _name(step: int) -> str:
