@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -36,15 +36,17 @@ OWN_CLUSTERS = (
     *("test_two_clusters", "test_drills"),
 )
 """Files of tests/e2e that start clusters or API servers of their own; all others share three clusters."""
-SECOND_CLUSTER = ("test_lifecycle", "test_steady_state", "test_operator_failures")
+SECOND_CLUSTER = ("test_lifecycle",)
 THIRD_CLUSTER = ("test_learners_of_pods", "test_failed_jobs", "test_volumes")
 SLOW_TIER = (
     *("test_fuzzed_jobs", "test_kueue_controller", "test_older_version", "test_pools"),
     "test_scale",
 )
 """Run with --all and in the workflow e2e.yaml; docs/testing.md names the faster tests of the same promises."""
-AT_ONCE = 4
-"""Groups that run at the same time: most groups wait for pods, so three leave a fifth of two cores idle."""
+AT_ONCE = 5
+"""Groups that run at the same time: most groups wait for pods, so four leave an eighth of two cores idle."""
+LESS_OFTEN = ("nice", "-n", "5")
+"""Before the command of unit tests, which compute all the time: what others wait for goes first."""
 LAST = "test_rbac"
 """Reads the audit logs of all other groups."""
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
@@ -197,8 +199,9 @@ def no_skips() -> tuple[str, ...]:
 def everywhere(*arguments: str) -> list[Group]:
     """Tests that need no clusters."""
     options = (*no_skips(), *arguments)
+    unit = pytest("unit tests", "tests/unit", *options)
     return [
-        pytest("unit tests", "tests/unit", *options),
+        replace(unit, command=(*LESS_OFTEN, *unit.command)),
         pytest("integration and chaos tests", "tests/integration", "tests/chaos", *options),
     ]
 
