@@ -55,7 +55,7 @@ class Found:
     steps: tuple[int, int]
     """Fewest and most of a member."""
     of_median: float
-    """Longest norm of a tensor, in multiples of the members' median per √step."""
+    """Longest norm of a tensor, in multiples of the members' median per √step, or per step where that is less."""
     of_limit: float
     """Largest share that a member's tokens per step have of their limit."""
     clipped: int

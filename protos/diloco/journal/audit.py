@@ -17,8 +17,8 @@ Pure: lines in, violations out. Checked for every line, from the oldest part on:
     no merge has fewer members than the quorum it states
     within an epoch the global step of merges strictly increases, and the fragment is the one due
     epochs never decrease
-    at most one torn line per change of epoch (a syncer that was killed), and one at the end, besides
-        those of which the file states that the disk took only a part
+    torn lines only where a syncer was killed: directly before the first line of an epoch, one for each
+        epoch that ended there, and one at the end, besides those that the file states
     no part is missing between two others
 
 Torn lines that a kill or the disk explains are notes, everything else is a violation. What the file states
@@ -115,7 +115,7 @@ def audit_parts(lines: Iterable[tuple[str, str]]) -> Audit:
     """
     book = _Book()
     torn: list[str] = []
-    leading, last = 0, ""
+    last = ""
     for place, line in lines:
         if not line.strip():
             continue
@@ -123,14 +123,10 @@ def audit_parts(lines: Iterable[tuple[str, str]]) -> Audit:
         event = reader.parse(line)
         if event is None:
             torn.append(place)
-            leading += not book.events
+            book.pending += 1
         else:
             book.check(place, event)
-    # Each epoch ends with at most one torn line, also one of which a crash left no other line.
-    changes = max(book.epochs, default=1) - min(book.epochs, default=1)
-    # Of a syncer whose machine crashed at its start, the line `start` itself may be torn.
-    before = min(leading, max(0, min(book.epochs, default=1) - 1))
-    allowed = changes + before + book.cut + (1 if torn and torn[-1] == last else 0)
+    allowed = book.explained + book.cut + (1 if torn and torn[-1] == last else 0)
     violations = list(book.violations)
     notes = [f"{place} is torn" for place in torn]
     if len(torn) > allowed:
@@ -182,7 +178,11 @@ class _Book:
     dropped: Counter[str] = field(default_factory=Counter)
     """event → lines of it that were not written."""
     cut: int = 0
-    """Torn lines that the disk left when it took a part of a line."""
+    """Lines that may be torn because the disk took a part of them, or could not make them durable."""
+    pending: int = 0
+    """Torn lines since the last line of an epoch."""
+    explained: int = 0
+    """Torn lines at which a syncer was killed."""
     restarts: int = 0
 
     def unseen(self) -> tuple[str, ...]:
@@ -192,6 +192,8 @@ class _Book:
         if self.dropped:
             kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(self.dropped.items()))
             found.append(f"lines that the disk did not take ({kinds})")
+        if self.cut:
+            found.append(f"{_count(self.cut, 'line')} that the disk may have kept only in part")
         return tuple(found)
 
     def check(self, place: str, event: Mapping[str, Any]) -> None:
@@ -229,6 +231,10 @@ class _Book:
     def _epoch(self, epoch: int) -> Iterator[str]:
         if epoch < self.epoch:
             yield f"epoch {epoch} comes after epoch {self.epoch}"
+        # Each epoch ends with at most one torn line, also one of which a crash left no other line. Of a
+        # syncer whose machine crashed at its start, the line `start` itself may be torn.
+        self.explained += min(self.pending, max(0, epoch - max(1, self.epoch)))
+        self.pending = 0
         self.epoch = max(self.epoch, epoch)
         self.epochs.add(epoch)
 

@@ -114,7 +114,8 @@ class JournalWriter:
             total_bytes: of all parts.
 
         Returns:
-            False: the disk reported an error; no line is lost by that.
+            False: the disk reported an error. Lines that were not durable may then be lost if the
+            machine crashes; the file states how many.
         """
         with self._lock:
             settled = self._settle()
@@ -273,13 +274,14 @@ class JournalWriter:
             return False
         self._size += written
         self._position = Position(self._position.part, self._size)
-        self._unsynced += 1
         if written == len(data):
             self._torn = False
+            self._unsynced += 1
             return True
         if written > len(end):
             self._torn = True
             if written == len(data) - 1:
+                self._unsynced += 1
                 return True  # the next line ends it
             self._cut += 1
         elif written:

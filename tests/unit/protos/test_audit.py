@@ -276,13 +276,41 @@ def test_each_epoch_may_end_with_a_torn_line_also_one_that_left_no_other():
         assert audit(text).ok is ok, torn
 
 
+def test_a_torn_line_within_an_epoch_is_a_violation_however_many_kills_there_were():
+    text = lines(history())
+    text[3:3] = ["{\n"]
+    text[-1:] = [json.dumps(start(9)) + "\n"]
+    assert audit(text).violations == (
+        "1 line cannot be read (line 4), but kills of the syncer explain only 0: events are missing",
+    )
+
+
+def test_a_torn_line_is_explained_also_if_the_supervisor_wrote_before_the_next_start():
+    text = lines(history())
+    second = text.index(json.dumps(start(2)) + "\n")
+    restart = json.dumps(
+        {"time": "t", "event": "restart", "process": "syncer", "reason": "Crash", "restarts": 1}
+    )
+    text[second:second] = ["{\n", restart + "\n"]
+    assert audit(text).ok
+
+
+def test_lines_that_the_disk_may_have_kept_in_part_are_not_checked():
+    text = [
+        *lines(history()),
+        json.dumps({"event": "dropped", "lines": 0, "events": {}, "torn": 3}),
+    ]
+    found = audit(text)
+    assert found.unseen == ("3 lines that the disk may have kept only in part",)
+
+
 def test_more_torn_lines_than_kills_are_a_violation():
     text = lines(history())
     text[3:3] = ["{\n", "}\n"]
     found = audit(text)
     assert found.torn_lines == 2
     assert found.violations == (
-        "2 lines cannot be read (line 4, line 5), but kills of the syncer explain only 1: events are missing",
+        "2 lines cannot be read (line 4, line 5), but kills of the syncer explain only 0: events are missing",
     )
 
 

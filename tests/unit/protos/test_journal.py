@@ -457,6 +457,23 @@ def test_lines_that_a_disk_could_not_make_durable_may_be_unreadable_after_a_cras
     assert (stated["lines"], stated["torn"]) == (0, 1)
 
 
+def test_a_line_of_which_the_disk_took_a_part_is_torn_once_also_if_it_is_not_durable(
+    tmp_path: Path,
+):
+    path, disk = tmp_path / "events.jsonl", RefusingDisk()
+    log = JournalWriter(path, disk=disk)
+    log.append(START)
+    assert log.sync()
+    disk.room = 10
+    log.append(merge_of(1))
+    disk.room = None
+    disk._refused = [("sync", "before")]
+    assert not log.sync(), "the line that states the torn one is not durable"
+    log.close()
+    stated = [row["torn"] for row in reader.read(path) if row["event"] == "dropped"]
+    assert stated == [1, 1]
+
+
 def test_a_start_that_the_disk_did_not_take_is_not_held_against_the_merges_after_it(
     tmp_path: Path,
 ):
