@@ -23,7 +23,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -45,8 +45,6 @@ SLOW_TIER = (
 """Run with --all and in the workflow e2e.yaml; docs/testing.md names the faster tests of the same promises."""
 AT_ONCE = 5
 """Groups that run at the same time: most groups wait for pods, so four leave an eighth of two cores idle."""
-LESS_OFTEN = ("nice", "-n", "5")
-"""Before the command of unit tests, which compute all the time: what others wait for goes first."""
 LAST = "test_rbac"
 """Reads the audit logs of all other groups."""
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
@@ -199,9 +197,8 @@ def no_skips() -> tuple[str, ...]:
 def everywhere(*arguments: str) -> list[Group]:
     """Tests that need no clusters."""
     options = (*no_skips(), *arguments)
-    unit = pytest("unit tests", "tests/unit", *options)
     return [
-        replace(unit, command=(*LESS_OFTEN, *unit.command)),
+        pytest("unit tests", "tests/unit", *options),
         pytest("integration and chaos tests", "tests/integration", "tests/chaos", *options),
     ]
 

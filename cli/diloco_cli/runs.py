@@ -6,8 +6,9 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -30,6 +31,15 @@ from diloco_cli.options import (
     show,
     show_json,
 )
+from diloco_job import quantities
+
+
+class ElementType(StrEnum):
+    """Element types of an exported model."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
 
 
 def run(
@@ -169,22 +179,66 @@ def export(
     job: ClusterJob = None,
     namespace: Namespace = "",
     context: Context = "",
+    dtype: Annotated[
+        ElementType | None,
+        typer.Option(help="Convert floating-point tensors. Default: as they are, float32."),
+    ] = None,
+    shard_size: Annotated[
+        str,
+        typer.Option(
+            metavar="QUANTITY", help="Split the model into files of this size, such as 5G."
+        ),
+    ] = "",
+    files_from: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH", help="Also copy config.json, the tokenizer and other files from here."
+        ),
+    ] = None,
     output: Format = Output.table,
 ) -> None:
-    """Copy a finished model and verify the copy."""
+    """
+    Copy a finished model and verify the copy.
+
+    With --dtype, --shard-size or --files-from: as the folder that from_pretrained of Hugging Face's
+    libraries loads.
+    """
     from diloco_local.export import export_model
+    from diloco_local.pretrained import SHARD_BYTES, export_folder
+
+    folder = dtype is not None or bool(shard_size) or files_from is not None
+    shard_bytes = _bytes(shard_size) if shard_size else SHARD_BYTES
+
+    def copied(run_dir: Path) -> dict[str, Any]:
+        if not folder:
+            return export_model(run_dir, to)
+        return export_folder(
+            run_dir, to, dtype=dtype, shard_bytes=shard_bytes, files_from=files_from
+        )
 
     if job is None:
-        facts = export_model(run_directory(positional or directory), to)
+        facts = copied(run_directory(positional or directory))
     else:
         from diloco_cli.remote import RemoteJob, fetch_model
 
         with tempfile.TemporaryDirectory(prefix="diloco-export-") as fetched:
             remote = RemoteJob(name=job, namespace=namespace, context=context, announce=announce)
             fetch_model(remote, Path(fetched))
-            facts = export_model(Path(fetched), to)
-    text = f"{to}: model.safetensors and model.json, SHA-256 {facts['sha256']}"
+            facts = copied(Path(fetched))
+    if folder:
+        text = "\n".join(
+            f"{to / name}  SHA-256 {digest}" for name, digest in facts["files"].items()
+        )
+    else:
+        text = f"{to}: model.safetensors and model.json, SHA-256 {facts['sha256']}"
     show(output, {"path": str(to), **facts}, text)
+
+
+def _bytes(size: str) -> int:
+    value = quantities.amount(size)
+    if value is None or value < 1:
+        raise ConfigError(f"--shard-size {size!r}: expected a quantity of bytes, such as 5G")
+    return int(value)
 
 
 def sample(

@@ -28,14 +28,8 @@ def export_model(run_dir: Path, to: Path) -> dict[str, Any]:
         ConfigError: the run has no model yet, or `to` is a file.
         StorageError: the model does not match its SHA-256, or a file cannot be written.
     """
+    facts = finished_model(run_dir, to)
     source = run_dir / "model"
-    if not (source / FACTS).is_file():
-        raise ConfigError(
-            f"{source}: no model yet; a run writes it when it is complete (see diloco status)"
-        )
-    if to.exists() and not to.is_dir():
-        raise ConfigError(f"{to}: is a file; give a directory")
-    facts = _facts(source / FACTS)
     partial = [files.temporary(to / name) for name in (MODEL, FACTS)]
     try:
         to.mkdir(parents=True, exist_ok=True)
@@ -58,6 +52,24 @@ def export_model(run_dir: Path, to: Path) -> dict[str, Any]:
         for part in partial:
             part.unlink(missing_ok=True)
     return facts
+
+
+def finished_model(run_dir: Path, to: Path) -> dict[str, Any]:
+    """
+    The content of model.json, which has the SHA-256 of the model.
+
+    Raises:
+        ConfigError: the run has no model yet, or `to`, where it is to be written, is a file.
+        StorageError: model.json cannot be read.
+    """
+    source = run_dir / "model"
+    if not (source / FACTS).is_file():
+        raise ConfigError(
+            f"{source}: no model yet; a run writes it when it is complete (see diloco status)"
+        )
+    if to.exists() and not to.is_dir():
+        raise ConfigError(f"{to}: is a file; give a directory")
+    return _facts(source / FACTS)
 
 
 def _facts(path: Path) -> dict[str, Any]:

@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from diloco_syncer.storage.model import export_model
 
 pytestmark = pytest.mark.slow
 
@@ -201,6 +204,27 @@ def test_export_copies_the_model_and_prints_its_digest(tmp_path, run_dir):
         "model.safetensors",
     ]
     assert (tmp_path / "a/b/model.safetensors").read_bytes() == b"tensors"
+
+
+def test_export_writes_a_folder_for_other_libraries(tmp_path, run_dir):
+    export_model(
+        run_dir / "model", {"w": np.zeros(600, np.float32), "v": np.ones(9, np.float32)}, {}
+    )
+    options = ("--dtype", "bfloat16", "--shard-size", "1Ki")
+    done = diloco("export", "--to", "out", *options, "--dir", run_dir, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    written = json.loads((tmp_path / "out/model.json").read_text())["files"]
+    assert len(written) == 2
+    assert [line.split()[0] for line in done.stdout.splitlines()] == [
+        f"out/{name}" for name in written
+    ]
+
+
+@pytest.mark.parametrize("size", ["5GB", "0", "-1", "many"])
+def test_a_shard_size_that_is_no_quantity_is_refused(tmp_path, run_dir, size):
+    done = diloco("export", "--to", "out", f"--shard-size={size}", "--dir", run_dir, cwd=tmp_path)
+    assert done.returncode == 2
+    assert f"--shard-size '{size}': expected a quantity of bytes, such as 5G" in done.stderr
 
 
 def test_export_of_a_damaged_model_keeps_existing_files(tmp_path, run_dir):

@@ -1,0 +1,278 @@
+"""
+Writes a model as the folder that `from_pretrained` of Hugging Face's libraries loads.
+
+    model.safetensors, or model-00001-of-00003.safetensors … and model.safetensors.index.json
+    model.json                        what the run states about it, with the SHA-256 of each file
+    config.json, tokenizer.json, …    copied from the folder of the model that the training began with
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from diloco.errors import ConfigError, DamagedError, StorageError
+from diloco.model import tensorfile
+from diloco.model.tensorfile import DTYPES, Entry
+from diloco.runtime import files
+from diloco_local.export import FACTS, MODEL, finished_model
+
+INDEX = "model.safetensors.index.json"
+SHARD_BYTES = 5_000_000_000
+TARGETS = ("float32", "bfloat16", "float16")
+"""Element types of an export."""
+
+WEIGHTS = (
+    ".safetensors",
+    ".bin",
+    ".pt",
+    ".pth",
+    ".ckpt",
+    ".h5",
+    ".msgpack",
+    ".onnx",
+    ".gguf",
+    ".index.json",
+)
+"""Ends of the names of files that hold weights: those of another model than the exported one."""
+
+_HEADER_BYTES = 256 << 20
+_CHUNK_ELEMENTS = 2 << 20
+_MOST_FILES = 1000
+_MOST_BYTES = 1 << 30
+"""Number and size of the files that are copied: a folder with more is not one of a model."""
+
+Values = npt.NDArray[Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One file of weights."""
+
+    name: str
+    entries: tuple[Entry, ...]
+    """With the element types that they get."""
+
+
+def export_folder(
+    run_dir: Path,
+    to: Path,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    files_from: Path | None = None,
+) -> dict[str, Any]:
+    """
+    Write the model of a run into the directory `to`, created if missing.
+
+    Args:
+        run_dir: its model/ is verified first.
+        to: must not hold weights.
+        dtype: element type of all floating-point tensors, one of TARGETS; None: as they are.
+        shard_bytes: largest size of the tensors in one file; a single tensor may be larger.
+        files_from: folder whose files are copied, except weights.
+
+    Returns:
+        The content of the model.json that was written.
+
+    Raises:
+        ConfigError: there is no model, `to` holds weights, or a value does not fit `dtype`.
+        StorageError: the model does not match its SHA-256, or a file cannot be read or written.
+    """
+    facts = finished_model(run_dir, to)
+    _refuse_weights(to)
+    others = _others(files_from) if files_from is not None else []
+    source = run_dir / "model" / MODEL
+    written: list[Path] = []
+    try:
+        to.mkdir(parents=True, exist_ok=True)
+        with source.open("rb") as data:
+            digest = hashlib.file_digest(data, "sha256").hexdigest()
+            if digest != facts["sha256"]:
+                raise StorageError(
+                    f"{source}: SHA-256 is {digest}, expected {facts['sha256']}; nothing was exported; "
+                    "run the job again"
+                )
+            entries = _entries(data)
+            shards = plan([_converted(entry, dtype) for entry in entries.values()], shard_bytes)
+            digests = {}
+            for shard in shards:
+                written.append(to / shard.name)
+                digests[shard.name] = _write(files.temporary(written[-1]), data, shard, entries)
+        for other in others:
+            written.append(to / other.name)
+            _copy(other, files.temporary(written[-1]))
+        if len(shards) > 1:
+            written.append(to / INDEX)
+            files.temporary(written[-1]).write_text(_index(shards))
+        stated = {key: value for key, value in facts.items() if key not in ("sha256", "bytes")}
+        stated["files"] = digests
+        written.append(to / FACTS)
+        files.temporary(written[-1]).write_text(json.dumps(stated, indent=2, sort_keys=True) + "\n")
+        for path in written:
+            files.publish(path, durable=False)
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or to}: {error.strerror}; the export is not complete"
+        ) from None
+    except DamagedError as error:
+        raise StorageError(f"{source}: {error}; run the job again") from None
+    finally:
+        for path in written:
+            files.temporary(path).unlink(missing_ok=True)
+    return stated
+
+
+def plan(entries: Sequence[Entry], shard_bytes: int) -> list[Shard]:
+    """
+    Distribute tensors over files, in their order.
+
+    >>> [s.name for s in plan([Entry(name=n, dtype="int8", shape=(3,)) for n in "abc"], 6)]
+    ['model-00001-of-00002.safetensors', 'model-00002-of-00002.safetensors']
+    """
+    groups: list[list[Entry]] = [[]]
+    free = shard_bytes
+    for entry in entries:
+        if groups[-1] and entry.size_bytes > free:
+            groups.append([])
+            free = shard_bytes
+        groups[-1].append(entry)
+        free -= entry.size_bytes
+    if len(groups) == 1:
+        return [Shard(MODEL, tuple(groups[0]))]
+    return [
+        Shard(f"model-{number:05}-of-{len(groups):05}.safetensors", tuple(group))
+        for number, group in enumerate(groups, 1)
+    ]
+
+
+def convert(values: Values, dtype: str) -> Values:
+    """
+    Floating-point values as another element type, rounded to nearest, ties to even.
+
+    Args:
+        values: float64, float32, float16, or uint16 with the bits of bfloat16.
+        dtype: one of TARGETS.
+
+    Returns:
+        For bfloat16 its bits, uint16.
+
+    Raises:
+        ConfigError: a finite value is too large for `dtype`.
+    """
+    wide = _widened(values)
+    if dtype == "bfloat16":
+        bits = wide.astype(np.float32).view(np.uint32)
+        rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
+        found = np.where(np.isnan(wide), np.uint32(0x7FC0), rounded).astype(np.uint16)
+    else:
+        with np.errstate(over="ignore"):
+            found = wide.astype(np.dtype(dtype))
+    lost = np.isinf(_widened(found)) & np.isfinite(wide)
+    if lost.any():
+        raise ConfigError(f"{wide[lost][0]:.6g} is too large for {dtype}")
+    return found
+
+
+def _widened(values: Values) -> Values:
+    if values.dtype == np.uint16:
+        return (values.astype(np.uint32) << 16).view(np.float32)
+    return values.astype(np.float32) if values.dtype == np.float16 else values
+
+
+def _refuse_weights(to: Path) -> None:
+    # The libraries load whichever they find first, such as model.safetensors before shards.
+    found = sorted(p.name for p in to.iterdir() if p.name.endswith(WEIGHTS)) if to.is_dir() else []
+    if found:
+        raise ConfigError(f"{to}: already holds {found[0]}; give an empty directory")
+
+
+def _others(folder: Path) -> list[Path]:
+    if not folder.is_dir():
+        raise ConfigError(f"--files-from {folder}: no such directory")
+    # Links count: a cache of downloaded models consists of them.
+    found = [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not path.name.endswith(WEIGHTS) and path.name != FACTS
+    ]
+    size = sum(path.stat().st_size for path in found)
+    if not found or len(found) > _MOST_FILES or size > _MOST_BYTES:
+        raise ConfigError(
+            f"--files-from {folder}: {len(found)} files of {size / 1e6:.0f} MB besides weights, expected config.json, "
+            f"the tokenizer's files and the like: 1 to {_MOST_FILES} files of at most {_MOST_BYTES / 1e6:.0f} MB"
+        )
+    return found
+
+
+def _entries(data: BinaryIO) -> dict[str, Entry]:
+    size = data.seek(0, 2)
+    data.seek(0)
+    head = data.read(8)
+    length = struct.unpack("<Q", head)[0] if len(head) == 8 else 0
+    if length > _HEADER_BYTES:
+        raise DamagedError(
+            f"safetensors: a header of {length} bytes, expected at most {_HEADER_BYTES}"
+        )
+    return tensorfile.parse(head + data.read(length), size)
+
+
+def _converted(entry: Entry, dtype: str | None) -> Entry:
+    floating = entry.dtype in (*TARGETS, "float64")
+    return replace(entry, dtype=dtype) if dtype is not None and floating else entry
+
+
+def _write(part: Path, data: BinaryIO, shard: Shard, sources: Mapping[str, Entry]) -> str:
+    """Write one file; its SHA-256, hex."""
+    header, placed, _ = tensorfile.plan(shard.entries, metadata={"format": "pt"})
+    digest = hashlib.sha256(header)
+    part.unlink(missing_ok=True)
+    # A new file: a link that was planted under this name is not written through.
+    with part.open("xb") as file:
+        file.write(header)
+        for entry in placed:
+            for chunk in _chunks(data, sources[entry.name], entry.dtype):
+                digest.update(chunk)
+                file.write(chunk)
+    return digest.hexdigest()
+
+
+def _chunks(data: BinaryIO, source: Entry, dtype: str) -> Iterator[memoryview]:
+    width = DTYPES[source.dtype].size
+    for lo in range(source.lo, source.hi, _CHUNK_ELEMENTS * width):
+        data.seek(lo)
+        raw = data.read(min(_CHUNK_ELEMENTS * width, source.hi - lo))
+        if dtype == source.dtype:
+            yield memoryview(raw)
+            continue
+        kind = "uint16" if source.dtype == "bfloat16" else source.dtype
+        try:
+            yield memoryview(
+                convert(np.frombuffer(raw, np.dtype(kind)), dtype).view(np.uint8)
+            ).cast("B")
+        except ConfigError as error:
+            raise ConfigError(f"{source.name}: {error}; export it with another --dtype") from None
+
+
+def _copy(source: Path, part: Path) -> None:
+    part.unlink(missing_ok=True)
+    with source.open("rb") as data, part.open("xb") as copy:
+        shutil.copyfileobj(data, copy)
+
+
+def _index(shards: Sequence[Shard]) -> str:
+    total = sum(entry.size_bytes for shard in shards for entry in shard.entries)
+    found = {
+        "metadata": {"total_size": total},
+        "weight_map": {entry.name: shard.name for shard in shards for entry in shard.entries},
+    }
+    return json.dumps(found, indent=2, sort_keys=True) + "\n"

@@ -1,0 +1,180 @@
+"""A model as the folder that from_pretrained loads: values, files, and what is refused."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from diloco.errors import ConfigError, StorageError
+from diloco.model.tensorfile import Entry
+from diloco_local.pretrained import INDEX, convert, export_folder, plan
+from diloco_syncer.storage.model import export_model, raw_tensors
+
+TENSORS = {
+    "embed.weight": np.linspace(-3, 3, 24, dtype=np.float32).reshape(4, 6),
+    "head.weight": np.float32([[1.00390625, 1.01171875]]),
+    "steps": np.array([7], np.int64),
+}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """The directory of a run that is complete."""
+    export_model(tmp_path / "run" / "model", TENSORS, {"job": "j", "step": 600})
+    return tmp_path / "run"
+
+
+def loaded(folder: Path) -> dict[str, torch.Tensor]:
+    """As the libraries load it: one file, or all that the index names."""
+    if not (folder / INDEX).exists():
+        return load_file(folder / "model.safetensors")
+    found = json.loads((folder / INDEX).read_text())
+    tensors = {}
+    for name, file in found["weight_map"].items():
+        tensors[name] = load_file(folder / file)[name]
+    assert found["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    return tensors
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_values_are_those_of_torch_bit_by_bit(dtype: str):
+    bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
+    halves = np.arange(0x3F800000, 0x3F820000, 0x1000, dtype=np.uint32)  # ties between two bfloat16
+    values = np.concatenate([bits, halves, np.uint32([0, 1 << 31, 0x7F800000, 0xFF800000])]).view(
+        np.float32
+    )
+    expected = torch.from_numpy(values).to(getattr(torch, dtype))
+    fits = torch.isfinite(expected).numpy() | ~np.isfinite(values)
+    found = convert(values[fits], dtype)
+    kind = np.uint32 if dtype == "float32" else np.uint16
+    wanted = expected[torch.from_numpy(fits)].view(
+        torch.int32 if dtype == "float32" else torch.int16
+    )
+    real = ~np.isnan(values[fits])
+    np.testing.assert_array_equal(found.view(kind)[real], wanted.numpy().view(kind)[real])
+    back = found.view(np.uint16) if dtype == "bfloat16" else found
+    assert np.isnan(convert(back[~real], "float32")).all()
+
+
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_types_are_widened_to_float32_exactly(source: torch.dtype):
+    values = torch.linspace(-2, 2, 999).to(source)
+    raw = (
+        values.view(torch.int16).numpy().view(np.uint16)
+        if source is torch.bfloat16
+        else values.numpy()
+    )
+    np.testing.assert_array_equal(convert(raw, "float32"), values.float().numpy())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value"), [("float16", 70000.0), ("bfloat16", 3.4e38), ("float32", 1e300)]
+)
+def test_a_finite_value_never_becomes_infinite(dtype: str, value: float):
+    with pytest.raises(ConfigError, match=f"too large for {dtype}"):
+        convert(np.array([1.0, value]), dtype)
+
+
+def test_all_tensors_are_there_and_integers_keep_their_type(run: Path, tmp_path: Path):
+    stated = export_folder(run, tmp_path / "to", dtype="bfloat16")
+    tensors = loaded(tmp_path / "to")
+    for name, values in TENSORS.items():
+        expected = torch.from_numpy(values)
+        expected = expected.bfloat16() if expected.is_floating_point() else expected
+        assert torch.equal(tensors[name], expected)
+        assert tensors[name].dtype == expected.dtype
+    assert stated == json.loads((tmp_path / "to/model.json").read_text())
+    assert (stated["step"], list(stated["files"])) == (600, ["model.safetensors"])
+
+
+def test_a_model_larger_than_one_file_has_an_index(run: Path, tmp_path: Path):
+    export_folder(run, tmp_path / "to", shard_bytes=100)
+    assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.json", INDEX,
+    ]  # fmt: skip
+    tensors = loaded(tmp_path / "to")
+    assert {name: tensor.numpy().tolist() for name, tensor in tensors.items()} == {
+        name: values.tolist() for name, values in TENSORS.items()
+    }
+
+
+def test_a_tensor_larger_than_a_file_has_one_of_its_own():
+    entries = [Entry(name=str(n), dtype="int8", shape=(n,)) for n in (2, 9, 2, 2)]
+    assert [[e.name for e in shard.entries] for shard in plan(entries, 4)] == [
+        ["2"],
+        ["9"],
+        ["2", "2"],
+    ]
+
+
+def test_the_files_beside_the_weights_of_the_base_model_are_copied(run: Path, tmp_path: Path):
+    base, blobs = tmp_path / "base", tmp_path / "blobs"
+    base.mkdir()
+    blobs.mkdir()
+    (blobs / "c0ffee").write_text('{"model_type": "gpt2"}')
+    (base / "config.json").symlink_to(blobs / "c0ffee")  # as caches of downloads have it
+    (base / "tokenizer.json").write_text("{}")
+    for weights in ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json"):
+        (base / weights).write_text("old")
+    export_folder(run, tmp_path / "to", files_from=base)
+    names = sorted(path.name for path in (tmp_path / "to").iterdir())
+    assert names == ["config.json", "model.json", "model.safetensors", "tokenizer.json"]
+    assert (tmp_path / "to/config.json").read_text() == '{"model_type": "gpt2"}'
+    assert not (tmp_path / "to/config.json").is_symlink()
+
+
+def test_a_folder_with_weights_is_refused(run: Path, tmp_path: Path):
+    (tmp_path / "to").mkdir()
+    (tmp_path / "to/pytorch_model.bin").touch()
+    with pytest.raises(
+        ConfigError, match=r"already holds pytorch_model.bin; give an empty directory"
+    ):
+        export_folder(run, tmp_path / "to")
+
+
+def test_a_folder_without_files_to_copy_is_refused(run: Path, tmp_path: Path):
+    (tmp_path / "base").mkdir()
+    for folder, text in [
+        ("base", "0 files of 0 MB besides weights"),
+        ("typo", "no such directory"),
+    ]:
+        with pytest.raises(ConfigError, match=text):
+            export_folder(run, tmp_path / "to", files_from=tmp_path / folder)
+
+
+def test_a_value_that_does_not_fit_is_named_and_nothing_is_left(tmp_path: Path):
+    export_model(tmp_path / "run/model", {"a": np.float32([1.0]), "b": np.float32([1e6])}, {})
+    with pytest.raises(
+        ConfigError, match=r"^b: 1e\+06 is too large for float16; export it with another"
+    ):
+        export_folder(tmp_path / "run", tmp_path / "to", dtype="float16")
+    assert list((tmp_path / "to").iterdir()) == []
+
+
+def test_a_damaged_model_is_not_exported(run: Path, tmp_path: Path):
+    path = run / "model/model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(StorageError, match=r"SHA-256 is \w+, expected \w+; nothing was exported"):
+        export_folder(run, tmp_path / "to")
+    assert list((tmp_path / "to").iterdir()) == []
+
+
+def test_a_tensor_of_many_chunks_is_converted_whole(tmp_path: Path):
+    values = np.random.default_rng(1).standard_normal((3, 1 << 20), np.float32)
+    export_model(tmp_path / "run/model", {"w": values}, {})
+    export_folder(tmp_path / "run", tmp_path / "to", dtype="bfloat16")
+    assert torch.equal(loaded(tmp_path / "to")["w"], torch.from_numpy(values).bfloat16())
+
+
+def test_bfloat16_constants_are_read_as_such(tmp_path: Path):
+    from safetensors.torch import save
+
+    blob = save({"c": torch.linspace(0, 1, 5).bfloat16()})
+    export_model(tmp_path / "run/model", raw_tensors(blob), {})
+    export_folder(tmp_path / "run", tmp_path / "to", dtype="float32")
+    assert torch.equal(loaded(tmp_path / "to")["c"], torch.linspace(0, 1, 5).bfloat16().float())
