@@ -141,7 +141,7 @@ def main() -> int:
     body = f"""Jobs of {len(scale.REGIONS)} regions with 2 learners each, applied at once to an empty API \
 server. etcd, API server and operator share the cores; there are no nodes and no controllers, so every job \
 waits for its syncer, the state in which the operator polls most often. Figures are for all jobs where \
-they do not say "per job".
+they do not state "per job".
 
 {table(header, [row.cells(shown) for row in ROWS])}
 

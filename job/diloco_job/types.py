@@ -127,7 +127,7 @@ class Sync(Model):
     interval: UpToBillion = 24
     """H: global steps between two rounds of the same fragment; at least the number of fragments."""
     overlap: UpToBillion = 2
-    """τ: rounds in flight, and steps that a round may take; at most the number of fragments."""
+    """τ: rounds in flight, and steps that a round may take; at most the number of fragments, and `interval` - 1."""
     quorum: UpToBillion = 1
     """K: reports that a round needs before its fragment is merged."""
     grace: Grace = Grace()

@@ -96,7 +96,7 @@ def test_the_guard_is_never_active(undisturbed, disturbed):
     for run in (undisturbed, disturbed):
         events = run.lines("events.jsonl")
         merges = [line["members"] for line in events if line["event"] == "merge"]
-        assert sum(len(members) >= 3 for members in merges) >= 100, "merges that the guard looks at"
+        assert sum(len(members) >= 3 for members in merges) >= 100, "merges that the guard checks"
         for member in itertools.chain.from_iterable(merges):
             assert member["clipped"] == 0, member
             assert member["weight"] == member["tokens"] ** 2 / member["steps"], member

@@ -279,12 +279,19 @@ def quiet(eu: Cluster, fleet: Fleet) -> Iterator[Quiet]:
     """
     A complete job, a suspended one, one without a node for its learners, one whose name is taken.
 
-    Modules ask for it before they begin, so that its ten minutes pass while they run.
+    Modules that run before request it by `resting`, so that its ten minutes pass while they run.
     """
     if not eu.local:
         only_local("a given cluster's audit log cannot be read")
     with fleet.namespace("quiet", eu) as namespace:
         yield _at_rest(eu, fleet, namespace)
+
+
+@pytest.fixture(scope="session")
+def resting(request: pytest.FixtureRequest, eu: Cluster) -> None:
+    """The jobs of `quiet` exist, if tests of this session need them: their ten minutes pass meanwhile."""
+    if eu.local and any(item.path.stem == "test_steady_state" for item in request.session.items):
+        request.getfixturevalue("quiet")
 
 
 def _at_rest(eu: Cluster, fleet: Fleet, namespace: str) -> Quiet:

@@ -18,6 +18,8 @@ from diloco_testing.clusters.job import Job, manifest
 from diloco_testing.clusters.kubectl import KubectlError, until
 from diloco_testing.clusters.provision import Cluster
 
+pytestmark = pytest.mark.usefixtures("resting")
+
 BACK_SECONDS = 150.0
 """For two processes that import torch and meet, on busy cores."""
 
@@ -211,7 +213,7 @@ def test_a_preempted_pod_takes_its_learner_out_until_there_is_room_again(healed)
     )  # fmt: skip
     until(
         lambda: f"Insufficient {SLOT}" in job.condition("LearnersReady")["message"],
-        BACK_SECONDS, expected="the condition says what the pod waits for", details=job.details,
+        BACK_SECONDS, expected="the condition states what the pod waits for", details=job.details,
     )  # fmt: skip
     job.until_step(job.step() + 50, BACK_SECONDS)
     kubectl.delete("pod", URGENT, job.namespace, "--force", "--grace-period=0")

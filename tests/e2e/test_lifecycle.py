@@ -21,10 +21,8 @@ SOON = 120.0
 
 
 @pytest.fixture
-def make(request, eu, fleet, namespace):
+def make(eu, fleet, namespace, resting):
     """A job in a namespace of this test."""
-    if eu.local:
-        request.getfixturevalue("quiet")  # its ten minutes pass while these tests run
 
     def made(name: str, *, steps: int = 10**6, learners: int = 1, **spec) -> Job:
         regions = spec.pop("regions", {"eu": learners})

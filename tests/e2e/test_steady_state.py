@@ -1,7 +1,7 @@
 """
 Ten minutes in which no job changes: the operator writes nothing, not even when it is restarted.
 
-The jobs are created when the previous module begins (fixture `quiet`, session), so that the minutes pass
+The jobs are created when a module before it begins (fixture `resting`, session), so that the minutes pass
 while other tests run. Read from the API server's audit log, which records every write.
 """
 

@@ -123,7 +123,7 @@ def test_a_region_fails_and_resumes_with_the_one_that_has_the_syncer(tmp_path):
 
         eu.reconcile(120)
         assert eu.replicas("deployments", "j-syncer") == 0
-        assert us.reconcile(600)["status"] == "True", "nobody answers"
+        assert us.reconcile(600)["status"] == "True", "no process answers"
 
         eu.policy(suspend=True)
         assert eu.reconcile()["status"] == "False"

@@ -104,6 +104,21 @@ def test_every_package_of_the_wheel_has_contracts_and_types_checked(tool):
     assert sorted(checked) == sorted(PACKAGES)
 
 
+def test_every_package_within_a_package_has_exhaustive_layers():
+    containers = [
+        container
+        for contract in CONTRACTS.values()
+        if contract.get("exhaustive")
+        for container in contract["containers"]
+    ]
+    packages = {
+        ".".join((name, *path.parent.relative_to(package).parts))
+        for name, package in PACKAGES.items()
+        for path in package.rglob("__init__.py")
+    }
+    assert sorted(containers) == sorted(packages - {"diloco.v1"})  # generated
+
+
 def test_every_folder_of_a_package_is_in_the_wheel_and_on_the_path_of_ruff():
     folders = {path.parent.parent.name for path in ROOT.glob("*/diloco*/__init__.py")}
     assert folders == {package.parent.name for package in PACKAGES.values()}

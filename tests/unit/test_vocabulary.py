@@ -22,7 +22,9 @@ CODE = [
     if "_pb2" not in path.name
 ]
 PAGES = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").rglob("*.md"),
-         *(ROOT / "tests").rglob("*.md"), *(ROOT / "charts").rglob("*.md")]  # fmt: skip
+         *(ROOT / "tests").rglob("*.md"), *(ROOT / "charts").rglob("*.md"),
+         *(ROOT / "benchmarks").rglob("*.md"), *(ROOT / ".github").rglob("*.md"),
+         *(ROOT / "charts").rglob("NOTES.txt")]  # fmt: skip
 OTHERS = [
     path
     for pattern in ("*.proto", "*.tpl", "*.yaml", "*.toml", "*.sh", "golden/scripts/*/*.txt")
@@ -188,14 +190,19 @@ def comments(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def problems(source: str, *, shipped: bool) -> list[str]:
-    """What to rename or rephrase in a module; messages count in the packages only."""
+    """What to rename or rephrase in a module; of tests and scripts, only the messages of `assert` count."""
     tree = ast.parse(source)
     lines = [(line, hint) for line, name in names(tree) for hint in in_name(name)]
     if ANY.search(source.lower()):  # seldom, and the rest takes most of the time
         lines += lines_with_problems(comments(source, tree))
     lines += [(line, '"one": write learner, pod, job') for line in loops_over_one(tree)]
-    if shipped:
-        lines += [(line, hint) for line, text in messages(tree) for hint in in_text(text)]
+    roots = (
+        [tree]
+        if shipped
+        else [node.msg for node in ast.walk(tree) if isinstance(node, ast.Assert) and node.msg]
+    )
+    for root in roots:
+        lines += [(line, hint) for line, text in messages(root) for hint in in_text(text)]
     return [f"line {line}: {hint}" for line, hint in lines]
 
 

@@ -205,7 +205,7 @@ def test_a_job_that_waits_for_its_first_learner_is_pending_and_has_not_started()
     assert world.reason("QuorumMet") == ("Unknown", "NoAnswer")
     assert world.status["state"] == "Pending"
     assert "startTime" not in world.status, "the deadline counts from there"
-    assert world.asked == [], "no Event tells why"
+    assert world.asked == [], "no Event states why"
     assert not [event for event in world.events if event[0] == "Warning"]
 
 
@@ -413,7 +413,7 @@ def test_a_learner_that_is_added_enters_the_queue_and_one_that_is_taken_out_leav
     world.settle()
     replicas = {name: child["spec"]["replicas"] for name, child in live_sets(world).items()}
     assert replicas == {"a-eu-0": 1, "a-eu-1": 0, "a-eu-2": 0}, (
-        "their volumes wait as whenScaled says"
+        "their volumes wait as whenScaled states"
     )
 
 

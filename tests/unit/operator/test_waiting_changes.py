@@ -36,7 +36,7 @@ def test_a_change_that_a_failed_learner_holds_back_is_named_until_it_comes():
     assert world.reason("LearnersReady") == ("False", "LearnersFailed")
     assert message(world).endswith(f"; {WAITS}us")
     world.count_pods()
-    assert is_idle(world.reconcile(60)), "said once"
+    assert is_idle(world.reconcile(60)), "reported once"
     # The corrected image brings the learner back.
     world.run_controllers()
     world.answers()

@@ -85,7 +85,7 @@ def test_a_health_file_on_a_disk_that_hangs_holds_no_caller_and_the_newest_state
     file.write(states[2])
     assert not path.exists()
     file.settle(0.01)
-    assert not path.exists(), "it waits no longer than it is told"
+    assert not path.exists(), "it waits no longer than it must"
     hangs.set()
     file.settle(PATIENCE_SECONDS)
     assert read(path) == states[2]

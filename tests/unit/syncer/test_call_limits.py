@@ -34,7 +34,7 @@ class Silent:
 
     def __next__(self):
         self.entered.set()
-        assert self.cancelled.wait(30), "nobody cancelled the call"
+        assert self.cancelled.wait(30), "the call was not cancelled"
         raise RuntimeError("cancelled")
 
 

@@ -170,7 +170,7 @@ def test_a_request_without_progress_is_withdrawn_after_a_minute():
     assert it.tick(9.9 + STALL_SECONDS) == []
     [log] = it.tick(10.0 + STALL_SECONDS)
     assert log.fields["reason"] == "InitialLate"
-    assert it.tick(1e9) == [], "nobody is asked"
+    assert it.tick(1e9) == [], "no learner is asked"
 
 
 def test_bytes_earn_time_but_never_more_than_the_limit_ahead():

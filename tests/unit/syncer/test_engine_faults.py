@@ -197,7 +197,7 @@ def test_20_a_far_learner_is_in_nearly_all_merges_whatever_the_phase_of_its_step
     late = [m for m in world.merges() if m["time"] > 60]
     share = [any(x["learner"] == "eu/3" for x in m["members"]) for m in late]
     assert sum(share) / len(share) >= 0.95
-    assert len(late) >= 0.98 * 340, "and nobody waits for it"
+    assert len(late) >= 0.98 * 340, "and no learner waits for it"
 
 
 def test_near_learners_are_announced_no_more_fragments_than_before():

@@ -171,7 +171,7 @@ def test_who_no_longer_retries_no_longer_comes_first():
     job.join("eu/1", OURS)
     del job.retrying["eu/1"]
     job.wait(STALL_SECONDS)
-    assert job.asked == ["eu/0", "eu/0"], "nobody else is left to ask"
+    assert job.asked == ["eu/0", "eu/0"], "no other learner is left to ask"
     assert job.syncer.state.engine.waiting_for() == "eu/0 to upload the initial model"
 
 

@@ -453,7 +453,7 @@ def test_what_was_merged_while_a_checkpoint_was_loaded_is_downloaded_too():
 def test_a_checkpoint_that_was_loaded_during_a_cut_catches_up_in_the_next_session():
     session = with_checkpoint(10, 9)
     session(ev.SessionLost(text="cut"))
-    assert session(ev.TrainerUpdate(state=LOADED)) == [], "there is nobody to ask"
+    assert session(ev.TrainerUpdate(state=LOADED)) == [], "there is no syncer to ask"
     session(welcome())
     wanted = downloads(session(ev.ModelReady(versions=((1, 10), (1, 12)))))
     assert [d.fragment for d in wanted] == [1]
