@@ -153,8 +153,8 @@ except DilocoError as error:
 
 LIMITS = {
     "back_off_seconds": 0.1,
-    "complete_learner_seconds": 5,
-    "complete_evaluator_seconds": 10,
+    "complete_learner_seconds": 60,
+    "complete_evaluator_seconds": 60,
     "leave_seconds": 3,
     "early_exit_seconds": 2.0,
 }
