@@ -50,6 +50,16 @@ def test_tied_weights_are_an_embedding_with_an_alias_and_frozen_tensors_are_cons
     assert [n.info.name for n in found.constants] == ["body.bias", "count"]
 
 
+def test_frozen_parameters_and_buffers_are_kinds_of_their_own():
+    model = Tied()
+    model.cached = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    model.register_buffer("view", model.cached.weight.data)  # of a frozen parameter
+    found = describe(model)
+    frozen = [(n.info.name, n.info.aliases) for n in found.frozen]
+    assert frozen == [("body.bias", ()), ("cached.weight", ("view",))]
+    assert [n.info.name for n in found.buffers] == ["count"]
+
+
 def test_a_head_tied_the_other_way_round_is_still_an_embedding():
     model = Tied()
     model.head = nn.Linear(4, 10, bias=False)

@@ -1,13 +1,14 @@
 """
 The named tensors of a torch model, and copies between its parameters and flat fp32 memory.
 
-Trained: every parameter that requires a gradient, once, even if it is tied. Constant: frozen
-parameters and persistent buffers; they are the same in all learners and are never merged.
+Trained: every parameter that requires a gradient, once, even if it is tied. Frozen: the other
+parameters. Buffers: what else a state_dict has. The constants are the tensors that the job
+stores without merging them: they come from the learner that initializes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,10 +37,18 @@ class Named:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTensors:
-    """The trained and the constant tensors of a model; both sorted by name."""
+    """Every tensor of a model, once; each kind sorted by name."""
 
     trained: tuple[Named, ...]
-    constants: tuple[Named, ...]
+    frozen: tuple[Named, ...]
+    """Parameters that require no gradient."""
+    buffers: tuple[Named, ...]
+    """Persistent buffers."""
+
+    @property
+    def constants(self) -> tuple[Named, ...]:
+        """What the job stores without merging it, sorted by name."""
+        return _by_name((*self.frozen, *self.buffers))
 
 
 def describe(model: nn.Module) -> ModelTensors:
@@ -60,6 +69,7 @@ def describe(model: nn.Module) -> ModelTensors:
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     names: dict[object, list[str]] = {}
     tensors: dict[object, torch.Tensor] = {}
     for name, tensor in _reachable(model):
@@ -70,7 +80,8 @@ def describe(model: nn.Module) -> ModelTensors:
         if key not in tensors or tensor.requires_grad:
             tensors[key] = tensor
     trained: list[Named] = []
-    constants: list[Named] = []
+    frozen: list[Named] = []
+    buffers: list[Named] = []
     for key, tensor in tensors.items():
         name, *aliases = sorted(set(names[key]))
         info = Tensor(
@@ -80,12 +91,16 @@ def describe(model: nn.Module) -> ModelTensors:
             embedding=key in embeddings,
             aliases=tuple(aliases),
         )
-        (trained if tensor.requires_grad else constants).append(Named(tensor=tensor, info=info))
-    _check(trained, constants)
+        fixed = buffers if parameters.isdisjoint(names[key]) else frozen
+        (trained if tensor.requires_grad else fixed).append(Named(tensor=tensor, info=info))
+    _check(trained, [*frozen, *buffers])
     return ModelTensors(
-        trained=tuple(sorted(trained, key=lambda n: n.info.name)),
-        constants=tuple(sorted(constants, key=lambda n: n.info.name)),
+        trained=_by_name(trained), frozen=_by_name(frozen), buffers=_by_name(buffers)
     )
+
+
+def _by_name(tensors: Iterable[Named]) -> tuple[Named, ...]:
+    return tuple(sorted(tensors, key=lambda n: n.info.name))
 
 
 def _reachable(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
