@@ -3,7 +3,7 @@ The named tensors of a torch model, and copies between its parameters and flat f
 
 Trained: every parameter that requires a gradient, once, even if it is tied. Frozen: the other
 parameters. Buffers: what else a state_dict has. The constants are the tensors that the job
-stores without merging them: they come from the learner that initializes it.
+stores without merging them (docs/adr/0023): they come from the learner that initializes it.
 """
 
 from __future__ import annotations
@@ -45,10 +45,22 @@ class ModelTensors:
     buffers: tuple[Named, ...]
     """Persistent buffers."""
 
-    @property
-    def constants(self) -> tuple[Named, ...]:
-        """What the job stores without merging it, sorted by name."""
-        return _by_name((*self.frozen, *self.buffers))
+    def constants(self, *, ship_frozen: bool) -> tuple[Named, ...]:
+        """
+        What the job stores without merging it, sorted by name.
+
+        Raises:
+            ConfigError: a tensor cannot be stored.
+        """
+        constants = _by_name((*self.frozen, *self.buffers)) if ship_frozen else self.buffers
+        problems = [
+            f"constant {n.info.name} has dtype {n.info.dtype}; expected one of {', '.join(tensorfile.DTYPES)}"
+            for n in constants
+            if n.info.dtype not in tensorfile.DTYPES
+        ]
+        if problems:
+            raise ConfigError("model: " + "; ".join(problems))
+        return constants
 
 
 def describe(model: nn.Module) -> ModelTensors:
@@ -133,7 +145,7 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _check(trained: list[Named], constants: list[Named]) -> None:
+def _check(trained: list[Named], others: list[Named]) -> None:
     if not trained:
         raise ConfigError(
             "the model has no parameter that requires a gradient; there is nothing to train"
@@ -145,13 +157,8 @@ def _check(trained: list[Named], constants: list[Named]) -> None:
     ]
     problems += [
         f"{n.info.name} is on the meta device; materialize it before Learner.connect"
-        for n in (*trained, *constants)
+        for n in (*trained, *others)
         if n.tensor.device.type == "meta"
-    ]
-    problems += [
-        f"constant {n.info.name} has dtype {n.info.dtype}; expected one of {', '.join(tensorfile.DTYPES)}"
-        for n in constants
-        if n.info.dtype not in tensorfile.DTYPES
     ]
     if problems:
         raise ConfigError("model: " + "; ".join(problems))
@@ -163,12 +170,14 @@ class Copier:
 
     Args:
         tensors: of the model.
-        layout: the fragments.
+        layout: the fragments and the constants.
     """
 
     def __init__(self, tensors: ModelTensors, layout: Layout) -> None:
         self._by_name = {n.info.name: n.tensor for n in tensors.trained}
-        self._constants = tensors.constants
+        stored = {t.name for t in layout.constants}
+        others = (*tensors.frozen, *tensors.buffers)
+        self._constants = _by_name(n for n in others if n.info.name in stored)
         self._layout = layout
         self._host: list[list[_Pair]] = []
         self._inbox: list[list[_Pair]] = []
