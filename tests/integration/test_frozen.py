@@ -58,7 +58,7 @@ def join(enter) -> Join:
     def joined(syncer, model, name="eu/0"):
         enter(syncer.spec, syncer.port, name=name)
         trained = [p for p in model.parameters() if p.requires_grad]
-        optimizer = torch.optim.SGD(trained, lr=0.01)
+        optimizer = torch.optim.SGD(trained, lr=1e-5)  # larger ones diverge on 4096 inputs
         return Learner.connect(model, optimizer, connect_timeout_seconds=90), model, optimizer
 
     return joined

@@ -56,5 +56,5 @@ def digest(tensor: torch.Tensor) -> str:
     flat = tensor.detach().reshape(-1)
     step = max(1, PIECE_BYTES // max(1, flat.element_size()))
     for at in range(0, flat.numel(), step):
-        state.update(flat[at : at + step].cpu().view(torch.uint8).numpy())
+        state.update(flat[at : at + step].cpu().view(torch.uint8).numpy().data)
     return state.hexdigest()
