@@ -118,6 +118,7 @@ def run_spec(job: DiLoCoJob) -> RunSpec:
         grace_safety=float(sync.grace.safety),
         merge=sync.merge,
         average_parameters=tuple(sync.average_parameters),
+        frozen=sync.frozen,
         guard=float(sync.guard),
         outer_learning_rate=float(sync.outer.learning_rate),
         outer_momentum=float(sync.outer.momentum),

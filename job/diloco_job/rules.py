@@ -407,6 +407,7 @@ FIXED = (
     "spec.sync.grace.safety",
     "spec.sync.merge",
     "spec.sync.averageParameters",
+    "spec.sync.frozen",
     "spec.sync.outer.learningRate",
     "spec.sync.outer.momentum",
     "spec.sync.outer.nesterov",

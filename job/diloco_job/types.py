@@ -136,6 +136,8 @@ class Sync(Model):
     """How deltas are merged: Radial preserves their length, Average is the weighted mean."""
     average_parameters: Annotated[list[Text], Field(max_length=256)] = []
     """Shell patterns of parameters that, like embeddings, are merged by average."""
+    frozen: Literal["Keep", "Ship"] = "Keep"
+    """Keep: each learner brings its frozen parameters, which must be equal; Ship: the job stores them."""
     guard: Fraction = "10"
     """Multiple of the members' median norm to which a delta is clipped; "0" disables the guard."""
     outer: Outer = Outer()

@@ -22,6 +22,7 @@ from diloco.errors import ConfigError
 UP_FORMATS = ("FP32", "BF16", "Int8", "Int4")
 DOWN_FORMATS = ("FP32", "BF16")
 MERGES = ("Radial", "Average")
+FROZEN = ("Keep", "Ship")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,6 +58,10 @@ class RunSpec:
     """γ in Eq 3."""
     merge: str = "Radial"
     average_parameters: tuple[str, ...] = ()
+    frozen: str = "Keep"
+    """
+    Keep: each learner brings its frozen parameters, which the syncer compares. Ship: the job stores them.
+    """
     guard: float = 10.0
     """Multiple of the members' median norm that a delta may have; 0 turns the guard off."""
     outer_learning_rate: float = 0.7
@@ -99,6 +104,7 @@ class RunSpec:
                     f"guard: {self.guard} is not a finite number of 0 or more",
                 ),
                 (self.merge not in MERGES, f"merge: {self.merge!r} is not one of {MERGES}"),
+                (self.frozen not in FROZEN, f"frozen: {self.frozen!r} is not one of {FROZEN}"),
                 (
                     self.wire_up not in UP_FORMATS,
                     f"wire_up: {self.wire_up!r} is not one of {UP_FORMATS}",
@@ -117,13 +123,16 @@ class RunSpec:
     def hash(self) -> str:
         """16 hex digits over everything that must be equal in all processes of the job."""
         data = dataclasses.asdict(self)
-        for name in _MAY_CHANGE:
+        for name in (*_MAY_CHANGE, *_COMPARED_AT_JOIN):
             del data[name]
         return hashlib.sha256(canonical(data).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         """Canonical JSON with the hash beside the fields; `from_json` reads it back."""
-        return canonical({"hash": self.hash, **dataclasses.asdict(self)}) + "\n"
+        data = dataclasses.asdict(self)
+        if self.frozen == "Keep":
+            del data["frozen"]  # programs that are older than the field can read the others
+        return canonical({"hash": self.hash, **data}) + "\n"
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "run spec") -> RunSpec:
@@ -186,6 +195,9 @@ _MAY_CHANGE = (
     "evaluation_every_steps",
     "evaluation_command",
 )
+
+_COMPARED_AT_JOIN = ("frozen",)
+"""The tensors of a Hello show it, and syncer and learner compare those (core/admission.py)."""
 
 
 def canonical(data: object) -> str:

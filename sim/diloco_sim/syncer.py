@@ -172,6 +172,7 @@ class Server(HostOverCoordinator):
             admission=Admission(
                 self.spec,
                 layout=parameters.layout if parameters else None,
+                source=parameters.source if parameters else "",
                 issued_before=max(newest, opened.issued),
             ),
             parameters=parameters,

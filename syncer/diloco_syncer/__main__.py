@@ -183,6 +183,7 @@ def _assemble(
     admission = Admission(
         spec,
         layout=parameters.layout if parameters else None,
+        source=parameters.source if parameters else "",
         issued_before=max(newest, store.issued_incarnations()),
         memory_bytes=memory_bytes(),
     )

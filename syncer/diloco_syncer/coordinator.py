@@ -234,6 +234,7 @@ class Coordinator:
                     if event.parameters.layout != self._state.admission.layout:
                         return ev.Tick()  # too late: the model of another learner counts meanwhile
                     self._state.parameters = event.parameters
+                    self._state.admission.source = event.parameters.source
                 return ev.Initialised(learner=event.learner)
             case ev.Exported():
                 self._state.model = ExportedModel(

@@ -24,6 +24,7 @@ def welcome(decision: ev.Admit, engine: Engine) -> pb.SyncerMessage:
             heartbeat_seconds=HEARTBEAT_SECONDS,
             use_checkpoint=decision.use_checkpoint,
             total_tokens=decision.total_tokens,
+            compares_frozen=True,
         )
     )
 

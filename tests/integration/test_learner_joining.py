@@ -15,6 +15,7 @@ from torch import nn
 
 from diloco.errors import MismatchError
 from diloco.rpc import channels
+from diloco.rpc.tensor_info import unpack_frozen
 from diloco.rpc.tls import Tls
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
@@ -29,6 +30,7 @@ from diloco_testing.network.certificates import Authority
 from diloco_testing.syncers.scripted import ScriptedSyncer
 from diloco_worker import Learner
 from diloco_worker.fetch import fetch_model
+from diloco_worker.trainer.frozen import digest
 
 
 def test_the_first_learner_uploads_its_own_initialisation(enter):
@@ -59,7 +61,7 @@ def test_a_learner_whose_own_initialisation_is_not_finite_ends_and_does_not_uplo
 
 
 def test_a_later_learner_starts_from_the_syncers_model_and_constants(enter):
-    with ScriptedSyncer(make_spec()) as syncer:
+    with ScriptedSyncer(make_spec(frozen="Ship")) as syncer:
         first, first_model, _ = connected(syncer, enter)
         first_model[1].running_mean.add_(0)
         first.close()
@@ -87,6 +89,30 @@ def test_another_model_is_refused_with_the_difference(enter, capfd):
             connected(syncer, enter)
         assert stopped.value.code == 78
         assert "0.weight has shape [16, 9]" in capfd.readouterr().err
+
+
+def test_frozen_parameters_are_described_and_stay_as_the_program_made_them(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        first, first_model, _ = connected(syncer, enter)
+        first.close()
+        learner, model, _ = connected(syncer, enter, seed=1, name="us/0")
+        with learner:
+            assert torch.equal(model[0].weight, first_model[0].weight)
+            assert not torch.equal(model[2].bias, first_model[2].bias), "nothing was downloaded"
+        for hello, own in zip(syncer.hellos, (first_model, model), strict=True):
+            (info,) = unpack_frozen(hello.frozen)
+            assert pb.TensorInfo.FromString(info).digest == digest(own[2].bias)
+            assert "2.bias" not in {t.name for t in hello.constants}
+
+
+def test_a_syncer_that_does_not_compare_frozen_parameters_is_left_with_the_reason(enter, capfd):
+    with ScriptedSyncer(make_spec()) as syncer:
+        syncer.welcome["compares_frozen"] = False
+        with pytest.raises(SystemExit) as stopped:
+            connected(syncer, enter)
+        assert stopped.value.code == 78
+        assert "the syncer is older than this learner" in capfd.readouterr().err
+        assert not syncer.uploads
 
 
 def test_a_syncer_that_never_answers_ends_the_process_with_the_retry_code(enter, capfd):

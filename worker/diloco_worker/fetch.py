@@ -35,8 +35,8 @@ def fetch_model(
 
     Returns:
         Every tensor under each of its names, in its shape: fp32, except for constants that are not
-        floating point. Fragments are downloaded one after the other: each is that of the global step
-        of `status` or a newer one.
+        floating point. Frozen parameters that stay with the learners are not among them. Fragments are
+        downloaded one after the other: each is that of the global step of `status` or a newer one.
 
     Raises:
         DilocoError: there is no model yet, or the connection broke; try again.
@@ -56,8 +56,11 @@ def fetch_model(
             for name in (slot.tensor.name, *slot.tensor.aliases):
                 out[name] = values
     payloads = _download(channel, layout, len(layout.fragments))
-    out.update(_constants(payloads.buffer[: payloads.size_bytes]))
-    return out
+    constants = _constants(payloads.buffer[: payloads.size_bytes])
+    for tied in status.tied_constants:
+        if tied.name in constants:
+            constants.update(dict.fromkeys(tied.aliases, constants[tied.name]))
+    return {**constants, **out}
 
 
 def _layout(status: pb.StatusReply, spec: RunSpec) -> Layout:

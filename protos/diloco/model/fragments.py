@@ -30,7 +30,7 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One trained parameter (or, in `constants`, one frozen parameter or buffer)."""
+    """One trained or frozen parameter, or one buffer."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,6 +40,8 @@ class Tensor:
     """An nn.Embedding weight or anything tied to one."""
     aliases: tuple[str, ...] = ()
     """Other state_dict names of the same storage."""
+    digest: str = ""
+    """Of dtype, shape and values of a frozen parameter that stays with the learners; "": another tensor."""
 
     @property
     def elements(self) -> int:
@@ -59,6 +61,7 @@ class Tensor:
             "dtype": self.dtype,
             "embedding": self.embedding,
             "aliases": list(self.aliases),
+            **({"digest": self.digest} if self.digest else {}),
         }
 
     @classmethod
@@ -70,6 +73,7 @@ class Tensor:
             dtype=data["dtype"],
             embedding=data["embedding"],
             aliases=tuple(data["aliases"]),
+            digest=data.get("digest", ""),
         )
 
 
@@ -118,11 +122,14 @@ class Fragment:
 
 @dataclass(frozen=True)
 class Layout:
-    """All fragments of a model, plus the constants that are not trained."""
+    """All fragments of a model, and its tensors that are not trained."""
 
     fragments: tuple[Fragment, ...]
     tensors: tuple[Tensor, ...]
     constants: tuple[Tensor, ...] = ()
+    """What the job stores without merging it."""
+    frozen: tuple[Tensor, ...] = ()
+    """Frozen parameters that stay with the learners; no fragment depends on them, nor the digest."""
 
     @cached_property
     def digest(self) -> str:
@@ -150,6 +157,7 @@ def cut(
     *,
     num_fragments: int,
     constants: Iterable[Tensor] = (),
+    frozen: Iterable[Tensor] = (),
     average: Sequence[str] = (),
 ) -> Layout:
     """
@@ -161,7 +169,8 @@ def cut(
     Args:
         tensors: the trained parameters, any order.
         num_fragments: P, at most the number of tensors.
-        constants: tensors that are not trained; only described, never cut.
+        constants: tensors that the job stores without merging them; only described, never cut.
+        frozen: tensors that stay with the learners; likewise.
         average: shell patterns of further names, besides embeddings, that are merged by average.
 
     Raises:
@@ -199,6 +208,7 @@ def cut(
         fragments=tuple(fragments),
         tensors=ordered,
         constants=tuple(sorted(constants, key=lambda t: t.name)),
+        frozen=tuple(sorted(frozen, key=lambda t: t.name)),
     )
 
 
@@ -241,6 +251,7 @@ def differences(ours: Layout, theirs: Layout, *, most: int = 8) -> list[str]:
     for kind, mine, other in (
         ("parameter", ours.tensors, theirs.tensors),
         ("constant", ours.constants, theirs.constants),
+        ("frozen parameter", ours.frozen, theirs.frozen),
     ):
         a, b = {t.name: t for t in mine}, {t.name: t for t in other}
         found += [f"{kind} {n} is missing" for n in sorted(a.keys() - b.keys())]
@@ -253,6 +264,8 @@ def differences(ours: Layout, theirs: Layout, *, most: int = 8) -> list[str]:
                 found.append(f"{kind} {name} has dtype {y.dtype} instead of {x.dtype}")
             if x.embedding != y.embedding or x.aliases != y.aliases:
                 found.append(f"{kind} {name} is tied or used as an embedding differently")
+            if x.digest != y.digest and (x.shape, x.dtype) == (y.shape, y.dtype):
+                found.append(f"{kind} {name} has other values")
     if len(found) > most:
         found = [*found[:most], f"and {len(found) - most} more"]
     return found

@@ -58,11 +58,14 @@ class TensorInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
     """As torch prints it without the prefix: "float32", "bfloat16", ..."""
     embedding: _builtins.bool
     """An nn.Embedding weight or anything tied to one: merged by plain average (paper D.2)."""
+    digest: _builtins.str
+    """Of a frozen parameter that stays with the learners: XXH3-64 of its dtype, shape and values, 16 hex digits."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -77,14 +80,39 @@ class TensorInfo(_message.Message):
         dtype: _builtins.str = ...,
         embedding: _builtins.bool = ...,
         aliases: _abc.Iterable[_builtins.str] | None = ...,
+        digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "dtype", b"dtype", "embedding", b"embedding", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "digest", b"digest", "dtype", b"dtype", "embedding", b"embedding", "name", b"name", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TensorInfo: _TypeAlias = TensorInfo  # noqa: Y015
+
+@_typing.final
+class FrozenTensors(_message.Message):
+    """Frozen parameters that stay with the learners, sorted by name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENSORS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def tensors(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Each a TensorInfo; as bytes, so that they are counted before they are parsed."""
+
+    def __init__(
+        self,
+        *,
+        tensors: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["tensors", b"tensors"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FrozenTensors: _TypeAlias = FrozenTensors  # noqa: Y015
 
 @_typing.final
 class LearnerMessage(_message.Message):
@@ -156,6 +184,7 @@ class Hello(_message.Message):
     LOCAL_STEP_FIELD_NUMBER: _builtins.int
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
+    FROZEN_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     learner: _builtins.str
     """"<region>/<index>" """
@@ -167,13 +196,15 @@ class Hello(_message.Message):
     """Local steps this learner has on record in its own checkpoint; 0 if none."""
     checkpoint_step: _builtins.int
     """Global step of that checkpoint; 0 if none."""
+    frozen: _builtins.bytes
+    """FrozenTensors, compressed by zlib: a base of 100,000 tensors must fit into this message. Empty: there are none."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
         """trained parameters, sorted by name"""
 
     @_builtins.property
     def constants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
-        """frozen parameters and persistent buffers: fixed after step 0"""
+        """what the job stores without merging it: fixed after step 0"""
 
     @_builtins.property
     def facts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -192,10 +223,11 @@ class Hello(_message.Message):
         local_step: _builtins.int = ...,
         checkpoint_step: _builtins.int = ...,
         facts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        frozen: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "constants", b"constants", "facts", b"facts", "incarnation", b"incarnation", "job", b"job", "learner", b"learner", "local_step", b"local_step", "region", b"region", "spec_hash", b"spec_hash", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "constants", b"constants", "facts", b"facts", "frozen", b"frozen", "incarnation", b"incarnation", "job", b"job", "learner", b"learner", "local_step", b"local_step", "region", b"region", "spec_hash", b"spec_hash", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -369,6 +401,7 @@ class Welcome(_message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     USE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     TOTAL_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPARES_FROZEN_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
@@ -385,6 +418,8 @@ class Welcome(_message.Message):
     """The learner's own checkpoint is at most H steps old: load it instead of downloading."""
     total_tokens: _builtins.int
     """of this learner, as recorded by the syncer"""
+    compares_frozen: _builtins.bool
+    """The syncer compares `Hello.frozen`; one that is older than that field ignores it."""
     def __init__(
         self,
         *,
@@ -396,10 +431,11 @@ class Welcome(_message.Message):
         heartbeat_seconds: _builtins.float = ...,
         use_checkpoint: _builtins.bool = ...,
         total_tokens: _builtins.int = ...,
+        compares_frozen: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "local_step", b"local_step", "step", b"step", "steps", b"steps", "total_tokens", b"total_tokens", "use_checkpoint", b"use_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compares_frozen", b"compares_frozen", "epoch", b"epoch", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "local_step", b"local_step", "step", b"step", "steps", b"steps", "total_tokens", b"total_tokens", "use_checkpoint", b"use_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -640,6 +676,7 @@ class StatusReply(_message.Message):
     DIFFERING_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     REGION_FAILURES_FIELD_NUMBER: _builtins.int
+    TIED_CONSTANTS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
@@ -691,6 +728,10 @@ class StatusReply(_message.Message):
     def region_failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionFailure]:
         """regions whose learners have all failed, by name"""
 
+    @_builtins.property
+    def tied_constants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
+        """constants that have several names"""
+
     def __init__(
         self,
         *,
@@ -721,10 +762,11 @@ class StatusReply(_message.Message):
         differing: _abc.Iterable[Global___LearnerSpec] | None = ...,
         failure: Global___Failure | None = ...,
         region_failures: _abc.Iterable[Global___RegionFailure] | None = ...,
+        tied_constants: _abc.Iterable[Global___TensorInfo] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "differing", b"differing", "epoch", b"epoch", "eval_loss", b"eval_loss", "eval_step", b"eval_step", "failure", b"failure", "grace_seconds", b"grace_seconds", "job", b"job", "last_members", b"last_members", "learners", b"learners", "merges", b"merges", "model_path", b"model_path", "model_sha256", b"model_sha256", "quorum", b"quorum", "quorum_seconds", b"quorum_seconds", "region_failures", b"region_failures", "seconds_since_merge", b"seconds_since_merge", "snapshot_step", b"snapshot_step", "spec_hash", b"spec_hash", "state", b"state", "step", b"step", "steps", b"steps", "sync_seconds", b"sync_seconds", "tensors", b"tensors", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "differing", b"differing", "epoch", b"epoch", "eval_loss", b"eval_loss", "eval_step", b"eval_step", "failure", b"failure", "grace_seconds", b"grace_seconds", "job", b"job", "last_members", b"last_members", "learners", b"learners", "merges", b"merges", "model_path", b"model_path", "model_sha256", b"model_sha256", "quorum", b"quorum", "quorum_seconds", b"quorum_seconds", "region_failures", b"region_failures", "seconds_since_merge", b"seconds_since_merge", "snapshot_step", b"snapshot_step", "spec_hash", b"spec_hash", "state", b"state", "step", b"step", "steps", b"steps", "sync_seconds", b"sync_seconds", "tensors", b"tensors", "tied_constants", b"tied_constants", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -42,6 +42,9 @@ ADVISED_BYTES = 24
 MAX_TENSORS = 1 << 16
 """Tensors of a model, constants and aliases included; models of 10^12 parameters have a few thousand."""
 
+MAX_FROZEN = 1 << 17
+"""Frozen parameters that stay with the learners, aliases included: only their descriptions are kept."""
+
 MAX_DIMENSIONS = 16
 """Dimensions of a tensor; parameters of known layers have at most 5."""
 
@@ -50,6 +53,9 @@ MAX_NAME = 512
 
 MAX_DTYPE = 32
 """Characters of a dtype; the longest of torch has 15."""
+
+DIGEST_LENGTH = 16
+"""Hexadecimal digits of the digest of a frozen parameter."""
 
 MAX_HASH = 64
 """Characters of a foreign spec hash that are kept; our own have 16."""
@@ -69,32 +75,42 @@ class Model:
     """By name."""
     constants: tuple[Tensor, ...]
     """By name."""
+    frozen: tuple[Tensor, ...]
+    """By name."""
     digest: str
     """Equal digests mean equal tensors, and in one job (P, averages) the same layout."""
 
     @classmethod
-    def of(cls, tensors: Iterable[Tensor], constants: Iterable[Tensor] = ()) -> Model:
+    def of(
+        cls,
+        tensors: Iterable[Tensor],
+        constants: Iterable[Tensor] = (),
+        frozen: Iterable[Tensor] = (),
+    ) -> Model:
         """
         Check a description against the limits, cheapest first.
 
         Raises:
             ConfigError: a number, length, shape or size is beyond its limit, or a name is not unique.
         """
-        trained, fixed = tuple(tensors), tuple(constants)
-        _check_tensors(trained + fixed)
-        for kind in (trained, fixed):
+        trained, fixed, kept = tuple(tensors), tuple(constants), tuple(frozen)
+        _check_tensors(trained + fixed, most=MAX_TENSORS)
+        _check_tensors(kept, most=MAX_FROZEN)
+        for kind in (trained, fixed, kept):
             _check_unique(kind)
-        trained, fixed = _by_name(trained), _by_name(fixed)
-        rows = [[list(t.to_json().values()) for t in kind] for kind in (trained, fixed)]
+            _check_digests(kind, length=DIGEST_LENGTH if kind is kept else 0)
+        trained, fixed, kept = _by_name(trained), _by_name(fixed), _by_name(kept)
+        rows = [[list(t.to_json().values()) for t in kind] for kind in (trained, fixed, kept)]
         text = json.dumps(rows, separators=(",", ":"))
         digest = hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()
-        return cls(tensors=trained, constants=fixed, digest=digest)
+        return cls(tensors=trained, constants=fixed, frozen=kept, digest=digest)
 
 
-def too_many_tensors(count: int) -> ConfigError:
-    """The error for a model beyond MAX_TENSORS."""
+def too_many_tensors(count: int, *, most: int) -> ConfigError:
+    """The error for a model beyond MAX_TENSORS or MAX_FROZEN."""
+    kind = "frozen parameters" if most == MAX_FROZEN else "tensors"
     return ConfigError(
-        f"the model has {count} tensors (aliases included), at most {MAX_TENSORS} are supported"
+        f"the model has {count} {kind} (aliases included), at most {most} are supported"
     )
 
 
@@ -105,10 +121,10 @@ def too_many_dimensions(name: str, count: int) -> ConfigError:
     )
 
 
-def _check_tensors(tensors: tuple[Tensor, ...]) -> None:
+def _check_tensors(tensors: tuple[Tensor, ...], *, most: int) -> None:
     count = sum(1 + len(tensor.aliases) for tensor in tensors)
-    if count > MAX_TENSORS:
-        raise too_many_tensors(count)
+    if count > most:
+        raise too_many_tensors(count, most=most)
     left = MAX_ELEMENTS
     for tensor in tensors:
         name = shorten(tensor.name, 80)
@@ -124,8 +140,8 @@ def _check_tensors(tensors: tuple[Tensor, ...]) -> None:
             elements *= size
             if size < 0 or elements > left:
                 raise ConfigError(
-                    f"the model has more than {MAX_ELEMENTS} values (by tensor {name}); a syncer "
-                    "holds Θ and momentum in memory"
+                    f"the model has more than {MAX_ELEMENTS} values (by tensor {name})"
+                    + ("" if most == MAX_FROZEN else "; a syncer holds Θ and momentum in memory")
                 )
         left -= elements
 
@@ -138,6 +154,15 @@ def _check_unique(tensors: tuple[Tensor, ...]) -> None:
                 f"duplicate tensor names: {shorten(tensor.name, 80)}; give each parameter a name of its own"
             )
         seen.add(tensor.name)
+
+
+def _check_digests(tensors: tuple[Tensor, ...], *, length: int) -> None:
+    for tensor in tensors:
+        if len(tensor.digest) != length or not set(tensor.digest) <= set("0123456789abcdef"):
+            raise ConfigError(
+                f"tensor {shorten(tensor.name, 80)} has the digest {shorten(tensor.digest, 32)!r}, expected "
+                f"{length} hexadecimal digits"
+            )
 
 
 def _by_name(tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -155,6 +180,8 @@ class Applicant:
     tensors: tuple[Tensor, ...]
     """The trained parameters of its model."""
     constants: tuple[Tensor, ...] = ()
+    frozen: tuple[Tensor, ...] = ()
+    """Its frozen parameters, unless the job stores them (`RunSpec.frozen`)."""
     incarnation: int = 0
     """What it presents; 0: its process has just started."""
 
@@ -166,7 +193,7 @@ class Applicant:
         Raises:
             ConfigError: the description is beyond a limit.
         """
-        return Model.of(self.tensors, self.constants)
+        return Model.of(self.tensors, self.constants, self.frozen)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,6 +228,8 @@ class Admission:
     spec: RunSpec
     layout: Layout | None = None
     """How the job's model is cut; None: no learner has defined it."""
+    source: str = ""
+    """The learner that uploaded Θ^(0); "": none has, or it is not known."""
     issued_before: int = 0
     """
     Largest incarnation that this job issued before this process started. A crash of the machine may
@@ -217,7 +246,8 @@ class Admission:
 
     def __post_init__(self) -> None:
         if self.layout is not None:
-            self._digest = Model.of(self.layout.tensors, self.layout.constants).digest
+            layout = self.layout
+            self._digest = Model.of(layout.tensors, layout.constants, layout.frozen).digest
 
     def handle(
         self, applicant: Applicant, *, layout_fixed: bool, issued: Mapping[str, int] | None = None,
@@ -279,6 +309,11 @@ class Admission:
                 f"{applicant.learner} runs spec {stated}, this syncer runs "
                 f"{self.spec.hash}; start it with the spec of this job"
             )
+        if applicant.frozen and self.spec.frozen != "Keep":
+            raise MismatchError(
+                f"{applicant.learner} keeps its {len(applicant.frozen)} frozen parameters, but sync.frozen of "
+                f"this job is {self.spec.frozen}; start it with the spec of this job"
+            )
 
     def _check_incarnation(self, applicant: Applicant, issued: Mapping[str, int]) -> None:
         presented = applicant.incarnation
@@ -313,8 +348,9 @@ class Admission:
             return self.layout
         enough = len(model.tensors) >= self.spec.fragments
         if self.layout is not None and layout_fixed and enough:
+            of = f", which {self.source} initialized" if self.source else ""
             raise MismatchError(
-                f"{applicant.learner} trains a different model than this job: {self._differences(model)}"
+                f"{applicant.learner} trains a different model than this job{of}: {self._differences(model)}"
             )
         self._check_memory(model)
         self.layout, self._digest = self._cut(model), model.digest
@@ -324,8 +360,10 @@ class Admission:
         if self.layout is None:
             raise AssertionError("there is no model to compare with")
         # Not cut: what differs is in the tensors, P and the averages are in the spec's hash.
-        theirs = Layout(fragments=(), tensors=model.tensors, constants=model.constants)
-        return "; ".join(differences(self.layout, theirs))
+        theirs = Layout(
+            fragments=(), tensors=model.tensors, constants=model.constants, frozen=model.frozen
+        )
+        return "; ".join(differences(self.layout, theirs)) + _advice(self.layout, theirs)
 
     def _check_memory(self, model: Model) -> None:
         """A model that this syncer can never hold does not become the job's."""
@@ -359,7 +397,24 @@ class Admission:
                 model.tensors,
                 num_fragments=self.spec.fragments,
                 constants=model.constants,
+                frozen=model.frozen,
                 average=self.spec.average_parameters,
             )
         except DilocoError as error:
             return error
+
+
+def _advice(ours: Layout, theirs: Layout) -> str:
+    """What to do about frozen parameters that differ; "": they do not."""
+    if ours.frozen == theirs.frozen:
+        return ""
+    stored = {tensor.name for tensor in (*ours.constants, *theirs.constants)}
+    if any(tensor.name in stored for tensor in (*ours.frozen, *theirs.frozen)):
+        return (
+            ". Earlier versions stored frozen parameters as constants: use one version for the whole job, or start "
+            "a new job"
+        )
+    return (
+        ". Frozen parameters stay with the learners (sync.frozen is Keep): every learner must freeze the same "
+        "parameters and load the same values"
+    )

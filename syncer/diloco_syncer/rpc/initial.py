@@ -95,6 +95,7 @@ class InitialParameters:
                 [self._fragments[f.index] for f in layout.fragments],
                 [(self.host.facts.epoch, 0)] * len(layout.fragments),
                 constants=self._constants,
+                source=header.learner,
             )
             self._fragments.clear()
         adopted = threading.Event()

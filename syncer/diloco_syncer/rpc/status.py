@@ -54,6 +54,7 @@ def reply(state: State, metrics: Metrics) -> pb.StatusReply:
             for region, (reason, message) in sorted(state.region_failures.items())
             if region in engine.limits  # a region that is no longer in the job has not failed
         ],
+        tied_constants=[to_proto(t) for t in (layout.constants if layout else ()) if t.aliases],
     )
 
 

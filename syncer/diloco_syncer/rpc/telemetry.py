@@ -12,6 +12,7 @@ is NaN), so they are replaced or clamped and the rest of the message counts.
 | Hello `checkpoint_step`, Report `global_step` | 0..MAX_STEPS | refused |
 | Hello `incarnation` | as issued | refused by core/admission.py |
 | Hello `tensors`, `constants` | MAX_TENSORS, aliases included, of MAX_DIMENSIONS | refused |
+| Hello `frozen` | FROZEN_BYTES; MAX_FROZEN, aliases included, of MAX_DIMENSIONS | refused |
 | Hello `facts` | MAX_FACTS of MAX_FACT characters | refused |
 | Hello `facts["restarts"]` | below 10^9 | 0 |
 | Report `tokens`, `total_tokens` | 0..MAX_TOKENS | refused |
@@ -32,19 +33,20 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError, Message
 
 from diloco.errors import ProtocolError
-from diloco.rpc.tensor_info import from_proto
+from diloco.rpc.tensor_info import from_proto, unpack_frozen
 from diloco.runtime.formatting import shorten
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import (
     MAX_DIMENSIONS,
+    MAX_FROZEN,
     MAX_TENSORS,
     Applicant,
     too_many_dimensions,
@@ -162,7 +164,7 @@ def applicant(hello: pb.Hello) -> Applicant:
         raise ProtocolError(f"{len(hello.facts)} facts, expected at most {MAX_FACTS}")
     if any(len(text) > MAX_FACT for fact in hello.facts.items() for text in fact):
         raise ProtocolError(f"a fact of more than {MAX_FACT} characters")
-    _check_model(hello)
+    _check_model(hello.tensors, hello.constants, most=MAX_TENSORS)
     return Applicant(
         job=hello.job,
         learner=hello.learner,
@@ -170,22 +172,35 @@ def applicant(hello: pb.Hello) -> Applicant:
         spec_hash=hello.spec_hash,
         tensors=tuple(map(from_proto, hello.tensors)),
         constants=tuple(map(from_proto, hello.constants)),
+        frozen=tuple(map(from_proto, _frozen(hello.frozen))),
         incarnation=hello.incarnation,
     )
 
 
-def _check_model(hello: pb.Hello) -> None:
+def _frozen(data: bytes) -> list[pb.TensorInfo]:
+    infos = unpack_frozen(data)
+    if len(infos) > MAX_FROZEN:
+        raise too_many_tensors(len(infos), most=MAX_FROZEN)
+    try:
+        frozen = [pb.TensorInfo.FromString(info) for info in infos]
+    except DecodeError:
+        raise ProtocolError("frozen parameters: no valid TensorInfo") from None
+    _check_model(frozen, most=MAX_FROZEN)
+    return frozen
+
+
+def _check_model(*kinds: Sequence[pb.TensorInfo], most: int) -> None:
     """
     Check the lengths of what describes the model, before objects are made of it.
 
     An empty TensorInfo has two bytes: a Hello may hold two million.
     """
-    count = len(hello.tensors) + len(hello.constants)
-    if count <= MAX_TENSORS:
-        count += sum(len(t.aliases) for t in itertools.chain(hello.tensors, hello.constants))
-    if count > MAX_TENSORS:
-        raise too_many_tensors(count)
-    for info in itertools.chain(hello.tensors, hello.constants):
+    count = sum(map(len, kinds))
+    if count <= most:
+        count += sum(len(info.aliases) for info in itertools.chain(*kinds))
+    if count > most:
+        raise too_many_tensors(count, most=most)
+    for info in itertools.chain(*kinds):
         if len(info.shape) > MAX_DIMENSIONS:
             raise too_many_dimensions(info.name, len(info.shape))
 

@@ -48,7 +48,8 @@ class Parameters:
         thetas: one flat fp32 vector per fragment.
         momenta: likewise; None: zeros.
         versions: of each fragment.
-        constants: safetensors blob of what is not trained.
+        constants: safetensors blob of what the job stores without merging it.
+        source: the learner that uploaded Θ^(0); "": not known.
         keep_old: how many replaced versions of each fragment stay, so that a delta against them can
             be rebuilt (docs/algorithm.md, "Wire formats"); each costs a fragment in fp32.
     """
@@ -61,10 +62,11 @@ class Parameters:
         *,
         momenta: list[F32] | None = None,
         constants: bytes = b"",
+        source: str = "",
         keep_old: int = KEPT_VERSIONS,
     ) -> None:
         self.layout = layout
-        self.constants = constants
+        self.constants, self.source = constants, source
         self._lock = threading.Lock()
         self._old: list[deque[tuple[Version, F32]]] = [deque(maxlen=keep_old) for _ in thetas]
         momenta = momenta or [np.zeros_like(t) for t in thetas]
@@ -132,6 +134,8 @@ class Parameters:
             "digest": self.layout.digest,
             "tensors": [t.to_json() for t in self.layout.tensors],
             "constants": [t.to_json() for t in self.layout.constants],
+            "frozen": [t.to_json() for t in self.layout.frozen],
+            "source": self.source,
         }
 
     @classmethod
@@ -162,6 +166,8 @@ class Parameters:
             [Tensor.from_json(t) for t in facts["tensors"]],
             num_fragments=spec.fragments,
             constants=[Tensor.from_json(t) for t in facts["constants"]],
+            # Both are missing in snapshots of earlier versions, whose constants include the frozen parameters.
+            frozen=[Tensor.from_json(t) for t in facts.get("frozen", ())],
             average=spec.average_parameters,
         )
         if layout.digest != facts["digest"]:
@@ -182,5 +188,6 @@ class Parameters:
             [(int(e) if epoch is None else epoch, int(s)) for e, s in facts["versions"]],
             momenta=[arrays[f"momentum.{i}"] for i in range(len(layout.fragments))],
             constants=arrays["constants"].tobytes(),
+            source=str(facts.get("source", "")),
             keep_old=keep_old,
         )

@@ -88,15 +88,19 @@ def export(
     disk: Disk = LOCAL,
 ) -> ExportedModel:  # fmt: skip
     """
-    Write model/ so that `model.load_state_dict(load_file(path))` works: parameters, tied names, buffers.
+    Write model/ so that `model.load_state_dict(load_file(path))` works: parameters, tied names, constants.
+
+    Frozen parameters that stayed with the learners are only described; `strict=False` loads such a model.
 
     Raises:
         StorageError: the disk reported an error.
     """
     tensors: dict[str, Any] = dict(parameters.named())
     constants = raw_tensors(parameters.constants) if parameters.constants else {}
+    aliases = {t.name: t.aliases for t in parameters.layout.constants}
     for name, tensor in constants.items():
-        tensors.setdefault(name, tensor)
+        for each in (name, *aliases.get(name, ())):
+            tensors.setdefault(each, tensor)
     meta = {
         "job": spec.job,
         "step": step,
@@ -107,6 +111,7 @@ def export(
         "config": spec.recipe_config,
         "parameters": parameters.layout.elements,
         "tensors": [t.to_json() for t in parameters.layout.tensors],
+        "frozen": [t.to_json() for t in parameters.layout.frozen],
     }
     digest = export_model(directory / "model", tensors, meta, disk=disk)
     return ExportedModel(

@@ -66,6 +66,7 @@ MAY_CHANGE = {
     "evaluation_every_steps": 7,
     "evaluation_command": ("python", "eval.py"),
 }
+COMPARED_AT_JOIN = {"frozen": "Ship"}
 MUST_AGREE = {
     "job": "other",
     "seed": 1,
@@ -88,7 +89,8 @@ MUST_AGREE = {
 
 
 def test_the_two_lists_of_this_test_name_every_field():
-    assert MAY_CHANGE.keys() | MUST_AGREE.keys() == {f.name for f in dataclasses.fields(RunSpec)}
+    named = {*MAY_CHANGE, *MUST_AGREE, *COMPARED_AT_JOIN}
+    assert named == {f.name for f in dataclasses.fields(RunSpec)}
 
 
 @pytest.mark.parametrize("name", MUST_AGREE)
@@ -99,6 +101,16 @@ def test_the_hash_covers_what_all_processes_must_share(name):
 @pytest.mark.parametrize("name", MAY_CHANGE)
 def test_the_hash_leaves_out_what_may_change_while_the_job_runs(name):
     assert spec(**{name: MAY_CHANGE[name]}).hash == spec().hash
+
+
+def test_where_frozen_parameters_are_is_not_in_the_hash_and_the_default_not_in_the_text():
+    """A job that began before the field existed continues, with programs of either version."""
+    assert spec(frozen="Ship").hash == spec().hash
+    assert "frozen" not in json.loads(spec().to_json())
+    assert RunSpec.from_json(spec().to_json()).frozen == "Keep"
+    assert RunSpec.from_json(spec(frozen="Ship").to_json()).frozen == "Ship"
+    with pytest.raises(ConfigError, match="frozen: 'Send' is not one of"):
+        spec(frozen="Send")
 
 
 def test_the_order_of_mapping_keys_does_not_change_the_text():

@@ -31,7 +31,9 @@ class Tied(nn.Module):
 
 
 def memories(tensors: ModelTensors, num_fragments: int):
-    layout = cut([n.info for n in tensors.trained], num_fragments=num_fragments)
+    constants = [n.info for n in tensors.constants(ship_frozen=True)]
+    trained = [n.info for n in tensors.trained]
+    layout = cut(trained, num_fragments=num_fragments, constants=constants)
     copier = Copier(tensors, layout)
     hosts = [np.zeros(f.elements, np.float32) for f in layout.fragments]
     inboxes = [np.zeros(f.elements, np.float32) for f in layout.fragments]
@@ -47,7 +49,27 @@ def test_tied_weights_are_an_embedding_with_an_alias_and_frozen_tensors_are_cons
         "embed.weight": (True, ("head.weight",), (10, 4)),
         "scale": (False, (), ()),
     }
-    assert [n.info.name for n in found.constants] == ["body.bias", "count"]
+    assert [n.info.name for n in found.constants(ship_frozen=True)] == ["body.bias", "count"]
+
+
+def test_frozen_parameters_and_buffers_are_kinds_of_their_own():
+    model = Tied()
+    model.cached = nn.Linear(2, 2, bias=False).requires_grad_(False)
+    model.register_buffer("view", model.cached.weight.data)  # of a frozen parameter
+    found = describe(model)
+    frozen = [(n.info.name, n.info.aliases) for n in found.frozen]
+    assert frozen == [("body.bias", ()), ("cached.weight", ("view",))]
+    assert [n.info.name for n in found.buffers] == ["count"]
+    assert found.constants(ship_frozen=False) == found.buffers
+
+
+def test_a_constant_that_no_file_can_hold_is_named_unless_it_stays_with_the_learner():
+    model = Tied()
+    model.odd = nn.Parameter(torch.zeros(2, dtype=torch.complex128), requires_grad=False)
+    found = describe(model)
+    assert [n.info.name for n in found.constants(ship_frozen=False)] == ["count"]
+    with pytest.raises(ConfigError, match="constant odd has dtype complex128; expected one of"):
+        found.constants(ship_frozen=True)
 
 
 def test_a_head_tied_the_other_way_round_is_still_an_embedding():

@@ -90,6 +90,7 @@ class SharedMemory:
             {
                 "tensors": [asdict(t) for t in layout.tensors],
                 "constants": [asdict(t) for t in layout.constants],
+                "frozen": [asdict(t) for t in layout.frozen],
                 "fragments": len(layout.fragments),
                 "average": [s.tensor.name for f in layout.fragments for s in f.slots if s.average],
             }
@@ -211,6 +212,7 @@ def _layout(facts: dict[str, Any]) -> Layout:
         [tensor(t) for t in facts["tensors"]],
         num_fragments=facts["fragments"],
         constants=[tensor(t) for t in facts["constants"]],
+        frozen=[tensor(t) for t in facts["frozen"]],
         average=[name.translate(escape) for name in facts["average"]],
     )
 

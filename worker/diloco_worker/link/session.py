@@ -27,7 +27,7 @@ from diloco.errors import (
 )
 from diloco.model.fragments import Layout
 from diloco.rpc.status_codes import error_of
-from diloco.rpc.tensor_info import to_proto
+from diloco.rpc.tensor_info import pack_frozen, to_proto
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
@@ -62,6 +62,7 @@ class Session:
         self._queue: deque[pb.LearnerMessage] = deque([pb.LearnerMessage(hello=hello)])
         self._report: pb.LearnerMessage | None = None
         self._closing = False
+        self._frozen = bool(hello.frozen)
         self._call = SyncerStub(channel).Session(self._outgoing())
         self._thread = threading.Thread(target=self._incoming, name="session", daemon=True)
         self._thread.start()
@@ -102,6 +103,10 @@ class Session:
         lost = ev.SessionLost(text="the syncer ended the session")
         try:
             for message in self._call:
+                if self._frozen and not_compared(message):
+                    lost = NOT_COMPARED
+                    self._call.cancel()
+                    break
                 event = event_of(message)
                 if event is not None:
                     self._post(event)
@@ -136,6 +141,7 @@ def hello(
         local_step=max(state.local_step, state.checkpoint_local_step),
         checkpoint_step=state.checkpoint_step,
         facts=facts,
+        frozen=pack_frozen(layout.frozen),
     )
 
 
@@ -189,6 +195,20 @@ def event_of(message: pb.SyncerMessage) -> ev.Event | None:
         case "complete":
             return ev.Completed(step=message.complete.step)
     return None  # a heartbeat, or a message of a newer version
+
+
+NOT_COMPARED = ev.SessionLost(
+    text=(
+        "the syncer is older than this learner and would not compare its frozen parameters with those of the "
+        "other learners; use the same version for both, or set sync.frozen to Ship in a new job"
+    ),
+    refused_exit=EXIT_REFUSED,
+)
+
+
+def not_compared(message: pb.SyncerMessage) -> bool:
+    """Whether it is the Welcome of a syncer that does not know `Hello.frozen`."""
+    return message.WhichOneof("kind") == "welcome" and not message.welcome.compares_frozen
 
 
 def _heartbeat(seconds: float) -> float:

@@ -1,13 +1,14 @@
 """
 The named tensors of a torch model, and copies between its parameters and flat fp32 memory.
 
-Trained: every parameter that requires a gradient, once, even if it is tied. Constant: frozen
-parameters and persistent buffers; they are the same in all learners and are never merged.
+Trained: every parameter that requires a gradient, once, even if it is tied. Frozen: the other
+parameters. Buffers: what else a state_dict has. The constants are the tensors that the job
+stores without merging them (docs/adr/0023): they come from the learner that initializes it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,10 +37,30 @@ class Named:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelTensors:
-    """The trained and the constant tensors of a model; both sorted by name."""
+    """Every tensor of a model, once; each kind sorted by name."""
 
     trained: tuple[Named, ...]
-    constants: tuple[Named, ...]
+    frozen: tuple[Named, ...]
+    """Parameters that require no gradient."""
+    buffers: tuple[Named, ...]
+    """Persistent buffers."""
+
+    def constants(self, *, ship_frozen: bool) -> tuple[Named, ...]:
+        """
+        What the job stores without merging it, sorted by name.
+
+        Raises:
+            ConfigError: a tensor cannot be stored.
+        """
+        constants = _by_name((*self.frozen, *self.buffers)) if ship_frozen else self.buffers
+        problems = [
+            f"constant {n.info.name} has dtype {n.info.dtype}; expected one of {', '.join(tensorfile.DTYPES)}"
+            for n in constants
+            if n.info.dtype not in tensorfile.DTYPES
+        ]
+        if problems:
+            raise ConfigError("model: " + "; ".join(problems))
+        return constants
 
 
 def describe(model: nn.Module) -> ModelTensors:
@@ -60,6 +81,7 @@ def describe(model: nn.Module) -> ModelTensors:
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     names: dict[object, list[str]] = {}
     tensors: dict[object, torch.Tensor] = {}
     for name, tensor in _reachable(model):
@@ -70,7 +92,8 @@ def describe(model: nn.Module) -> ModelTensors:
         if key not in tensors or tensor.requires_grad:
             tensors[key] = tensor
     trained: list[Named] = []
-    constants: list[Named] = []
+    frozen: list[Named] = []
+    buffers: list[Named] = []
     for key, tensor in tensors.items():
         name, *aliases = sorted(set(names[key]))
         info = Tensor(
@@ -80,12 +103,16 @@ def describe(model: nn.Module) -> ModelTensors:
             embedding=key in embeddings,
             aliases=tuple(aliases),
         )
-        (trained if tensor.requires_grad else constants).append(Named(tensor=tensor, info=info))
-    _check(trained, constants)
+        fixed = buffers if parameters.isdisjoint(names[key]) else frozen
+        (trained if tensor.requires_grad else fixed).append(Named(tensor=tensor, info=info))
+    _check(trained, [*frozen, *buffers])
     return ModelTensors(
-        trained=tuple(sorted(trained, key=lambda n: n.info.name)),
-        constants=tuple(sorted(constants, key=lambda n: n.info.name)),
+        trained=_by_name(trained), frozen=_by_name(frozen), buffers=_by_name(buffers)
     )
+
+
+def _by_name(tensors: Iterable[Named]) -> tuple[Named, ...]:
+    return tuple(sorted(tensors, key=lambda n: n.info.name))
 
 
 def _reachable(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -118,7 +145,7 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _check(trained: list[Named], constants: list[Named]) -> None:
+def _check(trained: list[Named], others: list[Named]) -> None:
     if not trained:
         raise ConfigError(
             "the model has no parameter that requires a gradient; there is nothing to train"
@@ -130,13 +157,8 @@ def _check(trained: list[Named], constants: list[Named]) -> None:
     ]
     problems += [
         f"{n.info.name} is on the meta device; materialize it before Learner.connect"
-        for n in (*trained, *constants)
+        for n in (*trained, *others)
         if n.tensor.device.type == "meta"
-    ]
-    problems += [
-        f"constant {n.info.name} has dtype {n.info.dtype}; expected one of {', '.join(tensorfile.DTYPES)}"
-        for n in constants
-        if n.info.dtype not in tensorfile.DTYPES
     ]
     if problems:
         raise ConfigError("model: " + "; ".join(problems))
@@ -148,12 +170,14 @@ class Copier:
 
     Args:
         tensors: of the model.
-        layout: the fragments.
+        layout: the fragments and the constants.
     """
 
     def __init__(self, tensors: ModelTensors, layout: Layout) -> None:
         self._by_name = {n.info.name: n.tensor for n in tensors.trained}
-        self._constants = tensors.constants
+        stored = {t.name for t in layout.constants}
+        others = (*tensors.frozen, *tensors.buffers)
+        self._constants = _by_name(n for n in others if n.info.name in stored)
         self._layout = layout
         self._host: list[list[_Pair]] = []
         self._inbox: list[list[_Pair]] = []

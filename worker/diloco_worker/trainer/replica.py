@@ -15,6 +15,7 @@ from diloco.model.fragments import cut
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.ipc.shared_memory import SharedMemory
+from diloco_worker.trainer.frozen import with_digests
 from diloco_worker.trainer.layout import Copier, describe
 
 
@@ -33,10 +34,12 @@ class Replica:
 
     def __init__(self, model: nn.Module, spec: RunSpec) -> None:
         tensors = describe(model)
+        ship = spec.frozen == "Ship"
         self.layout = cut(
             [n.info for n in tensors.trained],
             num_fragments=spec.fragments,
-            constants=[n.info for n in tensors.constants],
+            constants=[n.info for n in tensors.constants(ship_frozen=ship)],
+            frozen=() if ship else with_digests(tensors.frozen),
             average=spec.average_parameters,
         )
         fragments = range(len(self.layout.fragments))

@@ -200,6 +200,7 @@ class ScriptedSyncer(syncer_pb2_grpc.SyncerServicer):
                 "steps": self.spec.steps,
                 "local_step": hello.local_step,
                 "heartbeat_seconds": 0.2,
+                "compares_frozen": True,
                 **self.welcome,
             }
             yield pb.SyncerMessage(welcome=pb.Welcome(**welcome))

@@ -1,0 +1,60 @@
+"""
+Digests of the frozen parameters, which stay with each learner: the syncer compares them when a learner joins.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from diloco.errors import ConfigError
+from diloco.model.fragments import Tensor
+from diloco_worker.trainer.layout import Named, dtype_name
+
+PIECE_BYTES = 64 << 20
+"""So much is copied to the CPU at once."""
+
+ANNOUNCED_BYTES = 4 << 30
+"""From here on, a line states why `Learner.connect` takes seconds."""
+
+
+def with_digests(frozen: Sequence[Named]) -> list[Tensor]:
+    """
+    The descriptions of the tensors, each with its digest. Every value is read once.
+
+    Raises:
+        ConfigError: the values of a tensor cannot be read as bytes.
+    """
+    size = sum(n.tensor.numel() * n.tensor.element_size() for n in frozen)
+    if size >= ANNOUNCED_BYTES:
+        text = f"reading {size / 2**30:.0f} GiB of frozen parameters, to compare them with those of the job"
+        print(f"diloco: {text}", file=sys.stderr, flush=True)
+    return [dataclasses.replace(n.info, digest=_digest(n)) for n in frozen]
+
+
+def _digest(named: Named) -> str:
+    try:
+        return digest(named.tensor)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(
+            f"model: the values of the frozen parameter {named.info.name} "
+            f"({type(named.tensor).__name__}, {named.info.dtype}) cannot be read as bytes: {error}"
+        ) from None
+
+
+def digest(tensor: torch.Tensor) -> str:
+    """
+    XXH3-64 over dtype, shape and values: 16 hex digits, the same for equal tensors on any device.
+
+    It detects mistakes, not forgeries. A tensor that is not contiguous is copied as a whole.
+    """
+    state = xxhash.xxh3_64(f"{dtype_name(tensor)} {list(tensor.shape)};".encode())
+    flat = tensor.detach().reshape(-1)
+    step = max(1, PIECE_BYTES // max(1, flat.element_size()))
+    for at in range(0, flat.numel(), step):
+        state.update(flat[at : at + step].cpu().view(torch.uint8).numpy().data)
+    return state.hexdigest()
