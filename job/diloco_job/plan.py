@@ -118,6 +118,8 @@ def run_spec(job: DiLoCoJob) -> RunSpec:
         grace_safety=float(sync.grace.safety),
         merge=sync.merge,
         average_parameters=tuple(sync.average_parameters),
+        buffers=sync.buffers,
+        moving_buffers=tuple(sync.moving_buffers),
         guard=float(sync.guard),
         outer_learning_rate=float(sync.outer.learning_rate),
         outer_momentum=float(sync.outer.momentum),

@@ -407,6 +407,8 @@ FIXED = (
     "spec.sync.grace.safety",
     "spec.sync.merge",
     "spec.sync.averageParameters",
+    "spec.sync.buffers",
+    "spec.sync.movingBuffers",
     "spec.sync.outer.learningRate",
     "spec.sync.outer.momentum",
     "spec.sync.outer.nesterov",

@@ -19,7 +19,11 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from diloco.errors import ConfigError
+from diloco.model import integers
 
 BLOCK = 128
 """Elements that share one quantisation scale; every tensor is padded to a multiple of it."""
@@ -30,7 +34,7 @@ CHUNK = 1 << 18
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One trained parameter (or, in `constants`, one frozen parameter or buffer)."""
+    """One trained parameter or merged buffer (or, in `constants`, a frozen parameter or another buffer)."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,6 +44,8 @@ class Tensor:
     """An nn.Embedding weight or anything tied to one."""
     aliases: tuple[str, ...] = ()
     """Other state_dict names of the same storage."""
+    buffer: bool = False
+    """A buffer that changes while training (docs/adr/0024)."""
 
     @property
     def elements(self) -> int:
@@ -47,9 +53,19 @@ class Tensor:
         return math.prod(self.shape)
 
     @property
+    def newest(self) -> bool:
+        """An integer buffer: not averaged, but taken from the newest member."""
+        return self.buffer and self.dtype in integers.DTYPES
+
+    @property
+    def length(self) -> int:
+        """fp32 values that it takes in a fragment: more than `elements` if they are integers."""
+        return self.elements * (integers.DIGITS if self.newest else 1)
+
+    @property
     def padded(self) -> int:
-        """`elements` rounded up to a multiple of BLOCK."""
-        return -(-self.elements // BLOCK) * BLOCK
+        """`length` rounded up to a multiple of BLOCK."""
+        return -(-self.length // BLOCK) * BLOCK
 
     def to_json(self) -> dict[str, Any]:
         """The description as JSON values; `Layout.digest` depends on the order of the keys."""
@@ -59,6 +75,8 @@ class Tensor:
             "dtype": self.dtype,
             "embedding": self.embedding,
             "aliases": list(self.aliases),
+            # Left out of a parameter, so that models without merged buffers keep their digest.
+            **({"buffer": True} if self.buffer else {}),
         }
 
     @classmethod
@@ -70,6 +88,7 @@ class Tensor:
             dtype=data["dtype"],
             embedding=data["embedding"],
             aliases=tuple(data["aliases"]),
+            buffer=data.get("buffer", False),
         )
 
 
@@ -87,6 +106,13 @@ class Slot:
     def end(self) -> int:
         """One past the last padded element."""
         return self.offset + self.tensor.padded
+
+    def values(self, fragment_N: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        """The tensor's values in its shape, of a fragment: a view, or integers of its own type."""
+        found_N = fragment_N[self.offset : self.offset + self.tensor.length]
+        if self.tensor.newest:
+            found_N = integers.from_digits(found_N, self.tensor.dtype)
+        return found_N.reshape(self.tensor.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,6 +133,11 @@ class Fragment:
         return CHUNK
 
     @cached_property
+    def buffers(self) -> bool:
+        """Whether it holds buffers; then it holds nothing else."""
+        return any(slot.tensor.buffer for slot in self.slots)
+
+    @cached_property
     def chunks(self) -> int:
         """Number of wire chunks; the last may be short."""
         return -(-self.elements // CHUNK)
@@ -122,6 +153,7 @@ class Layout:
 
     fragments: tuple[Fragment, ...]
     tensors: tuple[Tensor, ...]
+    """Trained parameters and merged buffers, by name."""
     constants: tuple[Tensor, ...] = ()
 
     @cached_property
@@ -142,7 +174,7 @@ class Layout:
     @property
     def elements(self) -> int:
         """Trained values without padding."""
-        return sum(t.elements for t in self.tensors)
+        return sum(t.elements for t in self.tensors if not t.buffer)
 
 
 def cut(
@@ -156,16 +188,18 @@ def cut(
     Deal tensors into fragments: largest first, each into the fragment that is smallest so far.
 
     The largest fragment is at most 4/3 of the best possible (Graham 1969). Ties break by tensor
-    name, then by fragment index. Paper leaves this open: the order of ties.
+    name, then by fragment index. Paper leaves this open: the order of ties. Merged buffers are the last
+    fragment, one of the P (docs/adr/0024).
 
     Args:
-        tensors: the trained parameters, any order.
-        num_fragments: P, at most the number of tensors.
+        tensors: the trained parameters and merged buffers, any order.
+        num_fragments: P, at most the number of parameters, plus one if there are buffers.
         constants: tensors that are not trained; only described, never cut.
         average: shell patterns of further names, besides embeddings, that are merged by average.
 
     Raises:
-        ConfigError: P is larger than the number of tensors, or a name is not unique.
+        ConfigError: P is larger than that, or leaves no fragment for the parameters, or a name is not
+            unique.
 
     Reference: paper section C, "balanced tensor fragmentation".
     """
@@ -176,22 +210,38 @@ def cut(
         raise ConfigError(
             f"duplicate tensor names: {', '.join(twice)}; give each parameter a name of its own"
         )
-    if num_fragments > len(ordered):
+    trained, buffers = [t for t in ordered if not t.buffer], [t for t in ordered if t.buffer]
+    num_dealt = num_fragments - bool(buffers)
+    if num_dealt > len(trained):
+        most = len(trained) + bool(buffers)
+        beside = " and one fragment of buffers" if buffers else ""
         raise ConfigError(
-            f"spec.sync.fragments: {num_fragments} is more than the {len(ordered)} trained "
-            f"tensors of the model; set it to {len(ordered)} or less"
+            f"spec.sync.fragments: {num_fragments} is more than the {len(trained)} trained "
+            f"tensors of the model{beside}; set it to {most} or less"
         )
-    heap = [(0, index) for index in range(num_fragments)]
-    dealt: list[list[Tensor]] = [[] for _ in range(num_fragments)]
-    for tensor in sorted(ordered, key=lambda t: (-t.padded, t.name)):
+    if num_dealt == 0:
+        raise ConfigError(
+            f"spec.sync.fragments: {num_fragments} leaves none for the parameters beside that of the buffers "
+            f"that change ({buffers[0].name}, {len(buffers)} in all); set it to 2 or more, or "
+            "spec.sync.buffers to Initial"
+        )
+    heap = [(0, index) for index in range(num_dealt)]
+    dealt: list[list[Tensor]] = [[] for _ in range(num_dealt)]
+    for tensor in sorted(trained, key=lambda t: (-t.padded, t.name)):
         total, index = heapq.heappop(heap)
         dealt[index].append(tensor)
         heapq.heappush(heap, (total + tensor.padded, index))
+    if buffers:
+        dealt.append(buffers)
     fragments = []
     for index, mine in enumerate(dealt):
         slots, offset = [], 0
         for tensor in sorted(mine, key=lambda t: t.name):
-            plain = tensor.embedding or any(fnmatchcase(tensor.name, p) for p in average)
+            plain = (
+                tensor.embedding
+                or tensor.buffer
+                or any(fnmatchcase(tensor.name, p) for p in average)
+            )
             slots.append(Slot(tensor=tensor, offset=offset, average=plain))
             offset += tensor.padded
         fragments.append(Fragment(index=index, slots=tuple(slots)))
@@ -253,6 +303,8 @@ def differences(ours: Layout, theirs: Layout, *, most: int = 8) -> list[str]:
                 found.append(f"{kind} {name} has dtype {y.dtype} instead of {x.dtype}")
             if x.embedding != y.embedding or x.aliases != y.aliases:
                 found.append(f"{kind} {name} is tied or used as an embedding differently")
+            if x.buffer != y.buffer:
+                found.append(f"{kind} {name} is a buffer in only one of the two models")
     if len(found) > most:
         found = [*found[:most], f"and {len(found) - most} more"]
     return found

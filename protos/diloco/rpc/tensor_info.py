@@ -14,6 +14,7 @@ def to_proto(tensor: Tensor) -> pb.TensorInfo:
         dtype=tensor.dtype,
         embedding=tensor.embedding,
         aliases=tensor.aliases,
+        buffer=tensor.buffer,
     )
 
 
@@ -25,4 +26,5 @@ def from_proto(info: pb.TensorInfo) -> Tensor:
         dtype=info.dtype,
         embedding=info.embedding,
         aliases=tuple(info.aliases),
+        buffer=info.buffer,
     )

@@ -58,11 +58,14 @@ class TensorInfo(_message.Message):
     DTYPE_FIELD_NUMBER: _builtins.int
     EMBEDDING_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
+    BUFFER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
     """As torch prints it without the prefix: "float32", "bfloat16", ..."""
     embedding: _builtins.bool
     """An nn.Embedding weight or anything tied to one: merged by plain average (paper D.2)."""
+    buffer: _builtins.bool
+    """A buffer that changes while training; averaged, or if it holds integers, taken from the newest member."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -77,10 +80,11 @@ class TensorInfo(_message.Message):
         dtype: _builtins.str = ...,
         embedding: _builtins.bool = ...,
         aliases: _abc.Iterable[_builtins.str] | None = ...,
+        buffer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "dtype", b"dtype", "embedding", b"embedding", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "buffer", b"buffer", "dtype", b"dtype", "embedding", b"embedding", "name", b"name", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -169,11 +173,11 @@ class Hello(_message.Message):
     """Global step of that checkpoint; 0 if none."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
-        """trained parameters, sorted by name"""
+        """trained parameters and merged buffers, sorted by name"""
 
     @_builtins.property
     def constants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
-        """frozen parameters and persistent buffers: fixed after step 0"""
+        """frozen parameters and other persistent buffers: fixed after step 0"""
 
     @_builtins.property
     def facts(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:

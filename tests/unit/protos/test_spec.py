@@ -29,6 +29,8 @@ def specs(draw: st.DrawFn) -> RunSpec:
         grace_safety=draw(fraction),
         merge=draw(st.sampled_from(MERGES)),
         average_parameters=tuple(draw(st.lists(st.text(max_size=5), max_size=3))),
+        buffers=draw(st.sampled_from(("Average", "Initial"))),
+        moving_buffers=tuple(draw(st.lists(st.text(max_size=5), max_size=3))),
         outer_learning_rate=draw(fraction),
         wire_up=draw(st.sampled_from(UP_FORMATS)),
         wire_down=draw(st.sampled_from(DOWN_FORMATS)),
@@ -76,6 +78,8 @@ MUST_AGREE = {
     "grace_safety": 0.5,
     "merge": "Average",
     "average_parameters": ("*.bias",),
+    "buffers": "Initial",
+    "moving_buffers": ("*.codes",),
     "outer_learning_rate": 0.5,
     "outer_momentum": 0.9,
     "outer_nesterov": False,
@@ -99,6 +103,11 @@ def test_the_hash_covers_what_all_processes_must_share(name):
 @pytest.mark.parametrize("name", MAY_CHANGE)
 def test_the_hash_leaves_out_what_may_change_while_the_job_runs(name):
     assert spec(**{name: MAY_CHANGE[name]}).hash == spec().hash
+
+
+def test_fields_that_older_versions_lack_are_stated_only_if_they_are_set():
+    assert not {"buffers", "moving_buffers"} & json.loads(spec().to_json()).keys()
+    assert json.loads(spec(buffers="Initial").to_json())["buffers"] == "Initial"
 
 
 def test_the_order_of_mapping_keys_does_not_change_the_text():
