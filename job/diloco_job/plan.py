@@ -119,6 +119,8 @@ def run_spec(job: DiLoCoJob) -> RunSpec:
         merge=sync.merge,
         average_parameters=tuple(sync.average_parameters),
         frozen=sync.frozen,
+        buffers=sync.buffers,
+        moving_buffers=tuple(sync.moving_buffers),
         guard=float(sync.guard),
         outer_learning_rate=float(sync.outer.learning_rate),
         outer_momentum=float(sync.outer.momentum),

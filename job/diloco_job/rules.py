@@ -408,6 +408,8 @@ FIXED = (
     "spec.sync.merge",
     "spec.sync.averageParameters",
     "spec.sync.frozen",
+    "spec.sync.buffers",
+    "spec.sync.movingBuffers",
     "spec.sync.outer.learningRate",
     "spec.sync.outer.momentum",
     "spec.sync.outer.nesterov",

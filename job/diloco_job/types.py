@@ -138,6 +138,10 @@ class Sync(Model):
     """Shell patterns of parameters that, like embeddings, are merged by average."""
     frozen: Literal["Keep", "Ship"] = "Keep"
     """Keep: each learner brings its frozen parameters, which must be equal; Ship: the job stores them."""
+    buffers: Literal["Average", "Initial"] = "Average"
+    """What happens to buffers that change while training: Average merges them, Initial keeps those of step 0."""
+    moving_buffers: Annotated[list[Text], Field(max_length=256)] = []
+    """Shell patterns of buffers that change while training, besides the statistics of normalization layers."""
     guard: Fraction = "10"
     """Multiple of the members' median norm to which a delta is clipped; "0" disables the guard."""
     outer: Outer = Outer()

@@ -23,6 +23,7 @@ UP_FORMATS = ("FP32", "BF16", "Int8", "Int4")
 DOWN_FORMATS = ("FP32", "BF16")
 MERGES = ("Radial", "Average")
 FROZEN = ("Keep", "Ship")
+BUFFERS = ("Average", "Initial")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +63,10 @@ class RunSpec:
     """
     Keep: each learner brings its frozen parameters, which the syncer compares. Ship: the job stores them.
     """
+    buffers: str = "Average"
+    """What happens to buffers that change while training; Initial: they stay those of step 0."""
+    moving_buffers: tuple[str, ...] = ()
+    """Patterns of names of such buffers, besides running statistics."""
     guard: float = 10.0
     """Multiple of the members' median norm that a delta may have; 0 turns the guard off."""
     outer_learning_rate: float = 0.7
@@ -106,6 +111,10 @@ class RunSpec:
                 (self.merge not in MERGES, f"merge: {self.merge!r} is not one of {MERGES}"),
                 (self.frozen not in FROZEN, f"frozen: {self.frozen!r} is not one of {FROZEN}"),
                 (
+                    self.buffers not in BUFFERS,
+                    f"buffers: {self.buffers!r} is not one of {BUFFERS}",
+                ),
+                (
                     self.wire_up not in UP_FORMATS,
                     f"wire_up: {self.wire_up!r} is not one of {UP_FORMATS}",
                 ),
@@ -122,17 +131,21 @@ class RunSpec:
     @cached_property
     def hash(self) -> str:
         """16 hex digits over everything that must be equal in all processes of the job."""
-        data = dataclasses.asdict(self)
+        data = self._fields()
         for name in (*_MAY_CHANGE, *_COMPARED_AT_JOIN):
-            del data[name]
+            data.pop(name, None)
         return hashlib.sha256(canonical(data).encode()).hexdigest()[:16]
 
     def to_json(self) -> str:
         """Canonical JSON with the hash beside the fields; `from_json` reads it back."""
+        return canonical({"hash": self.hash, **self._fields()}) + "\n"
+
+    def _fields(self) -> dict[str, Any]:
         data = dataclasses.asdict(self)
-        if self.frozen == "Keep":
-            del data["frozen"]  # programs that are older than the field can read the others
-        return canonical({"hash": self.hash, **data}) + "\n"
+        for f in dataclasses.fields(self):
+            if f.name in _LATER and data[f.name] == f.default:
+                del data[f.name]
+        return data
 
     @classmethod
     def from_json(cls, text: str, *, source: str = "run spec") -> RunSpec:
@@ -184,6 +197,9 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "dict[str, Any]": (dict,),
     "Checkpoint": (dict,),
 }
+
+_LATER = ("frozen", "buffers", "moving_buffers")
+"""Left out at their defaults: processes of versions that lack them read the document, and agree on the hash."""
 
 _MAY_CHANGE = (
     "steps",

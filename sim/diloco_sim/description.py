@@ -46,6 +46,9 @@ SNAPSHOT_STEPS: Mapping[int, float] = {1: 1.0, 4: 3.0, 10: 3.0, 30: 3.0}
 CHUNKED = 0.2
 """Share of the worlds whose payloads have many chunks, as those of real models have; they take longer."""
 
+BUFFERED = 0.25
+"""Share of the worlds of two fragments or more whose last one holds buffers."""
+
 PROGRESS_SECONDS = 90.0
 """What members with faults may cost the others between two merges, besides the steps of a round."""
 
@@ -64,7 +67,7 @@ class Description:
     plan: Plan
     spec: RunSpec
     sizes: tuple[int, ...]
-    """Elements of each tensor."""
+    """Elements of each parameter."""
     step_seconds: tuple[float, ...]
     """Of each learner at full speed."""
     latency: float
@@ -75,6 +78,8 @@ class Description:
     """Size from which on events.jsonl is rotated."""
     chunk_elements: int = CHUNK
     """Of a chunk on the wire, a multiple of BLOCK."""
+    buffers: tuple[int, ...] = ()
+    """Elements of each buffer that changes; the first holds integers."""
     window_bytes: int = MERGE_WINDOW_BYTES
     """How far a member may be ahead of the slowest, in chunks of the real size; 4 chunks at least."""
 
@@ -89,6 +94,10 @@ class Description:
         tensors = [
             Tensor(name=f"t{i:02d}", shape=(size,), dtype="float32", embedding=i == 1)
             for i, size in enumerate(self.sizes)
+        ]
+        tensors += [
+            Tensor(name=f"u{i:02d}", shape=(size,), dtype="float32" if i else "int64", buffer=True)
+            for i, size in enumerate(self.buffers)
         ]
         return cut(tensors, num_fragments=self.spec.fragments)
 
@@ -228,8 +237,11 @@ def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
         faults: False: the same world without faults.
     """
     source = random.Random(seed)
-    of_spec, of_plan = fork(source), fork(source)
+    of_spec, of_plan, of_buffers = fork(source), fork(source), fork(source)
     description = _sample(seed, steps, of_spec)
+    if of_buffers.random() < BUFFERED and description.spec.fragments > 1:
+        sizes = tuple(of_buffers.randint(1, 300) for _ in range(of_buffers.randint(1, 3)))
+        description = replace(description, buffers=sizes)
     if not faults:
         return description
     count = of_plan.choice((0, 1, 2, 3, 5, 8, 12, 20))

@@ -99,8 +99,8 @@ def _random(layout: Layout, seed: int) -> tuple[F32, Sequence[F32]]:
     for fragment in layout.fragments:
         view = flat[at : at + fragment.elements]
         for slot in fragment.slots:
-            end = slot.offset + slot.tensor.elements
-            view[slot.offset : end] = source.standard_normal(slot.tensor.elements)
+            end = slot.offset + slot.tensor.length
+            view[slot.offset : end] = source.standard_normal(slot.tensor.length)
         views.append(view)
         at += fragment.elements
     return flat, views

@@ -345,9 +345,10 @@ class Coordinator:
             raise AssertionError("a merge without a pull")
         parameters, spec = self._parameters(), self.spec
         current = parameters.current(decision.fragment)
-        chunk_bytes = formats.encoded_bytes(formats.format_of(spec.wire_up), CHUNK)
+        fragment = parameters.layout.fragments[decision.fragment]
+        chunk_bytes = formats.encoded_bytes(formats.of_fragment(spec.wire_up, fragment), CHUNK)
         merge = FragmentMerge(
-            fragment=parameters.layout.fragments[decision.fragment],
+            fragment=fragment,
             theta_N=current.theta_N,
             momentum_N=current.momentum_N,
             contributions=decision.contributions,
@@ -357,7 +358,7 @@ class Coordinator:
                 momentum=spec.outer_momentum,
                 nesterov=spec.outer_nesterov,
             ),
-            down=formats.format_of(spec.wire_down),
+            down=formats.of_fragment(spec.wire_down, fragment),
             window=max(4, MERGE_WINDOW_BYTES // chunk_bytes),
             buffers=self._buffers,
         )

@@ -150,14 +150,16 @@ def test_a_learner_leaves_a_complete_job_at_once(enter):
         assert syncer.goodbyes == ["Complete"]
 
 
-def test_an_observer_gets_every_tensor_under_every_name(enter):
-    with ScriptedSyncer(make_spec()) as syncer:
+@pytest.mark.parametrize("buffers", ["Average", "Initial"])
+def test_an_observer_gets_every_tensor_under_every_name(buffers, enter):
+    with ScriptedSyncer(make_spec(buffers=buffers)) as syncer:
         enter(syncer.spec, syncer.port)
         model = nn.ModuleDict(
             {"e": nn.Embedding(5, 4), "h": nn.Linear(4, 5, bias=False), "n": nn.BatchNorm1d(4)}
         )
         model["h"].weight = model["e"].weight
         model["n"].half()
+        model["n"].num_batches_tracked.fill_(70_000)
         Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1)).close()
         status = pb.StatusReply(tensors=syncer.hellos[0].tensors)
         with channels.channel(f"127.0.0.1:{syncer.port}", tls=None, purpose="bulk") as channel:

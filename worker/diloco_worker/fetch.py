@@ -34,8 +34,8 @@ def fetch_model(
         spec: defines how they are cut into fragments.
 
     Returns:
-        Every tensor under each of its names, in its shape: fp32, except for constants that are not
-        floating point. Frozen parameters that stay with the learners are not among them. Fragments are
+        Every tensor under each of its names, in its shape: fp32, except for constants and buffers that are
+        not floating point. Frozen parameters that stay with the learners are not among them. Fragments are
         downloaded one after the other: each is that of the global step of `status` or a newer one.
 
     Raises:
@@ -50,11 +50,8 @@ def fetch_model(
         flat_N = np.empty(fragment.elements, np.float32)
         decode_into(payloads, fragment, flat_N)
         for slot in fragment.slots:
-            values = flat_N[slot.offset : slot.offset + slot.tensor.elements].reshape(
-                slot.tensor.shape
-            )
             for name in (slot.tensor.name, *slot.tensor.aliases):
-                out[name] = values
+                out[name] = slot.values(flat_N)
     payloads = _download(channel, layout, len(layout.fragments))
     constants = _constants(payloads.buffer[: payloads.size_bytes])
     for tied in status.tied_constants:

@@ -51,6 +51,15 @@ def format_of(name: str) -> int:
         raise ConfigError(f"wire format: {name!r} is not one of {', '.join(_FORMATS)}") from None
 
 
+def of_fragment(name: str, fragment: Fragment) -> int:
+    """
+    The format in which a fragment travels if `name` is the job's.
+
+    Buffers travel in FP32: the rounding error of a delta can exceed a small variance, and make it negative.
+    """
+    return FP32 if fragment.buffers else format_of(name)
+
+
 def encoded_bytes(fmt: int, elements: int) -> int:
     """
     Length of the payload of `elements` values (for RAW: bytes).

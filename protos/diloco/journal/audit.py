@@ -13,7 +13,7 @@ Pure: lines in, violations out. Checked for every line, from the oldest part on:
     with a guard, a delta beyond its multiple of the median is clipped, and no merged delta is longer
         than the weighted mean of its members'
     a learner that joins is one of the spec; none claims several times the steps of the others
-        with a delta that is empty
+        with a delta that is empty, which that of buffers may be
     no merge has fewer members than the quorum it states
     within an epoch the global step of merges strictly increases, and the fragment is the one due
     epochs never decrease
@@ -380,7 +380,7 @@ def _length(merge: Merge) -> Iterator[str]:
 def _empty(merge: Merge) -> Iterator[str]:
     """Steps that a learner made leave a delta; one that only claims them sets the pace of the job."""
     steps = sorted(m.steps for m in merge.members)
-    if len(steps) < GUARDED_MEMBERS:
+    if len(steps) < GUARDED_MEMBERS or merge.buffers:
         return
     usual = steps[(len(steps) - 1) // 2]
     for member in merge.members:

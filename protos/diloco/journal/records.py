@@ -222,6 +222,8 @@ class Merge(Record):
     delta_norm: float = math.nan
     guard: float | None = None
     """Multiple of the members' median norm to which deltas are clipped; 0: off."""
+    buffers: bool | None = None
+    """Whether the fragment holds buffers; None: it does not."""
     members: tuple[MergeMember, ...]
 
 

@@ -19,7 +19,11 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from diloco.errors import ConfigError
+from diloco.model import integers
 
 BLOCK = 128
 """Elements that share one quantisation scale; every tensor is padded to a multiple of it."""
@@ -42,6 +46,8 @@ class Tensor:
     """Other state_dict names of the same storage."""
     digest: str = ""
     """Of dtype, shape and values of a frozen parameter that stays with the learners; "": another tensor."""
+    buffer: bool = False
+    """A buffer that changes while training (docs/adr/0024)."""
 
     @property
     def elements(self) -> int:
@@ -49,9 +55,19 @@ class Tensor:
         return math.prod(self.shape)
 
     @property
+    def newest(self) -> bool:
+        """An integer buffer: not averaged, but taken from the newest member."""
+        return self.buffer and self.dtype in integers.DTYPES
+
+    @property
+    def length(self) -> int:
+        """fp32 values that it takes in a fragment: more than `elements` if they are integers."""
+        return self.elements * (integers.DIGITS if self.newest else 1)
+
+    @property
     def padded(self) -> int:
-        """`elements` rounded up to a multiple of BLOCK."""
-        return -(-self.elements // BLOCK) * BLOCK
+        """`length` rounded up to a multiple of BLOCK."""
+        return -(-self.length // BLOCK) * BLOCK
 
     def to_json(self) -> dict[str, Any]:
         """The description as JSON values; `Layout.digest` depends on the order of the keys."""
@@ -62,6 +78,8 @@ class Tensor:
             "embedding": self.embedding,
             "aliases": list(self.aliases),
             **({"digest": self.digest} if self.digest else {}),
+            # Left out of a parameter, so that models without merged buffers keep their digest.
+            **({"buffer": True} if self.buffer else {}),
         }
 
     @classmethod
@@ -74,6 +92,7 @@ class Tensor:
             embedding=data["embedding"],
             aliases=tuple(data["aliases"]),
             digest=data.get("digest", ""),
+            buffer=data.get("buffer", False),
         )
 
 
@@ -91,6 +110,13 @@ class Slot:
     def end(self) -> int:
         """One past the last padded element."""
         return self.offset + self.tensor.padded
+
+    def values(self, fragment_N: npt.NDArray[np.float32]) -> npt.NDArray[Any]:
+        """The tensor's values in its shape, of a fragment: a view, or integers of its own type."""
+        found_N = fragment_N[self.offset : self.offset + self.tensor.length]
+        if self.tensor.newest:
+            found_N = integers.from_digits(found_N, self.tensor.dtype)
+        return found_N.reshape(self.tensor.shape)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,6 +137,11 @@ class Fragment:
         return CHUNK
 
     @cached_property
+    def buffers(self) -> bool:
+        """Whether it holds buffers; then it holds nothing else."""
+        return any(slot.tensor.buffer for slot in self.slots)
+
+    @cached_property
     def chunks(self) -> int:
         """Number of wire chunks; the last may be short."""
         return -(-self.elements // CHUNK)
@@ -126,6 +157,7 @@ class Layout:
 
     fragments: tuple[Fragment, ...]
     tensors: tuple[Tensor, ...]
+    """Trained parameters and merged buffers, by name."""
     constants: tuple[Tensor, ...] = ()
     """What the job stores without merging it."""
     frozen: tuple[Tensor, ...] = ()
@@ -149,7 +181,7 @@ class Layout:
     @property
     def elements(self) -> int:
         """Trained values without padding."""
-        return sum(t.elements for t in self.tensors)
+        return sum(t.elements for t in self.tensors if not t.buffer)
 
 
 def cut(
@@ -164,17 +196,19 @@ def cut(
     Deal tensors into fragments: largest first, each into the fragment that is smallest so far.
 
     The largest fragment is at most 4/3 of the best possible (Graham 1969). Ties break by tensor
-    name, then by fragment index. Paper leaves this open: the order of ties.
+    name, then by fragment index. Paper leaves this open: the order of ties. Merged buffers are the last
+    fragment, one of the P (docs/adr/0024).
 
     Args:
-        tensors: the trained parameters, any order.
-        num_fragments: P, at most the number of tensors.
+        tensors: the trained parameters and merged buffers, any order.
+        num_fragments: P, at most the number of parameters, plus one if there are buffers.
         constants: tensors that the job stores without merging them; only described, never cut.
         frozen: tensors that stay with the learners; likewise.
         average: shell patterns of further names, besides embeddings, that are merged by average.
 
     Raises:
-        ConfigError: P is larger than the number of tensors, or a name is not unique.
+        ConfigError: P is larger than that, or leaves no fragment for the parameters, or a name is not
+            unique.
 
     Reference: paper section C, "balanced tensor fragmentation".
     """
@@ -185,22 +219,38 @@ def cut(
         raise ConfigError(
             f"duplicate tensor names: {', '.join(twice)}; give each parameter a name of its own"
         )
-    if num_fragments > len(ordered):
+    trained, buffers = [t for t in ordered if not t.buffer], [t for t in ordered if t.buffer]
+    num_dealt = num_fragments - bool(buffers)
+    if num_dealt > len(trained):
+        most = len(trained) + bool(buffers)
+        beside = " and one fragment of buffers" if buffers else ""
         raise ConfigError(
-            f"spec.sync.fragments: {num_fragments} is more than the {len(ordered)} trained "
-            f"tensors of the model; set it to {len(ordered)} or less"
+            f"spec.sync.fragments: {num_fragments} is more than the {len(trained)} trained "
+            f"tensors of the model{beside}; set it to {most} or less"
         )
-    heap = [(0, index) for index in range(num_fragments)]
-    dealt: list[list[Tensor]] = [[] for _ in range(num_fragments)]
-    for tensor in sorted(ordered, key=lambda t: (-t.padded, t.name)):
+    if num_dealt == 0:
+        raise ConfigError(
+            f"spec.sync.fragments: {num_fragments} leaves none for the parameters beside that of the buffers "
+            f"that change ({buffers[0].name}, {len(buffers)} in all); set it to 2 or more, or "
+            "spec.sync.buffers to Initial"
+        )
+    heap = [(0, index) for index in range(num_dealt)]
+    dealt: list[list[Tensor]] = [[] for _ in range(num_dealt)]
+    for tensor in sorted(trained, key=lambda t: (-t.padded, t.name)):
         total, index = heapq.heappop(heap)
         dealt[index].append(tensor)
         heapq.heappush(heap, (total + tensor.padded, index))
+    if buffers:
+        dealt.append(buffers)
     fragments = []
     for index, mine in enumerate(dealt):
         slots, offset = [], 0
         for tensor in sorted(mine, key=lambda t: t.name):
-            plain = tensor.embedding or any(fnmatchcase(tensor.name, p) for p in average)
+            plain = (
+                tensor.embedding
+                or tensor.buffer
+                or any(fnmatchcase(tensor.name, p) for p in average)
+            )
             slots.append(Slot(tensor=tensor, offset=offset, average=plain))
             offset += tensor.padded
         fragments.append(Fragment(index=index, slots=tuple(slots)))
@@ -266,6 +316,8 @@ def differences(ours: Layout, theirs: Layout, *, most: int = 8) -> list[str]:
                 found.append(f"{kind} {name} is tied or used as an embedding differently")
             if x.digest != y.digest and (x.shape, x.dtype) == (y.shape, y.dtype):
                 found.append(f"{kind} {name} has other values")
+            if x.buffer != y.buffer:
+                found.append(f"{kind} {name} is a buffer in only one of the two models")
     if len(found) > most:
         found = [*found[:most], f"and {len(found) - most} more"]
     return found

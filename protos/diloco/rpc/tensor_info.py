@@ -24,6 +24,7 @@ def to_proto(tensor: Tensor) -> pb.TensorInfo:
         embedding=tensor.embedding,
         aliases=tensor.aliases,
         digest=tensor.digest,
+        buffer=tensor.buffer,
     )
 
 
@@ -36,6 +37,7 @@ def from_proto(info: pb.TensorInfo) -> Tensor:
         embedding=info.embedding,
         aliases=tuple(info.aliases),
         digest=info.digest,
+        buffer=info.buffer,
     )
 
 

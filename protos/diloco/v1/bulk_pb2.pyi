@@ -62,26 +62,26 @@ class _ContentEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Content.Value
     DESCRIPTOR: _descriptor.EnumDescriptor
     CONTENT_UNSPECIFIED: _Content.ValueType  # 0
     DELTA: _Content.ValueType  # 1
-    """base − θ, per tensor of the fragment"""
+    """base − θ, per tensor of the fragment; FP32 if it holds buffers"""
     WHOLE: _Content.ValueType  # 2
     """θ itself, fp32: no base in common"""
     INITIAL: _Content.ValueType  # 3
     """Θ^(0) of a fresh job, fp32"""
     CONSTANTS: _Content.ValueType  # 4
-    """frozen parameters and buffers of a fresh job, RAW"""
+    """frozen parameters and constant buffers of a fresh job, RAW"""
 
 class Content(_Content, metaclass=_ContentEnumTypeWrapper):
     """What the payload of an upload is."""
 
 CONTENT_UNSPECIFIED: Content.ValueType  # 0
 DELTA: Content.ValueType  # 1
-"""base − θ, per tensor of the fragment"""
+"""base − θ, per tensor of the fragment; FP32 if it holds buffers"""
 WHOLE: Content.ValueType  # 2
 """θ itself, fp32: no base in common"""
 INITIAL: Content.ValueType  # 3
 """Θ^(0) of a fresh job, fp32"""
 CONSTANTS: Content.ValueType  # 4
-"""frozen parameters and buffers of a fresh job, RAW"""
+"""frozen parameters and constant buffers of a fresh job, RAW"""
 Global___Content: _TypeAlias = Content  # noqa: Y015
 
 @_typing.final

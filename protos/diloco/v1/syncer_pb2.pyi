@@ -59,6 +59,7 @@ class TensorInfo(_message.Message):
     EMBEDDING_FIELD_NUMBER: _builtins.int
     ALIASES_FIELD_NUMBER: _builtins.int
     DIGEST_FIELD_NUMBER: _builtins.int
+    BUFFER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
     """As torch prints it without the prefix: "float32", "bfloat16", ..."""
@@ -66,6 +67,8 @@ class TensorInfo(_message.Message):
     """An nn.Embedding weight or anything tied to one: merged by plain average (paper D.2)."""
     digest: _builtins.str
     """Of a frozen parameter that stays with the learners: XXH3-64 of its dtype, shape and values, 16 hex digits."""
+    buffer: _builtins.bool
+    """A buffer that changes while training; averaged, or if it holds integers, taken from the newest member."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -81,10 +84,11 @@ class TensorInfo(_message.Message):
         embedding: _builtins.bool = ...,
         aliases: _abc.Iterable[_builtins.str] | None = ...,
         digest: _builtins.str = ...,
+        buffer: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "digest", b"digest", "dtype", b"dtype", "embedding", b"embedding", "name", b"name", "shape", b"shape"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aliases", b"aliases", "buffer", b"buffer", "digest", b"digest", "dtype", b"dtype", "embedding", b"embedding", "name", b"name", "shape", b"shape"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -200,7 +204,7 @@ class Hello(_message.Message):
     """FrozenTensors, compressed by zlib: a base of 100,000 tensors must fit into this message. Empty: there are none."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
-        """trained parameters, sorted by name"""
+        """trained parameters and merged buffers, sorted by name"""
 
     @_builtins.property
     def constants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:

@@ -123,15 +123,22 @@ class Replay:
         members = [c for c in merge.contributions if c.tokens > 0 and c.steps > 0]
         deltas = [self._delta(c, fragment, history, commit.round, now) for c in members]
         weights = limited_weights(members, self._spec.guard)
-        deltas = clipped(deltas, [c.steps for c in members], fragment, self._spec.guard)
+        if not fragment.buffers:
+            deltas = clipped(deltas, [c.steps for c in members], fragment, self._spec.guard)
+        newest = max(range(len(members)), key=lambda m: members[m].local_step)
         delta_N, unstable = np.zeros(fragment.elements), np.zeros(fragment.elements, bool)
         for slot in fragment.slots:
             here = slice(slot.offset, slot.end)
+            if slot.tensor.newest:
+                delta_N[here] = deltas[newest][here]
+                continue
             radial = self._spec.merge == "Radial" and not slot.average
             delta_N[here], unstable[here] = merged(
                 [d[here] for d in deltas], weights, radial=radial
             )
         rate, mu = self._spec.outer_learning_rate, self._spec.outer_momentum
+        if fragment.buffers:
+            rate, mu = 1.0, 0.0
         momentum_N = mu * before.momentum_N + delta_N
         step_N = delta_N + mu * momentum_N if self._spec.outer_nesterov else momentum_N
         theta_N = before.theta_N - rate * step_N

@@ -367,7 +367,7 @@ class Admission:
 
     def _check_memory(self, model: Model) -> None:
         """A model that this syncer can never hold does not become the job's."""
-        values = sum(tensor.elements for tensor in model.tensors)
+        values = sum(tensor.length for tensor in model.tensors)
         # Constants are held as they came, in a dtype that has a byte per value at least.
         constants = sum(tensor.elements for tensor in model.constants)
         needed = VALUE_BYTES * values * (self.spec.fragments + 1) // self.spec.fragments + constants

@@ -70,6 +70,8 @@ class Contribution:
     """‖v‖ per tensor of the fragment, in fragment order, of the values as they were sent."""
     weight_limit: float = math.inf
     """The most weight beside the other members (core/guard.py)."""
+    buffers: bool = False
+    """Of buffers: running statistics may change by any length in any number of steps."""
     norm_limits: tuple[float, ...] = ()
     """The largest norm per tensor beside the other members; longer deltas are clipped. Empty: none."""
 

@@ -39,7 +39,7 @@ as in a warm-up.
 
 def guarded(contributions: Sequence[Contribution], multiple: float) -> tuple[Contribution, ...]:
     """
-    The contributions of one merge with their limits.
+    The contributions of one merge with their limits; the norms of buffers have none.
 
     Args:
         contributions: with the steps and tokens that are credited; norms checked.
@@ -48,7 +48,11 @@ def guarded(contributions: Sequence[Contribution], multiple: float) -> tuple[Con
     members = [c for c in contributions if c.weight > 0]
     if multiple <= 0 or len(members) < GUARDED_MEMBERS:
         return tuple(contributions)
-    weights, limits = weight_limits(members), norm_limits(members, multiple)
+    weights = weight_limits(members)
+    if any(c.buffers for c in members):
+        limits: list[tuple[float, ...]] = [() for _ in members]
+    else:
+        limits = norm_limits(members, multiple)
     of = {c.learner: (weights[row], limits[row]) for row, c in enumerate(members)}
     return tuple(
         replace(c, weight_limit=of[c.learner][0], norm_limits=of[c.learner][1])

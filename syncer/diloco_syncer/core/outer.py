@@ -36,6 +36,10 @@ class OuterOptimizer:
         )
 
 
+REPLACE = OuterOptimizer(learning_rate=1.0, momentum=0.0, nesterov=False)
+"""Of buffers: Θ − Δ, what the members sent, averaged."""
+
+
 def weight(*, tokens: int, steps: int) -> float:
     """
     w = tokens² / steps: quantity times quality (paper 3.2).

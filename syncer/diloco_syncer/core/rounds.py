@@ -225,6 +225,7 @@ def merge_line(
         "bytesDown": merged.bytes_result * receivers,
         "deltaNorm": merged.delta_norm,
         "guard": guard,
+        **({"buffers": True} if any(c.buffers for c in round_.by_name()) else {}),
         "members": [_member(c, confirmed.get(c.learner), guard) for c in round_.by_name()],
     }
 

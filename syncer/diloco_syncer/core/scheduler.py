@@ -372,8 +372,10 @@ class Scheduler:
         self.last_members = len(round_.contributions)
         self.last_merge_at = now
         self.grace.synced(now - round_.pulled_at)
-        confirmed = explained_members(round_.contributions, merged.confirmed, self.spec.guard)
-        self.learners.confirm({name: name in confirmed for name in round_.contributions})
+        # How far buffers move confirms no steps.
+        if not any(c.buffers for c in round_.contributions.values()):
+            confirmed = explained_members(round_.contributions, merged.confirmed, self.spec.guard)
+            self.learners.confirm({name: name in confirmed for name in round_.contributions})
         for name, contribution in round_.contributions.items():
             record = self.learners.by_name[name]
             self._used_reports(name).merge(round_.step, contribution.local_step)

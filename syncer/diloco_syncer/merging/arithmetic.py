@@ -29,7 +29,7 @@ from diloco_syncer.core.contribution import (
     NotFiniteContributionError,
 )
 from diloco_syncer.core.events import ConfirmedNorm
-from diloco_syncer.core.outer import OuterOptimizer
+from diloco_syncer.core.outer import REPLACE, OuterOptimizer
 from diloco_syncer.merging import kernels
 from diloco_syncer.merging.blend import blend
 from diloco_syncer.merging.buffers import Buffers
@@ -44,13 +44,13 @@ class MergeResult:
     theta_N: F32
     momentum_N: F32
     delta_norm: float
-    """‖Δ‖ over the whole fragment."""
+    """‖Δ‖ over the whole fragment, digits of integers left out; so are those of `confirmed`."""
     encoded_bytes: int
     """Payload of the result for one learner."""
     confirmed: tuple[ConfirmedNorm, ...] = ()
     """Of each member, by name."""
     sizes: tuple[float, float] = (0.0, 0.0)
-    """Root of the mean square of Θ, before and after."""
+    """Root of the mean square of Θ, before and after; 0 of buffers, which may grow as the data does."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Arithmetic:
         theta_N, momentum_N: the current fragment; never modified.
         contributions: of positive weight, at least one, in the order of learner names.
         radial: False: everything by plain average.
-        outer: the outer optimizer.
+        outer: the outer optimizer; buffers have none.
         down: format of the result, FP32 or BF16.
         buffers: source of the two new vectors.
     """
@@ -104,17 +104,18 @@ class Arithmetic:
         buffers: Buffers,
     ) -> None:
         self._fragment, self._contributions, self._down = fragment, contributions, down
-        self._outer = outer.factors
+        self._outer = (REPLACE if fragment.buffers else outer).factors
         self._theta_N, self._momentum_N = theta_N, momentum_N
         # u lies where the new momentum will be. The weighted mean, needed only where directions
         # cancel, lies where the new Θ will be: no memory of its own, no second pass over any chunk.
         self._new_momentum_N = buffers.take(fragment.elements)
         self._new_theta_N = buffers.take(fragment.elements)
         weights, merged = [c.weight for c in contributions], [c.merged_norms for c in contributions]
+        newest = max(contributions, key=lambda c: c.local_step)  # of several, the first by name
         self._blends = [
             blend(
                 [c.norms[index] for c in contributions],
-                weights,
+                [float(c is newest) for c in contributions] if slot.tensor.newest else weights,
                 radial=radial and not slot.average,
                 clipped=[norms[index] for norms in merged],
             )
@@ -126,6 +127,8 @@ class Arithmetic:
         self._of_slot: list[list[int]] = [[] for _ in fragment.slots]
         for segment in (s for segments in self.segments for s in segments):
             self._of_slot[segment.slot].append(segment.index)
+        slots = zip(fragment.slots, self._of_slot, strict=True)
+        self._measured = [s for slot, mine in slots if not slot.tensor.newest for s in mine]
         count = sum(len(mine) for mine in self._of_slot)
         self._squares_SM = np.zeros((count, len(contributions)))
         self._deviations_M = [0.0] * len(contributions)
@@ -207,12 +210,12 @@ class Arithmetic:
         return MergeResult(
             theta_N=self._new_theta_N,
             momentum_N=self._new_momentum_N,
-            delta_norm=math.sqrt(math.fsum(self._delta_squares_S)),
+            delta_norm=math.sqrt(math.fsum(self._delta_squares_S[self._measured])),
             encoded_bytes=formats.encoded_bytes(self._down, self._fragment.elements),
             confirmed=tuple(
                 ConfirmedNorm(
                     learner=contribution.learner,
-                    norm=math.sqrt(math.fsum(self._squares_SM[:, row])),
+                    norm=math.sqrt(math.fsum(self._squares_SM[self._measured, row])),
                     deviation=self._deviations_M[row],
                 )
                 for row, contribution in enumerate(self._contributions)
@@ -221,6 +224,8 @@ class Arithmetic:
         )
 
     def _size(self, column: int) -> float:
+        if self._fragment.buffers:
+            return 0.0
         elements = max(1, sum(slot.tensor.elements for slot in self._fragment.slots))
         return math.sqrt(math.fsum(self._theta_squares_S2[:, column]) / elements)
 
@@ -296,7 +301,7 @@ def cut_into_segments(fragment: Fragment) -> list[list[Segment]]:
     per_chunk: list[list[Segment]] = [[] for _ in range(fragment.chunks)]
     index = 0
     for number, slot in enumerate(fragment.slots):
-        lo, last = slot.offset, slot.offset + slot.tensor.elements
+        lo, last = slot.offset, slot.offset + slot.tensor.length
         while lo < slot.end:
             chunk = lo // fragment.chunk_elements
             first, end = fragment.chunk(chunk)

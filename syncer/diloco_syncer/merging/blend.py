@@ -74,7 +74,7 @@ def blend(
 
     Args:
         norms: ‖v‖ of each member, finite.
-        weights: positive.
+        weights: positive; a buffer of integers has one, 1, and zeros.
         radial: False: plain average.
         clipped: the norms that count, none larger than in `norms` (core/guard.py); None: `norms`.
     """

@@ -128,7 +128,7 @@ class UploadReceiver:
         layout = self._host.facts.layout
         if layout is None:
             raise UnavailableError("no model is known yet; send Hello first")
-        check_header(header, layout, up=formats.format_of(self._host.spec.wire_up))
+        check_header(header, layout, up=self._host.spec.wire_up)
         if header.content in (bulk.INITIAL, bulk.CONSTANTS):
             self._part = self._initial.begin(header, layout)
         else:
@@ -179,7 +179,7 @@ class UploadReceiver:
     # ------------------------------------------------------------ contributions
 
     def _contribute(self, header: bulk.UploadHeader, layout: Layout) -> Part:
-        fragment, contribution = layout.fragments[header.fragment], contribution_of(header)
+        fragment, contribution = layout.fragments[header.fragment], contribution_of(header, layout)
         if contribution.base is not None:
             contribution.check_norms(fragment)
         attempt = self._host.attempts.get(header.round, header.attempt)
@@ -232,14 +232,14 @@ def _failed(header: bulk.UploadHeader, error: MergeFailedError) -> ev.Failed:
     return ev.Failed(decision=begun, reason=str(error))
 
 
-def check_header(header: bulk.UploadHeader, layout: Layout, *, up: int) -> None:
+def check_header(header: bulk.UploadHeader, layout: Layout, *, up: str) -> None:
     """
     Check that the header fits the model and the job.
 
     Args:
         header: of the upload.
         layout: of the model.
-        up: the job's format of deltas; what comes whole is FP32.
+        up: the job's format of deltas; what comes whole is FP32, and so are buffers.
 
     Raises:
         ProtocolError: its fragment, size, format or content does not exist.
@@ -260,12 +260,13 @@ def check_header(header: bulk.UploadHeader, layout: Layout, *, up: int) -> None:
         raise ProtocolError(
             f"content {header.content} is not one of DELTA, WHOLE, INITIAL, CONSTANTS"
         )
-    expected = up if header.content == bulk.DELTA else formats.FP32
+    delta = header.content == bulk.DELTA
+    expected = formats.of_fragment(up, fragment) if delta else formats.FP32
     if header.format != expected:
         raise ProtocolError(f"format {header.format}, expected {expected} of this job for it")
 
 
-def contribution_of(header: bulk.UploadHeader) -> Contribution:
+def contribution_of(header: bulk.UploadHeader, layout: Layout) -> Contribution:
     """The contribution that an upload of content DELTA or WHOLE announces."""
     whole = header.content == bulk.WHOLE
     return Contribution(
@@ -279,4 +280,5 @@ def contribution_of(header: bulk.UploadHeader) -> Contribution:
         base=None if whole else (header.base.epoch, header.base.step),
         format=header.format,
         norms=tuple(header.norms),
+        buffers=layout.fragments[header.fragment].buffers,
     )

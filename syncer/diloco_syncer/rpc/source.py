@@ -152,7 +152,7 @@ def _content(host: Host, parameters: Parameters, wanted: bulk.DownloadRequest) -
             f"fragment {wanted.fragment} does not exist; the model has {len(layout.fragments)}"
         )
     fragment, step = layout.fragments[wanted.fragment], host.facts.step
-    down = formats.format_of(host.spec.wire_down)
+    down = formats.of_fragment(host.spec.wire_down, fragment)
     if wanted.round == 0:
         return _Current(parameters, fragment, fmt=wanted.format or down, step=step)
     attempt = host.attempts.get(wanted.round, wanted.attempt)

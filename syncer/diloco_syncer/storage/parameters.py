@@ -109,13 +109,12 @@ class Parameters:
             self._old[fragment].appendleft((before.version, before.theta_N))
 
     def named(self) -> dict[str, npt.NDArray[Any]]:
-        """Trained parameters by name in their own shapes (views), aliases of tied weights included."""
+        """Trained parameters (views) and merged buffers by name in their own shapes, aliases included."""
         out: dict[str, npt.NDArray[Any]] = {}
         for fragment, current in zip(self.layout.fragments, self.all(), strict=True):
             for slot in fragment.slots:
-                flat = current.theta_N[slot.offset : slot.offset + slot.tensor.elements]
                 for name in (slot.tensor.name, *slot.tensor.aliases):
-                    out[name] = flat.reshape(slot.tensor.shape)
+                    out[name] = slot.values(current.theta_N)
         return out
 
     # ------------------------------------------------------------ durable form

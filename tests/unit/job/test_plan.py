@@ -70,7 +70,8 @@ def test_every_field_of_the_run_spec_follows_the_manifest():
             "metadata.name=other", "spec.steps=1", "spec.seed=2", "spec.sync.fragments=3",
             "spec.sync.interval=5", "spec.sync.overlap=3", "spec.sync.quorum=2",
             'spec.sync.grace={maxSteps: "2", safety: "0.1"}', "spec.sync.merge=Average",
-            "spec.sync.averageParameters=[a*]", 'spec.sync.guard="6"', "spec.sync.frozen=Ship",
+            "spec.sync.averageParameters=[a*]", "spec.sync.buffers=Initial",
+            "spec.sync.movingBuffers=[b*]", 'spec.sync.guard="6"', "spec.sync.frozen=Ship",
             'spec.sync.outer={learningRate: "0.3", momentum: "0.4", nesterov: false}',
             "spec.sync.wire={up: Int4, down: FP32, errorFeedback: true}",
             "spec.regions[us].learners=3", "spec.learner.checkpoint={everySteps: 8, keep: 9}",
@@ -81,7 +82,7 @@ def test_every_field_of_the_run_spec_follows_the_manifest():
     assert run_spec(job) == RunSpec(
         job="other", steps=1, seed=2, fragments=3, interval=5, overlap=3, quorum=2,
         grace_max_steps=2.0, grace_safety=0.1, merge="Average", average_parameters=("a*",),
-        guard=6.0, frozen="Ship",
+        buffers="Initial", moving_buffers=("b*",), guard=6.0, frozen="Ship",
         outer_learning_rate=0.3, outer_momentum=0.4, outer_nesterov=False, wire_up="Int4",
         wire_down="FP32", error_feedback=True, learners={"eu": 2, "us": 3},
         learner_checkpoint=Checkpoint(every_steps=8, keep=9),

@@ -2,11 +2,13 @@ import itertools
 import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
+from diloco.model import integers
 from diloco.model.fragments import BLOCK, CHUNK, Layout, Tensor, cut, differences, due
 from diloco.rpc import tensor_info
 
@@ -95,6 +97,62 @@ def test_more_fragments_than_tensors_is_refused_with_both_numbers():
         cut([tensor("a", 1), tensor("b", 1)], num_fragments=3)
 
 
+def test_buffers_are_the_last_fragment_and_the_others_are_those_of_one_fragment_less():
+    parameters = [tensor(f"t{i}", 100 * i) for i in range(1, 6)]
+    buffers = [
+        Tensor(name="a.mean", shape=(300,), dtype="float32", buffer=True),
+        Tensor(name="z.count", shape=(2, 20), dtype="int32", buffer=True),
+    ]
+    layout = cut([*parameters, *buffers], num_fragments=4)
+    *trained, last = layout.fragments
+    assert tuple(trained) == cut(parameters, num_fragments=3).fragments
+    assert [s.tensor.name for s in last.slots] == ["a.mean", "z.count"]
+    assert last.elements == 3 * BLOCK + 2 * BLOCK  # an integer takes four values
+    assert [f.buffers for f in layout.fragments] == [False, False, False, True]
+    assert all(slot.average for slot in last.slots)
+    assert layout.elements == sum(t.elements for t in parameters)
+
+
+def test_a_job_of_too_few_or_too_many_fragments_for_its_buffers_is_refused_with_the_number():
+    model = [tensor("a", 1), Tensor(name="b", shape=(2,), dtype="float32", buffer=True)]
+    assert [f.buffers for f in cut(model, num_fragments=2).fragments] == [False, True]
+    with pytest.raises(
+        ConfigError, match=r"1 leaves none for the parameters .* set it to 2 or more"
+    ):
+        cut(model, num_fragments=1)
+    with pytest.raises(
+        ConfigError, match=r"1 trained .* and one fragment of buffers; set it to 2 or"
+    ):
+        cut(model, num_fragments=3)
+
+
+def test_a_buffer_that_is_merged_is_another_model_than_one_that_is_not():
+    moving = Tensor(name="b", shape=(2,), dtype="float32", buffer=True)
+    ours = cut([tensor("a", 1), tensor("b", 2)], num_fragments=1)
+    theirs = cut([tensor("a", 1), moving], num_fragments=2)
+    assert ours.digest != theirs.digest
+    assert differences(ours, theirs) == ["parameter b is a buffer in only one of the two models"]
+    kept = cut([tensor("a", 1)], num_fragments=1, constants=[tensor("b", 2)])
+    assert differences(kept, theirs) == [
+        "parameter b is not part of the job's model",
+        "constant b is missing",
+    ]
+
+
+def test_the_values_of_a_slot_have_the_shape_and_type_of_its_tensor():
+    count = Tensor(name="count", shape=(2, 1), dtype="int16", buffer=True)
+    mean = Tensor(name="mean", shape=(3,), dtype="float32", buffer=True)
+    fragment = cut([tensor("a", 1), count, mean], num_fragments=2).fragments[1]
+    flat_N = np.zeros(fragment.elements, np.float32)
+    flat_N[: 2 * integers.DIGITS] = integers.to_digits(np.array([-7, 300]))
+    flat_N[BLOCK : BLOCK + 3] = (1, 2, 3)
+    of_count, of_mean = (slot.values(flat_N) for slot in fragment.slots)
+    assert of_count.dtype == np.int16
+    np.testing.assert_array_equal(of_count, [[-7], [300]])
+    np.testing.assert_array_equal(of_mean, [1, 2, 3])
+    assert of_mean.base is not None  # not a copy
+
+
 def test_a_name_that_comes_twice_is_refused():
     with pytest.raises(ConfigError, match="duplicate tensor names: a;"):
         cut([tensor("a", 1), tensor("a", 2), tensor("b", 1)], num_fragments=1)
@@ -127,7 +185,8 @@ def test_json_and_message_of_a_tensor_give_it_back_and_the_digest_stays():
         aliases=("head.weight",),
     )
     scale = Tensor(name="scale", shape=(), dtype="bfloat16")
-    for info in (embed, scale):
+    count = Tensor(name="count", shape=(), dtype="int64", buffer=True)
+    for info in (embed, scale, count):
         assert Tensor.from_json(json.loads(json.dumps(info.to_json()))) == info
         assert tensor_info.from_proto(tensor_info.to_proto(info)) == info
     layout = cut([embed, scale], num_fragments=2, constants=[tensor("mask", 3, dtype="bool")])

@@ -29,6 +29,8 @@ def specs(draw: st.DrawFn) -> RunSpec:
         grace_safety=draw(fraction),
         merge=draw(st.sampled_from(MERGES)),
         average_parameters=tuple(draw(st.lists(st.text(max_size=5), max_size=3))),
+        buffers=draw(st.sampled_from(("Average", "Initial"))),
+        moving_buffers=tuple(draw(st.lists(st.text(max_size=5), max_size=3))),
         outer_learning_rate=draw(fraction),
         wire_up=draw(st.sampled_from(UP_FORMATS)),
         wire_down=draw(st.sampled_from(DOWN_FORMATS)),
@@ -77,6 +79,8 @@ MUST_AGREE = {
     "grace_safety": 0.5,
     "merge": "Average",
     "average_parameters": ("*.bias",),
+    "buffers": "Initial",
+    "moving_buffers": ("*.codes",),
     "outer_learning_rate": 0.5,
     "outer_momentum": 0.9,
     "outer_nesterov": False,
@@ -111,6 +115,11 @@ def test_where_frozen_parameters_are_is_not_in_the_hash_and_the_default_not_in_t
     assert RunSpec.from_json(spec(frozen="Ship").to_json()).frozen == "Ship"
     with pytest.raises(ConfigError, match="frozen: 'Send' is not one of"):
         spec(frozen="Send")
+
+
+def test_fields_that_older_versions_lack_are_stated_only_if_they_are_set():
+    assert not {"buffers", "moving_buffers"} & json.loads(spec().to_json()).keys()
+    assert json.loads(spec(buffers="Initial").to_json())["buffers"] == "Initial"
 
 
 def test_the_order_of_mapping_keys_does_not_change_the_text():

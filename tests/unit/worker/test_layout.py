@@ -32,8 +32,7 @@ class Tied(nn.Module):
 
 def memories(tensors: ModelTensors, num_fragments: int):
     constants = [n.info for n in tensors.constants(ship_frozen=True)]
-    trained = [n.info for n in tensors.trained]
-    layout = cut(trained, num_fragments=num_fragments, constants=constants)
+    layout = cut([n.info for n in tensors.merged], num_fragments=num_fragments, constants=constants)
     copier = Copier(tensors, layout)
     hosts = [np.zeros(f.elements, np.float32) for f in layout.fragments]
     inboxes = [np.zeros(f.elements, np.float32) for f in layout.fragments]
@@ -197,9 +196,9 @@ def test_constants_of_every_dtype_survive_safetensors():
 
 def test_constants_of_another_model_are_refused():
     model = nn.BatchNorm1d(3)
-    _, copier, _, _ = memories(describe(model), 1)
+    _, copier, _, _ = memories(describe(model, moving=None), 1)
     memory = np.zeros(copier.constants_bytes(), np.uint8)
     copier.constants_out(memory)
-    _, taker, _, _ = memories(describe(nn.BatchNorm1d(4)), 1)
+    _, taker, _, _ = memories(describe(nn.BatchNorm1d(4), moving=None), 1)
     with pytest.raises(DamagedError, match="running_mean"):
         taker.constants_in(memory)

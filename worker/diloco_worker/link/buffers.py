@@ -112,6 +112,11 @@ def most_idle_bytes(layout: Layout, spec: RunSpec) -> int:
 
 def _largest(layout: Layout, spec: RunSpec) -> tuple[int, int]:
     """Payload of the largest fragment: of a result, and of an upload."""
-    elements = max(f.elements for f in layout.fragments)
-    down, up = formats.format_of(spec.wire_down), formats.format_of(spec.wire_up)
-    return formats.encoded_bytes(down, elements), formats.encoded_bytes(up, elements)
+
+    def largest(wire: str) -> int:
+        return max(
+            formats.encoded_bytes(formats.of_fragment(wire, f), f.elements)
+            for f in layout.fragments
+        )
+
+    return largest(spec.wire_down), largest(spec.wire_up)

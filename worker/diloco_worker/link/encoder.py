@@ -60,8 +60,7 @@ class Encoder:
         self, memory: Memory, spec: RunSpec, buffers: BufferPool, *, faults: tuple[Fault, ...] = ()
     ) -> None:
         self._memory, self._buffers = memory, buffers
-        self._format = formats.format_of(spec.wire_up)
-        self._feedback = spec.error_feedback and self._format != formats.FP32
+        self._spec = spec
         self._residuals: dict[int, F32] = {}
         self._unconfirmed: dict[int, _Unconfirmed] = {}
         self._epoch = 0
@@ -155,7 +154,7 @@ class Encoder:
                 self._unconfirmed.pop(fragment.index, None)
             header.content, base = bulk.WHOLE, None
         else:
-            header.format = bulk.Format.ValueType(self._format)
+            header.format = bulk.Format.ValueType(self._format(fragment))
         buffer = self._buffers.acquire(formats.encoded_bytes(header.format, fragment.elements))
         try:
             if base is None:
@@ -168,7 +167,7 @@ class Encoder:
             self._buffers.release(buffer)
             log.warning("fragment %d at local step %d: %s", fragment.index, copy.local_step, error)
             header.content = bulk.DELTA
-            header.format = bulk.Format.ValueType(self._format)
+            header.format = bulk.Format.ValueType(self._format(fragment))
             header.norms.extend([math.nan] * len(fragment.slots))
             return self._upload(header, fragment, None)
         except BaseException:
@@ -199,6 +198,10 @@ class Encoder:
         effects = self._faults.next_upload() if header.round else None
         return UploadMessages(header, parts, effects=effects, close=close)
 
+    def _format(self, fragment: Fragment) -> int:
+        """Of a delta."""
+        return formats.of_fragment(self._spec.wire_up, fragment)
+
     def _whole(self, fragment: Fragment, buffer: U8) -> None:
         host_N = self._memory.host(fragment.index)
         for index in range(fragment.chunks):
@@ -210,7 +213,7 @@ class Encoder:
         Encode base − θ chunk by chunk; return the norm per tensor of what the syncer will decode.
         """
         base_N, host_N = self._memory.inbox(fragment.index), self._memory.host(fragment.index)
-        squares = [0.0] * len(fragment.slots)
+        fmt, squares = self._format(fragment), [0.0] * len(fragment.slots)
         # 2 MiB at most: malloc keeps pages of that size (diloco/runtime/malloc.py).
         delta, decoded = np.empty((2, min(CHUNK, fragment.elements)), np.float32)
         slot, at = 0, 0
@@ -218,16 +221,14 @@ class Encoder:
             lo, hi = fragment.chunk(index)
             np.subtract(base_N[lo:hi], host_N[lo:hi], out=delta[: hi - lo])
             part_N = None if residual_N is None else residual_N[lo:hi]
-            size = formats.encode(self._format, delta[: hi - lo], buffer[at:], residual_N=part_N)
+            size = formats.encode(fmt, delta[: hi - lo], buffer[at:], residual_N=part_N)
             payload, at = buffer[at : at + size], at + size
             while slot < len(fragment.slots) and fragment.slots[slot].offset < hi:
                 edge = fragment.slots[slot]
                 begin, end = max(lo, edge.offset), min(hi, edge.end)
                 if begin < end:
                     part = (begin - lo, end - lo)
-                    squares[slot] += formats.decode(
-                        self._format, payload, decoded[: end - begin], part=part
-                    )
+                    squares[slot] += formats.decode(fmt, payload, decoded[: end - begin], part=part)
                 if edge.end > hi:
                     break
                 slot += 1
@@ -241,7 +242,7 @@ class Encoder:
         pulled again was aborted. The syncer's `done` does not decide: after the merge it can get
         lost, or the next pull can overtake it.
         """
-        if not self._feedback:
+        if not self._spec.error_feedback or self._format(fragment) == formats.FP32:
             return None
         if identity.epoch != self._epoch:
             self._epoch = identity.epoch

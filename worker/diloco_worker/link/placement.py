@@ -34,7 +34,7 @@ class Placement:
 
     def __init__(self, memory: Memory, spec: RunSpec, buffers: BufferPool) -> None:
         self._memory, self._buffers = memory, buffers
-        self._format = formats.format_of(spec.wire_down)
+        self._down = spec.wire_down
         self._staged: dict[int, Payloads] = {}
         self._tickets = itertools.count(1)
 
@@ -47,7 +47,7 @@ class Placement:
             # A fresh learner starts from exactly Θ; everything later comes in the job's format.
             expected = fragments[request.fragment]
             exact = request.round == 0 and request.exact
-            fmt = formats.FP32 if exact else self._format
+            fmt = formats.FP32 if exact else formats.of_fragment(self._down, expected)
         wanted = Wanted(
             identity=identity,
             fragment=request.fragment,

@@ -2,29 +2,35 @@
 The named tensors of a torch model, and copies between its parameters and flat fp32 memory.
 
 Trained: every parameter that requires a gradient, once, even if it is tied. Frozen: the other
-parameters. Buffers: what else a state_dict has. The constants are the tensors that the job
-stores without merging them (docs/adr/0023): they come from the learner that initializes it.
+parameters. Buffers: what else a state_dict has; the moving ones change while training, and are
+merged with the parameters. The constants are the tensors that the job stores without merging them
+(docs/adr/0023): they come from the learner that initializes it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from diloco.errors import ConfigError, DamagedError
-from diloco.model import tensorfile
+from diloco.model import integers, tensorfile
 from diloco.model.fragments import Fragment, Layout, Tensor
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
-"""A parameter, and its view of the memory."""
+"""A parameter or buffer, and its view of the memory; that of integers is of their digits."""
+
+MAX_INTEGERS = 4096
+"""Values of a buffer of integers that changes: each takes four of fp32, in a fragment that nothing compresses."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,8 +48,15 @@ class ModelTensors:
     trained: tuple[Named, ...]
     frozen: tuple[Named, ...]
     """Parameters that require no gradient."""
+    moving: tuple[Named, ...]
+    """Persistent buffers that change while training."""
     buffers: tuple[Named, ...]
-    """Persistent buffers."""
+    """Other persistent buffers."""
+
+    @property
+    def merged(self) -> tuple[Named, ...]:
+        """What each round merges, sorted by name."""
+        return _by_name((*self.trained, *self.moving))
 
     def constants(self, *, ship_frozen: bool) -> tuple[Named, ...]:
         """
@@ -63,19 +76,23 @@ class ModelTensors:
         return constants
 
 
-def describe(model: nn.Module) -> ModelTensors:
+def describe(model: nn.Module, *, moving: Sequence[str] | None = ()) -> ModelTensors:
     """
     Find every tensor of a model once.
 
     A tensor with several names (tied weights) gets the first of them in alphabetical order; the
     others are its aliases.
 
+    Args:
+        model: on its device; may be compiled.
+        moving: patterns of names of buffers that change while training, besides the running statistics
+            of normalization layers; None: no buffer is merged, whatever it does.
+
     Raises:
         ConfigError: nothing is trained, or a tensor cannot be merged.
     """
-    model = getattr(
-        model, "_orig_mod", model
-    )  # torch.compile wraps the model; the names of the user are inside
+    model = uncompiled(model)
+    statistics = set() if moving is None else _statistics(model)
     embeddings = {
         _key(module.weight)
         for module in model.modules()
@@ -93,22 +110,53 @@ def describe(model: nn.Module) -> ModelTensors:
             tensors[key] = tensor
     trained: list[Named] = []
     frozen: list[Named] = []
+    changing: list[Named] = []
     buffers: list[Named] = []
     for key, tensor in tensors.items():
         name, *aliases = sorted(set(names[key]))
+        buffer = not tensor.requires_grad and parameters.isdisjoint(names[key])
+        moves = buffer and (key in statistics or _matches(names[key], moving or ()))
         info = Tensor(
             name=name,
             shape=tuple(tensor.shape),
             dtype=dtype_name(tensor),
             embedding=key in embeddings,
             aliases=tuple(aliases),
+            buffer=moves,
         )
-        fixed = buffers if parameters.isdisjoint(names[key]) else frozen
+        fixed = changing if moves else buffers if buffer else frozen
         (trained if tensor.requires_grad else fixed).append(Named(tensor=tensor, info=info))
-    _check(trained, [*frozen, *buffers])
+    _check(trained, changing, [*frozen, *buffers])
     return ModelTensors(
-        trained=_by_name(trained), frozen=_by_name(frozen), buffers=_by_name(buffers)
+        trained=_by_name(trained),
+        frozen=_by_name(frozen),
+        moving=_by_name(changing),
+        buffers=_by_name(buffers),
     )
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module inside the wrapper of torch.compile: the names of the user are its own."""
+    return getattr(model, "_orig_mod", model)
+
+
+def _statistics(model: nn.Module) -> set[object]:
+    """
+    Keys of the running statistics of normalization layers: they change with each forward pass.
+
+    A module does not state whether another buffer changes, and a layout must not depend on when a
+    learner looks: those that do are named in the manifest, and `buffers.Watch` notices the others.
+    """
+    return {
+        _key(buffer)
+        for module in model.modules()
+        if isinstance(module, _NormBase)
+        for buffer in module.buffers(recurse=False)
+    }
+
+
+def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def _by_name(tensors: Iterable[Named]) -> tuple[Named, ...]:
@@ -145,7 +193,7 @@ def _check_plain(name: str, tensor: torch.Tensor) -> None:
         )
 
 
-def _check(trained: list[Named], others: list[Named]) -> None:
+def _check(trained: list[Named], moving: list[Named], others: list[Named]) -> None:
     if not trained:
         raise ConfigError(
             "the model has no parameter that requires a gradient; there is nothing to train"
@@ -157,8 +205,20 @@ def _check(trained: list[Named], others: list[Named]) -> None:
     ]
     problems += [
         f"{n.info.name} is on the meta device; materialize it before Learner.connect"
-        for n in (*trained, *others)
+        for n in (*trained, *moving, *others)
         if n.tensor.device.type == "meta"
+    ]
+    problems += [
+        f"buffer {n.info.name}, which changes, has dtype {n.info.dtype}; only real floating point can be "
+        "averaged, and integers with a sign of up to 64 bits can be taken from the newest member"
+        for n in moving
+        if not n.tensor.is_floating_point() and not n.info.newest
+    ]
+    problems += [
+        f"buffer {n.info.name}, which changes, has {n.info.elements} values of {n.info.dtype}, at most "
+        f"{MAX_INTEGERS} are supported; leave it out of spec.sync.movingBuffers"
+        for n in moving
+        if n.info.newest and n.info.elements > MAX_INTEGERS
     ]
     if problems:
         raise ConfigError("model: " + "; ".join(problems))
@@ -166,7 +226,7 @@ def _check(trained: list[Named], others: list[Named]) -> None:
 
 class Copier:
     """
-    Copies fragments between a model's parameters and flat memory.
+    Copies fragments between a model's parameters and buffers and flat memory.
 
     Args:
         tensors: of the model.
@@ -174,7 +234,7 @@ class Copier:
     """
 
     def __init__(self, tensors: ModelTensors, layout: Layout) -> None:
-        self._by_name = {n.info.name: n.tensor for n in tensors.trained}
+        self._by_name = {n.info.name: n.tensor for n in tensors.merged}
         stored = {t.name for t in layout.constants}
         others = (*tensors.frozen, *tensors.buffers)
         self._constants = _by_name(n for n in others if n.info.name in stored)
@@ -193,7 +253,7 @@ class Copier:
         """Write the fragment's parameters to its host copy as fp32."""
         with torch.no_grad():
             for parameter, view in self._host[fragment]:
-                view.copy_(parameter)
+                view.copy_(parameter if parameter.is_floating_point() else _digits(parameter))
 
     def copy_in(self, fragment: int) -> None:
         """
@@ -204,6 +264,9 @@ class Copier:
         """
         with torch.no_grad():
             for parameter, view in self._inbox[fragment]:
+                if not parameter.is_floating_point():
+                    parameter.copy_(_integers(view).view(parameter.shape))
+                    continue
                 parameter.copy_(view)
                 if parameter.dtype not in (torch.float32, torch.float64):
                     view.copy_(parameter)
@@ -213,7 +276,9 @@ class Copier:
         return [
             (
                 self._by_name[slot.tensor.name],
-                flat[slot.offset : slot.offset + slot.tensor.elements].view(slot.tensor.shape),
+                flat[slot.offset : slot.offset + slot.tensor.length].view(
+                    (-1,) if slot.tensor.newest else slot.tensor.shape
+                ),
             )
             for slot in fragment.slots
         ]
@@ -257,6 +322,15 @@ class Copier:
             tensorfile.Entry(name=n.info.name, dtype=n.info.dtype, shape=n.info.shape)
             for n in self._constants
         ]
+
+
+def _digits(tensor: torch.Tensor) -> torch.Tensor:
+    values = tensor.detach().to("cpu", torch.int64).reshape(-1).numpy()
+    return torch.from_numpy(integers.to_digits(values))
+
+
+def _integers(digits: torch.Tensor) -> torch.Tensor:
+    return torch.from_numpy(integers.from_digits(digits.numpy()))
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -7,6 +7,7 @@ It only copies: `core.trainer` decides what to copy, and with which counters.
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Sequence
 
 from torch import nn
@@ -15,8 +16,11 @@ from diloco.model.fragments import cut
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.ipc.shared_memory import SharedMemory
+from diloco_worker.trainer.buffers import Watch
 from diloco_worker.trainer.frozen import with_digests
 from diloco_worker.trainer.layout import Copier, describe
+
+log = logging.getLogger(__name__)
 
 
 class Replica:
@@ -33,15 +37,17 @@ class Replica:
     """
 
     def __init__(self, model: nn.Module, spec: RunSpec) -> None:
-        tensors = describe(model)
+        kept = spec.buffers == "Initial"
+        tensors = describe(model, moving=None if kept else spec.moving_buffers)
         ship = spec.frozen == "Ship"
         self.layout = cut(
-            [n.info for n in tensors.trained],
+            [n.info for n in tensors.merged],
             num_fragments=spec.fragments,
             constants=[n.info for n in tensors.constants(ship_frozen=ship)],
             frozen=() if ship else with_digests(tensors.frozen),
             average=spec.average_parameters,
         )
+        self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
         fragments = range(len(self.layout.fragments))
         self._copier = Copier(tensors, self.layout)
         self.shared = SharedMemory.create(
@@ -54,6 +60,7 @@ class Replica:
     def apply_model(self, fragments: Sequence[int]) -> None:
         """Overwrite the constants, and these fragments from their inboxes."""
         self._copier.constants_in(self.shared.constants)
+        self._watch.reset()
         for fragment in fragments:
             self.apply(fragment)
 
@@ -98,5 +105,7 @@ class Replica:
         self.shared.close()
 
     def _copy(self, fragment: int, copy: HostCopy) -> None:
+        if fragment == 0 and (changed := self._watch.changed()):
+            log.warning("%s", changed)
         self._copier.copy_out(fragment)
         self.shared.set_host_copy(fragment, copy)

@@ -19,6 +19,7 @@ from diloco_worker import Learner
 def make_spec(**changes: object) -> RunSpec:
     fields = {
         "job": "j", "steps": 100, "fragments": 2, "interval": 2, "overlap": 1, "learners": {"eu": 2, "us": 1},
+        "buffers": "Initial",
         "learner_checkpoint": Checkpoint(every_steps=1000, keep=2), **changes,
     }  # fmt: skip
     return RunSpec(**fields)

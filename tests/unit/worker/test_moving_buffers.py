@@ -1,0 +1,180 @@
+"""Which buffers move with the model, how they are copied, and which changes are noticed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco.errors import ConfigError
+from diloco.model.fragments import cut
+from diloco.spec import RunSpec
+from diloco_worker.core.ledger import HostCopy
+from diloco_worker.trainer.buffers import Watch
+from diloco_worker.trainer.layout import MAX_INTEGERS, Copier, describe
+from diloco_worker.trainer.replica import Replica
+
+COPY = HostCopy(local_step=1, steps=1, tokens=1, base=0)
+
+
+class Net(nn.Module):
+    """A statistic of a layer, one of its own, and a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(3, 4)
+        self.norm = nn.BatchNorm1d(4)
+        self.plain = nn.BatchNorm1d(4, track_running_stats=False)
+        self.register_buffer("usage", torch.zeros(4))
+        self.register_buffer("seen", torch.tensor([True, False]))
+        self.register_buffer("table", torch.arange(6.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.norm(self.body(x))
+        self.usage += y.detach().abs().mean(0)
+        return self.plain(y) + self.table[:4]
+
+
+def names(found: tuple) -> list[str]:
+    return [n.info.name for n in found]
+
+
+def test_running_statistics_move_and_other_buffers_only_if_they_are_named():
+    found = describe(Net())
+    assert names(found.moving) == [
+        "norm.num_batches_tracked",
+        "norm.running_mean",
+        "norm.running_var",
+    ]
+    assert names(found.buffers) == ["seen", "table", "usage"]
+    found = describe(torch.compile(Net()), moving=["us*", "seen"])
+    assert names(found.moving)[3:] == ["seen", "usage"]
+    assert names(found.constants(ship_frozen=True)) == ["table"]
+    assert names(found.merged) == sorted(names(found.trained) + names(found.moving))
+
+
+def test_no_buffer_moves_if_they_stay_as_of_step_0():
+    found = describe(Net(), moving=None)
+    assert found.moving == ()
+    assert "norm.running_mean" in names(found.constants(ship_frozen=True))
+
+
+def test_a_pattern_moves_no_parameter():
+    frozen = Net()
+    frozen.body.requires_grad_(False)
+    found = describe(frozen, moving=["*"])
+    assert names(found.frozen) == ["body.bias", "body.weight"]
+    assert "norm.weight" in names(found.trained)
+
+
+@pytest.mark.parametrize(
+    ("buffer", "problem"),
+    [
+        (torch.zeros(2, dtype=torch.complex64), "has dtype complex64; only real floating point"),
+        (torch.zeros(MAX_INTEGERS + 1, dtype=torch.int8), "4097 values of int8, at most 4096"),
+    ],
+)
+def test_a_buffer_that_cannot_be_merged_is_refused(buffer, problem):
+    model = Net()
+    model.register_buffer("odd", buffer)
+    describe(model)  # it is a constant
+    with pytest.raises(ConfigError, match=f"buffer odd, which changes, .*{problem}"):
+        describe(model, moving=["odd"])
+
+
+def test_out_and_in_are_inverse_for_every_kind_of_buffer():
+    model = Net()
+    model.norm.num_batches_tracked.fill_((1 << 40) + 3)
+    model.norm.running_var.uniform_()
+    model.seen[1] = True
+    model.register_buffer("signed", torch.tensor([[-3], [7]], dtype=torch.int8))
+    model.register_buffer("narrow", torch.randn(5).bfloat16())
+    found = describe(model, moving=["*"])
+    layout = cut([n.info for n in found.merged], num_fragments=2)
+    copier = Copier(found, layout)
+    memories = [np.zeros(f.elements, np.float32) for f in layout.fragments]
+    copier.attach(memories, memories)
+    before = {n.info.name: n.tensor.clone() for n in found.moving}
+    copier.copy_out(1)
+    with torch.no_grad():
+        for named in found.moving:
+            named.tensor.zero_()
+    copier.copy_in(1)
+    for named in found.moving:
+        assert torch.equal(named.tensor, before[named.info.name]), named.info.name
+
+
+def replica(model: nn.Module, **changes: object) -> Replica:
+    spec = RunSpec(job="j", steps=9, fragments=2, interval=2, overlap=1, **changes)
+    return Replica(model, spec)
+
+
+def copied(replica: Replica) -> bool:
+    return all(replica.try_copy(fragment, COPY) for fragment in range(2))
+
+
+def test_a_constant_buffer_that_changes_is_noticed_once(caplog):
+    model = Net()
+    of_model = replica(model)
+    try:
+        assert copied(of_model)
+        assert caplog.text == ""
+        for _ in range(2):
+            model(torch.randn(5, 3))
+            assert copied(of_model)
+        assert caplog.text.count("buffer usage changed while training") == 1
+        assert "spec.sync.movingBuffers" in caplog.text
+        assert "norm" not in caplog.text
+        assert "table" not in caplog.text
+    finally:
+        of_model.close()
+
+
+@pytest.mark.parametrize("changes", [{"moving_buffers": ("usage",)}, {"buffers": "Initial"}])
+def test_no_line_is_logged_about_what_the_manifest_names(changes, caplog):
+    model = Net()
+    of_model = replica(model, **changes)
+    try:
+        model(torch.randn(5, 3))
+        assert copied(of_model)
+        assert caplog.text == ""
+    finally:
+        of_model.close()
+
+
+def test_the_download_of_the_model_is_not_a_change(caplog):
+    model = Net()
+    of_model = replica(model)
+    try:
+        of_model.copy_model([COPY, COPY])  # constants as a download would leave them
+        of_model.apply_model(range(2))
+        assert copied(of_model)
+        assert caplog.text == ""
+    finally:
+        of_model.close()
+
+
+def test_a_merged_buffer_that_is_replaced_by_another_tensor_is_noticed():
+    model = Net()
+    found = describe(model)
+    watch = Watch(model, constant=found.buffers, moving=found.moving)
+    assert watch.changed() == ""
+    model.norm.running_mean = torch.zeros(4)
+    model.usage = torch.zeros(4)
+    sentence = watch.changed()
+    assert "buffer norm.running_mean was replaced by another tensor" in sentence
+    assert "buffer usage changed while training" in sentence
+    assert watch.changed() == ""
+
+
+def test_a_line_about_buffers_names_at_most_eight():
+    model = nn.Linear(2, 2)
+    for index in range(11):
+        model.register_buffer(f"b{index:02d}", torch.zeros(1))
+    watch = Watch(model, constant=describe(model).buffers, moving=())
+    for index in range(11):
+        model.get_buffer(f"b{index:02d}").add_(1)
+    sentence = watch.changed()
+    assert "buffers b00, " in sentence
+    assert "b07 and 3 more changed" in sentence
