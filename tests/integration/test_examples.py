@@ -9,12 +9,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from diloco_testing.local.run_process import CLI
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 OWN_LOOP = Path(__file__).parents[2] / "examples/02-own-loop"
+IMAGES = Path(__file__).parents[2] / "examples/03-images"
+CHANCE = 1 / 36
+"""Accuracy of a guess among the signs of IMAGES."""
 
 
 def run(*command: object, **environment: str) -> str:
@@ -47,3 +51,52 @@ def test_the_own_loop_trains_under_diloco_and_its_eval_scores_the_model(tmp_path
     model = tmp_path / "run/model/model.safetensors"
     own = json.loads(run(sys.executable, OWN_LOOP / "eval.py", model))
     assert own["loss"] == pytest.approx(scores[-1]["loss"], rel=1e-4)
+
+
+def images(folder: Path, *changes: str) -> Path:
+    """The run directory of a job of IMAGES that is complete."""
+    sets = [part for change in changes for part in ("--set", change)]
+    run(*CLI, "run", IMAGES / "job.yaml", "--dir", folder, *sets)
+    return folder
+
+
+def score(model: Path) -> dict[str, float]:
+    return dict(json.loads(run(sys.executable, IMAGES / "eval.py", model)))
+
+
+def test_the_exported_statistics_are_those_of_training_and_those_of_step_0_give_a_wrong_model(
+    tmp_path,
+):
+    changes = ("spec.steps=90", "spec.evaluation.everySteps=90", "spec.sync.quorum=2")
+    folder = images(tmp_path / "run", *changes)
+    model = folder / "model/model.safetensors"
+    exported = score(model)
+    assert exported["accuracy"] > 0.5
+    evaluated = json.loads((folder / "eval.jsonl").read_text().splitlines()[-1])
+    assert evaluated["step"] == 90
+    assert exported["accuracy"] == pytest.approx(evaluated["accuracy"], abs=0.01)
+    for learner in ("eu-0", "us-0"):
+        log = (folder / f"logs/{learner}.log").read_text()
+        own = float(log.rpartition("accuracy ")[2].split()[0])
+        assert own == pytest.approx(exported["accuracy"], abs=0.15), learner
+    assert "Passed" in run(*CLI, "audit", "--dir", folder)
+    tensors = load_file(model)
+    tracked = [name for name in tensors if name.endswith("num_batches_tracked")]
+    assert {int(tensors[name]) for name in tracked} == {int(tensors[tracked[0]])}
+    assert 0 < int(tensors[tracked[0]]) <= 120
+    for name, tensor in tensors.items():
+        if name.endswith(("running_mean", "running_var")):
+            assert not (tensor == tensor[0]).all(), name
+            tensor.fill_(float(name.endswith("var")))  # as of step 0
+    save_file(tensors, tmp_path / "before.safetensors")
+    assert score(tmp_path / "before.safetensors")["accuracy"] < 4 * CHANCE
+
+
+def test_a_job_may_keep_the_statistics_of_step_0(tmp_path):
+    folder = images(tmp_path / "run", "spec.steps=12", "spec.sync.buffers=Initial")
+    tensors = load_file(folder / "model/model.safetensors")
+    statistics = [name for name in tensors if name.endswith(("running_mean", "running_var"))]
+    assert len(statistics) == 14
+    for name in statistics:
+        assert (tensors[name] == float(name.endswith("var"))).all(), name
+    assert int(tensors["norm.num_batches_tracked"]) == 0

@@ -60,11 +60,15 @@ def test_a_learner_whose_own_initialisation_is_not_finite_ends_and_does_not_uplo
         assert "initial parameters of this learner are not finite" in capfd.readouterr().err
 
 
-def test_a_later_learner_starts_from_the_syncers_model_and_constants(enter):
-    with ScriptedSyncer(make_spec(frozen="Ship")) as syncer:
-        first, first_model, _ = connected(syncer, enter)
-        first_model[1].running_mean.add_(0)
-        first.close()
+@pytest.mark.parametrize("buffers", ["Average", "Initial"])
+def test_a_later_learner_starts_from_the_syncers_model_buffers_and_constants(buffers, enter):
+    with ScriptedSyncer(make_spec(buffers=buffers, frozen="Ship")) as syncer:
+        enter(syncer.spec, syncer.port)
+        first_model = make_model()
+        first_model[1].running_mean.uniform_()
+        first_model[1].num_batches_tracked.fill_((1 << 40) + 7)
+        optimizer = torch.optim.SGD(first_model.parameters(), lr=0.05)
+        Learner.connect(first_model, optimizer, connect_timeout_seconds=90).close()
         learner, model, _ = connected(syncer, enter, seed=1, name="us/0")
         with learner:
             for (name, ours), theirs in zip(
@@ -152,7 +156,7 @@ def test_a_learner_leaves_a_complete_job_at_once(enter):
 
 @pytest.mark.parametrize("buffers", ["Average", "Initial"])
 def test_an_observer_gets_every_tensor_under_every_name(buffers, enter):
-    with ScriptedSyncer(make_spec(buffers=buffers)) as syncer:
+    with ScriptedSyncer(make_spec(buffers=buffers, frozen="Ship")) as syncer:
         enter(syncer.spec, syncer.port)
         model = nn.ModuleDict(
             {"e": nn.Embedding(5, 4), "h": nn.Linear(4, 5, bias=False), "n": nn.BatchNorm1d(4)}
