@@ -5,7 +5,7 @@ import copy
 from diloco_operator.cluster.client import Cluster, connect
 from diloco_operator.metrics import Metrics
 from diloco_operator.reconcile import Reconciler
-from diloco_operator.workqueue import Key
+from diloco_operator.workqueue import Key, WorkQueue
 from diloco_testing.kubernetes.fake_api import FakeApi
 from diloco_testing.kubernetes.reconciled_cluster import NOW, SCOPE, job
 
@@ -37,3 +37,47 @@ def test_a_job_costs_the_api_server_no_more_where_there_are_three_times_as_many(
     few, many = (reconciled(jobs, tmp_path / str(jobs)) for jobs in (FEW, MANY))
     assert few[0] > 20
     assert many == few
+
+
+class Namespace(str):
+    """Counts how often a name is looked up."""
+
+    num_lookups = 0
+
+    def __hash__(self):
+        Namespace.num_lookups += 1
+        return super().__hash__()
+
+
+def lookups(num_keys):
+    """How often the queue looks up a namespace while it runs ten of this many keys."""
+    queue = WorkQueue(lambda key: None, threads=0)
+    for number in range(num_keys):
+        queue.add(Key(Namespace("ns"), f"job-{number:04}"))
+    before = Namespace.num_lookups
+    for _ in range(10):
+        queue._done(queue._take(), 30.0, failed=False)
+    return Namespace.num_lookups - before
+
+
+def test_the_queue_does_not_look_through_all_keys_for_the_next_one():
+    assert 0 < lookups(20) == lookups(2000)
+
+
+def test_the_queue_keeps_nothing_of_a_namespace_without_keys():
+    queue = WorkQueue(lambda key: None, threads=0)
+    for number in range(3):
+        queue.add(Key(f"ns-{number}", "a"))
+    for _ in range(3):
+        queue._done(queue._take(), None, failed=False)
+    assert not queue.keys()
+    assert queue._waiting == queue._turns == queue._running == {}
+
+
+def test_jobs_are_counted_by_state_only_when_one_changed(monkeypatch):
+    metrics = Metrics()
+    gauge, counted = metrics._metrics["diloco_operator_jobs"], []
+    monkeypatch.setattr(gauge, "clear", lambda: counted.append(True))
+    for state in ("Pending", "Pending", "Running", "Running", None, None):
+        metrics.state(Key("ns", "a"), state)
+    assert len(counted) == 3
