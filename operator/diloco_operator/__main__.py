@@ -77,7 +77,7 @@ def _run(settings: Settings) -> int:
             candidate.start(lead=work.begin, stand_by=work.pause)
         work.resync.start()
         watches = handlers.Watches(
-            handlers.registry(queue, health, configuration),
+            handlers.registry(queue, health, configuration, saw=parts.cluster.saw),
             namespaces=settings.namespaces,
             ended=ended.set,
         )

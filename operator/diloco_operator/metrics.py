@@ -70,10 +70,11 @@ class Metrics:
         """The job's state after its last reconcile; None: the job was deleted."""
         by_job = self._metrics["diloco_operator_job_state"]
         with self._lock:
-            if not self._leads:
+            before = self._states.get(key)
+            if not self._leads or before == state:
                 return
-            before = self._states.pop(key, None)
-            if before not in (None, state):
+            if before is not None:
+                del self._states[key]
                 by_job.remove(*key, before)
             if state is not None:
                 self._states[key] = state

@@ -14,6 +14,7 @@ import math
 import random
 import threading
 import time
+from bisect import bisect_left, bisect_right, insort
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,6 +54,8 @@ class _Entry:
     """When the current run began, or last reported progress."""
     earliest: float = 0.0
     """Not before this time: the pause after a run or a failure."""
+    place: float | None = None
+    """Its time in the order of the waiting keys of its namespace; None: it is not among them."""
 
 
 Work = Callable[[Key], float | None]
@@ -77,6 +80,11 @@ class WorkQueue:
         self._work, self._waited = work, waited
         self._pause_seconds = pause_seconds
         self._entries: dict[Key, _Entry] = {}
+        self._waiting: dict[str, list[tuple[float, Key]]] = {}
+        """Namespace → its keys that do not run, sorted by the time at which they may: with thousands of
+        jobs, no thread looks through all of them for the next one."""
+        self._running: Counter[str] = Counter()
+        """Namespace → its keys that run."""
         self._changed = threading.Condition()
         self._turns: dict[str, float] = {}
         """When a key of each namespace last began to run."""
@@ -110,6 +118,7 @@ class WorkQueue:
                 entry.backoff.reset()
                 entry.earliest = min(entry.earliest, due)
             entry.due = due if entry.due is None else min(entry.due, due)
+            self._place(key, entry)
             self._changed.notify()
 
     def pause(self) -> None:
@@ -118,6 +127,8 @@ class WorkQueue:
             self._paused = True
             running = {k: entry for k, entry in self._entries.items() if entry.started is not None}
             self._entries = running
+            self._waiting.clear()
+            self._turns.clear()
 
     def resume(self) -> None:
         """Accept keys again."""
@@ -133,7 +144,7 @@ class WorkQueue:
         """Keys that are due and wait for a thread."""
         now = time.monotonic()
         with self._changed:
-            return sum(due <= now for due, _ in self._waiting())
+            return sum(bisect_right(keys, now, key=_time) for keys in self._waiting.values())
 
     def progressed(self, key: Key) -> None:
         """The current run of the key, which may have many requests to send, is not stuck."""
@@ -186,42 +197,47 @@ class WorkQueue:
         with self._changed:
             while not self._stopped:
                 now = time.monotonic()
-                waiting = self._waiting()
-                due = [(when, key) for when, key in waiting if when <= now]
+                first = [keys[0] for keys in self._waiting.values()]
+                due = [item for item in first if item[0] <= now]
                 if due:
                     when, key = self._fairest(due)
                     entry = self._entries[key]
                     entry.due, entry.started, entry.progressed = None, now, now
+                    self._place(key, entry)
+                    self._running[key.namespace] += 1
                     self._turns[key.namespace] = now
                     self._waited(now - when)
                     return key
-                self._changed.wait(min(waiting)[0] - now if waiting else None)
+                self._changed.wait(min(first)[0] - now if first else None)
             return None
 
     def _fairest(self, due: list[tuple[float, Key]]) -> tuple[float, Key]:
         """The namespace with the fewest running keys, then the one whose turn is longest ago."""
-        running: Counter[str] = Counter()
-        for key, entry in self._entries.items():
-            running[key.namespace] += entry.started is not None
-        # Without namespaces that no longer have a key.
-        turns = self._turns = {name: self._turns.get(name, -math.inf) for name in running}
-        return min(
-            due, key=lambda item: (running[item[1].namespace], turns[item[1].namespace], item)
-        )
 
-    def _waiting(self) -> list[tuple[float, Key]]:
-        """Keys that do not run, with the time at which they may."""
-        return [
-            (max(entry.due, entry.earliest), key)
-            for key, entry in self._entries.items()
-            if entry.started is None and entry.due is not None
-        ]
+        def order(item: tuple[float, Key]) -> tuple[int, float, tuple[float, Key]]:
+            namespace = item[1].namespace
+            return self._running[namespace], self._turns.get(namespace, -math.inf), item
+
+        return min(due, key=order)
+
+    def _place(self, key: Key, entry: _Entry) -> None:
+        """Sort the key in at the time at which it may run, or take it out if it does not wait."""
+        keys = self._waiting.setdefault(key.namespace, [])
+        if entry.place is not None:
+            del keys[bisect_left(keys, (entry.place, key))]
+        entry.place = None
+        if entry.started is None and entry.due is not None:
+            entry.place = max(entry.due, entry.earliest)
+            insort(keys, (entry.place, key))
+        if not keys:
+            del self._waiting[key.namespace]
 
     def _done(self, key: Key, requeue: float | None, *, failed: bool) -> None:
         now = time.monotonic()
         with self._changed:
             entry = self._entries[key]
             entry.started = None
+            self._running[key.namespace] -= 1
             if self._paused:
                 del self._entries[key]
             elif failed:
@@ -235,4 +251,14 @@ class WorkQueue:
                     del self._entries[key]
                 elif requeue is not None:
                     entry.due = min(entry.due or now + requeue, now + requeue)
+            if key in self._entries:
+                self._place(key, entry)
+            elif not self._running[key.namespace] and key.namespace not in self._waiting:
+                # Not the history of a namespace that no longer has a key.
+                del self._running[key.namespace]
+                self._turns.pop(key.namespace, None)
             self._changed.notify()
+
+
+def _time(item: tuple[float, Key]) -> float:
+    return item[0]

@@ -1,5 +1,5 @@
 """
-Observes one job for a reconcile: its objects, its certificate and its syncer, all read fresh.
+Observes one job for a reconcile: its objects, its certificate and its syncer, all read each time.
 """
 
 from __future__ import annotations

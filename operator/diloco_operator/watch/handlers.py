@@ -57,8 +57,14 @@ class NoDiffs(kopf.DiffBaseStorage):
         """Store nothing."""
 
 
-def registry(queue: WorkQueue, health: Health, configuration: Configuration) -> Any:
-    """All handlers of the operator."""
+def registry(
+    queue: WorkQueue,
+    health: Health,
+    configuration: Configuration,
+    *,
+    saw: Callable[[Json, str], object],
+) -> Any:
+    """All handlers of the operator; they call `saw` with each version of a child or pod and its kind."""
     handlers = kopf.OperatorRegistry()
     on: Any = kopf.on
     on.login(id="login", registry=handlers)(_login(configuration))
@@ -66,7 +72,9 @@ def registry(queue: WorkQueue, health: Health, configuration: Configuration) -> 
     on.event("diloco.dev", "v1alpha1", "dilocojobs", registry=handlers)(_job(queue, health))
     for kind in (*CHILD_KINDS, "Pod"):
         group, _, version = KINDS[kind].api_version.rpartition("/")
-        on.event(group, version, KINDS[kind].plural, id=kind, registry=handlers)(_child(queue))
+        on.event(group, version, KINDS[kind].plural, id=kind, registry=handlers)(
+            _child(queue, kind, saw)
+        )
     return handlers
 
 
@@ -162,8 +170,9 @@ def _job(queue: WorkQueue, health: Health) -> Any:
     return job
 
 
-def _child(queue: WorkQueue) -> Any:
-    async def child(namespace: str, labels: Any, **_: Any) -> None:
+def _child(queue: WorkQueue, kind: str, saw: Callable[[Json, str], object]) -> Any:
+    async def child(event: Any, namespace: str, labels: Any, **_: Any) -> None:
+        saw(event["object"], kind)  # first: the reconcile must not read an older version
         if job := labels.get(JOB_LABEL):
             queue.add(Key(namespace, job), CHILD_PAUSE_SECONDS)
 

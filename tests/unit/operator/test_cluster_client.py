@@ -81,6 +81,53 @@ def test_children_are_those_with_the_jobs_label_of_every_kind(api, cluster):
     ]
 
 
+def asked_versions(api, kind="configmaps"):
+    """The versions in the last request for a list of a job's objects."""
+    query = next(r.query for r in reversed(api.requests) if f"/{kind}?" in r.path)
+    assert "limit" not in query, "many servers do not serve pages from their cache"
+    return query["resourceVersion"], query["resourceVersionMatch"]
+
+
+def test_objects_of_a_job_come_from_the_servers_cache_but_no_older_than_what_is_known(api, cluster):
+    def listed():
+        cluster.children("ns", "a", certificates=False)
+        cluster.pods("ns", "a")
+        return asked_versions(api)[0]
+
+    assert listed() == "0"
+    after = cluster.apply(config_map())
+    assert listed() == after["metadata"]["resourceVersion"]
+    assert asked_versions(api, "pods") == ("0", "NotOlderThan")
+    api.edit("configmaps", "a-spec", lambda item: item["data"].update(x="2"))
+    newest = api.get("configmaps", "a-spec")
+    cluster.saw(newest, "ConfigMap")
+    cluster.saw(after, "ConfigMap")
+    assert cluster.delete("ConfigMap", "ns", "a-spec", uid=after["metadata"]["uid"])
+    cluster.saw({"metadata": {"resourceVersion": "of another kind of store"}}, "ConfigMap")
+    assert listed() == newest["metadata"]["resourceVersion"]
+
+
+def test_the_answer_to_a_delete_that_takes_its_time_is_a_new_version(api, cluster, monkeypatch):
+    pod = api.create(
+        {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "ns", "name": "p"}}
+    )
+    monkeypatch.setattr(FakeApi, "_precondition", lambda *_: pod)
+    assert cluster.delete("Pod", "ns", "p", uid=pod["metadata"]["uid"])
+    cluster.pods("ns", "a")
+    assert asked_versions(api, "pods")[0] == pod["metadata"]["resourceVersion"]
+
+
+def test_a_cache_that_is_too_old_is_not_waited_for_twice(api, cluster):
+    cluster.apply(config_map())
+    cluster.saw({"metadata": {"resourceVersion": "999999"}}, "ConfigMap")  # etcd was restored
+    for _ in range(2):
+        assert len(cluster.children("ns", "a", certificates=False)) == 1
+    too_large = [request for request in api.requests if request.status == 504]
+    assert {request.query["resourceVersion"] for request in too_large} == {"999999"}
+    assert len(too_large) == 1 + len(cluster_module.RETRY_PAUSES)
+    assert asked_versions(api)[0] == "0"
+
+
 def test_an_empty_list_may_be_null(api, cluster):
     api.null_lists = True
     assert cluster.children("ns", "a", certificates=True) == ()

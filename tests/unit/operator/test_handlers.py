@@ -63,7 +63,7 @@ def test_kopf_compares_no_objects_and_so_copies_none():
 
 def test_no_handler_needs_a_finalizer_or_keeps_state_in_the_cluster():
     queue = WorkQueue(lambda key: None, threads=1)
-    made = handlers.registry(queue, Health(queue), configuration("t"))
+    made = handlers.registry(queue, Health(queue), configuration("t"), saw=lambda *_: None)
     assert len(made._watching.get_all_handlers()) == 9
     assert not made._changing.get_all_handlers()
     assert not made._spawning.get_all_handlers()
@@ -82,6 +82,17 @@ async def test_an_acknowledged_loss_of_a_volume_is_handled_at_once_and_a_status_
         seen["object"]["metadata"]["annotations"] = annotations
         await handle(event=seen, namespace="ns", name="a")
         assert len(added) == count
+
+
+async def test_a_reconcile_reads_no_older_version_of_a_child_than_the_event_that_caused_it():
+    queue = WorkQueue(lambda key: None, threads=0)
+    calls = []
+    queue.add = lambda key, *_: calls.append(key)
+    handle = handlers._child(queue, "Pod", lambda item, kind: calls.append((kind, item)))
+    pod = {"metadata": {"name": "a-eu-0", "resourceVersion": "7"}}
+    event = {"type": "DELETED", "object": pod}
+    await handle(event=event, namespace="ns", labels={"diloco.dev/job": "a"})
+    assert calls == [("Pod", pod), Key("ns", "a")]
 
 
 def test_watches_that_ended_by_an_error_can_be_stopped(monkeypatch):

@@ -34,7 +34,7 @@ def test_a_job_that_is_being_deleted_is_left_to_the_garbage_collector(world):
     assert not world.api.writes()
 
 
-def test_everything_is_read_fresh_and_nothing_is_written_without_a_decision(world):
+def test_everything_is_read_each_time_and_nothing_is_written_without_a_decision(world):
     world.api.create(world.child())
     world.api.create(
         {

@@ -61,8 +61,7 @@ class Operator:
 
     def cpu_seconds(self) -> float:
         """CPU time of the process so far."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+        return _cpu_seconds(self.process.pid)
 
     def details(self) -> str:
         """The end of its log."""
@@ -100,6 +99,8 @@ class Converged:
     """From the first job's apply."""
     cpu_seconds: float
     """Of the operator meanwhile."""
+    server_cpu_seconds: float
+    """Of etcd and the API server meanwhile."""
 
 
 def converge(
@@ -119,6 +120,7 @@ def converge(
     names = [name_of(number) for number in range(first, jobs)]
     made = [manifest(name, steps=1000, regions=dict.fromkeys(REGIONS, 2)) for name in names]
     kubectl, since, cpu = cluster.kubectl, datetime.now(UTC), running.cpu_seconds()
+    server_cpu = _server_cpu_seconds(cluster)
     begun = time.monotonic()
     for start in range(0, len(made), JOBS):
         kubectl.apply(*made[start : start + JOBS])
@@ -136,6 +138,7 @@ def converge(
     return Converged(
         since=since, seconds=now - applied, total_seconds=now - begun,
         cpu_seconds=running.cpu_seconds() - cpu,
+        server_cpu_seconds=_server_cpu_seconds(cluster) - server_cpu,
     )  # fmt: skip
 
 
@@ -159,6 +162,17 @@ def requests(cluster: Cluster, since: datetime) -> list[Request]:
 def writes_by_job(found: list[Request]) -> Counter[str]:
     """Writes about each job."""
     return Counter(request.name[: len(name_of(0))] or "?" for request in found if request.writes)
+
+
+def _server_cpu_seconds(cluster: Cluster) -> float:
+    """CPU time of a local cluster's etcd and API server so far."""
+    pids = (cluster.folder / "run" / f"{name}.pid" for name in ("etcd", "apiserver"))
+    return sum(_cpu_seconds(int(pid.read_text())) for pid in pids)
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _kubeconfig(cluster: Cluster, folder: Path) -> Path:

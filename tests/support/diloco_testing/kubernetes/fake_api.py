@@ -92,6 +92,8 @@ class FakeApi:
         self.bookmark_seconds = 0.5
         self.null_lists = False
         """Send empty lists as `items: null`, as some aggregated API servers do."""
+        self.num_decoded = 0
+        """Objects that lists without a version have read: no label has an index, and the cache is not asked."""
         self.deaf = False
         """Watches deliver nothing."""
         self.on_write: Callable[[Json], None] | None = None
@@ -279,12 +281,20 @@ class FakeApi:
 
     def _page(self, group: str, plural: str, namespace: str, query: dict[str, str]) -> Json:
         kind = GROUPS[group][plural]
+        stored = [
+            body
+            for (of, ns, _), body in sorted(self._objects.items())
+            if of == plural and namespace in ("", ns)
+        ]
+        version = query.get("resourceVersion")
+        if version is None:
+            self.num_decoded += len(stored)
+        elif int(version) > self._version:
+            raise RefuseError(504, f"Too large resource version: {version}")
         found = [
             copy.deepcopy(body)
-            for (of, ns, _), body in sorted(self._objects.items())
-            if of == plural
-            and namespace in ("", ns)
-            and _selected(body, query.get("labelSelector", ""))
+            for body in stored
+            if _selected(body, query.get("labelSelector", ""))
         ]
         first, limit = (
             int(query.get("continue") or 0),
