@@ -12,7 +12,7 @@ from diloco_syncer.storage.parameters import Parameters
 INITIALISE = pb.SyncerMessage(initialise=pb.Initialise())
 
 
-def welcome(decision: ev.Admit, engine: Engine) -> pb.SyncerMessage:
+def welcome(decision: ev.Admit, engine: Engine, *, run: str) -> pb.SyncerMessage:
     """The first message of a session."""
     return pb.SyncerMessage(
         welcome=pb.Welcome(
@@ -24,6 +24,7 @@ def welcome(decision: ev.Admit, engine: Engine) -> pb.SyncerMessage:
             heartbeat_seconds=HEARTBEAT_SECONDS,
             use_checkpoint=decision.use_checkpoint,
             total_tokens=decision.total_tokens,
+            run=run,
         )
     )
 

@@ -33,6 +33,9 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 
+UNUSABLE = (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError)
+"""What loading a checkpoint that does not fit this process raises."""
+
 STEPS_PART_BYTES = 32 << 20
 """Size of each of the two parts of steps.jsonl: about 170,000 steps."""
 
@@ -80,7 +83,9 @@ class JoinedTrainer:
         found = None
         if self._found is not None:
             found = core.LocalCheckpoint(
-                local_step=self._found.local_step, global_step=self._found.global_step
+                local_step=self._found.local_step,
+                global_step=self._found.global_step,
+                run=self._found.run,
             )
         self._core = core.TrainerCore(
             name=self.name,
@@ -112,6 +117,11 @@ class JoinedTrainer:
     def step_index(self) -> int:
         """See `Learner.step_index`."""
         return self._core.link_state.step
+
+    @property
+    def resumed(self) -> bool:
+        """See `Learner.resumed`."""
+        return self._core.resumed
 
     @property
     def total_steps(self) -> int:
@@ -188,6 +198,8 @@ class JoinedTrainer:
                     self._replica.apply_model(fragments)
                 case core.LoadCheckpoint():
                     self._load_checkpoint()
+                case core.LoadOptimizers():
+                    self._load_optimizers()
                 case core.AwaitLink():
                     self._link.wait(POLL_SECONDS)
                 case core.AwaitCheckpoint():
@@ -208,14 +220,26 @@ class JoinedTrainer:
         try:
             self._checkpoints.load(found, self._model, self._optimizers)
             loaded = self._core.checkpoint_loaded(found.facts, now=time.monotonic())
-        except (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        except UNUSABLE as error:
             log.warning(
                 "cannot use checkpoint %s: %s; downloading the model instead",
                 found.path.name,
                 error,
             )
-            loaded = self._core.checkpoint_unusable()
+            loaded = self._core.checkpoint_unusable(f"{found.path.name} cannot be used: {error}")
         self._carry_out(loaded)
+
+    def _load_optimizers(self) -> None:
+        if self._checkpoints is None or self._found is None:
+            raise AssertionError("there is no checkpoint to load")
+        found, self._found = self._found, None
+        try:
+            self._checkpoints.load_optimizers(found, self._model, self._optimizers)
+        except UNUSABLE as error:
+            why = f"{found.path.name} cannot be used: {error}"
+            self._carry_out(self._core.optimizers_unusable(why))
+        else:
+            self._carry_out(self._core.optimizers_loaded())
 
     def _save_checkpoint(self, action: core.SaveCheckpoint) -> None:
         if self._checkpoints is None:
@@ -227,6 +251,7 @@ class JoinedTrainer:
                 local_step=action.local_step,
                 global_step=action.global_step,
                 facts=dict(action.facts),
+                run=action.run,
             )
         except DilocoError as error:
             log.warning("no more local checkpoints will be written: %s", error)

@@ -51,6 +51,10 @@ class Trainer(Protocol):
     def local_step(self) -> int:
         """t_m."""
 
+    @property
+    def resumed(self) -> bool:
+        """Whether the optimizers continue with an earlier state."""
+
     def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         """Count an optimizer step and exchange fragments."""
 
@@ -140,6 +144,15 @@ class Learner:
     def local_step(self) -> int:
         """t_m: steps of this learner over all its restarts, so the position in its data."""
         return self._trainer.local_step
+
+    @property
+    def resumed(self) -> bool:
+        """
+        Whether the optimizers continue with the state of a local checkpoint; without a job: False.
+
+        False after a restart: they start anew, and the learning rate may need a warm-up of its own.
+        """
+        return self._trainer.resumed
 
     @property
     def name(self) -> str:

@@ -23,6 +23,7 @@ class StandaloneTrainer:
         self.spec: RunSpec | None = None
         self.config: dict[str, Any] = {}
         self.total_steps = steps
+        self.resumed = False
         self._ledger = Ledger(0)
         self._closed = False
 

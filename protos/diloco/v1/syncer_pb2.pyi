@@ -369,6 +369,7 @@ class Welcome(_message.Message):
     HEARTBEAT_SECONDS_FIELD_NUMBER: _builtins.int
     USE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     TOTAL_TOKENS_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
@@ -385,6 +386,10 @@ class Welcome(_message.Message):
     """The learner's own checkpoint is at most H steps old: load it instead of downloading."""
     total_tokens: _builtins.int
     """of this learner, as recorded by the syncer"""
+    run: _builtins.str
+    """The run: another one after a start without a snapshot, or from one that a person chose. A learner uses only
+    checkpoints of the same run; "" from a syncer of an earlier release.
+    """
     def __init__(
         self,
         *,
@@ -396,10 +401,11 @@ class Welcome(_message.Message):
         heartbeat_seconds: _builtins.float = ...,
         use_checkpoint: _builtins.bool = ...,
         total_tokens: _builtins.int = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "local_step", b"local_step", "step", b"step", "steps", b"steps", "total_tokens", b"total_tokens", "use_checkpoint", b"use_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "local_step", b"local_step", "run", b"run", "step", b"step", "steps", b"steps", "total_tokens", b"total_tokens", "use_checkpoint", b"use_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
