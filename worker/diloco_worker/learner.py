@@ -12,7 +12,7 @@ touches the network: the link process does (link/).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +24,7 @@ from diloco.spec import RunSpec
 from diloco_worker import settings
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.standalone import StandaloneTrainer
+from diloco_worker.trainer.kept import Stateful
 from diloco_worker.trainer.termination import exit_with
 
 
@@ -54,6 +55,9 @@ class Trainer(Protocol):
     @property
     def resumed(self) -> bool:
         """Whether the optimizers continue with an earlier state."""
+
+    def keep(self, objects: Mapping[str, Any]) -> None:
+        """Keep the state of these objects in local checkpoints."""
 
     def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         """Count an optimizer step and exchange fragments."""
@@ -179,6 +183,28 @@ class Learner:
     def config(self) -> dict[str, Any]:
         """DILOCO_CONFIG; without a job: empty."""
         return self._trainer.config
+
+    # ------------------------------------------------------------ state of the training program
+
+    def keep(self, **objects: Stateful) -> None:
+        """
+        Keep the state of these objects in the local checkpoints, taken at the same step as the rest.
+
+        Call it before the first `step`. If the optimizers continue with a checkpoint (`resumed`) that has
+        the state of an object, its `load_state_dict` is called now. Without a job, nothing is kept.
+
+        Args:
+            objects: by name, anything with `state_dict` and `load_state_dict`, such as a data loader, an
+                average of the parameters, a sampler or a GradScaler. States consist of tensors, numbers,
+                strings, None, lists, tuples and dicts.
+
+        Raises:
+            TypeError: an object has not both methods.
+            ValueError: a name is taken, or training has begun.
+            SystemExit: 78 if an object does not take the state that it had. The first `step` ends the same
+                way if a state cannot be saved.
+        """
+        self._trainer.keep(objects)
 
     # ------------------------------------------------------------ training
 

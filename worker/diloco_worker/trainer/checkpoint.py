@@ -21,7 +21,7 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +37,7 @@ from diloco.runtime import files
 from diloco_worker.core.copy_budget import ATTEMPTS, SHARE
 from diloco_worker.trainer import optimizer_state
 from diloco_worker.trainer.copies import Copies, Copy, Result, touch
+from diloco_worker.trainer.kept import SavedEntries
 from diloco_worker.trainer.trees import TensorReader, entry_of, pack, unpack
 
 log = logging.getLogger(__name__)
@@ -112,12 +113,15 @@ class Checkpoints:
 
     def start(
         self, model: nn.Module, optimizers: Sequence[Optimizer], *, local_step: int, global_step: int,
-        facts: dict[str, Any], run: str = "",
+        facts: dict[str, Any], run: str = "", kept: Callable[[], dict[str, Any]] = dict,
     ) -> bool:  # fmt: skip
         """
         Copy the current state, and write it in the background.
 
         After `watch`, most of the copy is made in the background as well.
+
+        Args:
+            kept: returns the state of what `Learner.keep` was given; called only if a checkpoint starts.
 
         Returns:
             False, without an effect, while the previous checkpoint is being written.
@@ -128,7 +132,7 @@ class Checkpoints:
         if self.busy:
             return False
         tensors: dict[str, torch.Tensor] = {}
-        tree = pack(_state(model, optimizers), tensors)
+        tree = pack({**_state(model, optimizers), "kept": kept()}, tensors)
         for name, tensor in tensors.items():
             entry_of(name, tensor)
         self._end_touching()
@@ -403,6 +407,17 @@ class Checkpoints:
                     for tensor, saved_at in targets:
                         tensor.copy_(unpack(saved_at, reader))
         _restore_random(random_state)
+
+    def kept(self, manifest: Manifest) -> SavedEntries:
+        """
+        What `Learner.keep` was given, to be read later; the file stays open.
+
+        Raises:
+            OSError, StorageError: the file is gone.
+        """
+        trees = dict(manifest.tree["dict"]).get("kept") or {"dict": []}
+        file = open(files.open_regular(manifest.path), "rb", buffering=0)  # noqa: SIM115 - see `close`
+        return SavedEntries(file, dict(trees["dict"]), local_step=manifest.local_step)
 
     def load_optimizers(
         self, manifest: Manifest, model: nn.Module, optimizers: Sequence[Optimizer]
