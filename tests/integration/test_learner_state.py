@@ -1,4 +1,4 @@
-"""State of the training program over restarts: `Learner.keep` with a real link process."""
+"""State of the training program over restarts: `Learner.keep` and `Learner.scheduler` with a real link process."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from itertools import islice
 
 import pytest
 import torch
+from torch.optim import lr_scheduler
 
 from diloco.errors import EXIT_REFUSED
 from diloco.spec import Checkpoint
@@ -185,3 +186,38 @@ def test_a_state_that_cannot_be_saved_ends_the_learner_at_its_first_step(enter, 
         error = capfd.readouterr().err
         assert "the state of average cannot be saved" in error
         assert "average/updates is a set; only tensors and plain values" in error
+
+
+def rate_at(step):
+    """The learning rate of the schedule below."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.05)
+    scheduler = schedule_of(optimizer)
+    for _ in range(step):
+        optimizer.step()
+        scheduler.step()
+    return optimizer.param_groups[0]["lr"]
+
+
+def schedule_of(optimizer):
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=150, cycle_momentum=False)
+
+
+def test_the_learning_rate_is_that_of_the_global_step_for_joiners_and_after_restarts(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        syncer.step, syncer.welcome = 121, {"run": "a"}
+        learner, model, opt = connected(syncer, enter)
+        learner.scheduler(schedule_of(opt))
+        assert opt.param_groups[0]["lr"] == rate_at(121)
+        syncer.step = 130
+        syncer.open(0)
+        step_until(lambda: learner.step_index == 130, learner, model, opt)
+        assert opt.param_groups[0]["lr"] == rate_at(130)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert learner.done
+        for step, use_checkpoint in ((132, True), (140, False), (125, False)):
+            syncer.step = step
+            syncer.welcome = {"run": "a", "use_checkpoint": use_checkpoint}
+            again, _, opt = connected(syncer, enter, seed=5)
+            with again:
+                again.scheduler(schedule_of(opt))
+                assert opt.param_groups[0]["lr"] == rate_at(step)

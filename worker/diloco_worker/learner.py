@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, StorageError
 from diloco.spec import RunSpec
@@ -25,6 +26,7 @@ from diloco_worker import settings
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.standalone import StandaloneTrainer
 from diloco_worker.trainer.kept import Stateful
+from diloco_worker.trainer.scheduler import GlobalStepScheduler
 from diloco_worker.trainer.termination import exit_with
 
 
@@ -75,6 +77,8 @@ class Learner:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._schedulers: dict[int, GlobalStepScheduler] = {}
+        """By id of what they wrap."""
 
     @staticmethod
     def connect(
@@ -129,7 +133,9 @@ class Learner:
 
         The first time it is true, the learner leaves the job.
         """
-        return self._trainer.done
+        done = self._trainer.done
+        self._follow()
+        return done
 
     @property
     def step_index(self) -> int:
@@ -206,6 +212,33 @@ class Learner:
         """
         self._trainer.keep(objects)
 
+    def scheduler(self, scheduler: LRScheduler) -> GlobalStepScheduler:
+        """
+        Let a learning-rate scheduler follow the global step, also after restarts and in learners that join later.
+
+        The scheduler is at `step_index` when this returns, after each `step`, and after `done` was read.
+        Calling its `step` as well changes nothing.
+
+        Args:
+            scheduler: a new one of torch.optim.lr_scheduler, made for the job's global steps.
+
+        Returns:
+            The scheduler to use instead.
+
+        Raises:
+            TypeError: not a scheduler of torch, or ReduceLROnPlateau, which follows a metric.
+            ConfigError: it is more than 10,000,000 steps behind.
+        """
+        found = self._schedulers.get(id(scheduler))
+        if found is None:
+            found = GlobalStepScheduler(scheduler, lambda: self.step_index)
+            self._schedulers[id(scheduler)] = found
+        return found
+
+    def _follow(self) -> None:
+        for scheduler in self._schedulers.values():
+            scheduler.step()
+
     # ------------------------------------------------------------ training
 
     def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
@@ -218,6 +251,7 @@ class Learner:
                 the step does not wait for the device.
         """
         self._trainer.step(tokens=tokens, loss=loss)
+        self._follow()
 
     def close(self) -> None:
         """Leave the job; `done` is true from now on. Not needed after `done` became true."""
