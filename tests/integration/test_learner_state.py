@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from itertools import islice
 
 import pytest
@@ -20,7 +21,7 @@ from diloco_testing.learners.linked import connected, make_spec, step_until
 from diloco_testing.syncers.scripted import ScriptedSyncer
 
 PROGRAM = """
-import collections, torch
+import collections, os, torch
 from torch import nn
 from diloco_worker import Learner
 
@@ -40,12 +41,24 @@ class Loader:
         self.ahead.clear()
         self.generator.set_state(state["generator"])
 
+def first(items):
+    return items[0]
+
+def make(kind):
+    if kind == "own":
+        return Loader()
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    return StatefulDataLoader(
+        range(100_000), batch_size=1, shuffle=True, num_workers=4, collate_fn=first,
+        generator=torch.Generator().manual_seed(3),
+    )
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
     model = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(model.parameters())
     learner = Learner.connect(model, optimizer)
-    loader = Loader()
+    loader = make(os.environ["LOADER"])
     learner.keep(loader=loader)
     for index in loader:
         if learner.done:
@@ -76,7 +89,13 @@ def lines(process, count=None):
 
 
 @pytest.mark.parametrize("use_checkpoint", [True, False])
-def test_a_loader_that_prefetches_repeats_and_skips_no_batch_after_a_kill(enter, use_checkpoint):
+@pytest.mark.parametrize("loader", ["own", "torchdata"])
+def test_a_loader_that_prefetches_repeats_and_skips_no_batch_after_a_kill(
+    enter, monkeypatch, loader, use_checkpoint
+):
+    if loader == "torchdata":
+        pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    monkeypatch.setenv("LOADER", loader)
     spec = make_spec(learner_checkpoint=Checkpoint(every_steps=5, keep=2))
     with ScriptedSyncer(spec) as syncer:
         syncer.step, syncer.welcome = 10, {"run": "a"}
@@ -99,14 +118,16 @@ def test_a_loader_that_prefetches_repeats_and_skips_no_batch_after_a_kill(enter,
     repeated = [step for step, index in again if indexes.get(step, index) == index]
     assert repeated == [step for step, _ in again]
     values = [*(index for step, index in seen if step <= newest), *(index for _, index in again)]
-    assert values == uninterrupted(len(values))
+    assert values == uninterrupted(loader, len(values))
 
 
-def uninterrupted(count):
+def uninterrupted(loader, count):
     """What the program's loader yields."""
     names = {}
-    exec(PROGRAM, names)  # the class, without the program itself
-    return list(islice(names["Loader"](), count))
+    exec(PROGRAM, names)  # the classes, without the program itself
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchdata's
+        return list(islice(names["make"](loader), count))
 
 
 class Average:
