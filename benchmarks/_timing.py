@@ -106,7 +106,9 @@ def spread(ratios: Sequence[float]) -> str:
     return f"{min(ratios):.2f} … {max(ratios):.2f}"
 
 
-def write_results(topic: str, title: str, body: str, *, packages: Sequence[str] = ()) -> Path:
+def write_results(
+    topic: str, title: str, body: str, *, packages: Sequence[str] = (), timed: bool = True
+) -> Path:
     """
     Write benchmarks/results/<topic>.md: the body with how, where and with what it was measured.
 
@@ -117,12 +119,14 @@ def write_results(topic: str, title: str, body: str, *, packages: Sequence[str] 
         title: first heading.
         body: Markdown; tables and what to read from them.
         packages: distributions whose versions matter, besides Python.
+        timed: False: no figure depends on time, so other work on the machine changes nothing.
     """
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in packages)
-    busy = f"**Not to be cited: load {LOAD:.1f} on {os.cpu_count()} cores.**\n\n"
+    noisy = timed and 0.75 * (os.cpu_count() or 1) < LOAD
+    busy = f"**Not to be cited: load {LOAD:.1f} on {os.cpu_count()} cores.**\n\n" if noisy else ""
     text = f"""# {title}
 
-{busy if 0.75 * (os.cpu_count() or 1) < LOAD else ""}{body.strip()}
+{busy}{body.strip()}
 
 ## How this was made
 

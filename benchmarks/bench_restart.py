@@ -129,7 +129,9 @@ def main() -> int:
         f"GPT recipe {CONFIG}; parameters of step {begin}, nats per byte, mean of the seeds "
         f"{', '.join(map(str, SEEDS))}. Above zero: worse than with the state of that step."
     )
-    write_results("restart", "The loss after a restart", f"{note}\n\n{body}", packages=("torch",))
+    write_results(
+        "restart", "The loss after a restart", f"{note}\n\n{body}", packages=("torch",), timed=False
+    )
     return judge(
         {
             f"{optimizer}: older state, in parts of the loss of a new one": (

@@ -97,7 +97,9 @@ class SimulatedLearner:
         found, saved = None, self._saved
         if saved is not None:
             found = core.LocalCheckpoint(
-                local_step=saved[0].local_step, global_step=saved[0].global_step
+                local_step=saved[0].local_step,
+                global_step=saved[0].global_step,
+                run=saved[0].run,
             )
         self.core = core.TrainerCore(
             name=self.name,
@@ -259,6 +261,8 @@ class SimulatedLearner:
                         self.model.values[fragment][:] = self.memory.inbox(fragment)
                 case core.LoadCheckpoint():
                     self._load()
+                case core.LoadOptimizers():
+                    self._carry_out(self.core.optimizers_loaded())
                 case core.Leave():
                     self._leave(action)
                 case core.Exit(code, text):
@@ -281,7 +285,7 @@ class SimulatedLearner:
 
     def _load(self) -> None:
         if self._saved is None:
-            self._carry_out(self.core.checkpoint_unusable())
+            self._carry_out(self.core.checkpoint_unusable("it is gone"))
             return
         action, values = self._saved
         self.model.load(values)

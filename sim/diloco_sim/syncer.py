@@ -177,6 +177,7 @@ class Server(HostOverCoordinator):
             ),
             parameters=parameters,
             model=opened.model,
+            run="simulated",
         )
         self.journal = Journal(opened.journal, self.disk, self.process, owner.part_bytes)
         writer = Writer(

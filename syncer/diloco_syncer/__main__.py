@@ -192,6 +192,7 @@ def _assemble(
         admission=admission,
         parameters=parameters,
         model=snapshots.exported(given.directory),
+        run=store.run(begins=parameters is None),
     )
     runner = Runner(
         state, given.directory, store=store, events=events, metrics=Metrics(given.metrics_port),

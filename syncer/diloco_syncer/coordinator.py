@@ -267,7 +267,9 @@ class Coordinator:
                     log.log(level, "%s %s", decision.event, decision.fields)
             case ev.Admit(learner=learner, incarnation=incarnation, session=number):
                 self.sessions.make_current(learner, incarnation=incarnation, number=number)
-                self.sessions.send(learner, learner_messages.welcome(decision, self._state.engine))
+                state = self._state
+                message = learner_messages.welcome(decision, state.engine, run=state.run)
+                self.sessions.send(learner, message)
             case ev.Close():
                 error = _ERRORS.get(decision.reason, UnavailableError)(decision.detail)
                 self.sessions.end(decision.session, error)

@@ -12,7 +12,7 @@ from diloco_syncer.storage.parameters import Parameters
 INITIALISE = pb.SyncerMessage(initialise=pb.Initialise())
 
 
-def welcome(decision: ev.Admit, engine: Engine) -> pb.SyncerMessage:
+def welcome(decision: ev.Admit, engine: Engine, *, run: str) -> pb.SyncerMessage:
     """The first message of a session."""
     return pb.SyncerMessage(
         welcome=pb.Welcome(
@@ -25,6 +25,7 @@ def welcome(decision: ev.Admit, engine: Engine) -> pb.SyncerMessage:
             use_checkpoint=decision.use_checkpoint,
             total_tokens=decision.total_tokens,
             compares_frozen=True,
+            run=run,
         )
     )
 

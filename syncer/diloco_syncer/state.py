@@ -23,6 +23,8 @@ class State:
     """Θ; None until it is initialised."""
     model: ExportedModel | None
     """None until it is exported."""
+    run: str = ""
+    """See `Store.run`."""
     evaluation: tuple[int, float] = (0, 0.0)
     """Global step and loss of the last evaluation."""
     failure: tuple[str, str] | None = None

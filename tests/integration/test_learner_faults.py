@@ -220,6 +220,72 @@ def test_sigterm_leaves_cleanly_with_a_checkpoint_that_the_next_process_loads(en
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def left_with_a_checkpoint(syncer, enter, *, steps=5):
+    """The moments of a learner that left the job after these steps."""
+    learner, model, opt = connected(syncer, enter, optimizer=torch.optim.AdamW)
+    assert not learner.resumed
+    step_until(lambda: learner.local_step == steps, learner, model, opt)
+    moments = opt.state_dict()["state"][0]["exp_avg"].clone()
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert learner.done
+    return moments
+
+
+@pytest.mark.parametrize("step", [200, 3])
+def test_a_learner_with_an_old_checkpoint_keeps_the_state_of_its_optimizers(enter, capfd, step):
+    with ScriptedSyncer(make_spec()) as syncer:
+        syncer.step, syncer.welcome = 10, {"run": "a"}
+        moments = left_with_a_checkpoint(syncer, enter)
+        # Much later, or a syncer that has returned to an older snapshot.
+        syncer.step, syncer.welcome = step, {"run": "a", "use_checkpoint": False, "local_step": 7}
+        theta = syncer.theta[0].copy()
+        again, model, opt = connected(syncer, enter, seed=5, optimizer=torch.optim.AdamW)
+        with again:
+            assert again.resumed
+            assert again.local_step == 7
+            assert opt.state_dict()["state"][0]["step"] == 5
+            assert torch.equal(opt.state_dict()["state"][0]["exp_avg"], moments)
+            assert holds(syncer, 0, model, theta)
+        assert (
+            f"the parameters are those of global step {step}; the optimizers continue with the local "
+            "checkpoint of local step 5, global step 10" in capfd.readouterr().err
+        )
+
+
+@pytest.mark.parametrize("use_checkpoint", [False, True])
+def test_a_learner_does_not_use_a_checkpoint_of_another_run(enter, capfd, use_checkpoint):
+    with ScriptedSyncer(make_spec()) as syncer:
+        syncer.step, syncer.welcome = 10, {"run": "a"}
+        left_with_a_checkpoint(syncer, enter)
+        syncer.welcome = {"run": "b", "use_checkpoint": use_checkpoint}
+        theta = syncer.theta[0].copy()
+        again, model, opt = connected(syncer, enter, seed=5, optimizer=torch.optim.AdamW)
+        with again:
+            assert not again.resumed
+            assert not opt.state
+            assert holds(syncer, 0, model, theta)
+        assert "start anew: the local checkpoint of local step 5 is of another run" in (
+            capfd.readouterr().err
+        )
+
+
+def test_a_learner_with_another_optimizer_trains_on_and_states_why_it_starts_anew(enter, capfd):
+    with ScriptedSyncer(make_spec()) as syncer:
+        syncer.step, syncer.welcome = 10, {"run": "a"}
+        left_with_a_checkpoint(syncer, enter)
+        syncer.welcome = {"run": "a", "use_checkpoint": True}
+        again, model, opt = connected(syncer, enter, seed=5, optimizer=torch.optim.Adam)
+        with again:
+            assert not again.resumed
+            step_until(lambda: again.local_step == 7, again, model, opt)
+            assert opt.state_dict()["state"][0]["step"] == 2
+        error = capfd.readouterr().err
+        assert (
+            "the optimizers start anew: checkpoint-0000000005.safetensors cannot be used" in error
+        )
+        assert "has a torch.optim.adamw.AdamW, this run a torch.optim.adam.Adam" in error
+
+
 def test_b02_a_learners_state_is_private_and_a_link_in_it_is_not_followed(enter, tmp_path, caplog):
     with ScriptedSyncer(make_spec()) as syncer:
         before = os.umask(0)

@@ -10,20 +10,23 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco.errors import DilocoError
+from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError
 from diloco.journal.background import BackgroundWriter
 from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
 from diloco_worker.ipc.link_process import LinkProcess
 from diloco_worker.settings import LearnerSettings
+from diloco_worker.trainer import optimizer_state
 from diloco_worker.trainer.checkpoint import Checkpoints, Manifest
+from diloco_worker.trainer.kept import AFTER_A_STEP, Kept, SavedEntries
 from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.replica import Replica
 from diloco_worker.trainer.runqueue import RunQueue
@@ -32,6 +35,9 @@ from diloco_worker.trainer.termination import Termination, exit_with
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
+
+UNUSABLE = (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError)
+"""What loading a checkpoint that does not fit this process raises."""
 
 STEPS_PART_BYTES = 32 << 20
 """Size of each of the two parts of steps.jsonl: about 170,000 steps."""
@@ -67,6 +73,10 @@ class JoinedTrainer:
         self._run_queue = RunQueue()
         self._checkpoints: Checkpoints | None = None
         self._found: Manifest | None = None
+        self._kept = Kept()
+        self._saved: SavedEntries | None = None
+        """Of the checkpoint that the optimizers continue with, until the first step."""
+        self._stepped = False
         self._journal: BackgroundWriter | None = None
         checkpoint = self._run_spec.learner_checkpoint
         if config.state is not None:
@@ -80,7 +90,9 @@ class JoinedTrainer:
         found = None
         if self._found is not None:
             found = core.LocalCheckpoint(
-                local_step=self._found.local_step, global_step=self._found.global_step
+                local_step=self._found.local_step,
+                global_step=self._found.global_step,
+                run=self._found.run,
             )
         self._core = core.TrainerCore(
             name=self.name,
@@ -114,6 +126,11 @@ class JoinedTrainer:
         return self._core.link_state.step
 
     @property
+    def resumed(self) -> bool:
+        """See `Learner.resumed`."""
+        return self._core.resumed
+
+    @property
     def total_steps(self) -> int:
         """See `Learner.total_steps`."""
         return self._core.link_state.steps or self._run_spec.steps
@@ -122,6 +139,50 @@ class JoinedTrainer:
     def local_step(self) -> int:
         """See `Learner.local_step`."""
         return self._core.ledger.local_step
+
+    # ------------------------------------------------------------ kept objects
+
+    def keep(self, objects: Mapping[str, Any]) -> None:
+        """See `Learner.keep`."""
+        if self._stepped:
+            raise ValueError(AFTER_A_STEP)
+        self._kept.add(objects)
+        if self._saved is not None:
+            for name in objects:
+                self._restore(name, self._saved)
+
+    def _restore(self, name: str, saved: SavedEntries) -> None:
+        source = f"the local checkpoint of local step {saved.local_step}"
+        if name not in saved:
+            self._show(f"{name} starts anew: {source} has no state of it")
+            return
+        try:
+            self._kept.restore(name, saved.read(name))
+        except (DilocoError, OSError, LookupError) as error:
+            self._refuse(str(error))
+        self._show(f"{name} continues with the state of {source}")
+
+    def _begin_steps(self) -> None:
+        """The first step: nothing is restored from now on, and what cannot be saved is found out early."""
+        self._stepped = True
+        self._forget_saved()
+        if self._checkpoints is not None and self._kept:
+            try:
+                self._kept.capture()
+            except ConfigError as error:
+                self._refuse(str(error))
+
+    def _forget_saved(self) -> None:
+        if self._saved is not None:
+            self._saved.close()
+            self._saved = None
+
+    def _refuse(self, text: str) -> NoReturn:
+        self._carry_out(self._core.close("interrupted"))
+        raise exit_with(EXIT_REFUSED, f"{self.name}: {text}")
+
+    def _show(self, text: str) -> None:
+        self._carry_out([core.ShowProgress(f"{self.name}: {text}")])
 
     # ------------------------------------------------------------ training
 
@@ -138,6 +199,8 @@ class JoinedTrainer:
         """One step of Algorithm 1, after the optimizer's: see `TrainerCore.step`."""
         if self._core.closed:
             return
+        if not self._stepped:
+            self._begin_steps()
         now, queued = time.monotonic(), self._run_queue.seconds()
         if self._checkpoints is not None and not self._checkpoints.boundary():
             self._core.checkpoint_lost()
@@ -188,6 +251,8 @@ class JoinedTrainer:
                     self._replica.apply_model(fragments)
                 case core.LoadCheckpoint():
                     self._load_checkpoint()
+                case core.LoadOptimizers():
+                    self._load_optimizers()
                 case core.AwaitLink():
                     self._link.wait(POLL_SECONDS)
                 case core.AwaitCheckpoint():
@@ -206,16 +271,33 @@ class JoinedTrainer:
             raise AssertionError("there is no checkpoint to load")
         found, self._found = self._found, None
         try:
-            self._checkpoints.load(found, self._model, self._optimizers)
-            loaded = self._core.checkpoint_loaded(found.facts, now=time.monotonic())
-        except (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError) as error:
+            self._saved = self._checkpoints.kept(found)
+            with optimizer_state.own_on_error(self._optimizers):
+                self._checkpoints.load(found, self._model, self._optimizers)
+                loaded = self._core.checkpoint_loaded(found.facts, now=time.monotonic())
+        except UNUSABLE as error:
+            self._forget_saved()
             log.warning(
                 "cannot use checkpoint %s: %s; downloading the model instead",
                 found.path.name,
                 error,
             )
-            loaded = self._core.checkpoint_unusable()
+            loaded = self._core.checkpoint_unusable(f"{found.path.name} cannot be used: {error}")
         self._carry_out(loaded)
+
+    def _load_optimizers(self) -> None:
+        if self._checkpoints is None or self._found is None:
+            raise AssertionError("there is no checkpoint to load")
+        found, self._found = self._found, None
+        try:
+            self._saved = self._checkpoints.kept(found)
+            self._checkpoints.load_optimizers(found, self._model, self._optimizers)
+        except UNUSABLE as error:
+            self._forget_saved()
+            why = f"{found.path.name} cannot be used: {error}"
+            self._carry_out(self._core.optimizers_unusable(why))
+        else:
+            self._carry_out(self._core.optimizers_loaded())
 
     def _save_checkpoint(self, action: core.SaveCheckpoint) -> None:
         if self._checkpoints is None:
@@ -227,6 +309,8 @@ class JoinedTrainer:
                 local_step=action.local_step,
                 global_step=action.global_step,
                 facts=dict(action.facts),
+                run=action.run,
+                kept=self._kept.capture,
             )
         except DilocoError as error:
             log.warning("no more local checkpoints will be written: %s", error)
@@ -239,6 +323,7 @@ class JoinedTrainer:
         self._link.leave(action.state)
         if self._checkpoints is not None:
             self._checkpoints.finish()
+        self._forget_saved()
         if self._journal is not None:
             self._journal.close()
         self._replica.close()

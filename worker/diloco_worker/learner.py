@@ -12,18 +12,21 @@ touches the network: the link process does (link/).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, StorageError
 from diloco.spec import RunSpec
 from diloco_worker import settings
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.standalone import StandaloneTrainer
+from diloco_worker.trainer.kept import Stateful
+from diloco_worker.trainer.scheduler import GlobalStepScheduler
 from diloco_worker.trainer.termination import exit_with
 
 
@@ -51,6 +54,13 @@ class Trainer(Protocol):
     def local_step(self) -> int:
         """t_m."""
 
+    @property
+    def resumed(self) -> bool:
+        """Whether the optimizers continue with an earlier state."""
+
+    def keep(self, objects: Mapping[str, Any]) -> None:
+        """Keep the state of these objects in local checkpoints."""
+
     def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         """Count an optimizer step and exchange fragments."""
 
@@ -67,6 +77,8 @@ class Learner:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._schedulers: dict[int, GlobalStepScheduler] = {}
+        """By id of what they wrap."""
 
     @staticmethod
     def connect(
@@ -121,7 +133,9 @@ class Learner:
 
         The first time it is true, the learner leaves the job.
         """
-        return self._trainer.done
+        done = self._trainer.done
+        self._follow()
+        return done
 
     @property
     def step_index(self) -> int:
@@ -140,6 +154,15 @@ class Learner:
     def local_step(self) -> int:
         """t_m: steps of this learner over all its restarts, so the position in its data."""
         return self._trainer.local_step
+
+    @property
+    def resumed(self) -> bool:
+        """
+        Whether the optimizers continue with the state of a local checkpoint; without a job: False.
+
+        False after a restart: they start anew, and the learning rate may need a warm-up of its own.
+        """
+        return self._trainer.resumed
 
     @property
     def name(self) -> str:
@@ -167,6 +190,55 @@ class Learner:
         """DILOCO_CONFIG; without a job: empty."""
         return self._trainer.config
 
+    # ------------------------------------------------------------ state of the training program
+
+    def keep(self, **objects: Stateful) -> None:
+        """
+        Keep the state of these objects in the local checkpoints, taken at the same step as the rest.
+
+        Call it before the first `step`. If the optimizers continue with a checkpoint (`resumed`) that has
+        the state of an object, its `load_state_dict` is called now. Without a job, nothing is kept.
+
+        Args:
+            objects: by name, anything with `state_dict` and `load_state_dict`, such as a data loader, an
+                average of the parameters, a sampler or a GradScaler. States consist of tensors, numbers,
+                strings, None, lists, tuples and dicts.
+
+        Raises:
+            TypeError: an object has not both methods.
+            ValueError: a name is taken, or training has begun.
+            SystemExit: 78 if an object does not take the state that it had. The first `step` ends the same
+                way if a state cannot be saved.
+        """
+        self._trainer.keep(objects)
+
+    def scheduler(self, scheduler: LRScheduler) -> GlobalStepScheduler:
+        """
+        Let a learning-rate scheduler follow the global step, also after restarts and in learners that join later.
+
+        The scheduler is at `step_index` when this returns, after each `step`, and after `done` was read.
+        Calling its `step` as well changes nothing.
+
+        Args:
+            scheduler: a new one of torch.optim.lr_scheduler, made for the job's global steps.
+
+        Returns:
+            The scheduler to use instead.
+
+        Raises:
+            TypeError: not a scheduler of torch, or ReduceLROnPlateau, which follows a metric.
+            ConfigError: it is more than 10,000,000 steps behind.
+        """
+        found = self._schedulers.get(id(scheduler))
+        if found is None:
+            found = GlobalStepScheduler(scheduler, lambda: self.step_index)
+            self._schedulers[id(scheduler)] = found
+        return found
+
+    def _follow(self) -> None:
+        for scheduler in self._schedulers.values():
+            scheduler.step()
+
     # ------------------------------------------------------------ training
 
     def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
@@ -179,6 +251,7 @@ class Learner:
                 the step does not wait for the device.
         """
         self._trainer.step(tokens=tokens, loss=loss)
+        self._follow()
 
     def close(self) -> None:
         """Leave the job; `done` is true from now on. Not needed after `done` became true."""

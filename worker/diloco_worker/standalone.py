@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import Ledger
+from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
 
 
 class StandaloneTrainer:
@@ -23,7 +25,9 @@ class StandaloneTrainer:
         self.spec: RunSpec | None = None
         self.config: dict[str, Any] = {}
         self.total_steps = steps
+        self.resumed = False
         self._ledger = Ledger(0)
+        self._kept = Kept()
         self._closed = False
 
     @property
@@ -42,6 +46,12 @@ class StandaloneTrainer:
     def local_step(self) -> int:
         """See `Learner.local_step`."""
         return self._ledger.local_step
+
+    def keep(self, objects: Mapping[str, Any]) -> None:
+        """See `Learner.keep`: there are no checkpoints, but what a job refuses is refused here, too."""
+        if self._ledger.local_step:
+            raise ValueError(AFTER_A_STEP)
+        self._kept.add(objects)
 
     def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         """See `Learner.step`."""

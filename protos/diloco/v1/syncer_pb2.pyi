@@ -406,6 +406,7 @@ class Welcome(_message.Message):
     USE_CHECKPOINT_FIELD_NUMBER: _builtins.int
     TOTAL_TOKENS_FIELD_NUMBER: _builtins.int
     COMPARES_FROZEN_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
@@ -424,6 +425,10 @@ class Welcome(_message.Message):
     """of this learner, as recorded by the syncer"""
     compares_frozen: _builtins.bool
     """The syncer compares `Hello.frozen`; one that is older than that field ignores it."""
+    run: _builtins.str
+    """The run: another one after a start without a snapshot, or from one that a person chose. A learner uses only
+    checkpoints of the same run; "" from a syncer of an earlier release.
+    """
     def __init__(
         self,
         *,
@@ -436,10 +441,11 @@ class Welcome(_message.Message):
         use_checkpoint: _builtins.bool = ...,
         total_tokens: _builtins.int = ...,
         compares_frozen: _builtins.bool = ...,
+        run: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compares_frozen", b"compares_frozen", "epoch", b"epoch", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "local_step", b"local_step", "step", b"step", "steps", b"steps", "total_tokens", b"total_tokens", "use_checkpoint", b"use_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compares_frozen", b"compares_frozen", "epoch", b"epoch", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "local_step", b"local_step", "run", b"run", "step", b"step", "steps", b"steps", "total_tokens", b"total_tokens", "use_checkpoint", b"use_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

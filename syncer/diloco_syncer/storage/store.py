@@ -22,6 +22,7 @@ import json
 import logging
 import re
 import threading
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,6 +34,7 @@ from diloco.errors import DamagedError, StorageError
 from diloco.model.tensorfile import Entry, parse
 from diloco.runtime import files
 from diloco.runtime.disk import LOCAL, Disk, File, Mode, read
+from diloco.runtime.disk import replace as replace_file
 from diloco.spec import canonical
 from diloco_syncer.storage import counters
 from diloco_syncer.storage.capture import Snapshot
@@ -54,6 +56,8 @@ log = logging.getLogger(__name__)
 
 CHOICE = "from-snapshot"
 """File in the directory of the snapshots: the step to start from, until there is a snapshot of that start."""
+RUN = "run"
+"""File in the directory of the snapshots: the name of the run."""
 SET_ASIDE = "set-aside"
 """Directory for snapshots that a person decided not to start from."""
 
@@ -61,6 +65,7 @@ _NO_FILE = {errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO,
 """What opening reports where there is something other than a regular file."""
 
 _FORMAT = 1
+_RUN = re.compile(r"[0-9a-f]{32}")
 _NAME = re.compile(r"(\d{6,})-epoch-(\d+)-step-(\d+)\.(safetensors|json)")
 
 
@@ -114,6 +119,33 @@ class Store:
             StorageError: the disk reported an error, or the counter was damaged before this process read it.
         """
         return self._count("incarnation", at_least=at_least)
+
+    def run(self, *, begins: bool) -> str:
+        """
+        The name of this run, durable before it returns; call it once per start, after `start`.
+
+        It is another one when the parameters begin anew or a person chose a snapshot: what learners keep of
+        their own belongs to the parameters that they had.
+
+        Args:
+            begins: there was no snapshot to start from.
+
+        Raises:
+            StorageError: the disk reported an error.
+        """
+        path = self.root / RUN
+        with os_errors(self._disk, path, "reading"):
+            if not begins and self._choice is None and self._disk.size(path) is not None:
+                name = read(self._disk, path).decode(errors="replace").strip()
+                if _RUN.fullmatch(name):
+                    return name
+                log.warning(
+                    "%s is damaged: learners that restart do not use their checkpoints", path
+                )
+        name = uuid.uuid4().hex
+        with os_errors(self._disk, path, "writing"):
+            replace_file(self._disk, path, f"{name}\n")
+        return name
 
     def issued_incarnations(self) -> int:
         """The largest incarnation of this job so far, as its counter has it; 0: none."""

@@ -59,8 +59,10 @@ def test_the_next_tick_is_due_when_the_engine_asks_for_it():
 
 def test_a_learner_is_welcomed_with_its_identity():
     syncer = fresh()
+    syncer.state.run = "a"
     learner = DrivenLearner(syncer, "eu/0", TENSORS)
     [welcome] = of_kind(learner, "welcome")
+    assert welcome.run == "a"
     assert (welcome.epoch, welcome.incarnation, welcome.step, welcome.steps) == (1, 1, 0, 1000)
     assert syncer.sessions.incarnation("eu/0") == 1
 

@@ -198,3 +198,41 @@ def test_a_snapshot_that_a_person_chose_is_newer_than_what_learners_hold(tmp_pat
     engine, theta = snapshots.resume(SPEC, tmp_path, Store(store.root, keep=5), epoch=6)
     assert theta is not None
     assert (engine.step, theta.current(0).version) == (5, (1, 0)), "as it was written"
+
+
+def run_of_a_start(root: Path) -> str:
+    store = Store(root, keep=2)
+    found = store.start()
+    return store.run(begins=found is None)
+
+
+def test_the_name_of_the_run_stays_while_starts_continue_from_a_snapshot(tmp_path: Path):
+    first = run_of_a_start(tmp_path)
+    assert len(first) == 32
+    Store(tmp_path, keep=2).write(taken(4, Position(1, 0)))
+    assert run_of_a_start(tmp_path) == run_of_a_start(tmp_path) == first
+
+
+@pytest.mark.parametrize("why", ["no snapshot", "chosen", "anew", "damaged"])
+def test_the_run_is_another_one_when_its_parameters_are(tmp_path: Path, why: str):
+    first = run_of_a_start(tmp_path)
+    if why != "no snapshot":
+        Store(tmp_path, keep=2).write(taken(4, Position(1, 0)))
+        assert run_of_a_start(tmp_path) == first
+    if why in ("chosen", "anew"):
+        (tmp_path / "from-snapshot").write_text("4" if why == "chosen" else "0")
+    if why == "damaged":
+        (tmp_path / "run").write_bytes(b"\xff" * 40)
+    second = run_of_a_start(tmp_path)
+    assert len(second) == 32
+    assert second != first
+
+
+def test_a_run_that_cannot_be_named_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    def full(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LocalFile, "write", full)
+    with pytest.raises(StorageError, match="No space left"):
+        run_of_a_start(tmp_path)
+    assert os.listdir(tmp_path) == []

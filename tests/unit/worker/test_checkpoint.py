@@ -17,7 +17,8 @@ from torch import nn
 
 from diloco.errors import ConfigError, DamagedError
 from diloco_worker.trainer import checkpoint
-from diloco_worker.trainer.checkpoint import Checkpoints, pack, unpack
+from diloco_worker.trainer.checkpoint import Checkpoints
+from diloco_worker.trainer.trees import pack, unpack
 
 FACTS = {"local_step": 1, "total_tokens": 2, "steps": [1], "tokens": [2]}
 

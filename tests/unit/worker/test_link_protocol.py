@@ -508,3 +508,12 @@ def test_a_fragment_that_the_model_does_not_have_reaches_neither_trainer_nor_tra
     assert session.link_state.open == (1,)
     assert session(ev.Pulled(round=11, attempt=1, fragment=P, versions=())) == []
     assert session(ev.ResultAnnounced(round=11, attempt=1, fragment=P)) == []
+
+
+def test_the_trainer_learns_the_name_of_the_run_with_each_welcome():
+    session = Session()
+    session(ev.TrainerUpdate(state=TrainerState()))
+    session(welcome(run="a"))
+    assert session.core.link_state.run == "a"
+    session(welcome(run="b"))
+    assert session.core.link_state.run == "b"

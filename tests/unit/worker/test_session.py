@@ -56,3 +56,9 @@ def test_a_syncer_cannot_make_the_link_send_nothing_but_heartbeats(stated, used)
     event = event_of(welcome)
     assert isinstance(event, ev.Welcomed)
     assert event.heartbeat_seconds == used
+
+
+def test_the_name_of_the_run_is_taken_from_welcome_within_limits():
+    event = event_of(pb.SyncerMessage(welcome=pb.Welcome(run="a" * 5000)))
+    assert isinstance(event, ev.Welcomed)
+    assert event.run == "a" * 64

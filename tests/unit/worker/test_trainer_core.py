@@ -97,7 +97,8 @@ def test_until_the_model_is_there_it_waits_for_the_link(phase):
 def test_a_downloaded_model_is_applied_whole_and_confirmed():
     core = make()
     model = dataclasses.replace(MODEL, ready=[(1, 4), (0, 2)], local_step=30, total_tokens=300)
-    apply, confirm = join(core, model)
+    apply, shown, confirm = join(core, model)
+    assert isinstance(shown, ShowProgress)
     assert apply == ApplyModel([1, 0])
     state = confirm.state
     assert (state.model_loaded, state.stepped, state.applied) == (True, False, [2, 4])
@@ -170,7 +171,7 @@ def test_an_unusable_checkpoint_is_reported_and_the_model_downloaded_instead():
     core = make(found=FOUND)
     asked = LinkState(phase=Phase.LOAD_CHECKPOINT, connected=True)
     join(core, asked)
-    state = sent(core.checkpoint_unusable())
+    state = sent(core.checkpoint_unusable("it is damaged"))
     assert (state.checkpoint_step, state.checkpoint_local_step, state.model_loaded) == (0, 0, False)
     assert join(core, None) == [AwaitLink()], "the link has not read it yet"
     assert join(core, MODEL)[0] == ApplyModel([0, 1])

@@ -8,8 +8,13 @@ import pytest
 
 from diloco_worker.core.messages import LinkState, Phase
 from diloco_worker.core.trainer import (
+    ApplyModel,
     AwaitLink,
     CopyModel,
+    LoadCheckpoint,
+    LoadOptimizers,
+    LocalCheckpoint,
+    SaveCheckpoint,
     Send,
     ShowProgress,
     TrainerCore,
@@ -107,3 +112,91 @@ def test_a_request_for_the_model_is_answered_while_progress_is_shown():
     asked = replace(waiting, initial_requested=1)
     actions = core.join(asked, now=5.0, terminated=False)
     assert [type(a) for a in actions] == [ShowProgress, CopyModel, Send, AwaitLink]
+
+
+FOUND = LocalCheckpoint(local_step=7, global_step=20, run="a")
+
+
+def rejoined(*, found=FOUND, **changes):
+    """A core with an old checkpoint that was sent the job's parameters, and what it does then."""
+    core = TrainerCore(
+        name="eu/0", fragments=1, found=found, checkpoint_every=10, connect_timeout_seconds=60.0
+    )
+    model = replace(MODEL, **{"local_step": 30, "run": "a", "step": 90, **changes})
+    return core, core.join(model, now=0.0, terminated=False)
+
+
+@pytest.mark.parametrize("step", [90, 19])
+def test_the_optimizers_continue_with_a_checkpoint_that_is_too_old_or_newer_than_the_job(step):
+    core, actions = rejoined(step=step)
+    assert [type(action) for action in actions] == [ApplyModel, LoadOptimizers, Send]
+    assert core.joined
+    assert not core.resumed
+    assert core.optimizers_loaded() == [
+        ShowProgress(
+            f"eu/0: the parameters are those of global step {step}; the optimizers continue with the local "
+            "checkpoint of local step 7, global step 20"
+        )
+    ]
+    assert core.resumed
+
+
+def anew(actions) -> str:
+    """Why the optimizers start anew, as it is shown."""
+    [shown] = [action for action in actions if isinstance(action, ShowProgress)]
+    prefix = "eu/0: the parameters are those of global step 90; the optimizers start anew: "
+    assert shown.text.startswith(prefix)
+    return shown.text.removeprefix(prefix)
+
+
+@pytest.mark.parametrize(
+    ("of", "job", "why"),
+    [("a", "b", "is of another run"), ("", "b", "may be of"), ("a", "", "may be of"), ("", "", "may be of")],
+)  # fmt: skip
+def test_optimizers_of_another_run_are_not_loaded(of, job, why):
+    core, actions = rejoined(found=replace(FOUND, run=of), run=job)
+    assert [type(action) for action in actions] == [ApplyModel, ShowProgress, Send]
+    assert anew(actions).startswith(f"the local checkpoint of local step 7 {why}")
+    assert core.joined
+    assert not core.resumed
+
+
+def test_a_whole_checkpoint_of_another_run_is_not_loaded_either():
+    asked = LinkState(phase=Phase.LOAD_CHECKPOINT, connected=True, run="b", local_step=30, step=90)
+    for found, loads in ((FOUND, False), (replace(FOUND, run="b"), True), (replace(FOUND, run=""), True)):  # fmt: skip
+        core = TrainerCore(
+            name="eu/0", fragments=1, found=found, checkpoint_every=10, connect_timeout_seconds=60.0
+        )
+        actions = core.join(asked, now=0.0, terminated=False)
+        assert (actions == [LoadCheckpoint()]) == loads
+        if not loads:
+            assert actions[0].state.checkpoint_step == 0, "the link downloads the model"
+            model = replace(MODEL, local_step=30, run="b", step=90)
+            assert "is of another run" in anew(core.join(model, now=0.0, terminated=False))
+
+
+def test_why_a_checkpoint_is_not_used_is_shown_with_the_downloaded_model():
+    core, _ = rejoined()
+    assert anew(core.optimizers_unusable("it has 2 optimizers")) == "it has 2 optimizers"
+    assert not core.resumed
+    core = TrainerCore(
+        name="eu/0", fragments=1, found=FOUND, checkpoint_every=10, connect_timeout_seconds=60.0
+    )
+    core.checkpoint_unusable("it is damaged")
+    model = replace(MODEL, local_step=30, step=90)
+    assert anew(core.join(model, now=0.0, terminated=False)) == "it is damaged"
+
+
+def test_only_a_restarted_learner_states_that_its_optimizers_start_anew():
+    _, actions = rejoined(found=None)
+    assert anew(actions) == "there is no local checkpoint"
+    _, actions = rejoined(found=None, local_step=0)
+    assert [type(action) for action in actions] == [ApplyModel, Send]
+
+
+def test_a_checkpoint_has_the_name_of_the_run_also_while_the_link_starts_again():
+    core, _ = rejoined(found=None)
+    core.checkpoint_started(20)
+    core.step(1, LinkState(text="a new link"), now=1.0)
+    [save] = [a for a in core.copied([], loss=None) if isinstance(a, SaveCheckpoint)]
+    assert save.run == "a"

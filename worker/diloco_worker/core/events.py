@@ -31,6 +31,8 @@ class Welcomed:
     total_tokens: int
     heartbeat_seconds: float
     use_checkpoint: bool
+    run: str = ""
+    """Name of the run; "": not stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

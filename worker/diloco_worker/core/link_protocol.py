@@ -197,7 +197,7 @@ class LinkProtocol:
         self._reset_delay()
         self._update(
             connected=True, epoch=event.epoch, incarnation=event.incarnation, step=event.step, steps=event.steps,
-            local_step=event.local_step, total_tokens=event.total_tokens,
+            local_step=event.local_step, total_tokens=event.total_tokens, run=event.run,
         )  # fmt: skip
         if self._state.phase is Phase.CONNECTING:
             self._update(

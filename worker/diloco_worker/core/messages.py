@@ -101,6 +101,8 @@ class LinkState:
     """Where this learner's data continues, from Welcome."""
     total_tokens: int = 0
     """Total tokens of this learner on record at the syncer, from Welcome."""
+    run: str = ""
+    """Name of the run, from Welcome; "": not stated."""
     open: Sequence[int] = ()
     """Fragments to keep host copies of, soonest first."""
     ready: Sequence[Sequence[int]] = ()

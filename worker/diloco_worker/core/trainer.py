@@ -88,6 +88,15 @@ class LoadCheckpoint:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadOptimizers:
+    """
+    Load the optimizers' state of the local checkpoint, whose parameters are too old.
+
+    Answer: `optimizers_loaded` or `optimizers_unusable`.
+    """
+
+
+@dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
     """
     Start a local checkpoint, unless the previous one is still being written.
@@ -98,6 +107,7 @@ class SaveCheckpoint:
 
     local_step: int
     global_step: int
+    run: str
     facts: Mapping[str, Any]
 
 
@@ -134,8 +144,8 @@ class Exit:
 
 
 Action = (
-    CopyModel | CopyFragment | ApplyModel | ApplyFragment | Send | LoadCheckpoint | SaveCheckpoint
-    | AwaitCheckpoint | AwaitLink | ShowProgress | Leave | Exit
+    CopyModel | CopyFragment | ApplyModel | ApplyFragment | Send | LoadCheckpoint | LoadOptimizers
+    | SaveCheckpoint | AwaitCheckpoint | AwaitLink | ShowProgress | Leave | Exit
 )  # fmt: skip
 
 
@@ -145,6 +155,8 @@ class LocalCheckpoint:
 
     local_step: int
     global_step: int
+    run: str = ""
+    """Name of the run; "": not known."""
 
 
 # ---------------------------------------------------------------- the machine
@@ -171,10 +183,16 @@ class TrainerCore:
         """Per fragment, the newest inbox generation that the parameters hold."""
         self.link_state = LinkState(text="starting the link process")
         self.joined = self.closed = False
+        self.run = ""
+        """Name of the run, from the last Welcome; "": not known."""
+        self.resumed = False
+        """Whether the optimizers have the state of a local checkpoint."""
         self._name, self._found = name, found
         self._checkpoint_every = checkpoint_every
         self._timeout_seconds = connect_timeout_seconds
         self._stepped = False
+        self._unusable = ""
+        """Why the local checkpoint that was there is not used."""
         self._initial_copied = self._initial_before = 0
         self._start = (0, 0)
         """Local step and total tokens when this process began to train."""
@@ -252,8 +270,11 @@ class TrainerCore:
             actions.append(ApplyModel([fragment for fragment, _ in link_state.ready]))
             for fragment, generation in link_state.ready:
                 self._received(fragment, generation)
-            return [*actions, *self._begin(now)]
+            return [*actions, *self._optimizers(), *self._begin(now)]
         if link_state.phase is Phase.LOAD_CHECKPOINT and self._found is not None:
+            # A checkpoint of an earlier release does not state its run: the syncer found it new enough.
+            if self._found.run and (why := self._of_another_run(self._found)):
+                return [*actions, *self.checkpoint_unusable(why)]
             return [*actions, LoadCheckpoint()]
         return [*actions, AwaitLink()]
 
@@ -265,12 +286,58 @@ class TrainerCore:
             KeyError: `facts` is incomplete; nothing has changed.
         """
         self.ledger = Ledger.from_json(facts)
-        return self._begin(now)
+        self.resumed = True
+        step = self.ledger.local_step
+        text = f"parameters and optimizers are those of the local checkpoint of local step {step}"
+        return [self._show(text), *self._begin(now)]
 
-    def checkpoint_unusable(self) -> list[Action]:
-        """The local checkpoint cannot be loaded: the link must download the model."""
-        self._found = None
+    def checkpoint_unusable(self, why: str) -> list[Action]:
+        """The local checkpoint cannot be loaded, for this reason: the link must download the model."""
+        self._found, self._unusable = None, why
         return [Send(self.state())]
+
+    def _optimizers(self) -> list[Action]:
+        """What becomes of the optimizers when the parameters are the job's."""
+        found = self._found
+        if found is not None and not (why := self._of_another_run(found)):
+            return [LoadOptimizers()]
+        if found is not None:
+            return self.optimizers_unusable(why)
+        if self._unusable:
+            return self.optimizers_unusable(self._unusable)
+        # At its first start, a learner has no state to lose.
+        return (
+            self.optimizers_unusable("there is no local checkpoint")
+            if self.link_state.local_step
+            else []
+        )
+
+    def _of_another_run(self, found: LocalCheckpoint) -> str:
+        """Why the checkpoint belongs to other parameters than the job's; empty: it does not."""
+        if self.run and found.run == self.run:
+            return ""
+        which = "is of another run" if self.run and found.run else "may be of another run"
+        return f"the local checkpoint of local step {found.local_step} {which}"
+
+    def optimizers_loaded(self) -> list[Action]:
+        """The optimizers have the state of the local checkpoint; the parameters are the job's."""
+        if self._found is None:
+            raise AssertionError("there is no checkpoint that could have been loaded")
+        self.resumed, found = True, self._found
+        return [
+            self._show(
+                f"the parameters are those of global step {self.link_state.step}; the optimizers continue with "
+                f"the local checkpoint of local step {found.local_step}, global step {found.global_step}"
+            )
+        ]
+
+    def optimizers_unusable(self, why: str) -> list[Action]:
+        """The optimizers start anew, for this reason."""
+        return [
+            self._show(
+                f"the parameters are those of global step {self.link_state.step}; the optimizers start anew: {why}"
+            )
+        ]
 
     def _begin(self, now: float) -> list[Action]:
         self.joined = True
@@ -398,6 +465,7 @@ class TrainerCore:
         return SaveCheckpoint(
             local_step=self.ledger.local_step,
             global_step=self.link_state.step,
+            run=self.run,
             facts=self.ledger.to_json(),
         )
 
@@ -432,9 +500,14 @@ class TrainerCore:
 
     # ------------------------------------------------------------ common
 
+    def _show(self, sentence: str) -> ShowProgress:
+        return ShowProgress(f"{self._name}: {sentence}")
+
     def _observe(self, link_state: LinkState | None) -> None:
         if link_state is not None and not self.closed:
             self.link_state = link_state
+            # A new link process does not know it before its first Welcome.
+            self.run = link_state.run or self.run
 
     def _initial_if_requested(self, *, wait: bool) -> list[Action]:
         """Θ^(0), or the current model for a syncer that has lost everything."""

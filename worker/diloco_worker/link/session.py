@@ -40,6 +40,8 @@ log = logging.getLogger("diloco.link")
 HEARTBEATS = (0.1, 60.0)
 """Seconds between two heartbeats that a syncer may ask for."""
 
+MAX_RUN_CHARACTERS = 64
+
 UNAUTHORISED_SECONDS = 10.0
 """Pause after the certificate was refused: each refusal is an event in the journal of the syncer."""
 
@@ -169,7 +171,7 @@ def event_of(message: pb.SyncerMessage) -> ev.Event | None:
             return ev.Welcomed(
                 epoch=w.epoch, incarnation=w.incarnation, step=w.step, steps=w.steps, local_step=w.local_step,
                 total_tokens=w.total_tokens, heartbeat_seconds=_heartbeat(w.heartbeat_seconds),
-                use_checkpoint=w.use_checkpoint,
+                use_checkpoint=w.use_checkpoint, run=w.run[:MAX_RUN_CHARACTERS],
             )  # fmt: skip
         case "initialise":
             return ev.InitialRequested()

@@ -21,23 +21,24 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco.errors import ConfigError, DamagedError, StorageError
+from diloco.errors import ConfigError, StorageError
 from diloco.model import tensorfile
-from diloco.model.tensorfile import DTYPES, Entry
 from diloco.runtime import files
 from diloco_worker.core.copy_budget import ATTEMPTS, SHARE
+from diloco_worker.trainer import optimizer_state
 from diloco_worker.trainer.copies import Copies, Copy, Result, touch
-from diloco_worker.trainer.layout import dtype_name
+from diloco_worker.trainer.kept import SavedEntries
+from diloco_worker.trainer.trees import TensorReader, entry_of, pack, unpack
 
 log = logging.getLogger(__name__)
 
@@ -62,7 +63,11 @@ class Manifest:
     """The file with the tensors."""
     local_step: int
     global_step: int
+    run: str
+    """Name of the run, from Welcome; "": not known."""
     facts: dict[str, Any]
+    optimizers: list[dict[str, Any]] | None
+    """What `optimizer_state.describe` returned; None: written by an earlier release."""
     tree: Any
 
 
@@ -108,12 +113,15 @@ class Checkpoints:
 
     def start(
         self, model: nn.Module, optimizers: Sequence[Optimizer], *, local_step: int, global_step: int,
-        facts: dict[str, Any],
+        facts: dict[str, Any], run: str = "", kept: Callable[[], dict[str, Any]] = dict,
     ) -> bool:  # fmt: skip
         """
         Copy the current state, and write it in the background.
 
         After `watch`, most of the copy is made in the background as well.
+
+        Args:
+            kept: returns the state of what `Learner.keep` was given; called only if a checkpoint starts.
 
         Returns:
             False, without an effect, while the previous checkpoint is being written.
@@ -124,13 +132,14 @@ class Checkpoints:
         if self.busy:
             return False
         tensors: dict[str, torch.Tensor] = {}
-        tree = pack(_state(model, optimizers), tensors)
+        tree = pack({**_state(model, optimizers), "kept": kept()}, tensors)
         for name, tensor in tensors.items():
-            _entry(name, tensor)
+            entry_of(name, tensor)
         self._end_touching()
         copy = self._copies.begin(tensors, model, optimizers)
         manifest = {
-            "local_step": local_step, "global_step": global_step, "digest": self._digest, "facts": facts, "tree": tree,
+            "local_step": local_step, "global_step": global_step, "run": run, "digest": self._digest, "facts": facts,
+            "optimizers": optimizer_state.describe(model, optimizers), "tree": tree,
         }  # fmt: skip
         self._writing = local_step
         self._writer = threading.Thread(
@@ -271,7 +280,7 @@ class Checkpoints:
         # What an earlier write left behind takes the room that this one needs.
         self._clean(step)
         name = _name(step)
-        header, _, size = tensorfile.plan([_entry(n, t) for n, t in tensors.items()])
+        header, _, size = tensorfile.plan([entry_of(n, t) for n, t in tensors.items()])
         parts = [memoryview(header)]
         parts += [
             t.reshape(-1).view(torch.uint8).numpy().data for t in tensors.values() if t.numel()
@@ -368,43 +377,61 @@ class Checkpoints:
             path=tensors,
             local_step=int(data["local_step"]),
             global_step=int(data["global_step"]),
+            run=str(data.get("run", "")),
             facts=data["facts"],
+            optimizers=data.get("optimizers"),
             tree=data["tree"],
         )
 
     def load(self, manifest: Manifest, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """
-        Restore model, optimizers and random state.
+        Restore model, optimizers and random state; after an error the optimizers have their own.
 
         Beside them, memory for the optimizers' state and the largest tensor is enough: never more
         than the checkpoint's size.
 
         Raises:
-            ConfigError: the optimizers differ from those that were saved.
+            ConfigError: the optimizers differ from those that were saved, or their state is not finite.
             DamagedError: the file is not what was verified.
         """
         with open(files.open_regular(manifest.path), "rb", buffering=0) as file:
-            reader = _TensorReader(file)
+            reader = TensorReader(file)
             tree = dict(manifest.tree["dict"])
-            saved = unpack(tree["optimizers"], reader)
-            if len(saved) != len(optimizers):
-                raise ConfigError(
-                    f"the checkpoint has {len(saved)} optimizers, this run {len(optimizers)}"
-                )
             random_state = unpack(tree["random"], reader)
             named = dict(_model_tensors(model))
             targets = [(named[name], saved_at) for name, saved_at in tree["model"]["dict"]]
-            try:
-                for optimizer, state in zip(optimizers, saved, strict=True):
-                    optimizer.load_state_dict(state)
-            except ValueError as error:
-                raise ConfigError(
-                    f"the checkpoint's optimizer does not match this one: {error}"
-                ) from None
-            with torch.no_grad():
-                for tensor, saved_at in targets:
-                    tensor.copy_(unpack(saved_at, reader))
+            with optimizer_state.own_on_error(optimizers):
+                saved = unpack(tree["optimizers"], reader)
+                optimizer_state.load(saved, manifest.optimizers, model, optimizers)
+                with torch.no_grad():
+                    for tensor, saved_at in targets:
+                        tensor.copy_(unpack(saved_at, reader))
         _restore_random(random_state)
+
+    def kept(self, manifest: Manifest) -> SavedEntries:
+        """
+        What `Learner.keep` was given, to be read later; the file stays open.
+
+        Raises:
+            OSError, StorageError: the file is gone.
+        """
+        trees = dict(manifest.tree["dict"]).get("kept") or {"dict": []}
+        file = open(files.open_regular(manifest.path), "rb", buffering=0)  # noqa: SIM115 - see `close`
+        return SavedEntries(file, dict(trees["dict"]), local_step=manifest.local_step)
+
+    def load_optimizers(
+        self, manifest: Manifest, model: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> None:
+        """
+        Restore the optimizers alone; after an error they have their own state.
+
+        Raises:
+            ConfigError: the optimizers differ from those that were saved, or their state is not finite.
+            DamagedError: the file is not what was verified.
+        """
+        with open(files.open_regular(manifest.path), "rb", buffering=0) as file:
+            saved = unpack(dict(manifest.tree["dict"])["optimizers"], TensorReader(file))
+        optimizer_state.load(saved, manifest.optimizers, model, optimizers)
 
 
 def _name(step: int) -> str:
@@ -456,83 +483,3 @@ def _restore_random(state: dict[str, Any]) -> None:
         n = state["numpy"]
         key = n["key"].numpy().astype(np.uint32)
         np.random.set_state(("MT19937", key, n["pos"], n["has_gauss"], n["gauss"]))
-
-
-# ---------------------------------------------------------------- trees without pickle
-
-
-def pack(value: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
-    """
-    Convert a tree of plain values to JSON values; move its tensors to `tensors`.
-
-    Raises:
-        ConfigError: a value that is neither plain nor a tensor.
-    """
-    if isinstance(value, torch.Tensor):
-        tensors[path] = value
-        return {"tensor": path}
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    if isinstance(value, dict):
-        return {
-            "dict": [[pack(k, tensors), pack(v, tensors, f"{path}/{k}")] for k, v in value.items()]
-        }
-    if isinstance(value, list | tuple):
-        kind = "list" if isinstance(value, list) else "tuple"
-        return {kind: [pack(v, tensors, f"{path}/{i}") for i, v in enumerate(value)]}
-    raise ConfigError(
-        f"checkpoint: {path} is a {type(value).__name__}; only tensors and plain values can be saved"
-    )
-
-
-def unpack(value: Any, tensors: Mapping[str, torch.Tensor] | _TensorReader) -> Any:
-    """The inverse of `pack`."""
-    if not isinstance(value, dict):
-        return value
-    ((kind, inner),) = value.items()
-    if kind == "tensor":
-        return tensors[inner]
-    if kind == "dict":
-        return {unpack(k, tensors): unpack(v, tensors) for k, v in inner}
-    items = [unpack(v, tensors) for v in inner]
-    return items if kind == "list" else tuple(items)
-
-
-# ---------------------------------------------------------------- files
-
-
-class _TensorReader:
-    """Reads tensors of a checkpoint one at a time, each into memory of its own."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        size = os.fstat(file.fileno()).st_size
-        head = bytearray(8)
-        self._fill(memoryview(head), at=0)
-        head += bytes(min(int.from_bytes(head, "little"), max(0, size - 8)))
-        self._fill(memoryview(head), at=0)
-        self._entries = tensorfile.parse(head, size)
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        entry = self._entries[name]
-        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        if entry.hi > entry.lo:
-            self._fill(tensor.reshape(-1).view(torch.uint8).numpy().data, at=entry.lo)
-        return tensor
-
-    def _fill(self, memory: memoryview, *, at: int) -> None:
-        done = 0
-        while done < len(memory):
-            count = os.preadv(self._file.fileno(), [memory[done:]], at + done)
-            if count == 0:
-                raise DamagedError(f"checkpoint: the file ends at byte {at + done}")
-            done += count
-
-
-def _entry(name: str, tensor: torch.Tensor) -> Entry:
-    dtype = dtype_name(tensor)
-    if dtype not in DTYPES:
-        raise ConfigError(
-            f"checkpoint: {name} has dtype {dtype}, expected one of {', '.join(DTYPES)}"
-        )
-    return Entry(name=name, dtype=dtype, shape=tuple(tensor.shape))

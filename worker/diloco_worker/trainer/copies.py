@@ -175,9 +175,12 @@ class Copies:
         for name, tensor in tensors.items():
             room = self._memory.get(name)
             if room is None or room.shape != tensor.shape or room.dtype != tensor.dtype:
-                # numpy requests huge pages, whose first access is four times faster.
-                flat = torch.from_numpy(np.empty(tensor.numel() * tensor.element_size(), np.uint8))
-                self._memory[name] = flat.view(tensor.dtype).reshape(tensor.shape)
+                # numpy requests huge pages, whose first access is four times faster. torch cannot view no bytes.
+                flat = torch.from_numpy(
+                    np.empty(max(1, tensor.numel()) * tensor.element_size(), np.uint8)
+                )
+                elements = flat.view(tensor.dtype)[: tensor.numel()]
+                self._memory[name] = elements.reshape(tensor.shape)
                 new.append(self._memory[name])
         return new
 

@@ -1,0 +1,244 @@
+"""State of the training program over restarts: `Learner.keep` and `Learner.scheduler` with a real link process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from itertools import islice
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from diloco.errors import EXIT_REFUSED
+from diloco.spec import Checkpoint
+from diloco_testing.learners.linked import connected, make_spec, step_until
+from diloco_testing.syncers.scripted import ScriptedSyncer
+
+PROGRAM = """
+import collections, os, torch
+from torch import nn
+from diloco_worker import Learner
+
+class Loader:
+    '''Random indexes, of which it prefetches eight; its state is that of what was yielded.'''
+    def __init__(self):
+        self.generator, self.ahead = torch.Generator().manual_seed(3), collections.deque()
+    def __iter__(self):
+        while True:
+            while len(self.ahead) < 8:
+                before = self.generator.get_state()
+                self.ahead.append((before, int(torch.randint(1_000_000, (), generator=self.generator))))
+            yield self.ahead.popleft()[1]
+    def state_dict(self):
+        return {"generator": self.ahead[0][0] if self.ahead else self.generator.get_state()}
+    def load_state_dict(self, state):
+        self.ahead.clear()
+        self.generator.set_state(state["generator"])
+
+def first(items):
+    return items[0]
+
+def make(kind):
+    if kind == "own":
+        return Loader()
+    from torchdata.stateful_dataloader import StatefulDataLoader
+    return StatefulDataLoader(
+        range(100_000), batch_size=1, shuffle=True, num_workers=4, collate_fn=first,
+        generator=torch.Generator().manual_seed(3),
+    )
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    model = nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    learner = Learner.connect(model, optimizer)
+    loader = make(os.environ["LOADER"])
+    learner.keep(loader=loader)
+    for index in loader:
+        if learner.done:
+            break
+        model(torch.full((1, 8), index / 1e6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        learner.step(tokens=1)
+        print(learner.local_step, index, flush=True)
+"""
+
+
+@contextlib.contextmanager
+def program():
+    """The program in its own process; killed at the end."""
+    with subprocess.Popen(
+        [sys.executable, "-c", PROGRAM], stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def lines(process, count=None):
+    """The numbers of the next lines; of all that are left if there is no count."""
+    return [tuple(map(int, line.split())) for line in islice(process.stdout, count)]
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+@pytest.mark.parametrize("loader", ["own", "torchdata"])
+def test_a_loader_that_prefetches_repeats_and_skips_no_batch_after_a_kill(
+    enter, monkeypatch, loader, use_checkpoint
+):
+    if loader == "torchdata":
+        pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    monkeypatch.setenv("LOADER", loader)
+    spec = make_spec(learner_checkpoint=Checkpoint(every_steps=5, keep=2))
+    with ScriptedSyncer(spec) as syncer:
+        syncer.step, syncer.welcome = 10, {"run": "a"}
+        state = enter(spec, syncer.port)
+        with program() as process:
+            seen, deadline = lines(process, 12), time.monotonic() + 90
+            while not list(state.glob("checkpoint-*.json")):
+                assert time.monotonic() < deadline, "no checkpoint in time"
+                seen += lines(process, 1)
+            process.send_signal(signal.SIGKILL)
+            seen += lines(process)
+        assert seen == list(enumerate((index for _, index in seen), start=1))
+        newest = max(int(path.stem.rpartition("-")[2]) for path in state.glob("checkpoint-*.json"))
+        syncer.welcome = {"run": "a", "use_checkpoint": use_checkpoint}
+        with program() as process:
+            # What was trained after the checkpoint is repeated; nothing else is.
+            again = lines(process, len(seen) - newest + 20)
+    assert again[0][0] == newest + 1
+    indexes = dict(seen)
+    repeated = [step for step, index in again if indexes.get(step, index) == index]
+    assert repeated == [step for step, _ in again]
+    values = [*(index for step, index in seen if step <= newest), *(index for _, index in again)]
+    assert values == uninterrupted(loader, len(values))
+
+
+def uninterrupted(loader, count):
+    """What the program's loader yields."""
+    names = {}
+    exec(PROGRAM, names)  # the classes, without the program itself
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torchdata's
+        return list(islice(names["make"](loader), count))
+
+
+class Average:
+    """Counts the steps that it was updated in."""
+
+    def __init__(self, kind=int):
+        self.updates, self.kind = 0, kind
+
+    def state_dict(self):
+        return {"updates": self.kind(self.updates)}
+
+    def load_state_dict(self, state):
+        self.updates = self.kind(state["updates"])
+
+
+def restarted(syncer, enter, *, steps=5, **welcome):
+    """A learner that trained for some steps with an average, left, and joined again."""
+    syncer.step, syncer.welcome = 10, {"run": "a"}
+    learner, model, opt = connected(syncer, enter, optimizer=torch.optim.AdamW)
+    average = Average()
+    learner.keep(average=average)
+
+    def enough():
+        average.updates += 1
+        return learner.local_step == steps
+
+    step_until(enough, learner, model, opt)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert learner.done
+    syncer.welcome = {"run": "a", **welcome}
+    return connected(syncer, enter, seed=5, optimizer=torch.optim.AdamW)
+
+
+@pytest.mark.parametrize("use_checkpoint", [True, False])
+def test_what_was_kept_continues_with_the_checkpoint_and_what_is_new_starts_anew(
+    enter, capfd, use_checkpoint
+):
+    with ScriptedSyncer(make_spec()) as syncer:
+        again, _, _ = restarted(syncer, enter, use_checkpoint=use_checkpoint)
+        with again:
+            average, other = Average(), Average()
+            again.keep(average=average, other=other)
+            assert (average.updates, other.updates) == (6, 0)
+        error = capfd.readouterr().err
+        source = "the local checkpoint of local step 5"
+        assert f"eu/0: average continues with the state of {source}\n" in error
+        assert f"eu/0: other starts anew: {source} has no state of it\n" in error
+
+
+def test_of_another_run_nothing_that_was_kept_is_restored(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        again, _, _ = restarted(syncer, enter, run="b", use_checkpoint=True)
+        with again:
+            average = Average()
+            again.keep(average=average)
+            assert average.updates == 0
+
+
+def test_an_object_that_does_not_take_its_state_ends_the_learner(enter, capfd):
+    with ScriptedSyncer(make_spec()) as syncer:
+        again, _, _ = restarted(syncer, enter, use_checkpoint=True)
+        with pytest.raises(SystemExit) as end:
+            again.keep(average=Average(kind=lambda value: value / 0))
+        assert end.value.code == EXIT_REFUSED
+        assert "eu/0: learner.keep: average does not take its state" in capfd.readouterr().err
+        syncer.wait(lambda: len(syncer.goodbyes) == 2)
+
+
+def test_a_state_that_cannot_be_saved_ends_the_learner_at_its_first_step(enter, capfd):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        learner.keep(average=Average(kind=lambda value: {value}))
+        with pytest.raises(SystemExit) as end:
+            step_until(lambda: False, learner, model, opt)
+        assert end.value.code == EXIT_REFUSED
+        assert learner.local_step == 0
+        error = capfd.readouterr().err
+        assert "the state of average cannot be saved" in error
+        assert "average/updates is a set; only tensors and plain values" in error
+
+
+def rate_at(step):
+    """The learning rate of the schedule below."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.05)
+    scheduler = schedule_of(optimizer)
+    for _ in range(step):
+        optimizer.step()
+        scheduler.step()
+    return optimizer.param_groups[0]["lr"]
+
+
+def schedule_of(optimizer):
+    return lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=150, cycle_momentum=False)
+
+
+def test_the_learning_rate_is_that_of_the_global_step_for_joiners_and_after_restarts(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        syncer.step, syncer.welcome = 121, {"run": "a"}
+        learner, model, opt = connected(syncer, enter)
+        learner.scheduler(schedule_of(opt))
+        assert opt.param_groups[0]["lr"] == rate_at(121)
+        syncer.step = 130
+        syncer.open(0)
+        step_until(lambda: learner.step_index == 130, learner, model, opt)
+        assert opt.param_groups[0]["lr"] == rate_at(130)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert learner.done
+        for step, use_checkpoint in ((132, True), (140, False), (125, False)):
+            syncer.step = step
+            syncer.welcome = {"run": "a", "use_checkpoint": use_checkpoint}
+            again, _, opt = connected(syncer, enter, seed=5)
+            with again:
+                again.scheduler(schedule_of(opt))
+                assert opt.param_groups[0]["lr"] == rate_at(step)

@@ -1,0 +1,185 @@
+"""`Learner.scheduler`: the learning rate is that of the global step, however a learner came to it."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+from diloco.errors import ConfigError
+from diloco_worker import Learner
+from diloco_worker.trainer import scheduler as scheduler_module
+from diloco_worker.trainer.scheduler import GlobalStepScheduler
+
+STEPS = 150
+
+
+def sequential(optimizer):
+    return lr_scheduler.SequentialLR(
+        optimizer,
+        [
+            lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=20),
+            lr_scheduler.CosineAnnealingLR(optimizer, T_max=STEPS - 20),
+        ],
+        milestones=[20],
+    )
+
+
+def chained(optimizer):
+    return lr_scheduler.ChainedScheduler(
+        [
+            lr_scheduler.ConstantLR(optimizer, factor=0.1, total_iters=20),
+            lr_scheduler.ExponentialLR(optimizer, gamma=0.99),
+        ]
+    )
+
+
+KINDS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda step: min(1.0, step / 20)),
+    "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda step: 0.99),
+    "StepLR": lambda o: lr_scheduler.StepLR(o, 30, gamma=0.5),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, T_max=STEPS),
+    "CosineAnnealingWarmRestarts": lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, T_0=40),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.5, total_steps=STEPS),
+    "CyclicLR": lambda o: lr_scheduler.CyclicLR(
+        o, base_lr=0.01, max_lr=0.1, step_size_up=13, cycle_momentum=False
+    ),
+    "PolynomialLR": lambda o: lr_scheduler.PolynomialLR(o, total_iters=STEPS, power=2.0),
+    "SequentialLR": sequential,
+    "ChainedScheduler": chained,
+}
+
+
+def make_optimizer():
+    layers = nn.Linear(2, 2)
+    groups = [{"params": [layers.weight], "lr": 0.2}, {"params": [layers.bias], "lr": 0.05}]
+    return torch.optim.AdamW(groups)
+
+
+def schedule(kind, step):
+    """Learning rates and betas at a step, of a loop that was never interrupted."""
+    optimizer = make_optimizer()
+    made = KINDS[kind](optimizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(step):
+            optimizer.step()
+            made.step()
+    return options(optimizer)
+
+
+def options(optimizer):
+    return [(group["lr"], group["betas"]) for group in optimizer.param_groups]
+
+
+class Steps:
+    """A global step that the test sets."""
+
+    def __init__(self, step=0):
+        self.step = step
+
+    def __call__(self):
+        return self.step
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_learner_that_joins_late_has_the_learning_rate_of_the_global_step(kind, recwarn):
+    optimizer = make_optimizer()
+    GlobalStepScheduler(KINDS[kind](optimizer), Steps(121))
+    assert options(optimizer) == schedule(kind, 121)
+    assert not recwarn.list, "it has not seen the steps of others"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_jumps_of_several_steps_are_followed_and_a_second_call_changes_nothing(kind):
+    optimizer, steps = make_optimizer(), Steps()
+    followed = GlobalStepScheduler(KINDS[kind](optimizer), steps)
+    assert options(optimizer) == schedule(kind, 0)
+    for steps.step in (1, 2, 7, 19, 24, 24, 60, STEPS - 1):
+        optimizer.step()
+        for _ in range(2):
+            followed.step()
+            assert options(optimizer) == schedule(kind, steps.step)
+    assert followed.get_last_lr() == [lr for lr, _ in options(optimizer)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_syncer_that_returns_to_an_older_snapshot_takes_the_learning_rate_back(kind):
+    optimizer, steps = make_optimizer(), Steps(100)
+    followed = GlobalStepScheduler(KINDS[kind](optimizer), steps)
+    for steps.step in (48, 49, 0, 60):
+        followed.step()
+        assert options(optimizer) == schedule(kind, steps.step)
+
+
+def test_a_learning_rate_in_a_tensor_stays_the_same_tensor():
+    rate = torch.tensor(0.2)
+    optimizer = torch.optim.AdamW(nn.Linear(2, 2).parameters(), lr=rate)
+    steps = Steps(5)
+    followed = GlobalStepScheduler(lr_scheduler.ExponentialLR(optimizer, gamma=0.5), steps)
+    assert torch.allclose(optimizer.param_groups[0]["lr"], torch.tensor(0.2 * 0.5**5))
+    held = optimizer.param_groups[0]["lr"]
+    steps.step = 1
+    followed.step()
+    assert optimizer.param_groups[0]["lr"] is held
+    assert torch.allclose(held, torch.tensor(0.1))
+
+
+def test_a_scheduler_that_has_stepped_already_continues_from_there():
+    optimizer = make_optimizer()
+    made = KINDS["StepLR"](optimizer)
+    optimizer.step()
+    for _ in range(40):
+        made.step()
+    GlobalStepScheduler(made, Steps(70))
+    assert options(optimizer) == schedule("StepLR", 70)
+
+
+def test_its_state_is_the_global_step_alone():
+    optimizer, steps = make_optimizer(), Steps(30)
+    followed = GlobalStepScheduler(KINDS["CosineAnnealingLR"](optimizer), steps)
+    assert followed.state_dict() == {}
+    followed.load_state_dict({"last_epoch": 3})
+    steps.step = 31
+    followed.step()
+    assert options(optimizer) == schedule("CosineAnnealingLR", 31)
+
+
+def test_a_schedule_of_a_metric_is_refused():
+    optimizer = make_optimizer()
+    with pytest.raises(TypeError, match="ReduceLROnPlateau follows a metric of one learner"):
+        GlobalStepScheduler(lr_scheduler.ReduceLROnPlateau(optimizer), Steps())
+    inner = KINDS["StepLR"](optimizer)
+    nested = lr_scheduler.ChainedScheduler([inner])
+    nested._schedulers = [inner, lr_scheduler.ReduceLROnPlateau(optimizer)]
+    with pytest.raises(TypeError, match="ReduceLROnPlateau"):
+        GlobalStepScheduler(nested, Steps())
+
+
+@pytest.mark.parametrize("other", [None, lambda step: 0.1, make_optimizer()])
+def test_what_is_no_scheduler_of_torch_is_refused(other):
+    with pytest.raises(TypeError, match=r"expected a scheduler of torch\.optim\.lr_scheduler"):
+        GlobalStepScheduler(other, Steps())
+
+
+def test_a_global_step_that_is_too_far_ahead_is_refused(monkeypatch):
+    monkeypatch.setattr(scheduler_module, "MAX_STEPS", 10)
+    with pytest.raises(ConfigError, match="the global step is 11, and StepLR is at 0"):
+        GlobalStepScheduler(KINDS["StepLR"](make_optimizer()), Steps(11))
+
+
+def test_without_a_job_the_scheduler_follows_the_local_step():
+    optimizer = make_optimizer()
+    learner = Learner.connect(nn.Linear(1, 1), optimizer, standalone_steps=40)
+    made = KINDS["LambdaLR"](optimizer)
+    scheduler = learner.scheduler(made)
+    assert learner.scheduler(made) is scheduler
+    while not learner.done:
+        assert options(optimizer) == schedule("LambdaLR", learner.step_index)
+        optimizer.step()
+        scheduler.step()  # a loop that was written for torch's
+        learner.step(tokens=1)
+    assert scheduler.scheduler.last_epoch == 40

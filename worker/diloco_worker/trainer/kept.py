@@ -1,0 +1,148 @@
+"""
+Objects of the training program whose state is kept in local checkpoints (`Learner.keep`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, BinaryIO, Protocol, runtime_checkable
+
+import torch
+
+from diloco.errors import ConfigError
+from diloco_worker.trainer.trees import TensorReader, entry_of, pack, unpack
+
+AFTER_A_STEP = "learner.keep: call it before the first learner.step(); later, the state is no longer that of the step"
+
+MAX_ENTRIES = 64
+MAX_NAME_CHARACTERS = 64
+MAX_TENSOR_BYTES = 8 << 30
+"""Of all entries together."""
+MAX_VALUE_BYTES = 16 << 20
+"""Of all entries together without their tensors, as JSON."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Has a state that can be taken and given back."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state: tensors and plain values."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> Any:
+        """Take over a state."""
+
+
+class Kept:
+    """The objects by name."""
+
+    def __init__(self) -> None:
+        self._objects: dict[str, Stateful] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._objects)
+
+    def add(self, objects: Mapping[str, Any]) -> None:
+        """
+        Keep these objects; after an error, none of them.
+
+        Raises:
+            TypeError: an object without the two methods.
+            ValueError: a name that is taken or cannot be used, or too many objects.
+        """
+        for name, found in objects.items():
+            if not (name.isidentifier() and len(name) <= MAX_NAME_CHARACTERS):
+                raise ValueError(
+                    f"learner.keep: {name[:80]!r} is not a Python name of at most {MAX_NAME_CHARACTERS} characters"
+                )
+            if name in self._objects:
+                raise ValueError(f"learner.keep: {name} is kept already; use another name")
+            missing = [
+                method
+                for method in ("state_dict", "load_state_dict")
+                if not callable(getattr(found, method, None))
+            ]
+            if missing:
+                raise TypeError(
+                    f"learner.keep: {name} is a {type(found).__name__} without {' and '.join(missing)}; expected "
+                    "an object with both methods"
+                )
+        if len(self._objects) + len(objects) > MAX_ENTRIES:
+            raise ValueError(f"learner.keep: more than {MAX_ENTRIES} objects")
+        self._objects.update(objects)
+
+    def capture(self) -> dict[str, Any]:
+        """
+        The state of every object now; its tensors may be the objects' own.
+
+        Raises:
+            ConfigError: an object has no state that can be saved, or together they are too large.
+        """
+        states, tensor_bytes, value_bytes = {}, 0, 0
+        for name, kept in self._objects.items():
+            tensors: dict[str, torch.Tensor] = {}
+            try:
+                states[name] = kept.state_dict()
+                text = json.dumps(pack(states[name], tensors, name))
+                for path, tensor in tensors.items():
+                    entry_of(path, tensor)
+            except Exception as error:  # of the user's class
+                reason = str(error) if isinstance(error, ConfigError) else repr(error)
+                raise ConfigError(
+                    f"learner.keep: the state of {name} cannot be saved: {reason}"
+                ) from error
+            tensor_bytes += sum(tensor.nbytes for tensor in tensors.values())
+            value_bytes += len(text)
+            if tensor_bytes > MAX_TENSOR_BYTES or value_bytes > MAX_VALUE_BYTES:
+                raise ConfigError(
+                    f"learner.keep: with {name}, the states have {tensor_bytes} bytes of tensors and {value_bytes} "
+                    f"of other values, expected at most {MAX_TENSOR_BYTES} and {MAX_VALUE_BYTES}; keep less"
+                )
+        return states
+
+    def restore(self, name: str, state: Any) -> None:
+        """
+        Give an object the state that it had.
+
+        Raises:
+            ConfigError: it does not take it.
+        """
+        try:
+            self._objects[name].load_state_dict(state)
+        except Exception as error:  # of the user's class
+            raise ConfigError(
+                f"learner.keep: {name} does not take its state of the local checkpoint: {error!r}; to begin "
+                "with a new state, keep it under another name"
+            ) from error
+
+
+class SavedEntries:
+    """
+    What `Kept.capture` returned for a checkpoint, read one entry at a time.
+
+    Args:
+        file: of the checkpoint's tensors; closed by `close`, and it may be deleted before.
+        trees: packed states by name.
+        local_step: of the checkpoint.
+    """
+
+    def __init__(self, file: BinaryIO, trees: Mapping[str, Any], *, local_step: int) -> None:
+        self.local_step = local_step
+        self._file, self._trees = file, dict(trees)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._trees
+
+    def read(self, name: str) -> Any:
+        """
+        The state of one entry.
+
+        Raises:
+            DamagedError: the file is not what was verified.
+        """
+        return unpack(self._trees[name], TensorReader(self._file))
+
+    def close(self) -> None:
+        """No further entry is read."""
+        self._file.close()
