@@ -14,16 +14,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from diloco_worker.attachment import StopTraining, attach
     from diloco_worker.identities import Identity, identity
     from diloco_worker.learner import Learner
     from diloco_worker.rank_liveness import report_progress
 
-__all__ = ["Identity", "Learner", "identity", "report_progress"]
+__all__ = ["Identity", "Learner", "StopTraining", "attach", "identity", "report_progress"]
 
 # A module with the name of what it offers would hide it, once something imports the module.
 _MODULES = {
     "Identity": "identities",
     "Learner": "learner",
+    "StopTraining": "attachment",
+    "attach": "attachment",
     "identity": "identities",
     "report_progress": "rank_liveness",
 }

@@ -85,7 +85,7 @@ def test_in_a_cluster_the_number_of_learners_is_stated_to_be_unknown(enter, caps
     assert list(identity().shard(range(100), max_learners_per_region=4)) == list(range(5, 100, 12))
 
 
-def test_a_learner_that_was_scaled_away_has_no_rank():
+def test_a_learner_that_was_removed_by_scaling_has_no_rank():
     with pytest.raises(ConfigError, match="us has 1 of the 6 learners, expected more than 2"):
         _ = of("us/2").learner_rank
 
