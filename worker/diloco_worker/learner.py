@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, StorageError
 from diloco.spec import RunSpec
 from diloco_worker import settings
+from diloco_worker.identities import Identity, of
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.standalone import StandaloneTrainer
 from diloco_worker.trainer.kept import Stateful
@@ -75,10 +76,12 @@ class Learner:
     Create it with `Learner.connect`, in the main thread and after the model is on its device.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
+    def __init__(self, trainer: Trainer, *, identity: Identity | None = None) -> None:
         self._trainer = trainer
         self._schedulers: dict[int, GlobalStepScheduler] = {}
         """By id of what they wrap."""
+        self.identity = identity or Identity()
+        """Which learner this is; its local step is that at which this process began to train."""
 
     @staticmethod
     def connect(
@@ -113,11 +116,10 @@ class Learner:
                 return Learner(StandaloneTrainer(steps=standalone_steps))
             _refuse_other_ranks(config)
             optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-            return Learner(
-                JoinedTrainer(
-                    config, model, optimizers, connect_timeout_seconds=connect_timeout_seconds
-                )
+            trainer = JoinedTrainer(
+                config, model, optimizers, connect_timeout_seconds=connect_timeout_seconds
             )
+            return Learner(trainer, identity=of(config, local_step=trainer.local_step))
         except StorageError as error:
             # Not a refusal: the disk may work again after a restart.
             raise exit_with(1, str(error)) from None
@@ -238,6 +240,16 @@ class Learner:
     def _follow(self) -> None:
         for scheduler in self._schedulers.values():
             scheduler.step()
+
+    # ------------------------------------------------------------ data and seeds
+
+    def shard(self, dataset: Any, *, max_learners_per_region: int | None = None) -> Any:
+        """The items of a dataset that no other learner reads: see `Identity.shard`."""
+        return self.identity.shard(dataset, max_learners_per_region=max_learners_per_region)
+
+    def seed(self) -> int:
+        """A seed that differs between learners and between restarts: see `Identity.seed`."""
+        return self.identity.seed()
 
     # ------------------------------------------------------------ training
 

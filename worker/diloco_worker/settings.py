@@ -81,6 +81,11 @@ class LearnerSettings:
         return RunSpec.from_json(text, source=str(self.spec))
 
 
+def in_job(environ: Mapping[str, str] | None = None) -> bool:
+    """Whether this process is part of a job."""
+    return bool(Environment(os.environ if environ is None else environ).text("DILOCO_SYNCER"))
+
+
 def from_env(
     environ: Mapping[str, str] | None = None, *, observer: bool = False
 ) -> LearnerSettings | None:

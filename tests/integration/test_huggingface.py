@@ -1,0 +1,163 @@
+"""The real Trainer of transformers with a scripted learner: what the callback changes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from diloco.errors import ConfigError
+from diloco_testing.learners.rejoined import Rejoined
+
+transformers = pytest.importorskip("transformers")
+from diloco_worker.integrations.huggingface import (  # noqa: E402 - needs the library
+    DiLoCoCallback,
+    tokens_of,
+)
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+CONTEXT, BATCH = 8, 4
+
+
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    size = {"vocab_size": 16, "n_positions": CONTEXT, "n_embd": 8, "n_layer": 1, "n_head": 1}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**size))
+
+
+class Rates(transformers.TrainerCallback):
+    """The learning rate of each optimizer step."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_pre_optimizer_step(self, args, state, control, optimizer=None, **kwargs):
+        self.seen.append(optimizer.param_groups[0]["lr"])
+
+
+@pytest.fixture
+def train(model, tmp_path):
+    """Trains with these arguments; returns the Trainer and the rates."""
+
+    def run(callback, *, optimizers=(None, None), **changes):
+        options = {
+            "output_dir": str(tmp_path), "per_device_train_batch_size": BATCH, "learning_rate": 1.0,
+            "lr_scheduler_type": "linear", "save_strategy": "no", "report_to": "none", "use_cpu": True,
+            "max_steps": 3, "logging_steps": 1, "disable_tqdm": True, **changes,
+        }  # fmt: skip
+        ids = torch.arange(CONTEXT)
+        data = [{"input_ids": ids, "labels": ids} for _ in range(10)]
+        rates = Rates()
+        trainer = transformers.Trainer(
+            model,
+            transformers.TrainingArguments(**options),
+            train_dataset=data,
+            eval_dataset=data[:3],
+            callbacks=[callback, rates],
+            optimizers=optimizers,
+        )
+        trainer.train()
+        return trainer, rates.seen
+
+    return run
+
+
+def test_the_job_ends_training_and_not_max_steps_or_epochs(train, monkeypatch):
+    job = Rejoined(steps=12).join(monkeypatch)
+    trainer, _ = train(DiLoCoCallback(), max_steps=3)
+    assert (job.local_step, trainer.state.global_step, job.closed) == (12, 12, True)
+
+
+def test_a_learner_slower_than_the_job_ends_with_it(train, monkeypatch):
+    job = Rejoined(steps=2, total=50).join(monkeypatch)
+    train(DiLoCoCallback(), max_steps=40)
+    assert job.local_step == 2
+
+
+def test_the_learning_rate_follows_the_global_step_after_a_restart(train, monkeypatch):
+    Rejoined(at=121, total=150, steps=4, rate=2).join(monkeypatch)
+    _, rates = train(DiLoCoCallback(), warmup_steps=50)
+    assert rates == pytest.approx([(150 - t) / 100 for t in (121, 123, 125, 127)])
+
+
+def test_a_job_that_becomes_longer_has_a_longer_schedule(train, monkeypatch):
+    job = Rejoined(at=50, total=100, steps=4, rate=0).join(monkeypatch)
+
+    class Extend(transformers.TrainerCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            job.total_steps = 200
+
+    callback = DiLoCoCallback()
+    callback.on_substep_end = Extend().on_step_end  # after each micro-batch but the last
+    _, rates = train(callback, gradient_accumulation_steps=2)
+    assert rates == pytest.approx([0.5, 0.75, 0.75, 0.75])
+
+
+def test_a_scheduler_of_the_user_is_followed_as_well(train, model, monkeypatch):
+    Rejoined(at=20, total=100, steps=3).join(monkeypatch)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 21, gamma=0.5)
+    _, rates = train(DiLoCoCallback(), optimizers=(optimizer, scheduler))
+    assert rates == [1.0, 0.5, 0.5]
+
+
+def test_tokens_of_all_micro_batches_count_once_and_evaluation_does_not(train, monkeypatch):
+    job = Rejoined(steps=3).join(monkeypatch)
+    train(
+        DiLoCoCallback(),
+        gradient_accumulation_steps=2,
+        eval_strategy="steps",
+        eval_steps=1,
+        dataloader_drop_last=True,
+    )
+    assert job.tokens == [2 * BATCH * CONTEXT] * 3
+
+
+def test_the_loss_is_the_one_that_the_trainer_logs(train, monkeypatch):
+    job = Rejoined(steps=3).join(monkeypatch)
+    trainer, _ = train(DiLoCoCallback(tokens=7))
+    logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    assert job.losses == [None, *(float(loss) for loss in logged[:2])]
+    assert job.tokens == [7, 7, 7]
+
+
+def test_a_fraction_of_all_steps_is_one_of_the_jobs_steps(train, monkeypatch):
+    Rejoined(steps=10, total=20).join(monkeypatch)
+    trainer, _ = train(DiLoCoCallback(), logging_steps=0.25)
+    assert [line["step"] for line in trainer.state.log_history if "loss" in line] == [5, 10]
+
+
+def test_training_that_ends_before_the_job_is_warned_about(train, monkeypatch, caplog):
+    job = Rejoined(steps=10).join(monkeypatch)
+
+    class Stop(DiLoCoCallback):
+        def on_step_end(self, args, state, control, **kwargs):
+            control.should_training_stop = True
+
+    train(Stop())
+    assert job.closed
+    assert "something else than the job ended training" in caplog.text
+
+
+def test_without_a_job_the_trainer_is_as_before(train, monkeypatch):
+    monkeypatch.delenv("DILOCO_SYNCER", raising=False)
+    callback = DiLoCoCallback()
+    trainer, rates = train(callback, max_steps=4)
+    assert trainer.state.global_step == callback.learner.local_step == 4
+    assert rates == pytest.approx([1.0, 0.75, 0.5, 0.25])
+
+
+def test_a_callback_that_comes_too_late_is_refused(train, monkeypatch):
+    Rejoined().join(monkeypatch)
+    callback = DiLoCoCallback()
+    callback.on_init_end = lambda *_, **__: None  # as after trainer.add_callback
+    with pytest.raises(ConfigError, match="Trainer that exists already"):
+        train(callback)
+
+
+def test_inputs_without_a_tensor_need_the_number_of_tokens():
+    assert tokens_of({"pixel_values": torch.zeros(3, 5)}) == 3
+    assert tokens_of(torch.zeros(2, 5)) == 2
+    with pytest.raises(TypeError, match=r"\['text'\] have no tensor to count"):
+        tokens_of({"text": "x"})

@@ -1,0 +1,118 @@
+"""The real Trainer of Lightning with a scripted learner: what the callback changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from diloco_testing.learners.rejoined import Rejoined
+
+pl = pytest.importorskip("lightning.pytorch")
+from diloco_worker.integrations.lightning import DiLoCoCallback  # noqa: E402 - needs the library
+
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
+
+BATCH = 4
+
+
+class Module(pl.LightningModule):
+    """A linear model whose rate falls by one hundredth a step."""
+
+    def __init__(self, interval="step"):
+        super().__init__()
+        self.layer, self.rates, self.losses = nn.Linear(2, 1), [], []
+        self.interval = interval
+
+    def training_step(self, batch, batch_idx):
+        loss = self.layer(batch[0]).square().mean()
+        self.losses.append(float(loss.detach()))
+        return loss
+
+    def on_before_optimizer_step(self, optimizer):
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": scheduler, "interval": self.interval},
+        }
+
+
+class TwoOptimizers(Module):
+    """As a GAN: the second one steps once for two steps of the first."""
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        first, last = self.optimizers()
+        for optimizer in (first, first, last):
+            optimizer.zero_grad()
+            self.manual_backward(self.layer(batch[0]).square().mean())
+            optimizer.step()
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD(self.parameters(), lr=0.01) for _ in range(2)]
+
+
+def train(callback, module=None, **options):
+    """Train on 5 batches per epoch; returns the Trainer and the module."""
+    module = module or Module()
+    trainer = pl.Trainer(
+        accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
+        enable_model_summary=False, callbacks=[callback], **{"max_steps": 3, **options},
+    )  # fmt: skip
+    data = torch.utils.data.TensorDataset(torch.ones(5 * BATCH, 2))
+    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=BATCH))
+    return trainer, module
+
+
+def rows(batch):
+    return len(batch[0])
+
+
+@pytest.mark.parametrize(
+    "limits", [{"max_steps": 3}, {"max_epochs": 1}, {"min_epochs": 9, "max_epochs": 20}]
+)
+def test_the_job_ends_training_and_not_the_trainers_limits(monkeypatch, limits):
+    job = Rejoined(steps=12).join(monkeypatch)
+    trainer, _ = train(DiLoCoCallback(tokens=1), **{"max_steps": -1, **limits})
+    assert (job.local_step, trainer.global_step, job.closed) == (12, 12, True)
+
+
+def test_the_learning_rate_follows_the_global_step_after_a_restart(monkeypatch):
+    Rejoined(at=60, steps=4, rate=2).join(monkeypatch)
+    _, module = train(DiLoCoCallback(tokens=1))
+    assert module.rates == pytest.approx([0.0040, 0.0038, 0.0036, 0.0034])
+
+
+def test_a_scheduler_of_epochs_is_left_alone(monkeypatch):
+    Rejoined(at=60, steps=7).join(monkeypatch)
+    _, module = train(DiLoCoCallback(tokens=1), Module(interval="epoch"))
+    assert module.rates == pytest.approx([0.01] * 5 + [0.0099] * 2)
+
+
+def test_tokens_of_all_micro_batches_and_the_loss_before_are_counted(monkeypatch):
+    job = Rejoined(steps=3).join(monkeypatch)
+    _, module = train(DiLoCoCallback(tokens=rows), accumulate_grad_batches=2)
+    # The last batch of an epoch is a step of its own.
+    assert job.tokens == [2 * BATCH, 2 * BATCH, BATCH]
+    assert job.losses == pytest.approx([module.losses[batch] for batch in (0, 2, 3)])
+
+
+def test_of_several_optimizers_each_step_of_the_last_counts(monkeypatch):
+    job = Rejoined(steps=5).join(monkeypatch)
+    train(DiLoCoCallback(tokens=rows), TwoOptimizers())
+    assert (job.local_step, job.tokens) == (5, [BATCH] * 5)
+
+
+def test_without_a_job_the_trainer_is_as_before(monkeypatch):
+    monkeypatch.delenv("DILOCO_SYNCER", raising=False)
+    callback = DiLoCoCallback(tokens=1)
+    trainer, module = train(callback, max_steps=7)
+    assert trainer.global_step == callback.learner.local_step == 7
+    assert module.rates == pytest.approx([0.01 * (1 - step / 100) for step in range(7)])

@@ -1,0 +1,64 @@
+"""A learner without a syncer, anywhere in its job: for the loops of other libraries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from diloco_worker import Learner
+from diloco_worker.core.ledger import Ledger
+
+
+class Rejoined:
+    """
+    Implements what `Learner` needs, as a learner that joins at a global step.
+
+    Args:
+        at: global step at which it joins.
+        total: T.
+        steps: the job is complete after so many steps of this learner.
+        rate: global steps for each of its own.
+    """
+
+    def __init__(
+        self, *, at: int = 0, total: int = 100, steps: int = 10, rate: float = 1.0
+    ) -> None:
+        self.name, self.index, self.spec = "eu/0", 0, None
+        self.config: dict[str, Any] = {}
+        self.total_steps, self.tokens, self.losses = total, [], []
+        self._at, self._steps, self._rate = at, steps, rate
+        self._ledger, self.closed = Ledger(0), False
+        self.connected: tuple[torch.nn.Module, list[torch.optim.Optimizer]] | None = None
+
+    @property
+    def done(self) -> bool:
+        return self.closed or self.local_step >= self._steps
+
+    @property
+    def step_index(self) -> int:
+        return self._at + int(self._rate * self.local_step)
+
+    @property
+    def local_step(self) -> int:
+        return self._ledger.local_step
+
+    def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
+        self._ledger.count(tokens)
+        self.tokens.append(tokens)
+        self.losses.append(None if loss is None else float(loss))
+
+    def close(self) -> None:
+        self.closed = True
+
+    def join(self, monkeypatch: pytest.MonkeyPatch) -> Rejoined:
+        """Let `Learner.connect` return it, in the environment of a job."""
+
+        def connect(model: torch.nn.Module, optimizer: Any, **_: object) -> Learner:
+            self.connected = model, optimizer
+            return Learner(self)
+
+        monkeypatch.setenv("DILOCO_SYNCER", "127.0.0.1:1")
+        monkeypatch.setattr(Learner, "connect", connect)
+        return self

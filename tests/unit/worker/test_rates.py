@@ -1,0 +1,83 @@
+"""Learning rates at the job's global step, whatever scheduler a trainer has."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from diloco_worker.integrations.rates import Rates
+
+SCHEDULERS = {
+    "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
+    "cosine": lambda o: lr_scheduler.CosineAnnealingLR(o, 50),
+    "steps": lambda o: lr_scheduler.StepLR(o, 7),
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=60),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [lr_scheduler.LinearLR(o, total_iters=10), lr_scheduler.CosineAnnealingLR(o, 40)],
+        milestones=[10],
+    ),
+    "chain": lambda o: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.LinearLR(o, total_iters=10), lr_scheduler.StepLR(o, 5)]
+    ),
+}
+
+
+def groups() -> torch.optim.Optimizer:
+    weights = [torch.nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    return torch.optim.AdamW([{"params": weights[:1]}, {"params": weights[1:], "lr": 0.3}], lr=0.1)
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [float(group["lr"]) for group in optimizer.param_groups]
+
+
+def stepped(kind: str) -> list[list[float]]:
+    """The rates of a run without restarts."""
+    optimizer = groups()
+    scheduler, found = SCHEDULERS[kind](optimizer), []
+    for _ in range(50):
+        found.append(rates(optimizer))
+        optimizer.step()
+        scheduler.step()
+    return found
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_a_learner_that_rejoins_has_the_rates_of_the_global_step(kind):
+    expected = stepped(kind)
+    optimizer = groups()
+    scheduler = SCHEDULERS[kind](optimizer)
+    followed = Rates(scheduler)
+    for step in (20, 20, 21, 24, 48):
+        followed.follow(step)
+        assert rates(optimizer) == pytest.approx(expected[step])
+        assert scheduler.get_last_lr() == pytest.approx(expected[step])
+        optimizer.step()
+        scheduler.step()  # as its trainer does
+
+
+def test_the_model_is_not_copied():
+    optimizer = groups()
+    followed = Rates(SCHEDULERS["sequence"](optimizer))
+    assert sum(p.numel() for g in followed._stand_in.param_groups for p in g["params"]) == 0
+
+
+def test_a_schedule_can_be_replaced_when_the_job_becomes_longer():
+    optimizer = groups()
+    scheduler = lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    for total, expected in ((100, 0.05), (200, 0.075)):
+        made = lambda o, total=total: lr_scheduler.LambdaLR(o, lambda step: 1 - step / total)  # noqa: E731
+        Rates(scheduler, made).follow(50)
+        assert rates(optimizer) == pytest.approx([expected, 3 * expected])
+
+
+def test_a_rate_that_is_a_tensor_stays_the_same_tensor():
+    rate = torch.tensor(0.1)
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(3))], lr=rate, capturable=False)
+    followed = Rates(lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step)))
+    kept = optimizer.param_groups[0]["lr"]
+    followed.follow(4)
+    assert optimizer.param_groups[0]["lr"] is kept
+    assert float(kept) == pytest.approx(0.02)

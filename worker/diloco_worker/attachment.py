@@ -1,0 +1,162 @@
+"""
+`attach`: adds a training loop that one does not own to a job.
+
+    with attach(model, optimizer, tokens=n_tokens):
+        their_fit(model, optimizer)
+
+Each step of the optimizer is a step of the learner, counted by a hook of torch after it. Micro-batches of gradient
+accumulation and steps that a GradScaler skips do not call the optimizer, so they are not counted.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from diloco_worker.learner import Learner
+
+log = logging.getLogger(__name__)
+
+Loss = float | torch.Tensor | None
+
+
+class StopTraining(BaseException):
+    """
+    Raised by the optimizer's step inside of `with attach(...)` when the loop is to end.
+
+    Not an Exception: a loop might catch those to continue with its next batch.
+    """
+
+
+class AttachedLearner(Learner):
+    """
+    A learner whose steps are counted by its optimizer; do not call `step` yourself.
+
+    Args:
+        learner: connected.
+        optimizer: each of its steps counts.
+        tokens: see `attach`.
+        loss: see `attach`.
+    """
+
+    def __init__(
+        self, learner: Learner, optimizer: Optimizer, *, tokens: int | Callable[[], int],
+        loss: Callable[[], Loss] | None,
+    ) -> None:  # fmt: skip
+        super().__init__(learner._trainer, identity=learner.identity)
+        self._tokens, self._loss = tokens, loss
+        self._raises = self._warned = self._left = False
+        optimizer.register_step_post_hook(self._stepped)
+
+    def __enter__(self) -> AttachedLearner:
+        """Return this learner, for `with`: the block ends when the learner is done."""
+        self._raises = True
+        return self
+
+    def __exit__(self, *error: object) -> bool:  # type: ignore[override]
+        """Leave the job; suppress StopTraining."""
+        self._raises = False
+        self.close()
+        return isinstance(error[1], StopTraining)
+
+    def _stepped(self, optimizer: Optimizer, *_: object) -> None:
+        if _skipped(optimizer):
+            return
+        left = self._left
+        if not left:
+            tokens = self._tokens() if callable(self._tokens) else self._tokens
+            self.step(tokens=tokens, loss=None if self._loss is None else self._loss())
+        self._left = self.done
+        if self._left and self._raises:
+            raise StopTraining
+        if left and not self._warned:
+            self._warned = True
+            log.warning(
+                "%s has left the job, and the loop continues; end it when learner.done is true, or run "
+                "it inside of `with attach(...)`",
+                self.name,
+            )
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer | Sequence[Optimizer],
+    *,
+    tokens: int | Callable[[], int],
+    loss: Callable[[], Loss] | None = None,
+    standalone_steps: int | None = None,
+    connect_timeout_seconds: float = 600,
+) -> AttachedLearner:
+    """
+    Join the job, and count every step of the optimizer from now on.
+
+    Two ways to end: a loop that you can change ends when `learner.done` is true. For any other, run
+    it inside of `with attach(...)`: at the end of the job, or after SIGTERM, the optimizer's step
+    raises StopTraining, which ends the block without an error.
+
+    Args:
+        model: as for `Learner.connect`. DistributedDataParallel and torch.compile are unwrapped.
+        optimizer: one or several, also as Accelerate and Lightning wrap them. Of several, each step
+            of the last one counts, so name last the one that steps once per round.
+        tokens: of each step; or a function that returns those since its last call.
+        loss: a function that returns the newest loss, for logs and metrics.
+        standalone_steps: as for `Learner.connect`.
+        connect_timeout_seconds: as for `Learner.connect`.
+
+    Raises:
+        SystemExit: as for `Learner.connect`.
+        TypeError: an argument cannot be used.
+    """
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
+        kinds = [type(o).__name__ for o in optimizers]
+        raise TypeError(
+            f"attach: optimizer is {kinds}, expected one torch.optim.Optimizer or several"
+        )
+    if isinstance(tokens, bool) or not (isinstance(tokens, int) or callable(tokens)):
+        raise TypeError(
+            f"attach: tokens is {tokens!r}, expected the number of tokens in each step, or a function "
+            "that returns it"
+        )
+    optimizers = [_bare_optimizer(wrapped) for wrapped in optimizers]
+    learner = Learner.connect(
+        _bare_model(model),
+        optimizers,
+        standalone_steps=standalone_steps,
+        connect_timeout_seconds=connect_timeout_seconds,
+    )
+    return AttachedLearner(learner, optimizers[-1], tokens=tokens, loss=loss)
+
+
+def _skipped(optimizer: Optimizer) -> bool:
+    """
+    Whether a GradScaler let a fused optimizer skip this step, which then decides it by itself.
+
+    On a GPU the answer is not waited for: there a skipped step of a fused optimizer counts.
+    """
+    found = getattr(optimizer, "found_inf", None)
+    return isinstance(found, torch.Tensor) and found.device.type == "cpu" and bool(found)
+
+
+def _bare_optimizer(optimizer: Optimizer) -> Optimizer:
+    # Hooks belong to the inner one: the wrappers of Accelerate and Lightning have none of their own.
+    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
+        optimizer = inner
+    return optimizer
+
+
+def _bare_model(model: nn.Module) -> nn.Module:
+    """Without wrappers that share its parameters and would prefix their names."""
+    while True:
+        inner: Any = getattr(model, "_orig_mod", None)  # torch.compile
+        if isinstance(model, DistributedDataParallel):
+            inner = model.module
+        if inner is None:
+            return model
+        model = cast(nn.Module, inner)

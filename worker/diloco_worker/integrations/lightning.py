@@ -1,0 +1,122 @@
+"""
+`DiLoCoCallback` for the Trainer of Lightning (the package `lightning`, or `pytorch_lightning`).
+
+    trainer = Trainer(callbacks=[DiLoCoCallback(tokens=lambda batch: batch[0].numel())])
+    trainer.fit(module, loader)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from diloco_worker import settings
+from diloco_worker.attachment import AttachedLearner, attach
+from diloco_worker.integrations.rates import Rates
+
+try:
+    from lightning.pytorch.callbacks import Callback
+except ImportError:
+    try:
+        from pytorch_lightning.callbacks import Callback
+    except ImportError as error:
+        raise ImportError(
+            "diloco_worker.integrations.lightning needs Lightning, which diloco does not install: "
+            f"pip install lightning ({error})"
+        ) from error
+
+log = logging.getLogger(__name__)
+
+
+class DiLoCoCallback(Callback):  # type: ignore[misc]
+    """
+    Makes a Trainer a learner of a job.
+
+    In a job, the syncer decides when training ends, not `max_steps`, `max_epochs` and their minima.
+    Schedulers with `interval: step` follow the global step, those with `interval: epoch` the epochs
+    of this process. Without a job, nothing changes.
+
+    Args:
+        tokens: of each optimizer step, or a function that returns those of a batch.
+        connect_timeout_seconds: as for `Learner.connect`.
+    """
+
+    def __init__(
+        self, *, tokens: int | Callable[[Any], int], connect_timeout_seconds: float = 600
+    ) -> None:
+        self.learner: AttachedLearner | None = None
+        """From the beginning of training on."""
+        self._tokens = tokens
+        self._timeout_seconds = connect_timeout_seconds
+        self._in_job = settings.in_job()
+        self._rates: list[Rates] = []
+        self._counted = 0
+        """Tokens of the batches since the last optimizer step."""
+        self._loss: Any = None
+
+    # ------------------------------------------------------------ hooks of Lightning
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """Remove the Trainer's own limits before its loop reads them."""
+        if stage == "fit" and self._in_job:
+            loop = trainer.fit_loop
+            loop.max_epochs = loop.epoch_loop.max_steps = -1
+            loop.min_epochs = loop.epoch_loop.min_steps = None
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Join the job."""
+        self.learner = attach(
+            pl_module,
+            trainer.optimizers,
+            tokens=self._take if callable(self._tokens) else self._tokens,
+            loss=lambda: self._loss,
+            connect_timeout_seconds=self._timeout_seconds,
+        )
+        if self._in_job:
+            self._rates = [
+                Rates(config.scheduler)
+                for config in trainer.lr_scheduler_configs
+                if config.interval == "step" and isinstance(config.scheduler, LRScheduler)
+            ]
+            trainer.should_stop = trainer.should_stop or self.learner.done
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the batch, and follow the global step."""
+        if callable(self._tokens):
+            self._counted += self._tokens(batch)
+        if self.learner is not None:
+            for rates in self._rates:
+                rates.follow(self.learner.step_index)
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Stop when the learner is done."""
+        if isinstance(outputs, Mapping) and "loss" in outputs:
+            # Known after the step, so it is the next one that reports it.
+            self._loss = outputs["loss"].detach() * trainer.accumulate_grad_batches
+        if self._in_job and self.learner is not None and self.learner.done:
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Leave the job."""
+        if self.learner is None:
+            return
+        if self._in_job and not self.learner.done:
+            log.warning(
+                "%s leaves the job at global step %d of %s: something else than the job ended training; "
+                "remove it (an early stopping, for example), or the learner restarts",
+                self.learner.name, self.learner.step_index, self.learner.total_steps,
+            )  # fmt: skip
+        self.learner.close()
+
+    # ------------------------------------------------------------ parts
+
+    def _take(self) -> int:
+        counted, self._counted = self._counted, 0
+        return counted
