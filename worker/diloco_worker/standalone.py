@@ -8,6 +8,7 @@ import torch
 
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import Ledger
+from diloco_worker.trainer.loss import LossReader
 
 
 class StandaloneTrainer:
@@ -23,7 +24,7 @@ class StandaloneTrainer:
         self.spec: RunSpec | None = None
         self.config: dict[str, Any] = {}
         self.total_steps = steps
-        self._ledger = Ledger(0)
+        self._ledger, self._loss = Ledger(0), LossReader()
         self._closed = False
 
     @property
@@ -45,6 +46,7 @@ class StandaloneTrainer:
 
     def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         """See `Learner.step`."""
+        self._loss.read(loss)  # refused here as in a job
         self._ledger.count(tokens)
 
     def close(self) -> None:
