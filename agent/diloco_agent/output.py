@@ -1,17 +1,23 @@
-"""Where the output of a process goes, and its last lines: a log file, or our own standard output."""
+"""Where the output of a process goes, and its end: a log file of limited size, or our own standard output."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import threading
 from pathlib import Path
 from typing import BinaryIO
 
 from diloco.runtime import files
 
-_TAIL_BYTES = 4096
-_TAIL_LINES = 12
+MAX_LOG_BYTES = 32 << 20
+"""Of a log file: then its content replaces that of `<name>.1.log`, and it starts over."""
+
+TAIL_LINES = 12
+
+_TAIL_BYTES = 16 << 10
+"""torchrun's banner and its own traceback, which follow the error of a rank, take 4 KiB."""
 _DRAIN_SECONDS = 1.0
 _STANDARD_OUTPUT = 1
 
@@ -21,7 +27,10 @@ class Log:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._earlier = path.with_suffix(f".1{path.suffix}")
         self._start = 0
+        self._moved = False
+        """A part of this run's output is in the earlier file."""
 
     def open(self) -> BinaryIO:
         """The file that the process writes to."""
@@ -31,15 +40,31 @@ class Log:
         self._start = file.seek(0, os.SEEK_END)
         return file
 
-    def last_lines(self) -> tuple[str, ...]:
-        """Last lines of this run that are not empty."""
-        try:
-            with open(files.open_regular(self._path), "rb") as file:
-                end = file.seek(0, os.SEEK_END)
-                file.seek(max(self._start, end - _TAIL_BYTES))
-                return _last_lines(file.read())
-        except OSError:
-            return ()
+    def limit(self, most_bytes: int = MAX_LOG_BYTES) -> None:
+        """
+        Move the content to the earlier file if it is too long; call it often.
+
+        The process keeps writing to the same file, at its end: what it writes in between may be lost. A disk that
+        refuses the copy costs the content, not the limit.
+        """
+        with contextlib.suppress(OSError):
+            if self._path.stat().st_size <= most_bytes:
+                return
+            with open(files.open_unlinked(self._path, os.O_RDWR), "r+b") as file:
+                try:
+                    with contextlib.suppress(OSError), open_private(self._earlier) as earlier:
+                        shutil.copyfileobj(file, earlier, 1 << 20)
+                finally:
+                    file.truncate(0)
+            self._start, self._moved = 0, True
+
+    def tail(self) -> str:
+        """The end of what this run wrote."""
+        own = _end(self._path, self._start)
+        missing = _TAIL_BYTES - len(own)
+        if self._moved and missing > 0:
+            own = _end(self._earlier, 0)[-missing:] + own
+        return own.decode(errors="replace")
 
 
 class Stream:
@@ -61,11 +86,14 @@ class Stream:
         self._thread.start()
         return os.fdopen(theirs, "wb")
 
-    def last_lines(self) -> tuple[str, ...]:
-        """Last lines that are not empty; waits a moment for what a process that just ended left in the pipe."""
+    def limit(self) -> None:
+        """Nothing is kept."""
+
+    def tail(self) -> str:
+        """The end of the output; waits a moment for what a process that just ended left in the pipe."""
         if self._thread is not None:
             self._thread.join(_DRAIN_SECONDS)
-        return _last_lines(self._tail)
+        return self._tail.decode(errors="replace")
 
     def _copy(self, source: int) -> None:
         try:
@@ -84,6 +112,18 @@ def open_private(path: Path) -> BinaryIO:
     return os.fdopen(files.open_unlinked(path, flags), "wb")
 
 
-def _last_lines(tail: bytes) -> tuple[str, ...]:
-    lines = (line.strip() for line in tail.decode(errors="replace").split("\n"))
-    return tuple(line for line in lines if line)[-_TAIL_LINES:]
+def last_lines(tail: str) -> tuple[str, ...]:
+    """The last lines that are not empty."""
+    lines = (line.strip() for line in tail.split("\n"))
+    return tuple(line for line in lines if line)[-TAIL_LINES:]
+
+
+def _end(path: Path, start: int) -> bytes:
+    """The end of a file, from `start` on at the earliest; empty if it cannot be read."""
+    try:
+        with open(files.open_regular(path), "rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - _TAIL_BYTES))
+            return file.read(_TAIL_BYTES)
+    except OSError:
+        return b""

@@ -3,7 +3,7 @@ What the agent does about its one process: start, restart, terminate, exit.
 
     WAITING --> RUNNING --exit--> BACK_OFF --delay over--> RUNNING
                 RUNNING --exit 0--> BACK_OFF with a long delay (its work is done)
-                RUNNING --refused, limit reached--> FINISHED
+                RUNNING --refused, limit reached, never joined--> FINISHED
                 RUNNING --stop requested--> TERMINATING --exit--> FINISHED
                 RUNNING --the unit's run ends--> RESTARTING --exit--> BACK_OFF without a delay
 
@@ -19,7 +19,16 @@ from enum import StrEnum
 
 from diloco.errors import EXIT_DONE, EXIT_REFUSED
 from diloco.runtime.exits import is_crash
-from diloco_agent.restarts import backoff_seconds, exit_cause, limit_message
+from diloco_agent.restarts import (
+    EARLY_EXIT,
+    backoff_seconds,
+    exit_cause,
+    is_broken_start,
+    is_early_exit,
+    limit_message,
+    never_joined_message,
+    refusal,
+)
 from diloco_agent.unit import FOLLOW_SECONDS, Follower, Unit
 
 EXIT_FAILED = 1
@@ -64,7 +73,10 @@ class Limits:
     done_seconds: float = 300.0
     """A process whose work is done restarts after this, in case spec.steps was raised."""
     crash_loop_exits: int = 10
-    """Exits in a row after which a syncer or evaluator that was never healthy fails."""
+    """
+    Exits in a row after which a syncer or evaluator that was never healthy fails, and ends after which a
+    learner that never joined the job does.
+    """
 
 
 # ---------------------------------------------------------------------------------- events
@@ -77,11 +89,13 @@ class Exited:
     code: int
     """Exit code; minus the signal's number when a signal ended it."""
     last_line: str = ""
+    left: str = ""
+    """Why a learner left the job, as it reported; "": it did not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ready:
-    """The process reports that it is ready."""
+    """The process reports that it is ready, or that it was."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,7 +138,7 @@ class ExitContainer:
 
     code: int
     reason: str = ""
-    """For the termination log: Refused, RestartLimit, CrashLoop; "": write none."""
+    """For the termination log: Refused, RestartLimit, NeverJoined, CrashLoop; "": write none."""
     message: str = ""
 
 
@@ -157,8 +171,13 @@ class Policy:
     _exits: int = 0
     """In a row, without a healthy run between them."""
     _ever_healthy: bool = False
+    _ever_ready: bool = False
     _was_ready: bool = False
     """In the current run."""
+    _broken_starts: int = 0
+    """Ends of a learner before it was ready for the first time (`restarts.is_broken_start`)."""
+    _last_end: tuple[int, str] = (0, "")
+    """Exit code of the last run, and why the learner left the job."""
     _kill_at: float = 0.0
 
     def handle(self, event: Event, now: float) -> list[Decision]:
@@ -171,7 +190,7 @@ class Policy:
             case StopRequested():
                 return self._on_stop(now)
             case Ready():
-                self._ever_healthy = self._was_ready = True
+                self._ever_healthy = self._ever_ready = self._was_ready = True
             case Tick():
                 pass
         if self.unit is not None and (decisions := self._follow(self.unit, now)):
@@ -198,14 +217,14 @@ class Policy:
             self._kill_at = min(self._kill_at, now + FOLLOW_SECONDS)
         if self.state is State.BACK_OFF and (cause := unit.fault(now)):
             self.crashes += 1
-            if failure := self._limit_reached(cause):
+            if failure := self._limit_reached(cause) or self._never_joined(cause):
                 return self._finish(failure)
         return []
 
     def _on_exit(self, event: Exited, now: float) -> list[Decision]:
         if self.state is State.TERMINATING:
             return self._finish(ExitContainer(code=EXIT_DONE))
-        self.exited = True
+        self.exited, self._last_end = True, (event.code, event.left)
         if self.unit is not None:
             by_itself = self.state is State.RUNNING
             self.unit.exited(event.code, event.last_line, now, by_itself=by_itself)
@@ -218,15 +237,17 @@ class Policy:
         killed = self._was_ready and not is_crash(event.code)
         self._exits = 1 if healthy or killed else self._exits + 1
         self.state = State.BACK_OFF
+        # Rank 0 decides when the other ranks of a learner start again.
+        follows = isinstance(self.unit, Follower)
+        leads = self.role is Role.LEARNER and not follows
+        early = leads and is_early_exit(event.code, event.left)
         # A syncer never exits by itself: it was signalled.
-        if event.code == EXIT_DONE and self.role is not Role.SYNCER:
+        if event.code == EXIT_DONE and self.role is not Role.SYNCER and not early:
             self._exits = 0
-            # Rank 0 decides when the other ranks of a learner start again.
-            follows = isinstance(self.unit, Follower)
             delay = 0.0 if follows else self.limits.done_seconds
             self.start_at, self.message = now + delay, "done"
             return []
-        cause = exit_cause(event.code, event.last_line)
+        cause = exit_cause(event.code, EARLY_EXIT if early else event.last_line)
         if failure := self._failure(event, cause):
             return self._finish(failure)
         delay = backoff_seconds(
@@ -241,13 +262,13 @@ class Policy:
     def _failure(self, event: Exited, cause: str) -> ExitContainer | None:
         """Why this exit is the last one; None when the process restarts."""
         if event.code == EXIT_REFUSED:
-            message = event.last_line or f"{self.name} was refused and logged no reason"
+            message = refusal(self.name, event.last_line)
             return ExitContainer(code=EXIT_REFUSED, reason="Refused", message=message)
         if self.role is Role.LEARNER:
-            if self.unit is not None:
+            if self.unit is not None and event.code != EXIT_DONE:
                 return None  # the unit decides which of its exits count
             self.crashes += is_crash(event.code)
-            return self._limit_reached(cause)
+            return self._limit_reached(cause) or self._never_joined(cause)
         if self._ever_healthy or self._exits < self.limits.crash_loop_exits:
             return None
         message = (
@@ -261,6 +282,18 @@ class Policy:
         if not message:
             return None
         return ExitContainer(code=EXIT_FAILED, reason="RestartLimit", message=message)
+
+    def _never_joined(self, cause: str) -> ExitContainer | None:
+        """Count an end of a learner that was not ready yet; it fails after some of them."""
+        if self._ever_ready or not is_broken_start(*self._last_end):
+            return None
+        self._broken_starts += 1
+        message = never_joined_message(
+            self.name, ends=self._broken_starts, limit=self.limits.crash_loop_exits, cause=cause
+        )
+        if not message:
+            return None
+        return ExitContainer(code=EXIT_FAILED, reason="NeverJoined", message=message)
 
     def _on_stop(self, now: float) -> list[Decision]:
         if self.state is State.TERMINATING:

@@ -95,10 +95,12 @@ def alive(facts: ProcessFacts, now: float) -> Reply:
     stalled = now - facts.looped_at
     if stalled > STALLED_SECONDS:
         return Reply(ok=False, message=f"the agent's loop has been stalled for {stalled:.0f} s")
-    if facts.state is State.RUNNING and facts.health is not None:
-        quiet = now - min(facts.health.at, facts.health.progress_at)
+    # An evaluator reports problems with its scores, and no progress.
+    health = facts.health if facts.role is not Role.EVALUATOR else None
+    if facts.state is State.RUNNING and health is not None:
+        quiet = now - min(health.at, health.progress_at)
         if quiet > facts.stuck_seconds:
-            return Reply(ok=False, message=f"no progress for {quiet:.0f} s: {facts.health.why}")
+            return Reply(ok=False, message=f"no progress for {quiet:.0f} s: {health.why}")
     return Reply(ok=True, message="alive")
 
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_agent import process_guard
-from diloco_agent.output import Log, Stream, open_private
+from diloco_agent.causes import cause_of
+from diloco_agent.output import Log, Stream, last_lines, open_private
 
 _CANNOT_START = 126
 
@@ -51,11 +52,8 @@ class ProcessExit:
     """Exit code; minus the signal's number when a signal ended it."""
     last_lines: tuple[str, ...]
     """Last lines that this run wrote to its log; () when it wrote none."""
-
-    @property
-    def last_line(self) -> str:
-        """Last of them; "": there is none."""
-        return self.last_lines[-1] if self.last_lines else ""
+    cause: str
+    """The line that states why it ended, usually the last; "": there is none."""
 
 
 @dataclass(slots=True)
@@ -114,7 +112,9 @@ class Processes:
         except OSError as error:
             reason = f"{error.filename or command.argv[0]}: {error.strerror}"
             self._not_started.append(
-                ProcessExit(name=command.name, code=_CANNOT_START, last_lines=(reason,))
+                ProcessExit(
+                    name=command.name, code=_CANNOT_START, last_lines=(reason,), cause=reason
+                )
             )
             return None
         self._processes[command.name] = _Process(popen, mark, output)
@@ -128,9 +128,18 @@ class Processes:
             if code is not None:
                 self._kill_group(process)
                 del self._processes[name]
-                last_lines = process.output.last_lines()
-                exits.append(ProcessExit(name=name, code=code, last_lines=last_lines))
+                tail = process.output.tail()
+                exits.append(
+                    ProcessExit(
+                        name=name, code=code, last_lines=last_lines(tail), cause=cause_of(tail)
+                    )
+                )
         return exits
+
+    def limit_logs(self) -> None:
+        """Keep the log files below their limit; call it often."""
+        for process in self._processes.values():
+            process.output.limit()
 
     def reap_orphans(self) -> None:
         """

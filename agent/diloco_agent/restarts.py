@@ -1,13 +1,19 @@
 """
 Restart rules that the agent of a container and the local supervisor share.
 
-Pure: how long to back off, and when a learner has crashed too often (diloco/runtime/exits.py: what a crash is).
+Pure: how long to back off, when a learner has crashed too often (diloco/runtime/exits.py: what a crash is), and
+when its program is broken, because it ended again and again without joining the job.
 """
 
 from __future__ import annotations
 
+from diloco.errors import EXIT_DONE, EXIT_TRY_AGAIN
 from diloco.runtime.backoff import doubled
+from diloco.runtime.exits import is_crash
 from diloco.runtime.formatting import ending
+
+EARLY_EXIT = "the job is not complete: its loop must be `while not learner.done`"
+"""What is wrong with a learner that exits with 0 before the job is complete."""
 
 
 def backoff_seconds(
@@ -44,3 +50,47 @@ def limit_message(learner: str, *, crashes: int, limit: int | None, cause: str) 
         return ""
     times = "once" if crashes == 1 else f"{crashes} times"
     return f"learner {learner} crashed {times}, spec.runPolicy.learnerRestartLimit is {limit} ({cause})"
+
+
+def is_early_exit(code: int, left: str) -> bool:
+    """
+    Whether a learner exited with 0 although neither the job was complete nor the learner was stopped.
+
+    Args:
+        code: exit code.
+        left: why it left the job, as its health file states; "": it did not.
+
+    >>> is_early_exit(0, ""), is_early_exit(0, "Complete"), is_early_exit(1, "")
+    (True, False, False)
+    """
+    return code == EXIT_DONE and left not in ("Complete", "SIGTERM")
+
+
+def is_broken_start(code: int, left: str) -> bool:
+    """
+    Whether a learner that ended like this without having joined may have a program that cannot work.
+
+    Neither a kill from outside nor a syncer that did not answer in time is evidence of that.
+
+    >>> is_broken_start(1, ""), is_broken_start(0, ""), is_broken_start(75, ""), is_broken_start(-9, "")
+    (True, True, False, False)
+    """
+    return is_early_exit(code, left) or (is_crash(code) and code != EXIT_TRY_AGAIN)
+
+
+def never_joined_message(learner: str, *, ends: int, limit: int, cause: str) -> str:
+    """Why a learner that never joined is not restarted again; "" while its ends are within the limit."""
+    if ends < limit:
+        return ""
+    return f"learner {learner} ended {ends} times and never joined the job ({cause})"
+
+
+def refusal(learner: str, last_line: str) -> str:
+    """
+    Why a learner was refused, without the names that its line begins with: the reader knows them.
+
+    >>> refusal("eu/0", "diloco: eu/0: other shape"), refusal("eu/0", "")
+    ('other shape', 'it logged no reason')
+    """
+    text = last_line.removeprefix("diloco: ").removeprefix(f"{learner}: ")
+    return text or "it logged no reason"

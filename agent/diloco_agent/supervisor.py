@@ -65,6 +65,8 @@ class Supervisor:
         self._exit: p.ExitContainer | None = None
         self._log: tuple[str, ...] = ()
         """Last lines of the last process that exited."""
+        self._problem = ""
+        """What was last logged to be wrong with the work of the program."""
         self._facts = self._observe(time.monotonic())
         self._server = Server(settings.health_port, self._answer)
         self._processes = Processes()
@@ -96,12 +98,20 @@ class Supervisor:
         self._send_report()
         self._processes.reap_orphans()
         self._facts = self._observe(time.monotonic())
+        self._report_problem()
 
     def _events(self) -> Iterator[p.Event]:
         for done in self._processes.exits():
-            log.info("%s exited with %d: %s", self._settings.name, done.code, done.last_line)
+            log.info("%s exited with %d: %s", self._settings.name, done.code, done.cause)
             self._log = tuple(map(_message_of, done.last_lines))
-            yield p.Exited(code=done.code, last_line=_message_of(done.last_line))
+            last = health.read(self._settings.health_file)
+            if last is not None and last.joined:
+                yield p.Ready()  # it may have been, since the last turn
+            yield p.Exited(
+                code=done.code,
+                last_line=_message_of(done.cause),
+                left=last.left if last is not None else "",
+            )
         if self._facts.health is not None and self._facts.health.ready:
             yield p.Ready()
         if self._stops:
@@ -125,8 +135,7 @@ class Supervisor:
                         self._settings.termination_log,
                         decision.reason,
                         decision.message,
-                        # Its last line is in the message.
-                        lines=self._log[:-1],
+                        lines=_before(decision.message, self._log),
                     )
 
     def _start(self, restarts: int) -> None:
@@ -209,6 +218,14 @@ class Supervisor:
         probe = PROBES.get(path)
         return probe(self._facts, time.monotonic()) if probe is not None else None
 
+    def _report_problem(self) -> None:
+        """Log what is wrong with the work of the program, when that changes."""
+        found = self._facts.health
+        problem = found.problem if found is not None else ""
+        if found is not None and problem and problem != self._problem:
+            log.warning("%s: %s: %s", self._settings.name, problem, found.why)
+        self._problem = problem
+
     # ------------------------------------------------------------------------------ time
 
     def _sleep_seconds(self) -> float:
@@ -259,6 +276,12 @@ def _termination_message(reason: str, message: str, lines: Sequence[str]) -> byt
             continue
         # A character takes at most six bytes, as an escape.
         message = message[: -max(1, excess // 6)]
+
+
+def _before(message: str, log: tuple[str, ...]) -> tuple[str, ...]:
+    """The lines without the last one, if that and the message state the same."""
+    same = bool(log and message) and (log[-1] in message or message in log[-1])
+    return log[:-1] if same else log
 
 
 def _message_of(line: str) -> str:

@@ -369,6 +369,12 @@ REASONS: tuple[Reason, ...] = (
             "correct the manifest or the program, then suspend and resume the job",
         ),
         (
+            "LearnerNeverJoined",
+            "Warning",
+            "{others}: {detail}",
+            "correct the program or the manifest, then suspend and resume the job",
+        ),
+        (
             "LearnerRestartLimit",
             "Warning",
             "{others}: learner {learner} exceeded spec.runPolicy.learnerRestartLimit ({limit}): "

@@ -65,14 +65,14 @@ class Commands:
         state = self.run_dir.state_of(name)
         state.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
         if name == "evaluator" and self.plan.evaluator is not None:
-            own = self._environment(self.plan.evaluator, endpoint, state)
+            own = self._environment(self.plan.evaluator, endpoint, state) | self._health(name)
             program = self.programs.evaluator or self.plan.evaluator.argv
             return self._command(name, program, {**threads, **own})
         learner = self.plan.learner(name)
         if learner is None:
             raise ValueError(f"{name} is not part of the plan")
         own = self._environment(learner, endpoint, state)
-        own["DILOCO_RESTARTS"] = str(restarts)
+        own |= {"DILOCO_RESTARTS": str(restarts), **self._health(name)}
         devices = self.settings.devices_of(
             self.plan.learners.index(learner), learners=len(self.plan.learners)
         )
@@ -102,6 +102,9 @@ class Commands:
         return [
             f"spec.learner.command: program {program} not found in {command.directory} or on PATH"
         ]
+
+    def _health(self, name: str) -> dict[str, str]:
+        return {"DILOCO_HEALTH_FILE": str(self.run_dir.health_of(name))}
 
     def _environment(self, process: ProgramPlan, endpoint: str, state: Path) -> dict[str, str]:
         return environment(

@@ -30,8 +30,8 @@ RATE_SECONDS = 60.0
 MAX_ROWS = 32
 """Learners in the live table; terminals have a limited height."""
 
-MAX_EJECTED = 8
-"""Ejected learners whose reasons are shown."""
+MAX_DETAILS = 8
+"""Processes whose problems are shown, such as why a learner is ejected."""
 
 STYLES = {
     "Training": "green",
@@ -40,6 +40,11 @@ STYLES = {
     "Starting": "yellow",
     "Degraded": "yellow",
     "Ejected": "yellow",
+    "RepeatedSteps": "yellow",
+    "NoScore": "yellow",
+    "NotFinite": "red",
+    "NoTokens": "red",
+    "NoSteps": "red",
     "BackOff": "red",
     "Refused": "red",
     "Failed": "red",
@@ -91,8 +96,8 @@ class Rate:
         return (last - first) / (ended - began) if last > first else None
 
     def seconds_left(self, status: Status) -> float | None:
-        """Until the final step at this rate; None if unknown."""
-        rate = self.steps_per_second()
+        """Until the final step at this rate; None if unknown, or while no learner trains."""
+        rate = self.steps_per_second() if status["learners"]["training"] else None
         return (status["steps"] - status["step"]) / rate if rate else None
 
 
@@ -159,7 +164,7 @@ def line(status: Status, rate: Rate) -> str:
         f"up {formatting.size(sync['bytesUp'])}",
         f"down {formatting.size(sync['bytesDown'])}",
         *([f"waiting for {sync['waitingFor']}"] if sync["waitingFor"] else []),
-        *_ejected(status),
+        *_details(status),
     ]
     return f"{status['state'].lower()}: " + ", ".join(parts)
 
@@ -178,7 +183,7 @@ def view(status: Status, rate: Rate) -> RenderableType:
     shown = [_text(_facts(status), style="dim")]
     if waiting := status["sync"]["waitingFor"]:
         shown.append(_text(f"waiting for {formatting.printable(waiting)}", style="yellow"))
-    shown += [_text(text, style="yellow") for text in _ejected(status)]
+    shown += [_text(text, style="yellow") for text in _details(status)]
     return Group(head, *shown, _table(status))
 
 
@@ -192,13 +197,18 @@ def mean_loss(status: Status) -> float | None:
     return sum(losses) / len(losses) if losses else None
 
 
-def _ejected(status: Status) -> list[str]:
-    """One phrase per learner that the rounds do without; a terminal has a limited height."""
-    found = [learner for learner in _learners(status) if learner["state"] == "Ejected"]
+def _details(status: Status) -> list[str]:
+    """One phrase per process that does not work as it should; a terminal has a limited height."""
+    found = [process for process in status["processes"] if process.get("detail")]
+    more = [f"and {len(found) - MAX_DETAILS} more"] if len(found) > MAX_DETAILS else []
     return [
-        f"ejected {learner['name']}: {formatting.printable(learner['detail'])}"
-        for learner in found[:MAX_EJECTED]
-    ]
+        f"{_word(process['state'])} {process['name']}: {formatting.printable(process['detail'])}"
+        for process in found[:MAX_DETAILS]
+    ] + more
+
+
+def _word(state: str) -> str:
+    return "ejected" if state == "Ejected" else state
 
 
 def _facts(status: Status) -> str:
@@ -215,7 +225,7 @@ def _facts(status: Status) -> str:
     ]
     third = [
         f"quorum {sync['quorum']} after {1e3 * sync['quorumSeconds']:.0f} ms",
-        f"grace {1e3 * sync['graceSeconds']:.0f} ms",
+        f"grace window {1e3 * sync['graceSeconds']:.0f} ms",
         f"sync {1e3 * sync['syncSeconds']:.0f} ms",
     ]
     # Each line fits a terminal of 80 columns.

@@ -67,6 +67,8 @@ class Limits:
     """Starts of the syncer in a row without serving after which the job fails."""
     learner_restarts: int | None = None
     """runPolicy.learnerRestartLimit."""
+    learner_starts: int = 5
+    """Ends of a learner that never joined the job after which the job fails."""
     active_seconds: float | None = None
     """runPolicy.activeDeadlineSeconds."""
     complete_learner_seconds: float = 60.0
@@ -105,6 +107,17 @@ class Exited:
     code: int
     """Exit code; minus the signal's number when a signal ended it."""
     last_line: str = ""
+    joined: bool = False
+    """A learner: it had joined the job."""
+    left: str = ""
+    """A learner: why it left the job, as it reported; "": it did not."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StandsStill:
+    """No learner can train as it is."""
+
+    message: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +135,7 @@ class Interrupted:
     """The run must stop: Ctrl-C, SIGTERM, `diloco suspend`."""
 
 
-Event = Tick | Served | Exited | Completed | Exported | Interrupted
+Event = Tick | Served | Exited | StandsStill | Completed | Exported | Interrupted
 
 
 # ---------------------------------------------------------------------------------- decisions
@@ -176,4 +189,11 @@ class Close:
     message: str
 
 
-Decision = Start | Terminate | Kill | Restart | Abandon | Close
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Acknowledge:
+    """Report what an interrupt changes while the run ends."""
+
+    message: str
+
+
+Decision = Start | Terminate | Kill | Restart | Abandon | Close | Acknowledge

@@ -15,9 +15,19 @@ from dataclasses import dataclass, field
 
 from diloco.errors import EXIT_DONE, EXIT_REFUSED, EXIT_USAGE
 from diloco.runtime.exits import is_crash
-from diloco_agent.restarts import backoff_seconds, exit_cause, limit_message
+from diloco_agent.restarts import (
+    EARLY_EXIT,
+    backoff_seconds,
+    exit_cause,
+    is_broken_start,
+    is_early_exit,
+    limit_message,
+    never_joined_message,
+    refusal,
+)
 from diloco_local.events import (
     Abandon,
+    Acknowledge,
     Close,
     Completed,
     Decision,
@@ -32,6 +42,7 @@ from diloco_local.events import (
     Restart,
     Role,
     Served,
+    StandsStill,
     Start,
     State,
     Terminate,
@@ -54,8 +65,14 @@ class Process:
     """Runs in a row in which the syncer never served."""
     served: bool = False
     """Whether it served in this run."""
+    joined: bool = False
+    """A learner: it has joined the job in one of its runs."""
+    broken_starts: int = 0
+    """Ends of a learner before it joined for the first time (`restarts.is_broken_start`)."""
     last_code: int | None = None
     """Exit code of its last run."""
+    ended_early: bool = False
+    """A learner: its last run exited with 0 before the job was complete."""
     started_at: float = 0.0
     start_at: float = 0.0
     terminated_at: float | None = None
@@ -102,6 +119,8 @@ class Policy:
                 decisions += self._on_exit(event, now)
             case Completed():
                 decisions += self._close(Outcome.COMPLETE, "the final step is complete", now)
+            case StandsStill():
+                decisions += self._close(Outcome.FAILED, event.message, now)
             case Exported():
                 self._exported = True
             case Interrupted():
@@ -132,7 +151,8 @@ class Policy:
         healthy = now - process.started_at >= self.limits.healthy_seconds
         process.exits = 1 if healthy else process.exits + 1
         process.unserved = 0 if process.served else process.unserved + 1
-        process.last_code = event.code
+        process.last_code, process.joined = event.code, process.joined or event.joined
+        process.ended_early = process.role is Role.LEARNER and is_early_exit(event.code, event.left)
         if self._is_final(process):
             process.state = State.DONE if event.code == EXIT_DONE else State.STOPPED
             return []
@@ -162,7 +182,7 @@ class Policy:
 
     def _failure(self, process: Process, event: Exited) -> str:
         """Why this exit fails the job; "" when it does not."""
-        cause = exit_cause(event.code, event.last_line)
+        cause = exit_cause(event.code, EARLY_EXIT if process.ended_early else event.last_line)
         if process.role is Role.SYNCER:
             rejected = not self._ever_served and event.code in (EXIT_USAGE, EXIT_REFUSED)
             if rejected or process.unserved >= self.limits.syncer_starts:
@@ -172,11 +192,19 @@ class Policy:
         if process.role is not Role.LEARNER:
             return ""
         if event.code == EXIT_REFUSED:
-            reason = event.last_line or "it logged no reason"
-            return f"learner {process.name} was refused: {reason}"
+            return f"learner {process.name} was refused: {refusal(process.name, event.last_line)}"
         process.crashes += is_crash(event.code)
         limit = self.limits.learner_restarts
-        return limit_message(process.name, crashes=process.crashes, limit=limit, cause=cause)
+        if message := limit_message(
+            process.name, crashes=process.crashes, limit=limit, cause=cause
+        ):
+            return message
+        if process.joined or not is_broken_start(event.code, event.left):
+            return ""
+        process.broken_starts += 1
+        return never_joined_message(
+            process.name, ends=process.broken_starts, limit=self.limits.learner_starts, cause=cause
+        )
 
     def _back_off(self, process: Process, event: Exited, now: float) -> list[Decision]:
         delay = self._backoff_seconds(process)
@@ -212,9 +240,15 @@ class Policy:
             return self._close(Outcome.SUSPENDED, "interrupted", now)
         if self.outcome is Outcome.COMPLETE and not self._skip_waiting:
             self._skip_waiting = True
-            return []
+            return [
+                Acknowledge(
+                    message="no longer waiting for the learners and the last evaluation, only for the "
+                    "model; press Ctrl-C again to stop immediately"
+                )
+            ]
+        noted = [] if self.forced else [Acknowledge(message="stopping immediately")]
         self.forced = True
-        return [self._kill(process) for process in self._running()]
+        return [*noted, *(self._kill(process) for process in self._running())]
 
     # ------------------------------------------------------------------------------ time
 
@@ -250,7 +284,9 @@ class Policy:
     def _start(self, process: Process, now: float) -> list[Decision]:
         decisions: list[Decision] = []
         if process.state is State.BACK_OFF and process.last_code == EXIT_DONE:
-            decisions.append(self._restart(process, Exited(name=process.name, code=EXIT_DONE), 0.0))
+            cause = EARLY_EXIT if process.ended_early else ""
+            exited = Exited(name=process.name, code=EXIT_DONE, last_line=cause)
+            decisions.append(self._restart(process, exited, 0.0))
         process.state = State.RUNNING
         process.started_at = now
         process.served = False

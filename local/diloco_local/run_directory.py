@@ -58,6 +58,10 @@ class RunDir:
         place = "learners" if "/" in process else "state"
         return self.path / place / learner_slug(process)
 
+    def health_of(self, process: str) -> Path:
+        """Where a learner or the evaluator reports its health."""
+        return self.path / "state" / f"{learner_slug(process)}.health.json"
+
     # ------------------------------------------------------------------------------ lock
 
     @contextlib.contextmanager

@@ -7,7 +7,7 @@ Pure: facts in, one JSON object out. The progress display shows this object and 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from diloco.v1 import syncer_pb2 as pb
 from diloco_job.plan import LearnerPlan, Plan
 from diloco_local.events import Outcome, Phase, Role, State
 from diloco_local.policy import Policy, Process
+from diloco_local.problems import Problem
 
 REACHABLE_SECONDS = 5.0
 """The syncer is polled once a second; without a reply for this long it counts as unavailable."""
@@ -42,6 +43,8 @@ class RunFacts:
     completed: str | None
     now: datetime
     """Wall clock, UTC."""
+    problems: Mapping[str, Problem] = field(default_factory=dict)
+    """What is wrong with the work of processes that run, by name."""
 
 
 Status = dict[str, Any]
@@ -107,6 +110,8 @@ def _state(facts: RunFacts, *, desired: int, training: int) -> str:
         return "Pending"
     if facts.reply is None:
         return "Starting"
+    if any(name in facts.problems for name in policy.processes if "/" in name):
+        return "Degraded"
     if training < desired or facts.reply_age_seconds > REACHABLE_SECONDS:
         return "Degraded" if facts.reply.merges else "Starting"
     return "Training"
@@ -118,6 +123,10 @@ def _learner(facts: RunFacts, learner: LearnerPlan, reported: pb.LearnerStatus |
     if process.state is State.RUNNING:
         state = "Starting" if reported is None or reported.state == "Gone" else reported.state
     reported = reported or pb.LearnerStatus()
+    is_training, detail = state == "Training", reported.detail if state == "Ejected" else ""
+    if problem := facts.problems.get(learner.name):
+        ejected = f"; ejected: {detail}" if detail else ""
+        state, detail = problem.kind, f"{problem.text}{ejected}"
     return {
         **_process(facts, process),
         "state": state,
@@ -125,17 +134,26 @@ def _learner(facts: RunFacts, learner: LearnerPlan, reported: pb.LearnerStatus |
         "incarnation": reported.incarnation,
         "step": reported.local_step,
         "tokens": reported.tokens,
-        "tokensPerSecond": reported.tokens_per_second if state == "Training" else 0.0,
+        "tokensPerSecond": reported.tokens_per_second if is_training else 0.0,
         "loss": reported.loss if reported.has_loss else None,
         "staleness": reported.staleness,
         "merges": reported.merges,
-        "detail": reported.detail if state == "Ejected" else "",
+        "detail": detail,
     }
 
 
 def _others(facts: RunFacts) -> list[Status]:
-    others = facts.policy.of(Role.SYNCER, Role.EVALUATOR)
-    return [_process(facts, process) for process in others]
+    return [
+        {**_process(facts, process), **_work(process, facts.problems.get(process.name))}
+        for process in facts.policy.of(Role.SYNCER, Role.EVALUATOR)
+    ]
+
+
+def _work(process: Process, problem: Problem | None) -> Status:
+    """State and detail of a process other than a learner."""
+    if problem is None or process.state is not State.RUNNING:
+        return {"state": process.state.value, "detail": ""}
+    return {"state": problem.kind, "detail": problem.text}
 
 
 def _process(facts: RunFacts, process: Process) -> Status:

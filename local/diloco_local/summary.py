@@ -64,7 +64,7 @@ def run_to_end(command: Command, *, timeout_seconds: float = TIMEOUT_SECONDS) ->
         [done] = exits
         if done.code == 0:
             return ""
-        return exit_cause(done.code, done.last_line or f"see {command.log}")
+        return exit_cause(done.code, done.cause or f"see {command.log}")
     finally:
         processes.close()
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from diloco.errors import EXIT_DONE, EXIT_TRY_AGAIN, ConfigError, DilocoError
-from diloco.runtime import formatting
+from diloco.runtime import formatting, health
 from diloco.runtime.formatting import wall_text
 from diloco_agent.processes import Processes
 from diloco_agent.restarts import exit_cause
@@ -30,6 +30,7 @@ from diloco_local import events as e
 from diloco_local.commands import Commands, Programs, local_problems
 from diloco_local.display import Display, display_on
 from diloco_local.policy import Policy
+from diloco_local.problems import Problems
 from diloco_local.run_directory import RunDir
 from diloco_local.settings import Settings, quiet_grpc
 from diloco_local.status import RunFacts, Status, build, is_complete
@@ -103,6 +104,7 @@ def run(
         try:
             conclude(commands, supervisor.policy, supervisor.status, console)
         except KeyboardInterrupt:
+            console.print("stopped before sample and report were written", soft_wrap=True)
             return EXIT_FORCED
         return exit_code(supervisor.policy)
 
@@ -152,6 +154,7 @@ class Supervisor:
         self._started = wall_text(datetime.now(UTC))
         self._completed: str | None = None
         self._warned: set[Path] = set()
+        self._problems = Problems(learner.name for learner in self.plan.learners)
 
     def run(self) -> None:
         """Run until the policy closes the run."""
@@ -173,6 +176,7 @@ class Supervisor:
     def _turn(self) -> None:
         for event in self._events(time.monotonic()):
             self._apply(event)
+        self._processes.limit_logs()
         now = time.monotonic()
         if now - self._status_at >= STATUS_SECONDS:
             self._publish(now)
@@ -185,10 +189,19 @@ class Supervisor:
             if done.name == "syncer":
                 self._listening_at = None
             if done.name == "kernels" and done.code != 0:
-                cause = exit_cause(done.code, done.last_line)
+                cause = exit_cause(done.code, done.cause)
                 self._display.note(f"warning: cannot compile the kernels in advance ({cause})")
             self._poller.poll_now()
-            yield e.Exited(name=done.name, code=done.code, last_line=done.last_line)
+            last = health.read(self.run_dir.health_of(done.name))
+            yield e.Exited(
+                name=done.name,
+                code=done.code,
+                last_line=done.cause,
+                joined=last is not None and last.joined,
+                left=last.left if last is not None else "",
+            )
+        if message := self._problems.standstill(now):
+            yield e.StandsStill(message=message)
         yield from self._syncer_events(now)
         yield e.Tick()
 
@@ -257,11 +270,15 @@ class Supervisor:
                 )
             case e.Close():
                 self._on_close(decision)
+            case e.Acknowledge():
+                self._display.note(decision.message)
 
     def _start(self, name: str) -> None:
         if name == "syncer":
             self.run_dir.endpoint.unlink(missing_ok=True)
             self._listening_at = None
+        # A report of an earlier run does not apply to this one.
+        self.run_dir.health_of(name).unlink(missing_ok=True)
         command = self._commands.of(
             name,
             port=self._port,
@@ -271,7 +288,7 @@ class Supervisor:
         self._processes.start(command)
 
     def _on_restart(self, restart: e.Restart) -> None:
-        cause = exit_cause(restart.code, restart.last_line if restart.code > 0 else "")
+        cause = exit_cause(restart.code, restart.last_line if restart.code >= 0 else "")
         when = f"in {restart.delay_seconds:g} s" if restart.delay_seconds else "now"
         self._display.note(
             f"{restart.name} exited ({cause}); restarts {when}, restart {restart.restarts}"
@@ -309,10 +326,13 @@ class Supervisor:
         latest = self._poller.latest()
         if self.policy.phase is e.Phase.CLOSED and self.policy.outcome is e.Outcome.COMPLETE:
             self._completed = self._completed or wall_text(datetime.now(UTC))
+        pids = {name: self._processes.pid(name) for name in self.policy.processes}
+        self._observe_problems([name for name, pid in pids.items() if pid is not None], now)
         facts = RunFacts(
             plan=self.plan,
             policy=self.policy,
-            pids={name: self._processes.pid(name) for name in self.policy.processes},
+            pids=pids,
+            problems=self._problems.current,
             supervisor_pid=os.getpid(),
             endpoint=self._endpoint,
             reply=latest.reply if latest else None,
@@ -325,6 +345,12 @@ class Supervisor:
         with self._warn_once(self.run_dir.status_file):
             self.run_dir.write_status(self.status)
         self._display.show(self.status, now)
+
+    def _observe_problems(self, running: list[str], now: float) -> None:
+        healths = {name: health.read(self.run_dir.health_of(name)) for name in running}
+        known = {name: found for name, found in healths.items() if found is not None}
+        for note in self._problems.update(known, now):
+            self._display.note(note)
 
     @contextlib.contextmanager
     def _warn_once(self, path: Path) -> Iterator[None]:

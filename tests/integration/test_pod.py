@@ -92,7 +92,7 @@ def test_a_refused_process_exits_the_container_with_78_and_its_last_line(tmp_pat
         assert pod.wait() == 78
         assert pod.termination_message == {
             "reason": "Refused",
-            "message": "diloco: eu/0: 9 is not 8",
+            "message": "9 is not 8",
         }
 
 
@@ -104,11 +104,26 @@ def test_the_message_of_a_json_line_is_the_termination_message(tmp_path):
 
 
 def test_a_process_whose_work_is_done_leaves_an_idle_container(tmp_path):
-    with Pod(tmp_path, "print('start', 1, 0, flush=True)") as pod:
+    code = """
+import os
+from pathlib import Path
+from diloco.runtime.health import Health, HealthFile
+print("start", 1, 0, flush=True)
+last = Health(at=0.0, ready=False, why="has left the job", progress_at=0.0, left="Complete")
+HealthFile(Path(os.environ["DILOCO_HEALTH_FILE"])).write(last)
+"""
+    with Pod(tmp_path, code) as pod:
         until(lambda: pod.ask("/readyz") == (503, "done"), "idle container")
         assert pod.ask("/startz")[0] == 200
         assert pod.ask("/livez")[0] == 200
         assert len(pod.starts) == 1
+        assert pod.stop() == 0
+
+
+def test_a_learner_that_exits_with_0_before_the_job_is_complete_is_restarted_with_advice(tmp_path):
+    with Pod(tmp_path, "print('start', 1, 0, flush=True)") as pod:
+        until(lambda: "`while not learner.done`" in pod.ask("/readyz")[1], "advice")
+        until(lambda: len(pod.starts) > 2, "restarts")
         assert pod.stop() == 0
 
 

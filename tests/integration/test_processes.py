@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from diloco_agent.output import Log, last_lines
 from diloco_agent.processes import Command, Processes
 from diloco_testing.local.fake_run import alive, until
 
@@ -40,16 +41,16 @@ def test_an_exit_has_code_and_last_line(processes, command):
     code = "import sys; print('first'); print('why', file=sys.stderr); sys.exit(7)"
     processes.start(command(code, PYTHONUNBUFFERED="1"))
     done = next_exit(processes)
-    assert (done.name, done.code, done.last_line) == ("one", 7, "why")
+    assert (done.name, done.code, done.cause) == ("one", 7, "why")
     assert processes.exits() == []
     assert processes.pid("one") is None
 
 
 def test_the_last_line_is_never_that_of_an_earlier_process(processes, command):
     processes.start(command("print('of the first process')"))
-    assert next_exit(processes).last_line == "of the first process"
+    assert next_exit(processes).cause == "of the first process"
     processes.start(command("pass"))
-    assert next_exit(processes).last_line == ""
+    assert next_exit(processes).cause == ""
 
 
 def test_a_signal_is_a_negative_code(processes, command):
@@ -59,19 +60,19 @@ def test_a_signal_is_a_negative_code(processes, command):
 
 def test_the_pid_is_that_of_the_program_itself(processes, command, tmp_path):
     pid = processes.start(command("import os; print(os.getpid(), os.getpgid(0))"))
-    assert next_exit(processes).last_line == f"{pid} {pid}"
+    assert next_exit(processes).cause == f"{pid} {pid}"
 
 
 def test_a_missing_program_is_an_exit_with_the_reason(processes, command):
     processes.start(command("", argv=("no-such-program",)))
     done = next_exit(processes)
-    assert (done.code, done.last_line) == (127, "no-such-program: No such file or directory")
+    assert (done.code, done.cause) == (127, "no-such-program: No such file or directory")
 
 
 def test_a_log_that_cannot_be_opened_is_an_exit_and_no_exception(processes, command, tmp_path):
     (tmp_path / "one.log").mkdir()
     assert processes.start(command("pass")) is None
-    assert next_exit(processes).last_line.endswith("one.log: Is a directory")
+    assert next_exit(processes).cause.endswith("one.log: Is a directory")
 
 
 def test_kill_includes_helpers_and_terminate_does_not(processes, command):
@@ -129,3 +130,65 @@ def test_close_leaves_no_process(command):
     processes.close()
     assert not alive(pid)
     assert processes._guard.poll() is not None
+
+
+# ---------------------------------------------------------------------------------- logs
+
+
+def test_a_log_that_grows_starts_over_and_keeps_its_end(tmp_path):
+    path = tmp_path / "eu-0.log"
+    log = Log(path)
+    with log.open() as file:
+        os.write(file.fileno(), b"first\n" * 10)
+        log.limit(most_bytes=60)
+        assert path.stat().st_size == 60
+        os.write(file.fileno(), b"last\n")
+        log.limit(most_bytes=60)
+        assert path.stat().st_size == 0
+        assert last_lines(log.tail())[-1] == "last"
+        os.write(file.fileno(), b"after\n")
+    assert path.read_text() == "after\n"
+    assert last_lines(log.tail())[-2:] == ("last", "after")
+    earlier = tmp_path / "eu-0.1.log"
+    assert earlier.read_text() == "first\n" * 10 + "last\n"
+    assert earlier.stat().st_mode & 0o777 == 0o600
+
+
+def test_a_log_whose_earlier_part_cannot_be_written_is_limited_too(tmp_path):
+    path = tmp_path / "eu-0.log"
+    (tmp_path / "eu-0.1.log").mkdir()
+    log = Log(path)
+    with log.open() as file:
+        os.write(file.fileno(), b"x" * 100)
+        log.limit(most_bytes=60)
+    assert path.stat().st_size == 0
+
+
+def test_the_limit_holds_for_a_process_that_writes_without_end(processes, command, monkeypatch):
+    monkeypatch.setattr(Log.limit, "__defaults__", (1 << 20,))
+    endless = command("while True: print('x' * 1000)")
+    processes.start(endless)
+    earlier = endless.log.with_suffix(".1.log")
+
+    def moved():
+        processes.limit_logs()
+        return earlier.exists()
+
+    until(moved, "a second part")
+    processes.kill("one")
+    assert next_exit(processes).cause == "x" * 1000
+
+
+def test_the_cause_of_a_crash_under_torchrun_is_that_of_its_rank(processes, command):
+    code = """
+import sys
+print("Traceback (most recent call last):\\n  File x\\nKeyError: 'w'", file=sys.stderr)
+print("E1123 13:00:07.1 7 torch/x.py:8] failed (exitcode: 1) local_rank: 0", file=sys.stderr)
+print("ChildFailedError:\\n====\\nRoot Cause (first observed failure):", file=sys.stderr)
+print("[0]:\\n  rank      : 0 (local_rank: 0)\\n" + "=" * 60, file=sys.stderr)
+sys.exit(1)
+"""
+    processes.start(command(code))
+    done = next_exit(processes)
+    assert done.cause == "rank 0: KeyError: 'w'"
+    assert done.last_lines[-1] == "=" * 60

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from diloco.errors import ConfigError
+from diloco.runtime.health import Health, HealthFile
 from diloco_local import run_control
 from diloco_local.run_directory import RunDir
 from diloco_testing.local.fake_run import FakeRun, alive, until
@@ -103,7 +104,9 @@ def test_the_users_threads_are_kept_and_old_contract_variables_are_not(fake):
     until(fake.all_training, "training")
     environment = fake.starts("eu/0")[0]["environment"]
     assert environment["OMP_NUM_THREADS"] == "7"
-    assert not {"DILOCO_TLS", "DILOCO_HEALTH_FILE"} & environment.keys()
+    assert "DILOCO_TLS" not in environment
+    health_file = fake.dir / "state" / "eu-0.health.json"
+    assert environment["DILOCO_HEALTH_FILE"] == str(health_file)
     assert environment["DILOCO_RESTARTS"] == "0"
 
 
@@ -219,6 +222,36 @@ def test_a_refused_learner_fails_the_job_and_never_restarts(fake):
     assert fake.process("us/0")["state"] == "Refused"
     assert len(fake.starts("us/0")) == 1
     assert (fake.dir / "order-of-leaving").read_text().split()[-1] == "syncer"
+
+
+def test_a_learner_that_never_joins_fails_the_job_with_the_cause(fake):
+    supervisor = fake.start(early_exit_seconds=0.05)
+    until(lambda: fake.starts("us/0"), "start")
+    fake.order("us/0", 0, "there is nothing to do")
+    code, out, _ = ended(supervisor)
+    assert code == 1
+    assert "us/0 exited (exit code 0: the job is not complete: its loop must be `while not" in out
+    assert fake.status()["message"] == (
+        "learner us/0 ended 5 times and never joined the job (exit code 0: the job is not complete: its "
+        "loop must be `while not learner.done`)"
+    )
+    assert len(fake.starts("us/0")) == 5
+
+
+def test_a_problem_of_a_learner_is_shown_as_its_state_and_fails_no_run_with_another_learner(fake):
+    supervisor = fake.start()
+    until(fake.all_training, "training")
+    health = Health(
+        at=1.0, ready=True, why="the loss was NaN", progress_at=1.0, problem="NotFinite"
+    )
+    HealthFile(fake.dir / "state" / "us-0.health.json").write(health)
+    until(lambda: fake.process("us/0").get("state") == "NotFinite", "problem")
+    assert fake.process("us/0")["detail"] == "the loss was NaN"
+    assert fake.status()["state"] == "Degraded"
+    fake.complete()
+    code, out, _ = ended(supervisor)
+    assert code == 0
+    assert "warning: us/0: NotFinite: the loss was NaN" in out
 
 
 def test_a_learner_that_crashes_too_often_fails_the_job(tmp_path):

@@ -36,6 +36,8 @@ from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, UnavailableErr
 from diloco.rpc import channels, status_codes
 from diloco.rpc.identity import server_name
 from diloco.runtime import backoff, files, logs
+from diloco.runtime.formatting import shorten
+from diloco.runtime.health import Health, HealthFile
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
@@ -55,6 +57,8 @@ _FIRST_POLL_SECONDS = 0.2
 _CALL_SECONDS = 10.0
 _COMMAND_SECONDS = 3600.0
 _MAX_STDERR = 2000
+_MAX_HEAD, _MAX_LAST = 100, 200
+"""Of the first and the last line of an error that are shown in the status."""
 
 
 class NoScoreError(Exception):
@@ -162,6 +166,8 @@ class Evaluator:
     scorer: Scorer
     state_file: Path | None = None
     """Keeps the step of the last score over restarts; None: do not keep it."""
+    health: HealthFile = field(default_factory=lambda: HealthFile(None))
+    """Where a model without a score is reported, until one has a score."""
     sleep: Callable[[float], object] = time.sleep
     backoff: backoff.Backoff = field(
         # Jitter needs no secure randomness.
@@ -220,7 +226,9 @@ class Evaluator:
                 )
         except NoScoreError as error:
             log.warning("no score: %s", error, extra={"step": step})
+            self._report("NoScore", f"the model of step {step} has no score: {_brief(str(error))}")
             return
+        self._report("", "scored")
         seconds = round(time.monotonic() - started, 3)
         detail = {name: value for name, value in score.items() if name != "loss"}
         detail |= {"seconds": seconds, "tokens": tokens}
@@ -235,6 +243,12 @@ class Evaluator:
         self.backoff.reset()
         log.info("scored", extra={"step": step, "loss": f"{loss:.4f}", "seconds": seconds})
         self._save_step(step)
+
+    def _report(self, problem: str, why: str) -> None:
+        now = time.monotonic()
+        self.health.write(
+            Health(at=now, ready=True, why=why, progress_at=now, problem=problem), now=True
+        )
 
     def _wait_after(self, error: Exception) -> None:
         cause = status_codes.error_of(error) if isinstance(error, grpc.RpcError) else error
@@ -259,6 +273,15 @@ class Evaluator:
         except OSError as error:
             # The only consequence is a second score of the same step after a restart.
             log.warning("%s: %s", self.state_file, error.strerror)
+
+
+def _brief(text: str) -> str:
+    """The first and the last line of an error, such as those around the traceback of a command."""
+    first, *others = [line.strip() for line in text.strip().split("\n") if line.strip()] or [""]
+    if not others:
+        return shorten(first, _MAX_HEAD + _MAX_LAST)
+    head = first.partition("; its standard error")[0]
+    return f"{shorten(head, _MAX_HEAD)}: {shorten(others[-1], _MAX_LAST)}"
 
 
 def make_scorer(spec: RunSpec, config: Mapping[str, Any]) -> tuple[Scorer, Weights | None]:
@@ -303,6 +326,7 @@ def _evaluator(
         submit=lambda evaluation: stub().Evaluated(evaluation, timeout=_CALL_SECONDS),
         scorer=scorer,
         state_file=job.state / "evaluator.json" if job.state else None,
+        health=HealthFile(job.health_file),
         sleep=pause,
     )
 

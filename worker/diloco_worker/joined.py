@@ -28,6 +28,7 @@ from diloco_worker.trainer import optimizer_state
 from diloco_worker.trainer.checkpoint import Checkpoints, Manifest
 from diloco_worker.trainer.kept import AFTER_A_STEP, Kept, SavedEntries
 from diloco_worker.trainer.loss import LossReader
+from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.replica import Replica
 from diloco_worker.trainer.runqueue import RunQueue
 from diloco_worker.trainer.termination import Termination, exit_with
@@ -69,7 +70,7 @@ class JoinedTrainer:
         self.config = config.config
         self._replica = Replica(model, self._run_spec)
         self._link = LinkProcess(self._replica.shared)
-        self._loss = LossReader()
+        self._loss, self._optimizer_steps = LossReader(), OptimizerSteps(optimizers)
         self._run_queue = RunQueue()
         self._checkpoints: Checkpoints | None = None
         self._found: Manifest | None = None
@@ -206,9 +207,10 @@ class JoinedTrainer:
             self._core.checkpoint_lost()
         self._ensure_link(now)
         state = self._link.newest(now=now)
-        copied = self._carry_out(self._core.step(tokens, state, now=now))
         self._loss.read(loss)
-        self._carry_out(self._core.copied(copied, loss=self._loss.value))
+        taken = self._optimizer_steps.taken()
+        copied = self._carry_out(self._core.step(tokens, state, now=now, optimizer_steps=taken))
+        self._carry_out(self._core.copied(copied, loss=self._loss.value, finite=self._loss.finite))
         line = self._core.line(
             now=time.monotonic(),
             queued_seconds=self._run_queue.seconds() - queued,

@@ -258,9 +258,13 @@ class Learner:
         Call this once after each optimizer step.
 
         Args:
-            tokens: number of tokens in the step; the weight of this learner in a merge.
-            loss: for logs and metrics; a tensor on another device is read one step later, so that
+            tokens: amount of work of the step, more than 0: tokens, or any other unit, such as images, that
+                is the same in all learners; the weight of this learner in a merge.
+            loss: one number, for logs and metrics; a tensor on another device is read one step later, so that
                 the step does not wait for the device.
+
+        Raises:
+            ValueError: `tokens` is not a whole number, or `loss` is not one number.
         """
         self._trainer.step(tokens=tokens, loss=loss)
         self._follow()

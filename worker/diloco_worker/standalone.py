@@ -10,6 +10,7 @@ import torch
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import Ledger
 from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
+from diloco_worker.trainer.loss import LossReader
 
 
 class StandaloneTrainer:
@@ -26,7 +27,7 @@ class StandaloneTrainer:
         self.config: dict[str, Any] = {}
         self.total_steps = steps
         self.resumed = False
-        self._ledger = Ledger(0)
+        self._ledger, self._loss = Ledger(0), LossReader()
         self._kept = Kept()
         self._closed = False
 
@@ -55,6 +56,7 @@ class StandaloneTrainer:
 
     def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         """See `Learner.step`."""
+        self._loss.read(loss)  # refused here as in a job
         self._ledger.count(tokens)
 
     def close(self) -> None:

@@ -17,8 +17,9 @@ import numpy as np
 
 from diloco.runtime import files
 from diloco.runtime.formatting import printable
-from diloco_local.report.plot import draw, quantity
+from diloco_local.report.plot import draw
 from diloco_local.report.run_files import F64, LearnerRun, Run, load
+from diloco_local.report.style import quantity
 
 DOTS_PER_INCH = 110
 MAX_VIOLATIONS = 20
@@ -51,9 +52,10 @@ def page(run: Run, png: bytes) -> str:
 {_progress(run)}
 <div class="cards">{"".join(_card(*card) for card in _cards(run))}</div>
 {_audit(run)}
-<img alt="losses, which processes ran when, merge times, bytes" src="data:image/png;base64,{image}">
+<img alt="losses, processes, weights, merges, bytes, throughput, step times, norms" src="data:image/png;base64,{image}">
 <h2>Learners</h2>
 {_learners(run)}
+{_metrics(run)}
 {_sample(run)}
 <h2>Spec</h2>
 {_table(["field", "value"], ([key, str(value)] for key, value in sorted(run.spec.items())))}
@@ -63,7 +65,6 @@ def page(run: Run, png: bytes) -> str:
 
 def _cards(run: Run) -> list[tuple[str, str]]:
     steps = f"{run.step:,}" + (f" / {run.steps:,}" if run.steps else "")
-    lifetimes = sum(len(learner.lifetimes) for learner in run.learners)
     merges = run.merges
     return [
         ("step", steps),
@@ -73,7 +74,8 @@ def _cards(run: Run) -> list[tuple[str, str]]:
         ("merges", f"{merges.step.size:,}"),
         ("learners per merge", f"{np.mean(merges.members):.2f}" if merges.step.size else "–"),
         ("up / down", f"{quantity(merges.bytes_up.sum())}B / {quantity(merges.bytes_down.sum())}B"),
-        ("restarts", f"{lifetimes - sum(bool(learner.lifetimes) for learner in run.learners)}"),
+        ("restarts", f"{sum(learner.restarts for learner in run.learners)}"),
+        *([("suspensions", f"{len(run.suspensions)}")] if run.suspensions else []),
         ("syncer epochs", f"{len(run.epochs)}"),
         ("time", _clock(run.seconds)),
     ]
@@ -99,7 +101,7 @@ def _audit(run: Run) -> str:
 def _learners(run: Run) -> str:
     head = [
         "learner", "incarnations", "restarts", "merges", "of all merges", "local steps", "tokens", "final loss",
-        "median step", "median learner.step()",
+        "median step", "median learner.step()", "refusals",
     ]  # fmt: skip
     total = run.merges.step.size
     return _table(
@@ -108,7 +110,7 @@ def _learners(run: Run) -> str:
             [
                 learner.name,
                 f"{len(learner.lifetimes)}",
-                f"{max(0, len(learner.lifetimes) - 1)}",
+                f"{learner.restarts}",
                 f"{learner.merge_times.size:,}",
                 f"{learner.merge_times.size / total:.0%}" if total else "–",
                 f"{learner.steps.last_local_step:,}",
@@ -116,10 +118,25 @@ def _learners(run: Run) -> str:
                 _loss(_final_loss(learner)),
                 _milliseconds(learner.steps.seconds),
                 _milliseconds(learner.steps.sync_seconds),
+                ", ".join(f"{reason} {count:,}" for reason, count in learner.refusals.items())
+                or "–",
             ]
             for learner in run.learners
         ),
     )
+
+
+def _metrics(run: Run) -> str:
+    """The user's own numbers of the first and the last score that has them."""
+    rows = []
+    for name, values in run.scores.others.items():
+        finite = values[np.isfinite(values)]
+        numbers = (finite[0], finite[-1], finite.min(), finite.max())
+        rows.append([name, *(f"{number:.6g}" for number in numbers)])
+    if not rows:
+        return ""
+    head = ["metric", "first", "last", "smallest", "largest"]
+    return f"<h2>Evaluation metrics</h2>{_table(head, rows)}"
 
 
 def _sample(run: Run) -> str:
@@ -165,7 +182,7 @@ def _milliseconds(seconds: F64) -> str:
     if not finite.size:
         return "–"
     middle = float(np.median(finite))
-    return f"{middle:.2f} s" if middle >= 1 else f"{1e3 * middle:.3g} ms"
+    return f"{middle:.2f} s" if middle >= 0.9995 else f"{1e3 * middle:.3g} ms"
 
 
 def _clock(seconds: float) -> str:

@@ -1,5 +1,6 @@
 """
-The figure of a run: losses, which processes ran when, merge times, bytes on the wire.
+The figure of a run: losses, which processes ran when, merge times, bytes on the wire, and (`details`) weights,
+throughput, step times, norms.
 
 Pure: a `Run` in, a matplotlib figure out. The colors are the color-blind safe palette of Okabe and
 Ito, and series also differ in shape or position. Long runs are sampled to screen resolution.
@@ -16,15 +17,32 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
 
-from diloco.runtime.formatting import printable
+from diloco_local.report import details
 from diloco_local.report.run_files import F64, LearnerRun, Run
+from diloco_local.report.style import (
+    BINS,
+    BLUE,
+    FAINT,
+    GREEN,
+    INK,
+    ORANGE,
+    RED,
+    SKY,
+    binned,
+    duration,
+    empty,
+    in_parts,
+    legend_above,
+    legend_below,
+    literal,
+    quantity,
+)
 
-BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
-SKY, INK, FAINT = "#56B4E9", "#333333", "#8a8a8a"
+LEARNER_COLORS = (BLUE, ORANGE, GREEN, "#CC79A7", SKY, "#B8860B", "#6A3D9A", FAINT)
+"""With more learners, their curves have one color."""
 COLORS = ("#a9d0ee", "#80b8e0", "#5fa3d6")
 """Colors of the first incarnation of a learner, then of the others in turn."""
 
-BINS = 240
 TICKS = 500
 """Merge ticks drawn per learner; more are indistinguishable."""
 FLOOR_SECONDS = 1e-4
@@ -35,12 +53,12 @@ def draw(run: Run) -> Figure:
     """All plots of a run."""
     lanes = len(run.learners) + 1
     lifetimes_inches = min(9.0, 0.75 + (0.3 if lanes <= 12 else 0.17) * lanes)
-    rows = [3.4, lifetimes_inches, 2.4, 1.3]
+    rows = [3.4, lifetimes_inches, 0.8 * lifetimes_inches, 2.4, 1.3, 2.2, 2.2]
     layout = ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.12)
-    figure = Figure(figsize=(13.5, sum(rows) + 2.9), facecolor="white", layout=layout)
+    figure = Figure(figsize=(13.5, sum(rows) + 4.6), facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
-    figure.suptitle(_literal(title(run)), x=0.01, ha="left", fontsize=13, color=INK, weight="bold")
-    grid = figure.add_gridspec(4, 2, height_ratios=rows)
+    figure.suptitle(literal(title(run)), x=0.01, ha="left", fontsize=13, color=INK, weight="bold")
+    grid = figure.add_gridspec(len(rows), 2, height_ratios=rows)
     scale, unit = _time_unit(run.seconds)
 
     over_tokens = figure.add_subplot(grid[0, 0])
@@ -54,22 +72,32 @@ def draw(run: Run) -> Figure:
     _lifetimes(lifetimes, run, scale)
     _dress(lifetimes, "Running processes", f"time ({unit})")
 
-    seconds = figure.add_subplot(grid[2, 0])
+    weights = figure.add_subplot(grid[2, :])
+    details.weights(weights, run)
+    _dress(weights, "Part of the weight in each merge", "merge")
+    weights.grid(visible=False)
+
+    seconds = figure.add_subplot(grid[3, 0])
     _durations(seconds, run)
     _dress(seconds, "Time per merge", "")
-    members = figure.add_subplot(grid[3, 0], sharex=seconds)
+    members = figure.add_subplot(grid[4, 0], sharex=seconds)
     _members(members, run)
     _dress(members, "Learners per merge", "global step")
 
-    wire = figure.add_subplot(grid[2:, 1])
+    wire = figure.add_subplot(grid[3:5, 1])
     _bytes(wire, run, scale)
     _dress(wire, "Bytes on the wire, cumulative", f"time ({unit})")
+
+    for place, plot, heading, label in (
+        ((5, 0), details.throughput, "Tokens per second", f"time ({unit})"),
+        ((5, 1), details.step_times, "Duration of a step", ""),
+        ((6, 0), details.delta_norms, "Norm of the merged delta", "global step"),
+        ((6, 1), details.base_ages, "Age of the oldest base in a merge", "global step"),
+    ):
+        axes = figure.add_subplot(grid[place])
+        plot(axes, run, scale)
+        _dress(axes, heading, label)
     return figure
-
-
-def _literal(text: str) -> str:
-    """Text of untrusted peers, in which matplotlib would find formulas."""
-    return printable(text).replace("$", r"\$")
 
 
 def title(run: Run) -> str:
@@ -80,58 +108,38 @@ def title(run: Run) -> str:
     )
 
 
-def binned(x: F64, y: F64, bins: int = BINS) -> tuple[F64, F64]:
-    """Means of y over equal intervals of x; the points themselves if there are few."""
-    finite = np.isfinite(x) & np.isfinite(y)
-    order = np.argsort(x[finite], kind="stable")
-    x, y = x[finite][order], y[finite][order]
-    if x.size <= bins or x[-1] <= x[0]:
-        return x, y
-    place = np.minimum(((x - x[0]) / (x[-1] - x[0]) * bins).astype(np.int64), bins - 1)
-    count = np.bincount(place, minlength=bins)
-    some = count > 0
-    total_x, total_y = (np.bincount(place, weights=v, minlength=bins) for v in (x, y))
-    return total_x[some] / count[some], total_y[some] / count[some]
-
-
-def quantity(value: float) -> str:
-    """Three digits and a letter: 1.23M."""
-    if not math.isfinite(value):
-        return "–"
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(value) >= size:
-            return f"{value / size:.3g}{letter}"
-    return f"{value:.3g}"
-
-
 def _losses(over_tokens: Axes, over_time: Axes, run: Run, scale: float) -> None:
     drawn: list[F64] = []
-    curves = [(s.time, s.loss) for s in (learner.steps for learner in run.learners)]
-    curves = [(time, loss) for time, loss in curves if np.isfinite(loss).any()]
-    longest = max((time.size for time, _ in curves), default=0)
-    for number, (time, loss) in enumerate(curves):
-        at, mean = binned(time, loss)
-        drawn.append(mean)
+    curves = [(learner.name, learner.steps.time, learner.steps.loss) for learner in run.learners]
+    curves = [curve for curve in curves if np.isfinite(curve[2]).any()]
+    longest = max((time.size for _, time, _ in curves), default=0)
+    apart = len(curves) <= len(LEARNER_COLORS)
+    for number, (name, time, loss) in enumerate(curves):
+        at, mean = in_parts(time, loss, run.suspensions)
+        drawn.append(mean[np.isfinite(mean)])
         label = f"each learner ({len(curves)})" if number == 0 else None
         for axes, x in ((over_tokens, run.tokens_at(at)), (over_time, at / scale)):
             axes.plot(
-                x, mean, color=SKY, lw=0.8, alpha=max(0.15, min(0.6, 3 / len(curves))), label=label
-            )
-    if curves:
-        together = [np.concatenate(parts) for parts in zip(*curves, strict=True)]
-        at, mean = binned(together[0], together[1], bins=max(1, min(BINS, longest)))
+                x, mean, color=LEARNER_COLORS[number] if apart else SKY, lw=0.9,
+                alpha=0.7 if apart else max(0.15, min(0.6, 3 / len(curves))),
+                label=literal(name) if apart else label,
+            )  # fmt: skip
+    if len(curves) > 1:
+        together = [np.concatenate(parts) for parts in list(zip(*curves, strict=True))[1:]]
+        at, mean = in_parts(
+            together[0], together[1], run.suspensions, bins=max(1, min(BINS, longest) // 3)
+        )
         for axes, x in ((over_tokens, run.tokens_at(at)), (over_time, at / scale)):
-            axes.plot(x, mean, color=BLUE, lw=1.8, label="training, mean of learners")
+            axes.plot(x, mean, color=INK, lw=1.8, label="mean of learners")
     scores = run.scores
     good = np.isfinite(scores.loss)
     if good.any():
         drawn.append(scores.loss[good])
         marker = "o" if good.sum() <= 60 else ""
-        for axes, x in ((over_tokens, scores.tokens), (over_time, scores.time / scale)):
-            axes.plot(
-                x[good], scores.loss[good], color=RED, lw=2, marker=marker, ms=4.5,
-                label="validation of Θ",
-            )  # fmt: skip
+        at, loss = in_parts(scores.time[good], scores.loss[good], run.suspensions)
+        tokens = np.interp(at, scores.time[good], scores.tokens[good])
+        for axes, x in ((over_tokens, tokens), (over_time, at / scale)):
+            axes.plot(x, loss, color=RED, lw=2, marker=marker, ms=4.5, label="validation of Θ")
         last = f"{scores.loss[good][-1]:.3f}"
         for axes, x in ((over_tokens, scores.tokens), (over_time, scores.time / scale)):
             axes.annotate(
@@ -139,15 +147,14 @@ def _losses(over_tokens: Axes, over_time: Axes, run: Run, scale: float) -> None:
                 textcoords="offset points", fontsize=9, va="center", weight="bold",
                 annotation_clip=False,
             )  # fmt: skip
+    if drawn:
+        legend_below(over_tokens)
     values = np.concatenate(drawn) if drawn else np.zeros(0)
     for axes in (over_tokens, over_time):
         if not values.size:
-            _empty(axes, "no step and no evaluation yet")
+            empty(axes, "no step and no evaluation yet")
             continue
         axes.set_ylabel("loss")
-        legend = axes.legend(frameon=False, fontsize=9, loc="upper right")
-        for line in legend.get_lines():
-            line.set_alpha(1.0)
         if values.min() > 0 and values.max() > 1.3 * values.min():
             _log_losses(axes)
 
@@ -167,7 +174,7 @@ def _log_losses(axes: Axes) -> None:
 
 
 def _lifetimes(axes: Axes, run: Run, scale: float) -> None:
-    lanes = ["syncer", *(_literal(learner.name) for learner in run.learners)]
+    lanes = ["syncer", *(literal(learner.name) for learner in run.learners)]
     for epoch in run.epochs:
         _bar(axes, 0, epoch.begin, epoch.end, run, scale, color=ORANGE)
         if len(run.epochs) > 1:
@@ -186,17 +193,25 @@ def _lifetimes(axes: Axes, run: Run, scale: float) -> None:
         axes.plot(
             restarts / scale, np.full(restarts.shape, lane), "x", color=RED, ms=7, mew=2, zorder=5
         )
+        refused = learner.refusal_times[:TICKS] / scale
+        axes.plot(refused, np.full(refused.shape, lane - 0.25), "v", color=RED, ms=4, zorder=4)
     axes.set_yticks(range(len(lanes)), lanes, fontsize=9 if len(lanes) <= 24 else 6.5)
     axes.set_ylim(len(lanes) - 0.4, -0.6)
     axes.set_xlim(0, max(run.seconds / scale, 1e-3) * 1.01)
     if len(lanes) == 1 and not run.epochs:
-        _empty(axes, "no syncer and no learner yet")
+        empty(axes, "no syncer and no learner yet")
         return
     axes.plot([], [], color=COLORS[0], lw=7, label="running")
     axes.plot([], [], color=COLORS[2], lw=7, label="running, restarted")
     axes.plot([], [], "|", color=INK, ms=6, label="took part in a merge")
     axes.plot([], [], "x", color=RED, ms=6, mew=2, label="restart")
-    _legend_above(axes)
+    if any(learner.refusal_times.size for learner in run.learners):
+        axes.plot([], [], "v", color=RED, ms=4, label="refusal")
+    for begin, end in run.suspensions:
+        axes.axvspan(begin / scale, end / scale, color="#eeeeee", zorder=0)
+    if run.suspensions:
+        axes.plot([], [], color="#dddddd", lw=7, label="suspended")
+    legend_above(axes)
 
 
 def _bar(
@@ -217,27 +232,27 @@ def _ticks(axes: Axes, lane: int, learner: LearnerRun, run: Run, scale: float) -
 def _durations(axes: Axes, run: Run) -> None:
     merges = run.merges
     if not merges.step.size:
-        _empty(axes, "no merge yet")
+        empty(axes, "no merge yet")
         return
     axes.set_yscale("log")
     for name, seconds, color, style in (
         ("wait for quorum", merges.quorum_seconds, BLUE, "-"),
-        ("grace window", merges.grace_seconds, GREEN, "--"),
+        ("grace, as waited", merges.grace_seconds, GREEN, "--"),
         ("sync", merges.sync_seconds, RED, "-."),
     ):
         shown = np.maximum(seconds, FLOOR_SECONDS)
         few = np.linspace(0, shown.size - 1, min(shown.size, 1500)).astype(np.int64)
         axes.plot(merges.step[few], shown[few], ".", color=color, ms=2, alpha=0.25)
         axes.plot(*binned(merges.step, shown, bins=80), style, color=color, lw=1.6, label=name)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: _duration(y)))
-    _legend_above(axes)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: duration(y)))
+    legend_above(axes)
     axes.tick_params(labelbottom=False)
 
 
 def _members(axes: Axes, run: Run) -> None:
     merges = run.merges
     if not merges.step.size:
-        _empty(axes, "no merge yet")
+        empty(axes, "no merge yet")
         return
     order = np.argsort(merges.step, kind="stable")
     few = order[np.linspace(0, order.size - 1, min(order.size, 3000)).astype(np.int64)]
@@ -249,13 +264,13 @@ def _members(axes: Axes, run: Run) -> None:
     )  # fmt: skip
     axes.set_ylim(0, max(1.0, float(np.nanmax(merges.members))) * 1.15)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-    _legend_above(axes)
+    legend_above(axes)
 
 
 def _bytes(axes: Axes, run: Run, scale: float) -> None:
     merges = run.merges
     if not merges.time.size:
-        _empty(axes, "no merge yet")
+        empty(axes, "no merge yet")
         return
     few = np.linspace(0, merges.time.size - 1, min(merges.time.size, 1000)).astype(np.int64)
     for name, each, color, style in (
@@ -268,7 +283,7 @@ def _bytes(axes: Axes, run: Run, scale: float) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{quantity(y)}B" if y else "0"))
     axes.set_ylim(bottom=0)
     axes.set_xlim(0, max(run.seconds / scale, 1e-3) * 1.01)
-    axes.legend(frameon=False, fontsize=9, loc="upper left")
+    legend_below(axes)
 
 
 def _dress(axes: Axes, heading: str, label: str) -> None:
@@ -281,34 +296,8 @@ def _dress(axes: Axes, heading: str, label: str) -> None:
     axes.set_axisbelow(True)
 
 
-def _legend_above(axes: Axes) -> None:
-    axes.legend(
-        frameon=False, fontsize=8.5, loc="lower right", bbox_to_anchor=(1.01, 1), ncols=4,
-        borderaxespad=0.1, handletextpad=0.5, columnspacing=1.4,
-    )  # fmt: skip
-
-
-def _empty(axes: Axes, message: str) -> None:
-    axes.text(
-        0.5,
-        0.5,
-        message,
-        transform=axes.transAxes,
-        ha="center",
-        va="center",
-        color=FAINT,
-        fontsize=10,
-    )
-    axes.set_xticks([])
-    axes.set_yticks([])
-
-
 def _time_unit(seconds: float) -> tuple[float, str]:
     for size, name in ((2 * 86400, "days"), (2 * 3600, "hours"), (180, "minutes")):
         if seconds >= size:
             return {"days": 86400.0, "hours": 3600.0, "minutes": 60.0}[name], name
     return 1.0, "seconds"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:g} s" if seconds >= 1 else f"{1e3 * seconds:g} ms"

@@ -7,7 +7,9 @@ of an older version. Unreadable parts are skipped and are never an error.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -20,7 +22,7 @@ import numpy.typing as npt
 from diloco.journal.audit import Audit, audit_parts
 from diloco.journal.reader import lines as journal_lines
 from diloco.journal.reader import objects
-from diloco.journal.records import Complete, Join, Leave, Merge, Restart
+from diloco.journal.records import Complete, Join, Leave, Merge, Refuse, Restart
 
 F64 = npt.NDArray[np.float64]
 
@@ -28,7 +30,11 @@ MAX_STEP_LINES = 200_000
 """Lines that are parsed of all steps.jsonl together; longer files are sampled."""
 MIN_STEP_LINES = 1_000
 
+MAX_METRICS = 16
+"""Of the user's scores that are shown."""
+
 _MAX_NUMBER = 1e30
+_OWN_OF_SCORES = ("time", "step", "tokens", "loss", "seconds", "epoch")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,8 +67,17 @@ class LearnerRun:
     name: str
     lifetimes: tuple[Lifetime, ...]
     merge_times: F64
+    merge_numbers: F64
+    """Of the merges that it took part in, in the order of the event log; from 0 on."""
+    merge_shares: F64
+    """Its part of the members' weights in each of them."""
     restart_times: F64
     """When the supervisor restarted it."""
+    restarts: int
+    """Its processes after the first, without those that a resumed run started."""
+    refusals: Mapping[str, int]
+    """What the syncer refused of it, by reason."""
+    refusal_times: F64
     steps: Steps
 
     @property
@@ -84,6 +99,11 @@ class Merges:
     quorum: F64
     bytes_up: F64
     bytes_down: F64
+    delta_norm: F64
+    tokens: F64
+    """Of all members, in their copies of the fragment."""
+    base_age: F64
+    """Global steps since the oldest version that a member's delta refers to."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +113,8 @@ class Scores:
     time: F64
     tokens: F64
     loss: F64
+    others: Mapping[str, F64]
+    """Other numbers of the user's scores; NaN where one has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +129,8 @@ class Run:
     seconds: float
     spec: Mapping[str, Any]
     epochs: tuple[Lifetime, ...]
+    suspensions: tuple[tuple[float, float], ...]
+    """Begin and end of the times at which neither syncer nor learners ran."""
     learners: tuple[LearnerRun, ...]
     merges: Merges
     scores: Scores
@@ -136,7 +160,8 @@ def load(run_dir: Path) -> Run:
     begin, end = (min(stamps), max(stamps)) if stamps else (0.0, 0.0)
 
     merges = [e for e in events if e.get("event") == Merge.kind and _time(e) is not None]
-    learners = _learners(events, merges, steps, begin, end)
+    epochs = _epochs(events, begin)
+    learners, suspensions = _without_resumes(_learners(events, merges, steps, begin, end), epochs)
     trained = sum(learner.tokens for learner in learners)
     reached = max((_number(e, "step", 0.0) for e in events), default=0.0)
     sample = _text(run_dir / "model" / "sample.txt")
@@ -148,13 +173,15 @@ def load(run_dir: Path) -> Run:
         tokens=_number(status, "tokens", trained) or trained,
         seconds=end - begin,
         spec=spec,
-        epochs=_epochs(events, begin),
+        epochs=epochs,
+        suspensions=suspensions,
         learners=learners,
         merges=_merges(merges, begin),
         scores=Scores(
             time=_column(scores, _time) - begin,
             tokens=_column(scores, lambda e: _number(e, "tokens")),
             loss=_column(scores, lambda e: _number(e, "loss")),
+            others=_other_numbers(scores),
         ),
         audit=audit_parts(lines),
         sample=sample or None,
@@ -179,7 +206,53 @@ def _merges(merges: Sequence[Mapping[str, Any]], begin: float) -> Merges:
         quorum=column("quorum"),
         bytes_up=np.nan_to_num(column("bytesUp")),
         bytes_down=np.nan_to_num(column("bytesDown")),
+        delta_norm=column("deltaNorm"),
+        tokens=_column(merges, lambda e: sum(_number(m, "tokens", 0.0) for m in _members(e))),
+        base_age=_column(merges, _base_age),
     )
+
+
+def _base_age(merge: Mapping[str, Any]) -> float:
+    """Of the member with the oldest base; NaN without one: fragments that came whole have none."""
+    bases = [base for m in _members(merge) if math.isfinite(base := _number(m, "base"))]
+    return _number(merge, "step") - min(bases) if bases else math.nan
+
+
+def _other_numbers(scores: Sequence[Mapping[str, Any]]) -> Mapping[str, F64]:
+    names = dict.fromkeys(
+        name
+        for score in scores
+        for name in score
+        if name not in _OWN_OF_SCORES and math.isfinite(_number(score, name))
+    )
+    return {
+        name: _column(scores, lambda e, name=name: _number(e, name))  # type: ignore[misc]
+        for name in list(names)[:MAX_METRICS]
+    }
+
+
+def _without_resumes(
+    learners: Sequence[LearnerRun], epochs: Sequence[Lifetime]
+) -> tuple[tuple[LearnerRun, ...], tuple[tuple[float, float], ...]]:
+    """The learners with their restarts, and when the whole run was suspended: no process ran from then to then."""
+    gaps = []
+    for before, after in itertools.pairwise(epochs):
+        runs = [life for learner in learners for life in learner.lifetimes]
+        middle = (before.end + after.begin) / 2
+        # A learner that trains while the syncer restarts is the same process before and after.
+        if after.begin > before.end and not any(life.begin < middle < life.end for life in runs):
+            ends = [life.end for life in runs if life.end <= middle]
+            gaps.append((max([before.end, *ends]), after.begin))
+
+    def resumed(learner: LearnerRun) -> int:
+        begins = [life.begin for life in learner.lifetimes]
+        return sum(any(min(begins) < end <= b for b in begins) for _, end in gaps) if begins else 0
+
+    counted = tuple(
+        replace(learner, restarts=max(0, len(learner.lifetimes) - 1 - resumed(learner)))
+        for learner in learners
+    )
+    return counted, tuple(gaps)
 
 
 def _epochs(events: Sequence[Mapping[str, Any]], begin: float) -> tuple[Lifetime, ...]:
@@ -203,7 +276,8 @@ def _learners(
     begin: float,
     end: float,
 ) -> tuple[LearnerRun, ...]:
-    merged: dict[str, list[float]] = {}
+    merged: dict[str, list[tuple[float, int, float]]] = {}
+    refused: dict[str, list[tuple[float, str]]] = {}
     sightings: dict[str, dict[int, list[float]]] = {}
     """learner → incarnation → times at which it was running."""
     running: dict[str, int] = {}
@@ -217,17 +291,21 @@ def _learners(
         if time is None:
             continue
         learner, incarnation = event.get("learner"), event.get("incarnation")
+        if kind == Refuse.kind:
+            refused.setdefault(str(learner), []).append((time, str(event.get("reason"))))
         if kind in (Join.kind, Leave.kind):
             seen(learner, incarnation, time)
             if kind == Join.kind:
                 running[str(learner)] = incarnation if isinstance(incarnation, int) else -1
             elif running.get(str(learner)) == incarnation:
                 del running[str(learner)]
-    for event in merges:
-        time = _time(event) or begin
-        for member in _members(event):
+    for number, event in enumerate(merges):
+        time, members = _time(event) or begin, _members(event)
+        total = sum(_number(member, "weight", 0.0) for member in members)
+        for member in members:
             seen(member.get("learner"), member.get("incarnation"), time)
-            merged.setdefault(str(member.get("learner")), []).append(time)
+            share = _number(member, "weight", 0.0) / total if total > 0 else 0.0
+            merged.setdefault(str(member.get("learner")), []).append((time, number, share))
     for learner, number in running.items():
         # Not left: it runs until its own last step, or until the last known time.
         if learner in steps and (own := steps[learner].time).size:
@@ -241,12 +319,21 @@ def _learners(
                 Lifetime(number=number, begin=min(times) - begin, end=max(times) - begin)
                 for number, times in sorted(sightings.get(name, {}).items())
             ),
-            merge_times=np.sort(np.array(merged.get(name, []))) - begin,
+            merge_times=np.sort(_part(merged.get(name, []), 0)) - begin,
+            merge_numbers=_part(merged.get(name, []), 1),
+            merge_shares=_part(merged.get(name, []), 2),
             restart_times=np.array(_restarts(events, name)) - begin,
+            restarts=0,
+            refusals=Counter(reason for _, reason in refused.get(name, [])),
+            refusal_times=_part(refused.get(name, []), 0) - begin,
             steps=_shifted(steps.get(name) or _steps([]), begin),
         )
         for name in sorted(sightings.keys() | steps.keys(), key=_natural)
     )
+
+
+def _part(rows: Sequence[tuple[Any, ...]], column: int) -> F64:
+    return np.array([row[column] for row in rows], np.float64)
 
 
 def _restarts(events: Sequence[Mapping[str, Any]], name: str) -> list[float]:

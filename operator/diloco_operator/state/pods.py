@@ -177,7 +177,7 @@ class FailedLearner:
 
     learner: str
     reason: str
-    """Of the condition Failed: LearnerRefused | LearnerRestartLimit."""
+    """Of the condition Failed: LearnerRefused | LearnerNeverJoined | LearnerRestartLimit."""
     message: str
     log: tuple[str, ...]
     """Lines of its log before the message."""
@@ -196,7 +196,8 @@ def failed_learners(
     learners: Iterable[LearnerPods], limit: int | None, now: datetime
 ) -> tuple[FailedLearner, ...]:
     """
-    The learners that ended permanently: exit code 78, or more crashes than the limit.
+    The learners that ended permanently: exit code 78, a program that ended again and again without joining
+    the job, or more crashes than the limit.
 
     A corrected manifest replaces the pod, and with it the evidence: the learner counts again. So
     does one that became ready since, even if it is unready again: without a syncer, none is ready.
@@ -218,6 +219,10 @@ def _permanent_end(learner: LearnerPods, limit: int | None, now: datetime) -> Fa
         if end.get("exitCode") == EXIT_REFUSED:
             return FailedLearner(
                 learner=learner.name, reason="LearnerRefused", message=message, log=log
+            )
+        if reason == "NeverJoined":
+            return FailedLearner(
+                learner=learner.name, reason="LearnerNeverJoined", message=message, log=log
             )
         if limit is None:
             continue

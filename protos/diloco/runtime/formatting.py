@@ -45,13 +45,13 @@ def count(value: float) -> str:
     """
     A count with three significant digits.
 
-    >>> count(532), count(16400), count(2_097_152)
-    ('532', '16.4 k', '2.10 M')
+    >>> count(532), count(16400), count(999_900), count(2_097_152)
+    ('532', '16.4 k', '1.00 M', '2.10 M')
     """
     for size, unit in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if value >= size:
-            scaled = value / (1e3 if unit == "k" else size)
-            return f"{scaled:#.3g} {unit}".replace(". ", " ")
+        # What would be rounded to 1000 of a unit is 1 of the next.
+        if value >= (size if unit == "k" else 0.9995 * size):
+            return f"{_digits(value / (1e3 if unit == 'k' else size))} {unit}"
     return f"{value:.0f}"
 
 
@@ -59,15 +59,20 @@ def size(num_bytes: float) -> str:
     """
     An amount of bytes.
 
-    >>> size(512), size(3 << 20)
-    ('512 B', '3.00 MiB')
+    >>> size(512), size(1_047_600), size(3 << 20)
+    ('512 B', '1023 KiB', '3.00 MiB')
     """
     value, unit = float(num_bytes), "B"
     for bigger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
+        if value < 1023.5:  # otherwise it would be rounded to 1024
             break
         value, unit = value / 1024, bigger
-    return f"{value:.0f} B" if unit == "B" else f"{value:#.3g} {unit}".replace(". ", " ")
+    return f"{value:.0f} B" if unit == "B" else f"{_digits(value)} {unit}"
+
+
+def _digits(value: float) -> str:
+    """Three significant digits, and all digits of a whole number that has more; never an exponent."""
+    return f"{value:.0f}" if value >= 999.5 else f"{value:#.3g}".removesuffix(".")
 
 
 def duration(seconds: float) -> str:

@@ -35,11 +35,21 @@ class Health:
     """What it does or waits for, in one sentence."""
     progress_at: float
     """Its last progress: an optimizer step, a turn of the engine."""
+    joined: bool = False
+    """A learner: it has been part of the job."""
+    left: str = ""
+    """A learner: why it left the job; "": it has not."""
+    problem: str = ""
+    """What is wrong with its work, in one word, although it runs; `why` has the sentence. "": nothing."""
 
     def to_json(self) -> str:
         """The file's content."""
         return json.dumps(
-            {"at": self.at, "ready": self.ready, "why": self.why, "progressAt": self.progress_at}
+            {
+                **{"at": self.at, "ready": self.ready, "why": self.why},
+                **{"progressAt": self.progress_at, "joined": self.joined},
+                **{"left": self.left, "problem": self.problem},
+            }
         )
 
 
@@ -52,6 +62,9 @@ def read(path: Path) -> Health | None:
             ready=bool(data["ready"]),
             why=str(data["why"]),
             progress_at=float(data["progressAt"]),
+            joined=bool(data.get("joined")),
+            left=str(data.get("left", "")),
+            problem=str(data.get("problem", "")),
         )
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -91,7 +91,9 @@ def test_restarts_include_those_of_earlier_containers():
 def test_a_refused_process_exits_the_container_with_its_last_line(role):
     policy = started(role)
     assert exits(policy, 1.0, code=78, last_line="diloco: eu/0: other shape") == ExitContainer(
-        code=78, reason="Refused", message="diloco: eu/0: other shape"
+        code=78,
+        reason="Refused",
+        message="other shape" if role is Role.LEARNER else "eu/0: other shape",
     )
     assert policy.handle(Tick(), 2.0) == []
 
@@ -122,7 +124,7 @@ def test_a_limit_of_zero_allows_no_crash():
 @pytest.mark.parametrize("role", [Role.LEARNER, Role.EVALUATOR])
 def test_a_process_whose_work_is_done_restarts_only_after_minutes(role):
     policy = started(role, learner_restarts=0)
-    assert policy.handle(Exited(code=0), 10.0) == []
+    assert policy.handle(Exited(code=0, left="Complete"), 10.0) == []
     assert (policy.state, policy.message) == (State.BACK_OFF, "done")
     assert policy.handle(Tick(), 309.0) == []
     assert policy.handle(Tick(), 310.0) == [Start(restarts=1)]  # steps may have been raised
@@ -153,10 +155,43 @@ def test_a_syncer_that_was_healthy_once_always_restarts(how):
         assert not isinstance(exits(policy, policy.started_at, code=1), ExitContainer)
 
 
-def test_a_learner_without_limit_always_restarts():
+def test_a_learner_without_limit_that_joined_once_always_restarts():
     policy = started()
+    policy.handle(Ready(), 1.0)
     for _ in range(30):
         assert not isinstance(exits(policy, policy.started_at, code=1), ExitContainer)
+
+
+def test_a_learner_that_exits_with_0_before_the_job_is_complete_restarts_with_a_back_off():
+    policy = started()
+    policy.handle(Ready(), 1.0)
+    policy.handle(Exited(code=0), 2.0)
+    assert policy.start_at == 2.0
+    policy.handle(Tick(), 2.0)
+    policy.handle(Exited(code=0, left="Closed"), 3.0)
+    assert policy.start_at == 3.25
+    assert "the job is not complete: its loop must be `while not learner.done`" in policy.message
+
+
+@pytest.mark.parametrize("code", [0, 1, 127])
+def test_a_learner_that_never_joins_fails_after_ten_ends_with_the_cause(code):
+    policy = started()
+    for _ in range(9):
+        assert isinstance(exits(policy, policy.started_at, code=code), float | int)
+    end = exits(policy, policy.started_at, code=code, last_line="No module named 'nothing'")
+    assert (end.code, end.reason) == (1, "NeverJoined")
+    cause = (
+        "exit code 0: the job is not complete: its loop must be `while not learner.done`"
+        if code == 0
+        else f"exit code {code}: No module named 'nothing'"
+    )
+    assert end.message == f"learner eu/0 ended 10 times and never joined the job ({cause})"
+
+
+def test_neither_kills_nor_an_unavailable_syncer_fail_a_learner_that_never_joined():
+    policy = started()
+    for code in [-9, -15, 75] * 10:
+        assert isinstance(exits(policy, policy.started_at, code=code), float | int)
 
 
 def test_stop_terminates_the_process_and_exits_with_0():

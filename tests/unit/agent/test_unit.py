@@ -49,6 +49,12 @@ class Pod:
     starts: list[str] = field(default_factory=list)
 
 
+def _exited(code):
+    """Exit code 0 is that of a complete job."""
+    left = "Complete" if code == 0 else ""
+    return Exited(code=code, last_line=BROKEN if code == 1 else "", left=left)
+
+
 class Learner:
     """All pods of one learner; `delays` is how long each process takes to notice a lost rank."""
 
@@ -98,7 +104,7 @@ class Learner:
     def events(self, pod):
         if pod.exit is not None and pod.exit[0] <= self.now:
             code, pod.exit, pod.running, pod.breaks_at = pod.exit[1], None, "", None
-            self.handle(pod, Exited(code=code, last_line=BROKEN if code == 1 else ""))
+            self.handle(pod, _exited(code))
         self.handle(pod, Tick())
 
     def handle(self, pod, event):

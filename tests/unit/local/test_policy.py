@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from diloco_local.events import (
     Abandon,
+    Acknowledge,
     Close,
     Completed,
     Decision,
@@ -21,6 +22,7 @@ from diloco_local.events import (
     Phase,
     Restart,
     Served,
+    StandsStill,
     Start,
     State,
     Terminate,
@@ -183,8 +185,66 @@ def test_a_learner_that_exits_early_restarts():
     assert run.exits("eu/0", 0) == []
     assert names(run.wait(until=1.9), Start) == []
     decisions = run.wait(until=2.25)
-    assert names(decisions, Restart) == ["eu/0"]
     assert names(decisions, Start) == ["eu/0"]
+    [restart] = [decision for decision in decisions if isinstance(decision, Restart)]
+    assert restart.last_line == (
+        "the job is not complete: its loop must be `while not learner.done`"
+    )
+
+
+def test_a_learner_that_a_person_stopped_restarts_without_a_remark_about_its_loop():
+    run = training()
+    run.handle(Exited(name="eu/0", code=0, joined=True, left="SIGTERM"))
+    [restart] = [found for found in run.wait(until=2.25) if isinstance(found, Restart)]
+    assert restart.last_line == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "cause"),
+    [
+        (0, "exit code 0: the job is not complete: its loop must be `while not learner.done`"),
+        (127, "exit code 127: no such file"),
+    ],
+)
+def test_a_learner_that_never_joins_fails_the_job_after_five_ends_with_the_cause(code, cause):
+    run = training()
+    for ends in range(5):
+        assert (run.policy.outcome, ends) == (None, ends)
+        run.exits("eu/0", code, last_line="no such file")
+        run.wait(until=run.now + 40)
+    assert run.policy.outcome is Outcome.FAILED
+    assert run.policy.message == f"learner eu/0 ended 5 times and never joined the job ({cause})"
+
+
+def test_neither_kills_nor_a_slow_syncer_nor_the_other_learner_fail_one_that_never_joined():
+    run = training()
+    for code in [-SIGKILL, 75, -15] * 5:
+        run.exits("eu/0", code)
+        run.wait(until=run.now + 40)
+    for name in LEARNERS * 4:
+        run.exits(name, 1)
+        run.wait(until=run.now + 40)
+    assert run.policy.outcome is None
+
+
+def test_a_learner_that_joined_once_is_restarted_without_end():
+    run = training()
+    run.handle(Exited(name="eu/0", code=1, joined=True))
+    for _ in range(20):
+        run.wait(until=run.now + 40)
+        run.exits("eu/0", 1)
+    assert run.policy.outcome is None
+
+
+def test_a_run_in_which_no_learner_can_train_fails_with_the_reason():
+    run = training()
+    run.handle(StandsStill(message="no learner can train: eu/0 (NotFinite)"))
+    assert run.policy.outcome is Outcome.FAILED
+    assert run.policy.message == "no learner can train: eu/0 (NotFinite)"
+    done = training()
+    done.handle(Completed())
+    done.handle(StandsStill(message="too late"))
+    assert done.policy.outcome is Outcome.COMPLETE
 
 
 def test_a_learner_that_exits_just_before_completion_is_reported_is_done():
@@ -333,8 +393,14 @@ def test_a_second_interrupt_kills_all_processes_immediately():
 def test_an_interrupt_after_completion_skips_the_wait_but_stays_complete():
     run = training()
     run.handle(Completed())
-    assert names(run.handle(Interrupted()), Terminate) == ["eu/0", "eu/1"]
+    decisions = run.handle(Interrupted())
+    assert names(decisions, Terminate) == ["eu/0", "eu/1"]
     assert run.policy.outcome is Outcome.COMPLETE
+    [noted] = [found.message for found in decisions if isinstance(found, Acknowledge)]
+    assert noted.startswith("no longer waiting for the learners and the last evaluation")
+    decisions = run.handle(Interrupted())
+    assert Acknowledge(message="stopping immediately") in decisions
+    assert names(decisions, Kill) != []
 
 
 def test_an_interrupt_while_the_kernels_compile_ends_the_run():

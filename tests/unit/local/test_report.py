@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_local.report import plot
+from diloco_local.report import plot, style
 from diloco_local.report.page import page, write_report
 from diloco_local.report.run_files import load
 
@@ -280,6 +280,121 @@ def test_damaged_lines_and_odd_values_are_left_out(tmp_path: Path):
     assert load(tmp_path / "run").state == "Complete"
 
 
+def suspended(directory: Path) -> Path:
+    """A run of two learners that was suspended for 100 s; one of them was killed before."""
+    events = [
+        {"time": stamp(0), "epoch": 1, "event": "start", "fragments": 2, "interval": 2},
+        *(
+            {"time": stamp(at), "epoch": epoch, "event": kind, "learner": name, "incarnation": number}
+            for at, epoch, kind, name, number in (
+                *((1, 1, "join", "eu/0", 1), (1, 1, "join", "us/0", 2), (4, 1, "leave", "us/0", 2)),
+                *((5, 1, "join", "us/0", 3), (10, 1, "leave", "eu/0", 1), (10, 1, "leave", "us/0", 3)),
+                *((111, 2, "join", "eu/0", 4), (111, 2, "join", "us/0", 5)),
+            )
+        ),
+        {"time": stamp(4), "epoch": 0, "event": "restart", "process": "us/0", "restarts": 1},
+        {"time": stamp(10.5), "epoch": 1, "event": "stop", "step": 10},
+        {"time": stamp(110), "epoch": 2, "event": "start", "fragments": 2, "interval": 2},
+        *(
+            {"time": stamp(at), "epoch": epoch, "event": "refuse", "learner": "us/0", "reason": "NotFinite"}
+            for at, epoch in ((6, 1), (7, 1), (112, 2))
+        ),
+        *(
+            {
+                "time": stamp(at), "epoch": 1 if at < 50 else 2, "event": "merge", "step": step, "fragment": 0,
+                "attempt": 1, "quorum": 1, "quorumSeconds": 0.1, "graceSeconds": 0.0, "syncSeconds": 0.1,
+                "bytesUp": 1, "bytesDown": 1, "deltaNorm": 0.5,
+                "members": [
+                    {"learner": "eu/0", "incarnation": 1 if at < 50 else 4, "step": step, "steps": 2, "tokens": 30,
+                     "weight": 30.0, "base": step - 2},
+                    {"learner": "us/0", "incarnation": 3 if at < 50 else 5, "step": step, "steps": 2, "tokens": 10,
+                     "weight": 10.0, "base": step - 4},
+                ][: 1 if step == 8 else 2],
+            }
+            for at, step in ((6, 6), (8, 8), (112, 12))
+        ),
+    ]  # fmt: skip
+    append(directory / "events.jsonl", sorted(events, key=lambda event: event["time"]))
+    for name in ("eu-0", "us-0"):
+        rows = [
+            {"time": stamp(at), "localStep": i + 1, "tokens": 8, "loss": 2.0, "seconds": 0.5}
+            for i, at in enumerate((2, 3, 6, 9, 112, 113))
+        ]
+        append(directory / "learners" / name / "steps.jsonl", rows)
+    scores = [
+        {"time": stamp(at), "step": at, "tokens": at, "loss": 2.0, "accuracy": at / 200}
+        for at in (5, 10, 112)
+    ]
+    append(directory / "eval.jsonl", scores)
+    (directory / "spec.json").write_text('{"job": "small", "steps": 20, "fragments": 2}')
+    return directory
+
+
+def test_a_resumed_run_counts_suspensions_and_only_real_restarts(tmp_path: Path):
+    run = load(suspended(tmp_path / "run"))
+    assert run.suspensions == ((10.5, 110.0),)
+    assert {learner.name: learner.restarts for learner in run.learners} == {"eu/0": 0, "us/0": 1}
+    html = page(run, b"")
+    assert "<span>restarts</span>1</div>" in html
+    assert "<span>suspensions</span>1</div>" in html
+
+
+def test_a_crash_of_the_syncer_alone_is_not_a_suspension(ordinary: Path):
+    run = load(ordinary)
+    assert len(run.epochs) == 2
+    assert run.suspensions == ()
+    assert sum(learner.restarts for learner in run.learners) == 2
+
+
+def test_no_line_is_drawn_across_a_suspension(tmp_path: Path):
+    run = load(suspended(tmp_path / "run"))
+    over_time = plot.draw(run).axes[1]
+    for line in over_time.get_lines():
+        times = np.asarray(line.get_xdata(), float)
+        values = np.asarray(line.get_ydata(), float)
+        between = [
+            np.isnan(values[i : i + 2]).any()
+            for i in range(times.size - 1)
+            if np.isnan(times[i + 1]) or times[i] <= 10.5 < times[i + 1]
+        ]
+        assert between
+        assert all(between)
+
+
+def test_each_of_a_few_learners_has_its_own_color_and_name(tmp_path: Path):
+    figure = plot.draw(load(suspended(tmp_path / "run")))
+    lines = {line.get_label(): line.get_color() for line in figure.axes[1].get_lines()}
+    assert {"eu/0", "us/0", "mean of learners", "validation of Θ"} == lines.keys()
+    assert len(set(lines.values())) == 4
+
+
+def test_weights_throughput_norms_and_bases_are_those_of_the_events(tmp_path: Path):
+    run = load(suspended(tmp_path / "run"))
+    eu, us = run.learners
+    assert (eu.merge_numbers.tolist(), eu.merge_shares.tolist()) == ([0, 1, 2], [0.75, 1.0, 0.75])
+    assert (us.merge_numbers.tolist(), us.merge_shares.tolist()) == ([0, 2], [0.25, 0.25])
+    assert run.merges.tokens.tolist() == [40, 30, 40]
+    assert run.merges.base_age.tolist() == [4, 2, 4]
+    assert run.merges.delta_norm.tolist() == [0.5, 0.5, 0.5]
+    titles = {axes.get_title(loc="left") for axes in plot.draw(run).axes}
+    assert {"Part of the weight in each merge", "Tokens per second", "Duration of a step"} <= titles
+
+
+def test_refusals_and_the_users_own_metrics_are_on_the_page(tmp_path: Path):
+    run = load(suspended(tmp_path / "run"))
+    assert dict(run.learners[1].refusals) == {"NotFinite": 3}
+    html = page(run, b"")
+    assert "<td>NotFinite 3</td>" in html
+    cells = ["accuracy", "0.025", "0.56", "0.025", "0.56"]
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in html
+
+
+def test_the_number_of_metrics_of_a_score_is_limited(tmp_path: Path):
+    score = {"time": stamp(1), "step": 1, "loss": 1.0} | {f"m{i}": i for i in range(100)}
+    append(tmp_path / "eval.jsonl", [score])
+    assert len(load(tmp_path).scores.others) == 16
+
+
 def test_violations_are_shown_on_the_page(tmp_path: Path):
     FakeRun(tmp_path / "run", learners=2, steps=30).write()
     events = tmp_path / "run" / "events.jsonl"
@@ -321,24 +436,24 @@ def test_sixty_four_learners_fit_on_the_page(tmp_path: Path):
     assert len(run.learners) == 64
     assert run.learners[9].name == "eu/9"
     assert run.learners[10].name == "eu/10"
-    assert size_of_png(tmp_path / "run" / "report.png")[1] < 3000
+    assert size_of_png(tmp_path / "run" / "report.png")[1] < 4000
 
 
 def test_binning_keeps_means_and_few_points():
     x = np.arange(10_000.0)
-    at, mean = plot.binned(x, np.where(x < 5000, 1.0, 3.0), bins=100)
+    at, mean = style.binned(x, np.where(x < 5000, 1.0, 3.0), bins=100)
     assert at.size == 100
     assert (mean[0], mean[-1]) == (1.0, 3.0)
-    at, mean = plot.binned(np.array([2.0, 1.0, 3.0]), np.array([20.0, 10.0, np.nan]))
+    at, mean = style.binned(np.array([2.0, 1.0, 3.0]), np.array([20.0, 10.0, np.nan]))
     assert (at.tolist(), mean.tolist()) == ([1.0, 2.0], [10.0, 20.0])
 
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (999, "999"), (1234567, "1.23M"), (2.5e9, "2.5G"), (math.nan, "–")],
+    [(0, "0"), (999, "999"), (999_900, "1M"), (1234567, "1.23M"), (2.5e9, "2.5G"), (math.nan, "–")],
 )
 def test_quantities_have_three_digits_and_a_letter(value: float, text: str):
-    assert plot.quantity(value) == text
+    assert style.quantity(value) == text
 
 
 def test_b03_hostile_names_neither_stop_the_report_nor_reach_the_browser_as_controls(tmp_path):

@@ -87,7 +87,7 @@ def test_the_log_of_a_process_is_private_and_not_written_through_a_link(tmp_path
     log = Log(tmp_path / "a.log")
     with log.open() as file:
         file.write(b"second\n")
-    assert log.last_lines()[-1] == "second"
+    assert log.tail() == "second\n"
     assert (tmp_path / "a.log").stat().st_mode & 0o777 == 0o600
     (tmp_path / "b.log").symlink_to(tmp_path / "a.log")
     with pytest.raises(OSError, match=os.strerror(errno.ELOOP)):

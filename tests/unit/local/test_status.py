@@ -19,6 +19,7 @@ from diloco_local.display import (
 )
 from diloco_local.events import Completed, Exited, Interrupted, Limits, Served, Tick
 from diloco_local.policy import Policy
+from diloco_local.problems import Problem
 from diloco_local.status import RunFacts, build, is_complete
 from diloco_testing.manifests.files import load_job
 
@@ -84,7 +85,9 @@ def reply(*learners, **more):
     )
 
 
-def status(policy=None, answer=None, previous=None, *, reply_age_seconds=0.5, now=NOW):
+def status(
+    policy=None, answer=None, previous=None, *, reply_age_seconds=0.5, now=NOW, problems=None
+):
     policy = policy or training_policy()
     running = {name: 10 + i for i, name in enumerate(policy.processes) if name != "kernels"}
     facts = RunFacts(
@@ -102,6 +105,7 @@ def status(policy=None, answer=None, previous=None, *, reply_age_seconds=0.5, no
         started="then",
         completed=None,
         now=now,
+        problems=problems or {},
     )
     return build(facts, previous)
 
@@ -149,6 +153,41 @@ def test_an_ejected_learner_is_shown_with_its_reason():
     console.print(view(found, Rate()))
     shown = console.file.getvalue()
     assert f"ejected eu/1: {why}" in shown
+
+
+def problem(kind, text="the loss was NaN"):
+    return Problem(kind=kind, text=text, since=1.0)
+
+
+def test_a_learner_whose_loss_is_nan_is_shown_with_its_problem_and_does_not_count_as_training():
+    why = "NotFinite; next probe in 12 s"
+    ejected = learner_status("eu/1", "Ejected", detail=why)
+    answer = reply(learner_status("eu/0"), ejected, learner_status("us/0"), merges=0)
+    sick = {"eu/0": problem("NotFinite"), "eu/1": problem("NotFinite")}
+    found = status(None, answer, problems=sick)
+    assert entry(found, "eu/0")["state"] == "NotFinite"
+    assert entry(found, "eu/1")["detail"] == f"the loss was NaN; ejected: {why}"
+    assert (found["state"], found["learners"]["summary"]) == ("Degraded", "1/3")
+    assert "NotFinite eu/0: the loss was NaN" in line(found, Rate())
+    assert "NotFinite eu/0: the loss was NaN" in text_of(view(found, Rate()), width=120)
+
+
+def test_an_evaluator_without_a_score_is_shown_and_training_is_not_degraded():
+    found = status(None, reply(), problems={"evaluator": problem("NoScore", "no module")})
+    assert entry(found, "evaluator")["state"] == "NoScore"
+    assert found["state"] == "Training"
+    assert "NoScore evaluator: no module" in line(found, Rate())
+
+
+def test_the_number_of_problems_that_are_shown_is_limited():
+    found = status(None, reply())
+    found["processes"] = [
+        {**entry(found, "eu/0"), "name": f"eu/{i}", "detail": "no tokens", "state": "NoTokens"}
+        for i in range(20)
+    ]
+    shown = line(found, Rate())
+    assert shown.count("NoTokens") == 8
+    assert shown.endswith("and 12 more")
 
 
 def test_a_learner_in_back_off_is_not_training_even_if_the_syncer_still_lists_it():
@@ -291,6 +330,16 @@ def test_the_rate_covers_the_last_minute():
     assert rate.steps_per_second() == pytest.approx(0.5)
 
 
+def test_there_is_no_time_left_to_show_while_no_learner_trains():
+    rate = Rate()
+    for second in (0, 10):
+        rate.update(at_step(second), second)
+    sick = at_step(11)
+    sick["learners"]["training"] = 0
+    assert rate.seconds_left(at_step(11)) is not None
+    assert rate.seconds_left(sick) is None
+
+
 def test_a_resumed_run_does_not_count_its_old_steps_as_speed():
     rate = Rate()
     rate.update(status(), 0.0)  # the syncer has not replied yet
@@ -331,7 +380,7 @@ def test_the_table_shows_every_learner_with_its_numbers():
     assert "step 100/200" in shown
     assert "90 merges (last: 3 learners)" in shown
     assert "quorum 2 after 0 ms" in shown
-    assert "grace 12 ms" in shown
+    assert "grace window 12 ms" in shown
     assert "up 3.00 MiB   down 5.00 MiB" in shown
 
 
@@ -342,7 +391,7 @@ def test_no_fact_is_broken_in_two_on_a_terminal_of_80_columns():
     made["sync"].update(sync)
     shown = text_of(view(made, Rate()), width=80).splitlines()
     assert any(
-        "quorum 1000 after 99900 ms   grace 99900 ms   sync 99900 ms" in row for row in shown
+        "quorum 1000 after 99900 ms   grace window 99900 ms   sync 99900 ms" in row for row in shown
     )
     assert any(
         "100000 merges (last: 1000 learners)   up 3.00 MiB   down 5.00 MiB" in row for row in shown
@@ -385,10 +434,16 @@ def test_plain_lines_come_every_five_seconds_and_notes_at_once():
         (formatting.count(9999), "9999"),
         (formatting.count(10_000), "10.0 k"),
         (formatting.count(123_456), "123 k"),
+        (formatting.count(999_400), "999 k"),
+        (formatting.count(999_600), "1.00 M"),
+        (formatting.count(999_960_000), "1.00 G"),
         (formatting.count(2_097_152), "2.10 M"),
         (formatting.size(0), "0 B"),
         (formatting.size(1023), "1023 B"),
         (formatting.size(1536), "1.50 KiB"),
+        (formatting.size(1000 << 10), "1000 KiB"),
+        (formatting.size((1 << 20) - 600), "1023 KiB"),
+        (formatting.size((1 << 20) - 1), "1.00 MiB"),
         (formatting.size(300 << 20), "300 MiB"),
         (formatting.duration(4.26), "4.3 s"),
         (formatting.duration(59.96), "1 min 00 s"),

@@ -230,6 +230,18 @@ def test_the_supervisors_own_count_of_faults_is_used():
     assert "exit code 1, five times" in world.condition("Failed")["message"]
 
 
+def test_a_learner_that_never_joined_fails_a_job_that_needs_it_without_any_limit():
+    world = training(manifest(**ALL_NEEDED))
+    message = '{"reason": "NeverJoined", "message": "learner us/1 ended 10 times", "log": ["why"]}'
+    restarted(world.pod("a-us-1"), 1, 1, message=message)
+    world.reconcile()
+    assert world.reason("Failed") == ("True", "LearnerNeverJoined")
+    assert (
+        "learner us/1 ended 10 times; its log before that: why"
+        in (world.condition("Failed")["message"])
+    )
+
+
 def test_without_a_limit_no_number_of_restarts_fails_a_job():
     world = training(manifest(**ALL_NEEDED))
     restarted(world.pod("a-us-1"), 999, 1)

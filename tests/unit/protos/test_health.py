@@ -19,7 +19,19 @@ def test_what_is_written_is_what_is_read_in_the_agreed_format(tmp_path):
     assert read(path) == health(10.0)
     assert json.loads(path.read_text()) == {
         "at": 10.0, "ready": True, "why": "serving, step 7", "progressAt": 9.0,
+        "joined": False, "left": "", "problem": "",
     }  # fmt: skip
+
+
+def test_the_file_of_an_earlier_release_is_read(tmp_path):
+    path = tmp_path / "health.json"
+    path.write_text('{"at": 10, "ready": true, "why": "serving, step 7", "progressAt": 9}')
+    assert read(path) == health(10.0)
+
+
+def test_only_the_file_itself_remains(tmp_path):
+    path = tmp_path / "health.json"
+    HealthFile(path).write(health(10.0))
     assert [p.name for p in tmp_path.iterdir()] == ["health.json"]
 
 

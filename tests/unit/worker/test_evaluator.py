@@ -1,5 +1,6 @@
 """The evaluator: its schedule, the user's command, and an unavailable syncer."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from diloco.errors import ConfigError, DamagedError, UnavailableError
+from diloco.runtime import health
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
 from diloco_worker import evaluator
@@ -244,6 +246,27 @@ def test_a_model_without_a_score_is_logged_and_the_next_model_is_scored(caplog):
     assert syncer.scores == [(100, 2.0)]
     assert "the data is not here" in caplog.text
     assert "the loss is nan, expected a finite number" in caplog.text
+
+
+def test_a_command_that_fails_is_in_the_health_file_until_a_model_has_a_score(tmp_path):
+    syncer, path, seen = Syncer(steps=100, stride=50), tmp_path / "health.json", []
+    trace = "Traceback (most recent call last):\n  File x\n" + "  y\n" * 99 + "KeyError: 'w'\n"
+    text = f"evaluation.command ended with 1, expected 0; its standard error ends with: {trace}"
+    answers = iter([NoScoreError(text), {"loss": 2.0}])
+
+    def scorer(weights):
+        seen.append(health.read(path))
+        answer = next(answers, {"loss": 2.0})
+        return raise_(answer) if isinstance(answer, Exception) else answer
+
+    made = evaluator_of(syncer, scorer=scorer)
+    made.health = health.HealthFile(path)
+    made.run()
+    assert seen[:2] == [None, dataclasses.replace(seen[1], problem="NoScore")]
+    assert seen[1].why == (
+        "the model of step 0 has no score: evaluation.command ended with 1, expected 0: KeyError: 'w'"
+    )
+    assert health.read(path).problem == ""
 
 
 def test_a_restarted_evaluator_continues_after_its_last_score(tmp_path):

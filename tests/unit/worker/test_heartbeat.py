@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from diloco.runtime import health
@@ -66,3 +68,34 @@ def test_the_last_report_is_written_even_if_it_is_not_due(reporter):
         False,
         "has left the job: Complete",
     )
+
+
+def test_the_file_shows_at_once_that_the_learner_joined_and_later_why_it_left(reporter):
+    reporter.report(LinkState(text="waiting"), 20.0)
+    reporter.observe(trainer(0), 20.1)
+    reporter.report(CONNECTED, 20.2)
+    assert (reporter.written().joined, reporter.written().at) == (True, 20.2)
+    reporter.report(LinkState(text="waiting again"), 22.0)
+    assert (reporter.written().joined, reporter.written().left) == (True, "")
+    reporter.leave("Complete", 22.1)
+    assert (reporter.written().joined, reporter.written().left) == (True, "Complete")
+
+
+def test_a_problem_of_the_trainer_is_reported_with_its_sentence(reporter):
+    state = dataclasses.replace(trainer(5), problem="NotFinite", problem_text="the loss was NaN")
+    reporter.observe(state, 20.0)
+    reporter.report(CONNECTED, 21.0)
+    assert (reporter.written().problem, reporter.written().why) == ("NotFinite", "the loss was NaN")
+    reporter.observe(trainer(6), 22.0)
+    reporter.report(CONNECTED, 22.0)
+    assert (reporter.written().problem, reporter.written().why) == ("", "training, local step 6")
+
+
+@pytest.mark.parametrize(("step_seconds", "silence"), [(0.0, 120.0), (30.0, 600.0)])
+def test_a_learner_that_never_calls_step_is_reported_after_minutes(reporter, step_seconds, silence):
+    reporter.observe(dataclasses.replace(trainer(0), step_seconds=step_seconds), 20.0)
+    reporter.report(CONNECTED, 20.0 + silence - 1.5)
+    assert reporter.written().problem == ""
+    reporter.report(CONNECTED, 20.0 + silence)
+    assert reporter.written().problem == "NoSteps"
+    assert f"learner.step() was not called for {silence:.0f} s" in reporter.written().why

@@ -45,7 +45,8 @@ class Ledger:
         """
         if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
             raise ValueError(
-                f"tokens: {tokens!r} is not a whole number >= 0; pass the number of tokens in the step"
+                f"tokens: {tokens!r} is not a whole number >= 0; pass the number of tokens, or of any other "
+                "unit of work, in the step"
             )
         self.local_step += 1
         self.total_tokens += tokens

@@ -72,6 +72,10 @@ class TrainerState:
     """Time that this process has taken from the training loop."""
     initial_copied: int = 0
     """The newest `LinkState.initial_requested` for which all host copies and constants are ready."""
+    problem: str = ""
+    """What is wrong with the work of this learner (core/step_checks.py); empty: nothing."""
+    problem_text: str = ""
+    """The same in one sentence."""
     leaving: str = ""
     """Why this learner leaves now; empty: it stays."""
 

@@ -23,6 +23,7 @@ from diloco.errors import EXIT_TRY_AGAIN
 from diloco_worker.core.inbox import version_of
 from diloco_worker.core.ledger import HostCopy, Ledger
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
+from diloco_worker.core.step_checks import StepChecks
 
 PROGRESS_SECONDS = 5.0
 """Interval between messages of `join` about what it waits for."""
@@ -178,7 +179,7 @@ class TrainerCore:
         self, *, name: str, fragments: int, found: LocalCheckpoint | None, checkpoint_every: int | None,
         connect_timeout_seconds: float,
     ) -> None:  # fmt: skip
-        self.ledger = Ledger(fragments)
+        self.ledger, self._checks = Ledger(fragments), StepChecks()
         self.applied = [0] * fragments
         """Per fragment, the newest inbox generation that the parameters hold."""
         self.link_state = LinkState(text="starting the link process")
@@ -210,6 +211,7 @@ class TrainerCore:
     def state(self, *, offers: Sequence[int] = (), leaving: str = "") -> TrainerState:
         """What the link should know."""
         found, ledger, link_state = self._found, self.ledger, self.link_state
+        problem = self._checks.problem()
         return TrainerState(
             incarnation=link_state.incarnation,
             epoch=link_state.epoch,
@@ -232,6 +234,8 @@ class TrainerCore:
             sync_seconds=self._sync_seconds,
             total_sync_seconds=self._total_sync_seconds,
             initial_copied=self._initial_copied,
+            problem=problem.kind if problem else "",
+            problem_text=problem.text if problem else "",
             leaving=leaving,
         )
 
@@ -350,7 +354,9 @@ class TrainerCore:
 
     # ------------------------------------------------------------ a step
 
-    def step(self, tokens: int, link_state: LinkState | None, *, now: float) -> list[Action]:
+    def step(
+        self, tokens: int, link_state: LinkState | None, *, now: float, optimizer_steps: int | None = None
+    ) -> list[Action]:  # fmt: skip
         """
         One step of Algorithm 1, after the optimizer's; `copied` must follow.
 
@@ -361,6 +367,7 @@ class TrainerCore:
             tokens: in the step.
             link_state: the newest state of the link; None: no new one.
             now: monotonic seconds, when the optimizer's step has ended.
+            optimizer_steps: that the optimizers reported since the previous call; None: not known.
 
         Raises:
             ValueError: `tokens` is not a whole number of 0 or more; the step is not counted.
@@ -369,6 +376,7 @@ class TrainerCore:
         if self.closed:
             return []
         self.ledger.count(tokens)
+        self._checks.stepped(tokens=tokens, optimizer_steps=optimizer_steps)
         self._stepped, self._tokens = True, tokens
         self._sync_started_at, self._step_seconds = now, now - self._step_ended_at
         refusal = self._refusal()
@@ -390,20 +398,25 @@ class TrainerCore:
         """The link held a lock, so the copy that `step` asked for was not made: the next step tries again."""
         self._initial_copied = self._initial_before
 
-    def copied(self, fragments: Sequence[int], *, loss: float | None) -> list[Action]:
+    def copied(
+        self, fragments: Sequence[int], *, loss: float | None, finite: bool = True
+    ) -> list[Action]:
         """
         Of the host copies that `step` asked for, these were taken.
 
         Args:
             fragments: what to offer, in the order of `step`.
-            loss: the newest that is known.
+            loss: the newest that is known and finite.
+            finite: whether the newest that is known is.
         """
         if self.closed:
             return []
         self._loss = loss
+        self._checks.loss_read(finite=finite)
         actions: list[Action] = [Send(self.state(offers=fragments))]
         every = self._checkpoint_every
-        if every is not None and self.ledger.local_step - self._checkpoint_step >= every:
+        due = every is not None and self.ledger.local_step - self._checkpoint_step >= every
+        if due and self._checks.finite:  # a restart must not load what has diverged
             actions.append(self._save())
         return actions
 
@@ -487,7 +500,8 @@ class TrainerCore:
         if self.closed or not (terminated or self.link_state.complete):
             return []
         saving: list[Action] = []
-        if self._checkpoint_every is not None and self.joined and self._stepped:
+        trained = self.joined and self._stepped and self._checks.finite
+        if self._checkpoint_every is not None and trained:
             # A step boundary of a trained model is worth a checkpoint.
             saving = [AwaitCheckpoint(), self._save()]
         return [*saving, *self.close("SIGTERM" if terminated else "Complete")]

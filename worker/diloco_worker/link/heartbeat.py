@@ -8,6 +8,10 @@ from __future__ import annotations
 from diloco.runtime.health import Health, HealthFile
 from diloco_worker.core.messages import LinkState, TrainerState
 
+NO_STEP_SECONDS = 120.0
+NO_STEP_DURATIONS = 20.0
+"""Without a call of `learner.step()` for so long, and for so many of its last steps, that is a problem."""
+
 
 class HealthReporter:
     """
@@ -21,6 +25,7 @@ class HealthReporter:
         self._file = file
         self._trainer: TrainerState | None = None
         self._progress_at: float | None = None
+        self._joined = False
 
     @property
     def due_at(self) -> float | None:
@@ -38,24 +43,44 @@ class HealthReporter:
             self._progress_at = now
 
     def report(self, link: LinkState, now: float) -> None:
-        """Write the file if a report is due."""
+        """Write the file if a report is due, and at once when the learner has joined."""
         trainer = self._trainer
-        model_loaded = trainer is not None and trainer.model_loaded
-        ready = model_loaded and link.connected and not link.refused_exit
-        if ready and trainer is not None:
-            why = f"training, local step {trainer.local_step}"
-        else:
-            why = link.text or "joining the job"
-        self._write(now, ready=ready, why=why)
+        if trainer is None or not (
+            trainer.model_loaded and link.connected and not link.refused_exit
+        ):
+            self._write(now, ready=False, why=link.text or "joining the job")
+            return
+        first, self._joined = not self._joined, True
+        why = f"training, local step {trainer.local_step}"
+        problem, text = self._problem(trainer, now)
+        self._write(now, ready=True, why=text or why, problem=problem, at_once=first)
+
+    def _problem(self, trainer: TrainerState, now: float) -> tuple[str, str]:
+        """Kind and sentence; empty: there is none."""
+        silence = 0.0 if self._progress_at is None else now - self._progress_at
+        if silence >= max(NO_STEP_SECONDS, NO_STEP_DURATIONS * trainer.step_seconds):
+            return (
+                "NoSteps",
+                f"learner.step() was not called for {silence:.0f} s; call it once after each step of the "
+                "optimizer",
+            )
+        return trainer.problem, trainer.problem_text
 
     def leave(self, reason: str, now: float) -> None:
         """Write the last report of this process."""
-        self._write(now, ready=False, why=f"has left the job: {reason}", last=True)
+        self._write(now, ready=False, why=f"has left the job: {reason}", left=reason, at_once=True)
 
     def settle(self, timeout_seconds: float) -> None:
         """Return when the last report is in the file, or after the time."""
         self._file.settle(timeout_seconds)
 
-    def _write(self, now: float, *, ready: bool, why: str, last: bool = False) -> None:
+    def _write(
+        self, now: float, *, ready: bool, why: str, problem: str = "", left: str = "",
+        at_once: bool = False,
+    ) -> None:  # fmt: skip
         progress_at = now if self._progress_at is None else self._progress_at
-        self._file.write(Health(at=now, ready=ready, why=why, progress_at=progress_at), now=last)
+        health = Health(
+            at=now, ready=ready, why=why, progress_at=progress_at, joined=self._joined, left=left,
+            problem=problem,
+        )  # fmt: skip
+        self._file.write(health, now=at_once)

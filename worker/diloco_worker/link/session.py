@@ -225,7 +225,7 @@ def lost_of(error: DilocoError) -> ev.SessionLost:
         return ev.SessionLost(text=text, refused_exit=EXIT_TRY_AGAIN)
     if isinstance(error, MismatchError | UnknownLearnerError | ConfigError | NotFiniteError):
         return ev.SessionLost(
-            text=f"the syncer refused this learner ({error.reason}): {error}",
+            text=f"refused by the syncer ({error.reason}): {error}",
             refused_exit=EXIT_REFUSED,
         )
     if isinstance(error, UnauthorisedError):

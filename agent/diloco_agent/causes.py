@@ -1,0 +1,68 @@
+"""
+Which line of a log states why a program ended. Pure.
+
+It is the last one, except under torchrun: that ends with a banner about the rank that failed first, and the error
+of the rank itself is further up.
+"""
+
+from __future__ import annotations
+
+import re
+
+_BANNER = "ChildFailedError"
+_FAILED = re.compile(r"failed \(exitcode: ")
+"""In torchrun's own line before its traceback and banner."""
+_ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: ", re.MULTILINE)
+_ROOT_SIGNAL = re.compile(r"^\s*traceback\s*: (Signal \d+ \(\w+\))", re.MULTILINE)
+_ROOT = "Root Cause (first observed failure):"
+_OF_RANK = re.compile(r"^\[rank(\d+)\]:\s?")
+"""Before each line of a traceback after torch.distributed was initialised."""
+_OF_TORCHRUN = re.compile(r"^[WEI]\d{4} \d\d:\d\d:\d\d")
+_TRACEBACK = "Traceback (most recent call last):"
+
+
+def cause_of(text: str) -> str:
+    """
+    The line of the end of a log that states why the program ended; "": there is no line.
+
+    >>> cause_of("started\\nNo such file\\n")
+    'No such file'
+    """
+    lines = [line.rstrip() for line in text.split("\n") if line.strip()]
+    if not lines:
+        return ""
+    before, separator, root = text.rpartition(_ROOT)
+    if not separator or _BANNER not in before:
+        return lines[-1].strip()
+    found = _ROOT_RANK.search(root)
+    rank = found[1] if found else ""
+    if signal := _ROOT_SIGNAL.search(root):
+        return f"rank {rank}: {signal[1]}"
+    own = _lines_of_ranks(before)
+    error = _last_error([line for owner, line in own if owner == rank]) or _last_error(
+        [line for _, line in own]
+    )
+    # Without a traceback: what it logged last, such as the reason of a refusal.
+    last = own[-1][1].strip() if own else lines[-1].strip()
+    return f"rank {rank}: {error or last}"
+
+
+def _lines_of_ranks(text: str) -> list[tuple[str, str]]:
+    """(rank or "", line) of what the ranks wrote before torchrun reported the failure."""
+    out = []
+    for line in text.split("\n"):
+        if _FAILED.search(line):
+            break
+        if line.strip() and not _OF_TORCHRUN.match(line):
+            found = _OF_RANK.match(line)
+            out.append((found[1] if found else "", line[found.end() :] if found else line))
+    return out
+
+
+def _last_error(lines: list[str]) -> str:
+    """The line at the end of the last traceback; "": there is none."""
+    starts = [number for number, line in enumerate(lines) if line.strip() == _TRACEBACK]
+    if not starts:
+        return ""
+    after = (line for line in lines[starts[-1] + 1 :] if not line.startswith((" ", "\t")))
+    return next(after, "")

@@ -1,0 +1,83 @@
+"""Which line of a log is the cause of an exit."""
+
+from __future__ import annotations
+
+import pytest
+
+from diloco_agent.causes import cause_of
+
+BANNER = """\
+E1123 13:00:07.103000 71 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: {code}) \
+local_rank: {rank} (pid: 74) of binary: /usr/bin/python3
+Traceback (most recent call last):
+  File "/usr/bin/torchrun", line 10, in <module>
+    sys.exit(main())
+  File "/usr/lib/python3/site-packages/torch/distributed/launcher/api.py", line 277, in launch_agent
+    raise ChildFailedError(
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+train.py FAILED
+------------------------------------------------------------
+Failures:
+  <NO_OTHER_FAILURES>
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-11-23_13:00:07
+  host      : a
+  rank      : {rank} (local_rank: {rank})
+  exitcode  : {code} (pid: 74)
+  error_file: <N/A>
+  traceback : {traceback}
+============================================================
+"""
+HINT = "To enable traceback see: https://pytorch.org/docs/stable/elastic/errors.html"
+NOISE = (
+    "W1123 13:00:06.900000 71 torch/distributed/elastic/multiprocessing/api.py:908] Sending SIGTERM"
+)
+
+
+def banner(rank=0, code=1, traceback=HINT):
+    return BANNER.format(rank=rank, code=code, traceback=traceback)
+
+
+@pytest.mark.parametrize("text", ["", "\n \n"])
+def test_a_log_without_lines_has_no_cause(text):
+    assert cause_of(text) == ""
+
+
+def test_the_cause_is_the_last_line_of_an_ordinary_program():
+    text = "Traceback (most recent call last):\n  File x\nKeyError: 'a'\nTerminated\n\n"
+    assert cause_of(text) == "Terminated"
+
+
+def test_under_torchrun_the_cause_is_the_error_of_the_rank_and_not_the_banner():
+    text = (
+        "step 1\nTraceback (most recent call last):\n"
+        '  File "/job/train.py", line 3, in <module>\n    import nothing\n'
+        f"ModuleNotFoundError: No module named 'nothing'\n{NOISE}\n{banner()}"
+    )
+    assert cause_of(text) == "rank 0: ModuleNotFoundError: No module named 'nothing'"
+
+
+def test_the_error_of_the_rank_that_failed_first_comes_before_those_of_others():
+    text = (
+        "[rank1]: Traceback (most recent call last):\n[rank1]:   File x\n[rank1]: ValueError: bad batch\n"
+        "[rank0]: Traceback (most recent call last):\n[rank0]:   File y\n[rank0]: RuntimeError: closed by peer\n"
+        f"{banner(rank=1)}"
+    )
+    assert cause_of(text) == "rank 1: ValueError: bad batch"
+
+
+def test_a_rank_that_a_signal_ended_has_that_signal_as_cause():
+    text = f"step 1\n{banner(rank=1, code=-11, traceback='Signal 11 (SIGSEGV) received by PID 74')}"
+    assert cause_of(text) == "rank 1: Signal 11 (SIGSEGV)"
+
+
+def test_a_rank_that_ended_without_a_traceback_has_its_last_line_as_cause():
+    text = f"diloco: eu/0: another shape\n{NOISE}\n{banner(code=78)}"
+    assert cause_of(text) == "rank 0: diloco: eu/0: another shape"
+
+
+def test_a_banner_whose_beginning_is_not_known_has_its_rank_as_cause():
+    assert cause_of(banner().split("launch_agent", 1)[1]).startswith("rank 0: ")

@@ -1,0 +1,57 @@
+"""The loss of a step, and the steps of the optimizers."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from diloco_worker.standalone import StandaloneTrainer
+from diloco_worker.trainer.loss import LossReader
+from diloco_worker.trainer.optimizer_steps import OptimizerSteps
+
+
+@pytest.mark.parametrize(
+    ("loss", "value", "finite"),
+    [
+        (1.5, 1.5, True),
+        (torch.tensor(2.5), 2.5, True),
+        (torch.tensor([[3.5]], requires_grad=True), 3.5, True),
+        (None, None, True),
+        (math.nan, None, False),
+        (torch.tensor(math.inf), None, False),
+    ],
+)
+def test_a_loss_is_a_number_or_a_tensor_with_one_element(loss, value, finite):
+    reader = LossReader()
+    reader.read(loss)
+    assert (reader.value, reader.finite) == (value, finite)
+
+
+def test_a_loss_per_sample_is_refused_with_its_shape():
+    with pytest.raises(ValueError, match=r"shape \(8, 2\), expected one number.*loss\.mean\(\)"):
+        LossReader().read(torch.zeros(8, 2))
+
+
+def test_what_is_not_a_number_is_refused():
+    with pytest.raises(ValueError, match="loss: 'high' is not a number"):
+        LossReader().read("high")
+
+
+def test_without_a_job_the_same_loss_is_refused():
+    trainer = StandaloneTrainer(steps=None)
+    with pytest.raises(ValueError, match=r"shape \(4,\)"):
+        trainer.step(tokens=1, loss=torch.zeros(4))
+    assert trainer.local_step == 0
+
+
+def test_the_steps_of_all_optimizers_are_counted_between_two_calls():
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizers = [torch.optim.SGD([weight], lr=0.1), torch.optim.AdamW([weight], lr=0.1)]
+    steps = OptimizerSteps(optimizers)
+    assert steps.taken() == 0
+    weight.grad = torch.ones(2)
+    for optimizer in optimizers:
+        optimizer.step()
+    assert (steps.taken(), steps.taken()) == (2, 0)
