@@ -212,8 +212,13 @@ def failed_learners(
 
 
 def _permanent_end(learner: LearnerPods, limit: int | None, now: datetime) -> FailedLearner | None:
-    pods = (pod for pod in learner.pods if not is_deleting(pod))
-    for end in (end for pod in pods for end in _terminations(learner, pod, now)):
+    ends = [
+        (_restarts(pod), end)
+        for pod in learner.pods
+        if not is_deleting(pod)
+        for end in _terminations(learner, pod, now)
+    ]
+    for restarts, end in ends:
         reason, message, log = _exit_message(end)
         if end.get("exitCode") == EXIT_REFUSED:
             return FailedLearner(
@@ -222,11 +227,12 @@ def _permanent_end(learner: LearnerPods, limit: int | None, now: datetime) -> Fa
         if limit is None:
             continue
         if reason != "RestartLimit":
-            if learner.restarts <= limit or not _is_crash(end):
+            # The agent counts crashes, also those of containers that were killed on a node that runs on.
+            # Only where it does not run, the kubelet's count is all there is; it includes restarts of the node.
+            if restarts <= limit or not _is_own_exit(end):
                 continue
-            # The causes of earlier restarts are no longer known.
             message = (
-                f"its container restarted {learner.restarts} times, "
+                f"its container restarted {restarts} times, "
                 f"the last time because of its own error: {message}"
             )
         return FailedLearner(
@@ -368,6 +374,11 @@ def _logged(line: str) -> str:
 def _exit_text(end: Mapping[str, Any]) -> str:
     code, reason = end.get("exitCode"), end.get("reason")
     return f"exit code {code}" + (f" ({reason})" if reason not in (None, "", "Error") else "")
+
+
+def _is_own_exit(end: Mapping[str, Any]) -> bool:
+    """Whether the container exited by itself with an error: neither a signal nor the runtime ended it."""
+    return of_container(end.get("exitCode") or 0) > 0
 
 
 def _is_crash(end: Mapping[str, Any]) -> bool:
