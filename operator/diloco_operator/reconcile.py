@@ -212,6 +212,7 @@ class Reconciler:
         if reported != [uid, owner] or now - at >= timedelta(seconds=REMIND_SECONDS):
             self._left[key] = (uid, owner, now)
             self._post(raw, decisions)
+        self._metrics.state(key, "OtherOperator")
         return decisions.requeue_seconds
 
     def _forget(self, key: Key) -> None:
