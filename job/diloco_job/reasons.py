@@ -124,6 +124,13 @@ REASONS: tuple[Reason, ...] = (
             "which cannot change: it keeps them and its pod template",
             "delete the StatefulSet: the operator creates it again with spec.learner.storage",
         ),
+        (
+            "ChildTerminating",
+            "Warning",
+            "the job can run, but objects of it were deleted and still exist: {children}; the operator "
+            "changes none of them, and creates them again when they are gone",
+            "see who has to remove the finalizer, or what still waits for the deletion",
+        ),
     ),
     *_of(
         "Accepted",
@@ -205,6 +212,12 @@ REASONS: tuple[Reason, ...] = (
             "the syncer is serving, but PersistentVolumeClaim {claim} is being deleted: the claim, and "
             "with it the job's state, is lost when the syncer's pod ends",
             "copy the volume now; the deletion of a claim cannot be undone",
+        ),
+        (
+            "EvaluatorTrouble",
+            "Warning",
+            "the syncer is serving, but the evaluator does not run, and there are no scores: {detail}",
+            "see kubectl describe pod; the job trains without it, and completes without its scores",
         ),
     ),
     *_of(
