@@ -358,6 +358,13 @@ REASONS: tuple[Reason, ...] = (
         "False",
         ("NotSuspended", "", "spec.runPolicy.suspend is not set"),
         ("Resumed", "Normal", "spec.runPolicy.suspend was cleared"),
+        (
+            "VolumeGone",
+            "Warning",
+            "spec.runPolicy.suspend is set, but the job failed and PersistentVolumeClaim {claim} with its state "
+            "no longer exists: it stays Failed, and cannot be resumed",
+            "restore the claim from a copy and confirm the loss of the former one, or create a new job",
+        ),
     ),
     *_of("Complete", "True", ("StepsDone", "Normal", "all {steps} steps are complete")),
     *_of(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
-from diloco_operator.cluster.client import JOB_LABEL, ApiError, Cluster, Json, NotLeaderError
+from diloco_operator.cluster.client import ApiError, Cluster, Json, NotLeaderError
 from diloco_operator.cluster.observe import Observer
 from diloco_operator.decide.decisions import Decisions, JobEvent, decide, leave_to
 from diloco_operator.logs import job_context
@@ -23,7 +23,7 @@ from diloco_operator.metrics import Metrics
 from diloco_operator.resources import APPLIED
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.settings import Faults
-from diloco_operator.state.objects import Object, controller_uid, identity, is_deleting, labels
+from diloco_operator.state.objects import Object, identity, is_deleting, is_own
 from diloco_operator.state.observation import Observation, Refusal
 from diloco_operator.state.stored_job import StoredJob, claimed_by
 from diloco_operator.workqueue import Key, RetryError
@@ -223,7 +223,7 @@ class Reconciler:
     def _apply(
         self, key: Key, observation: Observation, decisions: Decisions, outcome: _Outcome
     ) -> None:
-        raw = observation.stored.raw
+        own = observation.stored.raw["metadata"]
         live = {identity(child): child for child in observation.children}
         previous = self._unchanged.get(key, {})
         unchanged: dict[tuple[str, str], str] = {}
@@ -234,7 +234,7 @@ class Reconciler:
             self._progressed(key)
             try:
                 child = live.get((kind, name)) or self._cluster.get(kind, key.namespace, name)
-                if child is not None and not _is_own(child, raw):
+                if child is not None and not is_own(child, uid=own["uid"], job=own["name"]):
                     outcome.foreign.append(child)
                     continue
                 if child is not None:
@@ -316,13 +316,6 @@ class _RefusedError(RetryError):
 
 def _version(child: Object) -> tuple[str, str]:
     return child["metadata"]["uid"], child["metadata"]["resourceVersion"]
-
-
-def _is_own(child: Object, job: Object) -> bool:
-    """Controlled by this job, or without a controller and with the job's label."""
-    if controller := controller_uid(child):
-        return controller == str(job["metadata"]["uid"])
-    return labels(child).get(JOB_LABEL) == str(job["metadata"]["name"])
 
 
 _VOLATILE = ("resourceVersion", "managedFields", "generation")

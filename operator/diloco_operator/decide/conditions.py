@@ -430,6 +430,13 @@ def _last_known(state: JobState, name: str) -> ConditionState | None:
 def _suspended(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     if lifecycle.phase is Phase.SUSPENDED:
         return condition("Suspended", "Suspended")
+    if (
+        lifecycle.phase is Phase.FAILED
+        and lifecycle.volume_gone
+        and state.job.spec.run_policy.suspend
+    ):
+        claim = names.syncer_name(state.job.metadata.name)
+        return condition("Suspended", "VolumeGone", claim=claim)
     resumed = state.previous.is_true("Suspended") or state.previous.reason("Suspended") == "Resumed"
     return condition("Suspended", "Resumed" if resumed else "NotSuspended")
 
