@@ -125,6 +125,13 @@ REASONS: tuple[Reason, ...] = (
             "delete the StatefulSet: the operator creates it again with spec.learner.storage",
         ),
         (
+            "Contested",
+            "Warning",
+            "another writer changes objects of the job again after each repair: {children}; the operator "
+            "waits before it repairs them again",
+            "an Event only; exclude the job's objects from that writer: an autoscaler, a policy that mutates",
+        ),
+        (
             "ChildTerminating",
             "Warning",
             "the job can run, but objects of it were deleted and still exist: {children}; the operator "

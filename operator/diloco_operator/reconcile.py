@@ -17,9 +17,17 @@ from datetime import UTC, datetime, timedelta
 
 from diloco_operator.cluster.client import ApiError, Cluster, Json, NotLeaderError
 from diloco_operator.cluster.observe import Observer
-from diloco_operator.decide.decisions import Decisions, JobEvent, decide, leave_to
+from diloco_operator.decide.decisions import (
+    Decisions,
+    JobEvent,
+    decide,
+    leave_to,
+    report_contested,
+)
+from diloco_operator.decide.drift import is_changed
 from diloco_operator.logs import job_context
 from diloco_operator.metrics import Metrics
+from diloco_operator.repairs import Repairs, other_writer
 from diloco_operator.resources import APPLIED
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.settings import Faults
@@ -42,6 +50,8 @@ class _Outcome:
 
     foreign: list[Object] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    contested: list[str] = field(default_factory=list)
+    """Children that another writer changes again after each repair, with its name."""
     unanswered: set[str] = field(default_factory=set)
     """Kinds of which a write had no answer in time, as with an admission webhook that hangs."""
 
@@ -117,6 +127,7 @@ class Reconciler:
         self._observer = Observer(cluster, scope, now=now, answered_late=answered_late)
         # Fingerprints of applies that changed nothing and are not repeated: by key and child.
         self._unchanged: dict[Key, dict[tuple[str, str], str]] = {}
+        self._repairs: dict[Key, Repairs] = {}
         # Jobs of other installations about which an Event was posted: uid, installation and time.
         self._left: dict[Key, tuple[str, str, datetime]] = {}
 
@@ -178,6 +189,8 @@ class Reconciler:
         self._apply(key, observation, decisions, outcome)
         self._delete(key, decisions, outcome)
         self._faults.reached("after-delete")
+        if outcome.contested:
+            self._post(raw, report_contested(outcome.contested))
         if outcome.foreign or outcome.refusals:
             # The same pure function reports them, so that the status is always complete.
             observation = replace(
@@ -218,6 +231,7 @@ class Reconciler:
     def _forget(self, key: Key) -> None:
         self._observer.forget(key)
         self._unchanged.pop(key, None)
+        self._repairs.pop(key, None)
         self._metrics.state(key, None)
 
     def _apply(
@@ -225,7 +239,7 @@ class Reconciler:
     ) -> None:
         own = observation.stored.raw["metadata"]
         live = {identity(child): child for child in observation.children}
-        previous = self._unchanged.get(key, {})
+        previous, repairs = self._unchanged.get(key, {}), self._repairs.setdefault(key, Repairs())
         unchanged: dict[tuple[str, str], str] = {}
         for number, body in enumerate(decisions.apply, start=1):
             kind, name = identity(body)
@@ -242,6 +256,9 @@ class Reconciler:
                     if previous.get((kind, name)) == fingerprint:
                         unchanged[kind, name] = fingerprint
                         continue
+                is_repair = child is not None and not is_changed(child, body)
+                if is_repair and repairs.must_wait((kind, name), self._now()):
+                    continue
                 after = self._cluster.apply(body)
             except ApiError as error:
                 if error.namespace_terminating:
@@ -251,6 +268,10 @@ class Reconciler:
                 continue
             if child is not None and _version(child) == _version(after):
                 unchanged[kind, name] = _fingerprint(body, after)
+            elif child is None or not is_repair:
+                repairs.forget((kind, name))
+            elif repairs.record((kind, name), self._now()):
+                outcome.contested.append(f"{kind} {name} ({other_writer(child, COMPONENT)})")
             self._wrote("applied", kind, name)
             self._faults.reached(f"after-apply-{number}")
         self._unchanged[key] = unchanged

@@ -8,6 +8,7 @@ write.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -32,7 +33,7 @@ from diloco_operator.state.objects import Object
 from diloco_operator.state.observation import Failure, Observation, RegionFailure
 from diloco_operator.state.previous_status import PreviousStatus
 
-__all__ = ["Decisions", "JobEvent", "ObjectRef", "decide", "leave_to"]
+__all__ = ["Decisions", "JobEvent", "ObjectRef", "decide", "leave_to", "report_contested"]
 
 RUNNING_SECONDS = 30.0
 """Longest time between two reconciles of a running job."""
@@ -115,6 +116,13 @@ def leave_to(other: str, installation: str) -> Decisions:
     accepted = condition("Accepted", "OtherOperator", other=other, own=installation)
     event = JobEvent(type="Warning", reason=accepted.reason, message=accepted.message)
     return Decisions(events=(event,), requeue_seconds=IDLE_SECONDS)
+
+
+def report_contested(children: Sequence[str]) -> Decisions:
+    """The Event about children that another writer changes again after each repair."""
+    contested = condition("Accepted", "Contested", children=", ".join(children))
+    event = JobEvent(type="Warning", reason=contested.reason, message=contested.message)
+    return Decisions(events=(event,))
 
 
 def _with_status(
