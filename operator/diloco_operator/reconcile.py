@@ -23,6 +23,7 @@ from diloco_operator.decide.decisions import (
     decide,
     leave_to,
     report_contested,
+    report_unreadable,
 )
 from diloco_operator.decide.drift import is_changed
 from diloco_operator.logs import job_context
@@ -152,7 +153,7 @@ class Reconciler:
                 result = "refused"
                 raise
             except ApiError as error:
-                raise RetryError(str(error)) from None
+                raise RetryError(f"{error}{_advice(error)}") from None
             finally:
                 self._metrics.reconciled(result, time.monotonic() - started)
         return requeue
@@ -178,7 +179,13 @@ class Reconciler:
         owner = claimed_by(raw)
         if self._installation and owner not in ("", self._installation):
             return self._leave(key, raw, owner)
-        observation = self._observer.observe(key, raw)
+        try:
+            observation = self._observer.observe(key, raw)
+        except ApiError as error:
+            if error.status == 403 and owner == self._installation:
+                # The conditions would show what was known before, for as long as this lasts.
+                self._report(key, raw, report_unreadable(raw, str(error), self._now()))
+            raise
         if self._installation and not owner and self._runs(observation.stored):
             # Before any other write: of two installations, one gets a conflict here.
             self._cluster.claim(raw, self._installation)
@@ -333,6 +340,16 @@ class Reconciler:
 
 class _RefusedError(RetryError):
     """The API server refused a child; the status reports it."""
+
+
+def _advice(error: ApiError) -> str:
+    """What to do about an error that only an administrator can end."""
+    if "dilocojobs" in str(error) and "field not declared in schema" in error.message:
+        return (
+            "; the CRD is older than this operator: upgrade it (diloco crd | kubectl apply "
+            "--server-side -f -)"
+        )
+    return ""
 
 
 def _version(child: Object) -> tuple[str, str]:
