@@ -104,11 +104,16 @@ class StopRequested:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Died:
+    """The container before this one was killed with its agent, and the node runs since: no memory was left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time passed."""
 
 
-Event = Exited | Ready | StopRequested | Tick
+Event = Exited | Ready | StopRequested | Died | Tick
 
 
 # ---------------------------------------------------------------------------------- decisions
@@ -189,6 +194,8 @@ class Policy:
                 return self._on_exit(event, now)
             case StopRequested():
                 return self._on_stop(now)
+            case Died():
+                return self._on_died()
             case Ready():
                 self._ever_healthy = self._ever_ready = self._was_ready = True
             case Tick():
@@ -258,6 +265,14 @@ class Policy:
         )
         self.start_at, self.message = now + delay, f"exited ({cause}); restarts after {delay:g} s"
         return []
+
+    def _on_died(self) -> list[Decision]:
+        if self.role is not Role.LEARNER:
+            return []
+        # Of a learner of several pods, each counts these for itself: rank 0 only sees that a pod is gone.
+        self.crashes += 1
+        failure = self._limit_reached("its container was killed, for lack of memory for example")
+        return self._finish(failure) if failure else []
 
     def _failure(self, event: Exited, cause: str) -> ExitContainer | None:
         """Why this exit is the last one; None when the process restarts."""

@@ -37,6 +37,8 @@ POLL_SECONDS = 0.5
 MAX_MESSAGE_BYTES = 4000
 """Of the termination log: the kubelet keeps 4096 bytes, and a truncated JSON object is useless."""
 
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
 MAX_LINE = 300
 """Characters of a line of the log in it."""
 
@@ -52,7 +54,7 @@ class Supervisor:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._counts = None if settings.state is None else settings.state / "lives.json"
-        starts, crashes = _read_counts(self._counts, settings.pod_uid)
+        starts, crashes, died = _read_counts(self._counts, settings.pod_uid, _boot_id())
         self._unit = _unit(settings)
         self._policy = p.Policy(
             role=settings.role, name=settings.name, limits=settings.limits, unit=self._unit,
@@ -70,6 +72,10 @@ class Supervisor:
         self._facts = self._observe(time.monotonic())
         self._server = Server(settings.health_port, self._answer)
         self._processes = Processes()
+        if died:
+            log.warning("the container before this one was killed, for lack of memory for example")
+            for decision in self._policy.handle(p.Died(), time.monotonic()):
+                self._carry_out(decision)
 
     def run(self) -> int:
         """Run until the policy exits the container. Call it from the main thread."""
@@ -129,6 +135,7 @@ class Supervisor:
                 self._processes.kill("main")
             case p.ExitContainer():
                 self._exit = decision
+                self._write_counts(runs=False)
                 if decision.reason:
                     log.error("%s: %s", decision.reason, decision.message)
                     write_termination_message(
@@ -141,7 +148,7 @@ class Supervisor:
     def _start(self, restarts: int) -> None:
         # A report of an earlier run does not apply to this one.
         self._settings.health_file.unlink(missing_ok=True)
-        self._write_counts()
+        self._write_counts(runs=True)
         command = Command(
             name="main",
             argv=self._settings.argv,
@@ -152,11 +159,13 @@ class Supervisor:
         pid = self._processes.start(command)
         log.info("started %s, pid %s, restarts %d", self._settings.name, pid, restarts)
 
-    def _write_counts(self) -> None:
+    def _write_counts(self, *, runs: bool) -> None:
+        """`runs`: what a container leaves that is killed; the others take it back at their end."""
         if self._counts is None:
             return
         counts = {"lives": self._policy.starts, "faults": self._policy.crashes}
-        text = json.dumps({**counts, "pod": self._settings.pod_uid})
+        boot = _boot_id() if runs else ""
+        text = json.dumps({**counts, "pod": self._settings.pod_uid, "runsSinceBoot": boot})
         try:
             files.replace(self._counts, text, mode=files.PRIVATE)
         except OSError as error:
@@ -293,15 +302,27 @@ def _message_of(line: str) -> str:
     return line
 
 
-def _read_counts(path: Path | None, pod_uid: str) -> tuple[int, int]:
-    """Starts of the process in earlier containers, and its crashes in those of this pod."""
+def _boot_id() -> str:
+    """The random name of this boot of the node; "": not known."""
+    with contextlib.suppress(OSError):
+        return _BOOT_ID.read_text().strip()
+    return ""
+
+
+def _read_counts(path: Path | None, pod_uid: str, boot_id: str) -> tuple[int, int, bool]:
+    """
+    Starts of the process in earlier containers, its crashes in those of this pod, and whether the last
+    of them was killed on this boot of the node: its agent did not get to its end, and the node did not end it.
+    """
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if path is not None:
             counts = json.loads(files.read(path))
             # The volume may be one that outlives the pod, and each pod has its own budget of crashes.
             is_own = counts.get("pod", "") == pod_uid
-            return int(counts["lives"]), int(counts["faults"]) if is_own else 0
-    return 0, 0
+            known = bool(pod_uid and boot_id)
+            died = is_own and known and counts.get("runsSinceBoot") == boot_id
+            return int(counts["lives"]), int(counts["faults"]) if is_own else 0, died
+    return 0, 0, False
 
 
 def _copy_kernels(source: Path, target: Path) -> None:

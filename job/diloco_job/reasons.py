@@ -124,6 +124,20 @@ REASONS: tuple[Reason, ...] = (
             "which cannot change: it keeps them and its pod template",
             "delete the StatefulSet: the operator creates it again with spec.learner.storage",
         ),
+        (
+            "Contested",
+            "Warning",
+            "another writer changes objects of the job again after each repair: {children}; the operator "
+            "waits before it repairs them again",
+            "an Event only; exclude the job's objects from that writer: an autoscaler, a policy that mutates",
+        ),
+        (
+            "ChildTerminating",
+            "Warning",
+            "the job can run, but objects of it were deleted and still exist: {children}; the operator "
+            "changes none of them, and creates them again when they are gone",
+            "see who has to remove the finalizer, or what still waits for the deletion",
+        ),
     ),
     *_of(
         "Accepted",
@@ -205,6 +219,12 @@ REASONS: tuple[Reason, ...] = (
             "the syncer is serving, but PersistentVolumeClaim {claim} is being deleted: the claim, and "
             "with it the job's state, is lost when the syncer's pod ends",
             "copy the volume now; the deletion of a claim cannot be undone",
+        ),
+        (
+            "EvaluatorTrouble",
+            "Warning",
+            "the syncer is serving, but the evaluator does not run, and there are no scores: {detail}",
+            "see kubectl describe pod; the job trains without it, and completes without its scores",
         ),
     ),
     *_of(
@@ -345,6 +365,13 @@ REASONS: tuple[Reason, ...] = (
         "False",
         ("NotSuspended", "", "spec.runPolicy.suspend is not set"),
         ("Resumed", "Normal", "spec.runPolicy.suspend was cleared"),
+        (
+            "VolumeGone",
+            "Warning",
+            "spec.runPolicy.suspend is set, but the job failed and PersistentVolumeClaim {claim} with its state "
+            "no longer exists: it stays Failed, and cannot be resumed",
+            "restore the claim from a copy and confirm the loss of the former one, or create a new job",
+        ),
     ),
     *_of("Complete", "True", ("StepsDone", "Normal", "all {steps} steps are complete")),
     *_of(

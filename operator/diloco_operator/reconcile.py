@@ -15,15 +15,24 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
-from diloco_operator.cluster.client import JOB_LABEL, ApiError, Cluster, Json, NotLeaderError
+from diloco_operator.cluster.client import ApiError, Cluster, Json, NotLeaderError
 from diloco_operator.cluster.observe import Observer
-from diloco_operator.decide.decisions import Decisions, JobEvent, decide, leave_to
+from diloco_operator.decide.decisions import (
+    Decisions,
+    JobEvent,
+    decide,
+    leave_to,
+    report_contested,
+    report_unreadable,
+)
+from diloco_operator.decide.drift import is_changed
 from diloco_operator.logs import job_context
 from diloco_operator.metrics import Metrics
+from diloco_operator.repairs import Repairs, other_writer
 from diloco_operator.resources import APPLIED
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.settings import Faults
-from diloco_operator.state.objects import Object, controller_uid, identity, is_deleting, labels
+from diloco_operator.state.objects import Object, identity, is_deleting, is_own
 from diloco_operator.state.observation import Observation, Refusal
 from diloco_operator.state.stored_job import StoredJob, claimed_by
 from diloco_operator.workqueue import Key, RetryError
@@ -42,6 +51,8 @@ class _Outcome:
 
     foreign: list[Object] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
+    contested: list[str] = field(default_factory=list)
+    """Children that another writer changes again after each repair, with its name."""
     unanswered: set[str] = field(default_factory=set)
     """Kinds of which a write had no answer in time, as with an admission webhook that hangs."""
 
@@ -117,6 +128,7 @@ class Reconciler:
         self._observer = Observer(cluster, scope, now=now, answered_late=answered_late)
         # Fingerprints of applies that changed nothing and are not repeated: by key and child.
         self._unchanged: dict[Key, dict[tuple[str, str], str]] = {}
+        self._repairs: dict[Key, Repairs] = {}
         # Jobs of other installations about which an Event was posted: uid, installation and time.
         self._left: dict[Key, tuple[str, str, datetime]] = {}
 
@@ -141,7 +153,7 @@ class Reconciler:
                 result = "refused"
                 raise
             except ApiError as error:
-                raise RetryError(str(error)) from None
+                raise RetryError(f"{error}{_advice(error)}") from None
             finally:
                 self._metrics.reconciled(result, time.monotonic() - started)
         return requeue
@@ -167,7 +179,13 @@ class Reconciler:
         owner = claimed_by(raw)
         if self._installation and owner not in ("", self._installation):
             return self._leave(key, raw, owner)
-        observation = self._observer.observe(key, raw)
+        try:
+            observation = self._observer.observe(key, raw)
+        except ApiError as error:
+            if error.status == 403 and owner == self._installation:
+                # The conditions would show what was known before, for as long as this lasts.
+                self._report(key, raw, report_unreadable(raw, str(error), self._now()))
+            raise
         if self._installation and not owner and self._runs(observation.stored):
             # Before any other write: of two installations, one gets a conflict here.
             self._cluster.claim(raw, self._installation)
@@ -178,6 +196,8 @@ class Reconciler:
         self._apply(key, observation, decisions, outcome)
         self._delete(key, decisions, outcome)
         self._faults.reached("after-delete")
+        if outcome.contested:
+            self._post(raw, report_contested(outcome.contested))
         if outcome.foreign or outcome.refusals:
             # The same pure function reports them, so that the status is always complete.
             observation = replace(
@@ -212,19 +232,21 @@ class Reconciler:
         if reported != [uid, owner] or now - at >= timedelta(seconds=REMIND_SECONDS):
             self._left[key] = (uid, owner, now)
             self._post(raw, decisions)
+        self._metrics.state(key, "OtherOperator")
         return decisions.requeue_seconds
 
     def _forget(self, key: Key) -> None:
         self._observer.forget(key)
         self._unchanged.pop(key, None)
+        self._repairs.pop(key, None)
         self._metrics.state(key, None)
 
     def _apply(
         self, key: Key, observation: Observation, decisions: Decisions, outcome: _Outcome
     ) -> None:
-        raw = observation.stored.raw
+        own = observation.stored.raw["metadata"]
         live = {identity(child): child for child in observation.children}
-        previous = self._unchanged.get(key, {})
+        previous, repairs = self._unchanged.get(key, {}), self._repairs.setdefault(key, Repairs())
         unchanged: dict[tuple[str, str], str] = {}
         for number, body in enumerate(decisions.apply, start=1):
             kind, name = identity(body)
@@ -233,7 +255,7 @@ class Reconciler:
             self._progressed(key)
             try:
                 child = live.get((kind, name)) or self._cluster.get(kind, key.namespace, name)
-                if child is not None and not _is_own(child, raw):
+                if child is not None and not is_own(child, uid=own["uid"], job=own["name"]):
                     outcome.foreign.append(child)
                     continue
                 if child is not None:
@@ -241,6 +263,9 @@ class Reconciler:
                     if previous.get((kind, name)) == fingerprint:
                         unchanged[kind, name] = fingerprint
                         continue
+                is_repair = child is not None and not is_changed(child, body)
+                if is_repair and repairs.must_wait((kind, name), self._now()):
+                    continue
                 after = self._cluster.apply(body)
             except ApiError as error:
                 if error.namespace_terminating:
@@ -250,6 +275,10 @@ class Reconciler:
                 continue
             if child is not None and _version(child) == _version(after):
                 unchanged[kind, name] = _fingerprint(body, after)
+            elif child is None or not is_repair:
+                repairs.forget((kind, name))
+            elif repairs.record((kind, name), self._now()):
+                outcome.contested.append(f"{kind} {name} ({other_writer(child, COMPONENT)})")
             self._wrote("applied", kind, name)
             self._faults.reached(f"after-apply-{number}")
         self._unchanged[key] = unchanged
@@ -313,15 +342,18 @@ class _RefusedError(RetryError):
     """The API server refused a child; the status reports it."""
 
 
+def _advice(error: ApiError) -> str:
+    """What to do about an error that only an administrator can end."""
+    if "dilocojobs" in str(error) and "field not declared in schema" in error.message:
+        return (
+            "; the CRD is older than this operator: upgrade it (diloco crd | kubectl apply "
+            "--server-side -f -)"
+        )
+    return ""
+
+
 def _version(child: Object) -> tuple[str, str]:
     return child["metadata"]["uid"], child["metadata"]["resourceVersion"]
-
-
-def _is_own(child: Object, job: Object) -> bool:
-    """Controlled by this job, or without a controller and with the job's label."""
-    if controller := controller_uid(child):
-        return controller == str(job["metadata"]["uid"])
-    return labels(child).get(JOB_LABEL) == str(job["metadata"]["name"])
 
 
 _VOLATILE = ("resourceVersion", "managedFields", "generation")

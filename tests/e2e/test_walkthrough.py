@@ -47,6 +47,7 @@ WALKED = {
     Place("Back up the syncer's volume", 1),
     Place("When no snapshot can be read", 1),
     Place("A failed job", 1),
+    Place("Keep volumes", 1),
     Place("Uninstall", 1),
 }
 """Blocks that the walk runs."""
@@ -55,6 +56,7 @@ ELSEWHERE = {
     Place("Several regions", 1): "two clusters: test_two_clusters.py, with `write_certs` instead of the command; "
     "the command: tests/unit/cli/test_certs.py",
     Place("Several regions", 2): "kind and Docker: run by no test of this machine",
+    Place("Lost nodes", 1): "a second node and a machine that is switched off: run by no test of this machine",
     Place("When the syncer's volume is gone", 1): "test_volumes.py",
     Place("Move the syncer to another cluster", 1): "two clusters: test_drills.py",
     Place("Move the syncer to another cluster", 2): "two clusters: test_drills.py",
@@ -181,6 +183,7 @@ def test_a_newcomer_gets_from_an_empty_cluster_to_an_empty_cluster_with_the_page
     back_up(person, job)
     suspend_and_resume_from_an_older_snapshot(person, job)
     failed_job(person, job)
+    keep_the_volume(person, job)
     hand_over(person, job)
     uninstall(person, cluster)
     assert person.ran == WALKED
@@ -313,6 +316,23 @@ def failed_job(person: Person, job: Job) -> None:
     assert job.condition("Failed")["status"] == "False"
     job.until_step(step + 5, SOON)
     assert job.audit().ok
+
+
+def keep_the_volume(person: Person, job: Job) -> None:
+    """The job releases its claim, without a restart, and takes it back."""
+
+    def owners() -> list[object]:
+        claim = job.cluster.kubectl.get("pvc", f"{NAME}-syncer")
+        return list((claim or {})["metadata"].get("ownerReferences") or [])
+
+    before = job.instances()
+    assert owners()
+    job.change(syncer={"storage": {"whenDeleted": "Retain"}})
+    person.block("Keep volumes", {"NAME": NAME})
+    assert not owners()
+    job.change(syncer={"storage": {"whenDeleted": "Delete"}})
+    until(owners, SOON, expected="the job owns its claim again", details=job.details)
+    assert job.instances() == before
 
 
 def hand_over(person: Person, job: Job) -> None:

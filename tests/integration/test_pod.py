@@ -66,6 +66,32 @@ def test_a_new_pod_on_the_volume_of_the_last_one_counts_crashes_from_0(tmp_path)
     assert json.loads((tmp_path / "state/lives.json").read_text())["lives"] == 4
 
 
+def test_containers_that_are_killed_with_their_agent_count_against_the_limit(tmp_path):
+    """As by the kernel, for lack of memory; and the message is that of the limit."""
+    given = {"DILOCO_POD_UID": "uid-1", "DILOCO_RESTART_LIMIT": "1"}
+    with Pod(tmp_path, environment=given) as pod:
+        for life in range(2):
+            pod.pid(life)
+            pod.process.kill()
+            pod.wait()
+            pod.process.stdout.close()
+            pod.start()
+        assert pod.wait() == 1
+        assert pod.termination_message["reason"] == "RestartLimit"
+        assert "crashed 2 times" in pod.termination_message["message"]
+
+
+def test_a_container_that_is_stopped_does_not_count_against_the_limit(tmp_path):
+    given = {"DILOCO_POD_UID": "uid-1", "DILOCO_RESTART_LIMIT": "0"}
+    with Pod(tmp_path, environment=given) as pod:
+        for life in range(2):
+            pod.pid(life)
+            assert pod.stop() == 0
+            pod.process.stdout.close()
+            pod.start()
+        pod.pid(2)
+
+
 def test_sigterm_reaches_the_process_and_the_container_exits_with_0(tmp_path):
     with Pod(tmp_path) as pod:
         child = pod.pid(0)

@@ -22,7 +22,7 @@ from diloco_operator.decide.running_templates import keep_templates
 from diloco_operator.decide.volume_claims import keep_claims
 from diloco_operator.resources import desired
 from diloco_operator.state.job_state import JobState
-from diloco_operator.state.objects import Object, identity, is_deleting, labels
+from diloco_operator.state.objects import Object, controller_uid, identity, is_deleting, labels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +49,10 @@ class Changes:
 
 def ending(state: JobState, due: Changes, lifecycle: Lifecycle) -> Changes:
     """The part of the changes that ends a job which is not accepted: they stop pods, and start none."""
+    # What the user wants to keep must not go with the job, which may be deleted next.
+    kept = [want for want in due.apply if _releases_claim(state, want)]
     if not lifecycle.finished:
-        return Changes(apply=(), delete=())
+        return Changes(apply=tuple(kept), delete=())
     stops = [
         want
         for want in due.apply
@@ -60,7 +62,18 @@ def ending(state: JobState, due: Changes, lifecycle: Lifecycle) -> Changes:
     # the job is accepted.
     keeps_sets = wanted(state, lifecycle).volume
     delete = [ref for ref in due.delete if not (keeps_sets and _is_stopped_set(state, ref))]
-    return Changes(apply=tuple(stops), delete=tuple(delete))
+    return Changes(apply=(*kept, *stops), delete=tuple(delete))
+
+
+def _releases_claim(state: JobState, want: dict[str, Any]) -> bool:
+    """Whether it takes the job's ownership from its claim, so that the claim outlives the job."""
+    live = state.child(*identity(want))
+    return (
+        want["kind"] == "PersistentVolumeClaim"
+        and live is not None
+        and controller_uid(live) == state.owner.uid
+        and "ownerReferences" not in want["metadata"]
+    )
 
 
 def _is_stopped_set(state: JobState, ref: ObjectRef) -> bool:

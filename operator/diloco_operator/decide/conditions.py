@@ -35,7 +35,8 @@ from diloco_operator.state.pending_events import (
     is_late,
     reported_problem,
 )
-from diloco_operator.state.pods import LearnerPods, describe_unready, pod_problem
+from diloco_operator.state.pods import LearnerPods, describe_unready, failing_pod, pod_problem
+from diloco_operator.state.previous_status import time_of, time_text
 from diloco_operator.state.queues import kueue_message, last_scheduled
 
 _STOPPED = ("Suspended", "Complete", "Failed", "NotEvaluated")
@@ -116,9 +117,25 @@ def acceptance(state: JobState, lifecycle: Lifecycle) -> ConditionState:
         return condition("Accepted", "Refused", refusals="; ".join(state.refusals))
     if sets := sets_of_other_claims(state):
         return condition("Accepted", "StorageNotApplied", sets=_first(sets))
+    if terminating := _terminating(state):
+        return condition("Accepted", "ChildTerminating", children=terminating)
     if state.unknown_fields:
         return condition("Accepted", "FieldsIgnored", fields=_first(state.unknown_fields))
     return condition("Accepted", "Valid")
+
+
+def _terminating(state: JobState) -> str:
+    """Children that were deleted long ago and still exist; the conditions of volumes have their own reasons."""
+    late = timedelta(seconds=LATE_SECONDS)
+    stuck = [
+        f"{kind} {name} (since {time_text(since)}; "
+        f"finalizers: {_first(live['metadata'].get('finalizers') or ['none'])})"
+        for (kind, name), live in sorted(state.children.items())
+        if kind != "PersistentVolumeClaim"
+        and (since := time_of(live["metadata"].get("deletionTimestamp"))) is not None
+        and state.now - since >= late
+    ]
+    return _first(stuck) if stuck else ""
 
 
 def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
@@ -135,6 +152,8 @@ def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
             return condition(
                 name, "WaitingForAddress", service=names.syncer_name(state.job.metadata.name)
             )
+        if problem := _evaluator_problem(state):
+            return condition(name, "EvaluatorTrouble", detail=problem)
         return condition(name, "Serving")
     if lifecycle.finished:
         return condition(name, lifecycle.phase.value)
@@ -172,8 +191,23 @@ def _syncer_problem(state: JobState) -> str:
     """Why the syncer has no pod that runs, as Kubernetes reports it; "": no problem is reported."""
     pods = state.pods_of("syncer")
     return (
-        pod_problem(pods)
+        pod_problem(pods, state.now)
         or deployment_problem(state.syncer_child("Deployment"))
+        or reported_problem(pods, state.events)
+    )
+
+
+def _evaluator_problem(state: JobState) -> str:
+    """Why the evaluator does not run; "": it runs, starts, or should not run."""
+    name = names.evaluator_name(state.job.metadata.name)
+    deployment = state.child("Deployment", name)
+    if deployment is None or not deployment["spec"].get("replicas"):
+        return ""
+    pods = state.pods_of("evaluator")
+    return (
+        failing_pod(pods, state.now)
+        or pod_problem(pods, state.now)
+        or deployment_problem(deployment)
         or reported_problem(pods, state.events)
     )
 
@@ -286,7 +320,7 @@ def _learners_problem(state: JobState, learners: Sequence[LearnerPods]) -> str:
     """Which learner has a pod that cannot run, as Kubernetes reports it; "": no problem is reported."""
     pods = [pod for learner in learners for pod in learner.pods]
     sets = [child for (kind, _), child in state.children.items() if kind == "StatefulSet"]
-    return pod_problem(pods) or reported_problem([*sets, *pods], state.events)
+    return pod_problem(pods, state.now) or reported_problem([*sets, *pods], state.events)
 
 
 def _late_learners(state: JobState, learners: Sequence[LearnerPods], missing: str) -> str:
@@ -396,6 +430,13 @@ def _last_known(state: JobState, name: str) -> ConditionState | None:
 def _suspended(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     if lifecycle.phase is Phase.SUSPENDED:
         return condition("Suspended", "Suspended")
+    if (
+        lifecycle.phase is Phase.FAILED
+        and lifecycle.volume_gone
+        and state.job.spec.run_policy.suspend
+    ):
+        claim = names.syncer_name(state.job.metadata.name)
+        return condition("Suspended", "VolumeGone", claim=claim)
     resumed = state.previous.is_true("Suspended") or state.previous.reason("Suspended") == "Resumed"
     return condition("Suspended", "Resumed" if resumed else "NotSuspended")
 

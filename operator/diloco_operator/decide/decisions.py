@@ -8,6 +8,7 @@ write.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -32,7 +33,15 @@ from diloco_operator.state.objects import Object
 from diloco_operator.state.observation import Failure, Observation, RegionFailure
 from diloco_operator.state.previous_status import PreviousStatus
 
-__all__ = ["Decisions", "JobEvent", "ObjectRef", "decide", "leave_to"]
+__all__ = [
+    "Decisions",
+    "JobEvent",
+    "ObjectRef",
+    "decide",
+    "leave_to",
+    "report_contested",
+    "report_unreadable",
+]
 
 RUNNING_SECONDS = 30.0
 """Longest time between two reconciles of a running job."""
@@ -115,6 +124,20 @@ def leave_to(other: str, installation: str) -> Decisions:
     accepted = condition("Accepted", "OtherOperator", other=other, own=installation)
     event = JobEvent(type="Warning", reason=accepted.reason, message=accepted.message)
     return Decisions(events=(event,), requeue_seconds=IDLE_SECONDS)
+
+
+def report_unreadable(raw: Object, message: str, now: datetime) -> Decisions:
+    """The status of a job of which the operator may not read some objects: as before, and Refused."""
+    refused = condition("Accepted", "Refused", refusals=message)
+    status = statuses.not_accepted(raw, refused, now)
+    return _with_status(Decisions(), raw, status, now)
+
+
+def report_contested(children: Sequence[str]) -> Decisions:
+    """The Event about children that another writer changes again after each repair."""
+    contested = condition("Accepted", "Contested", children=", ".join(children))
+    event = JobEvent(type="Warning", reason=contested.reason, message=contested.message)
+    return Decisions(events=(event,))
 
 
 def _with_status(

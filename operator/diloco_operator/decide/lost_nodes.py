@@ -27,6 +27,12 @@ def force_times(state: JobState) -> Iterator[datetime]:
     return (due for _, due in _hanging(state) if state.now < due)
 
 
+def _was_forced(pod: Object) -> bool:
+    """Whether it is deleted as far as Kubernetes is concerned, and only finalizers hold it."""
+    metadata = pod["metadata"]
+    return bool(metadata.get("finalizers")) and metadata.get("deletionGracePeriodSeconds") == 0
+
+
 def _hanging(state: JobState) -> Iterator[tuple[Object, datetime]]:
     seconds = state.job.spec.run_policy.force_delete_pods_after_seconds
     if seconds is None:
@@ -40,6 +46,8 @@ def _hanging(state: JobState) -> Iterator[tuple[Object, datetime]]:
         # The deletion timestamp includes the grace period.
         ends = time_of(pod["metadata"].get("deletionTimestamp"))
         if ends is None or controller_uid(pod) not in sets or not is_on_lost_node(pod):
+            continue
+        if _was_forced(pod):
             continue
         if labels(pod).get("diloco.dev/role") == "learner":
             yield pod, ends + timedelta(seconds=seconds)

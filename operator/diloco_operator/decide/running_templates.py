@@ -25,7 +25,7 @@ from diloco_operator.resources.template_record import (
 )
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import Object, identity, labels
-from diloco_operator.state.pods import has_run, lacks_image
+from diloco_operator.state.pods import has_run, lacks_image, waits_for_kubelet
 
 
 def keep_templates(state: JobState, wants: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -44,6 +44,8 @@ def _kept(state: JobState, want: dict[str, Any]) -> dict[str, Any]:
         return want
     template = _former_template(state, live, want)
     if template is None or not _runs(state, live, _image(template.get("spec"))):
+        return want
+    if _lacks_document(state, live, template, want):
         return want
     return with_template(want, template)
 
@@ -93,6 +95,19 @@ def _counts_are_outdated(state: JobState, want: Object, template: Object) -> boo
     except (ValueError, TypeError, KeyError):
         return False
     return bool(stated != state.plan.spec.learners)
+
+
+def _lacks_document(state: JobState, live: Object, template: Object, want: Object) -> bool:
+    """
+    Whether a pod cannot start because the document that the kept template mounts was deleted.
+
+    This version may not be able to make it again: its name is a hash of what another version wrote.
+    """
+    mounted = _spec_map(template)
+    if mounted == _spec_map(want["spec"]["template"]) or state.child("ConfigMap", mounted):
+        return False
+    mine = (pod for pod in state.pods if _component(pod) == _component(live))
+    return any(map(waits_for_kubelet, mine))
 
 
 def _spec_map(template: Object) -> str:

@@ -3,7 +3,8 @@ PersistentVolumeClaims: what of the manifest can reach the volumes that exist.
 
 Pure. A claim grows, but never shrinks, and keeps its class. A StatefulSet never changes its
 volumeClaimTemplates: one that was made with others, by an operator that did not know the field or
-from another job, keeps them with the pod template that fits them, and a condition names it.
+from another job, keeps them with the pod template that fits them, and a condition names it. Claims keep the
+labels that their StatefulSet was made with.
 """
 
 from __future__ import annotations
@@ -49,7 +50,28 @@ def _kept(state: JobState, want: dict[str, Any], other: set[str]) -> dict[str, A
         return _of_live_claim(live, want)
     if kind == "StatefulSet" and name in other:
         return _with_claim_templates(live, want)
+    if kind == "StatefulSet":
+        return _with_claim_metadata(live, want)
     return want
+
+
+def _with_claim_metadata(live: Object, want: dict[str, Any]) -> dict[str, Any]:
+    """With the labels and annotations that its claims have had from the beginning, and keep."""
+    found = {claim["metadata"].get("name"): claim["metadata"] for claim in _claim_templates(live)}
+    templates = [
+        {
+            **claim,
+            "metadata": {
+                key: text
+                for key in ("name", "labels", "annotations")
+                if (text := found.get(claim["metadata"]["name"], {}).get(key))
+            },
+        }
+        for claim in _claim_templates(want)
+    ]
+    if templates == _claim_templates(want):
+        return want
+    return marked({**want, "spec": {**want["spec"], "volumeClaimTemplates": templates}})
 
 
 def _of_live_claim(live: Object, want: dict[str, Any]) -> dict[str, Any]:

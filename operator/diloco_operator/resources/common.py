@@ -17,6 +17,10 @@ from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.resources.queue_labels import LearnerSets
 
+_KEPT = {"argocd.argoproj.io/sync-options": "Prune=false,Delete=false"}
+"""Annotation of a child that stays after its job: by the label app.kubernetes.io/instance, Argo CD may take it
+for an object of its application that is no longer wanted, because it has no owner."""
+
 APPLIED = "diloco.dev/applied"
 """Annotation of every child: a hash of its content (16 hex digits), so that a field which is no
 longer desired shows as drift."""
@@ -142,7 +146,7 @@ def child(
         "name": name,
         "namespace": context.owner.namespace,
         "labels": {**extra.labels, **labels},
-        "annotations": {**extra.annotations, **(annotations or {})},
+        "annotations": {**({} if owned else _KEPT), **extra.annotations, **(annotations or {})},
     }
     if owned:
         metadata["ownerReferences"] = [

@@ -14,6 +14,7 @@ from diloco_job.plan import learner_plan, process_env
 from diloco_job.types import DiLoCoJob, LearnerPorts, Region
 from diloco_operator.resources import common, inputs, pod_templates
 from diloco_operator.resources.common import JobContext, child
+from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.operator_scope import tls_secret
 from diloco_operator.resources.queue_labels import LEARNER, Queue
 from diloco_operator.resources.template_record import record
@@ -145,21 +146,32 @@ def _volumes(context: JobContext, *, runs: bool) -> dict[str, Any]:
         "whenScaled": storage.when_scaled if runs else "Retain",
     }
     return {
-        "volumeClaimTemplates": claim_templates(context.job),
+        "volumeClaimTemplates": claim_templates(context.job, context.extra_metadata),
         "persistentVolumeClaimRetentionPolicy": retention,
     }
 
 
-def claim_templates(job: DiLoCoJob) -> list[dict[str, Any]]:
-    """The volumeClaimTemplates of every region, which a StatefulSet never changes."""
+def claim_templates(job: DiLoCoJob, extra: Metadata | None = None) -> list[dict[str, Any]]:
+    """
+    The volumeClaimTemplates of every region, which a StatefulSet never changes.
+
+    Args:
+        job: the job.
+        extra: labels and annotations of the claims.
+    """
     storage = job.spec.learner.storage
     if storage is None:
         return []
     # The StatefulSet adds its selector's labels to each claim.
+    metadata: dict[str, Any] = {"name": pod_templates.STATE}
+    if extra is not None and extra.labels:
+        metadata["labels"] = dict(extra.labels)
+    if extra is not None and extra.annotations:
+        metadata["annotations"] = dict(extra.annotations)
     claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",
-        "metadata": {"name": pod_templates.STATE},
+        "metadata": metadata,
         "spec": pod_templates.claim_spec(storage, storage.access_mode),
     }
     return [claim]

@@ -19,7 +19,7 @@ from diloco_job.types import DiLoCoJob, Region
 from diloco_operator.resources import LearnerSets, Owner
 from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.operator_scope import OperatorScope
-from diloco_operator.state.objects import Object, controller_uid, identity, labels
+from diloco_operator.state.objects import Object, identity, is_own, labels
 from diloco_operator.state.observation import Answer, Observation, Unreachable
 from diloco_operator.state.pods import LearnerPods, learners_of
 from diloco_operator.state.previous_status import PreviousStatus
@@ -98,9 +98,10 @@ class JobState:
             ),
         )
         children = [child for child in observation.children if not _is_of_learner(child)]
-        # A child without a controller was orphaned on purpose (--cascade=orphan): it is adopted.
         own = {
-            identity(child): child for child in children if controller_uid(child) in ("", owner.uid)
+            identity(child): child
+            for child in children
+            if is_own(child, uid=owner.uid, job=metadata["name"])
         }
         sets = [
             child["metadata"].get("uid", "")

@@ -29,6 +29,17 @@ def controller_uid(item: Object) -> str:
     return next((str(owner.get("uid", "")) for owner in owners if owner.get("controller")), "")
 
 
+def is_own(item: Object, *, uid: str, job: str) -> bool:
+    """
+    Whether the object is a child of the job with this uid and name.
+
+    One without a controller was orphaned on purpose (--cascade=orphan), retained or restored: the job
+    adopts it if it has the label, which a person gives to no object by accident.
+    """
+    controller = controller_uid(item)
+    return controller == uid if controller else labels(item).get("diloco.dev/job") == job
+
+
 def is_deleting(item: Object) -> bool:
     """Whether the object has a deletion timestamp."""
     return bool(item["metadata"].get("deletionTimestamp"))

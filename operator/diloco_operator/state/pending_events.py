@@ -13,7 +13,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from diloco_operator.state.objects import Object, controller_uid, labels
-from diloco_operator.state.pods import waits_for_kubelet
+from diloco_operator.state.pods import node_since, waits_for_kubelet
 from diloco_operator.state.previous_status import PreviousStatus, time_of
 
 PENDING_SECONDS = 20.0
@@ -51,7 +51,10 @@ def stuck_objects(
         for workload in children
         if workload["kind"] in ("StatefulSet", "Deployment")
         and controller_uid(workload) in ("", uid)
-        and is_late(previous, _condition(workload), now, PENDING_SECONDS)
+        and (
+            is_late(previous, _condition(workload), now, PENDING_SECONDS)
+            or _is_late_evaluator(workload, pods, now)
+        )
         for stuck in _stuck(workload, pods)
     )
     return tuple(item for _, item in zip(range(MAX_OBJECTS), found, strict=False))
@@ -90,6 +93,14 @@ def deployment_problem(deployment: Object | None) -> str:
 
 def _condition(workload: Object) -> str:
     return _CONDITIONS.get(labels(workload).get("diloco.dev/role", ""), "")
+
+
+def _is_late_evaluator(workload: Object, pods: Iterable[Object], now: datetime) -> bool:
+    """Whether it is the evaluator, whose pod has waited for the kubelet: no condition is False meanwhile."""
+    if labels(workload).get("diloco.dev/role") != "evaluator":
+        return False
+    waits = [node_since(pod) for pod in pods if _is_of(pod, workload) and waits_for_kubelet(pod)]
+    return any(since and now - since >= timedelta(seconds=PENDING_SECONDS) for since in waits)
 
 
 def _stuck(workload: Object, pods: Iterable[Object]) -> Iterator[Object]:

@@ -21,7 +21,7 @@ from diloco_job import names
 from diloco_job.types import DiLoCoJob, Region
 from diloco_operator.resources.pod_templates import MAIN
 from diloco_operator.state.objects import Object, controller_uid, is_deleting, labels
-from diloco_operator.state.previous_status import time_of
+from diloco_operator.state.previous_status import time_of, time_text
 
 REVISION = "controller-revision-hash"
 """Label in which a StatefulSet's controller records the revision of a pod's template."""
@@ -31,6 +31,21 @@ _USUAL_WAITS = ("", "ContainerCreating", "PodInitializing")
 
 _MAX_MESSAGE, _MAX_LOG = 300, 500
 """Characters of a container's last message and of its log in a condition that has both."""
+
+_HANGING_SECONDS = 60.0
+"""A pod that exists for so long after its grace period hangs: a kubelet needs seconds, and clocks differ."""
+
+_RECOVERED_SECONDS = 600.0
+"""A container that runs for so long does not exit again and again: the agent exits after ten exits of its
+program, each within a minute."""
+
+_FINAL = ("CrashLoop", "Refused")
+"""Reasons with which the agent ends a container, because a restart has not helped."""
+
+_MAX_FINALIZERS = 4
+"""Finalizers that a message names."""
+
+_LOST_NODES = 'see "Lost nodes" in docs/operations.md'
 
 _UNREADY_SECONDS = 60.0
 """Rank 0 of a learner is unready within this time after another rank ended: the ranks notice a silent one
@@ -141,6 +156,14 @@ def waits_for_kubelet(pod: Object) -> bool:
     )
 
 
+def node_since(pod: Object) -> datetime | None:
+    """When the pod got its node; None: it has none."""
+    scheduled = _condition(pod, "PodScheduled")
+    return (
+        time_of(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None
+    )
+
+
 def has_run(pod: Object) -> bool:
     """Whether the container `main` was created at least once, so that its image can be pulled."""
     return bool(_main(pod).get("imageID"))
@@ -152,13 +175,33 @@ def lacks_image(pod: Object) -> bool:
     return waiting.get("reason") in _NO_IMAGE
 
 
-def pod_problem(pods: Iterable[Object]) -> str:
-    """Which pod cannot run and why, and how many others cannot; "": all can."""
-    problems = [problem for pod in sorted(pods, key=_name) if (problem := _problem(pod))]
+def pod_problem(pods: Iterable[Object], now: datetime) -> str:
+    """Which pod cannot run, or does not end, and why, and how many others; "": none."""
+    problems = [problem for pod in sorted(pods, key=_name) if (problem := _problem(pod, now))]
     if not problems:
         return ""
     more = f" (and {len(problems) - 1} more pods)" if len(problems) > 1 else ""
     return problems[0] + more
+
+
+def failing_pod(pods: Iterable[Object], now: datetime) -> str:
+    """
+    Which pod's container keeps exiting and why; "": none.
+
+    A container that has just been started again may run for minutes before its next exit: the problem
+    lasts until one has run for longer.
+    """
+    for pod in sorted(pods, key=_name):
+        main, end = _main(pod), _termination(pod, "lastState")
+        running = (main.get("state") or {}).get("running")
+        started = _started_at(running or {})
+        recovered = running is not None and (
+            started is None or now - started >= timedelta(seconds=_RECOVERED_SECONDS)
+        )
+        repeats = _restarts(pod) > 1 or _exit_message(end).reason in _FINAL
+        if end and repeats and _is_crash(end) and not recovered and not is_deleting(pod):
+            return f"pod {_name(pod)}: {_waiting_message(main, {'reason': 'CrashLoopBackOff'})}"
+    return ""
 
 
 def describe_unready(pods: Sequence[Object]) -> str:
@@ -213,8 +256,13 @@ def failed_learners(
 
 
 def _permanent_end(learner: LearnerPods, limit: int | None, now: datetime) -> FailedLearner | None:
-    pods = (pod for pod in learner.pods if not is_deleting(pod))
-    for end in (end for pod in pods for end in _terminations(learner, pod, now)):
+    ends = [
+        (_restarts(pod), end)
+        for pod in learner.pods
+        if not is_deleting(pod)
+        for end in _terminations(learner, pod, now)
+    ]
+    for restarts, end in ends:
         reason, message, log = _exit_message(end)
         if end.get("exitCode") == EXIT_REFUSED:
             return FailedLearner(
@@ -227,11 +275,12 @@ def _permanent_end(learner: LearnerPods, limit: int | None, now: datetime) -> Fa
         if limit is None:
             continue
         if reason != "RestartLimit":
-            if learner.restarts <= limit or not _is_crash(end):
+            # The agent counts crashes, also those of containers that were killed on a node that runs on.
+            # Only where it does not run, the kubelet's count is all there is; it includes restarts of the node.
+            if restarts <= limit or not _is_own_exit(end):
                 continue
-            # The causes of earlier restarts are no longer known.
             message = (
-                f"its container restarted {learner.restarts} times, "
+                f"its container restarted {restarts} times, "
                 f"the last time because of its own error: {message}"
             )
         return FailedLearner(
@@ -375,14 +424,23 @@ def _exit_text(end: Mapping[str, Any]) -> str:
     return f"exit code {code}" + (f" ({reason})" if reason not in (None, "", "Error") else "")
 
 
+def _is_own_exit(end: Mapping[str, Any]) -> bool:
+    """Whether the container exited by itself with an error: neither a signal nor the runtime ended it."""
+    return of_container(end.get("exitCode") or 0) > 0
+
+
 def _is_crash(end: Mapping[str, Any]) -> bool:
     # An OOM kill counts as the container's own; any other SIGKILL or SIGTERM came from outside.
     return end.get("reason") == "OOMKilled" or is_crash(of_container(end.get("exitCode") or 0))
 
 
-def _problem(pod: Object) -> str:
-    if is_deleting(pod) or is_ready(pod) or is_gated(pod):
+def _problem(pod: Object, now: datetime) -> str:
+    if is_deleting(pod):
+        return _hanging(pod, now)
+    if is_ready(pod) or is_gated(pod):
         return ""
+    if is_on_lost_node(pod):
+        return f"pod {_name(pod)}: its node {_node(pod)} does not respond; {_LOST_NODES}"
     if is_unschedulable(pod):
         scheduled = _condition(pod, "PodScheduled")
         if scheduled.get("reason") == "SchedulingGated":
@@ -396,6 +454,23 @@ def _problem(pod: Object) -> str:
         if text:
             return f"pod {_name(pod)}: {text}"
     return ""
+
+
+def _hanging(pod: Object, now: datetime) -> str:
+    """Why the pod still exists although its grace period has passed; "": it has not, or just now."""
+    ends = time_of(pod["metadata"].get("deletionTimestamp"))
+    if ends is None or now - ends < timedelta(seconds=_HANGING_SECONDS):
+        return ""
+    hangs = f"pod {_name(pod)} has been terminating since {time_text(ends)}"
+    if is_on_lost_node(pod):
+        return f"{hangs}: its node {_node(pod)} does not respond; {_LOST_NODES}"
+    if finalizers := pod["metadata"].get("finalizers"):
+        return f"{hangs}: finalizers {', '.join(map(str, finalizers[:_MAX_FINALIZERS]))}"
+    return f"{hangs}: node {_node(pod)} does not report its end; {_LOST_NODES}"
+
+
+def _node(pod: Object) -> str:
+    return str((pod.get("spec") or {}).get("nodeName") or "")
 
 
 def _waiting_message(container: Mapping[str, Any], wait: Mapping[str, Any]) -> str:

@@ -157,14 +157,14 @@ METRICS: tuple[Metric, ...] = (
         name="diloco_operator_jobs",
         kind="gauge",
         component="operator",
-        help="Jobs by state.",
+        help="Jobs by state; OtherOperator: another installation runs them.",
         labels=("state",),
     ),
     Metric(
         name="diloco_operator_job_state",
         kind="gauge",
         component="operator",
-        help="1 for the current state of each job.",
+        help="1 for the current state of each job; OtherOperator: another installation runs it.",
         # Not `namespace`, which Prometheus sets to the operator's own.
         labels=("job_namespace", "job_name", "state"),
     ),

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_agent.policy import (
+    Died,
     ExitContainer,
     Exited,
     Kill,
@@ -115,6 +116,24 @@ def test_crashes_of_earlier_containers_count():
     policy = Policy(role=Role.LEARNER, name="eu/0", limits=limits, starts=1, crashes=1)
     policy.handle(Tick(), 0.0)
     assert exits(policy, 1.0, code=1).reason == "RestartLimit"
+
+
+def test_a_container_that_was_killed_counts_as_a_crash_of_its_learner():
+    limits = Limits(leave_seconds=1, learner_restarts=1)
+    policy = Policy(role=Role.LEARNER, name="eu/0", limits=limits)
+    assert policy.handle(Died(), 0.0) == []
+    assert policy.handle(Tick(), 0.0) == [Start(restarts=0)]
+    policy = Policy(role=Role.LEARNER, name="eu/0", limits=limits, crashes=1)
+    (end,) = policy.handle(Died(), 0.0)
+    assert (end.code, end.reason) == (1, "RestartLimit")
+    assert "crashed 2 times" in end.message
+    assert "killed" in end.message
+    assert policy.handle(Tick(), 0.0) == []
+
+
+@pytest.mark.parametrize("role", [Role.SYNCER, Role.EVALUATOR])
+def test_a_killed_container_of_another_role_has_no_limit(role):
+    assert made(role, learner_restarts=0).handle(Died(), 0.0) == []
 
 
 def test_a_limit_of_zero_allows_no_crash():

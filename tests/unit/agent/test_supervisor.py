@@ -67,11 +67,36 @@ def test_a_termination_log_that_cannot_be_written_raises_nothing(tmp_path):
 def test_a_new_pod_on_the_same_volume_has_its_own_budget_of_crashes(tmp_path, pod, crashes):
     counts = tmp_path / "lives.json"
     counts.write_text('{"lives": 7, "faults": 2, "pod": "uid-1"}')
-    assert supervisor._read_counts(counts, pod) == (7, crashes)
+    assert supervisor._read_counts(counts, pod, "boot-1") == (7, crashes, False)
 
 
 def test_counts_without_a_pod_belong_to_one_that_has_no_uid(tmp_path):
     counts = tmp_path / "lives.json"
     counts.write_text('{"lives": 7, "faults": 2}')
-    assert supervisor._read_counts(counts, "") == (7, 2)
-    assert supervisor._read_counts(counts, "uid-1") == (7, 0)
+    assert supervisor._read_counts(counts, "", "boot-1") == (7, 2, False)
+    assert supervisor._read_counts(counts, "uid-1", "boot-1") == (7, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("pod", "boot", "died"),
+    [
+        ("uid-1", "boot-1", True),
+        ("uid-1", "boot-2", False),
+        ("uid-1", "", False),
+        ("uid-2", "boot-1", False),
+    ],
+    ids=["killed", "the node restarted", "boot unknown", "another pod"],
+)
+def test_a_container_that_did_not_get_to_its_end_was_killed_unless_its_node_restarted(
+    tmp_path, pod, boot, died
+):
+    counts = tmp_path / "lives.json"
+    counts.write_text('{"lives": 7, "faults": 2, "pod": "uid-1", "runsSinceBoot": "boot-1"}')
+    assert supervisor._read_counts(counts, pod, boot)[2] is died
+
+
+def test_a_container_that_got_to_its_end_was_not_killed(tmp_path):
+    counts = tmp_path / "lives.json"
+    counts.write_text('{"lives": 7, "faults": 2, "pod": "uid-1", "runsSinceBoot": ""}')
+    assert supervisor._read_counts(counts, "uid-1", "") == (7, 2, False)
+    assert supervisor._read_counts(counts, "uid-1", "boot-1") == (7, 2, False)

@@ -243,6 +243,9 @@ def test_a_failed_job_whose_volume_was_deleted_stays_failed():
     world.change(runPolicy={"cleanupPolicy": "All", "suspend": True})
     world.settle()
     assert world.reason("Failed") == ("True", "LearnerRefused")
+    assert world.reason("Suspended") == ("False", "VolumeGone")
+    assert "PersistentVolumeClaim a-syncer" in world.condition("Suspended")["message"]
+    assert ("Warning", "VolumeGone") in world.events
     world.change(runPolicy={})
     world.settle()
     assert world.status["state"] == "Failed"

@@ -26,7 +26,10 @@ def scope(**extra: Any) -> OperatorScope:
     return replace(SCOPE, extra_metadata=ExtraMetadata(**extra))
 
 
-def children(scope, job=Metadata(), sets=(CERT_MANAGER,)):  # noqa: B008 (frozen)
+STORAGE = "spec.learner.storage={size: 3Gi}"
+
+
+def children(scope, job=Metadata(), sets=(CERT_MANAGER, STORAGE)):  # noqa: B008 (frozen)
     owner = Owner(namespace="work", uid="7f", metadata=job)
     return desired(load_job(EVERYTHING, sets), owner, scope, Wanted())
 
@@ -38,6 +41,8 @@ def metadata_of(made):
         found.append(child["metadata"])
         if child["kind"] in ("StatefulSet", "Deployment"):
             found.append(child["spec"]["template"]["metadata"])
+        claims = child.get("spec", {}).get("volumeClaimTemplates", ())
+        found.extend(claim["metadata"] for claim in claims)
         if child["kind"] == "Certificate":
             found.append(child["spec"].get("secretTemplate", {}))
     return found

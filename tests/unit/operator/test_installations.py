@@ -92,6 +92,27 @@ def test_a_job_whose_mark_was_removed_is_taken_by_the_other_installation(pair, a
     assert first.count("diloco_operator_jobs", state="Pending") == 0.0, "the other one counts it"
 
 
+def test_a_job_that_is_left_to_another_installation_is_counted_until_it_is_taken_or_deleted(
+    pair, api
+):
+    """Else no alert shows a job of an installation that no longer exists."""
+    first, second = pair
+    first.run()
+    second.run()
+    assert second.count("diloco_operator_jobs", state="OtherOperator") == 1.0
+    named = {"job_namespace": "ns", "job_name": "a", "state": "OtherOperator"}
+    assert second.count("diloco_operator_job_state", **named) == 1.0
+    assert first.count("diloco_operator_jobs", state="OtherOperator") == 0.0
+    api.edit("dilocojobs", "a", lambda item: item["status"].pop("operator"))
+    second.run()
+    assert second.count("diloco_operator_jobs", state="OtherOperator") == 0.0
+    first.run()
+    assert first.count("diloco_operator_jobs", state="OtherOperator") == 1.0
+    api.delete("dilocojobs", "a")
+    first.run()
+    assert first.count("diloco_operator_jobs", state="OtherOperator") == 0.0
+
+
 @pytest.mark.parametrize(
     "spec",
     [

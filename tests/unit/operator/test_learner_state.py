@@ -155,3 +155,13 @@ def test_a_retained_volume_has_no_owner():
     kept = claim(["spec.syncer.storage.whenDeleted=Retain"])
     assert "ownerReferences" not in kept["metadata"]
     assert kept["spec"] == claim()["spec"]
+
+
+def test_a_volume_without_an_owner_is_marked_so_that_argo_cd_keeps_it():
+    """By its label app.kubernetes.io/instance it could belong to an application of the job's name."""
+    key = "argocd.argoproj.io/sync-options"
+    kept = claim(["spec.syncer.storage.whenDeleted=Retain"])["metadata"]
+    assert kept["annotations"][key] == "Prune=false,Delete=false"
+    assert kept["labels"]["app.kubernetes.io/instance"] == "stdlib-gpt"
+    made = desired(load_job(EVERYTHING), OWNER, SCOPE, Wanted())
+    assert not [each for each in made if key in each["metadata"]["annotations"]], "all are owned"

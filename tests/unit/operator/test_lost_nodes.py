@@ -1,5 +1,7 @@
 """Pods of learners that hang in Terminating on a lost node."""
 
+from datetime import timedelta
+
 import pytest
 
 from diloco_testing.kubernetes.operated_job import manifest, training
@@ -33,6 +35,16 @@ def test_a_learners_pod_on_a_lost_node_is_deleted_by_force_after_its_time_and_re
     assert "a-eu-0" not in world.pods
     world.settle()
     assert world.status["state"] == "Training"
+
+
+def test_a_pod_that_a_finalizer_holds_is_deleted_by_force_once():
+    world = losing()
+    pod = world.pods["a-eu-0"]
+    pod["metadata"]["finalizers"] = ["example.com/stuck"]
+    world.now += timedelta(seconds=AFTER)
+    assert forced(world.decide())
+    pod["metadata"]["deletionGracePeriodSeconds"] = 0
+    assert forced(world.decide()) == []
 
 
 def test_without_the_field_such_a_pod_waits_for_ever():

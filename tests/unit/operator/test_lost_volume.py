@@ -225,6 +225,27 @@ def test_the_claim_itself_when_it_comes_back_needs_no_annotation():
     assert world.reason("SyncerReady")[1] != "VolumeGone"
 
 
+@pytest.mark.parametrize("labels", [{}, {"diloco.dev/job": "b"}], ids=["none", "of another job"])
+def test_a_claim_without_an_owner_and_without_the_label_of_the_job_is_not_its_own(labels):
+    """A person's, or one that was restored: with the label the job continues from it."""
+    made = {
+        "apiVersion": "v1", "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "a-syncer", "uid": "restored", "generation": 1, "labels": labels},
+        "spec": {"accessModes": ["ReadWriteOnce"]}, "status": {},
+    }  # fmt: skip
+    world = OperatedJob(job=manifest(), children={CLAIM: made})
+    world.settle()
+    assert world.reason("Accepted") == ("False", "NameTaken")
+    assert "PersistentVolumeClaim a-syncer" in world.condition("Accepted")["message"]
+    assert world.replicas()["a-syncer"] == 0, "nothing mounts it"
+    assert "ownerReferences" not in made["metadata"]
+    made["metadata"]["labels"] = {"diloco.dev/job": "a"}
+    world.children[CLAIM] = made
+    world.settle()
+    assert world.reason("Accepted") == ("True", "Valid")
+    assert world.replicas()["a-syncer"] == 1
+
+
 def test_a_job_that_has_made_no_step_gets_a_new_claim():
     world = OperatedJob(job=manifest())
     world.settle()

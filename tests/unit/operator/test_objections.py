@@ -177,6 +177,20 @@ def test_a_job_that_is_no_longer_accepted_still_ends_by_its_deadline_and_its_ttl
     assert world.removed
 
 
+def test_a_job_that_is_no_longer_accepted_still_lets_go_of_the_volume_that_is_to_be_kept():
+    """Else it would go with the job."""
+    world = forbidden()
+    claim = ("PersistentVolumeClaim", "a-syncer")
+    assert world.children[claim]["metadata"]["ownerReferences"]
+    world.change(syncer={"storage": {"whenDeleted": "Retain"}})
+    decisions = world.reconcile()
+    assert [(want["kind"], want["metadata"]["name"]) for want in decisions.apply] == [claim]
+    assert "ownerReferences" not in world.children[claim]["metadata"]
+    assert world.reconcile().apply == ()
+    world.change(syncer={})
+    assert world.reconcile().apply == (), "nothing but that"
+
+
 def test_a_region_that_is_removed_from_a_job_that_is_no_longer_accepted_ends_with_the_job():
     world = forbidden()
     world.change(regions=[{"name": "eu", "learners": 2}], runPolicy={"suspend": True})

@@ -315,6 +315,46 @@ def test_without_access_to_certificates_the_job_reports_it_and_gets_its_other_ch
     assert "Certificate a-tls: certificates is forbidden" in message
 
 
+@pytest.mark.parametrize("plural", ["pods", "poddisruptionbudgets"])
+def test_a_job_whose_objects_may_not_be_read_reports_it_until_they_can_be(world, plural):
+    world.decide = lambda observation: decide(observation, SCOPE, NOW)
+    world.run()
+    before = reasons(world.api)
+    world.api.faults.append(Fault("GET", f"/{plural}", 403, "User x cannot list", times=2))
+    for _ in range(2):
+        with pytest.raises(RetryError, match="User x cannot list"):
+            world.run()
+    status, reason, message = reasons(world.api)["Accepted"]
+    assert (status, reason) == ("False", "Refused")
+    assert plural in message
+    assert "User x cannot list" in message
+    assert {**reasons(world.api), "Accepted": before["Accepted"]} == before, "the rest is as known"
+    warnings = [event for event in world.api.all("events") if event["reason"] == "Refused"]
+    assert len(warnings) == 1
+    world.run()
+    assert reasons(world.api)["Accepted"] == before["Accepted"]
+
+
+def test_a_job_of_which_nobody_knows_whose_it_is_gets_no_status_without_the_right_to_read(
+    api, tmp_path
+):
+    api.create(job())
+    world = ReconciledCluster(api, tmp_path, installation="system/one")
+    api.faults.append(Fault("GET", "/pods", 403, "no", times=1))
+    with pytest.raises(RetryError, match="no"):
+        world.run()
+    assert not api.writes()
+    world.reconciler.close()
+
+
+def test_the_error_of_a_crd_that_lacks_a_field_states_what_to_do(world):
+    message = ".status.operator: field not declared in schema"
+    world.decide = lambda observation: Decisions(status={"state": "Training"})
+    world.api.faults.append(Fault("PATCH", "dilocojobs/a/status", 500, message, times=99))
+    with pytest.raises(RetryError, match="the CRD is older than this operator: upgrade it"):
+        world.run()
+
+
 def test_nothing_more_is_tried_in_a_namespace_that_is_being_deleted(world):
     world.api.faults.append(
         Fault("PATCH", "configmaps/", 403, "is being terminated", "NamespaceTerminating", times=9)

@@ -148,6 +148,30 @@ def test_scaling_after_the_upgrade_restarts_no_learner_and_new_ones_equal_them(u
     assert after["a-eu-2"] == before["a-eu-1"]
 
 
+def test_a_kept_template_whose_document_was_deleted_is_replaced_when_a_pod_cannot_start(
+    monkeypatch,
+):
+    """Without it no pod of it would ever start again; those that run need it no more."""
+    from diloco_operator import resources
+
+    world = training(job())
+    before, shorten = specs(world), resources.learner_spec
+    monkeypatch.setattr(
+        resources, "learner_spec", lambda spec: dataclasses.replace(shorten(spec), seed=77)
+    )
+    volumes = world.pods["a-eu-0"]["spec"]["volumes"]
+    (mounted,) = [v["configMap"]["name"] for v in volumes if v["name"] == "spec"]
+    world.settle()
+    del world.children["ConfigMap", mounted]
+    world.settle()
+    assert specs(world) == before
+    scheduled = {"type": "PodScheduled", "status": "True"}
+    world.pods["a-eu-0"]["status"] = {"phase": "Pending", "conditions": [scheduled]}
+    world.settle()
+    assert world.pods["a-eu-0"]["spec"] != before["a-eu-0"]
+    assert world.pods["a-us-0"]["spec"] == before["a-us-0"], "a region that lacks no pod"
+
+
 def test_a_document_that_the_new_version_writes_differently_restarts_nothing_and_stays(monkeypatch):
     from diloco_operator import resources
 

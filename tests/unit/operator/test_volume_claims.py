@@ -1,10 +1,19 @@
 """What of the manifest can reach volumes that exist."""
 
 import copy
+from dataclasses import replace
 
 from diloco_operator.decide.drift import same_quantity
-from diloco_testing.kubernetes.operated_job import OperatedJob, is_idle, manifest, training
+from diloco_operator.resources.extra_metadata import ExtraMetadata, Metadata
+from diloco_testing.kubernetes.operated_job import (
+    SCOPE,
+    OperatedJob,
+    is_idle,
+    manifest,
+    training,
+)
 
+GPT = {"recipe": {"name": "gpt", "config": {}}}
 CLAIM = ("PersistentVolumeClaim", "a-syncer")
 SET = ("StatefulSet", "a-eu")
 
@@ -27,6 +36,40 @@ def claim_of(pod, owner=None):
                      "ownerReferences": owners},
         "spec": {"accessModes": ["ReadWriteOnce"]}, "status": {},
     }  # fmt: skip
+
+
+# ------------------------------------------------------------------------ labels of learners' claims
+
+
+def labelled(**labels):
+    """An installation that adds these labels to all children."""
+    return replace(SCOPE, extra_metadata=ExtraMetadata(fixed=Metadata(labels=labels)))
+
+
+def claim_labels(world):
+    (template,) = world.children[SET]["spec"]["volumeClaimTemplates"]
+    return template["metadata"].get("labels")
+
+
+def test_the_claims_of_learners_have_the_labels_with_which_their_set_was_made():
+    world = training(manifest(learner={**GPT, "storage": {}}), scope=labelled(cost="42"))
+    assert claim_labels(world) == {"cost": "42"}
+    world.scope = labelled(cost="43", team="vision")
+    world.settle()
+    assert world.children[SET]["metadata"]["labels"]["cost"] == "43"
+    assert claim_labels(world) == {"cost": "42"}, "a StatefulSet never changes them"
+    assert world.reason("Accepted") == ("True", "Valid")
+    assert is_idle(world.reconcile())
+
+
+def test_a_set_of_an_older_operator_whose_claims_have_no_labels_stays_as_it_is():
+    world = training(manifest(learner={**GPT, "storage": {}}))
+    before = {name: pod["spec"] for name, pod in world.pods.items()}
+    world.scope = labelled(cost="42")
+    world.settle()
+    assert claim_labels(world) is None
+    assert world.reason("Accepted") == ("True", "Valid")
+    assert {name: pod["spec"] for name, pod in world.pods.items()} == before
 
 
 # ------------------------------------------------------------------------ the syncer's claim

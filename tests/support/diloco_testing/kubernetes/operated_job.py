@@ -333,7 +333,14 @@ def set_ready(pod: Json, ready: bool) -> None:
     """The pod runs, and is ready or not."""
     pod["status"] = {
         "phase": "Running",
-        "conditions": [{"type": "Ready", "status": str(ready)}],
+        # Of a pod that is not ready, the kubelet gives a reason; the control plane of a lost node does not.
+        "conditions": [
+            {
+                "type": "Ready",
+                "status": str(ready),
+                **({} if ready else {"reason": "ContainersNotReady"}),
+            }
+        ],
         "containerStatuses": [
             {
                 "name": "main",

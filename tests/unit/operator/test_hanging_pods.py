@@ -1,0 +1,133 @@
+"""Children that were deleted and stay, and pods whose node does not respond, are named with the cause."""
+
+from datetime import timedelta
+
+import pytest
+
+from diloco_testing.kubernetes.operated_job import is_idle, set_ready, training
+
+LOST = {"type": "Ready", "status": "False"}
+"""As the node lifecycle controller leaves the condition of a pod that was ready."""
+
+
+def hanging(name, seconds, conditions=(LOST,), finalizers=()):
+    """A job of which one pod should have ended so many seconds ago."""
+    world = training()
+    pod = world.pods[name]
+    set_ready(pod, False)
+    pod["spec"] = {**pod["spec"], "nodeName": "node-7"}
+    ends = world.now - timedelta(seconds=seconds)
+    pod["metadata"] |= {"deletionTimestamp": f"{ends:%Y-%m-%dT%H:%M:%SZ}"}
+    pod["metadata"]["finalizers"] = list(finalizers)
+    if conditions:
+        pod["status"]["conditions"] = list(conditions)
+    world.count_pods()
+    return world
+
+
+def since(world, name):
+    return world.pods[name]["metadata"]["deletionTimestamp"]
+
+
+def test_a_learner_that_hangs_on_a_lost_node_is_named_with_its_node_and_since_when():
+    world = hanging("a-eu-0", 60)
+    world.reconcile()
+    assert world.reason("LearnersReady") == ("False", "PodTrouble")
+    assert world.condition("LearnersReady")["message"] == (
+        f"pod a-eu-0 has been terminating since {since(world, 'a-eu-0')}: its node node-7 does not "
+        'respond; see "Lost nodes" in docs/operations.md'
+    )
+    assert ("Warning", "PodTrouble") in world.events
+    assert is_idle(world.reconcile(10)), "the message does not change with time"
+
+
+@pytest.mark.parametrize("seconds", [-60, 0, 59])
+def test_a_pod_that_still_has_time_to_end_is_no_trouble(seconds):
+    world = hanging("a-eu-0", seconds)
+    world.reconcile()
+    assert world.reason("LearnersReady") == ("False", "SomeNotTraining")
+
+
+@pytest.mark.parametrize(
+    ("finalizers", "cause"),
+    [
+        (["a.io/x", "b.io/y"], "finalizers a.io/x, b.io/y"),
+        ([], "node node-7 does not report its end"),
+    ],
+)
+def test_a_pod_that_hangs_on_a_node_that_responds_is_named_with_what_holds_it(finalizers, cause):
+    world = hanging("a-eu-0", 3600, conditions=(), finalizers=finalizers)
+    world.reconcile()
+    assert cause in world.condition("LearnersReady")["message"]
+
+
+def test_a_pod_whose_node_does_not_respond_is_named_before_it_is_deleted():
+    world = training()
+    pod = world.pods["a-us-1"]
+    pod["spec"] = {**pod["spec"], "nodeName": "node-7"}
+    pod["status"]["conditions"] = [LOST]
+    world.count_pods()
+    world.reconcile()
+    assert world.reason("LearnersReady") == ("False", "PodTrouble")
+    assert world.condition("LearnersReady")["message"].startswith(
+        "pod a-us-1: its node node-7 does not respond; see"
+    )
+
+
+def test_a_syncer_that_hangs_on_a_lost_node_is_named_though_its_successor_waits_for_the_volume():
+    world = hanging("a-syncer-0", 300)
+    waiting = {**world.pods["a-syncer-0"], "status": {"phase": "Pending"}}
+    waiting["metadata"] = {"name": "a-syncer-1", "uid": "u", "labels": waiting["metadata"]["labels"],
+                           "ownerReferences": waiting["metadata"]["ownerReferences"]}  # fmt: skip
+    world.pods["a-syncer-1"] = waiting
+    world.becomes_unreachable()
+    world.reconcile()
+    assert world.reason("SyncerReady") == ("False", "PodTrouble")
+    message = world.condition("SyncerReady")["message"]
+    assert message.startswith(
+        f"pod a-syncer-0 has been terminating since {since(world, 'a-syncer-0')}: its node node-7"
+    )
+    assert ("Warning", "PodTrouble") in world.events
+
+
+# ------------------------------------------------------------------------------ other children
+
+
+def deleted(world, kind, name, seconds, finalizers=("example.com/stuck",)):
+    ends = world.now - timedelta(seconds=seconds)
+    world.children[kind, name]["metadata"] |= {
+        "deletionTimestamp": f"{ends:%Y-%m-%dT%H:%M:%SZ}", "finalizers": list(finalizers)
+    }  # fmt: skip
+    return f"{ends:%Y-%m-%dT%H:%M:%SZ}"
+
+
+@pytest.mark.parametrize(
+    "child", [("Service", "a-syncer"), ("StatefulSet", "a-eu"), ("Deployment", "a-syncer")]
+)
+def test_a_child_that_was_deleted_and_stays_is_named_with_its_finalizers(child):
+    world = training()
+    when = deleted(world, *child, 300)
+    world.reconcile()
+    assert world.reason("Accepted") == ("True", "ChildTerminating")
+    message = world.condition("Accepted")["message"]
+    named = f"{' '.join(child)} (since {when}; finalizers: example.com/stuck)"
+    assert named in message
+    assert ("Warning", "ChildTerminating") in world.events
+    world.children[child]["metadata"].pop("deletionTimestamp")
+    world.reconcile()
+    assert world.reason("Accepted") == ("True", "Valid")
+
+
+def test_a_deletion_that_takes_a_while_is_no_trouble():
+    world = training()
+    deleted(world, "StatefulSet", "a-eu", 299)
+    world.reconcile()
+    assert world.reason("Accepted") == ("True", "Valid")
+
+
+def test_the_claim_that_is_being_deleted_has_a_reason_of_its_own():
+    world = training()
+    deleted(world, "PersistentVolumeClaim", "a-syncer", 3600)
+    world.reconcile()
+    assert world.reason("Accepted") == ("True", "Valid")
+    assert world.reason("SyncerReady") == ("True", "VolumeTerminating")
