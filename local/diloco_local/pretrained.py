@@ -246,19 +246,17 @@ def _write(part: Path, data: BinaryIO, shard: Shard, sources: Mapping[str, Entry
     return digest.hexdigest()
 
 
-def _chunks(data: BinaryIO, source: Entry, dtype: str) -> Iterator[memoryview]:
+def _chunks(data: BinaryIO, source: Entry, dtype: str) -> Iterator[bytes]:
     width = DTYPES[source.dtype].size
     for lo in range(source.lo, source.hi, _CHUNK_ELEMENTS * width):
         data.seek(lo)
         raw = data.read(min(_CHUNK_ELEMENTS * width, source.hi - lo))
         if dtype == source.dtype:
-            yield memoryview(raw)
+            yield raw
             continue
         kind = "uint16" if source.dtype == "bfloat16" else source.dtype
         try:
-            yield memoryview(
-                convert(np.frombuffer(raw, np.dtype(kind)), dtype).view(np.uint8)
-            ).cast("B")
+            yield convert(np.frombuffer(raw, np.dtype(kind)), dtype).tobytes()
         except ConfigError as error:
             raise ConfigError(f"{source.name}: {error}; export it with another --dtype") from None
 
