@@ -2,10 +2,11 @@
 What a frozen base costs a job with `sync.frozen` Keep and Ship: `python benchmarks/bench_frozen.py [--quick]`.
 
 A real syncer and two real learners, whose connections pass a relay that counts bytes: the first learner
-initializes the job, the second joins, and both train to the end without a forward pass. The model is a
-base of 24 square matrices in bf16, 100.7 M values, each with two trained matrices of rank 3, as in LoRA
-(0.29 %). Goals: with Keep, the second learner receives at most 0.1 times the bytes of the base, and a snapshot
-and the peak of the syncer above an empty one are at most 0.1 times those with Ship.
+initializes the job, the second joins, and both train to the end without a forward pass. The model is a base
+of 24 square matrices in bf16, 100.7 M values, each with two trained matrices of rank 3, as in LoRA (0.29
+%); one more row has a base of 1 billion values, with Keep only. Goals: with Keep, the second learner
+receives at most 0.1 times the bytes of the base, and a snapshot and the peak of the syncer above an empty
+one are at most 0.1 times those with Ship.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from diloco.spec import Checkpoint, RunSpec
 
 GOAL = 0.1
 WIDTH, LAYERS, RANK = 2048, 24, 3
+BILLION = 6464
+"""Width of a base of 1.0 billion values. With Ship, its job would need 16 GB."""
 STEPS = 48
 SECONDS = 300.0
 
@@ -153,7 +156,9 @@ def measure(frozen: str, size: tuple[int, int]) -> dict[str, Any]:
         first = Child("r/0", spec, process, size)
         initial = first.joined()
         second = Child("r/1", spec, process, size)
-        facts = {"frozen": frozen, "initial": initial, "join": second.joined()}
+        width, layers = size
+        base = 2 * layers * width * width
+        facts = {"frozen": frozen, "base": base, "initial": initial, "join": second.joined()}
         for child in (first, second):
             child.train()
         for child in (first, second):
@@ -173,7 +178,8 @@ def row(facts: dict[str, Any]) -> list[object]:
         initial["down"], join["down"],
     )  # fmt: skip
     seconds = (join["digests"], join["connect"])
-    return [facts["frozen"], *(f"{size / 1e6:.1f}" for size in sizes), *map(float, seconds)]
+    base = f"{facts['base'] / 1e6:.0f}"
+    return [facts["frozen"], base, *(f"{size / 1e6:.1f}" for size in sizes), *map(float, seconds)]
 
 
 def main() -> int:
@@ -189,14 +195,16 @@ def main() -> int:
     keep, ship = (measure(frozen, size) for frozen in ("Keep", "Ship"))
     width, layers = size
     base, trained = layers * width * width, layers * 2 * width * RANK
+    rows = [keep, ship] if arguments.quick else [keep, ship, measure("Keep", (BILLION, LAYERS))]
     body = table(
-        ["sync.frozen", "peak of the syncer MB", "above an empty one MB", "snapshot MB", "exported model MB",
+        ["sync.frozen", "base MB", "peak of the syncer MB", "above an empty one MB", "snapshot MB", "exported model MB",
          "first learner, up MB", "down MB", "second learner, down MB", "digests s", "connect of the second s"],
-        [row(keep), row(ship)],
+        [row(facts) for facts in rows],
     )  # fmt: skip
     note = (
         f"A frozen base of {base / 1e6:.1f} M values in bf16 ({2 * base / 1e6:.0f} MB), and {trained / 1e6:.2f} M "
-        f"trained parameters ({trained / base:.2%}) in fp32; two learners, {STEPS} global steps. Up and down: "
+        f"trained parameters ({trained / base:.2%}) in fp32; in the last row, 1.0 billion values; two learners, "
+        f"{STEPS} global steps. Up and down: "
         "bytes of the learner's TCP connections until its `connect` returned. Snapshot: the largest file. Peak: "
         "VmHWM over the whole job. Digests: computing them once for the whole base; part of `connect` with Keep."
     )
