@@ -67,6 +67,7 @@ def test_the_job_ends_training_and_not_max_steps_or_epochs(train, monkeypatch):
     job = Rejoined(steps=12).join(monkeypatch)
     trainer, _ = train(DiLoCoCallback(), max_steps=3)
     assert (job.local_step, trainer.state.global_step, job.closed) == (12, 12, True)
+    assert trainer.state.max_steps == 100, "what a progress bar shows as the end"
 
 
 def test_a_learner_slower_than_the_job_ends_with_it(train, monkeypatch):
@@ -104,8 +105,15 @@ def test_a_scheduler_of_the_user_is_followed_as_well(train, model, monkeypatch):
 
 def test_tokens_of_all_micro_batches_count_once_and_evaluation_does_not(train, monkeypatch):
     job = Rejoined(steps=3).join(monkeypatch)
+
+    class Score(DiLoCoCallback):
+        def on_substep_end(self, args, state, control, model=None, **kwargs):
+            model.eval()
+            model(input_ids=torch.zeros(1, CONTEXT, dtype=torch.long))
+            model.train()
+
     train(
-        DiLoCoCallback(),
+        Score(),
         gradient_accumulation_steps=2,
         eval_strategy="steps",
         eval_steps=1,
