@@ -207,6 +207,7 @@ class JoinedTrainer:
         found, self._found = self._found, None
         try:
             self._checkpoints.load(found, self._model, self._optimizers)
+            self._replica.loaded()
             loaded = self._core.checkpoint_loaded(found.facts, now=time.monotonic())
         except (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError) as error:
             log.warning(
