@@ -276,6 +276,7 @@ class JoinedTrainer:
             self._saved = self._checkpoints.kept(found)
             with optimizer_state.own_on_error(self._optimizers):
                 self._checkpoints.load(found, self._model, self._optimizers)
+                self._replica.loaded()
                 loaded = self._core.checkpoint_loaded(found.facts, now=time.monotonic())
         except UNUSABLE as error:
             self._forget_saved()

@@ -11,6 +11,7 @@ from diloco.errors import ConfigError
 from diloco.model.fragments import cut
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import HostCopy
+from diloco_worker.trainer import buffers
 from diloco_worker.trainer.buffers import Watch
 from diloco_worker.trainer.layout import MAX_INTEGERS, Copier, describe
 from diloco_worker.trainer.replica import Replica
@@ -155,6 +156,33 @@ def test_the_download_of_the_model_is_not_a_change(caplog):
         of_model.close()
 
 
+def test_a_local_checkpoint_of_another_initialisation_is_not_a_change(caplog):
+    model = Net()
+    of_model = replica(model)
+    try:
+        model.table.add_(1)  # as a random table of the job's first learner
+        of_model.loaded()
+        assert copied(of_model)
+        assert caplog.text == ""
+    finally:
+        of_model.close()
+
+
+def test_buffers_of_every_shape_and_type_are_compared():
+    model = nn.Linear(2, 2)
+    model.register_buffer("empty", torch.zeros(0, 3))
+    model.register_buffer("flipped", torch.randn(3, 2).t())
+    model.register_buffer("pair", torch.zeros(2, dtype=torch.complex64))
+    model.register_buffer("scalar", torch.tensor(True))
+    watch = Watch(model, constant=describe(model).buffers, moving=())
+    for buffer in model.buffers():
+        buffer.copy_(buffer.clone())
+    assert watch.changed() == ""
+    model.flipped.add_(1)
+    model.scalar.logical_not_()
+    assert watch.changed().startswith("buffers flipped, scalar changed")
+
+
 def test_a_merged_buffer_that_is_replaced_by_another_tensor_is_noticed():
     model = Net()
     found = describe(model)
@@ -166,6 +194,28 @@ def test_a_merged_buffer_that_is_replaced_by_another_tensor_is_noticed():
     assert "buffer norm.running_mean was replaced by another tensor" in sentence
     assert "buffer usage changed while training" in sentence
     assert watch.changed() == ""
+
+
+def test_a_buffer_that_is_written_with_its_own_values_is_constant_and_not_read_for_ever(
+    monkeypatch,
+):
+    model = Net()
+    watch = Watch(model, constant=describe(model).buffers, moving=())
+    read = []
+
+    def digest(tensor: torch.Tensor) -> int:
+        read.append(tensor)
+        return digest_of(tensor)
+
+    digest_of = buffers._digest
+    monkeypatch.setattr(buffers, "_digest", digest)
+    for _ in range(5):
+        model.table.copy_(
+            model.table.clone()
+        )  # as DistributedDataParallel does before each forward pass
+        assert watch.changed() == ""
+    assert len(read) == buffers.MOST_READS
+    assert all(tensor is model.table for tensor in read)
 
 
 def test_a_line_about_buffers_names_at_most_eight():

@@ -5,19 +5,33 @@ Notices buffers that change while training though the job keeps them as they wer
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
 import torch
+import xxhash
 from torch import nn
 
-from diloco_worker.trainer.layout import Named, uncompiled
+from diloco_worker.trainer.layout import Named, as_bytes, uncompiled
 
+MOST_READS = 3
+"""
+How often a buffer is read that is written with its own values, as DistributedDataParallel does. Then it counts as
+constant.
+"""
 MOST_NAMES = 8
 """Named in the line about them."""
 
 
+@dataclass(slots=True)
+class _Known:
+    writes: int
+    digest: int
+    reads: int = 0
+
+
 class Watch:
     """
-    Compares buffers with what they were at the last `reset`. It reads no values, so it costs no time.
+    Compares buffers with what they were at the last `reset`; reads only those that were written since.
 
     Args:
         model: whose buffers these are.
@@ -30,16 +44,19 @@ class Watch:
     ) -> None:
         self._model = uncompiled(model)
         self._constant, self._moving = list(constant), list(moving)
-        self._writes: dict[str, int] = {}
+        self._known: dict[str, _Known] = {}
         self.reset()
 
     def reset(self) -> None:
         """What was written until now does not count: it is the job's model."""
-        self._writes = {n.info.name: _writes(n.tensor) for n in self._constant}
+        self._known = {
+            n.info.name: _Known(writes=_writes(n.tensor), digest=_digest(n.tensor))
+            for n in self._constant
+        }
 
     def changed(self) -> str:
-        """A sentence about constant buffers that are written, and merged ones that are replaced; each once."""
-        written, self._constant = _split(self._constant, self._is_written)
+        """A sentence about constant buffers that changed, and merged ones that were replaced; each once."""
+        written, self._constant = _split(self._constant, self._has_changed)
         replaced, self._moving = _split(self._moving, self._is_replaced)
         sentences = []
         if written:
@@ -54,8 +71,14 @@ class Watch:
             )
         return "; ".join(sentences)
 
-    def _is_written(self, named: Named) -> bool:
-        return self._is_replaced(named) or _writes(named.tensor) > self._writes[named.info.name]
+    def _has_changed(self, named: Named) -> bool:
+        known = self._known[named.info.name]
+        if self._is_replaced(named):
+            return True
+        if known.reads == MOST_READS or known.writes == _writes(named.tensor):
+            return False
+        known.writes, known.reads = _writes(named.tensor), known.reads + 1
+        return known.digest != _digest(named.tensor)
 
     def _is_replaced(self, named: Named) -> bool:
         try:
@@ -77,6 +100,10 @@ def _split(
 def _writes(tensor: torch.Tensor) -> int:
     """How often it was written in place; tensors of inference mode do not count."""
     return 0 if tensor.is_inference() else tensor._version
+
+
+def _digest(tensor: torch.Tensor) -> int:
+    return xxhash.xxh3_64_intdigest(as_bytes(tensor).numpy().data)
 
 
 def _listed(found: list[Named]) -> str:

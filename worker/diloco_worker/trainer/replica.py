@@ -64,6 +64,10 @@ class Replica:
         for fragment in fragments:
             self.apply(fragment)
 
+    def loaded(self) -> None:
+        """The model was loaded from a local checkpoint: its buffers are as they were, not changed."""
+        self._watch.reset()
+
     def apply(self, fragment: int) -> None:
         """Overwrite a fragment from its inbox."""
         self._copier.copy_in(fragment)
