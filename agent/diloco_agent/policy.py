@@ -17,7 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from diloco.errors import EXIT_DONE, EXIT_REFUSED
+from diloco.errors import EXIT_DONE, EXIT_REFUSED, EXIT_TRY_AGAIN
 from diloco.runtime.exits import is_crash
 from diloco_agent.restarts import (
     EARLY_EXIT,
@@ -181,8 +181,8 @@ class Policy:
     """In the current run."""
     _broken_starts: int = 0
     """Ends of a learner before it was ready for the first time (`restarts.is_broken_start`)."""
-    _last_end: tuple[int, str] = (0, "")
-    """Exit code of the last run, and why the learner left the job."""
+    _last_code: int = 0
+    """Exit code of the last run."""
     _kill_at: float = 0.0
 
     def handle(self, event: Event, now: float) -> list[Decision]:
@@ -224,14 +224,15 @@ class Policy:
             self._kill_at = min(self._kill_at, now + FOLLOW_SECONDS)
         if self.state is State.BACK_OFF and (cause := unit.fault(now)):
             self.crashes += 1
-            if failure := self._limit_reached(cause) or self._never_joined(cause):
+            broken = self._last_code != EXIT_TRY_AGAIN
+            if failure := self._limit_reached(cause) or self._never_joined(cause, broken=broken):
                 return self._finish(failure)
         return []
 
     def _on_exit(self, event: Exited, now: float) -> list[Decision]:
         if self.state is State.TERMINATING:
             return self._finish(ExitContainer(code=EXIT_DONE))
-        self.exited, self._last_end = True, (event.code, event.left)
+        self.exited, self._last_code = True, event.code
         if self.unit is not None:
             by_itself = self.state is State.RUNNING
             self.unit.exited(event.code, event.last_line, now, by_itself=by_itself)
@@ -283,7 +284,8 @@ class Policy:
             if self.unit is not None and event.code != EXIT_DONE:
                 return None  # the unit decides which of its exits count
             self.crashes += is_crash(event.code)
-            return self._limit_reached(cause) or self._never_joined(cause)
+            broken = is_broken_start(event.code, event.left)
+            return self._limit_reached(cause) or self._never_joined(cause, broken=broken)
         if self._ever_healthy or self._exits < self.limits.crash_loop_exits:
             return None
         message = (
@@ -298,9 +300,9 @@ class Policy:
             return None
         return ExitContainer(code=EXIT_FAILED, reason="RestartLimit", message=message)
 
-    def _never_joined(self, cause: str) -> ExitContainer | None:
+    def _never_joined(self, cause: str, *, broken: bool) -> ExitContainer | None:
         """Count an end of a learner that was not ready yet; it fails after some of them."""
-        if self._ever_ready or not is_broken_start(*self._last_end):
+        if self._ever_ready or not broken:
             return None
         self._broken_starts += 1
         message = never_joined_message(

@@ -260,6 +260,19 @@ def test_the_restart_limit_counts_incidents_of_the_learner(rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
+def test_a_learner_that_never_joins_fails_whichever_of_its_ranks_crashes(rank):
+    learner = trained(2, crash_loop_exits=3)
+    for _ in range(3):
+        assert learner.pods[0].ended is None
+        learner.exits(rank, 1)
+        learner.run(BACK_SECONDS)
+    ended = learner.pods[0].ended
+    assert ended is not None
+    assert ended.reason == "NeverJoined"
+    assert ended.message.startswith("learner eu/0 ended 3 times and never joined the job")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
 def test_ranks_that_hang_are_ended_by_a_decision_when_a_pod_is_lost(rank):
     learner = trained(3, delays=[None, None, None])
     lost_at = learner.now

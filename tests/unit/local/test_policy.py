@@ -271,6 +271,14 @@ def test_a_refused_learner_fails_the_job_with_its_last_line_and_never_restarts()
     assert run.starts("eu/0") == [0.0]
 
 
+def test_the_names_before_the_reason_of_a_refusal_are_not_repeated():
+    run = training()
+    run.exits("eu/0", 78, last_line="diloco: eu/0: refused by the syncer (Mismatch): another shape")
+    assert run.policy.message == (
+        "learner eu/0 was refused: refused by the syncer (Mismatch): another shape"
+    )
+
+
 def test_a_refused_evaluator_does_not_restart_and_the_run_continues():
     run = training()
     assert run.exits("evaluator", 78, last_line="no data") == [
