@@ -125,7 +125,6 @@ class Supervisor:
                 self._processes.kill("main")
             case p.ExitContainer():
                 self._exit = decision
-                self._write_counts(runs=False)
                 if decision.reason:
                     log.error("%s: %s", decision.reason, decision.message)
                     write_termination_message(
@@ -135,6 +134,8 @@ class Supervisor:
                         # Its last line is in the message.
                         lines=self._log[:-1],
                     )
+                # Last: a disk that hangs must not keep the message back.
+                self._write_counts(runs=False)
 
     def _start(self, restarts: int) -> None:
         # A report of an earlier run does not apply to this one.
