@@ -135,7 +135,6 @@ class Supervisor:
                 self._processes.kill("main")
             case p.ExitContainer():
                 self._exit = decision
-                self._write_counts(runs=False)
                 if decision.reason:
                     log.error("%s: %s", decision.reason, decision.message)
                     write_termination_message(
@@ -144,6 +143,8 @@ class Supervisor:
                         decision.message,
                         lines=_before(decision.message, self._log),
                     )
+                # Last: a disk that hangs must not keep the message back.
+                self._write_counts(runs=False)
 
     def _start(self, restarts: int) -> None:
         # A report of an earlier run does not apply to this one.

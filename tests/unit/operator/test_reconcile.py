@@ -335,7 +335,7 @@ def test_a_job_whose_objects_may_not_be_read_reports_it_until_they_can_be(world,
     assert reasons(world.api)["Accepted"] == before["Accepted"]
 
 
-def test_a_job_of_an_unknown_installation_gets_no_status_without_the_right_to_read(
+def test_a_job_that_no_installation_has_claimed_gets_no_status_without_the_right_to_read(
     api, tmp_path
 ):
     api.create(job())
