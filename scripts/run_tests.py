@@ -9,7 +9,7 @@ and named above the summary, as are those that fail again.
 
 Where no cluster can run, all other tests do, and a sentence names what did not run.
 With CI=true or DILOCO_E2E=required everything has to run. --fast: unit tests alone, without the slow ones.
---all: the files of SLOW_TIER as well.
+--all: the files of SLOW_TIER and the tests marked slow_tier as well.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SLOW_TIER = (
     *("test_fuzzed_jobs", "test_kueue_controller", "test_older_version", "test_pools"),
     "test_scale",
 )
-"""Run with --all and in the workflow e2e.yaml; docs/testing.md names the faster tests of the same promises."""
+"""Run with --all; docs/testing.md names the faster tests of the same promises."""
 AT_ONCE = 5
 """Groups that run at the same time: most groups wait for pods, so four leave an eighth of two cores idle."""
 LAST = "test_rbac"
@@ -201,9 +201,10 @@ def no_skips() -> tuple[str, ...]:
 def everywhere(*arguments: str) -> list[Group]:
     """Tests that need no clusters."""
     options = (*no_skips(), *arguments)
+    tier = () if "--all" in sys.argv[1:] else ("-m", "not slow_tier")
     return [
         pytest("unit tests", "tests/unit", *options),
-        pytest("integration and chaos tests", "tests/integration", "tests/chaos", *options),
+        pytest("integration and chaos tests", "tests/integration", "tests/chaos", *tier, *options),
     ]
 
 

@@ -19,7 +19,7 @@ LIBRARIES = {
     "train_lightning.py": "lightning",
     "train_accelerate.py": "accelerate",
 }
-STEPS = 48
+STEPS = 240
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.timeout(900),
@@ -27,7 +27,13 @@ pytestmark = [
 ]  # fmt: skip
 
 
-@pytest.fixture(params=LIBRARIES)
+@pytest.fixture(
+    params=[
+        "train_huggingface.py",
+        pytest.param("train_lightning.py", marks=pytest.mark.slow_tier),
+        pytest.param("train_accelerate.py", marks=pytest.mark.slow_tier),
+    ]
+)
 def run(request, tmp_path, monkeypatch):
     """The example's job with this program, stopped afterwards."""
     if importlib.util.find_spec(LIBRARIES[request.param]) is None:
