@@ -295,22 +295,24 @@ class Cluster:
 
         No label has an index. Without a version, and on many servers with a limit, the server reads
         and decodes all objects of the kind and namespace to find those of one job: with five times
-        the jobs, it would take 25 times as long to read all of them once.
+        the jobs, it would take 25 times as long to read all of them once. So only the first list of a
+        kind is without: a process that starts must not see less than the one before it did.
         """
         selected = {"labelSelector": f"{JOB_LABEL}={job}"}
         with self._lock:
-            newest = str(self._newest.get(kind, 0))
-        versions = {"resourceVersion": newest, "resourceVersionMatch": "NotOlderThan"}
-        try:
-            page = self._request("GET", KINDS[kind].path(namespace), query=selected | versions)
-        except ApiError as error:
-            if error.status != TOO_LARGE_VERSION:
-                raise
+            newest = self._newest.get(kind)
+        if newest is not None:
+            versions = {"resourceVersion": str(newest), "resourceVersionMatch": "NotOlderThan"}
+            try:
+                page = self._request("GET", KINDS[kind].path(namespace), query=selected | versions)
+                return list(_items(page, kind))
+            except ApiError as error:
+                if error.status != TOO_LARGE_VERSION:
+                    raise
             # Its cache lags far behind, or etcd was restored and counts from an older version on.
             with self._lock:
                 self._newest.pop(kind, None)
-            return list(self._list(kind, namespace, selected))
-        return list(_items(page, kind))
+        return list(self._list(kind, namespace, selected))
 
     def _list(
         self, kind: str, namespace: str, selected: Mapping[str, str] | None = None
@@ -318,6 +320,7 @@ class Cluster:
         query = {"limit": str(PAGE), **(selected or {})}
         while True:
             page = self._request("GET", KINDS[kind].path(namespace), query=query)
+            self.saw(page, kind)
             yield from _items(page, kind)
             token = (page.get("metadata") or {}).get("continue")
             if not token:
