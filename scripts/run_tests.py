@@ -262,9 +262,10 @@ def all_of_it(audits: str, *, slow_tier: bool) -> Result:
 
 
 def fast() -> list[Group]:
-    """Unit tests that start no programs, with a tenth of the examples of properties, in three parts."""
+    """Unit tests that start no programs, with a tenth of the examples of properties, in four parts."""
     parts = {
         "operator": ("charts", "operator"),
+        "protos, command line": ("cli", "protos"),
         "syncer, worker": ("sim", "syncer", "worker"),
     }
     chosen = ("-m", "not slow", "--hypothesis-profile=fast", "--durations=10")
