@@ -49,6 +49,11 @@ SLOW_TIER = (
 """Run with --all; docs/testing.md names the faster tests of the same promises."""
 AT_ONCE = 5
 """Groups that run at the same time: most groups wait for pods, so four leave an eighth of two cores idle."""
+FIRST = ("nice", "-n", "-10")
+"""
+Before the commands for which the groups on clusters wait. Without the right to a higher priority, nice runs
+them with the usual one.
+"""
 LAST = "test_rbac"
 """Reads the audit logs of all other groups."""
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
@@ -212,8 +217,8 @@ def programs() -> list[Group]:
     """Builds for local clusters, in parallel: some wait for the network while others compute."""
     images = ("sh", "-c", '"$0" packages && "$1" -m diloco_testing.clusters.images', str(CLUSTERS))
     return [
-        Group("programs of local clusters", (str(CLUSTERS), "build"), {}),
-        Group("images", (*images, sys.executable), {"PYTHONPATH": "tests/support"}),
+        Group("programs of local clusters", (*FIRST, str(CLUSTERS), "build"), {}),
+        Group("images", (*FIRST, *images, sys.executable), {"PYTHONPATH": "tests/support"}),
     ]
 
 
