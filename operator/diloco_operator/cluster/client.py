@@ -138,6 +138,8 @@ class Cluster:
         self._lock = threading.Lock()
         self._newest: dict[str, int] = {}
         """Kind → the newest version of any of its objects that `saw` was called with."""
+        self._listed: set[str] = set()
+        """Kinds of which a list was read from the store since this process leads."""
 
     def saw(self, item: Mapping[str, Any], kind: str) -> None:
         """The watch delivered this version of an object: lists of a job's objects are no older."""
@@ -147,6 +149,11 @@ class Cluster:
             return  # such as most answers to a delete
         with self._lock:
             self._newest[kind] = max(version, self._newest.get(kind, 0))
+
+    def begin(self) -> None:
+        """This process begins to lead: another one may have written what no watch has delivered yet."""
+        with self._lock:
+            self._listed.clear()
 
     def job(self, namespace: str, name: str) -> Json | None:
         """A DiLoCoJob; None: there is none."""
@@ -296,11 +303,12 @@ class Cluster:
         No label has an index. Without a version, and on many servers with a limit, the server reads
         and decodes all objects of the kind and namespace to find those of one job: with five times
         the jobs, it would take 25 times as long to read all of them once. So only the first list of a
-        kind is without: a process that starts must not see less than the one before it did.
+        kind is without: a process that begins to lead must not see less than the one before it did,
+        whatever its watches have delivered.
         """
         selected = {"labelSelector": f"{JOB_LABEL}={job}"}
         with self._lock:
-            newest = self._newest.get(kind)
+            newest = self._newest.get(kind) if kind in self._listed else None
         if newest is not None:
             versions = {"resourceVersion": str(newest), "resourceVersionMatch": "NotOlderThan"}
             try:
@@ -312,7 +320,10 @@ class Cluster:
             # Its cache lags far behind, or etcd was restored and counts from an older version on.
             with self._lock:
                 self._newest.pop(kind, None)
-        return list(self._list(kind, namespace, selected))
+        found = list(self._list(kind, namespace, selected))
+        with self._lock:
+            self._listed.add(kind)
+        return found
 
     def _list(
         self, kind: str, namespace: str, selected: Mapping[str, str] | None = None
