@@ -34,6 +34,7 @@ from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.settings import Faults
 from diloco_operator.state.objects import Object, identity, is_deleting, is_own
 from diloco_operator.state.observation import Observation, Refusal
+from diloco_operator.state.previous_status import PreviousStatus
 from diloco_operator.state.stored_job import StoredJob, claimed_by
 from diloco_operator.workqueue import Key, RetryError
 
@@ -244,7 +245,12 @@ class Reconciler:
     def _apply(
         self, key: Key, observation: Observation, decisions: Decisions, outcome: _Outcome
     ) -> None:
-        own = observation.stored.raw["metadata"]
+        job, owner = observation.stored.raw, observation.stored.raw["metadata"]
+        own = {
+            "uid": owner["uid"],
+            "job": owner["name"],
+            "volume": PreviousStatus.of(job).volume_uid,
+        }
         live = {identity(child): child for child in observation.children}
         previous, repairs = self._unchanged.get(key, {}), self._repairs.setdefault(key, Repairs())
         unchanged: dict[tuple[str, str], str] = {}
@@ -255,7 +261,7 @@ class Reconciler:
             self._progressed(key)
             try:
                 child = live.get((kind, name)) or self._cluster.get(kind, key.namespace, name)
-                if child is not None and not is_own(child, uid=own["uid"], job=own["name"]):
+                if child is not None and not is_own(child, **own):
                     outcome.foreign.append(child)
                     continue
                 if child is not None:
