@@ -462,9 +462,12 @@ def _hanging(pod: Object, now: datetime) -> str:
     if ends is None or now - ends < timedelta(seconds=_HANGING_SECONDS):
         return ""
     hangs = f"pod {_name(pod)} has been terminating since {time_text(ends)}"
-    if is_on_lost_node(pod):
+    finalizers = pod["metadata"].get("finalizers")
+    # After a deletion by force, only they hold it: nothing waits for the kubelet.
+    forced = pod["metadata"].get("deletionGracePeriodSeconds") == 0
+    if is_on_lost_node(pod) and not (finalizers and forced):
         return f"{hangs}: its node {_node(pod)} does not respond; {_LOST_NODES}"
-    if finalizers := pod["metadata"].get("finalizers"):
+    if finalizers:
         return f"{hangs}: finalizers {', '.join(map(str, finalizers[:_MAX_FINALIZERS]))}"
     return f"{hangs}: node {_node(pod)} does not report its end; {_LOST_NODES}"
 

@@ -61,6 +61,18 @@ def test_a_pod_that_hangs_on_a_node_that_responds_is_named_with_what_holds_it(fi
     assert cause in world.condition("LearnersReady")["message"]
 
 
+@pytest.mark.parametrize(
+    ("grace", "cause"), [(0, ": finalizers a.io/x"), (30, ": its node node-7 does not respond")]
+)
+def test_a_pod_of_a_lost_node_that_was_deleted_by_force_is_named_with_the_finalizers_that_hold_it(
+    grace, cause
+):
+    world = hanging("a-eu-0", 3600, finalizers=["a.io/x"])
+    world.pods["a-eu-0"]["metadata"]["deletionGracePeriodSeconds"] = grace
+    world.reconcile()
+    assert cause in world.condition("LearnersReady")["message"]
+
+
 def test_a_pod_whose_node_does_not_respond_is_named_before_it_is_deleted():
     world = training()
     pod = world.pods["a-us-1"]
