@@ -135,7 +135,7 @@ def _assemble(settings: Settings, configuration: Configuration) -> _Parts:
         namespaces=settings.namespaces,
         every_seconds=settings.resync_seconds,
     )
-    work = _Work(queue, resync, metrics, reconciler)
+    work = _Work(cluster, queue, resync, metrics, reconciler)
     return _Parts(cluster=cluster, candidate=candidate, queue=queue, health=health, work=work)
 
 
@@ -143,12 +143,14 @@ def _assemble(settings: Settings, configuration: Configuration) -> _Parts:
 class _Work:
     """What only the leader does; the watches run in every process."""
 
+    cluster: Cluster
     queue: WorkQueue
     resync: handlers.Resync
     metrics: Metrics
     reconciler: Reconciler
 
     def begin(self) -> None:
+        self.cluster.begin()
         self.reconciler.forget(but=self.queue.keys())
         self.metrics.leader(leads=True)
         self.queue.resume()

@@ -25,7 +25,7 @@ from diloco_operator.decide.decisions import (
     report_contested,
     report_unreadable,
 )
-from diloco_operator.decide.drift import is_changed
+from diloco_operator.decide.drift import applied, is_changed
 from diloco_operator.logs import job_context
 from diloco_operator.metrics import Metrics
 from diloco_operator.repairs import Repairs, other_writer
@@ -34,6 +34,7 @@ from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.settings import Faults
 from diloco_operator.state.objects import Object, identity, is_deleting, is_own
 from diloco_operator.state.observation import Observation, Refusal
+from diloco_operator.state.previous_status import PreviousStatus
 from diloco_operator.state.stored_job import StoredJob, claimed_by
 from diloco_operator.workqueue import Key, RetryError
 
@@ -52,7 +53,7 @@ class _Outcome:
     foreign: list[Object] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
     contested: list[str] = field(default_factory=list)
-    """Children that another writer changes again after each repair, with its name."""
+    """Children that another writer changes or deletes again after each repair, with its name."""
     unanswered: set[str] = field(default_factory=set)
     """Kinds of which a write had no answer in time, as with an admission webhook that hangs."""
 
@@ -244,7 +245,12 @@ class Reconciler:
     def _apply(
         self, key: Key, observation: Observation, decisions: Decisions, outcome: _Outcome
     ) -> None:
-        own = observation.stored.raw["metadata"]
+        job, owner = observation.stored.raw, observation.stored.raw["metadata"]
+        own = {
+            "uid": owner["uid"],
+            "job": owner["name"],
+            "volume": PreviousStatus.of(job).volume_uid,
+        }
         live = {identity(child): child for child in observation.children}
         previous, repairs = self._unchanged.get(key, {}), self._repairs.setdefault(key, Repairs())
         unchanged: dict[tuple[str, str], str] = {}
@@ -255,7 +261,7 @@ class Reconciler:
             self._progressed(key)
             try:
                 child = live.get((kind, name)) or self._cluster.get(kind, key.namespace, name)
-                if child is not None and not is_own(child, uid=own["uid"], job=own["name"]):
+                if child is not None and not is_own(child, **own):
                     outcome.foreign.append(child)
                     continue
                 if child is not None:
@@ -263,7 +269,10 @@ class Reconciler:
                     if previous.get((kind, name)) == fingerprint:
                         unchanged[kind, name] = fingerprint
                         continue
-                is_repair = child is not None and not is_changed(child, body)
+                # Another writer may also have deleted it, or restored all of its own copy.
+                is_repair = repairs.restores((kind, name), applied(body)) or (
+                    child is not None and not is_changed(child, body)
+                )
                 if is_repair and repairs.must_wait((kind, name), self._now()):
                     continue
                 after = self._cluster.apply(body)
@@ -275,10 +284,11 @@ class Reconciler:
                 continue
             if child is not None and _version(child) == _version(after):
                 unchanged[kind, name] = _fingerprint(body, after)
-            elif child is None or not is_repair:
+            elif not is_repair:
                 repairs.forget((kind, name))
             elif repairs.record((kind, name), self._now()):
                 outcome.contested.append(f"{kind} {name} ({other_writer(child, COMPONENT)})")
+            repairs.applied((kind, name), applied(body))
             self._wrote("applied", kind, name)
             self._faults.reached(f"after-apply-{number}")
         self._unchanged[key] = unchanged
@@ -293,6 +303,7 @@ class Reconciler:
                     ref.kind, key.namespace, ref.name, uid=ref.uid, force=ref.force
                 )
                 if deleted:
+                    self._repairs[key].forget((ref.kind, ref.name))
                     verb = "deleted by force" if ref.force else "deleted"
                     self._wrote(verb, ref.kind, ref.name)
             except ApiError as error:

@@ -1,7 +1,7 @@
 """
-Children that another writer changes again after each repair.
+Children that another writer changes, or deletes, again after each repair.
 
-Two writers that each restore their own value would write for ever, as often as the watches deliver. After
+Two writers that each restore their own state would write for ever, as often as the watches deliver. After
 some repairs in a row, the operator waits before the next one, and names the child and the other writer.
 
 Pure: time is an argument.
@@ -45,6 +45,15 @@ class Repairs:
 
     def __init__(self) -> None:
         self._rows: dict[Hashable, _Row] = {}
+        self._applied: dict[Hashable, str | None] = {}
+
+    def applied(self, child: Hashable, content: str | None) -> None:
+        """This process has applied this content, by its hash."""
+        self._applied[child] = content
+
+    def restores(self, child: Hashable, content: str | None) -> bool:
+        """Whether this process applied the same content last, so that another writer undid that."""
+        return content is not None and self._applied.get(child) == content
 
     def must_wait(self, child: Hashable, now: datetime) -> bool:
         """Whether the next repair of this child has to wait."""
@@ -62,10 +71,13 @@ class Repairs:
     def forget(self, child: Hashable) -> None:
         """The manifest changed the child: what was applied before no longer matters."""
         self._rows.pop(child, None)
+        self._applied.pop(child, None)
 
 
-def other_writer(child: Mapping[str, Any], own: str) -> str:
-    """The field manager that changed the object last, other than those that begin with `own`."""
+def other_writer(child: Mapping[str, Any] | None, own: str) -> str:
+    """What the other writer did: its field manager, other than those that begin with `own`, or that it deletes."""
+    if child is None:
+        return "deleted each time"
     entries = [
         entry
         for entry in (child.get("metadata") or {}).get("managedFields") or ()

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -37,6 +38,8 @@ PAGE = 500
 JOB_LABEL = "diloco.dev/job"
 TOO_LARGE_VERSION = 504
 """HTTP status of a list that should be newer than the API server's cache became within 3 s."""
+LAGGING_SECONDS = 60.0
+"""How long the lists of a kind are read from the store after that."""
 MERGED = "application/apply-patch+yaml"  # JSON is YAML; +cbor and +yaml are all the server takes
 
 
@@ -116,6 +119,7 @@ class Cluster:
         connections: int = 10,
         may_write: Callable[[], bool] = lambda: True,
         only_try_seconds: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
         Nothing is dialled yet.
@@ -127,6 +131,7 @@ class Cluster:
             may_write: asked before each attempt to write; if it returns False, the request fails.
             only_try_seconds: a request is not repeated, and fails after this time; None: requests
                 are repeated, and take as long as READ_SECONDS and RETRY_PAUSES allow.
+            clock: monotonic.
         """
         configuration.connection_pool_maxsize = connections
         self._configuration = configuration
@@ -135,9 +140,14 @@ class Cluster:
         self._manager = manager
         self._may_write = may_write
         self._only_try_seconds = only_try_seconds
+        self._clock = clock
         self._lock = threading.Lock()
         self._newest: dict[str, int] = {}
         """Kind → the newest version of any of its objects that `saw` was called with."""
+        self._listed: set[str] = set()
+        """Kinds of which a list was read from the store since this process leads."""
+        self._lagging: dict[str, float] = {}
+        """Kind → until when its lists are read from the store, because the cache was not new enough."""
 
     def saw(self, item: Mapping[str, Any], kind: str) -> None:
         """The watch delivered this version of an object: lists of a job's objects are no older."""
@@ -147,6 +157,11 @@ class Cluster:
             return  # such as most answers to a delete
         with self._lock:
             self._newest[kind] = max(version, self._newest.get(kind, 0))
+
+    def begin(self) -> None:
+        """This process begins to lead: another one may have written what no watch has delivered yet."""
+        with self._lock:
+            self._listed.clear()
 
     def job(self, namespace: str, name: str) -> Json | None:
         """A DiLoCoJob; None: there is none."""
@@ -296,15 +311,19 @@ class Cluster:
         No label has an index. Without a version, and on many servers with a limit, the server reads
         and decodes all objects of the kind and namespace to find those of one job: with five times
         the jobs, it would take 25 times as long to read all of them once. So only the first list of a
-        kind is without: a process that starts must not see less than the one before it did.
+        kind is without: a process that begins to lead must not see less than the one before it did,
+        whatever its watches have delivered.
         """
         selected = {"labelSelector": f"{JOB_LABEL}={job}"}
         with self._lock:
-            newest = self._newest.get(kind)
+            lags = self._clock() < self._lagging.get(kind, -math.inf)
+            newest = self._newest.get(kind) if kind in self._listed and not lags else None
         if newest is not None:
             versions = {"resourceVersion": str(newest), "resourceVersionMatch": "NotOlderThan"}
             try:
-                page = self._request("GET", KINDS[kind].path(namespace), query=selected | versions)
+                path = KINDS[kind].path(namespace)
+                query = selected | versions
+                page = self._request("GET", path, query=query, final=TOO_LARGE_VERSION)
                 return list(_items(page, kind))
             except ApiError as error:
                 if error.status != TOO_LARGE_VERSION:
@@ -312,7 +331,11 @@ class Cluster:
             # Its cache lags far behind, or etcd was restored and counts from an older version on.
             with self._lock:
                 self._newest.pop(kind, None)
-        return list(self._list(kind, namespace, selected))
+                self._lagging[kind] = self._clock() + LAGGING_SECONDS
+        found = list(self._list(kind, namespace, selected))
+        with self._lock:
+            self._listed.add(kind)
+        return found
 
     def _list(
         self, kind: str, namespace: str, selected: Mapping[str, str] | None = None
@@ -356,6 +379,7 @@ class Cluster:
         query: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
         content: str = "application/json",
+        final: int | None = None,
     ) -> Json:
         request = f"{method} {path}"
         url = (
@@ -374,7 +398,7 @@ class Cluster:
             # create or delete, 409 is final.
             transient = 409 if method == "PATCH" else 500
             retry = status in (0, 429, transient, 502, 503, 504)
-            if pause is None or not retry or wait is None:
+            if pause is None or not retry or wait is None or status == final:
                 raise error
             log.info("%s; retrying", error)
             time.sleep(max(pause, wait))

@@ -20,7 +20,7 @@ from diloco_operator.decide.replacements import Replacements, replacements
 from diloco_operator.decide.rollout import held_back, is_new, with_live_template
 from diloco_operator.decide.running_templates import keep_templates
 from diloco_operator.decide.volume_claims import keep_claims
-from diloco_operator.resources import desired
+from diloco_operator.resources import Wanted, desired
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import Object, controller_uid, identity, is_deleting, labels
 
@@ -76,6 +76,15 @@ def _releases_claim(state: JobState, want: dict[str, Any]) -> bool:
     )
 
 
+def _released_claim(state: JobState) -> tuple[dict[str, Any], ...]:
+    """The claim without an owner, if the manifest has just begun to retain it; else nothing."""
+    everything = desired(
+        state.job, state.owner, state.scope, Wanted(), plan=state.plan, sets=state.sets
+    )
+    claims = keep_claims(state, (want for want in everything if _releases_claim(state, want)))
+    return tuple(want for want in claims if _is_due(state, want))
+
+
 def _is_stopped_set(state: JobState, ref: ObjectRef) -> bool:
     live = state.child(ref.kind, ref.name)
     return ref.kind == "StatefulSet" and live is not None and not live["spec"].get("replicas")
@@ -85,7 +94,7 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
     """The changes that make the job's children match its manifest and phase."""
     if lifecycle.failing:
         # The pods hold the evidence: the status records it before they change.
-        return Changes(apply=(), delete=())
+        return Changes(apply=_released_claim(state), delete=())
     running = wanted(state, lifecycle)
     wants = keep_claims(
         state,
@@ -108,7 +117,10 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
     outdated = replacements(state, changing) if running.learners else Replacements()
     meanwhile = [with_live_template(state, want) if want in waiting else want for want in due]
     return Changes(
-        apply=tuple(want for want in meanwhile if want is not None),
+        apply=(
+            *(() if running.volume else _released_claim(state)),
+            *(want for want in meanwhile if want is not None),
+        ),
         delete=(
             *map(_ref, (*obsolete(state, keys, keep_volume=running.volume), *outdated.pods)),
             *(replace(_ref(pod), force=True) for pod in overdue_pods(state)),

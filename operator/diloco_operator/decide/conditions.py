@@ -35,7 +35,13 @@ from diloco_operator.state.pending_events import (
     is_late,
     reported_problem,
 )
-from diloco_operator.state.pods import LearnerPods, describe_unready, failing_pod, pod_problem
+from diloco_operator.state.pods import (
+    LearnerPods,
+    describe_unready,
+    failing_pod,
+    is_ready,
+    pod_problem,
+)
 from diloco_operator.state.previous_status import time_of, time_text
 from diloco_operator.state.queues import kueue_message, last_scheduled
 
@@ -204,8 +210,13 @@ def _evaluator_problem(state: JobState) -> str:
     if deployment is None or not deployment["spec"].get("replicas"):
         return ""
     pods = state.pods_of("evaluator")
+    if failing := failing_pod(pods, state.now):
+        return failing
+    if any(map(is_ready, pods)):
+        # The pod before it may stay on a lost node for long, and disturbs nothing.
+        return ""
     return (
-        failing_pod(pods, state.now)
+        pod_problem([pod for pod in pods if not is_deleting(pod)], state.now)
         or pod_problem(pods, state.now)
         or deployment_problem(deployment)
         or reported_problem(pods, state.events)

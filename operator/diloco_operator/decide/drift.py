@@ -13,6 +13,7 @@ from typing import Any
 
 from diloco_job.quantities import amount
 from diloco_operator.resources import APPLIED
+from diloco_operator.state.objects import labels
 
 _KEYS: dict[str, tuple[str, ...]] = {
     "containers": ("name",),
@@ -39,8 +40,10 @@ def has_drifted(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
     """Whether `wanted` must be applied: it changed, or another writer changed the live object."""
     if is_changed(live, wanted):
         return True
-    # Of a claim only the size can change, and it only grows (`volume_claims`).
-    return wanted["kind"] != "PersistentVolumeClaim" and not covers(live, wanted)
+    if wanted["kind"] == "PersistentVolumeClaim":
+        # Of its spec only the size can change, and it only grows (`volume_claims`).
+        return not covers(labels(live), labels(wanted))
+    return not covers(live, wanted)
 
 
 def is_changed(live: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:

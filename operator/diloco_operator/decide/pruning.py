@@ -25,8 +25,10 @@ def obsolete(
         state: of the job.
         desired: kind and name of the children that should exist.
         keep_volume: keep PersistentVolumeClaims, which hold the model. Only
-            spec.runPolicy.cleanupPolicy All deletes them.
+            spec.runPolicy.cleanupPolicy All deletes them, but none that the manifest retains: the job
+            may own it still.
     """
+    keep_volume = keep_volume or state.job.spec.syncer.storage.when_deleted == "Retain"
     # Without desired children, no new pod mounts anything.
     in_use = set(_config_maps_in_use(state)) if desired else set()
     for (kind, name), live in state.children.items():

@@ -104,7 +104,9 @@ def _lacks_document(state: JobState, live: Object, template: Object, want: Objec
     This version may not be able to make it again: its name is a hash of what another version wrote.
     """
     mounted = _spec_map(template)
-    if mounted == _spec_map(want["spec"]["template"]) or state.child("ConfigMap", mounted):
+    if not mounted or mounted == _spec_map(want["spec"]["template"]):
+        return False
+    if state.child("ConfigMap", mounted):
         return False
     mine = (pod for pod in state.pods if _component(pod) == _component(live))
     return any(map(waits_for_kubelet, mine))

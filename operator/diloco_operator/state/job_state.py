@@ -89,7 +89,7 @@ class JobState:
     ) -> JobState:
         """Put an observation in order."""
         raw = observation.stored.raw
-        metadata = raw["metadata"]
+        metadata, previous = raw["metadata"], PreviousStatus.of(raw)
         owner = Owner(
             namespace=metadata.get("namespace", ""),
             uid=metadata.get("uid", ""),
@@ -101,7 +101,7 @@ class JobState:
         own = {
             identity(child): child
             for child in children
-            if is_own(child, uid=owner.uid, job=metadata["name"])
+            if is_own(child, uid=owner.uid, job=metadata["name"], volume=previous.volume_uid)
         }
         sets = [
             child["metadata"].get("uid", "")
@@ -109,7 +109,6 @@ class JobState:
             if child["kind"] == "StatefulSet"
         ]
         answer, unreachable = _answer_about(job, observation)
-        previous = PreviousStatus.of(raw)
         # The shell records the time of every answer; an answer about another job does not count.
         counts = unreachable is observation.syncer or answer is not None
         last_answer = observation.last_answer if counts else None

@@ -29,15 +29,19 @@ def controller_uid(item: Object) -> str:
     return next((str(owner.get("uid", "")) for owner in owners if owner.get("controller")), "")
 
 
-def is_own(item: Object, *, uid: str, job: str) -> bool:
+def is_own(item: Object, *, uid: str, job: str, volume: str = "") -> bool:
     """
     Whether the object is a child of the job with this uid and name.
 
     One without a controller was orphaned on purpose (--cascade=orphan), retained or restored: the job
-    adopts it if it has the label, which a person gives to no object by accident.
+    adopts it if it has the label, which a person gives to no object by accident. The claim with the
+    uid `volume`, which the status records, needs none.
     """
-    controller = controller_uid(item)
-    return controller == uid if controller else labels(item).get("diloco.dev/job") == job
+    if controller := controller_uid(item):
+        return controller == uid
+    if volume and item["metadata"].get("uid") == volume:
+        return True
+    return labels(item).get("diloco.dev/job") == job
 
 
 def is_deleting(item: Object) -> bool:

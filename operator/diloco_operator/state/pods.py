@@ -33,7 +33,10 @@ _MAX_MESSAGE, _MAX_LOG = 300, 500
 """Characters of a container's last message and of its log in a condition that has both."""
 
 _HANGING_SECONDS = 60.0
-"""A pod that exists for so long after its grace period hangs: a kubelet needs seconds, and clocks differ."""
+"""A pod of a lost node that exists for so long after its grace period hangs; clocks differ."""
+
+_SLOW_SECONDS = 300.0
+"""The same where the node responds: a kubelet needs seconds, but to unmount a volume may take minutes."""
 
 _RECOVERED_SECONDS = 600.0
 """A container that runs for so long does not exit again and again: the agent exits after ten exits of its
@@ -459,12 +462,16 @@ def _problem(pod: Object, now: datetime) -> str:
 def _hanging(pod: Object, now: datetime) -> str:
     """Why the pod still exists although its grace period has passed; "": it has not, or just now."""
     ends = time_of(pod["metadata"].get("deletionTimestamp"))
-    if ends is None or now - ends < timedelta(seconds=_HANGING_SECONDS):
+    most = _HANGING_SECONDS if is_on_lost_node(pod) else _SLOW_SECONDS
+    if ends is None or now - ends < timedelta(seconds=most):
         return ""
     hangs = f"pod {_name(pod)} has been terminating since {time_text(ends)}"
-    if is_on_lost_node(pod):
+    finalizers = pod["metadata"].get("finalizers")
+    # After a deletion by force, only they hold it: nothing waits for the kubelet.
+    forced = pod["metadata"].get("deletionGracePeriodSeconds") == 0
+    if is_on_lost_node(pod) and not (finalizers and forced):
         return f"{hangs}: its node {_node(pod)} does not respond; {_LOST_NODES}"
-    if finalizers := pod["metadata"].get("finalizers"):
+    if finalizers:
         return f"{hangs}: finalizers {', '.join(map(str, finalizers[:_MAX_FINALIZERS]))}"
     return f"{hangs}: node {_node(pod)} does not report its end; {_LOST_NODES}"
 

@@ -2,10 +2,12 @@
 
 import itertools
 import time
+from unittest.mock import Mock
 
 import pytest
 
 from diloco.errors import ConfigError
+from diloco_operator import __main__ as main
 from diloco_operator.cluster import client as cluster_module
 from diloco_operator.cluster.client import ApiError, Cluster, connect
 from diloco_testing.kubernetes import fake_api
@@ -111,24 +113,60 @@ def test_objects_of_a_job_come_from_the_servers_cache_but_no_older_than_what_is_
     assert listed() == newest["metadata"]["resourceVersion"]
 
 
+def test_the_first_list_of_a_process_that_begins_to_lead_is_read_from_the_store(api, cluster):
+    """Whatever its watches have delivered: a standby's have run for hours."""
+
+    def asked():
+        cluster.children("ns", "a", certificates=False)
+        return asked_versions(api)
+
+    made = api.create(config_map())
+    cluster.saw(made, "ConfigMap")
+    assert asked() is None
+    assert asked() == (str(api._version), "NotOlderThan")
+    cluster.begin()
+    cluster.saw(made, "ConfigMap")
+    assert asked() is None
+    assert asked() is not None
+
+
+def test_the_leaders_first_list_is_read_from_the_store(api, cluster):
+    stub = Mock()
+    work = main._Work(cluster, stub, stub, stub, stub)
+    cluster.pods("ns", "a")
+    work.pause()
+    work.begin()
+    cluster.pods("ns", "a")
+    assert asked_versions(api, "pods") is None
+
+
 def test_the_answer_to_a_delete_that_takes_its_time_is_a_new_version(api, cluster, monkeypatch):
     pod = api.create(
         {"apiVersion": "v1", "kind": "Pod", "metadata": {"namespace": "ns", "name": "p"}}
     )
     monkeypatch.setattr(FakeApi, "_precondition", lambda *_: pod)
+    cluster.pods("ns", "a")
     assert cluster.delete("Pod", "ns", "p", uid=pod["metadata"]["uid"])
     cluster.pods("ns", "a")
     assert asked_versions(api, "pods")[0] == pod["metadata"]["resourceVersion"]
 
 
-def test_a_cache_that_is_too_old_is_not_waited_for_twice(api, cluster):
+def test_a_cache_that_is_too_old_is_waited_for_once_a_minute(api, tmp_path):
+    now = 1000.0
+    found = connect(kubeconfig=api.kubeconfig(tmp_path / "kubeconfig"))
+    cluster = Cluster(found, manager="diloco-operator", clock=lambda: now)
     cluster.apply(config_map())
+    cluster.children("ns", "a", certificates=False)
     cluster.saw({"metadata": {"resourceVersion": "999999"}}, "ConfigMap")  # etcd was restored
-    for _ in range(2):
+    assert cluster_module.RETRY_PAUSES, "no retry of a request that waited for 3 s"
+    for seconds in (0, 30, 29):
+        now += seconds
         assert len(cluster.children("ns", "a", certificates=False)) == 1
+        assert asked_versions(api) is None, "from the store"
     too_large = [request for request in api.requests if request.status == 504]
-    assert {request.query["resourceVersion"] for request in too_large} == {"999999"}
-    assert len(too_large) == 1 + len(cluster_module.RETRY_PAUSES)
+    assert [request.query["resourceVersion"] for request in too_large] == ["999999"]
+    now += 1
+    assert len(cluster.children("ns", "a", certificates=False)) == 1
     assert asked_versions(api)[0] == str(api._version), "the version of the list from the store"
 
 

@@ -1,5 +1,6 @@
 """An evaluator that does not run is named: the job would train, and complete, without scores."""
 
+import copy
 from datetime import timedelta
 
 import pytest
@@ -72,6 +73,28 @@ def test_an_evaluator_whose_volume_cannot_be_mounted_is_named_with_the_kubelets_
     assert world.condition("SyncerReady")["message"].endswith(
         f"pod {POD}: FailedMount: no such Secret"
     )
+
+
+def test_an_evaluator_that_runs_is_no_trouble_though_the_pod_before_it_stays_on_a_lost_node():
+    world = evaluated()
+    lost = world.pod(POD)
+    new = copy.deepcopy(lost)
+    new["metadata"] |= {"name": "a-evaluator-1", "uid": "uid-of-a-evaluator-1"}
+    world.pods["a-evaluator-1"] = new
+    ends = world.now - timedelta(hours=1)
+    lost["metadata"]["deletionTimestamp"] = f"{ends:%Y-%m-%dT%H:%M:%SZ}"
+    lost["status"]["conditions"] = [{"type": "Ready", "status": "False"}]
+    world.reconcile(30)
+    assert world.reason("SyncerReady") == ("True", "Serving")
+    set_ready(new, False)
+    main_of(new)["state"] = {"waiting": {"reason": "ErrImagePull"}}
+    world.reconcile(30)
+    assert world.reason("SyncerReady") == ("True", "EvaluatorTrouble")
+    assert "pod a-evaluator-1: ImagePullBackOff" in world.condition("SyncerReady")["message"]
+    del world.pods["a-evaluator-1"]
+    world.reconcile(30)
+    message = world.condition("SyncerReady")["message"]
+    assert f"pod {POD} has been terminating since" in message
 
 
 def exits(world, count, code, message, *, seconds):

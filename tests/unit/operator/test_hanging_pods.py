@@ -41,9 +41,12 @@ def test_a_learner_that_hangs_on_a_lost_node_is_named_with_its_node_and_since_wh
     assert is_idle(world.reconcile(10)), "the message does not change with time"
 
 
-@pytest.mark.parametrize("seconds", [-60, 0, 59])
-def test_a_pod_that_still_has_time_to_end_is_no_trouble(seconds):
-    world = hanging("a-eu-0", seconds)
+@pytest.mark.parametrize(
+    ("seconds", "conditions"), [(-60, (LOST,)), (0, (LOST,)), (59, (LOST,)), (299, ())]
+)
+def test_a_pod_that_still_has_time_to_end_is_no_trouble(seconds, conditions):
+    """Where the node responds, volumes may be unmounted slowly."""
+    world = hanging("a-eu-0", seconds, conditions=conditions)
     world.reconcile()
     assert world.reason("LearnersReady") == ("False", "SomeNotTraining")
 
@@ -57,6 +60,18 @@ def test_a_pod_that_still_has_time_to_end_is_no_trouble(seconds):
 )
 def test_a_pod_that_hangs_on_a_node_that_responds_is_named_with_what_holds_it(finalizers, cause):
     world = hanging("a-eu-0", 3600, conditions=(), finalizers=finalizers)
+    world.reconcile()
+    assert cause in world.condition("LearnersReady")["message"]
+
+
+@pytest.mark.parametrize(
+    ("grace", "cause"), [(0, ": finalizers a.io/x"), (30, ": its node node-7 does not respond")]
+)
+def test_a_pod_of_a_lost_node_that_was_deleted_by_force_is_named_with_the_finalizers_that_hold_it(
+    grace, cause
+):
+    world = hanging("a-eu-0", 3600, finalizers=["a.io/x"])
+    world.pods["a-eu-0"]["metadata"]["deletionGracePeriodSeconds"] = grace
     world.reconcile()
     assert cause in world.condition("LearnersReady")["message"]
 

@@ -246,6 +246,20 @@ def test_a_claim_without_an_owner_and_without_the_label_of_the_job_is_not_its_ow
     assert world.replicas()["a-syncer"] == 1
 
 
+def test_a_retained_claim_that_lost_its_label_is_still_the_jobs_and_gets_it_back():
+    """The status records its uid; without a reason, the syncer would end and learners train alone."""
+    world = training(manifest(syncer={"storage": {"whenDeleted": "Retain"}}))
+    claim = world.children[CLAIM]["metadata"]
+    assert "ownerReferences" not in claim
+    del claim["labels"]["diloco.dev/job"]
+    world.reconcile()
+    assert world.reason("Accepted") == ("True", "Valid")
+    assert world.reason("SyncerReady") == ("True", "Serving")
+    assert world.replicas()["a-syncer"] == 1
+    assert world.children[CLAIM]["metadata"]["labels"]["diloco.dev/job"] == "a"
+    assert is_idle(world.reconcile())
+
+
 def test_a_job_that_has_made_no_step_gets_a_new_claim():
     world = OperatedJob(job=manifest())
     world.settle()

@@ -76,6 +76,40 @@ def contest(world):
     return world.api.get("configmaps", "a-spec")["data"]["x"] == "1"
 
 
+def recreate(world):
+    """One reconcile after another writer deleted the child; whether the operator made it again."""
+    if world.api.get("configmaps", "a-spec") is not None:
+        world.api.delete("configmaps", "a-spec")
+    world.run()
+    return world.api.get("configmaps", "a-spec") is not None
+
+
+def restore_copy(world):
+    """One reconcile after another writer restored a copy of its own, with the hash of that time."""
+
+    def change(item):
+        item["data"].update(x="of another")
+        item["metadata"]["annotations"]["diloco.dev/applied"] = "old"
+
+    world.api.edit("configmaps", "a-spec", change)
+    world.run()
+    return world.api.get("configmaps", "a-spec")["data"]["x"] == "1"
+
+
+@pytest.mark.parametrize("undo", [recreate, restore_copy])
+def test_a_child_that_another_writer_deletes_or_restores_is_repaired_less_and_less_often(
+    world, undo
+):
+    world.decide = lambda observation: Decisions(apply=(world.child(),))
+    world.run()
+    assert [undo(world) for _ in range(AT_ONCE + 3)] == [True] * AT_ONCE + [False] * 3
+    (event,) = world.api.all("events")
+    assert (event["type"], event["reason"]) == ("Warning", "Contested")
+    assert ("ConfigMap a-spec (deleted each time)" in event["message"]) == (undo is recreate)
+    world.now += timedelta(seconds=60)
+    assert [undo(world), undo(world)] == [True, False]
+
+
 def test_a_child_that_another_writer_always_changes_back_is_repaired_less_and_less_often(world):
     world.decide = lambda observation: Decisions(apply=(world.child(), world.child("a-2")))
     world.run()

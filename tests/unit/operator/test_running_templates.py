@@ -172,6 +172,24 @@ def test_a_kept_template_whose_document_was_deleted_is_replaced_when_a_pod_canno
     assert world.pods["a-us-0"]["spec"] == before["a-us-0"], "a region that lacks no pod"
 
 
+def test_a_kept_template_that_mounts_no_document_is_kept_when_a_pod_waits_for_its_kubelet(upgrade):
+    world, key = training(job()), ("StatefulSet", "a-eu")
+    template = copy.deepcopy(world.children[key]["spec"]["template"])
+    template["spec"]["volumes"] = [v for v in template["spec"]["volumes"] if v["name"] != "spec"]
+    world.children[key]["spec"]["template"] = template
+    forget_records(world, "1-0123456789abcdef")
+    annotations(world, key)[TEMPLATE] = json.dumps(template)
+    world.run_controllers()
+    upgrade(world)
+    world.settle()
+    before = specs(world)
+    assert not is_new(world.pods["a-eu-0"])
+    scheduled = {"type": "PodScheduled", "status": "True"}
+    world.pods["a-eu-0"]["status"] = {"phase": "Pending", "conditions": [scheduled]}
+    world.settle()
+    assert specs(world) == before
+
+
 def test_a_document_that_the_new_version_writes_differently_restarts_nothing_and_stays(monkeypatch):
     from diloco_operator import resources
 

@@ -2,6 +2,7 @@
 
 import copy
 from dataclasses import replace
+from datetime import timedelta
 
 from diloco_operator.decide.drift import same_quantity
 from diloco_operator.resources.extra_metadata import ExtraMetadata, Metadata
@@ -143,6 +144,37 @@ def test_cleanup_policy_all_leaves_a_retained_volume():
     world.settle()
     assert set(world.children) == {CLAIM}
     assert world.status["state"] == "Complete"
+
+
+def test_a_job_that_fails_when_its_volume_begins_to_be_retained_does_not_take_the_volume_along():
+    """The deadline has passed when it is set together with Retain and the policy All."""
+    world = training()
+    claim = copy.deepcopy(world.children[CLAIM])
+    assert claim["metadata"]["ownerReferences"]
+    world.now += timedelta(seconds=600)
+    ends = {"cleanupPolicy": "All", "activeDeadlineSeconds": 60, "ttlSecondsAfterFinished": 0}
+    world.change(syncer=storage(whenDeleted="Retain"), runPolicy=ends)
+    decisions = world.reconcile()
+    assert world.reason("Failed") == ("True", "DeadlineExceeded")
+    assert decisions.remove_job
+    kept = world.children[CLAIM]
+    assert "ownerReferences" not in kept["metadata"], "else it would go with the job"
+    world.settle()
+    assert set(world.children) == {CLAIM}
+    assert kept["metadata"]["uid"] == claim["metadata"]["uid"]
+
+
+def test_a_finished_job_releases_a_volume_that_begins_to_be_retained_and_never_deletes_it():
+    """The operator did not run when the manifest changed, and until the time came to delete it."""
+    world = training(manifest(runPolicy={"cleanupPolicy": "All"}))
+    world.answers(state="Complete", step=2000, eval_step=2000)
+    world.reconcile()
+    world.change(syncer=storage(whenDeleted="Retain"))
+    decisions = world.reconcile(600)
+    assert CLAIM not in [(ref.kind, ref.name) for ref in decisions.delete]
+    assert "ownerReferences" not in world.children[CLAIM]["metadata"]
+    world.settle()
+    assert set(world.children) == {CLAIM}
 
 
 # --------------------------------------------------------------------- the learners' claims
