@@ -17,8 +17,9 @@ from torch.optim import lr_scheduler
 
 from diloco.errors import EXIT_REFUSED
 from diloco.spec import Checkpoint
-from diloco_testing.learners.linked import connected, make_spec, step_until
+from diloco_testing.learners.linked import connected, make_spec, step_until, train
 from diloco_testing.syncers.scripted import ScriptedSyncer
+from diloco_worker.trainer.kept import SavedEntries
 
 PROGRAM = """
 import collections, os, torch
@@ -130,6 +131,31 @@ def uninterrupted(loader, count):
         return list(islice(names["make"](loader), count))
 
 
+def test_no_batch_is_skipped_if_sigterm_comes_during_a_step(enter):
+    names = {}
+    exec(PROGRAM, names)
+    with ScriptedSyncer(make_spec()) as syncer:
+        syncer.step, syncer.welcome = 10, {"run": "a"}
+        learner, model, opt = connected(syncer, enter, optimizer=torch.optim.AdamW)
+        seen, loader = [], names["Loader"]()
+        learner.keep(loader=loader)
+        for index in loader:
+            if learner.done:
+                break
+            seen.append(index)
+            if len(seen) == 5:
+                os.kill(os.getpid(), signal.SIGTERM)
+            train(learner, model, opt)
+        syncer.welcome = {"run": "a", "use_checkpoint": True}
+        again, _, _ = connected(syncer, enter, seed=5, optimizer=torch.optim.AdamW)
+        with again:
+            assert again.local_step == len(seen) == 5
+            loader = names["Loader"]()
+            again.keep(loader=loader)
+            seen += islice(loader, 5)
+    assert seen == uninterrupted("own", 10)
+
+
 class Average:
     """Counts the steps that it was updated in."""
 
@@ -194,6 +220,47 @@ def test_an_object_that_does_not_take_its_state_ends_the_learner(enter, capfd):
         assert end.value.code == EXIT_REFUSED
         assert "eu/0: learner.keep: average does not take its state" in capfd.readouterr().err
         syncer.wait(lambda: len(syncer.goodbyes) == 2)
+
+
+def test_a_state_that_cannot_be_read_ends_the_learner_until_the_disk_works_again(
+    enter, capfd, monkeypatch
+):
+    def read(*_):
+        raise OSError("Input/output error")
+
+    with ScriptedSyncer(make_spec()) as syncer:
+        again, _, _ = restarted(syncer, enter, use_checkpoint=True)
+        monkeypatch.setattr(SavedEntries, "read", read)
+        with pytest.raises(SystemExit) as end:
+            again.keep(average=Average())
+        assert end.value.code == 1
+        assert "the state of average cannot be read: Input/output error" in capfd.readouterr().err
+
+
+def test_without_a_usable_checkpoint_the_log_states_that_a_kept_object_starts_anew(enter, capfd):
+    with ScriptedSyncer(make_spec()) as syncer:
+        again, _, _ = restarted(syncer, enter, run="b", local_step=5)
+        with again:
+            assert again.local_step
+            again.keep(average=Average())
+        error = capfd.readouterr().err
+        assert "average starts anew: there is no local checkpoint that can be used" in error
+
+
+def test_an_object_that_fails_once_costs_one_checkpoint(enter, caplog):
+    with ScriptedSyncer(make_spec(learner_checkpoint=Checkpoint(every_steps=3, keep=9))) as syncer:
+        state = enter(make_spec(), syncer.port)
+        learner, model, opt = connected(syncer, enter)
+        average = Average()
+        learner.keep(average=average)
+        step_until(lambda: learner.local_step == 1, learner, model, opt)
+        average.kind = lambda _: 1 // 0
+        step_until(lambda: learner.local_step == 4, learner, model, opt)
+        average.kind = int
+        with learner:
+            step_until(lambda: list(state.glob("checkpoint-*.json")), learner, model, opt)
+        [warning] = [r.getMessage() for r in caplog.records if "no checkpoint" in r.getMessage()]
+        assert "local step 3 has no checkpoint: learner.keep: the state of average" in warning
 
 
 def test_a_state_that_cannot_be_saved_ends_the_learner_at_its_first_step(enter, capfd):

@@ -47,6 +47,8 @@ class Identity:
     """`spec.seed` of the manifest."""
     restarts: int = 0
     """Previous restarts of this learner, as far as its supervisor counts them."""
+    pod: str = ""
+    """UID of its pod; "": not in a pod."""
     process: int = 0
     """RANK of this process in its learner."""
 
@@ -159,11 +161,12 @@ class Identity:
         A seed of 32 bits that no other learner, no other process of it and no other life of it has.
 
         It is a function of the job's seed, the name, the local step at which this life begins and
-        the restarts before it: the same position gives the same seed. A life that is lost without a
-        trace (neither a step nor a restart was counted) is repeated with its seed.
+        the restarts before it: the same position gives the same seed. Of a pod also of its UID, because a
+        pod that replaces another one knows neither before it is connected. Outside of pods, a life that is
+        lost without a trace (neither a step nor a restart was counted) is repeated with its seed.
         """
         life = (self.job_seed, self.name, self.process, self.local_step, self.restarts)
-        digest = hashlib.sha256(repr(life).encode()).digest()
+        digest = hashlib.sha256(repr((*life, self.pod) if self.pod else life).encode()).digest()
         return int.from_bytes(digest[:4], "little")
 
     def seed_everything(self) -> int:
@@ -224,6 +227,7 @@ def of(config: settings.LearnerSettings, *, local_step: int | None = None) -> Id
         local_step=_newest_step(config.state) if local_step is None else local_step,
         job_seed=spec.seed,
         restarts=config.restarts,
+        pod=config.pod,
         process=config.rank,
     )
 

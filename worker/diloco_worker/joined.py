@@ -148,9 +148,11 @@ class JoinedTrainer:
         if self._stepped:
             raise ValueError(AFTER_A_STEP)
         self._kept.add(objects)
-        if self._saved is not None:
-            for name in objects:
+        for name in objects:
+            if self._saved is not None:
                 self._restore(name, self._saved)
+            elif self.local_step:
+                self._show(f"{name} starts anew: there is no local checkpoint that can be used")
 
     def _restore(self, name: str, saved: SavedEntries) -> None:
         source = f"the local checkpoint of local step {saved.local_step}"
@@ -158,9 +160,15 @@ class JoinedTrainer:
             self._show(f"{name} starts anew: {source} has no state of it")
             return
         try:
-            self._kept.restore(name, saved.read(name))
+            state = saved.read(name)
         except (DilocoError, OSError, LookupError) as error:
-            self._refuse(str(error))
+            # Not a refusal: a restart verifies the file again, and skips it if it is damaged.
+            text = f"{source}: the state of {name} cannot be read: {error}"
+            self._exit(1, f"{text}; after a restart, it is read again")
+        try:
+            self._kept.restore(name, state)
+        except ConfigError as error:
+            self._exit(EXIT_REFUSED, str(error))
         self._show(f"{name} continues with the state of {source}")
 
     def _begin_steps(self) -> None:
@@ -171,16 +179,16 @@ class JoinedTrainer:
             try:
                 self._kept.capture()
             except ConfigError as error:
-                self._refuse(str(error))
+                self._exit(EXIT_REFUSED, str(error))
 
     def _forget_saved(self) -> None:
         if self._saved is not None:
             self._saved.close()
             self._saved = None
 
-    def _refuse(self, text: str) -> NoReturn:
+    def _exit(self, code: int, text: str) -> NoReturn:
         self._carry_out(self._core.close("interrupted"))
-        raise exit_with(EXIT_REFUSED, f"{self.name}: {text}")
+        raise exit_with(code, f"{self.name}: {text}")
 
     def _show(self, text: str) -> None:
         self._carry_out([core.ShowProgress(f"{self.name}: {text}")])
@@ -219,6 +227,9 @@ class JoinedTrainer:
         if self._journal is not None:
             self._journal.append(line)
         self._core.ended(now=time.monotonic())
+        if self._kept and self._termination.received:
+            # Before the loop draws a batch and reads `done`: the batch would be lost.
+            self._carry_out(self._core.check(None, terminated=True))
 
     def close(self) -> None:
         """See `Learner.close`."""
@@ -303,7 +314,13 @@ class JoinedTrainer:
             self._carry_out(self._core.optimizers_loaded())
 
     def _save_checkpoint(self, action: core.SaveCheckpoint) -> None:
-        if self._checkpoints is None:
+        if self._checkpoints is None or self._checkpoints.busy:
+            return
+        try:
+            kept = self._kept.capture()
+        except ConfigError as error:
+            log.warning("local step %d has no checkpoint: %s", action.local_step, error)
+            self._core.checkpoint_skipped(action.local_step)
             return
         try:
             started = self._checkpoints.start(
@@ -313,7 +330,7 @@ class JoinedTrainer:
                 global_step=action.global_step,
                 facts=dict(action.facts),
                 run=action.run,
-                kept=self._kept.capture,
+                kept=kept,
             )
         except DilocoError as error:
             log.warning("no more local checkpoints will be written: %s", error)

@@ -55,6 +55,8 @@ class LearnerSettings:
     """Number of processes of the learner."""
     restarts: int = 0
     """Previous restarts of this learner."""
+    pod: str = ""
+    """UID of the pod; "": not in a pod."""
     health_file: Path | None = None
     """Where to write the health file; see diloco.runtime.health."""
     json_logs: bool = False
@@ -117,6 +119,7 @@ def from_env(
         rank=env.integer("RANK", 0, least=0),
         world_size=env.integer("WORLD_SIZE", 1, least=1),
         restarts=env.integer("DILOCO_RESTARTS", 0, least=0),
+        pod=env.text("DILOCO_POD_UID"),
         health_file=env.path("DILOCO_HEALTH_FILE"),
         json_logs=env.text("DILOCO_LOG_FORMAT") == "json",
         faults=_faults(env),

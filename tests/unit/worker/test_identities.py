@@ -188,10 +188,27 @@ def test_what_has_no_parts_is_refused(dataset):
 
 
 def test_every_learner_process_and_life_has_a_seed_of_its_own():
-    changes = [{}, {"restarts": 1}, {"local_step": 7}, {"process": 1}, {"job_seed": 1}]
+    changes = [
+        {},
+        {"restarts": 1},
+        {"local_step": 7},
+        {"process": 1},
+        {"job_seed": 1},
+        {"pod": "u"},
+    ]
     seeds = [of(name, **change).seed() for name in NAMES for change in changes]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**32 for seed in seeds)
+
+
+def test_a_pod_that_replaces_another_one_has_a_seed_of_its_own(enter, tmp_path):
+    """Its directory is empty, and its supervisor has counted no restart."""
+    seeds = set()
+    for uid in ("uid-1", "uid-2"):
+        enter(RunSpec(job="j", steps=9), STATE=str(tmp_path / uid), POD_UID=uid)
+        assert identity().seed() == identity().seed()
+        seeds.add(identity().seed())
+    assert len(seeds) == 2
 
 
 def test_a_seed_is_the_same_on_every_machine():

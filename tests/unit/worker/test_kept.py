@@ -54,7 +54,7 @@ def saved(directory, objects):
     store = Checkpoints(directory, keep=1, digest="d")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     assert store.start(
-        model, [optimizer], local_step=1, global_step=2, facts=FACTS, kept=kept.capture
+        model, [optimizer], local_step=1, global_step=2, facts=FACTS, kept=kept.capture()
     )
     store.finish()
     return store

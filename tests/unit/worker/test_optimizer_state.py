@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 
 import pytest
 import torch
@@ -105,6 +106,49 @@ def test_state_that_is_not_finite_is_refused(tmp_path, value, whole):
     other, own = trained(seed=1)
     match = "AdamW/state/2/exp_avg_sq is not finite"
     assert_refused(tmp_path, other, [own], match, whole=whole)
+
+
+class Limited(torch.optim.SGD):
+    """Has an option that is infinite by design, as Prodigy's growth_rate, and one that grows."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            group.update(growth_rate=math.inf, bounds=(0.0, math.inf), d=1.0)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_an_option_may_be_infinite_where_the_programs_own_is(tmp_path, whole):
+    model, optimizer = trained(Limited, momentum=0.9)
+    optimizer.param_groups[0]["d"] = 3.0
+    store = saved(tmp_path / "a", model, optimizer)
+    other, own = trained(Limited, seed=1, momentum=0.9)
+    load = store.load if whole else store.load_optimizers
+    load(store.newest(), other, [own])
+    assert_equal(own.state_dict(), optimizer.state_dict())
+    optimizer.param_groups[0]["d"] = math.nan
+    saved(tmp_path / "b", model, optimizer)
+    other, own = trained(Limited, seed=1, momentum=0.9)
+    match = "Limited/param_groups/0/d is not finite"
+    assert_refused(tmp_path / "b", other, [own], match, whole=whole)
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_options_that_only_one_side_has_do_not_matter(tmp_path, whole):
+    """A scheduler made after `connect` adds some (SWALR), and so do new releases of torch."""
+    model, optimizer = trained()
+    torch.optim.swa_utils.SWALR(optimizer, swa_lr=0.05)
+    del optimizer.param_groups[0]["foreach"]
+    store = saved(tmp_path, model, optimizer)
+    other, own = trained(steps=0, foreach=False)
+    load = store.load if whole else store.load_optimizers
+    load(store.newest(), other, [own])
+    assert own.param_groups[0]["foreach"] is False
+    assert_equal(own.state_dict()["state"], optimizer.state_dict()["state"])
+    torch.optim.swa_utils.SWALR(own, swa_lr=0.01)
+    assert own.param_groups[0]["swa_lr"] == 0.01
+    other.requires_grad_(True)(torch.ones(1, 4)).sum().backward()
+    own.step()
 
 
 def without_description(directory):

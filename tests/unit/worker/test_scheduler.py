@@ -138,6 +138,31 @@ def test_a_scheduler_that_has_stepped_already_continues_from_there():
     assert options(optimizer) == schedule("StepLR", 70)
 
 
+def test_a_schedule_that_ends_before_the_job_keeps_its_last_rate(caplog):
+    """T was raised: an exception would end every learner."""
+    optimizer, steps = make_optimizer(), Steps(STEPS - 1)
+    followed = GlobalStepScheduler(KINDS["OneCycleLR"](optimizer), steps)
+    for steps.step in (STEPS, STEPS + 1, STEPS + 40):
+        followed.step()
+        assert options(optimizer) == schedule("OneCycleLR", STEPS)
+    [record] = caplog.records
+    assert f"OneCycleLR has no step {STEPS + 1}: Tried to step" in record.getMessage()
+    steps.step = 70
+    followed.step()
+    assert options(optimizer) == schedule("OneCycleLR", 70)
+
+
+def test_only_the_first_steps_change_the_filters_of_warnings(monkeypatch):
+    """Each change lets Python show again what it shows once."""
+    steps = Steps(5)
+    followed = GlobalStepScheduler(KINDS["StepLR"](make_optimizer()), steps)
+    steps.step = 6
+    with monkeypatch.context() as patched:
+        patched.setattr(warnings, "catch_warnings", None)
+        followed.step()
+    assert followed.scheduler.last_epoch == 6
+
+
 def test_its_state_is_the_global_step_alone():
     optimizer, steps = make_optimizer(), Steps(30)
     followed = GlobalStepScheduler(KINDS["CosineAnnealingLR"](optimizer), steps)

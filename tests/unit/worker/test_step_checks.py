@@ -60,6 +60,14 @@ def test_loops_whose_optimizers_have_no_hooks_show_no_problem(optimizer_steps):
     assert trained(StepChecks(), steps=3 * CALLS, optimizer_steps=optimizer_steps) is None
 
 
+@pytest.mark.parametrize("before", [0, 2 * CALLS])
+@pytest.mark.parametrize("warm_up", [1, 3, 11])
+def test_replays_of_a_cuda_graph_after_its_warm_up_show_no_problem(before, warm_up):
+    checks = StepChecks()
+    steps = [0] * before + [1] * warm_up + [0] * 2 * CALLS
+    assert not any(trained(checks, optimizer_steps=count) for count in steps)
+
+
 def test_steps_that_a_loss_scaler_skips_show_no_problem():
     checks = StepChecks()
     trained(checks, steps=CALLS)

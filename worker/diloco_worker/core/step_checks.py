@@ -35,8 +35,6 @@ class StepChecks:
         """Steps in a row."""
         self._followed: deque[bool] = deque(maxlen=CALLS)
         """Of the last calls, whether an optimizer step preceded them."""
-        self._has_hooks = False
-        """The optimizers report their steps: loops without their hooks do not (docs/learners.md)."""
 
     @property
     def finite(self) -> bool:
@@ -53,7 +51,6 @@ class StepChecks:
         """
         self._without_tokens = 0 if tokens else self._without_tokens + 1
         if optimizer_steps is not None:
-            self._has_hooks = self._has_hooks or optimizer_steps > 0
             self._followed.append(optimizer_steps > 0)
 
     def loss_read(self, *, finite: bool) -> None:
@@ -75,10 +72,20 @@ class StepChecks:
                 "pass the number of tokens, or of any other unit of work, to learner.step()",
             )
         without = self._followed.count(False)
-        if self._has_hooks and len(self._followed) == CALLS and without > MAX_WITHOUT * CALLS:
+        if len(self._followed) == CALLS and self._without_between() > MAX_WITHOUT * CALLS:
             return Problem(
                 kind="RepeatedSteps",
                 text=f"before {without} of the last {CALLS} calls of learner.step() there was no optimizer step; "
                 "call it once after each step of the optimizer",
             )
         return None
+
+    def _without_between(self) -> int:
+        """
+        Calls without an optimizer step, between those with one.
+
+        Others may belong to loops whose optimizers do not report steps (docs/learners.md): replays of a CUDA graph
+        follow reported steps, those of its warm-up and capture.
+        """
+        reported = [call for call, followed in enumerate(self._followed) if followed]
+        return reported[-1] - reported[0] + 1 - len(reported) if reported else 0

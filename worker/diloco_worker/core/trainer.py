@@ -102,8 +102,8 @@ class SaveCheckpoint:
     """
     Start a local checkpoint, unless the previous one is still being written.
 
-    Answer: `checkpoint_started`, and later perhaps `checkpoint_lost`; `checkpoints_off`; or none:
-    the next step tries again.
+    Answer: `checkpoint_started`, and later perhaps `checkpoint_lost`; `checkpoint_skipped`;
+    `checkpoints_off`; or none: the next step tries again.
     """
 
     local_step: int
@@ -463,6 +463,10 @@ class TrainerCore:
 
     def checkpoint_started(self, local_step: int) -> None:
         """The state of this step is copied and is being written."""
+        self._checkpoint_step = local_step
+
+    def checkpoint_skipped(self, local_step: int) -> None:
+        """An object of the program has no state to save now: the next checkpoint is due in its turn."""
         self._checkpoint_step = local_step
 
     def checkpoint_lost(self) -> None:

@@ -21,7 +21,7 @@ import logging
 import os
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -113,7 +113,7 @@ class Checkpoints:
 
     def start(
         self, model: nn.Module, optimizers: Sequence[Optimizer], *, local_step: int, global_step: int,
-        facts: dict[str, Any], run: str = "", kept: Callable[[], dict[str, Any]] = dict,
+        facts: dict[str, Any], run: str = "", kept: Mapping[str, Any] | None = None,
     ) -> bool:  # fmt: skip
         """
         Copy the current state, and write it in the background.
@@ -121,7 +121,7 @@ class Checkpoints:
         After `watch`, most of the copy is made in the background as well.
 
         Args:
-            kept: returns the state of what `Learner.keep` was given; called only if a checkpoint starts.
+            kept: the state of what `Learner.keep` was given.
 
         Returns:
             False, without an effect, while the previous checkpoint is being written.
@@ -132,7 +132,7 @@ class Checkpoints:
         if self.busy:
             return False
         tensors: dict[str, torch.Tensor] = {}
-        tree = pack({**_state(model, optimizers), "kept": kept()}, tensors)
+        tree = pack({**_state(model, optimizers), "kept": dict(kept or {})}, tensors)
         for name, tensor in tensors.items():
             entry_of(name, tensor)
         self._end_touching()

@@ -66,13 +66,16 @@ def load(
         for was, now in zip(description, describe(model, optimizers), strict=True):
             _compare(was, now)
     for state, optimizer in zip(saved, optimizers, strict=True):
-        _check_groups(state["param_groups"], optimizer)
+        name = type(optimizer).__name__
+        _check_groups(state["param_groups"], optimizer, options=description is None)
         _check_state(state["state"], optimizer)
-        _check_finite(state, type(optimizer).__name__)
+        _check_finite(state["state"], f"{name}/state")
+        _check_options(state["param_groups"], optimizer, f"{name}/param_groups")
     with own_on_error(optimizers):
         for state, optimizer in zip(saved, optimizers, strict=True):
             for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
                 _keep_schedule(group, own)
+                _fill(group, own)
             try:
                 optimizer.load_state_dict(dict(state))
             except Exception as error:  # of a class that may be the user's
@@ -115,7 +118,10 @@ def _text(parameter: Sequence[Any]) -> str:
     return f"{name or 'one outside the model'} ({dtype}, shape {shape})"
 
 
-def _check_groups(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> None:
+def _check_groups(
+    groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, *, options: bool
+) -> None:
+    """`options`: compare their names, too; they stand for the class where that is not known."""
     name = type(optimizer).__name__
     if len(groups) != len(optimizer.param_groups):
         raise ConfigError(
@@ -128,7 +134,7 @@ def _check_groups(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer) -> 
                 f"{len(own['params'])} in this run"
             )
         differing = (group.keys() ^ own.keys()) - set(SCHEDULED)
-        if differing:
+        if options and differing:
             raise ConfigError(
                 f"{name}: the options {', '.join(sorted(differing))} of group {index} are only in the "
                 "checkpoint or only in this run"
@@ -160,6 +166,22 @@ def _check_state(state: Mapping[Any, Any], optimizer: Optimizer) -> None:
                 )
 
 
+def _check_options(groups: Sequence[Mapping[str, Any]], optimizer: Optimizer, path: str) -> None:
+    """Options must be finite where the program's own are: some are infinite by design (no limit)."""
+    for index, (group, own) in enumerate(zip(groups, optimizer.param_groups, strict=True)):
+        for key in (group.keys() & own.keys()) - {"params"}:
+            if _is_finite(own[key]):
+                _check_finite(group[key], f"{path}/{index}/{key}")
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        _check_finite(value, "")
+    except ConfigError:
+        return False
+    return True
+
+
 def _check_finite(value: Any, path: str) -> None:
     if isinstance(value, torch.Tensor):
         # A sum needs no memory beside the tensor, and is finite only if every element is.
@@ -175,6 +197,18 @@ def _check_finite(value: Any, path: str) -> None:
     elif isinstance(value, list | tuple):
         for index, inner in enumerate(value):
             _check_finite(inner, f"{path}/{index}")
+
+
+def _fill(group: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """
+    Add the program's options that the checkpoint lacks: torch would remove them.
+
+    Schedulers and new releases of torch add options. One that only the checkpoint has is kept, as torch does:
+    an optimizer may have added it in its first step.
+    """
+    for key, value in own.items():
+        if key != "params" and key not in SCHEDULED:
+            group.setdefault(key, value)
 
 
 def _keep_schedule(group: dict[str, Any], own: Mapping[str, Any]) -> None:

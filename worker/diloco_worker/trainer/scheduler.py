@@ -7,7 +7,9 @@ start late. Here the scheduler is stepped until its count is the global step.
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +18,8 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from diloco.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 MAX_STEPS = 10_000_000
 """More than these in one go would take minutes."""
@@ -43,6 +47,8 @@ class GlobalStepScheduler:
         """What is wrapped."""
         self._global_step = global_step
         self._begin = self._count = _count(scheduler)
+        self._ended = self._warned = False
+        """Whether the schedule has no further steps, and whether this was logged."""
         self._begin_state = copy.deepcopy(scheduler.state_dict())
         self._begin_options = [
             {key: _copy(group[key]) for key in CHANGED if key in group}
@@ -56,7 +62,7 @@ class GlobalStepScheduler:
         if target < self._count:
             self._rewind()
         missing = target - self._count
-        if missing <= 0:
+        if missing <= 0 or self._ended:
             return
         if missing > MAX_STEPS:
             raise ConfigError(
@@ -64,12 +70,28 @@ class GlobalStepScheduler:
                 f"{self._count}; expected at most {MAX_STEPS} steps between them: set the learning rate from "
                 "learner.step_index instead"
             )
-        with warnings.catch_warnings():
-            # It has not seen the optimizer's steps of other learners and earlier processes.
-            warnings.simplefilter("ignore")
-            while self._count < target:
-                self.scheduler.step()
-                self._count += 1
+        with contextlib.ExitStack() as stack:
+            if self._count == self._begin:
+                # It has not seen the optimizer's steps of other learners and earlier processes.
+                stack.enter_context(warnings.catch_warnings())
+                warnings.simplefilter("ignore")
+            try:
+                while self._count < target:
+                    self.scheduler.step()
+                    self._count += 1
+            except ValueError as error:  # OneCycleLR, after its `total_steps`
+                self._end(error)
+
+    def _end(self, error: ValueError) -> None:
+        """The schedule ends before the job, whose T may have been raised: its last rate remains."""
+        self._ended = True
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "learner.scheduler: %s has no step %d: %s; the learning rate stays what it is; make the "
+                "schedule for learner.total_steps, and restart the learner after T was raised",
+                type(self.scheduler).__name__, self._count + 1, error,
+            )  # fmt: skip
 
     def _rewind(self) -> None:
         """A syncer has returned to an older snapshot: begin again."""
@@ -82,7 +104,7 @@ class GlobalStepScheduler:
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        self._count = self._begin
+        self._count, self._ended = self._begin, False
 
     def get_last_lr(self) -> list[Any]:
         """The learning rate of each group."""
