@@ -120,20 +120,20 @@ def test_a_scheduler_that_steps_every_second_time_follows_half_of_the_steps(monk
     assert module.rates == pytest.approx([0.0070, 0.0070, 0.0069, 0.0069])
 
 
-def test_a_learner_that_is_told_to_end_during_validation_leaves_the_job(monkeypatch):
+def test_a_learner_that_is_terminated_during_validation_leaves_the_job(monkeypatch):
     class Validated(Module):
         def validation_step(self, batch, batch_idx):
-            job.told = True
+            job.terminated = True
             os.kill(os.getpid(), signal.SIGTERM)
 
-    class Told(Rejoined):
-        told = False
+    class Terminated(Rejoined):
+        terminated = False
 
         @property
         def done(self):
-            return self.told or super().done
+            return self.terminated or super().done
 
-    job = Told().join(monkeypatch)
+    job = Terminated().join(monkeypatch)
     with pytest.raises(SystemExit):
         train(DiLoCoCallback(tokens=1), Validated(), val_check_interval=2, num_sanity_val_steps=0)
     assert (job.local_step, job.closed) == (2, True)
