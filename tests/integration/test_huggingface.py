@@ -7,6 +7,7 @@ import torch
 
 from diloco.errors import ConfigError
 from diloco_testing.learners.rejoined import Rejoined
+from diloco_worker.identities import Identity
 
 transformers = pytest.importorskip("transformers")
 from diloco_worker.integrations.huggingface import (  # noqa: E402 - needs the library
@@ -36,11 +37,22 @@ class Rates(transformers.TrainerCallback):
         self.seen.append(optimizer.param_groups[0]["lr"])
 
 
+class Items(torch.utils.data.IterableDataset):
+    """Without a length, and not endless."""
+
+    def __init__(self, items):
+        self.items, self.passes = items, 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter(self.items)
+
+
 @pytest.fixture
 def train(model, tmp_path):
     """Trains with these arguments; returns the Trainer and the rates."""
 
-    def run(callback, *, optimizers=(None, None), **changes):
+    def run(callback, *, optimizers=(None, None), train_dataset=None, **changes):
         options = {
             "output_dir": str(tmp_path), "per_device_train_batch_size": BATCH, "learning_rate": 1.0,
             "lr_scheduler_type": "linear", "save_strategy": "no", "report_to": "none", "use_cpu": True,
@@ -52,7 +64,7 @@ def train(model, tmp_path):
         trainer = transformers.Trainer(
             model,
             transformers.TrainingArguments(**options),
-            train_dataset=data,
+            train_dataset=data if train_dataset is None else train_dataset,
             eval_dataset=data[:3],
             callbacks=[callback, rates],
             optimizers=optimizers,
@@ -68,6 +80,21 @@ def test_the_job_ends_training_and_not_max_steps_or_epochs(train, monkeypatch):
     trainer, _ = train(DiLoCoCallback(), max_steps=3)
     assert (job.local_step, trainer.state.global_step, job.closed) == (12, 12, True)
     assert trainer.state.max_steps == 100, "what a progress bar shows as the end"
+
+
+@pytest.mark.timeout(200)
+def test_a_dataset_without_length_is_read_again(train, monkeypatch):
+    ids = torch.arange(CONTEXT)
+    items = Items([{"input_ids": ids, "labels": ids}] * 10)
+    job = Rejoined(steps=5).join(monkeypatch)
+    train(DiLoCoCallback(), train_dataset=Identity().shard(items))
+    assert (job.local_step, items.passes) == (5, 2)
+
+
+def test_a_search_for_the_batch_size_is_refused(train, monkeypatch):
+    Rejoined().join(monkeypatch)
+    with pytest.raises(ConfigError, match="auto_find_batch_size=True trains several times"):
+        train(DiLoCoCallback(), auto_find_batch_size=True)
 
 
 def test_a_learner_slower_than_the_job_ends_with_it(train, monkeypatch):
@@ -128,6 +155,15 @@ def test_the_loss_is_the_one_that_the_trainer_logs(train, monkeypatch):
     logged = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     assert job.losses == [None, *(float(loss) for loss in logged[:2])]
     assert job.tokens == [7, 7, 7]
+
+
+def test_a_logged_loss_that_is_not_finite_counts_once():
+    callback = DiLoCoCallback()
+    for logged, expected in ((float("nan"), [True, False]), (1.0, [False, False])):
+        callback.on_log(None, None, None, logs={"loss": logged})
+        losses = [callback._newest_loss() for _ in range(2)]
+        assert [loss is not None and loss != loss for loss in losses] == expected
+    assert losses == [1.0, 1.0]
 
 
 def test_a_fraction_of_all_steps_is_one_of_the_jobs_steps(train, monkeypatch):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+
 import pytest
 import torch
 from torch import nn
@@ -19,10 +22,10 @@ BATCH = 4
 class Module(pl.LightningModule):
     """A linear model whose rate falls by one hundredth a step."""
 
-    def __init__(self, interval="step"):
+    def __init__(self, interval="step", frequency=1):
         super().__init__()
         self.layer, self.rates, self.losses = nn.Linear(2, 1), [], []
-        self.interval = interval
+        self.when = {"interval": interval, "frequency": frequency}
 
     def training_step(self, batch, batch_idx):
         loss = self.layer(batch[0]).square().mean()
@@ -37,7 +40,7 @@ class Module(pl.LightningModule):
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 100)
         return {
             "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": scheduler, "interval": self.interval},
+            "lr_scheduler": {"scheduler": scheduler, **self.when},
         }
 
 
@@ -67,7 +70,8 @@ def train(callback, module=None, **options):
         enable_model_summary=False, callbacks=[callback], **{"max_steps": 3, **options},
     )  # fmt: skip
     data = torch.utils.data.TensorDataset(torch.ones(5 * BATCH, 2))
-    trainer.fit(module, torch.utils.data.DataLoader(data, batch_size=BATCH))
+    loader = torch.utils.data.DataLoader(data, batch_size=BATCH)
+    trainer.fit(module, loader, loader)
     return trainer, module
 
 
@@ -88,6 +92,63 @@ def test_the_learning_rate_follows_the_global_step_after_a_restart(monkeypatch):
     Rejoined(at=60, steps=4, rate=2).join(monkeypatch)
     _, module = train(DiLoCoCallback(tokens=1))
     assert module.rates == pytest.approx([0.0040, 0.0038, 0.0036, 0.0034])
+
+
+@pytest.mark.parametrize("limits", [{"max_steps": 3}, {"max_steps": -1, "max_epochs": 1}])
+def test_a_schedule_of_all_steps_has_the_jobs(monkeypatch, limits):
+    class OneCycle(Module):
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01, momentum=0.9)
+            self.estimated = self.trainer.estimated_stepping_batches
+            self.epochs = self.trainer.max_epochs
+            scheduler = torch.optim.lr_scheduler.OneCycleLR(
+                optimizer, max_lr=0.01, total_steps=self.estimated
+            )
+            return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+    job = Rejoined(at=30, steps=7, total=100).join(monkeypatch)
+    _, module = train(DiLoCoCallback(tokens=1), OneCycle(), **limits)
+    assert (module.estimated, module.epochs, job.local_step) == (100, 100, 7)
+    assert max(module.rates) == module.rates[0] == pytest.approx(0.01, rel=0.01), (
+        "after 30 of 100 steps"
+    )
+
+
+def test_a_scheduler_that_steps_every_second_time_follows_half_of_the_steps(monkeypatch):
+    Rejoined(at=60, steps=4).join(monkeypatch)
+    _, module = train(DiLoCoCallback(tokens=1), Module(frequency=2))
+    assert module.rates == pytest.approx([0.0070, 0.0070, 0.0069, 0.0069])
+
+
+def test_a_learner_that_is_terminated_during_validation_leaves_the_job(monkeypatch):
+    class Validated(Module):
+        def validation_step(self, batch, batch_idx):
+            job.terminated = True
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    class Terminated(Rejoined):
+        terminated = False
+
+        @property
+        def done(self):
+            return self.terminated or super().done
+
+    job = Terminated().join(monkeypatch)
+    with pytest.raises(SystemExit):
+        train(DiLoCoCallback(tokens=1), Validated(), val_check_interval=2, num_sanity_val_steps=0)
+    assert (job.local_step, job.closed) == (2, True)
+
+
+def test_tokens_of_a_skipped_step_do_not_count(monkeypatch):
+    class Skipping(Module):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure=None):
+            optimizer_closure()
+            if batch_idx != 1:  # a GradScaler skips it
+                optimizer.optimizer.step()
+
+    job = Rejoined(steps=3).join(monkeypatch)
+    train(DiLoCoCallback(tokens=rows), Skipping())
+    assert job.tokens == [BATCH] * 3
 
 
 def test_a_scheduler_of_epochs_is_left_alone(monkeypatch):

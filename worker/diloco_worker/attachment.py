@@ -19,7 +19,10 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from diloco.errors import EXIT_REFUSED, ConfigError
+from diloco_worker import settings
 from diloco_worker.learner import Learner
+from diloco_worker.trainer.termination import exit_with
 
 log = logging.getLogger(__name__)
 
@@ -132,6 +135,22 @@ def attach(
         connect_timeout_seconds=connect_timeout_seconds,
     )
     return AttachedLearner(learner, optimizers[-1], tokens=tokens, loss=loss)
+
+
+def planned_steps() -> int:
+    """
+    T as the spec has it, before there is a connection; the syncer may know a larger one.
+
+    Raises:
+        SystemExit: 78 if this process is not part of a job, or the spec cannot be used.
+    """
+    try:
+        config = settings.from_env()
+        if config is None:
+            raise ConfigError("DILOCO_SYNCER: unset, expected <host>:<port>")
+        return config.read_spec().steps
+    except ConfigError as error:
+        raise exit_with(EXIT_REFUSED, str(error)) from None
 
 
 def _skipped(optimizer: Optimizer) -> bool:

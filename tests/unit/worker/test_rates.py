@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from torch.optim import lr_scheduler
@@ -81,3 +83,55 @@ def test_a_rate_that_is_a_tensor_stays_the_same_tensor():
     followed.follow(4)
     assert optimizer.param_groups[0]["lr"] is kept
     assert float(kept) == pytest.approx(0.02)
+
+
+class Module(torch.nn.Module):
+    """As a LightningModule whose method is the schedule."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(3, 3)
+
+    def schedule(self, step, half=2):
+        return 1 / (1 + step / half)
+
+    def __deepcopy__(self, memo):
+        raise AssertionError("the model is copied")
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_a_model_whose_method_is_the_schedule_is_not_copied(wrapped):
+    module, optimizer = Module(), groups()
+    schedule = functools.partial(module.schedule, half=2) if wrapped else module.schedule
+    inner = lr_scheduler.LambdaLR(optimizer, schedule)
+    scheduler = lr_scheduler.SequentialLR(
+        optimizer, [inner, lr_scheduler.StepLR(optimizer, 5)], milestones=[30]
+    )
+    Rates(scheduler).follow(2)
+    assert rates(optimizer) == pytest.approx([0.05, 0.15])
+
+
+@pytest.mark.parametrize("kind", SCHEDULERS)
+def test_the_rates_go_back_with_the_global_step(kind):
+    expected = stepped(kind)
+    optimizer = groups()
+    followed = Rates(SCHEDULERS[kind](optimizer))
+    for step in (40, 15, 16):
+        followed.follow(step)
+        assert rates(optimizer) == pytest.approx(expected[step])
+
+
+def test_a_schedule_that_ends_before_the_job_keeps_its_last_rate(caplog):
+    optimizer = groups()
+    scheduler = lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=20)
+    followed = Rates(scheduler)
+    followed.follow(20)
+    last = rates(optimizer)
+    for step in range(21, 50):
+        followed.follow(step)
+        assert rates(optimizer) == last
+        optimizer.step()
+        scheduler.step()  # as its trainer does, more often than it may
+    assert caplog.text.count("stays as of step 20, because OneCycleLR ends there") == 1
+    followed.follow(5)
+    assert rates(optimizer) != last

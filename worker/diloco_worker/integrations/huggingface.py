@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from diloco.errors import ConfigError
 from diloco_worker import settings
-from diloco_worker.attachment import AttachedLearner, attach
+from diloco_worker.attachment import AttachedLearner, attach, planned_steps
 from diloco_worker.integrations.rates import Rates
 
 try:
@@ -32,7 +33,15 @@ except ImportError as error:
 log = logging.getLogger(__name__)
 
 NO_LIMIT = 10**9
-"""Steps: more than a job has. Trainer computes from it how many epochs it may take."""
+"""Steps that progress bars show as the end of a job without one."""
+
+LEAST_LIMIT = 10**6
+"""
+Steps from which the Trainer computes its epochs.
+
+A dataset without a length has one epoch of so many: Trainer counts on to it when the dataset ends
+earlier, which takes a second or two for each million.
+"""
 
 
 class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
@@ -75,7 +84,13 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         self._created = True
         self._own_scheduler = kwargs.get("lr_scheduler") is not None
         if self._in_job:
-            args.max_steps = NO_LIMIT
+            if args.auto_find_batch_size:
+                raise ConfigError(
+                    "auto_find_batch_size=True trains several times in one process, and a learner "
+                    "joins once; expected False, with a fixed per_device_train_batch_size"
+                )
+            # A fast learner makes more steps than the job.
+            args.max_steps = max(LEAST_LIMIT, 4 * planned_steps())
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, *, model: nn.Module, optimizer: Optimizer,
@@ -95,7 +110,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             model,
             optimizer,
             tokens=tokens,
-            loss=lambda: self._loss,
+            loss=self._newest_loss,
             connect_timeout_seconds=self._timeout_seconds,
         )
         if self._in_job:
@@ -178,6 +193,12 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
     def _count(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if model.training:
             self._counted += tokens_of(kwargs or (args[0] if args else None))
+
+    def _newest_loss(self) -> float | None:
+        loss = self._loss
+        if loss is not None and not math.isfinite(loss):
+            self._loss = None  # one logged mean, not one for each step until the next
+        return loss
 
     def _take(self) -> int:
         counted, self._counted = self._counted, 0

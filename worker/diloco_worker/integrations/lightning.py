@@ -14,7 +14,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from diloco_worker import settings
-from diloco_worker.attachment import AttachedLearner, attach
+from diloco_worker.attachment import AttachedLearner, attach, planned_steps
 from diloco_worker.integrations.rates import Rates
 
 try:
@@ -52,19 +52,28 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         self._tokens = tokens
         self._timeout_seconds = connect_timeout_seconds
         self._in_job = settings.in_job()
-        self._rates: list[Rates] = []
+        self._rates: list[tuple[Rates, int]] = []
+        """With the steps from one change of the rates to the next."""
         self._counted = 0
         """Tokens of the batches since the last optimizer step."""
+        self._steps = 0
+        """Of the Trainer, with those that a GradScaler skipped, at the beginning of the last batch."""
         self._loss: Any = None
 
     # ------------------------------------------------------------ hooks of Lightning
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Remove the Trainer's own limits before its loop reads them."""
+        """Let the job's steps be the Trainer's limit, for schedules that are computed from it."""
         if stage == "fit" and self._in_job:
             loop = trainer.fit_loop
-            loop.max_epochs = loop.epoch_loop.max_steps = -1
+            # An epoch has at least one step, so epochs end nothing earlier.
+            loop.max_epochs = loop.epoch_loop.max_steps = planned_steps()
             loop.min_epochs = loop.epoch_loop.min_steps = None
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """The module has its schedules: remove the limit before the Trainer's loop reads it."""
+        if self._in_job:
+            trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = -1
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Join the job."""
@@ -77,7 +86,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         )
         if self._in_job:
             self._rates = [
-                Rates(config.scheduler)
+                (Rates(config.scheduler), config.frequency)
                 for config in trainer.lr_scheduler_configs
                 if config.interval == "step" and isinstance(config.scheduler, LRScheduler)
             ]
@@ -87,11 +96,14 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
         """Count the batch, and follow the global step."""
+        if pl_module.automatic_optimization and trainer.global_step != self._steps:
+            self._counted = 0  # not taken if the step was skipped
+        self._steps = trainer.global_step
         if callable(self._tokens):
             self._counted += self._tokens(batch)
         if self.learner is not None:
-            for rates in self._rates:
-                rates.follow(self.learner.step_index)
+            for rates, frequency in self._rates:
+                rates.follow(self.learner.step_index // frequency)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -114,6 +126,11 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
                 self.learner.name, self.learner.step_index, self.learner.total_steps,
             )  # fmt: skip
         self.learner.close()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Leave the job if Lightning ends training at SIGTERM, in a validation for example."""
+        if self.learner is not None and trainer.received_sigterm and self.learner.done:
+            self.learner.close()
 
     # ------------------------------------------------------------ parts
 

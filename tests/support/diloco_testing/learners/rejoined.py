@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,14 @@ import torch
 
 from diloco_worker import Learner
 from diloco_worker.core.ledger import Ledger
+from diloco_worker.settings import LearnerSettings
+
+ENVIRONMENT = {
+    "DILOCO_SYNCER": "127.0.0.1:1",
+    "DILOCO_JOB": "demo",
+    "DILOCO_LEARNER": "eu/0",
+    "DILOCO_SPEC": "spec.json",
+}
 
 
 class Rejoined:
@@ -59,6 +68,9 @@ class Rejoined:
             self.connected = model, optimizer
             return Learner(self)
 
-        monkeypatch.setenv("DILOCO_SYNCER", "127.0.0.1:1")
+        spec = SimpleNamespace(steps=self.total_steps)
+        monkeypatch.setattr(LearnerSettings, "read_spec", lambda settings: spec)
+        for name, value in ENVIRONMENT.items():
+            monkeypatch.setenv(name, value)
         monkeypatch.setattr(Learner, "connect", connect)
         return self
