@@ -349,6 +349,9 @@ class Supervisor:
     def _observe_problems(self, running: list[str], now: float) -> None:
         healths = {name: health.read(self.run_dir.health_of(name)) for name in running}
         known = {name: found for name, found in healths.items() if found is not None}
+        for name, found in known.items():
+            # Kept here: a full disk cannot hold the next report, and a link that restarts forgets it.
+            self.policy.processes[name].joined |= found.joined
         for note in self._problems.update(known, now):
             self._display.note(note)
 
