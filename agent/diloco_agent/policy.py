@@ -17,11 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from diloco.errors import EXIT_DONE, EXIT_REFUSED, EXIT_TRY_AGAIN
+from diloco.errors import EXIT_DONE, EXIT_REFUSED
 from diloco.runtime.exits import is_crash
 from diloco_agent.restarts import (
     EARLY_EXIT,
     backoff_seconds,
+    counts,
     exit_cause,
     is_broken_start,
     is_early_exit,
@@ -186,8 +187,6 @@ class Policy:
     """Ends of a learner before it was ready for the first time (`restarts.is_broken_start`)."""
     _broken_since: float = 0.0
     """The first of them."""
-    _last_code: int = 0
-    """Exit code of the last run."""
     _kill_at: float = 0.0
 
     def handle(self, event: Event, now: float) -> list[Decision]:
@@ -229,17 +228,14 @@ class Policy:
             self._kill_at = min(self._kill_at, now + FOLLOW_SECONDS)
         if self.state is State.BACK_OFF and (cause := unit.fault(now)):
             self.crashes += 1
-            broken = self._last_code != EXIT_TRY_AGAIN
-            if failure := self._limit_reached(cause) or (
-                self._never_joined(cause, now) if broken else None
-            ):
+            if failure := self._limit_reached(cause) or self._never_joined(cause, now):
                 return self._finish(failure)
         return []
 
     def _on_exit(self, event: Exited, now: float) -> list[Decision]:
         if self.state is State.TERMINATING:
             return self._finish(ExitContainer(code=EXIT_DONE))
-        self.exited, self._last_code = True, event.code
+        self.exited = True
         if self.unit is not None:
             by_itself = self.state is State.RUNNING
             self.unit.exited(event.code, event.last_line, now, by_itself=by_itself)
@@ -290,7 +286,7 @@ class Policy:
         if self.role is Role.LEARNER:
             if self.unit is not None and event.code != EXIT_DONE:
                 return None  # the unit decides which of its exits count
-            self.crashes += is_crash(event.code)
+            self.crashes += counts(event.code)
             broken = is_broken_start(event.code, event.left)
             return self._limit_reached(cause) or (
                 self._never_joined(cause, now) if broken else None

@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco.errors import EXIT_DONE, EXIT_REFUSED, EXIT_USAGE
-from diloco.runtime.exits import is_crash
 from diloco_agent.restarts import (
     EARLY_EXIT,
     backoff_seconds,
+    counts,
     exit_cause,
     is_broken_start,
     is_early_exit,
@@ -195,7 +195,7 @@ class Policy:
             return ""
         if event.code == EXIT_REFUSED:
             return f"learner {process.name} was refused: {refusal(process.name, event.last_line)}"
-        process.crashes += is_crash(event.code)
+        process.crashes += counts(event.code)
         limit = self.limits.learner_restarts
         if message := limit_message(
             process.name, crashes=process.crashes, limit=limit, cause=cause
