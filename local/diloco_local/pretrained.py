@@ -208,7 +208,10 @@ def _refuse_weights(to: Path) -> None:
     # The libraries load whichever they find first, such as model.safetensors before shards.
     found = sorted(p.name for p in to.iterdir() if p.name.endswith(WEIGHTS)) if to.is_dir() else []
     if found:
-        raise ConfigError(f"{to}: already holds {found[0]}; give an empty directory")
+        raise ConfigError(
+            f"{to}: already holds {found[0]}; give an empty directory, "
+            "and delete this one if an earlier export did not end"
+        )
 
 
 def _others(folder: Path) -> list[Path]:
