@@ -1,5 +1,5 @@
 """
-Which line of a log states why a program ended. Pure.
+Which line of a log states why a program ended, and its exit code there. Pure.
 
 It is the last one, except under torchrun: that ends with a banner about the rank that failed first, and the error
 of the rank itself is further up.
@@ -9,10 +9,14 @@ from __future__ import annotations
 
 import re
 
+from diloco.errors import EXIT_REFUSED, EXIT_TRY_AGAIN
+
 _BANNER = "ChildFailedError"
+_CODE_OF_TORCHRUN = 1
 _FAILED = re.compile(r"failed \(exitcode: ")
 """In torchrun's own line before its traceback and banner."""
 _ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: ", re.MULTILINE)
+_ROOT_CODE = re.compile(r"^\s*exitcode\s*: (-?\d+) \(pid: ", re.MULTILINE)
 _ROOT_SIGNAL = re.compile(r"^\s*traceback\s*: (Signal \d+ \(\w+\))", re.MULTILINE)
 _ROOT = "Root Cause (first observed failure):"
 _OF_RANK = re.compile(r"^\[rank(\d+)\]:\s?")
@@ -31,8 +35,8 @@ def cause_of(text: str) -> str:
     lines = [line.rstrip() for line in text.split("\n") if line.strip()]
     if not lines:
         return ""
-    before, separator, root = text.rpartition(_ROOT)
-    if not separator or _BANNER not in before:
+    before, root = _banner(text)
+    if not root:
         return lines[-1].strip()
     found = _ROOT_RANK.search(root)
     rank = found[1] if found else ""
@@ -45,6 +49,27 @@ def cause_of(text: str) -> str:
     # Without a traceback: what it logged last, such as the reason of a refusal.
     last = own[-1][1].strip() if own else lines[-1].strip()
     return f"rank {rank}: {error or last}"
+
+
+def code_of(text: str, code: int) -> int:
+    """
+    The exit code of a program: under torchrun, which always ends with 1, that of the rank that failed first.
+
+    Only the codes of a learner itself replace that of torchrun: it is unavailable or refused, and did not crash.
+
+    Args:
+        text: end of its log.
+        code: of the process; minus the signal's number when a signal ended it.
+    """
+    found = _ROOT_CODE.search(_banner(text)[1]) if code == _CODE_OF_TORCHRUN else None
+    own = int(found[1]) if found else code
+    return own if own in (EXIT_TRY_AGAIN, EXIT_REFUSED) else code
+
+
+def _banner(text: str) -> tuple[str, str]:
+    """What precedes the facts about the rank that failed first, and those; "": there is no banner of torchrun."""
+    before, _, root = text.rpartition(_ROOT)
+    return (before, root) if _BANNER in before else (text, "")
 
 
 def _lines_of_ranks(text: str) -> list[tuple[str, str]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import threading
 from pathlib import Path
 from typing import BinaryIO
@@ -29,8 +28,8 @@ class Log:
         self._path = path
         self._earlier = path.with_suffix(f".1{path.suffix}")
         self._start = 0
-        self._moved = False
-        """A part of this run's output is in the earlier file."""
+        self._moved_from: int | None = None
+        """Where this run's output begins in the earlier file; None: nowhere."""
 
     def open(self) -> BinaryIO:
         """The file that the process writes to."""
@@ -44,26 +43,39 @@ class Log:
         """
         Move the content to the earlier file if it is too long; call it often.
 
-        The process keeps writing to the same file, at its end: what it writes in between may be lost. A disk that
-        refuses the copy costs the content, not the limit.
+        The process keeps writing to the same file, at its end: what it writes in between may be lost, and so may
+        all before the last `most_bytes`. A disk that refuses the copy costs the content, not the limit, and the
+        earlier file stays as it is.
         """
         with contextlib.suppress(OSError):
-            if self._path.stat().st_size <= most_bytes:
+            size = self._path.stat().st_size
+            if size <= most_bytes:
                 return
+            moved_from = None
             with open(files.open_unlinked(self._path, os.O_RDWR), "r+b") as file:
                 try:
-                    with contextlib.suppress(OSError), open_private(self._earlier) as earlier:
-                        shutil.copyfileobj(file, earlier, 1 << 20)
+                    begin = max(0, size - most_bytes)
+                    with contextlib.suppress(OSError):
+                        self._copy(file, begin, most_bytes)
+                        moved_from = max(0, self._start - begin)
                 finally:
                     file.truncate(0)
-            self._start, self._moved = 0, True
+            self._start, self._moved_from = 0, moved_from
+
+    def _copy(self, file: BinaryIO, begin: int, size: int) -> None:
+        """Replace the earlier file by this part of `file`."""
+        file.seek(begin)
+        with files.replacing(self._earlier, mode=files.PRIVATE) as earlier:
+            while size and (data := file.read(min(size, 1 << 20))):
+                files.write_all(earlier, data)
+                size -= len(data)
 
     def tail(self) -> str:
         """The end of what this run wrote."""
         own = _end(self._path, self._start)
         missing = _TAIL_BYTES - len(own)
-        if self._moved and missing > 0:
-            own = _end(self._earlier, 0)[-missing:] + own
+        if self._moved_from is not None and missing > 0:
+            own = _end(self._earlier, self._moved_from)[-missing:] + own
         return own.decode(errors="replace")
 
 

@@ -17,11 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from diloco.errors import EXIT_DONE, EXIT_REFUSED, EXIT_TRY_AGAIN
+from diloco.errors import EXIT_DONE, EXIT_REFUSED
 from diloco.runtime.exits import is_crash
 from diloco_agent.restarts import (
     EARLY_EXIT,
     backoff_seconds,
+    counts,
     exit_cause,
     is_broken_start,
     is_early_exit,
@@ -77,6 +78,8 @@ class Limits:
     Exits in a row after which a syncer or evaluator that was never healthy fails, and ends after which a
     learner that never joined the job does.
     """
+    never_joined_seconds: float = 1800.0
+    """Since the first of those ends of a learner: a disk, data set or name server may be away for a while."""
 
 
 # ---------------------------------------------------------------------------------- events
@@ -164,6 +167,8 @@ class Policy:
     """Starts of the process so far, in earlier containers too."""
     crashes: int = 0
     """Crashes so far, in earlier containers too."""
+    joined: bool = False
+    """A learner: it has joined the job, in this container or an earlier one of its pod."""
     state: State = State.WAITING
     message: str = "not started yet"
     """Why the process does not run, when it does not."""
@@ -176,13 +181,12 @@ class Policy:
     _exits: int = 0
     """In a row, without a healthy run between them."""
     _ever_healthy: bool = False
-    _ever_ready: bool = False
     _was_ready: bool = False
     """In the current run."""
     _broken_starts: int = 0
     """Ends of a learner before it was ready for the first time (`restarts.is_broken_start`)."""
-    _last_code: int = 0
-    """Exit code of the last run."""
+    _broken_since: float = 0.0
+    """The first of them."""
     _kill_at: float = 0.0
 
     def handle(self, event: Event, now: float) -> list[Decision]:
@@ -197,7 +201,7 @@ class Policy:
             case Died():
                 return self._on_died()
             case Ready():
-                self._ever_healthy = self._ever_ready = self._was_ready = True
+                self._ever_healthy = self.joined = self._was_ready = True
             case Tick():
                 pass
         if self.unit is not None and (decisions := self._follow(self.unit, now)):
@@ -224,15 +228,14 @@ class Policy:
             self._kill_at = min(self._kill_at, now + FOLLOW_SECONDS)
         if self.state is State.BACK_OFF and (cause := unit.fault(now)):
             self.crashes += 1
-            broken = self._last_code != EXIT_TRY_AGAIN
-            if failure := self._limit_reached(cause) or self._never_joined(cause, broken=broken):
+            if failure := self._limit_reached(cause) or self._never_joined(cause, now):
                 return self._finish(failure)
         return []
 
     def _on_exit(self, event: Exited, now: float) -> list[Decision]:
         if self.state is State.TERMINATING:
             return self._finish(ExitContainer(code=EXIT_DONE))
-        self.exited, self._last_code = True, event.code
+        self.exited = True
         if self.unit is not None:
             by_itself = self.state is State.RUNNING
             self.unit.exited(event.code, event.last_line, now, by_itself=by_itself)
@@ -256,7 +259,7 @@ class Policy:
             self.start_at, self.message = now + delay, "done"
             return []
         cause = exit_cause(event.code, EARLY_EXIT if early else event.last_line)
-        if failure := self._failure(event, cause):
+        if failure := self._failure(event, cause, now):
             return self._finish(failure)
         delay = backoff_seconds(
             self._exits,
@@ -275,7 +278,7 @@ class Policy:
         failure = self._limit_reached("its container was killed, for lack of memory for example")
         return self._finish(failure) if failure else []
 
-    def _failure(self, event: Exited, cause: str) -> ExitContainer | None:
+    def _failure(self, event: Exited, cause: str, now: float) -> ExitContainer | None:
         """Why this exit is the last one; None when the process restarts."""
         if event.code == EXIT_REFUSED:
             message = refusal(self.name, event.last_line)
@@ -283,9 +286,11 @@ class Policy:
         if self.role is Role.LEARNER:
             if self.unit is not None and event.code != EXIT_DONE:
                 return None  # the unit decides which of its exits count
-            self.crashes += is_crash(event.code)
+            self.crashes += counts(event.code)
             broken = is_broken_start(event.code, event.left)
-            return self._limit_reached(cause) or self._never_joined(cause, broken=broken)
+            return self._limit_reached(cause) or (
+                self._never_joined(cause, now) if broken else None
+            )
         if self._ever_healthy or self._exits < self.limits.crash_loop_exits:
             return None
         message = (
@@ -300,11 +305,15 @@ class Policy:
             return None
         return ExitContainer(code=EXIT_FAILED, reason="RestartLimit", message=message)
 
-    def _never_joined(self, cause: str, *, broken: bool) -> ExitContainer | None:
-        """Count an end of a learner that was not ready yet; it fails after some of them."""
-        if self._ever_ready or not broken:
+    def _never_joined(self, cause: str, now: float) -> ExitContainer | None:
+        """Count a broken start of a learner that has not joined yet; it fails after some of them."""
+        if self.joined:
             return None
+        if not self._broken_starts:
+            self._broken_since = now
         self._broken_starts += 1
+        if now - self._broken_since < self.limits.never_joined_seconds:
+            return None
         message = never_joined_message(
             self.name, ends=self._broken_starts, limit=self.limits.crash_loop_exits, cause=cause
         )

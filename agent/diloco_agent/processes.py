@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from diloco_agent import process_guard
-from diloco_agent.causes import cause_of
+from diloco_agent.causes import cause_of, code_of
 from diloco_agent.output import Log, Stream, last_lines, open_private
 
 _CANNOT_START = 126
@@ -49,7 +49,7 @@ class ProcessExit:
 
     name: str
     code: int
-    """Exit code; minus the signal's number when a signal ended it."""
+    """Exit code (`causes.code_of`); minus the signal's number when a signal ended it."""
     last_lines: tuple[str, ...]
     """Last lines that this run wrote to its log; () when it wrote none."""
     cause: str
@@ -131,7 +131,10 @@ class Processes:
                 tail = process.output.tail()
                 exits.append(
                     ProcessExit(
-                        name=name, code=code, last_lines=last_lines(tail), cause=cause_of(tail)
+                        name=name,
+                        code=code_of(tail, code),
+                        last_lines=last_lines(tail),
+                        cause=cause_of(tail),
                     )
                 )
         return exits

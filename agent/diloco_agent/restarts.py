@@ -7,6 +7,8 @@ when its program is broken, because it ended again and again without joining the
 
 from __future__ import annotations
 
+import re
+
 from diloco.errors import EXIT_DONE, EXIT_TRY_AGAIN
 from diloco.runtime.backoff import doubled
 from diloco.runtime.exits import is_crash
@@ -52,6 +54,16 @@ def limit_message(learner: str, *, crashes: int, limit: int | None, cause: str) 
     return f"learner {learner} crashed {times}, spec.runPolicy.learnerRestartLimit is {limit} ({cause})"
 
 
+def counts(code: int) -> bool:
+    """
+    Whether an exit counts against learnerRestartLimit: a crash, but not that the syncer was unavailable.
+
+    >>> counts(1), counts(75), counts(-9)
+    (True, False, False)
+    """
+    return is_crash(code) and code != EXIT_TRY_AGAIN
+
+
 def is_early_exit(code: int, left: str) -> bool:
     """
     Whether a learner exited with 0 although neither the job was complete nor the learner was stopped.
@@ -75,7 +87,7 @@ def is_broken_start(code: int, left: str) -> bool:
     >>> is_broken_start(1, ""), is_broken_start(0, ""), is_broken_start(75, ""), is_broken_start(-9, "")
     (True, True, False, False)
     """
-    return is_early_exit(code, left) or (is_crash(code) and code != EXIT_TRY_AGAIN)
+    return is_early_exit(code, left) or counts(code)
 
 
 def never_joined_message(learner: str, *, ends: int, limit: int, cause: str) -> str:
@@ -92,5 +104,6 @@ def refusal(learner: str, last_line: str) -> str:
     >>> refusal("eu/0", "diloco: eu/0: other shape"), refusal("eu/0", "")
     ('other shape', 'it logged no reason')
     """
-    text = last_line.removeprefix("diloco: ").removeprefix(f"{learner}: ")
+    text = re.sub(r"^rank \d+: ", "", last_line)
+    text = text.removeprefix("diloco: ").removeprefix(f"{learner}: ")
     return text or "it logged no reason"

@@ -17,6 +17,7 @@ import signal
 import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from urllib.parse import unquote
@@ -54,11 +55,11 @@ class Supervisor:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._counts = None if settings.state is None else settings.state / "lives.json"
-        starts, crashes, died = _read_counts(self._counts, settings.pod_uid, _boot_id())
+        counts = _read_counts(self._counts, settings.pod_uid, _boot_id())
         self._unit = _unit(settings)
         self._policy = p.Policy(
             role=settings.role, name=settings.name, limits=settings.limits, unit=self._unit,
-            starts=starts, crashes=crashes,
+            starts=counts.starts, crashes=counts.crashes, joined=counts.joined,
         )  # fmt: skip
         self._reports: dict[int, tuple[Report, float]] = {}
         """Newest report of each other rank that rank 0 has not read yet."""
@@ -72,7 +73,7 @@ class Supervisor:
         self._facts = self._observe(time.monotonic())
         self._server = Server(settings.health_port, self._answer)
         self._processes = Processes()
-        if died:
+        if counts.died:
             log.warning("the container before this one was killed, for lack of memory for example")
             for decision in self._policy.handle(p.Died(), time.monotonic()):
                 self._carry_out(decision)
@@ -98,9 +99,12 @@ class Supervisor:
 
     def _turn(self) -> None:
         self._receive()
+        joined = self._policy.joined
         for event in self._events():
             for decision in self._policy.handle(event, time.monotonic()):
                 self._carry_out(decision)
+        if self._policy.joined and not joined and self._exit is None:
+            self._write_counts(runs=True)
         self._send_report()
         self._processes.reap_orphans()
         self._facts = self._observe(time.monotonic())
@@ -164,7 +168,11 @@ class Supervisor:
         """`runs`: what a container leaves that is killed; the others take it back at their end."""
         if self._counts is None:
             return
-        counts = {"lives": self._policy.starts, "faults": self._policy.crashes}
+        counts = {
+            "lives": self._policy.starts,
+            "faults": self._policy.crashes,
+            "joined": self._policy.joined,
+        }
         boot = _boot_id() if runs else ""
         text = json.dumps({**counts, "pod": self._settings.pod_uid, "runsSinceBoot": boot})
         try:
@@ -310,11 +318,25 @@ def _boot_id() -> str:
     return ""
 
 
-def _read_counts(path: Path | None, pod_uid: str, boot_id: str) -> tuple[int, int, bool]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What earlier containers left."""
+
+    starts: int = 0
+    """Of the process."""
+    crashes: int = 0
+    """In containers of this pod."""
+    joined: bool = False
+    """It joined the job in a container of this pod."""
+    died: bool = False
     """
-    Starts of the process in earlier containers, its crashes in those of this pod, and whether the last
-    of them was killed on this boot of the node: its agent did not get to its end, and the node did not end it.
+    The last container of this pod was killed on this boot of the node: its agent did not get to its end, and the
+    node did not end it.
     """
+
+
+def _read_counts(path: Path | None, pod_uid: str, boot_id: str) -> Counts:
+    """What earlier containers left; zeros if they left nothing."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if path is not None:
             counts = json.loads(files.read(path))
@@ -322,8 +344,13 @@ def _read_counts(path: Path | None, pod_uid: str, boot_id: str) -> tuple[int, in
             is_own = counts.get("pod", "") == pod_uid
             known = bool(pod_uid and boot_id)
             died = is_own and known and counts.get("runsSinceBoot") == boot_id
-            return int(counts["lives"]), int(counts["faults"]) if is_own else 0, died
-    return 0, 0, False
+            return Counts(
+                starts=int(counts["lives"]),
+                crashes=int(counts["faults"]) if is_own else 0,
+                joined=is_own and bool(counts.get("joined")),
+                died=died,
+            )
+    return Counts()
 
 
 def _copy_kernels(source: Path, target: Path) -> None:

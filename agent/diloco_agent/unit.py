@@ -14,8 +14,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from diloco.runtime.exits import is_crash
-from diloco_agent.restarts import exit_cause
+from diloco_agent.restarts import counts, exit_cause
 
 REPORT_SECONDS = 1.0
 """Between two reports of a rank."""
@@ -210,7 +209,7 @@ class Leader:
         """
         The cause of an incident that counts against the learner, once; "": there is none.
 
-        A run that a pod left, or of which a process was killed from outside, counts as a disruption:
+        A run that a pod left, or of which a process was killed from outside or missed the syncer, is a disruption:
         the crashes of the others followed. Otherwise the first crash stands for all of them.
         """
         if not self._open_run or self.run:
@@ -222,7 +221,7 @@ class Leader:
             return ""
         self._open_run = ""
         ends = list(self._ends.values())
-        if disturbed or not all(is_crash(code) for code, _ in ends):
+        if disturbed or not all(counts(code) for code, _ in ends):
             return ""
         return ends[0][1] if ends else ""
 

@@ -42,6 +42,7 @@ STYLES = {
     "Ejected": "yellow",
     "RepeatedSteps": "yellow",
     "NoScore": "yellow",
+    "NoFirstStep": "yellow",
     "NotFinite": "red",
     "NoTokens": "red",
     "NoSteps": "red",

@@ -69,6 +69,8 @@ class Limits:
     """runPolicy.learnerRestartLimit."""
     learner_starts: int = 5
     """Ends of a learner that never joined the job after which the job fails."""
+    never_joined_seconds: float = 300.0
+    """Since the first of them: a disk, data set or name server may be away for a while."""
     active_seconds: float | None = None
     """runPolicy.activeDeadlineSeconds."""
     complete_learner_seconds: float = 60.0

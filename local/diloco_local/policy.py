@@ -14,10 +14,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from diloco.errors import EXIT_DONE, EXIT_REFUSED, EXIT_USAGE
-from diloco.runtime.exits import is_crash
 from diloco_agent.restarts import (
     EARLY_EXIT,
     backoff_seconds,
+    counts,
     exit_cause,
     is_broken_start,
     is_early_exit,
@@ -69,6 +69,8 @@ class Process:
     """A learner: it has joined the job in one of its runs."""
     broken_starts: int = 0
     """Ends of a learner before it joined for the first time (`restarts.is_broken_start`)."""
+    broken_since: float = 0.0
+    """The first of them."""
     last_code: int | None = None
     """Exit code of its last run."""
     ended_early: bool = False
@@ -159,7 +161,7 @@ class Policy:
         if process.role is Role.EVALUATOR and event.code == EXIT_REFUSED:
             process.state = State.REFUSED
             return [Abandon(name=process.name, last_line=event.last_line)]
-        if message := self._failure(process, event):
+        if message := self._failure(process, event, now):
             process.state = State.REFUSED if event.code == EXIT_REFUSED else State.STOPPED
             return self._close(Outcome.FAILED, message, now)
         return self._back_off(process, event, now)
@@ -180,7 +182,7 @@ class Policy:
             return process.last_code != EXIT_DONE and not self._skip_waiting
         return process.role is Role.SYNCER
 
-    def _failure(self, process: Process, event: Exited) -> str:
+    def _failure(self, process: Process, event: Exited, now: float) -> str:
         """Why this exit fails the job; "" when it does not."""
         cause = exit_cause(event.code, EARLY_EXIT if process.ended_early else event.last_line)
         if process.role is Role.SYNCER:
@@ -193,7 +195,7 @@ class Policy:
             return ""
         if event.code == EXIT_REFUSED:
             return f"learner {process.name} was refused: {refusal(process.name, event.last_line)}"
-        process.crashes += is_crash(event.code)
+        process.crashes += counts(event.code)
         limit = self.limits.learner_restarts
         if message := limit_message(
             process.name, crashes=process.crashes, limit=limit, cause=cause
@@ -201,7 +203,15 @@ class Policy:
             return message
         if process.joined or not is_broken_start(event.code, event.left):
             return ""
+        return self._never_joined(process, cause, now)
+
+    def _never_joined(self, process: Process, cause: str, now: float) -> str:
+        """Count a broken start of a learner that has not joined yet; why the job fails, "": it does not."""
+        if not process.broken_starts:
+            process.broken_since = now
         process.broken_starts += 1
+        if now - process.broken_since < self.limits.never_joined_seconds:
+            return ""
         return never_joined_message(
             process.name, ends=process.broken_starts, limit=self.limits.learner_starts, cause=cause
         )

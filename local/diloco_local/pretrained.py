@@ -48,6 +48,7 @@ WEIGHTS = (
 _HEADER_BYTES = 256 << 20
 _CHUNK_ELEMENTS = 2 << 20
 _MOST_FILES = 1000
+_MOST_NAMED = 8
 _MOST_BYTES = 1 << 30
 """Number and size of the files that are copied: a folder with more is not one of a model."""
 
@@ -85,10 +86,11 @@ def export_folder(
         The content of the model.json that was written.
 
     Raises:
-        ConfigError: there is no model, `to` holds weights, or a value does not fit `dtype`.
+        ConfigError: there is no model, it lacks frozen tensors, `to` holds weights, or a value does not fit `dtype`.
         StorageError: the model does not match its SHA-256, or a file cannot be read or written.
     """
     facts = finished_model(run_dir, to)
+    _refuse_incomplete(run_dir, facts)
     _refuse_weights(to)
     others = _others(files_from) if files_from is not None else []
     source = run_dir / "model" / MODEL
@@ -189,11 +191,27 @@ def _widened(values: Values) -> Values:
     return values.astype(np.float32) if values.dtype == np.float16 else values
 
 
+def _refuse_incomplete(run_dir: Path, facts: Mapping[str, Any]) -> None:
+    # The libraries would initialize what is missing at random.
+    if frozen := facts.get("frozen"):
+        names = [str(tensor["name"]) for tensor in frozen]
+        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+        raise ConfigError(
+            f"{run_dir / 'model' / MODEL}: lacks the frozen tensors, which stay with the learners: "
+            f"{', '.join(names[:_MOST_NAMED])}{more}; expected a whole model. Copy it without --dtype, --shard-size "
+            "and --files-from, and load it into the base model in a program (load_state_dict with strict=False), or "
+            "run the job with sync.frozen: Ship"
+        )
+
+
 def _refuse_weights(to: Path) -> None:
     # The libraries load whichever they find first, such as model.safetensors before shards.
     found = sorted(p.name for p in to.iterdir() if p.name.endswith(WEIGHTS)) if to.is_dir() else []
     if found:
-        raise ConfigError(f"{to}: already holds {found[0]}; give an empty directory")
+        raise ConfigError(
+            f"{to}: already holds {found[0]}; give an empty directory, "
+            "and delete this one if an earlier export did not end"
+        )
 
 
 def _others(folder: Path) -> list[Path]:

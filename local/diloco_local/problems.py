@@ -12,8 +12,10 @@ from diloco.runtime.formatting import shorten
 from diloco.runtime.health import Health
 
 # Paper leaves this open: how long all learners may do nothing useful before the run fails. A step may take minutes,
-# so their absence counts only after what liveness probes in a cluster allow.
-FATAL_SECONDS: Mapping[str, float] = {"NotFinite": 60.0, "NoTokens": 60.0, "NoSteps": 900.0}
+# so their absence counts only after what liveness probes in a cluster allow. The first step may compile for much
+# longer: NoFirstStep is shown, and fails no run.
+STUCK_SECONDS = 900.0
+FATAL_SECONDS: Mapping[str, float] = {"NotFinite": 60.0, "NoTokens": 60.0, "NoSteps": STUCK_SECONDS}
 """Of a learner, by kind of problem; with other kinds it still trains."""
 
 NOTE_SECONDS = 600.0
@@ -39,10 +41,12 @@ class Problems:
 
     Args:
         learners: names of all learners of the plan.
+        stuck_seconds: how long all of them may take no step, after their first.
     """
 
-    def __init__(self, learners: Iterable[str]) -> None:
+    def __init__(self, learners: Iterable[str], *, stuck_seconds: float = STUCK_SECONDS) -> None:
         self._learners = tuple(learners)
+        self._fatal_seconds = {**FATAL_SECONDS, "NoSteps": stuck_seconds}
         self._noted: dict[tuple[str, str], float] = {}
         self.current: Mapping[str, Problem] = {}
         """By process."""
@@ -79,7 +83,7 @@ class Problems:
         """Why no learner can train as it is; empty: at least one may."""
         problems = {name: self.current.get(name) for name in self._learners}
         for problem in problems.values():
-            if problem is None or now - problem.since < FATAL_SECONDS.get(
+            if problem is None or now - problem.since < self._fatal_seconds.get(
                 problem.kind, float("inf")
             ):
                 return ""

@@ -21,16 +21,18 @@ from rich.console import Console
 
 from diloco.errors import EXIT_DONE, EXIT_TRY_AGAIN, ConfigError, DilocoError
 from diloco.runtime import formatting, health
+from diloco.runtime.env import Environment
 from diloco.runtime.formatting import wall_text
 from diloco_agent.processes import Processes
 from diloco_agent.restarts import exit_cause
+from diloco_job.plan import Plan
 from diloco_job.plan import plan as plan_of
 from diloco_job.types import DiLoCoJob
 from diloco_local import events as e
 from diloco_local.commands import Commands, Programs, local_problems
 from diloco_local.display import Display, display_on
 from diloco_local.policy import Policy
-from diloco_local.problems import Problems
+from diloco_local.problems import STUCK_SECONDS, Problems
 from diloco_local.run_directory import RunDir
 from diloco_local.settings import Settings, quiet_grpc
 from diloco_local.status import RunFacts, Status, build, is_complete
@@ -130,6 +132,19 @@ def job_limits(job: DiLoCoJob) -> e.Limits:
     )
 
 
+def stuck_seconds(plan: Plan) -> float:
+    """
+    How long all learners may take no step: DILOCO_STUCK_SECONDS of learner.env, as in a cluster.
+
+    Raises:
+        ConfigError: it is not a number of at least 0.
+    """
+    env = Environment(dict(plan.learners[0].env) if plan.learners else {})
+    seconds = env.number("DILOCO_STUCK_SECONDS", STUCK_SECONDS, least=0)
+    env.check()
+    return seconds
+
+
 class Supervisor:
     """One run of one plan; `run` returns when no process is left."""
 
@@ -154,7 +169,9 @@ class Supervisor:
         self._started = wall_text(datetime.now(UTC))
         self._completed: str | None = None
         self._warned: set[Path] = set()
-        self._problems = Problems(learner.name for learner in self.plan.learners)
+        self._problems = Problems(
+            (learner.name for learner in self.plan.learners), stuck_seconds=stuck_seconds(self.plan)
+        )
 
     def run(self) -> None:
         """Run until the policy closes the run."""
@@ -275,10 +292,10 @@ class Supervisor:
 
     def _start(self, name: str) -> None:
         if name == "syncer":
-            self.run_dir.endpoint.unlink(missing_ok=True)
             self._listening_at = None
+            self._remove(self.run_dir.endpoint)
         # A report of an earlier run does not apply to this one.
-        self.run_dir.health_of(name).unlink(missing_ok=True)
+        self._remove(self.run_dir.health_of(name))
         command = self._commands.of(
             name,
             port=self._port,
@@ -286,6 +303,11 @@ class Supervisor:
             restarts=self.policy.processes[name].restarts,
         )
         self._processes.start(command)
+
+    def _remove(self, path: Path) -> None:
+        """Remove a file of an earlier run, if there is one and the file system lets us."""
+        with self._warn_once(path):
+            path.unlink(missing_ok=True)
 
     def _on_restart(self, restart: e.Restart) -> None:
         cause = exit_cause(restart.code, restart.last_line if restart.code >= 0 else "")
@@ -349,6 +371,9 @@ class Supervisor:
     def _observe_problems(self, running: list[str], now: float) -> None:
         healths = {name: health.read(self.run_dir.health_of(name)) for name in running}
         known = {name: found for name, found in healths.items() if found is not None}
+        for name, found in known.items():
+            # Kept here: a full disk cannot hold the next report, and a link that restarts forgets it.
+            self.policy.processes[name].joined |= found.joined
         for note in self._problems.update(known, now):
             self._display.note(note)
 

@@ -225,7 +225,7 @@ def test_a_refused_learner_fails_the_job_and_never_restarts(fake):
 
 
 def test_a_learner_that_never_joins_fails_the_job_with_the_cause(fake):
-    supervisor = fake.start(early_exit_seconds=0.05)
+    supervisor = fake.start(early_exit_seconds=0.05, never_joined_seconds=0)
     until(lambda: fake.starts("us/0"), "start")
     fake.order("us/0", 0, "there is nothing to do")
     code, out, _ = ended(supervisor)

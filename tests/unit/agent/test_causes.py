@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from diloco_agent.causes import cause_of
+from diloco_agent.causes import cause_of, code_of
 
 BANNER = """\
 E1123 13:00:07.103000 71 torch/distributed/elastic/multiprocessing/api.py:882] failed (exitcode: {code}) \
@@ -81,3 +81,21 @@ def test_a_rank_that_ended_without_a_traceback_has_its_last_line_as_cause():
 
 def test_a_banner_whose_beginning_is_not_known_has_its_rank_as_cause():
     assert cause_of(banner().split("launch_agent", 1)[1]).startswith("rank 0: ")
+
+
+@pytest.mark.parametrize(
+    ("of_rank", "found"),
+    [(75, 75), (78, 78), (1, 1), (-9, 1)],
+    ids=["away", "refused", "crash", "kill"],
+)
+def test_under_torchrun_a_learner_that_was_refused_or_missed_the_syncer_has_its_own_code(
+    of_rank, found
+):
+    assert code_of(f"step 1\n{banner(code=of_rank)}", 1) == found
+
+
+def test_only_the_code_of_torchrun_is_replaced():
+    text = banner(code=75)
+    assert [code_of(text, code) for code in (0, -15, 2)] == [0, -15, 2]
+    assert code_of("Root Cause (first observed failure):\n  exitcode  : 75 (pid: 7)\n", 1) == 1
+    assert code_of("", 1) == 1

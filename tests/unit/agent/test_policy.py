@@ -101,7 +101,7 @@ def test_a_refused_process_exits_the_container_with_its_last_line(role):
 
 def test_the_limit_counts_crashes_and_not_kills_from_outside():
     policy = started(learner_restarts=2)
-    for code in (-9, 1, -15, 75, -9):
+    for code in (-9, 1, -15, 75, 75, 75, 1, -9):
         assert isinstance(exits(policy, policy.started_at, code=code), float | int)
     end = exits(policy, policy.started_at, code=-signal.SIGSEGV, last_line="boom")
     assert (end.code, end.reason) == (1, "RestartLimit")
@@ -194,7 +194,7 @@ def test_a_learner_that_exits_with_0_before_the_job_is_complete_restarts_with_a_
 
 @pytest.mark.parametrize("code", [0, 1, 127])
 def test_a_learner_that_never_joins_fails_after_ten_ends_with_the_cause(code):
-    policy = started()
+    policy = started(never_joined_seconds=0)
     for _ in range(9):
         assert isinstance(exits(policy, policy.started_at, code=code), float | int)
     end = exits(policy, policy.started_at, code=code, last_line="No module named 'nothing'")
@@ -205,6 +205,24 @@ def test_a_learner_that_never_joins_fails_after_ten_ends_with_the_cause(code):
         else f"exit code {code}: No module named 'nothing'"
     )
     assert end.message == f"learner eu/0 ended 10 times and never joined the job ({cause})"
+
+
+def test_a_learner_that_never_joined_outlives_an_outage_of_minutes():
+    policy, end = started(), None
+    while not isinstance(end, ExitContainer):
+        assert policy.started_at < 2000
+        at = policy.started_at
+        end = exits(policy, at, code=1, last_line="no such disk")
+    assert at >= 1800
+    assert end.reason == "NeverJoined"
+
+
+def test_a_learner_that_joined_in_an_earlier_container_never_fails_for_not_joining():
+    limits = Limits(leave_seconds=1, never_joined_seconds=0)
+    policy = Policy(role=Role.LEARNER, name="eu/0", limits=limits, joined=True)
+    policy.handle(Tick(), 0.0)
+    for _ in range(30):
+        assert not isinstance(exits(policy, policy.started_at, code=1), ExitContainer)
 
 
 def test_neither_kills_nor_an_unavailable_syncer_fail_a_learner_that_never_joined():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from diloco_agent import supervisor
-from diloco_agent.supervisor import write_termination_message
+from diloco_agent.supervisor import Counts, write_termination_message
 
 KUBELET_BYTES = 4096
 
@@ -67,14 +67,14 @@ def test_a_termination_log_that_cannot_be_written_raises_nothing(tmp_path):
 def test_a_new_pod_on_the_same_volume_has_its_own_budget_of_crashes(tmp_path, pod, crashes):
     counts = tmp_path / "lives.json"
     counts.write_text('{"lives": 7, "faults": 2, "pod": "uid-1"}')
-    assert supervisor._read_counts(counts, pod, "boot-1") == (7, crashes, False)
+    assert supervisor._read_counts(counts, pod, "boot-1") == Counts(starts=7, crashes=crashes)
 
 
 def test_counts_without_a_pod_belong_to_one_that_has_no_uid(tmp_path):
     counts = tmp_path / "lives.json"
     counts.write_text('{"lives": 7, "faults": 2}')
-    assert supervisor._read_counts(counts, "", "boot-1") == (7, 2, False)
-    assert supervisor._read_counts(counts, "uid-1", "boot-1") == (7, 0, False)
+    assert supervisor._read_counts(counts, "", "boot-1") == Counts(starts=7, crashes=2)
+    assert supervisor._read_counts(counts, "uid-1", "boot-1") == Counts(starts=7)
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,18 @@ def test_a_container_that_did_not_get_to_its_end_was_killed_unless_its_node_rest
 ):
     counts = tmp_path / "lives.json"
     counts.write_text('{"lives": 7, "faults": 2, "pod": "uid-1", "runsSinceBoot": "boot-1"}')
-    assert supervisor._read_counts(counts, pod, boot)[2] is died
+    assert supervisor._read_counts(counts, pod, boot).died is died
 
 
 def test_a_container_that_got_to_its_end_was_not_killed(tmp_path):
     counts = tmp_path / "lives.json"
     counts.write_text('{"lives": 7, "faults": 2, "pod": "uid-1", "runsSinceBoot": ""}')
-    assert supervisor._read_counts(counts, "uid-1", "") == (7, 2, False)
-    assert supervisor._read_counts(counts, "uid-1", "boot-1") == (7, 2, False)
+    assert supervisor._read_counts(counts, "uid-1", "") == Counts(starts=7, crashes=2)
+    assert supervisor._read_counts(counts, "uid-1", "boot-1") == Counts(starts=7, crashes=2)
+
+
+@pytest.mark.parametrize(("pod", "joined"), [("uid-1", True), ("uid-2", False)])
+def test_that_a_learner_joined_is_known_to_the_next_container_of_its_pod(tmp_path, pod, joined):
+    counts = tmp_path / "lives.json"
+    counts.write_text('{"lives": 7, "faults": 2, "joined": true, "pod": "uid-1"}')
+    assert supervisor._read_counts(counts, pod, "boot-1").joined is joined

@@ -261,7 +261,7 @@ def test_the_restart_limit_counts_incidents_of_the_learner(rank):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_learner_that_never_joins_fails_whichever_of_its_ranks_crashes(rank):
-    learner = trained(2, crash_loop_exits=3)
+    learner = trained(2, crash_loop_exits=3, never_joined_seconds=0)
     for _ in range(3):
         assert learner.pods[0].ended is None
         learner.exits(rank, 1)

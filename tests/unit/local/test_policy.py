@@ -207,13 +207,24 @@ def test_a_learner_that_a_person_stopped_restarts_without_a_remark_about_its_loo
     ],
 )
 def test_a_learner_that_never_joins_fails_the_job_after_five_ends_with_the_cause(code, cause):
-    run = training()
+    run = training(never_joined_seconds=0)
     for ends in range(5):
         assert (run.policy.outcome, ends) == (None, ends)
         run.exits("eu/0", code, last_line="no such file")
         run.wait(until=run.now + 40)
     assert run.policy.outcome is Outcome.FAILED
     assert run.policy.message == f"learner eu/0 ended 5 times and never joined the job ({cause})"
+
+
+def test_a_learner_that_never_joined_outlives_an_outage_of_minutes():
+    run = training()
+    first = run.now
+    while run.policy.outcome is None:
+        assert run.now < first + 400
+        run.exits("eu/0", 1, last_line="no such disk")
+        failed_at = run.now
+        run.wait(until=run.now + 40)
+    assert failed_at >= first + 300
 
 
 def test_neither_kills_nor_a_slow_syncer_nor_the_other_learner_fail_one_that_never_joined():
@@ -290,7 +301,7 @@ def test_a_refused_evaluator_does_not_restart_and_the_run_continues():
 
 
 @pytest.mark.parametrize(
-    ("code", "counts"), [(1, True), (75, True), (-SIGSEGV, True), (-SIGKILL, False), (0, False)]
+    ("code", "counts"), [(1, True), (75, False), (-SIGSEGV, True), (-SIGKILL, False), (0, False)]
 )
 def test_only_crashes_count_against_the_restart_limit(code, counts):
     run = training(learner_restarts=2)

@@ -126,13 +126,27 @@ def test_the_files_beside_the_weights_of_the_base_model_are_copied(run: Path, tm
     assert not (tmp_path / "to/config.json").is_symlink()
 
 
+def test_a_model_without_its_frozen_tensors_is_refused_with_what_to_do(tmp_path: Path):
+    tensor = {"dtype": "float32", "shape": [2]}
+    frozen = [{"name": f"base.{n}.weight", **tensor} for n in range(10)]
+    export_model(tmp_path / "run" / "model", TENSORS, {"job": "j", "step": 6, "frozen": frozen})
+    with pytest.raises(ConfigError) as caught:
+        export_folder(tmp_path / "run", tmp_path / "to")
+    message = str(caught.value)
+    assert "base.0.weight, base.1.weight" in message
+    assert "and 2 more" in message
+    assert "sync.frozen: Ship" in message
+    assert not (tmp_path / "to").exists()
+
+
 def test_a_folder_with_weights_is_refused(run: Path, tmp_path: Path):
     (tmp_path / "to").mkdir()
     (tmp_path / "to/pytorch_model.bin").touch()
     with pytest.raises(
-        ConfigError, match=r"already holds pytorch_model.bin; give an empty directory"
-    ):
+        ConfigError, match=r"already holds pytorch_model.bin; give an empty"
+    ) as caught:
         export_folder(run, tmp_path / "to")
+    assert "delete this one if an earlier export did not end" in str(caught.value)
 
 
 def test_a_folder_without_files_to_copy_is_refused(run: Path, tmp_path: Path):

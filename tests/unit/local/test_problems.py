@@ -70,3 +70,16 @@ def test_a_step_may_take_longer_than_a_minute():
     problems.update(both("NoSteps"), 10.0)
     assert problems.standstill(10.0 + 899) == ""
     assert problems.standstill(10.0 + 900) != ""
+
+
+def test_how_long_all_learners_may_take_no_step_can_be_set():
+    problems = Problems(LEARNERS, stuck_seconds=3600)
+    problems.update(both("NoSteps"), 10.0)
+    assert problems.standstill(10.0 + 3599) == ""
+    assert problems.standstill(10.0 + 3600) != ""
+
+
+def test_a_first_step_that_compiles_for_long_never_ends_a_run():
+    problems = Problems(LEARNERS)
+    problems.update(both("NoFirstStep"), 10.0)
+    assert problems.standstill(1e6) == ""

@@ -97,5 +97,12 @@ def test_a_learner_that_never_calls_step_is_reported_after_minutes(reporter, ste
     reporter.report(CONNECTED, 20.0 + silence - 1.5)
     assert reporter.written().problem == ""
     reporter.report(CONNECTED, 20.0 + silence)
-    assert reporter.written().problem == "NoSteps"
+    assert reporter.written().problem == "NoFirstStep"
     assert f"learner.step() was not called for {silence:.0f} s" in reporter.written().why
+
+
+def test_a_learner_that_stops_calling_step_differs_from_one_that_has_not_begun(reporter):
+    reporter.observe(trainer(5), 20.0)
+    reporter.observe(trainer(6), 21.0)
+    reporter.report(CONNECTED, 21.0 + 120.0)
+    assert reporter.written().problem == "NoSteps"

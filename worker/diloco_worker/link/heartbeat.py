@@ -26,6 +26,8 @@ class HealthReporter:
         self._trainer: TrainerState | None = None
         self._progress_at: float | None = None
         self._joined = False
+        self._stepped = False
+        """In this process: its first step may compile for many minutes."""
 
     @property
     def due_at(self) -> float | None:
@@ -37,10 +39,10 @@ class HealthReporter:
         previous, self._trainer = self._trainer, state
         if not state.model_loaded:
             self._progress_at = None
-        elif (
-            previous is None or not previous.model_loaded or state.local_step > previous.local_step
-        ):
+        elif previous is None or not previous.model_loaded:
             self._progress_at = now
+        elif state.local_step > previous.local_step:
+            self._progress_at, self._stepped = now, True
 
     def report(self, link: LinkState, now: float) -> None:
         """Write the file if a report is due, and at once when the learner has joined."""
@@ -60,7 +62,7 @@ class HealthReporter:
         silence = 0.0 if self._progress_at is None else now - self._progress_at
         if silence >= max(NO_STEP_SECONDS, NO_STEP_DURATIONS * trainer.step_seconds):
             return (
-                "NoSteps",
+                "NoSteps" if self._stepped else "NoFirstStep",
                 f"learner.step() was not called for {silence:.0f} s; call it once after each step of the "
                 "optimizer",
             )
