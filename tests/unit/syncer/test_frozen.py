@@ -124,6 +124,21 @@ def test_a_program_of_an_earlier_version_is_refused_with_the_reason():
     assert "use one version" in refusal(old_job.handle(applicant("eu/1"), layout_fixed=True))
 
 
+def test_a_program_that_keeps_running_statistics_as_constants_is_refused_with_the_reason():
+    constant = Tensor(name="mean", shape=(3,), dtype="float32")
+    moving = dataclasses.replace(constant, buffer=True)
+    older = {"tensors": TRAINED, "constants": (constant,), "frozen": ()}
+    newer = {"tensors": (*TRAINED, moving), "constants": (), "frozen": ()}
+    for ours, theirs in ((older, newer), (newer, older)):
+        of_job = cut(
+            ours["tensors"], num_fragments=len(ours["tensors"]), constants=ours["constants"]
+        )
+        admission = running(layout=of_job)
+        text = refusal(admission.handle(applicant("eu/1", **theirs), layout_fixed=True))
+        assert "buffer mean is " in text
+        assert "use one version for the whole job" in text
+
+
 def test_the_memory_of_the_syncer_does_not_bound_what_stays_with_the_learners():
     admission = Admission(SPEC, memory_bytes=1 << 20)
     assert isinstance(admission.handle(applicant(), layout_fixed=False), Admitted)
