@@ -255,7 +255,7 @@ def test_a_base_that_no_hello_can_describe_is_refused_where_it_is_described(monk
 
 
 class Admitting:
-    """A runner that admits everybody, and counts how many it admits at the same time."""
+    """A runner that admits each applicant, and counts how many it admits at the same time."""
 
     def __init__(self) -> None:
         self.spec, self.most, self.admitted = SPEC, 0, []
