@@ -13,10 +13,11 @@ import hashlib
 import heapq
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -297,27 +298,39 @@ def differences(ours: Layout, theirs: Layout, *, most: int = 8) -> list[str]:
 
     `ours` is the syncer's model, `theirs` that of a learner.
     """
-    found: list[str] = []
+    sentences = _differences(ours, theirs)  # of large models, never all at once
+    found = list(islice(sentences, most))
+    more = sum(1 for _ in sentences)
+    return [*found, f"and {more} more"] if more else found
+
+
+def _differences(ours: Layout, theirs: Layout) -> Iterator[str]:
     for kind, mine, other in (
         ("parameter", ours.tensors, theirs.tensors),
         ("constant", ours.constants, theirs.constants),
         ("frozen parameter", ours.frozen, theirs.frozen),
     ):
         a, b = {t.name: t for t in mine}, {t.name: t for t in other}
-        found += [f"{kind} {n} is missing" for n in sorted(a.keys() - b.keys())]
-        found += [f"{kind} {n} is not part of the job's model" for n in sorted(b.keys() - a.keys())]
+        for name in sorted(a.keys() - b.keys()):
+            yield f"{_kind(kind, a[name])} {name} is missing"
+        for name in sorted(b.keys() - a.keys()):
+            yield f"{_kind(kind, b[name])} {name} is not part of the job's model"
         for name in sorted(a.keys() & b.keys()):
-            x, y = a[name], b[name]
-            if x.shape != y.shape:
-                found.append(f"{kind} {name} has shape {list(y.shape)} instead of {list(x.shape)}")
-            if x.dtype != y.dtype:
-                found.append(f"{kind} {name} has dtype {y.dtype} instead of {x.dtype}")
-            if x.embedding != y.embedding or x.aliases != y.aliases:
-                found.append(f"{kind} {name} is tied or used as an embedding differently")
-            if x.digest != y.digest and (x.shape, x.dtype) == (y.shape, y.dtype):
-                found.append(f"{kind} {name} has other values")
-            if x.buffer != y.buffer:
-                found.append(f"{kind} {name} is a buffer in only one of the two models")
-    if len(found) > most:
-        found = [*found[:most], f"and {len(found) - most} more"]
-    return found
+            yield from _changes(f"{_kind(kind, a[name])} {name}", a[name], b[name])
+
+
+def _kind(kind: str, tensor: Tensor) -> str:
+    return "buffer" if tensor.buffer else kind
+
+
+def _changes(what: str, x: Tensor, y: Tensor) -> Iterator[str]:
+    if x.shape != y.shape:
+        yield f"{what} has shape {list(y.shape)} instead of {list(x.shape)}"
+    if x.dtype != y.dtype:
+        yield f"{what} has dtype {y.dtype} instead of {x.dtype}"
+    if x.embedding != y.embedding or x.aliases != y.aliases:
+        yield f"{what} is tied or used as an embedding differently"
+    if x.digest != y.digest and (x.shape, x.dtype) == (y.shape, y.dtype):
+        yield f"{what} has other values"
+    if x.buffer != y.buffer:
+        yield f"{what} is a buffer in only one of the two models"

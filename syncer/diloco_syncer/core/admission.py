@@ -405,10 +405,15 @@ class Admission:
 
 
 def _advice(ours: Layout, theirs: Layout) -> str:
-    """What to do about frozen parameters that differ; "": they do not."""
+    """What to do about frozen parameters that differ, and buffers that only one side merges; "": nothing."""
+    if _merged(ours) & _constants(theirs) or _merged(theirs) & _constants(ours):
+        return (
+            ". Earlier versions kept buffers that change as constants: use one version for the whole job, or start "
+            "a new job"
+        )
     if ours.frozen == theirs.frozen:
         return ""
-    stored = {tensor.name for tensor in (*ours.constants, *theirs.constants)}
+    stored = _constants(ours) | _constants(theirs)
     if any(tensor.name in stored for tensor in (*ours.frozen, *theirs.frozen)):
         return (
             ". Earlier versions stored frozen parameters as constants: use one version for the whole job, or start "
@@ -418,3 +423,12 @@ def _advice(ours: Layout, theirs: Layout) -> str:
         ". Frozen parameters stay with the learners (sync.frozen is Keep): every learner must freeze the same "
         "parameters and load the same values"
     )
+
+
+def _merged(layout: Layout) -> set[str]:
+    """Names of the buffers that are merged."""
+    return {tensor.name for tensor in layout.tensors if tensor.buffer}
+
+
+def _constants(layout: Layout) -> set[str]:
+    return {tensor.name for tensor in layout.constants}

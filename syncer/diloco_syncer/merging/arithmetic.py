@@ -245,6 +245,7 @@ class Arithmetic:
             self._new_momentum_N[segment.here],
             encoded,
             self._theta_squares_S2[segment.index],
+            self._fragment.buffers,
             *self._outer,
         )
         return int(bad)

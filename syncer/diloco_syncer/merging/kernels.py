@@ -178,6 +178,23 @@ def _add_sizes(theta: Any, new_theta: Any, sizes_2B: Any) -> None:
 
 
 @kernel
+def _bound(
+    payloads_M: Any, start: Any, used: Any, theta_T: Any, new_theta_T: Any, scratch_GT: Any
+) -> None:
+    """Θ between the smallest and the largest Θ − v of the members: a mean leaves them only by rounding."""
+    size = new_theta_T.size
+    least_T, most_T = scratch_GT[1, :used], scratch_GT[2, :used]
+    for m in range(payloads_M.size):
+        x_T = _values(payloads_M[m], start, scratch_GT[0, :size])
+        for i in range(used):
+            value = theta_T[i] - x_T[i]
+            least_T[i] = value if m == 0 else min(least_T[i], value)
+            most_T[i] = value if m == 0 else max(most_T[i], value)
+    for i in range(used):
+        new_theta_T[i] = min(max(new_theta_T[i], least_T[i]), most_T[i])
+
+
+@kernel
 def _outer(
     theta: Any,
     momentum: Any,
@@ -260,6 +277,7 @@ def merge_average(
     new_momentum_N: Any,
     encoded_N: Any,
     sizes_2: Any,
+    bounded: Any,
     learning_rate: Any,
     mu: Any,
     from_delta: Any,
@@ -268,7 +286,8 @@ def merge_average(
     """
     Δ = Σ factor·v, and `step` with it.
 
-    Args: as of `merge_radial` and `step`.
+    Args: as of `merge_radial` and `step`, and
+        bounded: Θ stays between the values of the members. Only without an outer optimizer.
 
     Returns:
         Σ Δ², and how many blocks of Θ the payload cannot hold.
@@ -302,6 +321,8 @@ def merge_average(
                 )  # fmt: skip
                 codec.add_squares(delta, lanes_B)
                 _add_sizes(before, after, sizes_2B)
+        if bounded:
+            _bound(payloads_M, start + lo, n, theta_T, new_theta_T, scratch_GT)
         bad += _encode(new_theta_T, encoded_N[lo : lo + TILE])
     _lane_sums(lanes_MB, squares_M)
     _lane_sums(sizes_2B, sizes_2)

@@ -10,7 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from datetime import UTC, datetime
 from functools import partial
 
@@ -44,6 +44,9 @@ EVALUATIONS_PART_BYTES = 8 << 20
 EVALUATIONS_SECONDS = 5.0
 """How long a reply waits until the disk has the score."""
 
+MODEL_SECONDS = 60.0
+"""How long a Hello waits while another one with frozen parameters is compared, which takes seconds at most."""
+
 _QUERY_BYTES = 4096
 
 
@@ -65,6 +68,8 @@ class ControlService:
     ) -> None:  # fmt: skip
         self._runner, self._evaluations, self._authorizer = runner, evaluations, authorizer
         self._limits, self._next_incarnation = limits, next_incarnation
+        self._models = threading.Lock()
+        """Held while the frozen parameters of a Hello are compared: each list may take hundreds of MB."""
         self._scored: deque[float] = deque(maxlen=EVALUATIONS_PER_MINUTE)
         """When the newest scores were written, monotonic."""
 
@@ -109,9 +114,7 @@ class ControlService:
             hello = telemetry.hello(first)
             learner = hello.learner
             self._authorizer.check(context, learner)
-            applicant = telemetry.applicant(hello)
-            _ = applicant.model  # checked here, not on the runner's thread
-            session = self._runner.admit(applicant)
+            session = self._admit(hello)
             session.on_end = partial(self._limits.cancel_later, context)
             try:
                 self._limits.join(learner, time.monotonic())
@@ -128,6 +131,27 @@ class ControlService:
             self._limits.refusals.refuse("a session", learner, error)
             raise
         return session
+
+    def _admit(self, hello: pb.Hello) -> sessions.Session:
+        spec = self._runner.spec
+        if (hello.job, hello.spec_hash) != (spec.job, spec.hash):
+            hello.ClearField("frozen")  # refused by these, before models are compared
+        with self._one_at_a_time() if hello.frozen else nullcontext():
+            applicant = telemetry.applicant(hello)
+            hello.ClearField("frozen")
+            _ = applicant.model  # checked here, not on the runner's thread
+            return self._runner.admit(applicant)
+
+    @contextmanager
+    def _one_at_a_time(self) -> Iterator[None]:
+        if not self._models.acquire(timeout=MODEL_SECONDS):
+            raise UnavailableError(
+                "the frozen parameters of other learners are being compared; try again"
+            )
+        try:
+            yield
+        finally:
+            self._models.release()
 
     def _leave(self, session: sessions.Session, reason: str) -> None:
         self._runner.sessions.close(session)

@@ -178,7 +178,7 @@ def applicant(hello: pb.Hello) -> Applicant:
 
 
 def _frozen(data: bytes) -> list[pb.TensorInfo]:
-    infos = unpack_frozen(data)
+    infos = unpack_frozen(data, most=MAX_FROZEN)
     if len(infos) > MAX_FROZEN:
         raise too_many_tensors(len(infos), most=MAX_FROZEN)
     try:

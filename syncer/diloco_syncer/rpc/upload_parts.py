@@ -240,7 +240,11 @@ class _Staged:
 
     def end(self, now: float) -> None:
         delta_N, fragment = self._delta_N, self._fragment
-        if self._base_N is None:
+        if self._base_N is not None and fragment.buffers:
+            np.subtract(
+                self._base_N, delta_N, out=delta_N
+            )  # θ: no variance becomes negative by rounding
+        if self._base_N is None or fragment.buffers:
             np.subtract(self._current_N, delta_N, out=delta_N)
         else:
             delta_N += self._current_N - self._base_N

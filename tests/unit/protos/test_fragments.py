@@ -134,7 +134,7 @@ def test_a_buffer_that_is_merged_is_another_model_than_one_that_is_not():
     assert differences(ours, theirs) == ["parameter b is a buffer in only one of the two models"]
     kept = cut([tensor("a", 1)], num_fragments=1, constants=[tensor("b", 2)])
     assert differences(kept, theirs) == [
-        "parameter b is not part of the job's model",
+        "buffer b is not part of the job's model",
         "constant b is missing",
     ]
 

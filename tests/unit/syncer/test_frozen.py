@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import threading
 import zlib
 
 import numpy as np
@@ -13,12 +14,14 @@ from safetensors.torch import load_file
 
 from diloco.errors import ConfigError, MismatchError, ProtocolError, UnavailableError
 from diloco.model.fragments import Tensor, cut
+from diloco.rpc import tensor_info
 from diloco.rpc.tensor_info import FROZEN_BYTES, pack_frozen, unpack_frozen
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer.core import admission as limits
 from diloco_syncer.core.admission import Admission, Admitted, Applicant, Model, Refused
 from diloco_syncer.rpc import telemetry
+from diloco_syncer.rpc.control import ControlService
 from diloco_syncer.storage.parameters import Parameters
 from diloco_syncer.storage.snapshots import export
 
@@ -124,6 +127,21 @@ def test_a_program_of_an_earlier_version_is_refused_with_the_reason():
     assert "use one version" in refusal(old_job.handle(applicant("eu/1"), layout_fixed=True))
 
 
+def test_a_program_that_keeps_running_statistics_as_constants_is_refused_with_the_reason():
+    constant = Tensor(name="mean", shape=(3,), dtype="float32")
+    moving = dataclasses.replace(constant, buffer=True)
+    older = {"tensors": TRAINED, "constants": (constant,), "frozen": ()}
+    newer = {"tensors": (*TRAINED, moving), "constants": (), "frozen": ()}
+    for ours, theirs in ((older, newer), (newer, older)):
+        of_job = cut(
+            ours["tensors"], num_fragments=len(ours["tensors"]), constants=ours["constants"]
+        )
+        admission = running(layout=of_job)
+        text = refusal(admission.handle(applicant("eu/1", **theirs), layout_fixed=True))
+        assert "buffer mean is " in text
+        assert "use one version for the whole job" in text
+
+
 def test_the_memory_of_the_syncer_does_not_bound_what_stays_with_the_learners():
     admission = Admission(SPEC, memory_bytes=1 << 20)
     assert isinstance(admission.handle(applicant(), layout_fixed=False), Admitted)
@@ -189,7 +207,7 @@ def test_a_base_of_a_hundred_thousand_tensors_fits_into_a_hello():
 
 def test_no_frozen_parameters_take_no_bytes():
     assert pack_frozen([]) == b""
-    assert list(unpack_frozen(b"")) == []
+    assert list(unpack_frozen(b"", most=9)) == []
 
 
 def test_descriptions_that_cannot_be_read_are_refused():
@@ -207,6 +225,7 @@ def test_descriptions_that_cannot_be_read_are_refused():
 def test_a_small_message_cannot_become_a_large_one(monkeypatch):
     with pytest.raises(ProtocolError, match=f"more than {FROZEN_BYTES} bytes"):
         telemetry.applicant(hello(zlib.compress(bytes(FROZEN_BYTES + 1))))
+    assert len(unpack_frozen(zlib.compress(b"\n\0" * (8 << 20)), most=limits.MAX_FROZEN)) == 131073
     made = []
     monkeypatch.setattr(telemetry, "from_proto", made.append)
     many = pb.FrozenTensors(tensors=[b""] * (limits.MAX_FROZEN + 1)).SerializeToString()
@@ -218,6 +237,68 @@ def test_a_small_message_cannot_become_a_large_one(monkeypatch):
             hello(zlib.compress(pb.FrozenTensors(tensors=[deep]).SerializeToString()))
         )
     assert made == []
+
+
+@pytest.mark.parametrize(
+    "plain", [b"\x0a", b"\x0a\x02a", b"\x0a\xff\xff\xff\xff\xff", b"\x12\0", b"\x0a\0\x08"]
+)
+def test_a_list_that_is_none_is_refused(plain):
+    with pytest.raises(ProtocolError, match="frozen parameters: no valid descriptions"):
+        unpack_frozen(zlib.compress(plain), most=9)
+
+
+@pytest.mark.parametrize("limit", ["FROZEN_BYTES", "PACKED_BYTES"])
+def test_a_base_that_no_hello_can_describe_is_refused_where_it_is_described(monkeypatch, limit):
+    monkeypatch.setattr(tensor_info, limit, 10)
+    with pytest.raises(ConfigError, match=r"its 2 frozen parameters take .* at most 10"):
+        pack_frozen(base("a", "b"))
+
+
+class Admitting:
+    """A runner that admits each applicant, and counts how many it admits at the same time."""
+
+    def __init__(self) -> None:
+        self.spec, self.most, self.admitted = SPEC, 0, []
+        self._lock = threading.Lock()
+        self._now = 0
+
+    def admit(self, applicant: Applicant) -> object:
+        with self._lock:
+            self._now += 1
+            self.most = max(self.most, self._now)
+        self.both.wait(0.2) if self._now < 2 else self.both.set()
+        with self._lock:
+            self._now -= 1
+        self.admitted.append(applicant)
+        return object()
+
+    both = threading.Event()
+
+
+def test_frozen_parameters_of_one_learner_are_compared_at_a_time():
+    runner = Admitting()
+    control = ControlService(runner, None, None, None, next_incarnation=lambda: 1)
+    packed = pack_frozen(base("a", "b"))
+    threads = [
+        threading.Thread(
+            target=control._admit, args=[pb.Hello(job="j", spec_hash=SPEC.hash, frozen=packed)]
+        )
+        for _ in range(4)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert (len(runner.admitted), runner.most) == (4, 1)
+    assert all(applicant.frozen == base("a", "b") for applicant in runner.admitted)
+
+
+@pytest.mark.parametrize("other", [{"job": "other"}, {"spec_hash": "other"}])
+def test_the_frozen_parameters_of_another_job_or_spec_are_not_inflated(other):
+    runner = Admitting()
+    control = ControlService(runner, None, None, None, next_incarnation=lambda: 1)
+    control._admit(pb.Hello(**{"job": "j", "spec_hash": SPEC.hash, "frozen": b"noise", **other}))
+    assert runner.admitted[0].frozen == ()
 
 
 # ---------------------------------------------------------------- stored

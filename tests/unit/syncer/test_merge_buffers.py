@@ -141,6 +141,26 @@ def test_statistics_that_are_not_finite_are_refused_with_their_name():
         merge.add("eu/0", 0, (base_N - bad_N).tobytes())
 
 
+@pytest.mark.parametrize("members", [3, 5, 7])
+def test_the_mean_of_variances_of_zero_is_zero(members):
+    base_N = state(var=8500.0029296875)
+    uploads = [sent(f"eu/{m}", base_N, state(var=0.0)) for m in range(members)]
+    assert named(merged(base_N, uploads).theta_N)["var"].tolist() == [0.0] * 5
+
+
+def test_a_mean_is_between_the_values_of_the_members():
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        base_N, values = state(var=rng.uniform(0, 1e4)), rng.uniform(0, 1e-6, 6)
+        uploads = [
+            sent(f"eu/{m}", base_N, state(var=v), weight=m + 1) for m, v in enumerate(values)
+        ]
+        arrived = [named(base_N - u.values_N)["var"] for u in uploads]
+        found = named(merged(base_N, uploads).theta_N)["var"]
+        assert (np.min(arrived, axis=0) <= found).all()
+        assert (found <= np.max(arrived, axis=0)).all()
+
+
 @pytest.mark.parametrize("name", ["BF16", "Int8", "Int4"])
 def test_a_small_variance_stays_positive_since_buffers_travel_in_fp32(name):
     base_N, theta_N = state(var=1.0), state(var=1e-4)

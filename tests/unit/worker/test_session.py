@@ -10,7 +10,7 @@ import pytest
 
 from diloco.v1 import syncer_pb2 as pb
 from diloco_worker.core import events as ev
-from diloco_worker.link.session import Session, event_of
+from diloco_worker.link.session import NOT_COMPARED, Session, event_of
 
 
 class Call:
@@ -45,6 +45,36 @@ def test_an_unexpected_error_of_the_stream_loses_the_session_instead_of_the_thre
     assert lost.wait(30)
     assert [type(event) for event in events] == [ev.Completed, ev.SessionLost]
     assert "at a named point" in events[-1].text
+
+
+@pytest.mark.parametrize(
+    ("hello", "left"),
+    [
+        (pb.Hello(tensors=[pb.TensorInfo(name="mean", buffer=True)]), True),
+        (pb.Hello(frozen=b"x"), True),
+        (pb.Hello(tensors=[pb.TensorInfo(name="weight")]), False),
+    ],
+)
+def test_an_older_syncer_is_left_only_if_it_would_misunderstand_the_model(hello, left):
+    class Older(Call):
+        def __iter__(self) -> Iterator[pb.SyncerMessage]:
+            yield pb.SyncerMessage(welcome=pb.Welcome(epoch=1))
+
+    class OlderSyncer(Channel):
+        def stream_stream(self, *given: object, **named: object) -> object:
+            return lambda requests: Older()
+
+    events: list[ev.Event] = []
+    lost = threading.Event()
+
+    def post(event: ev.Event) -> None:
+        events.append(event)
+        if isinstance(event, ev.SessionLost):
+            lost.set()
+
+    Session(OlderSyncer(), hello, post)
+    assert lost.wait(30)
+    assert (events == [NOT_COMPARED]) is left
 
 
 @pytest.mark.parametrize(

@@ -167,6 +167,35 @@ def test_one_report_is_not_uploaded_for_two_fragments():
     assert not encoder.repeats(second)
 
 
+@pytest.mark.parametrize("content", [bulk.DELTA, bulk.WHOLE])
+def test_statistics_that_are_not_finite_are_sent_as_they_were_last_received(content, caplog):
+    tensors = [
+        Tensor(name="weight", shape=(8,), dtype="float32"),
+        Tensor(name="mean", shape=(4,), dtype="float32", buffer=True),
+        Tensor(name="var", shape=(4,), dtype="float32", buffer=True),
+    ]
+    memory = PlainMemory(cut(tensors, num_fragments=2))
+    memory.inbox(1)[:], memory.host(1)[:] = 5.0, 7.0
+    memory.host(1)[129:131] = np.nan, np.inf  # of var
+    memory.publish(1, 1, (1, 4))
+    memory.copies = [HostCopy(local_step=3, steps=3, tokens=30, base=1)] * 2
+    spec = RunSpec(job="j", steps=9, fragments=2, interval=2, overlap=1)
+    encoder = Encoder(memory, spec, BufferPool(most_idle_bytes=1 << 20))
+    versions = ((1, 4),) if content == bulk.DELTA else ((1, 9),)
+    for round_ in (1, 2):
+        pull = Pulled(round=round_, attempt=1, fragment=1, versions=versions)
+        upload = encoder.pull(pull, IDENTITY)
+        assert upload.header.content == content
+        chunk = frames.unpack(list(upload.messages())[1])
+        sent = np.frombuffer(chunk.payload, np.float32)
+        expected = [-2, 0, 0, -2] if content == bulk.DELTA else [7, 5, 5, 7]
+        np.testing.assert_array_equal(sent[128:132], expected)
+        np.testing.assert_array_equal(sent[:4], -2 if content == bulk.DELTA else 7)
+        assert np.isfinite(list(upload.header.norms)).all()
+        upload.close()
+    assert caplog.text.count("values of var are NaN or Inf") == 1
+
+
 def test_an_upload_of_another_fragment_meanwhile_does_not_end_the_check_for_repeats():
     memory = PlainMemory(LAYOUT)
     memory.copies = [HostCopy(local_step=3, steps=3, tokens=30, base=0)]

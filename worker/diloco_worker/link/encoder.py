@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 F32 = npt.NDArray[np.float32]
 
+MOST_NAMES = 8
+"""Of buffers, in one line."""
+
 
 @dataclass(slots=True, kw_only=True)
 class _Unconfirmed:
@@ -66,6 +69,8 @@ class Encoder:
         self._epoch = 0
         self._sent: dict[int, int] = {}
         """Fragment → t_m of its last upload for a round."""
+        self._replaced: set[str] = set()
+        """Buffers whose values that are not finite were logged."""
         self._faults = FaultInjector(faults)
 
     def pull(
@@ -75,8 +80,9 @@ class Encoder:
         Answer a pull from the newest host copy.
 
         A delta against what was last received if the syncer still has that version; else the whole
-        fragment. For a delta that is not finite, only a header, with norms of NaN, so the round
-        continues without this learner.
+        fragment. For a delta of parameters that is not finite, only a header, with norms of NaN, so the
+        round continues without this learner. Of buffers, values that are not finite are replaced by those
+        that were last received.
 
         Args:
             pull: what the syncer wants.
@@ -116,7 +122,7 @@ class Encoder:
             buffer = self._buffers.acquire(formats.encoded_bytes(formats.FP32, fragment.elements))
             try:
                 with self._memory.lock(fragment.index):
-                    self._whole(fragment, buffer)
+                    self._whole(fragment, buffer, self._memory.host(fragment.index))
             except BaseException:
                 self._buffers.release(buffer)
                 raise
@@ -157,12 +163,15 @@ class Encoder:
             header.format = bulk.Format.ValueType(self._format(fragment))
         buffer = self._buffers.acquire(formats.encoded_bytes(header.format, fragment.elements))
         try:
+            host_N = self._memory.host(fragment.index)
+            if fragment.buffers and inbox.version is not None:
+                host_N = self._finite(fragment, host_N)
             if base is None:
-                self._whole(fragment, buffer)
+                self._whole(fragment, buffer, host_N)
                 return self._upload(header, fragment, buffer)
             # A probe is discarded: it must not consume the feedback.
             residual_N = None if pull.probe else self._residual(pull, fragment, identity)
-            norms = self._delta(fragment, buffer, residual_N)
+            norms = self._delta(fragment, buffer, host_N, residual_N)
         except NotFiniteError as error:
             self._buffers.release(buffer)
             log.warning("fragment %d at local step %d: %s", fragment.index, copy.local_step, error)
@@ -202,17 +211,40 @@ class Encoder:
         """Of a delta."""
         return formats.of_fragment(self._spec.wire_up, fragment)
 
-    def _whole(self, fragment: Fragment, buffer: U8) -> None:
-        host_N = self._memory.host(fragment.index)
+    def _finite(self, fragment: Fragment, host_N: F32) -> F32:
+        """
+        Buffers, with the values of the inbox where theirs are not finite.
+
+        The result of the merge overwrites them. If the learner were refused, a job that needs it for its
+        quorum would stop, though its parameters are finite.
+        """
+        finite_N = np.isfinite(host_N)
+        if finite_N.all():
+            return host_N
+        slots = [s for s in fragment.slots if not finite_N[s.offset : s.end].all()]
+        names = [s.tensor.name for s in slots if s.tensor.name not in self._replaced]
+        if names:
+            self._replaced.update(names)
+            more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+            log.warning(
+                "values of %s%s are NaN or Inf: those last received are sent in their place; check the inputs of "
+                "these layers. This line appears once for each buffer",
+                ", ".join(names[:MOST_NAMES]), more,
+            )  # fmt: skip
+        return np.where(finite_N, host_N, self._memory.inbox(fragment.index))
+
+    def _whole(self, fragment: Fragment, buffer: U8, host_N: F32) -> None:
         for index in range(fragment.chunks):
             lo, hi = fragment.chunk(index)
             formats.encode(formats.FP32, host_N[lo:hi], buffer[4 * lo :])
 
-    def _delta(self, fragment: Fragment, buffer: U8, residual_N: F32 | None) -> list[float]:
+    def _delta(
+        self, fragment: Fragment, buffer: U8, host_N: F32, residual_N: F32 | None
+    ) -> list[float]:
         """
         Encode base − θ chunk by chunk; return the norm per tensor of what the syncer will decode.
         """
-        base_N, host_N = self._memory.inbox(fragment.index), self._memory.host(fragment.index)
+        base_N = self._memory.inbox(fragment.index)
         fmt, squares = self._format(fragment), [0.0] * len(fragment.slots)
         # 2 MiB at most: malloc keeps pages of that size (diloco/runtime/malloc.py).
         delta, decoded = np.empty((2, min(CHUNK, fragment.elements)), np.float32)

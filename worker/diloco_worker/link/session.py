@@ -64,7 +64,8 @@ class Session:
         self._queue: deque[pb.LearnerMessage] = deque([pb.LearnerMessage(hello=hello)])
         self._report: pb.LearnerMessage | None = None
         self._closing = False
-        self._frozen = bool(hello.frozen)
+        self._compared = bool(hello.frozen) or any(t.buffer for t in hello.tensors)
+        """Whether the model has something that a syncer of an earlier version does not know."""
         self._call = SyncerStub(channel).Session(self._outgoing())
         self._thread = threading.Thread(target=self._incoming, name="session", daemon=True)
         self._thread.start()
@@ -105,7 +106,7 @@ class Session:
         lost = ev.SessionLost(text="the syncer ended the session")
         try:
             for message in self._call:
-                if self._frozen and not_compared(message):
+                if self._compared and not_compared(message):
                     lost = NOT_COMPARED
                     self._call.cancel()
                     break
@@ -201,15 +202,16 @@ def event_of(message: pb.SyncerMessage) -> ev.Event | None:
 
 NOT_COMPARED = ev.SessionLost(
     text=(
-        "the syncer is older than this learner and would not compare its frozen parameters with those of the "
-        "other learners; use the same version for both, or set sync.frozen to Ship in a new job"
+        "the syncer is older than this learner: it would not compare frozen parameters with those of the other "
+        "learners, nor merge buffers that change; use the same version for both, or set sync.frozen to Ship and "
+        "sync.buffers to Initial in a new job"
     ),
     refused_exit=EXIT_REFUSED,
 )
 
 
 def not_compared(message: pb.SyncerMessage) -> bool:
-    """Whether it is the Welcome of a syncer that does not know `Hello.frozen`."""
+    """Whether it is the Welcome of a syncer that knows neither `Hello.frozen` nor `TensorInfo.buffer`."""
     return message.WhichOneof("kind") == "welcome" and not message.welcome.compares_frozen
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from diloco.model.fragments import cut
+from diloco.rpc.tensor_info import pack_frozen
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.ipc.shared_memory import SharedMemory
@@ -32,7 +33,8 @@ class Replica:
         spec: defines how to cut it.
 
     Raises:
-        ConfigError: the model cannot be cut this way, or has a tensor that cannot be merged.
+        ConfigError: the model cannot be cut this way, has a tensor that cannot be merged, or more frozen
+            parameters than a Hello can describe.
         OSError: the machine has too little memory for the copies.
     """
 
@@ -47,6 +49,9 @@ class Replica:
             frozen=() if ship else with_digests(tensors.frozen),
             average=spec.average_parameters,
         )
+        pack_frozen(
+            self.layout.frozen
+        )  # here, not in each session of the link, that they fit is checked
         self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
         fragments = range(len(self.layout.fragments))
         self._copier = Copier(tensors, self.layout)
