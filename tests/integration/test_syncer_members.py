@@ -199,7 +199,9 @@ def test_a_successor_replaces_its_predecessor_whose_uploads_count_no_more(syncer
         successor.local_step += 10
         good_round(successor)
         until(  # the line is written in the background
-            lambda: syncer.events("merge")[-1]["members"][0]["incarnation"] == successor.incarnation,
+            lambda: (
+                syncer.events("merge")[-1]["members"][0]["incarnation"] == successor.incarnation
+            ),
             expected="a merge of the successor",
         )
     assert {"StaleIncarnation"} == {x["reason"] for x in syncer.events("refuse")[-2:]}
