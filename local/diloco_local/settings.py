@@ -16,7 +16,15 @@ OURS = (
     *("DILOCO_JOB", "DILOCO_LEARNER", "DILOCO_SYNCER", "DILOCO_SPEC", "DILOCO_CONFIG"),
     *("DILOCO_STATE", "DILOCO_TLS", "DILOCO_METRICS_PORT", "DILOCO_LISTEN"),
     *("DILOCO_SYNCER_PROXY", "DILOCO_RESTARTS", "DILOCO_HEALTH_FILE", "DILOCO_PROGRESS_FILE"),
-    *("DILOCO_LOG_FORMAT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *(
+        "DILOCO_POD_UID",
+        "DILOCO_LOG_FORMAT",
+        "RANK",
+        "LOCAL_RANK",
+        "WORLD_SIZE",
+        "MASTER_ADDR",
+        "MASTER_PORT",
+    ),
 )
 """Variables of the contract: values set in the user's shell must not reach our processes."""
 

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from diloco.runtime.exits import is_crash, of_container
-from diloco_agent import policy, unit
+from diloco_agent import policy, restarts, unit
 from diloco_local import policy as local_policy
 from diloco_operator.state import pods
 
@@ -30,6 +30,11 @@ def test_a_container_without_an_exit_code_of_its_own_did_not_crash():
     assert not any(is_crash(of_container(code)) for code in (128, *range(193, 256)))
 
 
-@pytest.mark.parametrize("module", [policy, unit, local_policy, pods])
-def test_agent_local_runtime_and_operator_use_the_same_rule(module):
+@pytest.mark.parametrize("module", [policy, restarts, pods])
+def test_agent_and_operator_use_the_same_rule(module):
     assert module.is_crash is is_crash
+
+
+@pytest.mark.parametrize("module", [policy, unit, local_policy])
+def test_agent_and_local_runtime_count_the_same_exits_against_the_limit(module):
+    assert module.counts is restarts.counts
