@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -197,7 +198,7 @@ def test_a_stuck_process_fails_liveness(tmp_path):
     stuck = CHILD.replace("progress_at=now", "progress_at=now - 8")
     with Pod(tmp_path, stuck, environment={"DILOCO_STUCK_SECONDS": "7"}) as pod:
         until(lambda: pod.ask("/livez")[0] == 503, "failing liveness")
-        assert "no progress for 8 s: working" in pod.ask("/livez")[1]
+        assert re.search(r"no progress for \d+ s: working", pod.ask("/livez")[1])
 
 
 def test_malformed_requests_are_answered_too(tmp_path):
