@@ -175,8 +175,10 @@ def test_the_limit_holds_for_a_process_that_writes_without_end(processes, comman
         return earlier.exists()
 
     until(moved, "a second part")
+    assert earlier.stat().st_size <= 1 << 20
     processes.kill("one")
-    assert next_exit(processes).cause == "x" * 1000
+    # The last line may be cut, by the signal or where the file began anew.
+    assert set(next_exit(processes).cause) == {"x"}
 
 
 def test_the_cause_of_a_crash_under_torchrun_is_that_of_its_rank(processes, command):
