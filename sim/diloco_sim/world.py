@@ -51,6 +51,7 @@ from diloco_sim.faults import LINK, MISBEHAVIOUR, Fault, Kind
 from diloco_sim.impersonator import Impersonator
 from diloco_sim.injector import Injector
 from diloco_sim.learner import TRAINER, SimulatedLearner
+from diloco_sim.lost_merges import LostMerges
 from diloco_sim.memory import seed_of
 from diloco_sim.network import Network
 from diloco_sim.seeds import fork
@@ -134,6 +135,7 @@ class World:
         self._written_at = 0.0
         """When the spec document was last replaced."""
         self.merges = 0
+        self._lost_merges = LostMerges(self.spec)
         self._found: Violation | None = None
         self.trace: deque[tuple[float, object]] = deque(maxlen=TRACED)
         self._checkers = Checkers([*self._own_checkers(), *checkers])
@@ -232,11 +234,13 @@ class World:
     def _waits_for_a_person(self) -> bool:
         """
         It is legal that merges end: a bit has flipped, and since then the syncer refuses
-        to start, or the parameters would grow implausibly where a member misbehaved or the job may diverge.
+        to start, or the parameters would grow implausibly where a member misbehaved, the job may diverge,
+        or start after start lost merges.
         """
         injected = self.injector.injected
         flipped = Kind.DISK_FLIP in injected and self.syncer.refusal is not None
-        explained = self.of.may_diverge or any(kind in injected for kind in MISBEHAVIOUR)
+        misbehaved = any(kind in injected for kind in MISBEHAVIOUR)
+        explained = misbehaved or self.of.may_diverge or self._lost_merges.may_halt
         return flipped or (bool(self._halt) and explained)
 
     def _healthy_since(self) -> float | None:
@@ -264,8 +268,11 @@ class World:
             # As text what refers to vectors: the trace must not keep them from being used again.
             self.trace.append((now, _text(event) if isinstance(event, Committed) else event))
         match event:
-            case {"event": "merge"}:
+            case {"event": "merge", "step": int(step)}:
                 self.merges += 1
+                self._lost_merges.merged(step)
+            case Resumed(step=step):
+                self._lost_merges.started(step)
             case {"event": "halt", "reason": reason}:
                 self._halt = str(reason)
             case {"event": "start"}:
