@@ -32,12 +32,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]):
     report = yield
-    if report.skipped and item.config.getoption("no_skips"):
-        reason = report.longrepr[2].removeprefix("Skipped: ")
-        if not reason.startswith(HARDWARE):
-            report.outcome = "failed"
-            report.longrepr = f"Every test has to run here, and this one was skipped: {reason}"
+    refuse_skip(report, item.config)
     return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector):
+    report = yield
+    refuse_skip(report, collector.config)
+    return report
+
+
+def refuse_skip(report: pytest.TestReport | pytest.CollectReport, config: pytest.Config) -> None:
+    if not (report.skipped and config.getoption("no_skips")):
+        return
+    reason = report.longrepr[2].removeprefix("Skipped: ")
+    if not reason.startswith(HARDWARE):
+        report.outcome = "failed"
+        report.longrepr = f"Every test has to run here, and this one was skipped: {reason}"
 
 
 def pytest_configure() -> None:

@@ -203,3 +203,22 @@ def test_where_everything_has_to_run_only_missing_hardware_excuses_a_test(
     assert result.counts == Counter(counts)
     reasons = ["no GPU"] if ci else ["no GPU", "mounting is not allowed here"]
     assert result.skipped == Counter(reasons)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ci", "counts"), [("true", {"failed": 1}), ("", {"passed": 1, "skipped": 1})]
+)
+def test_where_everything_has_to_run_a_library_that_is_missing_fails_its_module(
+    runner, tmp_path, monkeypatch, capsys, ci, counts
+):
+    monkeypatch.setenv("CI", ci)
+    (tmp_path / "conftest.py").write_text((ROOT / "tests/conftest.py").read_text())
+    (tmp_path / "test_it.py").write_text(
+        'import pytest\n\npytest.importorskip("no_such_library")\n'
+    )
+    (tmp_path / "test_other.py").write_text("def test_that_passes():\n    pass\n")
+    options = ("-c", "/dev/null", f"--rootdir={tmp_path}", *runner.no_skips())
+    result = runner.pytest("some", *options, str(tmp_path)).run()
+    assert result.counts == Counter(counts)
+    assert ("Every test has to run here" in capsys.readouterr().out) is bool(ci)
