@@ -198,9 +198,10 @@ class Reconciler:
             decisions = self._decide(observation, self._scope, self._now())
         outcome = _Outcome()
         self._repairs.setdefault(key, Repairs())
-        self._refusals.setdefault(key, Refusals(lambda: Backoff(*BACKOFF_SECONDS, self._rng)))
+        refusals = self._refusals.setdefault(key, Refusals(Backoff(*BACKOFF_SECONDS, self._rng)))
         self._apply(key, observation, decisions, outcome)
         self._delete(key, decisions, outcome)
+        refusals.end(self._now(), refused=outcome.refused_requests)
         self._faults.reached("after-delete")
         contested = self._contested(key)
         if outcome.foreign or outcome.refusals or contested:
@@ -224,8 +225,6 @@ class Reconciler:
             raise _RefusedError(
                 "; ".join(f"{refusal.child}: {refusal.message}" for refusal in outcome.refusals)
             )
-        refusals = self._refusals[key]
-        refusals.forget(but=outcome.refused_requests)
         again = refusals.seconds(self._now())
         seconds = decisions.requeue_seconds
         return seconds if again is None else min(seconds, again), bool(outcome.refusals)
@@ -366,7 +365,7 @@ class Reconciler:
         else:
             message = error.message
             log.warning("the API server refuses to %s %s %s: %s", *request, message)
-            self._refusals[key].record(request, content, message, self._now())
+            self._refusals[key].record(request, content, message)
         outcome.refused(request, message)
 
     def _report(self, key: Key, raw: Object, decisions: Decisions) -> None:

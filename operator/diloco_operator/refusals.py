@@ -1,58 +1,59 @@
 """
-Requests about children that the API server refuses: each waits longer and longer before it is sent again.
+Requests about children that the API server refuses: they wait longer and longer before they are sent again.
 
-Only the refused request waits: the other children and the status of its job keep their usual pace.
+The other children and the status of their job keep their usual pace. The refused ones wait together: a job of
+which a policy refuses hundreds is reconciled no more often than one with a single refused child.
 
 Pure: time is an argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Hashable
-from dataclasses import dataclass
-from datetime import datetime, timedelta
+from collections.abc import Collection, Hashable
+from datetime import UTC, datetime, timedelta
+from typing import NamedTuple
 
 from diloco.runtime.backoff import Backoff
 
 
-@dataclass(slots=True)
-class _Refused:
-    """A request that was refused, again and again."""
-
+class _Refused(NamedTuple):
     content: Hashable
     message: str
-    backoff: Backoff
-    at: datetime
-    until: datetime
 
 
 class Refusals:
     """The refused requests of one job."""
 
-    def __init__(self, new_backoff: Callable[[], Backoff]) -> None:
-        """Pauses after consecutive refusals of a request are those of a new back-off."""
-        self._new_backoff = new_backoff
+    def __init__(self, backoff: Backoff) -> None:
+        self._backoff = backoff
         self._refused: dict[Hashable, _Refused] = {}
-
-    def record(self, request: Hashable, content: Hashable, message: str, now: datetime) -> None:
-        """The server refused a request with this content."""
-        known = self._refused.get(request)
-        backoff = known.backoff if known and known.content == content else self._new_backoff()
-        until = now + timedelta(seconds=backoff.next())
-        self._refused[request] = _Refused(content, message, backoff, now, until)
+        self._repeated = False
+        """Whether a request was refused since the last `end`."""
+        self._at = self._until = datetime.min.replace(tzinfo=UTC)
 
     def waits(self, request: Hashable, content: Hashable, now: datetime) -> str | None:
         """The server's message, if the request has to wait; None: send it. Other content never waits."""
         known = self._refused.get(request)
-        if known is None or known.content != content or not known.at <= now < known.until:
-            return None
-        return known.message
+        waits = known is not None and known.content == content and self._at <= now < self._until
+        return known.message if known is not None and waits else None
 
-    def forget(self, *, but: Collection[Hashable]) -> None:
-        """These requests were not refused again; the others are no longer needed."""
-        self._refused = {key: known for key, known in self._refused.items() if key in but}
+    def record(self, request: Hashable, content: Hashable, message: str) -> None:
+        """The server refused a request with this content."""
+        known = self._refused.get(request)
+        if known is None or known.content != content:
+            self._backoff.reset()
+        self._refused[request] = _Refused(content, message)
+        self._repeated = True
+
+    def end(self, now: datetime, *, refused: Collection[Hashable]) -> None:
+        """A reconcile ends, in which these requests were refused or had to wait."""
+        self._refused = {key: known for key, known in self._refused.items() if key in refused}
+        if not self._refused:
+            self._backoff.reset()
+        elif self._repeated:
+            self._at, self._until = now, now + timedelta(seconds=self._backoff.next())
+        self._repeated = False
 
     def seconds(self, now: datetime) -> float | None:
-        """Until the next request may be sent again; None: none waits."""
-        left = [(known.until - now).total_seconds() for known in self._refused.values()]
-        return max(0.0, min(left)) if left else None
+        """Until the refused requests are sent again; None: there are none."""
+        return max(0.0, (self._until - now).total_seconds()) if self._refused else None

@@ -304,6 +304,18 @@ def test_a_refused_child_is_sent_at_once_when_it_or_the_manifest_changes(world):
     assert world.api.get("configmaps", "a-1") is not None
 
 
+def test_many_refused_children_cause_no_more_reconciles_than_one(world):
+    world.api.faults.append(Fault("PATCH", "configmaps/a-", 403, "denied", times=10**6))
+    world.decide = reported(apply=tuple(world.child(f"a-{number}") for number in range(30)))
+    begin, num_runs = world.now, 0
+    while world.now < begin + timedelta(hours=1):
+        world.now += timedelta(seconds=world.run())
+        num_runs += 1
+    assert num_runs < 3 * 120, (
+        "30 s apart, or less after a refusal, which comes 60 s after the last on average"
+    )
+
+
 def test_a_server_that_does_not_answer_is_retried_with_back_off(world):
     world.api.faults.append(Fault("PATCH", "configmaps/a-1", 503, "no", times=10**6))
     world.decide = reported(apply=(world.child("a-1"),))
