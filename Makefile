@@ -39,7 +39,7 @@ check:           ## everything of `make test` that needs no processes: under a m
 e2e: setup-dev   ## the tests on Kubernetes clusters alone (tests/e2e/README.md)
 	DILOCO_E2E=required $(BIN)/python -m pytest -ra --durations=15 tests/e2e
 
-alerts:          ## the chart's alerts against samples, with promtool (built with Go where it is missing)
+alerts:          ## the chart's alerts against samples, with promtool (fetched with apt where it is missing)
 	scripts/alerts
 
 format:          ## format, and apply the fixes of the linter

@@ -127,9 +127,9 @@ REASONS: tuple[Reason, ...] = (
         (
             "Contested",
             "Warning",
-            "another writer changes objects of the job again after each repair: {children}; the operator "
-            "waits before it repairs them again",
-            "an Event only; exclude the job's objects from that writer: an autoscaler, a policy that mutates",
+            "the job can run, but another writer changes objects of it again after each repair: {children}; "
+            "the operator waits before it repairs them again",
+            "exclude the job's objects from that writer: an autoscaler, a policy that mutates",
         ),
         (
             "ChildTerminating",

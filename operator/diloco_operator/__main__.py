@@ -19,6 +19,7 @@ from diloco_operator.metrics import Metrics
 from diloco_operator.reconcile import Reconciler
 from diloco_operator.settings import Settings
 from diloco_operator.watch import handlers
+from diloco_operator.watch.crd_check import CrdCheck
 from diloco_operator.watch.health import Health, HealthServer
 from diloco_operator.workqueue import WorkQueue
 
@@ -134,6 +135,7 @@ def _assemble(settings: Settings, configuration: Configuration) -> _Parts:
         health,
         namespaces=settings.namespaces,
         every_seconds=settings.resync_seconds,
+        then=CrdCheck(cluster, health).once,
     )
     work = _Work(cluster, queue, resync, metrics, reconciler)
     return _Parts(cluster=cluster, candidate=candidate, queue=queue, health=health, work=work)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import random
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
+from diloco.runtime.backoff import Backoff
 from diloco_operator.cluster.client import ApiError, Cluster, Json, NotLeaderError
 from diloco_operator.cluster.observe import Observer
 from diloco_operator.decide.decisions import (
@@ -22,12 +24,12 @@ from diloco_operator.decide.decisions import (
     JobEvent,
     decide,
     leave_to,
-    report_contested,
     report_unreadable,
 )
 from diloco_operator.decide.drift import applied, is_changed
 from diloco_operator.logs import job_context
 from diloco_operator.metrics import Metrics
+from diloco_operator.refusals import Refusals
 from diloco_operator.repairs import Repairs, other_writer
 from diloco_operator.resources import APPLIED
 from diloco_operator.resources.operator_scope import OperatorScope
@@ -36,7 +38,7 @@ from diloco_operator.state.objects import Object, identity, is_deleting, is_own
 from diloco_operator.state.observation import Observation, Refusal
 from diloco_operator.state.previous_status import PreviousStatus
 from diloco_operator.state.stored_job import StoredJob, claimed_by
-from diloco_operator.workqueue import Key, RetryError
+from diloco_operator.workqueue import BACKOFF_SECONDS, Key, RetryError
 
 log = logging.getLogger(__name__)
 
@@ -46,34 +48,26 @@ REMIND_SECONDS = 3000.0
 """Between two Events about a job of another installation: API servers keep an Event for an hour."""
 
 
+_Request = tuple[str, str, str]
+"""What to do, and with which child: its kind and name."""
+
+
 @dataclass(slots=True)
 class _Outcome:
     """What carrying out the decisions revealed."""
 
     foreign: list[Object] = field(default_factory=list)
     refusals: list[Refusal] = field(default_factory=list)
-    contested: list[str] = field(default_factory=list)
-    """Children that another writer changes or deletes again after each repair, with its name."""
+    refused_requests: set[_Request] = field(default_factory=set)
+    """Of the refusals."""
     unanswered: set[str] = field(default_factory=set)
     """Kinds of which a write had no answer in time, as with an admission webhook that hangs."""
 
-    def refused(self, kind: str, name: str, error: ApiError) -> None:
-        """
-        Record a refusal, which a condition reports.
-
-        Raises:
-            ApiError: nothing can be written, the status neither.
-        """
-        if isinstance(error, NotLeaderError) or error.status == 401:
-            raise error
-        message = error.message
-        # 500 is also the answer to a field of the wrong type ("expected list, got x") and to an
-        # admission webhook that is unavailable.
-        if not (error.refused or error.status == 500):
-            self.unanswered.add(kind)
-            # Without the client's error, which differs each time: a change would be a write.
-            message = message if error.status else "no answer from the API server"
+    def refused(self, request: _Request, message: str) -> None:
+        """Record a refusal, of now or before."""
+        _, kind, name = request
         self.refusals.append(Refusal(child=f"{kind} {name}", message=message))
+        self.refused_requests.add(request)
 
     def skips(self, kind: str) -> bool:
         """
@@ -130,6 +124,9 @@ class Reconciler:
         # Fingerprints of applies that changed nothing and are not repeated: by key and child.
         self._unchanged: dict[Key, dict[tuple[str, str], str]] = {}
         self._repairs: dict[Key, Repairs] = {}
+        self._refusals: dict[Key, Refusals] = {}
+        # Jitter spreads the requests of many jobs; it needs no secure randomness.
+        self._rng = random.Random()  # noqa: S311
         # Jobs of other installations about which an Event was posted: uid, installation and time.
         self._left: dict[Key, tuple[str, str, datetime]] = {}
 
@@ -141,15 +138,15 @@ class Reconciler:
             Seconds until the next reconcile; None: the job was deleted.
 
         Raises:
-            RetryError: the API server did not answer, or refused a child, which the status reports
-                if the server accepts that.
+            RetryError: the API server did not answer, or the job's namespace is being deleted. A child
+                that it refuses does not end the reconcile: the status reports it.
         """
         started = time.monotonic()
         result = "error"
         with job_context(key):
             try:
-                requeue = self._reconcile(key)
-                result = "ok" if requeue is not None else "gone"
+                requeue, refused = self._reconcile(key)
+                result = "refused" if refused else "ok" if requeue is not None else "gone"
             except _RefusedError:
                 result = "refused"
                 raise
@@ -170,21 +167,23 @@ class Reconciler:
         """Close the connections to syncers."""
         self._observer.close()
 
-    def _reconcile(self, key: Key) -> float | None:
+    def _reconcile(self, key: Key) -> tuple[float | None, bool]:
+        """When to reconcile again, and whether the API server refuses a child."""
         raw = self._cluster.job(*key)
         if raw is None or is_deleting(raw):
             # The garbage collector deletes children with their owner; no finalizer is needed.
             self._forget(key)
             self._left.pop(key, None)
-            return None
+            return None, False
         owner = claimed_by(raw)
         if self._installation and owner not in ("", self._installation):
-            return self._leave(key, raw, owner)
+            return self._leave(key, raw, owner), False
         try:
             observation = self._observer.observe(key, raw)
         except ApiError as error:
-            if error.status == 403 and owner == self._installation:
-                # The conditions would show what was known before, for as long as this lasts.
+            if error.status == 403:
+                # The conditions would show what was known before, for as long as this lasts. Also of a
+                # job without an installation: another one that may read its objects claims it.
                 self._report(key, raw, report_unreadable(raw, str(error), self._now()))
             raise
         if self._installation and not owner and self._runs(observation.stored):
@@ -193,16 +192,25 @@ class Reconciler:
             self._metrics.wrote("DiLoCoJob")
         self._faults.reached("after-read")
         decisions = self._decide(observation, self._scope, self._now())
+        if decisions.fails:
+            # Not because of pods that a list from a cache still shows, such as those before a suspension.
+            observation = self._observer.observe(key, raw, newest=True)
+            decisions = self._decide(observation, self._scope, self._now())
         outcome = _Outcome()
+        self._repairs.setdefault(key, Repairs())
+        refusals = self._refusals.setdefault(key, Refusals(Backoff(*BACKOFF_SECONDS, self._rng)))
         self._apply(key, observation, decisions, outcome)
         self._delete(key, decisions, outcome)
+        refusals.end(self._now(), refused=outcome.refused_requests)
         self._faults.reached("after-delete")
-        if outcome.contested:
-            self._post(raw, report_contested(outcome.contested))
-        if outcome.foreign or outcome.refusals:
+        contested = self._contested(key)
+        if outcome.foreign or outcome.refusals or contested:
             # The same pure function reports them, so that the status is always complete.
             observation = replace(
-                observation, foreign=tuple(outcome.foreign), refusals=tuple(outcome.refusals)
+                observation,
+                foreign=tuple(outcome.foreign),
+                refusals=tuple(outcome.refusals),
+                contested=contested,
             )
             report = self._decide(observation, self._scope, self._now())
             decisions = replace(decisions, status=report.status, events=report.events)
@@ -213,11 +221,18 @@ class Reconciler:
             self._observer.report_failures(key, observation.stored.job, failures)
         if decisions.remove_job:
             self._remove(key, raw)
-        if outcome.refusals:
+        if outcome.unanswered:
             raise _RefusedError(
                 "; ".join(f"{refusal.child}: {refusal.message}" for refusal in outcome.refusals)
             )
-        return decisions.requeue_seconds
+        again = refusals.seconds(self._now())
+        seconds = decisions.requeue_seconds
+        return seconds if again is None else min(seconds, again), bool(outcome.refusals)
+
+    def _contested(self, key: Key) -> tuple[str, ...]:
+        """Children that another writer changes or deletes again after each repair, with its name."""
+        found = self._repairs[key].contested(self._now())
+        return tuple(sorted(f"{kind} {name} ({writer})" for (kind, name), writer in found))
 
     def _runs(self, stored: StoredJob) -> bool:
         """Whether this operator runs some part of the job."""
@@ -225,9 +240,17 @@ class Reconciler:
         return job is not None and (bool(scope.own_regions(job)) or scope.has_syncer(job))
 
     def _leave(self, key: Key, raw: Json, owner: str) -> float:
-        """Write nothing about another installation's job but an Event, again before it expires."""
+        """
+        Write nothing about another installation's job but an Event, again before it expires.
+
+        A job that has ended, or is suspended, needs no operator until its manifest changes.
+        """
         self._forget(key)
         decisions = leave_to(owner, self._installation)
+        previous, generation = PreviousStatus.of(raw), raw["metadata"].get("generation")
+        if previous.is_at_rest and previous.status.get("observedGeneration") == generation:
+            self._left.pop(key, None)
+            return decisions.requeue_seconds
         uid, now = str(raw["metadata"]["uid"]), self._now()
         *reported, at = self._left.get(key, ("", "", now))
         if reported != [uid, owner] or now - at >= timedelta(seconds=REMIND_SECONDS):
@@ -240,6 +263,7 @@ class Reconciler:
         self._observer.forget(key)
         self._unchanged.pop(key, None)
         self._repairs.pop(key, None)
+        self._refusals.pop(key, None)
         self._metrics.state(key, None)
 
     def _apply(
@@ -252,11 +276,14 @@ class Reconciler:
             "volume": PreviousStatus.of(job).volume_uid,
         }
         live = {identity(child): child for child in observation.children}
-        previous, repairs = self._unchanged.get(key, {}), self._repairs.setdefault(key, Repairs())
+        previous, repairs = self._unchanged.get(key, {}), self._repairs[key]
         unchanged: dict[tuple[str, str], str] = {}
         for number, body in enumerate(decisions.apply, start=1):
             kind, name = identity(body)
-            if outcome.skips(kind):
+            request: _Request = ("apply", kind, name)
+            # A person who changes the manifest may have ended the cause, wherever it was.
+            content = (owner.get("generation"), applied(body))
+            if outcome.skips(kind) or self._waits(key, request, content, outcome):
                 continue
             self._progressed(key)
             try:
@@ -280,14 +307,14 @@ class Reconciler:
                 if error.namespace_terminating:
                     # The job goes with its namespace; its status could not be written either.
                     raise _RefusedError(error.message) from None
-                outcome.refused(kind, name, error)
+                self._failed(key, request, content, outcome, error)
                 continue
             if child is not None and _version(child) == _version(after):
                 unchanged[kind, name] = _fingerprint(body, after)
             elif not is_repair:
                 repairs.forget((kind, name))
-            elif repairs.record((kind, name), self._now()):
-                outcome.contested.append(f"{kind} {name} ({other_writer(child, COMPONENT)})")
+            else:
+                repairs.record((kind, name), other_writer(child, COMPONENT), self._now())
             repairs.applied((kind, name), applied(body))
             self._wrote("applied", kind, name)
             self._faults.reached(f"after-apply-{number}")
@@ -295,7 +322,8 @@ class Reconciler:
 
     def _delete(self, key: Key, decisions: Decisions, outcome: _Outcome) -> None:
         for ref in decisions.delete:
-            if outcome.skips(ref.kind):
+            request: _Request = ("delete", ref.kind, ref.name)
+            if outcome.skips(ref.kind) or self._waits(key, request, ref, outcome):
                 continue
             self._progressed(key)
             try:
@@ -307,7 +335,38 @@ class Reconciler:
                     verb = "deleted by force" if ref.force else "deleted"
                     self._wrote(verb, ref.kind, ref.name)
             except ApiError as error:
-                outcome.refused(ref.kind, ref.name, error)
+                self._failed(key, request, ref, outcome, error)
+
+    def _waits(self, key: Key, request: _Request, content: Hashable, outcome: _Outcome) -> bool:
+        """Whether the server refused the request, and it is too early to send it again."""
+        message = self._refusals[key].waits(request, content, self._now())
+        if message is None:
+            return False
+        outcome.refused(request, message)
+        return True
+
+    def _failed(
+        self, key: Key, request: _Request, content: Hashable, outcome: _Outcome, error: ApiError
+    ) -> None:
+        """
+        Record a failed request, which a condition reports.
+
+        Raises:
+            ApiError: nothing can be written, the status neither.
+        """
+        if isinstance(error, NotLeaderError) or error.status == 401:
+            raise error
+        # 500 is also the answer to a field of the wrong type ("expected list, got x") and to an
+        # admission webhook that is unavailable.
+        if not (error.refused or error.status == 500):
+            # Without the client's error, which differs each time: a change would be a write.
+            message = error.message if error.status else "no answer from the API server"
+            outcome.unanswered.add(request[1])
+        else:
+            message = error.message
+            log.warning("the API server refuses to %s %s %s: %s", *request, message)
+            self._refusals[key].record(request, content, message)
+        outcome.refused(request, message)
 
     def _report(self, key: Key, raw: Object, decisions: Decisions) -> None:
         status = decisions.status

@@ -2,35 +2,44 @@
 Children that another writer changes, or deletes, again after each repair.
 
 Two writers that each restore their own state would write for ever, as often as the watches deliver. After
-some repairs in a row, the operator waits before the next one, and names the child and the other writer.
+some repairs in a row, the operator waits before the next one, and a condition names the child and the
+other writer until it has changed nothing for a while.
 
 Pure: time is an argument.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import Any
 
 from diloco.runtime.backoff import doubled
 
+Child = tuple[str, str]
+"""Kind and name."""
+
 AT_ONCE = 10
 """Repairs in a row without a wait."""
 
 IN_A_ROW_SECONDS = 600.0
-"""Repairs further apart than this, beside the wait between them, are not of one row."""
+"""Repairs further apart than this, beside the wait between them, are not of one row; and a child that
+stays as it is for so long is no longer contested."""
 
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 60.0, 3600.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class _Row:
     """Repairs of one child in a row."""
 
     count: int
     last: datetime
+    writer: str = ""
+    """What the other writer did, before the last repair."""
+    undone: datetime
+    """When a repair was last seen to be undone."""
 
     @property
     def wait(self) -> timedelta:
@@ -44,31 +53,41 @@ class Repairs:
     """The repairs of one job's children."""
 
     def __init__(self) -> None:
-        self._rows: dict[Hashable, _Row] = {}
-        self._applied: dict[Hashable, str | None] = {}
+        self._rows: dict[Child, _Row] = {}
+        self._applied: dict[Child, str | None] = {}
 
-    def applied(self, child: Hashable, content: str | None) -> None:
+    def applied(self, child: Child, content: str | None) -> None:
         """This process has applied this content, by its hash."""
         self._applied[child] = content
 
-    def restores(self, child: Hashable, content: str | None) -> bool:
+    def restores(self, child: Child, content: str | None) -> bool:
         """Whether this process applied the same content last, so that another writer undid that."""
         return content is not None and self._applied.get(child) == content
 
-    def must_wait(self, child: Hashable, now: datetime) -> bool:
-        """Whether the next repair of this child has to wait."""
+    def must_wait(self, child: Child, now: datetime) -> bool:
+        """Whether the next repair of this child, which it needs, has to wait."""
         row = self._rows.get(child)
-        return row is not None and row.last <= now < row.last + row.wait
+        waits = row is not None and row.last <= now < row.last + row.wait
+        if row is not None and waits:
+            row.undone = now
+        return waits
 
-    def record(self, child: Hashable, now: datetime) -> bool:
-        """Record a repair; whether there have been so many in a row that the next one has to wait."""
+    def record(self, child: Child, writer: str, now: datetime) -> None:
+        """Record a repair of what this other writer did."""
         row = self._rows.get(child)
         if row is None or now - row.last > row.wait + timedelta(seconds=IN_A_ROW_SECONDS):
-            row = _Row(count=0, last=now)
-        self._rows[child] = row = _Row(count=row.count + 1, last=now)
-        return row.count >= AT_ONCE
+            row = _Row(count=0, last=now, undone=now)
+        count = row.count + 1
+        self._rows[child] = _Row(count=count, last=now, undone=now, writer=writer)
 
-    def forget(self, child: Hashable) -> None:
+    def contested(self, now: datetime) -> Iterator[tuple[Child, str]]:
+        """Children that are changed again after each repair, and by whom."""
+        for child, row in self._rows.items():
+            recently = now - row.undone < timedelta(seconds=IN_A_ROW_SECONDS)
+            if row.count >= AT_ONCE and recently:
+                yield child, row.writer
+
+    def forget(self, child: Child) -> None:
         """The manifest changed the child: what was applied before no longer matters."""
         self._rows.pop(child, None)
         self._applied.pop(child, None)

@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from diloco_job.crd import crd
+from diloco_operator.state.served_schema import missing_fields
 from diloco_operator.state.stored_job import StoredJob
 from diloco_testing.kubernetes.api_server import CRDS, JOBS, ApiServer, Refusal, running
 from diloco_testing.manifests.cases import JOB
@@ -122,6 +123,33 @@ def test_a_field_that_one_version_lacks_is_lost_at_the_operators_next_status_wri
     assert "newThing" not in job(api)["spec"]
     write_status(api)
     assert job(api, BETA_JOBS)["spec"]["newThing"] == 1, "the default, not what the user wrote"
+
+
+def without_rules(value: Any) -> Any:
+    """The schema without its CEL rules, which name fields."""
+    if isinstance(value, list):
+        return [without_rules(item) for item in value]
+    if isinstance(value, dict):
+        return {k: without_rules(v) for k, v in value.items() if k != "x-kubernetes-validations"}
+    return value
+
+
+def test_the_fields_that_an_older_crd_lacks_are_read_from_the_api_server(api):
+    def missing() -> tuple[str, ...] | None:
+        code, document = api.send("GET", f"/openapi/v3/apis/diloco.dev/{OLD}")
+        return missing_fields(document) if code == 200 else None
+
+    _until(lambda: missing() == (), "the CRD of this version lacks nothing")
+    older = api.send("GET", f"{CRDS}/{NAME}")[1]
+    whole = without_rules(older["spec"]["versions"][0]["schema"]["openAPIV3Schema"])
+    older["spec"]["versions"][0]["schema"]["openAPIV3Schema"] = whole
+    fields = whole["properties"]["spec"]["properties"]
+    del fields["learner"]["properties"]["storage"]
+    del fields["regions"]["items"]["properties"]["cluster"]
+    code, answer = api.send("PUT", f"{CRDS}/{NAME}", older)
+    assert code == 200, answer
+    expected = {"spec.learner.storage", "spec.regions.cluster"}
+    _until(lambda: set(missing() or ()) == expected, "the fields that it lacks")
 
 
 def test_the_old_version_goes_after_every_object_was_written_in_the_new_one(api):

@@ -211,12 +211,19 @@ def test_a_learner_on_a_lost_node_is_replaced_by_force(make, eu):
     job.until_condition("LearnersReady", 240)
     pod = job.pod_of("eu/0")
     first = job.instances()[pod]
+    node = job.cluster.kubectl.get("pod", pod, job.namespace)["spec"]["nodeName"]
     with silent_kubelet(eu):
+        trouble = job.until_condition(
+            "LearnersReady", NODE_LOST + SOON, status="False", reason="PodTrouble"
+        )
+        assert trouble["message"] == (
+            f'pod {pod}: its node {node} does not respond; see "Lost nodes" in docs/operations.md'
+        )
         job.cluster.kubectl(
             "delete", "pod", pod, "-n", job.namespace, "--grace-period=5", "--wait=false"
         )
         until(
-            lambda: job.instances().get(pod, first)[0] != first[0], NODE_LOST + SOON,
+            lambda: job.instances().get(pod, first)[0] != first[0], SOON,
             expected="another pod of the name, though no kubelet confirmed the end of the first",
             details=job.details,
         )  # fmt: skip

@@ -182,6 +182,7 @@ def test_a_newcomer_gets_from_an_empty_cluster_to_an_empty_cluster_with_the_page
     upgrade(person, job)
     back_up(person, job)
     suspend_and_resume_from_an_older_snapshot(person, job)
+    refused_learner(person, job)
     failed_job(person, job)
     keep_the_volume(person, job)
     hand_over(person, job)
@@ -295,6 +296,31 @@ def suspend_and_resume_from_an_older_snapshot(person: Person, job: Job) -> None:
     )
     assert "from-snapshot" not in names.split()
     assert job.audit().ok
+
+
+def refused_learner(person: Person, job: Job) -> None:
+    """A learner that exits with code 78 fails alone; corrected, it takes part again."""
+
+    def configure(**fields: object) -> None:
+        job.change(regions=[{"name": "eu", "learners": 1}, {"name": "us", "learners": 1, **fields}])
+
+    configure(config={"width": 32})  # another model
+    failed = job.until_condition("LearnersReady", SOON, status="False", reason="LearnersFailed")
+    assert "us/0 (LearnerRefused: " in failed["message"]
+    described = person.sentence("kubectl describe dlj/NAME")
+    assert re.search(r"Warning +LearnersFailed", described), described
+    assert job.status()["state"] == "Degraded"
+    step = job.step()
+    job.until_step(step + 5, SOON)
+    configure()
+    job.until_condition("LearnersReady", SOON)
+    until(
+        lambda: any(
+            member["learner"] == "us/0" and line["step"] > step
+            for line in job.merges()[-3:] for member in line["members"]
+        ),
+        SOON, expected="the learner is merged again", details=job.details,
+    )  # fmt: skip
 
 
 def failed_job(person: Person, job: Job) -> None:

@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from diloco_job.crd import schema
 from diloco_testing.kubernetes.fake_api import FakeApi, Fault
 from diloco_testing.kubernetes.operator_process import OperatorProcess, until
 from diloco_testing.metrics import missing
@@ -147,6 +148,19 @@ def test_a_watched_namespace_that_was_deleted_stops_no_other(api, tmp_path):
         api.create(job("b", namespace="gone"))
         until(lambda: api.get("statefulsets", "b-eu", "gone"), "children there as well")
         until(lambda: operator.get("/readyz") == (200, "ok\n"), "no namespace is named")
+
+
+def test_with_a_crd_that_lacks_a_field_jobs_are_served_and_readiness_names_the_field(api, tmp_path):
+    whole = schema()
+    del whole["properties"]["spec"]["properties"]["regions"]["items"]["properties"]["cluster"]
+    api.openapi = {"components": {"schemas": {"dev.diloco.v1alpha1.DiLoCoJob": whole}}}
+    api.create(job())
+    with OperatorProcess(api, tmp_path) as operator:
+        operator.until_ready()
+        until(lambda: settled(api), "children")
+        until(lambda: "lacks spec.regions.cluster;" in operator.get("/readyz")[1], "the field")
+        assert operator.get("/readyz")[0] == 200
+        assert operator.log.read_text().count("lacks spec.regions.cluster;") == 1
 
 
 def test_drift_is_seen_by_the_watches_and_repaired(api, tmp_path):

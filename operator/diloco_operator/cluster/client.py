@@ -172,25 +172,35 @@ class Cluster:
         for namespace in namespaces or ("",):
             yield from self._list("DiLoCoJob", namespace)
 
+    def published_schema(self) -> Json:
+        """The fields of a DiLoCoJob that the server stores: OpenAPI v3 of its group, readable for everyone."""
+        return self._request("GET", f"/openapi/v3/apis/{KINDS['DiLoCoJob'].api_version}")
+
     def children(
-        self, namespace: str, job: str, *, certificates: bool, policies: bool = False
+        self,
+        namespace: str,
+        job: str,
+        *,
+        certificates: bool,
+        policies: bool = False,
+        newest: bool = False,
     ) -> tuple[Json, ...]:
         """All objects except pods with the job's label, whatever their owner; see `_of_job`."""
         found: list[Json] = []
         for kind in (*CHILD_KINDS, *(("NetworkPolicy",) if policies else ())):
-            found += self._of_job(kind, namespace, job)
+            found += self._of_job(kind, namespace, job, newest=newest)
         if certificates:
             try:
-                found += self._of_job("Certificate", namespace, job)
+                found += self._of_job("Certificate", namespace, job, newest=newest)
             except ApiError as error:
                 if not error.refused:
                     raise
                 # No cert-manager, or no access to it: a condition reports it after the apply.
         return tuple(found)
 
-    def pods(self, namespace: str, job: str) -> tuple[Json, ...]:
+    def pods(self, namespace: str, job: str, *, newest: bool = False) -> tuple[Json, ...]:
         """The job's pods; see `_of_job`."""
-        return tuple(self._of_job("Pod", namespace, job))
+        return tuple(self._of_job("Pod", namespace, job, newest=newest))
 
     def events_about(self, item: Mapping[str, Any]) -> tuple[Json, ...]:
         """Events about this object, at most a page of them."""
@@ -303,10 +313,10 @@ class Cluster:
             if error.status != 409:
                 raise
 
-    def _of_job(self, kind: str, namespace: str, job: str) -> list[Json]:
+    def _of_job(self, kind: str, namespace: str, job: str, *, newest: bool) -> list[Json]:
         """
         The objects of a kind with the job's label: from the API server's cache, but no older than what
-        this process has written or its watch has delivered.
+        this process has written or its watch has delivered. With `newest`, from the store.
 
         No label has an index. Without a version, and on many servers with a limit, the server reads
         and decodes all objects of the kind and namespace to find those of one job: with five times
@@ -317,9 +327,10 @@ class Cluster:
         selected = {"labelSelector": f"{JOB_LABEL}={job}"}
         with self._lock:
             lags = self._clock() < self._lagging.get(kind, -math.inf)
-            newest = self._newest.get(kind) if kind in self._listed and not lags else None
-        if newest is not None:
-            versions = {"resourceVersion": str(newest), "resourceVersionMatch": "NotOlderThan"}
+            cached = kind in self._listed and not lags and not newest
+            oldest = self._newest.get(kind) if cached else None
+        if oldest is not None:
+            versions = {"resourceVersion": str(oldest), "resourceVersionMatch": "NotOlderThan"}
             try:
                 path = KINDS[kind].path(namespace)
                 query = selected | versions

@@ -76,9 +76,14 @@ class Observer:
         """Close the connections to syncers."""
         self._syncers.close()
 
-    def observe(self, key: Key, raw: Json) -> Observation:
+    def observe(self, key: Key, raw: Json, *, newest: bool = False) -> Observation:
         """
         Observe everything around the job whose object is `raw`.
+
+        Args:
+            key: the job's.
+            raw: as read now.
+            newest: read everything from the store, which is expensive; otherwise see `Cluster._of_job`.
 
         Raises:
             ApiError: the API server did not answer, or denied access.
@@ -93,9 +98,10 @@ class Observer:
             *key,
             certificates=uses_certificates,
             policies=self._scope.network_policies is not None,
+            newest=newest,
         )
         children += self._unlabelled_claim(key, job, children)
-        pods = self._cluster.pods(*key)
+        pods = self._cluster.pods(*key, newest=newest)
         credentials = self._credentials(key, job)
         own = _own(raw, children)
         stuck = stuck_objects(raw, children, pods, self._now())

@@ -123,6 +123,8 @@ def acceptance(state: JobState, lifecycle: Lifecycle) -> ConditionState:
         return condition("Accepted", "Refused", refusals="; ".join(state.refusals))
     if sets := sets_of_other_claims(state):
         return condition("Accepted", "StorageNotApplied", sets=_first(sets))
+    if state.contested:
+        return condition("Accepted", "Contested", children=_first(state.contested))
     if terminating := _terminating(state):
         return condition("Accepted", "ChildTerminating", children=terminating)
     if state.unknown_fields:
@@ -162,7 +164,7 @@ def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
             return condition(name, "EvaluatorTrouble", detail=problem)
         return condition(name, "Serving")
     if lifecycle.finished:
-        return condition(name, lifecycle.phase.value)
+        return _stopped(state, lifecycle, name, "syncer")
     detail = describe_unready(state.pods_of("syncer"))
     if problem := _syncer_problem(state) or _late(state, name, detail):
         return condition(name, "PodTrouble", detail=problem)
@@ -170,9 +172,19 @@ def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     return condition(name, "Starting" if initial else "NotReady", detail=detail)
 
 
+def _stopped(state: JobState, lifecycle: Lifecycle, name: str, *roles: str) -> ConditionState:
+    """The condition of components that should not run, with a pod of theirs that does not end."""
+    pods = [pod for role in roles for pod in state.pods_of(role) if is_deleting(pod)]
+    if problem := pod_problem(pods, state.now):
+        return condition(name, "PodTrouble", detail=problem)
+    return condition(name, lifecycle.phase.value)
+
+
 def _is_initial(state: JobState, name: str) -> bool:
     """Whether the condition has not been True yet: then it is no problem that it is not."""
     reason = state.previous.reason(name)
+    if state.previous.is_at_rest:
+        return True
     # A first start often waits a moment, such as for a volume to be bound or for cert-manager, or for
     # a correction: an endpoint that was not set yet, or an image with which learners fail.
     return reason in _INITIAL or (reason in _MOMENTARY and not state.step)
@@ -276,7 +288,7 @@ def _syncer_reachable(state: JobState, lifecycle: Lifecycle) -> ConditionState:
 def _learners_ready(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts) -> ConditionState:
     name = "LearnersReady"
     if lifecycle.finished:
-        return condition(name, lifecycle.phase.value)
+        return _stopped(state, lifecycle, name, "learner", "evaluator")
     if not state.address:
         return condition(name, "NoEndpoint")
     own = [counts.of(region.region.name) for region in state.regions]

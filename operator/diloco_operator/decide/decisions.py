@@ -8,7 +8,6 @@ write.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
@@ -29,7 +28,7 @@ from diloco_operator.decide.phase import (
 )
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.state.job_state import JobState
-from diloco_operator.state.objects import Object
+from diloco_operator.state.objects import Object, is_deleting
 from diloco_operator.state.observation import Failure, Observation, RegionFailure
 from diloco_operator.state.previous_status import PreviousStatus
 
@@ -39,7 +38,6 @@ __all__ = [
     "ObjectRef",
     "decide",
     "leave_to",
-    "report_contested",
     "report_unreadable",
 ]
 
@@ -79,6 +77,8 @@ class Decisions:
     """To report to the syncer, so that operators of other regions learn of it."""
     regions_to_report: tuple[RegionFailure, ...] = ()
     """The same about the own regions, to the syncer of another cluster."""
+    fails: bool = False
+    """The job fails, until a person suspends it: to be decided again if what was observed may be old."""
     remove_job: bool = False
     """The job outlived spec.runPolicy.ttlSecondsAfterFinished: delete it."""
 
@@ -113,6 +113,7 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
         requeue_seconds=_requeue_seconds(state, lifecycle),
         failure_to_report=failure_to_report(state, lifecycle),
         regions_to_report=region_failures.to_report(state, lifecycle),
+        fails=lifecycle.failing,
         remove_job=is_expired(state, lifecycle),
     )
     status = statuses.build(state, lifecycle, refused=refused, waiting=due.waiting)
@@ -131,13 +132,6 @@ def report_unreadable(raw: Object, message: str, now: datetime) -> Decisions:
     refused = condition("Accepted", "Refused", refusals=message)
     status = statuses.not_accepted(raw, refused, now)
     return _with_status(Decisions(), raw, status, now)
-
-
-def report_contested(children: Sequence[str]) -> Decisions:
-    """The Event about children that another writer changes again after each repair."""
-    contested = condition("Accepted", "Contested", children=", ".join(children))
-    event = JobEvent(type="Warning", reason=contested.reason, message=contested.message)
-    return Decisions(events=(event,))
 
 
 def _with_status(
@@ -168,6 +162,8 @@ def _events(status: dict[str, Any], previous: PreviousStatus) -> tuple[JobEvent,
 def _requeue_seconds(state: JobState, lifecycle: Lifecycle) -> float:
     # An operator that follows the syncer's region keeps asking: no event announces a resume there.
     idle = (lifecycle.finished and not lifecycle.follows) or not state.in_scope
+    # Nor that a pod has not ended for long.
+    idle = idle and not any(map(is_deleting, state.pods))
     seconds = [IDLE_SECONDS if idle else RUNNING_SECONDS]
     if lifecycle.phase is Phase.RUNNING and _is_joining(state):
         seconds.append(JOINING_SECONDS)

@@ -80,6 +80,8 @@ class JobState:
     """Paths of fields of the stored spec that this version ignores."""
     refusals: tuple[str, ...]
     """Such as "StatefulSet a-eu: <the server's message>"."""
+    contested: tuple[str, ...]
+    """Such as "StatefulSet a-eu (field manager x)"."""
     acknowledged_loss: str
     """The uid of the claim whose loss a person has acknowledged; "": none."""
 
@@ -143,6 +145,7 @@ class JobState:
             refusals=tuple(
                 f"{refusal.child}: {refusal.message}" for refusal in observation.refusals
             ),
+            contested=observation.contested,
             acknowledged_loss=str((metadata.get("annotations") or {}).get(LOST_VOLUME) or ""),
         )
 

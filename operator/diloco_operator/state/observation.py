@@ -43,6 +43,8 @@ class Observation:
     refusals: tuple[Refusal, ...] = ()
     """Children that the API server rejected in this reconcile; a condition reports them, so
     `foreign` and `refusals` are passed again as long as they hold."""
+    contested: tuple[str, ...] = ()
+    """Children that another writer changes or deletes again after each repair, with its name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

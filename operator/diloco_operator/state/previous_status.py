@@ -60,6 +60,11 @@ class PreviousStatus:
         """Whether the condition was True."""
         return self.conditions.get(condition, {}).get("status") == "True"
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether the job did not run: Suspended, Complete or Failed."""
+        return any(map(self.is_true, ("Suspended", "Complete", "Failed")))
+
     def reason(self, condition: str) -> str:
         """The condition's reason; "" before the first status."""
         return str(self.conditions.get(condition, {}).get("reason", ""))

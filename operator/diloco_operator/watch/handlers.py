@@ -284,7 +284,10 @@ class Resync:
         *,
         namespaces: Sequence[str],
         every_seconds: float,
+        then: Callable[[], object] = lambda: None,
     ) -> None:
+        """Call `then` after each list."""
+        self._then = then
         self._cluster = cluster
         self._queue = queue
         self._health = health
@@ -358,6 +361,7 @@ class Resync:
             self._due.clear()
             try:
                 self.once()
+                self._then()
             except ApiError as error:
                 self._health.unlisted()
                 log.warning("cannot list jobs: %s", error)

@@ -56,6 +56,7 @@ class Health:
         self._unread: tuple[str, ...] = ()
         """Namespaces that the last list lacks."""
         self._listed_once = False
+        self._crd_problem = ""
         self._heartbeat: float | None = None
 
     def delivered(self, uid: str, generation: int, namespace: str = "") -> None:
@@ -120,6 +121,23 @@ class Health:
         with self._lock:
             return self._unread
 
+    def crd_is(self, problem: str) -> bool:
+        """The CRD has this problem, "": none; whether that is new."""
+        with self._lock:
+            changed = problem != self._crd_problem
+            self._crd_problem = problem
+            return changed
+
+    def remarks(self) -> tuple[str, ...]:
+        """What a person should know although the process is ready."""
+        unread = self.unread()
+        with self._lock:
+            crd = self._crd_problem
+        return (
+            *((f"cannot list jobs in {', '.join(unread)}",) if unread else ()),
+            *((crd,) if crd else ()),
+        )
+
     def problem(self) -> str:
         """Why this process is unhealthy, in one sentence; "": it is healthy."""
         if not self._queue.alive():
@@ -155,7 +173,8 @@ class HealthServer:
     """
     Serves /healthz and /readyz on a thread of its own: 200, or 503 with the reason.
 
-    /readyz also names the namespaces that cannot be read; those that can do not wait for them.
+    /readyz also names the namespaces that cannot be read, for which the others do not wait, and the fields
+    that the CRD lacks.
     """
 
     def __init__(self, health: Health, port: int) -> None:
@@ -193,8 +212,8 @@ def _handler(health: Health) -> type[BaseHTTPRequestHandler]:
                     problem = health.problem()
                 case "/readyz":
                     problem = "" if health.ready() else "jobs have not been listed yet"
-                    if unread := health.unread():
-                        text = f"ok, but cannot list jobs in {', '.join(unread)}"
+                    if remarks := health.remarks():
+                        text = f"ok, but {'; '.join(remarks)}"
                 case _:
                     return self.send_error(404)
             body = ((problem or text) + "\n").encode()

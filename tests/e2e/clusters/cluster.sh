@@ -5,6 +5,7 @@
 #   cluster.sh check               exit 0 if this machine can run clusters; else print why not
 #   cluster.sh packages            install Debian's packages
 #   cluster.sh build               packages; build Kubernetes, kubectl, CoreDNS and helm with Go (minutes, once)
+#   cluster.sh promtool            fetch promtool from Debian's package of Prometheus (seconds, once); print its path
 #   cluster.sh kueue               build an image of Kueue's controller with Go (minutes, once); print its archive
 #   cluster.sh up NAME-N           start a cluster; N (1 ... 40) gives it its addresses: the node is 10.91.0.(10+N)
 #   cluster.sh up-api NAME-N       etcd and API server alone: no pods, no controllers
@@ -73,6 +74,18 @@ build() {
   packages
   [ -z "$downloads" ] || { wait "$downloads"; programs; }
   [ -f "$CACHE/pause.tar" ] || pause_image
+  promtool >/dev/null || echo "no promtool: Debian's package of Prometheus cannot be fetched" >&2
+}
+
+promtool() {   # for the tests of the chart's alerts; the package would install a server as well
+  local w
+  if [ ! -x "$BIN/promtool" ]; then
+    mkdir -p "$BIN"; w=$(mktemp -d); chmod 755 "$w"
+    (cd "$w" && { apt-get download -qq prometheus || { apt-get update -qq && apt-get download -qq prometheus; }; } >&2 \
+      && dpkg-deb --fsys-tarfile prometheus_*.deb | tar -x ./usr/bin/promtool && mv usr/bin/promtool "$BIN/") || { rm -r "$w"; return 1; }
+    rm -r "$w"
+  fi
+  echo "$BIN/promtool"
 }
 
 programs() {   # one module for all: what they share is downloaded and compiled once
@@ -342,12 +355,13 @@ down() {
   rm -rf "$D"
 }
 
-case ${1:-} in check|packages|build|kueue|up|up-api|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,21s/^# \?//p' "$0"; exit 2 ;; esac
-[[ $1 =~ ^(check|packages|build|kueue)$ ]] || use "${2:?NAME-N}"
+case ${1:-} in check|packages|build|promtool|kueue|up|up-api|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,22s/^# \?//p' "$0"; exit 2 ;; esac
+[[ $1 =~ ^(check|packages|build|promtool|kueue)$ ]] || use "${2:?NAME-N}"
 case $1 in
   check) check ;;
   packages) packages ;;
   build) build ;;
+  promtool) promtool ;;
   kueue) kueue ;;
   up) up yes ;;
   up-api) up no ;;

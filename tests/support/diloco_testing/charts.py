@@ -26,12 +26,17 @@ EVERYTHING = CHART / "ci" / "everything-values.yaml"
 
 def helm(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Run helm; skips the test where there is none."""
+    return run("helm", *arguments)
+
+
+def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a program that `cluster.sh build` provides; skips the test where there is none."""
     places = (os.environ.get("DILOCO_E2E_BIN"), str(programs_cache() / "bin"), os.environ["PATH"])
     path = os.pathsep.join(filter(None, places))
-    program = shutil.which("helm", path=path)
+    program = shutil.which(name, path=path)
     if program is None:
-        assert not required(), f"no helm in {path}"
-        pytest.skip("tests/unit/charts need helm in PATH, or the helm that tests/e2e builds")
+        assert not required(), f"no {name} in {path}"
+        pytest.skip(f"tests/unit/charts need {name} in PATH, or the {name} that tests/e2e provides")
     return subprocess.run(
         [program, *arguments], capture_output=True, text=True, check=False, timeout=280
     )

@@ -1,11 +1,13 @@
-"""Every alert of the chart has samples, of metrics that exist; `make alerts` builds promtool and runs them."""
+"""Every alert of the chart has samples, of metrics that exist, and fires for them."""
 
 import re
+import shutil
 from pathlib import Path
 
 import yaml
 
 from diloco.runtime.metric_table import METRICS
+from diloco_testing.charts import run
 
 ROOT = Path(__file__).parents[3]
 RULES = ROOT / "charts/diloco/files/alerts.yaml"
@@ -24,6 +26,13 @@ def test_every_alert_has_samples_with_which_it_fires_and_some_with_which_it_does
     # Others at least have series that must not fire beside those that do.
     silent = {found["alertname"] for found in expected if not found["exp_alerts"]}
     assert alerts - silent == {"DilocoRefused"}
+
+
+def test_the_alerts_fire_for_their_samples_and_for_nothing_else(tmp_path):
+    shutil.copy(RULES, tmp_path / "rules.yaml")
+    shutil.copy(SAMPLES, tmp_path / "samples.yaml")
+    done = run("promtool", "test", "rules", str(tmp_path / "samples.yaml"))
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_samples_are_of_metrics_that_exist_with_labels_that_they_have():

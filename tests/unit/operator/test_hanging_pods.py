@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from diloco_testing.kubernetes.operated_job import is_idle, set_ready, training
+from diloco_testing.kubernetes.operated_job import is_idle, manifest, set_ready, training
 
 LOST = {"type": "Ready", "status": "False"}
 """As the node lifecycle controller leaves the condition of a pod that was ready."""
@@ -103,6 +103,94 @@ def test_a_syncer_that_hangs_on_a_lost_node_is_named_though_its_successor_waits_
         f"pod a-syncer-0 has been terminating since {since(world, 'a-syncer-0')}: its node node-7"
     )
     assert ("Warning", "PodTrouble") in world.events
+
+
+# ------------------------------------------------------------------------------ of a job that does not run
+
+
+def suspended(world):
+    world.change(runPolicy={"suspend": True})
+    world.reconcile()
+
+
+def complete(world):
+    world.answers(state="Complete", step=2000, eval_step=2000)
+    world.reconcile()
+
+
+def failed(world):
+    world.change(runPolicy={"activeDeadlineSeconds": 0})
+    for _ in range(2):
+        world.reconcile()
+
+
+def ends(world, *names, seconds):
+    """These pods, which should have ended so many seconds ago, are the last ones."""
+    for name in names:
+        pod = world.pods[name]
+        pod["spec"] = {**pod["spec"], "nodeName": "node-7"}
+        pod["status"]["conditions"] = [LOST]
+        ends = world.now - timedelta(seconds=seconds)
+        pod["metadata"]["deletionTimestamp"] = f"{ends:%Y-%m-%dT%H:%M:%SZ}"
+    world.pods = {name: world.pods[name] for name in names}
+    world.syncer = None
+    world.count_pods()
+
+
+@pytest.mark.parametrize("stop", [suspended, failed])
+def test_pods_that_hang_after_the_job_was_stopped_are_named(stop):
+    world = training()
+    stop(world)
+    ends(world, "a-eu-0", "a-syncer-0", seconds=60)
+    before = world.status["state"]
+    world.reconcile()
+    for condition, name in (("LearnersReady", "a-eu-0"), ("SyncerReady", "a-syncer-0")):
+        assert world.reason(condition) == ("False", "PodTrouble")
+        assert world.condition(condition)["message"] == (
+            f"pod {name} has been terminating since {since(world, name)}: its node node-7 does not "
+            'respond; see "Lost nodes" in docs/operations.md'
+        )
+    assert world.events.count(("Warning", "PodTrouble")) == 2
+    assert world.status["state"] == before
+    world.reconcile(60)
+    assert is_idle(world.reconcile(30)), "the message does not change with time"
+    world.pods.clear()
+    world.reconcile()
+    assert world.reason("LearnersReady") == world.reason("SyncerReady") == ("False", before)
+
+
+def test_a_learner_and_an_evaluator_that_hang_after_completion_are_named():
+    world = training(manifest(evaluation={"everySteps": 5, "command": ["python", "eval.py"]}))
+    complete(world)
+    ends(world, "a-evaluator-0", "a-us-1", seconds=60)
+    world.reconcile()
+    assert world.reason("LearnersReady") == ("False", "PodTrouble")
+    message = world.condition("LearnersReady")["message"]
+    assert message.startswith("pod a-evaluator-0 has been terminating since")
+    assert message.endswith("(and 1 more pods)")
+
+
+def test_a_stopped_job_is_looked_at_again_soon_while_its_pods_end():
+    """No event announces that a pod has not ended."""
+    world = training()
+    suspended(world)
+    ends(world, "a-eu-0", seconds=-90)
+    assert world.reconcile(60).requeue_seconds <= 30
+    assert world.reason("LearnersReady") == ("False", "Suspended")
+    world.pods.clear()
+    assert world.reconcile().requeue_seconds > 30
+
+
+def test_a_job_that_resumes_begins_again_although_its_pods_hung():
+    world = training()
+    suspended(world)
+    ends(world, "a-eu-0", seconds=60)
+    world.reconcile()
+    world.pods.clear()
+    world.change(runPolicy={"suspend": False})
+    world.reconcile()
+    assert world.reason("LearnersReady") == ("False", "Starting")
+    assert world.reason("SyncerReady") == ("False", "Starting")
 
 
 # ------------------------------------------------------------------------------ other children

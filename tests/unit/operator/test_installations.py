@@ -113,6 +113,29 @@ def test_a_job_that_is_left_to_another_installation_is_counted_until_it_is_taken
     assert first.count("diloco_operator_jobs", state="OtherOperator") == 0.0
 
 
+@pytest.mark.parametrize("state", ["Suspended", "Complete", "Failed"])
+def test_a_job_at_rest_that_is_left_to_another_installation_is_not_reported_until_it_changes(
+    pair, api, state
+):
+    """No operator has to run it, so the alert DilocoJobAbandoned would be false."""
+    first, second = pair
+    first.run()
+    conditions = [{"type": state, "status": "True", "reason": "x", "message": ""}]
+    status = {"conditions": conditions, "observedGeneration": 1}
+    api.edit("dilocojobs", "a", lambda item: item["status"].update(status))
+    assert second.run() == 300.0
+    assert second.count("diloco_operator_jobs", state="OtherOperator") == 0.0
+    assert not api.all("events")
+    api.edit("dilocojobs", "a", lambda item: item["spec"].update(steps=9))
+    second.run()
+    assert second.count("diloco_operator_jobs", state="OtherOperator") == 1.0
+    assert [event["reason"] for event in api.all("events")] == ["OtherOperator"]
+    status["observedGeneration"] = 2
+    api.edit("dilocojobs", "a", lambda item: item["status"].update(status))
+    second.run()
+    assert second.count("diloco_operator_jobs", state="OtherOperator") == 0.0
+
+
 @pytest.mark.parametrize(
     "spec",
     [

@@ -4,9 +4,9 @@ from datetime import timedelta
 
 import pytest
 
-from diloco_operator.decide.decisions import Decisions
+from diloco_operator.decide.decisions import Decisions, decide
 from diloco_operator.repairs import AT_ONCE, Repairs, other_writer
-from diloco_testing.kubernetes.reconciled_cluster import NOW
+from diloco_testing.kubernetes.reconciled_cluster import NOW, SCOPE, reasons
 
 CHILD = ("ConfigMap", "a-spec")
 
@@ -22,7 +22,7 @@ def test_repairs_in_a_row_wait_longer_and_longer_and_at_most_an_hour():
         while repairs.must_wait(CHILD, after(now)):
             now += 1.0
         waits.append(now - start)
-        repairs.record(CHILD, after(now))
+        repairs.record(CHILD, "x", after(now))
     assert waits == [0.0] * AT_ONCE + [60, 120, 240, 480, 960, 1920, 3600, 3600, 3600]
 
 
@@ -30,12 +30,16 @@ def test_repairs_that_are_not_of_one_row_never_wait():
     repairs = Repairs()
     for number in range(50):
         assert not repairs.must_wait(CHILD, after(601 * number))
-        assert not repairs.record(CHILD, after(601 * number))
+        repairs.record(CHILD, "x", after(601 * number))
+        assert not list(repairs.contested(after(601 * number)))
 
 
 def test_each_child_has_its_own_row_and_a_change_of_the_manifest_ends_it():
-    repairs = Repairs()
-    assert [repairs.record(CHILD, NOW) for _ in range(AT_ONCE)] == [False] * (AT_ONCE - 1) + [True]
+    repairs, contested = Repairs(), []
+    for _ in range(AT_ONCE):
+        repairs.record(CHILD, "x", NOW)
+        contested.append(list(repairs.contested(NOW)))
+    assert contested == [[]] * (AT_ONCE - 1) + [[(CHILD, "x")]]
     assert repairs.must_wait(CHILD, NOW)
     assert not repairs.must_wait(("ConfigMap", "other"), NOW)
     repairs.forget(CHILD)
@@ -45,7 +49,7 @@ def test_each_child_has_its_own_row_and_a_change_of_the_manifest_ends_it():
 def test_a_clock_that_is_set_back_makes_no_repair_wait():
     repairs = Repairs()
     for _ in range(AT_ONCE):
-        repairs.record(CHILD, after(10**6))
+        repairs.record(CHILD, "x", after(10**6))
     assert not repairs.must_wait(CHILD, NOW)
 
 
@@ -96,29 +100,80 @@ def restore_copy(world):
     return world.api.get("configmaps", "a-spec")["data"]["x"] == "1"
 
 
+def test_a_child_is_contested_until_it_stays_for_ten_minutes():
+    repairs = Repairs()
+    for _ in range(AT_ONCE):
+        repairs.record(CHILD, "x", NOW)
+    assert repairs.must_wait(CHILD, after(50)), "the repair was undone again"
+    assert list(repairs.contested(after(649)))
+    assert not list(repairs.contested(after(650)))
+
+
+def contested(children=()):
+    """Applies these children; the status shows which of them are contested."""
+    return lambda observation: Decisions(
+        apply=tuple(children), status={"state": "; ".join(observation.contested)}
+    )
+
+
+def state(world):
+    return world.api.get("dilocojobs", "a")["status"]["state"]
+
+
 @pytest.mark.parametrize("undo", [recreate, restore_copy])
 def test_a_child_that_another_writer_deletes_or_restores_is_repaired_less_and_less_often(
     world, undo
 ):
-    world.decide = lambda observation: Decisions(apply=(world.child(),))
+    world.decide = contested([world.child()])
     world.run()
     assert [undo(world) for _ in range(AT_ONCE + 3)] == [True] * AT_ONCE + [False] * 3
-    (event,) = world.api.all("events")
-    assert (event["type"], event["reason"]) == ("Warning", "Contested")
-    assert ("ConfigMap a-spec (deleted each time)" in event["message"]) == (undo is recreate)
+    assert state(world).startswith("ConfigMap a-spec (")
+    assert ("(deleted each time)" in state(world)) == (undo is recreate)
     world.now += timedelta(seconds=60)
     assert [undo(world), undo(world)] == [True, False]
 
 
 def test_a_child_that_another_writer_always_changes_back_is_repaired_less_and_less_often(world):
-    world.decide = lambda observation: Decisions(apply=(world.child(), world.child("a-2")))
+    world.decide = contested([world.child(), world.child("a-2")])
     world.run()
     assert [contest(world) for _ in range(AT_ONCE + 5)] == [True] * AT_ONCE + [False] * 5
-    (event,) = world.api.all("events")
-    assert (event["type"], event["reason"]) == ("Warning", "Contested")
-    assert "ConfigMap a-spec" in event["message"]
+    assert state(world).startswith("ConfigMap a-spec (")
     world.now += timedelta(seconds=60)
     assert [contest(world), contest(world)] == [True, False]
-    assert len(world.api.all("events")) == 2
-    world.decide = lambda observation: Decisions(apply=(world.child(applied="2"),))
+    world.decide = contested([world.child(applied="2")])
     assert contest(world), "the manifest has changed"
+    assert state(world) == ""
+
+
+def test_the_condition_names_the_contested_child_and_its_writer_until_it_stays_as_it_is(world):
+    """The Event about it expires."""
+    world.decide = lambda observation: decide(observation, SCOPE, world.now)
+
+    def accepted():
+        return reasons(world.api)["Accepted"]
+
+    def undo():
+        world.api.edit("services", "a-eu", lambda item: item["spec"].update(clusterIP="1.2.3.4"))
+        world.run()
+
+    world.run()
+    for _ in range(AT_ONCE - 1):
+        undo()
+    assert accepted()[:2] == ("True", "Valid")
+    undo()
+    status, reason, message = accepted()
+    assert (status, reason) == ("True", "Contested")
+    assert "Service a-eu (its field manager is not known)" in message
+    warnings = [e["reason"] for e in world.api.all("events") if e["type"] == "Warning"]
+    assert warnings == ["Contested"]
+    for _ in range(5):
+        undo()
+        assert accepted()[1] == "Contested"
+    world.now += timedelta(seconds=60)
+    world.run()
+    world.now += timedelta(seconds=599)
+    world.run()
+    assert accepted()[1] == "Contested"
+    world.now += timedelta(seconds=1)
+    world.run()
+    assert accepted()[:2] == ("True", "Valid")

@@ -94,6 +94,10 @@ class FakeApi:
         """Send empty lists as `items: null`, as some aggregated API servers do."""
         self.num_decoded = 0
         """Objects that lists without a version have read: no label has an index, and the cache is not asked."""
+        self.cache: Callable[[int, int], int] = lambda oldest, newest: newest
+        """Which version a list shows that may be as old as the first argument; the second is the newest."""
+        self.openapi: Json | None = None
+        """OpenAPI v3 of the jobs' group; None: not published."""
         self.deaf = False
         """Watches deliver nothing."""
         self.on_write: Callable[[Json], None] | None = None
@@ -256,6 +260,8 @@ class FakeApi:
         return None
 
     def _discovery(self, path: str) -> Json | None:
+        if path == "/openapi/v3/apis/diloco.dev/v1alpha1":
+            return self.openapi
         if path == "/version":
             return {"major": "1", "minor": "34", "gitVersion": "v1.34.4"}
         if path == "/api":
@@ -281,16 +287,20 @@ class FakeApi:
 
     def _page(self, group: str, plural: str, namespace: str, query: dict[str, str]) -> Json:
         kind = GROUPS[group][plural]
+        oldest, shown = query.get("resourceVersion"), self._version
+        objects = self._objects
+        if oldest is not None:
+            if int(oldest) > self._version:
+                raise RefuseError(504, f"Too large resource version: {oldest}")
+            shown = self.cache(int(oldest), self._version)
+            objects = objects if shown == self._version else self._objects_at(shown)
         stored = [
             body
-            for (of, ns, _), body in sorted(self._objects.items())
+            for (of, ns, _), body in sorted(objects.items())
             if of == plural and namespace in ("", ns)
         ]
-        version = query.get("resourceVersion")
-        if version is None:
+        if oldest is None:
             self.num_decoded += len(stored)
-        elif int(version) > self._version:
-            raise RefuseError(504, f"Too large resource version: {version}")
         found = [
             copy.deepcopy(body)
             for body in stored
@@ -305,7 +315,20 @@ class FakeApi:
             item.pop("apiVersion", None), item.pop("kind", None)
         after = str(first + limit) if first + limit < len(found) else ""
         return {"apiVersion": group, "kind": f"{kind}List", "items": items or (None if self.null_lists else []),
-                "metadata": {"resourceVersion": str(self._version), "continue": after}}  # fmt: skip
+                "metadata": {"resourceVersion": str(shown), "continue": after}}  # fmt: skip
+
+    def _objects_at(self, version: int) -> dict[tuple[str, str, str], Json]:
+        """The objects of a former version."""
+        objects: dict[tuple[str, str, str], Json] = {}
+        for number, event, plural, body in self._log:
+            if number > version:
+                break
+            key = (plural, body["metadata"].get("namespace", ""), body["metadata"]["name"])
+            if event == "DELETED":
+                objects.pop(key, None)
+            else:
+                objects[key] = body
+        return objects
 
     def _found(self, plural: str, namespace: str, name: str) -> Json:
         try:
