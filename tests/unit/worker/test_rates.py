@@ -142,7 +142,9 @@ def momentum(optimizer: torch.optim.Optimizer) -> list[float]:
 
 
 def test_a_momentum_that_the_schedule_changes_is_the_one_of_the_global_step():
-    made = [torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1, momentum=0.9) for _ in "ab"]
+    made = [
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1, momentum=0.9) for _ in "ab"
+    ]
     schedulers = [lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=60) for optimizer in made]
     for _ in range(20):
         made[0].step()

@@ -37,7 +37,11 @@ class Rates:
     ) -> None:
         self._scheduler, self._step = scheduler, 0
         self._stand_in = _StandIn(scheduler.optimizer)
-        made = copy_of(scheduler, scheduler, self._stand_in) if build is None else build(self._stand_in)
+        made = (
+            copy_of(scheduler, scheduler, self._stand_in)
+            if build is None
+            else build(self._stand_in)
+        )
         self._last = int(getattr(scheduler, "last_epoch", 0))
         """The last step that the trainer's own scheduler may be at."""
         self._copy = GlobalStepScheduler(made, lambda: self._step)
