@@ -93,6 +93,20 @@ def test_a_container_that_is_stopped_does_not_count_against_the_limit(tmp_path):
         pod.pid(2)
 
 
+def test_a_container_that_is_stopped_while_its_disk_is_full_does_not_count_either(tmp_path):
+    given = {"DILOCO_POD_UID": "uid-1", "DILOCO_RESTART_LIMIT": "0"}
+    with Pod(tmp_path, environment=given) as pod:
+        pod.pid(0)
+        unwritable = tmp_path / "state/lives.json.tmp"
+        unwritable.mkdir()  # as on a full disk, there is no new content
+        assert pod.stop() == 0
+        assert "lives.json" in pod.output, "the counts were not written"
+        unwritable.rmdir()
+        pod.process.stdout.close()
+        pod.start()
+        pod.pid(1)
+
+
 def test_sigterm_reaches_the_process_and_the_container_exits_with_0(tmp_path):
     with Pod(tmp_path) as pod:
         child = pod.pid(0)
