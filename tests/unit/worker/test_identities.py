@@ -190,7 +190,11 @@ def test_a_division_by_numbers_of_each_region_leaves_nothing_unread_and_survives
         (range(99), 1, "max_learners_per_region is 1, expected more than 1"),
         (range(99), {"us": 9, "eu": 1, "asia": 9}, "max_learners_per_region is 1, expected more"),
         (range(99), {"us": 9, "eu": 9}, "has no number for asia, expected one for each region"),
-        (range(99), {**LEARNERS, "us": -1}, "'us': -1, 'eu': 3, 'asia': 2}, expected whole numbers"),
+        (
+            range(99),
+            {**LEARNERS, "us": -1},
+            "'us': -1, 'eu': 3, 'asia': 2}, expected whole numbers",
+        ),
         (range(99), 2.5, "max_learners_per_region is 2.5, expected whole numbers"),
     ],
 )
