@@ -55,7 +55,10 @@ class Supervisor:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._counts = None if settings.state is None else settings.state / "lives.json"
-        counts = _read_counts(self._counts, settings.pod_uid, _boot_id())
+        self._marker = None if settings.state is None else settings.state / "running.json"
+        """There while the container runs: one that is killed leaves it."""
+        counts = _read_counts(self._counts, settings.pod_uid)
+        died = _was_killed(self._marker, settings.pod_uid, _boot_id())
         self._unit = _unit(settings)
         self._policy = p.Policy(
             role=settings.role, name=settings.name, limits=settings.limits, unit=self._unit,
@@ -73,7 +76,7 @@ class Supervisor:
         self._facts = self._observe(time.monotonic())
         self._server = Server(settings.health_port, self._answer)
         self._processes = Processes()
-        if counts.died:
+        if died:
             log.warning("the container before this one was killed, for lack of memory for example")
             for decision in self._policy.handle(p.Died(), time.monotonic()):
                 self._carry_out(decision)
@@ -104,7 +107,7 @@ class Supervisor:
             for decision in self._policy.handle(event, time.monotonic()):
                 self._carry_out(decision)
         if self._policy.joined and not joined and self._exit is None:
-            self._write_counts(runs=True)
+            self._write_counts()
         self._send_report()
         self._processes.reap_orphans()
         self._facts = self._observe(time.monotonic())
@@ -148,12 +151,14 @@ class Supervisor:
                         lines=_before(decision.message, self._log),
                     )
                 # Last: a disk that hangs must not keep the message back.
-                self._write_counts(runs=False)
+                self._remove_marker()
+                self._write_counts()
 
     def _start(self, restarts: int) -> None:
         # A report of an earlier run does not apply to this one.
         self._settings.health_file.unlink(missing_ok=True)
-        self._write_counts(runs=True)
+        self._write_counts()
+        self._write_marker()
         command = Command(
             name="main",
             argv=self._settings.argv,
@@ -164,8 +169,7 @@ class Supervisor:
         pid = self._processes.start(command)
         log.info("started %s, pid %s, restarts %d", self._settings.name, pid, restarts)
 
-    def _write_counts(self, *, runs: bool) -> None:
-        """`runs`: what a container leaves that is killed; the others take it back at their end."""
+    def _write_counts(self) -> None:
         if self._counts is None:
             return
         counts = {
@@ -173,13 +177,34 @@ class Supervisor:
             "faults": self._policy.crashes,
             "joined": self._policy.joined,
         }
-        boot = _boot_id() if runs else ""
-        text = json.dumps({**counts, "pod": self._settings.pod_uid, "runsSinceBoot": boot})
+        text = json.dumps({**counts, "pod": self._settings.pod_uid})
         try:
             files.replace(self._counts, text, mode=files.PRIVATE)
         except OSError as error:
             log.warning(
                 "%s: %s; the next container counts restarts from 0", self._counts, error.strerror
+            )
+
+    def _write_marker(self) -> None:
+        if self._marker is None:
+            return
+        text = json.dumps({"pod": self._settings.pod_uid, "boot": _boot_id()})
+        try:
+            files.replace(self._marker, text, mode=files.PRIVATE)
+        except OSError as error:
+            log.warning(
+                "%s: %s; a kill of this container does not count", self._marker, error.strerror
+            )
+
+    def _remove_marker(self) -> None:
+        """This container reaches its end. Unlike a new content, a removal needs no space on the disk."""
+        if self._marker is None:
+            return
+        try:
+            self._marker.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning(
+                "%s: %s; the next container counts this end as a kill", self._marker, error.strerror
             )
 
     # ------------------------------------------------------------------------------ other pods
@@ -328,29 +353,33 @@ class Counts:
     """In containers of this pod."""
     joined: bool = False
     """It joined the job in a container of this pod."""
-    died: bool = False
-    """
-    The last container of this pod was killed on this boot of the node: its agent did not get to its end, and the
-    node did not end it.
-    """
 
 
-def _read_counts(path: Path | None, pod_uid: str, boot_id: str) -> Counts:
+def _read_counts(path: Path | None, pod_uid: str) -> Counts:
     """What earlier containers left; zeros if they left nothing."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
         if path is not None:
             counts = json.loads(files.read(path))
             # The volume may be one that outlives the pod, and each pod has its own budget of crashes.
             is_own = counts.get("pod", "") == pod_uid
-            known = bool(pod_uid and boot_id)
-            died = is_own and known and counts.get("runsSinceBoot") == boot_id
             return Counts(
                 starts=int(counts["lives"]),
                 crashes=int(counts["faults"]) if is_own else 0,
                 joined=is_own and bool(counts.get("joined")),
-                died=died,
             )
     return Counts()
+
+
+def _was_killed(marker: Path | None, pod_uid: str, boot_id: str) -> bool:
+    """
+    Whether the last container of this pod was killed on this boot of the node: its agent did not get to its end,
+    and the node did not end it.
+    """
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        if marker is not None and pod_uid and boot_id:
+            found = json.loads(files.read(marker))
+            return bool(found.get("pod") == pod_uid and found.get("boot") == boot_id)
+    return False
 
 
 def _copy_kernels(source: Path, target: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich import box
@@ -16,8 +16,14 @@ MAX_ROWS = 64
 """The status of a job has at most as many regions, and fewer conditions."""
 
 
-def view(job: Mapping[str, Any]) -> RenderableType:
-    """A DiLoCoJob as the API server returns it: progress, regions, and conditions with messages."""
+def view(job: Mapping[str, Any], problems: Sequence[tuple[str, str, str]] = ()) -> RenderableType:
+    """
+    A DiLoCoJob as the API server returns it: progress, regions, and conditions with messages.
+
+    Args:
+        job: with its status.
+        problems: of learners that run: name, kind and sentence.
+    """
     status = job.get("status") or {}
     learners = status.get("learners") or {}
     head = "   ".join(
@@ -28,7 +34,12 @@ def view(job: Mapping[str, Any]) -> RenderableType:
             f"{learners.get('summary', '-')} learners training",
         ]
     )
-    return Group(_text(head), _regions(status.get("regions") or ()), _conditions(status))
+    tables = [_regions(status.get("regions") or ())]
+    if problems:
+        tables.append(
+            _table(("learner", "problem", "detail"), [[*problem] for problem in problems])
+        )
+    return Group(_text(head), *tables, _conditions(status))
 
 
 def _regions(regions: Iterable[Mapping[str, Any]]) -> Table:

@@ -1,5 +1,5 @@
 """
-Fetches the files of a job in a cluster with the user's kubectl.
+Fetches the files of a job in a cluster, and the health of its learners, with the user's kubectl.
 
 The files are in the containers of the syncer and the learners, or on the volume of a syncer that does
 not run.
@@ -11,7 +11,8 @@ import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import yaml
 
 from diloco.errors import StorageError, UnavailableError
 from diloco.runtime import files
+from diloco.runtime.formatting import shorten
 from diloco_cli import volume_reader
 from diloco_cli.fetch_pod import MAIN, SPEC, STATE
 from diloco_cli.kubectl import Kubectl
@@ -33,6 +35,19 @@ STEPS = ("steps.*.jsonl", "steps.jsonl")
 
 MODEL_CAPS = Caps(file_bytes=16 << 40, total_bytes=16 << 40)
 """In effect the free space of the local disk."""
+
+ASKED_LEARNERS = 64
+"""Whose health files are read for a status, at most."""
+ASKED_AT_ONCE = 8
+QUICK = Retries(attempts=1, stall_seconds=10.0)
+"""A status does not wait for a pod as a fetch does."""
+HEALTH = """\
+import glob, os
+found = glob.glob(os.path.join(os.environ.get("TMPDIR") or "/tmp", "diloco-learner-*.json"))
+print(open(max(found, key=os.path.getmtime)).read(8192) if found else "{}")
+"""
+"""Prints the health file that the first process of a learner's container has named."""
+_MAX_KIND, _MAX_TEXT = 32, 400
 
 _NAME = re.compile("[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 _MAX_NAMES = 8
@@ -92,6 +107,23 @@ class RemoteJob:
             if ordinal is not None and (pod.get("status") or {}).get("phase") == "Running":
                 pods[region, ordinal] = metadata["name"]
         return pods
+
+    def health(self, pod: str) -> Mapping[str, Any]:
+        """
+        The health of the learner of a pod; empty: it has not reported any.
+
+        Raises:
+            ConfigError: kubectl is not installed.
+            UnavailableError: the pod cannot be reached, or what it replies is not a health file.
+        """
+        command = ("exec", f"pod/{pod}", "-c", MAIN, "--", "python3", "-c", HEALTH)
+        try:
+            found = json.loads(replace(self._kubectl, retries=QUICK).run(*command))
+        except ValueError as error:
+            raise UnavailableError(f"its health file is not JSON: {error}") from None
+        if not isinstance(found, dict):
+            raise UnavailableError("its health file is not a JSON object")
+        return found
 
     @contextlib.contextmanager
     def syncer_files(self) -> Iterator[str]:
@@ -191,19 +223,64 @@ def fetch_run(job: RemoteJob, to: Path) -> list[str]:
     return _fetch_steps(job, run, manifest.get("spec") or {})
 
 
+def learner_problems(
+    job: RemoteJob, spec: Mapping[str, Any]
+) -> tuple[list[tuple[str, str, str]], str]:
+    """
+    What is wrong with the work of the learners that run in this cluster, as `diloco status` of a run shows it.
+
+    Returns:
+        Learner, kind and sentence of each problem; and of which learners it is not known, with a reason.
+
+    Raises:
+        ConfigError: kubectl is not installed.
+    """
+    try:
+        pods = _first_pods(job, spec)
+    except UnavailableError as error:
+        return [], f"problems of learners are not known: {error}"
+    asked = {names.learner_name(*key): pod for key, pod in [*pods.items()][:ASKED_LEARNERS]}
+
+    def ask(pod: str) -> Mapping[str, Any] | UnavailableError:
+        try:
+            return job.health(pod)
+        except UnavailableError as error:
+            return error
+
+    with ThreadPoolExecutor(ASKED_AT_ONCE) as pool:
+        replies = dict(zip(asked, pool.map(ask, asked.values()), strict=True))
+    failed = {name: reply for name, reply in replies.items() if isinstance(reply, UnavailableError)}
+    problems = [
+        (
+            name,
+            shorten(str(reply["problem"]), _MAX_KIND),
+            shorten(str(reply.get("why", "")), _MAX_TEXT),
+        )
+        for name, reply in replies.items()
+        if not isinstance(reply, UnavailableError) and reply.get("problem")
+    ]
+    unknown = [f"{_some(failed)}: {next(iter(failed.values()))}"] if failed else []
+    if (more := len(pods) - len(asked)) > 0:
+        unknown.append(f"{more} learners beyond the first {ASKED_LEARNERS}, which are not asked")
+    return problems, f"problems are not known of {'; '.join(unknown)}" if unknown else ""
+
+
+def _first_pods(job: RemoteJob, spec: Mapping[str, Any]) -> dict[tuple[str, int], str]:
+    """The first pod of each learner that runs in this cluster: it alone joins, and writes files."""
+    size = (spec.get("learner") or {}).get("podsPerLearner", 1)
+    return {
+        (region, ordinal // size): pod
+        for (region, ordinal), pod in sorted(job.learner_pods().items())
+        if ordinal % size == 0 and _NAME.fullmatch(region)
+    }
+
+
 def _fetch_steps(job: RemoteJob, run: RunDir, spec: Mapping[str, Any]) -> list[str]:
     """Fetch `STEPS` of every learner that runs in this cluster; returns what is missing."""
     try:
-        pods = job.learner_pods()
+        running = _first_pods(job, spec)
     except UnavailableError as error:
         return [f"no steps.jsonl of any learner: {error}"]
-    size = (spec.get("learner") or {}).get("podsPerLearner", 1)
-    # Only the first pod of a learner writes files.
-    running = {
-        (region, ordinal // size): pod
-        for (region, ordinal), pod in sorted(pods.items())
-        if ordinal % size == 0 and _NAME.fullmatch(region)
-    }
     wanted = [
         (region["name"], index)
         for region in spec.get("regions") or ()

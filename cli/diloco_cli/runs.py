@@ -118,13 +118,17 @@ def status(
 
     if job is not None:
         from diloco_cli import cluster_status
-        from diloco_cli.remote import RemoteJob
+        from diloco_cli.remote import RemoteJob, learner_problems
 
-        manifest = RemoteJob(name=job, namespace=namespace, context=context).read()
+        remote = RemoteJob(name=job, namespace=namespace, context=context)
+        manifest = remote.read()
         if output is Output.json:
             show_json(manifest.get("status") or {})
-        else:
-            Console().print(cluster_status.view(manifest))
+            return
+        problems, unknown = learner_problems(remote, manifest.get("spec") or {})
+        Console().print(cluster_status.view(manifest, problems))
+        if unknown:
+            echo(printable(unknown))
         return
     from diloco_local.display import Rate, view
     from diloco_local.run_directory import RunDir

@@ -130,6 +130,13 @@ def test_a_scheduler_of_the_user_is_followed_as_well(train, model, monkeypatch):
     assert rates == [1.0, 0.5, 0.5]
 
 
+def test_a_schedule_of_a_metric_is_left_alone(train, monkeypatch):
+    Rejoined(at=20, total=100, steps=3).join(monkeypatch)
+    options = {"eval_strategy": "steps", "eval_steps": 1, "metric_for_best_model": "loss"}
+    _, rates = train(DiLoCoCallback(), lr_scheduler_type="reduce_lr_on_plateau", **options)
+    assert rates == [1.0, 1.0, 1.0]
+
+
 def test_tokens_of_all_micro_batches_count_once_and_evaluation_does_not(train, monkeypatch):
     job = Rejoined(steps=3).join(monkeypatch)
 

@@ -269,9 +269,27 @@ def test_every_step_writes_a_line(enter):
         assert [line["localStep"] for line in lines] == [1, 2, 3]
         assert lines[-1].keys() == {
             "time", "incarnation", "localStep", "globalStep", "tokens", "loss", "seconds", "syncSeconds",
-            "queuedSeconds",
+            "queuedSeconds", "learningRate",
         }  # fmt: skip
         assert lines[0]["tokens"] == 5
+        assert lines[0]["learningRate"] == opt.param_groups[0]["lr"]
+
+
+def test_the_step_that_applies_a_result_states_its_age(enter):
+    with ScriptedSyncer(make_spec(wire_down="FP32")) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        with learner:
+            train(learner, model, opt)
+            syncer.step = 7
+            syncer.open(0, 1)
+            step_until(lambda: learner.step_index == 7, learner, model, opt)
+            wanted = np.where(syncer.theta[1] != 0, 0.25, 0).astype(np.float32)
+            syncer.commit(1, wanted, round_=4)
+            step_until(lambda: holds(syncer, 1, model, wanted), learner, model, opt)
+            train(learner, model, opt)
+        path = Path(os.environ["DILOCO_STATE"]) / "steps.jsonl"
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [line["resultAge"] for line in lines if "resultAge" in line] == [3]
 
 
 def test_a_step_beside_which_a_checkpoint_was_copied_states_how_long_its_optimizer_waited(enter):

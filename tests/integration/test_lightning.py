@@ -151,6 +151,24 @@ def test_tokens_of_a_skipped_step_do_not_count(monkeypatch):
     assert job.tokens == [BATCH] * 3
 
 
+def test_a_schedule_of_a_metric_is_left_alone(monkeypatch):
+    class Plateau(Module):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self):
+            optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+            scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, patience=100)
+            when = {"interval": "step", "monitor": "loss"}
+            return [optimizer], [{"scheduler": scheduler, **when}]
+
+    Rejoined(at=60, steps=3).join(monkeypatch)
+    _, module = train(DiLoCoCallback(tokens=1), Plateau())
+    assert module.rates == [0.01] * 3
+
+
 def test_a_scheduler_of_epochs_is_left_alone(monkeypatch):
     Rejoined(at=60, steps=7).join(monkeypatch)
     _, module = train(DiLoCoCallback(tokens=1), Module(interval="epoch"))

@@ -93,6 +93,20 @@ def test_a_container_that_is_stopped_does_not_count_against_the_limit(tmp_path):
         pod.pid(2)
 
 
+def test_a_container_that_is_stopped_while_its_disk_is_full_does_not_count_either(tmp_path):
+    given = {"DILOCO_POD_UID": "uid-1", "DILOCO_RESTART_LIMIT": "0"}
+    with Pod(tmp_path, environment=given) as pod:
+        pod.pid(0)
+        unwritable = tmp_path / "state/lives.json.tmp"
+        unwritable.mkdir()  # as on a full disk, there is no new content
+        assert pod.stop() == 0
+        assert "lives.json" in pod.output, "the counts were not written"
+        unwritable.rmdir()
+        pod.process.stdout.close()
+        pod.start()
+        pod.pid(1)
+
+
 def test_sigterm_reaches_the_process_and_the_container_exits_with_0(tmp_path):
     with Pod(tmp_path) as pod:
         child = pod.pid(0)
@@ -121,6 +135,25 @@ def test_a_refused_process_exits_the_container_with_78_and_its_last_line(tmp_pat
             "reason": "Refused",
             "message": "9 is not 8",
         }
+
+
+def test_a_learner_that_is_refused_under_torchrun_exits_the_container_with_78(tmp_path):
+    """torchrun itself ends with 1."""
+    code = """if True:
+        print("diloco: eu/0: 9 is not 8")
+        print("W1123 13:00:06 71 api.py:908] Sending SIGTERM")
+        print("E1123 13:00:07 71 api.py:882] failed (exitcode: 78) local_rank: 0 (pid: 74)")
+        print("Traceback (most recent call last):")
+        print("torch.distributed.elastic.multiprocessing.errors.ChildFailedError:")
+        print("Root Cause (first observed failure):")
+        print("  rank      : 0 (local_rank: 0)")
+        print("  exitcode  : 78 (pid: 74)", flush=True)
+        raise SystemExit(1)
+        """
+    with Pod(tmp_path, code) as pod:
+        assert pod.wait() == 78
+        message = pod.termination_message
+        assert (message["reason"], message["message"]) == ("Refused", "9 is not 8")
 
 
 def test_the_message_of_a_json_line_is_the_termination_message(tmp_path):

@@ -68,6 +68,20 @@ class AttachedLearner(Learner):
         self.close()
         return isinstance(error[1], StopTraining)
 
+    def end_training(self) -> None:
+        """
+        Leave the job, because the trainer of another library has ended training.
+
+        A job that is not complete is logged: the learner restarts, and the same would end it again.
+        """
+        if settings.in_job() and not self.done:
+            log.warning(
+                "%s leaves the job at global step %d of %s: something else than the job ended training; "
+                "remove it (an early stopping, for example), or the learner restarts",
+                self.name, self.step_index, self.total_steps,
+            )  # fmt: skip
+        self.close()
+
     def _stepped(self, optimizer: Optimizer, *_: object) -> None:
         if _skipped(optimizer):
             return

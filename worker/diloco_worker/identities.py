@@ -32,7 +32,7 @@ class Identity:
     The numbers of learners are those at the start of this process: a job that is scaled gives other
     parts of the data to the learners that start after that, so parts of the old and of the new
     division overlap until every learner has restarted. A division into `max_learners_per_region`
-    parts per region never changes.
+    parts per region changes only with the set of regions; with numbers by region, not even then.
     """
 
     name: str = "alone/0"
@@ -102,31 +102,49 @@ class Identity:
 
     # ------------------------------------------------------------ data
 
-    def part(self, *, max_learners_per_region: int | None = None) -> tuple[int, int]:
+    def part(
+        self, *, max_learners_per_region: int | Mapping[str, int] | None = None
+    ) -> tuple[int, int]:
         """
         The part of the data that belongs to this learner: its number and the number of parts.
 
         Args:
             max_learners_per_region: None: a part for each learner there is. A number: so many parts
                 for each region, whose learners keep theirs however the job is scaled; parts without
-                a learner remain unread. All learners must give the same number.
+                a learner remain unread. Numbers by region: so many for each, also for regions that
+                are added later. All learners must give the same.
 
         Raises:
             ConfigError: the numbers of learners are not known, or there is no part for this one.
         """
         if max_learners_per_region is None:
             return self.learner_rank, self.num_learners
-        if max_learners_per_region <= self.index_in_region:
+        most = self._most_learners(max_learners_per_region)
+        before = itertools.takewhile(lambda region: region != self.region, sorted(most))
+        return sum(most[region] for region in before) + self.index_in_region, sum(most.values())
+
+    def _most_learners(self, given: int | Mapping[str, int]) -> Mapping[str, int]:
+        """Region → number of parts, for each region of the job."""
+        most = given if isinstance(given, Mapping) else dict.fromkeys(self._regions, given)
+        if without := [region for region in self._regions if region not in most]:
             raise ConfigError(
-                f"learner {self.name}: max_learners_per_region is {max_learners_per_region}, expected "
+                f"learner {self.name}: max_learners_per_region has no number for {', '.join(without)}, "
+                f"expected one for each region of the job: {', '.join(self._regions)}"
+            )
+        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in most.values()):
+            raise ConfigError(
+                f"learner {self.name}: max_learners_per_region is {given}, expected whole numbers"
+            )
+        if most[self.region] <= self.index_in_region:
+            raise ConfigError(
+                f"learner {self.name}: max_learners_per_region is {most[self.region]}, expected "
                 f"more than {self.index_in_region}; give the largest number that a region may have"
             )
-        # Not the other way around: a new region would otherwise move the parts within each.
-        place = self._regions.index(self.region)
-        number = place * max_learners_per_region + self.index_in_region
-        return number, len(self._regions) * max_learners_per_region
+        return most
 
-    def shard(self, dataset: Any, *, max_learners_per_region: int | None = None) -> Any:
+    def shard(
+        self, dataset: Any, *, max_learners_per_region: int | Mapping[str, int] | None = None
+    ) -> Any:
         """
         The items of a dataset that no other learner reads.
 

@@ -41,7 +41,7 @@ UNUSABLE = (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueErr
 """What loading a checkpoint that does not fit this process raises."""
 
 STEPS_PART_BYTES = 32 << 20
-"""Size of each of the two parts of steps.jsonl: about 170,000 steps."""
+"""Size of each of the two parts of steps.jsonl: about 150,000 steps."""
 
 
 class JoinedTrainer:
@@ -78,6 +78,8 @@ class JoinedTrainer:
         self._saved: SavedEntries | None = None
         """Of the checkpoint that the optimizers continue with, until the first step."""
         self._stepped = False
+        self._result_age: int | None = None
+        """Of the oldest result that this step applied, in global steps since its merge; None: it applied none."""
         self._journal: BackgroundWriter | None = None
         checkpoint = self._run_spec.learner_checkpoint
         if config.state is not None:
@@ -217,6 +219,7 @@ class JoinedTrainer:
         state = self._link.newest(now=now)
         self._loss.read(loss)
         taken = self._optimizer_steps.taken()
+        self._result_age = None
         copied = self._carry_out(self._core.step(tokens, state, now=now, optimizer_steps=taken))
         self._carry_out(self._core.copied(copied, loss=self._loss.value, finite=self._loss.finite))
         line = self._core.line(
@@ -225,11 +228,23 @@ class JoinedTrainer:
             copy_wait_seconds=None if self._checkpoints is None else self._checkpoints.wait_seconds,
         )
         if self._journal is not None:
-            self._journal.append(line)
+            self._journal.append({**line, **self._known()})
         self._core.ended(now=time.monotonic())
         if self._kept and self._termination.received:
             # Before the loop draws a batch and reads `done`: the batch would be lost.
             self._carry_out(self._core.check(None, terminated=True))
+
+    def _known(self) -> dict[str, object]:
+        """What else the step's line in steps.jsonl has, as far as it is known."""
+        found = {
+            "learningRate": self._optimizer_steps.learning_rate, "resultAge": self._result_age,
+        }  # fmt: skip
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _apply(self, fragment: int) -> None:
+        self._replica.apply(fragment)
+        if version := self._core.ledger.versions[fragment]:
+            self._result_age = max(self._result_age or 0, self.step_index - version[1])
 
     def close(self) -> None:
         """See `Learner.close`."""
@@ -250,7 +265,7 @@ class JoinedTrainer:
                     if self._replica.try_copy(fragment, copy):
                         copied.append(fragment)
                 case core.ApplyFragment(fragment):
-                    self._replica.apply(fragment)
+                    self._apply(fragment)
                 case core.Send(state):
                     self._link.offer(state)
                 case core.SaveCheckpoint():

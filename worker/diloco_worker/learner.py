@@ -243,7 +243,9 @@ class Learner:
 
     # ------------------------------------------------------------ data and seeds
 
-    def shard(self, dataset: Any, *, max_learners_per_region: int | None = None) -> Any:
+    def shard(
+        self, dataset: Any, *, max_learners_per_region: int | Mapping[str, int] | None = None
+    ) -> Any:
         """The items of a dataset that no other learner reads: see `Identity.shard`."""
         return self.identity.shard(dataset, max_learners_per_region=max_learners_per_region)
 

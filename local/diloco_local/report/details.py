@@ -1,5 +1,5 @@
 """
-Plots about single learners and merges: weights, throughput, step times, norms, versions. Pure.
+Plots about single learners and merges: weights, throughput, step times, learning rates, norms, versions. Pure.
 """
 
 from __future__ import annotations
@@ -14,10 +14,12 @@ from diloco_local.report.style import (
     FAINT,
     GREEN,
     INK,
+    LEARNER_COLORS,
     SKY,
     binned,
     duration,
     empty,
+    in_parts,
     legend_above,
     literal,
     quantity,
@@ -89,10 +91,14 @@ def step_times(axes: Axes, run: Run, scale: float) -> None:
     found = [
         (learner.name, learner.steps.seconds[learner.steps.seconds > 0]) for learner in run.learners
     ]
-    found = [(name, seconds) for name, seconds in found if seconds.size][:MAX_BOXES]
+    found = [(name, seconds) for name, seconds in found if seconds.size]
     if not found:
         empty(axes, "no step yet")
         return
+    if len(found) > MAX_BOXES:
+        note = f"the first {MAX_BOXES} of {len(found)} learners"
+        axes.set_title(note, loc="right", fontsize=8.5, color=INK)
+        found = found[:MAX_BOXES]
     for row, (_, own) in enumerate(found):
         low, q1, middle, q3, high = np.percentile(own, (5, 25, 50, 75, 95))
         axes.hlines(row, low, high, color=INK, lw=1)
@@ -103,6 +109,41 @@ def step_times(axes: Axes, run: Run, scale: float) -> None:
     axes.set_ylim(len(names) - 0.4, -0.6)
     axes.set_xlim(left=0)
     axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: duration(round(x, 6))))
+
+
+def learning_rates(axes: Axes, run: Run, scale: float) -> None:
+    """Of each learner: they agree where the schedule follows the global step."""
+    curves = [(learner.steps.time, learner.steps.learning_rate) for learner in run.learners]
+    curves = [(time, rate) for time, rate in curves if np.isfinite(rate).any()]
+    if not curves:
+        empty(axes, "no learning rate known")
+        return
+    for number, (time, rate) in enumerate(curves):
+        at, mean = in_parts(time, rate, run.suspensions)
+        apart = len(curves) <= len(LEARNER_COLORS)
+        color = LEARNER_COLORS[number] if apart else SKY
+        axes.plot(at / scale, mean, color=color, lw=1.2, alpha=0.7)
+    axes.set_ylim(bottom=0)
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
+
+
+def result_ages(axes: Axes, run: Run, scale: float) -> None:
+    """Global steps from a merge to the step that applied its result: median and largest of all learners."""
+    time = np.concatenate([np.zeros(0), *(learner.steps.time for learner in run.learners)])
+    age = np.concatenate([np.zeros(0), *(learner.steps.result_age for learner in run.learners)])
+    time, age = time[np.isfinite(age)], age[np.isfinite(age)]
+    if not age.size or run.seconds <= 0:
+        empty(axes, "no result applied yet")
+        return
+    place = np.clip(time / run.seconds * INTERVALS, 0, INTERVALS - 1).astype(np.int64)
+    filled = np.unique(place)
+    middle = (filled + 0.5) / INTERVALS * run.seconds / scale
+    for statistic, style, label in ((np.max, "--", "largest"), (np.median, "-", "median")):
+        values = [statistic(age[place == interval]) for interval in filled]
+        axes.plot(middle, values, style, color=INK, lw=1.4, marker=".", ms=3, label=label)
+    axes.set_ylim(bottom=0)
+    axes.set_ylabel("global steps")
+    legend_above(axes)
 
 
 def delta_norms(axes: Axes, run: Run, scale: float) -> None:

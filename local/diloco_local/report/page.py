@@ -52,7 +52,7 @@ def page(run: Run, png: bytes) -> str:
 {_progress(run)}
 <div class="cards">{"".join(_card(*card) for card in _cards(run))}</div>
 {_audit(run)}
-<img alt="losses, processes, weights, merges, bytes, throughput, step times, norms" src="data:image/png;base64,{image}">
+<img alt="losses, processes, weights, merges, bytes, tokens/s, times, norms, rates" src="data:image/png;base64,{image}">
 <h2>Learners</h2>
 {_learners(run)}
 {_metrics(run)}

@@ -25,6 +25,7 @@ from diloco_local.report.style import (
     FAINT,
     GREEN,
     INK,
+    LEARNER_COLORS,
     ORANGE,
     RED,
     SKY,
@@ -38,8 +39,6 @@ from diloco_local.report.style import (
     quantity,
 )
 
-LEARNER_COLORS = (BLUE, ORANGE, GREEN, "#CC79A7", SKY, "#B8860B", "#6A3D9A", FAINT)
-"""With more learners, their curves have one color."""
 COLORS = ("#a9d0ee", "#80b8e0", "#5fa3d6")
 """Colors of the first incarnation of a learner, then of the others in turn."""
 
@@ -53,9 +52,9 @@ def draw(run: Run) -> Figure:
     """All plots of a run."""
     lanes = len(run.learners) + 1
     lifetimes_inches = min(9.0, 0.75 + (0.3 if lanes <= 12 else 0.17) * lanes)
-    rows = [3.4, lifetimes_inches, 0.8 * lifetimes_inches, 2.4, 1.3, 2.2, 2.2]
+    rows = [3.4, lifetimes_inches, 0.8 * lifetimes_inches, 2.4, 1.3, 2.2, 2.2, 2.2]
     layout = ConstrainedLayoutEngine(h_pad=0.1, w_pad=0.12)
-    figure = Figure(figsize=(13.5, sum(rows) + 4.6), facecolor="white", layout=layout)
+    figure = Figure(figsize=(13.5, sum(rows) + 5.2), facecolor="white", layout=layout)
     FigureCanvasAgg(figure)
     figure.suptitle(literal(title(run)), x=0.01, ha="left", fontsize=13, color=INK, weight="bold")
     grid = figure.add_gridspec(len(rows), 2, height_ratios=rows)
@@ -93,6 +92,8 @@ def draw(run: Run) -> Figure:
         ((5, 1), details.step_times, "Duration of a step", ""),
         ((6, 0), details.delta_norms, "Norm of the merged delta", "global step"),
         ((6, 1), details.base_ages, "Age of the oldest base in a merge", "global step"),
+        ((7, 0), details.learning_rates, "Learning rate of each learner", f"time ({unit})"),
+        ((7, 1), details.result_ages, "Age of results when learners apply them", f"time ({unit})"),
     ):
         axes = figure.add_subplot(grid[place])
         plot(axes, run, scale)
@@ -137,7 +138,9 @@ def _losses(over_tokens: Axes, over_time: Axes, run: Run, scale: float) -> None:
         drawn.append(scores.loss[good])
         marker = "o" if good.sum() <= 60 else ""
         at, loss = in_parts(scores.time[good], scores.loss[good], run.suspensions)
-        tokens = np.interp(at, scores.time[good], scores.tokens[good])
+        # A clock that was set back leaves times that do not ascend.
+        order = np.argsort(scores.time[good], kind="stable")
+        tokens = np.interp(at, scores.time[good][order], scores.tokens[good][order])
         for axes, x in ((over_tokens, tokens), (over_time, at / scale)):
             axes.plot(x, loss, color=RED, lw=2, marker=marker, ms=4.5, label="validation of Θ")
         last = f"{scores.loss[good][-1]:.3f}"

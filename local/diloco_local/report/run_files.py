@@ -47,6 +47,9 @@ class Steps:
     loss: F64
     seconds: F64
     sync_seconds: F64
+    learning_rate: F64
+    result_age: F64
+    """Global steps from the merge of a result to the step that applied it; NaN in the other steps."""
     last_local_step: int
 
 
@@ -246,7 +249,8 @@ def _without_resumes(
 
     def resumed(learner: LearnerRun) -> int:
         begins = [life.begin for life in learner.lifetimes]
-        return sum(any(min(begins) < end <= b for b in begins) for _, end in gaps) if begins else 0
+        first, last = min(begins, default=0.0), max(begins, default=0.0)
+        return sum(first < end <= last for _, end in gaps)
 
     counted = tuple(
         replace(learner, restarts=max(0, len(learner.lifetimes) - 1 - resumed(learner)))
@@ -366,6 +370,8 @@ def _steps(rows: Sequence[Mapping[str, Any]], stride: int = 1) -> Steps:
         loss=_column(rows, lambda e: _number(e, "loss")),
         seconds=_column(rows, lambda e: _number(e, "seconds")),
         sync_seconds=_column(rows, lambda e: _number(e, "syncSeconds")),
+        learning_rate=_column(rows, lambda e: _number(e, "learningRate")),
+        result_age=_column(rows, lambda e: _number(e, "resultAge")),
         last_local_step=int(max((_number(row, "localStep", 0.0) for row in rows), default=0.0)),
     )
 

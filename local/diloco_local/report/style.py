@@ -17,6 +17,9 @@ from diloco_local.report.run_files import F64
 BLUE, ORANGE, GREEN, RED = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 SKY, INK, FAINT = "#56B4E9", "#333333", "#8a8a8a"
 
+LEARNER_COLORS = (BLUE, ORANGE, GREEN, "#CC79A7", SKY, "#B8860B", "#6A3D9A", FAINT)
+"""With more learners, their curves have one color."""
+
 BINS = 240
 
 

@@ -22,6 +22,7 @@ from diloco.errors import (
     UnavailableError,
     UnknownLearnerError,
 )
+from diloco.model import integers
 from diloco.model.fragments import Layout, Tensor, cut, differences
 from diloco.runtime.formatting import shorten
 from diloco.spec import RunSpec
@@ -135,7 +136,8 @@ def _check_tensors(tensors: tuple[Tensor, ...], *, most: int) -> None:
         if len(tensor.shape) > MAX_DIMENSIONS:
             raise too_many_dimensions(tensor.name, len(tensor.shape))
         # Multiplied one by one: the product never grows far beyond the limit.
-        elements = 0 if 0 in tensor.shape else 1
+        # Of integers that move, each takes several values of Θ.
+        elements = 0 if 0 in tensor.shape else integers.DIGITS if tensor.newest else 1
         for size in tensor.shape if elements else ():
             elements *= size
             if size < 0 or elements > left:

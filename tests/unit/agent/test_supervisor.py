@@ -1,11 +1,13 @@
 """What outlives a container: the termination message, as the kubelet keeps it, and the counts of restarts."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
 from diloco_agent import supervisor
-from diloco_agent.supervisor import Counts, write_termination_message
+from diloco_agent.policy import ExitContainer
+from diloco_agent.supervisor import Counts, Supervisor, write_termination_message
 
 KUBELET_BYTES = 4096
 
@@ -57,6 +59,31 @@ def test_a_long_message_leaves_no_room_for_the_log(tmp_path):
     assert len(written["message"]) > 3500
 
 
+def test_the_reason_of_the_end_is_written_before_the_files_on_the_volume(tmp_path, monkeypatch):
+    """The volume's disk may hang."""
+    order = []
+
+    class Ended(Supervisor):
+        _settings = SimpleNamespace(termination_log=tmp_path / "termination-log")
+        _log = ()
+
+        def __init__(self):
+            """Without a process."""
+
+        def _remove_marker(self):
+            order.append("marker")
+
+        def _write_counts(self):
+            order.append("counts")
+
+    def write(path, reason, message, *, lines):
+        order.append((path.name, reason, message))
+
+    monkeypatch.setattr(supervisor, "write_termination_message", write)
+    Ended()._carry_out(ExitContainer(code=1, reason="Refused", message="why"))
+    assert order == [("termination-log", "Refused", "why"), "marker", "counts"]
+
+
 def test_a_termination_log_that_cannot_be_written_raises_nothing(tmp_path):
     write_termination_message(tmp_path / "none" / "termination-log", "Refused", "x")
 
@@ -67,14 +94,14 @@ def test_a_termination_log_that_cannot_be_written_raises_nothing(tmp_path):
 def test_a_new_pod_on_the_same_volume_has_its_own_budget_of_crashes(tmp_path, pod, crashes):
     counts = tmp_path / "lives.json"
     counts.write_text('{"lives": 7, "faults": 2, "pod": "uid-1"}')
-    assert supervisor._read_counts(counts, pod, "boot-1") == Counts(starts=7, crashes=crashes)
+    assert supervisor._read_counts(counts, pod) == Counts(starts=7, crashes=crashes)
 
 
 def test_counts_without_a_pod_belong_to_one_that_has_no_uid(tmp_path):
     counts = tmp_path / "lives.json"
     counts.write_text('{"lives": 7, "faults": 2}')
-    assert supervisor._read_counts(counts, "", "boot-1") == Counts(starts=7, crashes=2)
-    assert supervisor._read_counts(counts, "uid-1", "boot-1") == Counts(starts=7)
+    assert supervisor._read_counts(counts, "") == Counts(starts=7, crashes=2)
+    assert supervisor._read_counts(counts, "uid-1") == Counts(starts=7)
 
 
 @pytest.mark.parametrize(
@@ -90,20 +117,22 @@ def test_counts_without_a_pod_belong_to_one_that_has_no_uid(tmp_path):
 def test_a_container_that_did_not_get_to_its_end_was_killed_unless_its_node_restarted(
     tmp_path, pod, boot, died
 ):
-    counts = tmp_path / "lives.json"
-    counts.write_text('{"lives": 7, "faults": 2, "pod": "uid-1", "runsSinceBoot": "boot-1"}')
-    assert supervisor._read_counts(counts, pod, boot).died is died
+    marker = tmp_path / "running.json"
+    marker.write_text('{"pod": "uid-1", "boot": "boot-1"}')
+    assert supervisor._was_killed(marker, pod, boot) is died
 
 
-def test_a_container_that_got_to_its_end_was_not_killed(tmp_path):
-    counts = tmp_path / "lives.json"
-    counts.write_text('{"lives": 7, "faults": 2, "pod": "uid-1", "runsSinceBoot": ""}')
-    assert supervisor._read_counts(counts, "uid-1", "") == Counts(starts=7, crashes=2)
-    assert supervisor._read_counts(counts, "uid-1", "boot-1") == Counts(starts=7, crashes=2)
+@pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "null"])
+def test_without_a_readable_marker_the_last_container_was_not_killed(tmp_path, content):
+    marker = tmp_path / "running.json"
+    if content is not None:
+        marker.write_text(content)
+    assert not supervisor._was_killed(marker, "uid-1", "boot-1")
+    assert not supervisor._was_killed(marker, "", "")
 
 
 @pytest.mark.parametrize(("pod", "joined"), [("uid-1", True), ("uid-2", False)])
 def test_that_a_learner_joined_is_known_to_the_next_container_of_its_pod(tmp_path, pod, joined):
     counts = tmp_path / "lives.json"
     counts.write_text('{"lives": 7, "faults": 2, "joined": true, "pod": "uid-1"}')
-    assert supervisor._read_counts(counts, pod, "boot-1").joined is joined
+    assert supervisor._read_counts(counts, pod).joined is joined

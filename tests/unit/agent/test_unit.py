@@ -202,6 +202,16 @@ def test_a_kill_from_outside_is_not_a_fault_in_whatever_order_the_others_exit(ra
     assert {len(pod.starts) for pod in learner.pods} == {2}
 
 
+@pytest.mark.parametrize(("code", "crashes"), [(75, 0), (1, 1)])
+def test_a_syncer_that_is_unavailable_is_not_a_fault_of_the_learner(code, crashes):
+    learner = trained(2, limit=1)
+    learner.exits(0, code)
+    learner.run(BACK_SECONDS)
+    learner.until_whole()
+    assert learner.crashes == crashes
+    assert {len(pod.starts) for pod in learner.pods} == {2}
+
+
 @settings(max_examples=examples(40))
 @given(rank=st.integers(0, 3), delays=st.lists(delays, min_size=4, max_size=4))
 def test_a_replaced_pod_restarts_the_whole_learner_and_does_not_count_as_a_fault(rank, delays):

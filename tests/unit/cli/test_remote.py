@@ -38,7 +38,8 @@ else:
     here = [part.replace("/etc/diloco/spec", os.path.join({folder!r}, "spec")) for part in here]
     if not os.path.isdir(os.path.join({folder!r}, pod)):
         sys.exit("error: cannot exec in a stopped container")
-    done = subprocess.run([sys.executable, "-IS", *here[1:]], stdout=subprocess.PIPE)
+    own = dict(os.environ, TMPDIR=os.path.join({folder!r}, pod))
+    done = subprocess.run([sys.executable, "-IS", *here[1:]], stdout=subprocess.PIPE, env=own)
     breaks = os.path.join({folder!r}, "breaks")
     left = open(breaks).read().split() if os.path.exists(breaks) else []
     if left:
@@ -437,6 +438,49 @@ def test_status_shows_a_job_in_a_cluster(tmp_path, kubectl):
     assert found in rows
     log = (tmp_path / "kubectl.log").read_text()
     assert "--context=eu --namespace=team get dilocojobs.diloco.dev/a" in log
+
+
+def test_status_shows_what_is_wrong_with_the_work_of_learners(tmp_path, kubectl):
+    own = tmp_path / "cluster/pod-a-eu-0"
+    (own / "diloco-learner-1.json").write_text(
+        json.dumps(
+            {"at": 1.0, "ready": True, "problem": "NotFinite", "why": "the loss was NaN \x1b[2J"}
+        )
+    )
+    older = own / "diloco-learner-0.json"
+    older.write_text('{"problem": "NoTokens"}')
+    os.utime(older, (1, 1))
+    shown = diloco(kubectl, "status", "--job", "a")
+    assert (shown.returncode, shown.stderr) == (0, "")
+    rows = [line.split() for line in shown.stdout.splitlines()]
+    assert ["eu/0", "NotFinite", "the", "loss", "was", "NaN", "?[2J"] in rows
+    # Learner 2 exits after the listing; ordinals 1 and 5 are other pods of a learner.
+    assert (
+        "problems are not known of eu/2: error: cannot exec in a stopped container" in shown.stdout
+    )
+    (own / "diloco-learner-1.json").write_text('{"at": 1.0, "ready": true, "problem": ""}')
+    assert "NotFinite" not in diloco(kubectl, "status", "--job", "a").stdout
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"), [("{", "is not JSON"), ("[]", "is not a JSON object")]
+)
+def test_a_health_file_that_cannot_be_read_is_a_problem_that_is_not_known(
+    tmp_path, kubectl, content, reason
+):
+    (tmp_path / "cluster/pod-a-eu-0/diloco-learner-1.json").write_text(content)
+    found, unknown = remote.learner_problems(
+        RemoteJob(name="a", kubectl=kubectl), {"learner": {"podsPerLearner": 2}}
+    )
+    assert found == []
+    assert unknown.startswith("problems are not known of eu/0, eu/2: its health file ")
+    assert reason in unknown
+
+
+def test_the_health_files_of_at_most_some_learners_are_read(monkeypatch, kubectl):
+    monkeypatch.setattr(remote, "ASKED_LEARNERS", 1)
+    _, unknown = remote.learner_problems(RemoteJob(name="a", kubectl=kubectl), {})
+    assert unknown == "problems are not known of 3 learners beyond the first 1, which are not asked"
 
 
 def test_status_of_a_job_that_is_not_there_is_an_error(kubectl):

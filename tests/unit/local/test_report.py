@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -14,9 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from diloco_local.report import plot, style
+from diloco_local.report import plot, run_files, style
 from diloco_local.report.page import page, write_report
-from diloco_local.report.run_files import load
+from diloco_local.report.run_files import Lifetime, load
 
 P = H = 24
 BEGIN = 1_760_000_000.0
@@ -317,7 +318,15 @@ def suspended(directory: Path) -> Path:
     append(directory / "events.jsonl", sorted(events, key=lambda event: event["time"]))
     for name in ("eu-0", "us-0"):
         rows = [
-            {"time": stamp(at), "localStep": i + 1, "tokens": 8, "loss": 2.0, "seconds": 0.5}
+            {
+                "time": stamp(at),
+                "localStep": i + 1,
+                "tokens": 8,
+                "loss": 2.0,
+                "seconds": 0.5,
+                "learningRate": 0.1 * (i + 1),
+                **({"resultAge": i} if i > 2 else {}),
+            }
             for i, at in enumerate((2, 3, 6, 9, 112, 113))
         ]
         append(directory / "learners" / name / "steps.jsonl", rows)
@@ -366,6 +375,54 @@ def test_each_of_a_few_learners_has_its_own_color_and_name(tmp_path: Path):
     lines = {line.get_label(): line.get_color() for line in figure.axes[1].get_lines()}
     assert {"eu/0", "us/0", "mean of learners", "validation of Θ"} == lines.keys()
     assert len(set(lines.values())) == 4
+
+
+def test_learning_rates_and_ages_of_results_are_those_of_the_steps(tmp_path: Path):
+    run = load(suspended(tmp_path / "run"))
+    assert run.learners[0].steps.learning_rate == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6])
+    assert run.learners[1].steps.result_age[3:].tolist() == [3, 4, 5]
+    axes = {axes.get_title(loc="left"): axes for axes in plot.draw(run).axes}
+    rates = axes["Learning rate of each learner"].get_lines()
+    assert len(rates) == 2
+    assert np.nanmax(rates[0].get_ydata()) == pytest.approx(0.6)
+    ages = {
+        line.get_label(): list(line.get_ydata())
+        for line in axes["Age of results when learners apply them"].get_lines()
+    }
+    assert ages == {"largest": [3, 5], "median": [3, 4.5]}
+
+
+def test_scores_of_a_clock_that_was_set_back_have_the_tokens_of_their_time(tmp_path: Path):
+    rows = [{"time": stamp(i), "tokens": 10, "loss": 2.0} for i in range(9)]
+    append(tmp_path / "learners" / "eu-0" / "steps.jsonl", rows)
+    scores = [{"time": stamp(at), "tokens": 10 * at, "loss": 2.0} for at in (6, 7, 8, 1, 2)]
+    append(tmp_path / "eval.jsonl", scores)
+    lines = {line.get_label(): line for line in plot.draw(load(tmp_path)).axes[0].get_lines()}
+    assert list(lines["validation of Θ"].get_xdata()) == [10, 20, 60, 70, 80]
+
+
+def test_a_plot_of_the_first_learners_states_how_many_there_are(tmp_path: Path):
+    for number in range(34):
+        rows = [{"time": stamp(i), "tokens": 1, "loss": 1.0, "seconds": 0.5} for i in range(3)]
+        append(tmp_path / "learners" / f"eu-{number}" / "steps.jsonl", rows)
+    [axes] = [
+        axes
+        for axes in plot.draw(load(tmp_path)).axes
+        if axes.get_title(loc="left") == "Duration of a step"
+    ]
+    assert axes.get_title(loc="right") == "the first 32 of 34 learners"
+    assert len(axes.get_yticks()) == 32
+
+
+@pytest.mark.timeout(60)
+def test_forty_thousand_restarts_and_forty_suspensions_are_counted_within_a_minute(tmp_path: Path):
+    lives = tuple(Lifetime(number=i, begin=i + 0.2, end=i + 0.4) for i in range(40_000))
+    epochs = [Lifetime(number=k, begin=1000 * k, end=1000 * k + 999.5) for k in range(40)]
+    [learner, _] = load(suspended(tmp_path / "run")).learners
+    learners = [dataclasses.replace(learner, lifetimes=lives)]
+    [counted], gaps = run_files._without_resumes(learners, epochs)
+    assert len(gaps) == 39
+    assert counted.restarts == 39_999 - 39
 
 
 def test_weights_throughput_norms_and_bases_are_those_of_the_events(tmp_path: Path):

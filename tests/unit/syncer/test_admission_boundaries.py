@@ -34,8 +34,9 @@ def tensor(name="a", shape=(1,), **changes):
         (tensor(shape=(limits.MAX_ELEMENTS,)),),
         (tensor(shape=(limits.MAX_ELEMENTS // 4, 4, 1)), tensor("b", (0, 1 << 60))),
         (tensor(shape=(0, -1)),),
+        (tensor(shape=(limits.MAX_ELEMENTS // 4,), dtype="int64", buffer=True),),
     ],
-    ids=["name", "alias", "dtype", "dimensions", "tensors", "values", "zero", "empty"],
+    ids=["name", "alias", "dtype", "dimensions", "tensors", "values", "zero", "empty", "integers"],
 )
 def test_what_is_exactly_at_a_limit_is_admitted(tensors):
     assert Model.of(tensors).tensors == tuple(sorted(tensors, key=lambda t: t.name))
@@ -49,6 +50,7 @@ def test_what_is_exactly_at_a_limit_is_admitted(tensors):
         (tensor(shape=(limits.MAX_ELEMENTS // 2, 2)), tensor("b")),
         (tensor(), tensor("b", (limits.MAX_ELEMENTS,))),
         (tensor("n" * limits.MAX_NAME), tensor("b", dtype="f" * (limits.MAX_DTYPE + 1))),
+        (tensor(shape=(limits.MAX_ELEMENTS // 4 + 1,), dtype="int64", buffer=True),),
     ],
 )
 def test_what_is_one_beyond_a_limit_is_refused(tensors):

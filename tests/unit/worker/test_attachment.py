@@ -150,6 +150,23 @@ def test_a_loop_that_ends_at_the_next_question_is_not_warned(job, model, caplog)
     assert not caplog.messages
 
 
+@pytest.mark.parametrize(("steps", "warned"), [(10, False), (9, True)])
+def test_a_trainer_that_ends_before_the_job_is_warned_about(job, model, caplog, steps, warned):
+    optimizer = sgd(model)
+    learner = attach(model, optimizer, tokens=1)
+    for _ in range(steps):
+        optimizer.step()
+    learner.end_training()
+    assert job.closed
+    assert ("leaves the job at global step 9 of 100: something else" in caplog.text) is warned
+
+
+def test_a_trainer_without_a_job_ends_without_a_warning(monkeypatch, model, caplog):
+    monkeypatch.delenv("DILOCO_SYNCER", raising=False)
+    attach(model, sgd(model), tokens=1).end_training()
+    assert not caplog.messages
+
+
 def test_wrappers_are_removed(job, model):
     class Wrapper(torch.optim.Optimizer):
         """As AcceleratedOptimizer and LightningOptimizer: it has no hooks."""

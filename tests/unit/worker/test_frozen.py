@@ -9,7 +9,7 @@ from torch import nn
 
 from diloco.errors import ConfigError
 from diloco.spec import RunSpec
-from diloco_worker.trainer import frozen
+from diloco_worker.trainer import frozen, layout
 from diloco_worker.trainer.frozen import digest, with_digests
 from diloco_worker.trainer.layout import describe
 from diloco_worker.trainer.replica import Replica
@@ -46,7 +46,7 @@ def test_a_digest_is_what_it_was_in_the_first_release():
 def test_a_tensor_is_read_in_pieces_and_in_any_layout(monkeypatch, dtype):
     values = torch.arange(30).reshape(5, 6).to(dtype)
     whole = digest(values)
-    monkeypatch.setattr(frozen, "PIECE_BYTES", 16)
+    monkeypatch.setattr(layout, "PIECE_BYTES", 16)
     assert digest(values) == whole
     assert digest(values.t().contiguous().t()) == whole, "a view that is not contiguous"
     assert digest(values[2:3].reshape(6)[3]) == digest(values[2, 3].clone()), "a scalar"

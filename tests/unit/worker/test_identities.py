@@ -163,12 +163,39 @@ def test_a_division_by_the_largest_number_per_region_survives_scaling():
     assert {parts for _, parts in after.values()} == {12}
 
 
+def test_a_division_by_numbers_of_each_region_leaves_nothing_unread_and_survives_scaling():
+    parts = {name: of(name).part(max_learners_per_region=LEARNERS) for name in NAMES}
+    assert sorted(parts.values()) == [(number, 6) for number in range(6)]
+    # As in a cluster, where one region of two is scaled and the third one is added later.
+    most = {"us": 4, "eu": 3, "asia": 2}
+    for regions in (("eu", "us"), ("asia", "eu", "us")):
+        learners = dict.fromkeys(regions, 0)
+        found = {
+            f"{region}/{index}": of(f"{region}/{index}", learners=learners).part(
+                max_learners_per_region=most
+            )
+            for region in regions
+            for index in range(most[region])
+        }
+        assert len({number for number, _ in found.values()}) == len(found)
+        assert {count for _, count in found.values()} == {9}
+        assert (found["eu/0"], found["us/3"]) == ((2, 9), (8, 9))
+
+
 @pytest.mark.parametrize(
     ("dataset", "most", "reason"),
     [
         (range(5), None, "the dataset has 5 items, expected at least 6"),
         (WithShards([], num_shards=2), None, "the dataset has 2 shards, expected at least 6"),
         (range(99), 1, "max_learners_per_region is 1, expected more than 1"),
+        (range(99), {"us": 9, "eu": 1, "asia": 9}, "max_learners_per_region is 1, expected more"),
+        (range(99), {"us": 9, "eu": 9}, "has no number for asia, expected one for each region"),
+        (
+            range(99),
+            {**LEARNERS, "us": -1},
+            "'us': -1, 'eu': 3, 'asia': 2}, expected whole numbers",
+        ),
+        (range(99), 2.5, "max_learners_per_region is 2.5, expected whole numbers"),
     ],
 )
 def test_a_part_that_cannot_be_had_ends_the_process_for_good(dataset, most, reason, capsys):

@@ -55,3 +55,21 @@ def test_the_steps_of_all_optimizers_are_counted_between_two_calls():
     for optimizer in optimizers:
         optimizer.step()
     assert (steps.taken(), steps.taken()) == (2, 0)
+
+
+def test_the_learning_rate_is_the_one_of_the_last_step_of_the_first_optimizer():
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    groups = [{"params": weights[:1], "lr": 0.2}, {"params": weights[1:], "lr": torch.tensor(0.5)}]
+    first, second = torch.optim.AdamW(groups), torch.optim.SGD(weights, lr=3.0)
+    steps = OptimizerSteps([first, second])
+    assert steps.learning_rate is None
+    first.step()
+    first.param_groups[1]["lr"] = 0.1  # as a scheduler does before learner.step()
+    second.step()
+    assert steps.learning_rate == 0.5
+    first.step()
+    assert steps.learning_rate == 0.2
+    for unknown in (None, torch.ones(2), torch.tensor(0.1, device="meta")):
+        first.param_groups[0]["lr"] = unknown
+        steps._first_stepped(first, (), {})
+        assert steps.learning_rate is None

@@ -11,7 +11,7 @@ from diloco.errors import ConfigError
 from diloco.model.fragments import cut
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import HostCopy
-from diloco_worker.trainer import buffers
+from diloco_worker.trainer import buffers, layout
 from diloco_worker.trainer.buffers import Watch
 from diloco_worker.trainer.layout import MAX_INTEGERS, Copier, describe
 from diloco_worker.trainer.replica import Replica
@@ -67,6 +67,25 @@ def test_a_pattern_moves_no_parameter():
     found = describe(frozen, moving=["*"])
     assert names(found.frozen) == ["body.bias", "body.weight"]
     assert "norm.weight" in names(found.trained)
+
+
+class Stateful(Net):
+    """With a state besides its buffers, of which state_dict has a copy."""
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.zeros(3)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        raise AssertionError("nothing of it is loaded")
+
+
+def test_no_pattern_takes_the_extra_state_of_a_module():
+    model = nn.Sequential(Stateful(), nn.Linear(2, 2))
+    model.register_buffer("own_extra_state", torch.zeros(1))
+    found = describe(model, moving=["*", "0._extra_state"])
+    assert "0._extra_state" in names(found.buffers)
+    assert "own_extra_state" in names(found.moving)
+    assert "_extra_state" in names(describe(Stateful(), moving=["*_extra_state"]).buffers)
 
 
 @pytest.mark.parametrize(
@@ -142,6 +161,50 @@ def test_no_line_is_logged_about_what_the_manifest_names(changes, caplog):
         assert caplog.text == ""
     finally:
         of_model.close()
+
+
+def test_a_pattern_without_a_buffer_is_reported_once(caplog):
+    patterns = ("us*", "norm.running_mean", "usages", "body.weight", "*._extra_state")
+    of_model = replica(Net(), moving_buffers=patterns)
+    try:
+        assert copied(of_model)
+    finally:
+        of_model.close()
+    [line] = caplog.messages
+    assert "has the name 'usages', 'body.weight', '*._extra_state'; expected" in line
+
+
+def test_at_most_eight_patterns_without_a_buffer_are_shown(caplog):
+    replica(Net(), moving_buffers=tuple(f"none{i}" for i in range(11))).close()
+    [line] = caplog.messages
+    assert "'none7' and 3 more; expected" in line
+
+
+def test_buffers_are_compared_before_the_link_is_locked_out(monkeypatch):
+    of_model = replica(Net())
+    order = []
+    watched, locked = of_model._watch.changed, of_model.shared.try_lock
+    monkeypatch.setattr(of_model._watch, "changed", lambda: (order.append("read"), watched())[1])
+    monkeypatch.setattr(
+        of_model.shared, "try_lock", lambda p: (order.append(f"lock {p}"), locked(p))[1]
+    )
+    try:
+        assert copied(of_model)
+        assert of_model.try_copy_model([COPY, COPY])
+    finally:
+        of_model.close()
+    assert order == ["read", "lock 0", "lock 1", "read", "lock 0", "lock 1"]
+
+
+def test_buffers_are_read_in_pieces(monkeypatch):
+    monkeypatch.setattr(layout, "PIECE_BYTES", 64)
+    table = torch.arange(100.0)
+    sizes = [piece.nbytes for piece in layout.pieces(table)]
+    assert (max(sizes), sum(sizes)) == (64, 400)
+    in_pieces = buffers._digest(table)
+    monkeypatch.undo()
+    assert buffers._digest(table) == in_pieces
+    assert buffers._digest(table.reshape(10, 10).t()) != in_pieces
 
 
 def test_the_download_of_the_model_is_not_a_change(caplog):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from diloco_worker.integrations.rates import Rates
+from diloco_worker.integrations.rates import Rates, depends_on_steps
 
 SCHEDULERS = {
     "lambda": lambda o: lr_scheduler.LambdaLR(o, lambda step: 1 / (1 + step)),
@@ -135,3 +135,40 @@ def test_a_schedule_that_ends_before_the_job_keeps_its_last_rate(caplog):
     assert caplog.text.count("stays as of step 20, because OneCycleLR ends there") == 1
     followed.follow(5)
     assert rates(optimizer) != last
+
+
+def momentum(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["momentum"] for group in optimizer.param_groups]
+
+
+def test_a_momentum_that_the_schedule_changes_is_the_one_of_the_global_step():
+    made = [
+        torch.optim.SGD([torch.nn.Parameter(torch.zeros(3))], lr=0.1, momentum=0.9) for _ in "ab"
+    ]
+    schedulers = [lr_scheduler.OneCycleLR(optimizer, 1.0, total_steps=60) for optimizer in made]
+    for _ in range(20):
+        made[0].step()
+        schedulers[0].step()
+    assert momentum(made[0]) != [0.95]
+    followed = Rates(schedulers[1])
+    for _ in range(2):
+        followed.follow(20)
+        assert momentum(made[1]) == pytest.approx(momentum(made[0]))
+        made[1].step()
+        schedulers[1].step()  # as its trainer does
+
+
+def test_an_option_that_the_schedule_leaves_alone_is_the_programs():
+    optimizer = groups()
+    followed = Rates(SCHEDULERS["steps"](optimizer))
+    followed.follow(8)
+    optimizer.param_groups[0]["betas"] = (0.5, 0.6)
+    followed.follow(9)
+    assert optimizer.param_groups[0]["betas"] == (0.5, 0.6)
+
+
+def test_a_schedule_of_a_metric_does_not_depend_on_steps():
+    optimizer = groups()
+    assert depends_on_steps(SCHEDULERS["chain"](optimizer))
+    assert not depends_on_steps(lr_scheduler.ReduceLROnPlateau(optimizer))
+    assert not depends_on_steps(None)

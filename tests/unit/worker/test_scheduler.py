@@ -146,10 +146,28 @@ def test_a_schedule_that_ends_before_the_job_keeps_its_last_rate(caplog):
         followed.step()
         assert options(optimizer) == schedule("OneCycleLR", STEPS)
     [record] = caplog.records
-    assert f"OneCycleLR has no step {STEPS + 1}: Tried to step" in record.getMessage()
+    assert f"as of step {STEPS}, because OneCycleLR ends there: Tried" in record.getMessage()
     steps.step = 70
     followed.step()
     assert options(optimizer) == schedule("OneCycleLR", 70)
+
+
+class Model(nn.Linear):
+    def __deepcopy__(self, memo):
+        raise AssertionError("the model is copied")
+
+
+def test_a_model_that_a_schedule_has_is_not_copied():
+    class OfModel(lr_scheduler.LambdaLR):
+        def __init__(self, optimizer):
+            self.model = Model(2, 2)
+            super().__init__(optimizer, lambda step: 1 / (1 + step))
+
+    optimizer, steps = make_optimizer(), Steps(3)
+    followed = GlobalStepScheduler(OfModel(optimizer), steps)
+    for steps.step in (0, 1):  # back, and on
+        followed.step()
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.2 / (1 + steps.step))
 
 
 def test_only_the_first_steps_change_the_filters_of_warnings(monkeypatch):

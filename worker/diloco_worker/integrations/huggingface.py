@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,12 +14,11 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from diloco.errors import ConfigError
 from diloco_worker import settings
 from diloco_worker.attachment import AttachedLearner, attach, planned_steps
-from diloco_worker.integrations.rates import Rates
+from diloco_worker.integrations.rates import Rates, depends_on_steps
 
 try:
     from transformers import TrainerCallback, get_scheduler
@@ -29,8 +27,6 @@ except ImportError as error:
         "diloco_worker.integrations.huggingface needs transformers and accelerate, which diloco does "
         f"not install: pip install 'transformers[torch]' ({error})"
     ) from error
-
-log = logging.getLogger(__name__)
 
 NO_LIMIT = 10**9
 """Steps that progress bars show as the end of a job without one."""
@@ -152,15 +148,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Leave the job."""
-        if self.learner is None:
-            return
-        if self._in_job and not self.learner.done:
-            log.warning(
-                "%s leaves the job at global step %d of %s: something else than the job ended training; "
-                "remove it (an early stopping, for example), or the learner restarts",
-                self.learner.name, self.learner.step_index, self.learner.total_steps,
-            )  # fmt: skip
-        self.learner.close()
+        if self.learner is not None:
+            self.learner.end_training()
 
     # ------------------------------------------------------------ parts
 
@@ -169,8 +158,8 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
         step, steps = learner.step_index, learner.total_steps or NO_LIMIT
         # Trainer stops at it, and this learner may make more steps than the job.
         state.max_steps = state.global_step + max(2, steps - step)
-        if not isinstance(self._scheduler, LRScheduler):
-            return  # ReduceLROnPlateau follows a metric
+        if not depends_on_steps(self._scheduler):
+            return
         if self._rates is None or self._rates_steps not in (steps, None):
             self._rates = self._rates_over(args, steps)
         self._rates.follow(step)

@@ -7,15 +7,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch.optim.lr_scheduler import LRScheduler
-
 from diloco_worker import settings
 from diloco_worker.attachment import AttachedLearner, attach, planned_steps
-from diloco_worker.integrations.rates import Rates
+from diloco_worker.integrations.rates import Rates, depends_on_steps
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -27,8 +24,6 @@ except ImportError:
             "diloco_worker.integrations.lightning needs Lightning, which diloco does not install: "
             f"pip install lightning ({error})"
         ) from error
-
-log = logging.getLogger(__name__)
 
 
 class DiLoCoCallback(Callback):  # type: ignore[misc]
@@ -88,7 +83,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             self._rates = [
                 (Rates(config.scheduler), config.frequency)
                 for config in trainer.lr_scheduler_configs
-                if config.interval == "step" and isinstance(config.scheduler, LRScheduler)
+                if config.interval == "step" and depends_on_steps(config.scheduler)
             ]
             trainer.should_stop = trainer.should_stop or self.learner.done
 
@@ -117,15 +112,8 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Leave the job."""
-        if self.learner is None:
-            return
-        if self._in_job and not self.learner.done:
-            log.warning(
-                "%s leaves the job at global step %d of %s: something else than the job ended training; "
-                "remove it (an early stopping, for example), or the learner restarts",
-                self.learner.name, self.learner.step_index, self.learner.total_steps,
-            )  # fmt: skip
-        self.learner.close()
+        if self.learner is not None:
+            self.learner.end_training()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Leave the job if Lightning ends training at SIGTERM, in a validation for example."""

@@ -1,35 +1,33 @@
 """
-Learning rates at the job's global step.
+Learning rates at the job's global step, where a trainer steps a scheduler that cannot be replaced.
 
 A trainer steps its scheduler once for each step of its own, from 0 after each start: a learner that rejoins would warm
-up again. Here the scheduler is stepped to the global step instead, which restarts do not change.
+up again. Here a copy of it follows the global step, as `learner.scheduler` does, and its options replace those of the
+optimizer before each step.
 """
 
 from __future__ import annotations
 
 import copy
-import functools
-import logging
-from collections.abc import Callable, Iterator
-from types import MethodType
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-log = logging.getLogger(__name__)
+from diloco_worker.trainer.scheduler import GlobalStepScheduler, copy_of
 
 
 class Rates:
     """
-    Sets the learning rates of an optimizer to those of a schedule at a global step.
+    Sets the options of an optimizer to those of a schedule at a global step: learning rates, and what else it changes.
 
     Args:
         scheduler: of the optimizer, before its first step. It may be stepped: a copy gives the
             rates. That works for every scheduler whose rates depend on nothing but the number of
-            steps.
+            steps (`depends_on_steps`).
         build: None: the copy is of `scheduler`. Otherwise, this makes the schedule of another one,
             from a stand-in for the optimizer.
     """
@@ -37,56 +35,45 @@ class Rates:
     def __init__(
         self, scheduler: LRScheduler, build: Callable[[Optimizer], LRScheduler] | None = None
     ) -> None:
-        self._scheduler = scheduler
-        stand_in = _StandIn(scheduler.optimizer)
-        if build is None:
-            self._first = _copy(scheduler, stand_in)
-            self._begin = int(getattr(scheduler, "last_epoch", 0))
-        else:
-            self._first, self._begin = build(stand_in), 0
-        self._warned = False
-        self._rewind()
+        self._scheduler, self._step = scheduler, 0
+        self._stand_in = _StandIn(scheduler.optimizer)
+        made = (
+            copy_of(scheduler, scheduler, self._stand_in)
+            if build is None
+            else build(self._stand_in)
+        )
+        self._last = int(getattr(scheduler, "last_epoch", 0))
+        """The last step that the trainer's own scheduler may be at."""
+        self._copy = GlobalStepScheduler(made, lambda: self._step)
+        self._options = {"lr"}
+        """What the schedule has changed."""
 
     def follow(self, step: int) -> None:
-        """Set the rates to those at global step `step`; after its last step, a schedule keeps its last rates."""
-        if step < self._step:
-            self._rewind()
-        while self._step < step and not self._ended:
-            self._advance()
+        """Set the options to those at global step `step`; after its last step, a schedule keeps its last ones."""
+        self._step = step
+        self._copy.step()
+        self._options |= self._copy.changed_options()
         pairs = zip(
             self._scheduler.optimizer.param_groups, self._stand_in.param_groups, strict=True
         )
         for group, stand_in in pairs:
-            if isinstance(group["lr"], torch.Tensor):
-                group["lr"].fill_(float(stand_in["lr"]))
-            else:
-                group["lr"] = float(stand_in["lr"])
+            for key in self._options & group.keys():
+                if isinstance(group[key], torch.Tensor):
+                    group[key].fill_(float(stand_in[key]))
+                else:
+                    group[key] = _plain(stand_in[key])
         # What trainers log.
-        self._scheduler._last_lr = [group["lr"] for group in self._stand_in.param_groups]
+        self._scheduler._last_lr = [_plain(group["lr"]) for group in self._stand_in.param_groups]
         if hasattr(self._scheduler, "last_epoch"):
             # The trainer steps it, too, and must not take one with an end beyond that.
-            behind = max(self._step - 1, self._begin)
-            self._scheduler.last_epoch = min(self._scheduler.last_epoch, behind)
+            self._scheduler.last_epoch = min(
+                self._scheduler.last_epoch, max(self._copy.count - 1, self._last)
+            )
 
-    def _advance(self) -> None:
-        try:
-            self._copy.step()
-        except ValueError as error:  # OneCycleLR, when the job became longer
-            self._ended = True
-            if not self._warned:
-                self._warned = True
-                log.warning(
-                    "the learning rate stays as of step %d, because %s ends there: %s",
-                    self._step, type(self._scheduler).__name__, error,
-                )  # fmt: skip
-            return
-        self._step += 1
 
-    def _rewind(self) -> None:
-        """Begin again, as after a syncer returned to an older snapshot."""
-        self._stand_in = _StandIn(self._first.optimizer)
-        self._copy = _copy(self._first, self._stand_in)
-        self._step, self._ended = self._begin, False
+def depends_on_steps(scheduler: object) -> bool:
+    """Whether it is a scheduler that steps alone decide, and no metric."""
+    return isinstance(scheduler, LRScheduler) and not isinstance(scheduler, ReduceLROnPlateau)
 
 
 class _StandIn(Optimizer):
@@ -108,25 +95,6 @@ class _StandIn(Optimizer):
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
 
 
-def _copy(scheduler: LRScheduler, stand_in: Optimizer) -> LRScheduler:
-    """A copy that shares modules with the scheduler, and has this optimizer."""
-    # Nested schedulers share the optimizer, which must not be copied with the model.
-    memo: dict[int, Any] = {id(scheduler.optimizer): stand_in}
-    memo.update((id(owner), owner) for owner in _owners(list(vars(scheduler).values())))
-    return copy.deepcopy(scheduler, memo)
-
-
-def _owners(value: Any) -> Iterator[Any]:
-    """Modules, and what the methods belong to that a schedule is computed by: they may have the model."""
-    if isinstance(value, nn.Module):
-        yield value
-    elif isinstance(value, MethodType):
-        if not isinstance(value.__self__, LRScheduler | Optimizer):
-            yield value.__self__
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _owners(item)
-    elif isinstance(value, functools.partial):
-        yield from _owners([value.func, *value.args, *value.keywords.values()])
-    elif isinstance(value, LRScheduler):
-        yield from _owners([item for item in vars(value).values() if item is not value])
+def _plain(value: Any) -> Any:
+    """A rate as a number, also of one that the optimizer has as a tensor."""
+    return float(value) if isinstance(value, torch.Tensor) else value

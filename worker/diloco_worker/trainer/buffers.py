@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import nn
 
-from diloco_worker.trainer.layout import Named, as_bytes, uncompiled
+from diloco_worker.trainer.layout import Named, pieces, uncompiled
 
 MOST_READS = 3
 """
@@ -103,7 +103,10 @@ def _writes(tensor: torch.Tensor) -> int:
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    return xxhash.xxh3_64_intdigest(as_bytes(tensor).numpy().data)
+    state = xxhash.xxh3_64()
+    for piece in pieces(tensor):
+        state.update(piece)
+    return state.intdigest()
 
 
 def _listed(found: list[Named]) -> str:

@@ -13,10 +13,7 @@ import xxhash
 
 from diloco.errors import ConfigError
 from diloco.model.fragments import Tensor
-from diloco_worker.trainer.layout import Named, dtype_name
-
-PIECE_BYTES = 64 << 20
-"""So much is copied to the CPU at once."""
+from diloco_worker.trainer.layout import Named, dtype_name, pieces
 
 ANNOUNCED_BYTES = 4 << 30
 """From here on, a line states why `Learner.connect` takes seconds."""
@@ -50,11 +47,9 @@ def digest(tensor: torch.Tensor) -> str:
     """
     XXH3-64 over dtype, shape and values: 16 hex digits, the same for equal tensors on any device.
 
-    It detects mistakes, not forgeries. A tensor that is not contiguous is copied as a whole.
+    It detects mistakes, not forgeries.
     """
     state = xxhash.xxh3_64(f"{dtype_name(tensor)} {list(tensor.shape)};".encode())
-    flat = tensor.detach().reshape(-1)
-    step = max(1, PIECE_BYTES // max(1, flat.element_size()))
-    for at in range(0, flat.numel(), step):
-        state.update(flat[at : at + step].cpu().view(torch.uint8).numpy().data)
+    for piece in pieces(tensor):
+        state.update(piece)
     return state.hexdigest()

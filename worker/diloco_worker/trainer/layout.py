@@ -29,6 +29,12 @@ U8 = npt.NDArray[np.uint8]
 _Pair = tuple[torch.Tensor, torch.Tensor]
 """A parameter or buffer, and its view of the memory; that of integers is of their digits."""
 
+EXTRA_STATE = "_extra_state"
+"""What torch calls the extra state of a module in a state_dict: a copy, so that nothing written to it has an effect."""
+
+PIECE_BYTES = 64 << 20
+"""So much of a tensor is copied to the CPU at once, to read it."""
+
 MAX_INTEGERS = 4096
 """Values of a buffer of integers that changes: each takes four of fp32, in a fragment that nothing compresses."""
 
@@ -86,7 +92,8 @@ def describe(model: nn.Module, *, moving: Sequence[str] | None = ()) -> ModelTen
     Args:
         model: on its device; may be compiled.
         moving: patterns of names of buffers that change while training, besides the running statistics
-            of normalization layers; None: no buffer is merged, whatever it does.
+            of normalization layers; None: no buffer is merged, whatever it does. The extra state of a
+            module is none.
 
     Raises:
         ConfigError: nothing is trained, or a tensor cannot be merged.
@@ -155,8 +162,15 @@ def _statistics(model: nn.Module) -> set[object]:
     }
 
 
+def unmatched(tensors: ModelTensors, patterns: Iterable[str]) -> list[str]:
+    """Those of the patterns of `describe` that are the name of no buffer that moves."""
+    names = [name for n in tensors.moving for name in (n.info.name, *n.info.aliases)]
+    return [pattern for pattern in patterns if not _matches(names, [pattern])]
+
+
 def _matches(names: Iterable[str], patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
+    own = [name for name in names if name.rpartition(".")[2] != EXTRA_STATE]
+    return any(fnmatchcase(name, pattern) for name in own for pattern in patterns)
 
 
 def _by_name(tensors: Iterable[Named]) -> tuple[Named, ...]:
@@ -341,6 +355,14 @@ def dtype_name(tensor: torch.Tensor) -> str:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a tensor as a flat uint8 tensor on the CPU; shares memory if possible."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The values of a tensor as bytes, in order. One that is not contiguous is copied as a whole."""
+    flat = tensor.detach().reshape(-1)
+    step = max(1, PIECE_BYTES // max(1, flat.element_size()))
+    for at in range(0, flat.numel(), step):
+        yield flat[at : at + step].cpu().view(torch.uint8).numpy().data
 
 
 def from_bytes(data: torch.Tensor, out: torch.Tensor) -> None:

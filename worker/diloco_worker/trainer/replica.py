@@ -19,9 +19,12 @@ from diloco_worker.core.ledger import HostCopy
 from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.trainer.buffers import Watch
 from diloco_worker.trainer.frozen import with_digests
-from diloco_worker.trainer.layout import Copier, describe
+from diloco_worker.trainer.layout import Copier, ModelTensors, describe, unmatched
 
 log = logging.getLogger(__name__)
+
+MAX_PATTERNS = 8
+"""Shown of those that match nothing."""
 
 
 class Replica:
@@ -52,6 +55,7 @@ class Replica:
         pack_frozen(
             self.layout.frozen
         )  # here, not in each session of the link, that they fit is checked
+        _log_unmatched(tensors, () if kept else spec.moving_buffers)
         self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
         fragments = range(len(self.layout.fragments))
         self._copier = Copier(tensors, self.layout)
@@ -84,6 +88,7 @@ class Replica:
         Args:
             copies: by fragment.
         """
+        self._notice_changes()
         for fragment, copy in enumerate(copies):
             # One at a time: who holds a lock and waits for another can get EDEADLK from the kernel, which
             # does not distinguish the threads of the link.
@@ -93,6 +98,7 @@ class Replica:
 
     def try_copy_model(self, copies: Sequence[HostCopy]) -> bool:
         """As `copy_model`; False, without an effect and without waiting, while the link holds a lock."""
+        self._notice_changes()
         with contextlib.ExitStack() as locks:
             for fragment in range(len(copies)):
                 if not locks.enter_context(self.shared.try_lock(fragment)):
@@ -104,6 +110,8 @@ class Replica:
 
     def try_copy(self, fragment: int, copy: HostCopy) -> bool:
         """Write one host copy; False, without waiting, while the link holds its lock."""
+        if fragment == 0:
+            self._notice_changes()
         with self.shared.try_lock(fragment) as held:
             if held:
                 self._copy(fragment, copy)
@@ -113,8 +121,22 @@ class Replica:
         """Release the shared memory."""
         self.shared.close()
 
-    def _copy(self, fragment: int, copy: HostCopy) -> None:
-        if fragment == 0 and (changed := self._watch.changed()):
+    def _notice_changes(self) -> None:
+        """Without a lock: to read buffers that were written can take long, and the link would wait."""
+        if changed := self._watch.changed():
             log.warning("%s", changed)
+
+    def _copy(self, fragment: int, copy: HostCopy) -> None:
         self._copier.copy_out(fragment)
         self.shared.set_host_copy(fragment, copy)
+
+
+def _log_unmatched(tensors: ModelTensors, patterns: Sequence[str]) -> None:
+    if not (without := unmatched(tensors, patterns)):
+        return
+    more = f" and {len(without) - MAX_PATTERNS} more" if len(without) > MAX_PATTERNS else ""
+    log.warning(
+        "spec.sync.movingBuffers: no buffer of the model has the name %s%s; expected patterns such as *.usage, "
+        "for persistent buffers",
+        ", ".join(map(repr, without[:MAX_PATTERNS])), more,
+    )  # fmt: skip

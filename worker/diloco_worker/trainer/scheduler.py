@@ -2,19 +2,24 @@
 A torch learning-rate scheduler that follows the global step.
 
 torch's schedulers count their own calls: after a restart they begin again, and in a learner that joins later they
-start late. Here the scheduler is stepped until its count is the global step.
+start late. Here the scheduler is stepped until its count is the global step. Schedulers that a trainer of another
+library holds are followed by the same means, in a copy (`integrations.rates`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import MethodType
 from typing import Any
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from diloco.errors import ConfigError
@@ -46,10 +51,11 @@ class GlobalStepScheduler:
         self.scheduler = scheduler
         """What is wrapped."""
         self._global_step = global_step
-        self._begin = self._count = _count(scheduler)
+        self._begin = self.count = _count(scheduler)
+        """The step that the scheduler is at."""
         self._ended = self._warned = False
         """Whether the schedule has no further steps, and whether this was logged."""
-        self._begin_state = copy.deepcopy(scheduler.state_dict())
+        self._begin_state = copy_of(scheduler.state_dict(), scheduler)
         self._begin_options = [
             {key: _copy(group[key]) for key in CHANGED if key in group}
             for group in scheduler.optimizer.param_groups
@@ -59,26 +65,26 @@ class GlobalStepScheduler:
     def step(self, *_: object) -> None:
         """Let the scheduler's count be the global step; arguments are ignored."""
         target = self._global_step()
-        if target < self._count:
+        if target < self.count:
             self._rewind()
-        missing = target - self._count
+        missing = target - self.count
         if missing <= 0 or self._ended:
             return
         if missing > MAX_STEPS:
             raise ConfigError(
                 f"learner.scheduler: the global step is {target}, and {type(self.scheduler).__name__} is at "
-                f"{self._count}; expected at most {MAX_STEPS} steps between them: set the learning rate from "
+                f"{self.count}; expected at most {MAX_STEPS} steps between them: set the learning rate from "
                 "learner.step_index instead"
             )
         with contextlib.ExitStack() as stack:
-            if self._count == self._begin:
+            if self.count == self._begin:
                 # It has not seen the optimizer's steps of other learners and earlier processes.
                 stack.enter_context(warnings.catch_warnings())
                 warnings.simplefilter("ignore")
             try:
-                while self._count < target:
+                while self.count < target:
                     self.scheduler.step()
-                    self._count += 1
+                    self.count += 1
             except ValueError as error:  # OneCycleLR, after its `total_steps`
                 self._end(error)
 
@@ -88,14 +94,14 @@ class GlobalStepScheduler:
         if not self._warned:
             self._warned = True
             log.warning(
-                "learner.scheduler: %s has no step %d: %s; the learning rate stays what it is; make the "
-                "schedule for learner.total_steps, and restart the learner after T was raised",
-                type(self.scheduler).__name__, self._count + 1, error,
+                "the learning rate stays as of step %d, because %s ends there: %s; make the schedule for all of "
+                "the job's steps, and restart the learner after T was raised",
+                self.count, type(self.scheduler).__name__, error,
             )  # fmt: skip
 
     def _rewind(self) -> None:
         """A syncer has returned to an older snapshot: begin again."""
-        self.scheduler.load_state_dict(copy.deepcopy(self._begin_state))
+        self.scheduler.load_state_dict(copy_of(self._begin_state, self.scheduler))
         for group, options in zip(
             self.scheduler.optimizer.param_groups, self._begin_options, strict=True
         ):
@@ -104,7 +110,17 @@ class GlobalStepScheduler:
                     group[key].fill_(value)
                 else:
                     group[key] = value
-        self._count, self._ended = self._begin, False
+        self.count, self._ended = self._begin, False
+
+    def changed_options(self) -> set[str]:
+        """Which of CHANGED differ from what they were at the beginning, in any group."""
+        groups = self.scheduler.optimizer.param_groups
+        return {
+            key
+            for group, options in zip(groups, self._begin_options, strict=True)
+            for key, value in options.items()
+            if group[key] != value
+        }
 
     def get_last_lr(self) -> list[Any]:
         """The learning rate of each group."""
@@ -143,3 +159,35 @@ def _count(scheduler: LRScheduler) -> int:
 
 def _copy(value: Any) -> Any:
     return value.clone() if isinstance(value, torch.Tensor) else value
+
+
+def copy_of(value: Any, scheduler: LRScheduler, optimizer: Optimizer | None = None) -> Any:
+    """
+    A deep copy of a scheduler, or of a part of it, that shares models with it.
+
+    Args:
+        value: what to copy.
+        scheduler: that it is of.
+        optimizer: of the copy; None: the same.
+    """
+    own = scheduler.optimizer
+    # Nested schedulers share the optimizer, which must not be copied with the model.
+    memo: dict[int, Any] = {id(own): own if optimizer is None else optimizer}
+    memo.update((id(owner), owner) for owner in _owners(list(vars(scheduler).values())))
+    return copy.deepcopy(value, memo)
+
+
+def _owners(value: Any) -> Iterator[Any]:
+    """Modules, and what the methods belong to that a schedule is computed by: they may have the model."""
+    if isinstance(value, nn.Module):
+        yield value
+    elif isinstance(value, MethodType):
+        if not isinstance(value.__self__, LRScheduler | Optimizer):
+            yield value.__self__
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _owners(item)
+    elif isinstance(value, functools.partial):
+        yield from _owners([value.func, *value.args, *value.keywords.values()])
+    elif isinstance(value, LRScheduler):
+        yield from _owners([item for item in vars(value).values() if item is not value])
