@@ -38,6 +38,8 @@ PAGE = 500
 JOB_LABEL = "diloco.dev/job"
 TOO_LARGE_VERSION = 504
 """HTTP status of a list that should be newer than the API server's cache became within 3 s."""
+ANY_VERSION = 1
+"""Every cache is this new."""
 LAGGING_SECONDS = 60.0
 """How long the lists of a kind are read from the store after that."""
 MERGED = "application/apply-patch+yaml"  # JSON is YAML; +cbor and +yaml are all the server takes
@@ -144,8 +146,11 @@ class Cluster:
         self._lock = threading.Lock()
         self._newest: dict[str, int] = {}
         """Kind → the newest version of any of its objects that `saw` was called with."""
-        self._listed: set[str] = set()
-        """Kinds of which a list was read from the store since this process leads."""
+        self._listed: dict[tuple[str, str], bool] = {}
+        """
+        Kind and namespace → whether all objects of jobs were listed from the store since this process
+        leads; False: a thread does that now.
+        """
         self._lagging: dict[str, float] = {}
         """Kind → until when its lists are read from the store, because the cache was not new enough."""
 
@@ -161,7 +166,7 @@ class Cluster:
     def begin(self) -> None:
         """This process begins to lead: another one may have written what no watch has delivered yet."""
         with self._lock:
-            self._listed.clear()
+            self._listed = {}  # lists that are under way belong to the former one
 
     def job(self, namespace: str, name: str) -> Json | None:
         """A DiLoCoJob; None: there is none."""
@@ -316,20 +321,25 @@ class Cluster:
     def _of_job(self, kind: str, namespace: str, job: str, *, newest: bool) -> list[Json]:
         """
         The objects of a kind with the job's label: from the API server's cache, but no older than what
-        this process has written or its watch has delivered. With `newest`, from the store.
+        this process has written or seen. With `newest`, from the store.
 
         No label has an index. Without a version, and on many servers with a limit, the server reads
         and decodes all objects of the kind and namespace to find those of one job: with five times
-        the jobs, it would take 25 times as long to read all of them once. So only the first list of a
-        kind is without: a process that begins to lead must not see less than the one before it did,
-        whatever its watches have delivered.
+        the jobs, it would take 25 times as long to read all of them once.
         """
-        selected = {"labelSelector": f"{JOB_LABEL}={job}"}
+        place = (kind, namespace)
         with self._lock:
+            listed = self._listed
+            first = not newest and place not in listed
+            if first:
+                listed[place] = False
             lags = self._clock() < self._lagging.get(kind, -math.inf)
-            cached = kind in self._listed and not lags and not newest
-            oldest = self._newest.get(kind) if cached else None
-        if oldest is not None:
+            cached = listed.get(place, False) and not lags and not newest
+            oldest = self._newest.get(kind, ANY_VERSION)
+        if first:
+            return self._first_list(kind, namespace, job, listed)
+        selected = {"labelSelector": f"{JOB_LABEL}={job}"}
+        if cached:
             versions = {"resourceVersion": str(oldest), "resourceVersionMatch": "NotOlderThan"}
             try:
                 path = KINDS[kind].path(namespace)
@@ -344,8 +354,30 @@ class Cluster:
                 self._newest.pop(kind, None)
                 self._lagging[kind] = self._clock() + LAGGING_SECONDS
         found = list(self._list(kind, namespace, selected))
-        with self._lock:
-            self._listed.add(kind)
+        for item in found:
+            self.saw(item, kind)
+        return found
+
+    def _first_list(
+        self, kind: str, namespace: str, job: str, listed: dict[tuple[str, str], bool]
+    ) -> list[Json]:
+        """
+        The objects of the job, found among those of all jobs, which are read from the store.
+
+        A process that begins to lead must not see less than the one before it did, whatever its
+        watches have delivered. The version of the list itself would be of no use: it counts changes of
+        all kinds, and the cache of a kind learns it only from changes of that kind.
+        """
+        found: list[Json] = []
+        try:
+            for item in self._list(kind, namespace, {"labelSelector": JOB_LABEL}):
+                self.saw(item, kind)
+                if item["metadata"]["labels"][JOB_LABEL] == job:
+                    found.append(item)
+        except BaseException:
+            listed.pop((kind, namespace), None)
+            raise
+        listed[kind, namespace] = True
         return found
 
     def _list(
@@ -354,7 +386,6 @@ class Cluster:
         query = {"limit": str(PAGE), **(selected or {})}
         while True:
             page = self._request("GET", KINDS[kind].path(namespace), query=query)
-            self.saw(page, kind)
             yield from _items(page, kind)
             token = (page.get("metadata") or {}).get("continue")
             if not token:
