@@ -123,6 +123,7 @@ def learning_rates(axes: Axes, run: Run, scale: float) -> None:
         apart = len(curves) <= len(LEARNER_COLORS)
         color = LEARNER_COLORS[number] if apart else SKY
         axes.plot(at / scale, mean, color=color, lw=1.2, alpha=0.7)
+    axes.set_xlim(0, max(run.seconds / scale, 1e-3) * 1.01)
     axes.set_ylim(bottom=0)
     axes.yaxis.set_major_formatter(FuncFormatter(lambda y, _: f"{y:g}"))
 
@@ -141,6 +142,7 @@ def result_ages(axes: Axes, run: Run, scale: float) -> None:
     for statistic, style, label in ((np.max, "--", "largest"), (np.median, "-", "median")):
         values = [statistic(age[place == interval]) for interval in filled]
         axes.plot(middle, values, style, color=INK, lw=1.4, marker=".", ms=3, label=label)
+    axes.set_xlim(0, run.seconds / scale * 1.01)
     axes.set_ylim(bottom=0)
     axes.set_ylabel("global steps")
     legend_above(axes)
