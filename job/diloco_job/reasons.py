@@ -314,6 +314,13 @@ REASONS: tuple[Reason, ...] = (
         "True",
         ("EnoughLearners", "Normal", "{reporting} learners report, the quorum is {quorum}"),
         (
+            "NothingMerges",
+            "Warning",
+            "{reporting} learners report, the quorum is {quorum}, but nothing is merged: the syncer waits "
+            "for {detail}",
+            "see the log of the syncer",
+        ),
+        (
             "RegionFailed",
             "Warning",
             "{reporting} learners report, the quorum is {quorum}; {failed}",

@@ -6,6 +6,7 @@ Pure. One function per condition. Messages hold no progress: each change of a me
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -55,6 +56,11 @@ _MOMENTARY = ("PodTrouble", "NoEndpoint", "LearnersFailed", *CERTIFICATE_REASONS
 """Reasons that a job may pass through before its first step."""
 
 _NAMES_SHOWN = 4
+
+_STANDSTILL_SECONDS = 60.0
+"""How long nothing was merged before that is a problem: the end of a job takes seconds, too."""
+
+_DIGITS = re.compile(r"\d+")
 
 
 def evaluate(
@@ -408,8 +414,17 @@ def _quorum_met(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts) ->
     values = {"reporting": counts.reporting, "quorum": quorum}
     failed = describe_failed(state, counts)
     if counts.reporting >= quorum and state.answer.state != "Initialising":
-        reason = "RegionFailed" if failed else "EnoughLearners"
         enough = f"at least {quorum}"
+        if merges_stand_still(state):
+            stands = condition(
+                name,
+                "NothingMerges",
+                reporting=enough,
+                quorum=quorum,
+                detail=state.answer.waiting_for,
+            )
+            return _with_former_numbers(stands, state)
+        reason = "RegionFailed" if failed else "EnoughLearners"
         return condition(name, reason, reporting=enough, quorum=quorum, failed=failed)
     waiting = sum(learner.waits for learner in state.learners)
     if waiting and counts.reporting + waiting >= quorum:
@@ -418,6 +433,21 @@ def _quorum_met(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts) ->
         return condition(name, "RegionMissing", **values, failed=failed)
     initial = not state.step or _is_initial(state, name)
     return condition(name, "Starting" if initial else "TooFewLearners", **values)
+
+
+def merges_stand_still(state: JobState) -> bool:
+    """Whether the syncer states that it waits for something, and has not merged for a while."""
+    answer = state.answer
+    if answer is None or answer.state != "Waiting" or not answer.waiting_for:
+        return False
+    return not 0 <= answer.seconds_since_merge < _STANDSTILL_SECONDS
+
+
+def _with_former_numbers(found: ConditionState, state: JobState) -> ConditionState:
+    """With the message of the status if only numbers differ, such as seconds that pass."""
+    former = state.previous.message(found.type)
+    same = _DIGITS.sub("0", former) == _DIGITS.sub("0", found.message)
+    return replace(found, message=former) if same else found
 
 
 def _spec_consistent(state: JobState) -> ConditionState:

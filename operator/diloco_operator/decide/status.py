@@ -123,7 +123,8 @@ def _state(
     if waiting and not training:
         return "Pending"
     # What a queue has not admitted is not missing.
-    if training >= desired - waiting and state.reachable:
+    complete = training >= desired - waiting
+    if complete and state.reachable and not conditions.merges_stand_still(state):
         return "Training"
     if state.step or lifecycle.failed_learners:
         return "Degraded"

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from diloco.rpc.certificates import CertificateFacts
+from diloco.runtime.formatting import shorten
 from diloco.v1 import syncer_pb2 as pb
 from diloco_job.names import MAX_REGIONS
 from diloco_operator.state.objects import Object
@@ -65,6 +66,8 @@ class Answer:
     """K as the syncer has it."""
     seconds_since_merge: float = -1.0
     """-1 before the first merge of this syncer process."""
+    waiting_for: str = ""
+    """What the syncer waits for, for people, while nothing can proceed; else empty."""
     learners: tuple[LearnerAnswer, ...] = ()
     model_path: str = ""
     """Set once the model is exported."""
@@ -131,6 +134,9 @@ class Refusal:
     """The server's message."""
 
 
+MAX_SENTENCE = 500
+"""Characters of a sentence of the reply."""
+
 MAX_LEARNERS = 32_000
 """Learners of a reply that are read: the program that answers is the job's own."""
 
@@ -147,6 +153,7 @@ def answer_of(reply: pb.StatusReply, at: datetime) -> Answer:
         state=reply.state,
         quorum=reply.quorum,
         seconds_since_merge=reply.seconds_since_merge,
+        waiting_for=shorten(reply.waiting_for, MAX_SENTENCE),
         learners=tuple(
             LearnerAnswer(
                 name=learner.name,

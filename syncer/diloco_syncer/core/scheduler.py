@@ -54,6 +54,7 @@ class Scheduler:
     merges: int = 0
     last_members: int = 0
     last_merge_at: float | None = None
+    """Of those that changed Θ."""
     last_window_seconds: float = 0.0
     unchanged: int = 0
     """Newest commits in a row that changed nothing: no member had a weight."""
@@ -370,7 +371,8 @@ class Scheduler:
         self.commits += 1
         self.merges += 1
         self.last_members = len(round_.contributions)
-        self.last_merge_at = now
+        if round_.changes_parameters:
+            self.last_merge_at = now
         self.grace.synced(now - round_.pulled_at)
         # How far buffers move confirms no steps.
         if not any(c.buffers for c in round_.contributions.values()):

@@ -248,6 +248,7 @@ def test_the_line_of_rounds_that_change_nothing_shows_which_and_how_many():
     assert logs("unchanged", out) == [
         {"step": UNCHANGED_ROUNDS, "rounds": UNCHANGED_ROUNDS, "learners": "a, b"}
     ]
+    assert job.engine.scheduler.last_merge_at is None, "the time since the last merge is shown"
 
 
 def test_the_steps_of_a_learner_count_for_the_pace_until_no_merge_has_confirmed_it_for_long():
