@@ -1,5 +1,5 @@
 """
-The `diloco` command: composition root of the commands in `runs`, `jobs` and `worlds`.
+The `diloco` command: composition root of the commands in `programs`, `runs`, `jobs` and `worlds`.
 
 Every command reads its arguments, calls one function and prints. Exit codes: 0 success, 2 invalid
 command line or manifest, 1 anything else; errors go to standard error. Commands import what they need
@@ -15,10 +15,11 @@ import typer
 from typer.core import TyperGroup
 
 from diloco.errors import EXIT_USAGE, ConfigError, DilocoError
-from diloco_cli import jobs, runs, worlds
+from diloco_cli import jobs, programs, runs, worlds
 from diloco_cli.options import echo
 
 GROUPS = {
+    "Begin a training of your own": (programs.new, programs.doctor),
     "Run a job on this machine": (runs.run, runs.suspend, runs.resume, runs.kill),
     "Inspect a run": (runs.status, runs.report, runs.audit),
     "Use the model": (runs.export, runs.sample),

@@ -199,23 +199,53 @@ def export(
             metavar="PATH", help="Also copy config.json, the tokenizer and other files from here."
         ),
     ] = None,
+    adapter: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="Write the LoRA adapter in the format of PEFT, with the adapter_config.json of this folder.",
+        ),
+    ] = None,
+    merge_into: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="PATH",
+            help="With --adapter: write the base model of this folder with the adapter merged into it.",
+        ),
+    ] = None,
     output: Format = Output.table,
 ) -> None:
     """
     Copy a finished model and verify the copy.
 
     With --dtype, --shard-size or --files-from: as the folder that from_pretrained of Hugging Face's
-    libraries loads.
+    libraries loads. With --adapter: as the folder that from_pretrained of PEFT loads.
     """
+    from diloco_local.adapter import export_adapter
     from diloco_local.export import export_model
     from diloco_local.pretrained import SHARD_BYTES, export_folder
 
-    folder = dtype is not None or bool(shard_size) or files_from is not None
+    if merge_into is not None and adapter is None:
+        raise ConfigError("--merge-into needs --adapter, the folder with adapter_config.json")
+    if adapter is not None and files_from is not None:
+        raise ConfigError("--files-from cannot be combined with --adapter; give one of them")
+    if adapter is not None and merge_into is None and shard_size:
+        raise ConfigError("--shard-size needs --merge-into: an adapter is one file")
+    folder = adapter is not None or dtype is not None or bool(shard_size) or files_from is not None
     shard_bytes = _bytes(shard_size) if shard_size else SHARD_BYTES
 
     def copied(run_dir: Path) -> dict[str, Any]:
         if not folder:
             return export_model(run_dir, to)
+        if adapter is not None:
+            return export_adapter(
+                run_dir,
+                to,
+                config_from=adapter,
+                base=merge_into,
+                dtype=dtype,
+                shard_bytes=shard_bytes,
+            )
         return export_folder(
             run_dir, to, dtype=dtype, shard_bytes=shard_bytes, files_from=files_from
         )
@@ -233,6 +263,10 @@ def export(
         text = "\n".join(
             f"{to / name}  SHA-256 {digest}" for name, digest in facts["files"].items()
         )
+        if left_out := facts.get("leftOut"):
+            text += (
+                f"\nnot exported, because they are not part of the adapter: {', '.join(left_out)}"
+            )
     else:
         text = f"{to}: model.safetensors and model.json, SHA-256 {facts['sha256']}"
     show(output, {"path": str(to), **facts}, text)

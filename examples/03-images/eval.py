@@ -4,12 +4,12 @@ import json
 import sys
 
 from safetensors.torch import load_file
-from train import ResNet, score
+from train import build, score
 
 
 def main() -> None:
     """Print the score on the fonts of validation."""
-    model = ResNet()
+    model = build()
     model.load_state_dict(load_file(sys.argv[-1]))
     print(json.dumps(score(model)))
 

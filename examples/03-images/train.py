@@ -1,5 +1,5 @@
 """
-A small residual network with BatchNorm learns to read letters and digits of fonts.
+A small network learns to read letters and digits of fonts: residual with BatchNorm, or with MODEL=vit a transformer.
 
 By itself (`python train.py`) it trains for 300 steps (with STEPS=50 in the environment: for 50). Under
 `diloco run job.yaml` several copies of it train a common model. Nothing in this file concerns the
@@ -68,6 +68,36 @@ class ResNet(nn.Module):
         return self.head(y.mean((2, 3)))
 
 
+class ViT(nn.Module):
+    """As ResNet; a transformer over 5 x 5 patches, which two convolutions make (arXiv 2106.14881)."""
+
+    def __init__(self, width: int = 64, layers: int = 3) -> None:
+        super().__init__()
+        self.patches = nn.Sequential(
+            nn.Conv2d(1, width // 2, 3, 2, 1), nn.GELU(), nn.Conv2d(width // 2, width, 3, 2, 1)
+        )
+        self.positions = nn.Parameter(0.02 * torch.randn((SIZE // 4) ** 2, width))
+        layer = nn.TransformerEncoderLayer(
+            width, 4, 2 * width, dropout=0.0, activation="gelu", batch_first=True, norm_first=True
+        )
+        self.layers = nn.TransformerEncoder(layer, layers, nn.LayerNorm(width), False)
+        self.head = nn.Linear(width, len(SIGNS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Shape (batch, 36)."""
+        y = self.layers(self.patches(x).flatten(2).mT + self.positions)
+        return self.head(y.mean(1))
+
+
+MODEL = os.environ.get("MODEL", "resnet")
+RATE = {"resnet": 4e-3, "vit": 1e-3}[MODEL]
+
+
+def build() -> nn.Module:
+    """The network that MODEL names."""
+    return ViT() if MODEL == "vit" else ResNet()
+
+
 def pictures(fonts: tuple[str, ...]) -> tuple[torch.Tensor, torch.Tensor]:
     """Pictures of every sign in these fonts of matplotlib, in four sizes, and the signs as numbers."""
     folder = Path(mpl.get_data_path()) / "fonts/ttf"
@@ -106,12 +136,12 @@ def main() -> None:
     """Train, then print the accuracy of this learner's own model."""
     torch.manual_seed(0)
     images, signs = pictures(TRAIN)
-    model = ResNet()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    model = build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE)
     learner = Learner.connect(model, optimizer, standalone_steps=STEPS)
     while not learner.done:
         progress = learner.step_index / learner.total_steps
-        optimizer.param_groups[0]["lr"] = 4e-3 * max(0.0, 1 - progress)
+        optimizer.param_groups[0]["lr"] = RATE * max(0.0, 1 - progress)
         x, y = batch_of(images, signs, seed=learner.index * 10**9 + learner.local_step)
         loss = F.cross_entropy(model(x), y)
         optimizer.zero_grad()

@@ -8,12 +8,14 @@ Writes a model as the folder that `from_pretrained` of Hugging Face's libraries 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shutil
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -91,27 +93,80 @@ def export_folder(
     """
     facts = finished_model(run_dir, to)
     _refuse_incomplete(run_dir, facts)
-    _refuse_weights(to)
-    others = _others(files_from) if files_from is not None else []
+    refuse_weights(to)
+    others = others_of(files_from) if files_from is not None else []
     source = run_dir / "model" / MODEL
+    with damage_of(source, to), source.open("rb") as data:
+        verify(data, source, facts)
+        entries = entries_of(data)
+        shards = plan([converted(entry, dtype) for entry in entries.values()], shard_bytes)
+        return write_folder(
+            to,
+            shards,
+            lambda entry: chunks(data, entries[entry.name], entry.dtype),
+            facts=facts,
+            others={path.name: path for path in others},
+        )
+
+
+@contextlib.contextmanager
+def damage_of(source: Path, to: Path) -> Iterator[None]:
+    """Report a disk that fails, and files that are not safetensors, as StorageError."""
+    try:
+        yield
+    except OSError as error:
+        raise StorageError(
+            f"{error.filename or to}: {error.strerror}; the export is not complete"
+        ) from None
+    except DamagedError as error:
+        raise StorageError(f"{source}: {error}; run the job again") from None
+
+
+def verify(data: BufferedReader, source: Path, facts: Mapping[str, Any]) -> None:
+    """
+    Compare a model with the SHA-256 in its model.json.
+
+    Raises:
+        StorageError: they do not match.
+    """
+    digest = hashlib.file_digest(data, "sha256").hexdigest()
+    if digest != facts["sha256"]:
+        raise StorageError(
+            f"{source}: SHA-256 is {digest}, expected {facts['sha256']}; nothing was exported; "
+            "run the job again"
+        )
+
+
+def write_folder(
+    to: Path,
+    shards: Sequence[Shard],
+    chunks_of: Callable[[Entry], Iterator[bytes]],
+    *,
+    facts: Mapping[str, Any],
+    others: Mapping[str, Path],
+) -> dict[str, Any]:
+    """
+    Write files of weights, an index if there are several, other files, and model.json as the last.
+
+    Args:
+        to: directory; created if missing.
+        shards: the files of weights.
+        chunks_of: the bytes of a tensor, with the element type of its entry.
+        facts: about the model; SHA-256 and size are replaced by those of the files.
+        others: files to copy, by their names in `to`.
+
+    Returns:
+        The content of the model.json that was written.
+    """
     written: list[Path] = []
     try:
         to.mkdir(parents=True, exist_ok=True)
-        with source.open("rb") as data:
-            digest = hashlib.file_digest(data, "sha256").hexdigest()
-            if digest != facts["sha256"]:
-                raise StorageError(
-                    f"{source}: SHA-256 is {digest}, expected {facts['sha256']}; nothing was exported; "
-                    "run the job again"
-                )
-            entries = _entries(data)
-            shards = plan([_converted(entry, dtype) for entry in entries.values()], shard_bytes)
-            digests = {}
-            for shard in shards:
-                written.append(to / shard.name)
-                digests[shard.name] = _write(files.temporary(written[-1]), data, shard, entries)
-        for other in others:
-            written.append(to / other.name)
+        digests = {}
+        for shard in shards:
+            written.append(to / shard.name)
+            digests[shard.name] = _write(files.temporary(written[-1]), shard, chunks_of)
+        for name, other in others.items():
+            written.append(to / name)
             _copy(other, files.temporary(written[-1]))
         if len(shards) > 1:
             written.append(to / INDEX)
@@ -122,12 +177,6 @@ def export_folder(
         files.temporary(written[-1]).write_text(json.dumps(stated, indent=2, sort_keys=True) + "\n")
         for path in written:
             files.publish(path, durable=False)
-    except OSError as error:
-        raise StorageError(
-            f"{error.filename or to}: {error.strerror}; the export is not complete"
-        ) from None
-    except DamagedError as error:
-        raise StorageError(f"{source}: {error}; run the job again") from None
     finally:
         for path in written:
             files.temporary(path).unlink(missing_ok=True)
@@ -171,7 +220,7 @@ def convert(values: Values, dtype: str) -> Values:
     Raises:
         ConfigError: a finite value is too large for `dtype`.
     """
-    wide = _widened(values)
+    wide = widened(values)
     if dtype == "bfloat16":
         bits = wide.astype(np.float32).view(np.uint32)
         rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
@@ -179,13 +228,14 @@ def convert(values: Values, dtype: str) -> Values:
     else:
         with np.errstate(over="ignore"):
             found = wide.astype(np.dtype(dtype))
-    lost = np.isinf(_widened(found)) & np.isfinite(wide)
+    lost = np.isinf(widened(found)) & np.isfinite(wide)
     if lost.any():
         raise ConfigError(f"{wide[lost][0]:.6g} is too large for {dtype}")
     return found
 
 
-def _widened(values: Values) -> Values:
+def widened(values: Values) -> Values:
+    """Values as numpy can compute with them, exactly; uint16 has the bits of bfloat16."""
     if values.dtype == np.uint16:
         return (values.astype(np.uint32) << 16).view(np.float32)
     return values.astype(np.float32) if values.dtype == np.float16 else values
@@ -198,14 +248,14 @@ def _refuse_incomplete(run_dir: Path, facts: Mapping[str, Any]) -> None:
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         raise ConfigError(
             f"{run_dir / 'model' / MODEL}: lacks the frozen tensors, which stay with the learners: "
-            f"{', '.join(names[:_MOST_NAMED])}{more}; expected a whole model. Copy it without --dtype, --shard-size "
-            "and --files-from, and load it into the base model in a program (load_state_dict with strict=False), or "
-            "run the job with sync.frozen: Ship"
+            f"{', '.join(names[:_MOST_NAMED])}{more}; expected a whole model. Of LoRA, give --adapter; else copy it "
+            "without --dtype, --shard-size and --files-from, and load it into the base model in a program "
+            "(load_state_dict with strict=False), or run the job with sync.frozen: Ship"
         )
 
 
-def _refuse_weights(to: Path) -> None:
-    # The libraries load whichever they find first, such as model.safetensors before shards.
+def refuse_weights(to: Path) -> None:
+    """Refuse a directory that holds weights: the libraries load whichever they find first."""
     found = sorted(p.name for p in to.iterdir() if p.name.endswith(WEIGHTS)) if to.is_dir() else []
     if found:
         raise ConfigError(
@@ -214,9 +264,10 @@ def _refuse_weights(to: Path) -> None:
         )
 
 
-def _others(folder: Path) -> list[Path]:
+def others_of(folder: Path, *, option: str = "--files-from") -> list[Path]:
+    """The files of a model's folder that are not weights."""
     if not folder.is_dir():
-        raise ConfigError(f"--files-from {folder}: no such directory")
+        raise ConfigError(f"{option} {folder}: no such directory")
     # Links count: a cache of downloaded models consists of them.
     found = [
         path
@@ -226,13 +277,14 @@ def _others(folder: Path) -> list[Path]:
     size = sum(path.stat().st_size for path in found)
     if not found or len(found) > _MOST_FILES or size > _MOST_BYTES:
         raise ConfigError(
-            f"--files-from {folder}: {len(found)} files of {size / 1e6:.0f} MB besides weights, expected config.json, "
+            f"{option} {folder}: {len(found)} files of {size / 1e6:.0f} MB besides weights, expected config.json, "
             f"the tokenizer's files and the like: 1 to {_MOST_FILES} files of at most {_MOST_BYTES / 1e6:.0f} MB"
         )
     return found
 
 
-def _entries(data: BinaryIO) -> dict[str, Entry]:
+def entries_of(data: BinaryIO) -> dict[str, Entry]:
+    """The tensors of a safetensors file."""
     size = data.seek(0, 2)
     data.seek(0)
     head = data.read(8)
@@ -244,12 +296,13 @@ def _entries(data: BinaryIO) -> dict[str, Entry]:
     return tensorfile.parse(head + data.read(length), size)
 
 
-def _converted(entry: Entry, dtype: str | None) -> Entry:
+def converted(entry: Entry, dtype: str | None) -> Entry:
+    """The entry with the element type that it gets; integers keep theirs."""
     floating = entry.dtype in (*TARGETS, "float64")
     return replace(entry, dtype=dtype) if dtype is not None and floating else entry
 
 
-def _write(part: Path, data: BinaryIO, shard: Shard, sources: Mapping[str, Entry]) -> str:
+def _write(part: Path, shard: Shard, chunks_of: Callable[[Entry], Iterator[bytes]]) -> str:
     """Write one file; its SHA-256, hex."""
     header, placed, _ = tensorfile.plan(shard.entries, metadata={"format": "pt"})
     digest = hashlib.sha256(header)
@@ -258,13 +311,14 @@ def _write(part: Path, data: BinaryIO, shard: Shard, sources: Mapping[str, Entry
     with part.open("xb") as file:
         file.write(header)
         for entry in placed:
-            for chunk in _chunks(data, sources[entry.name], entry.dtype):
+            for chunk in chunks_of(entry):
                 digest.update(chunk)
                 file.write(chunk)
     return digest.hexdigest()
 
 
-def _chunks(data: BinaryIO, source: Entry, dtype: str) -> Iterator[bytes]:
+def chunks(data: BinaryIO, source: Entry, dtype: str) -> Iterator[bytes]:
+    """The bytes of a tensor of a file, converted to an element type."""
     width = DTYPES[source.dtype].size
     for lo in range(source.lo, source.hi, _CHUNK_ELEMENTS * width):
         data.seek(lo)

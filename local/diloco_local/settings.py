@@ -19,6 +19,8 @@ OURS = (
     *(
         "DILOCO_POD_UID",
         "DILOCO_LOG_FORMAT",
+        "DILOCO_EXAMINATION",
+        "DILOCO_EXAMINATION_STEP",
         "RANK",
         "LOCAL_RANK",
         "WORLD_SIZE",

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 
+from diloco_cli.template_files import write_template
 from diloco_testing.local.run_process import CLI
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -51,6 +52,26 @@ def test_the_own_loop_trains_under_diloco_and_its_eval_scores_the_model(tmp_path
     model = tmp_path / "run/model/model.safetensors"
     own = json.loads(run(sys.executable, OWN_LOOP / "eval.py", model))
     assert own["loss"] == pytest.approx(scores[-1]["loss"], rel=1e-4)
+
+
+def test_the_template_of_a_program_trains_alone(tmp_path):
+    write_template(tmp_path)
+    assert float(run(sys.executable, tmp_path / "train.py").split()[-1]) < 0.6  # a guess has ln 2
+
+
+@pytest.mark.slow_tier
+def test_the_template_of_a_program_trains_as_two_learners(tmp_path):
+    folder = tmp_path / "mine"
+    write_template(folder)
+    changes = ("spec.steps=60", "spec.sync.quorum=2", "spec.evaluation.everySteps=60")
+    sets = [part for change in changes for part in ("--set", change)]
+    run(*CLI, "run", folder / "job.yaml", "--dir", tmp_path / "run", *sets)
+    scores = [json.loads(line) for line in (tmp_path / "run/eval.jsonl").read_text().splitlines()]
+    assert (scores[0]["step"], scores[-1]["step"]) == (0, 60)
+    assert scores[-1]["loss"] < scores[0]["loss"] - 0.05
+    events = (tmp_path / "run/events.jsonl").read_text().splitlines()
+    merges = [event for event in map(json.loads, events) if event["event"] == "merge"]
+    assert {member["learner"] for member in merges[-1]["members"]} == {"eu/0", "us/0"}
 
 
 def images(folder: Path, *changes: str) -> Path:

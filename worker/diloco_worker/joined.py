@@ -65,7 +65,7 @@ class JoinedTrainer:
     ) -> None:  # fmt: skip
         self._model, self._optimizers = model, optimizers
         self._run_spec = config.read_spec()
-        self.name, self.index = config.learner, _index(config, self._run_spec)
+        self.name, self.index = config.learner, index_of(config, self._run_spec)
         self.spec: RunSpec | None = self._run_spec
         self.config = config.config
         self._replica = Replica(model, self._run_spec)
@@ -366,7 +366,7 @@ class JoinedTrainer:
         self._termination.restore()
 
 
-def _index(config: LearnerSettings, spec: RunSpec) -> int:
+def index_of(config: LearnerSettings, spec: RunSpec) -> int:
     """See `Learner.index`."""
     regions = sorted({*spec.learners, config.region})
     index_in_region = int(config.learner.rpartition("/")[2])

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, StorageError
 from diloco.spec import RunSpec
 from diloco_worker import settings
+from diloco_worker.examined import ExaminedTrainer
 from diloco_worker.identities import Identity, of
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.standalone import StandaloneTrainer
@@ -116,6 +117,9 @@ class Learner:
                 return Learner(StandaloneTrainer(steps=standalone_steps))
             _refuse_other_ranks(config)
             optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+            if config.examination is not None:
+                examined = ExaminedTrainer(config, model, optimizers)
+                return Learner(examined, identity=of(config, local_step=0))
             trainer = JoinedTrainer(
                 config, model, optimizers, connect_timeout_seconds=connect_timeout_seconds
             )

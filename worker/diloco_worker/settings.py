@@ -60,6 +60,10 @@ class LearnerSettings:
     health_file: Path | None = None
     """Where to write the health file; see diloco.runtime.health."""
     json_logs: bool = False
+    examination: Path | None = None
+    """Where to record three steps instead of joining the job; see diloco_worker.examined."""
+    examination_step: int = 0
+    """The global step at which they begin."""
     faults: tuple[Fault, ...] = ()
 
     @property
@@ -122,6 +126,8 @@ def from_env(
         pod=env.text("DILOCO_POD_UID"),
         health_file=env.path("DILOCO_HEALTH_FILE"),
         json_logs=env.text("DILOCO_LOG_FORMAT") == "json",
+        examination=env.path("DILOCO_EXAMINATION"),
+        examination_step=env.integer("DILOCO_EXAMINATION_STEP", 0, least=0),
         faults=_faults(env),
     )
     env.check()

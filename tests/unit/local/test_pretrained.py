@@ -175,7 +175,7 @@ def test_a_damaged_model_is_not_exported(run: Path, tmp_path: Path):
     path.write_bytes(data)
     with pytest.raises(StorageError, match=r"SHA-256 is \w+, expected \w+; nothing was exported"):
         export_folder(run, tmp_path / "to")
-    assert list((tmp_path / "to").iterdir()) == []
+    assert not (tmp_path / "to").exists()
 
 
 def test_a_tensor_of_many_chunks_is_converted_whole(tmp_path: Path):

@@ -1,0 +1,275 @@
+"""
+A learner for `diloco doctor`: three steps of a program without a syncer, and a record of them.
+
+The program runs as in a job: with the name, the config and the `identity()` of a learner. Its model is cut into the
+job's fragments, and `done` is true after three steps. Nothing is sent. What the record means is decided by
+`diloco_local.diagnosis`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from diloco.errors import EXIT_REFUSED, ConfigError
+from diloco.runtime import files
+from diloco.spec import RunSpec
+from diloco_worker.core.ledger import Ledger
+from diloco_worker.joined import index_of
+from diloco_worker.settings import LearnerSettings
+from diloco_worker.trainer.buffers import Watch
+from diloco_worker.trainer.frozen import digest
+from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
+from diloco_worker.trainer.layout import Named, describe, uncompiled
+from diloco_worker.trainer.loss import LossReader
+from diloco_worker.trainer.optimizer_steps import OptimizerSteps
+from diloco_worker.trainer.replica import Replica
+from diloco_worker.trainer.termination import exit_with
+
+STEPS = 3
+MOST_WRAPPERS = 8
+"""Named in the record."""
+MOST_TENSORS = 64
+MOST_BYTES = 64 << 20
+MOST_DEPTH = 4
+"""Of the inputs of one step, as far as they are compared."""
+
+
+class ExaminedTrainer:
+    """
+    Implements `Learner` under `diloco doctor`.
+
+    Args:
+        config: from the environment; names the file for the record.
+        model: see `Learner.connect`.
+        optimizers: likewise.
+
+    Raises:
+        ConfigError: the job would refuse the model.
+    """
+
+    def __init__(
+        self, config: LearnerSettings, model: nn.Module, optimizers: Sequence[Optimizer]
+    ) -> None:
+        spec = config.read_spec()
+        self.name, self.index = config.learner, index_of(config, spec)
+        self.spec: RunSpec | None = spec
+        self.config = config.config
+        self.total_steps = spec.steps
+        self.resumed = False
+        self._begin = config.examination_step
+        self._file = config.examination if config.rank == 0 else None
+        self._optimizers = optimizers
+        self._ledger, self._loss, self._kept = Ledger(0), LossReader(), Kept()
+        self._closed = False
+
+        replica = Replica(model, spec)  # refuses what a job refuses
+        replica.close()
+        kept = spec.buffers == "Initial"
+        tensors = describe(model, moving=None if kept else spec.moving_buffers)
+        self._trained = tensors.trained
+        self._before = _digests(tensors.trained)
+        self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
+        self._optimizer_steps = OptimizerSteps(optimizers)
+        self._inputs, self._rate = _Inputs(model), _Rate(optimizers)
+        layout = replica.layout
+        self._record: dict[str, Any] = {
+            "learner": self.name,
+            "begin": self._begin,
+            "optimizers": len(optimizers),
+            "model": layout.digest,
+            "elements": sum(t.elements for t in layout.tensors),
+            "constantBytes": _bytes(tensors.buffers),
+            "frozen": {
+                "tensors": len(tensors.frozen),
+                "bytes": _bytes(tensors.frozen),
+                "digest": xxhash.xxh3_64_hexdigest(
+                    "".join(f"{t.name} {t.digest};" for t in layout.frozen).encode()
+                ),
+            },
+            "movingBuffers": len(tensors.moving),
+            "wrappers": _wrappers(model, tensors.merged)[:MOST_WRAPPERS],
+            "steps": [],
+            "callsAfterDone": 0,
+        }
+        self._write()
+
+    @property
+    def done(self) -> bool:
+        """See `Learner.done`."""
+        return self._closed or self._ledger.local_step >= STEPS
+
+    @property
+    def step_index(self) -> int:
+        """See `Learner.step_index`."""
+        return self._begin + self._ledger.local_step
+
+    @property
+    def local_step(self) -> int:
+        """See `Learner.local_step`."""
+        return self._ledger.local_step
+
+    def keep(self, objects: Mapping[str, Any]) -> None:
+        """See `Learner.keep`: nothing is saved, but what a job refuses is refused here, too."""
+        if self._ledger.local_step:
+            raise ValueError(AFTER_A_STEP)
+        self._kept.add(objects)
+
+    def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
+        """See `Learner.step`."""
+        if self.done:
+            calls = self._record["callsAfterDone"] = self._record["callsAfterDone"] + 1
+            if calls & (calls - 1) == 0:  # a loop that never ends writes seldom
+                self._write()
+            return
+        if self._ledger.local_step == 0:
+            self._check_kept()
+        self._loss.read(loss)
+        self._ledger.count(tokens)
+        self._record["steps"].append(
+            {
+                "tokens": tokens,
+                "finite": self._loss.finite,
+                "optimizerSteps": self._optimizer_steps.taken(),
+                "rate": self._rate.value,
+                **self._inputs.take(),
+            }
+        )
+        if self._ledger.local_step == STEPS:
+            self._record["changedBuffers"] = self._watch.changed()
+            self._record["trained"] = _digests(self._trained) != self._before
+            self._record["checkpointBytes"] = _bytes(self._trained) + sum(
+                map(_state_bytes, self._optimizers)
+            )
+        self._write()
+
+    def close(self) -> None:
+        """See `Learner.close`."""
+        self._closed = True
+        self._write()
+
+    def _check_kept(self) -> None:
+        try:
+            self._kept.capture()
+        except ConfigError as error:
+            raise exit_with(EXIT_REFUSED, f"{self.name}: {error}") from None
+
+    def _write(self) -> None:
+        if self._file is not None:
+            self._record["peakBytes"] = _peak_bytes()
+            files.replace(self._file, json.dumps(self._record))
+
+
+class _Inputs:
+    """
+    Digests of what the model gets while it trains, and of the random state where it draws numbers.
+
+    A model whose hooks are not called (compiled, or used through its parts) has none.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._inputs, self._random = xxhash.xxh3_64(), ""
+        self._seen = self._bytes = 0
+        self._before = ""
+        model.register_forward_pre_hook(self._begin, with_kwargs=True)
+        model.register_forward_hook(self._end)
+
+    def take(self) -> dict[str, str]:
+        """The digests since the last call; "": there is none."""
+        found = {
+            "inputs": self._inputs.hexdigest() if self._seen else "",
+            "random": self._random,
+        }
+        self._inputs, self._random, self._seen, self._bytes = xxhash.xxh3_64(), "", 0, 0
+        return found
+
+    def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
+        if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
+            return
+        self._before = _random_state()
+        for tensor in _tensors((args, kwargs), MOST_DEPTH):
+            self._bytes += tensor.nbytes
+            if self._seen >= MOST_TENSORS or self._bytes > MOST_BYTES:
+                break
+            try:
+                self._inputs.update(digest(tensor).encode())
+            except (RuntimeError, TypeError):
+                continue  # values that cannot be read as bytes
+            self._seen += 1
+
+    def _end(self, model: nn.Module, args: Any, output: Any) -> None:
+        if not torch.compiler.is_compiling() and self._before:
+            if not self._random and _random_state() != self._before:
+                self._random = self._before
+            self._before = ""
+
+
+class _Rate:
+    """The learning rate of the first group of parameters in the newest step of its optimizer."""
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self.value: float | None = None
+        for optimizer in optimizers[:1]:
+            optimizer.register_step_pre_hook(self._stepping)
+
+    def _stepping(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
+        self.value = float(optimizer.param_groups[0]["lr"])
+
+
+def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and isinstance(value, Mapping | tuple | list):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            yield from _tensors(item, depth - 1)
+
+
+def _random_state() -> str:
+    states = [torch.random.get_rng_state()]
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        states.append(torch.cuda.get_rng_state())
+    return "".join(map(digest, states))
+
+
+def _wrappers(model: nn.Module, tensors: Iterable[Named]) -> list[str]:
+    """What DistributedDataParallel, DataParallel and torch.compile put into the names of tensors."""
+    names = [named.info.name for named in tensors]
+    found = []
+    for path, module in uncompiled(model).named_modules():
+        parallel = isinstance(module, DistributedDataParallel | nn.DataParallel)
+        inner = "module" if parallel else "_orig_mod"
+        prefix = f"{path}.{inner}.".lstrip(".")
+        if inner in module._modules and any(name.startswith(prefix) for name in names):
+            found.append(prefix)
+    return found
+
+
+def _digests(tensors: Iterable[Named]) -> list[str]:
+    return [digest(named.tensor) for named in tensors]
+
+
+def _bytes(tensors: Iterable[Named]) -> int:
+    return sum(named.tensor.nbytes for named in tensors)
+
+
+def _state_bytes(optimizer: Optimizer) -> int:
+    states = optimizer.state.values()
+    return sum(tensor.nbytes for state in states for tensor in _tensors(state, MOST_DEPTH))
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had; 0: unknown. Not that of its workers."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    sizes = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    return int(sizes[0]) << 10 if sizes else 0
