@@ -16,6 +16,7 @@ from kubernetes.client import Configuration
 from diloco_job.crd import crd
 from diloco_operator.cluster.client import ApiError, Cluster, connect
 from diloco_operator.leader.candidate import Candidate
+from diloco_operator.state.served_schema import missing_fields
 from diloco_testing.clusters.faults import signal_first_process
 from diloco_testing.clusters.install import NAMESPACE, RELEASE, install
 from diloco_testing.clusters.job import Job, manifest
@@ -104,6 +105,14 @@ def test_no_other_lease_can_be_made_with_these_rights(api, account):
     with pytest.raises(ApiError) as refused:
         requests.put(body)
     assert refused.value.status == 403
+
+
+def test_the_operator_may_read_which_fields_the_crd_has_without_a_right_of_the_chart(account):
+    operator = Cluster(account, manager="test")
+    until(
+        lambda: missing_fields(operator.published_schema()) == (), SOON,
+        expected="the server publishes the CRD, which lacks no field",
+    )  # fmt: skip
 
 
 def test_of_two_installations_that_read_the_same_job_the_second_gets_a_conflict(api, tmp_path):

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import os
 import re
-import signal
 from collections.abc import Iterator
 
 import pytest
 
+from diloco_testing.clusters.faults import silent_kubelet
 from diloco_testing.clusters.job import Job, manifest
 from diloco_testing.clusters.kubectl import until
-from diloco_testing.clusters.provision import Cluster
 
 SOON = 120.0
 NODE_LOST = 90.0
@@ -83,17 +80,6 @@ def give_up(job: Job, uid: str) -> None:
     job.cluster.kubectl(
         "annotate", "dlj", job.name, "-n", job.namespace, f"diloco.dev/lost-volume={uid}"
     )
-
-
-@contextlib.contextmanager
-def silent_kubelet(cluster: Cluster) -> Iterator[None]:
-    """The node's kubelet stands still; its containers run on."""
-    pid = int((cluster.folder / "run/kubelet.pid").read_text())
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 def test_the_syncers_claim_grows_as_soon_as_its_class_allows_it_and_never_shrinks(mounting):

@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 from diloco_testing.clusters import provision
+from diloco_testing.clusters.faults import silent_kubelet
 from diloco_testing.clusters.install import NAMESPACE, RELEASE, Images
 from diloco_testing.clusters.job import CHILDREN, Job, manifest
 from diloco_testing.clusters.kubectl import until
@@ -183,6 +184,7 @@ def test_a_newcomer_gets_from_an_empty_cluster_to_an_empty_cluster_with_the_page
     back_up(person, job)
     suspend_and_resume_from_an_older_snapshot(person, job)
     refused_learner(person, job)
+    lost_node(person, job)
     failed_job(person, job)
     keep_the_volume(person, job)
     hand_over(person, job)
@@ -321,6 +323,22 @@ def refused_learner(person: Person, job: Job) -> None:
         ),
         SOON, expected="the learner is merged again", details=job.details,
     )  # fmt: skip
+
+
+def lost_node(person: Person, job: Job) -> None:
+    """The only one: its pods are named, one is removed by force, and all run again when the kubelet responds."""
+    pod = job.pod_of("us/0")
+    first, step = job.instances()[pod], job.step()
+    [node] = job.cluster.kubectl.list("nodes", "")
+    with silent_kubelet(job.cluster):
+        trouble = job.until_condition("LearnersReady", SOON, status="False", reason="PodTrouble")
+        assert f"its node {node['metadata']['name']} does not respond" in trouble["message"]
+        assert 'see "Lost nodes" in docs/operations.md' in trouble["message"]
+        assert "`kubectl delete pod --force`" in PAGE
+        person.run(f"kubectl delete pod --force {pod}")
+        until(lambda: job.instances().get(pod, first) != first, SOON, expected="another pod")
+    job.until_condition("LearnersReady", SOON)
+    job.until_step(step + 5, SOON)
 
 
 def failed_job(person: Person, job: Job) -> None:

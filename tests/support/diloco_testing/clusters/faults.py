@@ -1,13 +1,16 @@
-"""Faults in the processes inside pods, as they happen in real clusters."""
+"""Faults in the processes inside pods, and of a node, as they happen in real clusters."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 from diloco_testing.clusters.job import Job
 from diloco_testing.clusters.kubectl import Object
+from diloco_testing.clusters.provision import Cluster
 
 # Children of the container's first process; exec'd helpers such as this program have another parent.
 _KILL_CHILD = """
@@ -32,6 +35,17 @@ while not set(found()) - {killed}:
     time.sleep(0.02)
 print(time.monotonic() - begun)
 """
+
+
+@contextlib.contextmanager
+def silent_kubelet(cluster: Cluster) -> Iterator[None]:
+    """The kubelet of a local cluster's node stands still; its containers run on."""
+    pid = int((cluster.folder / "run/kubelet.pid").read_text())
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def kill_child(job: Job, pod: str, *arguments: str, seconds: float = 45.0) -> float:
