@@ -18,6 +18,7 @@ from diloco_experiment import summary
 from diloco_experiment.plot import draw
 from diloco_experiment.results import Folder, Result
 from diloco_experiment.study import Cell, Study
+from diloco_local.report.style import quantity
 
 DOTS_PER_INCH = 110
 MAX_ROWS = 500
@@ -72,13 +73,13 @@ def page(
 def _groups(study: Study, groups: Sequence[summary.Group]) -> str:
     head = ["method", "scenario", *study.grid, *(f"best {path}" for path in study.sweep)]
     return _table(
-        [*head, "seeds", "loss", "± deviation", "distance", "not ok", "missing"],
+        [*head, "seeds", "loss", "± deviation", "distance", "tokens", "not ok", "missing"],
         (
             [
                 group.method, group.scenario, *(str(value) for _, value in group.grid),
                 *(str(value) for _, value in group.best), str(len(group.losses)),
                 _number(group.mean, ".4f"), _number(group.deviation, ".4f"),
-                _number(group.distance, "+.2f", " %"), str(group.others), str(group.missing),
+                _number(group.distance, "+.2f", " %"), quantity(group.tokens), str(group.others), str(group.missing),
             ]
             for group in groups[:MAX_ROWS]
         ),

@@ -40,6 +40,8 @@ class Group:
     """Values of the sweep that represent it."""
     losses: tuple[float, ...]
     """Of the seeds that are ok, at those values."""
+    tokens: int
+    """Mean of these seeds: a learner whose peers keep the job waiting trains on."""
     cells: tuple[Cell, ...]
     """At those values."""
     missing: int
@@ -119,6 +121,7 @@ def summary(study: Study, found: Sequence[Group]) -> Rows:
             "loss",
             "deviation",
             "distance_percent",
+            "tokens",
             "not_ok",
         ]
     ]
@@ -127,7 +130,8 @@ def summary(study: Study, found: Sequence[Group]) -> Rows:
             group.method, group.scenario, *(_text(value) for _, value in group.grid),
             *(_text(value) for _, value in group.best), len(group.losses),
             _number(group.mean), _number(group.deviation),
-            f"{group.distance:+.2f}" if math.isfinite(group.distance) else "", group.others,
+            f"{group.distance:+.2f}" if math.isfinite(group.distance) else "", group.tokens,
+            group.others,
         ]
         for group in found
     ]  # fmt: skip
@@ -139,13 +143,12 @@ def _group(cells: Sequence[Cell], results: Results) -> Group:
     for cell in cells:
         by_sweep.setdefault(json.dumps(cell.sweep), []).append(cell)
 
-    def losses_of(own: Sequence[Cell]) -> list[float]:
+    def complete(own: Sequence[Cell]) -> list[Result]:
         ended = (results[c.digest] for c in own if c.digest in results)
-        return [
-            result.loss
-            for result in ended
-            if result.status is Status.OK and math.isfinite(result.loss)
-        ]
+        return [r for r in ended if r.status is Status.OK and math.isfinite(r.loss)]
+
+    def losses_of(own: Sequence[Cell]) -> list[float]:
+        return [result.loss for result in complete(own)]
 
     def rank(own: Sequence[Cell]) -> tuple[int, float]:
         # A value at which a seed diverges is worse than one at which none does.
@@ -154,10 +157,11 @@ def _group(cells: Sequence[Cell], results: Results) -> Group:
 
     best = min(by_sweep.values(), key=rank)
     first, losses = best[0], losses_of(best)
+    tokens = sum(result.tokens for result in complete(best)) // max(1, len(losses))
     ended = sum(cell.digest in results for cell in best)
     return Group(
         method=first.method, scenario=first.scenario, grid=first.grid, best=first.sweep,
-        losses=tuple(losses), cells=tuple(best), others=ended - len(losses), distance=math.nan,
+        losses=tuple(losses), tokens=tokens, cells=tuple(best), others=ended - len(losses), distance=math.nan,
         missing=sum(cell.digest not in results for cell in cells),
     )  # fmt: skip
 

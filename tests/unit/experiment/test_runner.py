@@ -169,7 +169,7 @@ def test_groups_are_compared_with_synchronous_training_each_at_its_best_rate(tmp
         if (task.method, rate, task.spec.seed) == (Method.DECOUPLED, 0.02, 2):
             return Result(status=Status.DIVERGED, detail="NaN")
         loss = losses[task.method, rate] + 0.1 * (task.spec.seed - 2)
-        return Result(status=Status.OK, curve=((8, loss),))
+        return Result(status=Status.OK, curve=((8, loss),), tokens=1000 * task.spec.seed)
 
     monkeypatch.setattr(cell_runner, "run", run)
     path = written(tmp_path, seeds=[1, 2, 3], methods=["Synchronous", "Decoupled"],
@@ -187,6 +187,7 @@ def test_groups_are_compared_with_synchronous_training_each_at_its_best_rate(tmp
         "1.8",
         "3",
     )
+    assert (synchronous["tokens"], decoupled["not_ok"]) == ("2000", "0")
     assert (synchronous["distance_percent"], decoupled["distance_percent"]) == ("+0.00", "+20.00")
 
 
