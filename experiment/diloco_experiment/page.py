@@ -71,12 +71,12 @@ def page(
 
 
 def _groups(study: Study, groups: Sequence[summary.Group]) -> str:
-    head = ["method", "scenario", *study.grid, *(f"best {path}" for path in study.sweep)]
+    head = ["method", "scenario", "variant", *study.grid, *(f"best {path}" for path in study.sweep)]
     return _table(
         [*head, "seeds", "loss", "± deviation", "distance", "tokens", "not ok", "missing"],
         (
             [
-                group.method, group.scenario, *(str(value) for _, value in group.grid),
+                group.method, group.scenario, group.variant, *(str(value) for _, value in group.grid),
                 *(str(value) for _, value in group.best), str(len(group.losses)),
                 _number(group.mean, ".4f"), _number(group.deviation, ".4f"),
                 _number(group.distance, "+.2f", " %"), quantity(group.tokens), str(group.others), str(group.missing),

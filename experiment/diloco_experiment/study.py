@@ -1,7 +1,7 @@
 """
 study.yaml: what is compared, and the cells of the grid.
 
-    cells of a study = methods × scenarios × values of grid and sweep × seeds
+    cells of a study = variants × methods × scenarios × values of grid and sweep × seeds
 
 Each cell is a job: the manifest with `set` and the values of the cell, checked by the rules of the manifest.
 """
@@ -30,6 +30,9 @@ MAX_LEARNERS = 64
 MAX_STEPS = 1_000_000
 MAX_BYTES = 1 << 20
 """Of study.yaml and of the manifest."""
+JOB = "job"
+"""Name of the only variant of a study that has none."""
+
 MAX_PROBLEMS = 10
 """That one message lists."""
 
@@ -42,6 +45,17 @@ class Evaluation(Fields):
     """When Θ is evaluated, besides the end."""
 
     every_steps: Annotated[int, Field(ge=1)]
+
+
+class Variant(Fields):
+    """A step of an ablation: fields that change together."""
+
+    set: dict[str, Any] = Field(default_factory=dict)
+    """Field of the job → value; replaces that of `set` of the study."""
+    methods: tuple[Method, ...] | None = None
+    """None: those of the study."""
+    scenarios: tuple[str, ...] | None = None
+    """None: those of the study."""
 
 
 class Study(Fields):
@@ -61,6 +75,10 @@ class Study(Fields):
     scenarios: Annotated[dict[str, Scenario], Field(min_length=1)] = Field(
         default_factory=lambda: {"equal": Scenario()}
     )
+    variants: Annotated[dict[str, Variant], Field(min_length=1)] = Field(
+        default_factory=lambda: {JOB: Variant()}
+    )
+    """Name → what it changes, besides grid and sweep."""
     evaluation: Evaluation | None = None
     """None: that of the job, or ten times."""
     checks: Checks = Checks.LIGHT
@@ -79,15 +97,26 @@ class Study(Fields):
         for path, values in {**self.grid, **self.sweep}.items():
             if len({json.dumps(value, sort_keys=True) for value in values}) < len(values):
                 raise ValueError(f"{path}: a value is there twice")
-        if "spec.seed" in seen:
+        for name, variant in self.variants.items():
+            if both := variant.set.keys() & {*self.grid, *self.sweep}:
+                raise ValueError(
+                    f"{min(both)} is in variant {name}, and in grid or sweep; choose one"
+                )
+            if unknown := set(variant.scenarios or ()) - set(self.scenarios):
+                known = ", ".join(self.scenarios)
+                raise ValueError(f"variant {name}: no scenario {min(unknown)}; there are {known}")
+        if "spec.seed" in seen or any("spec.seed" in v.set for v in self.variants.values()):
             raise ValueError("spec.seed: write seeds instead")
         return self
 
     @property
     def count(self) -> int:
         """How many cells there are."""
-        axes = (*self.grid.values(), *self.sweep.values(), self.seeds, self.methods, self.scenarios)
-        count = 1
+        axes = (*self.grid.values(), *self.sweep.values(), self.seeds)
+        count = sum(
+            len(v.methods or self.methods) * len(v.scenarios or self.scenarios)
+            for v in self.variants.values()
+        )
         for axis in axes:
             count *= len(axis)
         return count
@@ -99,6 +128,7 @@ class Cell:
 
     method: Method
     scenario: str
+    variant: str
     grid: tuple[tuple[str, Any], ...]
     """Field → value."""
     sweep: tuple[tuple[str, Any], ...]
@@ -112,7 +142,8 @@ class Cell:
         """One line for people."""
         values = [f"{path.rpartition('.')[2]}={_short(v)}" for path, v in (*self.grid, *self.sweep)]
         scenario = [] if self.scenario == "equal" else [self.scenario]
-        return " ".join([self.method, *scenario, *values, f"seed={self.seed}"])
+        variant = [] if self.variant == JOB else [self.variant]
+        return " ".join([self.method, *variant, *scenario, *values, f"seed={self.seed}"])
 
 
 def load(path: Path) -> tuple[Study, str]:
@@ -154,9 +185,10 @@ def cells(study: Study, manifest: str) -> list[Cell]:
         try:
             found.append(_cell(study, manifest, *choice))
         except (ConfigError, ValueError) as error:
-            method, scenario, grid, sweep, seed = choice
+            variant, method, scenario, grid, sweep, seed = choice
             values = ", ".join(f"{path}={_short(value)}" for path, value in (*grid, *sweep))
-            where = f"{method}, scenario {scenario}, seed {seed}{', ' + values if values else ''}"
+            of_variant = f", variant {variant}" if variant != JOB else ""
+            where = f"{method}{of_variant}, scenario {scenario}, seed {seed}{', ' + values if values else ''}"
             problems.setdefault(str(error), where)
     if problems:
         lines = [f"{where}: {text}" for text, where in problems.items()]
@@ -168,12 +200,19 @@ def cells(study: Study, manifest: str) -> list[Cell]:
     return found
 
 
-def _choices(study: Study) -> Iterator[tuple[Method, str, Any, Any, int]]:
-    for method, scenario in itertools.product(study.methods, study.scenarios):
+def _choices(study: Study) -> Iterator[tuple[str, Method, str, Any, Any, int]]:
+    kinds = (
+        (name, method, scenario)
+        for name, variant in study.variants.items()
+        for method in variant.methods or study.methods
+        for scenario in variant.scenarios or study.scenarios
+    )
+    for name, method, scenario in kinds:
         for grid in itertools.product(*study.grid.values()):
             for sweep in itertools.product(*study.sweep.values()):
                 for seed in study.seeds:
                     yield (
+                        name,
                         method,
                         scenario,
                         tuple(zip(study.grid, grid, strict=True)),
@@ -183,9 +222,10 @@ def _choices(study: Study) -> Iterator[tuple[Method, str, Any, Any, int]]:
 
 
 def _cell(
-    study: Study, manifest: str, method: Method, scenario: str, grid: Any, sweep: Any, seed: int
+    study: Study, manifest: str, variant: str, method: Method, scenario: str, grid: Any, sweep: Any, seed: int
 ) -> Cell:  # fmt: skip
-    values = {**study.set, **dict(grid), **dict(sweep), "spec.seed": seed}
+    changed = {**study.set, **study.variants[variant].set}
+    values = {**changed, **dict(grid), **dict(sweep), "spec.seed": seed}
     sets = [f"{path}={json.dumps(value)}" for path, value in values.items()]
     job = parse_job(manifest, sets, name=study.job)
     of = plan(job)
@@ -206,7 +246,7 @@ def _cell(
     )  # fmt: skip
     _check(task)
     return Cell(
-        method=method, scenario=scenario, grid=grid, sweep=sweep, seed=seed, task=task,
+        method=method, scenario=scenario, variant=variant, grid=grid, sweep=sweep, seed=seed, task=task,
         digest=task.digest,
     )  # fmt: skip
 
@@ -259,7 +299,8 @@ def _keys(location: Sequence[str | int]) -> list[str]:
     above = str(location[-2]) if len(location) > 1 else ""
     owner: type[Fields] = Study
     if above:
-        owner = owners.get(above, Scenario)
+        default = Variant if location[0] == "variants" else Scenario
+        owner = owners.get(above, default)
     return [str(field.alias) for field in owner.model_fields.values()]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from diloco_experiment.results import Result, Status
-from diloco_experiment.study import Cell, Study
+from diloco_experiment.study import JOB, Cell, Study
 from diloco_experiment.tasks import Method
 
 Results = Mapping[str, Result]
@@ -35,6 +35,7 @@ class Group:
 
     method: Method
     scenario: str
+    variant: str
     grid: tuple[tuple[str, Any], ...]
     best: tuple[tuple[str, Any], ...]
     """Values of the sweep that represent it."""
@@ -69,18 +70,31 @@ def label_of(group: Group) -> str:
     """One line for people."""
     values = [f"{path.rpartition('.')[2]}={_text(value)}" for path, value in group.grid]
     scenario = [] if group.scenario == "equal" else [group.scenario]
-    return " ".join([group.method, *scenario, *values])
+    variant = [] if group.variant == JOB else [group.variant]
+    return " ".join([group.method, *variant, *scenario, *values])
 
 
 def table(study: Study, cells: Sequence[Cell], results: Results) -> Rows:
     """results.csv: a row for each cell, in the order of the study."""
     paths = [*study.grid, *study.sweep]
     rows: Rows = [
-        ["method", "scenario", "seed", *paths, "status", "loss", *_NUMBERS, "detail", "cell"]
+        [
+            "method",
+            "scenario",
+            "variant",
+            "seed",
+            *paths,
+            "status",
+            "loss",
+            *_NUMBERS,
+            "detail",
+            "cell",
+        ]
     ]
     for cell in cells:
         values = dict((*cell.grid, *cell.sweep))
-        head = [cell.method, cell.scenario, cell.seed, *(_text(values[path]) for path in paths)]
+        head = [cell.method, cell.scenario, cell.variant, cell.seed]
+        head += [_text(values[path]) for path in paths]
         result = results.get(cell.digest)
         if result is None:
             rows.append([*head, "", "", *("" for _ in _NUMBERS), "", cell.digest])
@@ -97,15 +111,15 @@ def groups(cells: Sequence[Cell], results: Results) -> list[Group]:
     """The groups in the order of the study."""
     by_key: dict[str, list[Cell]] = {}
     for cell in cells:
-        by_key.setdefault(_key(cell.method, cell.scenario, cell.grid), []).append(cell)
-    found = {key: _group(own, results) for key, own in by_key.items()}
-    reference = {
-        _key("", "", g.grid): g.mean for g in found.values() if g.method is Method.SYNCHRONOUS
-    }
-    return [
-        _compared(group, reference.get(_key("", "", group.grid), math.nan))
-        for group in found.values()
-    ]
+        key = _key(cell.method, cell.scenario, cell.variant, cell.grid)
+        by_key.setdefault(key, []).append(cell)
+    found = [_group(own, results) for own in by_key.values()]
+    references: dict[str, float] = {}
+    for group in found:
+        if group.method is Method.SYNCHRONOUS:
+            references.setdefault(_key(group.variant, group.grid), group.mean)
+            references.setdefault(_key(group.grid), group.mean)
+    return [_compared(group, references) for group in found]
 
 
 def summary(study: Study, found: Sequence[Group]) -> Rows:
@@ -115,6 +129,7 @@ def summary(study: Study, found: Sequence[Group]) -> Rows:
         [
             "method",
             "scenario",
+            "variant",
             *study.grid,
             *sweeps,
             "seeds",
@@ -127,7 +142,7 @@ def summary(study: Study, found: Sequence[Group]) -> Rows:
     ]
     rows += [
         [
-            group.method, group.scenario, *(_text(value) for _, value in group.grid),
+            group.method, group.scenario, group.variant, *(_text(value) for _, value in group.grid),
             *(_text(value) for _, value in group.best), len(group.losses),
             _number(group.mean), _number(group.deviation),
             f"{group.distance:+.2f}" if math.isfinite(group.distance) else "", group.tokens,
@@ -160,18 +175,22 @@ def _group(cells: Sequence[Cell], results: Results) -> Group:
     tokens = sum(result.tokens for result in complete(best)) // max(1, len(losses))
     ended = sum(cell.digest in results for cell in best)
     return Group(
-        method=first.method, scenario=first.scenario, grid=first.grid, best=first.sweep,
+        method=first.method, scenario=first.scenario, variant=first.variant, grid=first.grid, best=first.sweep,
         losses=tuple(losses), tokens=tokens, cells=tuple(best), others=ended - len(losses), distance=math.nan,
         missing=sum(cell.digest not in results for cell in cells),
     )  # fmt: skip
 
 
-def _compared(group: Group, reference: float) -> Group:
+def _compared(group: Group, references: Mapping[str, float]) -> Group:
+    """With the distance to synchronous training of its variant, or of the first that has one."""
+    reference = references.get(
+        _key(group.variant, group.grid), references.get(_key(group.grid), math.nan)
+    )
     return replace(group, distance=100 * (group.mean / reference - 1))
 
 
-def _key(method: str, scenario: str, grid: Any) -> str:
-    return json.dumps([method, scenario, grid])
+def _key(*parts: Any) -> str:
+    return json.dumps(parts)
 
 
 def _text(value: Any) -> str:

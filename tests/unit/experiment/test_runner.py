@@ -191,6 +191,23 @@ def test_groups_are_compared_with_synchronous_training_each_at_its_best_rate(tmp
     assert (synchronous["distance_percent"], decoupled["distance_percent"]) == ("+0.00", "+20.00")
 
 
+def test_a_variant_is_compared_with_the_synchronous_group_of_its_own_or_the_first(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr(
+        cell_runner, "run",
+        lambda task: Result(status=Status.OK, curve=((8, float(task.spec.steps)),)),
+    )  # fmt: skip
+    first = {"methods": ["Synchronous"], "set": {"spec.steps": 10}}
+    own = {"methods": ["Synchronous", "Decoupled"], "set": {"spec.steps": 20}}
+    other = {"methods": ["Decoupled"], "set": {"spec.steps": 15}}
+    path = written(tmp_path, variants={"a": first, "b": own, "c": other})
+    _, _, directory = ended(tmp_path, path, "out")
+    assert [(row["variant"], row["distance_percent"]) for row in rows(directory, "summary.csv")] == [
+        ("a", "+0.00"), ("b", "+0.00"), ("b", "+0.00"), ("c", "+50.00"),
+    ]  # fmt: skip
+
+
 def test_without_a_synchronous_group_there_is_no_distance(tmp_path, monkeypatch):
     monkeypatch.setattr(cell_runner, "run", made_up)
     _, _, directory = ended(tmp_path, written(tmp_path, methods=["Decoupled"]), "out")

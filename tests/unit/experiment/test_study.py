@@ -104,6 +104,10 @@ def test_methods_have_the_settings_that_define_them(tmp_path):
         ({"set": {"spec.regions[0].learners": 65}}, "65 learners, an experiment has 1 to 64"),
         ({"seeds": list(range(2001))}, "8,004 cells, at most 2,000"),
         ({"job": "missing.yaml"}, "missing.yaml: No such file"),
+        ({"variants": {"a": {"set": {"spec.steps": 5}}}, "grid": {"spec.steps": [6]}}, "is in variant a, and in grid"),
+        ({"variants": {"a": {"scenarios": ["slow"]}}}, "variant a: no scenario slow; there are equal"),
+        ({"variants": {"a": {"set": {"spec.seed": 1}}}}, "write seeds instead"),
+        ({"variants": {"a": {"steps": 1}}}, "known are set, methods, scenarios"),
         ({"evaluation": {}}, "evaluation.everySteps: missing"),
         ({"name": "a b"}, "name: "),
     ],
@@ -146,3 +150,35 @@ def test_an_evaluation_of_the_study_replaces_that_of_the_job(tmp_path):
 
 def test_a_study_needs_only_a_name_and_a_job():
     assert Study(name="s", job="j").count == len(Method)
+
+
+def test_a_variant_replaces_fields_methods_and_scenarios_of_the_study(tmp_path):
+    found = cells(
+        tmp_path,
+        set={"spec.steps": 20, "spec.sync.interval": 8},
+        methods=["Decoupled"],
+        scenarios={"equal": {}, "slow": {"stepSeconds": [1, 5]}},
+        seeds=[1, 2],
+        variants={
+            "first": {"methods": ["Synchronous"], "scenarios": ["equal"]},
+            "second": {"set": {"spec.sync.interval": 4}},
+        },
+    )
+    assert [(c.variant, c.method, c.scenario, c.seed) for c in found] == [
+        ("first", Method.SYNCHRONOUS, "equal", 1),
+        ("first", Method.SYNCHRONOUS, "equal", 2),
+        ("second", Method.DECOUPLED, "equal", 1),
+        ("second", Method.DECOUPLED, "equal", 2),
+        ("second", Method.DECOUPLED, "slow", 1),
+        ("second", Method.DECOUPLED, "slow", 2),
+    ]
+    assert {(c.task.spec.steps, c.task.spec.interval) for c in found[2:]} == {(20, 4)}
+    assert found[2].label == "Decoupled second seed=1"
+
+
+def test_the_studies_of_the_repository_are_valid():
+    files = sorted((Path(__file__).parents[3] / "benchmarks" / "studies").glob("*/study.yaml"))
+    assert files
+    for file in files:
+        found, manifest = studies.load(file)
+        assert len(studies.cells(found, manifest)) == found.count
