@@ -41,6 +41,7 @@ SIZES: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 LEARNERS = 4
+ROUNDS = 2
 
 
 def task(config: dict[str, Any], steps: int, method: Method, checks: Checks) -> Task:
@@ -61,9 +62,9 @@ def plain(config: dict[str, Any], steps: int) -> float:
     return (time.process_time() - began) / steps
 
 
-def cell(of: Task, batched_tokens: int) -> float:
+def cell(of: Task, batched: bool) -> float:
     """Seconds per step of a learner."""
-    models.BATCHED_TOKENS = batched_tokens
+    models.BATCHED_TOKENS, models.BATCHED_LEARNERS = (1 << 30, 1) if batched else (0, 1)
     began = time.process_time()
     result = run(of)
     if result.detail:
@@ -75,11 +76,11 @@ def variants(config: dict[str, Any], steps: int) -> dict[str, Callable[[], float
     """Name → seconds per step of a learner."""
     make = partial(task, config, steps)
     return {
-        "Decoupled": partial(cell, make(Method.DECOUPLED, Checks.LIGHT), 0),
-        "Decoupled, batched": partial(cell, make(Method.DECOUPLED, Checks.LIGHT), 1 << 30),
-        "Decoupled, all checks": partial(cell, make(Method.DECOUPLED, Checks.ALL), 0),
-        "DiLoCo": partial(cell, make(Method.DILOCO, Checks.LIGHT), 0),
-        "Synchronous": partial(cell, make(Method.SYNCHRONOUS, Checks.LIGHT), 0),
+        "Decoupled": partial(cell, make(Method.DECOUPLED, Checks.LIGHT), False),
+        "Decoupled, batched": partial(cell, make(Method.DECOUPLED, Checks.LIGHT), True),
+        "Decoupled, all checks": partial(cell, make(Method.DECOUPLED, Checks.ALL), False),
+        "DiLoCo": partial(cell, make(Method.DILOCO, Checks.LIGHT), False),
+        "Synchronous": partial(cell, make(Method.SYNCHRONOUS, Checks.LIGHT), False),
     }
 
 
@@ -124,12 +125,13 @@ def main() -> int:
         if given.quick:
             print(measured(lambda number: (40, 10, 1)[number], 1))
             return 0
-        body = measured(lambda number: (200, 40, 6)[number], 3)
+        body = measured(lambda number: (100, 20, 3)[number], ROUNDS)
     write_results(
         "experiments", "A cell of an experiment against plain training",
         "Processor time of one thread; a learner step is one step of one of the four learners, with its "
         "share of the merges, the bytes on the simulated wire, the syncer and one evaluation. `batched`: the "
-        f"gradients of all learners in one call. {os.cpu_count()} cores run as many cells at a time.\n\n"
+        f"gradients of all learners in one call. {ROUNDS} rounds. "
+        f"{os.cpu_count()} cores run as many cells at a time.\n\n"
         + body,
         packages=("torch", "numpy", "numba"),
     )  # fmt: skip

@@ -37,8 +37,11 @@ CPU = torch.device("cpu")
 MAX_PARAMETERS = 50_000_000
 """Of a model: all learners of a cell are in one process."""
 
-BATCHED_TOKENS = 0
-"""Models whose step has at most so many tokens are trained together (benchmarks/bench_experiments.py)."""
+BATCHED_TOKENS, BATCHED_LEARNERS = 128, 8
+"""
+Steps of at most so many tokens, of at least so many learners, are computed in one call: then its overhead is
+what a step costs. Larger matrices keep a core busy by themselves (benchmarks/bench_experiments.py).
+"""
 
 
 def config_of(raw: Mapping[str, Any]) -> gpt.Config:
@@ -271,7 +274,8 @@ class Group:
         members = [trained]
         config = trained.config
         if config.batch * config.context <= BATCHED_TOKENS:
-            members = [m for m in self._begun.values() if m.config == config]
+            alike = [m for m in self._begun.values() if m.config == config]
+            members = alike if len(alike) >= BATCHED_LEARNERS else members
         for member in members:
             self._begun.pop(member.name, None)
         windows = [self._recipe.windows(m.name, m.local_step) for m in members]

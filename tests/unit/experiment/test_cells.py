@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigError
+from diloco_experiment import models
 from diloco_experiment.cells import run
 from diloco_experiment.gradients import gradients
 from diloco_experiment.models import Recipe, Trained, check
@@ -183,6 +184,24 @@ def test_gradients_of_several_models_are_those_of_each(tmp_path):
         assert together[index] == pytest.approx(alone[0], rel=1e-5)
         for own, parameter in zip(found[index], model.parameters(), strict=True):
             torch.testing.assert_close(own, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_tiny_steps_of_many_learners_are_computed_in_one_call(tmp_path, monkeypatch):
+    sizes: list[int] = []
+
+    def counted(members, windows, config):
+        sizes.append(len(members))
+        return gradients(members, windows, config)
+
+    monkeypatch.setattr(models, "gradients", counted)
+    of = task(tmp_path, learners=models.BATCHED_LEARNERS, steps=6)
+    together = run(of)
+    # At the end, the learner that has left may have been without another step.
+    assert sizes.count(models.BATCHED_LEARNERS) >= 6
+    sizes.clear()
+    monkeypatch.setattr(models, "BATCHED_TOKENS", 0)
+    assert run(of).loss == pytest.approx(together.loss, rel=1e-3)
+    assert set(sizes) == {1}
 
 
 @pytest.mark.parametrize(
