@@ -19,12 +19,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from _timing import Run, paired, spread, table, write_results
 
 from diloco.spec import RunSpec
 from diloco_experiment import models
 from diloco_experiment.cells import run
+from diloco_experiment.gradients import gradients
 from diloco_experiment.scenarios import Scenario
 from diloco_experiment.tasks import Checks, Method, Task, task_of
 from diloco_worker.recipes import gpt
@@ -111,6 +113,36 @@ def measured(steps_of: Callable[[int], int], rounds: int) -> str:
     return table(head, rows)
 
 
+def in_one_call() -> str:
+    """Gradients of several models in one call against one by one."""
+    rows = []
+    for layers, width, context, batch in ((1, 32, 32, 2), (1, 32, 32, 4), (2, 64, 64, 8)):
+        config = models.config_of(
+            {"layers": layers, "width": width, "heads": 2, "context": context, "batch": batch}
+        )
+        for count in (2, 4, 8):
+            of = [gpt.GPT(config, seed=0) for _ in range(count)]
+            windows = [np.full((batch, context + 1), 65) for _ in range(count)]
+            calls = max(1, 8000 // (batch * context * count))
+            together = partial(timed, calls, lambda: gradients(of, windows, config))  # noqa: B023
+            alone = partial(
+                timed, calls,
+                lambda: [gradients([m], [w], config) for m, w in zip(of, windows, strict=True)],  # noqa: B023
+            )  # fmt: skip
+            (found,) = paired({"": together}, alone, rounds=ROUNDS).values()
+            size = f"{layers} × {width}, {batch * context} tokens"
+            rows.append([size, count, f"{found.ratio:.2f}", spread(found.ratios)])
+    return table(["model, tokens of a step", "learners", "speed", "lowest … highest"], rows)
+
+
+def timed(calls: int, work: Callable[[], object]) -> float:
+    """Seconds of processor time of so many calls."""
+    began = time.process_time()
+    for _ in range(calls):
+        work()
+    return time.process_time() - began
+
+
 def main() -> int:
     """Measure and write the results file."""
     flags = argparse.ArgumentParser(description=__doc__)
@@ -126,6 +158,10 @@ def main() -> int:
             print(measured(lambda number: (40, 10, 1)[number], 1))
             return 0
         body = measured(lambda number: (100, 20, 3)[number], ROUNDS)
+        body += (
+            "\n\n## Gradients of several learners in one call, against one by one\n\n"
+            + in_one_call()
+        )
     write_results(
         "experiments", "A cell of an experiment against plain training",
         "Processor time of one thread; a learner step is one step of one of the four learners, with its "
