@@ -27,6 +27,7 @@ GROUPS = {
         *(jobs.validate, jobs.render, jobs.crd),
         *(jobs.certs, jobs.logs),
     ),
+    "Compare settings": (worlds.experiment,),
     "Test this program": (worlds.sim,),
 }
 

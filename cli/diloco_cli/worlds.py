@@ -1,10 +1,12 @@
-"""The command that runs simulated worlds."""
+"""The commands that run in virtual time: each is a program of its own."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -38,3 +40,32 @@ def sim(
     done = subprocess.run([*argv, "--shrink"] if shrink else argv, check=False)  # noqa: S603
     if done.returncode:
         raise typer.Exit(EXIT_USAGE if done.returncode == EXIT_USAGE else 1)
+
+
+def experiment(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="The study, a YAML file (docs/experiments.md).")
+    ],
+    directory: Annotated[
+        Path | None,
+        typer.Option("--dir", metavar="DIR", help="Where results go. Default: runs/<study>."),
+    ] = None,
+    jobs: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=256, help="Cells that train at a time. Default: one for each core."
+        ),
+    ] = None,
+) -> None:
+    """Compare settings of a job: real training in virtual time.
+
+    An interrupted study continues with the cells that are missing. Exit status: 0 each cell has a
+    result; 1 not each; 2 invalid study or command line; 130 interrupted.
+    """
+    if find_spec("diloco_experiment") is None or find_spec("torch") is None:
+        raise ConfigError("experiments are not installed; install diloco[local]")
+    argv = [sys.executable, "-m", "diloco_experiment", str(file)]
+    argv += [f"--dir={directory}"] if directory is not None else []
+    argv += [f"--jobs={jobs}"] if jobs is not None else []
+    # In place of this program, so that signals reach it.
+    os.execv(sys.executable, argv)  # noqa: S606

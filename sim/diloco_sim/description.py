@@ -88,6 +88,10 @@ class Description:
         """The learners."""
         return names(self.learners)
 
+    def tokens(self, index: int) -> int:
+        """Of one step of a learner."""
+        return 100 + 10 * index
+
     @property
     def layout(self) -> Layout:
         """The model."""

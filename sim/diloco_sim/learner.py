@@ -7,6 +7,7 @@ A simulated learner: a trainer process around the real `TrainerCore`, and its li
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from diloco.spec import RunSpec
 from diloco_sim.behaviour import Behaviour
 from diloco_sim.checkers.observations import LearnerMoment, Refused
 from diloco_sim.clock import Process
-from diloco_sim.memory import F32, PlainMemory, ToyModel, seed_of
+from diloco_sim.memory import Model, PlainMemory
 from diloco_sim.network import Network
 from diloco_sim.pipe import Pipe
 from diloco_sim.uplink import Uplink
@@ -49,7 +50,7 @@ class SimulatedLearner:
         server: the syncer.
         spec: of the job.
         layout: of the model.
-        start: seed of the initial model, the same for all learners.
+        new_model: makes what it trains; called at each start of the trainer.
         source: of its random numbers.
         step_seconds: of one step at full speed.
         tokens: of one step.
@@ -58,9 +59,9 @@ class SimulatedLearner:
     """
 
     def __init__(
-        self, name: str, network: Network, server: Process, *, spec: RunSpec, layout: Layout, start: int,
-        source: random.Random, step_seconds: float, tokens: int, checkpoint_every: int | None,
-        observe: Callable[[object], None],
+        self, name: str, network: Network, server: Process, *, spec: RunSpec, layout: Layout,
+        new_model: Callable[[], Model], source: random.Random, step_seconds: float, tokens: int,
+        checkpoint_every: int | None, observe: Callable[[object], None],
     ) -> None:  # fmt: skip
         clock = network.clock
         self.name, self.spec, self.layout = name, spec, layout
@@ -73,13 +74,15 @@ class SimulatedLearner:
         self.refused = self.done = False
         self.step_seconds = step_seconds
         self._network, self._server, self._source = network, server, source
-        self._start, self._target = start, seed_of(source)
+        self._new_model = new_model
         self._tokens, self._checkpoint_every = tokens, checkpoint_every
         self._observe = observe
-        self._saved: tuple[core.SaveCheckpoint, F32] | None = None
+        self._saved: tuple[core.SaveCheckpoint, Any] | None = None
         """The newest own checkpoint; survives everything."""
         self._terminated = self._leaving = self._waits = False
         self._polls = self._code = 0
+        self._loss: float | None = None
+        """The newest that is finite."""
         self.uplink: Uplink | None = None
         self.process.observers.append(self)
         self.link_process.observers.append(self)
@@ -93,7 +96,7 @@ class SimulatedLearner:
             return
         self._terminated = self._leaving = self._waits = False
         self.memory = PlainMemory(self.layout)
-        self.model = ToyModel(self.layout, start=self._start, target=self._target)
+        self.model = self._new_model()
         found, saved = None, self._saved
         if saved is not None:
             found = core.LocalCheckpoint(
@@ -216,16 +219,21 @@ class SimulatedLearner:
             state = self._from_link.newest()
             self._carry_out(self.core.check(state, terminated=self._terminated))
         if not self.core.closed and self.process.life == life:
+            self.model.begin(
+                local_step=self.core.ledger.local_step, global_step=self.core.link_state.step
+            )
             self.process.work(self.step_seconds * self.speed, self._stepped)
 
     def _stepped(self) -> None:
-        self.model.step()
+        loss = self.model.step()
         now, life = self.process.now, self.process.life
         actions = self.core.step(self._tokens, self._from_link.newest(), now=now)
         copied = self._carry_out(actions)
         if self.process.life != life:
             return
-        self._carry_out(self.core.copied(copied, loss=1.0))
+        finite = math.isfinite(loss)
+        self._loss = loss if finite else self._loss
+        self._carry_out(self.core.copied(copied, loss=self._loss, finite=finite))
         self.core.line(now=now, queued_seconds=0.0)
         self.core.ended(now=now)
         self._next_step()
@@ -262,6 +270,8 @@ class SimulatedLearner:
                 case core.LoadCheckpoint():
                     self._load()
                 case core.LoadOptimizers():
+                    if self._saved is not None:
+                        self.model.load_optimizers(self._saved[1])
                     self._carry_out(self.core.optimizers_loaded())
                 case core.Leave():
                     self._leave(action)

@@ -1,10 +1,11 @@
-"""What a link shares with its trainer, as plain arrays; and a model that is trained without gradients."""
+"""What a link shares with its trainer, as plain arrays; what a learner trains, and a model without gradients."""
 
 from __future__ import annotations
 
 import contextlib
 import random
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -60,6 +61,35 @@ class PlainMemory:
         self.inboxes[fragment] = InboxState(generation=generation, version=version)
 
 
+class Model(Protocol):
+    """What a simulated learner trains: a model, its optimizers and its data."""
+
+    @property
+    def values(self) -> Sequence[F32]:
+        """Per fragment, a view of its values; what is written there is trained from then on."""
+
+    def begin(self, *, local_step: int, global_step: int) -> None:
+        """
+        A step begins: until `step`, which ends it, neither reads nor writes `values`.
+
+        Args:
+            local_step: where the learner is in its data.
+            global_step: for the schedule.
+        """
+
+    def step(self) -> float:
+        """Make the optimizer's step; returns the loss."""
+
+    def copy(self) -> Any:
+        """The content of a local checkpoint."""
+
+    def load(self, saved: Any) -> None:
+        """Replace values and optimizers by those of a checkpoint."""
+
+    def load_optimizers(self, saved: Any) -> None:
+        """Replace the optimizers by those of a checkpoint."""
+
+
 class ToyModel:
     """
     Tensors that each step moves towards a target of its learner, as training on its data would.
@@ -78,17 +108,24 @@ class ToyModel:
         """Per fragment, a view of its values."""
         self._target, _ = _random(layout, target)
 
-    def step(self) -> None:
-        """One optimizer step."""
+    def begin(self, *, local_step: int, global_step: int) -> None:
+        """See `Model`: neither matters."""
+
+    def step(self) -> float:
+        """See `Model`."""
         self._flat += self.RATE * (self._target - self._flat)
+        return 1.0
 
     def copy(self) -> F32:
-        """All values."""
+        """See `Model`."""
         return self._flat.copy()
 
-    def load(self, values: F32) -> None:
-        """Replace all values."""
-        self._flat[:] = values
+    def load(self, saved: F32) -> None:
+        """See `Model`."""
+        self._flat[:] = saved
+
+    def load_optimizers(self, saved: F32) -> None:
+        """See `Model`: there are none."""
 
 
 def _random(layout: Layout, seed: int) -> tuple[F32, Sequence[F32]]:

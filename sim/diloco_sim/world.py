@@ -13,9 +13,10 @@ import gc
 import logging
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 from diloco.journal import reader
 from diloco.spec import RunSpec
@@ -52,7 +53,7 @@ from diloco_sim.impersonator import Impersonator
 from diloco_sim.injector import Injector
 from diloco_sim.learner import TRAINER, SimulatedLearner
 from diloco_sim.lost_merges import LostMerges
-from diloco_sim.memory import seed_of
+from diloco_sim.memory import Model, ToyModel, seed_of
 from diloco_sim.network import Network
 from diloco_sim.seeds import fork
 from diloco_sim.syncer import DIRECTORY, SimulatedSyncer
@@ -99,9 +100,13 @@ class World:
     Args:
         description: what it is made of.
         checkers: further ones.
+        new_model: what the learner of this name trains, called at each of its starts; None: a toy.
     """
 
-    def __init__(self, description: Description, *, checkers: Iterable[Checker] = ()) -> None:
+    def __init__(
+        self, description: Description, *, checkers: Iterable[Checker] = (),
+        new_model: Callable[[str], Model] | None = None,
+    ) -> None:  # fmt: skip
         self.of = description
         source = random.Random(description.seed)
         of_network, of_disk, of_model = fork(source), fork(source), fork(source)
@@ -116,17 +121,19 @@ class World:
             process, self.network, self.disk, self.spec, self.observe, description.part_bytes
         )  # fmt: skip
         start, layout = seed_of(of_model), description.layout
-        self.learners = {
-            name: SimulatedLearner(
-                name, self.network, process, spec=self.spec, layout=layout, start=start,
-                source=fork(source), step_seconds=description.step_seconds[index],
-                tokens=100 + 10 * index, checkpoint_every=description.checkpoint_every,
+        self.learners: dict[str, SimulatedLearner] = {}
+        for index, name in enumerate(description.names):
+            of_learner = fork(source)
+            toy = partial(ToyModel, layout, start=start, target=seed_of(of_learner))
+            self.learners[name] = SimulatedLearner(
+                name, self.network, process, spec=self.spec, layout=layout,
+                new_model=partial(new_model, name) if new_model is not None else toy,
+                source=of_learner, step_seconds=description.step_seconds[index],
+                tokens=description.tokens(index), checkpoint_every=description.checkpoint_every,
                 observe=self.observe,
-            )
-            for index, name in enumerate(description.names)
-        }  # fmt: skip
+            )  # fmt: skip
         self._health = description.health
-        self._halt = ""
+        self.halt = ""
         """Why the syncer no longer merges anything."""
         self._scales: list[Fault] = []
         """Changes of the number of learners that last."""
@@ -138,14 +145,15 @@ class World:
         self._lost_merges = LostMerges(self.spec)
         self._found: Violation | None = None
         self.trace: deque[tuple[float, object]] = deque(maxlen=TRACED)
-        self._checkers = Checkers([*self._own_checkers(), *checkers])
+        self._checkers = Checkers([*self.own_checkers(), *checkers])
         self.injector = Injector(
             description.plan, clock=self.clock, network=self.network, disks={SYNCER: self.disk},
             restart=self._restart, world=self._change,
             flipped=lambda path: self.observe(Flipped(path)),
         )  # fmt: skip
 
-    def _own_checkers(self) -> list[Checker]:
+    def own_checkers(self) -> list[Checker]:
+        """Those that every world has."""
         spec = self.spec
         return [
             Quorum(spec.quorum),
@@ -200,7 +208,7 @@ class World:
             merges=self.merges,
             injected=dict(self.injector.injected),
             trace=() if violation is None else self.shown(),
-            stopped=str(self.syncer.refusal or self._halt),
+            stopped=str(self.syncer.refusal or self.halt),
         )
 
     def _run(self) -> None:
@@ -241,7 +249,7 @@ class World:
         flipped = Kind.DISK_FLIP in injected and self.syncer.refusal is not None
         misbehaved = any(kind in injected for kind in MISBEHAVIOUR)
         explained = misbehaved or self.of.may_diverge or self._lost_merges.may_halt
-        return flipped or (bool(self._halt) and explained)
+        return flipped or (bool(self.halt) and explained)
 
     def _healthy_since(self) -> float | None:
         """See `Moment`; None as well while a person has to decide."""
@@ -274,9 +282,9 @@ class World:
             case Resumed(step=step):
                 self._lost_merges.started(step)
             case {"event": "halt", "reason": reason}:
-                self._halt = str(reason)
+                self.halt = str(reason)
             case {"event": "start"}:
-                self._halt = ""
+                self.halt = ""
         try:
             self._checkers.observe(event, now)
         except Violation as found:

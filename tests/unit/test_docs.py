@@ -81,6 +81,7 @@ def test_the_modules_in_the_tables_of_the_architecture_exist():
 FOLDERS = {
     "contract": "protos/diloco", "job": "job", "agent": "agent", "syncer": "syncer", "worker": "worker",
     "operator": "operator", "local": "local", "cli": "cli", "simulator": "sim",
+    "experiment": "experiment",
 }  # fmt: skip
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-COMPONENTS = ("protos", "job", "agent", "syncer", "worker", "operator", "local", "cli", "sim")
+COMPONENTS = (
+    "protos", "job", "agent", "syncer", "worker", "operator", "local", "cli", "sim", "experiment",
+)  # fmt: skip
 
 
 def test_component_folders_are_not_packages():

@@ -14,7 +14,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("protos", "job", "agent", "syncer", "worker", "operator", "local", "cli", "sim")
+PACKAGES = (
+    "protos", "job", "agent", "syncer", "worker", "operator", "local", "cli", "sim", "experiment",
+)  # fmt: skip
 CODE = [
     path
     for folder in (*PACKAGES, "benchmarks", "examples", "scripts", "tests")

@@ -19,7 +19,7 @@ import logging
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -224,8 +224,12 @@ def loss_of(
     model: nn.Module, windows: NDArray[np.int64], config: Config, device: torch.device
 ) -> Tensor:
     """Mean cross-entropy in nats per byte of windows of shape (B, T + 1)."""
-    windows_BT = torch.from_numpy(windows).to(device, non_blocking=True)
-    with torch.autocast(device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
+    return cross_entropy(model, torch.from_numpy(windows).to(device, non_blocking=True), config)
+
+
+def cross_entropy(model: Callable[[Tensor], Tensor], windows_BT: Tensor, config: Config) -> Tensor:
+    """The same of windows on their device."""
+    with torch.autocast(windows_BT.device.type, torch.bfloat16, enabled=config.dtype == "bfloat16"):
         logits_BTV = model(windows_BT[:, :-1])
     return F.cross_entropy(logits_BTV.float().flatten(0, 1), windows_BT[:, 1:].flatten())
 

@@ -1,0 +1,218 @@
+"""Single cells of tiny models: what each method trains, and that a cell is a function of its task."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from diloco.errors import ConfigError
+from diloco_experiment import models
+from diloco_experiment.cells import run
+from diloco_experiment.gradients import gradients
+from diloco_experiment.models import Recipe, Trained, check
+from diloco_experiment.results import Status, parse, text_of
+from diloco_experiment.scenarios import Failures, Scavenging, Scenario
+from diloco_experiment.tasks import Checks, Method
+from diloco_experiment.world import TrainingWorld
+from diloco_testing.experiments import task
+from diloco_worker.recipes import gpt
+
+
+@pytest.mark.parametrize("method", Method)
+def test_equal_tasks_give_equal_bytes_and_another_seed_others(tmp_path, method):
+    first, second = (run(task(tmp_path, method)) for _ in range(2))
+    assert first.status is Status.OK, first.detail
+    assert text_of(first) == text_of(second)
+    assert run(task(tmp_path, method, seed=4)).theta != first.theta
+
+
+@pytest.mark.parametrize("method", Method)
+def test_a_result_has_its_curve_and_its_counts(tmp_path, method):
+    found = run(task(tmp_path, method))
+    assert [step for step, _ in found.curve] == [6, 12]
+    assert found.loss == found.curve[-1][1] < 5.6  # ln 256 is the loss of no knowledge
+    assert (found.steps, found.tokens) == (12, found.local_steps * 32)
+    assert parse(text_of(found).encode()) == found
+
+
+def test_a_learner_makes_the_steps_of_the_recipe(tmp_path):
+    """Bit for bit: its batches, updates and schedule are those of the program that a job runs."""
+    of = task(tmp_path)
+    config = Recipe(of).config("eu/0")
+    real = gpt.train(config, seed=3, steps=12)
+    recipe = Recipe(replace(of, configs=(("alone/0", of.configs[0][1]),)))
+    trained = Trained(recipe, "alone/0")
+    for step in range(12):
+        trained.begin(local_step=step, global_step=step)
+        trained.step()
+    for name, parameter in trained.model.named_parameters():
+        assert torch.equal(parameter, real.get_parameter(name)), name
+
+
+def test_synchronous_training_of_one_learner_is_the_recipe(tmp_path):
+    of = task(tmp_path, Method.SYNCHRONOUS, learners=1)
+    alone = replace(of, configs=(("alone/0", of.configs[0][1]),))
+    real = gpt.train(Recipe(of).config("eu/0"), seed=3, steps=12)
+    assert run(alone).loss == Recipe(of).score(real)
+
+
+def test_synchronous_training_has_the_batches_of_all_learners(tmp_path):
+    one = run(task(tmp_path, Method.SYNCHRONOUS, learners=1))
+    three = run(task(tmp_path, Method.SYNCHRONOUS, learners=3))
+    assert (one.tokens, three.tokens) == (12 * 32, 3 * 12 * 32)
+    assert one.theta != three.theta
+
+
+def test_outer_steps_of_one_without_momentum_are_plain_training(tmp_path):
+    of = task(tmp_path, Method.DILOCO, learners=1, merge="Average", outer_learning_rate=1.0,
+              outer_momentum=0.0, wire_up="FP32", wire_down="FP32")  # fmt: skip
+    plain = run(replace(of, method=Method.SYNCHRONOUS))
+    assert run(of).loss == pytest.approx(plain.loss, abs=1e-5)
+
+
+def test_learners_of_diloco_wait_for_each_merge(tmp_path):
+    found = run(task(tmp_path, Method.DILOCO, learners=3))
+    assert (found.merges, found.members, found.merged_tokens) == (3, 3.0, found.tokens)
+    short = run(
+        task(tmp_path, Method.DILOCO, interval=5)
+    )  # the last merge has the steps that are left
+    assert (short.merges, short.merged_tokens) == (3, short.tokens)
+
+
+@pytest.mark.parametrize("feedback", [False, True])
+def test_rounding_on_the_wire_changes_the_result(tmp_path, feedback):
+    fine = run(task(tmp_path, Method.DILOCO, wire_up="FP32"))
+    coarse = run(task(tmp_path, Method.DILOCO, wire_up="Int4", error_feedback=feedback))
+    assert coarse.status is Status.OK
+    assert coarse.theta != fine.theta
+
+
+def test_feedback_changes_what_is_sent(tmp_path):
+    with_it, without = (
+        run(task(tmp_path, Method.DILOCO, wire_up="Int4", error_feedback=feedback))
+        for feedback in (True, False)
+    )
+    assert with_it.theta != without.theta
+
+
+def test_streaming_has_all_learners_in_each_merge_and_decoupled_need_not(tmp_path):
+    slow = Scenario(step_seconds=(1.0, 3.0))
+    streaming = run(task(tmp_path, Method.STREAMING, scenario=slow))
+    decoupled = run(task(tmp_path, Method.DECOUPLED, scenario=slow, grace_max_steps=0.0))
+    assert streaming.members == 2.0
+    assert decoupled.members < 2.0
+    assert decoupled.virtual_seconds < streaming.virtual_seconds
+
+
+def test_learners_fail_and_return_by_goodput(tmp_path):
+    failing = Scenario(failures=Failures(goodput=0.6, outage_steps=3))
+    of = task(tmp_path, learners=3, scenario=failing, steps=60)
+    first, second = run(of), run(of)
+    assert first.status is Status.OK, first.detail
+    assert text_of(first) == text_of(second)
+    healthy = run(task(tmp_path, learners=3, steps=60))
+    assert first.restarts > 3 > healthy.restarts == 0
+    assert 0.3 < first.local_steps / healthy.local_steps < 0.9
+
+
+def test_a_restarted_learner_continues_with_the_optimizers_of_its_checkpoint(tmp_path):
+    crash = Scenario(faults=("6.500..7.000 crash eu/1+trainer",))
+    world = TrainingWorld(task(tmp_path, scenario=crash, steps=30))
+    loaded: list[str] = []
+    original = Trained.load_optimizers
+
+    def load_optimizers(self: Trained, saved: object) -> None:
+        loaded.append(self.name)
+        original(self, saved)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trained, "load_optimizers", load_optimizers)
+        found = world.result()
+    assert (found.status, found.restarts, loaded) == (Status.OK, 1, ["eu/1"])
+
+
+def test_scavenging_adds_learners_for_a_while(tmp_path):
+    extra = Scenario(scavenging=Scavenging(extra=1.0, begin=0.2, end=0.7))
+    with_them = run(task(tmp_path, scenario=extra, steps=40))
+    without = run(task(tmp_path, steps=40))
+    assert with_them.status is Status.OK, with_them.detail
+    assert without.members <= 2.0 < with_them.members
+    assert without.tokens < with_them.tokens < 2 * without.tokens
+
+
+def test_a_loss_that_is_not_finite_ends_the_cell_as_diverged(tmp_path):
+    for method in Method:
+        found = run(task(tmp_path, method, config={"learningRate": 1e30}))
+        assert found.status is Status.DIVERGED, method
+        assert found.detail.startswith("the loss of"), method
+        assert np.isnan(found.loss)
+
+
+def test_the_checkers_of_the_simulator_replay_the_merges_of_real_models(tmp_path):
+    world = TrainingWorld(task(tmp_path, checks=Checks.ALL))
+    found = world.result()
+    assert (found.status, found.merges) == (Status.OK, 12)
+
+
+def test_a_broken_merge_is_found(tmp_path, monkeypatch):
+    world = TrainingWorld(task(tmp_path, checks=Checks.ALL))
+    monkeypatch.setattr("diloco_syncer.core.outer.OuterOptimizer.factors",
+                        property(lambda self: (np.float32(0.1),) * 4))  # fmt: skip
+    found = world.result()
+    assert found.status is Status.FAILED
+    assert "replay" in found.detail
+
+
+def test_gradients_of_several_models_are_those_of_each(tmp_path):
+    recipe = Recipe(task(tmp_path, learners=3))
+    models = [Trained(recipe, f"eu/{index}").model for index in range(3)]
+    for number, model in enumerate(models):
+        torch.manual_seed(number)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(torch.randn_like(parameter), alpha=0.05)
+    windows = [recipe.windows(f"eu/{index}", 5) for index in range(3)]
+    config = recipe.config("eu/0")
+    together = gradients(models, windows, config)
+    found = [[p.grad.clone() for p in model.parameters()] for model in models]
+    for index, model in enumerate(models):
+        model.zero_grad()
+        alone = gradients([model], [windows[index]], config)
+        assert together[index] == pytest.approx(alone[0], rel=1e-5)
+        for own, parameter in zip(found[index], model.parameters(), strict=True):
+            torch.testing.assert_close(own, parameter.grad, rtol=1e-3, atol=1e-6)
+
+
+def test_tiny_steps_of_many_learners_are_computed_in_one_call(tmp_path, monkeypatch):
+    sizes: list[int] = []
+
+    def counted(members, windows, config):
+        sizes.append(len(members))
+        return gradients(members, windows, config)
+
+    monkeypatch.setattr(models, "gradients", counted)
+    of = task(tmp_path, learners=models.BATCHED_LEARNERS, steps=6)
+    together = run(of)
+    # At the end, the learner that has left may have been without another step.
+    assert sizes.count(models.BATCHED_LEARNERS) >= 6
+    sizes.clear()
+    monkeypatch.setattr(models, "BATCHED_TOKENS", 0)
+    assert run(of).loss == pytest.approx(together.loss, rel=1e-3)
+    assert set(sizes) == {1}
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [({"layer": 2}, "did you mean layers"), ({"device": "cuda"}, "train on CPUs"), ({"slowdown": 2}, "stepSeconds")],
+)  # fmt: skip
+def test_a_config_that_cannot_run_is_refused(tmp_path, config, expected):
+    with pytest.raises(ConfigError, match=expected):
+        check(task(tmp_path, config=config))
+
+
+def test_more_fragments_than_tensors_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="8 "):
+        check(task(tmp_path, fragments=20, interval=20))
