@@ -44,8 +44,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="a small model; writes nothing")
     parser.add_argument("--rank-of", choices=["alone", "fsdp", "ddp"], help=argparse.SUPPRESS)
-    parser.add_argument("--width", type=int, default=1024, help=argparse.SUPPRESS)
-    parser.add_argument("--steps", type=int, default=60, help=argparse.SUPPRESS)
+    parser.add_argument("--width", type=int, default=768, help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, default=40, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of:
         run_rank(options.rank_of, width=options.width, steps=options.steps)
