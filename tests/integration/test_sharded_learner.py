@@ -210,6 +210,7 @@ def test_sharded_ranks_train_what_one_process_does(tmp_path, how, size, fragment
 
 
 @pytest.mark.slow
+@pytest.mark.slow_tier
 @pytest.mark.timeout(600)
 def test_sigterm_for_one_rank_ends_all_at_the_same_step_and_one_process_continues(tmp_path):
     spec = make_spec(learners={"eu": 1}, steps=10**6, fragments=4, interval=4)
@@ -288,7 +289,7 @@ def test_replicas_stay_equal_when_link_and_syncer_are_killed_and_the_syncer_lose
         syncer.kill()
         syncer.start()
         first, second = ranks.results()
-        syncer.assert_audit()
+        assert len(syncer.events("initialised")) == 2
     assert len(first["log"]) > 200
     assert first["log"] == second["log"]
     assert first["held"] == second["held"]
