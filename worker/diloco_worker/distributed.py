@@ -227,7 +227,7 @@ class DistributedTrainer:
 
         def behind() -> str:
             ranks = ", ".join(str(rank) for rank in self._board.behind(boundary))
-            return f"rank {ranks} has not ended the step before the last"
+            return f"of the ranks, {ranks} did not end the step before the last"
 
         self._await(lambda: not self._board.behind(boundary), behind)
 
