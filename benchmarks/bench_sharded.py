@@ -68,7 +68,8 @@ def main() -> int:
 
 {table(header, rows)}
 
-What several ranks hold (DDP) is divided among them to be copied out, and read by each of them."""
+What several ranks hold (DDP) is divided among them to be copied out, and read by each of them. The time of a step has
+a fixed part beside the copies, in rank 0 a larger one: it has the plan, the link and steps.jsonl."""
     if not options.quick:
         write_results(
             "sharded",
