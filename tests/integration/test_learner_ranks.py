@@ -10,12 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from diloco_testing.learners.linked import connected, job_environment, make_spec
+from diloco_testing.learners.linked import connected, job_environment, make_model, make_spec
 from diloco_testing.local.fake_run import until
 from diloco_testing.syncers.process import RealSyncer
 from diloco_testing.syncers.process import make_spec as make_fast_spec
 from diloco_testing.syncers.scripted import ScriptedSyncer
+from diloco_worker import Learner
 
 SUPPORT = Path(__file__).parents[1] / "support"
 SECONDS = 180.0
@@ -30,10 +32,21 @@ def test_another_rank_is_refused_with_what_to_do_instead(monkeypatch, tmp_path, 
         assert syncer.hellos == []
     assert stopped.value.code == 78
     assert capfd.readouterr().err == (
-        "diloco: RANK: 1, expected 0: of the 2 processes of learner eu/0 only rank 0 connects; the "
-        "others take its parameters, for example by torch.distributed.broadcast after its "
+        "diloco: RANK: 1, expected 0: of the 2 processes of learner eu/0 only rank 0 connects if torch.distributed is "
+        "not initialized or every_rank is False; call init_process_group before Learner.connect in every rank, or let "
+        "the others take the parameters of rank 0, for example by torch.distributed.broadcast after its "
         "learner.step()\n"
     )
+
+
+def test_every_rank_without_other_ranks_is_refused(monkeypatch, tmp_path, capfd):
+    with ScriptedSyncer(make_spec()) as syncer:
+        job_environment(monkeypatch, tmp_path)(syncer.spec, syncer.port)
+        model = make_model()
+        with pytest.raises(SystemExit) as stopped:
+            Learner.connect(model, torch.optim.SGD(model.parameters()), every_rank=True)
+    assert stopped.value.code == 78
+    assert "torch.distributed.init_process_group" in capfd.readouterr().err
 
 
 def free_port() -> int:

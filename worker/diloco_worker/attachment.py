@@ -12,16 +12,15 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from diloco.errors import EXIT_REFUSED, ConfigError
 from diloco_worker import settings
 from diloco_worker.learner import Learner
+from diloco_worker.trainer.layout import bare
 from diloco_worker.trainer.termination import exit_with
 
 log = logging.getLogger(__name__)
@@ -143,7 +142,7 @@ def attach(
         )
     optimizers = [_bare_optimizer(wrapped) for wrapped in optimizers]
     learner = Learner.connect(
-        _bare_model(model),
+        bare(model),
         optimizers,
         standalone_steps=standalone_steps,
         connect_timeout_seconds=connect_timeout_seconds,
@@ -182,14 +181,3 @@ def _bare_optimizer(optimizer: Optimizer) -> Optimizer:
     while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
         optimizer = inner
     return optimizer
-
-
-def _bare_model(model: nn.Module) -> nn.Module:
-    """Without wrappers that share its parameters and would prefix their names."""
-    while True:
-        inner: Any = getattr(model, "_orig_mod", None)  # torch.compile
-        if isinstance(model, DistributedDataParallel):
-            inner = model.module
-        if inner is None:
-            return model
-        model = cast(nn.Module, inner)

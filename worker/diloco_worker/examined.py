@@ -23,12 +23,11 @@ from diloco.errors import EXIT_REFUSED, ConfigError
 from diloco.runtime import files
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import Ledger
-from diloco_worker.joined import index_of
 from diloco_worker.settings import LearnerSettings
 from diloco_worker.trainer.buffers import Watch
 from diloco_worker.trainer.frozen import digest
 from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
-from diloco_worker.trainer.layout import Named, describe, uncompiled
+from diloco_worker.trainer.layout import Named, bare, describe
 from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.replica import Replica
@@ -60,7 +59,7 @@ class ExaminedTrainer:
         self, config: LearnerSettings, model: nn.Module, optimizers: Sequence[Optimizer]
     ) -> None:
         spec = config.read_spec()
-        self.name, self.index = config.learner, index_of(config, spec)
+        self.name, self.index = config.learner, config.index(spec)
         self.spec: RunSpec | None = spec
         self.config = config.config
         self.total_steps = spec.steps
@@ -243,7 +242,7 @@ def _wrappers(model: nn.Module, tensors: Iterable[Named]) -> list[str]:
     """What DistributedDataParallel, DataParallel and torch.compile put into the names of tensors."""
     names = [named.info.name for named in tensors]
     found = []
-    for path, module in uncompiled(model).named_modules():
+    for path, module in bare(model).named_modules():
         parallel = isinstance(module, DistributedDataParallel | nn.DataParallel)
         inner = "module" if parallel else "_orig_mod"
         prefix = f"{path}.{inner}.".lstrip(".")

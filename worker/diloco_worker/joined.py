@@ -23,7 +23,7 @@ from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
 from diloco_worker.ipc.link_process import LinkProcess
-from diloco_worker.settings import LearnerSettings
+from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
 from diloco_worker.trainer import optimizer_state
 from diloco_worker.trainer.checkpoint import Checkpoints, Manifest
 from diloco_worker.trainer.kept import AFTER_A_STEP, Kept, SavedEntries
@@ -39,9 +39,6 @@ POLL_SECONDS = 0.2
 
 UNUSABLE = (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError)
 """What loading a checkpoint that does not fit this process raises."""
-
-STEPS_PART_BYTES = 32 << 20
-"""Size of each of the two parts of steps.jsonl: about 150,000 steps."""
 
 
 class JoinedTrainer:
@@ -65,7 +62,7 @@ class JoinedTrainer:
     ) -> None:  # fmt: skip
         self._model, self._optimizers = model, optimizers
         self._run_spec = config.read_spec()
-        self.name, self.index = config.learner, index_of(config, self._run_spec)
+        self.name, self.index = config.learner, config.index(self._run_spec)
         self.spec: RunSpec | None = self._run_spec
         self.config = config.config
         self._replica = Replica(model, self._run_spec)
@@ -364,10 +361,3 @@ class JoinedTrainer:
         self._replica.close()
         self._run_queue.close()
         self._termination.restore()
-
-
-def index_of(config: LearnerSettings, spec: RunSpec) -> int:
-    """See `Learner.index`."""
-    regions = sorted({*spec.learners, config.region})
-    index_in_region = int(config.learner.rpartition("/")[2])
-    return index_in_region * len(regions) + regions.index(config.region)

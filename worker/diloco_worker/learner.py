@@ -16,11 +16,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import distributed, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, StorageError
+from diloco.errors import (
+    EXIT_REFUSED,
+    EXIT_TRY_AGAIN,
+    ConfigError,
+    DilocoError,
+    StorageError,
+    UnavailableError,
+)
 from diloco.spec import RunSpec
 from diloco_worker import settings
 from diloco_worker.examined import ExaminedTrainer
@@ -28,6 +35,7 @@ from diloco_worker.identities import Identity, of
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.standalone import StandaloneTrainer
 from diloco_worker.trainer.kept import Stateful
+from diloco_worker.trainer.layout import is_dtensor
 from diloco_worker.trainer.scheduler import GlobalStepScheduler
 from diloco_worker.trainer.termination import exit_with
 
@@ -91,23 +99,29 @@ class Learner:
         *,
         standalone_steps: int | None = None,
         connect_timeout_seconds: float = 600,
+        every_rank: bool | None = None,
     ) -> Learner:
         """
         Join the job that the environment names; return when the model holds the job's parameters.
 
-        Of the processes of a learner (RANK, WORLD_SIZE) only rank 0 connects; the others take its
-        parameters after each `step`, for example with torch.distributed.broadcast.
+        Of a learner of several processes (RANK, WORLD_SIZE), each calls it, after
+        torch.distributed.init_process_group and with the model that it trains: DistributedDataParallel,
+        `fully_shard`, `parallelize_module`, or all of them. All of them are on one machine, and call `step`
+        once after each optimizer step.
 
         Args:
             model: its parameters are overwritten in place, now and during training; move it to its
                 device first.
             optimizer: one or several; used only for local checkpoints.
             standalone_steps: without a job, `done` after this many steps; None: never.
-            connect_timeout_seconds: how long to wait for a syncer that does not answer.
+            connect_timeout_seconds: how long to wait for a syncer, or a rank, that does not answer.
+            every_rank: False: rank 0 alone connects, and the others take its parameters after each `step`, for
+                example with torch.distributed.broadcast. None: rank 0 finds out; for a model without DTensors and
+                DistributedDataParallel it waits up to 10 s for another rank.
 
         Raises:
-            SystemExit: 78 if the job permanently refuses this model, spec or name, or if this is not
-                rank 0; 75 if the syncer does not answer in time or a newer process replaced this
+            SystemExit: 78 if the job permanently refuses this model, spec or name, or if the ranks do not
+                fit together; 75 if the syncer or a rank does not answer in time or a newer process replaced this
                 one; 1 if DILOCO_STATE cannot be written. One sentence on standard error gives the
                 reason.
         """
@@ -115,15 +129,16 @@ class Learner:
             config = settings.from_env()
             if config is None:
                 return Learner(StandaloneTrainer(steps=standalone_steps))
-            _refuse_other_ranks(config)
             optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
             if config.examination is not None:
                 examined = ExaminedTrainer(config, model, optimizers)
                 return Learner(examined, identity=of(config, local_step=0))
-            trainer = JoinedTrainer(
-                config, model, optimizers, connect_timeout_seconds=connect_timeout_seconds
-            )
+            trainer = _joined(
+                config, model, optimizers, every_rank=every_rank, timeout_seconds=connect_timeout_seconds
+            )  # fmt: skip
             return Learner(trainer, identity=of(config, local_step=trainer.local_step))
+        except UnavailableError as error:
+            raise exit_with(EXIT_TRY_AGAIN, str(error)) from None
         except StorageError as error:
             # Not a refusal: the disk may work again after a restart.
             raise exit_with(1, str(error)) from None
@@ -288,11 +303,50 @@ class Learner:
         self.close()
 
 
+def _joined(
+    config: settings.LearnerSettings, model: nn.Module, optimizers: Sequence[Optimizer], *,
+    every_rank: bool | None, timeout_seconds: float,
+) -> Trainer:  # fmt: skip
+    """A trainer in a job: of one process, or of one rank of several."""
+    sharded = any(is_dtensor(parameter) for parameter in model.parameters())
+    several = every_rank is not False and (config.world_size > 1 or sharded)
+    if several and distributed.is_available() and distributed.is_initialized():
+        # Of all learners, only those of several ranks need the seconds that these imports take.
+        from diloco_worker.distributed import DistributedTrainer
+        from diloco_worker.trainer.rank_group import RankGroup
+
+        _compare_ranks(config)
+        group = RankGroup.of_process(config.learner, timeout_seconds=timeout_seconds)
+        if not group.alone(may_be=every_rank is None and not sharded):
+            group.wait_for_all()
+            group.refuse_other_machines()
+            return DistributedTrainer(
+                config, model, optimizers, group=group, connect_timeout_seconds=timeout_seconds
+            )
+    elif every_rank:
+        raise ConfigError(
+            "Learner.connect: every_rank is True, expected more than one process and "
+            "torch.distributed.init_process_group before"
+        )
+    _refuse_other_ranks(config)
+    return JoinedTrainer(config, model, optimizers, connect_timeout_seconds=timeout_seconds)
+
+
+def _compare_ranks(config: settings.LearnerSettings) -> None:
+    rank, size = distributed.get_rank(), distributed.get_world_size()
+    if (rank, size) != (config.rank, config.world_size):
+        raise ConfigError(
+            f"RANK and WORLD_SIZE: {config.rank} and {config.world_size}, expected {rank} and {size} as "
+            "torch.distributed has them; start the program with torchrun, or set both"
+        )
+
+
 def _refuse_other_ranks(config: settings.LearnerSettings) -> None:
     # The syncer sees the ranks as one learner, so each connection would replace the previous one.
     if config.rank > 0:
         raise ConfigError(
             f"RANK: {config.rank}, expected 0: of the {config.world_size} processes of learner "
-            f"{config.learner} only rank 0 connects; the others take its parameters, for example "
-            "by torch.distributed.broadcast after its learner.step()"
+            f"{config.learner} only rank 0 connects if torch.distributed is not initialized or every_rank is False; "
+            "call init_process_group before Learner.connect in every rank, or let the others take the parameters of "
+            "rank 0, for example by torch.distributed.broadcast after its learner.step()"
         )

@@ -18,6 +18,9 @@ from diloco.errors import ConfigError
 from diloco.runtime.env import PROXY, Environment
 from diloco.spec import RunSpec
 
+STEPS_PART_BYTES = 32 << 20
+"""Size of each of the two parts of steps.jsonl: about 170,000 steps."""
+
 _FAULT = re.compile(r"(?P<point>[a-z]+):(?P<effect>[a-z-]+)(=(?P<value>\d+))?(@(?P<times>\d+))?")
 _EFFECTS = ("corrupt-chunk", "truncate", "repeat", "reorder", "nan")
 
@@ -70,6 +73,12 @@ class LearnerSettings:
     def region(self) -> str:
         """First half of the learner's name."""
         return self.learner.partition("/")[0]
+
+    def index(self, spec: RunSpec) -> int:
+        """See `Learner.index`."""
+        regions = sorted({*spec.learners, self.region})
+        index_in_region = int(self.learner.rpartition("/")[2])
+        return index_in_region * len(regions) + regions.index(self.region)
 
     def read_spec(self) -> RunSpec:
         """

@@ -9,6 +9,8 @@ from torch import distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.two_tensor import TwoTensor
 
 from diloco.errors import ConfigError, DamagedError
 from diloco.model.fragments import cut
@@ -36,7 +38,7 @@ def memories(tensors: ModelTensors, num_fragments: int):
     copier = Copier(tensors, layout)
     hosts = [np.zeros(f.elements, np.float32) for f in layout.fragments]
     inboxes = [np.zeros(f.elements, np.float32) for f in layout.fragments]
-    copier.attach(hosts, inboxes)
+    copier.attach([[host] for host in hosts], inboxes)
     return layout, copier, hosts, inboxes
 
 
@@ -123,6 +125,36 @@ def test_28_a_model_whose_parameters_are_sharded_is_refused(monkeypatch):
             describe(sharded)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_shards_have_the_layout_of_the_whole_model_and_only_ties_that_exist(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)), nn.Linear(4, 4))
+        model[3].weight = model[0].weight
+        plain = [n.info for n in describe(model).merged]
+        sharded = fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+        assert [n.info for n in describe(sharded, sharded=True).merged] == plain
+        assert sum(len(info.aliases) for info in plain) == 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_trained_subclass_of_tensor_that_is_not_known_is_refused():
+    model = nn.Linear(2, 2)
+    model.odd = nn.Parameter(TwoTensor(torch.zeros(2), torch.zeros(2)))
+    with pytest.raises(ConfigError, match=r"parameter odd is a TwoTensor, a subclass of Tensor"):
+        describe(model)
+
+
+def test_the_names_inside_of_distributed_data_parallel_are_those_of_the_model():
+    model = nn.Linear(2, 2)
+    wrapped = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    wrapped.module = model
+    assert [n.info for n in describe(wrapped).merged] == [n.info for n in describe(model).merged]
 
 
 def test_out_and_in_are_inverse_for_every_kind_of_parameter():

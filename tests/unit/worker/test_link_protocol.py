@@ -291,11 +291,19 @@ def test_a_fragment_that_cannot_be_decoded_is_not_offered_to_the_trainer():
     assert isinstance(place, ev.Place)
 
 
-def test_the_goodbye_of_the_trainer_has_priority():
+def test_a_trainer_that_leaves_reports_its_last_step_and_nothing_else_before_the_goodbye():
     session = trained()
-    assert session(ev.TrainerUpdate(state=replace(STEPPING, leaving="SIGTERM"))) == [
-        ev.Leave(reason="SIGTERM")
-    ]
+    state = replace(STEPPING, leaving="SIGTERM")
+    leave = ev.Leave(reason="SIGTERM")
+    assert session(ev.TrainerUpdate(state=state)) == [ev.SendReport(state=state), leave]
+    assert session(ev.TrainerUpdate(state=state)) == [leave]
+
+
+def test_a_last_step_that_was_reported_is_not_reported_again_at_the_goodbye():
+    session = trained()
+    session(ev.TrainerUpdate(state=STEPPING))
+    leaving = replace(STEPPING, leaving="SIGTERM")
+    assert session(ev.TrainerUpdate(state=leaving)) == [ev.Leave(reason="SIGTERM")]
 
 
 def test_the_trainer_learns_of_completion():

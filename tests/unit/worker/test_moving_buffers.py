@@ -114,7 +114,7 @@ def test_out_and_in_are_inverse_for_every_kind_of_buffer():
     layout = cut([n.info for n in found.merged], num_fragments=2)
     copier = Copier(found, layout)
     memories = [np.zeros(f.elements, np.float32) for f in layout.fragments]
-    copier.attach(memories, memories)
+    copier.attach([[memory] for memory in memories], memories)
     before = {n.info.name: n.tensor.clone() for n in found.moving}
     copier.copy_out(1)
     with torch.no_grad():

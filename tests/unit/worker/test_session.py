@@ -92,3 +92,26 @@ def test_the_name_of_the_run_is_taken_from_welcome_within_limits():
     event = event_of(pb.SyncerMessage(welcome=pb.Welcome(run="a" * 5000)))
     assert isinstance(event, ev.Welcomed)
     assert event.run == "a" * 64
+
+
+def test_a_report_that_was_not_sent_yet_comes_before_the_goodbye():
+    ended, requests = threading.Event(), []
+
+    class Waiting(Call):
+        def __iter__(self) -> Iterator[pb.SyncerMessage]:
+            ended.wait(30)
+            return iter(())
+
+        def cancel(self) -> None:
+            ended.set()
+
+    class Silent(Channel):
+        def stream_stream(self, *given: object, **named: object) -> object:
+            return lambda sent: requests.append(sent) or Waiting()
+
+    session = Session(Silent(), pb.Hello(), lambda event: None)
+    session.report(pb.Report(local_step=9))
+    session.goodbye("SIGTERM")
+    sent = [next(requests[0]).WhichOneof("kind") for _ in range(3)]
+    assert sent == ["hello", "report", "goodbye"]
+    session.close()

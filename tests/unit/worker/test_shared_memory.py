@@ -125,3 +125,39 @@ def test_other_memory_is_refused():
             SharedMemory.attach(fd)
     finally:
         os.close(fd)
+
+
+# ---------------------------------------------------------------- several ranks
+
+
+def test_a_host_copy_can_be_in_a_spare_place_that_fits_each_fragment():
+    shared = SharedMemory.create(LAYOUT, constants_bytes=64, spares=2, control_bytes=100)
+    shared.place(0, 0)[:] = 1
+    shared.place(0, 2)[:] = 2
+    shared.place(1, 1)[:] = 3
+    assert shared.host(0).max() == 1
+    copy = HostCopy(local_step=9, steps=3, tokens=5, base=2)
+    shared.set_host_copy(0, copy, place=2)
+    attached = SharedMemory.attach(shared.fd)
+    assert attached.host_copy(0) == copy
+    assert attached.host(0).min() == attached.host(0).max() == 2
+    assert attached.host(0).shape == (LAYOUT.fragments[0].elements,)
+    assert attached.host(1).max() == 0
+    shared.set_host_copy(1, copy, place=1)
+    assert attached.host(1).min() == 3
+    shared.close()
+
+
+def test_another_rank_maps_the_memory_of_rank_0_by_its_process():
+    shared = SharedMemory.create(LAYOUT, constants_bytes=64, spares=1, control_bytes=100)
+    other = SharedMemory.of_process(os.getpid(), shared.fd)
+    other.place(1, 1)[:] = 5
+    other.write_control(96, b"abcd")
+    assert shared.place(1, 1).min() == 5
+    assert shared.read_control(95, 5) == b"\0abcd"
+    with pytest.raises(ValueError, match="4 bytes at 97, it has 100"):
+        shared.write_control(97, b"abcd")
+    other.close()
+    shared.close()
+    with pytest.raises(OSError, match="No such file"):
+        SharedMemory.of_process(2**22 + 1, 3)

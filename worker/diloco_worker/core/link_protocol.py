@@ -127,8 +127,10 @@ class LinkProtocol:
         state, first = event.state, self._trainer is None
         self._trainer = state
         if state.leaving:
+            # The last step counts for the position in the data, also if its own state did not come.
+            last = [] if self._ended else self._report()
             self._ended = True
-            return [ev.Leave(reason=state.leaving)]
+            return [*last, ev.Leave(reason=state.leaving)]
         if self._ended:
             return []
         out: list[ev.Decision] = []

@@ -208,6 +208,11 @@ class TrainerCore:
         self._sync_started_at = self._sync_ended_at = self._step_ended_at = 0.0
         self._step_seconds = self._sync_seconds = self._total_sync_seconds = 0.0
 
+    @property
+    def initial_copied(self) -> int:
+        """The newest request for the initial model that was answered with a copy."""
+        return self._initial_copied
+
     def state(self, *, offers: Sequence[int] = (), leaving: str = "") -> TrainerState:
         """What the link should know."""
         found, ledger, link_state = self._found, self.ledger, self.link_state

@@ -9,6 +9,9 @@ Each host copy comes with the counters of the step at which it was taken. Both c
 under the fragment's lock, so an upload always matches the t_m and the counters in its header. A
 lock is a POSIX record lock on the memory's file: the kernel releases it when its holder dies. During
 training the trainer only tries it.
+
+The ranks of a learner map the same file. For them it also has spare places, in which they write the next host
+copy while the link reads the previous one, and a control area (core/agreement.py).
 """
 
 from __future__ import annotations
@@ -38,10 +41,10 @@ _HEAD = struct.Struct("<8sQQ")
 _MAGIC = b"diloco01"
 _PAGE = 4096
 
-# Columns of the table, one row of int64 per fragment. The trainer writes the first four, the link the
+# Columns of the table, one row of int64 per fragment. The trainer writes the first five, the link the
 # others.
-_LOCAL_STEP, _STEPS, _TOKENS, _BASE, _GENERATION, _VALID, _EPOCH, _STEP = range(8)
-_COLUMNS = 8
+_LOCAL_STEP, _STEPS, _TOKENS, _BASE, _PLACE, _GENERATION, _VALID, _EPOCH, _STEP = range(9)
+_COLUMNS = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +69,9 @@ class SharedMemory:
             raise DamagedError(f"shared memory begins with {magic!r}, expected {_MAGIC!r}")
         facts = json.loads(self._map[_HEAD.size : _HEAD.size + facts_bytes])
         self.layout = _layout(facts)
-        places = _places(self.layout, facts_bytes, constants_bytes)
+        spares, control_bytes = facts.get("spares", 0), facts.get("control_bytes", 0)
+        places = _places(self.layout, facts_bytes, constants_bytes, spares, control_bytes)
+        self._control = places.control, control_bytes
         rows = len(self.layout.fragments)
         self._table = np.frombuffer(self._map, np.int64, rows * _COLUMNS, places.table)
         self._table = self._table.reshape(rows, _COLUMNS)
@@ -76,12 +81,23 @@ class SharedMemory:
         self._inbox = np.frombuffer(self._map, np.float32, total, places.inbox)
         self.constants = np.frombuffer(self._map, np.uint8, constants_bytes, places.constants)
         """The constants as a safetensors file."""
+        room = _largest(self.layout)
+        self._spare = np.frombuffer(self._map, np.float32, spares * room, places.spare)
+        self._spare = self._spare.reshape(spares, room)
         self._thread_locks = [threading.Lock() for _ in range(rows)]
 
     @classmethod
-    def create(cls, layout: Layout, *, constants_bytes: int) -> SharedMemory:
+    def create(
+        cls, layout: Layout, *, constants_bytes: int, spares: int = 0, control_bytes: int = 0
+    ) -> SharedMemory:
         """
         New memory, all zeros.
+
+        Args:
+            layout: the fragments.
+            constants_bytes: size of the constants.
+            spares: spare places for host copies; a page that is never written takes no memory.
+            control_bytes: size of the control area.
 
         Raises:
             OSError: the machine does not have enough.
@@ -93,10 +109,12 @@ class SharedMemory:
                 "frozen": [asdict(t) for t in layout.frozen],
                 "fragments": len(layout.fragments),
                 "average": [s.tensor.name for f in layout.fragments for s in f.slots if s.average],
+                "spares": spares,
+                "control_bytes": control_bytes,
             }
         ).encode()
         fd = _anonymous_file()
-        os.ftruncate(fd, _places(layout, len(facts), constants_bytes).size)
+        os.ftruncate(fd, _places(layout, len(facts), constants_bytes, spares, control_bytes).size)
         os.pwrite(fd, _HEAD.pack(_MAGIC, len(facts), constants_bytes) + facts, 0)
         return cls(fd, owner=True)
 
@@ -110,9 +128,30 @@ class SharedMemory:
         """
         return cls(fd, owner=False)
 
+    @classmethod
+    def of_process(cls, pid: int, fd: int) -> SharedMemory:
+        """
+        Map the memory that another process created.
+
+        Raises:
+            OSError: the process is not on this machine, or belongs to another user.
+            DamagedError: the file holds something else.
+        """
+        own = os.open(f"/proc/{pid}/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
+        try:
+            return cls(own, owner=True)
+        except BaseException:
+            os.close(own)
+            raise
+
     def host(self, fragment: int) -> F32:
         """The host copy of a fragment: a view of shape (elements,), fp32."""
-        return self._host[self._ends[fragment] : self._ends[fragment + 1]]
+        return self.place(fragment, int(self._table[fragment, _PLACE]))
+
+    def place(self, fragment: int, place: int) -> F32:
+        """A place for host copies of a fragment: 0 is its own, the others are spare ones."""
+        begin, end = self._ends[fragment], self._ends[fragment + 1]
+        return self._host[begin:end] if place == 0 else self._spare[place - 1, : end - begin]
 
     def inbox(self, fragment: int) -> F32:
         """The inbox of a fragment: a view of shape (elements,), fp32."""
@@ -145,9 +184,9 @@ class SharedMemory:
 
     # ------------------------------------------------------------ counters and versions; call under the lock
 
-    def set_host_copy(self, fragment: int, copy: HostCopy) -> None:
-        """Trainer: set the counters of a host copy."""
-        self._table[fragment, :4] = (copy.local_step, copy.steps, copy.tokens, copy.base)
+    def set_host_copy(self, fragment: int, copy: HostCopy, *, place: int = 0) -> None:
+        """Trainer: set the counters of a host copy, and its place."""
+        self._table[fragment, :5] = (copy.local_step, copy.steps, copy.tokens, copy.base, place)
 
     def host_copy(self, fragment: int) -> HostCopy:
         """The counters of the host copy; local_step 0: there is no copy yet."""
@@ -156,7 +195,7 @@ class SharedMemory:
 
     def inbox_state(self, fragment: int) -> InboxState:
         """What the inbox holds."""
-        generation, valid, epoch, step = (int(n) for n in self._table[fragment, 4:])
+        generation, valid, epoch, step = (int(n) for n in self._table[fragment, 5:])
         return InboxState(generation=generation, version=(epoch, step) if valid else None)
 
     def invalidate_inbox(self, fragment: int) -> None:
@@ -168,6 +207,23 @@ class SharedMemory:
         self._table[fragment, _EPOCH:] = version
         self._table[fragment, _GENERATION] = generation
         self._table[fragment, _VALID] = 1
+
+    # ------------------------------------------------------------ the control area of the ranks
+
+    def read_control(self, offset: int, size: int) -> bytes:
+        """Bytes of the control area."""
+        return os.pread(self.fd, size, self._control_at(offset, size))
+
+    def write_control(self, offset: int, data: bytes) -> None:
+        """Overwrite bytes of the control area; who reads them meanwhile may get a part of them."""
+        # A system call, not the mapping: what this process wrote there before is visible before this.
+        os.pwrite(self.fd, data, self._control_at(offset, len(data)))
+
+    def _control_at(self, offset: int, size: int) -> int:
+        begin, room = self._control
+        if not 0 <= offset <= offset + size <= room:
+            raise ValueError(f"control area: {size} bytes at {offset}, it has {room}")
+        return begin + offset
 
     def close(self) -> None:
         """Close the file; views that are still in use keep the memory."""
@@ -182,10 +238,14 @@ class _Places:
     host: int
     inbox: int
     constants: int
+    control: int
+    spare: int
     size: int
 
 
-def _places(layout: Layout, facts_bytes: int, constants_bytes: int) -> _Places:
+def _places(
+    layout: Layout, facts_bytes: int, constants_bytes: int, spares: int, control_bytes: int
+) -> _Places:
     def up(n: int) -> int:
         return -(-n // _PAGE) * _PAGE
 
@@ -194,13 +254,21 @@ def _places(layout: Layout, facts_bytes: int, constants_bytes: int) -> _Places:
     host = up(table + 8 * _COLUMNS * len(layout.fragments))
     inbox = up(host + values)
     constants = up(inbox + values)
+    control = up(constants + constants_bytes)
+    spare = up(control + control_bytes)
     return _Places(
         table=table,
         host=host,
         inbox=inbox,
         constants=constants,
-        size=up(constants + constants_bytes),
+        control=control,
+        spare=spare,
+        size=up(spare + 4 * spares * _largest(layout)),
     )
+
+
+def _largest(layout: Layout) -> int:
+    return max(f.elements for f in layout.fragments)
 
 
 def _layout(facts: dict[str, Any]) -> Layout:

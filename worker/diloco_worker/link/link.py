@@ -294,6 +294,6 @@ class Link:
         with self._logged("health file"):
             self._health.leave(reason, time.monotonic())
         if self._session is not None:
-            self._session.send(pb.LearnerMessage(goodbye=pb.Goodbye(reason=reason)))
+            self._session.goodbye(reason)
             self._session.close(timeout_seconds=GOODBYE_SECONDS)
         self._health.settle(LAST_HEALTH_SECONDS)

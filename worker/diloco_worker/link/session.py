@@ -82,6 +82,15 @@ class Session:
             self._queue.append(message)
             self._changed.notify()
 
+    def goodbye(self, reason: str) -> None:
+        """Send the report that was not sent yet, and why the learner leaves."""
+        with self._changed:
+            if self._report is not None:
+                self._queue.append(self._report)
+                self._report = None
+            self._queue.append(pb.LearnerMessage(goodbye=pb.Goodbye(reason=reason)))
+            self._changed.notify()
+
     def close(self, *, timeout_seconds: float = 0.0) -> None:
         """Send what is queued, then end the stream; cancel it after the timeout."""
         with self._changed:

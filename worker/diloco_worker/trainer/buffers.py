@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import nn
 
-from diloco_worker.trainer.layout import Named, pieces, uncompiled
+from diloco_worker.trainer.layout import Named, bare, local, pieces
 
 MOST_READS = 3
 """
@@ -42,7 +42,7 @@ class Watch:
     def __init__(
         self, model: nn.Module, *, constant: Iterable[Named], moving: Iterable[Named]
     ) -> None:
-        self._model = uncompiled(model)
+        self._model = bare(model)
         self._constant, self._moving = list(constant), list(moving)
         self._known: dict[str, _Known] = {}
         self.reset()
@@ -99,7 +99,8 @@ def _split(
 
 def _writes(tensor: torch.Tensor) -> int:
     """How often it was written in place; tensors of inference mode do not count."""
-    return 0 if tensor.is_inference() else tensor._version
+    held = local(tensor)
+    return 0 if held.is_inference() else held._version
 
 
 def _digest(tensor: torch.Tensor) -> int:

@@ -9,7 +9,7 @@ merged with the parameters. The constants are the tensors that the job stores wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -18,16 +18,44 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from diloco.errors import ConfigError, DamagedError
 from diloco.model import integers, tensorfile
-from diloco.model.fragments import Fragment, Layout, Tensor
+from diloco.model.fragments import Fragment, Layout, Slot, Tensor
+from diloco_worker.core.boxes import Box, whole
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
 
-_Pair = tuple[torch.Tensor, torch.Tensor]
-"""A parameter or buffer, and its view of the memory; that of integers is of their digits."""
+_Index = tuple[slice, ...] | None
+"""A part of a tensor; None: all of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Pair:
+    """A part of a parameter or buffer, and its view of the memory; that of integers is of their digits."""
+
+    tensor: torch.Tensor
+    part: _Index
+    """Of what this process holds of the tensor."""
+    view: torch.Tensor
+
+    @property
+    def values(self) -> torch.Tensor:
+        """The part; to write to it changes the tensor."""
+        held = local(self.tensor)
+        return held if self.part is None else held[self.part]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """What a rank of a learner holds of a tensor, and which part of that it copies out; None: nothing."""
+
+    held: Box | None
+    copied: Box | None
+
 
 EXTRA_STATE = "_extra_state"
 """What torch calls the extra state of a module in a state_dict: a copy, so that nothing written to it has an effect."""
@@ -82,7 +110,9 @@ class ModelTensors:
         return constants
 
 
-def describe(model: nn.Module, *, moving: Sequence[str] | None = ()) -> ModelTensors:
+def describe(
+    model: nn.Module, *, moving: Sequence[str] | None = (), sharded: bool = False
+) -> ModelTensors:
     """
     Find every tensor of a model once.
 
@@ -98,7 +128,7 @@ def describe(model: nn.Module, *, moving: Sequence[str] | None = ()) -> ModelTen
     Raises:
         ConfigError: nothing is trained, or a tensor cannot be merged.
     """
-    model = uncompiled(model)
+    model = bare(model)
     statistics = set() if moving is None else _statistics(model)
     embeddings = {
         _key(module.weight)
@@ -109,7 +139,7 @@ def describe(model: nn.Module, *, moving: Sequence[str] | None = ()) -> ModelTen
     names: dict[object, list[str]] = {}
     tensors: dict[object, torch.Tensor] = {}
     for name, tensor in _reachable(model):
-        _check_plain(name, tensor)
+        _check_kind(name, tensor, sharded=sharded)
         key = _key(tensor)
         names.setdefault(key, []).append(name)
         # Of several tensors that share memory, the trained one represents all.
@@ -142,9 +172,29 @@ def describe(model: nn.Module, *, moving: Sequence[str] | None = ()) -> ModelTen
     )
 
 
-def uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside the wrapper of torch.compile: the names of the user are its own."""
-    return getattr(model, "_orig_mod", model)
+def bare(model: nn.Module) -> nn.Module:
+    """The module inside the wrappers of torch.compile and DistributedDataParallel, with the names of the user."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if isinstance(model, DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor; to write to it changes the tensor."""
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        held: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return held
+
+
+def is_dtensor(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is distributed over processes, as by `fully_shard` or `parallelize_module`."""
+    return hasattr(tensor, "placements") and hasattr(tensor, "to_local")
 
 
 def _statistics(model: nn.Module) -> set[object]:
@@ -187,23 +237,32 @@ def _reachable(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _key(tensor: torch.Tensor) -> object:
     """Equal for tensors that share all of their memory."""
-    if tensor.numel() == 0 or tensor.device.type == "meta":
+    # A DTensor itself has no memory: its `data_ptr` is 0.
+    held = local(tensor)
+    if held.numel() == 0 or held.device.type == "meta":
         return id(tensor)
-    return tensor.device, tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+    return held.device, held.data_ptr(), tuple(tensor.shape), held.stride(), held.dtype
 
 
-def _check_plain(name: str, tensor: torch.Tensor) -> None:
+def _check_kind(name: str, tensor: torch.Tensor, *, sharded: bool) -> None:
     """
-    No part of a tensor may be in another process.
+    Only tensors whose values can be copied are merged.
 
     Raises:
-        ConfigError: it is a DTensor, as of `fully_shard` (FSDP2) or `parallelize_module`.
+        ConfigError: a DTensor where this process must hold the whole, or another subclass of Tensor.
     """
-    if hasattr(tensor, "placements") and hasattr(tensor, "to_local"):
+    if is_dtensor(tensor):
+        if not sharded:
+            raise ConfigError(
+                f"model: {name} is a {type(tensor).__name__} with placements {tensor.placements}, expected "  # type: ignore[attr-defined]
+                "a plain tensor: of a sharded model, every rank calls Learner.connect after "
+                "torch.distributed.init_process_group"
+            )
+        tensor = local(tensor)
+    if tensor.requires_grad and is_traceable_wrapper_subclass(tensor):
         raise ConfigError(
-            f"model: {name} is a {type(tensor).__name__} with placements {tensor.placements}, expected "
-            "a plain tensor: each process of a learner must hold the whole model, as with "
-            "DistributedDataParallel"
+            f"model: the trained parameter {name} is a {type(tensor).__name__}, a subclass of Tensor that is not "
+            "known here; expected a plain tensor or a DTensor"
         )
 
 
@@ -245,57 +304,91 @@ class Copier:
     Args:
         tensors: of the model.
         layout: the fragments and the constants.
+        shares: by name, what this rank holds and copies out; None: everything.
     """
 
-    def __init__(self, tensors: ModelTensors, layout: Layout) -> None:
+    def __init__(
+        self, tensors: ModelTensors, layout: Layout, *, shares: Mapping[str, Share] | None = None
+    ) -> None:
         self._by_name = {n.info.name: n.tensor for n in tensors.merged}
         stored = {t.name for t in layout.constants}
         others = (*tensors.frozen, *tensors.buffers)
         self._constants = _by_name(n for n in others if n.info.name in stored)
-        self._layout = layout
-        self._host: list[list[_Pair]] = []
-        self._inbox: list[list[_Pair]] = []
+        self._layout, self._shares = layout, shares
+        self._out: list[list[list[_Pair]]] = []
+        """By fragment and place."""
+        self._in: list[list[_Pair]] = []
+        self._back: list[list[_Pair]] = []
+        """Those whose rounding is written to the inbox."""
 
-    def attach(self, hosts: Sequence[F32], inboxes: Sequence[F32]) -> None:
-        """Set the host copies and inboxes of all fragments; call this before copying."""
-        self._host = [self._pairs(f, m) for f, m in zip(self._layout.fragments, hosts, strict=True)]
-        self._inbox = [
-            self._pairs(f, m) for f, m in zip(self._layout.fragments, inboxes, strict=True)
+    def attach(self, hosts: Sequence[Sequence[F32]], inboxes: Sequence[F32]) -> None:
+        """Set the places of host copies and the inboxes of all fragments; call this before copying."""
+        fragments = self._layout.fragments
+        self._out = [
+            [self._pairs(f, memory, out=True) for memory in places]
+            for f, places in zip(fragments, hosts, strict=True)
         ]
+        pairs = zip(fragments, inboxes, strict=True)
+        both = [(self._pairs(f, m, out=False), self._pairs(f, m, out=True)) for f, m in pairs]
+        self._in = [held for held, _ in both]
+        self._back = [[pair for pair in copied if _rounds(pair.tensor)] for _, copied in both]
 
-    def copy_out(self, fragment: int) -> None:
-        """Write the fragment's parameters to its host copy as fp32."""
+    def copy_out(self, fragment: int, place: int = 0) -> None:
+        """Write this rank's part of the fragment to a place of its host copy as fp32."""
         with torch.no_grad():
-            for parameter, view in self._host[fragment]:
-                view.copy_(parameter if parameter.is_floating_point() else _digits(parameter))
+            for pair in self._out[fragment][place]:
+                values = pair.values
+                pair.view.copy_(values if values.is_floating_point() else _digits(values))
 
     def copy_in(self, fragment: int) -> None:
         """
-        Overwrite the fragment's parameters with its inbox.
+        Overwrite what this rank holds of the fragment's parameters with its inbox.
 
         Values that a parameter cannot hold exactly (bf16) are written back to the inbox: it is the
         base of the next delta, which must not contain this rounding.
         """
         with torch.no_grad():
-            for parameter, view in self._inbox[fragment]:
-                if not parameter.is_floating_point():
-                    parameter.copy_(_integers(view).view(parameter.shape))
-                    continue
-                parameter.copy_(view)
-                if parameter.dtype not in (torch.float32, torch.float64):
-                    view.copy_(parameter)
+            for pair in self._in[fragment]:
+                values = pair.values
+                if values.is_floating_point():
+                    values.copy_(pair.view)
+                else:
+                    values.copy_(_integers(pair.view).view(values.shape))
+            for pair in self._back[fragment]:
+                pair.view.copy_(pair.values)
 
-    def _pairs(self, fragment: Fragment, memory_N: F32) -> list[_Pair]:
+    def out_bytes(self, fragment: int) -> int:
+        """What `copy_out` writes."""
+        return sum(pair.view.nbytes for pair in self._out[fragment][0])
+
+    def _pairs(self, fragment: Fragment, memory_N: F32, *, out: bool) -> list[_Pair]:
         flat = torch.from_numpy(memory_N)
-        return [
-            (
-                self._by_name[slot.tensor.name],
-                flat[slot.offset : slot.offset + slot.tensor.length].view(
-                    (-1,) if slot.tensor.newest else slot.tensor.shape
-                ),
-            )
-            for slot in fragment.slots
-        ]
+        pairs = (self._pair(slot, flat, out=out) for slot in fragment.slots)
+        return [pair for pair in pairs if pair is not None]
+
+    def _pair(self, slot: Slot, flat: torch.Tensor, *, out: bool) -> _Pair | None:
+        info = slot.tensor
+        view = flat[slot.offset : slot.offset + info.length]
+        tensor = self._by_name[info.name]
+        parts = self._parts(info, out=out)
+        if parts is None:
+            return None
+        inside, outside = parts
+        if info.newest:  # whole: its digits have no shape
+            return _Pair(tensor, None, view)
+        view = view.view(info.shape)
+        return _Pair(tensor, inside, view if outside is None else view[outside])
+
+    def _parts(self, info: Tensor, *, out: bool) -> tuple[_Index, _Index] | None:
+        """The part within what this rank holds, and within the whole tensor; None: it has no part."""
+        if self._shares is None:
+            return None, None
+        share = self._shares[info.name]
+        box = share.copied if out else share.held
+        if box is None or share.held is None:
+            return None
+        inside = None if box == share.held else box.slices(share.held.lo)
+        return inside, None if box == whole(info.shape) else box.slices()
 
     # ------------------------------------------------------------ constants
 
@@ -304,17 +397,22 @@ class Copier:
         return tensorfile.plan(self._entries())[2]
 
     def constants_out(self, memory: U8) -> None:
-        """Write the constants as a safetensors file."""
+        """Write this rank's part of the constants as a safetensors file."""
         header, entries, size = tensorfile.plan(self._entries())
         memory[: len(header)] = np.frombuffer(header, np.uint8)
         flat = torch.from_numpy(memory[:size])
         for named, entry in zip(self._constants, entries, strict=True):
-            if entry.hi > entry.lo:
-                flat[entry.lo : entry.hi].copy_(as_bytes(named.tensor))
+            parts = self._parts(named.info, out=True)
+            if entry.hi == entry.lo or parts is None:
+                continue
+            inside, outside = parts
+            held = local(named.tensor)
+            values = held if inside is None else held[inside]
+            _bytes_view(flat, entry, outside).copy_(as_bytes(values).view((*values.shape, -1)))
 
     def constants_in(self, memory: U8) -> None:
         """
-        Overwrite the constants from a safetensors file.
+        Overwrite what this rank holds of the constants from a safetensors file.
 
         Raises:
             DamagedError: it is not one, or its tensors do not match the model's.
@@ -329,13 +427,26 @@ class Copier:
                 raise DamagedError(
                     f"constants: {named.info.name} came as {entry}, expected {named.info.dtype} {named.info.shape}"
                 )
-            from_bytes(flat[entry.lo : entry.hi], named.tensor)
+            parts = self._parts(named.info, out=False)
+            if entry.hi > entry.lo and parts is not None:
+                from_bytes(_bytes_view(flat, entry, parts[1]).reshape(-1), local(named.tensor))
 
     def _entries(self) -> list[tensorfile.Entry]:
         return [
             tensorfile.Entry(name=n.info.name, dtype=n.info.dtype, shape=n.info.shape)
             for n in self._constants
         ]
+
+
+def _bytes_view(flat: torch.Tensor, entry: tensorfile.Entry, part: _Index) -> torch.Tensor:
+    """The bytes of a part of a tensor in a file, by element: at any alignment."""
+    view = flat[entry.lo : entry.hi].view((*entry.shape, -1))
+    return view if part is None else view[part]
+
+
+def _rounds(tensor: torch.Tensor) -> bool:
+    """Whether a parameter cannot hold all values of fp32."""
+    return tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64)
 
 
 def _digits(tensor: torch.Tensor) -> torch.Tensor:
@@ -353,13 +464,13 @@ def dtype_name(tensor: torch.Tensor) -> str:
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a tensor as a flat uint8 tensor on the CPU; shares memory if possible."""
-    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    """What this process holds of a tensor as a flat uint8 tensor on the CPU; shares memory if possible."""
+    return local(tensor).detach().cpu().contiguous().reshape(-1).view(torch.uint8)
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The values of a tensor as bytes, in order. One that is not contiguous is copied as a whole."""
-    flat = tensor.detach().reshape(-1)
+    """What this process holds of a tensor as bytes, in order. One that is not contiguous is copied as a whole."""
+    flat = local(tensor).detach().reshape(-1)
     step = max(1, PIECE_BYTES // max(1, flat.element_size()))
     for at in range(0, flat.numel(), step):
         yield flat[at : at + step].cpu().view(torch.uint8).numpy().data

@@ -63,7 +63,7 @@ class Replica:
             self.layout, constants_bytes=self._copier.constants_bytes()
         )
         self._copier.attach(
-            [self.shared.host(p) for p in fragments], [self.shared.inbox(p) for p in fragments]
+            [[self.shared.host(p)] for p in fragments], [self.shared.inbox(p) for p in fragments]
         )
 
     def apply_model(self, fragments: Sequence[int]) -> None:

@@ -1,0 +1,132 @@
+"""
+A learner whose ranks hold a part or a replica of a small model, in the way that the first argument names.
+
+Prints as a JSON object what `tests/integration/test_sharded_learner.py` compares: per step the versions that the
+model holds, and hashes of what this rank holds at the end. Rank 0 writes its whole final model to a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import distributed, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from diloco_worker import Learner
+
+ROWS = 16
+RATE = 0.1
+TOKENS = 10
+
+
+def make_model() -> nn.Sequential:
+    """The same in all ranks and learners; no dimension of the last layer divides by 2."""
+    torch.manual_seed(1)
+    return nn.Sequential(
+        nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 5), nn.LayerNorm(5)
+    )
+
+
+def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """All rows of a step."""
+    generator = torch.Generator().manual_seed(step)
+    x = torch.randn(ROWS, 6, generator=generator)
+    return x, torch.randn(ROWS, 5, generator=generator)
+
+
+def wrapped(model: nn.Sequential, how: str, size: int) -> tuple[nn.Module, int, int]:
+    """The model, this rank's place among the data-parallel ones, and their number."""
+    if how == "alone":
+        return model, 0, 1
+    rank = distributed.get_rank()
+    if how == "other" and rank == 1:
+        return model[:4], rank, size
+    if how == "ddp":
+        return DistributedDataParallel(model), rank, size
+    if how in ("plain", "other"):  # gradients are averaged by hand
+        return model, rank, size
+    if how == "fsdp":
+        mesh = init_device_mesh("cpu", (size,))
+    elif how == "hsdp":
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
+    else:
+        both = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("data", "tensor"))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        parallelize_module(model, both["tensor"], plan)
+        mesh, size = both["data"], size // 2
+        rank = both.get_local_rank("data")
+    for index in (0, 2, 4):
+        fully_shard(model[index], mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model, rank, size
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int, part: int, parts: int):
+    """One step on this rank's rows."""
+    x, y = (rows.chunk(parts)[part] for rows in batch(step))
+    loss = (model(x) - y).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    return loss
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a parameter."""
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def digest(tensors) -> str:
+    """SHA-256 of the values."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(np.ascontiguousarray(tensor.detach().numpy()).tobytes())
+    return found.hexdigest()
+
+
+def main() -> None:
+    """Train until the learner is done."""
+    how, out = sys.argv[1], Path(sys.argv[2])
+    rank, size = 0, 1
+    if how != "alone":
+        distributed.init_process_group("gloo")
+        rank, size = distributed.get_rank(), distributed.get_world_size()
+    model, part, parts = wrapped(make_model(), how, size)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    learner = Learner.connect(model, optimizer)
+    log: list[object] = []
+    while not learner.done:
+        loss = train(model, optimizer, learner.local_step + 1, part, parts)
+        if how == "plain":
+            for parameter in model.parameters():
+                distributed.all_reduce(parameter.grad)
+                parameter.grad /= parts
+        optimizer.step()
+        learner.step(tokens=TOKENS, loss=loss)
+        log.append(
+            [learner.local_step, [v and v[1] for v in learner._trainer._core.ledger.versions]]
+        )
+        time.sleep(0.01)
+    whole = {name.removeprefix("module."): full(p) for name, p in model.named_parameters()}
+    if rank == 0:
+        torch.save(whole, out)
+    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+    print(
+        json.dumps({"rank": rank, "log": log, "held": digest(local), "whole": digest(whole.values())}),
+        flush=True,
+    )  # fmt: skip
+    if how != "alone":
+        distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

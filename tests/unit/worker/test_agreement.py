@@ -1,0 +1,320 @@
+"""
+The ranks of a learner in any order: each does the same at each step, and the link sees complete copies only.
+
+The memory here has one cell per rank, fragment and place; a copy or a result takes one turn per cell, so that
+ranks and link interleave in the middle of it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+
+from diloco_worker.core.agreement import (
+    HOME,
+    PLANS,
+    Board,
+    FirstRank,
+    PassedError,
+    Places,
+    Plan,
+    board_bytes,
+)
+from diloco_worker.core.ledger import HostCopy
+from diloco_worker.core.messages import LinkState, Phase, TrainerState
+from diloco_worker.core.trainer import ApplyFragment, CopyFragment, TrainerCore
+
+P = 3
+TOKENS = 10
+NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
+
+
+class Memory:
+    def __init__(self, ranks: int, *, spares: int) -> None:
+        self.control = bytearray(board_bytes(ranks=ranks, fragments=P))
+        self.home = [[None] * ranks for _ in range(P)]
+        self.spare = [[None] * ranks for _ in range(spares + 1)]
+        self.place, self.header = [HOME] * P, [NOTHING] * P
+        self.inbox = [[0] * ranks for _ in range(P)]
+        self.locked: set[int] = set()
+
+    def read_control(self, offset: int, size: int) -> bytes:
+        return bytes(self.control[offset : offset + size])
+
+    def write_control(self, offset: int, data: bytes) -> None:
+        self.control[offset : offset + len(data)] = data
+
+    def cells(self, fragment: int, place: int) -> list:
+        return self.home[fragment] if place == HOME else self.spare[place]
+
+
+class World:
+    """R ranks, a link and their memory; `turn` lets one of them do a little."""
+
+    def __init__(self, ranks: int, seed: int, *, lockstep: bool = True, spares: int = 4) -> None:
+        self.random, self.ranks, self.lockstep = random.Random(seed), ranks, lockstep
+        self.memory = Memory(ranks, spares=spares)
+        self.board = Board(self.memory, ranks=ranks, fragments=P)
+        self.first = FirstRank(P, spares)
+        self.cores = [joined_core() for _ in range(ranks)]
+        self.values = [[0] * P for _ in range(ranks)]
+        self.history: list[list[object]] = [[] for _ in range(ranks)]
+        self.entered, self.left = [0] * ranks, [0] * ranks
+        """Boundaries that each rank has reached, and left."""
+        self.sent: list[TrainerState] = []
+        self.link_state = LinkState(phase=Phase.TRAINING, connected=True, open=[0, 1])
+        self.generations, self.uploads = [1] * P, 0
+        self.board.publish(
+            self.first.plan(1, self.link_state, applied=[1] * P, terminated=False, now=0.0)
+        )
+        self.processes = [self.rank(r) for r in range(ranks)]
+        self.link = self.run_link()
+
+    def turn(self) -> None:
+        next(self.random.choice([*self.processes, self.link]))
+
+    def rank(self, rank: int) -> Iterator[None]:
+        while True:
+            boundary = self.left[rank] + 1
+            while self.lockstep and min(self.left) < boundary - 1:
+                yield  # the collective of the step waits for the others
+            self.entered[rank] = boundary
+            yield
+            yield from self.follow(rank, boundary)
+            self.left[rank] = boundary
+
+    def follow(self, rank: int, boundary: int) -> Iterator[None]:
+        if rank == 0:
+            while self.board.behind(boundary - 1):
+                assert not self.lockstep or boundary == 1, "rank 0 waits for a rank in lockstep"
+                yield
+            self.settle()
+        while (plan := self.board.plan(boundary)) is None:
+            assert not self.lockstep, "a rank waits for its plan in lockstep"
+            yield
+        core, copies = self.cores[rank], {}
+        for action in core.step(TOKENS, plan.link_state, now=0.0):
+            if isinstance(action, CopyFragment):
+                copies[action.fragment] = action.copy
+                yield
+                cells = self.memory.cells(action.fragment, plan.places[action.fragment])
+                cells[rank] = (action.fragment, boundary)
+            elif isinstance(action, ApplyFragment):
+                yield
+                self.values[rank][action.fragment] = self.memory.inbox[action.fragment][rank]
+            self.history[rank].append((boundary, action))
+        core.copied([*copies], loss=1.0 + rank)
+        self.history[rank].append([*self.values[rank]])
+        yield
+        self.board.enter(rank, boundary, terminated=False)
+        if rank == 0:
+            self.first.followed(core.state(offers=[*copies]), copies)
+            self.board.publish(
+                self.first.plan(
+                    boundary + 1, self.link_state, applied=core.applied, terminated=False, now=0.0
+                )
+            )
+
+    def settle(self) -> None:
+        offers = []
+        for fragment, place, copy in self.first.written():
+            if fragment not in self.memory.locked:
+                self.memory.place[fragment], self.memory.header[fragment] = place, copy
+                offers.append((fragment, place))
+        if (state := self.first.settle(offers)) is not None:
+            self.sent.append(state)
+        for fragment in self.first.places.idle(self.link_state.open):
+            if fragment not in self.memory.locked and self.random.random() < 0.5:
+                self.memory.place[fragment] = self.first.places.current[fragment] = HOME
+                self.memory.header[fragment] = NOTHING
+
+    def run_link(self) -> Iterator[None]:
+        """Uploads offered copies, places results in free inboxes, and announces other fragments."""
+        while True:
+            yield
+            kind = self.random.randrange(4)
+            state = self.sent[-1] if self.sent else TrainerState(applied=[1] * P)
+            if kind == 0 and state.offers:
+                yield from self.upload(self.random.choice([*state.offers]))
+            elif kind == 1:
+                free = [p for p in range(P) if state.applied[p] == self.generations[p]]
+                if free:
+                    yield from self.result(self.random.choice(free))
+            elif kind == 2:
+                announced = self.random.sample(range(P), self.random.randint(1, P))
+                self.publish(open=announced)
+
+    def upload(self, fragment: int) -> Iterator[None]:
+        self.memory.locked.add(fragment)
+        place, header = self.memory.place[fragment], self.memory.header[fragment]
+        for rank in range(self.ranks if header != NOTHING else 0):
+            yield
+            found = self.memory.cells(fragment, place)[rank]
+            assert found == (fragment, header.local_step), (
+                "the link reads a copy that is partly written"
+            )
+        self.uploads += 1
+        self.memory.locked.discard(fragment)
+
+    def result(self, fragment: int) -> Iterator[None]:
+        generation = self.generations[fragment] + 1
+        for rank in self.random.sample(range(self.ranks), self.ranks):
+            yield
+            self.memory.inbox[fragment][rank] = generation
+        self.generations[fragment] = generation
+        state = self.sent[-1] if self.sent else TrainerState(applied=[1] * P)
+        ready = [(p, g) for p, g in enumerate(self.generations) if g > state.applied[p]]
+        self.publish(ready=ready)
+
+    def publish(self, **changes: object) -> None:
+        fields = {"open": self.link_state.open, "ready": self.link_state.ready, **changes}
+        self.link_state = LinkState(phase=Phase.TRAINING, connected=True, **fields)
+
+
+def joined_core() -> TrainerCore:
+    core = TrainerCore(
+        name="eu/0", fragments=P, found=None, checkpoint_every=None, connect_timeout_seconds=1.0
+    )
+    ready = [(p, 1) for p in range(P)]
+    core.join(
+        LinkState(phase=Phase.APPLY_MODEL, connected=True, ready=ready), now=0.0, terminated=False
+    )
+    assert core.joined
+    return core
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_in_lockstep_never_wait_and_do_the_same(ranks, seed):
+    world = World(ranks, seed)
+    while min(world.left) < 60:
+        world.turn()
+    whole = min(len(history) for history in world.history)
+    assert whole > 150
+    assert all(history[:whole] == world.history[0][:whole] for history in world.history)
+    assert world.uploads > 10
+    assert max(world.generations) > 3
+    reported = [state.local_step for state in world.sent]
+    assert reported == [*range(1, len(reported) + 1)]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_ranks_that_are_not_in_lockstep_wait_and_do_the_same(seed):
+    world = World(3, seed, lockstep=False)
+    world.processes += [world.processes[2]] * 5  # one is often ahead
+    while min(world.left) < 40:
+        world.turn()
+    whole = min(len(history) for history in world.history)
+    assert all(history[:whole] == world.history[0][:whole] for history in world.history)
+    assert max(world.left) - min(world.left) <= 2
+
+
+def test_an_announced_fragment_is_copied_and_offered_in_each_step():
+    world = World(2, 0)
+    world.link = iter(lambda: None, 0)  # reads nothing
+    while min(world.left) < 20:
+        world.turn()
+    assert [[*state.offers] for state in world.sent[:15]] == [[0, 1]] * 15
+
+
+def test_with_few_spare_places_fragments_are_copied_less_often_and_never_overwritten():
+    world = World(2, 3, spares=1)
+    while min(world.left) < 60:
+        world.turn()
+    assert world.uploads > 5
+
+
+def test_a_copy_whose_predecessor_is_being_read_is_not_offered_and_its_place_is_free_again():
+    first = FirstRank(2, 1)
+    first.plan(1, LinkState(open=[0, 1]), applied=[0, 0], terminated=False, now=0.0)
+    copy = HostCopy(local_step=1, steps=1, tokens=1, base=0)
+    first.followed(TrainerState(local_step=1, offers=[0]), {0: copy})
+    assert first.written() == [(0, 1, copy)]
+    state = first.settle([])
+    assert state.offers == []
+    assert first.settled.offers == ()  # a link that starts later must not repeat a report's offers
+    assert first.places.current == [HOME, HOME]
+    assert first.places.plan([0]) == {0: 1}
+
+
+def test_a_fragment_that_is_not_announced_any_longer_gives_its_spare_place_back():
+    places = Places(2, 1)
+    assert places.plan([0]) == {0: 1}
+    places.write([0])
+    assert places.written() == {0: 1}
+    places.current[0] = 1
+    assert places.idle([0]) == []
+    assert places.idle([1]) == [0]
+    assert places.plan([1]) == {}  # home holds what the link reads, and the spare place is taken
+    places.current[0] = HOME
+    assert places.plan([1]) == {1: 1}
+
+
+def test_fragments_with_a_result_to_apply_are_not_copied():
+    first = FirstRank(3, 4)
+    state = LinkState(open=[0, 1, 2], ready=[(0, 2), (1, 2)])
+    plan = first.plan(1, state, applied=[1, 2, 0], terminated=False, now=0.0)
+    assert plan.link_state.open == [1, 2]
+    assert [*plan.places] == [1, 2]
+
+
+# ---------------------------------------------------------------- the board
+
+
+@pytest.fixture
+def board():
+    return Board(Memory(2, spares=0), ranks=2, fragments=P)
+
+
+def test_a_plan_comes_back_as_it_was_published(board):
+    state = LinkState(
+        phase=Phase.TRAINING, open=[2, 0], ready=[[1, 7]], versions=[[1, 2], None, [3, 4]], text="…"
+    )
+    plan = Plan(boundary=5, link_state=state, places={2: 1, 0: 3}, terminated=True, now=1.5)
+    board.publish(plan)
+    assert board.plan(5) == plan
+    assert board.plan(6) is None
+
+
+def test_a_plan_that_is_partly_written_is_not_used(board):
+    board.publish(Plan(boundary=1, link_state=LinkState(text="x")))
+    assert board.plan(1) is not None
+    area = board._area.control
+    area[area.index(b"linkState")] ^= 1
+    assert board.plan(1) is None
+
+
+def test_a_plan_that_was_overwritten_is_an_error(board):
+    board.publish(Plan(boundary=1 + PLANS, link_state=LinkState()))
+    with pytest.raises(PassedError, match="boundary 1 was overwritten by that of 5"):
+        board.plan(1)
+
+
+def test_a_long_sentence_of_the_link_is_cut_in_a_plan(board):
+    board.publish(Plan(boundary=1, link_state=LinkState(text="x" * 10**6)))
+    assert len(board.plan(1).link_state.text) == 1001
+
+
+def test_rows_state_how_far_each_rank_is_and_whether_it_is_to_end(board):
+    board.enter(1, 4, terminated=True)
+    assert board.rows() == [(0, False), (4, True)]
+    assert board.behind(4) == [0]
+    board.enter(0, 4, terminated=False)
+    assert board.behind(4) == []
+
+
+def test_a_plan_to_copy_the_whole_model_names_the_places_that_the_link_reads():
+    first = FirstRank(2, 2)
+    first.plan(1, LinkState(open=[0]), applied=[0, 0], terminated=False, now=0.0)
+    copy = HostCopy(local_step=1, steps=1, tokens=1, base=0)
+    first.followed(TrainerState(local_step=1, offers=[0]), {0: copy})
+    assert first.copying
+    first.settle([(p, place) for p, place, _ in first.written()])
+    assert not first.copying
+    plan = first.plan(
+        2, LinkState(open=[0, 1]), applied=[0, 0], terminated=False, now=0.0, model=True
+    )
+    assert plan.places == {0: 1, 1: HOME}
+    assert plan.link_state.open == ()

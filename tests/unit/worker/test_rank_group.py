@@ -1,0 +1,84 @@
+"""How the ranks of a learner find each other: each thread here is one rank."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch.distributed as dist
+
+from diloco.errors import ConfigError, UnavailableError
+from diloco_testing.learners.rank_threads import in_ranks
+from diloco_worker.trainer import rank_group
+from diloco_worker.trainer.rank_group import RankGroup
+
+
+def test_all_ranks_get_the_texts_of_all():
+    def body(group: RankGroup):
+        group.wait_for_all()
+        return group.exchange(f"a{group.rank}"), group.agree(f"b{group.rank}", None)
+
+    expected = (["a0", "a1", "a2"], ["b0", "b1", "b2"])
+    assert in_ranks(3, body) == [expected] * 3
+
+
+def test_an_error_of_one_rank_ends_all_with_its_sentence():
+    def body(group: RankGroup):
+        group.agree("", ConfigError("no such layer") if group.rank == 1 else None)
+
+    found = in_ranks(3, body)
+    assert all(isinstance(error, ConfigError) for error in found)
+    assert [str(error) for error in found] == [
+        "rank 1: no such layer",
+        "no such layer",
+        "rank 1: no such layer",
+    ]
+
+
+def test_ranks_that_never_connect_are_named():
+    group = RankGroup("eu/0", dist.HashStore(), rank=0, size=4, timeout_seconds=0.05)
+    group._set("here/2", "")
+    with pytest.raises(
+        UnavailableError, match=r"ranks 1, 3 of 4 have not called Learner.connect within 0 s"
+    ):
+        group.wait_for_all()
+
+
+def test_a_rank_without_rank_0_states_that():
+    group = RankGroup("eu/0", dist.HashStore(), rank=1, size=2, timeout_seconds=0.05)
+    with pytest.raises(UnavailableError, match=r"rank 0 has not called Learner.connect within 0 s"):
+        group.alone(may_be=False)
+
+
+def test_rank_0_alone_connects_alone_where_the_program_may_mean_that(monkeypatch):
+    monkeypatch.setattr(rank_group, "ALONE_SECONDS", 0.05)
+    store = dist.HashStore()
+    group = RankGroup("eu/0", store, rank=0, size=2, timeout_seconds=60)
+    assert group.alone(may_be=True)
+    late = RankGroup("eu/0", store, rank=1, size=2, timeout_seconds=60)
+    with pytest.raises(UnavailableError, match="pass every_rank=True in all ranks"):
+        late.alone(may_be=True)
+    assert not group.alone(may_be=False)
+
+
+def test_all_ranks_together_are_not_alone():
+    assert in_ranks(2, lambda group: group.alone(may_be=True)) == [False, False]
+
+
+def test_ranks_on_several_machines_are_refused_in_all_of_them():
+    def body(group: RankGroup):
+        original, machine = (
+            rank_group._machine,
+            (f"host{group.rank // 2}", f"boot{group.rank // 2}"),
+        )
+        text = json.dumps(machine)
+        group.exchange = lambda _, exchange=group.exchange: exchange(text)
+        assert original is rank_group._machine
+        group.refuse_other_machines()
+
+    found = in_ranks(4, body)
+    assert all(isinstance(error, ConfigError) for error in found)
+    assert len({str(error) for error in found}) == 1
+    assert "rank 2 is on host1, rank 0 on host0; expected all 4 ranks on one machine" in str(
+        found[0]
+    )

@@ -1,0 +1,149 @@
+"""Ranks that hold replicas copy their parts of one memory: each thread here is one rank."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from diloco.errors import ConfigError
+from diloco.spec import RunSpec
+from diloco_testing.learners.rank_threads import in_ranks
+from diloco_worker.core.agreement import HOME
+from diloco_worker.trainer.rank_group import RankGroup
+from diloco_worker.trainer.rank_replica import RankReplica
+from diloco_worker.trainer.replica import Replica
+
+SPEC = RunSpec(job="j", steps=9, fragments=3, interval=3, overlap=1)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(200, 300)
+        self.norm = nn.BatchNorm1d(7)
+        self.narrow = nn.Parameter(torch.randn(129, dtype=torch.bfloat16))
+        self.base = nn.Parameter(torch.randn(40, 5), requires_grad=False)
+        self.register_buffer("table", torch.tensor([[True, False], [False, True]]))
+
+
+def nets(size: int) -> list[Net]:
+    """The same model in each rank, with running statistics of its own."""
+    found = []
+    for rank in range(size):
+        torch.manual_seed(0)
+        net = Net()
+        net.norm.running_mean.fill_(rank)
+        found.append(net)
+    return found
+
+
+@pytest.fixture
+def ranks():
+    """Three models, and the replicas of their ranks."""
+    models = nets(3)
+
+    def build(group: RankGroup) -> RankReplica:
+        return RankReplica(models[group.rank], SPEC, group)
+
+    replicas = in_ranks(3, build)
+    assert all(isinstance(replica, RankReplica) for replica in replicas), replicas
+    yield models, replicas
+    for replica in replicas:
+        replica.close()
+
+
+def values(replica: RankReplica, fragment: int, place: int) -> dict[str, np.ndarray]:
+    memory_N = replica.shared.place(fragment, place)
+    return {s.tensor.name: s.values(memory_N) for s in replica.layout.fragments[fragment].slots}
+
+
+@pytest.mark.parametrize("place", [HOME, 1, 4])
+def test_the_parts_of_all_ranks_are_the_host_copy_and_padding_is_zero(ranks, place):
+    models, replicas = ranks
+    state = models[0].state_dict()
+    for fragment in range(3):
+        if place != HOME:
+            replicas[0].shared.place(fragment, place)[:] = 7  # of another fragment
+        for replica in reversed(replicas):
+            replica.copy_out(fragment, place)
+        memory_N = replicas[1].shared.place(fragment, place)
+        for slot in replicas[0].layout.fragments[fragment].slots:
+            found = torch.from_numpy(slot.values(memory_N))
+            assert torch.equal(found, state[slot.tensor.name].to(found.dtype)), slot.tensor.name
+            assert not memory_N[slot.offset + slot.tensor.length : slot.end].any()
+
+
+def test_each_rank_copies_its_share_of_the_bytes(ranks):
+    _, replicas = ranks
+    sizes = [replica.copied_bytes for replica in replicas]
+    whole = 4 * sum(slot.tensor.length for f in replicas[0].layout.fragments for slot in f.slots)
+    assert sum(sizes) == whole
+    assert max(sizes) < 1.05 * whole / 3
+
+
+def test_every_rank_applies_all_of_a_result_and_rounding_is_written_back(ranks):
+    models, replicas = ranks
+    torch.manual_seed(1)
+    for fragment in range(3):
+        inbox_N = replicas[0].shared.inbox(fragment)
+        for slot in replicas[0].layout.fragments[fragment].slots:
+            if not slot.tensor.newest:
+                inbox_N[slot.offset : slot.offset + slot.tensor.length] = torch.randn(
+                    slot.tensor.length
+                )
+    for replica in replicas:
+        for fragment in range(3):
+            replica.apply(fragment)
+    states = [model.state_dict() for model in models]
+    for name in states[0]:
+        assert all(torch.equal(state[name], states[0][name]) for state in states), name
+    for fragment in range(3):
+        for name, found in values(replicas[0], fragment, HOME).items():
+            assert found.shape == states[0][name].shape
+    (narrow,) = [
+        slot.values(replicas[0].shared.inbox(f.index))
+        for f in replicas[0].layout.fragments
+        for slot in f.slots
+        if slot.tensor.name == "narrow"
+    ]
+    assert np.array_equal(narrow, models[0].narrow.detach().float().numpy())
+
+
+def test_constants_of_rank_0_reach_all_ranks(ranks):
+    models, replicas = ranks
+    models[0].table[0, 0] = False
+    for replica in replicas[1:]:
+        replica.copy_model(dict.fromkeys(range(3), HOME))
+    replicas[0].copy_model(dict.fromkeys(range(3), HOME))
+    for replica in replicas:
+        replica.apply_model([])
+    assert [model.table.tolist() for model in models] == [[[False, False], [False, True]]] * 3
+
+
+def test_the_layout_is_that_of_one_process(ranks):
+    _, replicas = ranks
+    alone = Replica(nets(1)[0], SPEC)
+    assert {replica.layout.digest for replica in replicas} == {alone.layout.digest}
+    assert replicas[0].layout.frozen == alone.layout.frozen
+    alone.close()
+
+
+def test_ranks_with_different_models_are_refused_with_the_difference():
+    models = nets(2)
+    models[1].wide = nn.Linear(200, 301)
+    found = in_ranks(2, lambda group: RankReplica(models[group.rank], SPEC, group))
+    assert all(isinstance(error, ConfigError) for error in found)
+    assert len({str(error) for error in found}) == 1
+    assert (
+        "the ranks of this learner do not fit together: compared with the model of rank 0, in that of rank 1 "
+        "parameter wide.bias has shape [301] instead of [300]" in str(found[0])
+    )
+
+
+def test_a_rank_whose_model_cannot_be_merged_ends_all_ranks():
+    models = nets(2)
+    models[1].odd = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    found = in_ranks(2, lambda group: RankReplica(models[group.rank], SPEC, group))
+    assert str(found[0]).startswith("rank 1: model: parameter odd has dtype complex64")

@@ -1,0 +1,419 @@
+"""
+One rank of a learner of several, each of which holds a part or a replica of the model.
+
+Every rank makes the same decisions from the same inputs (core/agreement.py), so that they offer and apply the same
+fragments at the same step without waiting for each other. Rank 0 alone has a link process, and the learner's files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from diloco.errors import EXIT_TRY_AGAIN
+from diloco.journal.background import BackgroundWriter
+from diloco.journal.writer import JournalWriter
+from diloco.spec import RunSpec
+from diloco_worker.core import trainer as core
+from diloco_worker.core.agreement import HOME, Board, FirstRank, PassedError, Plan
+from diloco_worker.core.ledger import HostCopy
+from diloco_worker.core.messages import LinkState
+from diloco_worker.ipc.link_process import LinkProcess
+from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
+from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
+from diloco_worker.trainer.loss import LossReader
+from diloco_worker.trainer.optimizer_steps import OptimizerSteps
+from diloco_worker.trainer.rank_group import RankGroup
+from diloco_worker.trainer.rank_replica import RankReplica
+from diloco_worker.trainer.runqueue import RunQueue
+from diloco_worker.trainer.termination import Termination, exit_with
+
+JOIN_POLL_SECONDS = 0.2
+
+WAIT_SECONDS = 300.0
+"""How long a rank waits for another that does not come as far as itself."""
+
+WAIT_POLL_SECONDS = 0.002
+
+ALIVE_SECONDS = 1.0
+"""Interval at which a waiting rank looks whether rank 0 still runs."""
+
+NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
+
+
+class DistributedTrainer:
+    """
+    Implements `Learner` in a job, in each rank. Creating it joins the job.
+
+    Args:
+        config: from the environment.
+        model: see `Learner.connect`.
+        optimizers: whose steps are counted.
+        group: the ranks, all of which have connected.
+        connect_timeout_seconds: how long to wait for a syncer that does not answer.
+
+    Raises:
+        DilocoError: the spec cannot be read, or does not fit the model, or the ranks do not fit together.
+        SystemExit: the job refuses this learner, or the syncer or a rank does not answer in time.
+    """
+
+    def __init__(
+        self, config: LearnerSettings, model: nn.Module, optimizers: Sequence[Optimizer], *, group: RankGroup,
+        connect_timeout_seconds: float,
+    ) -> None:  # fmt: skip
+        self._run_spec = config.read_spec()
+        self.name, self.index = config.learner, config.index(self._run_spec)
+        self.spec: RunSpec | None = self._run_spec
+        self.config = config.config
+        self.resumed = False
+        self._rank = group.rank
+        self._replica = RankReplica(model, self._run_spec, group)
+        fragments = len(self._replica.layout.fragments)
+        self._board = Board(self._replica.shared, ranks=group.size, fragments=fragments)
+        self._boundary = 0
+        """The newest plan that this rank has followed."""
+        self._terminated = False
+        """That plan ends the learner, because a rank received SIGTERM."""
+        self._loss, self._optimizer_steps = LossReader(), OptimizerSteps(optimizers)
+        self._run_queue, self._kept = RunQueue(), Kept()
+        self._termination = Termination()
+        self._core = core.TrainerCore(
+            name=self.name, fragments=fragments, found=None, checkpoint_every=None,
+            connect_timeout_seconds=connect_timeout_seconds,
+        )  # fmt: skip
+        self._first = _First(self._replica, self._core) if group.rank == 0 else None
+        self._journal: BackgroundWriter | None = None
+        self._rank_0_pid = int(group.exchange(str(os.getpid()))[0])
+        if self._first is not None:
+            if config.state is not None:
+                config.state.mkdir(0o700, parents=True, exist_ok=True)
+                self._journal = BackgroundWriter(
+                    JournalWriter(config.state / "steps.jsonl"), part_bytes=STEPS_PART_BYTES
+                )
+            self._show(f"{group.size} ranks train together; without local checkpoints")
+        try:
+            self._join()
+        except BaseException:
+            self._carry_out(self._core.close("interrupted"))
+            raise
+
+    # ------------------------------------------------------------ properties
+
+    @property
+    def done(self) -> bool:
+        """See `Learner.done`; true at the same step in all ranks."""
+        if not self._core.closed:
+            self._carry_out(self._core.check(None, terminated=self._terminated))
+        return self._core.closed
+
+    @property
+    def step_index(self) -> int:
+        """See `Learner.step_index`; the same in all ranks."""
+        return self._core.link_state.step
+
+    @property
+    def total_steps(self) -> int:
+        """See `Learner.total_steps`; the same in all ranks."""
+        return self._core.link_state.steps or self._run_spec.steps
+
+    @property
+    def local_step(self) -> int:
+        """See `Learner.local_step`; the same in all ranks."""
+        return self._core.ledger.local_step
+
+    def keep(self, objects: Mapping[str, Any]) -> None:
+        """See `Learner.keep`; without local checkpoints nothing is kept."""
+        if self._core.ledger.local_step > self._core.link_state.local_step:
+            raise ValueError(AFTER_A_STEP)
+        self._kept.add(objects)
+        for name in objects:
+            self._show(f"{name} is not kept: a learner of several ranks has no local checkpoints")
+
+    # ------------------------------------------------------------ training
+
+    def _join(self) -> None:
+        """Return when all ranks have the job's model, or when there is nothing left to do."""
+        while not (self._core.joined or self._core.closed):
+            boundary = self._boundary + 1
+            if self._first is not None:
+                ends = self._terminates()
+                self._board.publish(self._first.plan_to_join(boundary, terminated=ends))
+            plan = self._plan(boundary)
+            terminated = plan.terminated
+            actions = self._core.join(plan.link_state, now=plan.now, terminated=terminated)
+            self._carry_out(actions, plan)
+            if self._core.closed:
+                return
+            self._enter(boundary)
+            if self._first is not None:
+                self._await_ranks(boundary)
+                self._first.settle()
+                if core.AwaitLink() in actions:
+                    self._first.link.wait(JOIN_POLL_SECONDS)
+        self._publish()
+
+    def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
+        """One step of Algorithm 1, after the optimizer's: see `TrainerCore.step`."""
+        if self._core.closed:
+            return
+        now, queued = time.monotonic(), self._run_queue.seconds()
+        boundary = self._boundary + 1
+        if self._first is not None:
+            self._await_ranks(boundary - 1)
+            self._first.settle()
+        plan = self._plan(boundary)
+        self._loss.read(loss)
+        taken = self._optimizer_steps.taken()
+        actions = self._core.step(tokens, plan.link_state, now=now, optimizer_steps=taken)
+        copies = self._carry_out(actions, plan)
+        offers = self._core.copied([*copies], loss=self._loss.value, finite=self._loss.finite)
+        self._carry_out(offers, plan, copies)
+        self._enter(boundary)
+        if self._first is not None:
+            self._publish()
+        line = self._core.line(
+            now=time.monotonic(), queued_seconds=self._run_queue.seconds() - queued
+        )
+        if self._journal is not None:
+            self._journal.append(line)
+        self._core.ended(now=time.monotonic())
+
+    def close(self) -> None:
+        """See `Learner.close`."""
+        self._carry_out(self._core.close("Closed"))
+
+    # ------------------------------------------------------------ the other ranks
+
+    def _publish(self) -> None:
+        """Rank 0: the plan of the next boundary."""
+        if self._first is not None:
+            ends = self._terminates()
+            self._board.publish(self._first.plan(self._boundary + 1, terminated=ends))
+
+    def _terminates(self) -> bool:
+        return self._termination.received or any(ends for _, ends in self._board.rows())
+
+    def _enter(self, boundary: int) -> None:
+        self._board.enter(self._rank, boundary, terminated=self._termination.received)
+        self._boundary = boundary
+
+    def _plan(self, boundary: int) -> Plan:
+        """The plan of a boundary: it is there unless a step of the program has no collective."""
+        found: list[Plan] = []
+
+        def there() -> bool:
+            try:
+                plan = self._board.plan(boundary)
+            except PassedError as error:
+                self._exit(f"rank {self._rank} is too far behind rank 0: {error}; {EXPECTED}")
+            found.extend([plan] if plan is not None else [])
+            return plan is not None
+
+        self._await(there, lambda: "rank 0 has not ended the step before")
+        self._terminated = found[0].terminated
+        return found[0]
+
+    def _await_ranks(self, boundary: int) -> None:
+        """Rank 0: every rank has followed the plan of this boundary."""
+
+        def behind() -> str:
+            ranks = ", ".join(str(rank) for rank in self._board.behind(boundary))
+            return f"of the ranks, {ranks} did not end the step before the last"
+
+        self._await(lambda: not self._board.behind(boundary), behind)
+
+    def _await(self, there: Callable[[], bool], absent: Callable[[], str]) -> None:
+        if there():
+            return
+        began = looked = time.monotonic()
+        while not there():
+            now = time.monotonic()
+            if now - looked > ALIVE_SECONDS:
+                looked = now
+                self._check_rank_0()
+            if now - began > WAIT_SECONDS:
+                self._exit(f"{absent()} within {WAIT_SECONDS:.0f} s; {EXPECTED}")
+            time.sleep(WAIT_POLL_SECONDS)
+
+    def _check_rank_0(self) -> None:
+        try:
+            os.kill(self._rank_0_pid, 0)
+        except ProcessLookupError:
+            self._exit(f"rank 0 (process {self._rank_0_pid}) has ended, and with it this learner")
+
+    def _exit(self, text: str) -> NoReturn:
+        self._carry_out(self._core.close("interrupted"))
+        raise exit_with(EXIT_TRY_AGAIN, f"{self.name}: {text}")
+
+    def _show(self, text: str) -> None:
+        self._carry_out([core.ShowProgress(f"{self.name}: {text}")])
+
+    # ------------------------------------------------------------ actions
+
+    def _carry_out(
+        self, actions: Sequence[core.Action], plan: Plan | None = None,
+        copies: Mapping[int, HostCopy] | None = None,
+    ) -> dict[int, HostCopy]:  # fmt: skip
+        """
+        Carry out the actions in order; returns the host copies of which this rank wrote its part.
+
+        Args:
+            actions: the same in all ranks.
+            plan: that they follow.
+            copies: what this boundary has copied, for the link to learn of.
+        """
+        copied: dict[int, HostCopy] = {}
+        for action in actions:
+            match action:
+                case core.CopyFragment(fragment, copy) if plan is not None:
+                    self._replica.copy_out(fragment, plan.places[fragment])
+                    copied[fragment] = copy
+                case core.ApplyFragment(fragment):
+                    self._replica.apply(fragment)
+                case core.Send(state):
+                    if self._first is not None:
+                        self._first.decisions.followed(state, copies or {})
+                case core.CopyModel(model) if plan is not None:
+                    self._replica.copy_model(plan.places)
+                    if self._first is not None:
+                        self._first.model_copied(model, plan.places)
+                case core.ApplyModel(fragments):
+                    self._replica.apply_model(fragments)
+                case core.ShowProgress(text):
+                    if self._first is not None:
+                        print(f"diloco: {text}", file=sys.stderr, flush=True)
+                case core.AwaitLink():
+                    pass  # `_join` does
+                case core.Leave():
+                    self._leave(action)
+                case core.Exit(code, text):
+                    raise exit_with(code, text)
+                case _:
+                    raise AssertionError(f"{action} without a local checkpoint")
+        return copied
+
+    def _leave(self, action: core.Leave) -> None:
+        if self._first is not None:
+            self._first.leave(action)
+        if self._journal is not None:
+            self._journal.close()
+        self._replica.close()
+        self._run_queue.close()
+        self._termination.restore()
+
+
+EXPECTED = (
+    "expected every rank to call learner.step() once after each optimizer step, and each step to have a collective of "
+    "the training, such as the averaging of gradients"
+)
+
+
+class _First:
+    """What rank 0 does beside its share: the link process, and the decisions for all ranks."""
+
+    def __init__(self, replica: RankReplica, trainer: core.TrainerCore) -> None:
+        self._replica, self._core = replica, trainer
+        self._shared = replica.shared
+        self.link = LinkProcess(self._shared)
+        self.decisions = FirstRank(len(replica.layout.fragments), replica.spares)
+        self.decisions.followed(trainer.state(), {})
+        self.decisions.settle([])
+        self._link_state = trainer.link_state
+        self._locks: contextlib.ExitStack | None = None
+        """Of all fragments, while the ranks copy the whole model."""
+
+    def plan_to_join(self, boundary: int, *, terminated: bool) -> Plan:
+        """The plan of a boundary before training."""
+        state = self._newest()
+        model = self._model_wanted(state)
+        if not model:
+            state = self._without_request(state)
+        places = dict.fromkeys(range(len(self.decisions.places.current)), HOME)
+        return Plan(
+            boundary=boundary, link_state=state, places=places, terminated=terminated, now=time.monotonic()
+        )  # fmt: skip
+
+    def plan(self, boundary: int, *, terminated: bool) -> Plan:
+        """The plan of a boundary in training."""
+        state = self._newest()
+        model = self._model_wanted(state)
+        if not model:
+            state = self._without_request(state)
+        plan = self.decisions.plan(
+            boundary, state, applied=self._core.applied, terminated=terminated, now=time.monotonic(), model=model
+        )  # fmt: skip
+        if len(plan.places) < len(state.open) and self._locks is None:
+            self._free_places(state)
+        return plan
+
+    def settle(self) -> None:
+        """All ranks have followed the last plan: let the link know."""
+        offers = []
+        for fragment, place, copy in self.decisions.written():
+            with self._shared.try_lock(fragment) as held:
+                if held:
+                    self._shared.set_host_copy(fragment, copy, place=place)
+                    offers.append((fragment, place))
+        if (
+            self._locks is not None
+            and self._core.initial_copied == self._link_state.initial_requested
+        ):
+            self._locks.close()
+            self._locks = None
+        state = self.decisions.settle(offers)
+        if state is not None:
+            self.link.offer(state)
+
+    def model_copied(self, copies: Sequence[HostCopy], places: Mapping[int, int]) -> None:
+        """The counters of the copies, which the link reads after `settle`."""
+        for fragment, copy in enumerate(copies):
+            self._shared.set_host_copy(fragment, copy, place=places[fragment])
+
+    def leave(self, action: core.Leave) -> None:
+        """End the link."""
+        if self._locks is not None:
+            self._locks.close()
+        self.link.leave(action.state)
+
+    def _newest(self) -> LinkState:
+        now = time.monotonic()
+        if self.link.pid is None:
+            self.link.ensure(self.decisions.settled, now=now)
+        self._link_state = self.link.newest(now=now) or self._link_state
+        return self._link_state
+
+    def _model_wanted(self, state: LinkState) -> bool:
+        """Whether the ranks copy the whole model at the next boundary: the link reads nothing meanwhile."""
+        if state.initial_requested <= self._core.initial_copied or self.decisions.copying:
+            return False
+        if self._locks is None:
+            with contextlib.ExitStack() as locks:
+                for fragment in range(len(self._replica.layout.fragments)):
+                    if not locks.enter_context(self._shared.try_lock(fragment)):
+                        return False  # the next boundary tries again
+                self._locks = locks.pop_all()
+        return True
+
+    def _without_request(self, state: LinkState) -> LinkState:
+        """The state as if the syncer had not requested a model yet; copies come to an end if it has."""
+        copied = self._core.initial_copied
+        if state.initial_requested <= copied:
+            return state
+        return dataclasses.replace(state, initial_requested=copied, open=())
+
+    def _free_places(self, state: LinkState) -> None:
+        """Release the places of fragments that are not announced: others need them."""
+        for fragment in self.decisions.places.idle(state.open):
+            with self._shared.try_lock(fragment) as held:
+                if held:
+                    self._shared.set_host_copy(fragment, NOTHING)
+                    self.decisions.places.current[fragment] = HOME

@@ -1,0 +1,190 @@
+"""
+How the ranks of a learner find each other when they connect: through the store of torch.distributed.
+
+No collective is needed, so a rank that is missing is named instead of waited for without end.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+
+from diloco.errors import ConfigError, DilocoError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+ALONE_SECONDS = 10.0
+"""How long rank 0 waits for another rank where it may be the only one that connects."""
+
+POLL_SECONDS = 0.05
+
+_calls = itertools.count()
+"""Each `connect` of the program has keys of its own; all ranks call it equally often."""
+
+
+class RankGroup:
+    """
+    The ranks of one learner, in one call of `Learner.connect`.
+
+    Args:
+        learner: its name, for messages.
+        store: of torch.distributed.
+        rank: of this process.
+        size: number of ranks.
+        timeout_seconds: how long to wait for a rank.
+        call: number of this call of `connect`.
+    """
+
+    def __init__(
+        self, learner: str, store: dist.distributed_c10d.Store, *, rank: int, size: int,
+        timeout_seconds: float, call: int = 0,
+    ) -> None:  # fmt: skip
+        self.rank, self.size = rank, size
+        self._learner, self._timeout_seconds = learner, timeout_seconds
+        self._store, self._prefix = store, f"diloco/{call}"
+        self._exchanges = itertools.count()
+        self._set(f"here/{self.rank}", "")
+
+    @classmethod
+    def of_process(cls, learner: str, *, timeout_seconds: float) -> RankGroup:
+        """The ranks of the default process group."""
+        return cls(
+            learner, dist.distributed_c10d._get_default_store(), rank=dist.get_rank(),
+            size=dist.get_world_size(), timeout_seconds=timeout_seconds, call=next(_calls),
+        )  # fmt: skip
+
+    def alone(self, *, may_be: bool) -> bool:
+        """
+        Whether rank 0 connects without the others, which then copy its parameters.
+
+        Args:
+            may_be: rank 0: whether the program may mean that; the others take its answer.
+
+        Raises:
+            UnavailableError: another rank: rank 0 does not connect, or has connected alone.
+        """
+        if self.rank == 0:
+            others = [f"here/{rank}" for rank in range(1, self.size)]
+            found = self.size == 1 or not may_be or self._any(others, ALONE_SECONDS)
+            self._set("mode", "all" if found else "alone")
+            if not found:
+                log.warning(
+                    "no other of the %d ranks has called Learner.connect within %.0f s, so rank 0 connects alone; if "
+                    "it is to, pass every_rank=False", self.size, ALONE_SECONDS,
+                )  # fmt: skip
+            return not found
+        if self._get("mode", "rank 0 has not called Learner.connect") == "all":
+            return False
+        raise UnavailableError(
+            f"learner {self._learner}: rank 0 connected alone, because no other rank had called Learner.connect within "
+            f"{ALONE_SECONDS:.0f} s, and rank {self.rank} has now; pass every_rank=True in all ranks to let rank 0 wait"
+        )
+
+    def wait_for_all(self) -> None:
+        """
+        Return when every rank has connected.
+
+        Raises:
+            UnavailableError: one has not within the timeout.
+        """
+        deadline = time.monotonic() + self._timeout_seconds
+        while missing := [r for r in range(self.size) if not self._has(f"here/{r}")]:
+            if time.monotonic() > deadline:
+                raise UnavailableError(self._absent(missing))
+            time.sleep(POLL_SECONDS)
+
+    def exchange(self, text: str) -> list[str]:
+        """
+        What every rank passes to this call, by rank.
+
+        Raises:
+            UnavailableError: a rank does not come this far within the timeout.
+        """
+        number = next(self._exchanges)
+        self._set(f"{number}/{self.rank}", text)
+        return [self._get(f"{number}/{rank}", self._stuck(rank)) for rank in range(self.size)]
+
+    def agree(self, text: str, error: DilocoError | None) -> list[str]:
+        """
+        As `exchange`; an error of one rank is raised in all of them.
+
+        Raises:
+            ConfigError: the error, of the first rank that has one.
+        """
+        found = [json.loads(reply) for reply in self.exchange(json.dumps([text, _sentence(error)]))]
+        for rank, (_, sentence) in enumerate(found):
+            if sentence:
+                raise ConfigError(sentence if rank == self.rank else f"rank {rank}: {sentence}")
+        return [reply for reply, _ in found]
+
+    def refuse_other_machines(self) -> None:
+        """
+        Every rank can map the memory of rank 0.
+
+        Raises:
+            ConfigError: a rank is on another machine.
+        """
+        machines = [json.loads(text) for text in self.exchange(json.dumps(_machine()))]
+        host, boot = machines[0]
+        for rank, (other_host, other_boot) in enumerate(machines):
+            if boot != other_boot:
+                raise ConfigError(
+                    f"learner {self._learner}: rank {rank} is on {other_host}, rank 0 on {host}; expected all "
+                    f"{self.size} ranks on one machine: let rank 0 alone connect (every_rank=False) if it holds whole "
+                    "tensors, or make a learner of each machine"
+                )
+
+    def _any(self, keys: Sequence[str], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not (found := any(self._has(key) for key in keys)) and time.monotonic() < deadline:
+            time.sleep(POLL_SECONDS)
+        return found
+
+    def _absent(self, ranks: Sequence[int]) -> str:
+        names = ", ".join(str(rank) for rank in ranks[:16]) + (", …" if len(ranks) > 16 else "")
+        noun, verb = ("rank", "has") if len(ranks) == 1 else ("ranks", "have")
+        return (
+            f"learner {self._learner}: {noun} {names} of {self.size} {verb} not called Learner.connect within "
+            f"{self._timeout_seconds:.0f} s; expected every rank to call it, or rank 0 alone with every_rank=False"
+        )
+
+    def _stuck(self, rank: int) -> str:
+        return f"rank {rank} has called Learner.connect, but did not continue"
+
+    def _set(self, key: str, text: str) -> None:
+        self._store.set(f"{self._prefix}/{key}", text)
+
+    def _has(self, key: str) -> bool:
+        return bool(self._store.check([f"{self._prefix}/{key}"]))
+
+    def _get(self, key: str, absent: str) -> str:
+        try:
+            self._store.wait(
+                [f"{self._prefix}/{key}"], datetime.timedelta(seconds=self._timeout_seconds)
+            )
+        except dist.DistError as error:
+            text = f"learner {self._learner}: {absent} within {self._timeout_seconds:.0f} s"
+            raise UnavailableError(f"{text} ({str(error).splitlines()[0]})") from None
+        return bytes(self._store.get(f"{self._prefix}/{key}")).decode()
+
+
+def _sentence(error: DilocoError | None) -> str:
+    return "" if error is None else str(error)
+
+
+def _machine() -> tuple[str, str]:
+    """Name and boot of this machine: containers of one machine differ in the first only."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = platform.node()
+    return platform.node(), f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"

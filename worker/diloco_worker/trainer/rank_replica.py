@@ -1,0 +1,171 @@
+"""
+What one rank of a learner holds of the model, and the memory that it shares with the other ranks and the link.
+
+It only copies: `core.trainer` decides what to copy, and `core.agreement` when and where.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+
+from diloco.errors import ConfigError, DilocoError
+from diloco.model.fragments import Layout, cut
+from diloco.rpc.tensor_info import pack_frozen
+from diloco.spec import RunSpec
+from diloco_worker.core.agreement import HOME, board_bytes
+from diloco_worker.ipc.shared_memory import SharedMemory
+from diloco_worker.trainer.buffers import Watch
+from diloco_worker.trainer.frozen import with_digests
+from diloco_worker.trainer.layout import Copier, ModelTensors
+from diloco_worker.trainer.rank_group import RankGroup
+from diloco_worker.trainer.shards import described, shares, to_text
+
+log = logging.getLogger(__name__)
+
+TOKEN_BYTES = 16
+"""At the end of the control area: proves that a rank has mapped the memory of its own rank 0."""
+
+
+class RankReplica:
+    """
+    This rank's part of a model, which is cut into the job's fragments.
+
+    Args:
+        model: on its device; of the same architecture in all ranks.
+        spec: defines how to cut it.
+        group: the ranks.
+
+    Raises:
+        ConfigError: the model cannot be cut this way, or the ranks do not fit together.
+        OSError: rank 0: the machine has too little memory for the copies.
+    """
+
+    def __init__(self, model: nn.Module, spec: RunSpec, group: RankGroup) -> None:
+        self.rank, self.ranks = group.rank, group.size
+        tensors, texts = _agreed(model, spec, group)
+        self.layout = _cut(tensors, spec, group)
+        kept = spec.buffers == "Initial"
+        self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
+        self._copier = Copier(tensors, self.layout, shares=shares(texts, group.rank))
+        fragments = range(len(self.layout.fragments))
+        # Paper leaves this open: two spare places for each of the τ + 1 fragments that are announced: one that is
+        # being written while another waits for the last rank.
+        self.spares = 2 * (spec.overlap + 1)
+        self.shared = self._map(group)
+        places = range(self.spares + 1)
+        self._copier.attach(
+            [[self.shared.place(p, place) for place in places] for p in fragments],
+            [self.shared.inbox(p) for p in fragments],
+        )
+
+    def _map(self, group: RankGroup) -> SharedMemory:
+        """Create the memory in rank 0, and map it in the others."""
+        size = board_bytes(ranks=group.size, fragments=len(self.layout.fragments))
+        error: DilocoError | None = None
+        shared, token = None, secrets.token_bytes(TOKEN_BYTES)
+        if group.rank == 0:
+            shared = SharedMemory.create(
+                self.layout, constants_bytes=self._copier.constants_bytes(), spares=self.spares,
+                control_bytes=size + TOKEN_BYTES,
+            )  # fmt: skip
+            shared.write_control(size, token)
+            place = json.dumps([os.getpid(), shared.fd, token.hex()])
+        else:
+            place = ""
+        pid, fd, found = json.loads(group.exchange(place)[0])
+        if shared is None:
+            try:
+                shared = SharedMemory.of_process(pid, fd)
+                if shared.read_control(size, TOKEN_BYTES) != bytes.fromhex(found):
+                    raise ValueError("it is not the memory of this learner")
+            except (OSError, ValueError, DilocoError) as problem:
+                error = ConfigError(
+                    f"rank {group.rank} cannot map the memory of rank 0 (process {pid}): {problem}; expected all ranks "
+                    "in one container and of one user"
+                )
+        group.agree("", error)  # rank 0 keeps its file open until all have it
+        if shared is None:
+            raise AssertionError("the error was raised")
+        return shared
+
+    @property
+    def copied_bytes(self) -> int:
+        """What this rank copies out of all fragments."""
+        return sum(self._copier.out_bytes(p) for p in range(len(self.layout.fragments)))
+
+    def copy_out(self, fragment: int, place: int) -> None:
+        """Write this rank's part of a host copy."""
+        if fragment == 0 and (changed := self._watch.changed()) and self.rank == 0:
+            log.warning("%s", changed)
+        if self.rank == 0 and place != HOME:
+            # Another fragment may have been there, with values where this one is padded.
+            memory_N = self.shared.place(fragment, place)
+            for slot in self.layout.fragments[fragment].slots:
+                memory_N[slot.offset + slot.tensor.length : slot.end] = 0
+        self._copier.copy_out(fragment, place)
+
+    def copy_model(self, places: Mapping[int, int]) -> None:
+        """Write this rank's part of every host copy and of the constants; `places` by fragment."""
+        for fragment in range(len(self.layout.fragments)):
+            self.copy_out(fragment, places[fragment])
+        self._copier.constants_out(self.shared.constants)
+
+    def apply(self, fragment: int) -> None:
+        """Overwrite this rank's part of a fragment from its inbox."""
+        self._copier.copy_in(fragment)
+
+    def apply_model(self, fragments: Sequence[int]) -> None:
+        """Overwrite this rank's part of the constants, and of these fragments."""
+        self._copier.constants_in(self.shared.constants)
+        self._watch.reset()
+        for fragment in fragments:
+            self.apply(fragment)
+
+    def close(self) -> None:
+        """Release the shared memory."""
+        self.shared.close()
+
+
+def _agreed(model: nn.Module, spec: RunSpec, group: RankGroup) -> tuple[ModelTensors, list[str]]:
+    """The tensors of this rank, and the description of those of every rank."""
+    moving = None if spec.buffers == "Initial" else spec.moving_buffers
+    text, error, tensors = "", None, None
+    try:
+        tensors = described(model, moving=moving)
+        tensors.constants(ship_frozen=spec.frozen == "Ship")
+        text = to_text(tensors)
+    except DilocoError as problem:
+        error = problem
+    texts = group.agree(text, error)
+    shares(texts, group.rank)  # the same error in all ranks
+    if tensors is None:
+        raise AssertionError("the error was raised")
+    return tensors, texts
+
+
+def _cut(tensors: ModelTensors, spec: RunSpec, group: RankGroup) -> Layout:
+    ship = spec.frozen == "Ship"
+    layout, error = None, None
+    try:
+        layout = cut(
+            [n.info for n in tensors.merged],
+            num_fragments=spec.fragments,
+            constants=[n.info for n in tensors.constants(ship_frozen=ship)],
+            frozen=() if ship else with_digests(tensors.frozen, needed=group.rank == 0),
+            average=spec.average_parameters,
+        )
+        pack_frozen(
+            layout.frozen
+        )  # here, not in each session of the link, that they fit is checked
+    except DilocoError as problem:
+        error = problem
+    group.agree("", error)
+    if layout is None:
+        raise AssertionError("the error was raised")
+    return layout
