@@ -38,6 +38,8 @@ PAGE = 500
 JOB_LABEL = "diloco.dev/job"
 TOO_LARGE_VERSION = 504
 """HTTP status of a list that should be newer than the API server's cache became within 3 s."""
+TOO_LARGE = "oo large resource version"
+"""In its message."""
 ANY_VERSION = 1
 """Every cache is this new."""
 LAGGING_SECONDS = 60.0
@@ -347,11 +349,11 @@ class Cluster:
                 page = self._request("GET", path, query=query, final=TOO_LARGE_VERSION)
                 return list(_items(page, kind))
             except ApiError as error:
-                if error.status != TOO_LARGE_VERSION:
+                # Proxies answer 504 as well.
+                if error.status != TOO_LARGE_VERSION or TOO_LARGE not in error.message:
                     raise
             # Its cache lags far behind, or etcd was restored and counts from an older version on.
             with self._lock:
-                self._newest.pop(kind, None)
                 self._lagging[kind] = self._clock() + LAGGING_SECONDS
         found = list(self._list(kind, namespace, selected))
         for item in found:
@@ -384,13 +386,26 @@ class Cluster:
         self, kind: str, namespace: str, selected: Mapping[str, str] | None = None
     ) -> Iterator[Json]:
         query = {"limit": str(PAGE), **(selected or {})}
+        with self._lock:
+            known = self._newest.get(kind, ANY_VERSION)
         while True:
             page = self._request("GET", KINDS[kind].path(namespace), query=query)
+            self._check_restored(page, kind, known)
             yield from _items(page, kind)
             token = (page.get("metadata") or {}).get("continue")
             if not token:
                 return
             query["continue"] = token
+
+    def _check_restored(self, page: Json, kind: str, known: int) -> None:
+        """Forget the newest version if the store is older than what was known before it was asked."""
+        try:
+            version = int(page["metadata"]["resourceVersion"])
+        except (KeyError, TypeError, ValueError):
+            return
+        with self._lock:
+            if version < known <= self._newest.get(kind, ANY_VERSION):
+                self._newest.pop(kind)
 
     def _apply_status(
         self,

@@ -58,9 +58,13 @@ _MOMENTARY = ("PodTrouble", "NoEndpoint", "LearnersFailed", *CERTIFICATE_REASONS
 _NAMES_SHOWN = 4
 
 _STANDSTILL_SECONDS = 60.0
-"""How long nothing was merged before that is a problem: the end of a job takes seconds, too."""
+"""How long nothing was merged by a quorum before that is a problem."""
 
-_DIGITS = re.compile(r"\d+")
+_FAILURE = "last failure: "
+"""In the syncer's sentence if what it waits for has failed and is repeated."""
+
+_GROWING = re.compile(r"for \d+ s\b|last \d+ merges\b")
+"""In the syncer's sentence: what grows while it waits for the same."""
 
 
 def evaluate(
@@ -415,15 +419,12 @@ def _quorum_met(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts) ->
     failed = describe_failed(state, counts)
     if counts.reporting >= quorum and state.answer.state != "Initialising":
         enough = f"at least {quorum}"
-        if merges_stand_still(state):
+        if _stands_still(state):
+            detail = "; ".join(filter(None, (state.answer.waiting_for, failed)))
             stands = condition(
-                name,
-                "NothingMerges",
-                reporting=enough,
-                quorum=quorum,
-                detail=state.answer.waiting_for,
+                name, "NothingMerges", reporting=enough, quorum=quorum, detail=detail
             )
-            return _with_former_numbers(stands, state)
+            return _with_former_times(stands, state)
         reason = "RegionFailed" if failed else "EnoughLearners"
         return condition(name, reason, reporting=enough, quorum=quorum, failed=failed)
     waiting = sum(learner.waits for learner in state.learners)
@@ -435,18 +436,21 @@ def _quorum_met(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts) ->
     return condition(name, "Starting" if initial else "TooFewLearners", **values)
 
 
-def merges_stand_still(state: JobState) -> bool:
-    """Whether the syncer states that it waits for something, and has not merged for a while."""
-    answer = state.answer
-    if answer is None or answer.state != "Waiting" or not answer.waiting_for:
+def _stands_still(state: JobState) -> bool:
+    """Whether the syncer waits for something although there is a quorum, and has not merged for a while."""
+    answer, reached = state.answer, state.previous.true_since("QuorumMet")
+    if answer is None or answer.state != "Waiting" or not answer.waiting_for or reached is None:
         return False
-    return not 0 <= answer.seconds_since_merge < _STANDSTILL_SECONDS
+    if answer.step >= state.job.spec.steps and _FAILURE not in answer.waiting_for:
+        return False  # the last snapshot and the model of a large job take minutes
+    merged = 0 <= answer.seconds_since_merge < _STANDSTILL_SECONDS
+    return not merged and state.now - reached >= timedelta(seconds=_STANDSTILL_SECONDS)
 
 
-def _with_former_numbers(found: ConditionState, state: JobState) -> ConditionState:
-    """With the message of the status if only numbers differ, such as seconds that pass."""
+def _with_former_times(found: ConditionState, state: JobState) -> ConditionState:
+    """With the message of the status if only times and counts that grow differ: each change is a write."""
     former = state.previous.message(found.type)
-    same = _DIGITS.sub("0", former) == _DIGITS.sub("0", found.message)
+    same = _GROWING.sub("", former) == _GROWING.sub("", found.message)
     return replace(found, message=former) if same else found
 
 

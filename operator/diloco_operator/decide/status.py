@@ -53,7 +53,7 @@ def build(
     return _without_empty(
         {
             "observedGeneration": state.generation,
-            "state": _state(state, lifecycle, evaluated[0], counts),
+            "state": _state(state, lifecycle, evaluated, counts),
             "step": step,
             "steps": steps,
             "progress": f"{step}/{steps}",
@@ -110,7 +110,10 @@ def _unchanged(name: str, previous: PreviousStatus) -> ConditionState:
 
 
 def _state(
-    state: JobState, lifecycle: Lifecycle, accepted: ConditionState, counts: LearnerCounts
+    state: JobState,
+    lifecycle: Lifecycle,
+    evaluated: Iterable[ConditionState],
+    counts: LearnerCounts,
 ) -> str:
     """The conditions in one word, for people; no program should read it."""
     if lifecycle.finished:
@@ -122,13 +125,15 @@ def _state(
     waiting = sum(learner.waits for learner in state.learners)
     if waiting and not training:
         return "Pending"
+    found = {condition.type: condition for condition in evaluated}
+    if found["QuorumMet"].reason == "NothingMerges":
+        return "Degraded"
     # What a queue has not admitted is not missing.
-    complete = training >= desired - waiting
-    if complete and state.reachable and not conditions.merges_stand_still(state):
+    if training >= desired - waiting and state.reachable:
         return "Training"
     if state.step or lifecycle.failed_learners:
         return "Degraded"
-    return "Starting" if accepted.status == "True" else "Pending"
+    return "Starting" if found["Accepted"].status == "True" else "Pending"
 
 
 def _syncer(state: JobState) -> Status:

@@ -71,6 +71,8 @@ class Engine:
     """Time of the last event."""
     _started_at: float | None = None
     """Time of the first event, or of the initial model."""
+    _missing_at: float | None = None
+    """When a quorum of learners was last missing."""
     _limits: Mapping[str, int] | None = None
     """What replaced the spec's numbers of learners; None: nothing."""
 
@@ -115,6 +117,8 @@ class Engine:
             Decisions, to be carried out in this order.
         """
         pause = self._own_pause(now)
+        if len(self.learners.training()) < self.spec.quorum:
+            self._missing_at = now
         out = [*pause, *self._process(event, now), *self._advance(now)]
         if any(isinstance(decision, ev.TakeSnapshot) for decision in out):
             self.scheduler.growth.snapshot()
@@ -247,7 +251,8 @@ class Engine:
 
     def _stuck(self) -> str:
         """Why there was no merge for longer than anything explains; empty: it is not that long."""
-        now, since = self._now, self.scheduler.last_merge_at or self._started_at
+        now, times = self._now, (self.scheduler.last_merge_at, self._started_at, self._missing_at)
+        since = max((at for at in times if at is not None), default=None)
         if now is None or since is None:
             return ""
         between = self.spec.interval / self.spec.fragments + self.spec.overlap

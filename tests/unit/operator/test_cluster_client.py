@@ -397,3 +397,27 @@ def test_a_server_that_answers_html_is_no_api_server(api, cluster, monkeypatch):
 def test_the_error_names_both_missing_pod_and_missing_kubeconfig(tmp_path):
     with pytest.raises(ConfigError, match="no API server"):
         connect(kubeconfig=tmp_path / "none")
+
+
+def test_a_proxy_that_answers_504_says_nothing_about_the_cache(api, cluster):
+    made = cluster.apply(config_map())
+    cluster.children("ns", "a", certificates=False)
+    api.faults.append(Fault("GET", "configmaps", 504, "Gateway Timeout"))
+    with pytest.raises(ApiError):
+        cluster.children("ns", "a", certificates=False)
+    cluster.children("ns", "a", certificates=False)
+    assert asked_versions(api) == (made["metadata"]["resourceVersion"], "NotOlderThan")
+
+
+def test_a_cache_that_lagged_must_still_have_what_this_process_wrote(api, tmp_path):
+    now = 1000.0
+    found = connect(kubeconfig=api.kubeconfig(tmp_path / "kubeconfig"))
+    cluster = Cluster(found, manager="diloco-operator", clock=lambda: now)
+    cluster.children("ns", "a", certificates=False)
+    made = cluster.apply(config_map())
+    lags = "Too large resource version: 9, current: 8"
+    api.faults.append(Fault("GET", "configmaps.*resourceVersion", 504, lags))
+    cluster.children("ns", "b", certificates=False)
+    now += 60
+    cluster.children("ns", "b", certificates=False)
+    assert asked_versions(api)[0] == made["metadata"]["resourceVersion"]

@@ -298,6 +298,16 @@ def test_being_stuck_is_counted_from_the_last_merge():
     assert stuck_after(job, 20.0) == STUCK_SECONDS + STUCK_STEPS * 3 + 1
 
 
+def test_a_quorum_that_was_missing_for_long_is_not_stuck_when_it_comes_back():
+    job = Job("ab", quorum=2)
+    job.report("a", 1)
+    job.wait(3600.0)
+    assert "a quorum of 2" in job.engine.waiting_for()
+    job.report("b", 1, at=3600.0)
+    job.wait(3600.0 + STUCK_SECONDS)
+    assert job.engine.waiting_for() == ""
+
+
 # ---------------------------------------------------------------- the end, and after it
 
 
