@@ -159,3 +159,7 @@ def test_every_command_in_the_documentation_exists():
         assert used <= commands, f"{name(page)}: {used - commands}"
         made = set(re.findall(r"^make ([a-z0-9-]+)", shell, re.MULTILINE))
         assert made <= targets, f"{name(page)}: {made - targets}"
+
+
+def test_the_readme_stays_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 120
