@@ -106,7 +106,8 @@ def test_the_exported_statistics_are_those_of_training_and_those_of_step_0_give_
     assert {int(tensors[name]) for name in tracked} == {int(tensors[tracked[0]])}
     lines = map(json.loads, (folder / "events.jsonl").read_text().splitlines())
     merged = [member["step"] for e in lines if e["event"] == "merge" for member in e["members"]]
-    assert int(tensors[tracked[0]]) in merged  # the local step of the newest member
+    # Of the newest member, whose own count was set back by each result, which is older.
+    assert 0 < int(tensors[tracked[0]]) <= max(merged)
     for name, tensor in tensors.items():
         if name.endswith(("running_mean", "running_var")):
             assert not (tensor == tensor[0]).all(), name
