@@ -27,6 +27,7 @@ from diloco_operator.decide.decisions import (
     report_unreadable,
 )
 from diloco_operator.decide.drift import applied, is_changed
+from diloco_operator.decide.phase import FOLLOWS
 from diloco_operator.logs import job_context
 from diloco_operator.metrics import Metrics
 from diloco_operator.refusals import Refusals
@@ -158,7 +159,14 @@ class Reconciler:
 
     def forget(self, *, but: Collection[Key]) -> None:
         """Forget all jobs but these, which are being reconciled: this process stands by."""
-        known = {*list(self._unchanged), *list(self._left), *self._observer.known()}
+        # A job of which the first write failed is only in some of them.
+        known = {
+            *list(self._unchanged),
+            *list(self._repairs),
+            *list(self._refusals),
+            *list(self._left),
+            *self._observer.known(),
+        }
         for key in known.difference(but):
             self._forget(key)
             self._left.pop(key, None)
@@ -197,7 +205,7 @@ class Reconciler:
             observation = self._observer.observe(key, raw, newest=True)
             decisions = self._decide(observation, self._scope, self._now())
         outcome = _Outcome()
-        self._repairs.setdefault(key, Repairs())
+        self._repairs.setdefault(key, Repairs()).begin(raw["metadata"].get("generation"))
         refusals = self._refusals.setdefault(key, Refusals(Backoff(*BACKOFF_SECONDS, self._rng)))
         self._apply(key, observation, decisions, outcome)
         self._delete(key, decisions, outcome)
@@ -243,12 +251,11 @@ class Reconciler:
         """
         Write nothing about another installation's job but an Event, again before it expires.
 
-        A job that has ended, or is suspended, needs no operator until its manifest changes.
+        Nor that, about a job for which an operator has nothing to do until its manifest changes.
         """
         self._forget(key)
         decisions = leave_to(owner, self._installation)
-        previous, generation = PreviousStatus.of(raw), raw["metadata"].get("generation")
-        if previous.is_at_rest and previous.status.get("observedGeneration") == generation:
+        if _needs_no_operator(raw):
             self._left.pop(key, None)
             return decisions.requeue_seconds
         uid, now = str(raw["metadata"]["uid"]), self._now()
@@ -283,7 +290,7 @@ class Reconciler:
             request: _Request = ("apply", kind, name)
             # A person who changes the manifest may have ended the cause, wherever it was.
             content = (owner.get("generation"), applied(body))
-            if outcome.skips(kind) or self._waits(key, request, content, outcome):
+            if self._is_held_back(key, request, content, outcome):
                 continue
             self._progressed(key)
             try:
@@ -323,7 +330,7 @@ class Reconciler:
     def _delete(self, key: Key, decisions: Decisions, outcome: _Outcome) -> None:
         for ref in decisions.delete:
             request: _Request = ("delete", ref.kind, ref.name)
-            if outcome.skips(ref.kind) or self._waits(key, request, ref, outcome):
+            if self._is_held_back(key, request, ref, outcome):
                 continue
             self._progressed(key)
             try:
@@ -337,13 +344,21 @@ class Reconciler:
             except ApiError as error:
                 self._failed(key, request, ref, outcome, error)
 
-    def _waits(self, key: Key, request: _Request, content: Hashable, outcome: _Outcome) -> bool:
-        """Whether the server refused the request, and it is too early to send it again."""
-        message = self._refusals[key].waits(request, content, self._now())
-        if message is None:
-            return False
-        outcome.refused(request, message)
-        return True
+    def _is_held_back(
+        self, key: Key, request: _Request, content: Hashable, outcome: _Outcome
+    ) -> bool:
+        """
+        Whether not to send the request: the server refused it not long ago, or would not answer.
+
+        In either case, a former refusal counts until the server has decided again.
+        """
+        refusals, skips = self._refusals[key], outcome.skips(request[1])
+        message = refusals.last(request, content)
+        if not skips:
+            message = refusals.waits(request, content, self._now())
+        if message is not None:
+            outcome.refused(request, message)
+        return skips or message is not None
 
     def _failed(
         self, key: Key, request: _Request, content: Hashable, outcome: _Outcome, error: ApiError
@@ -406,6 +421,20 @@ class Reconciler:
     def _wrote(self, verb: str, kind: str, name: str) -> None:
         log.info("%s %s %s", verb, kind, name)
         self._metrics.wrote(kind)
+
+
+def _needs_no_operator(raw: Json) -> bool:
+    """Whether the job is at rest, for good or until its manifest changes, and its learners have stopped."""
+    previous = PreviousStatus.of(raw)
+    changed = previous.status.get("observedGeneration") != raw["metadata"].get("generation")
+    # The status shows the end of a job before its pods are stopped, which the server may also refuse.
+    if changed or not previous.is_at_rest or previous.part("learners").get("ready"):
+        return False
+    policy = raw["spec"].get("runPolicy") or {}
+    ended = previous.is_true("Complete") or previous.is_true("Failed")
+    is_removed_later = ended and policy.get("ttlSecondsAfterFinished") is not None
+    follows = previous.is_true("Failed") and previous.reason("Failed") == FOLLOWS
+    return not is_removed_later and not follows
 
 
 class _RefusedError(RetryError):

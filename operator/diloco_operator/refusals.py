@@ -33,9 +33,12 @@ class Refusals:
 
     def waits(self, request: Hashable, content: Hashable, now: datetime) -> str | None:
         """The server's message, if the request has to wait; None: send it. Other content never waits."""
+        return self.last(request, content) if self._at <= now < self._until else None
+
+    def last(self, request: Hashable, content: Hashable) -> str | None:
+        """The server's message, if it refused the request with this content when it was sent last."""
         known = self._refused.get(request)
-        waits = known is not None and known.content == content and self._at <= now < self._until
-        return known.message if known is not None and waits else None
+        return known.message if known is not None and known.content == content else None
 
     def record(self, request: Hashable, content: Hashable, message: str) -> None:
         """The server refused a request with this content."""

@@ -55,6 +55,17 @@ class Repairs:
     def __init__(self) -> None:
         self._rows: dict[Child, _Row] = {}
         self._applied: dict[Child, str | None] = {}
+        self._generation: object = None
+
+    def begin(self, generation: object) -> None:
+        """
+        A reconcile of this generation of the manifest begins.
+
+        A person who changes the manifest may have stopped the other writer: the next repair does not wait.
+        """
+        if generation != self._generation:
+            self._rows.clear()
+        self._generation = generation
 
     def applied(self, child: Child, content: str | None) -> None:
         """This process has applied this content, by its hash."""

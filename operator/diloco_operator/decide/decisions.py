@@ -78,7 +78,10 @@ class Decisions:
     regions_to_report: tuple[RegionFailure, ...] = ()
     """The same about the own regions, to the syncer of another cluster."""
     fails: bool = False
-    """The job fails, until a person suspends it: to be decided again if what was observed may be old."""
+    """
+    The job fails because of its pods, until a person suspends it: to be decided again if the list of them
+    may be old.
+    """
     remove_job: bool = False
     """The job outlived spec.runPolicy.ttlSecondsAfterFinished: delete it."""
 
@@ -113,7 +116,7 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
         requeue_seconds=_requeue_seconds(state, lifecycle),
         failure_to_report=failure_to_report(state, lifecycle),
         regions_to_report=region_failures.to_report(state, lifecycle),
-        fails=lifecycle.failing,
+        fails=lifecycle.fails_by_pods,
         remove_job=is_expired(state, lifecycle),
     )
     status = statuses.build(state, lifecycle, refused=refused, waiting=due.waiting)

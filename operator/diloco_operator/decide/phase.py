@@ -79,6 +79,15 @@ class Lifecycle:
         return self.failed is not None and self.failed.reason == FOLLOWS
 
     @property
+    def fails_by_pods(self) -> bool:
+        """Whether it failed in this reconcile because of its pods, which an old list may show."""
+        return (
+            self.failed is not None
+            and self.failing
+            and self.failed.reason in {learner.reason for learner in self.failed_learners}
+        )
+
+    @property
     def finished(self) -> bool:
         """Whether the job should not train, for now or for good."""
         return self.phase is not Phase.RUNNING

@@ -7,6 +7,9 @@ The operator serves all jobs meanwhile, since most need no new field; the log an
 from __future__ import annotations
 
 import logging
+import math
+import time
+from collections.abc import Callable
 
 from diloco_job.crd import GROUP, PLURAL
 from diloco_operator.cluster.client import ApiError, Cluster
@@ -19,39 +22,48 @@ _MOST = 8
 """Fields that are named."""
 
 
-class CrdCheck:
-    """Compares the fields of the CRD with those of this version until none is missing; for one thread."""
+PUBLISHED_SECONDS = 10.0
+"""A server publishes a CRD that was just upgraded some seconds later: what is missing for less is not reported."""
 
-    def __init__(self, cluster: Cluster, health: Health) -> None:
+AGAIN_SECONDS = 3600.0
+"""Between two comparisons when nothing is missing: another release may install an older CRD later."""
+
+
+class CrdCheck:
+    """Compares the fields of the CRD with those of this version; for one thread."""
+
+    def __init__(
+        self, cluster: Cluster, health: Health, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._cluster = cluster
         self._health = health
+        self._clock = clock
         self._missing: tuple[str, ...] = ()
         """In the last comparison."""
-        self._ended = False
+        self._since = self._due = -math.inf
+        """Since when that has been missing, and when to compare next."""
 
     def once(self) -> None:
-        """
-        Compare once, if that is still of use.
-
-        Only what is missing twice in a row is reported: a server publishes a CRD that was just upgraded some
-        seconds later.
-        """
-        if self._ended:
+        """Compare once, if it is time; report what has been missing for some seconds."""
+        now = self._clock()
+        if now < self._due:
             return
         try:
             missing = missing_fields(self._cluster.published_schema())
         except ApiError as error:
-            # A cluster may not grant `system:discovery`: then nothing is known.
-            self._ended = error.status == 403
+            # A cluster may not grant `system:discovery`, or not yet: then nothing is known.
+            if error.status == 403:
+                self._due = now + AGAIN_SECONDS
             return
         if missing is None:
             return
+        if missing != self._missing:
+            self._missing, self._since = missing, now
         if not missing:
             self._health.crd_is("")
-            self._ended = True
-        elif missing == self._missing:
+            self._due = now + AGAIN_SECONDS
+        elif now - self._since >= PUBLISHED_SECONDS:
             self._report(missing)
-        self._missing = missing
 
     def _report(self, missing: tuple[str, ...]) -> None:
         more = f" and {len(missing) - _MOST} more" if len(missing) > _MOST else ""

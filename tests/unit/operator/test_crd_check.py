@@ -5,7 +5,7 @@ import pytest
 from diloco_job.crd import schema
 from diloco_operator.cluster.client import Cluster, connect
 from diloco_operator.state.served_schema import missing_fields
-from diloco_operator.watch.crd_check import CrdCheck
+from diloco_operator.watch.crd_check import AGAIN_SECONDS, PUBLISHED_SECONDS, CrdCheck
 from diloco_operator.watch.health import Health
 from diloco_operator.workqueue import WorkQueue
 from diloco_testing.kubernetes.fake_api import Fault
@@ -56,10 +56,22 @@ def health():
     return Health(WorkQueue(lambda key: None, threads=0))
 
 
+class TimedCheck(CrdCheck):
+    """The time is that of the test."""
+
+    def __init__(self, cluster, health):
+        self.now = 0.0
+        super().__init__(cluster, health, clock=lambda: self.now)
+
+    def after(self, seconds):
+        self.now += seconds
+        self.once()
+
+
 @pytest.fixture
 def check(api, tmp_path, health):
     configuration = connect(kubeconfig=api.kubeconfig(tmp_path / "kubeconfig"))
-    return CrdCheck(Cluster(configuration, manager="diloco-operator"), health)
+    return TimedCheck(Cluster(configuration, manager="diloco-operator"), health)
 
 
 def test_missing_fields_are_logged_once_and_named_with_what_to_do_until_the_crd_is_upgraded(
@@ -67,28 +79,45 @@ def test_missing_fields_are_logged_once_and_named_with_what_to_do_until_the_crd_
 ):
     api.openapi = document(older)
     check.once()
-    assert not health.remarks(), "the server may only be late to publish an upgrade"
+    for seconds in (0.1, PUBLISHED_SECONDS - 0.2):
+        check.after(seconds)
+        assert not health.remarks(), "the server may only be late to publish an upgrade"
+    check.after(0.1)
     for _ in range(3):
-        check.once()
+        check.after(30)
     (remark,) = health.remarks()
     assert "the CRD dilocojobs.diloco.dev is older than this operator" in remark
     assert all(name in remark for name in NAMES)
     assert "diloco crd | kubectl apply" in remark
     assert [record.getMessage() for record in caplog.records] == [remark]
     api.openapi = document()
-    check.once()
+    check.after(30)
     assert health.remarks() == ()
     before = len(api.requests)
+    check.after(AGAIN_SECONDS - 1)
+    assert len(api.requests) == before, "nothing is missing: it is not read again soon"
+
+
+def test_a_crd_that_is_replaced_by_an_older_one_later_is_noticed(api, check, health):
+    api.openapi = document()
     check.once()
-    assert len(api.requests) == before, "nothing is missing: it is not read again"
+    api.openapi = document(older)
+    check.after(AGAIN_SECONDS)
+    assert not health.remarks()
+    check.after(30)
+    assert len(health.remarks()) == 1
 
 
-def test_a_server_that_publishes_nothing_is_asked_again_and_one_that_forbids_it_is_not(
+def test_a_server_that_publishes_nothing_is_asked_again_soon_and_one_that_forbids_it_later(
     api, check, health
 ):
     check.once()
     api.faults.append(Fault("GET", "openapi", 403, "forbidden"))
     check.once()
+    api.openapi = document(older)
     before = len(api.requests)
-    check.once()
+    check.after(AGAIN_SECONDS - 1)
     assert (len(api.requests), health.remarks()) == (before, ())
+    check.after(1)
+    check.after(30)
+    assert len(health.remarks()) == 1, "the permission may only have been late"

@@ -1,6 +1,7 @@
 """Jobs that fail: deadlines, refused learners, restart limits, and the evidence that stays."""
 
 import json
+from datetime import timedelta
 
 import pytest
 
@@ -29,6 +30,20 @@ def test_the_deadline_fails_a_job_and_frees_its_pods():
     assert ("PersistentVolumeClaim", "a-syncer") in world.children
     assert world.status["completionTime"] == "2026-03-01T12:01:40Z"
     assert ("Warning", "DeadlineExceeded") in world.events
+
+
+def test_only_a_failure_that_pods_show_is_decided_again_from_the_newest_list():
+    """To read everything from the store is expensive, and a thousand jobs may have one deadline."""
+    world = training(manifest(runPolicy={"activeDeadlineSeconds": 100}))
+    world.now += timedelta(seconds=100)
+    decisions = world.decide()
+    assert decisions.status["state"] == "Failed"
+    assert not decisions.fails
+    world = training(manifest(**ALL_NEEDED))
+    refuse(world.pod("a-eu-1"))
+    decisions = world.decide()
+    assert decisions.status["state"] == "Failed"
+    assert decisions.fails
 
 
 def test_a_failed_job_stays_failed_until_it_is_suspended():

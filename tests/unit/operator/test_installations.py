@@ -136,6 +136,42 @@ def test_a_job_at_rest_that_is_left_to_another_installation_is_not_reported_unti
     assert second.count("diloco_operator_jobs", state="OtherOperator") == 0.0
 
 
+def at_rest(state="Failed", reason="LearnerRefused", ready=0):
+    entry = {"type": state, "status": "True", "reason": reason, "message": ""}
+    return {"conditions": [entry], "learners": {"ready": ready}}
+
+
+KEPT = {"runPolicy": {"ttlSecondsAfterFinished": 10**6}}
+
+
+@pytest.mark.parametrize(
+    ("status", "spec", "is_reported"),
+    [
+        (at_rest(), {}, False),
+        (at_rest(reason="SyncerRegionFailed"), {}, True),
+        (at_rest(ready=2), {}, True),
+        (at_rest("Suspended", ready=2), {}, True),
+        (at_rest(), KEPT, True),
+        (at_rest("Complete"), KEPT, True),
+        (at_rest("Suspended"), KEPT, False),
+    ],
+    ids=["nothing", "resumes elsewhere", "stop", "suspend", "delete", "delete", "suspended"],
+)
+def test_a_job_at_rest_that_still_needs_an_operator_is_reported(
+    api, tmp_path, status, spec, is_reported
+):
+    """To stop its learners, to delete it, or to resume it with the syncer's region."""
+    api.create(job(**spec))
+    world = ReconciledCluster(api, tmp_path, installation="system/two")
+    marked = {**status, "operator": "system/one", "observedGeneration": 1}
+    api.edit("dilocojobs", "a", lambda item: item.update(status=marked))
+    assert world.run() == 300.0
+    assert world.count("diloco_operator_jobs", state="OtherOperator") == float(is_reported)
+    events = [event["reason"] for event in api.all("events")]
+    assert events == ["OtherOperator"] * is_reported
+    world.reconciler.close()
+
+
 @pytest.mark.parametrize(
     "spec",
     [

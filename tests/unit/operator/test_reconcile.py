@@ -324,6 +324,29 @@ def test_a_server_that_does_not_answer_is_retried_with_back_off(world):
     assert world.api.get("dilocojobs", "a")["status"] == {"state": "ConfigMap a-1=no"}
 
 
+@pytest.mark.parametrize("seconds", [0, 120], ids=["waits", "due"])
+def test_a_refusal_outlasts_a_sibling_that_has_no_answer(world, seconds):
+    """It stays in the status, and does not begin anew with the shortest wait."""
+    world.api.faults.append(Fault("PATCH", "configmaps/a-2", 403, "denied", times=10**6))
+    world.decide = reported(apply=(world.child("a-2"),))
+    for _ in range(20):
+        world.now += timedelta(seconds=120)
+        world.run()
+    refusals = world.reconciler._refusals[Key("ns", "a")]
+    tries = refusals._backoff._tries
+    world.api.faults.append(Fault("PATCH", "configmaps/a-1", 503, "no", times=10**6))
+    world.decide = reported(apply=(world.child("a-1"), world.child("a-2")))
+    world.now += timedelta(seconds=seconds)
+    writes = len(world.api.writes())
+    with pytest.raises(RetryError, match="ConfigMap a-1: no; ConfigMap a-2: denied"):
+        world.run()
+    assert world.api.get("dilocojobs", "a")["status"] == {
+        "state": "ConfigMap a-1=no;ConfigMap a-2=denied"
+    }
+    assert not [r for r in world.api.writes()[writes:] if "/a-2" in r.path]
+    assert refusals._backoff._tries == tries
+
+
 def test_a_refused_delete_is_reported_and_blocks_nothing(world):
     world.api.create(world.child("old"))
     world.api.create(world.child("older"))

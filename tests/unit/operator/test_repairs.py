@@ -53,6 +53,20 @@ def test_a_clock_that_is_set_back_makes_no_repair_wait():
     assert not repairs.must_wait(CHILD, NOW)
 
 
+def test_a_change_of_the_manifest_ends_the_wait_of_all_children():
+    """A person who changes it may have stopped the other writer; other children are repaired too."""
+    repairs = Repairs()
+    repairs.begin(1)
+    for _ in range(AT_ONCE):
+        repairs.record(CHILD, "x", NOW)
+    repairs.applied(CHILD, "hash")
+    repairs.begin(1)
+    assert repairs.must_wait(CHILD, NOW)
+    repairs.begin(2)
+    assert not repairs.must_wait(CHILD, NOW)
+    assert repairs.restores(CHILD, "hash"), "a writer that continues is contested again"
+
+
 @pytest.mark.parametrize(
     ("entries", "named"),
     [
@@ -131,6 +145,8 @@ def test_a_child_that_another_writer_deletes_or_restores_is_repaired_less_and_le
     assert ("(deleted each time)" in state(world)) == (undo is recreate)
     world.now += timedelta(seconds=60)
     assert [undo(world), undo(world)] == [True, False]
+    world.api.edit("dilocojobs", "a", lambda item: item["spec"].update(steps=9))
+    assert [undo(world) for _ in range(AT_ONCE + 1)] == [True] * AT_ONCE + [False]
 
 
 def test_a_child_that_another_writer_always_changes_back_is_repaired_less_and_less_often(world):

@@ -176,6 +176,19 @@ def test_a_process_that_stands_by_forgets_all_jobs_but_those_that_it_reconciles(
     assert not world.reconciler._unchanged
 
 
+def test_a_job_of_which_the_first_write_failed_is_forgotten_as_well(world):
+    children = "/namespaces/ns/(?!dilocojobs)"
+    world.api.faults.append(Fault("PATCH", children, 401, "Unauthorized", times=99))
+    assert "Unauthorized" in world.fails()
+    reconciler = world.reconciler
+    assert KEY not in reconciler._unchanged
+    assert KEY in reconciler._repairs
+    assert KEY in reconciler._refusals
+    reconciler.forget(but=())
+    assert not reconciler._repairs
+    assert not reconciler._refusals
+
+
 def test_the_event_about_another_installation_is_posted_again_before_it_expires(world, tmp_path):
     world.reconciler.reconcile(KEY)
     second = world.installation("system/two", tmp_path)
