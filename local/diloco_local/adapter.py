@@ -354,7 +354,7 @@ def _transposed(
         )
         # All layers that are stored transposed, those of GPT-2, have a bias.
         no_bias = expected and name.removesuffix("weight") + "bias" not in base
-        if nearest != {expected} or no_bias or len(set(stored.values())) > 1:
+        if nearest != {expected} or no_bias:
             raise ConfigError(
                 f"--merge-into {where}: {name} is square, and fan_in_fan_out is {expected}, but other layers of the "
                 "model are stored in another way, so whether to transpose its product is unknown; export the adapter "
