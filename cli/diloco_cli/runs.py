@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
@@ -32,6 +33,8 @@ from diloco_cli.options import (
     show_json,
 )
 from diloco_job import quantities
+
+_MOST_NAMED = 8
 
 
 class ElementType(StrEnum):
@@ -263,13 +266,18 @@ def export(
         text = "\n".join(
             f"{to / name}  SHA-256 {digest}" for name, digest in facts["files"].items()
         )
+        if replaced := facts.get("alsoReplaced"):
+            text += f"\nalso replaced, because the run has other values: {_named(replaced)}"
         if left_out := facts.get("leftOut"):
-            text += (
-                f"\nnot exported, because they are not part of the adapter: {', '.join(left_out)}"
-            )
+            text += f"\nnot exported, because the format has no place for them: {_named(left_out)}"
     else:
         text = f"{to}: model.safetensors and model.json, SHA-256 {facts['sha256']}"
     show(output, {"path": str(to), **facts}, text)
+
+
+def _named(tensors: Sequence[str]) -> str:
+    more = f" and {len(tensors) - _MOST_NAMED} more" if len(tensors) > _MOST_NAMED else ""
+    return f"{len(tensors)} tensors: {', '.join(tensors[:_MOST_NAMED])}{more}"
 
 
 def _bytes(size: str) -> int:

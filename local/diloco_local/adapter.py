@@ -9,7 +9,6 @@ Neither torch nor PEFT is needed: an adapter is renamed, and merging is W + s B 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import re
@@ -23,9 +22,11 @@ import numpy.typing as npt
 
 from diloco.errors import ConfigError, StorageError
 from diloco.model.tensorfile import Entry
+from diloco_local import base_model
 from diloco_local.export import MODEL, finished_model
 from diloco_local.pretrained import (
     SHARD_BYTES,
+    TARGETS,
     Shard,
     chunks,
     convert,
@@ -66,6 +67,9 @@ _VARIANTS = (
 )
 """Settings with which a layer is not W + s B A; so are all that begin with use_, except use_rslora."""
 
+_FLOATS = (*TARGETS, "float64")
+"""Element types to which a product can be added; others are codes of quantized weights."""
+
 _MAX_CONFIG_BYTES = 1 << 20
 _MOST_NAMED = 8
 
@@ -79,7 +83,7 @@ class Adapter:
     names: Mapping[str, str]
     """Names in the format of PEFT → names in the run's model."""
     others: tuple[str, ...]
-    """Tensors of the run's model that are not part of it."""
+    """Tensors of the run's model that are not part of it; those inside of wrapped modules are last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +94,8 @@ class Merge:
     """Name of a weight → names of A and B in the run's model, and their scale."""
     replaced: dict[str, str] = field(default_factory=dict)
     """Name of a tensor → name in the run's model."""
+    transposed: set[str] = field(default_factory=set)
+    """Names of the weights that are stored as (inputs, outputs)."""
 
 
 def export_adapter(
@@ -114,7 +120,7 @@ def export_adapter(
 
     Returns:
         The content of the model.json that was written; `leftOut` names tensors of the run's model that have no
-        place in the format.
+        place in the format, `alsoReplaced` those of the base that the run changed besides the adapter.
 
     Raises:
         ConfigError: the run's model has no LoRA adapter, or it cannot be merged into this base.
@@ -128,7 +134,7 @@ def export_adapter(
         verify(data, source, facts)
         entries = entries_of(data)
         adapter = adapter_of(entries, str(source))
-        facts = {**facts, "leftOut": list(adapter.others[:_MOST_NAMED])}
+        _refuse_ranks(adapter, entries, config, config_from / CONFIG)
         if base is None:
             renamed = [
                 Entry(name=name, dtype=entry.dtype, shape=entry.shape)
@@ -138,30 +144,34 @@ def export_adapter(
                 to,
                 [Shard(WEIGHTS, tuple(converted(entry, dtype) for entry in renamed))],
                 lambda entry: chunks(data, entries[adapter.names[entry.name]], entry.dtype),
-                facts=facts,
+                facts={**facts, "leftOut": list(adapter.others)},
                 others={CONFIG: config_from / CONFIG},
             )
-        with _base(base) as places:
+        with base_model.opened(base) as places:
             weights = {name: entry for name, (_, entry) in places.items()}
             merge = merge_of(adapter, entries, weights, config, str(base))
+            _refuse_tied(merge, weights, base)
+            changed, left_out = _changed(adapter, merge, data, entries, places, str(base))
+            own_names = {**changed, **merge.replaced}
 
             def chunks_of(entry: Entry) -> Iterator[bytes]:
                 file, found = places[entry.name]
-                if own := merge.replaced.get(entry.name):
+                if own := own_names.get(entry.name):
                     file, found = data, entries[own]
                 if entry.name not in merge.pairs:
                     return chunks(file, found, entry.dtype)
                 a, b, scale = merge.pairs[entry.name]
                 product = scale * (_values(data, entries[b]) @ _values(data, entries[a]))
-                if _transposed(product, found.shape, config):
+                if entry.name in merge.transposed:
                     product = product.T
                 return _sum(_values(file, found), product, entry)
 
+            stated = {key: value for key, value in facts.items() if key != "frozen"}
             return write_folder(
                 to,
                 plan([converted(entry, dtype) for entry in weights.values()], shard_bytes),
                 chunks_of,
-                facts={key: value for key, value in facts.items() if key != "frozen"},
+                facts={**stated, "leftOut": left_out, "alsoReplaced": sorted(changed)},
                 others={path.name: path for path in others_of(base, option="--merge-into")},
             )
 
@@ -190,7 +200,27 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"--adapter {path}: peft_type is {kind!r}, expected 'LORA'; load the model into other adapters in a "
             "program (docs/learners.md)"
         )
+    for key in ("alpha_pattern", "rank_pattern"):
+        if not _is_pattern(config.get(key) or {}):
+            raise ConfigError(
+                f"--adapter {path}: {key} is {str(config[key])[:200]}, expected names of modules, or regular "
+                f"expressions of them, with positive numbers; {expected}"
+            )
     return dict(config)
+
+
+def _is_pattern(found: Any) -> bool:
+    try:
+        return isinstance(found, dict) and all(
+            re.compile(_pattern(key)) and _is_number(value) and value > 0
+            for key, value in found.items()
+        )
+    except re.error:
+        return False
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def adapter_of(names: Iterable[str], source: str) -> Adapter:
@@ -225,6 +255,7 @@ def adapter_of(names: Iterable[str], source: str) -> Adapter:
             f"{source}: has {seen}, expected one adapter: tensors such as <module>.lora_A.default.weight, of a job "
             "that trains the model that get_peft_model returns"
         )
+    others.sort(key=lambda name: ".base_layer." in name or ".original_module." in name)
     return Adapter(dict(sorted(found.items())), tuple(others))
 
 
@@ -252,8 +283,8 @@ def merge_of(
                 problems.append(f"{name} cannot be merged")
             continue
         a, b = (adapter.names[name], adapter.names.get(f"{PREFIX}{module}.lora_B.weight", ""))
-        if b not in entries or len(entries[a].shape) != 2 or len(entries[b].shape) != 2:
-            problems.append(f"{module}: lora_A and lora_B are not two matrices")
+        if b not in entries or not _multiply(entries[b], entries[a]):
+            problems.append(f"{module}: lora_A and lora_B are not two matrices of one rank")
             continue
         merge.pairs[f"{module}.weight"] = (a, b, scale_of(module, entries[a].shape[0], config))
     for name, (a, b, _) in merge.pairs.items():
@@ -262,16 +293,152 @@ def merge_of(
             problems.append(f"{name} is missing")
         elif base[name].shape not in (shape, shape[::-1]):
             problems.append(f"{name} has shape {base[name].shape}, expected {shape}")
+        elif base[name].dtype not in _FLOATS:
+            problems.append(
+                f"{name} is quantized ({base[name].dtype}), expected {', '.join(_FLOATS)}"
+            )
     for name, own in merge.replaced.items():
         if name not in base or base[name].shape != entries[own].shape:
             problems.append(f"{name} is missing, or has another shape")
+        elif not _replaces(entries[own], base[name]):
+            problems.append(f"{name} is {base[name].dtype}, expected {entries[own].dtype}")
+    _refuse(problems, where)
+    merge.transposed.update(_transposed(merge, entries, base, config, where))
+    return merge
+
+
+def _refuse(problems: list[str], where: str) -> None:
     if problems:
         more = f" and {len(problems) - _MOST_NAMED} more" if len(problems) > _MOST_NAMED else ""
         raise ConfigError(
             f"--merge-into {where}: {'; '.join(problems[:_MOST_NAMED])}{more}; give the folder of the base model that "
             "was trained, or export the adapter and merge it with PEFT (merge_and_unload)"
         )
-    return merge
+
+
+def _multiply(b: Entry, a: Entry) -> bool:
+    matrices = len(a.shape) == len(b.shape) == 2 and {a.dtype, b.dtype} <= set(_FLOATS)
+    return matrices and a.shape[0] == b.shape[1]
+
+
+def _replaces(own: Entry, base: Entry) -> bool:
+    """Whether a tensor of the run can be stored in the base: as it is, or converted."""
+    return own.dtype == base.dtype or {own.dtype, base.dtype} <= set(_FLOATS)
+
+
+def _transposed(
+    merge: Merge,
+    entries: Mapping[str, Entry],
+    base: Mapping[str, Entry],
+    config: Mapping[str, Any],
+    where: str,
+) -> set[str]:
+    """
+    Names of the weights that are stored as (inputs, outputs). Of a square one the configuration decides.
+
+    PEFT sets fan_in_fan_out anew at each module that it wraps, so that of a model with both kinds of layers it is
+    right for the last one only. Therefore, the nearest weights whose shapes show how they are stored must agree.
+    """
+    stored = {}
+    for name, (a, b, _) in merge.pairs.items():
+        if base[name].shape[0] != base[name].shape[1]:
+            stored[name] = base[name].shape != (entries[b].shape[0], entries[a].shape[1])
+    square = merge.pairs.keys() - stored.keys()
+    found = {name for name, transposed in stored.items() if transposed}
+    expected = bool(config.get("fan_in_fan_out"))
+    votes = _votes({**_by_bias(base), **stored})
+    for name in sorted(square):
+        path = name.split(".")
+        nearest = next(
+            filter(None, (votes.get(tuple(path[:n])) for n in range(len(path), -1, -1))), {expected}
+        )
+        # All layers that are stored transposed, those of GPT-2, have a bias.
+        no_bias = expected and name.removesuffix("weight") + "bias" not in base
+        if nearest != {expected} or no_bias:
+            raise ConfigError(
+                f"--merge-into {where}: {name} is square, and fan_in_fan_out is {expected}, but other layers of the "
+                "model are stored in another way, so whether to transpose its product is unknown; export the adapter "
+                "and merge it with PEFT (merge_and_unload)"
+            )
+    return found | square if expected else found
+
+
+def _by_bias(base: Mapping[str, Entry]) -> dict[str, bool]:
+    """Whether weights are stored as (inputs, outputs), of those that have a bias and are not square."""
+    found = {}
+    for name, entry in base.items():
+        bias = base.get(name.removesuffix("weight") + "bias")
+        if name.endswith(".weight") and bias is not None and len(entry.shape) == 2:
+            rows, columns = entry.shape
+            if rows != columns and bias.shape in ((rows,), (columns,)):
+                found[name] = bias.shape == (columns,)
+    return found
+
+
+def _votes(stored: Mapping[str, bool]) -> dict[tuple[str, ...], set[bool]]:
+    """How the weights inside of each module are stored."""
+    found: dict[tuple[str, ...], set[bool]] = {}
+    for name, transposed in stored.items():
+        path = name.split(".")
+        for length in range(len(path)):
+            found.setdefault(tuple(path[:length]), set()).add(transposed)
+    return found
+
+
+def _refuse_tied(merge: Merge, base: Mapping[str, Entry], folder: Path) -> None:
+    rows = base_model.tied_rows(folder, base)
+    for name in sorted({*merge.pairs, *merge.replaced}):
+        if base_model.is_embedding(base[name], rows):
+            raise ConfigError(
+                f"--merge-into {folder}: the adapter changes {name}, and the base ties its input and output embeddings "
+                "(tie_word_embeddings), which were two different matrices in training; export the adapter, and load it "
+                "with PEFT"
+            )
+
+
+def _changed(
+    adapter: Adapter,
+    merge: Merge,
+    data: BinaryIO,
+    entries: Mapping[str, Entry],
+    places: base_model.Places,
+    where: str,
+) -> tuple[dict[str, str], list[str]]:
+    """
+    The tensors that the run has besides the adapter: those with other values than in the base, and those it lacks.
+
+    Returns:
+        Name of a tensor of the base → name in the run's model; names of the run's tensors that the base lacks.
+    """
+    changed, left_out, problems = {}, [], []
+    for own in adapter.others:
+        name = own.removeprefix(PREFIX).replace(".base_layer.", ".")
+        if ".original_module." in name or name in merge.replaced:
+            continue  # replaced by a module of modules_to_save
+        if name not in places:
+            left_out.append(own)
+            continue
+        file, entry = places[name]
+        if entries[own].shape != entry.shape or not _replaces(entries[own], entry):
+            problems.append(
+                f"{name} has shape {entry.shape} of {entry.dtype}, expected "
+                f"{entries[own].shape} of {entries[own].dtype}"
+            )
+        elif _differ(data, entries[own], file, entry):
+            changed[name] = own
+            if name in merge.pairs:
+                problems.append(f"{name} has other values than in the run")
+    _refuse(problems, where)
+    return changed, left_out
+
+
+def _differ(data: BinaryIO, own: Entry, file: BinaryIO, base: Entry) -> bool:
+    """Whether two tensors differ in the element type of the first."""
+    try:
+        pairs = zip(chunks(data, own, own.dtype), chunks(file, base, own.dtype), strict=True)
+        return any(one != other for one, other in pairs)
+    except ConfigError:
+        return True  # a value of the base is too large for the run's type
 
 
 def scale_of(module: str, rank: int, config: Mapping[str, Any]) -> float:
@@ -281,12 +448,36 @@ def scale_of(module: str, rank: int, config: Mapping[str, Any]) -> float:
     >>> scale_of("q", 8, {"lora_alpha": 16}), scale_of("q", 4, {"lora_alpha": 16, "use_rslora": True})
     (2.0, 8.0)
     """
-    alpha = config["lora_alpha"]
-    for pattern, value in (config.get("alpha_pattern") or {}).items():
-        if re.fullmatch(rf"(.*\.)?({pattern})", module):
-            alpha = value
-            break
+    alpha = _setting(config, "alpha_pattern", module, config["lora_alpha"])
     return float(alpha) / (math.sqrt(rank) if config.get("use_rslora") else rank)
+
+
+def _setting(config: Mapping[str, Any], patterns: str, module: str, default: Any) -> Any:
+    """What the first pattern that fits a module sets."""
+    for pattern, value in (config.get(patterns) or {}).items():
+        if re.fullmatch(_pattern(pattern), module):
+            return value
+    return default
+
+
+def _pattern(key: str) -> str:
+    return rf"(.*\.)?({key})"
+
+
+def _refuse_ranks(
+    adapter: Adapter, entries: Mapping[str, Entry], config: Mapping[str, Any], path: Path
+) -> None:
+    """Refuse the configuration of another run, whose scale would be wrong."""
+    if config.get("target_parameters"):
+        return  # their matrices have a rank per expert
+    for name, own in adapter.names.items():
+        if match := re.fullmatch(r"(.+)\.(?:lora_A\.weight|lora_embedding_A)", name):
+            rank = _setting(config, "rank_pattern", match[1].removeprefix(PREFIX), config.get("r"))
+            if entries[own].shape[:1] != (rank,) or not rank:
+                raise ConfigError(
+                    f"--adapter {path}: r and rank_pattern give {match[1].removeprefix(PREFIX)} rank {rank}, but its "
+                    f"lora_A in the run has shape {entries[own].shape}; expected the configuration of this run"
+                )
 
 
 def _refuse_variants(config: Mapping[str, Any]) -> None:
@@ -300,40 +491,13 @@ def _refuse_variants(config: Mapping[str, Any]) -> None:
         variants.append(f"bias={config['bias']!r}")
     if initial not in _MERGEABLE:
         variants.append(f"init_lora_weights={initial!r}")
-    if not isinstance(config.get("lora_alpha"), int | float):
+    if not _is_number(config.get("lora_alpha")):
         variants.append("no lora_alpha")
     if variants:
         raise ConfigError(
             f"--merge-into: the adapter has {', '.join(variants)}, expected plain LoRA; export it without this option, "
             "and merge it with PEFT (merge_and_unload)"
         )
-
-
-def _transposed(product: F32, shape: tuple[int, ...], config: Mapping[str, Any]) -> bool:
-    if product.shape == product.shape[::-1]:
-        return bool(config.get("fan_in_fan_out"))
-    return product.shape != shape
-
-
-@contextlib.contextmanager
-def _base(folder: Path) -> Iterator[dict[str, tuple[BinaryIO, Entry]]]:
-    """The tensors of a model's folder: the open file and the place in it, by name."""
-    paths = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-    if not paths:
-        raise ConfigError(
-            f"--merge-into {folder}: has no *.safetensors; expected the folder of the base model"
-        )
-    with contextlib.ExitStack() as stack:
-        places: dict[str, tuple[BinaryIO, Entry]] = {}
-        for path in paths:
-            file = stack.enter_context(path.open("rb"))
-            for name, entry in entries_of(file).items():
-                if name in places:
-                    raise ConfigError(
-                        f"--merge-into {folder}: {name} is in two files; remove those of other models"
-                    )
-                places[name] = (file, entry)
-        yield places
 
 
 def _values(file: BinaryIO, entry: Entry) -> F32:

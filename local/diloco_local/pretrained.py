@@ -110,7 +110,7 @@ def export_folder(
 
 
 @contextlib.contextmanager
-def damage_of(source: Path, to: Path) -> Iterator[None]:
+def damage_of(source: Path, to: Path, *, advice: str = "run the job again") -> Iterator[None]:
     """Report a disk that fails, and files that are not safetensors, as StorageError."""
     try:
         yield
@@ -119,7 +119,7 @@ def damage_of(source: Path, to: Path) -> Iterator[None]:
             f"{error.filename or to}: {error.strerror}; the export is not complete"
         ) from None
     except DamagedError as error:
-        raise StorageError(f"{source}: {error}; run the job again") from None
+        raise StorageError(f"{source}: {error}; {advice}") from None
 
 
 def verify(data: BufferedReader, source: Path, facts: Mapping[str, Any]) -> None:

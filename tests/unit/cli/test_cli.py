@@ -220,6 +220,18 @@ def test_export_writes_a_folder_for_other_libraries(tmp_path, run_dir):
     ]
 
 
+def test_export_of_an_adapter_counts_what_it_leaves_out(tmp_path, run_dir):
+    names = [f"q.lora_{kind}.default.weight" for kind in "AB"] + [f"buffer{n}" for n in range(9)]
+    export_model(run_dir / "model", {name: np.zeros((2, 2), np.float32) for name in names}, {})
+    config = {"peft_type": "LORA", "r": 2, "lora_alpha": 4}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    done = diloco("export", "--to", "out", "--adapter", ".", "--dir", run_dir, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    line = done.stdout.splitlines()[-1]
+    assert "no place for them: 9 tensors: buffer0, buffer1" in line
+    assert line.endswith(", buffer7 and 1 more")
+
+
 @pytest.mark.parametrize("size", ["5GB", "0", "-1", "many"])
 def test_a_shard_size_that_is_no_quantity_is_refused(tmp_path, run_dir, size):
     done = diloco("export", "--to", "out", f"--shard-size={size}", "--dir", run_dir, cwd=tmp_path)
