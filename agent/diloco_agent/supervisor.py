@@ -58,7 +58,9 @@ class Supervisor:
         self._marker = None if settings.state is None else settings.state / "running.json"
         """There while the container runs: one that is killed leaves it."""
         counts = _read_counts(self._counts, settings.pod_uid)
-        died = _was_killed(self._marker, settings.pod_uid, _boot_id())
+        died = not counts.ended and _was_killed(
+            self._marker, settings.pod_uid, _boot_id(), counts.starts
+        )
         self._unit = _unit(settings)
         self._policy = p.Policy(
             role=settings.role, name=settings.name, limits=settings.limits, unit=self._unit,
@@ -151,8 +153,8 @@ class Supervisor:
                         lines=_before(decision.message, self._log),
                     )
                 # Last: a disk that hangs must not keep the message back.
+                self._write_counts(ended=True)
                 self._remove_marker()
-                self._write_counts()
 
     def _start(self, restarts: int) -> None:
         # A report of an earlier run does not apply to this one.
@@ -169,13 +171,14 @@ class Supervisor:
         pid = self._processes.start(command)
         log.info("started %s, pid %s, restarts %d", self._settings.name, pid, restarts)
 
-    def _write_counts(self) -> None:
+    def _write_counts(self, *, ended: bool = False) -> None:
         if self._counts is None:
             return
         counts = {
             "lives": self._policy.starts,
             "faults": self._policy.crashes,
             "joined": self._policy.joined,
+            "ended": ended,
         }
         text = json.dumps({**counts, "pod": self._settings.pod_uid})
         try:
@@ -188,7 +191,8 @@ class Supervisor:
     def _write_marker(self) -> None:
         if self._marker is None:
             return
-        text = json.dumps({"pod": self._settings.pod_uid, "boot": _boot_id()})
+        own = {"pod": self._settings.pod_uid, "boot": _boot_id(), "lives": self._policy.starts}
+        text = json.dumps(own)
         try:
             files.replace(self._marker, text, mode=files.PRIVATE)
         except OSError as error:
@@ -353,6 +357,8 @@ class Counts:
     """In containers of this pod."""
     joined: bool = False
     """It joined the job in a container of this pod."""
+    ended: bool = False
+    """The last container of this pod reached its end, and counted it."""
 
 
 def _read_counts(path: Path | None, pod_uid: str) -> Counts:
@@ -366,19 +372,23 @@ def _read_counts(path: Path | None, pod_uid: str) -> Counts:
                 starts=int(counts["lives"]),
                 crashes=int(counts["faults"]) if is_own else 0,
                 joined=is_own and bool(counts.get("joined")),
+                ended=is_own and bool(counts.get("ended")),
             )
     return Counts()
 
 
-def _was_killed(marker: Path | None, pod_uid: str, boot_id: str) -> bool:
+def _was_killed(marker: Path | None, pod_uid: str, boot_id: str, starts: int) -> bool:
     """
     Whether the last container of this pod was killed on this boot of the node: its agent did not get to its end,
     and the node did not end it.
+
+    A marker of another number of starts is older than the counts: an agent that knows no marker has run since.
     """
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if marker is not None and pod_uid and boot_id:
             found = json.loads(files.read(marker))
-            return bool(found.get("pod") == pod_uid and found.get("boot") == boot_id)
+            own = {"pod": pod_uid, "boot": boot_id, "lives": starts}
+            return all(found.get(key) == value for key, value in own.items())
     return False
 
 

@@ -16,14 +16,8 @@ MAX_ROWS = 64
 """The status of a job has at most as many regions, and fewer conditions."""
 
 
-def view(job: Mapping[str, Any], problems: Sequence[tuple[str, str, str]] = ()) -> RenderableType:
-    """
-    A DiLoCoJob as the API server returns it: progress, regions, and conditions with messages.
-
-    Args:
-        job: with its status.
-        problems: of learners that run: name, kind and sentence.
-    """
+def view(job: Mapping[str, Any]) -> RenderableType:
+    """A DiLoCoJob as the API server returns it: progress, regions, and conditions with messages."""
     status = job.get("status") or {}
     learners = status.get("learners") or {}
     head = "   ".join(
@@ -34,12 +28,12 @@ def view(job: Mapping[str, Any], problems: Sequence[tuple[str, str, str]] = ()) 
             f"{learners.get('summary', '-')} learners training",
         ]
     )
-    tables = [_regions(status.get("regions") or ())]
-    if problems:
-        tables.append(
-            _table(("learner", "problem", "detail"), [[*problem] for problem in problems])
-        )
-    return Group(_text(head), *tables, _conditions(status))
+    return Group(_text(head), _regions(status.get("regions") or ()), _conditions(status))
+
+
+def problems_view(problems: Sequence[tuple[str, str, str]]) -> RenderableType:
+    """The problems of learners that run: name, kind and sentence of each."""
+    return _table(("learner", "problem", "detail"), [[*problem] for problem in problems])
 
 
 def _regions(regions: Iterable[Mapping[str, Any]]) -> Table:

@@ -41,12 +41,19 @@ def doctor(
         ),
     ] = None,
     seconds: Annotated[
-        float, typer.Option(min=1, max=86400, help="Limit for each start of the program.")
+        float,
+        typer.Option(
+            min=1,
+            max=86400,
+            help="Limit for each start of the program, evaluation at its end included.",
+        ),
     ] = 300,
     sets: Sets = None,
     output: Format = Output.table,
 ) -> None:
     """Run three steps of a job's program without a syncer, and show what would go wrong.
+
+    Files that the program itself writes, such as a model at its end, are written as in a run, and replaced.
 
     Exit status: 0 no problem was seen; 1 otherwise; 2 invalid manifest or command line.
     """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -39,8 +40,10 @@ MODEL_CAPS = Caps(file_bytes=16 << 40, total_bytes=16 << 40)
 ASKED_LEARNERS = 64
 """Whose health files are read for a status, at most."""
 ASKED_AT_ONCE = 8
-QUICK = Retries(attempts=1, stall_seconds=10.0)
-"""A status does not wait for a pod as a fetch does."""
+ASK_SECONDS, ASK_ALL_SECONDS = 5.0, 10.0
+"""A status does not wait for a pod as a fetch does: pods of a node that is lost count as running for minutes."""
+HEALTH_BYTES = 1 << 16
+"""Read from a container that is asked, at most."""
 HEALTH = """\
 import glob, os
 found = glob.glob(os.path.join(os.environ.get("TMPDIR") or "/tmp", "diloco-learner-*.json"))
@@ -108,17 +111,23 @@ class RemoteJob:
                 pods[region, ordinal] = metadata["name"]
         return pods
 
-    def health(self, pod: str) -> Mapping[str, Any]:
+    def health(self, pod: str, seconds: float = ASK_SECONDS) -> Mapping[str, Any]:
         """
         The health of the learner of a pod; empty: it has not reported any.
+
+        Args:
+            pod: its name.
+            seconds: how long to wait for the reply.
 
         Raises:
             ConfigError: kubectl is not installed.
             UnavailableError: the pod cannot be reached, or what it replies is not a health file.
         """
         command = ("exec", f"pod/{pod}", "-c", MAIN, "--", "python3", "-c", HEALTH)
+        once = Retries(attempts=1, stall_seconds=seconds)
+        kubectl = replace(self._kubectl, retries=once, most_bytes=HEALTH_BYTES)
         try:
-            found = json.loads(replace(self._kubectl, retries=QUICK).run(*command))
+            found = json.loads(kubectl.run(*command))
         except ValueError as error:
             raise UnavailableError(f"its health file is not JSON: {error}") from None
         if not isinstance(found, dict):
@@ -241,9 +250,16 @@ def learner_problems(
         return [], f"problems of learners are not known: {error}"
     asked = {names.learner_name(*key): pod for key, pod in [*pods.items()][:ASKED_LEARNERS]}
 
+    deadline = time.monotonic() + ASK_ALL_SECONDS
+
     def ask(pod: str) -> Mapping[str, Any] | UnavailableError:
+        left = deadline - time.monotonic()
+        if left <= 0:
+            return UnavailableError(
+                f"not asked, because others did not reply within {ASK_ALL_SECONDS:g} s"
+            )
         try:
-            return job.health(pod)
+            return job.health(pod, min(left, ASK_SECONDS))
         except UnavailableError as error:
             return error
 

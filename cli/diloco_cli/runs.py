@@ -128,8 +128,10 @@ def status(
         if output is Output.json:
             show_json(manifest.get("status") or {})
             return
+        Console().print(cluster_status.view(manifest))  # at once: learners may not reply
         problems, unknown = learner_problems(remote, manifest.get("spec") or {})
-        Console().print(cluster_status.view(manifest, problems))
+        if problems:
+            Console().print(cluster_status.problems_view(problems))
         if unknown:
             echo(printable(unknown))
         return

@@ -74,6 +74,10 @@ class Record:
     """Whether a parameter changed in the three steps."""
     checkpoint_bytes: int
     peak_bytes: int
+    shared_bytes: int
+    """Of them, pages of files, which processes of one machine share."""
+    reads_resumed: bool
+    """Whether the program read `Learner.resumed`, as for a warm-up after each start."""
     calls_after_done: int
     steps: tuple[Step, ...]
 
@@ -102,6 +106,8 @@ class Record:
                 trained=bool(data.get("trained", True)),
                 checkpoint_bytes=int(data.get("checkpointBytes", 0)),
                 peak_bytes=int(data["peakBytes"]),
+                shared_bytes=int(data.get("sharedBytes", 0)),
+                reads_resumed=bool(data.get("readsResumed", False)),
                 calls_after_done=int(data["callsAfterDone"]),
                 steps=tuple(map(_step, data["steps"][:STEPS])),
             )
@@ -246,7 +252,8 @@ def _after_done(
     elif examination.code is None:
         yield _problem(
             f"the program did not end within {duration(examination.ending_seconds)} after learner.done was true"
-            f"{cause}; leave the loop, and end what runs beside it"
+            f"{cause}; leave the loop, and end what runs beside it; if it evaluates or saves at its end, raise "
+            "--seconds"
         )
     elif examination.code != EXIT_DONE:
         yield _problem(f"after its last step, the program {how}{cause}; a learner would restart")
@@ -283,7 +290,13 @@ def _steps(examination: Examination, around: Surroundings) -> Iterator[Finding]:
             f"{min(counts)} optimizer steps preceded each learner.step(); if they are one step of training, this is "
             "right; otherwise call it after each"
         )
-    if examination.complete and not record.trained:
+    if examination.complete and not record.trained and not stepped:
+        yield _note(
+            f"no optimizer step preceded learner.step(), and no parameter changed in {STEPS} steps; call "
+            "optimizer.step(), and give Learner.connect this optimizer; a loss scaler (GradScaler) may have skipped "
+            "all of them: give it a lower init_scale, and examine the program again"
+        )
+    elif examination.complete and not record.trained:
         yield _problem(
             f"no parameter changed in {STEPS} steps; give Learner.connect the model and the optimizer that train, "
             "and check the learning rate"
@@ -299,7 +312,7 @@ def _model(examination: Examination, around: Surroundings) -> Iterator[Finding]:
     if record is None:
         return
     if record.changed_buffers:
-        yield _problem(record.changed_buffers)
+        yield _note(record.changed_buffers)
     if record.moving_buffers:
         yield _note(
             f"{record.moving_buffers} buffers change while training: running statistics, and those of "
@@ -376,12 +389,13 @@ def _compared(first: Examination, second: Examination) -> Iterator[Finding]:
     rates = [step.rate for step in a.steps]
     if a.begin != b.begin and len(set(rates)) > 1 and rates == [step.rate for step in b.steps]:
         shown = ", ".join(f"{rate:.6g}" for rate in rates if rate is not None)
-        yield _problem(
-            f"the learning rate was {shown} from global step {a.begin} on, and the same from step {b.begin} on; a "
-            "learner that restarts or joins later would begin the schedule again: use learner.scheduler(), or "
-            "learner.step_index",
-            *names,
-        )
+        text = f"the learning rate was {shown} from global step {a.begin} on, and the same from step {b.begin} on; a "
+        text += "learner that restarts or joins later would begin the schedule again: use learner.scheduler(), or "
+        text += "learner.step_index"
+        if a.reads_resumed and b.reads_resumed:
+            yield _note(f"{text}; a warm-up while learner.resumed is false is right", *names)
+        else:
+            yield _problem(text, *names)
 
 
 def _equal(a: Record, b: Record, part: Callable[[Step], str]) -> bool:
@@ -417,14 +431,17 @@ def _disk(records: Sequence[Record], around: Surroundings) -> Iterator[Finding]:
 
 
 def _machine(records: Sequence[Record], around: Surroundings) -> Iterator[Finding]:
-    peaks = [_needed_bytes(record) for record in records if record.peak_bytes]
-    if around.memory_bytes is None or not peaks:
+    measured = [record for record in records if record.peak_bytes]
+    if around.memory_bytes is None or not measured:
         return
-    needed = around.learners * max(peaks) + _syncer_bytes(records)
+    shared = max(record.shared_bytes for record in measured)
+    own = max(_needed_bytes(record) - record.shared_bytes for record in measured)
+    needed = around.learners * own + shared + _syncer_bytes(records)
     if needed > around.memory_bytes:
         yield _problem(
             f"a run on this machine needs at least {size(needed)} of memory: {around.learners} learners with "
-            f"{size(max(peaks))} each, and the syncer; it has {size(around.memory_bytes)}: run fewer learners on it"
+            f"{size(own)} each, {size(shared)} of files that they share, and the syncer; it has "
+            f"{size(around.memory_bytes)}: run fewer learners on it"
         )
 
 

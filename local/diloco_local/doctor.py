@@ -37,10 +37,15 @@ from diloco_local.settings import Settings
 
 POLL_SECONDS = 0.1
 ENDING_SECONDS = 30.0
-"""After its third step the program has this long to end."""
+"""After its third step the program has at least this long to end."""
+KILL_SECONDS = 5.0
+"""From SIGTERM to SIGKILL of a program that did not end."""
 
-LATER_STEP = 1000
-"""The second learner joins at this global step, or at half of a shorter job."""
+LATER_STEP = 997
+"""
+The second learner joins at this global step, or at the last prime up to half of a shorter job: a schedule with a
+shorter period is not where it was at step 0.
+"""
 
 NO_SYNCER = "127.0.0.1:1"
 """A program whose version of diloco knows no examination finds no syncer here."""
@@ -82,11 +87,13 @@ def examine(job_path: Path, job: DiLoCoJob, directory: Path, *, seconds: float) 
         problems.append("spec.regions: no learners; doctor needs one to examine")
     if problems:
         raise ConfigError(f"{job_path}: cannot be examined:\n" + "\n".join(problems))
-    later = min(plan.spec.steps // 2, LATER_STEP)
+    later = _later_step(plan.spec.steps)
     first, last = plan.learners[0], plan.learners[-1]
     chosen = [(first, 0)] if first is last else [(first, 0), (last, later)]
     try:
-        with tempfile.TemporaryDirectory(prefix="diloco-doctor-") as scratch:
+        with tempfile.TemporaryDirectory(
+            prefix="diloco-doctor-", ignore_cleanup_errors=True
+        ) as scratch:
             run_dir = RunDir(Path(scratch) / "run")
             with run_dir.hold():
                 commands = Commands(
@@ -102,9 +109,22 @@ def examine(job_path: Path, job: DiLoCoJob, directory: Path, *, seconds: float) 
                     _start(commands, learner, step, seconds=seconds) for learner, step in chosen
                 )
     except OSError as error:
-        raise StorageError(f"{error.filename}: {error.strerror}; nothing was examined") from None
+        where = f"{error.filename}: " if error.filename else ""
+        raise StorageError(f"{where}{error.strerror or error}; nothing was examined") from None
     findings = diagnose(examinations, _surroundings(job, plan, directory))
     return Diagnosis(examinations=examinations, findings=tuple(findings))
+
+
+def _later_step(total: int) -> int:
+    """
+    Where the second learner joins a job of so many steps.
+
+    >>> _later_step(1), _later_step(100), _later_step(10_000)
+    (0, 47, 997)
+    """
+    half = min(total // 2, LATER_STEP)
+    primes = (n for n in range(half, 1, -1) if all(n % divisor for divisor in range(2, n)))
+    return next(primes, half)
 
 
 def _start(commands: Commands, learner: LearnerPlan, step: int, *, seconds: float) -> Examination:
@@ -130,7 +150,7 @@ def _watch(
     command: Command, file: Path, deadline: float
 ) -> tuple[float | None, ProcessExit | None]:
     """
-    Run a program until it ends, or stop it at the deadline.
+    Run a program until it ends, or stop it at the deadline, and earlier if it makes steps after the third.
 
     Returns:
         When its third step was seen, and how it ended; None: it did not.
@@ -142,8 +162,9 @@ def _watch(
             processes.limit_logs()
             now = time.monotonic()
             if done_at is None and _is_complete(file):
-                done_at, deadline = now, now + ENDING_SECONDS
-            if now > deadline:
+                done_at, deadline = now, max(deadline, now + ENDING_SECONDS)
+            if now > deadline or (done_at is not None and _goes_on(file, now - done_at)):
+                _terminate(processes, command.name)
                 break
             time.sleep(POLL_SECONDS)
         return done_at, exits[0] if exits else None
@@ -151,9 +172,26 @@ def _watch(
         processes.close()
 
 
+def _terminate(processes: Processes, name: str) -> None:
+    """Let a program that did not end complete a file that it writes."""
+    processes.terminate(name)
+    deadline = time.monotonic() + KILL_SECONDS
+    while not processes.exits() and time.monotonic() < deadline:
+        processes.limit_logs()
+        time.sleep(POLL_SECONDS)
+
+
 def _is_complete(file: Path) -> bool:
     record = _read(file)
     return record is not None and len(record.steps) == STEPS
+
+
+def _goes_on(file: Path, seconds: float) -> bool:
+    """Whether a program still makes steps so long after the third: more time would not end it."""
+    if seconds < ENDING_SECONDS:
+        return False
+    record = _read(file)
+    return record is not None and record.calls_after_done > 1
 
 
 def _read(file: Path) -> Record | None:

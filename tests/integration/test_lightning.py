@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.errors import ConfigError
 from diloco_testing.learners.rejoined import Rejoined
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -42,6 +43,15 @@ class Module(pl.LightningModule):
             "optimizer": optimizer,
             "lr_scheduler": {"scheduler": scheduler, **self.when},
         }
+
+
+class TwoSchedules(Module):
+    """Both of one optimizer."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.01)
+        schedules = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9) for _ in range(2)]
+        return [optimizer], [{"scheduler": made, "interval": "step"} for made in schedules]
 
 
 class TwoOptimizers(Module):
@@ -112,6 +122,13 @@ def test_a_schedule_of_all_steps_has_the_jobs(monkeypatch, limits):
     assert max(module.rates) == module.rates[0] == pytest.approx(0.01, rel=0.01), (
         "after 30 of 100 steps"
     )
+
+
+def test_a_second_scheduler_of_an_optimizer_is_refused(monkeypatch):
+    """Each would overwrite the rates of the other."""
+    Rejoined(at=60, steps=4).join(monkeypatch)
+    with pytest.raises(ConfigError, match="ExponentialLR and ExponentialLR have the same"):
+        train(DiLoCoCallback(tokens=1), TwoSchedules())
 
 
 def test_a_scheduler_that_steps_every_second_time_follows_half_of_the_steps(monkeypatch):

@@ -8,7 +8,9 @@ job's fragments, and `done` is true after three steps. Nothing is sent. What the
 
 from __future__ import annotations
 
+import contextlib
 import json
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,13 +35,18 @@ from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.replica import Replica
 from diloco_worker.trainer.termination import exit_with
 
+log = logging.getLogger(__name__)
+
 STEPS = 3
+NO_SYNCER = "127.0.0.1:1"
+"""The only DILOCO_SYNCER of an examination: in a job, three steps would pass for a program that ends early."""
 MOST_WRAPPERS = 8
 """Named in the record."""
-MOST_TENSORS = 64
+MOST_VALUES = 1024
 MOST_BYTES = 64 << 20
 MOST_DEPTH = 4
-"""Of the inputs of one step, as far as they are compared."""
+"""Of the inputs of one step: those of a step with more are not compared."""
+_PLAIN = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 
 
 class ExaminedTrainer:
@@ -52,18 +59,18 @@ class ExaminedTrainer:
         optimizers: likewise.
 
     Raises:
-        ConfigError: the job would refuse the model.
+        ConfigError: the job would refuse the model, or this process is in a job.
     """
 
     def __init__(
         self, config: LearnerSettings, model: nn.Module, optimizers: Sequence[Optimizer]
     ) -> None:
+        _refuse_job(config)
         spec = config.read_spec()
         self.name, self.index = config.learner, config.index(spec)
         self.spec: RunSpec | None = spec
         self.config = config.config
         self.total_steps = spec.steps
-        self.resumed = False
         self._begin = config.examination_step
         self._file = config.examination if config.rank == 0 else None
         self._optimizers = optimizers
@@ -97,9 +104,20 @@ class ExaminedTrainer:
             "movingBuffers": len(tensors.moving),
             "wrappers": _wrappers(model, tensors.merged)[:MOST_WRAPPERS],
             "steps": [],
+            "readsResumed": False,
             "callsAfterDone": 0,
         }
         self._write()
+        log.warning(
+            "%s: an examination of diloco doctor: %d steps from global step %d on, and nothing is sent",
+            self.name, STEPS, self._begin,
+        )  # fmt: skip
+
+    @property
+    def resumed(self) -> bool:
+        """See `Learner.resumed`: a program that reads it may warm up after each start."""
+        self._record["readsResumed"] = True
+        return False
 
     @property
     def done(self) -> bool:
@@ -131,6 +149,8 @@ class ExaminedTrainer:
             return
         if self._ledger.local_step == 0:
             self._check_kept()
+        if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+            loss = float(loss.detach())  # waits for the device: `finite` must be that of this step
         self._loss.read(loss)
         self._ledger.count(tokens)
         self._record["steps"].append(
@@ -163,7 +183,8 @@ class ExaminedTrainer:
 
     def _write(self) -> None:
         if self._file is not None:
-            self._record["peakBytes"] = _peak_bytes()
+            self._record["peakBytes"] = _memory_bytes("VmHWM")
+            self._record["sharedBytes"] = _memory_bytes("RssFile")
             files.replace(self._file, json.dumps(self._record))
 
 
@@ -171,38 +192,56 @@ class _Inputs:
     """
     Digests of what the model gets while it trains, and of the random state where it draws numbers.
 
-    A model whose hooks are not called (compiled, or used through its parts) has none.
+    A model whose hooks are not called (compiled, scripted, or used through its parts) has none. Nor has a step with
+    an input that was not read: what was would look equal where the rest differs.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._inputs, self._random = xxhash.xxh3_64(), ""
-        self._seen = self._bytes = 0
+        self._tensors = self._values = self._bytes = 0
+        self._complete = True
         self._before = ""
-        model.register_forward_pre_hook(self._begin, with_kwargs=True)
-        model.register_forward_hook(self._end)
+        with contextlib.suppress(RuntimeError):  # torch.jit.ScriptModule has no hooks
+            model.register_forward_pre_hook(self._begin, with_kwargs=True)
+            model.register_forward_hook(self._end)
 
     def take(self) -> dict[str, str]:
         """The digests since the last call; "": there is none."""
         found = {
-            "inputs": self._inputs.hexdigest() if self._seen else "",
+            "inputs": self._inputs.hexdigest() if self._tensors and self._complete else "",
             "random": self._random,
         }
-        self._inputs, self._random, self._seen, self._bytes = xxhash.xxh3_64(), "", 0, 0
+        self._inputs, self._random = xxhash.xxh3_64(), ""
+        self._tensors = self._values = self._bytes = 0
+        self._complete = True
         return found
 
     def _begin(self, model: nn.Module, args: Any, kwargs: Any) -> None:
         if torch.compiler.is_compiling() or not (model.training and torch.is_grad_enabled()):
             return
         self._before = _random_state()
-        for tensor in _tensors((args, kwargs), MOST_DEPTH):
-            self._bytes += tensor.nbytes
-            if self._seen >= MOST_TENSORS or self._bytes > MOST_BYTES:
+        for value in _values((args, kwargs), MOST_DEPTH):
+            self._complete = self._complete and self._read(value)
+            if not self._complete:
                 break
-            try:
-                self._inputs.update(digest(tensor).encode())
-            except (RuntimeError, TypeError):
-                continue  # values that cannot be read as bytes
-            self._seen += 1
+
+    def _read(self, value: Any) -> bool:
+        """Whether the value was added to the digest."""
+        self._values += 1
+        self._bytes += value.nbytes if isinstance(value, torch.Tensor) else 0
+        if self._values > MOST_VALUES or self._bytes > MOST_BYTES:
+            return False
+        try:
+            if isinstance(value, torch.Tensor):
+                self._inputs.update(digest(value).encode())
+                self._tensors += 1
+            elif isinstance(value, _PLAIN):
+                self._inputs.update(repr(value).encode(errors="replace"))
+            else:
+                return False
+        except (RuntimeError, TypeError, ValueError):
+            return False  # values that cannot be read as bytes
+        return True
 
     def _end(self, model: nn.Module, args: Any, output: Any) -> None:
         if not torch.compiler.is_compiling() and self._before:
@@ -223,12 +262,21 @@ class _Rate:
         self.value = float(optimizer.param_groups[0]["lr"])
 
 
-def _tensors(value: Any, depth: int) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and isinstance(value, Mapping | tuple | list):
+def _refuse_job(config: LearnerSettings) -> None:
+    if config.syncer != NO_SYNCER:
+        raise ConfigError(
+            f"DILOCO_EXAMINATION: set, and DILOCO_SYNCER is {config.syncer}; expected it only under diloco doctor: "
+            "remove it from the image and from learner.env"
+        )
+
+
+def _values(value: Any, depth: int) -> Iterator[Any]:
+    """The tensors in nested containers, and what else is in them."""
+    if depth and isinstance(value, Mapping | tuple | list):
         for item in value.values() if isinstance(value, Mapping) else value:
-            yield from _tensors(item, depth - 1)
+            yield from _values(item, depth - 1)
+    else:
+        yield value
 
 
 def _random_state() -> str:
@@ -260,15 +308,20 @@ def _bytes(tensors: Iterable[Named]) -> int:
 
 
 def _state_bytes(optimizer: Optimizer) -> int:
-    states = optimizer.state.values()
-    return sum(tensor.nbytes for state in states for tensor in _tensors(state, MOST_DEPTH))
+    values = (value for state in optimizer.state.values() for value in _values(state, MOST_DEPTH))
+    return sum(value.nbytes for value in values if isinstance(value, torch.Tensor))
 
 
-def _peak_bytes() -> int:
-    """The most memory that this process has had; 0: unknown. Not that of its workers."""
+def _memory_bytes(name: str) -> int:
+    """
+    Memory of this process, not that of its workers; 0: unknown.
+
+    Args:
+        name: VmHWM: the most it has had; RssFile: of files, shared with other processes.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
         return 0
-    sizes = [line.split()[1] for line in lines if line.startswith("VmHWM:")]
+    sizes = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
     return int(sizes[0]) << 10 if sizes else 0

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import operator
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -100,6 +101,12 @@ class Identity:
     def _regions(self) -> list[str]:
         return sorted({*self.learners, self.region})
 
+    @property
+    def _alone(self) -> bool:
+        """Whether there is no job."""
+        own = Identity()
+        return (self.name, self.learners) == (own.name, own.learners)
+
     # ------------------------------------------------------------ data
 
     def part(
@@ -112,7 +119,8 @@ class Identity:
             max_learners_per_region: None: a part for each learner there is. A number: so many parts
                 for each region, whose learners keep theirs however the job is scaled; parts without
                 a learner remain unread. Numbers by region: so many for each, also for regions that
-                are added later. All learners must give the same.
+                are added later. All learners must give the same. Without a job, numbers by region give
+                all of the data.
 
         Raises:
             ConfigError: the numbers of learners are not known, or there is no part for this one.
@@ -125,15 +133,18 @@ class Identity:
 
     def _most_learners(self, given: int | Mapping[str, int]) -> Mapping[str, int]:
         """Region → number of parts, for each region of the job."""
-        most = given if isinstance(given, Mapping) else dict.fromkeys(self._regions, given)
+        numbers = given if isinstance(given, Mapping) else dict.fromkeys(self._regions, given)
+        most = {region: _whole(number) for region, number in numbers.items()}
+        if any(number < 0 for number in most.values()):
+            raise ConfigError(
+                f"learner {self.name}: max_learners_per_region is {given}, expected whole numbers"
+            )
+        if self._alone and self.region not in most:
+            return {self.region: 1}
         if without := [region for region in self._regions if region not in most]:
             raise ConfigError(
                 f"learner {self.name}: max_learners_per_region has no number for {', '.join(without)}, "
                 f"expected one for each region of the job: {', '.join(self._regions)}"
-            )
-        if any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in most.values()):
-            raise ConfigError(
-                f"learner {self.name}: max_learners_per_region is {given}, expected whole numbers"
             )
         if most[self.region] <= self.index_in_region:
             raise ConfigError(
@@ -248,6 +259,14 @@ def of(config: settings.LearnerSettings, *, local_step: int | None = None) -> Id
         pod=config.pod,
         process=config.rank,
     )
+
+
+def _whole(number: object) -> int:
+    """A whole number of Python or numpy; -1: it is not one."""
+    try:
+        return -1 if isinstance(number, bool) else operator.index(number)  # type: ignore[arg-type]
+    except TypeError:
+        return -1
 
 
 def _newest_step(state: Path | None) -> int:

@@ -36,7 +36,7 @@ from diloco_worker.joined import JoinedTrainer
 from diloco_worker.standalone import StandaloneTrainer
 from diloco_worker.trainer.kept import Stateful
 from diloco_worker.trainer.layout import is_dtensor
-from diloco_worker.trainer.scheduler import GlobalStepScheduler
+from diloco_worker.trainer.scheduler import GlobalStepScheduler, refuse_second
 from diloco_worker.trainer.termination import exit_with
 
 
@@ -248,10 +248,11 @@ class Learner:
 
         Raises:
             TypeError: not a scheduler of torch, or ReduceLROnPlateau, which follows a metric.
-            ConfigError: it is more than 10,000,000 steps behind.
+            ConfigError: it is more than 10,000,000 steps behind, or its optimizer has one already.
         """
         found = self._schedulers.get(id(scheduler))
         if found is None:
+            refuse_second(scheduler, [other.scheduler for other in self._schedulers.values()])
             found = GlobalStepScheduler(scheduler, lambda: self.step_index)
             self._schedulers[id(scheduler)] = found
         return found

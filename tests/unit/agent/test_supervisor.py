@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from diloco_agent import supervisor
+from diloco_agent import policy, supervisor
 from diloco_agent.policy import ExitContainer
 from diloco_agent.supervisor import Counts, Supervisor, write_termination_message
 
@@ -73,15 +73,15 @@ def test_the_reason_of_the_end_is_written_before_the_files_on_the_volume(tmp_pat
         def _remove_marker(self):
             order.append("marker")
 
-        def _write_counts(self):
-            order.append("counts")
+        def _write_counts(self, *, ended):
+            order.append(f"counts, {ended=}")
 
     def write(path, reason, message, *, lines):
         order.append((path.name, reason, message))
 
     monkeypatch.setattr(supervisor, "write_termination_message", write)
     Ended()._carry_out(ExitContainer(code=1, reason="Refused", message="why"))
-    assert order == [("termination-log", "Refused", "why"), "marker", "counts"]
+    assert order == [("termination-log", "Refused", "why"), "counts, ended=True", "marker"]
 
 
 def test_a_termination_log_that_cannot_be_written_raises_nothing(tmp_path):
@@ -118,8 +118,48 @@ def test_a_container_that_did_not_get_to_its_end_was_killed_unless_its_node_rest
     tmp_path, pod, boot, died
 ):
     marker = tmp_path / "running.json"
-    marker.write_text('{"pod": "uid-1", "boot": "boot-1"}')
-    assert supervisor._was_killed(marker, pod, boot) is died
+    marker.write_text('{"pod": "uid-1", "boot": "boot-1", "lives": 3}')
+    assert supervisor._was_killed(marker, pod, boot, 3) is died
+
+
+def test_a_marker_of_an_earlier_agent_is_ignored_after_one_that_knows_none(tmp_path):
+    """An image that was changed in place, twice: the agent between does not remove the marker."""
+    marker = tmp_path / "running.json"
+    marker.write_text('{"pod": "uid-1", "boot": "boot-1", "lives": 3}')
+    assert not supervisor._was_killed(marker, "uid-1", "boot-1", 4)
+
+
+def started(monkeypatch, state):
+    """A container's agent, and the events that its policy was given."""
+    events = []
+
+    class Seen(policy.Policy):
+        def handle(self, event, now):
+            events.append(event)
+            return []
+
+    monkeypatch.setattr(supervisor, "_boot_id", lambda: "boot-1")
+    monkeypatch.setattr(supervisor.p, "Policy", Seen)
+    settings = SimpleNamespace(
+        state=state, pod_uid="uid-1", role="learner", name="eu/0", limits=policy.Limits(leave_seconds=1.0),
+        num_ranks=1, rank=0, health_port=0, stuck_seconds=None, health_file=state / "health.json",
+        termination_log=state / "termination-log",
+    )  # fmt: skip
+    monkeypatch.setattr(supervisor, "Server", lambda *_: None)
+    monkeypatch.setattr(supervisor, "Processes", lambda: None)
+    return Supervisor(settings), events
+
+
+def test_an_end_that_was_counted_is_no_kill_though_its_marker_remains(tmp_path, monkeypatch):
+    """The kubelet's SIGKILL may come between the two files."""
+    first, _ = started(monkeypatch, tmp_path)
+    first._write_counts()
+    first._write_marker()
+    assert started(monkeypatch, tmp_path)[1] == [policy.Died()], "it was killed while it ran"
+    monkeypatch.setattr(first, "_remove_marker", lambda: None)
+    first._carry_out(ExitContainer(code=1))
+    assert (tmp_path / "running.json").exists()
+    assert started(monkeypatch, tmp_path)[1] == []
 
 
 @pytest.mark.parametrize("content", [None, "", "{", "[]", "{}", "null"])
@@ -127,8 +167,8 @@ def test_without_a_readable_marker_the_last_container_was_not_killed(tmp_path, c
     marker = tmp_path / "running.json"
     if content is not None:
         marker.write_text(content)
-    assert not supervisor._was_killed(marker, "uid-1", "boot-1")
-    assert not supervisor._was_killed(marker, "", "")
+    assert not supervisor._was_killed(marker, "uid-1", "boot-1", 0)
+    assert not supervisor._was_killed(marker, "", "", 0)
 
 
 @pytest.mark.parametrize(("pod", "joined"), [("uid-1", True), ("uid-2", False)])

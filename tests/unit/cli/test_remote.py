@@ -15,7 +15,7 @@ import yaml
 
 from diloco.errors import ConfigError, StorageError, UnavailableError
 from diloco.journal import reader
-from diloco_cli import pod_files, remote
+from diloco_cli import pod_files, remote, runs
 from diloco_cli.pod_files import Retries
 from diloco_cli.remote import RemoteJob, fetch_run
 from diloco_local.report.run_files import load
@@ -481,6 +481,45 @@ def test_the_health_files_of_at_most_some_learners_are_read(monkeypatch, kubectl
     monkeypatch.setattr(remote, "ASKED_LEARNERS", 1)
     _, unknown = remote.learner_problems(RemoteJob(name="a", kubectl=kubectl), {})
     assert unknown == "problems are not known of 3 learners beyond the first 1, which are not asked"
+
+
+def test_learners_that_do_not_reply_cost_a_status_a_bounded_time(monkeypatch, tmp_path, kubectl):
+    """The pods of a node that is lost remain in phase Running."""
+    monkeypatch.setattr(remote, "ASK_ALL_SECONDS", 0.5)
+    monkeypatch.setattr(remote, "ASK_SECONDS", 0.4)
+    monkeypatch.setattr(remote, "ASKED_AT_ONCE", 1)
+    hanging = tmp_path / "hanging"
+    hanging.write_text(
+        f'#!/bin/sh\ncase "$*" in *exec*) exec sleep 60;; *) exec {kubectl} "$@";; esac\n'
+    )
+    hanging.chmod(0o755)
+    started = time.monotonic()
+    found, unknown = remote.learner_problems(RemoteJob(name="a", kubectl=str(hanging)), {})
+    assert time.monotonic() - started < 20
+    assert (found, "eu/0, eu/1, eu/4, eu/5" in unknown) == ([], True)
+
+
+def test_the_status_is_printed_before_any_learner_is_asked(monkeypatch, kubectl, capsys):
+    shown = []
+
+    def asked(job, spec):
+        shown.append(capsys.readouterr().out)
+        return [("eu/0", "NotFinite", "the loss was NaN")], ""
+
+    monkeypatch.setattr(remote, "learner_problems", asked)
+    monkeypatch.setenv("PATH", f"{os.path.dirname(kubectl)}{os.pathsep}{os.environ['PATH']}")
+    runs.status(job="a")
+    assert "learners training" in shown[0]
+    assert "NotFinite" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("stream", [1, 2])
+def test_a_container_that_floods_its_reply_is_cut_off(tmp_path, stream):
+    program = tmp_path / "kubectl"
+    program.write_text(f"#!/bin/sh\nexec yes flood >&{stream}\n")
+    program.chmod(0o755)
+    with pytest.raises(UnavailableError, match=r"sends more than 64\.0 KiB"):
+        RemoteJob(name="a", kubectl=str(program)).health("a-eu-0")
 
 
 def test_status_of_a_job_that_is_not_there_is_an_error(kubectl):

@@ -66,7 +66,10 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
         write_template(tmp_path / "f/below")
 
 
-@pytest.mark.parametrize("folder", ["x" * 300, "9-", "Äö", "a--b-", "Run 7 (new)"])
+@pytest.mark.parametrize(
+    "folder",
+    ["x" * 300, "9-", "Äö", "a--b-", "Run 7 (new)", "null", "True", "yes", "no", "on", "off", "y"],
+)
 def test_any_folder_gives_a_valid_job(folder):
     text = (files("diloco_cli") / "template/job.yaml").read_text()
     name = job_name(folder)

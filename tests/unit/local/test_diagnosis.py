@@ -17,6 +17,7 @@ from diloco_local.diagnosis import (
     Surroundings,
     diagnose,
 )
+from diloco_local.doctor import _later_step
 
 MIB = 1 << 20
 AROUND = Surroundings(
@@ -42,7 +43,8 @@ def record(**changes: object) -> Record:
         Record(
             begin=0, optimizers=1, model="m", elements=MIB, constant_bytes=0, frozen_tensors=0, frozen_bytes=0,
             frozen_digest="f", moving_buffers=0, changed_buffers="", wrappers=(), trained=True,
-            checkpoint_bytes=12 * MIB, peak_bytes=400 * MIB, calls_after_done=0, steps=steps(),
+            checkpoint_bytes=12 * MIB, peak_bytes=400 * MIB, shared_bytes=0, reads_resumed=False,
+            calls_after_done=0, steps=steps(),
         ),
         **changes,
     )  # fmt: skip
@@ -126,6 +128,12 @@ def test_two_optimizers_with_one_step_each_are_as_expected():
     assert texts(start(record=record(optimizers=2, steps=steps(optimizer_steps=2)))) == []
 
 
+def test_steps_that_a_loss_scaler_may_have_skipped_are_no_problem():
+    (text,) = texts(start(record=record(trained=False, steps=steps(optimizer_steps=0))))
+    assert text.startswith("note eu/0: no optimizer step preceded learner.step(), and no parameter")
+    assert "GradScaler" in text
+
+
 def test_a_model_that_does_not_change_and_a_batch_that_repeats_are_seen():
     found = texts(start(record=record(trained=False, steps=steps(inputs="same"))))
     assert "no parameter changed in 3 steps" in found[0]
@@ -141,9 +149,9 @@ def test_buffers_wrappers_and_frozen_parameters_are_reported():
         frozen_bytes=5 * MIB,
     )  # fmt: skip
     found = texts(start(record=own))
-    assert [text.partition(":")[0] for text in found] == ["problem eu/0"] * 2 + ["note eu/0"] * 2
-    assert "buffer usage changed" in found[0]
-    assert "begin with module.; give Learner.connect the module inside" in found[1]
+    assert [text.partition(":")[0] for text in found] == ["problem eu/0"] + ["note eu/0"] * 3
+    assert "begin with module.; give Learner.connect the module inside" in found[0]
+    assert "buffer usage changed" in found[1]
     assert "4 buffers change while training" in found[2]
     assert "5.00 MiB of frozen parameters are not sent" in found[3]
     assert "each learner downloads them" in texts(start(record=own), ships_frozen=True)[3]
@@ -209,6 +217,20 @@ def test_a_schedule_that_ignores_the_global_step_is_seen_by_its_rates(later, exp
         assert "was 0.1, 0.2, 0.3 from global step 0 on, and the same from step 100" in found[0]
 
 
+def test_a_warm_up_after_a_start_without_state_is_no_problem():
+    first = record(steps=rates(0.1, 0.2, 0.3, learner="a"), reads_resumed=True)
+    second = record(begin=97, steps=rates(0.1, 0.2, 0.3, learner="b"), reads_resumed=True)
+    (text,) = texts(start(record=first), start("us/0", record=second))
+    assert text.startswith("note eu/0,us/0: the learning rate was 0.1, 0.2, 0.3")
+    assert "a warm-up while learner.resumed is false is right" in text
+
+
+@pytest.mark.parametrize("period", [2, 3, 5, 50, 100, 200, 250, 500])
+@pytest.mark.parametrize("total", [1004, 2000, 10**6])
+def test_the_second_start_is_at_no_multiple_of_a_period(period, total):
+    assert _later_step(total) % period
+
+
 # ------------------------------------------------------------ the machine
 
 
@@ -226,6 +248,10 @@ def test_the_memory_of_the_machine_and_of_the_syncer_must_suffice():
     enough = 2 * 408 * MIB + syncer
     assert texts(start(), memory_bytes=enough) == texts(start(), memory_bytes=None) == []
     assert "2 learners with 408 MiB each" in texts(start(), memory_bytes=enough - 1)[0]
+    once = record(shared_bytes=300 * MIB)  # of the libraries
+    assert texts(start(record=once), memory_bytes=enough - 300 * MIB) == []
+    (text,) = texts(start(record=once), memory_bytes=enough - 300 * MIB - 1)
+    assert "2 learners with 108 MiB each, 300 MiB of files that they share" in text
     assert texts(start(), syncer_limit=syncer) == []
     assert "syncer.resources.limits.memory is" in texts(start(), syncer_limit=syncer - 1)[0]
 

@@ -163,6 +163,17 @@ def test_a_division_by_the_largest_number_per_region_survives_scaling():
     assert {parts for _, parts in after.values()} == {12}
 
 
+@pytest.mark.parametrize("whole", [int, np.int64])
+def test_without_a_job_numbers_of_each_region_give_all_of_the_data(monkeypatch, whole):
+    monkeypatch.delenv("DILOCO_SYNCER", raising=False)
+    numbers = {"eu": whole(8), "us": whole(2)}
+    assert identity().part(max_learners_per_region=numbers) == (0, 1)
+    assert list(identity().shard(range(5), max_learners_per_region=numbers)) == [0, 1, 2, 3, 4]
+    assert of("eu/1").part(max_learners_per_region=whole(4)) == (5, 12)
+    with pytest.raises(ConfigError, match="expected whole numbers"):
+        identity().part(max_learners_per_region={"eu": 2.5})
+
+
 def test_a_division_by_numbers_of_each_region_leaves_nothing_unread_and_survives_scaling():
     parts = {name: of(name).part(max_learners_per_region=LEARNERS) for name in NAMES}
     assert sorted(parts.values()) == [(number, 6) for number in range(6)]

@@ -226,3 +226,20 @@ def test_without_a_job_the_scheduler_follows_the_local_step():
         scheduler.step()  # a loop that was written for torch's
         learner.step(tokens=1)
     assert scheduler.scheduler.last_epoch == 40
+
+
+@pytest.mark.parametrize("kind", ["ChainedScheduler", "ExponentialLR"])
+def test_a_second_scheduler_of_an_optimizer_is_refused(monkeypatch, kind):
+    """It would go back to what the first one had made of the rates when it was created."""
+    monkeypatch.delenv("DILOCO_SYNCER", raising=False)
+    optimizer = make_optimizer()
+    learner = Learner.connect(nn.Linear(2, 2), optimizer)
+    first = lr_scheduler.LinearLR(optimizer)
+    followed = learner.scheduler(first)
+    second = {**KINDS, "ExponentialLR": lambda o: lr_scheduler.ExponentialLR(o, 0.9)}[kind](
+        optimizer
+    )
+    with pytest.raises(ConfigError, match=f"LinearLR and {kind} have the same optimizer"):
+        learner.scheduler(second)
+    assert learner.scheduler(first) is followed
+    learner.scheduler(lr_scheduler.LinearLR(make_optimizer()))  # of another optimizer

@@ -13,6 +13,7 @@ from typing import Any
 from diloco_worker import settings
 from diloco_worker.attachment import AttachedLearner, attach, planned_steps
 from diloco_worker.integrations.rates import Rates, depends_on_steps
+from diloco_worker.trainer.scheduler import refuse_second
 
 try:
     from lightning.pytorch.callbacks import Callback
@@ -80,11 +81,14 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             connect_timeout_seconds=self._timeout_seconds,
         )
         if self._in_job:
-            self._rates = [
-                (Rates(config.scheduler), config.frequency)
+            followed = [
+                config
                 for config in trainer.lr_scheduler_configs
                 if config.interval == "step" and depends_on_steps(config.scheduler)
             ]
+            for number, config in enumerate(followed):
+                refuse_second(config.scheduler, [other.scheduler for other in followed[:number]])
+            self._rates = [(Rates(config.scheduler), config.frequency) for config in followed]
             trainer.should_stop = trainer.should_stop or self.learner.done
 
     def on_train_batch_start(

@@ -13,7 +13,7 @@ import copy
 import functools
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
 
@@ -132,6 +132,23 @@ class GlobalStepScheduler:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Nothing: the global step is all of the state."""
+
+
+def refuse_second(scheduler: object, others: Iterable[LRScheduler]) -> None:
+    """
+    Refuse a scheduler of an optimizer that has one: the rates of both depend on the order of their steps.
+
+    Raises:
+        ConfigError: one of `others` has the same optimizer.
+    """
+    optimizer = getattr(scheduler, "optimizer", None)
+    for other in others:
+        if optimizer is other.optimizer:
+            raise ConfigError(
+                f"{type(other).__name__} and {type(scheduler).__name__} have the same optimizer, expected one "
+                "scheduler of each optimizer: at another global step, each would begin with the rates of the other; "
+                "combine them by torch.optim.lr_scheduler.ChainedScheduler or SequentialLR"
+            )
 
 
 def _check(scheduler: object) -> None:

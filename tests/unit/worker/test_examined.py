@@ -1,0 +1,140 @@
+"""What a learner records under `diloco doctor`: nothing that it did not see, and never in a job."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import nn
+
+from diloco.errors import ConfigError
+from diloco.spec import RunSpec
+from diloco_local.doctor import NO_SYNCER
+from diloco_worker import examined
+from diloco_worker.examined import ExaminedTrainer
+from diloco_worker.settings import LearnerSettings
+
+
+@dataclass
+class Batch:
+    images: torch.Tensor
+
+
+class Model(nn.Module):
+    """Takes anything; computes from its weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2))
+
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        return self.weight.sum()
+
+
+@pytest.fixture
+def config(tmp_path):
+    spec = RunSpec(job="j", steps=9, learners={"eu": 1}, fragments=1, interval=1, overlap=1)
+    (tmp_path / "spec.json").write_text(spec.to_json())
+    return LearnerSettings(
+        job="j", learner="eu/0", syncer=NO_SYNCER, spec=tmp_path / "spec.json", examination=tmp_path / "record.json"
+    )  # fmt: skip
+
+
+def examination(config, model=None):
+    model = model or Model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return ExaminedTrainer(config, model, [optimizer]), model, optimizer
+
+
+def record(config):
+    return json.loads(config.examination.read_text())
+
+
+def inputs(config, *args, **kwargs):
+    """The digest of one step's inputs."""
+    trainer, model, _ = examination(config)
+    model(*args, **kwargs)
+    trainer.step(tokens=1, loss=1.0)
+    return record(config)["steps"][0]["inputs"]
+
+
+def test_inputs_that_were_read_completely_have_a_digest(config):
+    mask = torch.ones(3)
+    known = inputs(config, {"mask": [mask]}, scale=2.0, names=["a"], cache=None)
+    assert known == inputs(config, {"mask": [mask.clone()]}, scale=2.0, names=["a"], cache=None)
+    assert known != inputs(config, {"mask": [mask]}, scale=2.0, names=["b"], cache=None)
+    assert known != inputs(config, {"mask": [mask + 1]}, scale=2.0, names=["a"], cache=None)
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        Batch(torch.zeros(2)), [[[[[torch.zeros(2)]]]]], object(), torch.zeros(2, device="meta"),
+        [torch.zeros(1)] * examined.MOST_VALUES, torch.zeros(200),
+    ],
+    ids=["object", "deep", "unknown", "unreadable", "many", "large"],
+)  # fmt: skip
+def test_inputs_of_which_a_part_was_not_read_have_no_digest(config, monkeypatch, rest):
+    monkeypatch.setattr(examined, "MOST_BYTES", 700)
+    if isinstance(rest, list) and len(rest) > 1:
+        monkeypatch.setattr(examined, "MOST_BYTES", 1 << 20)
+    assert inputs(config, torch.ones(3), rest) == ""
+    assert inputs(config, rest, torch.ones(3)) == ""
+
+
+def test_an_unknown_input_concerns_its_own_step_only(config):
+    trainer, model, _ = examination(config)
+    for batch in (Batch(torch.zeros(2)), torch.zeros(2)):
+        model(batch)
+        trainer.step(tokens=1, loss=1.0)
+    first, second = record(config)["steps"]
+    assert (first["inputs"], bool(second["inputs"])) == ("", True)
+
+
+def test_the_loss_of_a_step_is_read_in_it_whatever_its_device(config, monkeypatch):
+    """A tensor on a GPU would be read one call later, that of the third step never."""
+    read = []
+    monkeypatch.setattr(examined.LossReader, "read", lambda self, loss: read.append(loss))
+    trainer, _, _ = examination(config)
+    trainer.step(tokens=1, loss=torch.tensor([2.0], requires_grad=True))
+    assert (read, type(read[0])) == ([2.0], float)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:FutureWarning")
+def test_a_scripted_model_is_examined_without_its_inputs(config):
+    scripted = torch.jit.script(nn.Linear(2, 1))
+    trainer, model, _ = examination(config, scripted)
+    model(torch.ones(2)).sum().backward()
+    trainer.step(tokens=1, loss=1.0)
+    assert record(config)["steps"][0]["inputs"] == ""
+
+
+def test_the_pages_of_files_are_recorded_apart_from_the_memory(config):
+    examination(config)
+    found = record(config)
+    assert 0 < found["sharedBytes"] < found["peakBytes"]
+
+
+def test_that_a_program_reads_resumed_is_recorded(config):
+    trainer, _, _ = examination(config)
+    trainer.step(tokens=1, loss=1.0)
+    assert record(config)["readsResumed"] is False
+    assert trainer.resumed is False
+    trainer.step(tokens=1, loss=1.0)
+    assert record(config)["readsResumed"] is True
+
+
+def test_an_examination_in_a_job_is_refused(config):
+    """In an image or in learner.env, the variable would end each learner after three steps."""
+    with pytest.raises(
+        ConfigError, match=r"DILOCO_SYNCER is 10\.0\.0\.7:7070; expected it only under diloco"
+    ):
+        examination(replace(config, syncer="10.0.0.7:7070"))
+    assert not config.examination.exists()
+
+
+def test_an_examination_states_itself_in_the_log(config, caplog):
+    examination(config)
+    assert "eu/0: an examination of diloco doctor: 3 steps" in caplog.text
