@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_sim.checkers.checker import Violation
-from diloco_sim.checkers.observations import Moment
+from diloco_sim.checkers.observations import Moment, ReportArrived
 
 
 class Status:
@@ -17,30 +17,39 @@ class Status:
             something is wrong, and the status must show it.
     """
 
-    observes = (dict, Moment)
+    observes = (dict, Moment, ReportArrived)
 
     def __init__(self, quorum: int, silence: Callable[[float, float], float]) -> None:
         self._quorum, self._silence = quorum, silence
         self._connected: dict[str, int] = {}
         """Learner → incarnation of its session."""
         self._since = 0.0
-        """Time of the last merge, or of the start."""
+        """Time of the last merge, of the start, or when a quorum was last missing."""
+        self._reported: set[str] = set()
+        """Learners that have reported in their session."""
 
-    def observe(self, event: dict[str, Any] | Moment, now: float) -> None:
+    def observe(self, event: dict[str, Any] | Moment | ReportArrived, now: float) -> None:
         """See `Checker`."""
+        if len(self._reported) < self._quorum:
+            self._since = now
         match event:
             case Moment():
                 self._judge(event, now)
             case {"event": "start"}:
                 self._connected.clear()
+                self._reported.clear()
                 self._since = now
+            case ReportArrived(learner=learner):
+                self._reported.update({learner} & self._connected.keys())
             case {"event": "initialised" | "merge"}:
                 self._since = now
             case {"event": "join", "learner": learner, "incarnation": incarnation}:
                 self._connected[learner] = incarnation
+                self._reported.discard(learner)
             case {"event": "leave", "learner": learner, "incarnation": incarnation}:
                 if self._connected.get(learner) == incarnation:
                     del self._connected[learner]
+                    self._reported.discard(learner)
 
     def finish(self, now: float) -> None:
         """See `Checker`."""

@@ -399,7 +399,7 @@ def test_the_error_names_both_missing_pod_and_missing_kubeconfig(tmp_path):
         connect(kubeconfig=tmp_path / "none")
 
 
-def test_a_proxy_that_answers_504_says_nothing_about_the_cache(api, cluster):
+def test_a_504_of_a_proxy_does_not_concern_the_cache(api, cluster):
     made = cluster.apply(config_map())
     cluster.children("ns", "a", certificates=False)
     api.faults.append(Fault("GET", "configmaps", 504, "Gateway Timeout"))
