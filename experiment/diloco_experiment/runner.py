@@ -124,7 +124,8 @@ def _results(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, Result]]:
                 running[pool.submit(_run, cell.task)] = cell
             ended, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in sorted(ended, key=lambda f: running[f].digest):
-                yield running.pop(future), future.result()
+                result = future.result()  # before pop: the message names all that ran
+                yield running.pop(future), result
     except BrokenProcessPool:
         names = "; ".join(cell.label for cell in running.values())
         raise EndedProcessError(

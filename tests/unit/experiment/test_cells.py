@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.errors import ConfigError
-from diloco_experiment import models
+from diloco.errors import ConfigError, NotFiniteError
+from diloco_experiment import lockstep, models
 from diloco_experiment.cells import run
 from diloco_experiment.gradients import gradients
 from diloco_experiment.models import Recipe, Trained, check
@@ -149,6 +149,32 @@ def test_a_loss_that_is_not_finite_ends_the_cell_as_diverged(tmp_path):
         assert found.status is Status.DIVERGED, method
         assert found.detail.startswith("the loss of"), method
         assert np.isnan(found.loss)
+
+
+@pytest.mark.parametrize("method", Method)
+def test_without_a_loss_of_the_final_parameters_a_cell_has_diverged(tmp_path, method, monkeypatch):
+    """The loss of an earlier Θ must not be shown in its place."""
+    scores = iter((5.0, float("inf")))
+    monkeypatch.setattr(Recipe, "score", lambda self, model: next(scores))
+    found = run(task(tmp_path, method))
+    assert found.curve == ((6, 5.0),)
+    assert found.status is Status.DIVERGED
+    assert found.detail == "the validation loss after global step 12 is not finite"
+    assert np.isnan(found.loss)
+
+
+def test_a_delta_that_cannot_be_encoded_ends_the_cell_with_its_curve(tmp_path, monkeypatch):
+    merge = lockstep._Outer.merge
+
+    def fail(self: lockstep._Outer, step: int, steps: int) -> None:
+        if step > 8:
+            raise NotFiniteError("the delta")
+        merge(self, step, steps)
+
+    monkeypatch.setattr(lockstep._Outer, "merge", fail)
+    found = run(task(tmp_path, Method.DILOCO))
+    assert (found.status, found.detail) == (Status.DIVERGED, "the delta")
+    assert (found.steps, found.merges, len(found.curve)) == (12, 2, 1)
 
 
 def test_the_checkers_of_the_simulator_replay_the_merges_of_real_models(tmp_path):

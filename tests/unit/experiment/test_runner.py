@@ -276,6 +276,8 @@ def test_a_process_that_is_killed_is_named_and_results_are_kept(tmp_path, monkey
     directory = tmp_path / "out"
     Folder(directory).write(first.digest, made_up(first.task))
     monkeypatch.setattr(runner, "_run", experiments.killed)
-    with pytest.raises(runner.EndedProcessError, match="Decoupled seed=0"):
-        list(runner._results([second, second], 2))
+    with pytest.raises(
+        runner.EndedProcessError, match="one of: Synchronous seed=0; Decoupled seed=0"
+    ):
+        list(runner._results([first, second], 2))
     assert Folder(directory).read(first.digest) == made_up(first.task)
