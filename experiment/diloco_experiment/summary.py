@@ -25,7 +25,7 @@ Rows = list[list[Any]]
 
 _NUMBERS = (
     "train_loss", "steps", "local_steps", "tokens", "merged_tokens", "merges", "members", "restarts",
-    "virtual_seconds", "theta",
+    "virtual_seconds", "theta", "made_by",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ import yaml
 
 from diloco.errors import EXIT_USAGE, ConfigError
 from diloco_experiment import cells as cell_runner
-from diloco_experiment import runner
+from diloco_experiment import models, runner
 from diloco_experiment import study as studies
 from diloco_experiment.__main__ import main
 from diloco_experiment.results import Folder, Result, Status
@@ -230,6 +230,51 @@ def test_what_the_recipe_refuses_is_found_before_anything_runs(tmp_path, monkeyp
     with pytest.raises(ConfigError, match=r"Synchronous width=17 seed=0: eu/0: config\.width: 17"):
         ended(tmp_path, path, "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"width": 100_000}, "has 120,051,200,000 parameters"),
+        ({"data": "/no/such/text"}, "there is no file or folder"),
+    ],
+)
+def test_limits_and_data_are_checked_before_anything_runs(tmp_path, monkeypatch, config, expected):
+    monkeypatch.setattr(cell_runner, "run", made_up)
+    path = written(tmp_path, set={f"spec.learner.recipe.config.{k}": v for k, v in config.items()})
+    with pytest.raises(ConfigError, match=expected):
+        ended(tmp_path, path, "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_cells_that_other_versions_or_data_made_run_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(cell_runner, "run", made_up)
+    path = written(tmp_path, methods=["Synchronous"])
+    _, _, directory = ended(tmp_path, path, "out")
+    (before,) = rows(directory)
+    assert "torch " in before["made_by"]
+    assert len(ended(tmp_path, path, "out")[1]) == 1
+    with (tmp_path / "text.txt").open("a") as file:
+        file.write("one more line\n")
+    assert len(ended(tmp_path, path, "out")[1]) == 2
+    (after,) = rows(directory)
+    assert after["made_by"] != before["made_by"]
+    monkeypatch.setattr(models, "_versions", lambda: "torch 99")
+    assert len(ended(tmp_path, path, "out")[1]) == 2
+    assert rows(directory)[0]["made_by"].startswith("torch 99, data ")
+
+
+def test_one_process_at_a_time_runs_a_study_in_a_directory(tmp_path, monkeypatch):
+    path = written(tmp_path, methods=["Synchronous"])
+
+    def twice(task: Task) -> Result:
+        with pytest.raises(runner.BusyError, match="wait for its end, or give another --dir"):
+            ended(tmp_path, path, "out")
+        return made_up(task)
+
+    monkeypatch.setattr(cell_runner, "run", twice)
+    failed, _, directory = ended(tmp_path, path, "out")
+    assert failed == 0, rows(directory)[0]["detail"]
 
 
 def test_the_program_exits_with_2_for_a_study_that_is_not_valid(tmp_path, capsys):
