@@ -127,8 +127,8 @@ def digest_of_data(source: str, context: int, fraction: float) -> str:
     """16 hex digits over both parts of a text."""
     corpus = corpus_of(source, context, fraction)
     found = hashlib.sha256(str(corpus.train.size).encode())
-    found.update(corpus.train)
-    found.update(corpus.validation)
+    found.update(corpus.train.data)
+    found.update(corpus.validation.data)
     return found.hexdigest()[:16]
 
 

@@ -15,6 +15,7 @@ from diloco_experiment import cells as cell_runner
 from diloco_experiment import models, runner
 from diloco_experiment import study as studies
 from diloco_experiment.__main__ import main
+from diloco_experiment.plot import draw
 from diloco_experiment.results import Folder, Result, Status
 from diloco_experiment.summary import groups
 from diloco_experiment.tasks import Method, Task
@@ -191,7 +192,7 @@ def test_groups_are_compared_with_synchronous_training_each_at_its_best_rate(tmp
     assert (synchronous["distance_percent"], decoupled["distance_percent"]) == ("+0.00", "+20.00")
 
 
-def test_a_variant_is_compared_with_the_synchronous_group_of_its_own_or_the_first(
+def test_a_variant_is_compared_with_the_synchronous_group_of_its_own_or_equal_work(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
@@ -200,12 +201,48 @@ def test_a_variant_is_compared_with_the_synchronous_group_of_its_own_or_the_firs
     )  # fmt: skip
     first = {"methods": ["Synchronous"], "set": {"spec.steps": 10}}
     own = {"methods": ["Synchronous", "Decoupled"], "set": {"spec.steps": 20}}
+    same = {"methods": ["Decoupled"], "set": {"spec.steps": 10, RATE: 0.5}}
     other = {"methods": ["Decoupled"], "set": {"spec.steps": 15}}
-    path = written(tmp_path, variants={"a": first, "b": own, "c": other})
+    path = written(tmp_path, variants={"a": first, "b": own, "c": same, "d": other})
     _, _, directory = ended(tmp_path, path, "out")
     assert [(row["variant"], row["distance_percent"]) for row in rows(directory, "summary.csv")] == [
-        ("a", "+0.00"), ("b", "+0.00"), ("b", "+0.00"), ("c", "+50.00"),
+        ("a", "+0.00"), ("b", "+0.00"), ("b", "+0.00"), ("c", "+0.00"), ("d", ""),
     ]  # fmt: skip
+
+
+def test_distances_are_over_the_seeds_that_both_groups_have(tmp_path, monkeypatch):
+    def run(task: Task) -> Result:
+        if task.method is Method.SYNCHRONOUS and task.spec.seed == 2:
+            return Result(status=Status.DIVERGED, detail="NaN")
+        return Result(status=Status.OK, curve=((8, float(task.spec.seed)),))
+
+    monkeypatch.setattr(cell_runner, "run", run)
+    path = written(tmp_path, seeds=[1, 2], methods=["Synchronous", "Decoupled"])
+    _, _, directory = ended(tmp_path, path, "out")
+    assert [
+        (row["loss"], row["distance_percent"], row["missing"])
+        for row in rows(directory, "summary.csv")
+    ] == [("1", "+0.00", "0"), ("1.5", "+0.00", "0")]
+
+
+def test_a_plot_of_distances_has_no_raw_losses_and_no_curve_of_a_halted_cell(tmp_path, monkeypatch):
+    def run(task: Task) -> Result:
+        if task.spec.seed == 2 and task.method is Method.DECOUPLED:
+            return Result(status=Status.HALTED, curve=((4, 9.0),))
+        return Result(status=Status.OK, curve=((8, 2.0),))
+
+    monkeypatch.setattr(cell_runner, "run", run)
+    first = {"methods": ["Synchronous", "Decoupled"]}
+    other = {"methods": ["Decoupled"], "set": {"spec.steps": 16}}
+    path = written(tmp_path, seeds=[1, 2], variants={"a": first, "b": other})
+    _, _, directory = ended(tmp_path, path, "out")
+    found, manifest = studies.load(path)
+    cells = studies.cells(found, manifest)
+    results = runner.found(cells, Folder(directory))
+    curves, bars = draw("s", groups(cells, results), results).axes
+    assert all(x == 0.0 for line in bars.lines for x in line.get_xdata())
+    assert len(bars.lines) == 4  # two groups: the third has no reference
+    assert {x for line in curves.lines for x in line.get_xdata()} == {8}
 
 
 def test_without_a_synchronous_group_there_is_no_distance(tmp_path, monkeypatch):
