@@ -138,7 +138,7 @@ def test_a_restarted_learner_continues_with_the_optimizers_of_its_checkpoint(tmp
     assert (found.status, found.restarts, loaded) == (Status.OK, 1, ["eu/1"])
 
 
-def test_failures_last_and_scavenged_learners_stay_away_until_a_cell_ends(tmp_path):
+def test_failures_last_until_a_cell_ends_and_scavenged_learners_do_not_return(tmp_path):
     scenario = Scenario(failures=Failures(goodput=0.5, outage_steps=5), scavenging=Scavenging())
     of = task(tmp_path, scenario=scenario, steps=100)
     world = TrainingWorld(of)
