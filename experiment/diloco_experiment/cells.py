@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from diloco.errors import NotFiniteError
 from diloco_experiment import lockstep
 from diloco_experiment.results import Result, Status
@@ -19,10 +21,16 @@ def run(task: Task) -> Result:
     try:
         match task.method:
             case Method.SYNCHRONOUS:
-                return lockstep.synchronous(task)
+                found = lockstep.synchronous(task)
             case Method.DILOCO:
-                return lockstep.diloco(task)
+                found = lockstep.diloco(task)
             case _:
-                return TrainingWorld(task).result()
+                found = TrainingWorld(task).result()
     except NotFiniteError as error:  # of the formats on the wire
         return Result(status=Status.DIVERGED, detail=str(error))
+    steps = task.spec.steps
+    if found.status is Status.OK and (not found.curve or found.curve[-1][0] != steps):
+        # A curve has finite losses only: its last one would be that of an earlier Θ.
+        detail = f"the validation loss after global step {steps} is not finite"
+        return replace(found, status=Status.DIVERGED, detail=detail)
+    return found

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.codec import formats, frames
+from diloco.errors import NotFiniteError
 from diloco.model.fragments import Fragment
 from diloco.spec import RunSpec
 from diloco_experiment.models import CPU, Placed, Recipe, Trained
@@ -79,7 +80,11 @@ def diloco(task: Task) -> Result:
             break
         due = (step + 1) % spec.interval == 0 or step + 1 == spec.steps
         if due:
-            outer.merge(step + 1, step + 1 - merged)
+            try:
+                outer.merge(step + 1, step + 1 - merged)
+            except NotFiniteError as error:  # of the formats on the wire
+                recipe.diverged = str(error)
+                break
             merged = step + 1
         if curve.due(task, step + 1):
             curve.add(step + 1, recipe.score(theta.model))

@@ -12,8 +12,11 @@ from __future__ import annotations
 
 import copy
 import functools
+import hashlib
+import platform
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from typing import Any
 
 import numpy as np
@@ -71,14 +74,40 @@ def layout_of(model: nn.Module, spec: RunSpec) -> Layout:
 def check(task: Task) -> None:
     """
     Raises:
-        ConfigError: the configs of a task are not valid, or its model cannot be cut into the fragments.
+        ConfigError: the configs of a task are not valid or describe different models, the data is missing,
+            or the model is too large or cannot be cut into the fragments.
     """
+    configs = {}
     for name, raw in task.configs:
         try:
-            config = config_of(raw)
+            configs[name] = config_of(raw)
         except ConfigError as error:
             raise ConfigError(f"{name}: {error}") from None
-        _cut(config, task.spec.fragments)
+    first_name, first = next(iter(configs.items()))
+    for name, config in configs.items():
+        if _shape(config) != _shape(first):
+            raise ConfigError(
+                f"config of {name}: layers, width, heads and context differ from those of "
+                f"{first_name}; all learners train one model"
+            )
+    count = parameters_of(first)
+    if count > MAX_PARAMETERS:
+        raise ConfigError(
+            f"the model has {count:,} parameters, an experiment at most {MAX_PARAMETERS:,}; make it smaller"
+        )
+    for config in configs.values():
+        digest_of_data(config.data, config.context, config.validation_fraction)
+    _cut(first, task.spec.fragments)
+
+
+def parameters_of(config: gpt.Config) -> int:
+    """Of the model, without making it."""
+    matrices = 2 * gpt.VOCABULARY * config.width  # embedding and head
+    return matrices + 12 * config.layers * config.width**2  # 4 of attention, 8 of the MLP
+
+
+def _shape(config: gpt.Config) -> tuple[int, ...]:
+    return config.layers, config.width, config.heads, config.context
 
 
 @functools.lru_cache(maxsize=64)
@@ -93,6 +122,49 @@ def corpus_of(source: str, context: int, fraction: float) -> data.Corpus:
     return data.load(source, context=context, validation_fraction=fraction)
 
 
+@functools.lru_cache(maxsize=256)
+def digest_of_data(source: str, context: int, fraction: float) -> str:
+    """16 hex digits over both parts of a text."""
+    corpus = corpus_of(source, context, fraction)
+    found = hashlib.sha256(str(corpus.train.size).encode())
+    found.update(corpus.train.data)
+    found.update(corpus.validation.data)
+    return found.hexdigest()[:16]
+
+
+def forget_data() -> None:
+    """Read the texts anew: files may have changed."""
+    corpus_of.cache_clear()
+    digest_of_data.cache_clear()
+
+
+_PACKAGES = "diloco", "torch", "numpy", "numba"
+
+
+@functools.cache
+def _versions() -> str:
+    found = []
+    for name in _PACKAGES:
+        try:
+            found.append(f"{name} {metadata.version(name)}")
+        except metadata.PackageNotFoundError:
+            found.append(f"{name} not installed")
+    cpu = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    return ", ".join([*found, f"Python {platform.python_version()}", cpu])
+
+
+def made_by(task: Task) -> str:
+    """
+    What decides the result of a task besides the task itself, as one line.
+
+    Raises:
+        ConfigError: the data is missing.
+    """
+    configs = [config_of(raw) for _, raw in task.configs]
+    texts = {digest_of_data(c.data, c.context, c.validation_fraction): None for c in configs}
+    return f"{_versions()}, data {' '.join(texts)}"
+
+
 class Recipe:
     """
     What the learners of one task share.
@@ -105,23 +177,12 @@ class Recipe:
     """
 
     def __init__(self, task: Task) -> None:
+        check(task)
         self.spec = task.spec
         self.configs = {name: config_of(raw) for name, raw in task.configs}
         self._first = next(iter(self.configs.values()))
-        model = self.new_model()
-        count = sum(parameter.numel() for parameter in model.parameters())
-        if count > MAX_PARAMETERS:
-            raise ConfigError(
-                f"the model has {count:,} parameters, an experiment at most {MAX_PARAMETERS:,}; make it smaller"
-            )
-        self.layout = layout_of(model, self.spec)
-        shape = self._first.layers, self._first.width, self._first.heads, self._first.context
-        for name, config in self.configs.items():
-            if (config.layers, config.width, config.heads, config.context) != shape:
-                raise ConfigError(
-                    f"config of {name}: layers, width, heads and context differ from those of "
-                    f"{next(iter(self.configs))}; all learners train one model"
-                )
+        self.layout = layout_of(self.new_model(), self.spec)
+        self._corpora: dict[tuple[str, int, float], data.Corpus] = {}
         self.group = Group(self)
         self.steps_of: Counter[str] = Counter()
         """Local steps of each learner so far."""
@@ -143,7 +204,10 @@ class Recipe:
 
     def corpus(self, config: gpt.Config) -> data.Corpus:
         """The text of a config."""
-        return corpus_of(config.data, config.context, config.validation_fraction)
+        key = config.data, config.context, config.validation_fraction
+        if key not in self._corpora:
+            self._corpora[key] = corpus_of(*key)
+        return self._corpora[key]
 
     def windows(self, name: str, step: int) -> npt.NDArray[np.int64]:
         """The batch of a learner in its local step: that of the real learner of this name."""

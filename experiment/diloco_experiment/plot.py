@@ -13,7 +13,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from diloco_experiment.results import Result
+from diloco_experiment.results import Result, Status
 from diloco_experiment.summary import Group, label_of
 from diloco_local.report.style import BLUE, FAINT, GREEN, INK, ORANGE, RED, SKY, empty, literal
 
@@ -35,10 +35,11 @@ def draw(name: str, groups: Sequence[Group], results: Mapping[str, Result]) -> F
     FigureCanvasAgg(figure)
     figure.suptitle(literal(name), x=0.01, ha="left", fontsize=13, color=INK, weight="bold")
     curves, bars = figure.subplots(1, 2, width_ratios=(3, 2))
+    compared = any(math.isfinite(group.distance) for group in shown)
     for number, group in enumerate(shown):
         color, style = COLORS[number % len(COLORS)], STYLES[number // len(COLORS) % len(STYLES)]
         _curve(curves, group, results, color, style)
-        _point(bars, number, group, color)
+        _point(bars, number, group, color, compared=compared)
     if not any(group.losses for group in shown):
         empty(curves, "no cell has ended yet")
         empty(bars, "no cell has ended yet")
@@ -48,7 +49,6 @@ def draw(name: str, groups: Sequence[Group], results: Mapping[str, Result]) -> F
         "Validation loss, mean over the seeds", loc="left", fontsize=11, color=INK, weight="bold"
     )
     curves.set_xlabel("global step", fontsize=9, color=INK)
-    compared = any(math.isfinite(group.distance) for group in shown)
     what = "Distance to synchronous training, %" if compared else "Loss"
     bars.set_title(what, loc="left", fontsize=11, color=INK, weight="bold")
     bars.set_yticks(range(len(shown)), [literal(label_of(group)) for group in shown], fontsize=8)
@@ -64,7 +64,7 @@ def _curve(axes: Axes, group: Group, results: Mapping[str, Result], color: str, 
     by_step: dict[int, list[float]] = {}
     for cell in group.cells:
         result = results.get(cell.digest)
-        for step, loss in result.curve if result is not None else ():
+        for step, loss in result.curve if result is not None and result.status is Status.OK else ():
             by_step.setdefault(step, []).append(loss)
     steps = sorted(by_step)
     axes.plot(
@@ -72,15 +72,14 @@ def _curve(axes: Axes, group: Group, results: Mapping[str, Result], color: str, 
     )
 
 
-def _point(axes: Axes, row: int, group: Group, color: str) -> None:
-    if not group.losses:
+def _point(axes: Axes, row: int, group: Group, color: str, *, compared: bool) -> None:
+    """Losses of the seeds, or their distances if any group has one: the axis has one unit."""
+    if not group.losses or (compared and not math.isfinite(group.distance)):
         return
-    reference = (
-        group.mean / (1 + group.distance / 100) if math.isfinite(group.distance) else math.nan
-    )
-    values = [100 * (x / reference - 1) if math.isfinite(reference) else x for x in group.losses]
+    values = [100 * (x / group.reference - 1) if compared else x for x in group.losses]
     axes.plot(values, [row] * len(values), ".", color=color, ms=6, alpha=0.5)
-    axes.plot([np.mean(values)], [row], "|", color=color, ms=14, mew=2.5)
+    middle = group.distance if compared else group.mean
+    axes.plot([middle], [row], "|", color=color, ms=14, mew=2.5)
 
 
 def _zoom(axes: Axes, groups: Sequence[Group]) -> None:

@@ -67,6 +67,8 @@ class Result:
     virtual_seconds: float = 0.0
     theta: str = ""
     """SHA-256 of the final Θ, 16 digits."""
+    made_by: str = ""
+    """Versions, kind of CPU and digest of the data: what decides the result besides the task."""
 
     @property
     def loss(self) -> float:
@@ -103,6 +105,8 @@ class Folder:
     """The directory of a study."""
 
     path: Path
+    expected: dict[str, str] = field(default_factory=dict)
+    """`made_by` of results that are still valid, by digest; those of other tasks are not compared."""
     _known: dict[str, Result] = field(default_factory=dict)
 
     def cell(self, digest: str) -> Path:
@@ -111,15 +115,18 @@ class Folder:
 
     def read(self, digest: str) -> Result | None:
         """
-        The result of a task; None: there is none, or the file is damaged, so that the cell runs again.
+        The result of a task.
+
+        None: there is none, the file is damaged, or other versions or data made it, so that the cell runs again.
         """
         if digest not in self._known:
             try:
                 with self.cell(digest).open("rb") as file:
                     self._known[digest] = parse(file.read(MAX_BYTES))
-            except (OSError, ValueError, TypeError):
+            except (OSError, ValueError, TypeError, RecursionError):
                 return None
-        return self._known[digest]
+        found = self._known[digest]
+        return found if self.expected.get(digest, found.made_by) == found.made_by else None
 
     def write(self, digest: str, result: Result) -> None:
         """Store a result."""

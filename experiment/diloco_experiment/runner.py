@@ -6,12 +6,16 @@ Each process trains with one thread: for models of this size, two processes do m
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import multiprocessing
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 
 import torch
 
@@ -25,6 +29,12 @@ from diloco_experiment.tasks import Task
 
 Show = Callable[[str], object]
 """Prints a line."""
+
+
+class BusyError(DilocoError):
+    """Another process runs a study in this directory."""
+
+    reason = "Busy"
 
 
 class EndedProcessError(DilocoError):
@@ -49,26 +59,30 @@ def run(study: Study, cells: Sequence[Cell], folder: Folder, *, jobs: int, show:
 
     Raises:
         ConfigError: a cell cannot run; nothing was started, or all results so far are kept.
+        BusyError: another process runs a study in this directory.
         EndedProcessError: a process ended; all results so far are kept.
     """
     tasks = {cell.digest: cell for cell in reversed(cells)}
     tasks = {digest: tasks[digest] for digest in dict.fromkeys(cell.digest for cell in cells)}
+    models.forget_data()
     check(list(tasks.values()))
-    missing = [cell for digest, cell in tasks.items() if _failed(folder.read(digest))]
-    done = len(tasks) - len(missing)
-    show(
-        f"{study.name}: {len(cells)} cells, {len(tasks)} different"
-        + (f", {done} are there already" if done else "")
-    )
-    progress = _Progress(missing, number=len(tasks), show=show)
-    try:
-        for cell, result in _results(missing, jobs):
-            folder.write(cell.digest, result)
-            progress.ended(cell, result)
+    folder.expected.update({digest: models.made_by(cell.task) for digest, cell in tasks.items()})
+    with _alone(folder):
+        missing = [cell for digest, cell in tasks.items() if _failed(folder.read(digest))]
+        done = len(tasks) - len(missing)
+        show(
+            f"{study.name}: {len(cells)} cells, {len(tasks)} different"
+            + (f", {done} are there already" if done else "")
+        )
+        progress = _Progress(missing, number=len(tasks), show=show)
+        try:
+            for cell, result in _results(missing, jobs):
+                folder.write(cell.digest, result)
+                progress.ended(cell, result)
+                write_tables(study, cells, folder)
+        finally:
             write_tables(study, cells, folder)
-    finally:
-        write_tables(study, cells, folder)
-        page.write(study, cells, folder)
+            page.write(study, cells, folder)
     return sum(_failed(folder.read(digest)) for digest in tasks)
 
 
@@ -82,6 +96,28 @@ def check(cells: Sequence[Cell]) -> None:
             models.check(cell.task)
         except ConfigError as error:
             raise ConfigError(f"{cell.label}: {error}") from None
+
+
+@contextlib.contextmanager
+def _alone(folder: Folder) -> Iterator[None]:
+    """
+    Hold the lock of a directory.
+
+    Raises:
+        BusyError: another process has it.
+    """
+    folder.path.mkdir(parents=True, exist_ok=True)
+    directory = os.open(folder.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise BusyError(
+                f"{folder.path}: another process runs a study there; wait for its end, or give another --dir"
+            ) from None
+        yield
+    finally:
+        os.close(directory)
 
 
 def write_tables(study: Study, cells: Sequence[Cell], folder: Folder) -> None:
@@ -124,7 +160,8 @@ def _results(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, Result]]:
                 running[pool.submit(_run, cell.task)] = cell
             ended, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in sorted(ended, key=lambda f: running[f].digest):
-                yield running.pop(future), future.result()
+                result = future.result()  # before pop: the message names all that ran
+                yield running.pop(future), result
     except BrokenProcessPool:
         names = "; ".join(cell.label for cell in running.values())
         raise EndedProcessError(
@@ -139,11 +176,12 @@ def _results(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, Result]]:
 
 def _run(task: Task) -> Result:
     try:
-        return cell_runner.run(task)
+        result = cell_runner.run(task)
     except ConfigError:
         raise
     except Exception as error:  # a defect of one cell must not cost the others
-        return Result(status=Status.FAILED, detail=f"{type(error).__name__}: {error}")
+        result = Result(status=Status.FAILED, detail=f"{type(error).__name__}: {error}")
+    return replace(result, made_by=models.made_by(task))
 
 
 def _failed(result: Result | None) -> bool:

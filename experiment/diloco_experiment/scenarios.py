@@ -17,11 +17,11 @@ from pydantic.alias_generators import to_camel
 from diloco_sim.faults import DISK, LINK, MEMBERSHIP, PROCESS, Fault, Kind, Plan
 from diloco_sim.learner import TRAINER
 
-MAX_FAULTS = 20_000
+MAX_FAULTS = 100_000
 """Of one cell."""
 
-SLACK = 3.0
-"""Failures are drawn for this many times the duration without any."""
+SLACK = 20.0
+"""A job may take this many times its duration without failures."""
 
 _OTHERS = (*LINK, *PROCESS, *DISK, *MEMBERSHIP)
 
@@ -100,6 +100,11 @@ class Scenario(Fields):
         return max(1, round(learners * self.scavenging.extra)) if self.scavenging else 0
 
 
+def limit_of(steps: int, speeds: Sequence[float]) -> float:
+    """Virtual seconds after which a cell ends, complete or not; failures last until then."""
+    return 600.0 + SLACK * steps * max(speeds)
+
+
 def plan_of(
     scenario: Scenario, *, names: Sequence[str], added: Sequence[str], speeds: Sequence[float],
     steps: int, seed: int,
@@ -119,7 +124,7 @@ def plan_of(
         ValueError: too many failures, or a fault of a process that does not exist.
     """
     duration = steps * min(speeds)
-    horizon = SLACK * steps * max(speeds)
+    limit = limit_of(steps, speeds)
     found = [Fault.parse(line) for line in scenario.faults]
     learners = (*names, *added)
     known = {*learners, *(name + TRAINER for name in learners), "syncer"}
@@ -128,9 +133,7 @@ def plan_of(
             raise ValueError(f"{fault}: no such process; there are {', '.join(sorted(known))}")
     if scenario.failures is not None:
         for name in learners:
-            found += _failures(
-                scenario.failures, name, horizon=horizon, step=min(speeds), seed=seed
-            )
+            found += _failures(scenario.failures, name, horizon=limit, step=min(speeds), seed=seed)
             if len(found) > MAX_FAULTS:
                 raise ValueError(f"more than {MAX_FAULTS} failures; raise outageSteps or goodput")
     if scenario.scavenging is not None:
@@ -138,7 +141,7 @@ def plan_of(
         for name in added:
             if begin > 0:
                 found.append(Fault(Kind.LATE, name, 0.0, begin))
-            found.append(Fault(Kind.LEAVE, name, end, 2 * horizon))
+            found.append(Fault(Kind.LEAVE, name, end, 2 * limit))  # it does not return
     return Plan.of(*found)
 
 

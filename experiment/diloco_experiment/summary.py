@@ -25,7 +25,7 @@ Rows = list[list[Any]]
 
 _NUMBERS = (
     "train_loss", "steps", "local_steps", "tokens", "merged_tokens", "merges", "members", "restarts",
-    "virtual_seconds", "theta",
+    "virtual_seconds", "theta", "made_by",
 )  # fmt: skip
 
 
@@ -41,6 +41,8 @@ class Group:
     """Values of the sweep that represent it."""
     losses: tuple[float, ...]
     """Of the seeds that are ok, at those values."""
+    seeds: tuple[int, ...]
+    """Of these losses."""
     tokens: int
     """Mean of these seeds: a learner whose peers keep the job waiting trains on."""
     cells: tuple[Cell, ...]
@@ -50,7 +52,9 @@ class Group:
     others: int
     """Cells at those values that ended otherwise."""
     distance: float
-    """Of the mean loss to that of synchronous training, in percent; NaN: not known."""
+    """Of the mean loss to that of synchronous training, over the seeds that both have, in percent; NaN: not known."""
+    reference: float = math.nan
+    """Mean loss of synchronous training over these seeds."""
 
     @property
     def mean(self) -> float:
@@ -114,11 +118,7 @@ def groups(cells: Sequence[Cell], results: Results) -> list[Group]:
         key = _key(cell.method, cell.scenario, cell.variant, cell.grid)
         by_key.setdefault(key, []).append(cell)
     found = [_group(own, results) for own in by_key.values()]
-    references: dict[str, float] = {}
-    for group in found:
-        if group.method is Method.SYNCHRONOUS:
-            references.setdefault(_key(group.variant, group.grid), group.mean)
-            references.setdefault(_key(group.grid), group.mean)
+    references = [g for g in found if g.method is Method.SYNCHRONOUS and g.losses]
     return [_compared(group, references) for group in found]
 
 
@@ -138,6 +138,7 @@ def summary(study: Study, found: Sequence[Group]) -> Rows:
             "distance_percent",
             "tokens",
             "not_ok",
+            "missing",
         ]
     ]
     rows += [
@@ -146,7 +147,7 @@ def summary(study: Study, found: Sequence[Group]) -> Rows:
             *(_text(value) for _, value in group.best), len(group.losses),
             _number(group.mean), _number(group.deviation),
             f"{group.distance:+.2f}" if math.isfinite(group.distance) else "", group.tokens,
-            group.others,
+            group.others, group.missing,
         ]
         for group in found
     ]  # fmt: skip
@@ -162,6 +163,10 @@ def _group(cells: Sequence[Cell], results: Results) -> Group:
         ended = (results[c.digest] for c in own if c.digest in results)
         return [r for r in ended if r.status is Status.OK and math.isfinite(r.loss)]
 
+    def seeds_of(own: Sequence[Cell]) -> tuple[int, ...]:
+        found = ((c.seed, results[c.digest]) for c in own if c.digest in results)
+        return tuple(s for s, r in found if r.status is Status.OK and math.isfinite(r.loss))
+
     def losses_of(own: Sequence[Cell]) -> list[float]:
         return [result.loss for result in complete(own)]
 
@@ -176,17 +181,46 @@ def _group(cells: Sequence[Cell], results: Results) -> Group:
     ended = sum(cell.digest in results for cell in best)
     return Group(
         method=first.method, scenario=first.scenario, variant=first.variant, grid=first.grid, best=first.sweep,
-        losses=tuple(losses), tokens=tokens, cells=tuple(best), others=ended - len(losses), distance=math.nan,
+        losses=tuple(losses), seeds=seeds_of(best), tokens=tokens, cells=tuple(best),
+        others=ended - len(losses), distance=math.nan,
         missing=sum(cell.digest not in results for cell in cells),
     )  # fmt: skip
 
 
-def _compared(group: Group, references: Mapping[str, float]) -> Group:
-    """With the distance to synchronous training of its variant, or of the first that has one."""
-    reference = references.get(
-        _key(group.variant, group.grid), references.get(_key(group.grid), math.nan)
-    )
-    return replace(group, distance=100 * (group.mean / reference - 1))
+def _compared(group: Group, references: Sequence[Group]) -> Group:
+    """
+    With the distance to synchronous training of its variant, or of the first that does the same work.
+
+    Only over the seeds that both have: those of one group may differ by more than two groups do.
+    """
+    alike = [r for r in references if r.grid == group.grid]
+    own = [r for r in alike if r.variant == group.variant]
+    others = [r for r in alike if _work(r) == _work(group)]
+    for reference in (*own, *others)[:1]:
+        losses = dict(zip(reference.seeds, reference.losses, strict=True))
+        both = [
+            (loss, losses[s])
+            for s, loss in zip(group.seeds, group.losses, strict=True)
+            if s in losses
+        ]
+        if both:
+            mean = math.fsum(loss for loss, _ in both) / len(both)
+            expected = math.fsum(loss for _, loss in both) / len(both)
+            return replace(group, reference=expected, distance=100 * (mean / expected - 1))
+    return group
+
+
+_OPTIMIZER = "optimizer", "learningRate", "weightDecay", "gradientClip", "warmupSteps"
+
+
+def _work(group: Group) -> Any:
+    """Steps, learners, models, batches and data: what must be equal for a comparison between variants."""
+    task = group.cells[0].task
+    configs = [
+        (name, {key: value for key, value in config.items() if key not in _OPTIMIZER})
+        for name, config in task.configs
+    ]
+    return task.spec.steps, configs
 
 
 def _key(*parts: Any) -> str:

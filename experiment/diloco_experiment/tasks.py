@@ -16,7 +16,7 @@ from typing import Any
 from diloco.spec import Checkpoint, RunSpec, canonical
 from diloco_experiment.scenarios import Scenario
 
-FORMAT = 1
+FORMAT = 2
 """Of tasks and results: raise it when the same task gives other numbers."""
 
 

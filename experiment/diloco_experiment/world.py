@@ -17,7 +17,7 @@ from diloco.model.fragments import Layout
 from diloco.spec import RunSpec
 from diloco_experiment.models import Placed, Recipe, Trained
 from diloco_experiment.results import Curve, Result, Status, digest_of
-from diloco_experiment.scenarios import plan_of
+from diloco_experiment.scenarios import limit_of, plan_of
 from diloco_experiment.tasks import Checks, Task
 from diloco_sim.checkers.checker import Checker
 from diloco_sim.checkers.incarnations import Incarnations
@@ -124,12 +124,20 @@ class Evaluations:
         if isinstance(event, Committed):
             self._complete(event.commit.round)
             self._set(event.commit.fragment, event.fragment)
-        elif event.parameters is not None:
-            for index, fragment in enumerate(event.parameters.all()):
-                self._set(index, fragment)
+            return
+        self.curve.points = tuple(point for point in self.curve.points if point[0] <= event.step)
+        self._step = min(self._step, event.step + 1)
+        if event.parameters is None:
+            self.theta = Placed(self._recipe.new_model(), self._recipe.layout)
+            return
+        for index, fragment in enumerate(event.parameters.all()):
+            self._set(index, fragment)
 
     def finish(self, now: float) -> None:
-        """See `Checker`: the job is complete."""
+        """See `Checker`; the job need not be complete."""
+
+    def complete(self) -> None:
+        """The job is complete."""
         self._complete(self._task.spec.steps + 1)
 
     def _complete(self, until: int) -> None:
@@ -225,7 +233,7 @@ class TrainingWorld(World):
     @property
     def deadline(self) -> float:
         """See `World`: also a job in which all learners fail most of the time is complete by then."""
-        return 600.0 + 20 * self.of.steps * self.of.slowest
+        return limit_of(self.of.steps, self.of.step_seconds)
 
     def result(self) -> Result:
         """Run it."""
@@ -238,6 +246,8 @@ class TrainingWorld(World):
         elif outcome.stopped or not self.over:
             status = Status.HALTED
             detail = outcome.stopped or f"not complete after {outcome.seconds:.0f} virtual seconds"
+        else:
+            self.evaluations.complete()
         last = [np.mean(losses) for losses in self._last.values() if losses]
         cell = self.of
         tokens = {name: cell.tokens(index) for index, name in enumerate(cell.names)}

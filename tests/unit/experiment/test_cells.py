@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from diloco.errors import ConfigError
-from diloco_experiment import models
+from diloco.errors import ConfigError, NotFiniteError
+from diloco_experiment import lockstep, models
 from diloco_experiment.cells import run
 from diloco_experiment.gradients import gradients
 from diloco_experiment.models import Recipe, Trained, check
 from diloco_experiment.results import Status, parse, text_of
 from diloco_experiment.scenarios import Failures, Scavenging, Scenario
 from diloco_experiment.tasks import Checks, Method
-from diloco_experiment.world import TrainingWorld
+from diloco_experiment.world import Evaluations, TrainingWorld
+from diloco_sim.checkers.observations import Resumed
+from diloco_sim.faults import Kind
+from diloco_sim.learner import TRAINER
 from diloco_testing.experiments import task
-from diloco_worker.recipes import gpt
+from diloco_worker.recipes import data, gpt
 
 
 @pytest.mark.parametrize("method", Method)
@@ -134,6 +138,80 @@ def test_a_restarted_learner_continues_with_the_optimizers_of_its_checkpoint(tmp
     assert (found.status, found.restarts, loaded) == (Status.OK, 1, ["eu/1"])
 
 
+def test_failures_last_until_a_cell_ends_and_scavenged_learners_do_not_return(tmp_path):
+    scenario = Scenario(failures=Failures(goodput=0.5, outage_steps=5), scavenging=Scavenging())
+    of = task(tmp_path, scenario=scenario, steps=100)
+    world = TrainingWorld(of)
+    ends = world.deadline
+    for name in of.names:
+        assert max(f.begin for f in world.of.plan if f.target == name + TRAINER) > 0.9 * ends
+    left = [f for f in world.of.plan if f.kind is Kind.LEAVE]
+    assert len(left) == len(of.added) > 0
+    assert min(f.end for f in left) > ends
+
+
+def test_the_curve_of_a_job_that_does_not_complete_ends_where_it_stood(tmp_path, monkeypatch):
+    monkeypatch.setattr(TrainingWorld, "deadline", 9.0)
+    found = run(task(tmp_path, steps=40))
+    assert found.status is Status.HALTED
+    assert [step for step, _ in found.curve] == [6]
+
+
+def test_a_restart_of_the_syncer_takes_the_points_of_lost_merges_from_the_curve(tmp_path):
+    of = task(tmp_path)
+    recipe = Recipe(of)
+    evaluations = Evaluations(of, recipe)
+    initial = [values.copy() for values in evaluations.theta.values]
+    evaluations._complete(13)
+    assert [step for step, _ in evaluations.curve.points] == [6, 12]
+    evaluations.theta.flat.add_(1.0)
+    evaluations.observe(Resumed(2, 8, None, of.spec, {}), 0.0)
+    assert [step for step, _ in evaluations.curve.points] == [6]
+    for values, expected in zip(evaluations.theta.values, initial, strict=True):
+        assert np.array_equal(values, expected)
+    evaluations.complete()
+    assert [step for step, _ in evaluations.curve.points] == [6, 12]
+
+
+def test_a_cell_reads_each_text_once(tmp_path, monkeypatch):
+    loads: list[str] = []
+
+    def load(source: str, **options: Any) -> data.Corpus:
+        loads.append(source)
+        return load_text(source, **options)
+
+    load_text = data.load
+    monkeypatch.setattr(data, "load", load)
+    sources = [tmp_path / f"{index}.txt" for index in range(6)]
+    for source in sources:
+        source.write_text("a text of some length. " * 200)
+    of = task(tmp_path, learners=6)
+    of = replace(of, configs=tuple(
+        (name, {**raw, "data": str(source)})
+        for (name, raw), source in zip(of.configs, sources, strict=True)
+    ))  # fmt: skip
+    recipe = Recipe(of)
+    for step in range(5):
+        for name in of.names:
+            recipe.windows(name, step)
+    # Once for the digest, and once more where it was not kept.
+    assert max(loads.count(str(source)) for source in sources) <= 2
+
+
+def test_parameters_are_counted_without_a_model(tmp_path):
+    recipe = Recipe(task(tmp_path))
+    config = recipe.config("eu/0")
+    assert models.parameters_of(config) == sum(p.numel() for p in recipe.new_model().parameters())
+
+
+def test_learners_of_different_models_are_refused(tmp_path):
+    of = task(tmp_path)
+    (first, second) = of.configs
+    other = replace(of, configs=(first, (second[0], {**second[1], "layers": 2})))
+    with pytest.raises(ConfigError, match="differ from those of eu/0"):
+        check(other)
+
+
 def test_scavenging_adds_learners_for_a_while(tmp_path):
     extra = Scenario(scavenging=Scavenging(extra=1.0, begin=0.2, end=0.7))
     with_them = run(task(tmp_path, scenario=extra, steps=40))
@@ -149,6 +227,32 @@ def test_a_loss_that_is_not_finite_ends_the_cell_as_diverged(tmp_path):
         assert found.status is Status.DIVERGED, method
         assert found.detail.startswith("the loss of"), method
         assert np.isnan(found.loss)
+
+
+@pytest.mark.parametrize("method", Method)
+def test_without_a_loss_of_the_final_parameters_a_cell_has_diverged(tmp_path, method, monkeypatch):
+    """The loss of an earlier Θ must not be shown in its place."""
+    scores = iter((5.0, float("inf")))
+    monkeypatch.setattr(Recipe, "score", lambda self, model: next(scores))
+    found = run(task(tmp_path, method))
+    assert found.curve == ((6, 5.0),)
+    assert found.status is Status.DIVERGED
+    assert found.detail == "the validation loss after global step 12 is not finite"
+    assert np.isnan(found.loss)
+
+
+def test_a_delta_that_cannot_be_encoded_ends_the_cell_with_its_curve(tmp_path, monkeypatch):
+    merge = lockstep._Outer.merge
+
+    def fail(self: lockstep._Outer, step: int, steps: int) -> None:
+        if step > 8:
+            raise NotFiniteError("the delta")
+        merge(self, step, steps)
+
+    monkeypatch.setattr(lockstep._Outer, "merge", fail)
+    found = run(task(tmp_path, Method.DILOCO))
+    assert (found.status, found.detail) == (Status.DIVERGED, "the delta")
+    assert (found.steps, found.merges, len(found.curve)) == (12, 2, 1)
 
 
 def test_the_checkers_of_the_simulator_replay_the_merges_of_real_models(tmp_path):

@@ -12,9 +12,10 @@ import yaml
 
 from diloco.errors import EXIT_USAGE, ConfigError
 from diloco_experiment import cells as cell_runner
-from diloco_experiment import runner
+from diloco_experiment import models, runner
 from diloco_experiment import study as studies
 from diloco_experiment.__main__ import main
+from diloco_experiment.plot import draw
 from diloco_experiment.results import Folder, Result, Status
 from diloco_experiment.summary import groups
 from diloco_experiment.tasks import Method, Task
@@ -191,7 +192,7 @@ def test_groups_are_compared_with_synchronous_training_each_at_its_best_rate(tmp
     assert (synchronous["distance_percent"], decoupled["distance_percent"]) == ("+0.00", "+20.00")
 
 
-def test_a_variant_is_compared_with_the_synchronous_group_of_its_own_or_the_first(
+def test_a_variant_is_compared_with_the_synchronous_group_of_its_own_or_equal_work(
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(
@@ -200,12 +201,48 @@ def test_a_variant_is_compared_with_the_synchronous_group_of_its_own_or_the_firs
     )  # fmt: skip
     first = {"methods": ["Synchronous"], "set": {"spec.steps": 10}}
     own = {"methods": ["Synchronous", "Decoupled"], "set": {"spec.steps": 20}}
+    same = {"methods": ["Decoupled"], "set": {"spec.steps": 10, RATE: 0.5}}
     other = {"methods": ["Decoupled"], "set": {"spec.steps": 15}}
-    path = written(tmp_path, variants={"a": first, "b": own, "c": other})
+    path = written(tmp_path, variants={"a": first, "b": own, "c": same, "d": other})
     _, _, directory = ended(tmp_path, path, "out")
     assert [(row["variant"], row["distance_percent"]) for row in rows(directory, "summary.csv")] == [
-        ("a", "+0.00"), ("b", "+0.00"), ("b", "+0.00"), ("c", "+50.00"),
+        ("a", "+0.00"), ("b", "+0.00"), ("b", "+0.00"), ("c", "+0.00"), ("d", ""),
     ]  # fmt: skip
+
+
+def test_distances_are_over_the_seeds_that_both_groups_have(tmp_path, monkeypatch):
+    def run(task: Task) -> Result:
+        if task.method is Method.SYNCHRONOUS and task.spec.seed == 2:
+            return Result(status=Status.DIVERGED, detail="NaN")
+        return Result(status=Status.OK, curve=((8, float(task.spec.seed)),))
+
+    monkeypatch.setattr(cell_runner, "run", run)
+    path = written(tmp_path, seeds=[1, 2], methods=["Synchronous", "Decoupled"])
+    _, _, directory = ended(tmp_path, path, "out")
+    assert [
+        (row["loss"], row["distance_percent"], row["missing"])
+        for row in rows(directory, "summary.csv")
+    ] == [("1", "+0.00", "0"), ("1.5", "+0.00", "0")]
+
+
+def test_a_plot_of_distances_has_no_raw_losses_and_no_curve_of_a_halted_cell(tmp_path, monkeypatch):
+    def run(task: Task) -> Result:
+        if task.spec.seed == 2 and task.method is Method.DECOUPLED:
+            return Result(status=Status.HALTED, curve=((4, 9.0),))
+        return Result(status=Status.OK, curve=((8, 2.0),))
+
+    monkeypatch.setattr(cell_runner, "run", run)
+    first = {"methods": ["Synchronous", "Decoupled"]}
+    other = {"methods": ["Decoupled"], "set": {"spec.steps": 16}}
+    path = written(tmp_path, seeds=[1, 2], variants={"a": first, "b": other})
+    _, _, directory = ended(tmp_path, path, "out")
+    found, manifest = studies.load(path)
+    cells = studies.cells(found, manifest)
+    results = runner.found(cells, Folder(directory))
+    curves, bars = draw("s", groups(cells, results), results).axes
+    assert all(x == 0.0 for line in bars.lines for x in line.get_xdata())
+    assert len(bars.lines) == 4  # two groups: the third has no reference
+    assert {x for line in curves.lines for x in line.get_xdata()} == {8}
 
 
 def test_without_a_synchronous_group_there_is_no_distance(tmp_path, monkeypatch):
@@ -230,6 +267,51 @@ def test_what_the_recipe_refuses_is_found_before_anything_runs(tmp_path, monkeyp
     with pytest.raises(ConfigError, match=r"Synchronous width=17 seed=0: eu/0: config\.width: 17"):
         ended(tmp_path, path, "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"width": 100_000}, "has 120,051,200,000 parameters"),
+        ({"data": "/no/such/text"}, "there is no file or folder"),
+    ],
+)
+def test_limits_and_data_are_checked_before_anything_runs(tmp_path, monkeypatch, config, expected):
+    monkeypatch.setattr(cell_runner, "run", made_up)
+    path = written(tmp_path, set={f"spec.learner.recipe.config.{k}": v for k, v in config.items()})
+    with pytest.raises(ConfigError, match=expected):
+        ended(tmp_path, path, "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_cells_that_other_versions_or_data_made_run_again(tmp_path, monkeypatch):
+    monkeypatch.setattr(cell_runner, "run", made_up)
+    path = written(tmp_path, methods=["Synchronous"])
+    _, _, directory = ended(tmp_path, path, "out")
+    (before,) = rows(directory)
+    assert "torch " in before["made_by"]
+    assert len(ended(tmp_path, path, "out")[1]) == 1
+    with (tmp_path / "text.txt").open("a") as file:
+        file.write("one more line\n")
+    assert len(ended(tmp_path, path, "out")[1]) == 2
+    (after,) = rows(directory)
+    assert after["made_by"] != before["made_by"]
+    monkeypatch.setattr(models, "_versions", lambda: "torch 99")
+    assert len(ended(tmp_path, path, "out")[1]) == 2
+    assert rows(directory)[0]["made_by"].startswith("torch 99, data ")
+
+
+def test_one_process_at_a_time_runs_a_study_in_a_directory(tmp_path, monkeypatch):
+    path = written(tmp_path, methods=["Synchronous"])
+
+    def twice(task: Task) -> Result:
+        with pytest.raises(runner.BusyError, match="wait for its end, or give another --dir"):
+            ended(tmp_path, path, "out")
+        return made_up(task)
+
+    monkeypatch.setattr(cell_runner, "run", twice)
+    failed, _, directory = ended(tmp_path, path, "out")
+    assert failed == 0, rows(directory)[0]["detail"]
 
 
 def test_the_program_exits_with_2_for_a_study_that_is_not_valid(tmp_path, capsys):
@@ -276,6 +358,8 @@ def test_a_process_that_is_killed_is_named_and_results_are_kept(tmp_path, monkey
     directory = tmp_path / "out"
     Folder(directory).write(first.digest, made_up(first.task))
     monkeypatch.setattr(runner, "_run", experiments.killed)
-    with pytest.raises(runner.EndedProcessError, match="Decoupled seed=0"):
-        list(runner._results([second, second], 2))
+    with pytest.raises(
+        runner.EndedProcessError, match="one of: Synchronous seed=0; Decoupled seed=0"
+    ):
+        list(runner._results([first, second], 2))
     assert Folder(directory).read(first.digest) == made_up(first.task)
