@@ -42,6 +42,7 @@ COPY operator operator
 COPY local local
 COPY cli cli
 COPY sim sim
+COPY experiment experiment
 RUN --mount=type=secret,id=ca \
     { [ ! -s /run/secrets/ca ] || export PIP_CERT=/run/secrets/ca; } \
     && /build/bin/pip wheel --no-cache-dir --no-deps --no-build-isolation --wheel-dir /build/dist .

@@ -97,3 +97,11 @@ def test_only_settings_read_the_environment():
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
                     raise AssertionError(f"{path}:{node.lineno} reads the environment")
+
+
+def test_the_images_are_built_from_every_package_of_the_wheel():
+    wheel = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
+    folders = {path.split("/")[0] for path in wheel["targets"]["wheel"]["packages"]}
+    copied = set(re.findall(r"^COPY (\w+) \1$", (ROOT / "Dockerfile").read_text(), re.MULTILINE))
+    sent = set(re.findall(r"^!(\w+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    assert folders <= copied & sent, folders - (copied & sent)
