@@ -147,3 +147,24 @@ def test_a_rank_whose_model_cannot_be_merged_ends_all_ranks():
     models[1].odd = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     found = in_ranks(2, lambda group: RankReplica(models[group.rank], SPEC, group))
     assert str(found[0]).startswith("rank 1: model: parameter odd has dtype complex64")
+
+
+def test_rank_0_alone_names_patterns_without_a_buffer_and_looks_at_buffers(ranks, caplog):
+    models, replicas = ranks
+    spec = RunSpec(
+        job="j", steps=9, fragments=3, interval=3, overlap=1, moving_buffers=("*.usage",)
+    )
+    found = in_ranks(3, lambda group: RankReplica(models[group.rank], spec, group))
+    assert all(isinstance(replica, RankReplica) for replica in found), found
+    for replica in found:
+        replica.close()
+    lines = [r.getMessage() for r in caplog.records if "*.usage" in r.getMessage()]
+    assert len(lines) == 1
+    looked = []
+    for replica in replicas:
+        replica._watch.changed = lambda rank=replica.rank: looked.append(rank) or ""
+        replica.copy_model(dict.fromkeys(range(3), HOME))
+    assert looked == []
+    for replica in replicas:
+        replica.copy_out(0, HOME)
+    assert looked == [0]

@@ -24,6 +24,7 @@ from diloco_worker.trainer.buffers import Watch
 from diloco_worker.trainer.frozen import with_digests
 from diloco_worker.trainer.layout import Copier, ModelTensors
 from diloco_worker.trainer.rank_group import RankGroup
+from diloco_worker.trainer.replica import log_unmatched
 from diloco_worker.trainer.shards import described, shares, to_text
 
 log = logging.getLogger(__name__)
@@ -51,6 +52,8 @@ class RankReplica:
         tensors, texts = _agreed(model, spec, group)
         self.layout = _cut(tensors, spec, group)
         kept = spec.buffers == "Initial"
+        if self.rank == 0:
+            log_unmatched(tensors, () if kept else spec.moving_buffers)
         self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
         self._copier = Copier(tensors, self.layout, shares=shares(texts, group.rank))
         fragments = range(len(self.layout.fragments))
@@ -101,8 +104,11 @@ class RankReplica:
 
     def copy_out(self, fragment: int, place: int) -> None:
         """Write this rank's part of a host copy."""
-        if fragment == 0 and (changed := self._watch.changed()) and self.rank == 0:
+        if fragment == 0 and self.rank == 0 and (changed := self._watch.changed()):
             log.warning("%s", changed)
+        self._copy(fragment, place)
+
+    def _copy(self, fragment: int, place: int) -> None:
         if self.rank == 0 and place != HOME:
             # Another fragment may have been there, with values where this one is padded.
             memory_N = self.shared.place(fragment, place)
@@ -112,8 +118,9 @@ class RankReplica:
 
     def copy_model(self, places: Mapping[int, int]) -> None:
         """Write this rank's part of every host copy and of the constants; `places` by fragment."""
+        # Without a look at changed buffers, which can take long: rank 0 holds the locks.
         for fragment in range(len(self.layout.fragments)):
-            self.copy_out(fragment, places[fragment])
+            self._copy(fragment, places[fragment])
         self._copier.constants_out(self.shared.constants)
 
     def apply(self, fragment: int) -> None:

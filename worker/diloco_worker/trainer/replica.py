@@ -55,7 +55,7 @@ class Replica:
         pack_frozen(
             self.layout.frozen
         )  # here, not in each session of the link, that they fit is checked
-        _log_unmatched(tensors, () if kept else spec.moving_buffers)
+        log_unmatched(tensors, () if kept else spec.moving_buffers)
         self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
         fragments = range(len(self.layout.fragments))
         self._copier = Copier(tensors, self.layout)
@@ -131,7 +131,8 @@ class Replica:
         self.shared.set_host_copy(fragment, copy)
 
 
-def _log_unmatched(tensors: ModelTensors, patterns: Sequence[str]) -> None:
+def log_unmatched(tensors: ModelTensors, patterns: Sequence[str]) -> None:
+    """Warn of the patterns of `movingBuffers` that match nothing."""
     if not (without := unmatched(tensors, patterns)):
         return
     more = f" and {len(without) - MAX_PATTERNS} more" if len(without) > MAX_PATTERNS else ""
