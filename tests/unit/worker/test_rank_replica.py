@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, UnavailableError
 from diloco.spec import RunSpec
 from diloco_testing.learners.rank_threads import in_ranks
 from diloco_worker.core.agreement import HOME
+from diloco_worker.trainer import rank_replica
 from diloco_worker.trainer.rank_group import RankGroup
 from diloco_worker.trainer.rank_replica import RankReplica
 from diloco_worker.trainer.replica import Replica
@@ -128,6 +129,17 @@ def test_the_layout_is_that_of_one_process(ranks):
     assert {replica.layout.digest for replica in replicas} == {alone.layout.digest}
     assert replicas[0].layout.frozen == alone.layout.frozen
     alone.close()
+
+
+def test_too_little_memory_in_rank_0_ends_all_ranks_at_once(monkeypatch):
+    def create(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rank_replica.SharedMemory, "create", create)
+    models = nets(2)
+    found = in_ranks(2, lambda group: RankReplica(models[group.rank], SPEC, group))
+    assert [type(error) for error in found] == [UnavailableError, UnavailableError]
+    assert "No space left on device" in str(found[1])
 
 
 def test_ranks_with_different_models_are_refused_with_the_difference():

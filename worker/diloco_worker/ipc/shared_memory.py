@@ -68,8 +68,8 @@ class SharedMemory:
         magic, facts_bytes, constants_bytes = _HEAD.unpack_from(self._map)
         if magic != _MAGIC:
             raise DamagedError(
-                f"shared memory begins with {magic!r}, expected {_MAGIC!r}; if the package was replaced while the program "
-                "runs, restart the program"
+                f"shared memory begins with {magic!r}, expected {_MAGIC!r}; if the package was replaced while the "
+                "program runs, restart it"
             )
         facts = json.loads(self._map[_HEAD.size : _HEAD.size + facts_bytes])
         self.layout = _layout(facts)

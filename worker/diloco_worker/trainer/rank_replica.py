@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from diloco.errors import ConfigError, DilocoError
+from diloco.errors import ConfigError, DilocoError, UnavailableError
 from diloco.model.fragments import Layout, cut
 from diloco.rpc.tensor_info import pack_frozen
 from diloco.spec import RunSpec
@@ -44,7 +44,7 @@ class RankReplica:
 
     Raises:
         ConfigError: the model cannot be cut this way, or the ranks do not fit together.
-        OSError: rank 0: the machine has too little memory for the copies.
+        UnavailableError: the machine has too little memory for the copies.
     """
 
     def __init__(self, model: nn.Module, spec: RunSpec, group: RankGroup) -> None:
@@ -71,17 +71,18 @@ class RankReplica:
         """Create the memory in rank 0, and map it in the others."""
         size = board_bytes(ranks=group.size, fragments=len(self.layout.fragments))
         error: DilocoError | None = None
-        shared, token = None, secrets.token_bytes(TOKEN_BYTES)
+        shared, token, place = None, secrets.token_bytes(TOKEN_BYTES), ""
         if group.rank == 0:
-            shared = SharedMemory.create(
-                self.layout, constants_bytes=self._copier.constants_bytes(), spares=self.spares,
-                control_bytes=size + TOKEN_BYTES,
-            )  # fmt: skip
-            shared.write_control(size, token)
-            place = json.dumps([os.getpid(), shared.fd, token.hex()])
-        else:
-            place = ""
-        pid, fd, found = json.loads(group.exchange(place)[0])
+            try:
+                shared = SharedMemory.create(
+                    self.layout, constants_bytes=self._copier.constants_bytes(), spares=self.spares,
+                    control_bytes=size + TOKEN_BYTES,
+                )  # fmt: skip
+                shared.write_control(size, token)
+                place = json.dumps([os.getpid(), shared.fd, token.hex()])
+            except OSError as problem:
+                error = UnavailableError(f"the memory that the ranks share: {problem}")
+        pid, fd, found = json.loads(group.agree(place, error)[0])
         if shared is None:
             try:
                 shared = SharedMemory.of_process(pid, fd)
