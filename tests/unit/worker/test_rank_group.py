@@ -55,7 +55,7 @@ def test_a_store_that_has_ended_is_a_sentence():
         group.wait_for_all()
 
 
-def test_rank_0_states_what_it_waits_for_and_waits_as_long_as_it_is_told(monkeypatch, capsys):
+def test_rank_0_states_what_it_waits_for_and_waits_as_long_as_given(monkeypatch, capsys):
     monkeypatch.setattr(rank_group, "ALONE_SECONDS", 0.0)
     monkeypatch.setattr(rank_group, "SHOWN_SECONDS", 0.0)
 

@@ -20,11 +20,10 @@ from diloco.rpc.tensor_info import pack_frozen
 from diloco.spec import RunSpec
 from diloco_worker.core.agreement import HOME, board_bytes
 from diloco_worker.ipc.shared_memory import SharedMemory
-from diloco_worker.trainer.buffers import Watch
+from diloco_worker.trainer.buffers import Watch, log_unmatched
 from diloco_worker.trainer.frozen import with_digests
 from diloco_worker.trainer.layout import Copier, ModelTensors
 from diloco_worker.trainer.rank_group import RankGroup
-from diloco_worker.trainer.replica import log_unmatched
 from diloco_worker.trainer.shards import described, shares, to_text
 
 log = logging.getLogger(__name__)
@@ -119,7 +118,7 @@ class RankReplica:
 
     def copy_model(self, places: Mapping[int, int]) -> None:
         """Write this rank's part of every host copy and of the constants; `places` by fragment."""
-        # Without a look at changed buffers, which can take long: rank 0 holds the locks.
+        # Without a check of changed buffers, which can take long: rank 0 holds the locks.
         for fragment in range(len(self.layout.fragments)):
             self._copy(fragment, places[fragment])
         self._copier.constants_out(self.shared.constants)
