@@ -81,6 +81,8 @@ class DistributedTrainer:
         self._board = Board(self._replica.shared, ranks=group.size, fragments=fragments)
         self._boundary = 0
         """The newest plan that this rank has followed."""
+        self._result_age: int | None = None
+        """Steps since the oldest result that the last `step` applied; None: it applied none."""
         self._terminated = False
         """That plan ends the learner, because a rank received SIGTERM."""
         self._loss, self._optimizer_steps = LossReader(), OptimizerSteps(optimizers)
@@ -173,6 +175,7 @@ class DistributedTrainer:
         plan = self._plan(boundary)
         self._loss.read(loss)
         taken = self._optimizer_steps.taken()
+        self._result_age = None
         actions = self._core.step(tokens, plan.link_state, now=now, optimizer_steps=taken)
         copies = self._carry_out(actions, plan)
         offers = self._core.copied([*copies], loss=self._loss.value, finite=self._loss.finite)
@@ -184,7 +187,10 @@ class DistributedTrainer:
             now=time.monotonic(), queued_seconds=self._run_queue.seconds() - queued
         )
         if self._journal is not None:
-            self._journal.append(line)
+            known = {
+                "learningRate": self._optimizer_steps.learning_rate, "resultAge": self._result_age,
+            }  # fmt: skip
+            self._journal.append({**line, **{n: v for n, v in known.items() if v is not None}})
         self._core.ended(now=time.monotonic())
 
     def close(self) -> None:
@@ -279,6 +285,9 @@ class DistributedTrainer:
                     copied[fragment] = copy
                 case core.ApplyFragment(fragment):
                     self._replica.apply(fragment)
+                    if version := self._core.ledger.versions[fragment]:
+                        age = self.step_index - version[1]
+                        self._result_age = max(self._result_age or 0, age)
                 case core.Send(state):
                     if self._first is not None:
                         self._first.decisions.followed(state, copies or {})
@@ -351,21 +360,20 @@ class _First:
         plan = self.decisions.plan(
             boundary, state, applied=self._core.applied, terminated=terminated, now=time.monotonic(), model=model
         )  # fmt: skip
-        if len(plan.places) < len(state.open) and self._locks is None:
-            self._free_places(state)
+        self._free_places(state)
         return plan
 
     def settle(self) -> None:
         """All ranks have followed the last plan: let the link know."""
         offers = []
         for fragment, place, copy in self.decisions.written():
-            with self._shared.try_lock(fragment) as held:
+            with self._try_lock(fragment) as held:
                 if held:
                     self._shared.set_host_copy(fragment, copy, place=place)
                     offers.append((fragment, place))
         if (
             self._locks is not None
-            and self._core.initial_copied == self._link_state.initial_requested
+            and self._core.initial_copied >= self._link_state.initial_requested
         ):
             self._locks.close()
             self._locks = None
@@ -411,9 +419,24 @@ class _First:
         return dataclasses.replace(state, initial_requested=copied, open=())
 
     def _free_places(self, state: LinkState) -> None:
-        """Release the places of fragments that are not announced: others need them."""
-        for fragment in self.decisions.places.idle(state.open):
-            with self._shared.try_lock(fragment) as held:
+        """
+        Release as many places of fragments that are not announced as others lack, the oldest copies first.
+
+        One whose announcement has just ended is likely to be pulled.
+        """
+        short, places = self.decisions.short, self.decisions.places
+        idle = places.idle(state.open) if short else []
+        for fragment in sorted(idle, key=lambda p: self._shared.host_copy(p).local_step):
+            if not short:
+                return
+            with self._try_lock(fragment) as held:
                 if held:
                     self._shared.set_host_copy(fragment, NOTHING)
-                    self.decisions.places.current[fragment] = HOME
+                    places.current[fragment] = HOME
+                    short -= 1
+
+    def _try_lock(self, fragment: int) -> contextlib.AbstractContextManager[bool]:
+        """The fragment's lock; held already while the whole model is copied: record locks do not nest."""
+        if self._locks is not None:
+            return contextlib.nullcontext(True)
+        return self._shared.try_lock(fragment)

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -116,8 +117,8 @@ class Learner:
             standalone_steps: without a job, `done` after this many steps; None: never.
             connect_timeout_seconds: how long to wait for a syncer, or a rank, that does not answer.
             every_rank: False: rank 0 alone connects, and the others take its parameters after each `step`, for
-                example with torch.distributed.broadcast. None: rank 0 finds out; for a model without DTensors and
-                DistributedDataParallel it waits up to 10 s for another rank.
+                example with torch.distributed.broadcast. None: rank 0 finds out; it waits up to 10 s for another
+                rank, with DistributedDataParallel up to `connect_timeout_seconds`; with DTensors all connect.
 
         Raises:
             SystemExit: 78 if the job permanently refuses this model, spec or name, or if the ranks do not
@@ -318,7 +319,9 @@ def _joined(
 
         _compare_ranks(config)
         group = RankGroup.of_process(config.learner, timeout_seconds=timeout_seconds)
-        if not group.alone(may_be=every_rank is None and not sharded):
+        averaged = any(isinstance(module, DistributedDataParallel) for module in model.modules())
+        seconds = timeout_seconds if averaged else None
+        if not group.alone(may_be=every_rank is None and not sharded, seconds=seconds):
             group.wait_for_all()
             group.refuse_other_machines()
             return DistributedTrainer(

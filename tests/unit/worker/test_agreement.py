@@ -259,6 +259,27 @@ def test_fragments_with_a_result_to_apply_are_not_copied():
     assert plan.link_state.open == [1, 2]
     assert [*plan.places] == [1, 2]
 
+    assert first.short == 0, "a fragment with a result lacks no place"
+
+
+def test_a_plan_counts_the_fragments_that_lack_a_place():
+    first = FirstRank(3, 0)
+    first.places.current = [HOME, HOME, HOME]
+    first.plan(1, LinkState(open=[0, 1]), applied=[0] * 3, terminated=False, now=0.0)
+    assert first.short == 2
+    first.plan(2, LinkState(), applied=[0] * 3, terminated=False, now=0.0, model=True)
+    assert first.short == 0
+
+
+def test_a_place_is_not_idle_while_another_copy_of_its_fragment_is_being_written():
+    places = Places(1, 1)
+    places.current[0] = 1
+    assert places.plan([0]) == {0: HOME}
+    places.write([0])
+    assert places.idle([]) == []
+    places.written()
+    assert places.idle([]) == [0]
+
 
 # ---------------------------------------------------------------- the board
 
@@ -305,7 +326,7 @@ def test_rows_state_how_far_each_rank_is_and_whether_it_is_to_end(board):
     assert board.behind(4) == []
 
 
-def test_a_plan_to_copy_the_whole_model_names_the_places_that_the_link_reads():
+def test_the_whole_model_is_copied_to_the_own_places_so_that_a_released_place_is_none_of_it():
     first = FirstRank(2, 2)
     first.plan(1, LinkState(open=[0]), applied=[0, 0], terminated=False, now=0.0)
     copy = HostCopy(local_step=1, steps=1, tokens=1, base=0)
@@ -316,5 +337,6 @@ def test_a_plan_to_copy_the_whole_model_names_the_places_that_the_link_reads():
     plan = first.plan(
         2, LinkState(open=[0, 1]), applied=[0, 0], terminated=False, now=0.0, model=True
     )
-    assert plan.places == {0: 1, 1: HOME}
+    assert plan.places == {0: HOME, 1: HOME}
     assert plan.link_state.open == ()
+    assert first.places.idle([]) == []

@@ -7,11 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 
+from diloco.model.fragments import Tensor, cut
 from diloco_worker import distributed
-from diloco_worker.core.agreement import PLANS, Board, Plan, board_bytes
+from diloco_worker.core.agreement import HOME, PLANS, Board, FirstRank, Plan, board_bytes
+from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState
 from diloco_worker.core.trainer import TrainerCore
-from diloco_worker.distributed import DistributedTrainer
+from diloco_worker.distributed import DistributedTrainer, _First
+from diloco_worker.ipc.shared_memory import SharedMemory
 
 
 class Area:
@@ -84,3 +87,49 @@ def test_sigterm_in_any_rank_is_in_the_plan_that_a_rank_follows():
     trainer._plan(1)
     assert trainer._terminated
     assert trainer.done
+
+
+# ---------------------------------------------------------------- rank 0
+
+
+@pytest.fixture
+def first():
+    """Rank 0 of a model of four fragments; the copies of 2 and 3 are in the spare places, that of 3 the older one."""
+    tensors = [Tensor(name=name, shape=(256,), dtype="float32") for name in "abcd"]
+    shared = SharedMemory.create(cut(tensors, num_fragments=4), constants_bytes=0, spares=2)
+    first = _First.__new__(_First)
+    first._shared, first._locks, first.decisions = shared, None, FirstRank(4, 2)
+    first._core = SimpleNamespace(applied=[1] * 4, initial_copied=0)
+    first.decisions.places.current = [HOME, HOME, 1, 2]
+    for fragment, local_step, place in ((2, 7, 1), (3, 5, 2)):
+        copy = HostCopy(local_step=local_step, steps=1, tokens=1, base=0)
+        shared.set_host_copy(fragment, copy, place=place)
+    yield first
+    shared.close()
+
+
+def copied_at(first: _First) -> list[int]:
+    return [first._shared.host_copy(p).local_step for p in range(4)]
+
+
+def test_a_result_that_is_ready_releases_no_copy_that_can_still_be_pulled(first):
+    first._newest = lambda: LinkState(open=[2, 3], ready=[(2, 2), (3, 2)])
+    first.plan(1, terminated=False)
+    first._newest = lambda: LinkState(open=[0], ready=[(0, 2)])
+    first.plan(2, terminated=False)
+    assert copied_at(first) == [0, 0, 7, 5]
+    assert first.decisions.places.current == [HOME, HOME, 1, 2]
+
+
+def test_fragments_that_lack_a_place_get_those_of_the_oldest_copies_and_no_more(first):
+    first._newest = lambda: LinkState(open=[0])
+    assert first.plan(1, terminated=False).places == {}
+    assert copied_at(first) == [0, 0, 7, 0]
+    assert first.plan(2, terminated=False).places == {0: 2}
+
+
+def test_the_locks_of_a_copied_model_are_released_for_a_link_with_a_smaller_request(first):
+    first._locks, first._link_state = distributed.contextlib.ExitStack(), LinkState()
+    first._core.initial_copied = 1
+    first.settle()
+    assert first._locks is None

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import threading
 
 import pytest
 import torch.distributed as dist
 
-from diloco.errors import ConfigError, UnavailableError
+from diloco.errors import ConfigError, StorageError, UnavailableError
 from diloco_testing.learners.rank_threads import in_ranks
 from diloco_worker.trainer import rank_group
 from diloco_worker.trainer.rank_group import RankGroup
@@ -33,6 +34,43 @@ def test_an_error_of_one_rank_ends_all_with_its_sentence():
         "no such layer",
         "rank 1: no such layer",
     ]
+
+
+def test_a_temporary_error_of_one_rank_is_no_permanent_refusal_in_the_others():
+    def body(group: RankGroup):
+        group.agree("", StorageError("disk full") if group.rank == 0 else None)
+
+    found = in_ranks(2, body)
+    assert [type(error) for error in found] == [StorageError, StorageError]
+    assert str(found[1]) == "rank 0: disk full"
+
+
+def test_a_store_that_has_ended_is_a_sentence():
+    class Gone(dist.HashStore):
+        def check(self, keys):
+            raise dist.DistNetworkError("connection reset")
+
+    group = RankGroup("eu/0", Gone(), rank=1, size=2, timeout_seconds=1)
+    with pytest.raises(UnavailableError, match=r"does not answer rank 1 \(connection reset\)"):
+        group.wait_for_all()
+
+
+def test_rank_0_states_what_it_waits_for_and_waits_as_long_as_given(monkeypatch, capsys):
+    monkeypatch.setattr(rank_group, "ALONE_SECONDS", 0.0)
+    monkeypatch.setattr(rank_group, "SHOWN_SECONDS", 0.0)
+
+    def body(group: RankGroup):
+        return group.alone(may_be=True, seconds=60)
+
+    store = dist.HashStore()
+    late = threading.Timer(
+        0.3, RankGroup, ("eu/0", store), {"rank": 1, "size": 2, "timeout_seconds": 1}
+    )
+    late.start()
+    group = RankGroup("eu/0", store, rank=0, size=2, timeout_seconds=60)
+    assert not body(group)
+    late.join()
+    assert "waiting up to 60 s for another of 2 ranks" in capsys.readouterr().err
 
 
 def test_ranks_that_never_connect_are_named():

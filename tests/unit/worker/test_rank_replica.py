@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, UnavailableError
 from diloco.spec import RunSpec
 from diloco_testing.learners.rank_threads import in_ranks
 from diloco_worker.core.agreement import HOME
+from diloco_worker.trainer import rank_replica
 from diloco_worker.trainer.rank_group import RankGroup
 from diloco_worker.trainer.rank_replica import RankReplica
 from diloco_worker.trainer.replica import Replica
@@ -130,6 +131,17 @@ def test_the_layout_is_that_of_one_process(ranks):
     alone.close()
 
 
+def test_too_little_memory_in_rank_0_ends_all_ranks_at_once(monkeypatch):
+    def create(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(rank_replica.SharedMemory, "create", create)
+    models = nets(2)
+    found = in_ranks(2, lambda group: RankReplica(models[group.rank], SPEC, group))
+    assert [type(error) for error in found] == [UnavailableError, UnavailableError]
+    assert "No space left on device" in str(found[1])
+
+
 def test_ranks_with_different_models_are_refused_with_the_difference():
     models = nets(2)
     models[1].wide = nn.Linear(200, 301)
@@ -147,3 +159,24 @@ def test_a_rank_whose_model_cannot_be_merged_ends_all_ranks():
     models[1].odd = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     found = in_ranks(2, lambda group: RankReplica(models[group.rank], SPEC, group))
     assert str(found[0]).startswith("rank 1: model: parameter odd has dtype complex64")
+
+
+def test_rank_0_alone_names_patterns_without_a_buffer_and_looks_at_buffers(ranks, caplog):
+    models, replicas = ranks
+    spec = RunSpec(
+        job="j", steps=9, fragments=3, interval=3, overlap=1, moving_buffers=("*.usage",)
+    )
+    found = in_ranks(3, lambda group: RankReplica(models[group.rank], spec, group))
+    assert all(isinstance(replica, RankReplica) for replica in found), found
+    for replica in found:
+        replica.close()
+    lines = [r.getMessage() for r in caplog.records if "*.usage" in r.getMessage()]
+    assert len(lines) == 1
+    looked = []
+    for replica in replicas:
+        replica._watch.changed = lambda rank=replica.rank: looked.append(rank) or ""
+        replica.copy_model(dict.fromkeys(range(3), HOME))
+    assert looked == []
+    for replica in replicas:
+        replica.copy_out(0, HOME)
+    assert looked == [0]

@@ -127,6 +127,13 @@ def test_other_memory_is_refused():
         os.close(fd)
 
 
+def test_memory_of_a_release_with_another_table_is_refused(shared):
+    """A link that starts after an upgrade of the package would read the rows of its old trainer at a wrong stride."""
+    os.pwrite(shared.fd, b"diloco01", 0)
+    with pytest.raises(DamagedError, match="program runs, restart it"):
+        SharedMemory.attach(shared.fd)
+
+
 # ---------------------------------------------------------------- several ranks
 
 

@@ -203,12 +203,16 @@ class Places:
         written, self._written = self._written, {}
         return written
 
+    def go_home(self) -> None:
+        """Every host copy is in the place of its fragment's own, and none is planned."""
+        self.current, self._planned = [HOME] * len(self.current), {}
+
     def idle(self, announced: Sequence[int]) -> list[int]:
-        """Fragments whose copy occupies a spare place though they are not announced any longer."""
+        """Fragments whose copy occupies a spare place, of which none is announced or being written."""
         return [
             fragment
             for fragment, place in enumerate(self.current)
-            if place != HOME and fragment not in announced
+            if place != HOME and fragment not in announced and fragment not in self._written
         ]
 
     def _taken(self, fragment: int) -> set[int]:
@@ -234,6 +238,8 @@ class FirstRank:
         self.places = Places(fragments, spares)
         self.settled = TrainerState()
         """The newest state that holds for every rank: what the link may know."""
+        self.short = 0
+        """Fragments that the last plan does not copy because no place was free."""
         self._copies: Mapping[int, HostCopy] = {}
         self._state: TrainerState | None = None
 
@@ -290,16 +296,21 @@ class FirstRank:
             applied: per fragment, the generation that the parameters hold.
             terminated: a rank received SIGTERM.
             now: clock of this rank in seconds.
-            model: the ranks copy the whole model, to where the link reads: it must not do so meanwhile.
+            model: the ranks copy the whole model, each fragment to its own place: the link must not read meanwhile, and
+                no copy may be being written.
         """
+        self.short = 0
         if model:
-            self.places.plan(())
+            # Home: what the link uploads for minutes must not be lost with a spare place that is released.
+            self.places.go_home()
             return Plan(
                 boundary=boundary, link_state=dataclasses.replace(link_state, open=()),
                 places=dict(enumerate(self.places.current)), terminated=terminated, now=now,
             )  # fmt: skip
         replaced = {p for p, generation in link_state.ready if generation > applied[p]}
-        places = self.places.plan(p for p in link_state.open if p not in replaced)
+        wanted = [p for p in link_state.open if p not in replaced]
+        places = self.places.plan(wanted)
+        self.short = len(wanted) - len(places)
         return Plan(
             boundary=boundary,
             link_state=dataclasses.replace(link_state, open=[*places]),

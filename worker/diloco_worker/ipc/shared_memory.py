@@ -38,7 +38,8 @@ from diloco_worker.core.ledger import HostCopy
 F32 = npt.NDArray[np.float32]
 
 _HEAD = struct.Struct("<8sQQ")
-_MAGIC = b"diloco01"
+_MAGIC = b"diloco02"
+"""With another number after each change of what follows: a link can be of a newer release than its trainer."""
 _PAGE = 4096
 
 # Columns of the table, one row of int64 per fragment. The trainer writes the first five, the link the
@@ -66,10 +67,13 @@ class SharedMemory:
         self._map = mmap.mmap(fd, 0)
         magic, facts_bytes, constants_bytes = _HEAD.unpack_from(self._map)
         if magic != _MAGIC:
-            raise DamagedError(f"shared memory begins with {magic!r}, expected {_MAGIC!r}")
+            raise DamagedError(
+                f"shared memory begins with {magic!r}, expected {_MAGIC!r}; if the package was replaced while the "
+                "program runs, restart it"
+            )
         facts = json.loads(self._map[_HEAD.size : _HEAD.size + facts_bytes])
         self.layout = _layout(facts)
-        spares, control_bytes = facts.get("spares", 0), facts.get("control_bytes", 0)
+        spares, control_bytes = facts["spares"], facts["control_bytes"]
         places = _places(self.layout, facts_bytes, constants_bytes, spares, control_bytes)
         self._control = places.control, control_bytes
         rows = len(self.layout.fragments)

@@ -4,14 +4,15 @@ Notices buffers that change while training though the job keeps them as they wer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import logging
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 import xxhash
 from torch import nn
 
-from diloco_worker.trainer.layout import Named, bare, local, pieces
+from diloco_worker.trainer.layout import ModelTensors, Named, bare, local, pieces, unmatched
 
 MOST_READS = 3
 """
@@ -115,3 +116,21 @@ def _listed(found: list[Named]) -> str:
     more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
     noun = "buffer" if len(found) == 1 else "buffers"
     return f"{noun} {', '.join(names)}{more}"
+
+
+MAX_PATTERNS = 8
+"""Shown of those that match nothing."""
+
+log = logging.getLogger(__name__)
+
+
+def log_unmatched(tensors: ModelTensors, patterns: Sequence[str]) -> None:
+    """Warn of the patterns of `movingBuffers` that match nothing."""
+    if not (without := unmatched(tensors, patterns)):
+        return
+    more = f" and {len(without) - MAX_PATTERNS} more" if len(without) > MAX_PATTERNS else ""
+    log.warning(
+        "spec.sync.movingBuffers: no buffer of the model has the name %s%s; expected patterns such as *.usage, "
+        "for persistent buffers",
+        ", ".join(map(repr, without[:MAX_PATTERNS])), more,
+    )  # fmt: skip

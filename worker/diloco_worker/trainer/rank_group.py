@@ -12,20 +12,32 @@ import json
 import logging
 import os
 import platform
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 
-from diloco.errors import ConfigError, DilocoError, UnavailableError
+from diloco.errors import ConfigError, DilocoError, StorageError, UnavailableError
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 ALONE_SECONDS = 10.0
 """How long rank 0 waits for another rank where it may be the only one that connects."""
 
 POLL_SECONDS = 0.05
+
+SHOWN_SECONDS = 1.0
+"""After waiting this long for another rank, rank 0 states so."""
+
+TEMPORARY: dict[str, type[DilocoError]] = {
+    error.__name__: error for error in (StorageError, UnavailableError)
+}
+"""Errors after which all ranks may try again; others are permanent."""
 
 _calls = itertools.count()
 """Each `connect` of the program has keys of its own; all ranks call it equally often."""
@@ -62,31 +74,33 @@ class RankGroup:
             size=dist.get_world_size(), timeout_seconds=timeout_seconds, call=next(_calls),
         )  # fmt: skip
 
-    def alone(self, *, may_be: bool) -> bool:
+    def alone(self, *, may_be: bool, seconds: float | None = None) -> bool:
         """
         Whether rank 0 connects without the others, which then copy its parameters.
 
         Args:
             may_be: rank 0: whether the program may mean that; the others take its answer.
+            seconds: how long rank 0 waits for another; None: ALONE_SECONDS.
 
         Raises:
             UnavailableError: another rank: rank 0 does not connect, or has connected alone.
         """
         if self.rank == 0:
+            seconds = ALONE_SECONDS if seconds is None else seconds
             others = [f"here/{rank}" for rank in range(1, self.size)]
-            found = self.size == 1 or not may_be or self._any(others, ALONE_SECONDS)
+            found = self.size == 1 or not may_be or self._any(others, seconds)
             self._set("mode", "all" if found else "alone")
             if not found:
                 log.warning(
                     "no other of the %d ranks has called Learner.connect within %.0f s, so rank 0 connects alone; if "
-                    "it is to, pass every_rank=False", self.size, ALONE_SECONDS,
+                    "it is to, pass every_rank=False", self.size, seconds,
                 )  # fmt: skip
             return not found
         if self._get("mode", "rank 0 has not called Learner.connect") == "all":
             return False
         raise UnavailableError(
-            f"learner {self._learner}: rank 0 connected alone, because no other rank had called Learner.connect within "
-            f"{ALONE_SECONDS:.0f} s, and rank {self.rank} has now; pass every_rank=True in all ranks to let rank 0 wait"
+            f"learner {self._learner}: rank 0 connected alone, because no other rank had called Learner.connect in "
+            f"time, and rank {self.rank} has now; pass every_rank=True in all ranks to let rank 0 wait"
         )
 
     def wait_for_all(self) -> None:
@@ -118,13 +132,16 @@ class RankGroup:
         As `exchange`; an error of one rank is raised in all of them.
 
         Raises:
-            ConfigError: the error, of the first rank that has one.
+            DilocoError: the error, of the first rank that has one; a ConfigError unless it is temporary.
         """
-        found = [json.loads(reply) for reply in self.exchange(json.dumps([text, _sentence(error)]))]
-        for rank, (_, sentence) in enumerate(found):
-            if sentence:
-                raise ConfigError(sentence if rank == self.rank else f"rank {rank}: {sentence}")
-        return [reply for reply, _ in found]
+        found = [
+            json.loads(reply) for reply in self.exchange(json.dumps([text, *_described(error)]))
+        ]
+        for rank, (_, kind, sentence) in enumerate(found):
+            if kind:
+                text = sentence if rank == self.rank else f"rank {rank}: {sentence}"
+                raise TEMPORARY.get(kind, ConfigError)(text)
+        return [reply for reply, _, _ in found]
 
     def refuse_other_machines(self) -> None:
         """
@@ -144,8 +161,15 @@ class RankGroup:
                 )
 
     def _any(self, keys: Sequence[str], seconds: float) -> bool:
-        deadline = time.monotonic() + seconds
+        shown, deadline = time.monotonic() + SHOWN_SECONDS, time.monotonic() + seconds
         while not (found := any(self._has(key) for key in keys)) and time.monotonic() < deadline:
+            if time.monotonic() > shown:
+                shown = deadline
+                print(
+                    f"diloco: {self._learner}: waiting up to {seconds:.0f} s for another of {self.size} ranks to call "
+                    "Learner.connect; pass every_rank=False if rank 0 connects alone",
+                    file=sys.stderr, flush=True,
+                )  # fmt: skip
             time.sleep(POLL_SECONDS)
         return found
 
@@ -161,10 +185,10 @@ class RankGroup:
         return f"rank {rank} has called Learner.connect, but did not continue"
 
     def _set(self, key: str, text: str) -> None:
-        self._store.set(f"{self._prefix}/{key}", text)
+        self._ask(lambda: self._store.set(f"{self._prefix}/{key}", text))
 
     def _has(self, key: str) -> bool:
-        return bool(self._store.check([f"{self._prefix}/{key}"]))
+        return bool(self._ask(lambda: self._store.check([f"{self._prefix}/{key}"])))
 
     def _get(self, key: str, absent: str) -> str:
         try:
@@ -174,11 +198,20 @@ class RankGroup:
         except dist.DistError as error:
             text = f"learner {self._learner}: {absent} within {self._timeout_seconds:.0f} s"
             raise UnavailableError(f"{text} ({str(error).splitlines()[0]})") from None
-        return bytes(self._store.get(f"{self._prefix}/{key}")).decode()
+        return bytes(self._ask(lambda: self._store.get(f"{self._prefix}/{key}"))).decode()
+
+    def _ask(self, call: Callable[[], T]) -> T:
+        try:
+            return call()
+        except dist.DistError as error:
+            raise UnavailableError(
+                f"learner {self._learner}: the store of torch.distributed, in most programs in rank 0, does not answer "
+                f"rank {self.rank} ({str(error).splitlines()[0]})"
+            ) from None
 
 
-def _sentence(error: DilocoError | None) -> str:
-    return "" if error is None else str(error)
+def _described(error: DilocoError | None) -> tuple[str, str]:
+    return ("", "") if error is None else (type(error).__name__, str(error))
 
 
 def _machine() -> tuple[str, str]:

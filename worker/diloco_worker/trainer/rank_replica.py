@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 
 from torch import nn
 
-from diloco.errors import ConfigError, DilocoError
+from diloco.errors import ConfigError, DilocoError, UnavailableError
 from diloco.model.fragments import Layout, cut
 from diloco.rpc.tensor_info import pack_frozen
 from diloco.spec import RunSpec
 from diloco_worker.core.agreement import HOME, board_bytes
 from diloco_worker.ipc.shared_memory import SharedMemory
-from diloco_worker.trainer.buffers import Watch
+from diloco_worker.trainer.buffers import Watch, log_unmatched
 from diloco_worker.trainer.frozen import with_digests
 from diloco_worker.trainer.layout import Copier, ModelTensors
 from diloco_worker.trainer.rank_group import RankGroup
@@ -43,7 +43,7 @@ class RankReplica:
 
     Raises:
         ConfigError: the model cannot be cut this way, or the ranks do not fit together.
-        OSError: rank 0: the machine has too little memory for the copies.
+        UnavailableError: the machine has too little memory for the copies.
     """
 
     def __init__(self, model: nn.Module, spec: RunSpec, group: RankGroup) -> None:
@@ -51,6 +51,8 @@ class RankReplica:
         tensors, texts = _agreed(model, spec, group)
         self.layout = _cut(tensors, spec, group)
         kept = spec.buffers == "Initial"
+        if self.rank == 0:
+            log_unmatched(tensors, () if kept else spec.moving_buffers)
         self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
         self._copier = Copier(tensors, self.layout, shares=shares(texts, group.rank))
         fragments = range(len(self.layout.fragments))
@@ -68,17 +70,18 @@ class RankReplica:
         """Create the memory in rank 0, and map it in the others."""
         size = board_bytes(ranks=group.size, fragments=len(self.layout.fragments))
         error: DilocoError | None = None
-        shared, token = None, secrets.token_bytes(TOKEN_BYTES)
+        shared, token, place = None, secrets.token_bytes(TOKEN_BYTES), ""
         if group.rank == 0:
-            shared = SharedMemory.create(
-                self.layout, constants_bytes=self._copier.constants_bytes(), spares=self.spares,
-                control_bytes=size + TOKEN_BYTES,
-            )  # fmt: skip
-            shared.write_control(size, token)
-            place = json.dumps([os.getpid(), shared.fd, token.hex()])
-        else:
-            place = ""
-        pid, fd, found = json.loads(group.exchange(place)[0])
+            try:
+                shared = SharedMemory.create(
+                    self.layout, constants_bytes=self._copier.constants_bytes(), spares=self.spares,
+                    control_bytes=size + TOKEN_BYTES,
+                )  # fmt: skip
+                shared.write_control(size, token)
+                place = json.dumps([os.getpid(), shared.fd, token.hex()])
+            except OSError as problem:
+                error = UnavailableError(f"the memory that the ranks share: {problem}")
+        pid, fd, found = json.loads(group.agree(place, error)[0])
         if shared is None:
             try:
                 shared = SharedMemory.of_process(pid, fd)
@@ -101,8 +104,11 @@ class RankReplica:
 
     def copy_out(self, fragment: int, place: int) -> None:
         """Write this rank's part of a host copy."""
-        if fragment == 0 and (changed := self._watch.changed()) and self.rank == 0:
+        if fragment == 0 and self.rank == 0 and (changed := self._watch.changed()):
             log.warning("%s", changed)
+        self._copy(fragment, place)
+
+    def _copy(self, fragment: int, place: int) -> None:
         if self.rank == 0 and place != HOME:
             # Another fragment may have been there, with values where this one is padded.
             memory_N = self.shared.place(fragment, place)
@@ -112,8 +118,9 @@ class RankReplica:
 
     def copy_model(self, places: Mapping[int, int]) -> None:
         """Write this rank's part of every host copy and of the constants; `places` by fragment."""
+        # Without a check of changed buffers, which can take long: rank 0 holds the locks.
         for fragment in range(len(self.layout.fragments)):
-            self.copy_out(fragment, places[fragment])
+            self._copy(fragment, places[fragment])
         self._copier.constants_out(self.shared.constants)
 
     def apply(self, fragment: int) -> None:

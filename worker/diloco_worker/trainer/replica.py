@@ -17,14 +17,11 @@ from diloco.rpc.tensor_info import pack_frozen
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.ipc.shared_memory import SharedMemory
-from diloco_worker.trainer.buffers import Watch
+from diloco_worker.trainer.buffers import Watch, log_unmatched
 from diloco_worker.trainer.frozen import with_digests
-from diloco_worker.trainer.layout import Copier, ModelTensors, describe, unmatched
+from diloco_worker.trainer.layout import Copier, describe
 
 log = logging.getLogger(__name__)
-
-MAX_PATTERNS = 8
-"""Shown of those that match nothing."""
 
 
 class Replica:
@@ -55,7 +52,7 @@ class Replica:
         pack_frozen(
             self.layout.frozen
         )  # here, not in each session of the link, that they fit is checked
-        _log_unmatched(tensors, () if kept else spec.moving_buffers)
+        log_unmatched(tensors, () if kept else spec.moving_buffers)
         self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
         fragments = range(len(self.layout.fragments))
         self._copier = Copier(tensors, self.layout)
@@ -129,14 +126,3 @@ class Replica:
     def _copy(self, fragment: int, copy: HostCopy) -> None:
         self._copier.copy_out(fragment)
         self.shared.set_host_copy(fragment, copy)
-
-
-def _log_unmatched(tensors: ModelTensors, patterns: Sequence[str]) -> None:
-    if not (without := unmatched(tensors, patterns)):
-        return
-    more = f" and {len(without) - MAX_PATTERNS} more" if len(without) > MAX_PATTERNS else ""
-    log.warning(
-        "spec.sync.movingBuffers: no buffer of the model has the name %s%s; expected patterns such as *.usage, "
-        "for persistent buffers",
-        ", ".join(map(repr, without[:MAX_PATTERNS])), more,
-    )  # fmt: skip
