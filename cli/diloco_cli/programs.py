@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def new(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A new or empty directory.")],
 ) -> None:
-    """Write a training program of your own: loop, job, evaluation and image."""
+    """Write a program of your own: loop, job, evaluation and image."""
     from diloco_cli.template_files import write_template
 
     job = write_template(directory)
@@ -51,7 +51,7 @@ def doctor(
     sets: Sets = None,
     output: Format = Output.table,
 ) -> None:
-    """Run three steps of a job's program without a syncer, and show what would go wrong.
+    """Run three steps of a program without a syncer, and show its problems.
 
     Files that the program itself writes, such as a model at its end, are written as in a run, and replaced.
 
