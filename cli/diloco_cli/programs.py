@@ -51,7 +51,7 @@ def doctor(
     sets: Sets = None,
     output: Format = Output.table,
 ) -> None:
-    """Run three steps of a program without a syncer, and show its problems.
+    """Run three steps of a program alone, and report all problems.
 
     Files that the program itself writes, such as a model at its end, are written as in a run, and replaced.
 
