@@ -39,7 +39,7 @@ def wait_until(what):
         while not what(ask(syncer_pb2.StatusRequest(), wait_for_ready=True)):
             time.sleep(0.1)
 
-if config.get("faults"):  # the fault is not the initialisation
+if config.keys() & {"faults", "wide"}:  # the fault is not the initialisation
     wait_until(lambda status: status.state != "Initialising")
 torch.set_num_threads(1)
 torch.manual_seed(0)

@@ -116,7 +116,10 @@ def test_a_document_that_cannot_be_used_is_recorded_and_changes_nothing(syncer, 
             files.replace(path, replace(spec, learners={"eu": 9}, seed=7).to_json())
     [line] = until(lambda: syncer.events("refuse"), expected="the refusal is recorded")
     assert (line["learner"], line["reason"]) == ("", "Config")
-    assert "keeping the current numbers of learners" in syncer.output()
+    until(
+        lambda: "keeping the current numbers of learners" in syncer.output(),
+        expected="the refusal is in the log",
+    )
     with (
         ScriptedLearner(syncer, "eu/1") as second,
         pytest.raises(UnavailableError, match="beyond the 1 learners"),
