@@ -92,9 +92,9 @@ class Row:
         return [self.name, *texts, ratio, f"≤ {self.goal:g}" if self.goal else ""]
 
     def ratio(self, few: Measured, many: Measured) -> float:
-        """Of what one of many jobs takes to what one of few takes."""
-        one, other = self.value(few) or 0.0, self.value(many) or 0.0
-        return other / one / (1 if self.per_job else many.jobs / few.jobs)
+        """What each of many jobs takes, divided by what each of few takes."""
+        baseline, measured = self.value(few) or 0.0, self.value(many) or 0.0
+        return measured / baseline / (1 if self.per_job else many.jobs / few.jobs)
 
 
 BEFORE_COMMIT = "f855f94"

@@ -47,7 +47,9 @@ SLOW_TIER = (
     "test_scale",
 )
 """Run with --all; docs/testing.md names the faster tests of the same promises."""
-AT_ONCE = 5
+WHOLE_RUNS = ("test_doctor", "test_examples", "test_lora", "test_recipes", "test_trainers")
+"""Files of tests/integration that take as long as the chaos tests, and run beside the other ones."""
+AT_ONCE = 6
 """Groups that run at the same time: most groups wait for pods, so four leave an eighth of two cores idle."""
 FIRST = ("nice", "-n", "-10")
 """
@@ -207,9 +209,12 @@ def everywhere(*arguments: str) -> list[Group]:
     """Tests that need no clusters."""
     options = (*no_skips(), *arguments)
     tier = () if "--all" in sys.argv[1:] else ("-m", "not slow_tier")
+    whole = [f"tests/integration/{name}.py" for name in WHOLE_RUNS]
+    others = ("tests/integration", *(f"--ignore={path}" for path in whole))
     return [
         pytest("unit tests", "tests/unit", *options),
-        pytest("integration and chaos tests", "tests/integration", "tests/chaos", *tier, *options),
+        pytest("chaos tests and whole runs", "tests/chaos", *whole, *tier, *options),
+        pytest("integration tests", *others, *tier, *options),
     ]
 
 

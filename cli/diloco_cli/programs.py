@@ -45,7 +45,7 @@ def doctor(
         typer.Option(
             min=1,
             max=86400,
-            help="Limit for each start of the program, evaluation at its end included.",
+            help="Limit for each start of the program, including the evaluation at the end.",
         ),
     ] = 300,
     sets: Sets = None,

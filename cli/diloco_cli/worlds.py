@@ -59,8 +59,8 @@ def experiment(
 ) -> None:
     """Compare settings of a job: real training in virtual time.
 
-    An interrupted study continues with the cells that are missing. Exit status: 0 each cell has a
-    result; 1 not each; 2 invalid study or command line; 130 interrupted.
+    An interrupted study continues with the cells that are missing. Exit status: 0 every cell has a
+    result; 1 some cells have none; 2 invalid study or command line; 130 interrupted.
     """
     if find_spec("diloco_experiment") is None or find_spec("torch") is None:
         raise ConfigError("experiments are not installed; install diloco[local]")

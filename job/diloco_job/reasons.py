@@ -127,16 +127,16 @@ REASONS: tuple[Reason, ...] = (
         (
             "Contested",
             "Warning",
-            "the job can run, but another writer changes objects of it again after each repair: {children}; "
+            "the job can run, but another writer reverts the operator's repairs of these objects: {children}; "
             "the operator waits before it repairs them again",
-            "exclude the job's objects from that writer: an autoscaler, a policy that mutates",
+            "exclude the job's objects from that writer, for example an autoscaler or a mutating admission policy",
         ),
         (
             "ChildTerminating",
             "Warning",
-            "the job can run, but objects of it were deleted and still exist: {children}; the operator "
-            "changes none of them, and creates them again when they are gone",
-            "see who has to remove the finalizer, or what still waits for the deletion",
+            "the job can run, but these objects are being deleted: {children}; the operator does not "
+            "change them, and recreates them after the deletion",
+            "find the controller that must remove the finalizer, or what blocks the deletion",
         ),
     ),
     *_of(
@@ -223,7 +223,7 @@ REASONS: tuple[Reason, ...] = (
         (
             "EvaluatorTrouble",
             "Warning",
-            "the syncer is serving, but the evaluator does not run, and there are no scores: {detail}",
+            "the syncer is serving, but the evaluator is not running, so there are no scores: {detail}",
             "see kubectl describe pod; the job trains without it, and completes without its scores",
         ),
     ),
@@ -411,8 +411,7 @@ REASONS: tuple[Reason, ...] = (
         (
             "LearnerRestartLimit",
             "Warning",
-            "{others}: learner {learner} exceeded spec.runPolicy.learnerRestartLimit ({limit}): "
-            "{detail}",
+            "{others}: {detail}",
             "correct the manifest or the program, then suspend and resume the job",
         ),
         (

@@ -436,7 +436,7 @@ def _differ(data: BinaryIO, own: Entry, file: BinaryIO, base: Entry) -> bool:
     """Whether two tensors differ in the element type of the first."""
     try:
         pairs = zip(chunks(data, own, own.dtype), chunks(file, base, own.dtype), strict=True)
-        return any(one != other for one, other in pairs)
+        return any(trained != frozen for trained, frozen in pairs)
     except ConfigError:
         return True  # a value of the base is too large for the run's type
 

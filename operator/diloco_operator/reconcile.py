@@ -202,7 +202,7 @@ class Reconciler:
         decisions = self._decide(observation, self._scope, self._now())
         if decisions.fails:
             # Not because of pods that a list from a cache still shows, such as those before a suspension.
-            observation = self._observer.observe(key, raw, newest=True)
+            observation = self._observer.observe(key, raw, stored=observation.stored, newest=True)
             decisions = self._decide(observation, self._scope, self._now())
         outcome = _Outcome()
         self._repairs.setdefault(key, Repairs()).begin(raw["metadata"].get("generation"))

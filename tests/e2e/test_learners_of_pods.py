@@ -195,7 +195,9 @@ def test_a_lost_pod_restarts_its_learner(healed):
     job, (mine, others) = healed, LEARNERS
     joined = joins(job, "eu/1")
     witness = {pod: job.instances()[pod] for pod in mine}
+    peer = counts(job, others[1])["lives"]
     job.cluster.kubectl.delete("pod", others[0], job.namespace, "--force", "--grace-period=0")
+    until_started(job, others[1], peer + 1)
     until_back(job, "eu/1", joined)
     assert {pod: job.instances()[pod] for pod in mine} == witness
 

@@ -220,8 +220,12 @@ def test_a_reverted_image_heals_the_job(make):
 
 
 def test_a_job_of_another_controller_is_left_alone(make):
-    job = make("theirs", runPolicy={"managedBy": "example.com/other"}).apply()
-    steadily(lambda: not job.children() and not job.status(), 10, expected="nothing is written")
+    other = {"managedBy": "example.com/other"}
+    jobs = [make("theirs", **other).apply(), make("theirs-too", runPolicy=other).apply()]
+    steadily(
+        lambda: not any(job.children() or job.status() for job in jobs),
+        10, expected="nothing is written",
+    )  # fmt: skip
 
 
 def test_a_job_is_deleted_at_once_while_the_operator_is_down(make):

@@ -76,19 +76,22 @@ class Observer:
         """Close the connections to syncers."""
         self._syncers.close()
 
-    def observe(self, key: Key, raw: Json, *, newest: bool = False) -> Observation:
+    def observe(
+        self, key: Key, raw: Json, *, stored: StoredJob | None = None, newest: bool = False
+    ) -> Observation:
         """
         Observe everything around the job whose object is `raw`.
 
         Args:
             key: the job's.
             raw: as read now.
+            stored: the same, if it was parsed already.
             newest: read everything from the store, which is expensive; otherwise see `Cluster._of_job`.
 
         Raises:
             ApiError: the API server did not answer, or denied access.
         """
-        stored = StoredJob.parse(raw)
+        stored = stored or StoredJob.parse(raw)
         job = stored.job
         if job is None:
             # Another controller's syncer is not contacted either.

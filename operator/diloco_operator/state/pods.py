@@ -283,8 +283,8 @@ def _permanent_end(learner: LearnerPods, limit: int | None, now: datetime) -> Fa
             if restarts <= limit or not _is_own_exit(end):
                 continue
             message = (
-                f"its container restarted {restarts} times, "
-                f"the last time because of its own error: {message}"
+                f"learner {learner.name} restarted {restarts} times, "
+                f"spec.runPolicy.learnerRestartLimit is {limit} (the last time: {message})"
             )
         return FailedLearner(
             learner=learner.name, reason="LearnerRestartLimit", message=message, log=log

@@ -222,7 +222,10 @@ def test_more_exits_than_the_limit_fail_the_job_where_no_agent_counts_them(code)
     restarted(world.pod("a-us-1"), 4, code)
     world.reconcile()
     assert world.reason("Failed") == ("True", "LearnerRestartLimit")
-    message = "its container restarted 4 times, the last time because of its own error: exit code"
+    message = (
+        ": learner us/1 restarted 4 times, spec.runPolicy.learnerRestartLimit is 3 "
+        f"(the last time: exit code {code}"
+    )
     assert message in world.condition("Failed")["message"]
 
 

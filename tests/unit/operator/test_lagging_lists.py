@@ -76,7 +76,7 @@ class Syncer:
         pass
 
 
-class World:
+class CachedCluster:
     """A job, its users, controllers and watches; `cache` as that of the API server in memory."""
 
     def __init__(self, api, tmp_path, cache):
@@ -233,7 +233,7 @@ def test_whatever_lists_show_the_job_ends_as_if_they_showed_the_newest(api, tmp_
     rng = random.Random(seed)
     caches = [lambda oldest, newest: oldest, rng.randint]
     api.create(job(learner=rng.choice([RECIPE, TWO_PODS])))
-    world = World(api, tmp_path, rng.choice(caches))
+    world = CachedCluster(api, tmp_path, rng.choice(caches))
     world.reconcile()
     claim = api.get("persistentvolumeclaims", "a-syncer")["metadata"]["uid"]
     for _ in range(30):
@@ -262,14 +262,14 @@ def test_whatever_lists_show_the_job_ends_as_if_they_showed_the_newest(api, tmp_
             if item["metadata"]["name"] in {m["metadata"]["name"] for m in api.all(plural)}:
                 api.delete(plural, item["metadata"]["name"])
     api.edit("dilocojobs", "a", lambda item: item.pop("status"))
-    calm = World(api, tmp_path, lambda oldest, newest: newest)
+    calm = CachedCluster(api, tmp_path, lambda oldest, newest: newest)
     calm.settle()
     assert calm.children() == found
 
 
 def test_a_resumed_job_does_not_fail_again_because_of_a_pod_that_is_gone(api, tmp_path):
     api.create(job(sync={"quorum": 2}))
-    world = World(api, tmp_path, lambda oldest, newest: oldest)
+    world = CachedCluster(api, tmp_path, lambda oldest, newest: oldest)
     world.settle()
 
     def end(item):

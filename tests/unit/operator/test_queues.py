@@ -268,7 +268,7 @@ def test_too_few_admitted_learners_for_a_quorum_wait_and_miss_nothing():
     )
 
 
-def test_a_preempted_learner_waits_again_in_kueues_words_and_is_no_fault():
+def test_a_preempted_learner_waits_again_with_kueues_message_and_is_no_fault():
     world = waiting()
     for name in ("a-eu-0-0", "a-eu-1-1"):
         admit(world, name)
@@ -328,7 +328,7 @@ def test_the_first_step_of_an_admission_that_is_not_done_explains_the_wait(kind)
     assert world.condition("LearnersReady")["message"].endswith("Kueue: not all checks are ready")
 
 
-def test_gates_of_another_controller_are_a_wait_without_words():
+def test_gates_of_another_controller_are_a_wait_without_a_message():
     """Such as the queue's label in podTemplate, which queues each pod by itself."""
     job = queued_job(labels={})
     world = OperatedJob(job=job)

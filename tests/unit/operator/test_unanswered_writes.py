@@ -90,7 +90,7 @@ def test_a_kind_whose_writes_hang_is_reported_and_the_others_are_written(world):
 
 
 @pytest.mark.parametrize("status", [408, 409, 429, 502, 503, 504])
-def test_an_error_that_does_not_pass_is_reported_in_the_servers_words(world, status):
+def test_an_error_that_does_not_pass_is_reported_with_the_servers_message(world, status):
     world.api.faults.append(Fault("PATCH", "/statefulsets/", status, "too many requests", times=99))
     assert world.fails() == "StatefulSet a-eu: too many requests"
     assert world.accepted()[1:] == (

@@ -148,7 +148,7 @@ def test_with_shrink_the_command_prints_a_smaller_world_that_fails_in_the_same_w
     assert "\nreports: the report of eu/0 " in out
 
 
-def test_a_plan_without_faults_and_a_kept_promise_have_words_of_their_own():
+def test_a_plan_without_faults_and_a_kept_promise_have_texts_of_their_own():
     text = report.text_of(World(sample(1, steps=5, faults=False)).run())
     assert "plan: no faults\n" in text
     assert text.endswith("all promises kept")

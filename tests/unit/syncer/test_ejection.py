@@ -112,7 +112,7 @@ def test_a_probe_begins_when_the_back_off_is_over_and_asks_for_the_first_offered
 
 
 def test_each_failed_probe_is_followed_by_one_of_another_offered_fragment():
-    """D4: with few fragments, the same one is offered at every boundary, and it may be the largest."""
+    """With few fragments, the same one is offered at every boundary, and it may be the largest."""
     job = Learners()
     job.it.eject("b", "Stalled", 0.0)
     now, asked = 0.0, []

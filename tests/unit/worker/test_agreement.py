@@ -50,7 +50,7 @@ class Memory:
         return self.home[fragment] if place == HOME else self.spare[place]
 
 
-class World:
+class RankedLearner:
     """R ranks, a link and their memory; `turn` lets one of them do a little."""
 
     def __init__(self, ranks: int, seed: int, *, lockstep: bool = True, spares: int = 4) -> None:
@@ -188,7 +188,7 @@ def joined_core() -> TrainerCore:
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_ranks_in_lockstep_never_wait_and_do_the_same(ranks, seed):
-    world = World(ranks, seed)
+    world = RankedLearner(ranks, seed)
     while min(world.left) < 60:
         world.turn()
     whole = min(len(history) for history in world.history)
@@ -202,7 +202,7 @@ def test_ranks_in_lockstep_never_wait_and_do_the_same(ranks, seed):
 
 @pytest.mark.parametrize("seed", range(6))
 def test_ranks_that_are_not_in_lockstep_wait_and_do_the_same(seed):
-    world = World(3, seed, lockstep=False)
+    world = RankedLearner(3, seed, lockstep=False)
     world.processes += [world.processes[2]] * 5  # one is often ahead
     while min(world.left) < 40:
         world.turn()
@@ -212,7 +212,7 @@ def test_ranks_that_are_not_in_lockstep_wait_and_do_the_same(seed):
 
 
 def test_an_announced_fragment_is_copied_and_offered_in_each_step():
-    world = World(2, 0)
+    world = RankedLearner(2, 0)
     world.link = iter(lambda: None, 0)  # reads nothing
     while min(world.left) < 20:
         world.turn()
@@ -220,7 +220,7 @@ def test_an_announced_fragment_is_copied_and_offered_in_each_step():
 
 
 def test_with_few_spare_places_fragments_are_copied_less_often_and_never_overwritten():
-    world = World(2, 3, spares=1)
+    world = RankedLearner(2, 3, spares=1)
     while min(world.left) < 60:
         world.turn()
     assert world.uploads > 5
