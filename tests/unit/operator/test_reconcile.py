@@ -3,6 +3,7 @@
 import logging
 import re
 from contextlib import nullcontext
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -195,7 +196,10 @@ def test_a_foreign_child_passes_through_as_the_object_that_was_read(world):
     assert foreign is listed
 
 
-def test_a_job_is_parsed_once_per_reconcile_even_if_decisions_are_made_twice(world, monkeypatch):
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_job_is_parsed_once_per_reconcile_even_if_decisions_are_made_twice(
+    world, monkeypatch, fails
+):
     parsed = []
 
     def model_validate(data, validate=DiLoCoJob.model_validate):
@@ -204,10 +208,10 @@ def test_a_job_is_parsed_once_per_reconcile_even_if_decisions_are_made_twice(wor
 
     monkeypatch.setattr(DiLoCoJob, "model_validate", model_validate)
     world.api.create(foreign_child(world))
-    world.decide = lambda observation: decide(observation, SCOPE, NOW)
+    world.decide = lambda observation: replace(decide(observation, SCOPE, NOW), fails=fails)
     world.api.faults.append(Fault("PATCH", "statefulsets/a-eu", 403, "no", times=9))
     world.run()
-    assert len(world.observation) == 2
+    assert len(world.observation) == (3 if fails else 2)
     assert len(parsed) == 1
 
 
