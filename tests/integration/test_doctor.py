@@ -171,32 +171,6 @@ while not learner.done:{STEP}
     assert record.checkpoint_bytes == 3 * 513 * 4 + 8  # head, two moments, and their steps
 
 
-@pytest.mark.timeout(300)
-def test_a_program_whose_ranks_hold_shards_is_examined_as_one_learner(doctor):
-    program = f"""
-import torch
-from torch import distributed, nn
-from torch.distributed.fsdp import fully_shard
-from diloco_worker import Learner
-
-distributed.init_process_group("gloo")
-torch.manual_seed(0)
-model = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 1))
-model[0].requires_grad_(False)
-fully_shard(model)
-optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-learner = Learner.connect(model, optimizer)
-while not learner.done:{STEP}
-distributed.destroy_process_group()
-"""
-    torchrun = ["python", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    found = doctor(program, learner={"command": [*torchrun, "train.py"]})
-    assert problems(found) == []
-    record = found.examinations[0].record
-    assert (record.elements, record.frozen_tensors, record.trained) == (7, 2, True)
-    assert record.checkpoint_bytes == 0, "learners of several ranks have no local checkpoints"
-
-
 def test_the_command_prints_what_to_fix_and_exits_with_1(tmp_path):
     (tmp_path / "train.py").write_text("print('hello')")
     write_template(tmp_path / "mine")
