@@ -1,4 +1,4 @@
-"""`diloco status --job`: the status of a job in a cluster as a table."""
+"""`diloco status --job`: the status of a job in a cluster, as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from diloco.runtime.formatting import printable
 
 MAX_ROWS = 64
 """The status of a job has at most as many regions, and fewer conditions."""
+
+PROBLEM = ("learner", "problem", "detail")
 
 
 def view(job: Mapping[str, Any]) -> RenderableType:
@@ -33,7 +35,25 @@ def view(job: Mapping[str, Any]) -> RenderableType:
 
 def problems_view(problems: Sequence[tuple[str, str, str]]) -> RenderableType:
     """The problems of learners that run: name, kind and sentence of each."""
-    return _table(("learner", "problem", "detail"), [[*problem] for problem in problems])
+    return _table(PROBLEM, [[*problem] for problem in problems])
+
+
+def document(
+    job: Mapping[str, Any], problems: Sequence[tuple[str, str, str]], unknown: str
+) -> dict[str, Any]:
+    """
+    The status of a DiLoCoJob, and what the API server does not know.
+
+    Args:
+        job: as the API server returns it.
+        problems: of learners that run: name, kind and sentence of each.
+        unknown: of which learners they are not known; "": none.
+    """
+    return {
+        **(job.get("status") or {}),
+        "learnerProblems": [dict(zip(PROBLEM, problem, strict=True)) for problem in problems],
+        "learnerProblemsUnknown": unknown,
+    }
 
 
 def _regions(regions: Iterable[Mapping[str, Any]]) -> Table:

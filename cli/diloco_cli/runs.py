@@ -125,11 +125,13 @@ def status(
 
         remote = RemoteJob(name=job, namespace=namespace, context=context)
         manifest = remote.read()
-        if output is Output.json:
-            show_json(manifest.get("status") or {})
-            return
-        Console().print(cluster_status.view(manifest))  # at once: learners may not reply
+        table = output is Output.table
+        if table:
+            Console().print(cluster_status.view(manifest))  # at once: learners may not reply
         problems, unknown = learner_problems(remote, manifest.get("spec") or {})
+        if not table:
+            show_json(cluster_status.document(manifest, problems, unknown))
+            return
         if problems:
             Console().print(cluster_status.problems_view(problems))
         if unknown:

@@ -18,8 +18,10 @@ class TimedReply:
     """A reply of the syncer."""
 
     reply: pb.StatusReply
+    asked_at: float
+    """When it was requested (monotonic): it has what happened before."""
     at: float
-    """When it arrived (monotonic)."""
+    """When it arrived."""
 
 
 class Poller:
@@ -77,9 +79,10 @@ class Poller:
             client.close()
 
     def _poll(self, client: SyncerClient) -> None:
+        asked_at = time.monotonic()
         try:
             reply = client.status()
         except DilocoError:
             return  # it restarts or is busy; the age of the latest reply shows it
         with self._lock:
-            self._latest = TimedReply(reply=reply, at=time.monotonic())
+            self._latest = TimedReply(reply=reply, asked_at=asked_at, at=time.monotonic())

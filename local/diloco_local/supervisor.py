@@ -39,12 +39,15 @@ from diloco_local.status import RunFacts, Status, build, is_complete
 from diloco_local.summary import conclude
 
 if TYPE_CHECKING:
-    from diloco_local.status_poller import Poller
+    from diloco_local.status_poller import Poller, TimedReply
 
 POLL_SECONDS = 0.1
 STATUS_SECONDS = 1.0
 FIRST_REPLY_SECONDS = 5.0
 """A syncer that listens counts as serving after this, even without a reply."""
+
+LAST_SCORE_SECONDS = 5.0
+"""How long the end of the evaluator waits for a reply with its last score."""
 
 EXIT_FAILED = 1
 EXIT_FORCED = 130
@@ -166,6 +169,8 @@ class Supervisor:
         self._interrupts_seen = 0
         self._status_at = 0.0
         self._evaluated = -1
+        self._evaluator_exit: tuple[float, e.Exited] | None = None
+        """When the evaluator ended, until the policy learns of it."""
         self._started = wall_text(datetime.now(UTC))
         self._completed: str | None = None
         self._warned: set[Path] = set()
@@ -210,26 +215,47 @@ class Supervisor:
                 self._display.note(f"warning: cannot compile the kernels in advance ({cause})")
             self._poller.poll_now()
             last = health.read(self.run_dir.health_of(done.name))
-            yield e.Exited(
+            exited = e.Exited(
                 name=done.name,
                 code=done.code,
                 last_line=done.cause,
                 joined=last is not None and last.joined,
                 left=last.left if last is not None else "",
             )
+            if done.name == "evaluator":
+                self._evaluator_exit = time.monotonic(), exited  # `now` is before the end
+            else:
+                yield exited
         if message := self._problems.standstill(now):
             yield e.StandsStill(message=message)
-        yield from self._syncer_events(now)
+        latest = self._poller.latest()
+        yield from self._syncer_events(latest, now)
+        yield from self._evaluator_events(latest, now)
         yield e.Tick()
 
-    def _syncer_events(self, now: float) -> Iterator[e.Event]:
+    def _evaluator_events(self, latest: TimedReply | None, now: float) -> Iterator[e.Event]:
+        """
+        The end of the evaluator, when the syncer has reported what it scored.
+
+        The policy may then end the syncer at once, and with it the only source of the last score.
+        """
+        if self._evaluator_exit is None:
+            return
+        ended_at, exited = self._evaluator_exit
+        known = latest is not None and latest.asked_at >= ended_at
+        serves = self.policy.processes["syncer"].state is e.State.RUNNING
+        waits = serves and not known and not self.policy.forced
+        if not waits or now - ended_at >= LAST_SCORE_SECONDS:
+            self._evaluator_exit = None
+            yield exited
+
+    def _syncer_events(self, latest: TimedReply | None, now: float) -> Iterator[e.Event]:
         syncer = self.policy.processes["syncer"]
         if syncer.state is not e.State.RUNNING:
             return
         if self._listening_at is None:
             self._find_endpoint(now)
             return
-        latest = self._poller.latest()
         fresh = latest is not None and latest.at >= self._listening_at
         reply = latest.reply if latest is not None and fresh else None
         if not syncer.served and (fresh or now - self._listening_at >= FIRST_REPLY_SECONDS):

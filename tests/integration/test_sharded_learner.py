@@ -255,6 +255,24 @@ def test_ranks_with_different_models_end_with_the_difference(tmp_path):
         assert syncer.events("join") == []
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_dies_while_the_ranks_join_ends_the_others_though_no_parent_reaps_it(tmp_path):
+    spec = make_spec(learners={"eu": 1}, steps=100, fragments=4, interval=4)
+    with RealSyncer(tmp_path / "syncer", spec) as syncer:
+        syncer.kill()  # the ranks wait for it
+        with Ranks(tmp_path, syncer, "plain", 2) as ranks:
+            first, second = ranks.processes
+            shown = []
+            while not shown or "2 ranks train together" not in shown[-1]:
+                shown.append(first.stderr.readline())
+                assert shown[-1], shown
+            second.kill()
+            _, error = first.communicate(timeout=60)
+            assert first.returncode == 75, error
+            assert f"rank 1 (process {second.pid}) has ended, and with it this learner" in error
+
+
 def link_of(ranks: Ranks) -> int | None:
     """Process of the link, a child of rank 0."""
     for child in children(ranks.processes[0].pid):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco.errors import EXIT_TRY_AGAIN
+from diloco.errors import EXIT_TRY_AGAIN, DilocoError, StorageError
 from diloco.journal.background import BackgroundWriter
 from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
@@ -33,6 +32,7 @@ from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
 from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.rank_group import RankGroup
+from diloco_worker.trainer.rank_processes import named
 from diloco_worker.trainer.rank_replica import RankReplica
 from diloco_worker.trainer.runqueue import RunQueue
 from diloco_worker.trainer.termination import Termination, exit_with
@@ -45,7 +45,10 @@ WAIT_SECONDS = 300.0
 WAIT_POLL_SECONDS = 0.002
 
 ALIVE_SECONDS = 1.0
-"""Interval at which a waiting rank looks whether rank 0 still runs."""
+"""Interval at which a waiting rank checks whether the others still run."""
+
+SHOWN_SECONDS = 10.0
+"""After waiting this long, a line names the ranks that are waited for."""
 
 NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
 
@@ -93,14 +96,9 @@ class DistributedTrainer:
             connect_timeout_seconds=connect_timeout_seconds,
         )  # fmt: skip
         self._first = _First(self._replica, self._core) if group.rank == 0 else None
-        self._journal: BackgroundWriter | None = None
-        self._rank_0_pid = int(group.exchange(str(os.getpid()))[0])
+        self._processes = group.processes
+        self._journal = _journal(config, group)
         if self._first is not None:
-            if config.state is not None:
-                config.state.mkdir(0o700, parents=True, exist_ok=True)
-                self._journal = BackgroundWriter(
-                    JournalWriter(config.state / "steps.jsonl"), part_bytes=STEPS_PART_BYTES
-                )
             self._show(f"{group.size} ranks train together; without local checkpoints")
         try:
             self._join()
@@ -224,37 +222,66 @@ class DistributedTrainer:
             found.extend([plan] if plan is not None else [])
             return plan is not None
 
-        self._await(there, lambda: "rank 0 has not ended the step before")
+        self._await(there, lambda: self._before(boundary), "did not end the step before")
         self._terminated = found[0].terminated
         return found[0]
 
+    def _before(self, boundary: int) -> list[int]:
+        """Why rank 0 has not written a plan: it waits for these ranks, or is behind itself."""
+        reached = boundary - 2 if self._core.joined else boundary - 1
+        return self._board.behind(reached) or [0]
+
     def _await_ranks(self, boundary: int) -> None:
         """Rank 0: every rank has followed the plan of this boundary."""
+        self._await(
+            lambda: not self._board.behind(boundary), lambda: self._board.behind(boundary),
+            "did not end the step before the last",
+        )  # fmt: skip
 
-        def behind() -> str:
-            ranks = ", ".join(str(rank) for rank in self._board.behind(boundary))
-            return f"of the ranks, {ranks} did not end the step before the last"
+    def _await(
+        self, there: Callable[[], bool], ranks: Callable[[], Sequence[int]], failing: str
+    ) -> None:
+        """
+        Return as soon as `there()` is true; without an end of the others, and with a deadline.
 
-        self._await(lambda: not self._board.behind(boundary), behind)
-
-    def _await(self, there: Callable[[], bool], absent: Callable[[], str]) -> None:
+        Args:
+            there: whether there is nothing to wait for.
+            ranks: those that are waited for.
+            failing: what they did not do, once training has begun.
+        """
         if there():
             return
-        began = looked = time.monotonic()
+        began = checked = time.monotonic()
+        shown = False
         while not there():
             now = time.monotonic()
-            if now - looked > ALIVE_SECONDS:
-                looked = now
-                self._check_rank_0()
+            if now - checked > ALIVE_SECONDS:
+                checked = now
+                self._check_ranks(there)
+            if now - began > SHOWN_SECONDS and not shown:
+                shown = True
+                self._show_waiting(ranks())
             if now - began > WAIT_SECONDS:
-                self._exit(f"{absent()} within {WAIT_SECONDS:.0f} s; {EXPECTED}")
+                expected = EXPECTED
+                if not self._core.joined:
+                    failing, expected = (
+                        "did not take the job's model",
+                        "its own output has the reason",
+                    )
+                text = f"{named(ranks(), self._processes)} {failing} within {WAIT_SECONDS:.0f} s"
+                self._exit(f"{text}; {expected}")
             time.sleep(WAIT_POLL_SECONDS)
 
-    def _check_rank_0(self) -> None:
-        try:
-            os.kill(self._rank_0_pid, 0)
-        except ProcessLookupError:
-            self._exit(f"rank 0 (process {self._rank_0_pid}) has ended, and with it this learner")
+    def _check_ranks(self, there: Callable[[], bool]) -> None:
+        ended = [rank for rank, process in self._processes.items() if process.ended]
+        if ended and not there():  # after its last step, a rank may end
+            verb = "has" if len(ended) == 1 else "have"
+            self._exit(f"{named(ended, self._processes)} {verb} ended, and with it this learner")
+
+    def _show_waiting(self, ranks: Sequence[int]) -> None:
+        if self._rank == (1 if 0 in ranks else 0):
+            text = f"waiting up to {WAIT_SECONDS:.0f} s for {named(ranks, self._processes)}"
+            print(f"diloco: {self.name}: {text}", file=sys.stderr, flush=True)
 
     def _exit(self, text: str) -> NoReturn:
         self._carry_out(self._core.close("interrupted"))
@@ -324,6 +351,23 @@ EXPECTED = (
     "expected every rank to call learner.step() once after each optimizer step, and each step to have a collective of "
     "the training, such as the averaging of gradients"
 )
+
+
+def _journal(config: LearnerSettings, group: RankGroup) -> BackgroundWriter | None:
+    """Rank 0's steps.jsonl; a disk that refuses it ends all ranks with that sentence."""
+    journal, error = None, None
+    if group.rank == 0 and config.state is not None:
+        try:
+            config.state.mkdir(0o700, parents=True, exist_ok=True)
+            journal = BackgroundWriter(
+                JournalWriter(config.state / "steps.jsonl"), part_bytes=STEPS_PART_BYTES
+            )
+        except DilocoError as problem:
+            error = problem
+        except OSError as problem:
+            error = StorageError(f"{config.state}: {problem.strerror or problem}")
+    group.agree("", error)
+    return journal
 
 
 class _First:

@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import xxhash
@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from diloco.errors import EXIT_REFUSED, ConfigError
+from diloco.model.fragments import Layout
 from diloco.runtime import files
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import Ledger
@@ -34,6 +35,9 @@ from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.replica import Replica
 from diloco_worker.trainer.termination import exit_with
+
+if TYPE_CHECKING:
+    from diloco_worker.trainer.rank_group import RankGroup
 
 log = logging.getLogger(__name__)
 
@@ -57,14 +61,16 @@ class ExaminedTrainer:
         config: from the environment; names the file for the record.
         model: see `Learner.connect`.
         optimizers: likewise.
+        group: the ranks, all of which have connected; None: this process is the learner.
 
     Raises:
-        ConfigError: the job would refuse the model, or this process is in a job.
+        DilocoError: the job would refuse the model, or this process is in a job.
     """
 
     def __init__(
-        self, config: LearnerSettings, model: nn.Module, optimizers: Sequence[Optimizer]
-    ) -> None:
+        self, config: LearnerSettings, model: nn.Module, optimizers: Sequence[Optimizer], *,
+        group: RankGroup | None = None,
+    ) -> None:  # fmt: skip
         _refuse_job(config)
         spec = config.read_spec()
         self.name, self.index = config.learner, config.index(spec)
@@ -76,17 +82,19 @@ class ExaminedTrainer:
         self._optimizers = optimizers
         self._ledger, self._loss, self._kept = Ledger(0), LossReader(), Kept()
         self._closed = False
+        self._saves = group is None
+        """Whether such a learner has local checkpoints."""
 
-        replica = Replica(model, spec)  # refuses what a job refuses
-        replica.close()
+        layout = _layout(model, spec, group)
         kept = spec.buffers == "Initial"
-        tensors = describe(model, moving=None if kept else spec.moving_buffers)
+        tensors = describe(
+            model, moving=None if kept else spec.moving_buffers, sharded=group is not None
+        )
         self._trained = tensors.trained
         self._before = _digests(tensors.trained)
         self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
         self._optimizer_steps = OptimizerSteps(optimizers)
         self._inputs, self._rate = _Inputs(model), _Rate(optimizers)
-        layout = replica.layout
         self._record: dict[str, Any] = {
             "learner": self.name,
             "begin": self._begin,
@@ -165,9 +173,10 @@ class ExaminedTrainer:
         if self._ledger.local_step == STEPS:
             self._record["changedBuffers"] = self._watch.changed()
             self._record["trained"] = _digests(self._trained) != self._before
-            self._record["checkpointBytes"] = _bytes(self._trained) + sum(
-                map(_state_bytes, self._optimizers)
-            )
+            if self._saves:
+                self._record["checkpointBytes"] = _bytes(self._trained) + sum(
+                    map(_state_bytes, self._optimizers)
+                )
         self._write()
 
     def close(self) -> None:
@@ -186,6 +195,19 @@ class ExaminedTrainer:
             self._record["peakBytes"] = _memory_bytes("VmHWM")
             self._record["sharedBytes"] = _memory_bytes("RssFile")
             files.replace(self._file, json.dumps(self._record))
+
+
+def _layout(model: nn.Module, spec: RunSpec, group: RankGroup | None) -> Layout:
+    """That of the job, which refuses the model where this does."""
+    if group is None:
+        replica = Replica(model, spec)
+        replica.close()
+        return replica.layout
+    from diloco_worker.trainer.rank_replica import RankReplica  # takes seconds
+
+    shared = RankReplica(model, spec, group)
+    shared.close()
+    return shared.layout
 
 
 class _Inputs:

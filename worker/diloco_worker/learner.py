@@ -13,7 +13,7 @@ touches the network: the link process does (link/).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import distributed, nn
@@ -39,6 +39,9 @@ from diloco_worker.trainer.kept import Stateful
 from diloco_worker.trainer.layout import is_dtensor
 from diloco_worker.trainer.scheduler import GlobalStepScheduler, refuse_second
 from diloco_worker.trainer.termination import exit_with
+
+if TYPE_CHECKING:
+    from diloco_worker.trainer.rank_group import RankGroup
 
 
 class Trainer(Protocol):
@@ -131,10 +134,7 @@ class Learner:
             if config is None:
                 return Learner(StandaloneTrainer(steps=standalone_steps))
             optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-            if config.examination is not None:
-                examined = ExaminedTrainer(config, model, optimizers)
-                return Learner(examined, identity=of(config, local_step=0))
-            trainer = _joined(
+            trainer = _trainer(
                 config, model, optimizers, every_rank=every_rank, timeout_seconds=connect_timeout_seconds
             )  # fmt: skip
             return Learner(trainer, identity=of(config, local_step=trainer.local_step))
@@ -305,16 +305,31 @@ class Learner:
         self.close()
 
 
-def _joined(
+def _trainer(
     config: settings.LearnerSettings, model: nn.Module, optimizers: Sequence[Optimizer], *,
     every_rank: bool | None, timeout_seconds: float,
 ) -> Trainer:  # fmt: skip
-    """A trainer in a job: of one process, or of one rank of several."""
+    """A trainer in a job or in an examination: of one process, or of one rank of several."""
+    group = _ranks(config, model, every_rank=every_rank, timeout_seconds=timeout_seconds)
+    if config.examination is not None:
+        return ExaminedTrainer(config, model, optimizers, group=group)
+    if group is None:
+        return JoinedTrainer(config, model, optimizers, connect_timeout_seconds=timeout_seconds)
+    # Of all learners, only those of several ranks need the seconds that this import takes.
+    from diloco_worker.distributed import DistributedTrainer
+
+    return DistributedTrainer(
+        config, model, optimizers, group=group, connect_timeout_seconds=timeout_seconds
+    )
+
+
+def _ranks(
+    config: settings.LearnerSettings, model: nn.Module, *, every_rank: bool | None, timeout_seconds: float
+) -> RankGroup | None:  # fmt: skip
+    """The ranks of this learner, all of which have connected; None: this process connects alone."""
     sharded = any(is_dtensor(parameter) for parameter in model.parameters())
     several = every_rank is not False and (config.world_size > 1 or sharded)
     if several and distributed.is_available() and distributed.is_initialized():
-        # Of all learners, only those of several ranks need the seconds that these imports take.
-        from diloco_worker.distributed import DistributedTrainer
         from diloco_worker.trainer.rank_group import RankGroup
 
         _compare_ranks(config)
@@ -324,16 +339,14 @@ def _joined(
         if not group.alone(may_be=every_rank is None and not sharded, seconds=seconds):
             group.wait_for_all()
             group.refuse_other_machines()
-            return DistributedTrainer(
-                config, model, optimizers, group=group, connect_timeout_seconds=timeout_seconds
-            )
+            return group
     elif every_rank:
         raise ConfigError(
             "Learner.connect: every_rank is True, expected more than one process and "
             "torch.distributed.init_process_group before"
         )
     _refuse_other_ranks(config)
-    return JoinedTrainer(config, model, optimizers, connect_timeout_seconds=timeout_seconds)
+    return None
 
 
 def _compare_ranks(config: settings.LearnerSettings) -> None:

@@ -5,133 +5,30 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
-import yaml
 
 from diloco.errors import ConfigError, StorageError, UnavailableError
 from diloco.journal import reader
-from diloco_cli import pod_files, remote, runs
+from diloco_cli import pod_files, remote
 from diloco_cli.pod_files import Retries
 from diloco_cli.remote import RemoteJob, fetch_run
 from diloco_local.report.run_files import load
-
-# -IS: importing site-packages would take longer than what the commands do.
-KUBECTL = """#!{python} -IS
-import os, subprocess, sys
-arguments = sys.argv[1:]
-print(*arguments, file=open({log!r}, "a"))
-if "gone" in " ".join(arguments):
-    sys.exit("Error from server (NotFound): deployments.apps \\"gone-syncer\\" not found")
-if "json" in arguments and "pods" not in arguments:
-    print(open(os.path.join({folder!r}, "job.json")).read())
-elif "get" in arguments:
-    print(open(os.path.join({folder!r}, "pods.json" if "pods" in arguments else "job.yaml")).read(), end="")
-else:
-    here = arguments[arguments.index("--") + 1 :]
-    pod = arguments[arguments.index("exec") + 1].replace("/", "-")
-    here = [part.replace("/var/lib/diloco", os.path.join({folder!r}, pod)) for part in here]
-    here = [part.replace("/etc/diloco/spec", os.path.join({folder!r}, "spec")) for part in here]
-    if not os.path.isdir(os.path.join({folder!r}, pod)):
-        sys.exit("error: cannot exec in a stopped container")
-    own = dict(os.environ, TMPDIR=os.path.join({folder!r}, pod))
-    done = subprocess.run([sys.executable, "-IS", *here[1:]], stdout=subprocess.PIPE, env=own)
-    breaks = os.path.join({folder!r}, "breaks")
-    left = open(breaks).read().split() if os.path.exists(breaks) else []
-    if left:
-        # The stream ends in the middle, and kubectl exits with 0.
-        open(breaks, "w").write(" ".join(left[1:]))
-        sys.stdout.buffer.write(done.stdout[: int(left[0])])
-        sys.exit(0)
-    sys.stdout.buffer.write(done.stdout)
-    sys.exit(done.returncode)
-"""
-
-
-START = json.dumps({"event": "start", "epoch": 1, "fragments": 2, "interval": 2}) + "\n"
-JOB = """\
-apiVersion: diloco.dev/v1alpha1
-kind: DiLoCoJob
-metadata:
-  name: a
-spec:
-  learner:
-    podsPerLearner: 2
-  regions:
-  - name: eu
-    learners: 3
-  - name: us
-    learners: 1
-  steps: 9
-status:
-  specHash: "123"
-  startTime: "2026-01-02T03:04:05Z"
-  state: Training
-  step: 5
-  tokens: 700
-  progress: 5/9
-  learners: {desired: 4, ready: 4, training: 3, summary: 3/4}
-  regions:
-  - {name: eu, desired: 3, ready: 3, training: 3, restarts: 2, lastSeenTime: "2026-01-02T03:04:06Z"}
-  - {name: us, desired: 1}
-  conditions:
-  - {type: LearnersReady, status: "False", reason: SomeNotTraining, message: "3 of 4 learners train"}
-"""
+from diloco_testing.kubernetes.kubectl import JOB, START, diloco, make_kubectl, make_state
 
 
 @pytest.fixture
 def state(tmp_path):
     """Content of the syncer's volume."""
-    path = tmp_path / "cluster/deployment-a-syncer"
-    (path / "model").mkdir(parents=True)
-    (path / "events.jsonl").write_text(START)
-    (path / "model/model.safetensors").write_bytes(b"tensors" * 1000)
-    digest = hashlib.sha256(b"tensors" * 1000).hexdigest()
-    (path / "model/model.json").write_text(json.dumps({"step": 5, "sha256": digest}))
-    return path
-
-
-def pod(name, region="eu", phase="Running", role="learner"):
-    labels = {"diloco.dev/region": region, "diloco.dev/role": role}
-    main = {"name": "main", "state": {"running": {}}}
-    status = {"phase": phase, "containerStatuses": [main]}
-    return {"metadata": {"name": name, "labels": labels}, "status": status}
-
-
-def line(tokens):
-    return json.dumps(
-        {"time": "2026-01-02T03:04:06.000+00:00", "localStep": 1, "tokens": tokens, "loss": 2.5}
-    )
+    return make_state(tmp_path)
 
 
 @pytest.fixture
 def kubectl(tmp_path, state):
-    cluster = tmp_path / "cluster"
-    (cluster / "job.yaml").write_text(JOB)
-    (cluster / "job.json").write_text(json.dumps(yaml.safe_load(JOB)))
-    # As the kubelet mounts a ConfigMap.
-    (cluster / "spec/..data").mkdir(parents=True)
-    (cluster / "spec/..data/spec.json").write_text('{"job": "a", "steps": 9}')
-    (cluster / "spec/spec.json").symlink_to("..data/spec.json")
-    # Learner 0 trains, 1 is pending, 2 exits after the listing; us is in another cluster.
-    for ordinal in range(2):
-        kept = cluster / f"pod-a-eu-{ordinal}"
-        kept.mkdir()
-        (kept / "steps.jsonl").write_text(line(100 + ordinal) + "\n")
-    pods = [*(pod(f"a-eu-{n}") for n in (0, 1, 4, 5)), pod("a-eu-2", phase="Pending")]
-    (cluster / "pods.json").write_text(
-        json.dumps({"items": [*pods, pod("a-eu-b-0"), pod("a-syncer-x", role="syncer")]})
-    )
-    program = tmp_path / "bin/kubectl"
-    program.parent.mkdir()
-    log = str(tmp_path / "kubectl.log")
-    program.write_text(KUBECTL.format(python=sys.executable, log=log, folder=str(cluster)))
-    program.chmod(0o755)
-    return str(program)
+    return make_kubectl(tmp_path)
 
 
 def test_files_come_from_the_syncers_pod_and_missing_ones_are_skipped(tmp_path, kubectl):
@@ -410,122 +307,11 @@ def test_a_missing_kubectl_is_reported(tmp_path):
         RemoteJob(name="a", kubectl="no-kubectl-here").fetch(remote.MODEL, tmp_path)
 
 
-def diloco(kubectl, *arguments):
-    path = f"{os.path.dirname(kubectl)}{os.pathsep}{os.environ['PATH']}"
-    return subprocess.run(
-        [sys.executable, "-m", "diloco_cli", *map(str, arguments)],
-        env={**os.environ, "PATH": path}, capture_output=True, text=True, timeout=280, check=False,
-    )  # fmt: skip
-
-
 def test_export_takes_the_model_of_a_job_in_a_cluster(tmp_path, kubectl, state):
     done = diloco(kubectl, "export", "--job", "a", "--to", tmp_path / "out")
     assert (done.returncode, done.stderr) == (0, "")
     exported = (tmp_path / "out/model.safetensors").read_bytes()
     assert exported == (state / "model/model.safetensors").read_bytes()
-
-
-def test_status_shows_a_job_in_a_cluster(tmp_path, kubectl):
-    found = diloco(kubectl, "status", "--job", "a", "-n", "team", "--context", "eu", "-o", "json")
-    assert (found.returncode, found.stderr) == (0, "")
-    assert json.loads(found.stdout)["learners"]["training"] == 3
-    shown = diloco(kubectl, "status", "--job", "a")
-    head, *rows = [line.split() for line in shown.stdout.splitlines() if line.strip()]
-    assert " ".join(head) == "a Training step 5/9 3/4 learners training"
-    assert ["eu", "3", "3", "3", "2", "2026-01-02T03:04:06Z"] in rows
-    assert ["us", "1", "-", "-", "-", "-"] in rows
-    found = ["LearnersReady", "False", "SomeNotTraining", "3", "of", "4", "learners", "train"]
-    assert found in rows
-    log = (tmp_path / "kubectl.log").read_text()
-    assert "--context=eu --namespace=team get dilocojobs.diloco.dev/a" in log
-
-
-def test_status_shows_what_is_wrong_with_the_work_of_learners(tmp_path, kubectl):
-    own = tmp_path / "cluster/pod-a-eu-0"
-    (own / "diloco-learner-1.json").write_text(
-        json.dumps(
-            {"at": 1.0, "ready": True, "problem": "NotFinite", "why": "the loss was NaN \x1b[2J"}
-        )
-    )
-    older = own / "diloco-learner-0.json"
-    older.write_text('{"problem": "NoTokens"}')
-    os.utime(older, (1, 1))
-    shown = diloco(kubectl, "status", "--job", "a")
-    assert (shown.returncode, shown.stderr) == (0, "")
-    rows = [line.split() for line in shown.stdout.splitlines()]
-    assert ["eu/0", "NotFinite", "the", "loss", "was", "NaN", "?[2J"] in rows
-    # Learner 2 exits after the listing; ordinals 1 and 5 are other pods of a learner.
-    assert (
-        "problems are not known of eu/2: error: cannot exec in a stopped container" in shown.stdout
-    )
-    (own / "diloco-learner-1.json").write_text('{"at": 1.0, "ready": true, "problem": ""}')
-    assert "NotFinite" not in diloco(kubectl, "status", "--job", "a").stdout
-
-
-@pytest.mark.parametrize(
-    ("content", "reason"), [("{", "is not JSON"), ("[]", "is not a JSON object")]
-)
-def test_a_health_file_that_cannot_be_read_is_a_problem_that_is_not_known(
-    tmp_path, kubectl, content, reason
-):
-    (tmp_path / "cluster/pod-a-eu-0/diloco-learner-1.json").write_text(content)
-    found, unknown = remote.learner_problems(
-        RemoteJob(name="a", kubectl=kubectl), {"learner": {"podsPerLearner": 2}}
-    )
-    assert found == []
-    assert unknown.startswith("problems are not known of eu/0, eu/2: its health file ")
-    assert reason in unknown
-
-
-def test_the_health_files_of_at_most_some_learners_are_read(monkeypatch, kubectl):
-    monkeypatch.setattr(remote, "ASKED_LEARNERS", 1)
-    _, unknown = remote.learner_problems(RemoteJob(name="a", kubectl=kubectl), {})
-    assert unknown == "problems are not known of 3 learners beyond the first 1, which are not asked"
-
-
-def test_learners_that_do_not_reply_cost_a_status_a_bounded_time(monkeypatch, tmp_path, kubectl):
-    """The pods of a node that is lost remain in phase Running."""
-    monkeypatch.setattr(remote, "ASK_ALL_SECONDS", 0.5)
-    monkeypatch.setattr(remote, "ASK_SECONDS", 0.4)
-    monkeypatch.setattr(remote, "ASKED_AT_ONCE", 1)
-    hanging = tmp_path / "hanging"
-    hanging.write_text(
-        f'#!/bin/sh\ncase "$*" in *exec*) exec sleep 60;; *) exec {kubectl} "$@";; esac\n'
-    )
-    hanging.chmod(0o755)
-    started = time.monotonic()
-    found, unknown = remote.learner_problems(RemoteJob(name="a", kubectl=str(hanging)), {})
-    assert time.monotonic() - started < 20
-    assert (found, "eu/0, eu/1, eu/4, eu/5" in unknown) == ([], True)
-
-
-def test_the_status_is_printed_before_any_learner_is_asked(monkeypatch, kubectl, capsys):
-    shown = []
-
-    def asked(job, spec):
-        shown.append(capsys.readouterr().out)
-        return [("eu/0", "NotFinite", "the loss was NaN")], ""
-
-    monkeypatch.setattr(remote, "learner_problems", asked)
-    monkeypatch.setenv("PATH", f"{os.path.dirname(kubectl)}{os.pathsep}{os.environ['PATH']}")
-    runs.status(job="a")
-    assert "learners training" in shown[0]
-    assert "NotFinite" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize("stream", [1, 2])
-def test_a_container_that_floods_its_reply_is_cut_off(tmp_path, stream):
-    program = tmp_path / "kubectl"
-    program.write_text(f"#!/bin/sh\nexec yes flood >&{stream}\n")
-    program.chmod(0o755)
-    with pytest.raises(UnavailableError, match=r"sends more than 64\.0 KiB"):
-        RemoteJob(name="a", kubectl=str(program)).health("a-eu-0")
-
-
-def test_status_of_a_job_that_is_not_there_is_an_error(kubectl):
-    done = diloco(kubectl, "status", "--job", "gone")
-    assert (done.returncode, done.stdout) == (1, "")
-    assert "cannot read job gone: Error from server (NotFound)" in done.stderr
 
 
 def test_what_logs_fetches_is_private(tmp_path, kubectl):

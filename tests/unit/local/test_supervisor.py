@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -10,9 +11,14 @@ import pytest
 
 from diloco.errors import ConfigError
 from diloco.runtime.health import Health, HealthFile
+from diloco.v1 import syncer_pb2 as pb
+from diloco_agent.processes import ProcessExit
+from diloco_local import events as e
+from diloco_local import supervisor as supervising
 from diloco_local.policy import Policy
 from diloco_local.problems import Problems
 from diloco_local.run_directory import RunDir
+from diloco_local.status_poller import TimedReply
 from diloco_local.supervisor import Supervisor, stuck_seconds
 
 
@@ -51,3 +57,73 @@ def test_a_file_system_that_became_read_only_does_not_end_the_run(tmp_path, monk
         Supervisor._remove(supervisor, tmp_path / "health.json")
     assert len(notes) == 1
     assert "Read-only file system; the run continues" in notes[0]
+
+
+class Ending:
+    """The loop of a run whose syncer serves, and whose evaluator ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.notes: list[str] = []
+        self.exits: list[ProcessExit] = []
+        self.latest: TimedReply | None = None
+        self.loop = Supervisor.__new__(Supervisor)
+        policy = self.loop.policy = Policy(learners=("eu/0",), evaluator=True)
+        policy.processes["syncer"].state = policy.processes["evaluator"].state = e.State.RUNNING
+        policy.processes["syncer"].served = True
+        policy.outcome = e.Outcome.COMPLETE
+        self.loop.run_dir, self.loop._problems = RunDir(folder), Problems(["eu/0"])
+        self.loop.interrupts = self.loop._interrupts_seen = 0
+        self.loop._listening_at, self.loop._evaluated = 0.0, -1
+        self.loop._evaluator_exit = None
+        self.loop._display = SimpleNamespace(note=self.notes.append)
+        self.loop._poller = SimpleNamespace(latest=lambda: self.latest, poll_now=lambda: None)
+        self.loop._processes = SimpleNamespace(exits=self._exits)
+
+    def _exits(self) -> list[ProcessExit]:
+        found, self.exits = self.exits, []
+        return found
+
+    def evaluator_ends(self) -> None:
+        self.exits = [ProcessExit(name="evaluator", code=0, last_lines=(), cause="")]
+
+    def reply(self, *, asked_at: float, eval_step: int) -> None:
+        status = pb.StatusReply(state="Complete", step=9, steps=9, eval_step=eval_step)
+        status.eval_loss = 1.5 if eval_step else 0.0
+        self.latest = TimedReply(reply=status, asked_at=asked_at, at=asked_at + 0.1)
+
+    def ends(self, now: float) -> bool:
+        """Whether the policy learns of the evaluator's end in this turn."""
+        return any(isinstance(event, e.Exited) for event in self.loop._events(now))
+
+
+def test_the_last_score_is_shown_once_before_the_policy_learns_of_the_end_of_the_evaluator(
+    tmp_path,
+):
+    run, now = Ending(tmp_path), time.monotonic()
+    run.reply(asked_at=now - 0.01, eval_step=0)  # requested before the score, and arrives after it
+    run.evaluator_ends()
+    assert not run.ends(now)
+    assert not run.ends(now + 0.1)
+    assert run.notes == []
+    run.reply(asked_at=now + 1.0, eval_step=9)
+    assert run.ends(now + 1.1)
+    assert not run.ends(now + 1.2)
+    assert run.notes == ["step 9: validation loss 1.5000"]
+
+
+def test_the_end_of_the_evaluator_waits_for_no_syncer_that_does_not_answer(tmp_path):
+    run, now = Ending(tmp_path), time.monotonic()
+    run.evaluator_ends()
+    assert not run.ends(now)
+    assert run.ends(now + 1 + supervising.LAST_SCORE_SECONDS)
+
+
+@pytest.mark.parametrize("change", ["forced", "syncer"])
+def test_the_end_of_the_evaluator_waits_for_no_syncer_that_ended(tmp_path, change):
+    run = Ending(tmp_path)
+    if change == "forced":
+        run.loop.policy.forced = True
+    else:
+        run.loop.policy.processes["syncer"].state = e.State.BACK_OFF
+    run.evaluator_ends()
+    assert run.ends(time.monotonic())

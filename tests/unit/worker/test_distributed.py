@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
+import subprocess
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from diloco.errors import StorageError
 from diloco.model.fragments import Tensor, cut
+from diloco_testing.learners.rank_threads import in_ranks
+from diloco_testing.local.fake_run import until
 from diloco_worker import distributed
+from diloco_worker.core import trainer as core
 from diloco_worker.core.agreement import HOME, PLANS, Board, FirstRank, Plan, board_bytes
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState
 from diloco_worker.core.trainer import TrainerCore
 from diloco_worker.distributed import DistributedTrainer, _First
 from diloco_worker.ipc.shared_memory import SharedMemory
+from diloco_worker.trainer import rank_processes
+from diloco_worker.trainer.optimizer_steps import OptimizerSteps
+from diloco_worker.trainer.rank_processes import RankProcess
 
 
 class Area:
@@ -32,7 +41,8 @@ def rank(number: int) -> DistributedTrainer:
     """One of two ranks, without a model and without the others."""
     trainer = DistributedTrainer.__new__(DistributedTrainer)
     trainer.name, trainer._rank, trainer._first, trainer._journal = "eu/0", number, None, None
-    trainer._boundary, trainer._terminated, trainer._rank_0_pid = 0, False, os.getpid()
+    trainer._boundary, trainer._terminated = 0, False
+    trainer._processes = {0: RankProcess.own(), 1: RankProcess.own()}
     trainer._board = Board(Area(board_bytes(ranks=2, fragments=1)), ranks=2, fragments=1)
     trainer._core = TrainerCore(
         name="eu/0", fragments=1, found=None, checkpoint_every=None, connect_timeout_seconds=1.0
@@ -54,24 +64,126 @@ def test_a_rank_whose_program_has_no_collective_waits_for_its_plan_with_a_deadli
     monkeypatch, capfd
 ):
     monkeypatch.setattr(distributed, "WAIT_SECONDS", 0.05)
-    text = ending(capfd, lambda: rank(1)._plan(1))
+    trainer = rank(1)
+    trainer._core.joined = True
+    text = ending(capfd, lambda: trainer._plan(1))
+    own = trainer._processes[0].pid
     assert (
-        "eu/0: rank 0 has not ended the step before within 0 s; expected every rank to call" in text
+        f"eu/0: rank 0 (process {own}) did not end the step before within 0 s; expected every rank to call"
+        in text
     )
     assert "each step to have a collective of the training" in text
 
 
 def test_rank_0_waits_for_the_other_ranks_with_a_deadline(monkeypatch, capfd):
     monkeypatch.setattr(distributed, "WAIT_SECONDS", 0.05)
-    text = ending(capfd, lambda: rank(0)._await_ranks(1))
-    assert "of the ranks, 0, 1 did not end the step before the last within 0 s" in text
+    trainer = rank(0)
+    trainer._processes = {}
+    assert "rank 0, rank 1 did not take the job's model within 0 s; its own output" in ending(
+        capfd, lambda: trainer._await_ranks(1)
+    )
+    trainer = rank(0)
+    trainer._core.joined, trainer._processes = True, {}
+    trainer._board.enter(0, 1, terminated=False)
+    assert "rank 1 did not end the step before the last within 0 s" in ending(
+        capfd, lambda: trainer._await_ranks(1)
+    )
 
 
-def test_a_waiting_rank_notices_that_rank_0_has_ended(monkeypatch, capfd):
+def test_a_rank_that_is_waited_for_is_named_before_the_deadline_by_one_rank(monkeypatch, capfd):
+    monkeypatch.setattr(distributed, "SHOWN_SECONDS", 0.0)
+    monkeypatch.setattr(distributed, "WAIT_SECONDS", 0.1)
+    first, second = rank(0), rank(1)
+    for trainer in (first, second):
+        trainer._processes = {}
+        trainer._board.enter(0, 1, terminated=False)
+    shown = "diloco: eu/0: waiting up to 0 s for rank 1\n"
+    assert ending(capfd, lambda: first._await_ranks(1)).startswith(shown)
+    assert shown not in ending(capfd, lambda: second._plan(2)), "it waits for itself"
+    for who in range(2):
+        second._board.enter(who, 1, terminated=False)
+    text = ending(capfd, lambda: second._plan(2))
+    assert text.startswith("diloco: eu/0: waiting up to 0 s for rank 0\n")
+
+
+@pytest.fixture
+def zombie():
+    """A process that has ended, and that its parent has not reaped."""
+    process = subprocess.Popen(["sleep", "600"])
+    found = RankProcess(pid=process.pid, started=rank_processes._state(process.pid)[1])
+    assert not found.ended
+    process.kill()
+    until(lambda: rank_processes._state(process.pid)[0] == "Z", "a zombie")
+    yield found
+    process.wait()
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_any_rank_that_has_ended_is_noticed_though_it_is_a_zombie(monkeypatch, capfd, zombie, dead):
     monkeypatch.setattr(distributed, "ALIVE_SECONDS", 0.0)
-    trainer = rank(1)
-    trainer._rank_0_pid = 2**22 + 1
-    assert "rank 0 (process 4194305) has ended" in ending(capfd, lambda: trainer._plan(1))
+    for waiting in (lambda t: t._plan(1), lambda t: t._await_ranks(1)):
+        trainer = rank(1)
+        trainer._processes[dead] = zombie
+        text = ending(capfd, lambda t=trainer, wait=waiting: wait(t))
+        assert (
+            f"eu/0: rank {dead} (process {zombie.pid}) has ended, and with it this learner" in text
+        )
+
+
+def test_a_rank_that_ended_after_its_part_is_not_missed(zombie, monkeypatch):
+    monkeypatch.setattr(distributed, "ALIVE_SECONDS", 0.0)
+    trainer, replies = rank(0), iter([False, False, True, True])
+    trainer._processes[1] = zombie
+    trainer._await(lambda: next(replies), lambda: [1], "did not end the step before")
+
+
+def test_a_later_process_with_the_same_pid_is_another_one():
+    own = RankProcess.own()
+    assert not own.ended
+    assert dataclasses.replace(own, started=own.started + 1).ended
+    assert RankProcess(pid=2**22 + 1, started=1).ended
+
+
+@pytest.mark.parametrize("broken", ["folder", "file"])
+def test_a_disk_that_refuses_the_files_of_rank_0_ends_all_ranks_with_its_sentence(tmp_path, broken):
+    state = tmp_path / "state"
+    if broken == "folder":
+        state.write_text("")
+    else:
+        (state / "steps.jsonl").mkdir(parents=True)
+    found = in_ranks(2, lambda group: distributed._journal(SimpleNamespace(state=state), group))
+    assert [type(error) for error in found] == [StorageError, StorageError]
+    assert str(state) in str(found[0])
+    assert str(found[1]) == f"rank 0: {found[0]}"
+
+
+def test_a_line_of_steps_jsonl_has_learning_rate_and_age_of_the_result_where_they_are_known():
+    """As that of a learner of one process."""
+    trainer, lines = rank(0), []
+    actions = [[core.ApplyFragment(0), core.ApplyFragment(1)], []]
+    trainer._core = SimpleNamespace(
+        closed=False, link_state=LinkState(step=12), ledger=SimpleNamespace(versions=[(1, 9), (1, 7)]),
+        step=lambda *_, **__: actions.pop(0), copied=lambda *_, **__: [], line=lambda **_: {"localStep": 3},
+        ended=lambda **_: None,
+    )  # fmt: skip
+    trainer._replica = SimpleNamespace(apply=lambda fragment: None)
+    trainer._run_queue = SimpleNamespace(seconds=lambda: 0.0)
+    trainer._termination = SimpleNamespace(received=False)
+    trainer._journal = SimpleNamespace(append=lines.append)
+    trainer._loss = SimpleNamespace(read=lambda loss: None, value=None, finite=True)
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.25)
+    trainer._optimizer_steps = OptimizerSteps([optimizer])
+    for boundary in (1, 2):
+        trainer._board.publish(Plan(boundary=boundary, link_state=LinkState()))
+        if boundary == 2:
+            weight.grad = torch.ones(1)
+            optimizer.step()
+        trainer.step(tokens=1)
+    assert lines == [
+        {"localStep": 3, "resultAge": 5},
+        {"localStep": 3, "learningRate": 0.25},
+    ]
 
 
 def test_a_rank_that_rank_0_has_left_behind_ends(capfd):

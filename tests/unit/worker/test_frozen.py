@@ -7,7 +7,7 @@ import torch
 import xxhash
 from torch import nn
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, UnavailableError
 from diloco.spec import RunSpec
 from diloco_worker.trainer import frozen, layout
 from diloco_worker.trainer.frozen import digest, with_digests
@@ -62,6 +62,25 @@ def test_a_tensor_whose_bytes_cannot_be_read_is_named(monkeypatch):
     with pytest.raises(
         ConfigError, match=r"frozen parameter bias .* cannot be read as bytes: aten"
     ):
+        with_digests(describe(model).frozen)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory"),
+        MemoryError(),
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to ..."),
+    ],
+)
+def test_too_little_memory_to_read_a_tensor_is_not_a_permanent_refusal(monkeypatch, error):
+    def lacking(tensor: torch.Tensor) -> str:
+        raise error
+
+    monkeypatch.setattr(frozen, "digest", lacking)
+    model = nn.Linear(2, 2)
+    model.bias.requires_grad_(False)
+    with pytest.raises(UnavailableError, match="frozen parameter bias"):
         with_digests(describe(model).frozen)
 
 

@@ -1,13 +1,21 @@
-"""How `Learner.connect` ends where the job cannot be joined."""
+"""How `Learner.connect` ends where the job cannot be joined, and what it knows of the ranks."""
 
 from __future__ import annotations
+
+import json
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
+from diloco.errors import UnavailableError
 from diloco.spec import RunSpec
-from diloco_worker import Learner
+from diloco_local.doctor import NO_SYNCER
+from diloco_testing.learners.alone import alone
+from diloco_worker import Learner, learner
+from diloco_worker.trainer.rank_group import RankGroup
 
 
 def test_a_state_directory_that_cannot_be_written_is_not_a_permanent_refusal(
@@ -29,3 +37,77 @@ def test_a_state_directory_that_cannot_be_written_is_not_a_permanent_refusal(
         Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert ended.value.code == 1, "the supervisor restarts it"
     assert "steps.jsonl" in capsys.readouterr().err
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """The environment of a learner of a job without a syncer."""
+    spec = RunSpec(job="j", steps=9, fragments=2, interval=2, overlap=1, learners={"eu": 1})
+    (tmp_path / "spec.json").write_text(spec.to_json())
+    for name, value in {
+        "DILOCO_JOB": "j",
+        "DILOCO_LEARNER": "eu/0",
+        "DILOCO_SYNCER": NO_SYNCER,
+        "DILOCO_SPEC": str(tmp_path / "spec.json"),
+    }.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.mark.parametrize(
+    ("wrap", "seconds"), [(lambda model: model, None), (DistributedDataParallel, 50)],
+    ids=["plain", "DDP"],
+)  # fmt: skip
+def test_rank_0_waits_longer_for_another_rank_of_a_model_that_averages_over_ranks(
+    job, wrap, seconds
+):
+    asked = []
+
+    def asks(group: RankGroup, *, may_be: bool, seconds: float | None) -> bool:
+        asked.append((may_be, seconds))
+        raise UnavailableError("enough")
+
+    job.setenv("WORLD_SIZE", "2")
+    job.setattr(learner, "_compare_ranks", lambda config: None)
+    job.setattr(RankGroup, "alone", asks)
+    with alone():
+        model = nn.Sequential(wrap(nn.Linear(2, 2)))  # also inside of another module
+        optimizer = torch.optim.SGD(model.parameters())
+        with pytest.raises(SystemExit) as ended:
+            Learner.connect(model, optimizer, connect_timeout_seconds=50)
+    assert ended.value.code == 75
+    assert asked == [(True, seconds)]
+
+
+def test_a_sharded_model_is_examined_as_the_job_reads_it(job, tmp_path):
+    job.setenv("DILOCO_EXAMINATION", str(tmp_path / "record.json"))
+    torch.manual_seed(0)
+    base = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    base[0].requires_grad_(False)
+    with alone():
+        model = fully_shard(base)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        examined = Learner.connect(model, optimizer)
+        while not examined.done:
+            loss = model(torch.ones(1, 3)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            examined.step(tokens=1, loss=loss)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [step["optimizerSteps"] for step in record["steps"]] == [1, 1, 1]
+    assert record["trained"] is True
+    assert (record["elements"], record["frozen"]["tensors"]) == (10, 2)
+    assert all(step["inputs"] for step in record["steps"])
+    assert "checkpointBytes" not in record, "learners of several ranks have none"
+
+
+def test_an_examination_refuses_ranks_that_the_job_refuses(job, tmp_path, capsys):
+    job.setenv("DILOCO_EXAMINATION", str(tmp_path / "record.json"))
+    job.setenv("WORLD_SIZE", "2")
+    job.setenv("RANK", "1")
+    model = nn.Linear(2, 2)
+    with pytest.raises(SystemExit) as ended:
+        Learner.connect(model, torch.optim.SGD(model.parameters()))
+    assert ended.value.code == 78
+    assert "only rank 0 connects if torch.distributed is not initialized" in capsys.readouterr().err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 
 import pytest
@@ -12,6 +11,7 @@ from diloco.errors import ConfigError, StorageError, UnavailableError
 from diloco_testing.learners.rank_threads import in_ranks
 from diloco_worker.trainer import rank_group
 from diloco_worker.trainer.rank_group import RankGroup
+from diloco_worker.trainer.rank_processes import RankProcess
 
 
 def test_all_ranks_get_the_texts_of_all():
@@ -103,20 +103,60 @@ def test_all_ranks_together_are_not_alone():
     assert in_ranks(2, lambda group: group.alone(may_be=True)) == [False, False]
 
 
-def test_ranks_on_several_machines_are_refused_in_all_of_them():
+def refused(monkeypatch, *machines) -> str:
+    """The sentence with which ranks on these machines end; the same in all of them."""
+    local = threading.local()
+    monkeypatch.setattr(rank_group, "_machine", lambda: machines[local.rank])
+
     def body(group: RankGroup):
-        original, machine = (
-            rank_group._machine,
-            (f"host{group.rank // 2}", f"boot{group.rank // 2}"),
-        )
-        text = json.dumps(machine)
-        group.exchange = lambda _, exchange=group.exchange: exchange(text)
-        assert original is rank_group._machine
+        local.rank = group.rank
         group.refuse_other_machines()
 
-    found = in_ranks(4, body)
+    found = in_ranks(len(machines), body)
     assert all(isinstance(error, ConfigError) for error in found)
     assert len({str(error) for error in found}) == 1
-    assert "rank 2 is on host1, rank 0 on host0; expected all 4 ranks on one machine" in str(
-        found[0]
-    )
+    return str(found[0])
+
+
+def test_ranks_on_several_machines_are_refused_in_all_of_them(monkeypatch):
+    text = refused(monkeypatch, *((f"host{rank // 2}", f"boot{rank // 2}", 1) for rank in range(4)))
+    assert "rank 2 is on host1, rank 0 on host0; expected all 4 ranks on one machine" in text
+    assert "make a learner of each machine" in text
+
+
+def test_ranks_in_several_containers_of_a_machine_get_advice_that_helps_there(monkeypatch):
+    text = refused(monkeypatch, ("a", "boot", 1), ("b", "boot", 2))
+    assert "rank 1 is in container b, rank 0 in a on the same machine" in text
+    assert "expected all 2 ranks in one container" in text
+    assert "learner of each machine" not in text
+
+
+def test_a_rank_that_ends_while_the_others_connect_is_named_at_once():
+    def body(group: RankGroup):
+        group.refuse_other_machines()
+        process = group.processes[1]
+        group.processes = {**group.processes, 1: RankProcess(pid=2**22 + 1, started=1)}
+        if group.rank == 0:
+            group.agree("", None)
+        return process
+
+    first, second = in_ranks(2, body)
+    assert second == RankProcess.own()
+    assert isinstance(first, UnavailableError)
+    assert "rank 1 (process 4194305) has ended while the others connect" in str(first)
+
+
+def test_a_rank_that_stands_still_while_the_others_connect_is_named_by_one_of_them(
+    monkeypatch, capsys
+):
+    monkeypatch.setattr(rank_group, "SLOW_SECONDS", 0.0)
+
+    def body(group: RankGroup):
+        if group.rank < 2:
+            group.exchange("")
+
+    found = in_ranks(3, body, timeout_seconds=0.3)
+    assert "rank 2 has called Learner.connect, but did not continue within 0 s" in str(found[0])
+    lines = capsys.readouterr().err.splitlines()
+    waiting = "diloco: eu/0: waiting for rank 2, which has called Learner.connect, to continue"
+    assert lines.count(waiting) == 1

@@ -117,7 +117,7 @@ class SharedMemory:
                 "control_bytes": control_bytes,
             }
         ).encode()
-        fd = _anonymous_file()
+        fd = anonymous_file()
         os.ftruncate(fd, _places(layout, len(facts), constants_bytes, spares, control_bytes).size)
         os.pwrite(fd, _HEAD.pack(_MAGIC, len(facts), constants_bytes) + facts, 0)
         return cls(fd, owner=True)
@@ -289,7 +289,7 @@ def _layout(facts: dict[str, Any]) -> Layout:
     )
 
 
-def _anonymous_file() -> int:
+def anonymous_file() -> int:
     """A file without a name; in memory where the system supports that."""
     if hasattr(os, "memfd_create"):
         return os.memfd_create("diloco-learner")

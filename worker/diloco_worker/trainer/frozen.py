@@ -6,51 +6,69 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 import xxhash
 
-from diloco.errors import ConfigError
+from diloco.errors import ConfigError, DilocoError, UnavailableError
 from diloco.model.fragments import Tensor
-from diloco_worker.trainer.layout import Named, dtype_name, is_dtensor, pieces
+from diloco_worker.trainer.layout import Named, dtype_name, pieces
 
 ANNOUNCED_BYTES = 4 << 30
 """From here on, a line states why `Learner.connect` takes seconds."""
 
+CPU_MEMORY = "can't allocate memory"
+"""In the RuntimeError of torch's allocator on the CPU, which has no class of its own."""
 
-def with_digests(frozen: Sequence[Named], *, needed: bool = True) -> list[Tensor]:
+
+def with_digests(
+    frozen: Sequence[Named], *, known: Mapping[str, str] = MappingProxyType({}), needed: bool = True
+) -> list[Tensor]:
     """
     The descriptions of the tensors, each with its digest. Every value is read once.
 
-    A DTensor is gathered as a whole, one at a time: all ranks of a learner call this together.
-
     Args:
         frozen: the tensors, in the same order in all ranks.
-        needed: False: take part in gathering, without digests.
+        known: digests by name, of tensors that this process does not hold as a whole.
+        needed: False: without the other digests.
 
     Raises:
         ConfigError: the values of a tensor cannot be read as bytes.
+        UnavailableError: there is too little memory to read them.
     """
+    if needed:
+        announce([n for n in frozen if n.info.name not in known])
+    return [
+        dataclasses.replace(n.info, digest=known.get(n.info.name) or (_digest(n) if needed else ""))
+        for n in frozen
+    ]
+
+
+def announce(frozen: Sequence[Named]) -> None:
+    """Show that these tensors will be read, if that takes seconds."""
     size = sum(n.tensor.numel() * n.tensor.element_size() for n in frozen)
-    if needed and size >= ANNOUNCED_BYTES:
+    if size >= ANNOUNCED_BYTES:
         text = f"reading {size / 2**30:.0f} GiB of frozen parameters, to compare them with those of the job"
         print(f"diloco: {text}", file=sys.stderr, flush=True)
-    return [dataclasses.replace(n.info, digest=_digest(n, needed=needed)) for n in frozen]
 
 
-def _digest(named: Named, *, needed: bool) -> str:
+def _digest(named: Named) -> str:
     try:
-        tensor = named.tensor
-        if is_dtensor(tensor):
-            with torch.no_grad():
-                tensor = tensor.full_tensor()  # type: ignore[attr-defined]
-        return digest(tensor) if needed else ""
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(
-            f"model: the values of the frozen parameter {named.info.name} "
-            f"({type(named.tensor).__name__}, {named.info.dtype}) cannot be read as bytes: {error}"
-        ) from None
+        return digest(named.tensor)
+    except (RuntimeError, TypeError, MemoryError) as error:
+        raise unreadable(named, error) from None
+
+
+def unreadable(named: Named, error: Exception) -> DilocoError:
+    """The error for a frozen parameter whose values cannot be read: for lack of memory, a restart may help."""
+    text = (
+        f"model: the values of the frozen parameter {named.info.name} "
+        f"({type(named.tensor).__name__}, {named.info.dtype}) cannot be read as bytes: {error}"
+    )
+    lacks = isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_MEMORY in str(error)
+    return UnavailableError(text) if lacks else ConfigError(text)
 
 
 def digest(tensor: torch.Tensor) -> str:

@@ -6,7 +6,6 @@ No collective is needed, so a rank that is missing is named instead of waited fo
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 import logging
@@ -14,13 +13,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from diloco.errors import ConfigError, DilocoError, StorageError, UnavailableError
+from diloco_worker.trainer.rank_processes import RankProcess, named
 
 log = logging.getLogger(__name__)
 
@@ -29,10 +29,13 @@ T = TypeVar("T")
 ALONE_SECONDS = 10.0
 """How long rank 0 waits for another rank where it may be the only one that connects."""
 
-POLL_SECONDS = 0.05
+FIRST_POLL_SECONDS, POLL_SECONDS = 0.001, 0.05
 
 SHOWN_SECONDS = 1.0
-"""After waiting this long for another rank, rank 0 states so."""
+"""After waiting this long for another rank to connect, rank 0 states so."""
+
+SLOW_SECONDS = 10.0
+"""After waiting this long for a rank that has connected, a line names it."""
 
 TEMPORARY: dict[str, type[DilocoError]] = {
     error.__name__: error for error in (StorageError, UnavailableError)
@@ -64,6 +67,8 @@ class RankGroup:
         self._learner, self._timeout_seconds = learner, timeout_seconds
         self._store, self._prefix = store, f"diloco/{call}"
         self._exchanges = itertools.count()
+        self.processes: Mapping[int, RankProcess] = {}
+        """By rank; empty until `refuse_other_machines`."""
         self._set(f"here/{self.rank}", "")
 
     @classmethod
@@ -125,7 +130,7 @@ class RankGroup:
         """
         number = next(self._exchanges)
         self._set(f"{number}/{self.rank}", text)
-        return [self._get(f"{number}/{rank}", self._stuck(rank)) for rank in range(self.size)]
+        return [self._continued(f"{number}/{rank}", rank) for rank in range(self.size)]
 
     def agree(self, text: str, error: DilocoError | None) -> list[str]:
         """
@@ -145,20 +150,34 @@ class RankGroup:
 
     def refuse_other_machines(self) -> None:
         """
-        Every rank can map the memory of rank 0.
+        Every rank can map the memory of rank 0; from now on, one that ends is noticed.
 
         Raises:
-            ConfigError: a rank is on another machine.
+            ConfigError: a rank is on another machine, or in another container.
         """
-        machines = [json.loads(text) for text in self.exchange(json.dumps(_machine()))]
-        host, boot = machines[0]
-        for rank, (other_host, other_boot) in enumerate(machines):
+        own = RankProcess.own()
+        places = [
+            json.loads(text)
+            for text in self.exchange(json.dumps([*_machine(), own.pid, own.started]))
+        ]
+        host, boot, pids, *_ = places[0]
+        for rank, (other_host, other_boot, other_pids, *_) in enumerate(places):
             if boot != other_boot:
                 raise ConfigError(
                     f"learner {self._learner}: rank {rank} is on {other_host}, rank 0 on {host}; expected all "
                     f"{self.size} ranks on one machine: let rank 0 alone connect (every_rank=False) if it holds whole "
                     "tensors, or make a learner of each machine"
                 )
+            if pids != other_pids:
+                raise ConfigError(
+                    f"learner {self._learner}: rank {rank} is in container {other_host}, rank 0 in {host} on the same "
+                    f"machine; expected all {self.size} ranks in one container: start them there, for example with "
+                    "torchrun, or let rank 0 alone connect (every_rank=False) if it holds whole tensors"
+                )
+        self.processes = {
+            rank: RankProcess(pid=pid, started=started)
+            for rank, (*_, pid, started) in enumerate(places)
+        }
 
     def _any(self, keys: Sequence[str], seconds: float) -> bool:
         shown, deadline = time.monotonic() + SHOWN_SECONDS, time.monotonic() + seconds
@@ -181,24 +200,47 @@ class RankGroup:
             f"{self._timeout_seconds:.0f} s; expected every rank to call it, or rank 0 alone with every_rank=False"
         )
 
-    def _stuck(self, rank: int) -> str:
-        return f"rank {rank} has called Learner.connect, but did not continue"
-
     def _set(self, key: str, text: str) -> None:
         self._ask(lambda: self._store.set(f"{self._prefix}/{key}", text))
 
     def _has(self, key: str) -> bool:
         return bool(self._ask(lambda: self._store.check([f"{self._prefix}/{key}"])))
 
-    def _get(self, key: str, absent: str) -> str:
-        try:
-            self._store.wait(
-                [f"{self._prefix}/{key}"], datetime.timedelta(seconds=self._timeout_seconds)
-            )
-        except dist.DistError as error:
-            text = f"learner {self._learner}: {absent} within {self._timeout_seconds:.0f} s"
-            raise UnavailableError(f"{text} ({str(error).splitlines()[0]})") from None
+    def _get(self, key: str, absent: str, watch: Callable[[], None] = lambda: None) -> str:
+        """The text of a key; `watch` is called while it is not there."""
+        deadline, pause = time.monotonic() + self._timeout_seconds, FIRST_POLL_SECONDS
+        while not self._has(key):
+            if time.monotonic() > deadline:
+                raise UnavailableError(
+                    f"learner {self._learner}: {absent} within {self._timeout_seconds:.0f} s"
+                )
+            watch()
+            time.sleep(pause)
+            pause = min(2 * pause, POLL_SECONDS)
         return bytes(self._ask(lambda: self._store.get(f"{self._prefix}/{key}"))).decode()
+
+    def _continued(self, key: str, rank: int) -> str:
+        """What a rank that has connected set; one that ended before is noticed."""
+        name, shown = named([rank], self.processes), time.monotonic() + SLOW_SECONDS
+
+        def watch() -> None:
+            nonlocal shown
+            if rank in self.processes and self.processes[rank].ended and not self._has(key):
+                raise UnavailableError(
+                    f"learner {self._learner}: {name} has ended while the others connect; its own output has the reason"
+                )
+            if time.monotonic() > shown:
+                shown = float("inf")
+                self._show(
+                    rank, f"waiting for {name}, which has called Learner.connect, to continue"
+                )
+
+        return self._get(key, f"{name} has called Learner.connect, but did not continue", watch)
+
+    def _show(self, rank: int, text: str) -> None:
+        """Show in one rank that another is waited for."""
+        if self.rank == (1 if rank == 0 else 0):
+            print(f"diloco: {self._learner}: {text}", file=sys.stderr, flush=True)
 
     def _ask(self, call: Callable[[], T]) -> T:
         try:
@@ -214,10 +256,10 @@ def _described(error: DilocoError | None) -> tuple[str, str]:
     return ("", "") if error is None else (type(error).__name__, str(error))
 
 
-def _machine() -> tuple[str, str]:
-    """Name and boot of this machine: containers of one machine differ in the first only."""
+def _machine() -> tuple[str, str, int]:
+    """Name and boot of this machine, and namespace of its PIDs: containers of one machine have the same boot."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         boot = platform.node()
-    return platform.node(), f"{boot} {os.stat('/proc/self/ns/pid').st_ino}"
+    return platform.node(), boot, os.stat("/proc/self/ns/pid").st_ino

@@ -22,8 +22,9 @@ from diloco_worker.core.agreement import HOME, board_bytes
 from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.trainer.buffers import Watch, log_unmatched
 from diloco_worker.trainer.frozen import with_digests
-from diloco_worker.trainer.layout import Copier, ModelTensors
+from diloco_worker.trainer.layout import Copier, ModelTensors, Share
 from diloco_worker.trainer.rank_group import RankGroup
+from diloco_worker.trainer.sharded_digests import digests
 from diloco_worker.trainer.shards import described, shares, to_text
 
 log = logging.getLogger(__name__)
@@ -48,13 +49,13 @@ class RankReplica:
 
     def __init__(self, model: nn.Module, spec: RunSpec, group: RankGroup) -> None:
         self.rank, self.ranks = group.rank, group.size
-        tensors, texts = _agreed(model, spec, group)
-        self.layout = _cut(tensors, spec, group)
+        tensors, own = _agreed(model, spec, group)
+        self.layout = _cut(tensors, spec, group, own)
         kept = spec.buffers == "Initial"
         if self.rank == 0:
             log_unmatched(tensors, () if kept else spec.moving_buffers)
         self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
-        self._copier = Copier(tensors, self.layout, shares=shares(texts, group.rank))
+        self._copier = Copier(tensors, self.layout, shares=own)
         fragments = range(len(self.layout.fragments))
         # Paper leaves this open: two spare places for each of the τ + 1 fragments that are announced: one that is
         # being written while another waits for the last rank.
@@ -139,8 +140,10 @@ class RankReplica:
         self.shared.close()
 
 
-def _agreed(model: nn.Module, spec: RunSpec, group: RankGroup) -> tuple[ModelTensors, list[str]]:
-    """The tensors of this rank, and the description of those of every rank."""
+def _agreed(
+    model: nn.Module, spec: RunSpec, group: RankGroup
+) -> tuple[ModelTensors, dict[str, Share]]:
+    """The tensors of this rank, and what it holds of each."""
     moving = None if spec.buffers == "Initial" else spec.moving_buffers
     text, error, tensors = "", None, None
     try:
@@ -150,21 +153,26 @@ def _agreed(model: nn.Module, spec: RunSpec, group: RankGroup) -> tuple[ModelTen
     except DilocoError as problem:
         error = problem
     texts = group.agree(text, error)
-    shares(texts, group.rank)  # the same error in all ranks
+    own = shares(texts, group.rank)  # the same error in all ranks
     if tensors is None:
         raise AssertionError("the error was raised")
-    return tensors, texts
+    return tensors, own
 
 
-def _cut(tensors: ModelTensors, spec: RunSpec, group: RankGroup) -> Layout:
+def _cut(
+    tensors: ModelTensors, spec: RunSpec, group: RankGroup, own: Mapping[str, Share]
+) -> Layout:
     ship = spec.frozen == "Ship"
     layout, error = None, None
+    known = {} if ship else digests(tensors.frozen, own, group)
     try:
         layout = cut(
             [n.info for n in tensors.merged],
             num_fragments=spec.fragments,
             constants=[n.info for n in tensors.constants(ship_frozen=ship)],
-            frozen=() if ship else with_digests(tensors.frozen, needed=group.rank == 0),
+            frozen=()
+            if ship
+            else with_digests(tensors.frozen, known=known, needed=group.rank == 0),
             average=spec.average_parameters,
         )
         pack_frozen(

@@ -24,7 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco_worker import Learner
 
-ROWS = 16
+ROWS = 24
+"""Divides by each number of data-parallel ranks: they average the means of their rows."""
 RATE = 0.1
 TOKENS = 10
 
