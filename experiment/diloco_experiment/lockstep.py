@@ -54,7 +54,7 @@ def synchronous(task: Task) -> Result:
     return Result(
         status=Status.DIVERGED if diverged else Status.OK,
         detail=diverged,
-        curve=curve.points,
+        curve=tuple(curve.points),
         train_loss=_end(losses),
         steps=len(losses),
         local_steps=len(losses) * len(task.names),
@@ -92,7 +92,7 @@ def diloco(task: Task) -> Result:
     return Result(
         status=Status.DIVERGED if recipe.diverged else Status.OK,
         detail=recipe.diverged,
-        curve=curve.points,
+        curve=tuple(curve.points),
         train_loss=_end(losses),
         steps=len(losses),
         local_steps=recipe.steps_of.total(),

@@ -28,7 +28,7 @@ from diloco.errors import ConfigError
 from diloco.model.fragments import Layout, cut
 from diloco.spec import RunSpec
 from diloco_experiment.gradients import gradients
-from diloco_experiment.tasks import Task
+from diloco_experiment.tasks import Method, Task
 from diloco_worker.recipes import config as config_reader
 from diloco_worker.recipes import data, gpt, optim
 from diloco_worker.trainer.layout import describe
@@ -38,7 +38,13 @@ F32 = npt.NDArray[np.float32]
 CPU = torch.device("cpu")
 
 MAX_PARAMETERS = 50_000_000
-"""Of a model: all learners of a cell are in one process."""
+"""Of a model."""
+
+MAX_CELL_PARAMETERS = 200_000_000
+"""
+Of the models of all learners of a cell: they are in one process. Each parameter has its value, its gradient,
+moments, a checkpoint of them, and what the link keeps of it: some 40 bytes.
+"""
 
 BATCHED_TOKENS, BATCHED_LEARNERS = 128, 8
 """
@@ -94,6 +100,12 @@ def check(task: Task) -> None:
     if count > MAX_PARAMETERS:
         raise ConfigError(
             f"the model has {count:,} parameters, an experiment at most {MAX_PARAMETERS:,}; make it smaller"
+        )
+    models = 1 if task.method is Method.SYNCHRONOUS else len(task.names) + len(task.added)
+    if count * models > MAX_CELL_PARAMETERS:
+        raise ConfigError(
+            f"{models} learners of {count:,} parameters each, in all {count * models:,}, in one process; an "
+            f"experiment has at most {MAX_CELL_PARAMETERS:,}; make the model smaller, or have fewer learners"
         )
     for config in configs.values():
         digest_of_data(config.data, config.context, config.validation_fraction)

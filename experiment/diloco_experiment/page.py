@@ -72,14 +72,17 @@ def page(
 
 def _groups(study: Study, groups: Sequence[summary.Group]) -> str:
     head = ["method", "scenario", "variant", *study.grid, *(f"best {path}" for path in study.sweep)]
+    tokens = "tokens", "merged tokens, of Synchronous"
     return _table(
-        [*head, "seeds", "loss", "± deviation", "distance", "tokens", "not ok", "missing"],
+        [*head, "seeds", "loss", "± deviation", "distance", *tokens, "not ok", "missing"],
         (
             [
                 group.method, group.scenario, group.variant, *(str(value) for _, value in group.grid),
                 *(str(value) for _, value in group.best), str(len(group.losses)),
                 _number(group.mean, ".4f"), _number(group.deviation, ".4f"),
-                _number(group.distance, "+.2f", " %"), quantity(group.tokens), str(group.others), str(group.missing),
+                _number(group.distance, "+.2f", " %"), quantity(group.tokens),
+                _number(100 * group.tokens_ratio, ".1f", " %"),
+                str(group.others), str(group.missing),
             ]
             for group in groups[:MAX_ROWS]
         ),

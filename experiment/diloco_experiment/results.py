@@ -13,19 +13,19 @@ import io
 import json
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic import TypeAdapter
 
 from diloco.runtime import files
 from diloco_experiment.tasks import Task
 
 MAX_BYTES = 1 << 20
-"""Of a file of a cell."""
+"""Of a file of a cell; `study.MAX_EVALUATIONS` and `runner.MAX_DETAIL` keep it below."""
 
 
 class Status(StrEnum):
@@ -80,7 +80,7 @@ class Result:
 class Curve:
     """Collects the points of a curve."""
 
-    points: tuple[tuple[int, float], ...] = ()
+    points: list[tuple[int, float]] = field(default_factory=list)
 
     def due(self, task: Task, step: int) -> bool:
         """Whether Θ is evaluated after this global step."""
@@ -89,7 +89,7 @@ class Curve:
     def add(self, step: int, loss: float) -> None:
         """Θ of a step has this loss."""
         if math.isfinite(loss):
-            self.points = (*self.points, (step, loss))
+            self.points.append((step, loss))
 
 
 def digest_of(vectors: Iterable[npt.NDArray[np.float32]]) -> str:
@@ -123,7 +123,7 @@ class Folder:
             try:
                 with self.cell(digest).open("rb") as file:
                     self._known[digest] = parse(file.read(MAX_BYTES))
-            except (OSError, ValueError, TypeError, RecursionError):
+            except (OSError, ValueError):
                 return None
         found = self._known[digest]
         return found if self.expected.get(digest, found.made_by) == found.made_by else None
@@ -158,10 +158,12 @@ def parse(data: bytes) -> Result:
     The inverse of `text_of`.
 
     Raises:
-        ValueError, TypeError: it is something else.
+        ValueError: `text_of` does not write this.
     """
-    found: Any = json.loads(data)
-    if not isinstance(found, dict) or set(found) != {f.name for f in fields(Result)}:
+    result = _RESULT.validate_json(data)
+    if text_of(result).encode() != data:  # a field is missing, or has another type
         raise ValueError("not a result")
-    curve = tuple((int(step), float(loss)) for step, loss in found.pop("curve"))
-    return Result(**{**found, "status": Status(found["status"])}, curve=curve)
+    return result
+
+
+_RESULT = TypeAdapter(Result)

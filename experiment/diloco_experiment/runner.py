@@ -11,11 +11,13 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
+from multiprocessing import connection
 
 import torch
 
@@ -29,6 +31,9 @@ from diloco_experiment.tasks import Task
 
 Show = Callable[[str], object]
 """Prints a line."""
+
+MAX_DETAIL = 10_000
+"""Characters that a result keeps of why its cell is not ok."""
 
 
 class BusyError(DilocoError):
@@ -137,10 +142,22 @@ def found(cells: Sequence[Cell], folder: Folder) -> dict[str, Result]:
 
 
 def one_thread() -> None:
-    """This process trains with one thread, and leaves Ctrl-C to the one that started it."""
+    """This process trains with one thread, leaves Ctrl-C to the one that started it, and ends with it."""
     torch.set_num_threads(1)
-    if multiprocessing.parent_process() is not None:
+    parent = multiprocessing.parent_process()
+    if parent is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    """
+    End this process when that of the sentinel has ended.
+
+    The queue of the pool does not tell: each process that reads it holds its other end, too.
+    """
+    connection.wait([sentinel])
+    os._exit(1)
 
 
 def _results(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, Result]]:
@@ -181,7 +198,7 @@ def _run(task: Task) -> Result:
         raise
     except Exception as error:  # a defect of one cell must not cost the others
         result = Result(status=Status.FAILED, detail=f"{type(error).__name__}: {error}")
-    return replace(result, made_by=models.made_by(task))
+    return replace(result, detail=result.detail[:MAX_DETAIL], made_by=models.made_by(task))
 
 
 def _failed(result: Result | None) -> bool:

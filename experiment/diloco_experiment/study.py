@@ -28,6 +28,8 @@ from diloco_job.validation_messages import path_text, shown
 MAX_CELLS = 2000
 MAX_LEARNERS = 64
 MAX_STEPS = 1_000_000
+MAX_EVALUATIONS = 10_000
+"""Of a cell; its file has each."""
 MAX_BYTES = 1 << 20
 """Of study.yaml and of the manifest."""
 JOB = "job"
@@ -153,7 +155,9 @@ def load(path: Path) -> tuple[Study, str]:
     Raises:
         ConfigError: a file cannot be read, or the study is not valid; lists all problems.
     """
-    data, problems = parse_yaml(_read(path))
+    data, problems = parse_yaml(
+        _read(path), file="study", content="a study as in docs/experiments.md"
+    )
     if problems:
         raise ConfigError("\n".join([f"{path}: not a study", *problems[:MAX_PROBLEMS]]))
     if not isinstance(data, dict):
@@ -239,10 +243,15 @@ def _cell(
     if spec.steps > MAX_STEPS:
         raise ConfigError(f"spec.steps: {spec.steps}, an experiment at most {MAX_STEPS:,}")
     every = spec.evaluation_every_steps or max(1, spec.steps // 10)
+    every = study.evaluation.every_steps if study.evaluation else every
+    if spec.steps > MAX_EVALUATIONS * every:
+        raise ConfigError(
+            f"evaluation.everySteps: {every} of {spec.steps:,} steps, an experiment at most {MAX_EVALUATIONS:,} "
+            "evaluations; raise it"
+        )
     task = task_of(
         method, spec, [(learner.name, dict(learner.config)) for learner in of.learners],
-        study.scenarios[scenario], checks=study.checks,
-        evaluate_every=study.evaluation.every_steps if study.evaluation else every,
+        study.scenarios[scenario], checks=study.checks, evaluate_every=every,
     )  # fmt: skip
     _check(task)
     return Cell(

@@ -45,6 +45,8 @@ class Group:
     """Of these losses."""
     tokens: int
     """Mean of these seeds: a learner whose peers keep the job waiting trains on."""
+    merged_tokens: tuple[int, ...]
+    """Tokens that are in a merge, of each of these seeds."""
     cells: tuple[Cell, ...]
     """At those values."""
     missing: int
@@ -55,6 +57,8 @@ class Group:
     """Of the mean loss to that of synchronous training, over the seeds that both have, in percent; NaN: not known."""
     reference: float = math.nan
     """Mean loss of synchronous training over these seeds."""
+    tokens_ratio: float = math.nan
+    """Merged tokens to those of synchronous training, over these seeds; NaN: not known."""
 
     @property
     def mean(self) -> float:
@@ -137,6 +141,7 @@ def summary(study: Study, found: Sequence[Group]) -> Rows:
             "deviation",
             "distance_percent",
             "tokens",
+            "merged_tokens_ratio",
             "not_ok",
             "missing",
         ]
@@ -147,7 +152,7 @@ def summary(study: Study, found: Sequence[Group]) -> Rows:
             *(_text(value) for _, value in group.best), len(group.losses),
             _number(group.mean), _number(group.deviation),
             f"{group.distance:+.2f}" if math.isfinite(group.distance) else "", group.tokens,
-            group.others, group.missing,
+            f"{group.tokens_ratio:.3f}" if math.isfinite(group.tokens_ratio) else "", group.others, group.missing,
         ]
         for group in found
     ]  # fmt: skip
@@ -182,6 +187,7 @@ def _group(cells: Sequence[Cell], results: Results) -> Group:
     return Group(
         method=first.method, scenario=first.scenario, variant=first.variant, grid=first.grid, best=first.sweep,
         losses=tuple(losses), seeds=seeds_of(best), tokens=tokens, cells=tuple(best),
+        merged_tokens=tuple(result.merged_tokens for result in complete(best)),
         others=ended - len(losses), distance=math.nan,
         missing=sum(cell.digest not in results for cell in cells),
     )  # fmt: skip
@@ -197,17 +203,22 @@ def _compared(group: Group, references: Sequence[Group]) -> Group:
     own = [r for r in alike if r.variant == group.variant]
     others = [r for r in alike if _work(r) == _work(group)]
     for reference in (*own, *others)[:1]:
-        losses = dict(zip(reference.seeds, reference.losses, strict=True))
-        both = [
-            (loss, losses[s])
-            for s, loss in zip(group.seeds, group.losses, strict=True)
-            if s in losses
-        ]
-        if both:
-            mean = math.fsum(loss for loss, _ in both) / len(both)
-            expected = math.fsum(loss for _, loss in both) / len(both)
-            return replace(group, reference=expected, distance=100 * (mean / expected - 1))
+        seeds = set(group.seeds) & set(reference.seeds)
+        if seeds:
+            mean, tokens = _means(group, seeds)
+            expected, all_tokens = _means(reference, seeds)
+            return replace(
+                group, reference=expected, distance=100 * (mean / expected - 1),
+                tokens_ratio=tokens / all_tokens if all_tokens else math.nan,
+            )  # fmt: skip
     return group
+
+
+def _means(group: Group, seeds: set[int]) -> tuple[float, float]:
+    """Loss and merged tokens of these seeds."""
+    chosen = [index for index, seed in enumerate(group.seeds) if seed in seeds]
+    losses = math.fsum(group.losses[index] for index in chosen)
+    return losses / len(chosen), sum(group.merged_tokens[index] for index in chosen) / len(chosen)
 
 
 _OPTIMIZER = "optimizer", "learningRate", "weightDecay", "gradientClip", "warmupSteps"

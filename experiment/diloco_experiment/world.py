@@ -125,7 +125,7 @@ class Evaluations:
             self._complete(event.commit.round)
             self._set(event.commit.fragment, event.fragment)
             return
-        self.curve.points = tuple(point for point in self.curve.points if point[0] <= event.step)
+        self.curve.points = [point for point in self.curve.points if point[0] <= event.step]
         self._step = min(self._step, event.step + 1)
         if event.parameters is None:
             self.theta = Placed(self._recipe.new_model(), self._recipe.layout)
@@ -254,7 +254,7 @@ class TrainingWorld(World):
         return Result(
             status=status,
             detail=detail,
-            curve=self.evaluations.curve.points,
+            curve=tuple(self.evaluations.curve.points),
             train_loss=float(np.mean(last)) if last and np.isfinite(last).all() else None,
             steps=self.merged.step if status is not Status.OK else self.task.spec.steps,
             local_steps=self.recipe.steps_of.total(),

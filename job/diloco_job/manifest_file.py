@@ -97,42 +97,50 @@ class Dumper(yaml.SafeDumper):
         return True
 
 
-def parse_yaml(text: str) -> tuple[Any, list[str]]:
+def parse_yaml(
+    text: str, *, file: str = "manifest", content: str = "a DiLoCoJob"
+) -> tuple[Any, list[str]]:
     """
     The value of one YAML document, and the problems of its syntax.
 
     Of a duplicate key, the last value counts; with any other problem the value is None.
+
+    Args:
+        text: the document.
+        file: what problems call it.
+        content: what it should be.
     """
     try:
         loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
-            return None, ["the manifest: is empty; write a DiLoCoJob"]
-        duplicates, unreadable = _Form().inspect(node)
+            return None, [f"the {file}: is empty; write {content}"]
+        duplicates, unreadable = _Form(file).inspect(node)
         if unreadable:
             return None, duplicates + unreadable
         return loader.construct_document(node), duplicates
     except yaml.MarkedYAMLError as error:
-        return None, [_yaml_problem(error)]
+        return None, [_yaml_problem(error, file)]
     except yaml.YAMLError as error:
-        return None, [f"the manifest: not YAML: {' '.join(str(error).split())}"]
+        return None, [f"the {file}: not YAML: {' '.join(str(error).split())}"]
     except RecursionError:
-        return None, ["the manifest: nested too deeply; a job needs about ten levels"]
+        return None, [f"the {file}: nested too deeply; {content} needs about ten levels"]
     except ValueError as error:
-        return None, [f"the manifest: not YAML: {error}"]
+        return None, [f"the {file}: not YAML: {error}"]
 
 
-def _yaml_problem(error: yaml.MarkedYAMLError) -> str:
-    line = f"line {error.problem_mark.line + 1}" if error.problem_mark else "the manifest"
+def _yaml_problem(error: yaml.MarkedYAMLError, file: str) -> str:
+    line = f"line {error.problem_mark.line + 1}" if error.problem_mark else f"the {file}"
     if error.problem == "but found another document":
-        return f"{line}: a second document starts here; a manifest is one document"
+        return f"{line}: a second document starts here; a {file} is one document"
     return f"{line}: not YAML: {error.problem or error.context}"
 
 
 class _Form:
     """Checks the nodes of a document, before the values hide how they were written."""
 
-    def __init__(self) -> None:
+    def __init__(self, file: str) -> None:
+        self._file = file
         self._duplicates: list[str] = []
         self._unreadable: list[str] = []
         self._seen: set[int] = set()
@@ -153,7 +161,9 @@ class _Form:
         if node.tag not in _KINDS:
             self._report(node, place, f"has the YAML tag {node.tag.replace(_TAG, '!!')}; remove it")
         elif node.tag == _TAG + "float" and node.value.lower().endswith((".inf", ".nan")):
-            self._report(node, place, f"{node.value} is not a number that a manifest can contain")
+            self._report(
+                node, place, f"{node.value} is not a number that a {self._file} can contain"
+            )
         if isinstance(node, yaml.SequenceNode):
             for index, item in enumerate(node.value):
                 self._walk(item, (*place, index), above)

@@ -276,9 +276,11 @@ class World:
             # As text what refers to vectors: the trace must not keep them from being used again.
             self.trace.append((now, _text(event) if isinstance(event, Committed) else event))
         match event:
-            case {"event": "merge", "step": int(step)}:
+            case {"event": "merge", "step": int(step), "fragment": int(fragment)}:
                 self.merges += 1
-                self._lost_merges.merged(step)
+                self._lost_merges.merged(step, fragment)
+            case {"event": "snapshot", "ok": True, "step": int(step)} if not self.halt:
+                self._lost_merges.durable(step)
             case Resumed(step=step):
                 self._lost_merges.started(step)
             case {"event": "halt", "reason": reason}:

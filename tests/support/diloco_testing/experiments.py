@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -53,4 +54,11 @@ def task(
 def killed(task: Task) -> Result:
     """In place of a cell: its process ends without a result."""
     os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+def stuck(task: Task) -> Result:
+    """In place of a cell: it does not end; a file beside its text has the name of its process."""
+    Path(task.configs[0][1]["data"]).with_name(f"{os.getpid()}.pid").touch()
+    time.sleep(600)
     raise AssertionError

@@ -204,6 +204,20 @@ def test_parameters_are_counted_without_a_model(tmp_path):
     assert models.parameters_of(config) == sum(p.numel() for p in recipe.new_model().parameters())
 
 
+def test_the_parameters_of_all_learners_of_a_cell_are_limited(tmp_path, monkeypatch):
+    scenario = Scenario(scavenging=Scavenging(extra=0.5))
+    count = models.parameters_of(Recipe(task(tmp_path)).config("eu/0"))
+    monkeypatch.setattr(models, "MAX_CELL_PARAMETERS", 2 * count)
+    check(task(tmp_path))
+    check(task(tmp_path, Method.SYNCHRONOUS, learners=3))  # it has one model
+    expected = f"3 learners of {count:,} parameters each, in all {3 * count:,}, in one process"
+    for method in (Method.DILOCO, Method.DECOUPLED):
+        with pytest.raises(ConfigError, match=expected):
+            check(task(tmp_path, method, learners=3))
+    with pytest.raises(ConfigError, match=expected):
+        check(task(tmp_path, scenario=scenario))  # with the learner that joins
+
+
 def test_learners_of_different_models_are_refused(tmp_path):
     of = task(tmp_path)
     (first, second) = of.configs

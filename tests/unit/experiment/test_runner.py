@@ -4,6 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +23,14 @@ from diloco_experiment import models, runner
 from diloco_experiment import study as studies
 from diloco_experiment.__main__ import main
 from diloco_experiment.plot import draw
-from diloco_experiment.results import Folder, Result, Status
+from diloco_experiment.results import MAX_BYTES, Curve, Folder, Result, Status, parse, text_of
 from diloco_experiment.summary import groups
 from diloco_experiment.tasks import Method, Task
 from diloco_testing import experiments
 from diloco_testing.experiments import CONFIG, text
+from diloco_testing.local.fake_run import alive, until
 
+MADE_BY = re.compile(rb'"made_by": "[^"]*"')
 RATE = "spec.learner.recipe.config.learningRate"
 
 
@@ -127,17 +136,63 @@ def test_a_cell_that_fails_costs_only_itself_and_runs_again(tmp_path, monkeypatc
     assert [row["status"] for row in rows(directory)] == ["ok", "ok"]
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b"\xff", b'{"status": "ok"}'])
+def changed(**fields: Any) -> bytes:
+    """The file of a result, with other values than any cell gives."""
+    data = json.loads(text_of(Result(status=Status.OK, curve=((8, 1.0),))))
+    return (json.dumps({**data, **fields}, sort_keys=True) + "\n").encode()
+
+
+DAMAGED = {
+    "empty": b"",
+    "no fields": b"{}",
+    "not UTF-8": b"\xff",
+    "few fields": b'{"status": "ok"}',
+    "more fields": changed(colour=1),
+    "deep": b"[" * 100_000,
+    "null": changed(tokens=None),
+    "text": changed(steps="8"),
+    "NaN": changed(curve=[[8, math.nan]]),
+    "no pair": changed(curve=[[8]]),
+    "no status": changed(status="fine"),
+    "a fraction": changed(merges=1.5),
+    "a truth": changed(restarts=False),
+    "too large": changed(detail="x" * MAX_BYTES),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_result_is_computed_again(tmp_path, monkeypatch, damage):
     monkeypatch.setattr(cell_runner, "run", made_up)
     path = written(tmp_path, methods=["Synchronous"])
     _, _, directory = ended(tmp_path, path, "out")
     (file,) = (directory / "cells").iterdir()
     before = file.read_bytes()
-    file.write_bytes(damage)
+    file.write_bytes(damage.replace(b'"made_by": ""', MADE_BY.search(before)[0]))
     _, lines, _ = ended(tmp_path, path, "out")
     assert len(lines) == 2
     assert file.read_bytes() == before
+
+
+def test_the_file_of_the_longest_curve_and_detail_is_read_again(tmp_path):
+    curve = Curve()
+    points = curve.points
+    for index in range(studies.MAX_EVALUATIONS):
+        curve.add(studies.MAX_STEPS - index, math.pi * 1e-100)
+    assert curve.points is points  # no copy for each point
+    result = Result(status=Status.OK, curve=tuple(points), detail="\U0001f600" * runner.MAX_DETAIL)
+    folder = Folder(tmp_path)
+    folder.write("a", result)
+    assert Folder(tmp_path).read("a") == result == parse(folder.cell("a").read_bytes())
+
+
+def test_a_cell_keeps_the_beginning_of_a_long_error(tmp_path, monkeypatch):
+    def fail(task: Task) -> Result:
+        raise ValueError("x" * (2 * MAX_BYTES))
+
+    monkeypatch.setattr(cell_runner, "run", fail)
+    _, _, directory = ended(tmp_path, written(tmp_path, methods=["Decoupled"]), "out")
+    assert len(rows(directory)[0]["detail"]) == runner.MAX_DETAIL
+    assert all(file.stat().st_size < MAX_BYTES for file in (directory / "cells").iterdir())
 
 
 def test_a_study_that_grows_runs_only_what_is_new(tmp_path, monkeypatch):
@@ -170,7 +225,11 @@ def test_groups_are_compared_with_synchronous_training_each_at_its_best_rate(tmp
         if (task.method, rate, task.spec.seed) == (Method.DECOUPLED, 0.02, 2):
             return Result(status=Status.DIVERGED, detail="NaN")
         loss = losses[task.method, rate] + 0.1 * (task.spec.seed - 2)
-        return Result(status=Status.OK, curve=((8, loss),), tokens=1000 * task.spec.seed)
+        tokens = 1000 * task.spec.seed
+        share = 1.0 if task.method is Method.SYNCHRONOUS else 0.75
+        return Result(
+            status=Status.OK, curve=((8, loss),), tokens=tokens, merged_tokens=int(share * tokens)
+        )
 
     monkeypatch.setattr(cell_runner, "run", run)
     path = written(tmp_path, seeds=[1, 2, 3], methods=["Synchronous", "Decoupled"],
@@ -190,6 +249,11 @@ def test_groups_are_compared_with_synchronous_training_each_at_its_best_rate(tmp
     )
     assert (synchronous["tokens"], decoupled["not_ok"]) == ("2000", "0")
     assert (synchronous["distance_percent"], decoupled["distance_percent"]) == ("+0.00", "+20.00")
+    name = "merged_tokens_ratio"
+    assert (synchronous[name], decoupled[name]) == ("1.000", "0.750")
+    page = (directory / "report.html").read_text()
+    assert "<th>merged tokens, of Synchronous</th>" in page
+    assert "<td>75.0 %</td>" in page
 
 
 def test_a_variant_is_compared_with_the_synchronous_group_of_its_own_or_equal_work(
@@ -214,15 +278,16 @@ def test_distances_are_over_the_seeds_that_both_groups_have(tmp_path, monkeypatc
     def run(task: Task) -> Result:
         if task.method is Method.SYNCHRONOUS and task.spec.seed == 2:
             return Result(status=Status.DIVERGED, detail="NaN")
-        return Result(status=Status.OK, curve=((8, float(task.spec.seed)),))
+        seed = task.spec.seed
+        return Result(status=Status.OK, curve=((8, float(seed)),), merged_tokens=100 * seed)
 
     monkeypatch.setattr(cell_runner, "run", run)
     path = written(tmp_path, seeds=[1, 2], methods=["Synchronous", "Decoupled"])
     _, _, directory = ended(tmp_path, path, "out")
     assert [
-        (row["loss"], row["distance_percent"], row["missing"])
+        (row["loss"], row["distance_percent"], row["merged_tokens_ratio"], row["missing"])
         for row in rows(directory, "summary.csv")
-    ] == [("1", "+0.00", "0"), ("1.5", "+0.00", "0")]
+    ] == [("1", "+0.00", "1.000", "0"), ("1.5", "+0.00", "1.000", "0")]
 
 
 def test_a_plot_of_distances_has_no_raw_losses_and_no_curve_of_a_halted_cell(tmp_path, monkeypatch):
@@ -248,7 +313,8 @@ def test_a_plot_of_distances_has_no_raw_losses_and_no_curve_of_a_halted_cell(tmp
 def test_without_a_synchronous_group_there_is_no_distance(tmp_path, monkeypatch):
     monkeypatch.setattr(cell_runner, "run", made_up)
     _, _, directory = ended(tmp_path, written(tmp_path, methods=["Decoupled"]), "out")
-    assert [row["distance_percent"] for row in rows(directory, "summary.csv")] == [""]
+    (row,) = rows(directory, "summary.csv")
+    assert (row["distance_percent"], row["merged_tokens_ratio"]) == ("", "")
     found, manifest = studies.load(tmp_path / "study.yaml")
     assert groups(studies.cells(found, manifest), {})[0].missing == 1
 
@@ -363,3 +429,31 @@ def test_a_process_that_is_killed_is_named_and_results_are_kept(tmp_path, monkey
     ):
         list(runner._results([first, second], 2))
     assert Folder(directory).read(first.digest) == made_up(first.task)
+
+
+STUCK = """
+import sys
+from pathlib import Path
+from diloco_experiment import runner, study
+from diloco_testing import experiments
+runner._run = experiments.stuck
+list(runner._results(study.cells(*study.load(Path(sys.argv[1]))), 2))
+"""
+
+
+@pytest.mark.slow
+def test_the_processes_of_a_study_that_is_killed_end(tmp_path):
+    path = written(tmp_path, methods=["Synchronous", "Decoupled"])
+    program = subprocess.Popen([sys.executable, "-c", STUCK, str(path)])
+    pids: list[int] = []
+    try:
+        until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, "second process that trains")
+        pids += [int(file.stem) for file in tmp_path.glob("*.pid")]
+        program.kill()
+        program.wait()
+        until(lambda: not any(map(alive, pids)), "end of the processes")
+    finally:
+        program.kill()
+        program.wait()
+        for pid in filter(alive, pids):
+            os.kill(pid, signal.SIGKILL)

@@ -89,6 +89,9 @@ def test_methods_have_the_settings_that_define_them(tmp_path):
         ({"scenarios": {"a": {"faults": ["1..2 nan eu/0"]}}}, "expected one of"),
         ({"scenarios": {"a": {"faults": ["1..2 crash eu/7"]}}}, "there are eu/0, eu/0+trainer"),
         ({"scenarios": {"a": {"stepSeconds": [1, 2, 3]}}}, "3 values, expected 1 or 2"),
+        ({"scenarios": {"a": {"stepSeconds": [1, 0.09]}}}, "stepSeconds[1]: Input should be greater than or equal to"),
+        ({"evaluation": {"everySteps": 1}, "set": {"spec.steps": 10_001}},
+         "evaluation.everySteps: 1 of 10,001 steps, an experiment at most 10,000 evaluations; raise it"),
         ({"scenarios": {"a": {"scavenging": {"extra": 8}}}, "set": {"spec.regions[0].learners": 10}}, "more than 64"),
         ({"methods": ["Asynchronous"]}, "methods[0]: Input should be 'Synchronous'"),
         ({"seeds": []}, "seeds: "),
@@ -133,14 +136,17 @@ def test_an_own_program_is_refused(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "expected"),
-    [(b"", "is empty"), (b"- 1", "is not an object"), (b"a: [", "not a study"), (b"\xff", "not UTF-8"),
-     (b"#" * (1 << 20) + b"#", "more than")],
+    [(b"", "the study: is empty; write a study"), (b"- 1", "is not an object"), (b"a: [", "line 1: not YAML"),
+     (b"a: 1\n---\n", "line 2: a second document starts here; a study is one document"),
+     (b"a: .inf", "not a number that a study can contain"), (b"[" * 10_000, "the study: nested too deeply; a study"),
+     (b"\xff", "not UTF-8"), (b"#" * (1 << 20) + b"#", "more than")],
 )  # fmt: skip
 def test_a_file_that_holds_something_else_is_refused(tmp_path, content, expected):
     path = tmp_path / "study.yaml"
     path.write_bytes(content)
-    with pytest.raises(ConfigError, match=expected):
+    with pytest.raises(ConfigError, match=expected) as refused:
         studies.load(path)
+    assert "manifest" not in str(refused.value)
 
 
 def test_an_evaluation_of_the_study_replaces_that_of_the_job(tmp_path):
