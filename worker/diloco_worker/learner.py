@@ -37,7 +37,7 @@ from diloco_worker.joined import JoinedTrainer
 from diloco_worker.standalone import StandaloneTrainer
 from diloco_worker.trainer.kept import Stateful
 from diloco_worker.trainer.layout import is_dtensor
-from diloco_worker.trainer.scheduler import GlobalStepScheduler, refuse_second
+from diloco_worker.trainer.learning_rate import GlobalStepScheduler, refuse_second
 from diloco_worker.trainer.termination import exit_with
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from typing import Any
 from diloco_worker import settings
 from diloco_worker.attachment import AttachedLearner, attach, planned_steps
 from diloco_worker.integrations.rates import Rates, depends_on_steps
-from diloco_worker.trainer.scheduler import refuse_second
+from diloco_worker.trainer.learning_rate import refuse_second
 
 try:
     from lightning.pytorch.callbacks import Callback

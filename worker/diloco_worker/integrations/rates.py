@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from diloco_worker.trainer.scheduler import GlobalStepScheduler, copy_of
+from diloco_worker.trainer.learning_rate import GlobalStepScheduler, copy_of
 
 
 class Rates:

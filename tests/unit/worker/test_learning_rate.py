@@ -11,8 +11,8 @@ from torch.optim import lr_scheduler
 
 from diloco.errors import ConfigError
 from diloco_worker import Learner
-from diloco_worker.trainer import scheduler as scheduler_module
-from diloco_worker.trainer.scheduler import GlobalStepScheduler
+from diloco_worker.trainer import learning_rate
+from diloco_worker.trainer.learning_rate import GlobalStepScheduler
 
 STEPS = 150
 
@@ -209,7 +209,7 @@ def test_what_is_no_scheduler_of_torch_is_refused(other):
 
 
 def test_a_global_step_that_is_too_far_ahead_is_refused(monkeypatch):
-    monkeypatch.setattr(scheduler_module, "MAX_STEPS", 10)
+    monkeypatch.setattr(learning_rate, "MAX_STEPS", 10)
     with pytest.raises(ConfigError, match="the global step is 11, and StepLR is at 0"):
         GlobalStepScheduler(KINDS["StepLR"](make_optimizer()), Steps(11))
 
