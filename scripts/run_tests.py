@@ -213,7 +213,7 @@ def everywhere(*arguments: str) -> list[Group]:
     others = ("tests/integration", *(f"--ignore={path}" for path in whole))
     return [
         pytest("unit tests", "tests/unit", *options),
-        pytest("chaos tests and whole runs", "tests/chaos", *whole, *tier, *options),
+        pytest("whole runs and chaos tests", *whole, "tests/chaos", *tier, *options),
         pytest("integration tests", *others, *tier, *options),
     ]
 

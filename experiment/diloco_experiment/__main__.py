@@ -11,7 +11,7 @@ from pathlib import Path
 
 from diloco.errors import EXIT_USAGE, ConfigError, DilocoError
 from diloco.runtime.formatting import printable
-from diloco_experiment import processes, study
+from diloco_experiment import pool, study
 from diloco_experiment.results import Folder
 
 EXIT_INTERRUPTED = 130
@@ -28,7 +28,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found, manifest = study.load(options.file)
         cells = study.cells(found, manifest)
         path = options.dir or Path("runs") / found.name
-        bad = processes.run(found, cells, Folder(path), jobs=options.jobs, show=_show)
+        bad = pool.run(found, cells, Folder(path), jobs=options.jobs, show=_show)
     except ConfigError as error:
         print(printable(str(error), lines=True), file=sys.stderr)
         return EXIT_USAGE
@@ -47,6 +47,6 @@ def _show(line: str) -> None:
 
 
 if __name__ == "__main__":
-    processes.one_thread()
+    pool.one_thread()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     sys.exit(main())

@@ -25,7 +25,7 @@ from diloco.runtime import files
 from diloco_experiment.tasks import Task
 
 MAX_BYTES = 1 << 20
-"""Of a file of a cell; `study.MAX_EVALUATIONS` and `processes.MAX_DETAIL` keep it below."""
+"""Of a file of a cell; `study.MAX_EVALUATIONS` and `pool.MAX_DETAIL` keep it below."""
 
 
 class Status(StrEnum):

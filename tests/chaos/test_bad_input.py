@@ -19,9 +19,10 @@ from diloco.spec import RunSpec
 from diloco_testing.local.run_process import LocalRun
 from diloco_testing.syncers.process import ask_status
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TIMEOUT_SECONDS = 120.0
+TIMEOUT_SECONDS = 300.0
+"""For processes that import torch and compile kernels while both cores build programs."""
 
 TRAIN = """\
 import json, os, sys, time

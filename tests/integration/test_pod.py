@@ -18,9 +18,6 @@ from diloco_testing.local.fake_run import alive, until
 
 pytestmark = pytest.mark.slow
 
-START_SECONDS = 3.0
-"""For a small Python program to begin on a busy machine."""
-
 
 def test_a_process_killed_five_times_in_a_row_restarts_after_its_back_off(tmp_path):
     with Pod(tmp_path) as pod:
@@ -29,8 +26,8 @@ def test_a_process_killed_five_times_in_a_row_restarts_after_its_back_off(tmp_pa
             os.kill(pid, signal.SIGKILL)
             killed = time.monotonic()
             pod.pid(number + 1)
-            took = time.monotonic() - killed
-            assert pause <= took < pause + START_SECONDS
+            # How much longer it takes is up to the machine; the agent's own delays: unit/agent/test_policy.py.
+            assert time.monotonic() - killed >= pause
         assert [restarts for _, restarts in pod.starts] == [0, 1, 2, 3, 4, 5]
         assert pod.process.poll() is None
 

@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,20 @@ def test_no_source_file_is_longer_than_600_lines():
         for path in (ROOT / folder).rglob("*.py"):
             if "_pb2" not in path.name:
                 assert len(path.read_text().splitlines()) <= 600, path
+
+
+def test_modules_have_one_name_only_where_the_decision_lists_it():
+    places = {
+        (folder, path.stem)
+        for folder in COMPONENTS
+        for path in (ROOT / folder).rglob("*.py")
+        if not path.stem.startswith("__") and not {"v1", "template"} & set(path.parts)
+    }
+    counts = Counter(name for _, name in places)
+    decision = (ROOT / "docs/adr/0013-one-package-per-program.md").read_text()
+    [names] = re.findall(r"\*\*Names\.\*\*.*?A file is", decision, re.DOTALL)
+    listed = set(re.findall(r"`([a-z_]+)`", names))
+    assert {name for name, count in counts.items() if count > 1} == listed
 
 
 def test_only_settings_read_the_environment():

@@ -25,6 +25,7 @@ from diloco_testing.experiments import task
 from diloco_worker.recipes import data, gpt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", Method)
 def test_equal_tasks_give_equal_bytes_and_another_seed_others(tmp_path, method):
     first, second = (run(task(tmp_path, method)) for _ in range(2))
@@ -111,6 +112,7 @@ def test_streaming_has_all_learners_in_each_merge_and_decoupled_need_not(tmp_pat
     assert decoupled.virtual_seconds < streaming.virtual_seconds
 
 
+@pytest.mark.slow
 def test_learners_fail_and_return_by_goodput(tmp_path):
     failing = Scenario(failures=Failures(goodput=0.6, outage_steps=3))
     of = task(tmp_path, learners=3, scenario=failing, steps=60)
@@ -226,6 +228,7 @@ def test_learners_of_different_models_are_refused(tmp_path):
         check(other)
 
 
+@pytest.mark.slow
 def test_scavenging_adds_learners_for_a_while(tmp_path):
     extra = Scenario(scavenging=Scavenging(extra=1.0, begin=0.2, end=0.7))
     with_them = run(task(tmp_path, scenario=extra, steps=40))
@@ -304,6 +307,7 @@ def test_gradients_of_several_models_are_those_of_each(tmp_path):
             torch.testing.assert_close(own, parameter.grad, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_tiny_steps_of_many_learners_are_computed_in_one_call(tmp_path, monkeypatch):
     sizes: list[int] = []
 

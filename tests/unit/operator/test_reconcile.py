@@ -308,6 +308,7 @@ def test_a_refused_child_is_sent_at_once_when_it_or_the_manifest_changes(world):
     assert world.api.get("configmaps", "a-1") is not None
 
 
+@pytest.mark.slow
 def test_many_refused_children_cause_no_more_reconciles_than_one(world):
     world.api.faults.append(Fault("PATCH", "configmaps/a-", 403, "denied", times=10**6))
     world.decide = reported(apply=tuple(world.child(f"a-{number}") for number in range(30)))

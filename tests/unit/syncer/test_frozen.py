@@ -189,6 +189,7 @@ def hello(frozen: bytes) -> pb.Hello:
     return pb.Hello(job="j", learner="eu/0", region="eu", frozen=frozen)
 
 
+@pytest.mark.slow
 def test_a_base_of_a_hundred_thousand_tensors_fits_into_a_hello():
     rng = np.random.default_rng(0)
     tensors = [

@@ -167,6 +167,7 @@ def test_a_trainer_without_a_job_ends_without_a_warning(monkeypatch, model, capl
     assert not caplog.messages
 
 
+@pytest.mark.slow
 def test_wrappers_are_removed(job, model):
     class Wrapper(torch.optim.Optimizer):
         """As AcceleratedOptimizer and LightningOptimizer: it has no hooks."""

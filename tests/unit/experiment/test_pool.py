@@ -19,7 +19,7 @@ import yaml
 
 from diloco.errors import EXIT_USAGE, ConfigError
 from diloco_experiment import cells as cell_runner
-from diloco_experiment import models, processes
+from diloco_experiment import models, pool
 from diloco_experiment import study as studies
 from diloco_experiment.__main__ import main
 from diloco_experiment.plot import draw
@@ -57,7 +57,7 @@ def ended(folder: Path, path: Path, name: str, jobs: int = 1) -> tuple[int, list
     found, manifest = studies.load(path)
     lines: list[str] = []
     directory = folder / name
-    failed = processes.run(
+    failed = pool.run(
         found, studies.cells(found, manifest), Folder(directory), jobs=jobs, show=lines.append
     )
     return failed, lines, directory
@@ -73,6 +73,7 @@ def made_up(task: Task) -> Result:
     return Result(status=Status.OK, curve=((task.spec.steps, loss),), steps=task.spec.steps)
 
 
+@pytest.mark.slow
 def test_a_study_that_was_interrupted_and_resumed_gives_the_same_table(tmp_path, monkeypatch):
     path = written(tmp_path, seeds=[1, 2], methods=["Synchronous", "Decoupled"])
     _, _, whole = ended(tmp_path, path, "whole")
@@ -179,9 +180,7 @@ def test_the_file_of_the_longest_curve_and_detail_is_read_again(tmp_path):
     for index in range(studies.MAX_EVALUATIONS):
         curve.add(studies.MAX_STEPS - index, math.pi * 1e-100)
     assert curve.points is points  # no copy for each point
-    result = Result(
-        status=Status.OK, curve=tuple(points), detail="\U0001f600" * processes.MAX_DETAIL
-    )
+    result = Result(status=Status.OK, curve=tuple(points), detail="\U0001f600" * pool.MAX_DETAIL)
     folder = Folder(tmp_path)
     folder.write("a", result)
     assert Folder(tmp_path).read("a") == result == parse(folder.cell("a").read_bytes())
@@ -193,10 +192,11 @@ def test_a_cell_keeps_the_beginning_of_a_long_error(tmp_path, monkeypatch):
 
     monkeypatch.setattr(cell_runner, "run", fail)
     _, _, directory = ended(tmp_path, written(tmp_path, methods=["Decoupled"]), "out")
-    assert len(rows(directory)[0]["detail"]) == processes.MAX_DETAIL
+    assert len(rows(directory)[0]["detail"]) == pool.MAX_DETAIL
     assert all(file.stat().st_size < MAX_BYTES for file in (directory / "cells").iterdir())
 
 
+@pytest.mark.slow
 def test_a_study_that_grows_runs_only_what_is_new(tmp_path, monkeypatch):
     monkeypatch.setattr(cell_runner, "run", made_up)
     ended(tmp_path, written(tmp_path, seeds=[1]), "out")
@@ -305,7 +305,7 @@ def test_a_plot_of_distances_has_no_raw_losses_and_no_curve_of_a_halted_cell(tmp
     _, _, directory = ended(tmp_path, path, "out")
     found, manifest = studies.load(path)
     cells = studies.cells(found, manifest)
-    results = processes.found(cells, Folder(directory))
+    results = pool.found(cells, Folder(directory))
     curves, bars = draw("s", groups(cells, results), results).axes
     assert all(x == 0.0 for line in bars.lines for x in line.get_xdata())
     assert len(bars.lines) == 4  # two groups: the third has no reference
@@ -352,6 +352,7 @@ def test_limits_and_data_are_checked_before_anything_runs(tmp_path, monkeypatch,
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_cells_that_other_versions_or_data_made_run_again(tmp_path, monkeypatch):
     monkeypatch.setattr(cell_runner, "run", made_up)
     path = written(tmp_path, methods=["Synchronous"])
@@ -373,7 +374,7 @@ def test_one_process_at_a_time_runs_a_study_in_a_directory(tmp_path, monkeypatch
     path = written(tmp_path, methods=["Synchronous"])
 
     def twice(task: Task) -> Result:
-        with pytest.raises(processes.BusyError, match="wait for its end, or give another --dir"):
+        with pytest.raises(pool.BusyError, match="wait for its end, or give another --dir"):
             ended(tmp_path, path, "out")
         return made_up(task)
 
@@ -425,21 +426,21 @@ def test_a_process_that_is_killed_is_named_and_results_are_kept(tmp_path, monkey
     first, second = studies.cells(found, manifest)
     directory = tmp_path / "out"
     Folder(directory).write(first.digest, made_up(first.task))
-    monkeypatch.setattr(processes, "_run", experiments.killed)
+    monkeypatch.setattr(pool, "_run", experiments.killed)
     with pytest.raises(
-        processes.EndedProcessError, match="one of: Synchronous seed=0; Decoupled seed=0"
+        pool.EndedProcessError, match="one of: Synchronous seed=0; Decoupled seed=0"
     ):
-        list(processes._results([first, second], 2))
+        list(pool._results([first, second], 2))
     assert Folder(directory).read(first.digest) == made_up(first.task)
 
 
 STUCK = """
 import sys
 from pathlib import Path
-from diloco_experiment import processes, study
+from diloco_experiment import pool, study
 from diloco_testing import experiments
-processes._run = experiments.stuck
-list(processes._results(study.cells(*study.load(Path(sys.argv[1]))), 2))
+pool._run = experiments.stuck
+list(pool._results(study.cells(*study.load(Path(sys.argv[1]))), 2))
 """
 
 
