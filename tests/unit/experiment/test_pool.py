@@ -445,12 +445,17 @@ list(pool._results(study.cells(*study.load(Path(sys.argv[1]))), 2))
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_processes_of_a_study_that_is_killed_end(tmp_path):
     path = written(tmp_path, methods=["Synchronous", "Decoupled"])
     program = subprocess.Popen([sys.executable, "-c", STUCK, str(path)])
     pids: list[int] = []
     try:
-        until(lambda: len(list(tmp_path.glob("*.pid"))) == 2, "second process that trains")
+        until(
+            lambda: len(list(tmp_path.glob("*.pid"))) == 2,
+            "second process that trains",
+            seconds=240,
+        )
         pids += [int(file.stem) for file in tmp_path.glob("*.pid")]
         program.kill()
         program.wait()

@@ -78,7 +78,7 @@ def test_a_silent_syncer_whose_second_request_ends_without_an_answer_stays_silen
     silent, syncer, monkeypatch
 ):
     asking, late = silent
-    monkeypatch.setattr(syncers_module, "ASK_SECONDS", 0.01)
+    monkeypatch.setattr(syncers_module, "ASK_SECONDS", 1.0)
     with pytest.raises(UnavailableError):
         asking.ask(KEY, syncer.address)
     request = asking._known[KEY].request
