@@ -448,7 +448,10 @@ list(pool._results(study.cells(*study.load(Path(sys.argv[1]))), 2))
 @pytest.mark.timeout(600)
 def test_the_processes_of_a_study_that_is_killed_end(tmp_path):
     path = written(tmp_path, methods=["Synchronous", "Decoupled"])
-    program = subprocess.Popen([sys.executable, "-c", STUCK, str(path)])
+    support = str(Path(experiments.__file__).parents[1])
+    program = subprocess.Popen(
+        [sys.executable, "-c", STUCK, str(path)], env={**os.environ, "PYTHONPATH": support}
+    )
     pids: list[int] = []
     try:
         until(
