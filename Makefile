@@ -33,7 +33,7 @@ $(VENV)/.dev-installed: pyproject.toml | $(VENV)/bin/uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -e '.[dev]'
 	touch $@ $(VENV)/.local-installed
 
-check:           ## everything of `make test` that needs no processes: under a minute
+check:           ## everything of `make test` that needs no processes: about a minute
 	VENV=$(VENV) scripts/check --fast
 
 e2e: setup-dev   ## the tests on Kubernetes clusters alone (tests/e2e/README.md)
