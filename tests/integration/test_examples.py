@@ -116,6 +116,7 @@ def test_the_exported_statistics_are_those_of_training_and_those_of_step_0_give_
     assert score(tmp_path / "before.safetensors")["accuracy"] < 4 * CHANCE
 
 
+@pytest.mark.slow_tier
 def test_a_job_may_keep_the_statistics_of_step_0(tmp_path):
     folder = images(tmp_path / "run", "spec.steps=12", "spec.sync.buffers=Initial")
     tensors = load_file(folder / "model/model.safetensors")

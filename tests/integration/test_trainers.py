@@ -20,7 +20,7 @@ LIBRARIES = {
     "train_lightning.py": "lightning",
     "train_accelerate.py": "accelerate",
 }
-STEPS = 240
+STEPS = 120
 
 pytestmark = [
     pytest.mark.slow, pytest.mark.timeout(900),

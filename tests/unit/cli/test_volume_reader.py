@@ -332,6 +332,7 @@ def test_a_pod_that_cannot_run_is_an_error_at_once_and_is_deleted(cluster, job, 
     created(cluster)
 
 
+@pytest.mark.slow
 def test_a_volume_that_is_attached_elsewhere_is_reported_after_the_timeout(cluster, job, announced):
     (cluster / "states").write_text(json.dumps([waiting("ContainerCreating")]))
     words = "Multi-Attach error for volume: it is already used on another node"
@@ -369,6 +370,7 @@ def test_the_pod_is_deleted_when_the_files_cannot_be_read(cluster, job):
     created(cluster)
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_ctrl_c_deletes_the_pod(cluster, tmp_path):
     (cluster / "slow").write_text("yes")

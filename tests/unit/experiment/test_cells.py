@@ -34,6 +34,7 @@ def test_equal_tasks_give_equal_bytes_and_another_seed_others(tmp_path, method):
     assert run(task(tmp_path, method, seed=4)).theta != first.theta
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", Method)
 def test_a_result_has_its_curve_and_its_counts(tmp_path, method):
     found = run(task(tmp_path, method))
