@@ -30,6 +30,7 @@ from typing import IO, Any
 from diloco.errors import StorageError, UnavailableError
 from diloco.runtime import files
 from diloco.runtime.backoff import Backoff
+from diloco.runtime.disk import LOCAL
 from diloco.runtime.formatting import size as size_text
 
 _CHUNK_BYTES = 1 << 20
@@ -277,7 +278,7 @@ class _Copy:
 
     def _complete(self, name: str) -> None:
         (self.to / name).parent.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
-        os.replace(self.partial / name, self.to / name)
+        LOCAL.rename(self.partial / name, self.to / name, durable=False)
         self.progressed = True
 
 

@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.errors import ConfigError, StorageError
+from diloco.model import elements
 from diloco.model.tensorfile import Entry
 from diloco_local import base_model
 from diloco_local.export import MODEL, finished_model
@@ -29,7 +30,6 @@ from diloco_local.pretrained import (
     TARGETS,
     Shard,
     chunks,
-    convert,
     converted,
     damage_of,
     entries_of,
@@ -37,7 +37,6 @@ from diloco_local.pretrained import (
     plan,
     refuse_weights,
     verify,
-    widened,
     write_folder,
 )
 
@@ -505,12 +504,11 @@ def _values(file: BinaryIO, entry: Entry) -> F32:
     raw = file.read(entry.hi - entry.lo)
     if len(raw) != entry.hi - entry.lo:
         raise StorageError(f"{entry.name}: the file ended; copy it again")
-    kind = "uint16" if entry.dtype == "bfloat16" else entry.dtype
-    return widened(np.frombuffer(raw, np.dtype(kind))).astype(np.float32).reshape(entry.shape)
+    return elements.numbers(raw, entry.dtype).astype(np.float32).reshape(entry.shape)
 
 
 def _sum(values: F32, product: F32, entry: Entry) -> Iterator[bytes]:
     try:
-        yield convert((values + product).reshape(-1), entry.dtype).tobytes()
+        yield elements.rounded((values + product).reshape(-1), entry.dtype)
     except ConfigError as error:
         raise ConfigError(f"{entry.name}: {error}; export it with another --dtype") from None

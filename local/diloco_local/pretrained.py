@@ -19,11 +19,8 @@ from io import BufferedReader
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-import numpy.typing as npt
-
 from diloco.errors import ConfigError, DamagedError, StorageError
-from diloco.model import tensorfile
+from diloco.model import elements, tensorfile
 from diloco.model.tensorfile import DTYPES, Entry
 from diloco.runtime import files
 from diloco_local.export import FACTS, MODEL, finished_model
@@ -53,8 +50,6 @@ _MOST_FILES = 1000
 _MOST_NAMED = 8
 _MOST_BYTES = 1 << 30
 """Number and size of the files that are copied: a folder with more is not one of a model."""
-
-Values = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,41 +201,6 @@ def plan(entries: Sequence[Entry], shard_bytes: int) -> list[Shard]:
     ]
 
 
-def convert(values: Values, dtype: str) -> Values:
-    """
-    Floating-point values as another element type, rounded to nearest, ties to even.
-
-    Args:
-        values: float64, float32, float16, or uint16 with the bits of bfloat16.
-        dtype: one of TARGETS.
-
-    Returns:
-        For bfloat16 its bits, uint16.
-
-    Raises:
-        ConfigError: a finite value is too large for `dtype`.
-    """
-    wide = widened(values)
-    if dtype == "bfloat16":
-        bits = wide.astype(np.float32).view(np.uint32)
-        rounded = (bits + (((bits >> 16) & 1) + np.uint32(0x7FFF))) >> 16
-        found = np.where(np.isnan(wide), np.uint32(0x7FC0), rounded).astype(np.uint16)
-    else:
-        with np.errstate(over="ignore"):
-            found = wide.astype(np.dtype(dtype))
-    lost = np.isinf(widened(found)) & np.isfinite(wide)
-    if lost.any():
-        raise ConfigError(f"{wide[lost][0]:.6g} is too large for {dtype}")
-    return found
-
-
-def widened(values: Values) -> Values:
-    """Values as numpy can compute with them, exactly; uint16 has the bits of bfloat16."""
-    if values.dtype == np.uint16:
-        return (values.astype(np.uint32) << 16).view(np.float32)
-    return values.astype(np.float32) if values.dtype == np.float16 else values
-
-
 def _refuse_incomplete(run_dir: Path, facts: Mapping[str, Any]) -> None:
     # The libraries would initialize what is missing at random.
     if frozen := facts.get("frozen"):
@@ -326,9 +286,8 @@ def chunks(data: BinaryIO, source: Entry, dtype: str) -> Iterator[bytes]:
         if dtype == source.dtype:
             yield raw
             continue
-        kind = "uint16" if source.dtype == "bfloat16" else source.dtype
         try:
-            yield convert(np.frombuffer(raw, np.dtype(kind)), dtype).tobytes()
+            yield elements.rounded(elements.numbers(raw, source.dtype), dtype)
         except ConfigError as error:
             raise ConfigError(f"{source.name}: {error}; export it with another --dtype") from None
 

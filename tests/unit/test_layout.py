@@ -2,6 +2,7 @@
 
 import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -9,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 COMPONENTS = (
@@ -112,6 +114,37 @@ def test_only_settings_read_the_environment():
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv"):
                     raise AssertionError(f"{path}:{node.lineno} reads the environment")
+
+
+def test_files_are_renamed_in_one_place():
+    """`files` and `disk` also sync what they rename, and the simulator's disk stands in for them."""
+    renames = re.compile(r"\bos\.(replace|rename)\(|shutil\.move\(")
+    found = {
+        str(path.relative_to(ROOT))
+        for folder in COMPONENTS
+        for path in (ROOT / folder).rglob("*.py")
+        if renames.search(path.read_text())
+    }
+    assert found == {f"protos/diloco/runtime/{name}.py" for name in ("files", "disk")}
+
+
+def test_the_hooks_before_a_commit_run_the_fast_checks_of_the_test_command():
+    hooks = [
+        hook
+        for repository in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+        for hook in repository["hooks"]
+    ]
+    commands = {hook["entry"].replace(".venv/bin/", "") for hook in hooks}
+    checks = re.findall(r"^heading \"[a-z ]+\"; (.+)$", (ROOT / "scripts/check").read_text(), re.M)
+    assert len(checks) == 4
+    assert commands == {
+        *(check.replace(" --quiet", "").replace(" .", "") for check in checks),
+        "python scripts/generate.py --check",
+    }
+    needed = {"ruff", "mypy", "lint-imports", "python"}
+    assert {hook["entry"].split()[0] for hook in hooks} == {f".venv/bin/{name}" for name in needed}
+    for name in needed:
+        assert shutil.which(name, path=str(Path(sys.executable).parent)), name
 
 
 def test_the_images_are_built_from_every_package_of_the_wheel():

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from diloco.codec import formats
 from diloco.errors import UnavailableError
-from diloco.model import tensorfile
+from diloco.model import elements, tensorfile
 from diloco.model.fragments import Layout, cut
 from diloco.rpc.tensor_info import from_proto
 from diloco.spec import RunSpec
@@ -85,12 +85,7 @@ def _constants(data: npt.NDArray[np.uint8]) -> dict[str, npt.NDArray[Any]]:
     if data.size == 0:
         return out
     for name, entry in tensorfile.parse(data.data, data.size).items():
-        raw = data[entry.lo : entry.hi].copy()
-        if entry.dtype == "bfloat16":
-            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
-        else:
-            values = raw.view(np.dtype(entry.dtype))
-            if values.dtype.kind == "f":
-                values = values.astype(np.float32)
-        out[name] = values.reshape(entry.shape)
+        values = elements.numbers(data[entry.lo : entry.hi].tobytes(), entry.dtype)
+        kind = np.dtype(np.float32) if values.dtype.kind == "f" else values.dtype
+        out[name] = values.astype(kind).reshape(entry.shape)
     return out

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from diloco.errors import ConfigError, StorageError
 from diloco.model.tensorfile import Entry
-from diloco_local.pretrained import INDEX, convert, export_folder, plan
+from diloco_local.pretrained import INDEX, export_folder, plan
 from diloco_syncer.storage.model import export_model, raw_tensors
 
 TENSORS = {
@@ -37,45 +37,6 @@ def loaded(folder: Path) -> dict[str, torch.Tensor]:
         tensors[name] = load_file(folder / file)[name]
     assert found["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     return tensors
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_values_are_those_of_torch_bit_by_bit(dtype: str):
-    bits = np.random.default_rng(0).integers(0, 2**32, 200_000, dtype=np.uint32)
-    halves = np.arange(0x3F800000, 0x3F820000, 0x1000, dtype=np.uint32)  # ties between two bfloat16
-    values = np.concatenate([bits, halves, np.uint32([0, 1 << 31, 0x7F800000, 0xFF800000])]).view(
-        np.float32
-    )
-    expected = torch.from_numpy(values).to(getattr(torch, dtype))
-    fits = torch.isfinite(expected).numpy() | ~np.isfinite(values)
-    found = convert(values[fits], dtype)
-    kind = np.uint32 if dtype == "float32" else np.uint16
-    wanted = expected[torch.from_numpy(fits)].view(
-        torch.int32 if dtype == "float32" else torch.int16
-    )
-    real = ~np.isnan(values[fits])
-    np.testing.assert_array_equal(found.view(kind)[real], wanted.numpy().view(kind)[real])
-    back = found.view(np.uint16) if dtype == "bfloat16" else found
-    assert np.isnan(convert(back[~real], "float32")).all()
-
-
-@pytest.mark.parametrize("source", [torch.bfloat16, torch.float16, torch.float64])
-def test_other_types_are_widened_to_float32_exactly(source: torch.dtype):
-    values = torch.linspace(-2, 2, 999).to(source)
-    raw = (
-        values.view(torch.int16).numpy().view(np.uint16)
-        if source is torch.bfloat16
-        else values.numpy()
-    )
-    np.testing.assert_array_equal(convert(raw, "float32"), values.float().numpy())
-
-
-@pytest.mark.parametrize(
-    ("dtype", "value"), [("float16", 70000.0), ("bfloat16", 3.4e38), ("float32", 1e300)]
-)
-def test_a_finite_value_never_becomes_infinite(dtype: str, value: float):
-    with pytest.raises(ConfigError, match=f"too large for {dtype}"):
-        convert(np.array([1.0, value]), dtype)
 
 
 def test_all_tensors_are_there_and_integers_keep_their_type(run: Path, tmp_path: Path):
