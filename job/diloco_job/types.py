@@ -420,7 +420,8 @@ class RunPolicy(Model):
     """Seconds that a learner's pod may hang in Terminating on a lost node before it is deleted by
     force; omitted: until the node is deleted or comes back."""
     cleanup_policy: Literal["None", "Running", "All"] = "Running"
-    """What is deleted at the end."""
+    """What is deleted at the end: `None`: nothing; `Running`: pods that run, but neither the failed pods
+    of a failed job, nor the syncer of a complete one, nor the volume; `All`: everything."""
     managed_by: Text = ""
     """The former place of spec.managedBy."""
 

@@ -207,6 +207,7 @@ class Reconciler:
         outcome = _Outcome()
         self._repairs.setdefault(key, Repairs()).begin(raw["metadata"].get("generation"))
         refusals = self._refusals.setdefault(key, Refusals(Backoff(*BACKOFF_SECONDS, self._rng)))
+        self._patch(key, decisions, outcome)
         self._apply(key, observation, decisions, outcome)
         self._delete(key, decisions, outcome)
         refusals.end(self._now(), refused=outcome.refused_requests)
@@ -272,6 +273,22 @@ class Reconciler:
         self._repairs.pop(key, None)
         self._refusals.pop(key, None)
         self._metrics.state(key, None)
+
+    def _patch(self, key: Key, decisions: Decisions, outcome: _Outcome) -> None:
+        for body in decisions.patch:
+            kind, name = identity(body)
+            request: _Request = ("patch", kind, name)
+            content = json.dumps(body, sort_keys=True)
+            if self._is_held_back(key, request, content, outcome):
+                continue
+            self._progressed(key)
+            try:
+                self._cluster.apply(body)
+                self._wrote("patched", kind, name)
+            except ApiError as error:
+                if error.status == 409:
+                    continue  # its object is gone: that of its name has another uid
+                self._failed(key, request, content, outcome, error)
 
     def _apply(
         self, key: Key, observation: Observation, decisions: Decisions, outcome: _Outcome

@@ -135,8 +135,55 @@ def test_a_learner_that_was_refused_for_good_fails_the_job(make):
     failed = job.until_condition("Failed", SOON, reason="LearnerRefused")
     assert "eu/0" in failed["message"]
     assert "the model does not fit" in failed["message"]
-    until(lambda: not job.pods(), SOON, expected="no pod is left", details=job.details)
+    kept = until_kept(job)
     assert "LearnerRefused" in dict(job.events())
+    logs = job.cluster.kubectl("logs", kept["metadata"]["name"], "-n", job.namespace)
+    assert "the model does not fit" in logs
+    job.delete()
+    until(lambda: not job.pods(), SOON, expected="it goes with its job", details=job.details)
+
+
+def test_a_failed_jobs_failed_pods_stay_without_resources_until_it_is_resumed(make):
+    """A quota of one pod's CPU is free again while the failed pod is kept."""
+    job = make("keeps", regions={"eu": 1, "us": 1}, runPolicy={"learnerRestartLimit": 1})
+    own_program(job, "raise SystemExit('out of luck')").apply()
+    job.until_condition("Failed", 2 * SOON, reason="LearnerRestartLimit")
+    kept = until_kept(job)
+    kubectl, name = job.cluster.kubectl, kept["metadata"]["name"]
+    assert "out of luck" in kubectl("logs", name, "-n", job.namespace)
+    quota = {
+        "apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "pods"},
+        "spec": {"hard": {"pods": "10"}},
+    }  # fmt: skip
+    kubectl("apply", "-n", job.namespace, "-f", "-", stdin=json.dumps(quota))
+    used = until(
+        lambda: kubectl.get("resourcequota", "pods", job.namespace).get("status", {}).get("used"),
+        SOON, expected="the quota counts", details=job.details,
+    )  # fmt: skip
+    assert used["pods"] == "0"
+
+    job.change(runPolicy={"suspend": True, "learnerRestartLimit": 1})
+    job.until_condition("Suspended", SOON)
+    until(lambda: not job.pods(), SOON, expected="no pod is left", details=job.details)
+    own_program(job, "import time; time.sleep(1e6)")
+    job.change(runPolicy={"suspend": False})
+    until(lambda: _running(job, name), SOON, expected=f"a new {name} runs", details=job.details)
+
+
+def until_kept(job):
+    """Wait until only ended pods of failed learners are left; the first of them."""
+
+    def kept():
+        pods = job.pods()
+        ended = pods and all(pod["status"]["phase"] == "Failed" for pod in pods)
+        return pods if ended else None
+
+    pods = until(kept, SOON, expected="only ended pods are left", details=job.details)
+    assert {pod["metadata"]["labels"]["diloco.dev/role"] for pod in pods} == {"failed-learner"}
+    assert [owner["kind"] for pod in pods for owner in pod["metadata"]["ownerReferences"]] == [
+        "DiLoCoJob"
+    ] * len(pods)
+    return pods[0]
 
 
 def test_a_learner_that_crashes_too_often_fails_the_job(make):

@@ -100,7 +100,8 @@ imagePullSecrets:
 - apiGroups: [""]
   resources: [pods]
   # delete: outdated pods of learners of several pods, and by force learners on lost nodes.
-  verbs: [list, watch, delete]
+  # patch: the failed pods of a failed job stay without their StatefulSet.
+  verbs: [list, watch, patch, delete]
 - apiGroups: [""]
   resources: [events]
   verbs: [list, create]

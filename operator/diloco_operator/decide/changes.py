@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from diloco_operator.decide import kept_pods
 from diloco_operator.decide.drift import has_drifted
 from diloco_operator.decide.lost_nodes import overdue_pods
 from diloco_operator.decide.phase import Lifecycle, wanted
@@ -43,6 +44,8 @@ class Changes:
 
     apply: tuple[dict[str, Any], ...]
     delete: tuple[ObjectRef, ...]
+    patch: tuple[dict[str, Any], ...] = ()
+    """Fields of objects that others made."""
     waiting: tuple[str, ...] = ()
     """Regions and learners that do not have the changed template yet, because others are missing."""
 
@@ -62,7 +65,7 @@ def ending(state: JobState, due: Changes, lifecycle: Lifecycle) -> Changes:
     # the job is accepted.
     keeps_sets = wanted(state, lifecycle).volume
     delete = [ref for ref in due.delete if not (keeps_sets and _is_stopped_set(state, ref))]
-    return Changes(apply=(*kept, *stops), delete=tuple(delete))
+    return Changes(apply=(*kept, *stops), delete=tuple(delete), patch=due.patch)
 
 
 def _releases_claim(state: JobState, want: dict[str, Any]) -> bool:
@@ -109,7 +112,12 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
     if lifecycle.volume_gone:
         # What is left stays, and nothing is made: not a new claim either.
         wants = [want for want in wants if identity(want) in state.children]
-    due = [want for want in wants if _is_due(state, want)]
+    held = kept_pods.being_released(state, lifecycle)
+    due = [
+        want
+        for want in wants
+        if _is_due(state, want) and _uid(state.child(*identity(want))) not in held
+    ]
     waiting = held_back(state, due)
     keys = {identity(want) for want in wants if not has_other_pods(state, want)}
     # Not those of other writers: a webhook may change every apply, and no learner would be replaced.
@@ -123,8 +131,10 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
         ),
         delete=(
             *map(_ref, (*obsolete(state, keys, keep_volume=running.volume), *outdated.pods)),
+            *map(_ref, kept_pods.to_delete(state, lifecycle)),
             *(replace(_ref(pod), force=True) for pod in overdue_pods(state)),
         ),
+        patch=kept_pods.to_keep(state, lifecycle),
         waiting=(
             *sorted({labels(want)["diloco.dev/region"] for want in waiting if is_new(state, want)}),
             *outdated.waiting,
@@ -139,6 +149,10 @@ def _is_due(state: JobState, want: Object) -> bool:
     live = state.child(*identity(want))
     # Applying to an object that is being deleted would create nothing.
     return live is None or (has_drifted(live, want) and not is_deleting(live))
+
+
+def _uid(live: Object | None) -> str:
+    return "" if live is None else str(live["metadata"].get("uid", ""))
 
 
 def _ref(live: Object) -> ObjectRef:

@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from diloco_job.reasons import condition, event_type
-from diloco_operator.decide import region_failures
+from diloco_operator.decide import kept_pods, region_failures
 from diloco_operator.decide import status as statuses
 from diloco_operator.decide.changes import ObjectRef, changes, ending
 from diloco_operator.decide.lost_nodes import force_times
@@ -65,6 +65,8 @@ class JobEvent:
 class Decisions:
     """What to do, in this order."""
 
+    patch: tuple[dict[str, Any], ...] = ()
+    """Fields of objects that others made, to apply (server-side, force) to the objects with these uids."""
     apply: tuple[dict[str, Any], ...] = ()
     """Children to apply (server-side, force), in order."""
     delete: tuple[ObjectRef, ...] = ()
@@ -111,6 +113,7 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
     if refused is not None:
         due = ending(state, due, lifecycle)
     decisions = Decisions(
+        patch=due.patch,
         apply=due.apply,
         delete=due.delete,
         requeue_seconds=_requeue_seconds(state, lifecycle),
@@ -170,7 +173,11 @@ def _requeue_seconds(state: JobState, lifecycle: Lifecycle) -> float:
     seconds = [IDLE_SECONDS if idle else RUNNING_SECONDS]
     if lifecycle.phase is Phase.RUNNING and _is_joining(state):
         seconds.append(JOINING_SECONDS)
-    times = [*timeouts(state, lifecycle), *force_times(state)]
+    times = [
+        *timeouts(state, lifecycle),
+        *force_times(state),
+        *kept_pods.times(state, lifecycle),
+    ]
     left = [(when - state.now).total_seconds() for when in times]
     return min([*seconds, *(max(1.0, wait) for wait in left if wait > 0)])
 

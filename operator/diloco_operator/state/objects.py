@@ -29,6 +29,12 @@ def controller_uid(item: Object) -> str:
     return next((str(owner.get("uid", "")) for owner in owners if owner.get("controller")), "")
 
 
+def owner_uids(item: Object) -> tuple[str, ...]:
+    """uids of all its owners."""
+    owners = item["metadata"].get("ownerReferences") or ()
+    return tuple(str(owner.get("uid", "")) for owner in owners)
+
+
 def is_own(item: Object, *, uid: str, job: str, volume: str = "") -> bool:
     """
     Whether the object is a child of the job with this uid and name.

@@ -21,6 +21,7 @@ from diloco.rpc.identity import server_name
 from diloco_job.plan import run_spec
 from diloco_job.types import DiLoCoJob
 from diloco_operator.decide.decisions import Decisions, decide
+from diloco_operator.decide.kept_pods import ROLE
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.state.observation import (
     Answer,
@@ -125,6 +126,8 @@ class OperatedJob:
             self.syncer = replace(self.syncer, at=self.now)
             self.last_answer = self.now
         decisions = self.decide()
+        for body in decisions.patch:
+            self.patch(body)
         for wanted in decisions.apply:
             try:
                 self.apply(wanted)
@@ -171,6 +174,15 @@ class OperatedJob:
         new["status"] = old["status"] if old else {}
         self.children[kind, name] = new
 
+    def patch(self, body: Json) -> None:
+        """Server-side apply of some fields of an object that others made."""
+        assert body["kind"] == "Pod"
+        metadata, pod = body["metadata"], self.pods[body["metadata"]["name"]]
+        assert pod["metadata"]["uid"] == metadata["uid"]
+        pod["metadata"]["labels"].update(metadata["labels"])
+        pod["metadata"]["ownerReferences"].extend(metadata["ownerReferences"])
+        pod["spec"] = {**pod["spec"], **body["spec"]}
+
     def change(self, **spec: Any) -> None:
         """The user edits the manifest."""
         self.job["spec"] = {**self.job["spec"], **spec}
@@ -184,6 +196,7 @@ class OperatedJob:
 
         A pod with another template is replaced, unless the update strategy is OnDelete.
         """
+        self.release_pods()
         wanted: dict[str, Json] = {}
         kept: set[str] = set()
         for child in self.children.values():
@@ -196,13 +209,27 @@ class OperatedJob:
                         kept.add(pod["metadata"]["name"])
         for name, pod in wanted.items():
             old = self.pods.get(name)
-            if old is not None and name in kept:
+            if old is not None and (name in kept or _is_released(old)):
                 continue
             if old is None or old["spec"] != pod["spec"] or old["metadata"] != pod["metadata"]:
                 set_ready(pod, ready(pod))
                 self.pods[name] = pod
-        self.pods = {name: pod for name, pod in self.pods.items() if name in wanted}
+        self.pods = {
+            name: pod for name, pod in self.pods.items() if name in wanted or _is_released(pod)
+        }
         self.count_pods()
+
+    def release_pods(self) -> None:
+        """
+        The controllers release the pods that their selectors no longer select, and the kubelet ends those
+        whose deadline has passed.
+        """
+        for pod in self.pods.values():
+            if _is_released(pod):
+                metadata = pod["metadata"]
+                owners = [owner for owner in metadata["ownerReferences"] if "controller" not in owner]
+                metadata["ownerReferences"] = owners
+                pod["status"]["phase"] = "Failed"
 
     def count_pods(self) -> None:
         """Update the status of workloads."""
@@ -291,7 +318,13 @@ class OperatedJob:
 
 def is_idle(decisions: Decisions) -> bool:
     """Whether nothing is written."""
-    return not (decisions.apply or decisions.delete or decisions.status or decisions.events)
+    return not (
+        decisions.patch
+        or decisions.apply
+        or decisions.delete
+        or decisions.status
+        or decisions.events
+    )
 
 
 def training(job: Json | None = None, **world: Any) -> OperatedJob:
@@ -437,7 +470,12 @@ def _revision(workload: Json) -> str:
 
 
 def _controller(pod: Json) -> str:
-    return str(pod["metadata"]["ownerReferences"][0]["uid"])
+    owners = (owner for owner in pod["metadata"]["ownerReferences"] if owner.get("controller"))
+    return next((str(owner["uid"]) for owner in owners), "")
+
+
+def _is_released(pod: Json) -> bool:
+    return bool(pod["metadata"]["labels"].get("diloco.dev/role") == ROLE)
 
 
 def _is_ready(pod: Json) -> bool:
