@@ -415,6 +415,13 @@ REASONS: tuple[Reason, ...] = (
             "correct the manifest or the program, then suspend and resume the job",
         ),
         (
+            "LearnersFailed",
+            "Warning",
+            "{others}: {detail}",
+            "correct the manifest or the program for the regions that are named, then suspend and resume "
+            "the job in the syncer's region",
+        ),
+        (
             "DeadlineExceeded",
             "Warning",
             "the job ran longer than spec.runPolicy.activeDeadlineSeconds ({seconds} s)",

@@ -29,8 +29,8 @@ class State:
     """Global step and loss of the last evaluation."""
     failure: tuple[str, str] | None = None
     """Reason and message of the operator that reported the failure of the job."""
-    region_failures: dict[str, tuple[str, str]] = field(default_factory=dict)
-    """Region → reason and message of the operator that reported the failure of all its learners."""
+    region_failures: dict[str, tuple[str, str, int]] = field(default_factory=dict)
+    """Region → reason, message and number, of the operator that reported the failure of so many learners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -169,6 +169,42 @@ def test_a_region_whose_learners_all_fail_is_named_where_the_syncer_is(tmp_path)
             region.reconciler.close()
 
 
+def test_a_job_of_which_each_region_loses_some_learners_fails_in_all_of_them(tmp_path):
+    """One of four and one of one: each region alone leaves the quorum of four."""
+    authority = Authority()
+    files = write(tmp_path / "tls", authority.make(regions=["eu"]))
+    with (
+        FakeApi() as apart,
+        FakeApi() as together,
+        RealSyncer(tmp_path / "job", make_spec(), tls=files) as syncer,
+    ):
+        eu = Region("eu", tmp_path, together, syncer.endpoint, authority.make(regions=["eu"]))
+        us = Region(
+            "us", tmp_path, apart, syncer.endpoint, authority.make(regions=["us"], names=[])
+        )
+        for region in (eu, us):
+            region.api.edit(
+                "dilocojobs", "j", lambda job: job["spec"].update(sync={"quorum": 4})
+            )
+            region.reconcile()
+        eu.api.edit(
+            "deployments", "j-syncer", lambda item: item.update(status={"readyReplicas": 1})
+        )
+        eu.api.create(refused_pod("j-eu-1", eu.api.get("statefulsets", "j-eu")["metadata"]["uid"]))
+        assert eu.reconcile()["status"] == "False", "four of five are left"
+        us.api.create(refused_pod("j-us-0", us.api.get("statefulsets", "j-us")["metadata"]["uid"]))
+        assert us.reconcile()["status"] == "False"
+
+        failed = eu.reconcile_until("LearnersFailed", after=us.reconcile)
+        assert failed["status"] == "True"
+        assert failed["message"].startswith("3 learners are left, the quorum is 4: region us: ")
+        assert "learner eu/1: hidden size 4, expected 8" in failed["message"]
+        condition = us.reconcile_until("SyncerRegionFailed", after=eu.reconcile)
+        assert "3 learners are left, the quorum is 4" in condition["message"]
+        for region in (eu, us):
+            region.reconciler.close()
+
+
 def refused_pod(name, owner):
     """A pod of a StatefulSet whose learner ended with exit code 78."""
     message = '{"reason": "Refused", "message": "hidden size 4, expected 8"}'

@@ -264,13 +264,10 @@ def test_only_a_regions_own_certificate_may_report_that_it_failed(secrets, synce
         with pytest.raises(UnauthorisedError, match="does not have the URI name diloco://j/region"):
             eu.region_failed("us", "LearnerRefused", "by eu", timeout_seconds=10)
         assert not us.status(timeout_seconds=10).region_failures
-        us.region_failed("us", "LearnerRefused", "by us", timeout_seconds=10)
+        us.region_failed("us", "LearnerRefused", "by us", learners=3, timeout_seconds=10)
         [reported] = eu.status(timeout_seconds=10).region_failures
-        assert (reported.region, reported.reason, reported.message) == (
-            "us",
-            "LearnerRefused",
-            "by us",
-        )
+        found = (reported.region, reported.reason, reported.message, reported.learners)
+        assert found == ("us", "LearnerRefused", "by us", 3)
         us.region_failed("us", "", "", timeout_seconds=10)
         assert not eu.status(timeout_seconds=10).region_failures
     assert "Unauthorised" in [line["reason"] for line in refusals(syncer, "")]

@@ -90,7 +90,13 @@ class Syncers:
         client, timeout = self._known_at(key, address).client, ASK_SECONDS
         reason, message = failure.reason, failure.message
         if isinstance(failure, RegionFailure):
-            client.region_failed(failure.region, reason, message, timeout_seconds=timeout)
+            client.region_failed(
+                failure.region,
+                reason,
+                message,
+                learners=failure.learners,
+                timeout_seconds=timeout,
+            )
         else:
             client.failed(reason, message, timeout_seconds=timeout)
 

@@ -21,11 +21,12 @@ from enum import StrEnum
 
 from diloco.runtime.formatting import shorten
 from diloco_job import names
+from diloco_job.names import learner_name
 from diloco_job.reasons import ConditionState, condition
 from diloco_operator.decide.lost_volume import LostVolume, lost_volume
 from diloco_operator.resources import Wanted
 from diloco_operator.state.job_state import JobState
-from diloco_operator.state.observation import Failure
+from diloco_operator.state.observation import Failure, RegionFailure
 from diloco_operator.state.pods import FailedLearner, failed_learners
 
 EVALUATOR_SECONDS = 120.0
@@ -39,6 +40,12 @@ FOLLOWS = "SyncerRegionFailed"
 
 MAX_REASON = 64
 """Characters of a reason of another region."""
+
+LEARNER_REASONS = ("LearnerRefused", "LearnerNeverJoined", "LearnerRestartLimit", "LearnersFailed")
+"""Reasons of the condition Failed of a job of which too few learners are left."""
+
+_REPORTED_CHARACTERS = 150
+"""Of the message of another region."""
 
 FETCH_SECONDS = 60.0
 """With cleanupPolicy All: how long the model of a complete job stays available."""
@@ -84,7 +91,7 @@ class Lifecycle:
         return (
             self.failed is not None
             and self.failing
-            and self.failed.reason in {learner.reason for learner in self.failed_learners}
+            and self.failed.reason in LEARNER_REASONS
         )
 
     @property
@@ -181,18 +188,55 @@ def _is_resumable(state: JobState) -> bool:
 def _too_few_left(state: JobState, lost: tuple[FailedLearner, ...]) -> ConditionState | None:
     """The condition Failed, if the learners that have not failed cannot form a quorum."""
     spec = state.job.spec
-    # Those that failed in other clusters are not known here.
-    left = spec.num_learners - len(lost)
-    if not lost or left >= spec.sync.quorum:
+    elsewhere = _lost_elsewhere(state)
+    left = spec.num_learners - len(lost) - sum(num for _, num in elsewhere)
+    if left >= spec.sync.quorum or not (lost or elsewhere):
         return None
-    return condition(
-        "Failed",
-        lost[0].reason,
-        learner=lost[0].learner,
-        limit=spec.run_policy.learner_restart_limit,
-        others=f"{left} learners are left, the quorum is {spec.sync.quorum}",
-        detail=lost[0].message_and_log,
-    )
+    others = f"{left} learners are left, the quorum is {spec.sync.quorum}"
+    if not elsewhere:
+        return condition(
+            "Failed",
+            lost[0].reason,
+            learner=lost[0].learner,
+            limit=spec.run_policy.learner_restart_limit,
+            others=others,
+            detail=lost[0].message_and_log,
+        )
+    details = [f"region {failure.region}: {_reported(failure)}" for failure, _ in elsewhere]
+    own = [f"learner {learner.learner}: {learner.message_and_log}" for learner in lost[:1]]
+    return condition("Failed", "LearnersFailed", others=others, detail="; ".join(details + own))
+
+
+def _lost_elsewhere(state: JobState) -> list[tuple[RegionFailure, int]]:
+    """
+    What other clusters report about learners that failed there, with the number of those that are lost.
+
+    Only the syncer's region counts them, so that one operator decides. A learner that trains is not lost,
+    whatever has been reported before.
+    """
+    answer = state.answer
+    if not state.has_syncer or answer is None:
+        return []
+    own = {region.region.name for region in state.regions}
+    found = []
+    for region in state.job.spec.regions:
+        all_names = {learner_name(region.name, index) for index in range(region.learners)}
+        training = sum(
+            learner.name in all_names and learner.state == "Training" for learner in answer.learners
+        )
+        reported = (failure for failure in answer.region_failures if failure.region == region.name)
+        failure = next(reported, None)
+        if failure is None or region.name in own:
+            continue
+        lost = min(failure.learners, region.learners - training)
+        if lost > 0:
+            found.append((failure, lost))
+    return found
+
+
+def _reported(failure: RegionFailure) -> str:
+    reason = shorten(failure.reason, MAX_REASON)
+    return f"{reason}: {shorten(failure.message, _REPORTED_CHARACTERS)}"
 
 
 def _is_complete(state: JobState) -> bool:

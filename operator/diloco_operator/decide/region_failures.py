@@ -1,15 +1,16 @@
 """
-Regions whose learners failed: what to report to the syncer about the operator's own regions, and what
+Regions of which learners failed: what to report to the syncer about the operator's own regions, and what
 the syncer reports about the others.
 
 Pure. The operator of a region knows why its learners ended; the syncer's region only observes that they
-are gone. The syncer repeats each report until its process ends, so every reconcile compares.
+are gone, and fails the job when too few are left in all regions (`phase`). The syncer repeats each report
+until its process ends, so every reconcile compares.
 """
 
 from __future__ import annotations
 
 from diloco.runtime.formatting import shorten
-from diloco_operator.decide.phase import MAX_REASON, Lifecycle, Phase
+from diloco_operator.decide.phase import LEARNER_REASONS, MAX_REASON, Lifecycle, Phase
 from diloco_operator.state.job_state import JobState, OwnRegion
 from diloco_operator.state.learner_counts import LearnerCounts
 from diloco_operator.state.observation import RegionFailure
@@ -21,27 +22,39 @@ def to_report(state: JobState, lifecycle: Lifecycle) -> tuple[RegionFailure, ...
     """What to report to the syncer of another cluster, because its answer differs."""
     if state.answer is None or state.has_syncer:
         return ()
-    known = {failure.region: failure.reason for failure in state.answer.region_failures}
+    known = {
+        failure.region: (failure.reason, failure.learners)
+        for failure in state.answer.region_failures
+    }
     own = [_of_region(region, lifecycle) for region in state.regions]
-    return tuple(failure for failure in own if failure.reason != known.get(failure.region, ""))
+    return tuple(
+        failure
+        for failure in own
+        if (failure.reason, failure.learners) != known.get(failure.region, ("", 0))
+    )
 
 
 def _of_region(own: OwnRegion, lifecycle: Lifecycle) -> RegionFailure:
-    """Why all learners of the region have failed; without a reason: they have not."""
-    name, failed = own.region.name, lifecycle.failed
+    """Why learners of the region have failed, and how many; without a reason: none has."""
+    name, failed, total = own.region.name, lifecycle.failed, len(own.learners)
     if failed is not None and not lifecycle.follows:
-        return RegionFailure(region=name, reason=failed.reason, message=failed.message)
+        # A job that failed there because of its learners has stopped all of them, until a person resumes it.
+        counted = total if failed.reason in LEARNER_REASONS else 0
+        return RegionFailure(
+            region=name, reason=failed.reason, message=failed.message, learners=counted
+        )
     names = {learner.name for learner in own.learners}
     ends = [end for end in lifecycle.failed_learners if end.learner in names]
-    if lifecycle.phase is not Phase.RUNNING or not ends or len(ends) < len(names):
+    if lifecycle.phase is not Phase.RUNNING or not ends:
         return RegionFailure(region=name, reason="", message="")
-    message = f"all its learners failed, {ends[0].learner}: {ends[0].message_and_log}"
-    return RegionFailure(region=name, reason=ends[0].reason, message=message)
+    some = f"{len(ends)} of {total}" if len(ends) < total else "all its"
+    message = f"{some} learners failed, {ends[0].learner}: {ends[0].message_and_log}"
+    return RegionFailure(region=name, reason=ends[0].reason, message=message, learners=len(ends))
 
 
 def describe_failed(state: JobState, counts: LearnerCounts) -> str:
     """
-    Regions of other clusters that failed, and why; "": none.
+    Regions of other clusters of which all learners failed, and why; "": none.
 
     A region whose learners train has not failed, whatever its operator has reported before.
     """
@@ -53,4 +66,5 @@ def describe_failed(state: JobState, counts: LearnerCounts) -> str:
         f"{shorten(failure.message, _MAX_MESSAGE)}"
         for failure in failures
         if failure.region in idle - own
+        and (not failure.learners or failure.learners >= counts.of(failure.region).desired)
     )

@@ -78,7 +78,7 @@ class Answer:
     failure: Failure | None = None
     """The operator of the syncer's region reported that the job failed."""
     region_failures: tuple[RegionFailure, ...] = ()
-    """Regions whose operators reported that all their learners failed."""
+    """Regions whose operators reported that learners of theirs failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,12 +92,15 @@ class Failure:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegionFailure:
-    """Why the learners of a region failed, as operators report it to each other through the syncer."""
+    """Why learners of a region failed, as operators report it to each other through the syncer."""
 
     region: str
     reason: str
     """Of the condition there; "": they have not failed."""
     message: str
+    learners: int = 0
+    """How many of them failed; 0: all, as reported by an operator that does not count, or the region ended
+    for another reason, such as its deadline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -171,7 +174,12 @@ def answer_of(reply: pb.StatusReply, at: datetime) -> Answer:
         if reply.HasField("failure")
         else None,
         region_failures=tuple(
-            RegionFailure(region=failed.region, reason=failed.reason, message=failed.message)
+            RegionFailure(
+                region=failed.region,
+                reason=failed.reason,
+                message=failed.message,
+                learners=failed.learners,
+            )
             for failed in reply.region_failures[:MAX_REGIONS]
         ),
     )

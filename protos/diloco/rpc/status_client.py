@@ -125,17 +125,32 @@ class SyncerClient:
             raise error_of(error) from None
 
     def region_failed(
-        self, region: str, reason: str, message: str, *, timeout_seconds: float = 1.0
+        self,
+        region: str,
+        reason: str,
+        message: str,
+        *,
+        learners: int = 0,
+        timeout_seconds: float = 1.0,
     ) -> None:
         """
-        Report that the learners of a region failed; "" as reason: they no longer have.
+        Report that learners of a region failed; "" as reason: none has.
+
+        Args:
+            region: in which they failed.
+            reason: of the condition of the job there.
+            message: of that condition.
+            learners: how many failed; 0: the region ended for another reason.
+            timeout_seconds: for the whole call.
 
         Raises:
             UnavailableError: no answer within the deadline.
             DilocoError: the certificate is not the region's, the syncer has no such region, or its
                 version has no such call.
         """
-        failure = syncer_pb2.RegionFailure(region=region, reason=reason, message=message)
+        failure = syncer_pb2.RegionFailure(
+            region=region, reason=reason, message=message, learners=learners
+        )
         try:
             self._stub.RegionFailed(failure, timeout=timeout_seconds)
         except grpc.RpcError as error:

@@ -736,7 +736,7 @@ class StatusReply(_message.Message):
 
     @_builtins.property
     def region_failures(self) -> _containers.RepeatedCompositeFieldContainer[Global___RegionFailure]:
-        """regions whose learners have all failed, by name"""
+        """regions of which learners have failed, by name"""
 
     @_builtins.property
     def tied_constants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
@@ -957,27 +957,31 @@ Global___FailedReply: _TypeAlias = FailedReply  # noqa: Y015
 
 @_typing.final
 class RegionFailure(_message.Message):
-    """Why all learners of a region failed, as the condition of the job there states it."""
+    """Why learners of a region failed, as the condition of the job there states it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     REGION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    LEARNERS_FIELD_NUMBER: _builtins.int
     region: _builtins.str
     reason: _builtins.str
-    """"": they have not all failed"""
+    """"": none has failed"""
     message: _builtins.str
+    learners: _builtins.int
+    """how many have failed; 0: all, or the region failed for another reason"""
     def __init__(
         self,
         *,
         region: _builtins.str = ...,
         reason: _builtins.str = ...,
         message: _builtins.str = ...,
+        learners: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["message", b"message", "reason", b"reason", "region", b"region"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["learners", b"learners", "message", b"message", "reason", b"reason", "region", b"region"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

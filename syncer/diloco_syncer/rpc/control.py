@@ -306,7 +306,7 @@ def _keep_region_failure(state: State, request: pb.RegionFailure) -> None:
     if not reason:
         state.region_failures.pop(region, None)
         return
-    state.region_failures[region] = (reason, message)
+    state.region_failures[region] = (reason, message, request.learners)
     log.info(
         "the operator of region %s reported that its learners failed: %s: %s",
         region,

@@ -50,8 +50,8 @@ def reply(state: State, metrics: Metrics) -> pb.StatusReply:
         eval_loss=state.evaluation[1],
         failure=_failure(state.failure),
         region_failures=[
-            pb.RegionFailure(region=region, reason=reason, message=message)
-            for region, (reason, message) in sorted(state.region_failures.items())
+            pb.RegionFailure(region=region, reason=reason, message=message, learners=learners)
+            for region, (reason, message, learners) in sorted(state.region_failures.items())
             if region in engine.limits  # a region that is no longer in the job has not failed
         ],
         tied_constants=[to_proto(t) for t in (layout.constants if layout else ()) if t.aliases],

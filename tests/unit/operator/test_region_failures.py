@@ -44,6 +44,7 @@ def test_the_failure_of_all_learners_of_a_region_is_reported_to_the_syncer():
     [reported] = decisions.regions_to_report
     assert (reported.region, reported.reason) == ("us", "LearnerRefused")
     assert reported.message == "all its learners failed, us/0: hidden size 4, expected 8"
+    assert reported.learners == 2
 
 
 def test_a_region_that_fails_the_job_for_itself_reports_its_reason():
@@ -52,7 +53,7 @@ def test_a_region_that_fails_the_job_for_itself_reports_its_reason():
     decisions = world.reconcile()
     assert world.reason("Failed") == ("True", "LearnerRefused")
     message = world.condition("Failed")["message"]
-    expected = RegionFailure(region="us", reason="LearnerRefused", message=message)
+    expected = RegionFailure(region="us", reason="LearnerRefused", message=message, learners=2)
     assert decisions.regions_to_report == (expected,)
     world.reconcile(1)
     assert world.reconcile(300).regions_to_report == (expected,), "until the syncer repeats it"
@@ -60,9 +61,27 @@ def test_a_region_that_fails_the_job_for_itself_reports_its_reason():
     assert world.reconcile(1).regions_to_report == ()
 
 
-def test_one_learner_of_several_that_fails_is_no_failure_of_the_region():
+def test_one_learner_of_several_that_fails_is_reported_with_their_number():
     _, decisions = fails_in_us("a-us-0")
-    assert decisions.regions_to_report == ()
+    [reported] = decisions.regions_to_report
+    assert (reported.region, reported.reason, reported.learners) == ("us", "LearnerRefused", 1)
+    assert reported.message.startswith("1 of 2 learners failed, us/0: hidden size 4")
+
+
+def test_a_second_learner_that_fails_is_reported_again():
+    world, decisions = fails_in_us("a-us-0")
+    world.answers(gone=US, region_failures=decisions.regions_to_report)
+    assert world.reconcile(1).regions_to_report == ()
+    refuse(world.pod("a-us-1"))
+    [reported] = world.reconcile(1).regions_to_report
+    assert reported.learners == 2
+
+
+def test_a_region_that_failed_by_its_deadline_reports_no_failed_learners():
+    """Those of the others have the same deadline, and show it themselves."""
+    world = trains_in("us", runPolicy={"activeDeadlineSeconds": 100})
+    [reported] = world.reconcile(100).regions_to_report
+    assert (reported.reason, reported.learners) == ("DeadlineExceeded", 0)
 
 
 def test_a_region_whose_learners_are_ready_again_withdraws_its_failure():
@@ -140,6 +159,72 @@ def test_the_failure_is_over_when_the_region_trains_again():
 def test_failures_of_the_own_and_of_unknown_regions_are_not_shown(region):
     world = observed_in_eu(failures=(replace(REPORTED, region=region),))
     assert world.reason("QuorumMet") == ("True", "EnoughLearners")
+
+
+def failures_in_us_and_eu(num_us, *eu_pods, gone, quorum=3):
+    """The syncer's region, where these learners failed, while as many failed in us."""
+    reported = replace(REPORTED, learners=num_us, message=f"{num_us} of 2 learners failed, us/0: no")
+    world = trains_in("eu", sync={"quorum": quorum})
+    for name in eu_pods:
+        refuse(world.pod(name))
+    world.answers(gone=gone, region_failures=(reported,))
+    decisions = world.reconcile(1)
+    return world, decisions
+
+
+def test_a_job_fails_when_the_learners_that_failed_in_several_regions_leave_no_quorum():
+    world, decisions = failures_in_us_and_eu(1, "a-eu-1", gone=("eu/1", "us/0"))
+    assert decisions.fails, "decided again by what the store shows"
+    assert world.reason("Failed") == ("True", "LearnersFailed")
+    message = world.condition("Failed")["message"]
+    assert message.startswith("2 learners are left, the quorum is 3: region us: LearnerRefused: 1 of 2")
+    assert "; learner eu/1: hidden size 4, expected 8" in message
+    assert ("Warning", "LearnersFailed") in world.events
+    assert world.reconcile(1).failure_to_report == Failure(reason="LearnersFailed", message=message)
+    world.run_controllers()
+    world.reconcile(1)
+    assert not world.replicas()["a-eu"]
+
+
+def test_a_job_fails_when_only_another_region_lost_too_many():
+    world, _ = failures_in_us_and_eu(2, gone=US)
+    assert world.reason("Failed") == ("True", "LearnersFailed")
+
+
+@pytest.mark.parametrize(("num_us", "quorum"), [(1, 3), (2, 2)])
+def test_a_job_with_a_quorum_left_in_all_regions_goes_on(num_us, quorum):
+    world, _ = failures_in_us_and_eu(num_us, gone=US[:num_us], quorum=quorum)
+    assert world.reason("Failed") == ("False", "NotFailed")
+
+
+def test_a_learner_that_trains_has_not_failed_whatever_its_region_reported():
+    world, _ = failures_in_us_and_eu(2, gone=("us/0",))
+    assert world.reason("Failed") == ("False", "NotFailed")
+
+
+def test_a_region_never_counts_for_more_learners_than_it_has():
+    world, _ = failures_in_us_and_eu(4_000_000_000, gone=US, quorum=2)
+    assert world.reason("Failed") == ("False", "NotFailed")
+
+
+def test_only_the_syncers_region_counts_the_learners_of_all():
+    world = trains_in("us", sync={"quorum": 4})
+    reported = replace(REPORTED, region="eu", learners=2)
+    world.answers(gone=("eu/0", "eu/1"), region_failures=(reported,))
+    world.reconcile(1)
+    assert world.reason("Failed") == ("False", "NotFailed"), "it follows the syncer's region"
+
+
+def test_a_job_that_failed_in_several_regions_resumes_with_the_syncers_region():
+    world, _ = failures_in_us_and_eu(1, "a-eu-1", gone=("eu/1", "us/0"))
+    world.becomes_unreachable()
+    world.change(runPolicy={"suspend": True})
+    world.settle()
+    world.change(runPolicy={"suspend": False})
+    world.settle()
+    world.answers()
+    world.settle()
+    assert world.status["state"] == "Training"
 
 
 def test_what_another_region_reports_is_bounded():
