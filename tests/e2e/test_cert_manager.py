@@ -151,12 +151,28 @@ def test_a_job_waits_for_the_secret_that_its_certificate_asks_for(api):
     cert_manager.make_secret(api, certificate_of(job))
     job.change(runPolicy={"ttlSecondsAfterFinished": 1001})
     job.until_condition("LearnersReady", SOON, status="False", reason="Starting")
+    until(
+        lambda: owners_of_secret(job) == [("DiLoCoJob", "waits", None)],
+        SOON, expected="the job owns the Secret that was made again", details=job.details,
+    )  # fmt: skip
     writes = [
         request for request in scale.requests(api, since)
         if request.resource == "certificates" and request.writes
     ]  # fmt: skip
     assert len(writes) == 2, "one for each state of the manifest"
+    patched = [
+        request for request in scale.requests(api, since)
+        if request.resource == "secrets" and request.writes
+    ]  # fmt: skip
+    assert len(patched) == 1, "cert-manager's next apply leaves the owner"
     job.delete()
+
+
+def owners_of_secret(job: Job) -> list[tuple[str, str, bool | None]]:
+    """Kind, name and `controller` of the owners of the job's Secret."""
+    secret = job.cluster.kubectl.get("secret", f"{job.name}-tls", job.namespace)
+    owners = secret["metadata"].get("ownerReferences", [])
+    return [(owner["kind"], owner["name"], owner.get("controller")) for owner in owners]
 
 
 def test_an_ended_job_that_cleans_up_deletes_its_certificate(api):

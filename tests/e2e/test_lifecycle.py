@@ -4,6 +4,7 @@ The lifecycle of a job from outside: suspend, resume, scale, finish, fail, delet
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 from typing import Any
 

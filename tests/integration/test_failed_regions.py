@@ -183,9 +183,7 @@ def test_a_job_of_which_each_region_loses_some_learners_fails_in_all_of_them(tmp
             "us", tmp_path, apart, syncer.endpoint, authority.make(regions=["us"], names=[])
         )
         for region in (eu, us):
-            region.api.edit(
-                "dilocojobs", "j", lambda job: job["spec"].update(sync={"quorum": 4})
-            )
+            region.api.edit("dilocojobs", "j", lambda job: job["spec"].update(sync={"quorum": 4}))
             region.reconcile()
         eu.api.edit(
             "deployments", "j-syncer", lambda item: item.update(status={"readyReplicas": 1})

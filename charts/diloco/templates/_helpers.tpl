@@ -76,6 +76,13 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
+{{/* Rule for the Secrets of jobs; patch: those that cert-manager makes are owned by their job. */}}
+{{- define "diloco.secretRule" -}}
+apiGroups: [""]
+resources: [secrets]
+verbs: [get{{ if .Values.rbac.certManager }}, patch{{ end }}]
+{{- end }}
+
 {{/* Rules of the operator for the objects of a namespace: exactly those that it uses. */}}
 {{- define "diloco.rules" -}}
 - apiGroups: [diloco.dev]
@@ -110,9 +117,7 @@ imagePullSecrets:
   resources: [workloads]
   verbs: [list]
 {{- if .Values.rbac.tlsSecrets }}
-- apiGroups: [""]
-  resources: [secrets]
-  verbs: [get]
+- {{- include "diloco.secretRule" . | nindent 2 }}
 {{- end }}
 {{- if .Values.jobs.networkPolicy.enabled }}
 - apiGroups: [networking.k8s.io]

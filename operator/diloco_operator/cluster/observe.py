@@ -45,6 +45,8 @@ class _Credentials:
     tls: Tls | None
     """None: it could not be read; `facts` has the reason."""
     facts: CertificateFacts
+    secret: Json | None = None
+    """Metadata of their Secret."""
 
 
 class Observer:
@@ -117,6 +119,7 @@ class Observer:
             syncer=self._ask(key, job, own, credentials),
             last_answer=self._syncers.last_answer(key),
             certificate=credentials.facts if credentials else None,
+            secret=credentials.secret if credentials else None,
         )
 
     def _workloads(self, key: Key, pods: tuple[Json, ...]) -> tuple[Json, ...]:
@@ -167,7 +170,7 @@ class Observer:
         if facts.problem:
             facts = replace(facts, problem=f"Secret {name}: {facts.problem}")
         tls = Tls(certificate=certificate, key=private, authority=authority)
-        return _Credentials(tls=tls, facts=facts)
+        return _Credentials(tls=tls, facts=facts, secret={"metadata": secret["metadata"]})
 
     def _unlabelled_claim(
         self, key: Key, job: DiLoCoJob, children: tuple[Json, ...]

@@ -20,6 +20,7 @@ from diloco_operator.decide.pruning import has_other_pods, obsolete
 from diloco_operator.decide.replacements import Replacements, replacements
 from diloco_operator.decide.rollout import held_back, is_new, with_live_template
 from diloco_operator.decide.running_templates import keep_templates
+from diloco_operator.decide.secret_owner import to_own
 from diloco_operator.decide.volume_claims import keep_claims
 from diloco_operator.resources import Wanted, desired
 from diloco_operator.state.job_state import JobState
@@ -134,7 +135,7 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
             *map(_ref, kept_pods.to_delete(state, lifecycle)),
             *(replace(_ref(pod), force=True) for pod in overdue_pods(state)),
         ),
-        patch=kept_pods.to_keep(state, lifecycle),
+        patch=(*kept_pods.to_keep(state, lifecycle), *to_own(state)),
         waiting=(
             *sorted({labels(want)["diloco.dev/region"] for want in waiting if is_new(state, want)}),
             *outdated.waiting,

@@ -10,11 +10,11 @@ the StatefulSet scaled to 0.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from diloco_job.types import API_VERSION, KIND
 from diloco_operator.decide.phase import Lifecycle, Phase
+from diloco_operator.resources.common import reference
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import Object, controller_uid, is_deleting, labels, owner_uids
 
@@ -90,8 +90,9 @@ def _keeps(state: JobState, lifecycle: Lifecycle) -> bool:
 
 
 def _after(lifecycle: Lifecycle, seconds: float) -> datetime:
-    assert lifecycle.ended is not None, "a failed job has ended"
-    return lifecycle.ended + timedelta(seconds=seconds)
+    """Some seconds after the failure."""
+    ended = lifecycle.ended
+    return datetime.min.replace(tzinfo=UTC) if ended is None else ended + timedelta(seconds=seconds)
 
 
 def _kept(state: JobState) -> Iterator[Object]:
@@ -109,12 +110,6 @@ def _has_ended(pod: Object) -> bool:
 def _kept_pod(state: JobState, pod: Object) -> dict[str, Any]:
     """The fields of a kept pod; with the uid, another pod of this name is left alone."""
     metadata = pod["metadata"]
-    owner = {
-        "apiVersion": API_VERSION,
-        "kind": KIND,
-        "name": state.job.metadata.name,
-        "uid": state.owner.uid,
-    }
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -124,7 +119,7 @@ def _kept_pod(state: JobState, pod: Object) -> dict[str, Any]:
             "uid": metadata["uid"],
             "labels": {"diloco.dev/role": ROLE},
             # Not as the controller: until it releases the pod, that is the StatefulSet.
-            "ownerReferences": [owner],
+            "ownerReferences": [reference(state.job.metadata.name, state.owner.uid)],
         },
         "spec": {"activeDeadlineSeconds": 1},
     }

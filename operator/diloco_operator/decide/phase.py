@@ -88,11 +88,7 @@ class Lifecycle:
     @property
     def fails_by_pods(self) -> bool:
         """Whether it failed in this reconcile because of its pods, which an old list may show."""
-        return (
-            self.failed is not None
-            and self.failing
-            and self.failed.reason in LEARNER_REASONS
-        )
+        return self.failed is not None and self.failing and self.failed.reason in LEARNER_REASONS
 
     @property
     def finished(self) -> bool:

@@ -149,17 +149,14 @@ def child(
         "annotations": {**({} if owned else _KEPT), **extra.annotations, **(annotations or {})},
     }
     if owned:
-        metadata["ownerReferences"] = [
-            {
-                "apiVersion": API_VERSION,
-                "kind": KIND,
-                "name": context.name,
-                "uid": context.owner.uid,
-                "controller": True,
-                "blockOwnerDeletion": True,
-            }
-        ]
+        owner = reference(context.name, context.owner.uid)
+        metadata["ownerReferences"] = [{**owner, "controller": True, "blockOwnerDeletion": True}]
     return marked({"apiVersion": api_version, "kind": kind, "metadata": metadata, **body})
+
+
+def reference(job: str, uid: str) -> dict[str, Any]:
+    """The job as an owner that is not the controller: what has no other owner goes with it."""
+    return {"apiVersion": API_VERSION, "kind": KIND, "name": job, "uid": uid}
 
 
 def marked(item: dict[str, Any]) -> dict[str, Any]:

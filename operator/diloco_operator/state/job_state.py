@@ -76,6 +76,8 @@ class JobState:
     last_answer: datetime | None
     """When the syncer last answered; None: never, or in the future, by the clock of another operator."""
     certificate: CertificateFacts | None
+    secret: Object | None
+    """Metadata of the Secret with that certificate."""
     unknown_fields: tuple[str, ...]
     """Paths of fields of the stored spec that this version ignores."""
     refusals: tuple[str, ...]
@@ -141,6 +143,7 @@ class JobState:
             unreachable=unreachable,
             last_answer=_past(last_answer, now) or _past(previous.time("lastSyncTime"), now),
             certificate=observation.certificate,
+            secret=observation.secret,
             unknown_fields=observation.stored.unknown_fields,
             refusals=tuple(
                 f"{refusal.child}: {refusal.message}" for refusal in observation.refusals

@@ -41,6 +41,8 @@ class Observation:
     """Time of the syncer's last answer; None: none since this process started."""
     certificate: CertificateFacts | None = None
     """The certificate of this cluster; None: spec.tls.mode is Disabled."""
+    secret: Object | None = None
+    """Metadata of the Secret with that certificate."""
     refusals: tuple[Refusal, ...] = ()
     """Children that the API server rejected in this reconcile; a condition reports them, so
     `foreign` and `refusals` are passed again as long as they hold."""

@@ -242,7 +242,7 @@ RIGHTS = {
     "/persistentvolumeclaims": CHILD,
     "/serviceaccounts": CHILD,
     "policy/poddisruptionbudgets": CHILD,
-    "/pods": {"list", "watch", "delete"},
+    "/pods": {"list", "watch", "patch", "delete"},
     "/events": {"list", "create"},
     "kueue.x-k8s.io/workloads": {"list"},
 }
@@ -271,6 +271,12 @@ def test_secrets_and_certificates_are_only_opened_on_request():
     assert more == RIGHTS | {"/secrets": {"get"}}
     more = granted(operator_role(*sets(rbac__certManager=True))["rules"])
     assert more.keys() - RIGHTS.keys() == {"cert-manager.io/certificates"}
+    both = sets(rbac__certManager=True, rbac__tlsSecrets=True)
+    assert granted(operator_role(*both)["rules"])["/secrets"] == {"get", "patch"}
+    objects = installed(render(*sets(rbac__certManager=True, rbac__tlsSecretNamespaces=["b"])))
+    opened = [rights["/secrets"] for item in objects
+              if "/secrets" in (rights := granted(item.get("rules") or []))]  # fmt: skip
+    assert opened == [{"get", "patch"}]
 
 
 @pytest.mark.parametrize("watched", [[], ["a", "b"]], ids=["everywhere", "in named namespaces"])

@@ -7,8 +7,8 @@ from diloco_testing.kubernetes.operated_job import (
     is_idle,
     manifest,
     refuse,
-    trains_in,
     training,
+    trains_in,
 )
 
 ALL_NEEDED = {"sync": {"quorum": 4}}

@@ -51,7 +51,9 @@ def test_an_answer_has_the_failure_that_the_syncers_region_reported():
 
 
 def test_an_answer_has_the_failures_of_regions_but_not_more_than_a_job_has_regions():
-    reported = [pb.RegionFailure(region=f"r{i}", reason="R", message="m", learners=2) for i in range(100)]
+    reported = [
+        pb.RegionFailure(region=f"r{i}", reason="R", message="m", learners=2) for i in range(100)
+    ]
     found = answer_of(pb.StatusReply(region_failures=reported), AT).region_failures
     assert found[0] == RegionFailure(region="r0", reason="R", message="m", learners=2)
     assert len(found) == MAX_REGIONS

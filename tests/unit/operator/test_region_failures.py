@@ -163,7 +163,9 @@ def test_failures_of_the_own_and_of_unknown_regions_are_not_shown(region):
 
 def failures_in_us_and_eu(num_us, *eu_pods, gone, quorum=3):
     """The syncer's region, where these learners failed, while as many failed in us."""
-    reported = replace(REPORTED, learners=num_us, message=f"{num_us} of 2 learners failed, us/0: no")
+    reported = replace(
+        REPORTED, learners=num_us, message=f"{num_us} of 2 learners failed, us/0: no"
+    )
     world = trains_in("eu", sync={"quorum": quorum})
     for name in eu_pods:
         refuse(world.pod(name))
@@ -177,7 +179,9 @@ def test_a_job_fails_when_the_learners_that_failed_in_several_regions_leave_no_q
     assert decisions.fails, "decided again by what the store shows"
     assert world.reason("Failed") == ("True", "LearnersFailed")
     message = world.condition("Failed")["message"]
-    assert message.startswith("2 learners are left, the quorum is 3: region us: LearnerRefused: 1 of 2")
+    assert message.startswith(
+        "2 learners are left, the quorum is 3: region us: LearnerRefused: 1 of 2"
+    )
     assert "; learner eu/1: hidden size 4, expected 8" in message
     assert ("Warning", "LearnersFailed") in world.events
     assert world.reconcile(1).failure_to_report == Failure(reason="LearnersFailed", message=message)
@@ -192,7 +196,7 @@ def test_a_job_fails_when_only_another_region_lost_too_many():
 
 
 @pytest.mark.parametrize(("num_us", "quorum"), [(1, 3), (2, 2)])
-def test_a_job_with_a_quorum_left_in_all_regions_goes_on(num_us, quorum):
+def test_a_job_with_a_quorum_left_in_all_regions_continues(num_us, quorum):
     world, _ = failures_in_us_and_eu(num_us, gone=US[:num_us], quorum=quorum)
     assert world.reason("Failed") == ("False", "NotFailed")
 

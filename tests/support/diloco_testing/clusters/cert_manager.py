@@ -5,6 +5,7 @@ tests do in the place of its controller.
 
 from __future__ import annotations
 
+import json
 from datetime import UTC, datetime
 
 from diloco_cli.authority import issue, new_authority, secret
@@ -40,5 +41,11 @@ def make_secret(cluster: Cluster, certificate: Object) -> None:
         authority, job=job, regions=regions, server_names=spec.get("dnsNames", ()), now=now
     )
     made = secret(spec["secretName"], namespace, issued, authority.bundle)
-    made["metadata"] |= spec["secretTemplate"]
-    cluster.kubectl.apply(made, namespace=namespace)
+    template = spec["secretTemplate"]
+    annotations = {"cert-manager.io/certificate-name": certificate["metadata"]["name"]}
+    made["metadata"] |= template | {
+        "annotations": {**template.get("annotations", {}), **annotations}
+    }
+    manager = "--field-manager=cert-manager-certificates-issuing"
+    command = ("apply", "--server-side", "--force-conflicts", manager, "-n", namespace, "-f", "-")
+    cluster.kubectl(*command, stdin=json.dumps(made))

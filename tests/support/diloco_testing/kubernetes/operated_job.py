@@ -76,6 +76,8 @@ class OperatedJob:
     syncer: Answer | Unreachable | None = None
     last_answer: datetime | None = None
     certificate: CertificateFacts | None = None
+    secret: Json | None = None
+    """Metadata of the Secret with it."""
     foreign: tuple[Json, ...] = ()
     refusals: tuple[Refusal, ...] = ()
     events: list[tuple[str, str]] = field(default_factory=list)
@@ -113,6 +115,7 @@ class OperatedJob:
             syncer=self.syncer,
             last_answer=self.last_answer,
             certificate=self.certificate,
+            secret=_copied(self.secret),
             refusals=self.refusals,
         )
 
@@ -176,8 +179,14 @@ class OperatedJob:
 
     def patch(self, body: Json) -> None:
         """Server-side apply of some fields of an object that others made."""
-        assert body["kind"] == "Pod"
-        metadata, pod = body["metadata"], self.pods[body["metadata"]["name"]]
+        metadata = body["metadata"]
+        if body["kind"] == "Secret":
+            assert self.secret is not None
+            assert self.secret["metadata"]["uid"] == metadata["uid"]
+            owners = self.secret["metadata"].setdefault("ownerReferences", [])
+            owners.extend(metadata["ownerReferences"])
+            return
+        pod = self.pods[metadata["name"]]
         assert pod["metadata"]["uid"] == metadata["uid"]
         pod["metadata"]["labels"].update(metadata["labels"])
         pod["metadata"]["ownerReferences"].extend(metadata["ownerReferences"])
@@ -227,7 +236,9 @@ class OperatedJob:
         for pod in self.pods.values():
             if _is_released(pod):
                 metadata = pod["metadata"]
-                owners = [owner for owner in metadata["ownerReferences"] if "controller" not in owner]
+                owners = [
+                    owner for owner in metadata["ownerReferences"] if "controller" not in owner
+                ]
                 metadata["ownerReferences"] = owners
                 pod["status"]["phase"] = "Failed"
 
