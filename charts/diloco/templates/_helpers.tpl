@@ -124,6 +124,11 @@ verbs: [get{{ if .Values.rbac.certManager }}, patch{{ end }}]
   resources: [networkpolicies]
   verbs: [get, list, create, patch, delete]
 {{- end }}
+{{- if .Values.rbac.podGroups }}
+- apiGroups: [scheduling.k8s.io]
+  resources: [podgroups]
+  verbs: [get, list, create, patch, delete]
+{{- end }}
 {{- if .Values.rbac.certManager }}
 - apiGroups: [cert-manager.io]
   resources: [certificates]

@@ -24,6 +24,8 @@ from kubernetes import config
 from kubernetes.client import ApiClient, Configuration
 
 from diloco.errors import ConfigError, DilocoError
+from diloco_operator.resources.learners import POD_GROUP_VERSION
+from diloco_operator.resources.queue_labels import asks_for_pod_groups
 from diloco_operator.state.queues import JOB_UID
 
 log = logging.getLogger(__name__)
@@ -77,13 +79,14 @@ KINDS = {
     "Secret": Kind("v1", "secrets"),
     "Event": Kind("v1", "events"),
     "Lease": Kind("coordination.k8s.io/v1", "leases"),
+    "PodGroup": Kind(POD_GROUP_VERSION, "podgroups"),
     "Workload": Kind("kueue.x-k8s.io/v1beta2", "workloads"),
 }
 CHILD_KINDS = (
     *("StatefulSet", "Deployment", "Service", "ConfigMap", "PersistentVolumeClaim"),
     *("ServiceAccount", "PodDisruptionBudget"),
 )
-"""Kinds of children of every job; some have Certificates and NetworkPolicies as well."""
+"""Kinds of children of every job; some have Certificates, NetworkPolicies and PodGroups as well."""
 
 
 class ApiError(DilocoError):
@@ -190,19 +193,24 @@ class Cluster:
         *,
         certificates: bool,
         policies: bool = False,
+        pod_groups: bool = False,
         newest: bool = False,
     ) -> tuple[Json, ...]:
         """All objects except pods with the job's label, whatever their owner; see `_of_job`."""
         found: list[Json] = []
         for kind in (*CHILD_KINDS, *(("NetworkPolicy",) if policies else ())):
             found += self._of_job(kind, namespace, job, newest=newest)
-        if certificates:
+        groups = any(map(asks_for_pod_groups, found)) or pod_groups
+        for kind in (
+            *(("Certificate",) if certificates else ()),
+            *(("PodGroup",) if groups else ()),
+        ):
             try:
-                found += self._of_job("Certificate", namespace, job, newest=newest)
+                found += self._of_job(kind, namespace, job, newest=newest)
             except ApiError as error:
                 if not error.refused:
                     raise
-                # No cert-manager, or no access to it: a condition reports it after the apply.
+                # The server does not have it, or gives no access: a condition reports it after the apply.
         return tuple(found)
 
     def pods(self, namespace: str, job: str, *, newest: bool = False) -> tuple[Json, ...]:

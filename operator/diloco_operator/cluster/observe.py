@@ -21,6 +21,7 @@ from diloco_job.types import DiLoCoJob
 from diloco_operator.cluster.client import ApiError, Cluster, Json
 from diloco_operator.cluster.syncers import Address, Syncers
 from diloco_operator.resources.operator_scope import OperatorScope, tls_secret
+from diloco_operator.resources.queue_labels import asks_for_pod_groups
 from diloco_operator.state.objects import controller_uid, identity
 from diloco_operator.state.observation import (
     Answer,
@@ -103,6 +104,7 @@ class Observer:
             *key,
             certificates=uses_certificates,
             policies=self._scope.network_policies is not None,
+            pod_groups=asks_for_pod_groups(raw),
             newest=newest,
         )
         children += self._unlabelled_claim(key, job, children)

@@ -35,7 +35,7 @@ def desired(
     The children of a job that this operator should keep, in the order to apply them.
 
     ServiceAccount, ConfigMaps, Certificate, PersistentVolumeClaim, Services, PodDisruptionBudgets,
-    NetworkPolicies, Deployments, StatefulSets. Other children of the job are obsolete.
+    NetworkPolicies, PodGroups, Deployments, StatefulSets. Other children of the job are obsolete.
 
     Args:
         job: a validated job.
@@ -77,6 +77,7 @@ _ORDER = (
     "Service",
     "PodDisruptionBudget",
     "NetworkPolicy",
+    "PodGroup",
     "Deployment",
     "StatefulSet",
 )

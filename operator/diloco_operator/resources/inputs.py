@@ -44,6 +44,7 @@ def of_learners(context: JobContext, region: Region) -> dict[str, Any]:
         # An index within the job depends on the set of regions.
         "regions": sorted(other.name for other in spec.regions) if own_loop else [],
         **({"volcano": queue.volcano} if queue is not None and queue.volcano else {}),
+        **({"podGroups": True} if queue is not None and queue.pod_groups else {}),
     }
 
 

@@ -21,6 +21,9 @@ from diloco_operator.resources.template_record import record
 
 ROLE = "learner"
 
+POD_GROUP_VERSION = "scheduling.k8s.io/v1beta1"
+"""Of Kubernetes 1.37; the alpha versions of 1.35 and 1.36 were removed."""
+
 GRACE_SECONDS = 60
 """Time to leave the job and write a checkpoint."""
 
@@ -66,7 +69,26 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
             labels=labels,
             body={"spec": budget},
         ),
+        *_pod_groups(context, region),
         *(_stateful_set(context, region, index) for index in _indexes(context, region)),
+    ]
+
+
+def _pod_groups(context: JobContext, region: Region) -> list[dict[str, Any]]:
+    """One for each learner, if the job asks for it."""
+    if context.sets.queue is None or not context.sets.queue.pod_groups:
+        return []
+    size = context.job.spec.learner.pods_per_learner
+    return [
+        child(
+            context,
+            api_version=POD_GROUP_VERSION,
+            kind="PodGroup",
+            name=names.learner_set_name(context.name, region.name, index),
+            labels={**common.labels(context, ROLE, region.name), LEARNER: str(index)},
+            body={"spec": {"schedulingPolicy": {"gang": {"minCount": size}}}},
+        )
+        for index in range(region.learners)
     ]
 
 
@@ -86,7 +108,7 @@ def _stateful_set(context: JobContext, region: Region, index: int | None) -> dic
     else:
         name = names.learner_set_name(context.name, region.name, index)
         own, num_learners = {LEARNER: str(index)}, int(index < region.learners)
-        template = _queued(template, queue, own, first_ordinal=index * size)
+        template = _queued(template, queue, own, set_name=name, first_ordinal=index * size)
     # Without an address, a learner would run standalone.
     runs = context.wanted.learners and bool(context.syncer_address)
     select = common.selector(context, ROLE, region.name)
@@ -118,7 +140,12 @@ def _stateful_set(context: JobContext, region: Region, index: int | None) -> dic
 
 
 def _queued(
-    template: Mapping[str, Any], queue: Queue, own: Mapping[str, str], *, first_ordinal: int
+    template: Mapping[str, Any],
+    queue: Queue,
+    own: Mapping[str, str],
+    *,
+    set_name: str,
+    first_ordinal: int,
 ) -> dict[str, Any]:
     """The pod template of one learner in a queue; what the user's podTemplate sets is kept."""
     metadata = template["metadata"]
@@ -127,7 +154,7 @@ def _queued(
             "labels": {**metadata["labels"], **own},
             "annotations": {**queue.pod_annotations(first_ordinal), **metadata["annotations"]},
         },
-        "spec": {**queue.pod_fields(), **template["spec"]},
+        "spec": {**queue.pod_fields(set_name), **template["spec"]},
     }
 
 

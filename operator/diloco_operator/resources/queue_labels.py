@@ -3,7 +3,8 @@ The queue of a job, and what a queueing system reads of each learner.
 
 Pure. The entry of a learner in the queue is its own StatefulSet
 (docs/adr/0021-a-learner-is-an-entry-in-the-queue.md): Kueue admits the pods of one StatefulSet
-together or not at all, and Volcano makes a PodGroup of them.
+together or not at all, and Volcano makes a PodGroup of them. Without a queueing system, the operator makes one for
+the scheduler of Kubernetes, if the job asks for it.
 """
 
 from __future__ import annotations
@@ -34,10 +35,19 @@ VOLCANO_MIN_MEMBER = "scheduling.volcano.sh/group-min-member"
 
 VOLCANO_SCHEDULER = "volcano"
 
+POD_GROUPS = "diloco.dev/pod-groups"
+"""Annotation of the job and of its learners' StatefulSets, with the value "true": each learner is a PodGroup of
+scheduling.k8s.io, of which the scheduler places all pods or none."""
+
+
+def asks_for_pod_groups(item: Mapping[str, Any]) -> bool:
+    """Whether a job, or a StatefulSet of its learners, has the annotation for PodGroups."""
+    return (item["metadata"].get("annotations") or {}).get(POD_GROUPS) == "true"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """Where the learners of a job wait to be admitted; one of the two systems has a queue."""
+    """Where the learners of a job wait to be admitted: one of three systems."""
 
     kueue: str = ""
     """LocalQueue of Kueue in the job's namespace."""
@@ -45,6 +55,8 @@ class Queue:
     """WorkloadPriorityClass of Kueue."""
     volcano: str = ""
     """Queue of Volcano."""
+    pod_groups: bool = False
+    """The scheduler of Kubernetes, which has no queues."""
 
     def labels(self) -> dict[str, str]:
         """Labels of a learner's StatefulSet."""
@@ -53,7 +65,11 @@ class Queue:
 
     def annotations(self, num_pods: int) -> dict[str, str]:
         """Annotations of a learner's StatefulSet of so many pods."""
-        return {VOLCANO_MIN_MEMBER: str(num_pods)} if self.volcano else {}
+        found = {
+            VOLCANO_MIN_MEMBER: str(num_pods) if self.volcano else "",
+            POD_GROUPS: "true" if self.pod_groups else "",
+        }
+        return {key: text for key, text in found.items() if text}
 
     def pod_annotations(self, first_ordinal: int) -> dict[str, str]:
         """Annotations of its pods, the first of which has this ordinal."""
@@ -61,9 +77,11 @@ class Queue:
         found = {KUEUE_OFFSET: offset, VOLCANO_QUEUE: self.volcano}
         return {key: text for key, text in found.items() if text}
 
-    def pod_fields(self) -> dict[str, Any]:
-        """Fields of their spec."""
-        return {"schedulerName": VOLCANO_SCHEDULER} if self.volcano else {}
+    def pod_fields(self, set_name: str) -> dict[str, Any]:
+        """Fields of their spec; a PodGroup has the name of the StatefulSet."""
+        group = {"schedulingGroup": {"podGroupName": set_name}}
+        volcano = {"schedulerName": VOLCANO_SCHEDULER}
+        return {**(volcano if self.volcano else {}), **(group if self.pod_groups else {})}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,12 +97,16 @@ class LearnerSets:
 
 def queue_of_job(metadata: Metadata) -> Queue | None:
     """The queue that the job's labels and annotations name; None: its learners do not wait."""
+    kueue = metadata.labels.get(KUEUE_QUEUE, "")
+    volcano = metadata.annotations.get(VOLCANO_QUEUE, "")
     queue = Queue(
-        kueue=metadata.labels.get(KUEUE_QUEUE, ""),
+        kueue=kueue,
         priority=metadata.labels.get(KUEUE_PRIORITY, ""),
-        volcano=metadata.annotations.get(VOLCANO_QUEUE, ""),
+        volcano=volcano,
+        # Volcano has a scheduler and PodGroups of its own.
+        pod_groups=metadata.annotations.get(POD_GROUPS) == "true" and not volcano,
     )
-    return queue if queue.kueue or queue.volcano else None
+    return queue if kueue or volcano or queue.pod_groups else None
 
 
 def queue_of_set(stateful_set: Mapping[str, Any]) -> Queue | None:
@@ -99,4 +121,5 @@ def queue_of_set(stateful_set: Mapping[str, Any]) -> Queue | None:
         kueue=labels.get(KUEUE_QUEUE, ""),
         priority=labels.get(KUEUE_PRIORITY, ""),
         volcano=pods.get(VOLCANO_QUEUE, ""),
+        pod_groups=asks_for_pod_groups(stateful_set),
     )

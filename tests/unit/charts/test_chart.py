@@ -304,8 +304,8 @@ def test_every_right_is_explained_in_the_security_guide():
     guide = (ROOT / "docs" / "security.md").read_text()
     section = guide.partition("## What the operator may do")[2].partition("\n## ")[0]
     rows = dict(re.findall(r"^\| `(.+?)` \| ([a-z, ]+) \|", section, re.M))
-    every = sets(rbac__tlsSecrets=True, rbac__certManager=True, jobs__networkPolicy__enabled=True)
-    role = operator_role(*every)
+    every = {"rbac__tlsSecrets": True, "rbac__certManager": True, "rbac__podGroups": True}
+    role = operator_role(*sets(jobs__networkPolicy__enabled=True, **every))
     rights = {key.removeprefix("/"): verbs for key, verbs in granted(role["rules"]).items()}
     assert {key: set(verbs.split(", ")) for key, verbs in rows.items()} == rights
 

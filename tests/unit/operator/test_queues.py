@@ -467,3 +467,81 @@ def test_no_statefulset_with_replicas_is_deleted_for_the_region_that_it_selects(
     live = live_sets(world)["a-eu"]
     live["spec"]["selector"] = {"matchLabels": {"diloco.dev/region": "eu-1"}}
     assert world.reconcile(1).delete == ()
+
+
+# ------------------------------------------------------------------------------ PodGroups of Kubernetes
+
+POD_GROUPS = {"diloco.dev/pod-groups": "true"}
+
+
+def pod_groups(world):
+    return {name: item for (kind, name), item in world.children.items() if kind == "PodGroup"}
+
+
+def in_pod_groups(**spec):
+    """A training job whose learners are PodGroups of two pods."""
+    world = OperatedJob(job=queued_job({}, POD_GROUPS, learner=TWO_PODS, **spec))
+    world.settle()
+    world.answers()
+    world.settle()
+    return world
+
+
+def test_each_learner_of_a_job_that_asks_for_it_is_a_pod_group_of_its_pods():
+    world = in_pod_groups()
+    groups, found = pod_groups(world), live_sets(world)
+    assert sorted(groups) == sorted(found) == ["a-eu-0", "a-eu-1"]
+    for name, stateful_set in found.items():
+        assert groups[name]["apiVersion"] == "scheduling.k8s.io/v1beta1"
+        assert groups[name]["spec"] == {"schedulingPolicy": {"gang": {"minCount": 2}}}
+        template = stateful_set["spec"]["template"]["spec"]
+        assert template["schedulingGroup"] == {"podGroupName": name}
+        assert "schedulingGates" not in template
+    assert is_idle(world.reconcile(1))
+
+
+def test_a_pod_group_exists_before_the_pods_that_name_it():
+    kinds = [item["kind"] for item in OperatedJob(job=queued_job({}, POD_GROUPS)).decide().apply]
+    assert kinds.index("PodGroup") < kinds.index("StatefulSet")
+
+
+def test_a_pod_group_goes_with_its_learner_and_comes_with_a_new_one():
+    world = in_pod_groups()
+    world.change(regions=[{"name": "eu", "learners": 3}])
+    world.settle()
+    assert sorted(pod_groups(world)) == ["a-eu-0", "a-eu-1", "a-eu-2"]
+    world.change(regions=[{"name": "eu", "learners": 1}])
+    world.settle()
+    assert sorted(pod_groups(world)) == ["a-eu-0"]
+
+
+def test_pod_groups_begin_and_end_with_a_suspension():
+    world = in_pod_groups()
+    world.job["metadata"]["annotations"] = {}
+    world.settle()
+    assert len(pod_groups(world)) == 2, "the learners that run keep theirs"
+    world.change(runPolicy={"suspend": True})
+    world.settle()
+    world.change(runPolicy={"suspend": False})
+    world.settle()
+    assert not pod_groups(world)
+    assert sorted(live_sets(world)) == ["a-eu"]
+
+
+@pytest.mark.parametrize(
+    "annotations", [{}, {"diloco.dev/pod-groups": "false"}, VOLCANO | POD_GROUPS]
+)
+def test_no_other_job_has_pod_groups_of_kubernetes(annotations):
+    world = OperatedJob(job=queued_job({}, annotations))
+    world.reconcile()
+    assert not pod_groups(world)
+
+
+def test_kueue_may_gate_the_pods_of_a_pod_group():
+    world = OperatedJob(job=queued_job(KUEUE, POD_GROUPS))
+    world.reconcile()
+    assert len(pod_groups(world)) == 2
+    assert all(
+        "kueue.x-k8s.io/queue-name" in item["metadata"]["labels"]
+        for item in live_sets(world).values()
+    )
