@@ -43,7 +43,13 @@ All other files share the first cluster. test_steady_state waits for a write tha
 minutes begin with test_learners_of_pods.
 """
 SLOW_TIER = (
-    *("test_fuzzed_jobs", "test_kueue_controller", "test_older_version", "test_pools"),
+    *(
+        "test_fuzzed_jobs",
+        "test_kueue_controller",
+        "test_older_version",
+        "test_pod_groups",
+        "test_pools",
+    ),
     "test_scale",
 )
 """Run with --all; docs/testing.md names the faster tests of the same promises."""

@@ -9,6 +9,7 @@
 #   cluster.sh kueue               build an image of Kueue's controller with Go (minutes, once); print its archive
 #   cluster.sh up NAME-N           start a cluster; N (1 ... 40) gives it its addresses: the node is 10.91.0.(10+N)
 #   cluster.sh up-api NAME-N       etcd and API server alone: no pods, no controllers
+#   cluster.sh up-groups NAME-N    etcd, and API server and scheduler of the version in pod-groups/go.mod, with PodGroups
 #   cluster.sh load NAME-N TAR     import an oci-archive into the node's containerd
 #   cluster.sh cut|heal NAME-N     take the node off the WAN / put it back (`exec` still reaches it)
 #   cluster.sh shape NAME-N RATE   limit what the node receives from the WAN, such as 20mbit; none: no limit
@@ -134,6 +135,19 @@ kueue() {   # of the version in kueue/go.mod
   echo "$archive"
 }
 
+pod_groups() {   # API server and scheduler of the version in pod-groups/go.mod
+  exec 9>"$BIN/.pod-groups.lock"; flock 9
+  local version; cd "$HERE/pod-groups"
+  version=$(go list -m -f '{{.Version}}' k8s.io/kubernetes) HYPERKUBE=$BIN/kubernetes-$version
+  [ -x "$HYPERKUBE" ] || {
+    CGO_ENABLED=0 GOGC=400 go build -o "$HYPERKUBE.new" -gcflags=all=-dwarf=false -ldflags "-s -w \
+      -X k8s.io/component-base/version.gitVersion=$version -X k8s.io/component-base/version.gitMajor=1 \
+      -X k8s.io/component-base/version.gitMinor=$(echo "$version" | cut -d. -f2)" .
+    mv "$HYPERKUBE.new" "$HYPERKUBE"
+  }
+  exec 9>&-
+}
+
 # --- small tools -----------------------------------------------------------------------------------------------------
 
 in_ns() { nsenter --net="/run/netns/dl-$NAME" -- "$@"; }   # the network only: kubelet and containerd must share mounts
@@ -207,7 +221,7 @@ api_server() {
     --service-account-key-file=pki/sa.pub --service-account-signing-key-file=pki/sa.key --service-account-issuer=https://kubernetes.default.svc \
     --authorization-mode=Node,RBAC --service-cluster-ip-range="$SERVICES.0/16" --kubelet-preferred-address-types=InternalIP \
     --kubelet-client-certificate=pki/kubelet-client.crt --kubelet-client-key=pki/kubelet-client.key --allow-privileged=true \
-    --shutdown-delay-duration=0s --audit-policy-file="$HERE/audit.yaml" --audit-log-path="$D/log/audit.log"
+    --shutdown-delay-duration=0s --audit-policy-file="$HERE/audit.yaml" --audit-log-path="$D/log/audit.log" "$@"
   wait_for kubectl get --raw /readyz
 }
 
@@ -308,13 +322,16 @@ Y
 
 load() { ctrd images import "$1" >/dev/null; }
 
-up() {   # WITH_NODE
+up() {   # yes: with a node; no: API server alone; groups: with PodGroups and a scheduler
+  local gate=
+  if [ "$1" = groups ]; then pod_groups; gate=--feature-gates=GenericWorkload=true; fi
   [ ! -d "$D" ] || down
   mkdir -p "$D"/{pki,log,run,cni}; chmod 700 "$D"; cd "$D"
   network; pki
   start etcd etcd --data-dir "$D/etcd" --listen-client-urls http://127.0.0.1:2379 --advertise-client-urls http://127.0.0.1:2379 \
     --listen-peer-urls http://127.0.0.1:2380 --unsafe-no-fsync
-  api_server
+  api_server ${gate:+"$gate" --runtime-config=scheduling.k8s.io/v1beta1=true}
+  [ -z "$gate" ] || start scheduler "$HYPERKUBE" kube-scheduler --kubeconfig=scheduler.conf --leader-elect=false "$gate"
   if [ "$1" = yes ]; then controllers; cgroups; container_runtime; node; fi
   echo "$D/admin.conf"
 }
@@ -355,7 +372,7 @@ down() {
   rm -rf "$D"
 }
 
-case ${1:-} in check|packages|build|promtool|kueue|up|up-api|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,22s/^# \?//p' "$0"; exit 2 ;; esac
+case ${1:-} in check|packages|build|promtool|kueue|up|up-api|up-groups|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,23s/^# \?//p' "$0"; exit 2 ;; esac
 [[ $1 =~ ^(check|packages|build|promtool|kueue)$ ]] || use "${2:?NAME-N}"
 case $1 in
   check) check ;;
@@ -365,6 +382,7 @@ case $1 in
   kueue) kueue ;;
   up) up yes ;;
   up-api) up no ;;
+  up-groups) up groups ;;
   load) load "$3" ;;
   cut) ip link set "$WAN" down ;;
   heal) ip link set "$WAN" up ;;

@@ -6,7 +6,10 @@ in the place of its controller.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from diloco_testing.clusters import go_modules
 from diloco_testing.clusters.kubectl import Object, until
@@ -69,6 +72,13 @@ def set_condition(cluster: Cluster, workload: Object, **entry: str) -> None:
 
 def make_gated_pods(cluster: Cluster, stateful_set: Object) -> None:
     """The pods of a StatefulSet, as its controller makes them and Kueue's webhook gates them."""
+    make_pods(cluster, stateful_set, {"schedulingGates": [{"name": GATE}]})
+
+
+def make_pods(
+    cluster: Cluster, stateful_set: Object, fields: Mapping[str, Any] = MappingProxyType({})
+) -> None:
+    """The pods of a StatefulSet, as its controller makes them, with these fields in their spec."""
     metadata, spec = stateful_set["metadata"], stateful_set["spec"]
     owner = {"apiVersion": "apps/v1", "kind": "StatefulSet", "controller": True}
     first = spec.get("ordinals", {}).get("start", 0)
@@ -81,7 +91,7 @@ def make_gated_pods(cluster: Cluster, stateful_set: Object) -> None:
                 "name": f"{metadata['name']}-{ordinal}",
                 "ownerReferences": [{**owner, "name": metadata["name"], "uid": metadata["uid"]}],
             },
-            "spec": {**spec["template"]["spec"], "schedulingGates": [{"name": GATE}]},
+            "spec": {**spec["template"]["spec"], **fields},
         }
         cluster.kubectl.apply(pod, namespace=metadata["namespace"])
 

@@ -27,9 +27,11 @@ CONVERGE_SECONDS = 300.0
 USER = "system:serviceaccount:diloco-system:"
 
 
-def api_server(local: LocalClusters, name: str = "scale", *flags: str) -> Cluster:
+def api_server(
+    local: LocalClusters, name: str = "scale", *flags: str, pod_groups: bool = False
+) -> Cluster:
     """A cluster without nodes, with the chart's rights and CRD in it; `flags` are helm's."""
-    cluster = local.start(name, pods=False)
+    cluster = local.start(name, pods=False, pod_groups=pod_groups)
     cluster.helm(
         "install", "diloco", str(CHART), "--namespace", NAMESPACE, "--create-namespace", *flags
     )
