@@ -90,6 +90,9 @@ def test_a_job_names_the_api_servers_answer_until_cert_manager_is_installed(bare
     seen = job.until_condition("Accepted", SOON, status="False", reason="Refused")
     words = "404 page not found: this API server does not serve cert-manager.io/v1"
     assert f"Certificate early-tls: {words}" in seen["message"]
+    # One refused child holds back none of the others, which are applied after it.
+    for kind, name in (("statefulset", "early-eu"), ("deployment", "early-syncer")):
+        assert bare.kubectl.get(kind, name, "default"), name
     until(
         lambda: seen["message"] in dict(job.events()).get("Refused", ""),
         SOON, expected="an Event has the same message", details=job.details,
