@@ -155,7 +155,8 @@ def test_a_failed_jobs_failed_pods_stay_without_resources_until_it_is_resumed(ma
     [main] = [status for status in kept["status"]["containerStatuses"] if status["name"] == "main"]
     ends = [main.get(state, {}).get("terminated") or {} for state in ("state", "lastState")]
     assert "out of luck" in str([end.get("message") for end in ends])
-    assert kubectl("logs", name, "-n", job.namespace)
+    chosen = f"diloco.dev/job={job.name},diloco.dev/role=failed-learner"
+    assert f"[pod/{name}/main]" in kubectl("logs", "-l", chosen, "--prefix", "-n", job.namespace)
     quota = {
         "apiVersion": "v1", "kind": "ResourceQuota", "metadata": {"name": "pods"},
         "spec": {"hard": {"pods": "10"}},

@@ -54,6 +54,7 @@ WALKED = {
 """Blocks that the walk runs."""
 
 ELSEWHERE = {
+    Place("One cluster", 3): "a job with a failed learner: test_lifecycle.py",
     Place("Several regions", 1): "two clusters: test_two_clusters.py, with `write_certs` instead of the command; "
     "the command: tests/unit/cli/test_certs.py",
     Place("Several regions", 2): "kind and Docker: run by no test of this machine",
