@@ -43,14 +43,8 @@ All other files share the first cluster. test_steady_state waits for a write tha
 minutes begin with test_learners_of_pods.
 """
 SLOW_TIER = (
-    *(
-        "test_fuzzed_jobs",
-        "test_kueue_controller",
-        "test_older_version",
-        "test_pod_groups",
-        "test_pools",
-    ),
-    "test_scale",
+    *("test_fuzzed_jobs", "test_ipv6_cluster", "test_kueue_controller", "test_older_version"),
+    *("test_pod_groups", "test_pools", "test_scale"),
 )
 """Run with --all; docs/testing.md names the faster tests of the same promises."""
 WHOLE_RUNS = ("test_doctor", "test_examples", "test_lora", "test_recipes", "test_trainers")

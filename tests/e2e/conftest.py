@@ -111,11 +111,11 @@ class Fleet:
         self._images: Images | None = None
         self._true_worker: images.Image | None = None
 
-    def cluster(self, name: str, index: int = 0) -> Cluster:
-        """A new local cluster, or the given one of that index."""
+    def cluster(self, name: str, index: int = 0, kind: str = "up") -> Cluster:
+        """A new local cluster of this kind, or the given one of that index."""
         if self.local is None:
             return Cluster(name, provision.given()[index])
-        cluster = self.local.start(name)
+        cluster = self.local.start(name, kind)
         self._provisioners[name] = Provisioner(cluster)
         load(cluster, self.images.operator, self.images.syncer, self.images.worker)
         self.compile_kernels(cluster)

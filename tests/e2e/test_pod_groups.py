@@ -29,7 +29,7 @@ NODE_CPU = "3"
 @pytest.fixture(scope="module")
 def api(local, tmp_path_factory):
     """A cluster with the operator, PodGroups and a scheduler."""
-    cluster = scale.api_server(local, "groups", "--set=rbac.podGroups=true", pod_groups=True)
+    cluster = scale.api_server(local, "groups", "--set=rbac.podGroups=true", kind="up-groups")
     with scale.operator(cluster, tmp_path_factory.mktemp("operator")):
         yield cluster
     local.end("groups")

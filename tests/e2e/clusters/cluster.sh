@@ -8,6 +8,7 @@
 #   cluster.sh promtool            fetch promtool from Debian's package of Prometheus (seconds, once); print its path
 #   cluster.sh kueue               build an image of Kueue's controller with Go (minutes, once); print its archive
 #   cluster.sh up NAME-N           start a cluster; N (1 ... 40) gives it its addresses: the node is 10.91.0.(10+N)
+#   cluster.sh up-ipv6 NAME-N      the same with IPv6 addresses only
 #   cluster.sh up-api NAME-N       etcd and API server alone: no pods, no controllers
 #   cluster.sh up-groups NAME-N    etcd, and API server and scheduler of the version in pod-groups/go.mod, with PodGroups
 #   cluster.sh load NAME-N TAR     import an oci-archive into the node's containerd
@@ -29,7 +30,15 @@ PACKAGES="containerd runc containernetworking-plugins etcd-server iptables nftab
 use() {   # the variables of one cluster
   NAME=$1 INDEX=${1##*-}
   [[ $INDEX =~ ^[0-9]+$ && $INDEX -ge 1 && $INDEX -le 40 ]] || { echo "$1: expected NAME-N with N from 1 to 40" >&2; exit 2; }
-  D=$CACHE/clusters/$NAME NODE=10.91.0.$((10+INDEX)) PODS=10.$((100+INDEX)).0 SERVICES=10.$((150+INDEX)).0 WAN=dlc$INDEX
+  D=$CACHE/clusters/$NAME WAN=dlc$INDEX NODE=10.91.0.$((10+INDEX)) WAN_NET=10.91.0.1/24 ANY=0.0.0.0 NODE_MASK=24
+  PODS=10.$((100+INDEX)).0.0/16 POD_NET=10.$((100+INDEX)).0.0/24 SERVICES=10.$((150+INDEX)).0.0/16 KUBERNETES=10.$((150+INDEX)).0.1
+  HOST=$NODE EVERYWHERE=0.0.0.0/0
+}
+
+use_ipv6() {   # no address of the cluster is an IPv4 one but 127.0.0.1
+  NODE=fd00:91::$((10+INDEX)) WAN_NET=fd00:91::1/64 ANY=:: NODE_MASK=64
+  PODS=fd00:$((100+INDEX))::/56 POD_NET=fd00:$((100+INDEX))::/64 SERVICES=fd00:$((150+INDEX))::/112 KUBERNETES=fd00:$((150+INDEX))::1
+  HOST=[$NODE] EVERYWHERE=::/0
 }
 
 # --- programs --------------------------------------------------------------------------------------------------------
@@ -174,17 +183,19 @@ stop() {   # SIGNAL PART: by the pid that `start` wrote
 network() {
   # Another session may do the same at this moment.
   ip link add dlcwan type bridge 2>/dev/null || ip link show dlcwan >/dev/null
-  ip addr replace 10.91.0.1/24 dev dlcwan
+  ip addr replace "$WAN_NET" dev dlcwan
   ip link set dlcwan up
   ip link del "$WAN" 2>/dev/null || true   # of a session that was killed
   ip netns add "dl-$NAME"
   ip link add "$WAN" type veth peer name wan0 netns "dl-$NAME"
   ip link set "$WAN" master dlcwan up
   in_ns ip link set lo up
-  in_ns ip addr add "$NODE/24" dev wan0
+  # Without it, an IPv6 address cannot be used before it is known that no other node has it.
+  in_ns sysctl -qw net.ipv6.conf.wan0.accept_dad=0
+  in_ns ip addr add "$NODE/$NODE_MASK" dev wan0
   in_ns ip link set wan0 up
-  in_ns ip route add default via 10.91.0.1
-  in_ns sysctl -qw net.ipv4.ip_forward=1 net.ipv4.conf.all.route_localnet=1
+  in_ns ip route add default via "${WAN_NET%/*}"
+  in_ns sysctl -qw net.ipv4.ip_forward=1 net.ipv4.conf.all.route_localnet=1 net.ipv6.conf.all.forwarding=1
 }
 
 pki() {
@@ -194,7 +205,7 @@ pki() {
     openssl x509 -req -in "pki/$1.csr" -CA pki/ca.crt -CAkey pki/ca.key -CAcreateserial -days 365 -out "pki/$1.crt" \
       -extfile <(printf '%s' "${3:-basicConstraints=CA:FALSE}") 2>/dev/null
   }
-  sign apiserver /CN=kube-apiserver "subjectAltName=IP:127.0.0.1,IP:$NODE,IP:$SERVICES.1,DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,DNS:localhost"
+  sign apiserver /CN=kube-apiserver "subjectAltName=IP:127.0.0.1,IP:$NODE,IP:$KUBERNETES,DNS:kubernetes,DNS:kubernetes.default,DNS:kubernetes.default.svc,DNS:localhost"
   sign admin /O=system:masters/CN=admin
   sign controllers /CN=system:kube-controller-manager
   sign scheduler /CN=system:kube-scheduler
@@ -206,7 +217,7 @@ pki() {
     cat > $user.conf <<Y
 apiVersion: v1
 kind: Config
-clusters: [{name: $NAME, cluster: {server: "https://$NODE:6443", certificate-authority-data: $($b64 pki/ca.crt)}}]
+clusters: [{name: $NAME, cluster: {server: "https://$HOST:6443", certificate-authority-data: $($b64 pki/ca.crt)}}]
 users: [{name: $NAME-$user, user: {client-certificate-data: $($b64 pki/$user.crt), client-key-data: $($b64 pki/$user.key)}}]
 contexts: [{name: $NAME, context: {cluster: $NAME, user: $NAME-$user}}]
 current-context: $NAME
@@ -216,10 +227,10 @@ Y
 
 api_server() {
   cd "$D"
-  start apiserver "$HYPERKUBE" kube-apiserver --etcd-servers=http://127.0.0.1:2379 --bind-address=0.0.0.0 --secure-port=6443 \
+  start apiserver "$HYPERKUBE" kube-apiserver --etcd-servers=http://127.0.0.1:2379 --bind-address=$ANY --secure-port=6443 \
     --advertise-address="$NODE" --tls-cert-file=pki/apiserver.crt --tls-private-key-file=pki/apiserver.key --client-ca-file=pki/ca.crt \
     --service-account-key-file=pki/sa.pub --service-account-signing-key-file=pki/sa.key --service-account-issuer=https://kubernetes.default.svc \
-    --authorization-mode=Node,RBAC --service-cluster-ip-range="$SERVICES.0/16" --kubelet-preferred-address-types=InternalIP \
+    --authorization-mode=Node,RBAC --service-cluster-ip-range="$SERVICES" --kubelet-preferred-address-types=InternalIP \
     --kubelet-client-certificate=pki/kubelet-client.crt --kubelet-client-key=pki/kubelet-client.key --allow-privileged=true \
     --shutdown-delay-duration=0s --audit-policy-file="$HERE/audit.yaml" --audit-log-path="$D/log/audit.log" "$@"
   wait_for kubectl get --raw /readyz
@@ -228,7 +239,7 @@ api_server() {
 controllers() {
   start controllers "$HYPERKUBE" kube-controller-manager --kubeconfig=controllers.conf --root-ca-file=pki/ca.crt \
     --service-account-private-key-file=pki/sa.key --use-service-account-credentials --allocate-node-cidrs \
-    --cluster-cidr="$PODS.0/16" --service-cluster-ip-range="$SERVICES.0/16" \
+    --cluster-cidr="$PODS" --service-cluster-ip-range="$SERVICES" \
     --cluster-signing-cert-file=pki/ca.crt --cluster-signing-key-file=pki/ca.key --leader-elect=false
   start scheduler "$HYPERKUBE" kube-scheduler --kubeconfig=scheduler.conf --leader-elect=false
 }
@@ -259,7 +270,7 @@ container_runtime() {
   cat > cni/10-bridge.conflist <<Y
 {"cniVersion": "0.4.0", "name": "pods", "plugins": [
   {"type": "bridge", "bridge": "cni0", "isGateway": true, "ipMasq": true, "hairpinMode": true,
-   "ipam": {"type": "host-local", "dataDir": "$D/ipam", "ranges": [[{"subnet": "$PODS.0/24"}]], "routes": [{"dst": "0.0.0.0/0"}]}},
+   "ipam": {"type": "host-local", "dataDir": "$D/ipam", "ranges": [[{"subnet": "$POD_NET"}]], "routes": [{"dst": "$EVERYWHERE"}]}},
   {"type": "portmap", "capabilities": {"portMappings": true}}]}
 Y
   # restrict_oom_score_adj: root without CAP_SYS_RESOURCE may not lower it, and runc would fail with "can't get final child's PID"
@@ -308,7 +319,7 @@ Y
 apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
 mode: nftables
-clusterCIDR: $PODS.0/16
+clusterCIDR: $PODS
 clientConnection: {kubeconfig: $D/admin.conf}
 hostnameOverride: $NAME
 conntrack: {maxPerCore: 0}
@@ -372,7 +383,7 @@ down() {
   rm -rf "$D"
 }
 
-case ${1:-} in check|packages|build|promtool|kueue|up|up-api|up-groups|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,23s/^# \?//p' "$0"; exit 2 ;; esac
+case ${1:-} in check|packages|build|promtool|kueue|up|up-ipv6|up-api|up-groups|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,24s/^# \?//p' "$0"; exit 2 ;; esac
 [[ $1 =~ ^(check|packages|build|promtool|kueue)$ ]] || use "${2:?NAME-N}"
 case $1 in
   check) check ;;
@@ -381,6 +392,7 @@ case $1 in
   promtool) promtool ;;
   kueue) kueue ;;
   up) up yes ;;
+  up-ipv6) use_ipv6; up yes ;;
   up-api) up no ;;
   up-groups) up groups ;;
   load) load "$3" ;;

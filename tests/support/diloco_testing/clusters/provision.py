@@ -169,22 +169,22 @@ class LocalClusters:
         self._locks: dict[str, int] = {}
         self.running: dict[str, Cluster] = {}
 
-    def start(self, name: str, *, pods: bool = True, pod_groups: bool = False) -> Cluster:
+    def start(self, name: str, kind: str = "up") -> Cluster:
         """
         A new cluster, ready.
 
         Args:
             name: how the tests call it.
-            pods: False: etcd and API server alone, in four seconds instead of ten.
-            pod_groups: etcd, and API server and scheduler of a Kubernetes with PodGroups, built the first time.
+            kind: "up": one with a node, in ten seconds; "up-ipv6": the same with IPv6 addresses only;
+                "up-api": etcd and API server alone, in four seconds; "up-groups": etcd, and API server
+                and scheduler of a Kubernetes with PodGroups, built the first time.
         """
         _script("build", seconds=BUILD_SECONDS)
         number = self._claim(name)
         identity = f"{name}-{number}"
         _clear_left_behind(number)
         self.running[name] = Cluster(name, cache() / "clusters" / identity / "admin.conf", identity)
-        command = "up-groups" if pod_groups else "up" if pods else "up-api"
-        _script(command, identity, seconds=BUILD_SECONDS if pod_groups else UP_SECONDS)
+        _script(kind, identity, seconds=BUILD_SECONDS if kind == "up-groups" else UP_SECONDS)
         return self.running[name]
 
     def end(self, name: str) -> None:

@@ -28,10 +28,10 @@ USER = "system:serviceaccount:diloco-system:"
 
 
 def api_server(
-    local: LocalClusters, name: str = "scale", *flags: str, pod_groups: bool = False
+    local: LocalClusters, name: str = "scale", *flags: str, kind: str = "up-api"
 ) -> Cluster:
     """A cluster without nodes, with the chart's rights and CRD in it; `flags` are helm's."""
-    cluster = local.start(name, pods=False, pod_groups=pod_groups)
+    cluster = local.start(name, kind)
     cluster.helm(
         "install", "diloco", str(CHART), "--namespace", NAMESPACE, "--create-namespace", *flags
     )
