@@ -147,7 +147,7 @@ def test_a_learner_that_was_refused_for_good_fails_the_job(make):
 def test_a_failed_jobs_failed_pods_stay_without_resources_until_it_is_resumed(make):
     """A quota of one pod's CPU is free again while the failed pod is kept."""
     job = make("keeps", regions={"eu": 1, "us": 1}, runPolicy={"learnerRestartLimit": 1})
-    own_program(job, "raise SystemExit('out of luck')").apply()
+    own_program(job, MENDABLE).apply()
     job.until_condition("Failed", 2 * SOON, reason="LearnerRestartLimit")
     kept = until_kept(job)
     kubectl, name = job.cluster.kubectl, kept["metadata"]["name"]
@@ -171,9 +171,17 @@ def test_a_failed_jobs_failed_pods_stay_without_resources_until_it_is_resumed(ma
     job.change(runPolicy={"suspend": True, "learnerRestartLimit": 1})
     job.until_condition("Suspended", SOON)
     until(lambda: not job.pods(), SOON, expected="no pod is left", details=job.details)
-    own_program(job, "import time; time.sleep(1e6)")
+    job.change(learner={"env": [{"name": "MENDED", "value": "1"}]})
     job.change(runPolicy={"suspend": False})
     until(lambda: _running(job, name), SOON, expected=f"a new {name} runs", details=job.details)
+
+
+MENDABLE = """
+import os, time
+if "MENDED" not in os.environ:
+    raise SystemExit("out of luck")
+time.sleep(1e6)
+"""
 
 
 def until_kept(job):
