@@ -33,6 +33,7 @@ ENDING_SECONDS = 60.0
 UNSEEN = {
     ("diloco.dev", "dilocojobs/finalizers", "update"):
         "asked by the API server itself, where OwnerReferencesPermissionEnforcement is on",
+    ("", "secrets", "delete"): "the same, for the owner of the Secrets that cert-manager makes",
 }  # fmt: skip
 """Rights whose use no audit log shows, and why they are needed."""
 

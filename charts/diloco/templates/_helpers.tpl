@@ -76,11 +76,12 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
-{{/* Rule for the Secrets of jobs; patch: those that cert-manager makes are owned by their job. */}}
+{{/* Rule for the Secrets of jobs; patch: those that cert-manager makes are owned by their job. Who sets an owner
+needs delete, where OwnerReferencesPermissionEnforcement is enabled. */}}
 {{- define "diloco.secretRule" -}}
 apiGroups: [""]
 resources: [secrets]
-verbs: [get{{ if .Values.rbac.certManager }}, patch{{ end }}]
+verbs: [get{{ if .Values.rbac.certManager }}, patch, delete{{ end }}]
 {{- end }}
 
 {{/* Rules of the operator for the objects of a namespace: exactly those that it uses. */}}

@@ -272,11 +272,11 @@ def test_secrets_and_certificates_are_only_opened_on_request():
     more = granted(operator_role(*sets(rbac__certManager=True))["rules"])
     assert more.keys() - RIGHTS.keys() == {"cert-manager.io/certificates"}
     both = sets(rbac__certManager=True, rbac__tlsSecrets=True)
-    assert granted(operator_role(*both)["rules"])["/secrets"] == {"get", "patch"}
+    assert granted(operator_role(*both)["rules"])["/secrets"] == {"get", "patch", "delete"}
     objects = installed(render(*sets(rbac__certManager=True, rbac__tlsSecretNamespaces=["b"])))
     opened = [rights["/secrets"] for item in objects
               if "/secrets" in (rights := granted(item.get("rules") or []))]  # fmt: skip
-    assert opened == [{"get", "patch"}]
+    assert opened == [{"get", "patch", "delete"}]
 
 
 @pytest.mark.parametrize("watched", [[], ["a", "b"]], ids=["everywhere", "in named namespaces"])
