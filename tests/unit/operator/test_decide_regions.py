@@ -260,7 +260,7 @@ def test_a_refused_learner_without_which_there_is_no_quorum_fails_the_job_in_its
     refuse(us.pod("a-us-0"))
     us.reconcile()
     assert us.reason("Failed") == ("True", "LearnerRefused")
-    us.reconcile(1)
+    us.settle()
     assert us.replicas() == {"a-us": 0}
 
 
