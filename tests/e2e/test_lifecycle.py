@@ -15,7 +15,7 @@ from diloco_cli.authority import write_certs
 from diloco_job.types import DiLoCoJob
 from diloco_testing.clusters.install import CLUSTER_ROLE, NAMESPACE, RELEASE, RESTRICTED, install
 from diloco_testing.clusters.job import Job, manifest, steadily
-from diloco_testing.clusters.kubectl import KubectlError, until
+from diloco_testing.clusters.kubectl import KubectlError, Object, until
 
 DEPLOYMENT = "deployment/diloco"
 SOON = 120.0
@@ -138,8 +138,7 @@ def test_a_learner_that_was_refused_for_good_fails_the_job(make):
     assert "the model does not fit" in failed["message"]
     kept = until_kept(job)
     assert "LearnerRefused" in dict(job.events())
-    logs = job.cluster.kubectl("logs", kept["metadata"]["name"], "-n", job.namespace)
-    assert "the model does not fit" in logs
+    assert "the model does not fit" in last_messages(kept)
     job.delete()
     until(lambda: not job.pods(), SOON, expected="it goes with its job", details=job.details)
 
@@ -151,10 +150,7 @@ def test_a_failed_jobs_failed_pods_stay_without_resources_until_it_is_resumed(ma
     job.until_condition("Failed", 2 * SOON, reason="LearnerRestartLimit")
     kept = until_kept(job)
     kubectl, name = job.cluster.kubectl, kept["metadata"]["name"]
-    # The kubelet may have started the container once more before the job failed.
-    [main] = [status for status in kept["status"]["containerStatuses"] if status["name"] == "main"]
-    ends = [main.get(state, {}).get("terminated") or {} for state in ("state", "lastState")]
-    assert "out of luck" in str([end.get("message") for end in ends])
+    assert "out of luck" in last_messages(kept)
     chosen = f"diloco.dev/job={job.name},diloco.dev/role=failed-learner"
     assert f"[pod/{name}/main]" in kubectl("logs", "-l", chosen, "--prefix", "-n", job.namespace)
     quota = {
@@ -174,6 +170,13 @@ def test_a_failed_jobs_failed_pods_stay_without_resources_until_it_is_resumed(ma
     job.change(learner={"env": [{"name": "MENDED", "value": "1"}]})
     job.change(runPolicy={"suspend": False})
     until(lambda: _running(job, name), SOON, expected=f"a new {name} runs", details=job.details)
+
+
+def last_messages(pod: Object) -> str:
+    """Of its last two containers: the kubelet may have started one more before the job failed."""
+    [main] = [status for status in pod["status"]["containerStatuses"] if status["name"] == "main"]
+    ends = [main.get(state, {}).get("terminated") or {} for state in ("state", "lastState")]
+    return " | ".join(str(end.get("message")) for end in ends)
 
 
 MENDABLE = """
