@@ -120,7 +120,11 @@ def test_pod_groups_show_no_drift_and_go_with_their_learners(make, api):
 
     def groups():
         found = api.kubectl.list("podgroups.scheduling.k8s.io", "default", "diloco.dev/job=tidy")
-        return {item["metadata"]["name"]: item["metadata"]["resourceVersion"] for item in found}
+        metadata = [
+            item["metadata"] for item in found if "deletionTimestamp" not in item["metadata"]
+        ]
+        # The scheduler writes into the status.
+        return {entry["name"]: (entry["uid"], entry.get("generation")) for entry in metadata}
 
     [before] = groups().items()
     job.change(regions=[{"name": "eu", "learners": 2}])
