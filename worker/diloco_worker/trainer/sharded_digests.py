@@ -46,8 +46,8 @@ def digests(
         return {}
     if len(group.machines) > 1:
         raise ConfigError(
-            f"model: {sharded[0].info.name} is frozen and distributed over the ranks, which are on several machines; "
-            "expected frozen parameters that each rank holds as a whole, ranks on one machine, or spec.sync.frozen: Ship"
+            f"model: {sharded[0].info.name} is frozen and distributed over ranks on several machines; expected frozen "
+            "parameters that each rank holds as a whole, ranks on one machine, or spec.sync.frozen: Ship"
         )
     if group.rank == 0:
         announce(sharded)
