@@ -12,7 +12,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -38,7 +38,8 @@ class Ranks:
 
     def __init__(
         self, folder: Path, syncer: RealSyncer, how: str, size: int, *, name="eu/0", more=(),
-        variables: Mapping[int, Mapping[str, str]] | None = None,
+        variables: Mapping[int, Mapping[str, str]] | None = None, master: int = 0,
+        started: Callable[[int], Sequence[str]] | None = None,
     ) -> None:  # fmt: skip
         self.out = folder / f"{name.replace('/', '-')}.pt"
         spec = folder / "learner-spec.json"
@@ -47,12 +48,15 @@ class Ranks:
             **os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
             "DILOCO_JOB": "j", "DILOCO_LEARNER": name, "DILOCO_SYNCER": syncer.endpoint, "DILOCO_SPEC": str(spec),
             "DILOCO_STATE": str(folder / name), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
+            "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master or free_port()),
         }  # fmt: skip
+        program = ["-m", "diloco_testing.learners.sharded", how, str(self.out), *more]
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-m", "diloco_testing.learners.sharded", how, str(self.out), *more],
-                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank), **(variables or {}).get(rank, {})},
+                [*started(rank), *program] if started else [sys.executable, *program],
+                env={
+                    **environment, "RANK": str(rank), "LOCAL_RANK": str(rank), **(variables or {}).get(rank, {}),
+                },
                 stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             )
             for rank in range(size)
@@ -66,12 +70,14 @@ class Ranks:
             process.kill()
             process.communicate()
 
-    def results(self) -> list[dict]:
-        """What each rank prints at its end."""
+    def results(self, *, each: int = 1) -> list[dict]:
+        """What each rank prints at its end; `each` of them per process."""
         outputs = [process.communicate(timeout=SECONDS) for process in self.processes]
         codes = [process.returncode for process in self.processes]
         assert codes == [0] * len(codes), [error for _, error in outputs]
-        return [json.loads(out.splitlines()[-1]) for out, _ in outputs]
+        lines = [line for out, _ in outputs for line in out.splitlines() if line.startswith("{")]
+        assert len(lines) == each * len(outputs), outputs
+        return [json.loads(line) for line in lines]
 
     def ended(self) -> list[tuple[int, str]]:
         """Exit code and standard error of each rank."""
