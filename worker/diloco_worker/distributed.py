@@ -451,12 +451,17 @@ class _First:
                         self._shared.set_host_copy(fragment, copy, place=place)
                         offers.append((fragment, place))
             state = self.decisions.settle(offers)
-            copied = self._core.initial_copied >= self._link_state.initial_requested
-            if self._locks is not None and copied and not self.decisions.model_copying:
-                self._locks.close()
-                self._locks = None
+            self._release()
             if state is not None:
                 self.link.offer(state)
+        self._release()
+
+    def _release(self) -> None:
+        """Release the locks, if no copy of the whole model is being made or on its way."""
+        copied = self._core.initial_copied >= self._link_state.initial_requested
+        if self._locks is not None and copied and not self.decisions.model_copying:
+            self._locks.close()
+            self._locks = None
 
     def model_copied(self, copies: Sequence[HostCopy], places: Mapping[int, int]) -> None:
         """The counters of the copies, which the link reads after `settle`."""

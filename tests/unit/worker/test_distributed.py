@@ -46,7 +46,10 @@ def rank(number: int) -> DistributedTrainer:
     trainer._boundary, trainer._terminated = 0, False
     trainer._group = RankGroup("eu/0", dist.HashStore(), rank=number, size=2, timeout_seconds=1)
     trainer._group.processes = {0: RankProcess.own(), 1: RankProcess.own()}
-    trainer._machines = SimpleNamespace(failure="", close=lambda: None)
+    trainer._machines = SimpleNamespace(
+        failure="", close=lambda: None, entered=lambda *_, **__: None
+    )
+    trainer._model_copied = False
     trainer._board = Board(Area(board_bytes(ranks=2, fragments=1)), ranks=2, fragments=1)
     trainer._core = TrainerCore(
         name="eu/0", fragments=1, found=None, checkpoint_every=None, connect_timeout_seconds=1.0
