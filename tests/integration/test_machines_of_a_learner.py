@@ -1,20 +1,24 @@
 """
-Learners whose ranks are on several machines: real processes, of which DILOCO_MACHINE says where they are.
+Learners whose ranks are on several machines: real processes, DILOCO_MACHINE names the machine of each.
 
 They train what one process would, and a machine that dies, stands still or cannot be reached ends all of them.
 """
 
 from __future__ import annotations
 
+import json
+import re
 import signal
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from diloco_agent import settings as agent_settings
 from diloco_testing.learners.ranked import (
     SECONDS,
     TOLERANCE,
@@ -118,7 +122,7 @@ def test_a_killed_first_rank_of_a_machine_ends_all_ranks_with_one_sentence(tmp_p
         first, second, last = ended_within(ranks, 60, [0, 1, 3])
     for error in (first, second):
         assert "eu/0: rank 2 on b does not answer" in error
-    # It sees what comes first: the process of its leader, or what rank 0 tells.
+    # It sees what comes first: the process of its leader, or what rank 0 reports.
     assert f"rank 2 (process {killed.pid}) has ended" in last or "rank 2" in last
 
 
@@ -134,7 +138,7 @@ def test_a_killed_rank_is_named_on_the_other_machine(tmp_path, syncer):
 
 @pytest.mark.slow_tier
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_a_machine_that_stands_still_ends_the_others_and_itself_when_it_goes_on(
+def test_a_machine_that_stands_still_ends_the_others_and_itself_when_it_continues(
     tmp_path, syncer, frozen
 ):
     with Ranks(tmp_path, syncer, "plain", 2, variables=on_machines(*"ab")) as ranks:
@@ -158,7 +162,7 @@ def through(tunnel: Tunnel, port: int) -> dict[int, dict[str, str]]:
 
 @pytest.mark.slow_tier
 @pytest.mark.parametrize("how", ["cut", "still"])
-def test_a_connection_that_is_cut_or_silent_ends_both_machines_though_the_collectives_go_on(
+def test_a_connection_that_is_cut_or_silent_ends_both_machines_though_the_collectives_continue(
     tmp_path, syncer, how
 ):
     relay, master = free_port(), free_port()
@@ -230,3 +234,32 @@ def test_torchrun_on_two_machines_starts_such_a_learner(tmp_path):
             "eu/0"
         }
         syncer.assert_audit()
+
+
+@pytest.mark.slow_tier
+def test_pods_of_a_learner_connect_with_the_environment_that_their_agents_give(tmp_path):
+    spec = make_spec(learners={"eu": 1}, steps=30, fragments=2, interval=4)
+    variables = {}
+    for pod in range(2):
+        folder = tmp_path / str(pod)
+        folder.mkdir()
+        given = agent_settings.read(
+            ["learner", "--", "python", "train.py"],
+            {
+                "DILOCO_JOB": "j", "DILOCO_REGION": "eu", "DILOCO_POD": f"j-eu-{pod}", "DILOCO_PODS_PER_LEARNER": "2",
+                "TMPDIR": str(folder),
+            },
+        ).environment  # fmt: skip
+        assert given["MASTER_ADDR"] == "j-eu-0.j-eu", "a name of the cluster's DNS"
+        known = {k: v for k, v in given.items() if k.startswith("DILOCO_")}
+        ranks = {"RANK": given["RANK"], "WORLD_SIZE": given["WORLD_SIZE"]}
+        variables[pod] = {**known, **ranks, "DILOCO_MACHINE": f"j-eu-{pod}"}
+    with (
+        RealSyncer(tmp_path / "syncer", spec) as syncer,
+        Ranks(tmp_path, syncer, "fsdp", 2, variables=variables) as ranks,
+    ):
+        found = ranks.results()
+        assert found[0]["log"] == found[1]["log"]
+        syncer.assert_audit()
+    progress = json.loads(Path(variables[1]["DILOCO_PROGRESS_FILE"]).read_text())
+    assert re.fullmatch("step [0-9]+ of this process", progress["why"]), "its liveness"

@@ -258,22 +258,22 @@ def test_each_machine_connects_to_rank_0():
     assert met(3) == [[1, 2], [0], [0]]
 
 
-def test_a_stranger_does_not_hold_the_machines_up(monkeypatch, caplog):
+def test_an_untrusted_peer_does_not_hold_the_machines_up(monkeypatch, caplog):
     listen = meeting._listen
 
-    def with_stranger(*arguments):
+    def with_untrusted_peer(*arguments):
         listener = listen(*arguments)
-        stranger = socket.create_connection(listener.getsockname())
-        stranger.sendall(relay._HELLO.pack(b"dilocorl", relay.VERSION, 1, b"?" * 32))
-        strangers.append(stranger)
+        peer = socket.create_connection(listener.getsockname())
+        peer.sendall(relay._HELLO.pack(b"dilocorl", relay.VERSION, 1, b"?" * 32))
+        untrusted.append(peer)
         return listener
 
-    strangers: list[socket.socket] = []
-    monkeypatch.setattr(meeting, "_listen", with_stranger)
+    untrusted: list[socket.socket] = []
+    monkeypatch.setattr(meeting, "_listen", with_untrusted_peer)
     assert met(2) == [[1], [0]]
     assert "it does not know the secret of this learner" in caplog.text
-    for stranger in strangers:
-        stranger.close()
+    for peer in untrusted:
+        peer.close()
 
 
 def test_a_machine_that_cannot_reach_rank_0_ends_all_ranks_with_its_reason(monkeypatch):

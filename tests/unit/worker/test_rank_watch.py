@@ -24,7 +24,7 @@ from diloco_worker.trainer import rank_watch
 
 rank_watch.GRACE_SECONDS = 0.2
 board = Board(SharedMemory.attach(int(sys.argv[1])), ranks=2, fragments=1)
-watch = rank_watch.RankWatch(board, {}, learner="eu/0", check=lambda: print("told", flush=True))
+watch = rank_watch.RankWatch(board, {}, learner="eu/0", check=lambda: print("reported", flush=True))
 watch.start()
 print("ready", flush=True)
 if sys.argv[2] == "error":
@@ -51,7 +51,7 @@ def board():
 
 @pytest.fixture
 def zombie():
-    """A process that has ended, and that nobody has reaped yet."""
+    """A process that has ended, and that its parent has not reaped yet."""
     process = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
     found = RankProcess(pid=process.pid, started=rank_processes._state(process.pid)[1])
     process.stdin.close()
@@ -109,4 +109,4 @@ def test_a_process_that_hangs_or_ends_with_an_error_ends_with_the_sentence_and_e
     assert process.returncode == 75, error
     assert error.endswith("diloco: eu/0: rank 1 on b does not answer: nothing came for 15 s\n")
     assert ("Connection closed by peer" in error) == (how == "error")
-    assert out.startswith("told\n")
+    assert out.startswith("reported\n")

@@ -16,7 +16,7 @@ OWN, OTHER = b"a" * relay.SECRET_BYTES, b"b" * relay.SECRET_BYTES
 
 
 class End:
-    """One end, and what it was told."""
+    """One end, and what was reported to it."""
 
     def __init__(self, sock: socket.socket, beat: bytes = b"", *, fault: bool = False) -> None:
         self.messages: list[Message] = []
@@ -76,7 +76,7 @@ def test_small_messages_go_before_the_rest_of_a_bulk_transfer(sockets):
     two.relay.close()
 
 
-def test_a_beat_says_that_an_end_is_there_and_a_silent_peer_is_lost(sockets, monkeypatch):
+def test_a_beat_shows_that_an_end_is_there_and_a_silent_peer_is_lost(sockets, monkeypatch):
     monkeypatch.setattr(relay, "BEAT_SECONDS", 0.02)
     one, two = (End(sock, b"rows") for sock in sockets)
     one.relay.start()
@@ -174,7 +174,7 @@ def test_both_ends_prove_that_they_know_their_secret(sockets):
     assert begun(sockets, greeting) == [3, None]
 
 
-def test_a_stranger_with_another_secret_is_refused(sockets):
+def test_an_untrusted_peer_with_another_secret_is_refused(sockets):
     def greeting(sock):
         relay.greet(sock, 3, own=b"c" * relay.SECRET_BYTES, other=OWN)
 
@@ -197,7 +197,7 @@ def test_another_version_and_what_is_no_relay_are_refused(sockets):
     assert "no relay of this version" in str(begun(sockets, greeting)[0])
 
 
-def test_a_stranger_that_sends_a_little_at_a_time_is_dropped(sockets, monkeypatch):
+def test_an_untrusted_peer_that_sends_a_little_at_a_time_is_dropped(sockets, monkeypatch):
     monkeypatch.setattr(relay, "HELLO_SECONDS", 0.1)
     sockets[1].sendall(b"d")
     began = time.monotonic()

@@ -2,7 +2,7 @@
 One connection between two machines of a learner: messages with a kind, three numbers and some bytes.
 
 Small messages, such as plans, go between two parts of a bulk transfer. A peer that sends nothing for SILENT_SECONDS
-has failed: at least each second, a message says that it is there.
+has failed: at least each second, a message shows that it is there.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LEAVE_SECONDS = 2.0
 """How long to wait for the last messages to be sent."""
 
 HELLO_SECONDS = 5.0
-"""A stranger that connects and is silent is dropped."""
+"""An untrusted peer that connects and is silent is dropped."""
 
 SMALL_BYTES = 1 << 14
 """A message of so many bytes is sent in one call."""

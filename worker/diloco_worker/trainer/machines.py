@@ -21,8 +21,8 @@ import numpy.typing as npt
 import torch
 
 from diloco_worker.core.agreement import HOME, Board, Followed, Plan
+from diloco_worker.core.machine_parts import Part
 from diloco_worker.core.messages import LinkState, Phase
-from diloco_worker.core.parts import Part
 from diloco_worker.ipc.relay import Kind, Message, Relay
 from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.trainer.rank_replica import MachineShares
@@ -58,7 +58,7 @@ class FirstMachine:
         self._lock = threading.Lock()
         self._places: dict[int, Mapping[int, int]] = {}
         """By boundary, where the copies of its plan are."""
-        self._told = False
+        self._reported = False
 
     def begin(self, sockets: Mapping[int, socket.socket]) -> None:
         """Exchange messages with the other machines over these connections, by number of the machine."""
@@ -124,9 +124,9 @@ class FirstMachine:
         )  # fmt: skip
 
     def check(self) -> None:
-        """Tell the other machines of a failure."""
-        if (text := self._board.failure) and not self._told:
-            self._told = True
+        """Report a failure to the other machines."""
+        if (text := self._board.failure) and not self._reported:
+            self._reported = True
             for other in self._others:
                 other.relay.send(Message(Kind.FAILED, data=text.encode()))
 
@@ -134,7 +134,7 @@ class FirstMachine:
         """The ranks of this machine leave the job, or have failed."""
         self.check()
         for other in self._others:
-            if not self._told:
+            if not self._reported:
                 other.relay.send(Message(Kind.LEFT))
         for other in self._others:
             other.relay.close()
@@ -242,7 +242,7 @@ class FurtherMachine:
         self._relay: Relay
         self._stored: dict[int, tuple[int, int]] = {}
         """By unit, the generation of which parts are here, and how many."""
-        self._told = self._closed = False
+        self._reported = self._closed = False
         self._entered: list[tuple[int, Mapping[int, int]]] = []
         """Boundaries that this rank has passed and the others here perhaps not, and their copies."""
         self._changed = threading.Condition()
@@ -273,9 +273,9 @@ class FurtherMachine:
             self._changed.notify_all()
 
     def check(self) -> None:
-        """Tell rank 0 of a failure."""
-        if (text := self._board.failure) and not self._told:
-            self._told = True
+        """Report a failure to rank 0."""
+        if (text := self._board.failure) and not self._reported:
+            self._reported = True
             self._relay.send(Message(Kind.FAILED, data=text.encode()))
 
     def close(self) -> None:
@@ -285,7 +285,7 @@ class FurtherMachine:
             self._changed.notify_all()
         self._thread.join()
         self.check()
-        if not self._told:
+        if not self._reported:
             self._send_rows()
             self._relay.send(Message(Kind.LEFT))
         self._relay.close()

@@ -19,7 +19,7 @@ from diloco.errors import ConfigError, DilocoError, UnavailableError
 from diloco.model.fragments import Layout, cut
 from diloco.rpc.tensor_info import pack_frozen
 from diloco.spec import RunSpec
-from diloco_worker.core import parts
+from diloco_worker.core import machine_parts as parts
 from diloco_worker.core.agreement import HOME, board_bytes
 from diloco_worker.core.boxes import Box
 from diloco_worker.ipc.shared_memory import SharedMemory
@@ -158,7 +158,7 @@ class RankReplica:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MachineShares:
-    """What the ranks of one machine hold and copy, per unit (core/parts.py)."""
+    """What the ranks of one machine hold and copy, per unit (core/machine_parts.py)."""
 
     ranks: Sequence[int]
     held: Sequence[Sequence[parts.Part]]

@@ -1,7 +1,7 @@
 """
 Ends this process soon after its learner has failed on any machine.
 
-The training thread may be in a collective that never ends, so another thread looks at the board (core/agreement.py).
+The training thread may be in a collective that never ends, so another thread reads the board (core/agreement.py).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class RankWatch:
         board: of this machine.
         processes: of the ranks to watch.
         learner: its name, for messages.
-        check: called often; in the first rank of a machine, it tells the other machines.
+        check: called often; in the first rank of a machine, it reports failures to the other machines.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RankWatch:
     def _ended_by_error(
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
     ) -> None:
-        """The program ends with an error: if that is of a collective whose other end failed, say so."""
+        """The program ends with an error: if the learner has failed, show why."""
         self._previous(kind, value, trace)
         deadline = time.monotonic() + GRACE_SECONDS
         while not (text := self._board.failure) and time.monotonic() < deadline:

@@ -7,7 +7,7 @@ import pytest
 
 from diloco.model import tensorfile
 from diloco.model.fragments import Tensor, cut
-from diloco_worker.core import parts
+from diloco_worker.core import machine_parts as parts
 from diloco_worker.core.boxes import Box, whole
 
 TENSORS = [
