@@ -165,9 +165,9 @@ def through(tunnel: Tunnel, port: int) -> dict[int, dict[str, str]]:
 def test_a_connection_that_is_cut_or_silent_ends_both_machines_though_the_collectives_continue(
     tmp_path, syncer, how
 ):
-    relay, master = free_port(), free_port()
-    with Tunnel({relay: 0, master: 0}) as tunnel:
-        ranks = Ranks(tmp_path, syncer, "plain", 2, variables=through(tunnel, relay), master=master)
+    relay = free_port()
+    with Tunnel({relay: 0}) as tunnel:
+        ranks = Ranks(tmp_path, syncer, "plain", 2, variables=through(tunnel, relay))
         with ranks:
             until_trained(syncer)
             getattr(tunnel, how)(relay)
@@ -179,13 +179,11 @@ def test_a_connection_that_is_cut_or_silent_ends_both_machines_though_the_collec
 
 @pytest.mark.slow_tier
 def test_over_a_slow_connection_copies_are_offered_later_and_are_never_torn(tmp_path):
-    relay, master = free_port(), free_port()
+    relay = free_port()
     with (
         RealSyncer(tmp_path / "syncer", compared(2)) as syncer,
-        Tunnel({relay: 20_000, master: 0}) as tunnel,
-        Ranks(
-            tmp_path, syncer, "fsdp", 2, variables=through(tunnel, relay), master=master
-        ) as ranks,
+        Tunnel({relay: 20_000}) as tunnel,
+        Ranks(tmp_path, syncer, "fsdp", 2, variables=through(tunnel, relay)) as ranks,
     ):
         assert_as_one_process(syncer, ranks, "fsdp", 2, parts=2, merges=5)
 

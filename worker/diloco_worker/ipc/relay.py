@@ -41,6 +41,8 @@ MAX_BYTES = 16 << 20
 
 SECRET_BYTES = 32
 
+CLOSED = "the connection was closed"
+
 _MAGIC = b"dilocorl"
 _HELLO = struct.Struct(f"<8sII{SECRET_BYTES}s")  # magic, version, machine, secret
 _HEAD = struct.Struct("<IIQQQ")  # kind, bytes, three numbers
@@ -149,7 +151,7 @@ class Relay:
                 else:
                     self._sock.sendall(head + message.data)
         except OSError as error:
-            self._fail(str(error.strerror or error))
+            self._fail(_reason(error))
 
     def _next(self) -> Message | None:
         """What to send next; None: nothing any longer."""
@@ -187,7 +189,7 @@ class Relay:
                     if not self._closing:
                         self._handle(message)
         except (OSError, EOFError) as error:
-            self._fail(str(getattr(error, "strerror", None) or error))
+            self._fail(_reason(error))
         except (ValueError, IndexError) as error:
             self._fail(f"it sent what was not expected: {error}")
 
@@ -201,7 +203,7 @@ class Relay:
                 raise EOFError(f"nothing came for {SILENT_SECONDS:.0f} s")
             count = self._sock.recv_into(view[found:])
             if not count:
-                raise EOFError("the connection was closed")
+                raise EOFError(CLOSED)
             found += count
         return data
 
@@ -215,6 +217,13 @@ class Relay:
                 self._lost(text)
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
+
+
+def _reason(error: OSError | EOFError) -> str:
+    """Why a connection ended; which thread noticed it first makes no difference."""
+    if isinstance(error, ConnectionError):
+        return CLOSED
+    return str(getattr(error, "strerror", None) or error)
 
 
 # ---------------------------------------------------------------- how a connection begins

@@ -32,7 +32,7 @@ class RankWatch:
         board: of this machine.
         processes: of the ranks to watch.
         learner: its name, for messages.
-        check: called often; in the first rank of a machine, it reports failures to the other machines.
+        check: called after a failure; in the first rank of a machine, it reports it to the other machines.
     """
 
     def __init__(

@@ -38,7 +38,7 @@ class Ranks:
 
     def __init__(
         self, folder: Path, syncer: RealSyncer, how: str, size: int, *, name="eu/0", more=(),
-        variables: Mapping[int, Mapping[str, str]] | None = None, master: int = 0,
+        variables: Mapping[int, Mapping[str, str]] | None = None,
         started: Callable[[int], Sequence[str]] | None = None,
     ) -> None:  # fmt: skip
         self.out = folder / f"{name.replace('/', '-')}.pt"
@@ -48,7 +48,7 @@ class Ranks:
             **os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
             "DILOCO_JOB": "j", "DILOCO_LEARNER": name, "DILOCO_SYNCER": syncer.endpoint, "DILOCO_SPEC": str(spec),
             "DILOCO_STATE": str(folder / name), "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(master or free_port()),
+            "GLOO_SOCKET_IFNAME": "lo", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
         }  # fmt: skip
         program = ["-m", "diloco_testing.learners.sharded", how, str(self.out), *more]
         self.processes = [
