@@ -27,12 +27,13 @@ from diloco_worker.core.agreement import HOME, Board, FirstRank, PassedError, Pl
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState
 from diloco_worker.ipc.link_process import LinkProcess
+from diloco_worker.rank_liveness import report_progress
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
 from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
 from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.rank_group import RankGroup
-from diloco_worker.trainer.rank_processes import named
+from diloco_worker.trainer.rank_machines import RankMachines
 from diloco_worker.trainer.rank_replica import RankReplica
 from diloco_worker.trainer.runqueue import RunQueue
 from diloco_worker.trainer.termination import Termination, exit_with
@@ -88,6 +89,8 @@ class DistributedTrainer:
         """Steps since the oldest result that the last `step` applied; None: it applied none."""
         self._terminated = False
         """That plan ends the learner, because a rank received SIGTERM."""
+        self._model_copied = False
+        """This rank copied the whole model at the boundary that it is at."""
         self._loss, self._optimizer_steps = LossReader(), OptimizerSteps(optimizers)
         self._run_queue, self._kept = RunQueue(), Kept()
         self._termination = Termination()
@@ -95,11 +98,15 @@ class DistributedTrainer:
             name=self.name, fragments=fragments, found=None, checkpoint_every=None,
             connect_timeout_seconds=connect_timeout_seconds,
         )  # fmt: skip
-        self._first = _First(self._replica, self._core) if group.rank == 0 else None
-        self._processes = group.processes
+        self._group = group
         self._journal = _journal(config, group)
+        self._machines = RankMachines(
+            group, self._replica, self._board, master=config.master, port=config.relay_port
+        )
+        self._first = _First(self._replica, self._core, self._machines) if group.rank == 0 else None
         if self._first is not None:
-            self._show(f"{group.size} ranks train together; without local checkpoints")
+            places = f" on {len(group.machines)} machines" if len(group.machines) > 1 else ""
+            self._show(f"{group.size} ranks train together{places}; without local checkpoints")
         try:
             self._join()
         except BaseException:
@@ -112,6 +119,7 @@ class DistributedTrainer:
     def done(self) -> bool:
         """See `Learner.done`; true at the same step in all ranks."""
         if not self._core.closed:
+            self._check_machines()
             self._carry_out(self._core.check(None, terminated=self._terminated))
         return self._core.closed
 
@@ -146,14 +154,14 @@ class DistributedTrainer:
             boundary = self._boundary + 1
             if self._first is not None:
                 ends = self._terminates()
-                self._board.publish(self._first.plan_to_join(boundary, terminated=ends))
+                self._send(self._first.plan_to_join(boundary, terminated=ends))
             plan = self._plan(boundary)
             terminated = plan.terminated
             actions = self._core.join(plan.link_state, now=plan.now, terminated=terminated)
             self._carry_out(actions, plan)
             if self._core.closed:
                 return
-            self._enter(boundary)
+            self._enter(boundary, plan)
             if self._first is not None:
                 self._await_ranks(boundary)
                 self._first.settle()
@@ -165,6 +173,7 @@ class DistributedTrainer:
         """One step of Algorithm 1, after the optimizer's: see `TrainerCore.step`."""
         if self._core.closed:
             return
+        self._check_machines()
         now, queued = time.monotonic(), self._run_queue.seconds()
         boundary = self._boundary + 1
         if self._first is not None:
@@ -178,7 +187,7 @@ class DistributedTrainer:
         copies = self._carry_out(actions, plan)
         offers = self._core.copied([*copies], loss=self._loss.value, finite=self._loss.finite)
         self._carry_out(offers, plan, copies)
-        self._enter(boundary)
+        self._enter(boundary, plan, copies)
         if self._first is not None:
             self._publish()
         line = self._core.line(
@@ -189,6 +198,8 @@ class DistributedTrainer:
                 "learningRate": self._optimizer_steps.learning_rate, "resultAge": self._result_age,
             }  # fmt: skip
             self._journal.append({**line, **{n: v for n, v in known.items() if v is not None}})
+        if self._rank > 0:
+            report_progress()  # rank 0's link does
         self._core.ended(now=time.monotonic())
 
     def close(self) -> None:
@@ -201,13 +212,22 @@ class DistributedTrainer:
         """Rank 0: the plan of the next boundary."""
         if self._first is not None:
             ends = self._terminates()
-            self._board.publish(self._first.plan(self._boundary + 1, terminated=ends))
+            self._send(self._first.plan(self._boundary + 1, terminated=ends))
+
+    def _send(self, plan: Plan) -> None:
+        self._machines.publish(plan, self._board.publish(plan))
 
     def _terminates(self) -> bool:
         return self._termination.received or any(ends for _, ends in self._board.rows())
 
-    def _enter(self, boundary: int) -> None:
+    def _enter(
+        self, boundary: int, plan: Plan, copies: Mapping[int, HostCopy] | None = None
+    ) -> None:
+        """This rank has followed the plan, and made these copies."""
         self._board.enter(self._rank, boundary, terminated=self._termination.received)
+        model, self._model_copied = self._model_copied, False
+        places = plan.places if model else {p: plan.places[p] for p in copies or ()}
+        self._machines.entered(boundary, places, model=model)
         self._boundary = boundary
 
     def _plan(self, boundary: int) -> Plan:
@@ -255,6 +275,7 @@ class DistributedTrainer:
         shown = False
         while not there():
             now = time.monotonic()
+            self._check_machines()
             if now - checked > ALIVE_SECONDS:
                 checked = now
                 self._check_ranks(there)
@@ -268,19 +289,25 @@ class DistributedTrainer:
                         "did not take the job's model",
                         "its own output has the reason",
                     )
-                text = f"{named(ranks(), self._processes)} {failing} within {WAIT_SECONDS:.0f} s"
+                text = f"{self._group.named(ranks())} {failing} within {WAIT_SECONDS:.0f} s"
                 self._exit(f"{text}; {expected}")
             time.sleep(WAIT_POLL_SECONDS)
 
     def _check_ranks(self, there: Callable[[], bool]) -> None:
-        ended = [rank for rank, process in self._processes.items() if process.ended]
+        ended = [rank for rank, process in self._group.processes.items() if process.ended]
+        ended += [rank for rank in self._group.hosts if self._board.left(rank)]
         if ended and not there():  # after its last step, a rank may end
             verb = "has" if len(ended) == 1 else "have"
-            self._exit(f"{named(ended, self._processes)} {verb} ended, and with it this learner")
+            self._exit(f"{self._group.named(ended)} {verb} ended, and with it this learner")
+
+    def _check_machines(self) -> None:
+        """End if the learner has failed on another machine."""
+        if text := self._machines.failure:
+            self._exit(text)
 
     def _show_waiting(self, ranks: Sequence[int]) -> None:
         if self._rank == (1 if 0 in ranks else 0):
-            text = f"waiting up to {WAIT_SECONDS:.0f} s for {named(ranks, self._processes)}"
+            text = f"waiting up to {WAIT_SECONDS:.0f} s for {self._group.named(ranks)}"
             print(f"diloco: {self.name}: {text}", file=sys.stderr, flush=True)
 
     def _exit(self, text: str) -> NoReturn:
@@ -316,10 +343,13 @@ class DistributedTrainer:
                         age = self.step_index - version[1]
                         self._result_age = max(self._result_age or 0, age)
                 case core.Send(state):
-                    if self._first is not None:
-                        self._first.decisions.followed(state, copies or {})
+                    if self._first is not None and plan is not None:
+                        self._first.decisions.followed(
+                            state, copies or {}, boundary=plan.boundary, model=self._model_copied
+                        )
                 case core.CopyModel(model) if plan is not None:
                     self._replica.copy_model(plan.places)
+                    self._model_copied = True
                     if self._first is not None:
                         self._first.model_copied(model, plan.places)
                 case core.ApplyModel(fragments):
@@ -338,6 +368,8 @@ class DistributedTrainer:
         return copied
 
     def _leave(self, action: core.Leave) -> None:
+        self._board.leave(self._rank)
+        self._machines.close()
         if self._first is not None:
             self._first.leave(action)
         if self._journal is not None:
@@ -373,8 +405,10 @@ def _journal(config: LearnerSettings, group: RankGroup) -> BackgroundWriter | No
 class _First:
     """What rank 0 does beside its share: the link process, and the decisions for all ranks."""
 
-    def __init__(self, replica: RankReplica, trainer: core.TrainerCore) -> None:
-        self._replica, self._core = replica, trainer
+    def __init__(
+        self, replica: RankReplica, trainer: core.TrainerCore, machines: RankMachines
+    ) -> None:
+        self._replica, self._core, self._machines = replica, trainer, machines
         self._shared = replica.shared
         self.link = LinkProcess(self._shared)
         self.decisions = FirstRank(len(replica.layout.fragments), replica.spares)
@@ -390,7 +424,7 @@ class _First:
         model = self._model_wanted(state)
         if not model:
             state = self._without_request(state)
-        places = dict.fromkeys(range(len(self.decisions.places.current)), HOME)
+        places = dict.fromkeys(range(len(self.decisions.places.current)) if model else (), HOME)
         return Plan(
             boundary=boundary, link_state=state, places=places, terminated=terminated, now=time.monotonic()
         )  # fmt: skip
@@ -408,22 +442,26 @@ class _First:
         return plan
 
     def settle(self) -> None:
-        """All ranks have followed the last plan: let the link know."""
-        offers = []
-        for fragment, place, copy in self.decisions.written():
-            with self._try_lock(fragment) as held:
-                if held:
-                    self._shared.set_host_copy(fragment, copy, place=place)
-                    offers.append((fragment, place))
-        if (
-            self._locks is not None
-            and self._core.initial_copied >= self._link_state.initial_requested
-        ):
+        """All ranks have followed the last plan: let the link know, as far as the copies have arrived."""
+        while (oldest := self.decisions.oldest) is not None and self._machines.arrived(oldest):
+            offers = []
+            for fragment, place, copy in self.decisions.written():
+                with self._try_lock(fragment) as held:
+                    if held:
+                        self._shared.set_host_copy(fragment, copy, place=place)
+                        offers.append((fragment, place))
+            state = self.decisions.settle(offers)
+            self._release()
+            if state is not None:
+                self.link.offer(state)
+        self._release()
+
+    def _release(self) -> None:
+        """Release the locks, if no copy of the whole model is being made or on its way."""
+        copied = self._core.initial_copied >= self._link_state.initial_requested
+        if self._locks is not None and copied and not self.decisions.model_copying:
             self._locks.close()
             self._locks = None
-        state = self.decisions.settle(offers)
-        if state is not None:
-            self.link.offer(state)
 
     def model_copied(self, copies: Sequence[HostCopy], places: Mapping[int, int]) -> None:
         """The counters of the copies, which the link reads after `settle`."""
@@ -441,7 +479,7 @@ class _First:
         if self.link.pid is None:
             self.link.ensure(self.decisions.settled, now=now)
         self._link_state = self.link.newest(now=now) or self._link_state
-        return self._link_state
+        return self._machines.visible(self._link_state)
 
     def _model_wanted(self, state: LinkState) -> bool:
         """Whether the ranks copy the whole model at the next boundary: the link reads nothing meanwhile."""

@@ -110,8 +110,8 @@ class Learner:
 
         Of a learner of several processes (RANK, WORLD_SIZE), each calls it, after
         torch.distributed.init_process_group and with the model that it trains: DistributedDataParallel,
-        `fully_shard`, `parallelize_module`, or all of them. All of them are on one machine, and call `step`
-        once after each optimizer step.
+        `fully_shard`, `parallelize_module`, or all of them. All of them call `step` once after each optimizer
+        step. They may be on several machines.
 
         Args:
             model: its parameters are overwritten in place, now and during training; move it to its
@@ -338,7 +338,7 @@ def _ranks(
         seconds = timeout_seconds if averaged else None
         if not group.alone(may_be=every_rank is None and not sharded, seconds=seconds):
             group.wait_for_all()
-            group.refuse_other_machines()
+            group.find_machines(config.machine)
             return group
     elif every_rank:
         raise ConfigError(

@@ -56,6 +56,12 @@ class LearnerSettings:
     """Rank of this process in its learner."""
     world_size: int = 1
     """Number of processes of the learner."""
+    master: str = ""
+    """Host of rank 0, as torch.distributed finds it; "": not known."""
+    machine: str = ""
+    """Ranks with another one are taken to be on another machine."""
+    relay_port: int = 0
+    """Port of rank 0 for ranks on other machines; 0: any free one."""
     restarts: int = 0
     """Previous restarts of this learner."""
     pod: str = ""
@@ -131,6 +137,9 @@ def from_env(
         metrics_port=env.port("DILOCO_METRICS_PORT", 0),
         rank=env.integer("RANK", 0, least=0),
         world_size=env.integer("WORLD_SIZE", 1, least=1),
+        master=env.text("MASTER_ADDR"),
+        machine=env.text("DILOCO_MACHINE"),
+        relay_port=env.port("DILOCO_RELAY_PORT", 0),
         restarts=env.integer("DILOCO_RESTARTS", 0, least=0),
         pod=env.text("DILOCO_POD_UID"),
         health_file=env.path("DILOCO_HEALTH_FILE"),

@@ -340,3 +340,108 @@ def test_the_whole_model_is_copied_to_the_own_places_so_that_a_released_place_is
     assert plan.places == {0: HOME, 1: HOME}
     assert plan.link_state.open == ()
     assert first.places.idle([]) == []
+
+
+# ---------------------------------------------------------------- several machines
+
+
+def planned(first: FirstRank, boundary: int) -> Plan:
+    state = LinkState(open=[0, 1])
+    return first.plan(boundary, state, applied=[0, 0], terminated=False, now=0.0)
+
+
+def follow(first: FirstRank, plan: Plan) -> None:
+    """Rank 0 makes the copies of a plan, and reports its step."""
+    step = plan.boundary
+    copies = {p: HostCopy(local_step=step, steps=1, tokens=1, base=0) for p in plan.places}
+    state = TrainerState(local_step=step, offers=[*copies])
+    first.followed(state, copies, boundary=step)
+
+
+def settled(first: FirstRank) -> TrainerState | None:
+    return first.settle([(p, place) for p, place, _ in first.written()])
+
+
+def test_while_copies_are_late_there_are_no_others_and_the_link_learns_of_no_later_boundary():
+    first = FirstRank(2, 4)
+    follow(first, planned(first, 1))
+    second = planned(first, 2)
+    assert [*second.places] == [0, 1], "boundary 1 is not late before all ranks have followed it"
+    follow(first, second)
+    third = planned(first, 3)
+    assert third.places == {}
+    assert first.short == 0, "no place is taken from another fragment"
+    for boundary in (3, 4, 5):
+        follow(first, planned(first, boundary))
+    assert [first.oldest.boundary, first.late, first.copying] == [1, True, True]
+
+    state = settled(first)
+    assert (state.local_step, [*state.offers]) == (1, [0, 1])
+    assert first.late
+    state = settled(first)
+    assert (state.local_step, [*state.offers]) == (2, [0, 1])
+    assert settled(first).local_step == 5, "of boundaries without copies, the newest"
+    assert first.oldest is None
+    assert [*planned(first, 6).places] == [0, 1]
+
+
+def test_places_of_late_copies_are_not_used_again_before_they_have_arrived():
+    first = FirstRank(2, 4)
+    one = planned(first, 1)
+    follow(first, one)
+    two = planned(first, 2)
+    follow(first, two)
+    assert all(one.places[p] != two.places[p] for p in (0, 1))
+    spare = [place for plan in (one, two) for place in plan.places.values() if place != HOME]
+    assert len(spare) == len({*spare})
+    settled(first)
+    three = first.places.plan([0, 1])
+    assert all(three[p] not in (one.places[p], two.places[p]) for p in three)
+
+
+def test_a_late_copy_of_the_whole_model_is_the_only_one():
+    first = FirstRank(2, 4)
+    plan = first.plan(1, LinkState(), applied=[0, 0], terminated=False, now=0.0, model=True)
+    first.followed(TrainerState(local_step=1), {}, boundary=plan.boundary, model=True)
+    follow(first, planned(first, 2))
+    assert first.copying
+    assert first.model_copying
+    assert planned(first, 3).places == {}
+    assert settled(first).local_step == 1
+    assert not first.model_copying
+
+
+def test_a_plan_reaches_the_board_of_another_machine_only_as_it_was_published(board):
+    other = Board(Memory(2, spares=0), ranks=2, fragments=P)
+    plan = Plan(boundary=7, link_state=LinkState(text="x"))
+    record = board.publish(plan)
+    other.take(record)
+    assert other.plan(7) == board.plan(7)
+    for wrong in (record[:-1], record[:-1] + b"?", b"", record + b"x" * 10**6):
+        with pytest.raises(ValueError, match="a plan of"):
+            other.take(wrong)
+
+
+def test_rows_reach_the_board_of_another_machine(board):
+    other = Board(Memory(2, spares=0), ranks=2, fragments=P)
+    board.enter(1, 4, terminated=True)
+    board.leave(1)
+    other.take_rows([1], board.rows_of([1]))
+    assert other.rows() == [(0, False), (4, True)]
+    assert [other.left(rank) for rank in range(2)] == [False, True]
+    with pytest.raises(ValueError, match="expected those of 2 ranks"):
+        other.take_rows([0, 1], board.rows_of([1]))
+
+
+def test_the_first_failure_stays_and_one_that_is_partly_written_is_none(board):
+    assert board.failure == ""
+    board.fail("rank 1 … has ended")
+    board.fail("another")
+    assert board.failure == "rank 1 … has ended"
+    area = board._area.control
+    area[area.index(b"has ended")] ^= 1
+    assert board.failure == ""
+    other = Board(Memory(2, spares=0), ranks=2, fragments=P)
+    other.fail("x" * 10**4)
+    assert 1000 < len(other.failure) < 2048
+    assert other.plan(1) is None

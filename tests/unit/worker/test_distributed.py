@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from diloco.errors import StorageError
 from diloco.model.fragments import Tensor, cut
@@ -23,6 +24,7 @@ from diloco_worker.distributed import DistributedTrainer, _First
 from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.trainer import rank_processes
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
+from diloco_worker.trainer.rank_group import RankGroup
 from diloco_worker.trainer.rank_processes import RankProcess
 
 
@@ -42,7 +44,12 @@ def rank(number: int) -> DistributedTrainer:
     trainer = DistributedTrainer.__new__(DistributedTrainer)
     trainer.name, trainer._rank, trainer._first, trainer._journal = "eu/0", number, None, None
     trainer._boundary, trainer._terminated = 0, False
-    trainer._processes = {0: RankProcess.own(), 1: RankProcess.own()}
+    trainer._group = RankGroup("eu/0", dist.HashStore(), rank=number, size=2, timeout_seconds=1)
+    trainer._group.processes = {0: RankProcess.own(), 1: RankProcess.own()}
+    trainer._machines = SimpleNamespace(
+        failure="", close=lambda: None, entered=lambda *_, **__: None
+    )
+    trainer._model_copied = False
     trainer._board = Board(Area(board_bytes(ranks=2, fragments=1)), ranks=2, fragments=1)
     trainer._core = TrainerCore(
         name="eu/0", fragments=1, found=None, checkpoint_every=None, connect_timeout_seconds=1.0
@@ -67,7 +74,7 @@ def test_a_rank_whose_program_has_no_collective_waits_for_its_plan_with_a_deadli
     trainer = rank(1)
     trainer._core.joined = True
     text = ending(capfd, lambda: trainer._plan(1))
-    own = trainer._processes[0].pid
+    own = trainer._group.processes[0].pid
     assert (
         f"eu/0: rank 0 (process {own}) did not end the step before within 0 s; expected every rank to call"
         in text
@@ -78,12 +85,12 @@ def test_a_rank_whose_program_has_no_collective_waits_for_its_plan_with_a_deadli
 def test_rank_0_waits_for_the_other_ranks_with_a_deadline(monkeypatch, capfd):
     monkeypatch.setattr(distributed, "WAIT_SECONDS", 0.05)
     trainer = rank(0)
-    trainer._processes = {}
+    trainer._group.processes = {}
     assert "rank 0, rank 1 did not take the job's model within 0 s; its own output" in ending(
         capfd, lambda: trainer._await_ranks(1)
     )
     trainer = rank(0)
-    trainer._core.joined, trainer._processes = True, {}
+    trainer._core.joined, trainer._group.processes = True, {}
     trainer._board.enter(0, 1, terminated=False)
     assert "rank 1 did not end the step before the last within 0 s" in ending(
         capfd, lambda: trainer._await_ranks(1)
@@ -95,7 +102,7 @@ def test_a_rank_that_is_waited_for_is_named_before_the_deadline_by_one_rank(monk
     monkeypatch.setattr(distributed, "WAIT_SECONDS", 0.1)
     first, second = rank(0), rank(1)
     for trainer in (first, second):
-        trainer._processes = {}
+        trainer._group.processes = {}
         trainer._board.enter(0, 1, terminated=False)
     shown = "diloco: eu/0: waiting up to 0 s for rank 1\n"
     assert ending(capfd, lambda: first._await_ranks(1)).startswith(shown)
@@ -104,6 +111,27 @@ def test_a_rank_that_is_waited_for_is_named_before_the_deadline_by_one_rank(monk
         second._board.enter(who, 1, terminated=False)
     text = ending(capfd, lambda: second._plan(2))
     assert text.startswith("diloco: eu/0: waiting up to 0 s for rank 0\n")
+
+
+def test_a_failure_on_another_machine_ends_a_rank_that_waits_and_one_that_does_not(capfd):
+    trainer = rank(0)
+    trainer._machines.failure = "rank 1 on b does not answer: the connection was closed"
+    expected = "diloco: eu/0: rank 1 on b does not answer: the connection was closed\n"
+    assert ending(capfd, lambda: trainer._await_ranks(1)) == expected
+    trainer = rank(0)
+    trainer._machines.failure = "rank 1 on b does not answer: the connection was closed"
+    assert ending(capfd, lambda: trainer.done) == expected
+
+
+def test_a_rank_of_another_machine_that_left_is_named_by_one_that_waits_for_it(monkeypatch, capfd):
+    monkeypatch.setattr(distributed, "ALIVE_SECONDS", 0.0)
+    trainer = rank(0)
+    trainer._group.processes = {0: RankProcess.own()}
+    trainer._group.hosts = {1: "b"}
+    trainer._board.leave(1)
+    assert "rank 1 on b has ended, and with it this learner" in ending(
+        capfd, lambda: trainer._await_ranks(1)
+    )
 
 
 @pytest.fixture
@@ -123,7 +151,7 @@ def test_any_rank_that_has_ended_is_noticed_though_it_is_a_zombie(monkeypatch, c
     monkeypatch.setattr(distributed, "ALIVE_SECONDS", 0.0)
     for waiting in (lambda t: t._plan(1), lambda t: t._await_ranks(1)):
         trainer = rank(1)
-        trainer._processes[dead] = zombie
+        trainer._group.processes[dead] = zombie
         text = ending(capfd, lambda t=trainer, wait=waiting: wait(t))
         assert (
             f"eu/0: rank {dead} (process {zombie.pid}) has ended, and with it this learner" in text
@@ -133,7 +161,7 @@ def test_any_rank_that_has_ended_is_noticed_though_it_is_a_zombie(monkeypatch, c
 def test_a_rank_that_ended_after_its_part_is_not_missed(zombie, monkeypatch):
     monkeypatch.setattr(distributed, "ALIVE_SECONDS", 0.0)
     trainer, replies = rank(0), iter([False, False, True, True])
-    trainer._processes[1] = zombie
+    trainer._group.processes[1] = zombie
     trainer._await(lambda: next(replies), lambda: [1], "did not end the step before")
 
 

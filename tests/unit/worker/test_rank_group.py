@@ -103,37 +103,39 @@ def test_all_ranks_together_are_not_alone():
     assert in_ranks(2, lambda group: group.alone(may_be=True)) == [False, False]
 
 
-def refused(monkeypatch, *machines) -> str:
-    """The sentence with which ranks on these machines end; the same in all of them."""
+def found_machines(monkeypatch, *machines) -> list[RankGroup]:
+    """The ranks, on these machines."""
     local = threading.local()
     monkeypatch.setattr(rank_group, "_machine", lambda: machines[local.rank])
 
     def body(group: RankGroup):
         local.rank = group.rank
-        group.refuse_other_machines()
+        group.find_machines()
+        return group
 
-    found = in_ranks(len(machines), body)
-    assert all(isinstance(error, ConfigError) for error in found)
-    assert len({str(error) for error in found}) == 1
-    return str(found[0])
+    return in_ranks(len(machines), body)
 
 
-def test_ranks_on_several_machines_are_refused_in_all_of_them(monkeypatch):
-    text = refused(monkeypatch, *((f"host{rank // 2}", f"boot{rank // 2}", 1) for rank in range(4)))
-    assert "rank 2 is on host1, rank 0 on host0; expected all 4 ranks on one machine" in text
-    assert "make a learner of each machine" in text
+def test_ranks_on_several_machines_know_who_shares_memory_with_whom(monkeypatch):
+    ranks = found_machines(
+        monkeypatch, *((f"host{rank % 2}", f"boot{rank % 2}", 1) for rank in range(4))
+    )
+    assert all([*group.machines] == [[0, 2], [1, 3]] for group in ranks)
+    assert [group.machine for group in ranks] == [0, 1, 0, 1]
+    assert [group.leader for group in ranks] == [0, 1, 0, 1]
+    assert [*ranks[1].processes] == [1, 3]
+    assert ranks[1].hosts == {0: "host0", 2: "host0"}
+    assert ranks[1].named([0, 3]) == f"rank 0 on host0, rank 3 (process {RankProcess.own().pid})"
 
 
-def test_ranks_in_several_containers_of_a_machine_get_advice_that_helps_there(monkeypatch):
-    text = refused(monkeypatch, ("a", "boot", 1), ("b", "boot", 2))
-    assert "rank 1 is in container b, rank 0 in a on the same machine" in text
-    assert "expected all 2 ranks in one container" in text
-    assert "learner of each machine" not in text
+def test_containers_of_a_machine_share_no_memory(monkeypatch):
+    ranks = found_machines(monkeypatch, ("a", "boot", 1), ("b", "boot", 2), ("a", "boot", 1))
+    assert all([*group.machines] == [[0, 2], [1]] for group in ranks)
 
 
 def test_a_rank_that_ends_while_the_others_connect_is_named_at_once():
     def body(group: RankGroup):
-        group.refuse_other_machines()
+        group.find_machines()
         process = group.processes[1]
         group.processes = {**group.processes, 1: RankProcess(pid=2**22 + 1, started=1)}
         if group.rank == 0:

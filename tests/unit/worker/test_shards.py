@@ -25,7 +25,7 @@ def text(lo, shape, *, placed: str = MESH, whole=(10, 4), name: str = "w") -> st
 
 def test_shards_that_are_the_whole_tensor_are_accepted():
     ranks = [text([0, 0], [5, 4]), text([5, 0], [5, 4])]
-    found = shares(ranks, 1)["w"]
+    found = shares(ranks, [1])[1]["w"]
     assert found.held == found.copied
     assert found.held.lo == (5, 0)
 
@@ -46,7 +46,7 @@ def test_shards_that_are_the_whole_tensor_are_accepted():
 def test_meshes_and_models_that_differ_between_ranks_are_refused(other, why):
     for rank in range(2):
         with pytest.raises(ConfigError, match=why):
-            shares([text([0, 0], [5, 4]), other], rank)
+            shares([text([0, 0], [5, 4]), other], [rank])
 
 
 def test_the_first_fsdp_is_refused_by_name():

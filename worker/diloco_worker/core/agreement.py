@@ -9,6 +9,10 @@ it never sees a host copy that is partly written, nor overwrites an inbox that a
 
 While ranks write the next host copy of a fragment, the link may read the previous one: a fragment has a place of its
 own in memory, and a few spare places are shared by the fragments that are announced.
+
+Each machine of a learner has a `Board` in its own memory. Plans and rows of the others are relayed to it
+(docs/adr/0027), and so are the parts of host copies: what a boundary copied is offered when its parts have arrived, and
+until then no further copies are planned.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import dataclasses
 import json
 import struct
 import zlib
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -34,7 +39,13 @@ TEXT_CHARACTERS = 1000
 """Of the link's sentence, if a plan is too long with all of it."""
 
 _HEAD = struct.Struct("<QII")  # boundary, bytes, checksum
-_ROW = struct.Struct("<QQ")  # boundary, whether the rank is to end
+_ROW = struct.Struct("<QQ")  # boundary, flags
+_ENDS, _LEFT = 1, 2
+
+FAILURE_BYTES = 2048
+"""Room for the sentence with which the ranks end."""
+
+_FAILURE = struct.Struct("<II")  # bytes, checksum
 
 
 class PassedError(Exception):
@@ -102,9 +113,10 @@ class Board:
     def __init__(self, area: Area, *, ranks: int, fragments: int) -> None:
         self._area, self._ranks = area, ranks
         self._plan_bytes = _plan_bytes(fragments)
+        self._failure_at = _ROW.size * ranks + PLANS * self._plan_bytes
 
-    def publish(self, plan: Plan) -> None:
-        """Rank 0: write the plan of a boundary."""
+    def publish(self, plan: Plan) -> bytes:
+        """Rank 0: write the plan of a boundary; returns it for the boards of other machines."""
         data = plan.to_bytes()
         if len(data) > self._plan_bytes - _HEAD.size:
             text = plan.link_state.text[:TEXT_CHARACTERS] + "…"
@@ -112,8 +124,24 @@ class Board:
             data = dataclasses.replace(plan, link_state=state).to_bytes()
         if len(data) > self._plan_bytes - _HEAD.size:
             raise ValueError(f"a plan of {len(data)} bytes, at most {self._plan_bytes} expected")
-        head = _HEAD.pack(plan.boundary, len(data), _checksum(plan.boundary, data))
-        self._area.write_control(self._offset(plan.boundary), head + data)
+        record = _HEAD.pack(plan.boundary, len(data), _checksum(plan.boundary, data)) + data
+        self._area.write_control(self._offset(plan.boundary), record)
+        return record
+
+    def take(self, record: bytes) -> None:
+        """
+        Write a plan that rank 0 published on another machine.
+
+        Raises:
+            ValueError: it is none.
+        """
+        if not _HEAD.size < len(record) <= self._plan_bytes:
+            raise ValueError(f"a plan of {len(record)} bytes, at most {self._plan_bytes} expected")
+        boundary, size, checksum = _HEAD.unpack_from(record)
+        data = record[_HEAD.size :]
+        if size != len(data) or checksum != _checksum(boundary, data):
+            raise ValueError(f"a plan of boundary {boundary} with another checksum")
+        self._area.write_control(self._offset(boundary), record)
 
     def plan(self, boundary: int) -> Plan | None:
         """
@@ -133,12 +161,56 @@ class Board:
 
     def enter(self, rank: int, boundary: int, *, terminated: bool) -> None:
         """The rank has followed the plan of this boundary."""
-        self._area.write_control(_ROW.size * rank, _ROW.pack(boundary, terminated))
+        self._area.write_control(_ROW.size * rank, _ROW.pack(boundary, _ENDS * terminated))
+
+    def leave(self, rank: int) -> None:
+        """The rank leaves the job: its process may end from now on."""
+        boundary, flags = _ROW.unpack(self._area.read_control(_ROW.size * rank, _ROW.size))
+        self._area.write_control(_ROW.size * rank, _ROW.pack(boundary, flags | _LEFT))
+
+    def left(self, rank: int) -> bool:
+        """Whether the rank has left the job."""
+        _, flags = _ROW.unpack(self._area.read_control(_ROW.size * rank, _ROW.size))
+        return bool(flags & _LEFT)
 
     def rows(self) -> list[tuple[int, bool]]:
         """(boundary, whether the rank is to end) of each rank."""
         data = self._area.read_control(0, _ROW.size * self._ranks)
-        return [(boundary, bool(ends)) for boundary, ends in _ROW.iter_unpack(data)]
+        return [(boundary, bool(flags & _ENDS)) for boundary, flags in _ROW.iter_unpack(data)]
+
+    def rows_of(self, ranks: Iterable[int]) -> bytes:
+        """The rows of these ranks, for the boards of other machines."""
+        return b"".join(self._area.read_control(_ROW.size * rank, _ROW.size) for rank in ranks)
+
+    def take_rows(self, ranks: Sequence[int], rows: bytes) -> None:
+        """
+        Write the rows of ranks on other machines.
+
+        Raises:
+            ValueError: they are of another number of ranks.
+        """
+        if len(rows) != _ROW.size * len(ranks):
+            raise ValueError(f"{len(rows)} bytes of rows, expected those of {len(ranks)} ranks")
+        for place, rank in enumerate(ranks):
+            row = rows[_ROW.size * place : _ROW.size * (place + 1)]
+            self._area.write_control(_ROW.size * rank, row)
+
+    def fail(self, text: str) -> None:
+        """All ranks of this machine are to end with this sentence; an earlier one stays."""
+        if self.failure:
+            return
+        data = text.encode()[: FAILURE_BYTES - _FAILURE.size]
+        head = _FAILURE.pack(len(data), zlib.crc32(data))
+        self._area.write_control(self._failure_at, head + data)
+
+    @property
+    def failure(self) -> str:
+        """Why all ranks are to end; empty: they are not."""
+        size, checksum = _FAILURE.unpack(self._area.read_control(self._failure_at, _FAILURE.size))
+        if not 0 < size <= FAILURE_BYTES - _FAILURE.size:
+            return ""
+        data = self._area.read_control(self._failure_at + _FAILURE.size, size)
+        return data.decode(errors="replace") if checksum == zlib.crc32(data) else ""
 
     def behind(self, boundary: int) -> list[int]:
         """The ranks that have not followed the plan of this boundary."""
@@ -150,7 +222,7 @@ class Board:
 
 def board_bytes(*, ranks: int, fragments: int) -> int:
     """Size of the memory of a `Board`."""
-    return _ROW.size * ranks + PLANS * _plan_bytes(fragments)
+    return _ROW.size * ranks + PLANS * _plan_bytes(fragments) + FAILURE_BYTES
 
 
 def _plan_bytes(fragments: int) -> int:
@@ -176,7 +248,8 @@ class Places:
         """Per fragment, the place that the link reads."""
         self._spares = spares
         self._planned: dict[int, int] = {}
-        self._written: dict[int, int] = {}
+        self._written: deque[dict[int, int]] = deque()
+        """Of each boundary that made copies, the oldest first."""
 
     @property
     def writing(self) -> bool:
@@ -195,13 +268,14 @@ class Places:
 
     def write(self, fragments: Iterable[int]) -> None:
         """The planned copies of these fragments are being made, and no others."""
-        self._written = {fragment: self._planned[fragment] for fragment in fragments}
+        written = {fragment: self._planned[fragment] for fragment in fragments}
+        if written:
+            self._written.append(written)
         self._planned = {}
 
     def written(self) -> dict[int, int]:
-        """Every rank has made its part of the copies: where they are."""
-        written, self._written = self._written, {}
-        return written
+        """Every rank has made its part of the oldest copies: where they are."""
+        return self._written.popleft() if self._written else {}
 
     def go_home(self) -> None:
         """Every host copy is in the place of its fragment's own, and none is planned."""
@@ -212,22 +286,41 @@ class Places:
         return [
             fragment
             for fragment, place in enumerate(self.current)
-            if place != HOME and fragment not in announced and fragment not in self._written
+            if place != HOME
+            and fragment not in announced
+            and not any(fragment in written for written in self._written)
         ]
 
     def _taken(self, fragment: int) -> set[int]:
         """What the fragment cannot use: its own places, and the spare ones of all others."""
-        busy = (self._planned, self._written, dict(enumerate(self.current)))
+        busy = (self._planned, *self._written, dict(enumerate(self.current)))
         spare = {place for used in busy for place in used.values() if place != HOME}
         return spare | {used[fragment] for used in busy if fragment in used}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Followed:
+    """A boundary at which rank 0 has followed its plan."""
+
+    boundary: int
+    state: TrainerState
+    """For the link, when all ranks have followed it and all copies have arrived."""
+    copies: Mapping[int, HostCopy]
+    model: bool
+    """The ranks copied the whole model."""
+
+    @property
+    def copying(self) -> bool:
+        """Whether anything was copied."""
+        return self.model or bool(self.copies)
 
 
 class FirstRank:
     """
     What rank 0 decides for all ranks, and when the link learns of it.
 
-    At each boundary: `settle` the previous one as soon as all rows have it, follow the own plan, report it by
-    `followed`, and `plan` the next.
+    At each boundary: `settle` the previous one as soon as all rows have it and the copies of other machines have
+    arrived, follow the own plan, report it by `followed`, and `plan` the next.
 
     Args:
         fragments: of the model.
@@ -240,33 +333,56 @@ class FirstRank:
         """The newest state that holds for every rank: what the link may know."""
         self.short = 0
         """Fragments that the last plan does not copy because no place was free."""
-        self._copies: Mapping[int, HostCopy] = {}
-        self._state: TrainerState | None = None
+        self._followed: deque[Followed] = deque()
+        """What the link does not know yet; of several boundaries without copies, the newest."""
 
     @property
     def copying(self) -> bool:
-        """Whether copies of the last plan may still be written."""
-        return self.places.writing
+        """Whether copies may still be written, or are on their way from other machines."""
+        return self.places.writing or self.model_copying
 
-    def followed(self, state: TrainerState, copies: Mapping[int, HostCopy]) -> None:
+    @property
+    def model_copying(self) -> bool:
+        """Whether these are of the whole model."""
+        return any(followed.model for followed in self._followed)
+
+    @property
+    def oldest(self) -> Followed | None:
+        """What the link is to learn next; None: nothing."""
+        return self._followed[0] if self._followed else None
+
+    @property
+    def late(self) -> bool:
+        """Copies of an earlier boundary than the last have not arrived."""
+        return any(followed.copying for followed in [*self._followed][:-1])
+
+    def followed(
+        self, state: TrainerState, copies: Mapping[int, HostCopy], *, boundary: int = 0, model: bool = False
+    ) -> None:  # fmt: skip
         """
         Rank 0 has followed a plan.
 
         Args:
             state: for the link, when all ranks have.
             copies: that it made, with their counters.
+            boundary: of the plan.
+            model: it copied the whole model.
         """
-        self._state, self._copies = state, copies
+        found = Followed(boundary=boundary, state=state, copies=copies, model=model)
+        if self._followed and not (found.copying or self._followed[-1].copying):
+            self._followed.pop()
+        self._followed.append(found)
         self.places.write(copies)
 
     def written(self) -> list[tuple[int, int, HostCopy]]:
-        """All ranks have followed the plan: (fragment, place, counters) of the copies that are complete."""
-        copies = self._copies
-        return [(p, place, copies[p]) for p, place in self.places.written().items()]
+        """Of `oldest`, which is complete: (fragment, place, counters) of the copies."""
+        copies = self._followed[0].copies if self._followed else {}
+        places = self.places.written() if copies else {}
+        return [(p, place, copies[p]) for p, place in places.items()]
 
     def settle(self, offers: Iterable[tuple[int, int]]) -> TrainerState | None:
         """
-        The link can read these copies from now on.
+        The link can read these copies of `oldest` from now on.
 
         Args:
             offers: (fragment, place); a copy whose predecessor the link was reading is not among them.
@@ -277,9 +393,9 @@ class FirstRank:
         offered = dict(offers)
         for fragment, place in offered.items():
             self.places.current[fragment] = place
-        state, self._state, self._copies = self._state, None, {}
-        if state is None:
+        if not self._followed:
             return None
+        state = self._followed.popleft().state
         self.settled = dataclasses.replace(state, offers=())
         return dataclasses.replace(state, offers=[p for p in state.offers if p in offered])
 
@@ -308,7 +424,8 @@ class FirstRank:
                 places=dict(enumerate(self.places.current)), terminated=terminated, now=now,
             )  # fmt: skip
         replaced = {p for p, generation in link_state.ready if generation > applied[p]}
-        wanted = [p for p in link_state.open if p not in replaced]
+        # The next copies are not newer than those that are late, and would make them later.
+        wanted = [] if self.late else [p for p in link_state.open if p not in replaced]
         places = self.places.plan(wanted)
         self.short = len(wanted) - len(places)
         return Plan(

@@ -81,6 +81,7 @@ class SharedMemory:
         self._table = self._table.reshape(rows, _COLUMNS)
         self._ends = np.cumsum([0, *(f.elements for f in self.layout.fragments)])
         total = int(self._ends[-1])
+        self._host_at = places.host
         self._host = np.frombuffer(self._map, np.float32, total, places.host)
         self._inbox = np.frombuffer(self._map, np.float32, total, places.inbox)
         self.constants = np.frombuffer(self._map, np.uint8, constants_bytes, places.constants)
@@ -160,6 +161,13 @@ class SharedMemory:
     def inbox(self, fragment: int) -> F32:
         """The inbox of a fragment: a view of shape (elements,), fp32."""
         return self._inbox[self._ends[fragment] : self._ends[fragment + 1]]
+
+    def forget_host_copies(self) -> None:
+        """Give back the memory of the places of the fragments' own, if the system can: they are zeros again."""
+        values = self._host.nbytes // _PAGE * _PAGE
+        if values and hasattr(mmap, "MADV_REMOVE"):
+            with contextlib.suppress(OSError):
+                self._map.madvise(mmap.MADV_REMOVE, self._host_at, values)
 
     # ------------------------------------------------------------ locks
 

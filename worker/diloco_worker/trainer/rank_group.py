@@ -13,13 +13,14 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import torch.distributed as dist
 
 from diloco.errors import ConfigError, DilocoError, StorageError, UnavailableError
+from diloco_worker.ipc import relay
 from diloco_worker.trainer.rank_processes import RankProcess, named
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,8 @@ SHOWN_SECONDS = 1.0
 
 SLOW_SECONDS = 10.0
 """After waiting this long for a rank that has connected, a line names it."""
+
+MOST_MACHINES = 64
 
 TEMPORARY: dict[str, type[DilocoError]] = {
     error.__name__: error for error in (StorageError, UnavailableError)
@@ -64,11 +67,15 @@ class RankGroup:
         timeout_seconds: float, call: int = 0,
     ) -> None:  # fmt: skip
         self.rank, self.size = rank, size
-        self._learner, self._timeout_seconds = learner, timeout_seconds
+        self.learner, self._timeout_seconds = learner, timeout_seconds
         self._store, self._prefix = store, f"diloco/{call}"
         self._exchanges = itertools.count()
         self.processes: Mapping[int, RankProcess] = {}
-        """By rank; empty until `refuse_other_machines`."""
+        """By rank, of this machine; empty until `find_machines`."""
+        self.hosts: Mapping[int, str] = {}
+        """By rank, names of the other machines; likewise."""
+        self.machines: Sequence[Sequence[int]] = (range(size),)
+        """Ranks by machine; the first has rank 0."""
         self._set(f"here/{self.rank}", "")
 
     @classmethod
@@ -104,7 +111,7 @@ class RankGroup:
         if self._get("mode", "rank 0 has not called Learner.connect") == "all":
             return False
         raise UnavailableError(
-            f"learner {self._learner}: rank 0 connected alone, because no other rank had called Learner.connect in "
+            f"learner {self.learner}: rank 0 connected alone, because no other rank had called Learner.connect in "
             f"time, and rank {self.rank} has now; pass every_rank=True in all ranks to let rank 0 wait"
         )
 
@@ -148,36 +155,54 @@ class RankGroup:
                 raise TEMPORARY.get(kind, ConfigError)(text)
         return [reply for reply, _, _ in found]
 
-    def refuse_other_machines(self) -> None:
+    @property
+    def machine(self) -> int:
+        """Number of this rank's machine in `machines`."""
+        return next(number for number, ranks in enumerate(self.machines) if self.rank in ranks)
+
+    @property
+    def leader(self) -> int:
+        """The first rank of this rank's machine: it creates the memory that the ranks there share."""
+        return self.machines[self.machine][0]
+
+    def named(self, ranks: Iterable[int]) -> str:
+        """Ranks with their processes or machines."""
+        return named(ranks, self.processes, self.hosts)
+
+    def find_machines(self, name: str = "") -> None:
         """
-        Every rank can map the memory of rank 0; from now on, one that ends is noticed.
+        Find out which ranks can share memory; from now on, one of them that ends is noticed.
+
+        Args:
+            name: of this machine; ranks with different ones share no memory.
 
         Raises:
-            ConfigError: a rank is on another machine, or in another container.
+            ConfigError: there are too many machines, or the ranks run different versions.
         """
         own = RankProcess.own()
-        places = [
-            json.loads(text)
-            for text in self.exchange(json.dumps([*_machine(), own.pid, own.started]))
-        ]
-        host, boot, pids, *_ = places[0]
-        for rank, (other_host, other_boot, other_pids, *_) in enumerate(places):
-            if boot != other_boot:
+        host, *place = _machine()
+        facts = [relay.VERSION, [*place, name], name or host, own.pid, own.started]
+        ranks = [json.loads(text) for text in self.exchange(json.dumps(facts))]
+        machines: dict[str, list[int]] = {}
+        for rank, (version, key, *_) in enumerate(ranks):
+            if version != ranks[0][0]:
                 raise ConfigError(
-                    f"learner {self._learner}: rank {rank} is on {other_host}, rank 0 on {host}; expected all "
-                    f"{self.size} ranks on one machine: let rank 0 alone connect (every_rank=False) if it holds whole "
-                    "tensors, or make a learner of each machine"
+                    f"learner {self.learner}: rank {rank} has version {version} of the messages between machines, rank "
+                    f"0 has {ranks[0][0]}; install the same version of this package on all machines"
                 )
-            if pids != other_pids:
-                raise ConfigError(
-                    f"learner {self._learner}: rank {rank} is in container {other_host}, rank 0 in {host} on the same "
-                    f"machine; expected all {self.size} ranks in one container: start them there, for example with "
-                    "torchrun, or let rank 0 alone connect (every_rank=False) if it holds whole tensors"
-                )
+            machines.setdefault(json.dumps(key), []).append(rank)
+        if len(machines) > MOST_MACHINES:
+            raise ConfigError(
+                f"learner {self.learner}: its ranks are on {len(machines)} machines or in as many containers, at most "
+                f"{MOST_MACHINES} are supported, because rank 0 sends the results to each of them; make several "
+                "learners of them"
+            )
+        self.machines = tuple(machines.values())
+        here = self.machines[self.machine]
         self.processes = {
-            rank: RankProcess(pid=pid, started=started)
-            for rank, (*_, pid, started) in enumerate(places)
+            rank: RankProcess(pid=ranks[rank][3], started=ranks[rank][4]) for rank in here
         }
+        self.hosts = {rank: facts[2] for rank, facts in enumerate(ranks) if rank not in here}
 
     def _any(self, keys: Sequence[str], seconds: float) -> bool:
         shown, deadline = time.monotonic() + SHOWN_SECONDS, time.monotonic() + seconds
@@ -185,7 +210,7 @@ class RankGroup:
             if time.monotonic() > shown:
                 shown = deadline
                 print(
-                    f"diloco: {self._learner}: waiting up to {seconds:.0f} s for another of {self.size} ranks to call "
+                    f"diloco: {self.learner}: waiting up to {seconds:.0f} s for another of {self.size} ranks to call "
                     "Learner.connect; pass every_rank=False if rank 0 connects alone",
                     file=sys.stderr, flush=True,
                 )  # fmt: skip
@@ -196,7 +221,7 @@ class RankGroup:
         names = ", ".join(str(rank) for rank in ranks[:16]) + (", …" if len(ranks) > 16 else "")
         noun, verb = ("rank", "has") if len(ranks) == 1 else ("ranks", "have")
         return (
-            f"learner {self._learner}: {noun} {names} of {self.size} {verb} not called Learner.connect within "
+            f"learner {self.learner}: {noun} {names} of {self.size} {verb} not called Learner.connect within "
             f"{self._timeout_seconds:.0f} s; expected every rank to call it, or rank 0 alone with every_rank=False"
         )
 
@@ -212,7 +237,7 @@ class RankGroup:
         while not self._has(key):
             if time.monotonic() > deadline:
                 raise UnavailableError(
-                    f"learner {self._learner}: {absent} within {self._timeout_seconds:.0f} s"
+                    f"learner {self.learner}: {absent} within {self._timeout_seconds:.0f} s"
                 )
             watch()
             time.sleep(pause)
@@ -221,13 +246,13 @@ class RankGroup:
 
     def _continued(self, key: str, rank: int) -> str:
         """What a rank that has connected set; one that ended before is noticed."""
-        name, shown = named([rank], self.processes), time.monotonic() + SLOW_SECONDS
+        name, shown = self.named([rank]), time.monotonic() + SLOW_SECONDS
 
         def watch() -> None:
             nonlocal shown
             if rank in self.processes and self.processes[rank].ended and not self._has(key):
                 raise UnavailableError(
-                    f"learner {self._learner}: {name} has ended while the others connect; its own output has the reason"
+                    f"learner {self.learner}: {name} has ended while the others connect; its own output has the reason"
                 )
             if time.monotonic() > shown:
                 shown = float("inf")
@@ -240,14 +265,14 @@ class RankGroup:
     def _show(self, rank: int, text: str) -> None:
         """Show in one rank that another is waited for."""
         if self.rank == (1 if rank == 0 else 0):
-            print(f"diloco: {self._learner}: {text}", file=sys.stderr, flush=True)
+            print(f"diloco: {self.learner}: {text}", file=sys.stderr, flush=True)
 
     def _ask(self, call: Callable[[], T]) -> T:
         try:
             return call()
         except dist.DistError as error:
             raise UnavailableError(
-                f"learner {self._learner}: the store of torch.distributed, in most programs in rank 0, does not answer "
+                f"learner {self.learner}: the store of torch.distributed, in most programs in rank 0, does not answer "
                 f"rank {self.rank} ({str(error).splitlines()[0]})"
             ) from None
 

@@ -32,17 +32,20 @@ class RankProcess:
         return found is None or found[0] in "ZX" or found[1] != self.started
 
 
-def named(ranks: Iterable[int], processes: Mapping[int, RankProcess]) -> str:
+def named(
+    ranks: Iterable[int], processes: Mapping[int, RankProcess], hosts: Mapping[int, str] | None = None
+) -> str:  # fmt: skip
     """
-    Ranks with their processes, as far as those are known.
+    Ranks with their processes, or with their machines if these are others.
 
-    >>> named([0, 2], {2: RankProcess(pid=7, started=1)})
-    'rank 0, rank 2 (process 7)'
+    >>> named([0, 2, 3], {2: RankProcess(pid=7, started=1)}, {3: "b"})
+    'rank 0, rank 2 (process 7), rank 3 on b'
     """
-    texts = [
-        f"rank {rank} (process {processes[rank].pid})" if rank in processes else f"rank {rank}"
-        for rank in ranks
-    ]
+    texts = []
+    for rank in ranks:
+        process, host = processes.get(rank), (hosts or {}).get(rank)
+        which = f" (process {process.pid})" if process else f" on {host}" if host else ""
+        texts.append(f"rank {rank}{which}")
     more = f" and {len(texts) - MOST_NAMED} more" if len(texts) > MOST_NAMED else ""
     return ", ".join(texts[:MOST_NAMED]) + more
 

@@ -11,6 +11,7 @@ import logging
 import os
 import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -18,7 +19,9 @@ from diloco.errors import ConfigError, DilocoError, UnavailableError
 from diloco.model.fragments import Layout, cut
 from diloco.rpc.tensor_info import pack_frozen
 from diloco.spec import RunSpec
+from diloco_worker.core import machine_parts as parts
 from diloco_worker.core.agreement import HOME, board_bytes
+from diloco_worker.core.boxes import Box
 from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.trainer.buffers import Watch, log_unmatched
 from diloco_worker.trainer.frozen import with_digests
@@ -49,7 +52,8 @@ class RankReplica:
 
     def __init__(self, model: nn.Module, spec: RunSpec, group: RankGroup) -> None:
         self.rank, self.ranks = group.rank, group.size
-        tensors, own = _agreed(model, spec, group)
+        tensors, found = _agreed(model, spec, group)
+        own = found[self.rank]
         self.layout = _cut(tensors, spec, group, own)
         kept = spec.buffers == "Initial"
         if self.rank == 0:
@@ -61,6 +65,18 @@ class RankReplica:
         # being written while another waits for the last rank.
         self.spares = 2 * (spec.overlap + 1)
         self.shared = self._map(group)
+        self.machines = [
+            MachineShares(
+                ranks=ranks,
+                held=parts.held(
+                    self.layout, _boxes(found, ranks, "held"), constants_bytes=self.shared.constants.size
+                ),
+                copied=parts.copied(self.layout, _boxes(found, ranks, "copied")),
+            )
+            for ranks in group.machines[1:]
+            if all(rank in found for rank in ranks)
+        ]  # fmt: skip
+        """Of the machines other than that of rank 0: all of them in rank 0, and in the first rank of each its own."""
         places = range(self.spares + 1)
         self._copier.attach(
             [[self.shared.place(p, place) for place in places] for p in fragments],
@@ -68,11 +84,11 @@ class RankReplica:
         )
 
     def _map(self, group: RankGroup) -> SharedMemory:
-        """Create the memory in rank 0, and map it in the others."""
+        """Create the memory in the first rank of each machine, and map it in the others."""
         size = board_bytes(ranks=group.size, fragments=len(self.layout.fragments))
         error: DilocoError | None = None
         shared, token, place = None, secrets.token_bytes(TOKEN_BYTES), ""
-        if group.rank == 0:
+        if group.rank == group.leader:
             try:
                 shared = SharedMemory.create(
                     self.layout, constants_bytes=self._copier.constants_bytes(), spares=self.spares,
@@ -82,7 +98,7 @@ class RankReplica:
                 place = json.dumps([os.getpid(), shared.fd, token.hex()])
             except OSError as problem:
                 error = UnavailableError(f"the memory that the ranks share: {problem}")
-        pid, fd, found = json.loads(group.agree(place, error)[0])
+        pid, fd, found = json.loads(group.agree(place, error)[group.leader])
         if shared is None:
             try:
                 shared = SharedMemory.of_process(pid, fd)
@@ -90,10 +106,10 @@ class RankReplica:
                     raise ValueError("it is not the memory of this learner")
             except (OSError, ValueError, DilocoError) as problem:
                 error = ConfigError(
-                    f"rank {group.rank} cannot map the memory of rank 0 (process {pid}): {problem}; expected all ranks "
-                    "in one container and of one user"
+                    f"rank {group.rank} cannot map the memory of rank {group.leader} (process {pid}): {problem}; "
+                    "expected the ranks of a container to be of one user"
                 )
-        group.agree("", error)  # rank 0 keeps its file open until all have it
+        group.agree("", error)  # the creators keep their files open until all have them
         if shared is None:
             raise AssertionError("the error was raised")
         return shared
@@ -140,10 +156,32 @@ class RankReplica:
         self.shared.close()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineShares:
+    """What the ranks of one machine hold and copy, per unit (core/machine_parts.py)."""
+
+    ranks: Sequence[int]
+    held: Sequence[Sequence[parts.Part]]
+    copied: Sequence[Sequence[parts.Part]]
+
+
+def _boxes(
+    found: Mapping[int, Mapping[str, Share]], ranks: Sequence[int], which: str
+) -> dict[str, set[Box]]:
+    """By name, the boxes that these ranks hold or copy."""
+    boxes: dict[str, set[Box]] = {}
+    for rank in ranks:
+        for name, share in found[rank].items():
+            box = share.held if which == "held" else share.copied
+            if box is not None:
+                boxes.setdefault(name, set()).add(box)
+    return boxes
+
+
 def _agreed(
     model: nn.Module, spec: RunSpec, group: RankGroup
-) -> tuple[ModelTensors, dict[str, Share]]:
-    """The tensors of this rank, and what it holds of each."""
+) -> tuple[ModelTensors, dict[int, dict[str, Share]]]:
+    """The tensors of this rank, and by rank what it holds of each: of this rank, and of those that it speaks for."""
     moving = None if spec.buffers == "Initial" else spec.moving_buffers
     text, error, tensors = "", None, None
     try:
@@ -153,10 +191,15 @@ def _agreed(
     except DilocoError as problem:
         error = problem
     texts = group.agree(text, error)
-    own = shares(texts, group.rank)  # the same error in all ranks
+    several = len(group.machines) > 1
+    ranks: Sequence[int] = [group.rank]
+    if several and group.rank == group.leader:
+        ranks = range(group.size) if group.rank == 0 else group.machines[group.machine]
+    # The same error in all ranks.
+    found = shares(texts, ranks, first=group.machines[0] if several else None)
     if tensors is None:
         raise AssertionError("the error was raised")
-    return tensors, own
+    return tensors, found
 
 
 def _cut(

@@ -44,6 +44,11 @@ def digests(
     sharded = [named for named in frozen if is_dtensor(named.tensor)]
     if not sharded:
         return {}
+    if len(group.machines) > 1:
+        raise ConfigError(
+            f"model: {sharded[0].info.name} is frozen and distributed over ranks on several machines; expected frozen "
+            "parameters that each rank holds as a whole, ranks on one machine, or spec.sync.frozen: Ship"
+        )
     if group.rank == 0:
         announce(sharded)
     batches = _batches(sharded)

@@ -103,31 +103,50 @@ def _placed(tensor: torch.Tensor) -> str:
     return f"a DTensor with placements ({placements}) on a mesh of {list(tensor.device_mesh.shape)}"
 
 
-def shares(texts: Sequence[str], rank: int) -> dict[str, Share]:
+def shares(
+    texts: Sequence[str], ranks: Sequence[int], *, first: Sequence[int] | None = None
+) -> dict[int, dict[str, Share]]:  # fmt: skip
     """
-    By name, what a rank holds of each tensor, and which part it copies out.
+    By rank and name, what ranks hold of each tensor, and which part they copy out.
 
     Args:
         texts: what `to_text` returned, by rank.
-        rank: whose shares.
+        ranks: whose shares.
+        first: ranks on the machine of rank 0, which copy what they hold; None: all.
 
     Raises:
         ConfigError: the ranks have different models, or their parts are not the whole model.
     """
-    ranks = [_read(text) for text in texts]
-    problems = list(islice(_problems(ranks), MOST_PROBLEMS))
+    facts = [_read(text) for text in texts]
+    problems = list(islice(_problems(facts), MOST_PROBLEMS))
     if problems:
         raise ConfigError("the ranks of this learner do not fit together: " + "; ".join(problems))
-    found = {}
-    for turn, name in enumerate(sorted(ranks[0])):
-        boxes = _boxes(ranks, name)
+    found: dict[int, dict[str, Share]] = {rank: {} for rank in ranks}
+    for turn, name in enumerate(sorted(facts[0])):
+        boxes = _boxes(facts, name)
         # The values of plain buffers may differ between ranks, as running statistics do: rank 0 has those that count.
         divided = (
-            all(facts[name]["same"] for facts in ranks) or "DTensor" in ranks[0][name]["placed"]
+            all(of_rank[name]["same"] for of_rank in facts) or "DTensor" in facts[0][name]["placed"]
         )
-        copied = piece(boxes, rank, turn=turn, divided=divided)
-        found[name] = Share(held=boxes.get(rank), copied=copied)
+        copying = _nearest(boxes, first)
+        for rank in ranks:
+            held = boxes.get(rank)
+            # Only the holders of the same box divide it.
+            same = copying[held] if held is not None else {}
+            copied = piece(same, rank, turn=turn, divided=divided)
+            found[rank][name] = Share(held=held, copied=copied)
     return found
+
+
+def _nearest(boxes: Mapping[int, Box], first: Sequence[int] | None) -> dict[Box, dict[int, Box]]:
+    """By box, the ranks that copy it: its holders, or those of them on the machine of rank 0 if there are any."""
+    holders: dict[Box, dict[int, Box]] = {}
+    for rank, box in boxes.items():
+        holders.setdefault(box, {})[rank] = box
+    if first is None:
+        return holders
+    near = {box: {rank: box for rank in first if rank in ranks} for box, ranks in holders.items()}
+    return {box: near[box] or ranks for box, ranks in holders.items()}
 
 
 def _read(text: str) -> dict[str, dict[str, Any]]:
