@@ -185,15 +185,24 @@ class Copies:
         return new
 
     def begin(
-        self, tensors: Mapping[str, torch.Tensor], model: nn.Module, optimizers: Sequence[Optimizer]
-    ) -> Copy:
-        """Copy what must be copied at once, and defer the rest."""
-        began, copy = time.monotonic(), Copy()
+        self, tensors: Mapping[str, torch.Tensor], model: nn.Module, optimizers: Sequence[Optimizer], *,
+        owners: Mapping[str, torch.Tensor] | None = None,
+    ) -> Copy:  # fmt: skip
+        """
+        Copy what must be copied at once, and defer the rest.
+
+        Args:
+            tensors: what to copy, by name.
+            model: of the optimizers.
+            optimizers: step it.
+            owners: by name, the parameter or state of which `tensors` has a part.
+        """
+        began, copy, owners = time.monotonic(), Copy(), owners or {}
         deferrable = _guarded_tensors(model, optimizers) if self._guarded and self._trusted else {}
         self.reserve(tensors)
         for name, tensor in tensors.items():
             room = copy.tensors[name] = self._memory[name]
-            if id(tensor) in deferrable:
+            if id(owners.get(name, tensor)) in deferrable:
                 copy.defer(tensor, room)
             else:
                 room.copy_(tensor.detach())

@@ -148,6 +148,27 @@ class RankGroup:
                 raise TEMPORARY.get(kind, ConfigError)(text)
         return [reply for reply, _, _ in found]
 
+    def report(self, topic: str, text: str) -> None:
+        """
+        Leave a text of this rank for the others, in place of the one before, at any time and from any thread.
+
+        Raises:
+            UnavailableError: the store does not answer.
+        """
+        self._set(f"report/{topic}/{self.rank}", text)
+
+    def reported(self, topic: str, rank: int) -> str:
+        """
+        The newest text that a rank left; empty: none.
+
+        Raises:
+            UnavailableError: the store does not answer.
+        """
+        key = f"report/{topic}/{rank}"
+        if not self._has(key):
+            return ""
+        return bytes(self._ask(lambda: self._store.get(f"{self._prefix}/{key}"))).decode()
+
     def refuse_other_machines(self) -> None:
         """
         Every rank can map the memory of rank 0; from now on, one that ends is noticed.

@@ -5,8 +5,7 @@ Trees of plain values and tensors without pickle: the values as JSON, the tensor
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
@@ -42,7 +41,14 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
     )
 
 
-def unpack(value: Any, tensors: Mapping[str, torch.Tensor] | TensorReader) -> Any:
+class Tensors(Protocol):
+    """Tensors by name."""
+
+    def __getitem__(self, name: str, /) -> torch.Tensor:
+        """The tensor of this name."""
+
+
+def unpack(value: Any, tensors: Tensors) -> Any:
     """The inverse of `pack`."""
     if not isinstance(value, dict):
         return value
@@ -73,6 +79,10 @@ class TensorReader:
         if entry.hi > entry.lo:
             self._fill(tensor.reshape(-1).view(torch.uint8).numpy().data, at=entry.lo)
         return tensor
+
+    def entry(self, name: str) -> Entry:
+        """Shape and type of a tensor."""
+        return self._entries[name]
 
     def _fill(self, memory: memoryview, *, at: int) -> None:
         done = 0
