@@ -22,6 +22,9 @@ from diloco_worker import Learner
 
 ROWS = 24
 TOKENS = 10
+SMALL_FROM = 5
+"""Local step from which --small-disk=RANK lets this rank write only files of at most FILE_BYTES."""
+FILE_BYTES = 128 << 10
 WIDTH = 160
 """Of the widest layer: its matrix is divided among ranks that all hold it."""
 
@@ -66,8 +69,6 @@ def main() -> None:
     if how != "alone":
         distributed.init_process_group("gloo")
         rank, size = distributed.get_rank(), distributed.get_world_size()
-    if f"--small-disk={rank}" in options:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (64 << 10, resource.RLIM_INFINITY))
     model, part, parts = wrapped(make_model(), how, size)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     lines = open(f"{out}-{rank}.jsonl", "w")  # noqa: SIM115 - to the end
@@ -91,6 +92,8 @@ def main() -> None:
         optimizer.step()
         torch.rand(())  # the random state is one of this step
         position.read += 1 + rank
+        if f"--small-disk={rank}" in options and learner.local_step == SMALL_FROM:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
         learner.step(tokens=TOKENS, loss=loss)
         show(draw=torch.rand((), generator=after()).item())
         time.sleep(0.01)
