@@ -329,8 +329,8 @@ def test_ranks_without_a_common_directory_have_no_checkpoints(tmp_path):
             2, lambda group: of_ranks(directory(group), keep=2, digest=DIGEST, held={}, group=group)
         )
 
-    assert reason(lambda group: None) == [(None, "DILOCO_STATE is not set")] * 2
-    text = "its ranks have different directories DILOCO_STATE"
+    assert reason(lambda group: None) == [(None, "DILOCO_STATE is not set in every rank")] * 2
+    text = "its ranks do not see the same directory DILOCO_STATE"
     assert reason(lambda group: tmp_path / str(group.rank)) == [(None, text)] * 2
     assert [found is not None and why == "" for found, why in reason(lambda group: tmp_path)] == [
         True,

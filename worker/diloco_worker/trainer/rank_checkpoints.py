@@ -13,8 +13,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
-import platform
+import secrets
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +46,8 @@ from diloco_worker.trainer.rank_group import RankGroup
 log = logging.getLogger(__name__)
 
 TOPIC = "checkpoint"
+TOKEN = "ranks.token"
+"""A file by which the ranks find out, while they connect, whether they see one directory."""
 POLL_SECONDS = 0.02
 
 UNUSABLE = (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError, AssertionError)
@@ -343,20 +344,31 @@ def of_ranks(
     Raises:
         StorageError: the directory cannot be used.
     """
-    place, error, found = "", None, None
+    token, error, found = secrets.token_hex(16), None, None
     try:
         if directory is not None:
             found = RankCheckpoints(directory, keep=keep, digest=digest, held=held, group=group)
-            status = os.stat(directory)
-            place = f"{platform.node()} {status.st_dev} {status.st_ino}"
+            if group.rank == 0:
+                files.replace(directory / TOKEN, token, mode=files.PRIVATE)
     except OSError as problem:
         error = StorageError(f"{directory}: {problem.strerror or problem}")
-    places = group.agree(place, error)
-    if not all(places):
-        return None, "DILOCO_STATE is not set"
-    if len(set(places)) > 1:
-        return None, "its ranks have different directories DILOCO_STATE"
+    tokens = group.agree("" if found is None else token, error)
+    if directory is None or not all(tokens):
+        return None, "DILOCO_STATE is not set in every rank"
+    seen = group.exchange(_seen(directory))
+    if group.rank == 0:
+        (directory / TOKEN).unlink(missing_ok=True)
+    if any(text != tokens[0] for text in seen):
+        return None, "its ranks do not see the same directory DILOCO_STATE"
     return found, ""
+
+
+def _seen(directory: Path) -> str:
+    """The token that rank 0 wrote, if this rank sees its directory."""
+    try:
+        return files.read(directory / TOKEN).decode()
+    except OSError:
+        return ""
 
 
 def _alike(tensor: torch.Tensor, owner: torch.Tensor) -> bool:

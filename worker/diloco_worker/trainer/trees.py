@@ -12,7 +12,7 @@ import torch
 from diloco.errors import ConfigError, DamagedError
 from diloco.model import tensorfile
 from diloco.model.tensorfile import DTYPES, Entry
-from diloco_worker.trainer.layout import dtype_name
+from diloco_worker.trainer.layout import dtype_name, is_dtensor
 
 
 def pack(value: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
@@ -100,6 +100,10 @@ def entry_of(name: str, tensor: torch.Tensor) -> Entry:
     Raises:
         ConfigError: the file cannot hold such a tensor.
     """
+    if is_dtensor(tensor):
+        raise ConfigError(
+            f"checkpoint: {name} is a DTensor; expected the plain tensor that its to_local() returns"
+        )
     dtype = dtype_name(tensor)
     if dtype not in DTYPES or tensor.layout is not torch.strided:
         raise ConfigError(

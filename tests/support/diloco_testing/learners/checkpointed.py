@@ -12,6 +12,7 @@ import json
 import resource
 import sys
 import time
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ ROWS = 24
 TOKENS = 10
 SMALL_FROM = 5
 """Local step from which --small-disk=RANK lets this rank write only files of at most FILE_BYTES."""
-FILE_BYTES = 128 << 10
+FILE_BYTES = 8 << 20
+"""More than the memory that the ranks share, which is a file as well, and less than what this rank keeps."""
 WIDTH = 160
 """Of the widest layer: its matrix is divided among ranks that all hold it."""
 
@@ -32,14 +34,14 @@ WIDTH = 160
 class Position:
     """Where this rank is in its data."""
 
-    def __init__(self) -> None:
-        self.read = 0
+    def __init__(self, *, ballast_bytes: int = 0) -> None:
+        self.read, self._ballast = 0, torch.zeros(ballast_bytes, dtype=torch.uint8)
 
-    def state_dict(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, Any]:
         """The position."""
-        return {"read": self.read}
+        return {"read": self.read, "ballast": self._ballast}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue there."""
         self.read = state["read"]
 
@@ -73,7 +75,8 @@ def main() -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     lines = open(f"{out}-{rank}.jsonl", "w")  # noqa: SIM115 - to the end
     learner = Learner.connect(model, optimizer)
-    position = Position()
+    small = f"--small-disk={rank}" in options
+    position = Position(ballast_bytes=2 * FILE_BYTES if small else 0)
     learner.keep(position=position)
 
     def show(**facts: object) -> None:
@@ -92,7 +95,7 @@ def main() -> None:
         optimizer.step()
         torch.rand(())  # the random state is one of this step
         position.read += 1 + rank
-        if f"--small-disk={rank}" in options and learner.local_step == SMALL_FROM:
+        if small and learner.local_step == SMALL_FROM:
             resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, resource.RLIM_INFINITY))
         learner.step(tokens=TOKENS, loss=loss)
         show(draw=torch.rand((), generator=after()).item())
