@@ -13,7 +13,8 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch.distributed import checkpoint
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from diloco.errors import EXIT_USAGE
 
@@ -28,9 +29,7 @@ def write(model: Path, to: Path) -> None:
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it is a single process
-        checkpoint.save(
-            load_file(model), storage_writer=checkpoint.FileSystemWriter(to), no_dist=True
-        )
+        save(load_file(model), storage_writer=FileSystemWriter(to), no_dist=True)
 
 
 def main() -> None:

@@ -46,7 +46,7 @@ from diloco_worker.trainer.rank_group import RankGroup
 log = logging.getLogger(__name__)
 
 TOPIC = "checkpoint"
-TOKEN = "ranks.token"
+MARK = "ranks.mark"
 """A file by which the ranks find out, while they connect, whether they see one directory."""
 POLL_SECONDS = 0.02
 
@@ -349,7 +349,7 @@ def of_ranks(
         if directory is not None:
             found = RankCheckpoints(directory, keep=keep, digest=digest, held=held, group=group)
             if group.rank == 0:
-                files.replace(directory / TOKEN, token, mode=files.PRIVATE)
+                files.replace(directory / MARK, token, mode=files.PRIVATE)
     except OSError as problem:
         error = StorageError(f"{directory}: {problem.strerror or problem}")
     tokens = group.agree("" if found is None else token, error)
@@ -357,7 +357,7 @@ def of_ranks(
         return None, "DILOCO_STATE is not set in every rank"
     seen = group.exchange(_seen(directory))
     if group.rank == 0:
-        (directory / TOKEN).unlink(missing_ok=True)
+        (directory / MARK).unlink(missing_ok=True)
     if any(text != tokens[0] for text in seen):
         return None, "its ranks do not see the same directory DILOCO_STATE"
     return found, ""
@@ -366,7 +366,7 @@ def of_ranks(
 def _seen(directory: Path) -> str:
     """The token that rank 0 wrote, if this rank sees its directory."""
     try:
-        return files.read(directory / TOKEN).decode()
+        return files.read(directory / MARK).decode()
     except OSError:
         return ""
 
