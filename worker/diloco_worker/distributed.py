@@ -105,7 +105,7 @@ class DistributedTrainer:
         """Rank 0: when the next checkpoint begins."""
         self._core = core.TrainerCore(
             name=self.name, fragments=fragments, found=local_checkpoint(self._found),
-            checkpoint_every=None,  # the plans say when
+            checkpoint_every=None,  # the plans decide
             connect_timeout_seconds=connect_timeout_seconds,
         )  # fmt: skip
         self._first = _First(self._replica, self._core) if group.rank == 0 else None

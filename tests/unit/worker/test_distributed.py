@@ -47,7 +47,10 @@ def rank(number: int) -> DistributedTrainer:
     trainer._core = TrainerCore(
         name="eu/0", fragments=1, found=None, checkpoint_every=None, connect_timeout_seconds=1.0
     )
-    nothing = SimpleNamespace(close=lambda: None, restore=lambda: None)
+    nothing = SimpleNamespace(
+        close=lambda: None, restore=lambda: None, finish=lambda: None, forget_saved=lambda: None
+    )
+    trainer._checkpoints = trainer._kept = nothing
     trainer._replica = trainer._run_queue = trainer._termination = nothing
     return trainer
 

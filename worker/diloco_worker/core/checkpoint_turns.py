@@ -48,7 +48,7 @@ class Turns:
 
     def at(self, local_step: int, *, busy: bool, trained: bool, ending: bool) -> int | None:
         """
-        Whether a checkpoint begins at the end of this step; it does if this says so.
+        Whether a checkpoint begins at the end of this step; it does if the answer is a number.
 
         Args:
             local_step: of the step.

@@ -1,7 +1,7 @@
 """
 Local checkpoints of a learner of several ranks: each rank writes its piece, and rank 0 the manifest.
 
-The ranks begin a checkpoint at the same step, as the plan of the step says. Nothing is exchanged then: each writes in
+The ranks begin a checkpoint at the same step: the plan of the step states it. Nothing is exchanged then: each writes in
 the background what only it has, and reports to rank 0 through the store of torch.distributed. When all pieces are on
 disk, a thread of rank 0 writes the manifest: a checkpoint without it does not count. What several ranks hold is
 divided among them as for host copies (`core.boxes`). All ranks must see one directory.
