@@ -220,15 +220,24 @@ def export(
             help="With --adapter: write the base model of this folder with the adapter merged into it.",
         ),
     ] = None,
+    dcp: Annotated[
+        bool,
+        typer.Option(
+            "--dcp",
+            help="Write a checkpoint of torch.distributed.checkpoint, for models of any sharding.",
+        ),
+    ] = False,
     output: Format = Output.table,
 ) -> None:
     """
     Copy a finished model and verify the copy.
 
     With --dtype, --shard-size or --files-from: as the folder that from_pretrained of Hugging Face's
-    libraries loads. With --adapter: as the folder that from_pretrained of PEFT loads.
+    libraries loads. With --adapter: as the folder that from_pretrained of PEFT loads. With --dcp: as the
+    checkpoint that torch.distributed.checkpoint.load reads.
     """
     from diloco_local.adapter import export_adapter
+    from diloco_local.dcp_export import export_dcp
     from diloco_local.export import export_model
     from diloco_local.pretrained import SHARD_BYTES, export_folder
 
@@ -239,9 +248,16 @@ def export(
     if adapter is not None and merge_into is None and shard_size:
         raise ConfigError("--shard-size needs --merge-into: an adapter is one file")
     folder = adapter is not None or dtype is not None or bool(shard_size) or files_from is not None
+    if dcp and folder:
+        raise ConfigError(
+            "--dcp cannot be combined with --dtype, --shard-size, --files-from or --adapter; the model that loads it "
+            "converts the tensors"
+        )
     shard_bytes = _bytes(shard_size) if shard_size else SHARD_BYTES
 
     def copied(run_dir: Path) -> dict[str, Any]:
+        if dcp:
+            return export_dcp(run_dir, to)
         if not folder:
             return export_model(run_dir, to)
         if adapter is not None:
@@ -266,7 +282,7 @@ def export(
             remote = RemoteJob(name=job, namespace=namespace, context=context, announce=announce)
             fetch_model(remote, Path(fetched))
             facts = copied(Path(fetched))
-    if folder:
+    if folder or dcp:
         text = "\n".join(
             f"{to / name}  SHA-256 {digest}" for name, digest in facts["files"].items()
         )

@@ -20,6 +20,9 @@ from diloco_job.types import DiLoCoJob, Region
 PYTHON = "python"
 """First word of our own programs; the runtime replaces it with its interpreter."""
 
+CHECKPOINT_INTERVALS = 4
+"""Of H, between two local checkpoints (docs/adr/0028-checkpoints-in-pieces.md)."""
+
 Env = tuple[tuple[str, str], ...]
 
 
@@ -105,7 +108,6 @@ def run_spec(job: DiLoCoJob) -> RunSpec:
     """The values that every process of the job shares."""
     spec, sync, recipe = job.spec, job.spec.sync, job.spec.learner.recipe
     evaluation = spec.evaluation
-    checkpoint = spec.learner.checkpoint
     return RunSpec(
         job=job.metadata.name,
         steps=spec.steps,
@@ -129,7 +131,7 @@ def run_spec(job: DiLoCoJob) -> RunSpec:
         wire_down=sync.wire.down,
         error_feedback=sync.wire.error_feedback,
         learners={region.name: region.learners for region in spec.regions},
-        learner_checkpoint=Checkpoint(every_steps=checkpoint.every_steps, keep=checkpoint.keep),
+        learner_checkpoint=_learner_checkpoint(job),
         syncer_checkpoint=_syncer_checkpoint(job),
         evaluation_every_steps=evaluation.every_steps if evaluation else None,
         evaluation_command=tuple(evaluation.command or ()) if evaluation else (),
@@ -254,6 +256,12 @@ def _evaluator(job: DiLoCoJob) -> EvaluatorPlan | None:
         config=dict(recipe.config) if recipe else {},
         env=_user_env(job),
     )
+
+
+def _learner_checkpoint(job: DiLoCoJob) -> Checkpoint:
+    checkpoint, interval = job.spec.learner.checkpoint, job.spec.sync.interval
+    every = checkpoint.every_steps or min(BILLION, CHECKPOINT_INTERVALS * interval)
+    return Checkpoint(every_steps=every, keep=checkpoint.keep)
 
 
 def _syncer_checkpoint(job: DiLoCoJob) -> Checkpoint:

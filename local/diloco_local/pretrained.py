@@ -87,7 +87,7 @@ def export_folder(
         StorageError: the model does not match its SHA-256, or a file cannot be read or written.
     """
     facts = finished_model(run_dir, to)
-    _refuse_incomplete(run_dir, facts)
+    refuse_incomplete(run_dir, facts)
     refuse_weights(to)
     others = others_of(files_from) if files_from is not None else []
     source = run_dir / "model" / MODEL
@@ -201,7 +201,8 @@ def plan(entries: Sequence[Entry], shard_bytes: int) -> list[Shard]:
     ]
 
 
-def _refuse_incomplete(run_dir: Path, facts: Mapping[str, Any]) -> None:
+def refuse_incomplete(run_dir: Path, facts: Mapping[str, Any]) -> None:
+    """Refuse a model that lacks its frozen tensors."""
     # The libraries would initialize what is missing at random.
     if frozen := facts.get("frozen"):
         names = [str(tensor["name"]) for tensor in frozen]
@@ -209,7 +210,7 @@ def _refuse_incomplete(run_dir: Path, facts: Mapping[str, Any]) -> None:
         raise ConfigError(
             f"{run_dir / 'model' / MODEL}: lacks the frozen tensors, which stay with the learners: "
             f"{', '.join(names[:_MOST_NAMED])}{more}; expected a whole model. Of LoRA, give --adapter; else copy it "
-            "without --dtype, --shard-size and --files-from, and load it into the base model in a program "
+            "without --dtype, --shard-size, --files-from and --dcp, and load it into the base model in a program "
             "(load_state_dict with strict=False), or run the job with sync.frozen: Ship"
         )
 

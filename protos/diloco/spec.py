@@ -77,7 +77,7 @@ class RunSpec:
     error_feedback: bool = False
     learners: dict[str, int] = field(default_factory=dict)
     """Region → number of learners; may change while the job runs."""
-    learner_checkpoint: Checkpoint = Checkpoint(every_steps=100, keep=2)
+    learner_checkpoint: Checkpoint = Checkpoint(every_steps=96, keep=2)
     syncer_checkpoint: Checkpoint = Checkpoint(every_steps=48, keep=3)
     evaluation_every_steps: int | None = None
     evaluation_command: tuple[str, ...] = ()

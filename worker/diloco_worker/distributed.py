@@ -24,14 +24,18 @@ from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
 from diloco_worker.core.agreement import HOME, Board, FirstRank, PassedError, Plan
+from diloco_worker.core.checkpoint_turns import Turns
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState
 from diloco_worker.ipc.link_process import LinkProcess
 from diloco_worker.rank_liveness import report_progress
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
-from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
+from diloco_worker.trainer.checkpoint import local_checkpoint
+from diloco_worker.trainer.kept import KeptState
+from diloco_worker.trainer.layout import bare
 from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
+from diloco_worker.trainer.rank_checkpoints import UNUSABLE, of_ranks
 from diloco_worker.trainer.rank_group import RankGroup
 from diloco_worker.trainer.rank_machines import RankMachines
 from diloco_worker.trainer.rank_replica import RankReplica
@@ -78,7 +82,7 @@ class DistributedTrainer:
         self.name, self.index = config.learner, config.index(self._run_spec)
         self.spec: RunSpec | None = self._run_spec
         self.config = config.config
-        self.resumed = False
+        self._model, self._optimizers = bare(model), optimizers
         self._rank = group.rank
         self._replica = RankReplica(model, self._run_spec, group)
         fragments = len(self._replica.layout.fragments)
@@ -92,10 +96,19 @@ class DistributedTrainer:
         self._model_copied = False
         """This rank copied the whole model at the boundary that it is at."""
         self._loss, self._optimizer_steps = LossReader(), OptimizerSteps(optimizers)
-        self._run_queue, self._kept = RunQueue(), Kept()
+        self._run_queue, self._kept = RunQueue(), KeptState(self._show, self._end)
         self._termination = Termination()
+        checkpoint = self._run_spec.learner_checkpoint
+        self._checkpoints, without = of_ranks(
+            config.state, keep=checkpoint.keep, digest=self._replica.layout.digest,
+            held=self._replica.held, group=group,
+        )  # fmt: skip
+        self._found = self._checkpoints.newest_of_all() if self._checkpoints is not None else None
+        self._turns: Turns | None = None
+        """Rank 0: when the next checkpoint begins."""
         self._core = core.TrainerCore(
-            name=self.name, fragments=fragments, found=None, checkpoint_every=None,
+            name=self.name, fragments=fragments, found=local_checkpoint(self._found),
+            checkpoint_every=None,  # the plans decide
             connect_timeout_seconds=connect_timeout_seconds,
         )  # fmt: skip
         self._group = group
@@ -106,9 +119,12 @@ class DistributedTrainer:
         self._first = _First(self._replica, self._core, self._machines) if group.rank == 0 else None
         if self._first is not None:
             places = f" on {len(group.machines)} machines" if len(group.machines) > 1 else ""
-            self._show(f"{group.size} ranks train together{places}; without local checkpoints")
+            text = f"{group.size} ranks train together{places}"
+            self._show(f"{text}; without local checkpoints: {without}" if without else text)
         try:
             self._join()
+            if self._checkpoints is not None:
+                self._checkpoints.watch(optimizers, self._model)
         except BaseException:
             self._carry_out(self._core.close("interrupted"))
             raise
@@ -134,17 +150,18 @@ class DistributedTrainer:
         return self._core.link_state.steps or self._run_spec.steps
 
     @property
+    def resumed(self) -> bool:
+        """See `Learner.resumed`; the same in all ranks."""
+        return self._core.resumed
+
+    @property
     def local_step(self) -> int:
         """See `Learner.local_step`; the same in all ranks."""
         return self._core.ledger.local_step
 
     def keep(self, objects: Mapping[str, Any]) -> None:
-        """See `Learner.keep`; without local checkpoints nothing is kept."""
-        if self._core.ledger.local_step > self._core.link_state.local_step:
-            raise ValueError(AFTER_A_STEP)
-        self._kept.add(objects)
-        for name in objects:
-            self._show(f"{name} is not kept: a learner of several ranks has no local checkpoints")
+        """See `Learner.keep`; each rank keeps its own state."""
+        self._kept.keep(objects, local_step=self.local_step)
 
     # ------------------------------------------------------------ training
 
@@ -174,7 +191,10 @@ class DistributedTrainer:
         if self._core.closed:
             return
         self._check_machines()
+        self._kept.begin_steps(saving=self._checkpoints is not None)
         now, queued = time.monotonic(), self._run_queue.seconds()
+        if self._checkpoints is not None:
+            self._checkpoints.boundary()
         boundary = self._boundary + 1
         if self._first is not None:
             self._await_ranks(boundary - 1)
@@ -187,12 +207,15 @@ class DistributedTrainer:
         copies = self._carry_out(actions, plan)
         offers = self._core.copied([*copies], loss=self._loss.value, finite=self._loss.finite)
         self._carry_out(offers, plan, copies)
+        if plan.checkpoint is not None:
+            self._begin_checkpoint(attempts=plan.checkpoint)
         self._enter(boundary, plan, copies)
         if self._first is not None:
             self._publish()
         line = self._core.line(
-            now=time.monotonic(), queued_seconds=self._run_queue.seconds() - queued
-        )
+            now=time.monotonic(), queued_seconds=self._run_queue.seconds() - queued,
+            copy_wait_seconds=None if self._checkpoints is None else self._checkpoints.wait_seconds,
+        )  # fmt: skip
         if self._journal is not None:
             known = {
                 "learningRate": self._optimizer_steps.learning_rate, "resultAge": self._result_age,
@@ -206,13 +229,59 @@ class DistributedTrainer:
         """See `Learner.close`."""
         self._carry_out(self._core.close("Closed"))
 
+    # ------------------------------------------------------------ local checkpoints
+
+    def _load(self, now: float, *, parameters: bool) -> None:
+        """Give the optimizers and, if `parameters`, the model this rank's part of the checkpoint that was found."""
+        if self._checkpoints is None or self._found is None:
+            raise AssertionError("there is no checkpoint to load")
+        found, self._found = self._found, None
+        try:
+            self._checkpoints.load_part(found, self._model, self._optimizers, parameters=parameters)
+            self._kept.saved = self._checkpoints.kept(found)
+            if parameters:
+                self._replica.loaded()
+                actions = self._core.checkpoint_loaded(found.facts, now=now)
+            else:
+                actions = self._core.optimizers_loaded()
+        except UNUSABLE as error:
+            why = f"{found.path.name} cannot be used: {error}"
+            unusable = (
+                self._core.checkpoint_unusable if parameters else self._core.optimizers_unusable
+            )
+            actions = unusable(why)
+        self._carry_out(actions)
+
+    def _begin_checkpoint(self, *, attempts: int) -> None:
+        if self._checkpoints is not None:
+            self._checkpoints.begin(
+                self._model, self._optimizers, attempts=attempts, kept=self._kept.objects.capture,
+                local_step=self.local_step, global_step=self.step_index, facts=self._core.ledger.to_json(),
+                run=self._core.run,
+            )  # fmt: skip
+
+    def _next_checkpoint(self, plan: Plan) -> int | None:
+        """Rank 0: whether the ranks begin a checkpoint with this plan; see `Turns.at`."""
+        if self._checkpoints is None or not self._core.joined:
+            return None
+        if self._turns is None:
+            every = self._run_spec.learner_checkpoint.every_steps
+            self._turns = Turns(every, local_step=self.local_step)
+        if (ended := self._checkpoints.ended()) is not None:
+            self._turns.ended(ended)
+        return self._turns.at(
+            self.local_step + 1, busy=self._checkpoints.busy, trained=self._core.trained,
+            ending=plan.terminated or plan.link_state.complete,
+        )  # fmt: skip
+
     # ------------------------------------------------------------ the other ranks
 
     def _publish(self) -> None:
         """Rank 0: the plan of the next boundary."""
         if self._first is not None:
             ends = self._terminates()
-            self._send(self._first.plan(self._boundary + 1, terminated=ends))
+            plan = self._first.plan(self._boundary + 1, terminated=ends)
+            self._send(dataclasses.replace(plan, checkpoint=self._next_checkpoint(plan)))
 
     def _send(self, plan: Plan) -> None:
         self._machines.publish(plan, self._board.publish(plan))
@@ -311,8 +380,11 @@ class DistributedTrainer:
             print(f"diloco: {self.name}: {text}", file=sys.stderr, flush=True)
 
     def _exit(self, text: str) -> NoReturn:
+        self._end(EXIT_TRY_AGAIN, text)
+
+    def _end(self, code: int, text: str) -> NoReturn:
         self._carry_out(self._core.close("interrupted"))
-        raise exit_with(EXIT_TRY_AGAIN, f"{self.name}: {text}")
+        raise exit_with(code, f"{self.name}: {text}")
 
     def _show(self, text: str) -> None:
         self._carry_out([core.ShowProgress(f"{self.name}: {text}")])
@@ -357,6 +429,10 @@ class DistributedTrainer:
                 case core.ShowProgress(text):
                     if self._first is not None:
                         print(f"diloco: {text}", file=sys.stderr, flush=True)
+                case core.LoadCheckpoint() if plan is not None:
+                    self._load(plan.now, parameters=True)
+                case core.LoadOptimizers() if plan is not None:
+                    self._load(plan.now, parameters=False)
                 case core.AwaitLink():
                     pass  # `_join` does
                 case core.Leave():
@@ -364,7 +440,7 @@ class DistributedTrainer:
                 case core.Exit(code, text):
                     raise exit_with(code, text)
                 case _:
-                    raise AssertionError(f"{action} without a local checkpoint")
+                    raise AssertionError(f"{action} without a plan")
         return copied
 
     def _leave(self, action: core.Leave) -> None:
@@ -372,6 +448,9 @@ class DistributedTrainer:
         self._machines.close()
         if self._first is not None:
             self._first.leave(action)
+        if self._checkpoints is not None:
+            self._checkpoints.finish()
+        self._kept.forget_saved()
         if self._journal is not None:
             self._journal.close()
         self._replica.close()

@@ -82,8 +82,6 @@ class ExaminedTrainer:
         self._optimizers = optimizers
         self._ledger, self._loss, self._kept = Ledger(0), LossReader(), Kept()
         self._closed = False
-        self._saves = group is None
-        """Whether such a learner has local checkpoints."""
 
         layout = _layout(model, spec, group)
         kept = spec.buffers == "Initial"
@@ -173,10 +171,9 @@ class ExaminedTrainer:
         if self._ledger.local_step == STEPS:
             self._record["changedBuffers"] = self._watch.changed()
             self._record["trained"] = _digests(self._trained) != self._before
-            if self._saves:
-                self._record["checkpointBytes"] = _bytes(self._trained) + sum(
-                    map(_state_bytes, self._optimizers)
-                )
+            self._record["checkpointBytes"] = _bytes(self._trained) + sum(
+                map(_state_bytes, self._optimizers)
+            )
         self._write()
 
     def close(self) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError
+from diloco.errors import ConfigError, DilocoError
 from diloco.journal.background import BackgroundWriter
 from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
@@ -25,8 +25,8 @@ from diloco_worker.core import trainer as core
 from diloco_worker.ipc.link_process import LinkProcess
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
 from diloco_worker.trainer import optimizer_state
-from diloco_worker.trainer.checkpoint import Checkpoints, Manifest
-from diloco_worker.trainer.kept import AFTER_A_STEP, Kept, SavedEntries
+from diloco_worker.trainer.checkpoint import Checkpoints, Manifest, local_checkpoint
+from diloco_worker.trainer.kept import KeptState
 from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.replica import Replica
@@ -71,10 +71,7 @@ class JoinedTrainer:
         self._run_queue = RunQueue()
         self._checkpoints: Checkpoints | None = None
         self._found: Manifest | None = None
-        self._kept = Kept()
-        self._saved: SavedEntries | None = None
-        """Of the checkpoint that the optimizers continue with, until the first step."""
-        self._stepped = False
+        self._kept = KeptState(self._show, self._exit)
         self._result_age: int | None = None
         """Of the oldest result that this step applied, in global steps since its merge; None: it applied none."""
         self._journal: BackgroundWriter | None = None
@@ -87,17 +84,10 @@ class JoinedTrainer:
             self._journal = BackgroundWriter(
                 JournalWriter(config.state / "steps.jsonl"), part_bytes=STEPS_PART_BYTES
             )
-        found = None
-        if self._found is not None:
-            found = core.LocalCheckpoint(
-                local_step=self._found.local_step,
-                global_step=self._found.global_step,
-                run=self._found.run,
-            )
         self._core = core.TrainerCore(
             name=self.name,
             fragments=len(self._replica.layout.fragments),
-            found=found,
+            found=local_checkpoint(self._found),
             checkpoint_every=checkpoint.every_steps if self._checkpoints is not None else None,
             connect_timeout_seconds=connect_timeout_seconds,
         )
@@ -144,46 +134,7 @@ class JoinedTrainer:
 
     def keep(self, objects: Mapping[str, Any]) -> None:
         """See `Learner.keep`."""
-        if self._stepped:
-            raise ValueError(AFTER_A_STEP)
-        self._kept.add(objects)
-        for name in objects:
-            if self._saved is not None:
-                self._restore(name, self._saved)
-            elif self.local_step:
-                self._show(f"{name} starts anew: there is no local checkpoint that can be used")
-
-    def _restore(self, name: str, saved: SavedEntries) -> None:
-        source = f"the local checkpoint of local step {saved.local_step}"
-        if name not in saved:
-            self._show(f"{name} starts anew: {source} has no state of it")
-            return
-        try:
-            state = saved.read(name)
-        except (DilocoError, OSError, LookupError) as error:
-            # Not a refusal: a restart verifies the file again, and skips it if it is damaged.
-            text = f"{source}: the state of {name} cannot be read: {error}"
-            self._exit(1, f"{text}; after a restart, it is read again")
-        try:
-            self._kept.restore(name, state)
-        except ConfigError as error:
-            self._exit(EXIT_REFUSED, str(error))
-        self._show(f"{name} continues with the state of {source}")
-
-    def _begin_steps(self) -> None:
-        """The first step: nothing is restored from now on, and what cannot be saved is found out early."""
-        self._stepped = True
-        self._forget_saved()
-        if self._checkpoints is not None and self._kept:
-            try:
-                self._kept.capture()
-            except ConfigError as error:
-                self._exit(EXIT_REFUSED, str(error))
-
-    def _forget_saved(self) -> None:
-        if self._saved is not None:
-            self._saved.close()
-            self._saved = None
+        self._kept.keep(objects, local_step=self.local_step)
 
     def _exit(self, code: int, text: str) -> NoReturn:
         self._carry_out(self._core.close("interrupted"))
@@ -207,8 +158,7 @@ class JoinedTrainer:
         """One step of Algorithm 1, after the optimizer's: see `TrainerCore.step`."""
         if self._core.closed:
             return
-        if not self._stepped:
-            self._begin_steps()
+        self._kept.begin_steps(saving=self._checkpoints is not None)
         now, queued = time.monotonic(), self._run_queue.seconds()
         if self._checkpoints is not None and not self._checkpoints.boundary():
             self._core.checkpoint_lost()
@@ -296,13 +246,13 @@ class JoinedTrainer:
             raise AssertionError("there is no checkpoint to load")
         found, self._found = self._found, None
         try:
-            self._saved = self._checkpoints.kept(found)
+            self._kept.saved = self._checkpoints.kept(found)
             with optimizer_state.own_on_error(self._optimizers):
                 self._checkpoints.load(found, self._model, self._optimizers)
                 self._replica.loaded()
                 loaded = self._core.checkpoint_loaded(found.facts, now=time.monotonic())
         except UNUSABLE as error:
-            self._forget_saved()
+            self._kept.forget_saved()
             log.warning(
                 "cannot use checkpoint %s: %s; downloading the model instead",
                 found.path.name,
@@ -316,10 +266,10 @@ class JoinedTrainer:
             raise AssertionError("there is no checkpoint to load")
         found, self._found = self._found, None
         try:
-            self._saved = self._checkpoints.kept(found)
+            self._kept.saved = self._checkpoints.kept(found)
             self._checkpoints.load_optimizers(found, self._model, self._optimizers)
         except UNUSABLE as error:
-            self._forget_saved()
+            self._kept.forget_saved()
             why = f"{found.path.name} cannot be used: {error}"
             self._carry_out(self._core.optimizers_unusable(why))
         else:
@@ -329,7 +279,7 @@ class JoinedTrainer:
         if self._checkpoints is None or self._checkpoints.busy:
             return
         try:
-            kept = self._kept.capture()
+            kept = self._kept.objects.capture()
         except ConfigError as error:
             log.warning("local step %d has no checkpoint: %s", action.local_step, error)
             self._core.checkpoint_skipped(action.local_step)
@@ -355,7 +305,7 @@ class JoinedTrainer:
         self._link.leave(action.state)
         if self._checkpoints is not None:
             self._checkpoints.finish()
-        self._forget_saved()
+        self._kept.forget_saved()
         if self._journal is not None:
             self._journal.close()
         self._replica.close()

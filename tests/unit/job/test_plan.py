@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -52,7 +53,7 @@ def test_the_example_becomes_this_run_spec():
         wire_down="BF16",
         error_feedback=False,
         learners={"eu": 2, "us": 2},
-        learner_checkpoint=Checkpoint(every_steps=100, keep=2),
+        learner_checkpoint=Checkpoint(every_steps=96, keep=2),
         syncer_checkpoint=Checkpoint(every_steps=48, keep=3),
         evaluation_every_steps=50,
         evaluation_command=(),
@@ -89,6 +90,17 @@ def test_every_field_of_the_run_spec_follows_the_manifest():
         syncer_checkpoint=Checkpoint(every_steps=10, keep=11), evaluation_every_steps=12,
         evaluation_command=("x",), recipe="gpt", recipe_config={"a": 1},
     )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("interval", "every", "expected"), [(24, 0, 96), (100, 0, 400), (10**9, 0, 10**9), (100, 7, 7)]
+)
+def test_without_a_number_of_steps_local_checkpoints_follow_the_interval(interval, every, expected):
+    job = load_job(
+        EVERYTHING,
+        [f"spec.sync.interval={interval}", f"spec.learner.checkpoint.everySteps={every}"],
+    )
+    assert run_spec(job).learner_checkpoint == Checkpoint(every_steps=expected, keep=2)
 
 
 def test_learners_come_in_the_order_of_the_regions():

@@ -197,6 +197,17 @@ def test_a_change_that_no_optimizer_made_is_found(training, change):
     assert copy.complete() is Result.CHANGED
 
 
+@pytest.mark.parametrize("change", [True, False])
+def test_the_owner_of_a_part_counts_its_changes(change):
+    part, owner = torch.ones(3), torch.zeros(6)
+    copy, room = copies.Copy(), torch.zeros(3)
+    copy.defer(part, room, owner)
+    if change:  # as a DTensor: what it holds counts nothing
+        owner.add_(1)
+    assert copy.complete() is (Result.CHANGED if change else Result.COPIED)
+    assert torch.equal(room, part)
+
+
 def test_a_step_without_the_optimizers_hook_is_found(training):
     copy = training.begin()
     assert copy.complete() is Result.COPIED

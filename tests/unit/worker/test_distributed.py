@@ -23,6 +23,7 @@ from diloco_worker.core.trainer import TrainerCore
 from diloco_worker.distributed import DistributedTrainer, _First
 from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.trainer import rank_processes
+from diloco_worker.trainer.kept import KeptState
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.rank_group import RankGroup
 from diloco_worker.trainer.rank_processes import RankProcess
@@ -55,6 +56,7 @@ def rank(number: int) -> DistributedTrainer:
         name="eu/0", fragments=1, found=None, checkpoint_every=None, connect_timeout_seconds=1.0
     )
     nothing = SimpleNamespace(close=lambda: None, restore=lambda: None)
+    trainer._checkpoints, trainer._kept = None, KeptState(trainer._show, trainer._end)
     trainer._replica = trainer._run_queue = trainer._termination = nothing
     return trainer
 

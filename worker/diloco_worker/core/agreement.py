@@ -75,6 +75,8 @@ class Plan:
     """A rank received SIGTERM."""
     now: float = 0.0
     """Clock of rank 0 in seconds."""
+    checkpoint: int | None = None
+    """A local checkpoint begins, after so many attempts in a row that were discarded; None: none begins."""
 
     def to_bytes(self) -> bytes:
         """JSON."""
@@ -84,6 +86,7 @@ class Plan:
             "places": [*self.places.items()],
             "terminated": self.terminated,
             "now": self.now,
+            "checkpoint": self.checkpoint,
         }
         return json.dumps(data, separators=(",", ":")).encode()
 
@@ -97,6 +100,7 @@ class Plan:
             places={int(fragment): int(place) for fragment, place in fields["places"]},
             terminated=fields["terminated"],
             now=fields["now"],
+            checkpoint=fields["checkpoint"],
         )
 
 

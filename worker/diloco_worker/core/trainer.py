@@ -213,6 +213,11 @@ class TrainerCore:
         """The newest request for the initial model that was answered with a copy."""
         return self._initial_copied
 
+    @property
+    def trained(self) -> bool:
+        """Whether a checkpoint is of use: the model made a step, and its loss is finite."""
+        return self.joined and self._stepped and self._checks.finite
+
     def state(self, *, offers: Sequence[int] = (), leaving: str = "") -> TrainerState:
         """What the link should know."""
         found, ledger, link_state = self._found, self.ledger, self.link_state
@@ -509,8 +514,7 @@ class TrainerCore:
         if self.closed or not (terminated or self.link_state.complete):
             return []
         saving: list[Action] = []
-        trained = self.joined and self._stepped and self._checks.finite
-        if self._checkpoint_every is not None and trained:
+        if self._checkpoint_every is not None and self.trained:
             # A step boundary of a trained model is worth a checkpoint.
             saving = [AwaitCheckpoint(), self._save()]
         return [*saving, *self.close("SIGTERM" if terminated else "Complete")]

@@ -10,6 +10,8 @@ Files are written under a temporary name, synced and renamed, the manifest last 
 "Snapshots"). They are private to the process's user. A damaged checkpoint is skipped with a message,
 and the previous one is used; so is one whose file is a link or no regular file, which is not followed.
 The training thread only copies into reused memory; another thread writes.
+
+A checkpoint that a learner of several ranks wrote has other files (`pieces`), and is read as well.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ import os
 import random
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,9 @@ from torch.optim import Optimizer
 from diloco.errors import ConfigError, StorageError
 from diloco.model import tensorfile
 from diloco.runtime import files
+from diloco_worker.core import trainer as core
 from diloco_worker.core.copy_budget import ATTEMPTS, SHARE
-from diloco_worker.trainer import optimizer_state
+from diloco_worker.trainer import optimizer_state, pieces
 from diloco_worker.trainer.copies import Copies, Copy, Result, touch
 from diloco_worker.trainer.kept import SavedEntries
 from diloco_worker.trainer.trees import TensorReader, entry_of, pack, unpack
@@ -51,6 +54,9 @@ SYNC_BYTES = 256 << 20
 UNTOUCHED_BYTES = 16 << 20
 """So much new memory is touched before the first checkpoint: its copy would take many times longer."""
 
+DAMAGED = (OSError, ValueError, KeyError, TypeError, StorageError)
+"""What reading a checkpoint that is not intact raises."""
+
 STALL_SECONDS = 30.0
 """A disk that takes nothing for so long is not waited for at the end."""
 
@@ -60,7 +66,7 @@ class Manifest:
     """A checkpoint whose checksum was verified."""
 
     path: Path
-    """The file with the tensors."""
+    """The file with the tensors; of one in pieces, the manifest."""
     local_step: int
     global_step: int
     run: str
@@ -69,6 +75,22 @@ class Manifest:
     optimizers: list[dict[str, Any]] | None
     """What `optimizer_state.describe` returned; None: written by an earlier release."""
     tree: Any
+    pieces: tuple[pieces.Piece, ...] = ()
+    """What each rank wrote; empty: one process did."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Captured:
+    """What a checkpoint is to hold."""
+
+    tree: Any
+    """Packed, without the tensors."""
+    tensors: Mapping[str, torch.Tensor]
+    """What to copy."""
+    owners: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """The tensors of which only a part is copied."""
+    parts: Mapping[str, pieces.Part] = field(default_factory=dict)
+    """Which parts these are."""
 
 
 class Checkpoints:
@@ -104,6 +126,11 @@ class Checkpoints:
         self._stalled: int | None = None
         """What `_taken` was when a checkpoint was abandoned."""
 
+    @staticmethod
+    def name_of(step: int) -> str:
+        """What the names of the files of a checkpoint begin with."""
+        return f"checkpoint-{step:010d}"
+
     # ------------------------------------------------------------ writing
 
     @property
@@ -131,15 +158,15 @@ class Checkpoints:
         """
         if self.busy:
             return False
-        tensors: dict[str, torch.Tensor] = {}
-        tree = pack({**_state(model, optimizers), "kept": dict(kept or {})}, tensors)
-        for name, tensor in tensors.items():
+        captured = self._capture(model, optimizers, kept or {})
+        for name, tensor in captured.tensors.items():
             entry_of(name, tensor)
         self._end_touching()
-        copy = self._copies.begin(tensors, model, optimizers)
+        copy = self._copies.begin(captured.tensors, model, optimizers, owners=captured.owners)
         manifest = {
             "local_step": local_step, "global_step": global_step, "run": run, "digest": self._digest, "facts": facts,
-            "optimizers": optimizer_state.describe(model, optimizers), "tree": tree,
+            "optimizers": optimizer_state.describe(model, optimizers), "tree": captured.tree,
+            **({"parts": captured.parts} if captured.parts else {}),
         }  # fmt: skip
         self._writing = local_step
         self._writer = threading.Thread(
@@ -147,6 +174,19 @@ class Checkpoints:
         )
         self._writer.start()
         return True
+
+    def _capture(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], kept: Mapping[str, Any]
+    ) -> Captured:
+        """
+        The current state, not copied.
+
+        Raises:
+            ConfigError: it has a value that cannot be saved.
+        """
+        tensors: dict[str, torch.Tensor] = {}
+        tree = pack({**_state(model, optimizers), "kept": dict(kept)}, tensors)
+        return Captured(tree=tree, tensors=tensors)
 
     def watch(self, optimizers: Sequence[Optimizer], model: nn.Module | None = None) -> None:
         """
@@ -184,10 +224,9 @@ class Checkpoints:
 
     def _begin_touching(self, model: nn.Module) -> None:
         """Access the memory for copies for the first time, now that the optimizers have their state."""
-        tensors: dict[str, torch.Tensor] = {}
+        memory = []
         with contextlib.suppress(ConfigError):  # `start` reports it
-            pack(_state(model, self._optimizers), tensors)
-        memory = self._copies.reserve(tensors)
+            memory = self._copies.reserve(self._capture(model, self._optimizers, {}).tensors)
         if sum(tensor.nbytes for tensor in memory) < UNTOUCHED_BYTES:
             return
         self._toucher = threading.Thread(
@@ -279,16 +318,20 @@ class Checkpoints:
         step = manifest["local_step"]
         # What an earlier write left behind takes the room that this one needs.
         self._clean(step)
-        name = _name(step)
+        name = self.name_of(step)
+        sha, size = self._write_tensors(self._directory / f"{name}.safetensors", tensors)
+        text = json.dumps({**manifest, "sha256": sha, "bytes": size}).encode()
+        self._write_file(self._directory / f"{name}.json", [memoryview(text)])
+        self._clean(step)
+
+    def _write_tensors(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
+        """Write a file of tensors durably; returns its SHA-256 and its size."""
         header, _, size = tensorfile.plan([entry_of(n, t) for n, t in tensors.items()])
         parts = [memoryview(header)]
         parts += [
             t.reshape(-1).view(torch.uint8).numpy().data for t in tensors.values() if t.numel()
         ]
-        sha = self._write_file(self._directory / f"{name}.safetensors", parts)
-        text = json.dumps({**manifest, "sha256": sha, "bytes": size}).encode()
-        self._write_file(self._directory / f"{name}.json", [memoryview(text)])
-        self._clean(step)
+        return self._write_file(path, parts), size
 
     def _write_file(self, path: Path, parts: Sequence[memoryview]) -> str:
         """Write a file durably; returns its SHA-256."""
@@ -315,18 +358,17 @@ class Checkpoints:
         """
         with contextlib.suppress(OSError):
             found = [
-                path
-                for path in self._directory.glob("checkpoint-*.json")
-                if os.path.lexists(path.with_suffix(".safetensors"))
+                path for path in self._directory.glob("checkpoint-*.json") if _has_tensors(path)
             ]
             if step is not None:
                 found = sorted(found, key=lambda path: self._rank(path, step))[-self._keep :]
-            kept = {
-                path.with_suffix(suffix) for path in found for suffix in (".json", ".safetensors")
-            }
+            kept = {path.stem for path in found}
+            writing = None if step is None else self.name_of(step)
             # Sorted, so that a manifest goes before its tensors: an end in between leaves none without them.
             for path in sorted(self._directory.glob("checkpoint-*")):
-                if path not in kept:
+                name = path.name.partition(".")[0]
+                partial = name not in kept or path.suffix == files.TEMPORARY
+                if partial and name != writing:
                     with contextlib.suppress(OSError):
                         path.unlink()
 
@@ -337,7 +379,7 @@ class Checkpoints:
         Those of another model go first, with those that cannot be read, and those of later steps: training
         has begun again before them. None of them may take the place of one that a restart can use.
         """
-        if path.stem == _name(step):
+        if path.stem == self.name_of(step):
             return True, path.name  # a disk that refuses to read it back must not cost it
         try:
             data = json.loads(files.read(path))
@@ -352,17 +394,25 @@ class Checkpoints:
         """
         The newest intact checkpoint of this model; others are skipped, each with a message.
         """
-        for path in sorted(self._directory.glob("checkpoint-*.json"), reverse=True):
+        for path in self._manifests():
             try:
                 return self._read(path)
-            except (OSError, ValueError, KeyError, TypeError, StorageError) as error:
+            except DAMAGED as error:
                 log.warning("checkpoint %s is skipped: %s", path.name, error)
         return None
 
-    def _read(self, path: Path) -> Manifest:
+    def _manifests(self) -> list[Path]:
+        """Of all checkpoints, the newest first."""
+        return sorted(self._directory.glob("checkpoint-*.json"), reverse=True)
+
+    def _read(self, path: Path, *, place: int = 0, places: int = 1) -> Manifest:
+        """A checkpoint; of its pieces, this process verifies those of `pieces.read`."""
         data = json.loads(files.read(path))
         if data["digest"] != self._digest:
             raise StorageError("it belongs to another model")
+        if "pieces" in data:
+            read = pieces.read(path, data["pieces"], place=place, places=places)
+            return _manifest(path, data, pieces=tuple(read))
         tensors = path.with_suffix(".safetensors")
         with open(files.open_regular(tensors), "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -373,15 +423,7 @@ class Checkpoints:
             raise StorageError(
                 f"{tensors.name} has SHA-256 {found[:16]}…, expected {data['sha256'][:16]}…"
             )
-        return Manifest(
-            path=tensors,
-            local_step=int(data["local_step"]),
-            global_step=int(data["global_step"]),
-            run=str(data.get("run", "")),
-            facts=data["facts"],
-            optimizers=data.get("optimizers"),
-            tree=data["tree"],
-        )
+        return _manifest(tensors, data, tree=data["tree"])
 
     def load(self, manifest: Manifest, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         """
@@ -394,6 +436,12 @@ class Checkpoints:
             ConfigError: the optimizers differ from those that were saved, or their state is not finite.
             DamagedError: the file is not what was verified.
         """
+        if manifest.pieces:
+            found = manifest.pieces
+            restore_random(
+                pieces.load(found, manifest.optimizers, model, optimizers, parameters=True)
+            )
+            return
         with open(files.open_regular(manifest.path), "rb", buffering=0) as file:
             reader = TensorReader(file)
             tree = dict(manifest.tree["dict"])
@@ -406,7 +454,7 @@ class Checkpoints:
                 with torch.no_grad():
                     for tensor, saved_at in targets:
                         tensor.copy_(unpack(saved_at, reader))
-        _restore_random(random_state)
+        restore_random(random_state)
 
     def kept(self, manifest: Manifest) -> SavedEntries:
         """
@@ -415,9 +463,7 @@ class Checkpoints:
         Raises:
             OSError, StorageError: the file is gone.
         """
-        trees = dict(manifest.tree["dict"]).get("kept") or {"dict": []}
-        file = open(files.open_regular(manifest.path), "rb", buffering=0)  # noqa: SIM115 - see `close`
-        return SavedEntries(file, dict(trees["dict"]), local_step=manifest.local_step)
+        return kept_of(manifest)
 
     def load_optimizers(
         self, manifest: Manifest, model: nn.Module, optimizers: Sequence[Optimizer]
@@ -429,13 +475,54 @@ class Checkpoints:
             ConfigError: the optimizers differ from those that were saved, or their state is not finite.
             DamagedError: the file is not what was verified.
         """
+        if manifest.pieces:
+            pieces.load(manifest.pieces, manifest.optimizers, model, optimizers, parameters=False)
+            return
         with open(files.open_regular(manifest.path), "rb", buffering=0) as file:
             saved = unpack(dict(manifest.tree["dict"])["optimizers"], TensorReader(file))
         optimizer_state.load(saved, manifest.optimizers, model, optimizers)
 
 
-def _name(step: int) -> str:
-    return f"checkpoint-{step:010d}"
+def local_checkpoint(found: Manifest | None) -> core.LocalCheckpoint | None:
+    """What the core needs to know of a checkpoint."""
+    if found is None:
+        return None
+    return core.LocalCheckpoint(
+        local_step=found.local_step, global_step=found.global_step, run=found.run
+    )
+
+
+def kept_of(manifest: Manifest, *, rank: int = 0, ranks: int = 1) -> SavedEntries:
+    """
+    What `Learner.keep` was given in this rank, to be read later; the file stays open.
+
+    Raises:
+        OSError, StorageError: the file is gone.
+    """
+    found = manifest.pieces or (pieces.Piece(path=manifest.path, tree=manifest.tree),)
+    piece, trees = pieces.kept(found, rank=rank, ranks=ranks)
+    if piece is None:
+        why = f"has the state that {len(found)} ranks kept, which does not fit {ranks}"
+        return SavedEntries(None, {}, local_step=manifest.local_step, absent=why)
+    file = open(files.open_regular(piece.path), "rb", buffering=0)  # noqa: SIM115 - see `close`
+    return SavedEntries(file, dict(trees["dict"]), local_step=manifest.local_step)
+
+
+def _manifest(path: Path, data: Mapping[str, Any], **more: Any) -> Manifest:
+    return Manifest(
+        path=path,
+        local_step=int(data["local_step"]),
+        global_step=int(data["global_step"]),
+        run=str(data.get("run", "")),
+        facts=data["facts"],
+        optimizers=data.get("optimizers"),
+        **{"tree": None, **more},
+    )
+
+
+def _has_tensors(manifest: Path) -> bool:
+    pieces_of_it = manifest.parent.glob(f"{manifest.stem}.rank-*.safetensors")
+    return os.path.lexists(manifest.with_suffix(".safetensors")) or any(pieces_of_it)
 
 
 # ---------------------------------------------------------------- what is saved
@@ -470,7 +557,10 @@ def _random() -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _restore_random(state: dict[str, Any]) -> None:
+def restore_random(state: dict[str, Any] | None) -> None:
+    """Continue with this random state; None: with the present one."""
+    if state is None:
+        return
     torch.set_rng_state(state["torch"])
     if (
         state["cuda"]

@@ -13,7 +13,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from typing import Any
 
@@ -64,12 +64,18 @@ class Copy:
         self.spent_seconds = 0.0
         """For which the training thread did nothing else, so far."""
         self._lock = threading.Lock()
-        self._deferred: list[tuple[torch.Tensor, torch.Tensor, int, int]] = []
+        self._deferred: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._unchanged: list[Callable[[], bool]] = []
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def defer(self, tensor: torch.Tensor, copy: torch.Tensor) -> None:
-        """Have `tensor` copied by `complete`."""
-        self._deferred.append((tensor, copy, tensor._version, tensor.data_ptr()))
+    def defer(
+        self, tensor: torch.Tensor, copy: torch.Tensor, owner: torch.Tensor | None = None
+    ) -> None:
+        """Have `tensor` copied by `complete`; `owner`: whose part it is, such as a DTensor: it counts its changes."""
+        owner = tensor if owner is None else owner
+        version, address = owner._version, tensor.data_ptr()
+        self._deferred.append((tensor, copy))
+        self._unchanged.append(lambda: owner._version == version and tensor.data_ptr() == address)
         device = tensor.device
         if device.type == "cuda" and device not in self._streams:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -81,7 +87,7 @@ class Copy:
         """Make the deferred copies, from another thread than the training one."""
         result = Result.ABANDONED
         try:
-            for tensor, copy, _, _ in self._deferred:
+            for tensor, copy in self._deferred:
                 if self.abandoned:
                     break
                 stream = self._streams.get(tensor.device)
@@ -89,7 +95,7 @@ class Copy:
                     for _ in _copy_in_pieces(tensor, copy):
                         if self.abandoned:
                             break
-            unchanged = all(t._version == v and t.data_ptr() == p for t, _, v, p in self._deferred)
+            unchanged = all(check() for check in self._unchanged)
         finally:
             # Who abandons a copy may change the tensors at once: the answer must be older.
             with self._lock:
@@ -97,6 +103,7 @@ class Copy:
                     result = Result.COPIED if unchanged else Result.CHANGED
                 self.copied.set()
             self._deferred.clear()
+            self._unchanged.clear()
         return result
 
     def abandon(self) -> bool:
@@ -185,16 +192,26 @@ class Copies:
         return new
 
     def begin(
-        self, tensors: Mapping[str, torch.Tensor], model: nn.Module, optimizers: Sequence[Optimizer]
-    ) -> Copy:
-        """Copy what must be copied at once, and defer the rest."""
-        began, copy = time.monotonic(), Copy()
+        self, tensors: Mapping[str, torch.Tensor], model: nn.Module, optimizers: Sequence[Optimizer], *,
+        owners: Mapping[str, torch.Tensor] | None = None,
+    ) -> Copy:  # fmt: skip
+        """
+        Copy what must be copied at once, and defer the rest.
+
+        Args:
+            tensors: what to copy, by name.
+            model: of the optimizers.
+            optimizers: step it.
+            owners: by name, the parameter or state of which `tensors` has a part.
+        """
+        began, copy, owners = time.monotonic(), Copy(), owners or {}
         deferrable = _guarded_tensors(model, optimizers) if self._guarded and self._trusted else {}
         self.reserve(tensors)
         for name, tensor in tensors.items():
             room = copy.tensors[name] = self._memory[name]
-            if id(tensor) in deferrable:
-                copy.defer(tensor, room)
+            owner = owners.get(name, tensor)
+            if id(owner) in deferrable:
+                copy.defer(tensor, room, owner)
             else:
                 room.copy_(tensor.detach())
         self._waited = 0.0

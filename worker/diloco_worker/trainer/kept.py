@@ -5,12 +5,12 @@ Objects of the training program whose state is kept in local checkpoints (`Learn
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO, NoReturn, Protocol, runtime_checkable
 
 import torch
 
-from diloco.errors import ConfigError
+from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError
 from diloco_worker.trainer.trees import TensorReader, entry_of, pack, unpack
 
 AFTER_A_STEP = "learner.keep: call it before the first learner.step(); later, the state is no longer that of the step"
@@ -122,13 +122,16 @@ class SavedEntries:
     What `Kept.capture` returned for a checkpoint, read one entry at a time.
 
     Args:
-        file: of the checkpoint's tensors; closed by `close`, and it may be deleted before.
+        file: of the checkpoint's tensors; closed by `close`, and it may be deleted before; None: without entries.
         trees: packed states by name.
         local_step: of the checkpoint.
+        absent: why it lacks an entry; "": it was not kept then.
     """
 
-    def __init__(self, file: BinaryIO, trees: Mapping[str, Any], *, local_step: int) -> None:
-        self.local_step = local_step
+    def __init__(
+        self, file: BinaryIO | None, trees: Mapping[str, Any], *, local_step: int, absent: str = ""
+    ) -> None:
+        self.local_step, self.absent = local_step, absent or "has no state of it"
         self._file, self._trees = file, dict(trees)
 
     def __contains__(self, name: object) -> bool:
@@ -141,8 +144,82 @@ class SavedEntries:
         Raises:
             DamagedError: the file is not what was verified.
         """
+        if self._file is None:
+            raise KeyError(name)
         return unpack(self._trees[name], TensorReader(self._file))
 
     def close(self) -> None:
         """No further entry is read."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+
+class KeptState:
+    """
+    What a program keeps, from `connect` on: its objects, and what the loaded checkpoint has of them.
+
+    Args:
+        show: a sentence to the user.
+        end: ends the process with this code and sentence.
+    """
+
+    def __init__(self, show: Callable[[str], None], end: Callable[[int, str], NoReturn]) -> None:
+        self.objects = Kept()
+        self.saved: SavedEntries | None = None
+        """Of the checkpoint that the optimizers continue with, until the first step."""
+        self._show, self._end = show, end
+        self._stepped = False
+
+    def __bool__(self) -> bool:
+        return bool(self.objects)
+
+    def keep(self, objects: Mapping[str, Any], *, local_step: int) -> None:
+        """See `Learner.keep`; `local_step` is that at which this process begins."""
+        if self._stepped:
+            raise ValueError(AFTER_A_STEP)
+        self.objects.add(objects)
+        for name in objects:
+            if self.saved is not None:
+                self._restore(name, self.saved)
+            elif local_step:
+                self._show(f"{name} starts anew: there is no local checkpoint that can be used")
+
+    def _restore(self, name: str, saved: SavedEntries) -> None:
+        source = f"the local checkpoint of local step {saved.local_step}"
+        if name not in saved:
+            self._show(f"{name} starts anew: {source} {saved.absent}")
+            return
+        try:
+            state = saved.read(name)
+        except (DilocoError, OSError, LookupError) as error:
+            # Not a refusal: a restart verifies the file again, and skips it if it is damaged.
+            text = f"{source}: the state of {name} cannot be read: {error}"
+            self._end(1, f"{text}; after a restart, it is read again")
+        try:
+            self.objects.restore(name, state)
+        except ConfigError as error:
+            self._end(EXIT_REFUSED, str(error))
+        self._show(f"{name} continues with the state of {source}")
+
+    def begin_steps(self, *, saving: bool) -> None:
+        """
+        The first step: nothing is restored from now on, and what cannot be saved is found out early.
+
+        Args:
+            saving: whether there are local checkpoints.
+        """
+        if self._stepped:
+            return
+        self._stepped = True
+        self.forget_saved()
+        if saving and self.objects:
+            try:
+                self.objects.capture()
+            except ConfigError as error:
+                self._end(EXIT_REFUSED, str(error))
+
+    def forget_saved(self) -> None:
+        """Nothing is restored."""
+        if self.saved is not None:
+            self.saved.close()
+            self.saved = None

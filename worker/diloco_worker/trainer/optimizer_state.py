@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from diloco.errors import ConfigError
-from diloco_worker.trainer.layout import dtype_name
+from diloco_worker.trainer.layout import dtype_name, local
 
 SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 """Options of a group that torch's schedulers set."""
@@ -185,7 +185,8 @@ def _is_finite(value: Any) -> bool:
 def _check_finite(value: Any, path: str) -> None:
     if isinstance(value, torch.Tensor):
         # A sum needs no memory beside the tensor, and is finite only if every element is.
-        real = torch.view_as_real(value) if value.is_complex() else value
+        held = local(value)
+        real = torch.view_as_real(held) if held.is_complex() else held
         finite = not real.is_floating_point() or math.isfinite(real.sum(dtype=torch.float64).item())
     else:
         finite = not isinstance(value, float) or math.isfinite(value)

@@ -169,6 +169,27 @@ class RankGroup:
         """Ranks with their processes or machines."""
         return named(ranks, self.processes, self.hosts)
 
+    def report(self, topic: str, text: str) -> None:
+        """
+        Leave a text of this rank for the others, in place of the one before, at any time and from any thread.
+
+        Raises:
+            UnavailableError: the store does not answer.
+        """
+        self._set(f"report/{topic}/{self.rank}", text)
+
+    def reported(self, topic: str, rank: int) -> str:
+        """
+        The newest text that a rank left; empty: none.
+
+        Raises:
+            UnavailableError: the store does not answer.
+        """
+        key = f"report/{topic}/{rank}"
+        if not self._has(key):
+            return ""
+        return bytes(self._ask(lambda: self._store.get(f"{self._prefix}/{key}"))).decode()
+
     def find_machines(self, name: str = "") -> None:
         """
         Find out which ranks can share memory; from now on, one of them that ends is noticed.

@@ -60,6 +60,9 @@ class RankReplica:
             log_unmatched(tensors, () if kept else spec.moving_buffers)
         self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
         self._copier = Copier(tensors, self.layout, shares=own)
+        named = (*tensors.merged, *tensors.frozen, *tensors.buffers)
+        self.held = {n.info.name: (n.tensor, own[n.info.name]) for n in named}
+        """By name, each tensor of the model and what this rank holds of it."""
         fragments = range(len(self.layout.fragments))
         # Paper leaves this open: two spare places for each of the τ + 1 fragments that are announced: one that is
         # being written while another waits for the last rank.
@@ -139,6 +142,10 @@ class RankReplica:
         for fragment in range(len(self.layout.fragments)):
             self._copy(fragment, places[fragment])
         self._copier.constants_out(self.shared.constants)
+
+    def loaded(self) -> None:
+        """The model was loaded from a local checkpoint: its buffers are as they were, not changed."""
+        self._watch.reset()
 
     def apply(self, fragment: int) -> None:
         """Overwrite this rank's part of a fragment from its inbox."""

@@ -5,15 +5,14 @@ Trees of plain values and tensors without pickle: the values as JSON, the tensor
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Protocol
 
 import torch
 
 from diloco.errors import ConfigError, DamagedError
 from diloco.model import tensorfile
 from diloco.model.tensorfile import DTYPES, Entry
-from diloco_worker.trainer.layout import dtype_name
+from diloco_worker.trainer.layout import dtype_name, is_dtensor
 
 
 def pack(value: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
@@ -42,7 +41,14 @@ def pack(value: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
     )
 
 
-def unpack(value: Any, tensors: Mapping[str, torch.Tensor] | TensorReader) -> Any:
+class Tensors(Protocol):
+    """Tensors by name."""
+
+    def __getitem__(self, name: str, /) -> torch.Tensor:
+        """The tensor of this name."""
+
+
+def unpack(value: Any, tensors: Tensors) -> Any:
     """The inverse of `pack`."""
     if not isinstance(value, dict):
         return value
@@ -74,6 +80,10 @@ class TensorReader:
             self._fill(tensor.reshape(-1).view(torch.uint8).numpy().data, at=entry.lo)
         return tensor
 
+    def entry(self, name: str) -> Entry:
+        """Shape and type of a tensor."""
+        return self._entries[name]
+
     def _fill(self, memory: memoryview, *, at: int) -> None:
         done = 0
         while done < len(memory):
@@ -90,6 +100,10 @@ def entry_of(name: str, tensor: torch.Tensor) -> Entry:
     Raises:
         ConfigError: the file cannot hold such a tensor.
     """
+    if is_dtensor(tensor):
+        raise ConfigError(
+            f"checkpoint: {name} is a DTensor; expected the plain tensor that its to_local() returns"
+        )
     dtype = dtype_name(tensor)
     if dtype not in DTYPES or tensor.layout is not torch.strided:
         raise ConfigError(
