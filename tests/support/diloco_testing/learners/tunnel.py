@@ -39,6 +39,8 @@ class Tunnel:
             listener.close()
         for port in self._ports:
             self.cut(port)
+            for sock in self._pairs[port]:
+                sock.close()
 
     def cut(self, port: int) -> None:
         """Close all connections of a port."""
