@@ -88,6 +88,7 @@ class SharedMemory:
         room = _largest(self.layout)
         self._spare = np.frombuffer(self._map, np.float32, spares * room, places.spare)
         self._spare = self._spare.reshape(spares, room)
+        self._device_pages = (places.inbox, places.constants), (places.spare, places.size)
         self._thread_locks = [threading.Lock() for _ in range(rows)]
 
     @classmethod
@@ -160,6 +161,14 @@ class SharedMemory:
     def inbox(self, fragment: int) -> F32:
         """The inbox of a fragment: a view of shape (elements,), fp32."""
         return self._inbox[self._ends[fragment] : self._ends[fragment + 1]]
+
+    def device_areas(self) -> tuple[npt.NDArray[np.uint8], ...]:
+        """The whole pages that a device copies from and to: all inboxes, and all spare places."""
+        return tuple(
+            np.frombuffer(self._map, np.uint8, hi - lo, lo)
+            for lo, hi in self._device_pages
+            if hi > lo
+        )
 
     # ------------------------------------------------------------ locks
 
