@@ -10,7 +10,6 @@ requested, it copies as `Replica` does.
 from __future__ import annotations
 
 import logging
-import math
 import threading
 from collections.abc import Sequence
 
@@ -28,6 +27,9 @@ from diloco_worker.trainer.layout import F32, bare
 from diloco_worker.trainer.replica import Replica
 
 log = logging.getLogger(__name__)
+
+INCOMING = 2
+"""Buffers for results: H is at least P, so one is merged per step at most, and the next arrives while it is applied."""
 
 NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
 
@@ -71,10 +73,8 @@ class DeviceReplica(Replica):
         announced, spares = spec.overlap + 1, 2 * (spec.overlap + 1)
         super().__init__(model, spec, spares=spares)
         fragments = self.layout.fragments
-        # As many results per step as fragments are merged; the next ones arrive while these are applied.
-        incoming = 2 * math.ceil(len(fragments) / spec.interval)
         self._work = DeviceWork(
-            fragments=len(fragments), spares=spares, outgoing=announced, incoming=incoming
+            fragments=len(fragments), spares=spares, outgoing=announced, incoming=INCOMING
         )
         self._device = device
         self._event: Event | None = None
@@ -82,7 +82,7 @@ class DeviceReplica(Replica):
         self._noticing: threading.Thread | None = None
         largest = max(f.elements for f in fragments)
         self._out = [device.empty(largest) for _ in range(announced)]
-        self._in = [device.empty(largest) for _ in range(incoming)]
+        self._in = [device.empty(largest) for _ in range(INCOMING)]
         self._rounded: list[Incoming] = []
         """Results whose rounding goes back to the inbox at this boundary."""
         self._pinned_out: list[torch.Tensor] = []
