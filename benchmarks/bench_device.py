@@ -92,7 +92,9 @@ def main() -> int:
     if options.quick:
         print(body)
         return 0
-    write_results("device", "What a learner takes from training on a GPU", body, packages=("torch",))
+    write_results(
+        "device", "What a learner takes from training on a GPU", body, packages=("torch",)
+    )
     goals = {
         "learner.step(), % of a step": (found["callPercent"], 1.0),
         "tokens/s, % slower than without": (100 * (1 - found["ratio"]), 1.0),

@@ -60,7 +60,9 @@ def compare(fmt: int, source_N: np.ndarray, residual_N: np.ndarray | None, devic
 
 any_bits = st.integers(0, 2**32 - 1)
 special = st.sampled_from(SPECIAL.view(np.uint32).tolist())
-finite = st.builds(lambda sign, rest: sign << 31 | rest, st.integers(0, 1), st.integers(0, 0x72000000))
+finite = st.builds(
+    lambda sign, rest: sign << 31 | rest, st.integers(0, 1), st.integers(0, 0x72000000)
+)
 
 
 @st.composite

@@ -7,13 +7,17 @@ no step waits.
 
 from __future__ import annotations
 
+import contextlib
 import random
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
+from diloco.model import integers
 from diloco.spec import RunSpec
 from diloco.v1 import bulk_pb2 as bulk
 from diloco_testing.learners.link_in_process import LinkInProcess
@@ -28,6 +32,8 @@ from diloco_testing.learners.slow_device import (
 from diloco_worker import joined
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.settings import from_env
+from diloco_worker.trainer import device_replica, layout
+from diloco_worker.trainer.device import CudaDevice
 from diloco_worker.trainer.device_replica import DeviceReplica
 from diloco_worker.trainer.replica import Replica
 
@@ -176,7 +182,9 @@ def test_over_hundreds_of_steps_uploads_are_whole_and_no_result_is_lost_or_mixed
 
 def test_a_fragment_is_offered_one_step_after_its_copy_on_a_fast_device(monkeypatch, tmp_path):
     learner = Learner(monkeypatch, tmp_path, seed=0)
-    learner.link._random.random = lambda: 0.6  # every state arrives, no read is long, a pull in each step
+    learner.link._random.random = lambda: (
+        0.6
+    )  # every state arrives, no read is long, a pull in each step
     for _ in range(30):
         learner.step()
         learner.device.finish()
@@ -207,6 +215,124 @@ def test_a_slow_device_delays_reports_and_stops_no_step(monkeypatch, tmp_path):
     learner.trainer.close()
 
 
+# ---------------------------------------------------------------- which replica a model gets
+
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """A function: the devices of the model, and what the device can do."""
+
+    def set_up(trained: set[torch.device], others: set[torch.device], **device: object) -> None:
+        monkeypatch.setattr(device_replica, "_devices", lambda model: (trained, others))
+        monkeypatch.setattr(device_replica, "CudaDevice", lambda where: SlowDevice(0, **device))
+
+    return set_up
+
+
+def test_a_model_on_one_gpu_is_copied_beside_the_training(on, caplog):
+    on({CUDA}, {CUDA})
+    replica = device_replica.replica_of(Net(), SPEC)
+    assert isinstance(replica, DeviceReplica)
+    registered = replica._device.registered
+    replica.close()
+    largest = max(f.elements for f in replica.layout.fragments)
+    inboxes = sum(f.elements for f in replica.layout.fragments)
+    needed = 4 * (inboxes + 2 * (SPEC.overlap + 1) * largest)
+    assert needed <= registered < needed + 2 * 4096, (
+        "inboxes, and the spare places of what is announced"
+    )
+    assert caplog.records == []
+
+
+def test_a_model_on_the_cpu_is_copied_as_ever(on):
+    on({torch.device("cpu")}, {torch.device("cpu")})
+    replica = device_replica.replica_of(Net(), SPEC)
+    assert type(replica) is Replica
+    assert replica.shared.device_areas()[1:] == (), "without spare places"
+    replica.close()
+
+
+@pytest.mark.parametrize(
+    ("others", "device", "why"),
+    [
+        ({torch.device("cpu")}, {}, "trained parameters and buffers are on cpu, cuda:0"),
+        (set(), {"registers": False, "pins": False}, "there is no memory for copies beside the training: no memory"),
+    ],
+)  # fmt: skip
+def test_where_copies_beside_the_training_are_impossible_a_line_states_why(
+    on, caplog, others, device, why
+):
+    on({CUDA}, others, **device)
+    replica = device_replica.replica_of(Net(), SPEC)
+    assert type(replica) is Replica
+    replica.close()
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line == f"{why}; each step waits until its fragments are copied"
+
+
+def test_memory_that_cannot_be_registered_is_replaced_by_pinned_buffers_and_named(on, caplog):
+    on({CUDA}, {CUDA}, registers=False)
+    device_replica.replica_of(Net(), SPEC).close()
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.startswith("cudaHostRegister failed: copies go through")
+    assert "IPC_LOCK" in line
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_a_gpu_registers_memory_or_states_the_limit(monkeypatch, error):
+    calls = []
+
+    class Runtime:
+        def cudaHostRegister(self, address, size, flags):  # noqa: N802 - its name
+            calls.append((address, size, flags))
+            return error
+
+        def cudaHostUnregister(self, address):  # noqa: N802
+            calls.append(address)
+            return 0
+
+    for name in ("Stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    launched = []
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: launched.append(1) or torch.zeros(1))
+    device = CudaDevice(CUDA)
+    area = np.zeros(1 << 20, np.uint8)
+    address = area.ctypes.data
+    problem = device.register(area)
+    device.unregister()
+    assert calls[0] == (address, 1 << 20, 0)
+    if error:
+        assert problem.startswith("cudaHostRegister of 1 MiB failed (2; ulimit -l is ")
+        assert launched and calls[1:] == [], "the error is cleared, and nothing is registered"
+    else:
+        assert problem == ""
+        assert calls[1:] == [address]
+        assert launched == []
+
+
+# ---------------------------------------------------------------- integers
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=9),
+    st.lists(st.floats(-1e6, 1e6, width=32, allow_subnormal=False), min_size=4, max_size=4),
+)
+def test_integers_on_a_device_have_the_digits_of_those_on_the_host(values, odd):
+    values_N = np.array(values, np.int64)
+    digits_N = integers.to_digits(values_N)
+    assert layout.digits_of(torch.from_numpy(values_N)).numpy().tobytes() == digits_N.tobytes()
+    for digits in (digits_N, np.array(odd, np.float32)):
+        found = layout.integers_of(torch.from_numpy(digits))
+        assert found.tolist() == integers.from_digits(digits).tolist()
+
+
+# ---------------------------------------------------------------- the device of these tests
+
+
 @pytest.mark.parametrize(
     "read",
     [
@@ -233,10 +359,13 @@ def test_the_device_of_these_tests_copies_late_and_leaves_garbage_before():
     device.after_training()
     device.copy(source, target)
     event = device.record()
-    assert garbage(target.numpy()) and not event.done()
+    assert garbage(target.numpy())
+    assert not event.done()
     device._copies.advance()
     device._copies.advance()
     assert garbage(target.numpy()), "not before the work that it comes after"
     device.finish()
-    assert event.done() and target.tolist() == [1, 1]
-    assert on_device(source) and not on_device(target)
+    assert event.done()
+    assert target.tolist() == [1, 1]
+    assert on_device(source)
+    assert not on_device(target)

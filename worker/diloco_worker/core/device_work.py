@@ -134,7 +134,9 @@ class DeviceWork:
             What the link may know now; None: nothing new. If work has begun, `busy` is true from now on.
         """
         if self.busy:
-            return None  # the link gets the state of the boundary that is under way, with its offers
+            return (
+                None  # the link gets the state of the boundary that is under way, with its offers
+            )
         previous, self._settled = self._settled, None
         if self._copies or self._applied or self._fetched:
             self._held = state

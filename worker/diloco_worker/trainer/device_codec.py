@@ -114,9 +114,7 @@ def _int4(source_N: torch.Tensor) -> Encoded:
     return _joined(scales_K1, (pairs_KH & 0xFF).to(torch.uint8), bad)
 
 
-def _scales(
-    source_N: torch.Tensor, steps: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def _scales(source_N: torch.Tensor, steps: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Scale and reciprocal of each block, shape (K, 1), and the number of blocks that have none."""
     top_K = _largest(source_N)
     # Between tensors: by a number, a GPU multiplies with its reciprocal, which rounds twice.

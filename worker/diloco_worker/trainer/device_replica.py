@@ -41,18 +41,28 @@ def replica_of(model: nn.Module, spec: RunSpec) -> Replica:
     Raises:
         ConfigError, OSError: see `Replica`.
     """
-    own = bare(model)
-    trained = {p.device for p in own.parameters() if p.requires_grad}
-    devices = trained | {b.device for b in own.buffers()}
+    trained, others = _devices(model)
     if not any(device.type == "cuda" for device in trained):
         return Replica(model, spec)
-    if len(devices) > 1:
-        log.warning(
-            "trained parameters and buffers are on several devices (%s): each step waits for its copies to the host",
-            ", ".join(sorted(map(str, devices))),
+    if len(trained | others) > 1:
+        why = (
+            f"trained parameters and buffers are on {', '.join(sorted(map(str, trained | others)))}"
         )
-        return Replica(model, spec)
-    return DeviceReplica(model, spec, CudaDevice(devices.pop()))
+    else:
+        try:
+            return DeviceReplica(model, spec, CudaDevice(*trained))
+        except RuntimeError as error:
+            why = f"there is no memory for copies beside the training: {error}"
+    log.warning("%s; each step waits until its fragments are copied", why)
+    return Replica(model, spec)
+
+
+def _devices(model: nn.Module) -> tuple[set[torch.device], set[torch.device]]:
+    """Those of the trained parameters, and those of the buffers."""
+    own = bare(model)
+    return {p.device for p in own.parameters() if p.requires_grad}, {
+        b.device for b in own.buffers()
+    }
 
 
 class DeviceReplica(Replica):
@@ -66,6 +76,7 @@ class DeviceReplica(Replica):
 
     Raises:
         ConfigError, OSError: see `Replica`.
+        RuntimeError: device or host have too little memory for copies beside the training.
     """
 
     def __init__(self, model: nn.Module, spec: RunSpec, device: Device) -> None:
@@ -80,17 +91,27 @@ class DeviceReplica(Replica):
         self._event: Event | None = None
         self._link_state: LinkState | None = None
         self._noticing: threading.Thread | None = None
-        largest = max(f.elements for f in fragments)
-        self._out = [device.empty(largest) for _ in range(announced)]
-        self._in = [device.empty(largest) for _ in range(INCOMING)]
         self._rounded: list[Incoming] = []
         """Results whose rounding goes back to the inbox at this boundary."""
         self._pinned_out: list[torch.Tensor] = []
         self._pinned_in: list[torch.Tensor] = []
         """Between device and shared memory, if that cannot be registered."""
-        self._register(largest)
+        try:
+            self._reserve(announced, max(f.elements for f in fragments))
+        except RuntimeError:
+            device.unregister()
+            self.shared.close()
+            raise
 
-    def _register(self, largest: int) -> None:
+    def _reserve(self, announced: int, largest: int) -> None:
+        """
+        The buffers, and memory of the host that the device copies from and to.
+
+        Raises:
+            RuntimeError: there is too little of either.
+        """
+        self._out = [self._device.empty(largest) for _ in range(announced)]
+        self._in = [self._device.empty(largest) for _ in range(INCOMING)]
         problem = next(
             (p for area in self.shared.device_areas() if (p := self._device.register(area))), ""
         )

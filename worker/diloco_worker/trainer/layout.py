@@ -361,9 +361,7 @@ class Copier:
         """What `copy_out` writes."""
         return sum(pair.view.nbytes for pair in self._out[fragment][0])
 
-    def _pairs(
-        self, fragment: Fragment, memory_N: F32 | torch.Tensor, *, out: bool
-    ) -> list[_Pair]:
+    def _pairs(self, fragment: Fragment, memory_N: F32 | torch.Tensor, *, out: bool) -> list[_Pair]:
         flat = memory_N if isinstance(memory_N, torch.Tensor) else torch.from_numpy(memory_N)
         pairs = (self._pair(slot, flat, out=out) for slot in fragment.slots)
         return [pair for pair in pairs if pair is not None]

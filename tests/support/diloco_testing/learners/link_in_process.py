@@ -125,7 +125,9 @@ class LinkInProcess:
         upload = self._encoder.pull(pull, IDENTITY)
         assert upload is not None
         if upload.header.elements == 0:
-            self.refused += 1  # the place of the copy was released: a device that is slow by many steps
+            self.refused += (
+                1  # the place of the copy was released: a device that is slow by many steps
+            )
             return
         elements = self.shared.layout.fragments[fragment].elements
         values_N = np.empty(elements, np.float32)

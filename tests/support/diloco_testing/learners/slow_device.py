@@ -92,14 +92,15 @@ class SlowDevice:
     Args:
         seed: of the delays.
         registers: whether memory of the host can be registered.
+        pins: whether the host has other memory for copies.
     """
 
-    def __init__(self, seed: int, *, registers: bool = True) -> None:
+    def __init__(self, seed: int, *, registers: bool = True, pins: bool = True) -> None:
         self.no_waiting = NoWaiting()
         self.copied_bytes = 0
         self.registered = 0
         self._random = random.Random(seed)
-        self._registers = registers
+        self._registers, self._pins = registers, pins
         self._training, self._copies = _Queue(), _Queue()
 
     # ------------------------------------------------------------ as the replica sees it
@@ -110,6 +111,8 @@ class SlowDevice:
         return buffer
 
     def pinned(self, elements: int) -> torch.Tensor:
+        if not self._pins:
+            raise RuntimeError("no memory")
         return torch.full((elements,), float("nan"))
 
     def register(self, area: U8) -> str:
@@ -136,8 +139,10 @@ class SlowDevice:
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         assert on_device(source) != on_device(target), "a copy between host and device"
-        assert source.shape == target.shape and source.dtype == target.dtype
-        assert source.is_contiguous() and target.is_contiguous()
+        assert source.shape == target.shape
+        assert source.dtype == target.dtype
+        assert source.is_contiguous()
+        assert target.is_contiguous()
         self.copied_bytes += source.nbytes
         with self._unguarded():
             source, target = source.detach(), target.detach()
