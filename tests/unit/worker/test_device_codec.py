@@ -126,7 +126,7 @@ def test_what_cannot_be_encoded_is_refused_in_a_sentence():
         device_codec.encode(formats.RAW, torch.zeros(BLOCK))
     with pytest.raises(ProtocolError, match="wire format 99 is not one of"):
         device_codec.encode(99, torch.zeros(BLOCK))
-    with pytest.raises(TypeError, match="contiguous fp32 vector, got torch.float64"):
+    with pytest.raises(TypeError, match=r"contiguous fp32 vector, got torch\.float64"):
         device_codec.encode(formats.BF16, torch.zeros(BLOCK, dtype=torch.float64))
     with pytest.raises(ProtocolError, match="expected a multiple of 68"):
         device_codec.decode(formats.INT4, torch.zeros(67, dtype=torch.uint8))

@@ -168,6 +168,11 @@ class SlowDevice:
         for _ in range(work):
             self._random.choice((self._training, self._copies)).advance()
 
+    def finish_training(self) -> None:
+        """Do the work of the stream that trains; copies may be under way."""
+        while self._training.advance():
+            pass
+
     def finish(self) -> None:
         """Do all work."""
         while self._training.work or self._copies.work:
