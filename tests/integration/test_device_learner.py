@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from diloco_testing.learners.linked import applied, holds, make_spec
-from diloco_testing.learners.slow_device import SlowDevice
+from diloco_testing.learners.slow_device import SlowDevice, to_device
 from diloco_testing.syncers.scripted import ScriptedSyncer
 from diloco_worker import Learner, joined
 from diloco_worker.trainer.device_replica import DeviceReplica
@@ -30,7 +30,8 @@ def test_uploads_and_results_of_a_learner_on_a_late_device_pass_its_link(enter, 
     )
 
     def step(learner: Learner) -> None:
-        learner.step(tokens=3)
+        with device.no_waiting:
+            learner.step(tokens=3)
         device.finish_training()  # the next step overwrites the parameters at once
         device.pass_time(chance.choice((0, 2, 30)))
         time.sleep(0.002)
@@ -38,6 +39,7 @@ def test_uploads_and_results_of_a_learner_on_a_late_device_pass_its_link(enter, 
     with ScriptedSyncer(make_spec(wire_up="FP32", wire_down="FP32")) as syncer:
         enter(syncer.spec, syncer.port)
         model = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(2)))
+        to_device(model)
         with Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1)) as learner:
             syncer.open(0, 1)
             stop = threading.Event()

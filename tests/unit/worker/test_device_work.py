@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import permutations
+
+import pytest
 
 from diloco_worker.core.agreement import HOME
-from diloco_worker.core.device_work import DeviceWork
+from diloco_worker.core.device_work import DeviceWork, Rooms
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
 
+SIZES = (128, 128, 128, 128)
 COPY = HostCopy(local_step=1, steps=1, tokens=1, base=1)
 READY = LinkState(ready=[(0, 2), (1, 2)], open=[2, 3], initial_requested=1)
 
@@ -18,7 +22,7 @@ def state(local_step: int, *offers: int) -> TrainerState:
 
 
 def work() -> DeviceWork:
-    return DeviceWork(fragments=4, spares=4, outgoing=2, incoming=2)
+    return DeviceWork(SIZES, Rooms.of(SIZES, announced=2))
 
 
 def test_without_work_the_link_knows_a_state_at_once():
@@ -95,7 +99,7 @@ def test_copies_need_a_buffer_and_a_place_that_the_link_does_not_read():
     found.close(state(3, 2, 3))
     found.settle(made)
     assert found.copy_out(0, COPY) is None, "four copies occupy four places"
-    assert found.idle([2, 3]) == [0, 1]
+    assert found.idle([2, 3], 0) == [0, 1]
     found.current[0] = HOME
     assert found.copy_out(0, COPY) is not None
 
@@ -112,3 +116,34 @@ def test_a_new_link_knows_what_the_last_one_could_have():
     assert found.known(state(3)) == state(1)
     found.close(state(3))
     assert found.known(state(4)) == state(2), "its offers are not repeated"
+
+
+def test_rooms_are_those_of_the_largest_fragments_that_can_be_under_way_together():
+    rooms = Rooms.of([100, 900, 300, 200, 100], announced=3)
+    assert list(rooms.outgoing) == [900, 300, 200]
+    assert list(rooms.spares) == [900, 900, 300, 300, 200, 200]
+    assert list(rooms.incoming) == [900, 300]
+    assert list(Rooms.of([7], announced=3).spares) == [7, 7]
+
+
+@pytest.mark.parametrize("announced", [*permutations(range(5), 3)])
+def test_any_announced_fragments_fit_in_any_order(announced):
+    sizes = [100, 900, 300, 200, 100]
+    found = DeviceWork(sizes, Rooms.of(sizes, announced=3))
+    for step in (1, 2, 3):
+        made = [found.copy_out(p, COPY) for p in announced]
+        assert None not in made
+        found.close(state(step, *announced))
+        found.settle(made)
+    assert found.fetch([(p, 2) for p in announced], (0,) * 5)
+
+
+def test_only_a_place_that_is_large_enough_is_released_for_a_fragment():
+    sizes = [100, 900, 300, 200, 100]
+    found = DeviceWork(sizes, Rooms.of(sizes, announced=2))
+    made = [found.copy_out(p, COPY) for p in (1, 2)]
+    found.close(state(1, 1, 2))
+    found.settle(made)
+    assert found.idle([], 0) == [1, 2]
+    assert found.idle([], 1) == [1]
+    assert found.idle([1], 1) == []

@@ -15,7 +15,7 @@ device, or a place in memory, is used by one transfer until the event of the bou
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from diloco_worker.core.agreement import HOME
@@ -42,21 +42,46 @@ class Incoming:
     buffer: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rooms:
+    """Elements that each place or buffer has room for."""
+
+    spares: Sequence[int]
+    """Places in memory for host copies, numbered from 1, besides the one of each fragment, which no copy here uses."""
+    outgoing: Sequence[int]
+    """Buffers on the device for host copies."""
+    incoming: Sequence[int]
+    """Buffers on the device for results."""
+
+    @classmethod
+    def of(cls, fragments: Sequence[int], *, announced: int) -> Rooms:
+        """
+        What is needed for so many different fragments at a time, whichever they are.
+
+        Args:
+            fragments: elements of each.
+            announced: how many have host copies; of each, one is read while the next is made.
+        """
+        # Paper leaves this open. H is at least P, so one result per step at most, and the next arrives while it is
+        # applied.
+        largest = sorted(fragments, reverse=True)
+        out = largest[:announced]
+        return cls(spares=[n for n in out for _ in range(2)], outgoing=out, incoming=largest[:2])
+
+
 class DeviceWork:
     """
     The transfers of the open boundary.
 
     Args:
-        fragments: of the model.
-        spares: places in memory for host copies, besides the one of each fragment, which no copy here uses.
-        outgoing: buffers on the device for host copies.
-        incoming: buffers on the device for results.
+        fragments: elements of each.
+        rooms: places and buffers.
     """
 
-    def __init__(self, *, fragments: int, spares: int, outgoing: int, incoming: int) -> None:
-        self.current = [HOME] * fragments
+    def __init__(self, fragments: Sequence[int], rooms: Rooms) -> None:
+        self.current = [HOME] * len(fragments)
         """Per fragment, the place of the host copy that the link reads."""
-        self._spares, self._outgoing, self._incoming = spares, outgoing, incoming
+        self._fragments, self._rooms = fragments, rooms
         self._copies: list[Outgoing] = []
         self._applied: list[Incoming] = []
         self._fetched: list[Incoming] = []
@@ -88,10 +113,10 @@ class DeviceWork:
 
     def copy_out(self, fragment: int, copy: HostCopy) -> Outgoing | None:
         """Begin a host copy; None: no buffer or place is free."""
-        used = {c.buffer for c in self._copies}
-        buffer = next((b for b in range(self._outgoing) if b not in used), None)
+        elements = self._fragments[fragment]
+        buffer = _smallest(self._rooms.outgoing, elements, {c.buffer for c in self._copies})
         places = {c.place for c in self._copies} | set(self.current)
-        place = next((s for s in range(1, self._spares + 1) if s not in places), None)
+        place = _smallest((0, *self._rooms.spares), elements, {HOME} | places)
         if self.busy or buffer is None or place is None:
             return None
         self._copies.append(Outgoing(fragment=fragment, copy=copy, buffer=buffer, place=place))
@@ -102,9 +127,12 @@ class DeviceWork:
         """The host copies of the open boundary."""
         return tuple(self._copies)
 
-    def idle(self, announced: Sequence[int]) -> list[int]:
-        """Fragments whose host copy occupies a place, though it is not announced: it may be released."""
-        return [p for p, s in enumerate(self.current) if s != HOME and p not in announced]
+    def idle(self, announced: Sequence[int], fragment: int) -> list[int]:
+        """Fragments that are not announced, and whose host copy occupies a place that another one fits in."""
+        rooms, elements = (0, *self._rooms.spares), self._fragments[fragment]
+        return [
+            p for p, s in enumerate(self.current) if rooms[s] >= elements and p not in announced
+        ]
 
     def apply(self, fragment: int) -> Incoming:
         """The result of this fragment, which `shown` stated as ready, is being applied."""
@@ -115,9 +143,9 @@ class DeviceWork:
         """Begin to copy results to the device, as many as there are buffers for."""
         for fragment, generation in () if self.busy else ready:
             used = {i.buffer for i in (*self._staged.values(), *self._applied, *self._fetched)}
-            buffer = next((b for b in range(self._incoming) if b not in used), None)
+            buffer = _smallest(self._rooms.incoming, self._fragments[fragment], used)
             if buffer is None:
-                break
+                continue
             if generation > applied[fragment] and not self._is_staged(fragment, generation):
                 wanted = Incoming(fragment=fragment, generation=generation, buffer=buffer)
                 self._fetched.append(wanted)
@@ -174,3 +202,9 @@ class DeviceWork:
     def _is_staged(self, fragment: int, generation: int) -> bool:
         staged = self._staged.get(fragment)
         return staged is not None and staged.generation == generation
+
+
+def _smallest(rooms: Sequence[int], elements: int, used: Collection[int]) -> int | None:
+    """The smallest room that has so many elements and is not used."""
+    fitting = [(n, index) for index, n in enumerate(rooms) if n >= elements and index not in used]
+    return min(fitting)[1] if fitting else None

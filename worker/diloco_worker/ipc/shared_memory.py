@@ -24,7 +24,7 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -88,7 +88,7 @@ class SharedMemory:
         room = _largest(self.layout)
         self._spare = np.frombuffer(self._map, np.float32, spares * room, places.spare)
         self._spare = self._spare.reshape(spares, room)
-        self._device_pages = (places.inbox, places.constants), (places.spare, places.size)
+        self._areas = places
         self._thread_locks = [threading.Lock() for _ in range(rows)]
 
     @classmethod
@@ -162,13 +162,22 @@ class SharedMemory:
         """The inbox of a fragment: a view of shape (elements,), fp32."""
         return self._inbox[self._ends[fragment] : self._ends[fragment + 1]]
 
-    def device_areas(self) -> tuple[npt.NDArray[np.uint8], ...]:
-        """The whole pages that a device copies from and to: all inboxes, and all spare places."""
-        return tuple(
-            np.frombuffer(self._map, np.uint8, hi - lo, lo)
-            for lo, hi in self._device_pages
-            if hi > lo
-        )
+    def device_areas(self, spares: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """
+        The whole pages that a device copies from and to: all inboxes, and the beginnings of spare places.
+
+        Args:
+            spares: elements that are used of each spare place.
+        """
+        spans = [(self._areas.inbox, self._areas.constants)]
+        room = 4 * self._spare.shape[1]
+        for place, elements in enumerate(spares):
+            begin = self._areas.spare + place * room
+            lo, hi = begin // _PAGE * _PAGE, -(-(begin + 4 * elements) // _PAGE) * _PAGE
+            if lo < spans[-1][1]:  # a page of both: none can be registered twice
+                lo = spans.pop()[0]
+            spans.append((lo, hi))
+        return [np.frombuffer(self._map, np.uint8, hi - lo, lo) for lo, hi in spans if hi > lo]
 
     # ------------------------------------------------------------ locks
 

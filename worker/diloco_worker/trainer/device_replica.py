@@ -19,7 +19,7 @@ from torch import nn
 
 from diloco.spec import RunSpec
 from diloco_worker.core.agreement import HOME
-from diloco_worker.core.device_work import DeviceWork, Incoming, Outgoing
+from diloco_worker.core.device_work import DeviceWork, Incoming, Outgoing, Rooms
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
 from diloco_worker.trainer.device import CudaDevice, Device, Event
@@ -27,9 +27,6 @@ from diloco_worker.trainer.layout import F32, bare
 from diloco_worker.trainer.replica import Replica
 
 log = logging.getLogger(__name__)
-
-INCOMING = 2
-"""Buffers for results: H is at least P, so one is merged per step at most, and the next arrives while it is applied."""
 
 NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
 
@@ -80,13 +77,11 @@ class DeviceReplica(Replica):
     """
 
     def __init__(self, model: nn.Module, spec: RunSpec, device: Device) -> None:
-        # Paper leaves this open. Announced are τ + 1 fragments: of each one copy is read while the next is made.
-        announced, spares = spec.overlap + 1, 2 * (spec.overlap + 1)
-        super().__init__(model, spec, spares=spares)
-        fragments = self.layout.fragments
-        self._work = DeviceWork(
-            fragments=len(fragments), spares=spares, outgoing=announced, incoming=INCOMING
-        )
+        announced = spec.overlap + 1
+        super().__init__(model, spec, spares=2 * announced)
+        sizes = [f.elements for f in self.layout.fragments]
+        rooms = Rooms.of(sizes, announced=announced)
+        self._work = DeviceWork(sizes, rooms)
         self._device = device
         self._event: Event | None = None
         self._link_state: LinkState | None = None
@@ -97,34 +92,32 @@ class DeviceReplica(Replica):
         self._pinned_in: list[torch.Tensor] = []
         """Between device and shared memory, if that cannot be registered."""
         try:
-            self._reserve(announced, max(f.elements for f in fragments))
+            self._reserve(rooms)
         except RuntimeError:
             device.unregister()
             self.shared.close()
             raise
 
-    def _reserve(self, announced: int, largest: int) -> None:
+    def _reserve(self, rooms: Rooms) -> None:
         """
         The buffers, and memory of the host that the device copies from and to.
 
         Raises:
             RuntimeError: there is too little of either.
         """
-        self._out = [self._device.empty(largest) for _ in range(announced)]
-        self._in = [self._device.empty(largest) for _ in range(INCOMING)]
-        problem = next(
-            (p for area in self.shared.device_areas() if (p := self._device.register(area))), ""
-        )
+        self._out = [self._device.empty(n) for n in rooms.outgoing]
+        self._in = [self._device.empty(n) for n in rooms.incoming]
+        areas = self.shared.device_areas(rooms.spares)
+        problem = next((p for area in areas if (p := self._device.register(area))), "")
         if not problem:
             return
         self._device.unregister()
-        self._pinned_out = [self._device.pinned(largest) for _ in self._out]
-        self._pinned_in = [self._device.pinned(largest) for _ in self._in]
-        mib = 4 * largest * (len(self._out) + len(self._in)) >> 20
+        self._pinned_out = [self._device.pinned(n) for n in rooms.outgoing]
+        self._pinned_in = [self._device.pinned(n) for n in rooms.incoming]
         log.warning(
             "%s: copies go through %d MiB of pinned memory instead, and each step copies its fragments once more; "
             "raise the limit of locked memory, or give the container the capability IPC_LOCK",
-            problem, mib,
+            problem, 4 * sum((*rooms.outgoing, *rooms.incoming)) >> 20,
         )  # fmt: skip
 
     # ------------------------------------------------------------ what trainer and link know of each other
@@ -190,7 +183,7 @@ class DeviceReplica(Replica):
         if fragment == 0:
             self._notice_changes()
         out = self._work.copy_out(fragment, copy)
-        if out is None and self._release_place():
+        if out is None and self._release_place(fragment):
             out = self._work.copy_out(fragment, copy)
         if out is None:
             return False
@@ -206,15 +199,15 @@ class DeviceReplica(Replica):
         if self._copier.rounds(fragment):
             self._rounded.append(result)
 
-    def _release_place(self) -> bool:
-        """Release the oldest host copy of a fragment that is not announced; False: there is none."""
+    def _release_place(self, fragment: int) -> bool:
+        """Release a place for this fragment: that of the oldest copy that is not announced; False: there is none."""
         announced = self._link_state.open if self._link_state is not None else ()
-        idle = self._work.idle(announced)
-        for fragment in sorted(idle, key=lambda p: self.shared.host_copy(p).local_step):
-            with self.shared.try_lock(fragment) as held:
+        idle = self._work.idle(announced, fragment)
+        for other in sorted(idle, key=lambda p: self.shared.host_copy(p).local_step):
+            with self.shared.try_lock(other) as held:
                 if held:
-                    self.shared.set_host_copy(fragment, NOTHING)
-                    self._work.current[fragment] = HOME
+                    self.shared.set_host_copy(other, NOTHING)
+                    self._work.current[other] = HOME
                     return True
         return False
 
