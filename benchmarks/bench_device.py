@@ -7,7 +7,7 @@ waits for the device, so the ratio of tokens/s is what the copies cost, and the 
 Goals: the call takes at most 1 % of a step at 1 B parameters or more, tokens/s are at most 1 % apart, and the loss of a
 small model in a job is that on the CPU.
 
-Without a CUDA device there is nothing to measure: it says so and ends, or with --quick runs a tiny
+Without a CUDA device there is nothing to measure: it states that and ends; with --quick it runs a tiny
 model on the CPU.
 """
 
