@@ -29,7 +29,9 @@ from diloco_testing.learners.slow_device import (
     on_device,
     to_device,
 )
+from diloco_testing.properties import seeds
 from diloco_worker import joined
+from diloco_worker.core import events as ev
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.settings import from_env
 from diloco_worker.trainer import device_replica, layout
@@ -99,7 +101,7 @@ class Learner:
         for fragment in range(len(self.plain.layout.fragments)):
             self._apply_to_shadow(fragment)
 
-    def step(self) -> None:
+    def step(self, *, waits: bool = False) -> None:
         step = self.trainer.local_step + 1
         self.device.train(lambda: update(self.model, step))
         update(self.shadow, step)
@@ -107,8 +109,11 @@ class Learner:
             self.plain._copier.copy_out(fragment)
             self.history[fragment, step] = self.plain.shared.host(fragment).copy()
         before = [*self.trainer._core.applied]
+        if waits:
+            self.device.finish_training()  # what a blocking copy does
         with self.device.no_waiting:
-            self.trainer.step(tokens=10)
+            with self.device.unguarded() if waits else contextlib.nullcontext():
+                self.trainer.step(tokens=10)
         for fragment, generation in enumerate(self.trainer._core.applied):
             if generation != before[fragment]:
                 assert generation == before[fragment] + 1
@@ -150,7 +155,7 @@ class _NoSignals:
 
 
 @pytest.mark.parametrize("registers", [True, False], ids=["registered", "pinned"])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", seeds(2, range(6)))
 def test_over_hundreds_of_steps_uploads_are_whole_and_no_result_is_lost_or_mixed(
     monkeypatch, tmp_path, seed, registers
 ):
@@ -212,6 +217,38 @@ def test_a_slow_device_delays_reports_and_stops_no_step(monkeypatch, tmp_path):
         learner.link.newest(now=0)
     assert max(report.local_step for report in learner.link.reports) >= 21
     learner.check_uploads()
+    learner.trainer.close()
+
+
+def test_a_whole_model_that_is_requested_while_copies_are_under_way_is_of_one_later_step(
+    monkeypatch, tmp_path
+):
+    learner = Learner(monkeypatch, tmp_path, seed=2)
+    for _ in range(12):
+        learner.step()
+        learner.device.pass_time(40)
+        learner.link.turn()
+    learner.step()
+    replica = learner.trainer._replica
+    assert replica._work.busy
+    learner.link._handle(ev.InitialRequested())
+    learner.link._new = learner.link._protocol.link_state
+    learner.step()  # it waits for nothing, so it copies no model
+    asked = learner.trainer._core.initial_copied
+    learner.device.finish()
+    learner.step(waits=True)
+    assert learner.trainer._core.initial_copied == asked + 1
+    step = learner.trainer.local_step
+    for fragment in range(len(replica.layout.fragments)):
+        expected_N = learner.history[fragment, step]
+        assert np.array_equal(replica.shared.host(fragment), expected_N)
+        assert replica.shared.host_copy(fragment).local_step == step
+    for _ in range(60):
+        learner.step()
+        learner.device.pass_time(40)
+        learner.link.turn()
+    learner.check_uploads()
+    assert learner.link.reports[-1].initial_copied == asked + 1
     learner.trainer.close()
 
 

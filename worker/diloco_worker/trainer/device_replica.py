@@ -28,6 +28,9 @@ from diloco_worker.trainer.replica import Replica
 
 log = logging.getLogger(__name__)
 
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for a look at buffers."""
+
 NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
 
 
@@ -219,6 +222,8 @@ class DeviceReplica(Replica):
 
     def close(self) -> None:
         """Release the shared memory, after the copies that are under way."""
+        if self._noticing is not None:
+            self._noticing.join(CLOSE_SECONDS)
         if self._event is not None:
             self._event.wait()
         self._device.unregister()

@@ -23,7 +23,7 @@ from diloco_worker.trainer.device import U8
 
 WAITING = {
     "item", "cpu", "numpy", "tolist", "__bool__", "__float__", "__int__", "__index__", "is_nonzero", "nonzero", "equal",
-    "allclose", "__array__", "__repr__", "__format__", "synchronize", "isnan_any",
+    "allclose", "__array__", "__repr__", "__format__", "synchronize",
 }  # fmt: skip
 """Functions that wait for the device of their tensor."""
 
@@ -144,12 +144,12 @@ class SlowDevice:
         assert source.is_contiguous()
         assert target.is_contiguous()
         self.copied_bytes += source.nbytes
-        with self._unguarded():
+        with self.unguarded():
             source, target = source.detach(), target.detach()
             target.fill_(float("nan"))
 
         def do() -> bool:
-            with self._unguarded():
+            with self.unguarded():
                 target.copy_(source)
             return True
 
@@ -180,7 +180,8 @@ class SlowDevice:
             self._copies.advance()
 
     @contextlib.contextmanager
-    def _unguarded(self) -> Iterator[None]:
+    def unguarded(self) -> Iterator[None]:
+        """In the block, waiting for the device is allowed."""
         before, self.no_waiting.allowed = self.no_waiting.allowed, True
         try:
             yield
