@@ -83,7 +83,7 @@ def main() -> int:
         large, loss_steps = Plan(config=LARGE, windows=6, steps=30), 600
     found = measure(large)
     losses = {}
-    for where in ("cpu", device):
+    for where in dict.fromkeys(("cpu", device)):
         config = {**(TINY if options.quick else SMALL), "device": where}
         small = Plan(config=config, windows=1, steps=loss_steps, fragments=4)
         losses[where] = measure(small)["loss"]

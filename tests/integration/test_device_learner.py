@@ -75,6 +75,7 @@ def test_uploads_and_results_of_a_learner_on_a_late_device_pass_its_link(enter, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(660)
 def test_the_benchmark_of_a_device_runs_at_a_tiny_size_and_states_that_there_is_none():
     done = subprocess.run(
         [sys.executable, str(ROOT / "benchmarks" / "bench_device.py"), "--quick"],
