@@ -29,7 +29,7 @@ from diloco_worker.trainer.replica import Replica
 log = logging.getLogger(__name__)
 
 CLOSE_SECONDS = 5.0
-"""How long `close` waits for a look at buffers."""
+"""How long `close` waits for a check of buffers."""
 
 NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
 
