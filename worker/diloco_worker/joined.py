@@ -26,10 +26,10 @@ from diloco_worker.ipc.link_process import LinkProcess
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
 from diloco_worker.trainer import optimizer_state
 from diloco_worker.trainer.checkpoint import Checkpoints, Manifest, local_checkpoint
+from diloco_worker.trainer.device_replica import replica_of
 from diloco_worker.trainer.kept import KeptState
 from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
-from diloco_worker.trainer.replica import Replica
 from diloco_worker.trainer.runqueue import RunQueue
 from diloco_worker.trainer.termination import Termination, exit_with
 
@@ -65,7 +65,7 @@ class JoinedTrainer:
         self.name, self.index = config.learner, config.index(self._run_spec)
         self.spec: RunSpec | None = self._run_spec
         self.config = config.config
-        self._replica = Replica(model, self._run_spec)
+        self._replica = replica_of(model, self._run_spec)
         self._link = LinkProcess(self._replica.shared)
         self._loss, self._optimizer_steps = LossReader(), OptimizerSteps(optimizers)
         self._run_queue = RunQueue()
@@ -94,6 +94,7 @@ class JoinedTrainer:
         self._termination = Termination()
         try:
             self._join()
+            self._replica.shown(self._core.link_state)
             if self._checkpoints is not None:
                 self._checkpoints.watch(optimizers, model)
         except BaseException:
@@ -106,7 +107,7 @@ class JoinedTrainer:
     def done(self) -> bool:
         """See `Learner.done`."""
         if not self._core.closed:
-            state = self._link.newest(now=time.monotonic())
+            state = self._replica.shown(self._link.newest(now=time.monotonic()))
             self._carry_out(self._core.check(state, terminated=self._termination.received))
         return self._core.closed
 
@@ -163,7 +164,7 @@ class JoinedTrainer:
         if self._checkpoints is not None and not self._checkpoints.boundary():
             self._core.checkpoint_lost()
         self._ensure_link(now)
-        state = self._link.newest(now=now)
+        state = self._replica.shown(self._link.newest(now=now))
         self._loss.read(loss)
         taken = self._optimizer_steps.taken()
         self._result_age = None
@@ -199,7 +200,7 @@ class JoinedTrainer:
 
     def _ensure_link(self, now: float) -> None:
         if self._link.pid is None:
-            self._link.ensure(self._core.state(), now=now)
+            self._link.ensure(self._replica.known(self._core.state()), now=now)
 
     # ------------------------------------------------------------ actions
 
@@ -214,7 +215,8 @@ class JoinedTrainer:
                 case core.ApplyFragment(fragment):
                     self._apply(fragment)
                 case core.Send(state):
-                    self._link.offer(state)
+                    if (known := self._replica.report(state)) is not None:
+                        self._link.offer(known)
                 case core.SaveCheckpoint():
                     self._save_checkpoint(action)
                 case core.CopyModel(copies, wait=True):

@@ -24,7 +24,7 @@ import os
 import struct
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -81,7 +81,6 @@ class SharedMemory:
         self._table = self._table.reshape(rows, _COLUMNS)
         self._ends = np.cumsum([0, *(f.elements for f in self.layout.fragments)])
         total = int(self._ends[-1])
-        self._host_at = places.host
         self._host = np.frombuffer(self._map, np.float32, total, places.host)
         self._inbox = np.frombuffer(self._map, np.float32, total, places.inbox)
         self.constants = np.frombuffer(self._map, np.uint8, constants_bytes, places.constants)
@@ -89,6 +88,7 @@ class SharedMemory:
         room = _largest(self.layout)
         self._spare = np.frombuffer(self._map, np.float32, spares * room, places.spare)
         self._spare = self._spare.reshape(spares, room)
+        self._areas = places
         self._thread_locks = [threading.Lock() for _ in range(rows)]
 
     @classmethod
@@ -167,7 +167,24 @@ class SharedMemory:
         values = self._host.nbytes // _PAGE * _PAGE
         if values and hasattr(mmap, "MADV_REMOVE"):
             with contextlib.suppress(OSError):
-                self._map.madvise(mmap.MADV_REMOVE, self._host_at, values)
+                self._map.madvise(mmap.MADV_REMOVE, self._areas.host, values)
+
+    def device_areas(self, spares: Sequence[int]) -> list[npt.NDArray[np.uint8]]:
+        """
+        The whole pages that a device copies from and to: all inboxes, and the beginnings of spare places.
+
+        Args:
+            spares: elements that are used of each spare place.
+        """
+        spans = [(self._areas.inbox, self._areas.constants)]
+        room = 4 * self._spare.shape[1]
+        for place, elements in enumerate(spares):
+            begin = self._areas.spare + place * room
+            lo, hi = begin // _PAGE * _PAGE, -(-(begin + 4 * elements) // _PAGE) * _PAGE
+            if lo < spans[-1][1]:  # a page of both: none can be registered twice
+                lo = spans.pop()[0]
+            spans.append((lo, hi))
+        return [np.frombuffer(self._map, np.uint8, hi - lo, lo) for lo, hi in spans if hi > lo]
 
     # ------------------------------------------------------------ locks
 

@@ -361,10 +361,45 @@ class Copier:
         """What `copy_out` writes."""
         return sum(pair.view.nbytes for pair in self._out[fragment][0])
 
-    def _pairs(self, fragment: Fragment, memory_N: F32, *, out: bool) -> list[_Pair]:
-        flat = torch.from_numpy(memory_N)
+    def _pairs(self, fragment: Fragment, memory_N: F32 | torch.Tensor, *, out: bool) -> list[_Pair]:
+        flat = memory_N if isinstance(memory_N, torch.Tensor) else torch.from_numpy(memory_N)
         pairs = (self._pair(slot, flat, out=out) for slot in fragment.slots)
         return [pair for pair in pairs if pair is not None]
+
+    # ------------------------------------------------------------ by way of a buffer on the device
+
+    def stage_out(self, fragment: int, buffer_N: torch.Tensor) -> None:
+        """Write the fragment to a flat fp32 buffer on the model's device, without waiting for the device."""
+        described = self._layout.fragments[fragment]
+        with torch.no_grad():
+            for slot in described.slots:
+                if slot.offset + slot.tensor.length < slot.end:
+                    buffer_N[slot.offset + slot.tensor.length : slot.end].zero_()
+            for pair in self._pairs(described, buffer_N, out=True):
+                values = pair.values
+                pair.view.copy_(values if values.is_floating_point() else digits_of(values))
+
+    def stage_in(self, fragment: int, buffer_N: torch.Tensor) -> None:
+        """
+        Overwrite the fragment's parameters from a buffer on their device, without waiting for the device.
+
+        Where they round, the buffer gets the rounded values, as the inbox does in `copy_in`.
+        """
+        with torch.no_grad():
+            for pair in self._pairs(self._layout.fragments[fragment], buffer_N, out=False):
+                values = pair.values
+                if not values.is_floating_point():
+                    values.copy_(integers_of(pair.view).view(values.shape))
+                    continue
+                values.copy_(pair.view)
+                if _rounds(pair.tensor):
+                    pair.view.copy_(values)
+
+    def rounds(self, fragment: int) -> bool:
+        """Whether parameters of the fragment cannot hold all values of fp32."""
+        return bool(self._back[fragment])
+
+    # ------------------------------------------------------------ pairs
 
     def _pair(self, slot: Slot, flat: torch.Tensor, *, out: bool) -> _Pair | None:
         info = slot.tensor
@@ -456,6 +491,20 @@ def _digits(tensor: torch.Tensor) -> torch.Tensor:
 
 def _integers(digits: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(integers.from_digits(digits.numpy()))
+
+
+def digits_of(values: torch.Tensor) -> torch.Tensor:
+    """As `integers.to_digits`, on the device of the values."""
+    shifts = torch.arange(0, 64, 16, device=values.device)
+    digits = (values.detach().to(torch.int64).reshape(-1, 1) >> shifts) & 0xFFFF
+    return digits.to(torch.float32).reshape(-1)
+
+
+def integers_of(digits: torch.Tensor) -> torch.Tensor:
+    """As `integers.from_digits`, on the device of the digits."""
+    shifts = torch.arange(0, 64, 16, device=digits.device)
+    whole_digits = digits.round().clamp(0, 0xFFFF).to(torch.int64)
+    return (whole_digits.reshape(-1, integers.DIGITS) << shifts).sum(1)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

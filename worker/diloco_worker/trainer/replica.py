@@ -16,6 +16,7 @@ from diloco.model.fragments import cut
 from diloco.rpc.tensor_info import pack_frozen
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import HostCopy
+from diloco_worker.core.messages import LinkState, TrainerState
 from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.trainer.buffers import Watch, log_unmatched
 from diloco_worker.trainer.frozen import with_digests
@@ -31,6 +32,7 @@ class Replica:
     Args:
         model: on its device.
         spec: defines how to cut it.
+        spares: spare places for host copies.
 
     Raises:
         ConfigError: the model cannot be cut this way, has a tensor that cannot be merged, or more frozen
@@ -38,7 +40,7 @@ class Replica:
         OSError: the machine has too little memory for the copies.
     """
 
-    def __init__(self, model: nn.Module, spec: RunSpec) -> None:
+    def __init__(self, model: nn.Module, spec: RunSpec, *, spares: int = 0) -> None:
         kept = spec.buffers == "Initial"
         tensors = describe(model, moving=None if kept else spec.moving_buffers)
         ship = spec.frozen == "Ship"
@@ -57,18 +59,39 @@ class Replica:
         fragments = range(len(self.layout.fragments))
         self._copier = Copier(tensors, self.layout)
         self.shared = SharedMemory.create(
-            self.layout, constants_bytes=self._copier.constants_bytes()
+            self.layout, constants_bytes=self._copier.constants_bytes(), spares=spares
         )
         self._copier.attach(
             [[self.shared.host(p)] for p in fragments], [self.shared.inbox(p) for p in fragments]
         )
+
+    # ------------------------------------------------------------ what trainer and link know of each other
+
+    def shown(self, state: LinkState | None) -> LinkState | None:
+        """What the trainer may act on at this step boundary: the link's newest state; None: no new one."""
+        return state
+
+    def known(self, state: TrainerState) -> TrainerState:
+        """What a new link may know at first, if this is the trainer's state now."""
+        return state
+
+    def report(self, state: TrainerState) -> TrainerState | None:
+        """
+        The boundary is over: what the link may know; None: nothing new.
+
+        Args:
+            state: of the trainer, whose `offers` were copied at this boundary.
+        """
+        return state
+
+    # ------------------------------------------------------------ copies
 
     def apply_model(self, fragments: Sequence[int]) -> None:
         """Overwrite the constants, and these fragments from their inboxes."""
         self._copier.constants_in(self.shared.constants)
         self._watch.reset()
         for fragment in fragments:
-            self.apply(fragment)
+            self._copier.copy_in(fragment)
 
     def loaded(self) -> None:
         """The model was loaded from a local checkpoint: its buffers are as they were, not changed."""

@@ -1,0 +1,407 @@
+"""
+A learner on a device that does its work late: hundreds of steps of the real trainer, link decisions and encoder.
+
+The device (`SlowDevice`) is not a GPU: what is shown is that nothing is read or reused before it is complete, and that
+no step waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from diloco.model import integers
+from diloco.spec import RunSpec
+from diloco.v1 import bulk_pb2 as bulk
+from diloco_testing.learners.link_in_process import LinkInProcess
+from diloco_testing.learners.slow_device import (
+    NoWaiting,
+    SlowDevice,
+    WaitedError,
+    garbage,
+    on_device,
+    to_device,
+)
+from diloco_testing.properties import seeds
+from diloco_worker import joined
+from diloco_worker.core import events as ev
+from diloco_worker.joined import JoinedTrainer
+from diloco_worker.settings import from_env
+from diloco_worker.trainer import device_replica, layout
+from diloco_worker.trainer.device import CudaDevice
+from diloco_worker.trainer.device_replica import DeviceReplica
+from diloco_worker.trainer.replica import Replica
+
+STEPS = 400
+SPEC = RunSpec(
+    job="j", steps=10**6, fragments=5, interval=5, overlap=1, learners={"eu": 1}, wire_up="FP32", wire_down="FP32",
+    moving_buffers=("norm.*",),
+)  # fmt: skip
+
+
+class Net(nn.Module):
+    """Of every kind of tensor: fp32, bf16, odd sizes, running statistics, an integer that counts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList([nn.Linear(31, 17) for _ in range(4)])
+        self.narrow = nn.Parameter(torch.randn(129, dtype=torch.bfloat16))
+        self.turned = nn.Parameter(torch.randn(6, 40).t())
+        self.norm = nn.BatchNorm1d(7)
+
+
+def update(model: nn.Module, step: int) -> None:
+    """As an optimizer and a forward pass: every tensor changes in place."""
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            parameter.mul_(0.99).add_(0.01 * ((step * 7 + number) % 11) - 0.03)
+        model.norm.running_mean.add_(0.5)
+        model.norm.num_batches_tracked.add_(1)
+
+
+class Learner:
+    """A real trainer on a slow device, and a model that does the same at once."""
+
+    def __init__(self, monkeypatch, tmp_path, *, seed: int, registers: bool = True) -> None:
+        self.device = SlowDevice(seed, registers=registers)
+        self.model, self.shadow = Net(), Net()
+        to_device(self.model)
+        self.history: dict[tuple[int, int], np.ndarray] = {}
+        """By (fragment, local step), what its parameters were."""
+        self.applied_at: dict[tuple[int, int], int] = {}
+        """By (fragment, generation), the local step in which the shadow got a result."""
+        self.bases: dict[tuple[int, tuple[int, int]], np.ndarray] = {}
+        (tmp_path / "spec.json").write_text(SPEC.to_json())
+        for name, value in {
+            "JOB": "j", "LEARNER": "eu/0", "SYNCER": "127.0.0.1:1", "SPEC": str(tmp_path / "spec.json"),
+        }.items():  # fmt: skip
+            monkeypatch.setenv(f"DILOCO_{name}", value)
+        monkeypatch.setattr(
+            joined, "replica_of", lambda model, spec: DeviceReplica(model, spec, self.device)
+        )
+        links: list[LinkInProcess] = []
+
+        def link(shared) -> LinkInProcess:
+            links.append(LinkInProcess(shared, SPEC, seed))
+            return links[0]
+
+        monkeypatch.setattr(joined, "LinkProcess", link)
+        monkeypatch.setattr(joined, "Termination", _NoSignals)
+        self.trainer = JoinedTrainer(from_env(), self.model, [], connect_timeout_seconds=9)
+        (self.link,) = links
+        self.plain = Replica(self.shadow, SPEC)
+        for fragment in range(len(self.plain.layout.fragments)):
+            self._apply_to_shadow(fragment)
+
+    def step(self, *, waits: bool = False) -> None:
+        step = self.trainer.local_step + 1
+        self.device.train(lambda: update(self.model, step))
+        update(self.shadow, step)
+        for fragment in range(len(self.plain.layout.fragments)):
+            self.plain._copier.copy_out(fragment)
+            self.history[fragment, step] = self.plain.shared.host(fragment).copy()
+        before = [*self.trainer._core.applied]
+        if waits:
+            self.device.finish_training()  # what a blocking copy does
+        with self.device.no_waiting:
+            with self.device.unguarded() if waits else contextlib.nullcontext():
+                self.trainer.step(tokens=10)
+        for fragment, generation in enumerate(self.trainer._core.applied):
+            if generation != before[fragment]:
+                assert generation == before[fragment] + 1
+                self._apply_to_shadow(fragment)
+
+    def _apply_to_shadow(self, fragment: int) -> None:
+        generation = self.trainer._core.applied[fragment]
+        self.applied_at[fragment, generation] = self.trainer.local_step
+        inbox_N = self.plain.shared.inbox(fragment)
+        inbox_N[:] = self.link.results[fragment, generation]
+        self.plain.apply(fragment)
+        version = self.trainer._core.ledger.versions[fragment]
+        self.bases[fragment, version] = inbox_N.copy()  # with its rounding
+
+    def check_uploads(self) -> None:
+        """Each upload is of the parameters at the step in its header, against the version in it."""
+        for upload in self.link.uploads:
+            header = upload.header
+            expected_N = self.history[header.fragment, header.local_step]
+            if header.content == bulk.DELTA:
+                base = header.base.epoch, header.base.step
+                expected_N = self.bases[header.fragment, base] - expected_N
+            assert not garbage(upload.values_N)
+            assert np.array_equal(upload.values_N, expected_N), header
+            applied = [
+                at
+                for (p, _), at in self.applied_at.items()
+                if p == header.fragment and at < header.local_step
+            ]
+            assert header.steps == header.local_step - max(applied)
+            assert header.tokens == 10 * header.steps
+
+
+class _NoSignals:
+    received = False
+
+    def restore(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("registers", [True, False], ids=["registered", "pinned"])
+@pytest.mark.parametrize("seed", seeds(2, range(6)))
+def test_over_hundreds_of_steps_uploads_are_whole_and_no_result_is_lost_or_mixed(
+    monkeypatch, tmp_path, seed, registers
+):
+    learner = Learner(monkeypatch, tmp_path, seed=seed, registers=registers)
+    chance = random.Random(seed)
+    for _ in range(STEPS):
+        learner.step()
+        learner.device.pass_time(chance.choice((0, 10, 40, 90)))
+        learner.link.turn()
+        if chance.random() < 0.01:
+            learner.link.die()
+    learner.check_uploads()
+    learner.device.finish()
+    for (name, found), (_, expected) in zip(
+        learner.model.state_dict().items(), learner.shadow.state_dict().items(), strict=True
+    ):
+        assert torch.equal(found, expected), name
+    # Nothing was held up for good.
+    assert len(learner.link.uploads) > STEPS / 10
+    kinds = {upload.header.content for upload in learner.link.uploads}
+    assert bulk.DELTA in kinds
+    results = len(learner.link.results) - len(learner.plain.layout.fragments)
+    assert results > STEPS / 10
+    assert learner.link.refused < len(learner.link.uploads) / 10
+    assert learner.link.starts > 1
+    learner.trainer.close()
+    assert learner.device.registered == 0
+
+
+def test_a_fragment_is_offered_one_step_after_its_copy_on_a_fast_device(monkeypatch, tmp_path):
+    learner = Learner(monkeypatch, tmp_path, seed=0)
+    learner.link._random.random = lambda: (
+        0.6
+    )  # every state arrives, no read is long, a pull in each step
+    for _ in range(30):
+        learner.step()
+        learner.device.finish()
+        learner.link.turn()
+    offered = [report for report in learner.link.reports if report.offers]
+    assert len(offered) > 20
+    assert {30 - 1, 30 - 2} & {report.local_step for report in offered}
+    learner.check_uploads()
+    learner.trainer.close()
+
+
+def test_a_slow_device_delays_reports_and_stops_no_step(monkeypatch, tmp_path):
+    learner = Learner(monkeypatch, tmp_path, seed=1)
+    learner.step()
+    learner.link.turn()
+    for _ in range(20):
+        learner.step()  # the device does nothing
+        learner.link.turn()
+    reported = [report.local_step for report in learner.link.reports]
+    assert max(reported, default=0) <= 2
+    learner.device.finish()
+    for _ in range(3):
+        learner.step()
+        learner.device.finish()
+        learner.link.newest(now=0)
+    assert max(report.local_step for report in learner.link.reports) >= 21
+    learner.check_uploads()
+    learner.trainer.close()
+
+
+def test_a_whole_model_that_is_requested_while_copies_are_under_way_is_of_one_later_step(
+    monkeypatch, tmp_path
+):
+    learner = Learner(monkeypatch, tmp_path, seed=2)
+    for _ in range(12):
+        learner.step()
+        learner.device.pass_time(40)
+        learner.link.turn()
+    learner.step()
+    replica = learner.trainer._replica
+    assert replica._work.busy
+    learner.link._handle(ev.InitialRequested())
+    learner.link._new = learner.link._protocol.link_state
+    learner.step()  # it waits for nothing, so it copies no model
+    asked = learner.trainer._core.initial_copied
+    learner.device.finish()
+    learner.step(waits=True)
+    assert learner.trainer._core.initial_copied == asked + 1
+    step = learner.trainer.local_step
+    for fragment in range(len(replica.layout.fragments)):
+        expected_N = learner.history[fragment, step]
+        assert np.array_equal(replica.shared.host(fragment), expected_N)
+        assert replica.shared.host_copy(fragment).local_step == step
+    for _ in range(60):
+        learner.step()
+        learner.device.pass_time(40)
+        learner.link.turn()
+    learner.check_uploads()
+    assert learner.link.reports[-1].initial_copied == asked + 1
+    learner.trainer.close()
+
+
+# ---------------------------------------------------------------- which replica a model gets
+
+
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def on(monkeypatch):
+    """A function: the devices of the model, and what the device can do."""
+
+    def set_up(trained: set[torch.device], others: set[torch.device], **device: object) -> None:
+        monkeypatch.setattr(device_replica, "_devices", lambda model: (trained, others))
+        monkeypatch.setattr(device_replica, "CudaDevice", lambda where: SlowDevice(0, **device))
+
+    return set_up
+
+
+def test_a_model_on_one_gpu_is_copied_beside_the_training(on, caplog):
+    on({CUDA}, {CUDA})
+    replica = device_replica.replica_of(Net(), SPEC)
+    assert isinstance(replica, DeviceReplica)
+    registered = replica._device.registered
+    replica.close()
+    sizes = sorted((f.elements for f in replica.layout.fragments), reverse=True)
+    needed = 4 * (sum(sizes) + 2 * sum(sizes[: SPEC.overlap + 1]))
+    rounded = 4096 * 2 * (SPEC.overlap + 2)
+    assert needed <= registered < needed + rounded, "inboxes, and spare places of what is announced"
+    assert caplog.records == []
+
+
+def test_a_model_on_the_cpu_is_copied_as_ever(on):
+    on({torch.device("cpu")}, {torch.device("cpu")})
+    replica = device_replica.replica_of(Net(), SPEC)
+    assert type(replica) is Replica
+    assert len(replica.shared.device_areas(())) == 1, "without spare places"
+    replica.close()
+
+
+@pytest.mark.parametrize(
+    ("others", "device", "why"),
+    [
+        ({torch.device("cpu")}, {}, "trained parameters and buffers are on cpu, cuda:0"),
+        (set(), {"registers": False, "pins": False}, "there is no memory for copies beside the training: no memory"),
+    ],
+)  # fmt: skip
+def test_where_copies_beside_the_training_are_impossible_a_line_states_why(
+    on, caplog, others, device, why
+):
+    on({CUDA}, others, **device)
+    replica = device_replica.replica_of(Net(), SPEC)
+    assert type(replica) is Replica
+    replica.close()
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line == f"{why}; each step waits until its fragments are copied"
+
+
+def test_memory_that_cannot_be_registered_is_replaced_by_pinned_buffers_and_named(on, caplog):
+    on({CUDA}, {CUDA}, registers=False)
+    device_replica.replica_of(Net(), SPEC).close()
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.startswith("cudaHostRegister failed: copies go through")
+    assert "IPC_LOCK" in line
+
+
+@pytest.mark.parametrize("error", [0, 2])
+def test_a_gpu_registers_memory_or_states_the_limit(monkeypatch, error):
+    calls = []
+
+    class Runtime:
+        def cudaHostRegister(self, address, size, flags):  # noqa: N802 - its name
+            calls.append((address, size, flags))
+            return error
+
+        def cudaHostUnregister(self, address):  # noqa: N802
+            calls.append(address)
+            return 0
+
+    for name in ("Stream", "device"):
+        monkeypatch.setattr(torch.cuda, name, lambda *_: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "cudart", Runtime)
+    launched = []
+    monkeypatch.setattr(torch, "empty", lambda *_, **__: launched.append(1) or torch.zeros(1))
+    device = CudaDevice(CUDA)
+    area = np.zeros(1 << 20, np.uint8)
+    address = area.ctypes.data
+    problem = device.register(area)
+    device.unregister()
+    assert calls[0] == (address, 1 << 20, 0)
+    if error:
+        assert problem.startswith("cudaHostRegister of 1 MiB failed (2; ulimit -l is ")
+        assert launched, "the error is cleared"
+        assert calls[1:] == [], "nothing is registered"
+    else:
+        assert problem == ""
+        assert calls[1:] == [address]
+        assert launched == []
+
+
+# ---------------------------------------------------------------- integers
+
+
+@given(
+    st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=9),
+    st.lists(st.floats(-1e6, 1e6, width=32, allow_subnormal=False), min_size=4, max_size=4),
+)
+def test_integers_on_a_device_have_the_digits_of_those_on_the_host(values, odd):
+    values_N = np.array(values, np.int64)
+    digits_N = integers.to_digits(values_N)
+    assert layout.digits_of(torch.from_numpy(values_N)).numpy().tobytes() == digits_N.tobytes()
+    for digits in (digits_N, np.array(odd, np.float32)):
+        found = layout.integers_of(torch.from_numpy(digits))
+        assert found.tolist() == integers.from_digits(digits).tolist()
+
+
+# ---------------------------------------------------------------- the device of these tests
+
+
+@pytest.mark.parametrize(
+    "read",
+    [
+        lambda t: t.item(),
+        lambda t: t.cpu(),
+        lambda t: float(t),
+        lambda t: bool(t),
+        lambda t: t.to("cpu"),
+        lambda t: torch.zeros(1).copy_(t),
+        lambda t: t.copy_(torch.zeros(1)),
+        lambda t: (t + 1).view(-1).item(),
+    ],
+)
+def test_the_device_of_these_tests_notices_what_waits_for_it(read):
+    tensor = SlowDevice(0).empty(1)
+    with NoWaiting(), pytest.raises(WaitedError):
+        read(tensor)
+
+
+def test_the_device_of_these_tests_copies_late_and_leaves_garbage_before():
+    device = SlowDevice(0)
+    source, target = device.empty(2), torch.zeros(2)
+    device.train(lambda: source.fill_(1.0))
+    device.after_training()
+    device.copy(source, target)
+    event = device.record()
+    assert garbage(target.numpy())
+    assert not event.done()
+    device._copies.advance()
+    device._copies.advance()
+    assert garbage(target.numpy()), "not before the work that it comes after"
+    device.finish()
+    assert event.done()
+    assert target.tolist() == [1, 1]
+    assert on_device(source)
+    assert not on_device(target)

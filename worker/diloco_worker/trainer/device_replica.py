@@ -1,0 +1,263 @@
+"""
+The model of a learner on a device, and its copies in the memory that it shares with the link.
+
+As `Replica`, but no step waits for the device: `core.device_work` decides what is under way and what the link may
+know. A fragment is gathered in a buffer on the device by the stream that trains, and copied to the host from there by
+another one; results take the same way back (docs/adr/0029). Until it has joined, and when the whole model is
+requested, it copies as `Replica` does.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import nn
+
+from diloco.spec import RunSpec
+from diloco_worker.core.agreement import HOME
+from diloco_worker.core.device_work import DeviceWork, Incoming, Outgoing, Rooms
+from diloco_worker.core.ledger import HostCopy
+from diloco_worker.core.messages import LinkState, TrainerState
+from diloco_worker.trainer.device import CudaDevice, Device, Event
+from diloco_worker.trainer.layout import F32, bare
+from diloco_worker.trainer.replica import Replica
+
+log = logging.getLogger(__name__)
+
+CLOSE_SECONDS = 5.0
+"""How long `close` waits for a check of buffers."""
+
+NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
+
+
+def replica_of(model: nn.Module, spec: RunSpec) -> Replica:
+    """
+    The replica that fits the model's device.
+
+    Raises:
+        ConfigError, OSError: see `Replica`.
+    """
+    trained, others = _devices(model)
+    if not any(device.type == "cuda" for device in trained):
+        return Replica(model, spec)
+    if len(trained | others) > 1:
+        why = (
+            f"trained parameters and buffers are on {', '.join(sorted(map(str, trained | others)))}"
+        )
+    else:
+        try:
+            return DeviceReplica(model, spec, CudaDevice(*trained))
+        except RuntimeError as error:
+            why = f"there is no memory for copies beside the training: {error}"
+    log.warning("%s; each step waits until its fragments are copied", why)
+    return Replica(model, spec)
+
+
+def _devices(model: nn.Module) -> tuple[set[torch.device], set[torch.device]]:
+    """Those of the trained parameters, and those of the buffers."""
+    own = bare(model)
+    return {p.device for p in own.parameters() if p.requires_grad}, {
+        b.device for b in own.buffers()
+    }
+
+
+class DeviceReplica(Replica):
+    """
+    A model on a device, cut into the job's fragments.
+
+    Args:
+        model: on its device.
+        spec: defines how to cut it.
+        device: where the model is.
+
+    Raises:
+        ConfigError, OSError: see `Replica`.
+        RuntimeError: device or host have too little memory for copies beside the training.
+    """
+
+    def __init__(self, model: nn.Module, spec: RunSpec, device: Device) -> None:
+        announced = spec.overlap + 1
+        super().__init__(model, spec, spares=2 * announced)
+        sizes = [f.elements for f in self.layout.fragments]
+        rooms = Rooms.of(sizes, announced=announced)
+        self._work = DeviceWork(sizes, rooms)
+        self._device = device
+        self._event: Event | None = None
+        self._link_state: LinkState | None = None
+        self._noticing: threading.Thread | None = None
+        self._rounded: list[Incoming] = []
+        """Results whose rounding goes back to the inbox at this boundary."""
+        self._pinned_out: list[torch.Tensor] = []
+        self._pinned_in: list[torch.Tensor] = []
+        """Between device and shared memory, if that cannot be registered."""
+        try:
+            self._reserve(rooms)
+        except RuntimeError:
+            device.unregister()
+            self.shared.close()
+            raise
+
+    def _reserve(self, rooms: Rooms) -> None:
+        """
+        The buffers, and memory of the host that the device copies from and to.
+
+        Raises:
+            RuntimeError: there is too little of either.
+        """
+        self._out = [self._device.empty(n) for n in rooms.outgoing]
+        self._in = [self._device.empty(n) for n in rooms.incoming]
+        areas = self.shared.device_areas(rooms.spares)
+        problem = next((p for area in areas if (p := self._device.register(area))), "")
+        if not problem:
+            return
+        self._device.unregister()
+        self._pinned_out = [self._device.pinned(n) for n in rooms.outgoing]
+        self._pinned_in = [self._device.pinned(n) for n in rooms.incoming]
+        log.warning(
+            "%s: copies go through %d MiB of pinned memory instead, and each step copies its fragments once more; "
+            "raise the limit of locked memory, or give the container the capability IPC_LOCK",
+            problem, 4 * sum((*rooms.outgoing, *rooms.incoming)) >> 20,
+        )  # fmt: skip
+
+    # ------------------------------------------------------------ what trainer and link know of each other
+
+    def shown(self, state: LinkState | None) -> LinkState | None:
+        """See `Replica.shown`."""
+        self._link_state = state or self._link_state
+        if self._event is not None and self._event.done():
+            self._settle()
+        return self._work.shown(self._link_state) if self._link_state is not None else None
+
+    def known(self, state: TrainerState) -> TrainerState:
+        """See `Replica.known`."""
+        return self._work.known(state)
+
+    def report(self, state: TrainerState) -> TrainerState | None:
+        """See `Replica.report`; the copies of this boundary begin here."""
+        if self._work.busy:
+            return None
+        ready = self._link_state.ready if self._link_state is not None else ()
+        fetched = self._work.fetch(ready, state.applied)
+        copies = self._work.copies
+        known = self._work.close(state)
+        if self._work.busy:
+            self._begin(copies, fetched)
+        return known
+
+    def _begin(self, copies: Sequence[Outgoing], fetched: Sequence[Incoming]) -> None:
+        device = self._device
+        device.after_training()
+        for out in copies:
+            device.copy(self._buffer(out), self._host_out(out))
+        for result in self._rounded:
+            device.copy(self._buffer(result), self._host_in(result))
+        for result in fetched:
+            target = self._host_in(result)
+            if self._pinned_in:
+                target.numpy()[:] = self.shared.inbox(result.fragment)
+            device.copy(target, self._buffer(result))
+        self._event = device.record()
+
+    def _settle(self) -> None:
+        """The copies of the last boundary are complete: the link can read them."""
+        installed = []
+        for out in self._work.copies:
+            if self._pinned_out:
+                place_N = self.shared.place(out.fragment, out.place)
+                np.copyto(place_N, self._host_out(out).numpy())
+            with self.shared.try_lock(out.fragment) as held:
+                if held:
+                    self.shared.set_host_copy(out.fragment, out.copy, place=out.place)
+                    installed.append(out)
+        if self._pinned_in:
+            for result in self._rounded:
+                np.copyto(self.shared.inbox(result.fragment), self._host_in(result).numpy())
+        self._rounded, self._event = [], None
+        self._work.settle(installed)
+
+    # ------------------------------------------------------------ fragments
+
+    def try_copy(self, fragment: int, copy: HostCopy) -> bool:
+        """See `Replica.try_copy`; the link can read the copy after a later boundary."""
+        if fragment == 0:
+            self._notice_changes()
+        out = self._work.copy_out(fragment, copy)
+        if out is None and self._release_place(fragment):
+            out = self._work.copy_out(fragment, copy)
+        if out is None:
+            return False
+        buffer_N = self._buffer(out)
+        self._device.train(lambda: self._copier.stage_out(fragment, buffer_N))
+        return True
+
+    def apply(self, fragment: int) -> None:
+        """Overwrite a fragment from its result on the device, which `shown` stated as ready."""
+        result = self._work.apply(fragment)
+        buffer_N = self._buffer(result)
+        self._device.train(lambda: self._copier.stage_in(fragment, buffer_N))
+        if self._copier.rounds(fragment):
+            self._rounded.append(result)
+
+    def _release_place(self, fragment: int) -> bool:
+        """Release a place for this fragment: that of the oldest copy that is not announced; False: there is none."""
+        announced = self._link_state.open if self._link_state is not None else ()
+        idle = self._work.idle(announced, fragment)
+        for other in sorted(idle, key=lambda p: self.shared.host_copy(p).local_step):
+            with self.shared.try_lock(other) as held:
+                if held:
+                    self.shared.set_host_copy(other, NOTHING)
+                    self._work.current[other] = HOME
+                    return True
+        return False
+
+    # ------------------------------------------------------------ the whole model
+
+    def _copy(self, fragment: int, copy: HostCopy) -> None:
+        super()._copy(fragment, copy)
+        self._work.current[fragment] = HOME
+
+    def close(self) -> None:
+        """Release the shared memory, after the copies that are under way."""
+        if self._noticing is not None:
+            self._noticing.join(CLOSE_SECONDS)
+        if self._event is not None:
+            self._event.wait()
+        self._device.unregister()
+        super().close()
+
+    # ------------------------------------------------------------ common
+
+    def _notice_changes(self) -> None:
+        # In another thread, which may wait for the device. What it reads while it is written counts as changed if its
+        # values change, and those do.
+        if self._noticing is not None and self._noticing.is_alive():
+            return
+
+        def notice() -> None:
+            with self._device.beside():
+                super(DeviceReplica, self)._notice_changes()
+
+        self._noticing = threading.Thread(target=notice, name="diloco-buffers", daemon=True)
+        self._noticing.start()
+
+    def _buffer(self, transfer: Outgoing | Incoming) -> torch.Tensor:
+        buffers = self._out if isinstance(transfer, Outgoing) else self._in
+        return buffers[transfer.buffer][: self.layout.fragments[transfer.fragment].elements]
+
+    def _host_out(self, out: Outgoing) -> torch.Tensor:
+        return self._host(out, self._pinned_out, self.shared.place(out.fragment, out.place))
+
+    def _host_in(self, result: Incoming) -> torch.Tensor:
+        return self._host(result, self._pinned_in, self.shared.inbox(result.fragment))
+
+    def _host(
+        self, transfer: Outgoing | Incoming, pinned: Sequence[torch.Tensor], memory_N: F32
+    ) -> torch.Tensor:
+        """What the device copies from or to: shared memory, or what stands in for it."""
+        if not pinned:
+            return torch.from_numpy(memory_N)
+        return pinned[transfer.buffer][: memory_N.size]
