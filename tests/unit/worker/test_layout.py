@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -95,6 +96,42 @@ def test_a_compiled_model_has_the_tensor_names_of_the_original():
         "bias",
         "weight",
     ]
+
+
+def test_activation_checkpointing_does_not_change_the_names():
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    wrapped = nn.Sequential(*map(checkpoint_wrapper, plain))
+    assert any("_checkpoint_wrapped_module" in name for name, _ in wrapped.named_parameters())
+    assert [n.info for n in describe(wrapped).merged] == [n.info for n in describe(plain).merged]
+    assert [n.info for n in describe(wrapped).buffers] == [n.info for n in describe(plain).buffers]
+
+
+class Fused(nn.Module):
+    """Its state_dict has the parts of a matrix instead of the matrix, and a tensor that is neither parameter nor buffer."""
+
+    def __init__(self, part) -> None:
+        super().__init__()
+        self.both = nn.Linear(2, 4, bias=False)
+        self.part, self.table = part, torch.arange(3.0)
+        self.register_state_dict_post_hook(self._split)
+
+    @staticmethod
+    def _split(module, state_dict, prefix, local_metadata) -> None:
+        weight = state_dict.pop(f"{prefix}both.weight")
+        for name, half in zip(("first", "second"), weight.chunk(2), strict=True):
+            state_dict[f"{prefix}{name}"] = module.part(half)
+        state_dict[f"{prefix}table"] = module.table
+
+
+@pytest.mark.parametrize(
+    "part",
+    [torch.clone, torch.detach, lambda half: half, lambda half: half.detach().clone()],
+    ids=["copies", "views", "views with a gradient", "copies without a gradient"],
+)
+def test_what_a_state_dict_computes_from_a_parameter_is_left_out(part):
+    found = describe(nn.Sequential(Fused(part)))
+    assert [n.info.name for n in found.trained] == ["0.both.weight"]
+    assert [n.info.name for n in found.buffers] == ["0.table"]
 
 
 def test_a_model_with_nothing_to_train_is_refused():
