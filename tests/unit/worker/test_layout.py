@@ -107,7 +107,7 @@ def test_activation_checkpointing_does_not_change_the_names():
 
 
 class Fused(nn.Module):
-    """Its state_dict has the parts of a matrix instead of the matrix, and a tensor that is neither parameter nor buffer."""
+    """Its state_dict has parts of a matrix instead of it, and a tensor that is neither parameter nor buffer."""
 
     def __init__(self, part) -> None:
         super().__init__()
