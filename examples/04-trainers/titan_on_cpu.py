@@ -18,6 +18,10 @@ class _Cpu(types.ModuleType):
         """Name of the device."""
         return "CPU"
 
+    def current_device(self) -> int:
+        """Its number."""
+        return 0
+
     def get_device_properties(self, device: object = None) -> Any:
         """Its memory, of which torchtitan logs how much is used."""
         return types.SimpleNamespace(total_memory=1 << 30)

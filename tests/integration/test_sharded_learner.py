@@ -99,8 +99,8 @@ def layout_of(model: torch.nn.Module, fragments: int):
 class Reference:
     """One process with the data of all ranks."""
 
-    def __init__(self, syncer: RealSyncer, log: list) -> None:
-        self.model = sharded.make_model()
+    def __init__(self, syncer: RealSyncer, log: list, how: str) -> None:
+        self.model = sharded.make_model(how)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=sharded.RATE)
         self.parameters = dict(self.model.named_parameters())
         layout = layout_of(self.model, syncer.spec.fragments)
@@ -163,6 +163,8 @@ SHARDINGS = [
     pytest.param("fsdp", 3, 8, id="FSDP2 x 3", marks=pytest.mark.slow_tier),
     pytest.param("hsdp", 4, 2, id="HSDP 2 x 2", marks=pytest.mark.slow_tier),
     pytest.param("tensor", 4, 2, id="TP x FSDP 2 x 2", marks=pytest.mark.slow_tier),
+    pytest.param("experts", 2, 4, id="experts x 2", marks=pytest.mark.slow_tier),
+    pytest.param("experts", 4, 2, id="experts x FSDP2 2 x 2", marks=pytest.mark.slow_tier),
 ]
 
 
@@ -196,7 +198,7 @@ def test_sharded_ranks_train_what_one_process_does(tmp_path, how, size, fragment
             assert len({result["held"] for result in found}) == 2
         assert len(log) > 60
         assert len(merges) > 10 * fragments
-        reference = Reference(syncer, log)
+        reference = Reference(syncer, log, how)
         theta = load_file(next(syncer.dir.rglob("model*.safetensors")))
         whole = torch.load(ranks.out)
     assert reference.merges == []
@@ -205,7 +207,7 @@ def test_sharded_ranks_train_what_one_process_does(tmp_path, how, size, fragment
         largest_difference(whole, {n: p.detach() for n, p in reference.parameters.items()})
         < TOLERANCE
     )
-    moved = largest_difference(theta, dict(sharded.make_model().named_parameters()))
+    moved = largest_difference(theta, dict(sharded.make_model(how).named_parameters()))
     assert moved > 1000 * TOLERANCE
 
 
@@ -252,6 +254,25 @@ def test_ranks_with_different_models_end_with_the_difference(tmp_path):
                 in error
             )
             assert "parameter 4.bias is missing" in error
+        assert syncer.events("join") == []
+
+
+@pytest.mark.slow
+@pytest.mark.slow_tier
+@pytest.mark.timeout(600)
+def test_ranks_whose_plain_tensors_differ_end_with_their_names(tmp_path):
+    spec = make_spec(learners={"eu": 1}, steps=100, fragments=4, interval=4)
+    with (
+        RealSyncer(tmp_path / "syncer", spec) as syncer,
+        Ranks(tmp_path, syncer, "own experts", 2) as ranks,
+    ):
+        for code, error in ranks.ended():
+            assert code == 78, error
+            assert (
+                "the plain tensors 2.experts.weight have other values in rank 1 than in rank 0"
+                in error
+            )
+            assert "distribute_tensor with Shard(0)" in error
         assert syncer.events("join") == []
 
 

@@ -25,7 +25,7 @@ from diloco_worker.trainer.frozen import with_digests
 from diloco_worker.trainer.layout import Copier, ModelTensors, Share
 from diloco_worker.trainer.rank_group import RankGroup
 from diloco_worker.trainer.sharded_digests import digests
-from diloco_worker.trainer.shards import described, shares, to_text
+from diloco_worker.trainer.shards import described, plain_digests, shares, to_text
 
 log = logging.getLogger(__name__)
 
@@ -49,8 +49,8 @@ class RankReplica:
 
     def __init__(self, model: nn.Module, spec: RunSpec, group: RankGroup) -> None:
         self.rank, self.ranks = group.rank, group.size
-        tensors, own = _agreed(model, spec, group)
-        self.layout = _cut(tensors, spec, group, own)
+        tensors, own, plain = _agreed(model, spec, group)
+        self.layout = _cut(tensors, spec, group, own, plain)
         kept = spec.buffers == "Initial"
         if self.rank == 0:
             log_unmatched(tensors, () if kept else spec.moving_buffers)
@@ -142,29 +142,31 @@ class RankReplica:
 
 def _agreed(
     model: nn.Module, spec: RunSpec, group: RankGroup
-) -> tuple[ModelTensors, dict[str, Share]]:
-    """The tensors of this rank, and what it holds of each."""
+) -> tuple[ModelTensors, dict[str, Share], dict[str, str]]:
+    """The tensors of this rank, what it holds of each, and digests of those that all ranks have."""
     moving = None if spec.buffers == "Initial" else spec.moving_buffers
-    text, error, tensors = "", None, None
+    text, error, tensors, plain = "", None, None, {}
     try:
         tensors = described(model, moving=moving)
         tensors.constants(ship_frozen=spec.frozen == "Ship")
-        text = to_text(tensors)
+        plain = plain_digests(tensors, show=group.rank == 0)
+        text = to_text(tensors, plain)
     except DilocoError as problem:
         error = problem
     texts = group.agree(text, error)
     own = shares(texts, group.rank)  # the same error in all ranks
     if tensors is None:
         raise AssertionError("the error was raised")
-    return tensors, own
+    return tensors, own, plain
 
 
 def _cut(
-    tensors: ModelTensors, spec: RunSpec, group: RankGroup, own: Mapping[str, Share]
-) -> Layout:
+    tensors: ModelTensors, spec: RunSpec, group: RankGroup, own: Mapping[str, Share],
+    plain: Mapping[str, str],
+) -> Layout:  # fmt: skip
     ship = spec.frozen == "Ship"
     layout, error = None, None
-    known = {} if ship else digests(tensors.frozen, own, group)
+    known = {} if ship else {**plain, **digests(tensors.frozen, own, group)}
     try:
         layout = cut(
             [n.info for n in tensors.merged],
