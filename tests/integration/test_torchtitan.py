@@ -22,7 +22,7 @@ STEPS = 40
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.slow_tier,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(1800),
     pytest.mark.filterwarnings("default"),  # of the library
     pytest.mark.skipif(
         importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed"

@@ -59,9 +59,7 @@ def test_a_tensor_whose_bytes_cannot_be_read_is_named(monkeypatch):
     monkeypatch.setattr(frozen, "digest", unsupported)
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    with pytest.raises(
-        ConfigError, match=r"the parameter bias .* cannot be read as bytes: aten"
-    ):
+    with pytest.raises(ConfigError, match=r"the parameter bias .* cannot be read as bytes: aten"):
         with_digests(describe(model).frozen)
 
 

@@ -146,6 +146,28 @@ def test_a_tensor_that_cannot_be_merged_is_named():
         describe(model)
 
 
+@pytest.mark.parametrize(
+    ("table", "kind"),
+    [
+        (torch.eye(3).to_sparse(), "torch.sparse_coo"),
+        (torch.eye(3).to_sparse_csr(), "torch.sparse_csr"),
+        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
+    ],
+)
+def test_a_buffer_without_dense_values_is_named_unless_it_is_not_persistent(table, kind):
+    model = nn.Sequential(Fused(torch.clone))
+    model.register_buffer("adjacency", table)
+    with pytest.raises(ConfigError, match=rf"adjacency is a {kind} tensor, .*persistent=False"):
+        describe(model)
+    model.register_buffer("adjacency", table, persistent=False)
+    assert [n.info.name for n in describe(model).buffers] == ["0.table"]
+
+
+def test_a_lazy_module_is_named():
+    with pytest.raises(ConfigError, match=r"1\.weight has no shape yet, .* one forward pass"):
+        describe(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
+
+
 def test_a_model_without_memory_is_named():
     with pytest.raises(ConfigError, match="weight is on the meta device"):
         describe(nn.Linear(2, 2, device="meta"))

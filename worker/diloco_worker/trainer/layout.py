@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.parameter import is_lazy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -271,15 +272,27 @@ def _computed(
 def _memory(tensor: torch.Tensor) -> object:
     """Equal for tensors of which one is a part of the other."""
     held = local(tensor)
-    empty = held.numel() == 0 or held.device.type == "meta"
-    return id(tensor) if empty else held.untyped_storage().data_ptr()
+    return held.untyped_storage().data_ptr() if _has_memory(held) else id(tensor)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if is_lazy(tensor) or _kind(tensor):
+        return False
+    return tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """How a tensor is stored that has no dense values; "": it has them."""
+    if tensor.is_nested:
+        return "nested"
+    return "" if tensor.layout == torch.strided else str(tensor.layout)
 
 
 def _key(tensor: torch.Tensor) -> object:
     """Equal for tensors that share all of their memory."""
     # A DTensor itself has no memory: its `data_ptr` is 0.
     held = local(tensor)
-    if held.numel() == 0 or held.device.type == "meta":
+    if not _has_memory(held):
         return id(tensor)
     return held.device, held.data_ptr(), tuple(tensor.shape), held.stride(), held.dtype
 
@@ -289,8 +302,19 @@ def _check_kind(name: str, tensor: torch.Tensor, *, sharded: bool) -> None:
     Only tensors whose values can be copied are merged.
 
     Raises:
-        ConfigError: a DTensor where this process must hold the whole, or another subclass of Tensor.
+        ConfigError: a tensor without a shape yet or without dense values, a DTensor where this process must hold
+            the whole, or another subclass of Tensor.
     """
+    if is_lazy(tensor):
+        raise ConfigError(
+            f"model: {name} has no shape yet, because it is that of a lazy module; run one forward pass before "
+            "Learner.connect"
+        )
+    if kind := _kind(tensor):
+        raise ConfigError(
+            f"model: {name} is a {kind} tensor, expected a dense one; if it is a buffer that every learner builds for "
+            "itself, register it with persistent=False"
+        )
     if is_dtensor(tensor):
         if not sharded:
             raise ConfigError(
