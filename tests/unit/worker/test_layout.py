@@ -150,7 +150,6 @@ def test_a_tensor_that_cannot_be_merged_is_named():
     ("table", "kind"),
     [
         (torch.eye(3).to_sparse(), "torch.sparse_coo"),
-        (torch.eye(3).to_sparse_csr(), "torch.sparse_csr"),
         (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
     ],
 )
