@@ -114,7 +114,7 @@ def test_parts_of_a_region_may_be_given(titan, in_job):
             {"total_steps": 39},
             "total_steps is 39, expected None, or at least the 40 steps",
         ),
-    ],  # fmt: skip
+    ],
 )
 def test_what_no_learner_can_do_is_refused(titan, in_job, name, values, why):
     field = {"schedule": "lr_scheduler"}.get(name, name)
