@@ -146,17 +146,11 @@ def test_a_tensor_that_cannot_be_merged_is_named():
         describe(model)
 
 
-@pytest.mark.parametrize(
-    ("table", "kind"),
-    [
-        (torch.eye(3).to_sparse(), "torch.sparse_coo"),
-        (torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "nested"),
-    ],
-)
-def test_a_buffer_without_dense_values_is_named_unless_it_is_not_persistent(table, kind):
+def test_a_buffer_without_dense_values_is_named_unless_it_is_not_persistent():
+    table = torch.eye(3).to_sparse()
     model = nn.Sequential(Fused(torch.clone))
     model.register_buffer("adjacency", table)
-    with pytest.raises(ConfigError, match=rf"adjacency is a {kind} tensor, .*persistent=False"):
+    with pytest.raises(ConfigError, match=r"adjacency is a torch\.sparse_coo .*persistent=False"):
         describe(model)
     model.register_buffer("adjacency", table, persistent=False)
     assert [n.info.name for n in describe(model).buffers] == ["0.table"]
