@@ -78,7 +78,7 @@ def test_too_little_memory_to_read_a_tensor_is_not_a_permanent_refusal(monkeypat
     monkeypatch.setattr(frozen, "digest", lacking)
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    with pytest.raises(UnavailableError, match="frozen parameter bias"):
+    with pytest.raises(UnavailableError, match="the parameter bias"):
         with_digests(describe(model).frozen)
 
 
