@@ -1,4 +1,4 @@
-"""What the three programs have in common: text as bytes, in windows that no other learner trains on."""
+"""What the programs have in common: text as bytes, in windows that no other learner trains on."""
 
 import os
 from pathlib import Path

@@ -34,6 +34,8 @@ SHARDINGS = [
     pytest.param("fsdp", 3, 8, id="FSDP2 x 3", marks=pytest.mark.slow_tier),
     pytest.param("hsdp", 4, 2, id="HSDP 2 x 2", marks=pytest.mark.slow_tier),
     pytest.param("tensor", 4, 2, id="TP x FSDP 2 x 2", marks=pytest.mark.slow_tier),
+    pytest.param("experts", 2, 4, id="experts x 2", marks=pytest.mark.slow_tier),
+    pytest.param("experts", 4, 2, id="experts x FSDP2 2 x 2", marks=pytest.mark.slow_tier),
 ]
 
 
@@ -67,7 +69,7 @@ def test_sharded_ranks_train_what_one_process_does(tmp_path, how, size, fragment
             assert len({result["held"] for result in found}) == 2
         assert len(log) > 60
         assert len(merges) > 10 * fragments
-        reference = Reference(syncer, log)
+        reference = Reference(syncer, log, how)
         theta = load_file(next(syncer.dir.rglob("model*.safetensors")))
         whole = torch.load(ranks.out)
     assert reference.merges == []
@@ -76,7 +78,7 @@ def test_sharded_ranks_train_what_one_process_does(tmp_path, how, size, fragment
         largest_difference(whole, {n: p.detach() for n, p in reference.parameters.items()})
         < TOLERANCE
     )
-    moved = largest_difference(theta, dict(sharded.make_model().named_parameters()))
+    moved = largest_difference(theta, dict(sharded.make_model(how).named_parameters()))
     assert moved > 1000 * TOLERANCE
 
 
@@ -123,6 +125,25 @@ def test_ranks_with_different_models_end_with_the_difference(tmp_path):
                 in error
             )
             assert "parameter 4.bias is missing" in error
+        assert syncer.events("join") == []
+
+
+@pytest.mark.slow
+@pytest.mark.slow_tier
+@pytest.mark.timeout(600)
+def test_ranks_whose_plain_tensors_differ_end_with_their_names(tmp_path):
+    spec = make_spec(learners={"eu": 1}, steps=100, fragments=4, interval=4)
+    with (
+        RealSyncer(tmp_path / "syncer", spec) as syncer,
+        Ranks(tmp_path, syncer, "own experts", 2) as ranks,
+    ):
+        for code, error in ranks.ended():
+            assert code == 78, error
+            assert (
+                "the plain tensors 2.experts.weight have other values in rank 1 than in rank 0"
+                in error
+            )
+            assert "distribute_tensor with Shard(0)" in error
         assert syncer.events("join") == []
 
 

@@ -19,6 +19,7 @@ LIBRARIES = {
     "train_huggingface.py": "transformers",
     "train_lightning.py": "lightning",
     "train_accelerate.py": "accelerate",
+    "train_trl.py": "trl",
 }
 STEPS = 120
 
@@ -33,6 +34,7 @@ pytestmark = [
         "train_huggingface.py",
         pytest.param("train_lightning.py", marks=pytest.mark.slow_tier),
         pytest.param("train_accelerate.py", marks=pytest.mark.slow_tier),
+        pytest.param("train_trl.py", marks=pytest.mark.slow_tier),
     ]
 )
 def run(request, tmp_path, monkeypatch):

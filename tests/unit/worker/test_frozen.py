@@ -59,9 +59,7 @@ def test_a_tensor_whose_bytes_cannot_be_read_is_named(monkeypatch):
     monkeypatch.setattr(frozen, "digest", unsupported)
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    with pytest.raises(
-        ConfigError, match=r"frozen parameter bias .* cannot be read as bytes: aten"
-    ):
+    with pytest.raises(ConfigError, match=r"the parameter bias .* cannot be read as bytes: aten"):
         with_digests(describe(model).frozen)
 
 
@@ -80,7 +78,7 @@ def test_too_little_memory_to_read_a_tensor_is_not_a_permanent_refusal(monkeypat
     monkeypatch.setattr(frozen, "digest", lacking)
     model = nn.Linear(2, 2)
     model.bias.requires_grad_(False)
-    with pytest.raises(UnavailableError, match="frozen parameter bias"):
+    with pytest.raises(UnavailableError, match="the parameter bias"):
         with_digests(describe(model).frozen)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -97,6 +98,42 @@ def test_a_compiled_model_has_the_tensor_names_of_the_original():
     ]
 
 
+def test_activation_checkpointing_does_not_change_the_names():
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    wrapped = nn.Sequential(*map(checkpoint_wrapper, plain))
+    assert any("_checkpoint_wrapped_module" in name for name, _ in wrapped.named_parameters())
+    assert [n.info for n in describe(wrapped).merged] == [n.info for n in describe(plain).merged]
+    assert [n.info for n in describe(wrapped).buffers] == [n.info for n in describe(plain).buffers]
+
+
+class Fused(nn.Module):
+    """Its state_dict has parts of a matrix instead of it, and a tensor that is neither parameter nor buffer."""
+
+    def __init__(self, part) -> None:
+        super().__init__()
+        self.both = nn.Linear(2, 4, bias=False)
+        self.part, self.table = part, torch.arange(3.0)
+        self.register_state_dict_post_hook(self._split)
+
+    @staticmethod
+    def _split(module, state_dict, prefix, local_metadata) -> None:
+        weight = state_dict.pop(f"{prefix}both.weight")
+        for name, half in zip(("first", "second"), weight.chunk(2), strict=True):
+            state_dict[f"{prefix}{name}"] = module.part(half)
+        state_dict[f"{prefix}table"] = module.table
+
+
+@pytest.mark.parametrize(
+    "part",
+    [torch.clone, torch.detach, lambda half: half, lambda half: half.detach().clone()],
+    ids=["copies", "views", "views with a gradient", "copies without a gradient"],
+)
+def test_what_a_state_dict_computes_from_a_parameter_is_left_out(part):
+    found = describe(nn.Sequential(Fused(part)))
+    assert [n.info.name for n in found.trained] == ["0.both.weight"]
+    assert [n.info.name for n in found.buffers] == ["0.table"]
+
+
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ConfigError, match="nothing to train"):
         describe(nn.Linear(2, 2).requires_grad_(False))
@@ -107,6 +144,21 @@ def test_a_tensor_that_cannot_be_merged_is_named():
     model.odd = nn.Parameter(torch.zeros(2, dtype=torch.complex64))
     with pytest.raises(ConfigError, match="odd has dtype complex64"):
         describe(model)
+
+
+def test_a_buffer_without_dense_values_is_named_unless_it_is_not_persistent():
+    table = torch.eye(3).to_sparse()
+    model = nn.Sequential(Fused(torch.clone))
+    model.register_buffer("adjacency", table)
+    with pytest.raises(ConfigError, match=r"adjacency is a torch\.sparse_coo .*persistent=False"):
+        describe(model)
+    model.register_buffer("adjacency", table, persistent=False)
+    assert [n.info.name for n in describe(model).buffers] == ["0.table"]
+
+
+def test_a_lazy_module_is_named():
+    with pytest.raises(ConfigError, match=r"1\.weight has no shape yet, .* one forward pass"):
+        describe(nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2)))
 
 
 def test_a_model_without_memory_is_named():

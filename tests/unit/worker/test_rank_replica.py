@@ -180,3 +180,21 @@ def test_rank_0_alone_names_patterns_without_a_buffer_and_looks_at_buffers(ranks
     for replica in replicas:
         replica.copy_out(0, HOME)
     assert looked == [0]
+
+
+@pytest.mark.parametrize("name", ["wide.weight", "base"])
+def test_replicas_that_begin_with_other_values_are_refused_in_all_ranks(name):
+    models = nets(3)
+    with torch.no_grad():
+        models[2].get_parameter(name).add_(1)
+
+    for error in in_ranks(3, lambda group: RankReplica(models[group.rank], SPEC, group)):
+        assert isinstance(error, ConfigError)
+        assert f"the plain tensors {name} have other values in rank 2 than in rank 0" in str(error)
+
+
+def test_many_names_of_values_that_differ_are_shortened():
+    models = [nn.Sequential(*(nn.Linear(2, 2) for _ in range(7))) for _ in range(2)]
+    for error in in_ranks(2, lambda group: RankReplica(models[group.rank], SPEC, group)):
+        assert isinstance(error, ConfigError)
+        assert "3.weight and 6 more have other values in rank 1" in str(error)

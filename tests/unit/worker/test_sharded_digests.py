@@ -109,7 +109,7 @@ def test_a_rank_without_memory_ends_all_at_once_and_they_may_try_again(monkeypat
     found = in_ranks(RANKS, body(kinds))
     assert [type(error) for error in found] == [UnavailableError] * RANKS
     other = str(found[(rank + 1) % RANKS])
-    assert other.startswith(f"rank {rank}: model: the values of the frozen parameter replicated ")
+    assert other.startswith(f"rank {rank}: model: the values of the parameter replicated ")
     assert other.endswith("CUDA out of memory")
 
 

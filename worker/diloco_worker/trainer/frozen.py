@@ -19,13 +19,16 @@ from diloco_worker.trainer.layout import Named, dtype_name, pieces
 ANNOUNCED_BYTES = 4 << 30
 """From here on, a line states why `Learner.connect` takes seconds."""
 
+WITH_THE_JOB = "frozen parameters, to compare them with those of the job"
+
 CPU_MEMORY = "can't allocate memory"
 """In the RuntimeError of torch's allocator on the CPU, which has no class of its own."""
 
 
 def with_digests(
-    frozen: Sequence[Named], *, known: Mapping[str, str] = MappingProxyType({}), needed: bool = True
-) -> list[Tensor]:
+    frozen: Sequence[Named], *, known: Mapping[str, str] = MappingProxyType({}), needed: bool = True,
+    purpose: str = WITH_THE_JOB, show: bool = True,
+) -> list[Tensor]:  # fmt: skip
     """
     The descriptions of the tensors, each with its digest. Every value is read once.
 
@@ -33,24 +36,26 @@ def with_digests(
         frozen: the tensors, in the same order in all ranks.
         known: digests by name, of tensors that this process does not hold as a whole.
         needed: False: without the other digests.
+        purpose: what is read, and why.
+        show: state that it takes seconds, if it does.
 
     Raises:
         ConfigError: the values of a tensor cannot be read as bytes.
         UnavailableError: there is too little memory to read them.
     """
-    if needed:
-        announce([n for n in frozen if n.info.name not in known])
+    if needed and show:
+        announce([n for n in frozen if n.info.name not in known], purpose)
     return [
         dataclasses.replace(n.info, digest=known.get(n.info.name) or (_digest(n) if needed else ""))
         for n in frozen
     ]
 
 
-def announce(frozen: Sequence[Named]) -> None:
-    """Show that these tensors will be read, if that takes seconds."""
+def announce(frozen: Sequence[Named], purpose: str = WITH_THE_JOB) -> None:
+    """Show that these tensors will be read, and why, if that takes seconds."""
     size = sum(n.tensor.numel() * n.tensor.element_size() for n in frozen)
     if size >= ANNOUNCED_BYTES:
-        text = f"reading {size / 2**30:.0f} GiB of frozen parameters, to compare them with those of the job"
+        text = f"reading {size / 2**30:.0f} GiB of {purpose}"
         print(f"diloco: {text}", file=sys.stderr, flush=True)
 
 
@@ -62,9 +67,9 @@ def _digest(named: Named) -> str:
 
 
 def unreadable(named: Named, error: Exception) -> DilocoError:
-    """The error for a frozen parameter whose values cannot be read: for lack of memory, a restart may help."""
+    """The error for a parameter whose values cannot be read: for lack of memory, a restart may help."""
     text = (
-        f"model: the values of the frozen parameter {named.info.name} "
+        f"model: the values of the parameter {named.info.name} "
         f"({type(named.tensor).__name__}, {named.info.dtype}) cannot be read as bytes: {error}"
     )
     lacks = isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_MEMORY in str(error)

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from diloco.errors import ConfigError, DamagedError
@@ -59,6 +60,9 @@ class Share:
 
 EXTRA_STATE = "_extra_state"
 """What torch calls the extra state of a module in a state_dict: a copy, so that nothing written to it has an effect."""
+
+CHECKPOINTED = "_checkpoint_wrapped_module."
+"""What `checkpoint_wrapper` of torch adds to the names of parameters, and removes from those of a state_dict."""
 
 PIECE_BYTES = 64 << 20
 """So much of a tensor is copied to the CPU at once, to read it."""
@@ -228,18 +232,67 @@ def _by_name(tensors: Iterable[Named]) -> tuple[Named, ...]:
 
 
 def _reachable(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every name of every parameter and persistent buffer."""
-    for name, value in model.state_dict(keep_vars=True).items():
-        if isinstance(value, torch.Tensor):
-            yield name, value
-    yield from model.named_parameters(remove_duplicate=False)
+    """Every name of every parameter and persistent buffer, without that of a module for activation checkpointing."""
+    parameters = list(model.named_parameters(remove_duplicate=False))
+    own = [tensor for _, tensor in (*parameters, *model.named_buffers())]
+    states = model.state_dict(keep_vars=True)
+    tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
+    known = set(map(id, own))
+    others = {name: value for name, value in tensors.items() if id(value) not in known}
+    copies = _computed(others, model.state_dict(keep_vars=True), own) if others else set()
+    for name, value in (*tensors.items(), *parameters):
+        if name not in copies:
+            yield name.replace(CHECKPOINTED, ""), value
+
+
+def _computed(
+    others: Mapping[str, torch.Tensor], again: Mapping[str, object], own: Iterable[torch.Tensor]
+) -> set[str]:
+    """
+    Names of what a hook of `state_dict` computes from parameters, such as parts of a fused matrix.
+
+    Args:
+        others: tensors of a state_dict that are neither a parameter nor a buffer.
+        again: that of another call, which computes them anew.
+        own: the parameters and buffers.
+    """
+    keys = {_key(tensor): _memory(tensor) for tensor in own}
+    held = set(keys.values())
+
+    def computed(name: str, value: torch.Tensor) -> bool:
+        if _key(value) in keys or name.rpartition(".")[2] == EXTRA_STATE:
+            return False
+        second = again.get(name)
+        kept = isinstance(second, torch.Tensor) and _key(second) == _key(value)
+        return not kept or _memory(value) in held or not value.is_leaf
+
+    return {name for name, value in others.items() if computed(name, value)}
+
+
+def _memory(tensor: torch.Tensor) -> object:
+    """Equal for tensors of which one is a part of the other."""
+    held = local(tensor)
+    return held.untyped_storage().data_ptr() if _has_memory(held) else id(tensor)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    if is_lazy(tensor) or _kind(tensor):
+        return False
+    return tensor.device.type != "meta" and tensor.numel() > 0
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    """How a tensor is stored that has no dense values; "": it has them."""
+    if tensor.is_nested:
+        return "nested"
+    return "" if tensor.layout == torch.strided else str(tensor.layout)
 
 
 def _key(tensor: torch.Tensor) -> object:
     """Equal for tensors that share all of their memory."""
     # A DTensor itself has no memory: its `data_ptr` is 0.
     held = local(tensor)
-    if held.numel() == 0 or held.device.type == "meta":
+    if not _has_memory(held):
         return id(tensor)
     return held.device, held.data_ptr(), tuple(tensor.shape), held.stride(), held.dtype
 
@@ -249,8 +302,19 @@ def _check_kind(name: str, tensor: torch.Tensor, *, sharded: bool) -> None:
     Only tensors whose values can be copied are merged.
 
     Raises:
-        ConfigError: a DTensor where this process must hold the whole, or another subclass of Tensor.
+        ConfigError: a tensor without a shape yet or without dense values, a DTensor where this process must hold
+            the whole, or another subclass of Tensor.
     """
+    if is_lazy(tensor):
+        raise ConfigError(
+            f"model: {name} has no shape yet, because it is that of a lazy module; run one forward pass before "
+            "Learner.connect"
+        )
+    if kind := _kind(tensor):
+        raise ConfigError(
+            f"model: {name} is a {kind} tensor, expected a dense one; if it is a buffer that every learner builds for "
+            "itself, register it with persistent=False"
+        )
     if is_dtensor(tensor):
         if not sharded:
             raise ConfigError(

@@ -28,7 +28,7 @@ from diloco_worker.trainer.frozen import with_digests
 from diloco_worker.trainer.layout import Copier, ModelTensors, Share
 from diloco_worker.trainer.rank_group import RankGroup
 from diloco_worker.trainer.sharded_digests import digests
-from diloco_worker.trainer.shards import described, shares, to_text
+from diloco_worker.trainer.shards import described, plain_digests, shares, to_text
 
 log = logging.getLogger(__name__)
 
@@ -52,9 +52,9 @@ class RankReplica:
 
     def __init__(self, model: nn.Module, spec: RunSpec, group: RankGroup) -> None:
         self.rank, self.ranks = group.rank, group.size
-        tensors, found = _agreed(model, spec, group)
+        tensors, found, plain = _agreed(model, spec, group)
         own = found[self.rank]
-        self.layout = _cut(tensors, spec, group, own)
+        self.layout = _cut(tensors, spec, group, own, plain)
         kept = spec.buffers == "Initial"
         if self.rank == 0:
             log_unmatched(tensors, () if kept else spec.moving_buffers)
@@ -187,14 +187,18 @@ def _boxes(
 
 def _agreed(
     model: nn.Module, spec: RunSpec, group: RankGroup
-) -> tuple[ModelTensors, dict[int, dict[str, Share]]]:
-    """The tensors of this rank, and by rank what it holds of each: of this rank, and of those that it speaks for."""
+) -> tuple[ModelTensors, dict[int, dict[str, Share]], dict[str, str]]:
+    """
+    The tensors of this rank; by rank what it holds of each, of this rank and of those that it speaks for; digests
+    of the tensors that all ranks have whole.
+    """
     moving = None if spec.buffers == "Initial" else spec.moving_buffers
-    text, error, tensors = "", None, None
+    text, error, tensors, plain = "", None, None, {}
     try:
         tensors = described(model, moving=moving)
         tensors.constants(ship_frozen=spec.frozen == "Ship")
-        text = to_text(tensors)
+        plain = plain_digests(tensors, show=group.rank == 0)
+        text = to_text(tensors, plain)
     except DilocoError as problem:
         error = problem
     texts = group.agree(text, error)
@@ -206,15 +210,16 @@ def _agreed(
     found = shares(texts, ranks, first=group.machines[0] if several else None)
     if tensors is None:
         raise AssertionError("the error was raised")
-    return tensors, found
+    return tensors, found, plain
 
 
 def _cut(
-    tensors: ModelTensors, spec: RunSpec, group: RankGroup, own: Mapping[str, Share]
-) -> Layout:
+    tensors: ModelTensors, spec: RunSpec, group: RankGroup, own: Mapping[str, Share],
+    plain: Mapping[str, str],
+) -> Layout:  # fmt: skip
     ship = spec.frozen == "Ship"
     layout, error = None, None
-    known = {} if ship else digests(tensors.frozen, own, group)
+    known = {} if ship else {**plain, **digests(tensors.frozen, own, group)}
     try:
         layout = cut(
             [n.info for n in tensors.merged],

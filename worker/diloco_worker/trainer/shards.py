@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,10 +19,13 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from diloco.errors import ConfigError
 from diloco.model.fragments import Layout, Tensor, differences
 from diloco_worker.core.boxes import Box, piece, uncovered, whole
+from diloco_worker.trainer.frozen import with_digests
 from diloco_worker.trainer.layout import ModelTensors, Named, Share, bare, describe, local
 
 MOST_PROBLEMS = 8
 """Named in one message."""
+
+BETWEEN_RANKS = "parameters, to compare them between the ranks"
 
 
 def described(model: nn.Module, *, moving: Sequence[str] | None) -> ModelTensors:
@@ -40,20 +44,41 @@ def described(model: nn.Module, *, moving: Sequence[str] | None) -> ModelTensors
     return describe(bare(model), moving=moving, sharded=True)
 
 
-def to_text(tensors: ModelTensors) -> str:
+def plain_digests(tensors: ModelTensors, *, show: bool = False) -> dict[str, str]:
+    """
+    By name, digests of the parameters that are not distributed, so that all ranks must have the same values.
+
+    Args:
+        tensors: of this rank.
+        show: state that this takes seconds, if it does.
+
+    Raises:
+        DilocoError: as `frozen.with_digests`.
+    """
+    parameters = (*tensors.trained, *tensors.frozen)
+    plain = [named for named in parameters if not isinstance(named.tensor, DTensor)]
+    return {t.name: t.digest for t in with_digests(plain, purpose=BETWEEN_RANKS, show=show)}
+
+
+def to_text(tensors: ModelTensors, digests: Mapping[str, str] = MappingProxyType({})) -> str:
     """
     This rank's tensors and what it holds of them, as JSON for the other ranks.
+
+    Args:
+        tensors: of this rank.
+        digests: what `plain_digests` returned.
 
     Raises:
         ConfigError: a tensor is distributed in a way that is not supported.
     """
     kinds = {"merged": tensors.merged, "frozen": tensors.frozen, "buffers": tensors.buffers}
-    return json.dumps({kind: [_facts(n) for n in found] for kind, found in kinds.items()})
+    return json.dumps({kind: [_facts(n, digests) for n in found] for kind, found in kinds.items()})
 
 
-def _facts(named: Named) -> dict[str, Any]:
+def _facts(named: Named, digests: Mapping[str, str]) -> dict[str, Any]:
     box = box_of(named)
     return {
+        "digest": digests.get(named.info.name, ""),
         "info": named.info.to_json(),
         "box": None if box is None else [box.lo, box.shape],
         "placed": _placed(named.tensor),
@@ -180,6 +205,22 @@ def _problems(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             yield f"{name} is {placed[0]} in rank 0, and {placed[other]} in rank {other}"
         elif why := uncovered(ranks[0][name]["info"]["shape"], _boxes(ranks, name)):
             yield f"{name} is {placed[0]}, and {why}"
+    yield from _unequal(ranks)
+
+
+def _unequal(ranks: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Plain parameters are merged as one tensor, so they are one in all ranks."""
+    for rank, facts in enumerate(ranks[1:], start=1):
+        names = [n for n in sorted(facts) if facts[n].get("digest") != ranks[0][n].get("digest")]
+        if not names:
+            continue
+        more = f" and {len(names) - MOST_PROBLEMS} more" if len(names) > MOST_PROBLEMS else ""
+        yield (
+            f"the plain tensors {', '.join(names[:MOST_PROBLEMS])}{more} have other values in rank {rank} than in rank "
+            "0, expected the same in all ranks: let replicas begin equal (the same seed, or a broadcast from rank 0), "
+            "and distribute what each rank has its own of, such as its experts (distribute_tensor with Shard(0))"
+        )
+        return
 
 
 def _layout(entries: Iterable[Mapping[str, Any]]) -> Layout:

@@ -98,8 +98,8 @@ def layout_of(model: torch.nn.Module, fragments: int):
 class Reference:
     """One process with the data of all ranks."""
 
-    def __init__(self, syncer: RealSyncer, log: list) -> None:
-        self.model = sharded.make_model()
+    def __init__(self, syncer: RealSyncer, log: list, how: str = "") -> None:
+        self.model = sharded.make_model(how)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=sharded.RATE)
         self.parameters = dict(self.model.named_parameters())
         layout = layout_of(self.model, syncer.spec.fragments)

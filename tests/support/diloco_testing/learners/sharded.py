@@ -16,9 +16,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import distributed, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed._functional_collectives import (
+    all_gather_tensor_autograd,
+    reduce_scatter_tensor_autograd,
+)
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_module, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,9 +34,40 @@ RATE = 0.1
 TOKENS = 10
 
 
-def make_model() -> nn.Sequential:
+class Experts(nn.Module):
+    """Matrices, each for a share of every row; a rank may hold some of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, 16, 16) / 4)
+        self.first = 0
+
+    def forward(self, x: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+        """Sum over the experts that this rank holds."""
+        weight = self.weight.to_local() if isinstance(self.weight, DTensor) else self.weight
+        mine = shares[:, self.first : self.first + len(weight)]
+        return torch.einsum("ni,eio,ne->no", x, weight, mine)
+
+
+class Mixture(nn.Module):
+    """Experts, and the gate that divides rows among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(16, 4), Experts()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """What the experts add to x."""
+        return x + self.experts(x, self.gate(x).softmax(-1))
+
+
+def make_model(how: str = "") -> nn.Sequential:
     """The same in all ranks and learners; no dimension of the last layer divides by 2."""
     torch.manual_seed(1)
+    if "experts" in how:
+        return nn.Sequential(
+            nn.Linear(6, 16), nn.Tanh(), Mixture(), nn.Tanh(), nn.Linear(16, 5), nn.LayerNorm(5)
+        )
     return nn.Sequential(
         nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 16), nn.Tanh(), nn.Linear(16, 5), nn.LayerNorm(5)
     )
@@ -45,6 +80,23 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return x, torch.randn(ROWS, 5, generator=generator)
 
 
+def distribute_experts(experts: Experts, mesh: DeviceMesh) -> None:
+    """Each rank of the mesh gets its experts, and the rows of all ranks, as torchtitan's ExpertParallel does."""
+
+    def partition(name: str, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        weight = distribute_tensor(module.weight, device_mesh, [Shard(0)])
+        module.register_parameter("weight", nn.Parameter(weight))
+
+    def gather(module: nn.Module, inputs: tuple, device_mesh: DeviceMesh) -> tuple:
+        return tuple(all_gather_tensor_autograd(rows, 0, device_mesh) for rows in inputs)
+
+    def scatter(module: nn.Module, output: torch.Tensor, device_mesh: DeviceMesh) -> torch.Tensor:
+        return reduce_scatter_tensor_autograd(output, "sum", 0, device_mesh)
+
+    distribute_module(experts, mesh, partition, gather, scatter)
+    experts.first = mesh.get_local_rank() * len(experts.weight.to_local())
+
+
 def wrapped(model: nn.Sequential, how: str, size: int) -> tuple[nn.Module, int, int]:
     """The model, this rank's place among the data-parallel ones, and their number."""
     if how == "alone":
@@ -52,9 +104,17 @@ def wrapped(model: nn.Sequential, how: str, size: int) -> tuple[nn.Module, int, 
     rank = distributed.get_rank()
     if how == "other" and rank == 1:
         return model[:4], rank, size
+    if how == "own experts" and rank == 1:
+        nn.init.normal_(model[2].experts.weight)
+    if how == "experts":
+        mesh = init_device_mesh("cpu", (size // 2, 2), mesh_dim_names=("replica", "expert"))
+        distribute_experts(model[2].experts, mesh["expert"])
+        fully_shard(model[2].experts, mesh=mesh["replica"])
+        fully_shard(model, mesh=init_device_mesh("cpu", (size,)))
+        return model, rank, size
     if how == "ddp":
         return DistributedDataParallel(model), rank, size
-    if how in ("plain", "other"):  # gradients are averaged by hand
+    if how in ("plain", "other", "own experts"):  # gradients are averaged by hand
         return model, rank, size
     if how == "fsdp":
         mesh = init_device_mesh("cpu", (size,))
@@ -101,7 +161,7 @@ def main() -> None:
     if how != "alone":
         distributed.init_process_group("gloo")
         rank, size = distributed.get_rank(), distributed.get_world_size()
-    model, part, parts = wrapped(make_model(), how, size)
+    model, part, parts = wrapped(make_model(how), how, size)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     learner = Learner.connect(model, optimizer)
     log: list[object] = []
@@ -111,6 +171,8 @@ def main() -> None:
             for parameter in model.parameters():
                 distributed.all_reduce(parameter.grad)
                 parameter.grad /= parts
+        if how == "experts":  # they have the rows of two ranks, of which each has the mean
+            model[2].experts.weight.grad /= 2
         optimizer.step()
         learner.step(tokens=TOKENS, loss=loss)
         log.append(
