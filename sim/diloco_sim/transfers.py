@@ -168,6 +168,11 @@ def _start(job: Job, cancel: CancelToken) -> None:
     job.start(cancel)
 
 
+def _forget(cancel: CancelToken) -> None:
+    """Stopping it has no effect any more. What it refers to refers to it, and would wait for the garbage collection."""
+    cancel.on_stop(lambda: None)
+
+
 class _Sending:
     """One upload stream, until the syncer has all of the upload."""
 
@@ -250,6 +255,7 @@ class _Sending:
         if self._over:
             return
         self._over = True
+        _forget(self._cancel)
         if self._endpoint is not None:
             self._endpoint.cancel(CANCELLED)
         self._upload.close()
@@ -439,6 +445,7 @@ class _Download:
         if self._over:
             return
         self._over = True
+        _forget(self._cancel)
         if self._timer is not None:
             self._transfers.process.clock.cancel(self._timer)
         if self._endpoint is not None:
