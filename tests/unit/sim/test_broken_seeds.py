@@ -63,9 +63,15 @@ Break, seed and global steps. After a change of what worlds are drawn, search ag
 `PYTHONPATH=tests/support python -m diloco_testing.breaks` prints the rows.
 """
 
+WITHOUT_SEED = {"endless_outbox"}
+"""
+Half open for 105 s at ten steps a second, which no world of less than 5,000 steps is, and few of those.
+`test_bounds_finds_messages_for_a_learner_that_is_gone` has a world for it.
+"""
+
 
 def test_every_break_has_a_seed():
-    assert sorted(name for name, _, _ in SEEDS) == sorted(BREAKS)
+    assert sorted({name for name, _, _ in SEEDS} | WITHOUT_SEED) == sorted(BREAKS)
 
 
 @pytest.mark.parametrize(("name", "seed", "steps"), SEEDS)
