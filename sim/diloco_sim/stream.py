@@ -413,7 +413,7 @@ class Endpoint:
         if reason is not None and receiver is not None:
             receiver.ended(reason)
         if self.peer.closed:
-            # Nothing is sent any more. A circle would wait for the garbage collection, with all that it holds.
+            # Nothing is sent after this. A circle would wait for the garbage collection, with all that it holds.
             del self.peer.peer, self.peer
 
 

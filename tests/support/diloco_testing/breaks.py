@@ -62,7 +62,7 @@ class Break:
     checker: str
     """That must find it."""
     sentence: str
-    """Part of what it says, as a regular expression."""
+    """Part of what it states, as a regular expression."""
     needs: tuple[Kind, ...] = ()
     """Faults without which no world finds it."""
 
@@ -432,13 +432,13 @@ def one_left_out(patch: Patch) -> None:
 
 @finds("status", "learners, the quorum is")
 def waits_for_nothing(patch: Patch) -> None:
-    """The status never says what is missing."""
+    """The status never states what is missing."""
     patch.setattr(Engine, "waiting_for", lambda self: "")
 
 
 @finds("status", "there was no merge for")
 def never_stuck(patch: Patch) -> None:
-    """The status says Training while nothing is merged, since nothing is offered."""
+    """The status shows Training while nothing is merged, since nothing is offered."""
     patch.setattr(Engine, "_stuck", lambda self: "")
     nothing_offered(patch)
 
