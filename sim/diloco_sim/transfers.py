@@ -169,7 +169,7 @@ def _start(job: Job, cancel: CancelToken) -> None:
 
 
 def _forget(cancel: CancelToken) -> None:
-    """Stopping it no longer has an effect. What it refers to refers to it, and would wait for the garbage collection."""
+    """Stopping it no longer has an effect. What it refers to refers back, and would wait for the garbage collection."""
     cancel.on_stop(lambda: None)
 
 
