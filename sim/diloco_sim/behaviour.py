@@ -13,6 +13,9 @@ from diloco.v1 import syncer_pb2 as pb
 from diloco_sim.faults import Fault, Kind
 from diloco_sim.memory import F32
 
+UNKNOWN_FIELD = b"\xc0\x3e\x01"
+"""Field 1000, which no message of this release has, with the value 1."""
+
 _FORMATS = (formats.FP32, formats.BF16, formats.INT8, formats.INT4)
 
 
@@ -71,6 +74,8 @@ class Behaviour:
             others = [format_ for format_ in _FORMATS if format_ != header.format]
             header.format = bulk.Format.ValueType(others[header.local_step % len(others)])
         header.local_step += int(amounts.get(Kind.AHEAD, 0))
+        if self.has(Kind.NEWER):
+            header.MergeFromString(UNKNOWN_FIELD)
 
     def copied(self, values_N: F32, local_step: int) -> F32:
         """What it takes for a host copy of its parameters at a local step."""
@@ -106,4 +111,6 @@ class Behaviour:
             report.step_seconds = report.step_seconds * factor if impossible is None else impossible
             report.sync_seconds = report.sync_seconds * factor if impossible is None else impossible
         report.local_step += int(amounts.get(Kind.AHEAD, 0))
+        if self.has(Kind.NEWER):
+            report.MergeFromString(UNKNOWN_FIELD)
         return report

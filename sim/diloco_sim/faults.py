@@ -34,6 +34,8 @@ class Kind(Enum):
     """Nothing passes from the target to `peer`, and no end notices it by itself."""
     BULK_DEAD = "bulk-dead"
     """No bulk message passes between target and `peer`; control messages do."""
+    CONTROL_DEAD = "control-dead"
+    """No control message passes between target and `peer`; bulk messages do, and overtake them."""
     CORRUPTION = "corruption"
     """A bulk message from the target to `peer` is damaged with probability `amount`."""
     CRASH = "crash"
@@ -56,10 +58,18 @@ class Kind(Enum):
     """A sync writes nothing."""
     DISK_FLIP = "disk-flip"
     """A bit of a file flips."""
+    CHECKPOINT_LOST = "checkpoint-lost"
+    """The learner's trainer ends and finds no local checkpoint."""
+    CHECKPOINT_OLD = "checkpoint-old"
+    """The learner's trainer ends and finds its first local checkpoint instead of the newest."""
+    CHECKPOINT_FOREIGN = "checkpoint-foreign"
+    """The learner's trainer ends and finds a local checkpoint of another run."""
+    CHECKPOINT_DAMAGED = "checkpoint-damaged"
+    """The learner's trainer ends and finds a local checkpoint that cannot be loaded."""
     LATE = "late"
     """The learner starts at the end, not at the beginning of the world."""
     LEAVE = "leave"
-    """The learner ends in an orderly way, and comes back at the end."""
+    """The learner, or the syncer, ends in an orderly way (SIGTERM), and comes back at the end."""
     SCALE = "scale"
     """There are `amount` learners."""
     SPEED = "speed"
@@ -90,6 +100,12 @@ class Kind(Enum):
     """The learner states another format than that of the job."""
     IMPERSONATE = "impersonate"
     """The learner opens further sessions: foreign names, incarnations, models, regions and jobs."""
+    TWIN = "twin"
+    """A second process of the learner joins again and again, and does nothing else."""
+    TWICE = "twice"
+    """The learner uploads each answer on two streams at once."""
+    NEWER = "newer"
+    """The learner is of a later release: its messages have fields that the syncer does not know."""
 
 
 LINK = (
@@ -99,6 +115,7 @@ LINK = (
     Kind.CUT,
     Kind.HALF_OPEN,
     Kind.BULK_DEAD,
+    Kind.CONTROL_DEAD,
     Kind.CORRUPTION,
 )
 """Between target and `peer`."""
@@ -108,6 +125,10 @@ PROCESS = (Kind.CRASH, Kind.PAUSE, Kind.SLOW, Kind.JUMP, Kind.WALL_JUMP)
 DISK = (
     Kind.DISK_SLOW, Kind.DISK_HANG, Kind.DISK_FULL, Kind.DISK_FAIL, Kind.DISK_FORGET, Kind.DISK_FLIP,
 )  # fmt: skip
+CHECKPOINT = (
+    Kind.CHECKPOINT_LOST, Kind.CHECKPOINT_OLD, Kind.CHECKPOINT_FOREIGN, Kind.CHECKPOINT_DAMAGED,
+)  # fmt: skip
+"""What a learner's own disk holds when its trainer starts again."""
 MEMBERSHIP = (Kind.LATE, Kind.LEAVE, Kind.SCALE, Kind.SPEED)
 MISBEHAVIOUR = (
     Kind.MUTE,
@@ -123,6 +144,9 @@ MISBEHAVIOUR = (
     Kind.HUGE,
     Kind.WRONG_FORMAT,
     Kind.IMPERSONATE,
+    Kind.TWIN,
+    Kind.TWICE,
+    Kind.NEWER,
 )
 
 POWER = "power"
@@ -144,8 +168,8 @@ AMOUNTS: Mapping[Kind, tuple[float, float]] = {
     Kind.SCALE: (1.0, 8.0),
     Kind.SPEED: (0.3, 5.0),
     Kind.TRICKLE: (100.0, 1e5),
-    Kind.LIE_TOKENS: (2.0, 1e6),
-    Kind.LIE_STEPS: (2.0, 1e3),
+    Kind.LIE_TOKENS: (1e-3, 1e6),
+    Kind.LIE_STEPS: (1e-2, 1e3),
     Kind.LIE_NORMS: (1e-6, 1e6),
     Kind.LIE_SECONDS: (1e-6, 1e6),
     Kind.AHEAD: (10.0, 1e6),
@@ -157,6 +181,7 @@ WEIGHTS: Mapping[Kind, float] = {
     **dict.fromkeys(LINK, 1.0),
     **dict.fromkeys(PROCESS, 1.0),
     **dict.fromkeys(DISK, 0.5),
+    **dict.fromkeys(CHECKPOINT, 0.25),
     **dict.fromkeys(MEMBERSHIP, 0.5),
     Kind.CUT: 2.0,
     Kind.CRASH: 3.0,
@@ -305,6 +330,8 @@ def _sample(
         power = POWER if kind is Kind.CRASH and random.random() < 0.3 else ""
         sign = -1.0 if kind is Kind.WALL_JUMP and random.random() < 0.5 else 1.0
         return replace(fault, target=target, peer=power, amount=sign * fault.amount)
+    if kind is Kind.LEAVE and random.random() < 0.25:
+        return replace(fault, target=syncer)
     if kind is Kind.SCALE:
         return replace(fault, target="learners", amount=float(round(fault.amount)))
     if kind is Kind.LATE:

@@ -62,8 +62,8 @@ class Health:
 
 def _boots(plan: Plan, syncer: str) -> list[Window]:
     """From a start of the syncer until no fault of its disk can delay it."""
-    crashes = (f for f in plan.only(Kind.CRASH) if f.target == syncer)
-    starts = [(0.0, 0.0), *((fault.begin, fault.end) for fault in crashes)]
+    ends = (f for f in plan.only(Kind.CRASH, Kind.LEAVE) if f.target == syncer)
+    starts = [(0.0, 0.0), *((fault.begin, fault.end) for fault in ends)]
     windows = []
     for begin, end in starts:
         for fault in plan:  # in the order of their beginning

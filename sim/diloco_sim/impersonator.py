@@ -117,6 +117,16 @@ def _other(layout: Layout, spec: RunSpec) -> Layout:
     return cut([larger, *rest], num_fragments=spec.fragments)
 
 
+class Twin(Impersonator):
+    """A second process of the member, with the same name and a fresh start; what it states is true."""
+
+    def _hello(self, number: int) -> pb.Hello:
+        return self._of(self._layout)
+
+    def _welcomed(self, first: pb.Hello) -> None:
+        """It may join: the member itself is replaced."""
+
+
 class _Attempt:
     """One session."""
 

@@ -13,7 +13,7 @@ from diloco_sim.clock import Clock, Process
 from diloco_sim.disk import SimulatedDisk, Weakness
 from diloco_sim.faults import Fault, Kind, Plan
 from diloco_sim.network import Network
-from diloco_sim.wire import BULK, Direction
+from diloco_sim.wire import BULK, CONTROL, Direction
 
 Begin = Callable[[Fault, bool], object]
 """Called with a fault, and True at its beginning, False at its end."""
@@ -25,6 +25,7 @@ _WEAKNESSES = {
     Kind.DISK_FAIL: Weakness.FAIL,
     Kind.DISK_FORGET: Weakness.FORGET,
 }
+_OF_THE_WORLD = frozenset((*faults.CHECKPOINT, *faults.MEMBERSHIP, *faults.MISBEHAVIOUR))
 
 
 class Injector:
@@ -37,7 +38,7 @@ class Injector:
         network: carries out the faults of links.
         disks: of the processes that have one.
         restart: starts the program of a process that has crashed; called after `Process.start`.
-        world: carries out membership and misbehaviour.
+        world: carries out membership, misbehaviour, and what learners find on their own disks.
         flipped: gets the path of each file of which a bit has flipped.
     """
 
@@ -67,7 +68,7 @@ class Injector:
     def _begin(self, fault: Fault) -> None:
         processes = self._clock.processes
         kind = fault.kind
-        if kind in faults.MEMBERSHIP or kind in faults.MISBEHAVIOUR:
+        if kind in _OF_THE_WORLD:
             self._world(fault, True)
         elif kind is Kind.DISK_FLIP:
             disk = self._disks.get(fault.target)
@@ -87,7 +88,7 @@ class Injector:
 
     def _end(self, fault: Fault) -> None:
         self._active.remove(fault)
-        if fault.kind in faults.MEMBERSHIP or fault.kind in faults.MISBEHAVIOUR:
+        if fault.kind in _OF_THE_WORLD:
             self._world(fault, False)
         elif fault.kind in faults.LINK:
             self._link(fault, False)
@@ -134,6 +135,9 @@ class Injector:
             case Kind.BULK_DEAD:
                 change(a, b, BULK)
                 change(b, a, BULK)
+            case Kind.CONTROL_DEAD:
+                change(a, b, CONTROL)
+                change(b, a, CONTROL)
             case _:
                 for pair in ((a, b), (b, a)):
                     if _reaches(fault, pair):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from diloco.errors import EXIT_TRY_AGAIN
@@ -18,6 +19,7 @@ from diloco.spec import RunSpec
 from diloco_sim.behaviour import Behaviour
 from diloco_sim.checkers.observations import LearnerMoment, Refused
 from diloco_sim.clock import Process
+from diloco_sim.faults import Kind
 from diloco_sim.memory import Model, PlainMemory
 from diloco_sim.network import Network
 from diloco_sim.pipe import Pipe
@@ -78,7 +80,10 @@ class SimulatedLearner:
         self._tokens, self._checkpoint_every = tokens, checkpoint_every
         self._observe = observe
         self._saved: tuple[core.SaveCheckpoint, Any] | None = None
-        """The newest own checkpoint; survives everything."""
+        """The newest own checkpoint; survives everything but faults of its disk."""
+        self._first_saved: tuple[core.SaveCheckpoint, Any] | None = None
+        self._damaged = False
+        """The newest own checkpoint cannot be loaded."""
         self._terminated = self._leaving = self._waits = False
         self._polls = self._code = 0
         self._loss: float | None = None
@@ -152,6 +157,20 @@ class SimulatedLearner:
         """Its supervisor ends the trainer and starts it again."""
         if self.process.alive and not self._leaving:
             self._end(1)
+
+    def find(self, kind: Kind) -> None:
+        """The trainer ends, and finds this on its disk when it starts again; one of `faults.CHECKPOINT`."""
+        match kind:
+            case Kind.CHECKPOINT_LOST:
+                self._saved = None
+            case Kind.CHECKPOINT_OLD:
+                self._saved = self._first_saved
+            case Kind.CHECKPOINT_FOREIGN if self._saved is not None:
+                saved, values = self._saved
+                self._saved = replace(saved, run="another"), values
+            case Kind.CHECKPOINT_DAMAGED:
+                self._damaged = self._saved is not None
+        self.restart()
 
     def come_back(self) -> None:
         """It is no longer absent."""
@@ -270,9 +289,7 @@ class SimulatedLearner:
                 case core.LoadCheckpoint():
                     self._load()
                 case core.LoadOptimizers():
-                    if self._saved is not None:
-                        self.model.load_optimizers(self._saved[1])
-                    self._carry_out(self.core.optimizers_loaded())
+                    self._load_optimizers()
                 case core.Leave():
                     self._leave(action)
                 case core.Exit(code, text):
@@ -287,20 +304,28 @@ class SimulatedLearner:
 
         def durable() -> None:
             if self.process.life == life:
-                self._saved = action, values
+                self._saved, self._damaged = (action, values), False
+                self._first_saved = self._first_saved or self._saved
 
         clock = self.process.clock
         clock.at(clock.now + CHECKPOINT_SECONDS, durable, process=self.process)
         self.core.checkpoint_started(action.local_step)
 
     def _load(self) -> None:
-        if self._saved is None:
-            self._carry_out(self.core.checkpoint_unusable("it is gone"))
+        if self._saved is None or self._damaged:
+            self._carry_out(self.core.checkpoint_unusable("it is gone, or damaged"))
             return
         action, values = self._saved
         self.model.load(values)
         facts: Mapping[str, Any] = action.facts
         self._carry_out(self.core.checkpoint_loaded(facts, now=self.process.now))
+
+    def _load_optimizers(self) -> None:
+        if self._saved is None or self._damaged:
+            self._carry_out(self.core.optimizers_unusable("it is gone, or damaged"))
+            return
+        self.model.load_optimizers(self._saved[1])
+        self._carry_out(self.core.optimizers_loaded())
 
     def _exit(self, code: int, text: str) -> None:
         if code != EXIT_TRY_AGAIN:

@@ -35,6 +35,9 @@ from diloco_syncer.rpc.source import DownloadSource, open_download
 from diloco_syncer.rpc.transfers import Host, Waiting, unpack
 from diloco_syncer.sessions import Session
 
+HELD_MESSAGES = 64
+"""Of a session that its connection takes before it carries them: the window of gRPC's flow control, about."""
+
 
 class Server(Host, Protocol):
     """The syncer as the service uses it."""
@@ -227,7 +230,7 @@ class SessionStream:
         session = self._session
         if session is None or self._over:
             return
-        while not self._over:
+        while not self._over and len(self._endpoint.outbox) < HELD_MESSAGES:
             try:
                 message = session.outbox.get_nowait()
             except queue.Empty:

@@ -412,6 +412,9 @@ class Endpoint:
         self.queued = 0
         if reason is not None and receiver is not None:
             receiver.ended(reason)
+        if self.peer.closed:
+            # Nothing is sent after this. A circle would wait for the garbage collection, with all that it holds.
+            del self.peer.peer, self.peer
 
 
 def _damaged(data: bytes, probability: float, random: random.Random) -> bytes:

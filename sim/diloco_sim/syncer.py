@@ -2,7 +2,7 @@
 A syncer process: the real coordinator, engine, admission, store and transfers, with virtual shells.
 
     boot ─► store.next_epoch, snapshots.resume, journal ─► serve ─► crash
-     ▲        (on the simulated disk)                                │
+     ▲        (on the simulated disk)                     ├─► stop ─►│
      └──────────────── its supervisor starts it again ◄──────────────┘
 
 What threads, queues and gRPC do in `Runner`, `ControlService`, `Uploads` and `Downloads` is done here
@@ -11,13 +11,14 @@ with events of the virtual clock; what a message means is decided by the same fu
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diloco.errors import DilocoError
+from diloco.errors import DilocoError, StorageError
 from diloco.journal.parts import PART_BYTES
 from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
@@ -38,7 +39,7 @@ from diloco_syncer.runner import TICK_SECONDS
 from diloco_syncer.sessions import Session
 from diloco_syncer.spec_file import READ_SECONDS, SpecFile
 from diloco_syncer.state import State
-from diloco_syncer.storage import snapshots
+from diloco_syncer.storage import capture, snapshots
 from diloco_syncer.storage.capture import ExportedModel
 from diloco_syncer.storage.parameters import Parameters
 from diloco_syncer.storage.store import Store
@@ -95,6 +96,8 @@ class SimulatedSyncer:
         """None: it starts, or is down."""
         self.refusal: DilocoError | None = None
         """Why the last start failed, if the program refused; None: it did not."""
+        self.absences = 0
+        """More than 0: it was ended in an orderly way, and is not started again yet."""
         self.part_bytes = part_bytes
         self._network, self._observe = network, observe
         disk.attach(process)
@@ -103,8 +106,34 @@ class SimulatedSyncer:
 
     def boot(self) -> None:
         """The process starts."""
+        if self.absences:
+            self.process.crash()
+            return
         done = self.disk.call(self._open)
         self.process.clock.at(done.done_at, self._opened, done, process=self.process)
+
+    def leave(self) -> None:
+        """SIGTERM: it ends once its last snapshot is written, or has failed."""
+        self.absences += 1
+        serving, self.serving = self.serving, None
+        if serving is not None:
+            serving.stop(self._ended)
+        elif self.absences == 1:
+            self._ended()
+
+    def come_back(self) -> None:
+        """It may start again."""
+        self.absences -= 1
+        self._start_again()
+
+    def _ended(self) -> None:
+        self.process.crash()
+        self._start_again()
+
+    def _start_again(self) -> None:
+        if not (self.absences or self.process.alive):
+            self.process.start()
+            self.boot()
 
     def write(self, document: str) -> None:
         """Replace the spec document."""
@@ -180,13 +209,14 @@ class Server(HostOverCoordinator):
             run="simulated",
         )
         self.journal = Journal(opened.journal, self.disk, self.process, owner.part_bytes)
-        writer = Writer(
+        self._thread = self.disk.thread(self.process)
+        self._writer = Writer(
             self.spec, DIRECTORY, opened.store, record=self._record_later, post=self._post_later,
-            journal=self.journal, disk=self.disk, thread=_Thread(self.disk.thread(self.process)),
+            journal=self.journal, disk=self.disk, thread=_Thread(self._thread),
             clock=lambda: self.disk.time,
         )  # fmt: skip
         self.coordinator = Coordinator(
-            self.state, record=self.record, writer=writer, observe=self._decided
+            self.state, record=self.record, writer=self._writer, observe=self._decided
         )
         self.service = Service(self)
         self.events: deque[PostedOrAsked] = deque()
@@ -209,6 +239,27 @@ class Server(HostOverCoordinator):
         self._wake = self.coordinator.start(self.process.now)
         self.check_later()
         self._schedule()
+
+    def stop(self, ended: Callable[[], None]) -> None:
+        """End as `Runner.stop` does: no event is processed from now on; `ended` is called at the end."""
+        self._busy = True
+        last = self.coordinator.last_snapshot()
+        if last is not None and self.state.parameters is not None:
+            engine = self.state.engine
+            fragments = self.state.parameters.all()
+            self.observe(Captured(engine.epoch, engine.step, fragments, engine.to_json()))
+
+        def write() -> None:
+            if last is not None:
+                with contextlib.suppress(StorageError):  # recorded; earlier snapshots are intact
+                    self._writer.write(capture.with_position(last, self.journal.position()))
+
+        def written(done: Completion[None]) -> None:
+            _raise(done)
+            self.record("stop", step=self.facts.step)
+            ended()
+
+        self._thread.call(write, done=written)
 
     def check_later(self) -> None:
         """Check the spec document at the latest time at which the thread of a real process does."""

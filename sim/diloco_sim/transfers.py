@@ -4,7 +4,7 @@ Uploads and downloads of a simulated link: what `BulkTransfers`, `Uploader` and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
@@ -13,6 +13,7 @@ from diloco.errors import DilocoError
 from diloco.spec import RunSpec
 from diloco_sim.behaviour import Behaviour
 from diloco_sim.clock import Process, Timer
+from diloco_sim.faults import Kind
 from diloco_sim.memory import PlainMemory
 from diloco_sim.network import Network
 from diloco_sim.stream import Connection, Endpoint
@@ -167,6 +168,11 @@ def _start(job: Job, cancel: CancelToken) -> None:
     job.start(cancel)
 
 
+def _forget(cancel: CancelToken) -> None:
+    """Stopping it no longer has an effect. What it refers to refers back, and would wait for the garbage collection."""
+    cancel.on_stop(lambda: None)
+
+
 class _Sending:
     """One upload stream, until the syncer has all of the upload."""
 
@@ -249,6 +255,7 @@ class _Sending:
         if self._over:
             return
         self._over = True
+        _forget(self._cancel)
         if self._endpoint is not None:
             self._endpoint.cancel(CANCELLED)
         self._upload.close()
@@ -278,13 +285,42 @@ class _Upload:
         if upload is None:
             self._end("")
         else:
-            self._transfers.behaviour.header(upload.header)
+            behaviour = self._transfers.behaviour
+            behaviour.header(upload.header)
+            if behaviour.has(Kind.TWICE):
+                copy = _Copy(map(behaviour.message, upload.messages()))
+                self._transfers.up.use(copy.opened, copy.ended)
             _Sending(self._transfers, upload, cancel, self._end).start()
 
     def _end(self, error: str) -> None:
         if not self._over:
             self._over = True
             self._transfers.end(self._transfers.uploads, self._cancel, None)
+
+
+class _Copy:
+    """A second stream with the messages of an upload; nothing depends on what becomes of it."""
+
+    def __init__(self, messages: Iterable[bytes]) -> None:
+        self._messages = [bytes(message) for message in messages]
+
+    def opened(self, connection: Connection) -> None:
+        """There is a connection."""
+        endpoint = connection.open("Upload", self)
+        for message in self._messages:
+            endpoint.send(message)
+
+    def received(self, data: bytes) -> None:
+        """See `Receiver`."""
+
+    def finished(self) -> None:
+        """See `Receiver`."""
+
+    def ended(self, reason: str) -> None:
+        """See `Receiver`."""
+
+    def writable(self) -> None:
+        """See `Receiver`; messages queue in any case."""
 
 
 class _InitialUpload:
@@ -409,6 +445,7 @@ class _Download:
         if self._over:
             return
         self._over = True
+        _forget(self._cancel)
         if self._timer is not None:
             self._transfers.process.clock.cancel(self._timer)
         if self._endpoint is not None:

@@ -48,8 +48,8 @@ from diloco_sim.chunks import small_chunks
 from diloco_sim.clock import Clock, OverrunError, Process
 from diloco_sim.description import SYNCER, Description, regions
 from diloco_sim.disk import SimulatedDisk
-from diloco_sim.faults import LINK, MISBEHAVIOUR, Fault, Kind
-from diloco_sim.impersonator import Impersonator
+from diloco_sim.faults import CHECKPOINT, LINK, MISBEHAVIOUR, Fault, Kind
+from diloco_sim.impersonator import Impersonator, Twin
 from diloco_sim.injector import Injector
 from diloco_sim.learner import TRAINER, SimulatedLearner
 from diloco_sim.lost_merges import LostMerges
@@ -137,8 +137,8 @@ class World:
         """Why the syncer no longer merges anything."""
         self._scales: list[Fault] = []
         """Changes of the number of learners that last."""
-        self._impersonators: dict[str, Impersonator] = {}
-        """By the name of the member that they belong to."""
+        self._impersonators: dict[tuple[str, Kind], Impersonator] = {}
+        """By the name of the member that they belong to, and what they do."""
         self._written_at = 0.0
         """When the spec document was last replaced."""
         self.merges = 0
@@ -352,9 +352,12 @@ class World:
             learner.start_link()
 
     def _change(self, fault: Fault, begins: bool) -> None:
-        """Membership and misbehaviour."""
+        """Membership, misbehaviour, and what learners find on their disks."""
         if fault.kind is Kind.SCALE:
             self._scale(fault, begins)
+            return
+        if fault.kind is Kind.LEAVE and fault.target == SYNCER:
+            (self.syncer.leave if begins else self.syncer.come_back)()
             return
         targets = [self.learners[fault.target]] if fault.target in self.learners else []
         for learner in targets:
@@ -363,17 +366,20 @@ class World:
                     self._away(learner, begins)
                 case Kind.SPEED:
                     learner.speed *= fault.amount if begins else 1 / fault.amount
-                case _:
+                case _ if fault.kind not in CHECKPOINT:
                     self._misbehave(learner, fault, begins)
+                case _ if begins:
+                    learner.find(fault.kind)
 
     def _misbehave(self, learner: SimulatedLearner, fault: Fault, begins: bool) -> None:
         learner.behaviour.change(fault, begins)
-        if fault.kind is Kind.IMPERSONATE:
-            impersonator = self._impersonators.pop(learner.name, None)
+        if fault.kind in (Kind.IMPERSONATE, Kind.TWIN):
+            impersonator = self._impersonators.pop((learner.name, fault.kind), None)
             if impersonator is not None:
                 impersonator.stop()
             if begins:
-                self._impersonators[learner.name] = Impersonator(
+                kind = Twin if fault.kind is Kind.TWIN else Impersonator
+                self._impersonators[learner.name, fault.kind] = kind(
                     learner.link_process, self.network, self.syncer.process, name=learner.name,
                     spec=self.spec, layout=self.of.layout, observe=self.observe,
                     model_is_known=self._model_is_known,

@@ -12,6 +12,7 @@ from typing import Any
 
 from diloco_sim.checkers.checker import Violation
 from diloco_sim.checkers.observations import Moment
+from diloco_syncer.sessions import MAX_QUEUED
 
 WINDOW_SECONDS = 10.0
 LINES_PER_LEARNER = 40
@@ -20,8 +21,8 @@ LINES_PER_MERGE = 4
 """A merge has one; its attempts may have been refused and repeated."""
 
 
-MOST_MESSAGES = 1000
-"""For a learner that sends and receives nothing, as long as a connection is half open in a world."""
+MOST_MESSAGES = MAX_QUEUED + 100
+"""Of a session: what it queues before the syncer ends it, and what its connection has taken."""
 
 LINE_BYTES = 64
 """Of a line of events.jsonl, besides what the syncer records: its time."""

@@ -11,6 +11,7 @@ whole, would amplify it. A restart goes back to the versions of its snapshot.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,8 +55,8 @@ class Replay:
 
     def __init__(self, spec: RunSpec, layout: Layout) -> None:
         self._spec, self._layout = spec, layout
-        self._uploads: dict[tuple[str, int, int, int], Received] = {}
-        """By learner, incarnation, round and attempt."""
+        self._uploads: dict[tuple[str, int, int, int], list[Received]] = {}
+        """By learner, incarnation, round and attempt; a member may use several streams."""
         self._initial: dict[tuple[str, int], Received] = {}
         """By learner and fragment."""
         self._merges: dict[tuple[int, int], BeginMerge] = {}
@@ -74,7 +75,7 @@ class Replay:
                     self._initial[header.learner, header.fragment] = event
                 elif header.content != bulk.CONSTANTS:
                     key = header.learner, header.incarnation, header.round, header.attempt
-                    self._uploads[key] = event
+                    self._uploads.setdefault(key, []).append(event)
             case BeginMerge():
                 self._merges[event.round, event.attempt] = event
             case Committed():
@@ -91,7 +92,7 @@ class Replay:
     def _initialised(self, learner: str) -> None:
         for fragment in self._layout.fragments:
             upload = self._initial[learner, fragment.index]
-            theta_N = _decoded(upload, fragment)
+            theta_N = _decoded(upload.header.format, upload.chunks, fragment)
             state = _State((self._epoch, 0), theta_N, np.zeros_like(theta_N))
             self._history[fragment.index] = [state]
 
@@ -156,16 +157,16 @@ class Replay:
     ) -> F64:
         """v = Θ − θ of a member, from what it sent."""
         key = member.learner, member.incarnation, member.round, member.attempt
-        upload = self._uploads.get(key)
-        if upload is None or len(upload.chunks) < fragment.chunks:
+        header, chunks = _together(self._uploads.get(key, ()))
+        if header is None or len(chunks) < fragment.chunks:
             self._fail(
                 f"{member.learner} is merged, nothing of it has arrived completely", step, now
             )
             raise AssertionError
-        values_N, current = _decoded(upload, fragment), history[-1]
-        if upload.header.content == bulk.WHOLE:
+        values_N, current = _decoded(header.format, chunks, fragment), history[-1]
+        if header.content == bulk.WHOLE:
             return current.theta_N - values_N
-        base = (upload.header.base.epoch, upload.header.base.step)
+        base = (header.base.epoch, header.base.step)
         found = next((s for s in reversed(history) if s.version == base), None)
         if found is None:
             self._fail(f"{member.learner} is merged against {base}, which never was", step, now)
@@ -191,11 +192,17 @@ class Replay:
         raise Violation("replay", sentence, step=step, now=now)
 
 
-def _decoded(upload: Received, fragment: Fragment) -> F64:
+def _together(uploads: Sequence[Received]) -> tuple[bulk.UploadHeader | None, dict[int, bytes]]:
+    """The newest header, and all chunks; of two of one index they are equal."""
+    chunks = {index: chunk for upload in uploads for index, chunk in upload.chunks.items()}
+    return (uploads[-1].header if uploads else None), chunks
+
+
+def _decoded(format_: int, chunks: Mapping[int, bytes], fragment: Fragment) -> F64:
     values_N = np.zeros(fragment.elements, np.float32)
     for index in range(fragment.chunks):
         lo, hi = fragment.chunk(index)
-        formats.decode(upload.header.format, upload.chunks[index], values_N[lo:hi])
+        formats.decode(format_, chunks[index], values_N[lo:hi])
     return values_N.astype(np.float64)
 
 

@@ -7,13 +7,10 @@ from typing import Any
 
 import pytest
 
-from diloco_sim import journal
 from diloco_sim.checkers.bounds import LINES_PER_LEARNER, LINES_PER_MERGE, Bounds, Most
 from diloco_sim.checkers.checker import Violation
 from diloco_sim.checkers.observations import Moment
-from diloco_syncer.core import engine
-from diloco_syncer.core import events as ev
-from diloco_syncer.core.engine import Engine
+from diloco_testing import breaks
 from diloco_testing.worlds import small, violation
 
 MOST = Most(
@@ -33,7 +30,7 @@ def moment(**facts: Any) -> Moment:
         ("attempts", 7, "8 attempts are open, expected at most 7"),
         ("streams", 36, "37 transfers wait, expected at most 36"),
         ("queues", 2000, "2001 events and lines wait, expected at most 2000"),
-        ("outbox", 1000, "1001 messages wait for a session, expected at most 1000"),
+        ("outbox", 4196, "4197 messages wait for a session, expected at most 4196"),
         ("link_bytes", 1000, "1001 bytes are held by a link, expected at most 1000"),
         ("vector_bytes", 2000, "2001 bytes of vectors are held by the syncer, expected at most 2000"),
         ("journal_bytes", 3000, "3001 bytes are in the journal, expected at most 3000"),
@@ -58,40 +55,27 @@ def test_lines_have_a_bound_within_ten_seconds():
         bounds.observe({"event": "join", "step": 1}, 101.0)
 
 
-def chatty(monkeypatch: pytest.MonkeyPatch, lines: int) -> None:
-    """Let the engine record lines for each report."""
-    handle = Engine.handle
-
-    def more(self: Engine, event: object, now: float) -> list[ev.Decision]:
-        found = handle(self, event, now)
-        if isinstance(event, ev.Reported):
-            found += [ev.Log(event="unchanged", fields={"step": self.step})] * lines
-        return found
-
-    monkeypatch.setattr(Engine, "handle", more)
-
-
 @pytest.mark.slow
 def test_bounds_finds_a_syncer_that_records_too_much(monkeypatch):
-    chatty(monkeypatch, 50)
+    breaks.too_many_lines(monkeypatch)
     found = violation(small())
     assert (found.checker, "lines within 10 s" in found.sentence) == ("bounds", True), found
 
 
 @pytest.mark.slow
 def test_bounds_finds_lines_that_wait_for_a_disk_without_a_limit(monkeypatch):
-    chatty(monkeypatch, 8)
-    monkeypatch.setattr(journal, "CAPACITY", 1 << 30)
+    breaks.endless_queue_of_lines(monkeypatch)
     found = violation(replace(small("5..500 disk-hang syncer"), steps=1000))
     assert (found.checker, "events and lines wait" in found.sentence) == ("bounds", True), found
 
 
 @pytest.mark.slow
 def test_bounds_finds_messages_for_a_learner_that_is_gone(monkeypatch):
-    """No end of a half-open connection notices by itself; the syncer must."""
-    plan = "5..500 half-open syncer us/0\n 5..500 half-open us/0 syncer"
-    description = replace(small(plan), steps=1000)
-    monkeypatch.setattr(engine, "LATE_HEARTBEATS", 1000)
+    """Nothing reaches it, and what it sends arrives: its session lasts until too many messages wait."""
+    description = replace(
+        small("5..200 half-open syncer us/0"), steps=3000, step_seconds=(0.1, 0.11, 0.12)
+    )
+    breaks.endless_outbox(monkeypatch)
     found = violation(description)
     assert (found.checker, "messages wait for a session" in found.sentence) == ("bounds", True), (
         found

@@ -129,6 +129,14 @@ def test_cuts_of_each_kind_reach_their_directions_and_channels():
         assert world.carries(learner, "syncer") == world.carries("syncer", learner) == (True, True)
 
 
+def test_bulk_messages_pass_where_the_control_channel_is_dead():
+    world = FakeFaultTarget("1..2 control-dead eu/0 syncer")
+    world.clock.run(1.5)
+    assert world.carries("eu/0", "syncer") == world.carries("syncer", "eu/0") == (False, True)
+    world.clock.run(3.0)
+    assert world.carries("eu/0", "syncer") == world.carries("syncer", "eu/0") == (True, True)
+
+
 def test_overlapping_faults_of_a_link_add_up_and_end_one_by_one():
     world = FakeFaultTarget(
         "1..4 latency eu/0 syncer 0.5",

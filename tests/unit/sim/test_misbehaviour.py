@@ -71,6 +71,9 @@ PLANS = {
     Kind.HUGE: "huge eu/0 1e6",
     Kind.WRONG_FORMAT: "wrong-format eu/0",
     Kind.IMPERSONATE: "impersonate eu/0",
+    Kind.TWIN: "twin eu/0",
+    Kind.TWICE: "twice eu/0",
+    Kind.NEWER: "newer eu/0",
 }
 
 
