@@ -200,6 +200,7 @@ class LocalClusters:
     def end(self, name: str) -> None:
         """Stop one cluster; nothing of it is left but its audit log."""
         cluster = self.running.pop(name)
+        cluster.kubectl.close()
         with contextlib.suppress(FileNotFoundError):
             # A later session may get the same number.
             kept = self._keep / f"{cluster.identity}.{os.getpid()}.audit.log"
