@@ -205,6 +205,15 @@ def no_skips() -> tuple[str, ...]:
     return ("--no-skips",) if "true" in os.environ.get("CI", "") else ()
 
 
+def kernels() -> Group:
+    """Compiles them into numba's cache: the first processes of every group would each compile all of them."""
+    code = (
+        "from diloco.codec import formats; from diloco_syncer.merging import streaming; "
+        "formats.warm_up(); streaming.warm_up()"
+    )
+    return Group("kernels", (*FIRST, sys.executable, "-c", code), {})
+
+
 def everywhere(*arguments: str) -> list[Group]:
     """Tests that need no clusters."""
     options = (*no_skips(), *arguments)
@@ -262,8 +271,10 @@ def ended(running: Sequence[tuple[Group, Future[Result]]]) -> Result:
 def all_of_it(audits: str, *, slow_tier: bool) -> Result:
     """Every test, on local clusters."""
     with ThreadPoolExecutor(AT_ONCE) as pool, ThreadPoolExecutor() as builders:
+        building = started(builders, programs())
+        compiled = kernels().run()
         running = started(pool, everywhere(f"--ignore={CHART}"))
-        built = list(builders.map(Group.run, programs()))
+        built = [compiled, *(future.result() for _, future in building)]
         if any(result.counts["failed"] for result in built):
             return sum(built, ended(running))
         groups, last = on_clusters(audits, slow_tier=slow_tier)
@@ -311,7 +322,7 @@ def main() -> int:
             print(f"Tests on clusters are required, and local clusters cannot run: {check.stdout}")
             return 2
         if check.returncode:
-            result = at_once(everywhere())
+            result = kernels().run() + at_once(everywhere())
             not_run = (
                 f"Not run: tests/e2e, because local clusters cannot run here ({check.stdout.strip()}); "
                 "to run them on your own clusters, see tests/e2e/README.md. "

@@ -14,6 +14,7 @@ from diloco_testing.local.run_process import LocalRun, longest_wait, manifest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500)]
 
 STEPS = 900
+EVALUATION = {"everySteps": STEPS // 3}
 TIMEOUT_SECONDS = 1200.0
 LOSS_TOLERANCE = 1.02
 """
@@ -24,7 +25,9 @@ the scheduler. 1 % of a single one would fail in one of ten runs, also when the 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    run = LocalRun(tmp_path_factory.mktemp("undisturbed"), manifest("calm", steps=STEPS))
+    run = LocalRun(
+        tmp_path_factory.mktemp("undisturbed"), manifest("calm", steps=STEPS, evaluation=EVALUATION)
+    )
     try:
         assert run.wait(TIMEOUT_SECONDS) == 0, run.tail()
         yield run
@@ -34,7 +37,9 @@ def undisturbed(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def disturbed(tmp_path_factory):
-    run = LocalRun(tmp_path_factory.mktemp("disturbed"), manifest("storm", steps=STEPS))
+    run = LocalRun(
+        tmp_path_factory.mktemp("disturbed"), manifest("storm", steps=STEPS, evaluation=EVALUATION)
+    )
     try:
         run.until(lambda: run.stepped("eu/1") > 20, 200, expected="eu/1 trains")
         run.kill_learner("eu/1")

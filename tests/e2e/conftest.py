@@ -115,6 +115,8 @@ class Fleet:
         """A new local cluster of this kind, or the given one of that index."""
         if self.local is None:
             return Cluster(name, provision.given()[index])
+        provision.build()  # images need some of its packages
+        images.unpack(self.images.operator, self.images.syncer, self.images.worker)
         cluster = self.local.start(name, kind)
         self._provisioners[name] = Provisioner(cluster)
         load(cluster, self.images.operator, self.images.syncer, self.images.worker)

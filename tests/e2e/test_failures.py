@@ -101,8 +101,9 @@ def test_a_killed_training_process_steps_again_at_once_five_times_in_a_row(watch
     until(lambda: job.steps(VICTIM), BACK_SECONDS, expected=f"{VICTIM} steps")
     instance = job.instances()[pod]
     measured = []
+    after = import_seconds(job, VICTIM)
     for _ in range(5):
-        imported = import_seconds(job, VICTIM)
+        before = after
         incarnations = len({line["incarnation"] for line in job.steps(VICTIM)})
         paused = kill_child(job, pod, RECIPE)
         until(
@@ -112,7 +113,8 @@ def test_a_killed_training_process_steps_again_at_once_five_times_in_a_row(watch
         # Its own file records when; frequent polling would take CPU from it.
         gap = _gap_before_last_start(job)
         # Other work on the machine comes and goes: the slower of the two measurements counts.
-        imported = max(imported, import_seconds(job, VICTIM))
+        after = import_seconds(job, VICTIM)
+        imported = max(before, after)
         measured.append({"paused": paused, "gap": gap, "import": imported})
         print(
             f"killed: {paused:.2f} s to the next process, {gap:.2f} s to the next step; import torch: {imported:.2f} s"

@@ -22,7 +22,9 @@ from diloco_testing.clusters.install import NAMESPACE, RELEASE, RESTRICTED
 from diloco_testing.clusters.job import TINY, Job
 from diloco_testing.clusters.kubectl import KubectlError, until
 from diloco_testing.clusters.provision import ROOT
+from diloco_testing.clusters.reads import UnansweredError
 
+CRD = "dilocojobs.diloco.dev"
 STEPS = 150
 PATIENCE_SECONDS = 600.0
 
@@ -252,3 +254,27 @@ def _phase(job: Job, pod: str) -> str:
 def test_the_validation_loss_falls(job):
     lines = [json.loads(line) for line in job.kept("eval.jsonl").decode().splitlines()]
     assert lines[-1]["loss"] < 0.9 * lines[0]["loss"], lines
+
+
+def test_what_tests_read_is_what_kubectl_prints(kubectl):
+    """Tests poll through one proxy that keeps running; nothing of what they see may differ."""
+    for kind, name in (
+        ("svc", "kubernetes"),
+        ("crd", CRD),
+        ("namespace", NAMESPACE),
+        ("dlj", "no"),
+    ):
+        printed = kubectl("get", kind, name, "-o", "json", "--ignore-not-found")
+        assert kubectl.reads.get(kind, name, "default") == (
+            json.loads(printed) if printed else None
+        )
+    for kinds in ("svc,serviceaccounts", "clusterroles", "dilocojobs.diloco.dev"):
+        printed = kubectl("get", kinds, "-A", "-o", "json")
+        assert kubectl.reads.list(kinds, "", "") == json.loads(printed)["items"]
+    chosen = "app.kubernetes.io/component=operator"
+    assert [pod["kind"] for pod in kubectl.reads.list("pods", NAMESPACE, chosen)] == ["Pod"]
+    assert kubectl.reads.list("pods", NAMESPACE, f"{chosen},no=such") == []
+    with pytest.raises(UnansweredError, match="no kind is called dilocos"):
+        kubectl.reads.get("dilocos", "no", "default")
+    with pytest.raises(KubectlError, match="doesn't have a resource type"):
+        kubectl.get("dilocos", "no")

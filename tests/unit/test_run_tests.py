@@ -122,6 +122,7 @@ def without_clusters(runner, tmp_path, monkeypatch):
     passing = runner.Group("without clusters", ("echo", "== 5 passed in 1s =="), {})
     monkeypatch.setattr(runner, "CLUSTERS", check)
     monkeypatch.setattr(runner, "everywhere", lambda: [passing])
+    monkeypatch.setattr(runner, "kernels", lambda: runner.Group("kernels", ("true",), {}))
     monkeypatch.setattr(sys, "argv", ["run_tests.py"])
     for name in ("CI", "DILOCO_E2E", "DILOCO_E2E_KUBECONFIGS"):
         monkeypatch.delenv(name, raising=False)

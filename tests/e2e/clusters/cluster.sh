@@ -11,7 +11,8 @@
 #   cluster.sh up-ipv6 NAME-N      the same with IPv6 addresses only
 #   cluster.sh up-api NAME-N       etcd and API server alone: no pods, no controllers
 #   cluster.sh up-groups NAME-N    etcd, and API server and scheduler of the version in pod-groups/go.mod, with PodGroups
-#   cluster.sh load NAME-N TAR     import an oci-archive into the node's containerd
+#   cluster.sh unpack TAR...       import oci-archives once, for the nodes that start from now on
+#   cluster.sh load NAME-N TAR     import an oci-archive into the node's containerd, unless it began with it
 #   cluster.sh cut|heal NAME-N     take the node off the WAN / put it back (`exec` still reaches it)
 #   cluster.sh shape NAME-N RATE   limit what the node receives from the WAN, such as 20mbit; none: no limit
 #   cluster.sh api-stop|api-start NAME-N
@@ -24,6 +25,7 @@ HERE=$(cd "$(dirname "$0")" && pwd)
 CACHE=${DILOCO_E2E_CACHE:-$HOME/.cache/diloco-e2e}
 BIN=$CACHE/bin
 HYPERKUBE=$BIN/hyperkube
+UNPACKED=$CACHE/unpacked
 PACKAGES="containerd runc containernetworking-plugins etcd-server iptables nftables ethtool socat conntrack ipset buildah
   debootstrap openssl iproute2 gcc libc6-dev"
 
@@ -160,9 +162,9 @@ pod_groups() {   # API server and scheduler of the version in pod-groups/go.mod
 # --- small tools -----------------------------------------------------------------------------------------------------
 
 in_ns() { nsenter --net="/run/netns/dl-$NAME" -- "$@"; }   # the network only: kubelet and containerd must share mounts
-start() {
+start() {   # GOMAXPROCS: Go's scheduler takes a sixth of what an idle cluster costs to look for work on a second core
   local name=$1; shift
-  setsid nsenter --net="/run/netns/dl-$NAME" -- "$@" >>"$D/log/$name.log" 2>&1 </dev/null 9>&- & echo $! > "$D/run/$name.pid"
+  GOMAXPROCS=1 setsid nsenter --net="/run/netns/dl-$NAME" -- "$@" >>"$D/log/$name.log" 2>&1 </dev/null 9>&- & echo $! > "$D/run/$name.pid"
 }
 wait_for() {
   for _ in $(seq 300); do "$@" >/dev/null 2>&1 && return; sleep 0.1; done
@@ -287,6 +289,7 @@ state = "$D/run/containerd"
     bin_dir = "/usr/lib/cni"
     conf_dir = "$D/cni"
 Y
+  unpacked
   start containerd containerd -c containerd.toml
   wait_for ctr -a run/containerd.sock version
   load "$CACHE/pause.tar"
@@ -331,7 +334,34 @@ Y
   wait_for kubectl get serviceaccount default
 }
 
-load() { ctrd images import "$1" >/dev/null; }
+load() {
+  [ -e "$D/containerd/archives/${1##*/}" ] || ctrd images import "$1" >/dev/null
+}
+
+unpack() {   # the root of a containerd that has these images; importing them takes 15 to 30 s of CPU
+  mkdir -p "$CACHE"
+  exec 9>"$CACHE/.unpacked.lock"; flock 9
+  local archive missing=
+  for archive in "$@"; do [ -e "$UNPACKED/archives/${archive##*/}" ] || missing=yes; done
+  [ -n "$missing" ] || return 0
+  D=$CACHE/unpacking; rm -rf "$D" "$UNPACKED"; mkdir -p "$D/run" "$D/containerd/archives"; cd "$D"
+  printf 'version = 2\nroot = "%s"\nstate = "%s"\ndisabled_plugins = ["io.containerd.grpc.v1.cri"]\n[grpc]\n  address = "%s"\n' \
+    "$D/containerd" "$D/run/containerd" "$D/run/containerd.sock" > containerd.toml
+  containerd -c containerd.toml > containerd.log 2>&1 </dev/null 9>&- & pid=$!
+  trap 'kill $pid 2>/dev/null' EXIT
+  NAME=unpack wait_for ctr -a run/containerd.sock version
+  for archive in "$@"; do load "$archive"; touch "$D/containerd/archives/${archive##*/}"; done
+  kill $pid; wait $pid || true   # its databases are closed when it has ended
+  trap - EXIT
+  mv containerd "$UNPACKED"; cd /; rm -rf "$D"
+}
+
+unpacked() {   # a copy whose image files are links: containerd and the kernel only read them; the databases are its own
+  exec 9>"$CACHE/.unpacked.lock"; flock -s 9
+  [ ! -d "$UNPACKED" ] || cp -al "$UNPACKED" containerd
+  exec 9>&-
+  [ ! -d containerd ] || find containerd -name '*.db' -exec sh -c 'cp "$0" "$0.own" && mv "$0.own" "$0"' {} \;
+}
 
 up() {   # yes: with a node; no: API server alone; groups: with PodGroups and a scheduler
   local gate=
@@ -383,14 +413,15 @@ down() {
   rm -rf "$D"
 }
 
-case ${1:-} in check|packages|build|promtool|kueue|up|up-ipv6|up-api|up-groups|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,24s/^# \?//p' "$0"; exit 2 ;; esac
-[[ $1 =~ ^(check|packages|build|promtool|kueue)$ ]] || use "${2:?NAME-N}"
+case ${1:-} in check|packages|build|promtool|kueue|unpack|up|up-ipv6|up-api|up-groups|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,25s/^# \?//p' "$0"; exit 2 ;; esac
+[[ $1 =~ ^(check|packages|build|promtool|kueue|unpack)$ ]] || use "${2:?NAME-N}"
 case $1 in
   check) check ;;
   packages) packages ;;
   build) build ;;
   promtool) promtool ;;
   kueue) kueue ;;
+  unpack) unpack "${@:2}" ;;
   up) up yes ;;
   up-ipv6) use_ipv6; up yes ;;
   up-api) up no ;;

@@ -12,6 +12,7 @@ Shape letters: N = bytes of a text, B = windows of a batch, T = bytes of context
 from __future__ import annotations
 
 import hashlib
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -117,11 +118,13 @@ def _stdlib() -> Iterator[tuple[str, bytes]]:
     (relative path, content) of the source files of the standard library, without tests and
     generated tables, in sorted order.
     """
-    root = Path(sysconfig.get_path("stdlib"))
-    for path in sorted(root.rglob("*.py")):
-        folders = path.relative_to(root).parts[:-1]
-        if not (_NOT_STDLIB | _NOT_PROSE).intersection(folders):
-            yield path.relative_to(root).as_posix(), path.read_bytes()
+    root, found = Path(sysconfig.get_path("stdlib")), []
+    # What is left out is not entered either: site-packages may hold a hundred times as many files.
+    for folder, folders, files in os.walk(root):
+        folders[:] = set(folders) - _NOT_STDLIB - _NOT_PROSE
+        found += [Path(folder, name) for name in files if name.endswith(".py")]
+    for path in sorted(found):
+        yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
 def _folder(root: Path) -> Iterator[tuple[str, bytes]]:

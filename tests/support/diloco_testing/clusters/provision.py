@@ -13,7 +13,7 @@ import functools
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from diloco_testing.clusters.audit import AuditLog
@@ -56,6 +56,16 @@ def why_not_local() -> str:
 def kueue_archive() -> Path:
     """An image of Kueue's controller (an oci-archive), built with Go the first time."""
     return Path(_script("kueue", seconds=BUILD_SECONDS))
+
+
+def build() -> None:
+    """Debian's packages and the programs of local clusters; minutes the first time, nothing later."""
+    _script("build", seconds=BUILD_SECONDS)
+
+
+def unpack(archives: Sequence[Path]) -> None:
+    """Let local clusters that start from now on begin with these images (oci-archives)."""
+    _script("unpack", *map(str, archives), seconds=600)
 
 
 class Cluster:
@@ -179,7 +189,7 @@ class LocalClusters:
                 "up-api": etcd and API server alone, in four seconds; "up-groups": etcd, and API server
                 and scheduler of a Kubernetes with PodGroups, built the first time.
         """
-        _script("build", seconds=BUILD_SECONDS)
+        build()
         number = self._claim(name)
         identity = f"{name}-{number}"
         _clear_left_behind(number)
@@ -190,6 +200,7 @@ class LocalClusters:
     def end(self, name: str) -> None:
         """Stop one cluster; nothing of it is left but its audit log."""
         cluster = self.running.pop(name)
+        cluster.kubectl.close()
         with contextlib.suppress(FileNotFoundError):
             # A later session may get the same number.
             kept = self._keep / f"{cluster.identity}.{os.getpid()}.audit.log"

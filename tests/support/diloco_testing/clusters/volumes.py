@@ -68,6 +68,42 @@ class Provisioner:
             self._cluster.kubectl.apply(_volume(name, self._folder / uid, claim))
 
 
+def on_this_machine(cluster: Cluster, pod: dict[str, Any], path: str) -> Path | None:
+    """
+    Where a file of a pod is on the machine of a local cluster, whose containers need not be entered to read it.
+
+    Args:
+        cluster: of the pod.
+        pod: it runs.
+        path: in its container `main`.
+
+    Returns:
+        None: the cluster is a given one, or the file is not on a volume that is a folder.
+    """
+    if not cluster.local:
+        return None
+    spec = pod["spec"]
+    main = next(container for container in spec["containers"] if container["name"] == "main")
+    around = [m for m in main["volumeMounts"] if path.startswith(f"{m['mountPath']}/")]
+    mount = max(around, key=lambda mount: len(mount["mountPath"]), default={"name": ""})
+    volume = next((v for v in spec["volumes"] if v["name"] == mount["name"]), {})
+    if "subPath" in mount:
+        return None
+    if "emptyDir" in volume:
+        pods = cluster.folder / "kubelet/pods"
+        folder = pods / pod["metadata"]["uid"] / "volumes/kubernetes.io~empty-dir" / mount["name"]
+    elif "persistentVolumeClaim" in volume:
+        kubectl, name = cluster.kubectl, volume["persistentVolumeClaim"]["claimName"]
+        claim = kubectl.get("pvc", name, pod["metadata"]["namespace"]) or {"spec": {}}
+        found = kubectl.get("pv", claim["spec"].get("volumeName", "none"), "")
+        if found is None:
+            return None
+        folder = Path(found["spec"]["hostPath"]["path"])
+    else:
+        return None
+    return folder / path.removeprefix(f"{mount['mountPath']}/")
+
+
 def _volume(name: str, path: Path, claim: dict[str, Any]) -> dict[str, Any]:
     meta, spec = claim["metadata"], claim["spec"]
     storage_class = spec.get("storageClassName")
