@@ -21,6 +21,8 @@ OURS = (
         "DILOCO_LOG_FORMAT",
         "DILOCO_EXAMINATION",
         "DILOCO_EXAMINATION_STEP",
+        "DILOCO_MACHINE",
+        "DILOCO_RELAY_PORT",
         "RANK",
         "LOCAL_RANK",
         "WORLD_SIZE",

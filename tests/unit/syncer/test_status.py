@@ -78,10 +78,10 @@ def test_a_failure_that_was_reported_is_repeated(syncer):
 
 
 def test_failures_of_regions_that_the_job_has_are_repeated(syncer):
-    failure = ("LearnerRefused", "all its learners failed")
+    failure = ("LearnerRefused", "all its learners failed", 2)
     syncer.state.region_failures = {"eu": failure, "gone": failure}
     [shown] = status.reply(syncer.state, syncer.metrics).region_failures
-    assert (shown.region, shown.reason, shown.message) == ("eu", *failure)
+    assert (shown.region, shown.reason, shown.message, shown.learners) == ("eu", *failure)
 
 
 def test_metrics_count_ejected_learners_and_ejections(syncer, monkeypatch):
