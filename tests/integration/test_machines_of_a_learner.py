@@ -250,7 +250,8 @@ def test_pods_of_a_learner_connect_with_the_environment_that_their_agents_give(t
         ).environment  # fmt: skip
         assert given["MASTER_ADDR"] == "j-eu-0.j-eu", "a name of the cluster's DNS"
         known = {k: v for k, v in given.items() if k.startswith("DILOCO_")}
-        ranks = {"RANK": given["RANK"], "WORLD_SIZE": given["WORLD_SIZE"]}
+        # Each pod has one rank: LOCAL_RANK is not set there, which means 0.
+        ranks = {"RANK": given["RANK"], "WORLD_SIZE": given["WORLD_SIZE"], "LOCAL_RANK": "0"}
         variables[pod] = {**known, **ranks, "DILOCO_MACHINE": f"j-eu-{pod}"}
     with (
         RealSyncer(tmp_path / "syncer", spec) as syncer,
