@@ -20,9 +20,10 @@ from diloco_worker.core.agreement import HOME, PLANS, Board, FirstRank, Plan, bo
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState
 from diloco_worker.core.trainer import TrainerCore
-from diloco_worker.distributed import DistributedTrainer, _First
+from diloco_worker.distributed import DistributedTrainer
 from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.trainer import rank_processes
+from diloco_worker.trainer.first_rank import LinkRank
 from diloco_worker.trainer.kept import KeptState
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.rank_group import RankGroup
@@ -239,7 +240,7 @@ def first():
     """Rank 0 of a model of four fragments; the copies of 2 and 3 are in the spare places, that of 3 the older one."""
     tensors = [Tensor(name=name, shape=(256,), dtype="float32") for name in "abcd"]
     shared = SharedMemory.create(cut(tensors, num_fragments=4), constants_bytes=0, spares=2)
-    first = _First.__new__(_First)
+    first = LinkRank.__new__(LinkRank)
     first._shared, first._locks, first.decisions = shared, None, FirstRank(4, 2)
     first._core = SimpleNamespace(applied=[1] * 4, initial_copied=0)
     first.decisions.places.current = [HOME, HOME, 1, 2]
@@ -250,7 +251,7 @@ def first():
     shared.close()
 
 
-def copied_at(first: _First) -> list[int]:
+def copied_at(first: LinkRank) -> list[int]:
     return [first._shared.host_copy(p).local_step for p in range(4)]
 
 
