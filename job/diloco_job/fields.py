@@ -304,7 +304,6 @@ IpFamilyPolicy = Annotated[
     str, Field(max_length=16, pattern=r"^(SingleStack|PreferDualStack|RequireDualStack)?$")
 ]
 UpToBillion = Annotated[int, Field(ge=1, le=BILLION)]
-ZeroToBillion = Annotated[int, Field(ge=0, le=BILLION)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Text = Annotated[str, Field(max_length=1024)]
 LongText = Annotated[str, Field(max_length=32768)]

@@ -260,8 +260,9 @@ def _evaluator(job: DiLoCoJob) -> EvaluatorPlan | None:
 
 def _learner_checkpoint(job: DiLoCoJob) -> Checkpoint:
     checkpoint, interval = job.spec.learner.checkpoint, job.spec.sync.interval
-    every = checkpoint.every_steps or min(BILLION, CHECKPOINT_INTERVALS * interval)
-    return Checkpoint(every_steps=every, keep=checkpoint.keep)
+    omitted = min(BILLION, CHECKPOINT_INTERVALS * interval)
+    every = checkpoint.every_steps
+    return Checkpoint(every_steps=omitted if every is None else every, keep=checkpoint.keep)
 
 
 def _syncer_checkpoint(job: DiLoCoJob) -> Checkpoint:

@@ -40,7 +40,6 @@ from diloco_job.fields import (
     Text,
     UniqueBy,
     UpToBillion,
-    ZeroToBillion,
     list_map,
 )
 from diloco_job.names import MAX_REGION_NAME, MAX_REGIONS
@@ -261,8 +260,8 @@ class Recipe(Model):
 class LearnerCheckpoint(Model):
     """A learner's own checkpoint."""
 
-    every_steps: ZeroToBillion = 0
-    """Steps between two checkpoints; 0: four times `sync.interval`."""
+    every_steps: UpToBillion | None = None
+    """Steps between two checkpoints; omitted: four times `sync.interval`."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 2
     """Number of checkpoints that are kept."""
 

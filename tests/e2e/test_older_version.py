@@ -100,6 +100,8 @@ def upgraded(fleet, files_of) -> Iterator[Upgraded]:
             short=job("short", older, STEPS), long=job("long", older, 10**6),
             fresh=job("fresh", fleet.images, STEPS, runPolicy={NEWER_FIELD: 600}),
         )  # fmt: skip
+        # The older version, which has a default of its own, must accept what this one stores.
+        del made.fresh.manifest["spec"]["learner"]["checkpoint"]["everySteps"]
         for started in (made.long, made.short):
             started.apply()
         for started in (made.short, made.long):

@@ -22,9 +22,10 @@ INPUTS = "diloco.dev/template-inputs"
 TEMPLATE = "diloco.dev/template"
 """Annotation of a workload: the template that was applied, as JSON."""
 
-FORMAT = 2
+FORMAT = 3
 """
 1: the numbers of learners were an input of the syncer and the evaluator.
+2: `learner.checkpoint.everySteps` was 100 by default, which the API server has stored in each job.
 
 Raise it when the same manifest gives another hash, that is, when `inputs` hashes other values or
 when a default of the manifest changes. Workloads with a record of another format are compared by

@@ -115,6 +115,7 @@ def test_optional_fields_are_nullable_and_no_others():
     assert {path for path in nullable if not path.endswith("config[]")} == {
         "spec.learner.recipe",
         "spec.learner.command",
+        "spec.learner.checkpoint.everySteps",
         "spec.learner.storage",
         "spec.learner.env[].valueFrom",
         "spec.evaluation",

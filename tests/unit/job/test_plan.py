@@ -93,13 +93,12 @@ def test_every_field_of_the_run_spec_follows_the_manifest():
 
 
 @pytest.mark.parametrize(
-    ("interval", "every", "expected"), [(24, 0, 96), (100, 0, 400), (10**9, 0, 10**9), (100, 7, 7)]
+    ("interval", "every", "expected"),
+    [(24, None, 96), (100, None, 400), (10**9, None, 10**9), (100, 7, 7)],
 )
 def test_without_a_number_of_steps_local_checkpoints_follow_the_interval(interval, every, expected):
-    job = load_job(
-        EVERYTHING,
-        [f"spec.sync.interval={interval}", f"spec.learner.checkpoint.everySteps={every}"],
-    )
+    changes = [] if every is None else [f"spec.learner.checkpoint.everySteps={every}"]
+    job = load_job(EVERYTHING, [f"spec.sync.interval={interval}", *changes])
     assert run_spec(job).learner_checkpoint == Checkpoint(every_steps=expected, keep=2)
 
 

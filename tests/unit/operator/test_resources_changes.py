@@ -272,8 +272,8 @@ def test_no_value_of_the_chart_is_an_input(region):
 def test_the_hash_of_the_inputs_is_that_of_the_versions_before():
     """If it has to change, raise template_record.FORMAT: else the upgrade restarts running jobs."""
     assert inputs(workloads(load_job(EVERYTHING))) == {
-        EU: "2-5b2392ec0db24054",
-        US: "2-d3511d92ab1f4102",
-        SYNCER: "2-f6401ccaba8576ed",
-        EVALUATOR: "2-0226f81872f158c8",
+        EU: "3-5b2392ec0db24054",
+        US: "3-d3511d92ab1f4102",
+        SYNCER: "3-f6401ccaba8576ed",
+        EVALUATOR: "3-0226f81872f158c8",
     }

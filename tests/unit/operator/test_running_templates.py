@@ -343,6 +343,23 @@ def test_workloads_of_a_version_with_no_record_or_another_one_keep_their_templat
         assert kept["spec"]["containers"][0]["image"].endswith(":1")
 
 
+def test_the_former_default_interval_of_checkpoints_that_is_stored_in_a_job_restarts_nothing(
+    upgrade,
+):
+    """The API server stored 100; the version before left its default out of the hash."""
+    without, stored = training(job()), {**LEARNER, "checkpoint": {"everySteps": 100, "keep": 2}}
+    world = training(job(learner=stored))
+    former = {key: annotations(without, key)[INPUTS] for key in WORKLOADS}
+    assert all(annotations(world, key)[INPUTS] != text for key, text in former.items())
+    for key, text in former.items():
+        annotations(world, key)[INPUTS] = "2-" + text.partition("-")[2]
+    before = specs(world)
+    upgrade(world)
+    world.settle()
+    assert specs(world) == before
+    assert is_idle(world.reconcile(30))
+
+
 def test_their_records_do_not_wait_for_a_region_while_only_a_quorum_trains(upgrade):
     world = training(job(sync={"quorum": 3}))
     world.answers(gone=("us/1",))
@@ -454,7 +471,7 @@ def test_a_syncer_of_the_version_before_keeps_its_template_until_the_numbers_cha
     upgrade(world)
     world.settle()
     assert specs(world) == before, "the upgrade restarts nothing"
-    assert annotations(world, ("Deployment", "a-syncer"))[INPUTS].startswith("2-")
+    assert annotations(world, ("Deployment", "a-syncer"))[INPUTS].startswith("3-")
     world.settle()
     scaled(world, eu=3, us=2)
     assert {name for name in new_pods(world) if name in before} == {"a-syncer-0"}

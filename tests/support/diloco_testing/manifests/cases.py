@@ -284,7 +284,7 @@ BROKEN_FIELDS: list[tuple[str, Any, str]] = [
     ("spec.learner.env", [{"name": "A", "value": 1}], '1 is not text; quote it: "1"'),
     ("spec.learner.env", [{"name": "A"}, {"name": "A"}], 'two entries have the name "A"'),
     ("spec.learner.resources", {"requests": {"cpu": 0.5}}, "0.5 is not a quantity"),
-    ("spec.learner.checkpoint.everySteps", -1, "-1 is less than 0, the minimum"),
+    ("spec.learner.checkpoint.everySteps", 0, "0 is less than 1, the minimum"),
     ("spec.learner.checkpoint.keep", 1001, "1001 is more than 1000, the maximum"),
     ("spec.learner.ports.health", 80, "80 is less than 1024, the minimum"),
     ("spec.syncer.ports.sync", 65536, "65536 is more than 65535, the maximum"),
