@@ -150,6 +150,18 @@ def test_killed_ranks_continue_with_their_optimizer_state_bitwise_and_each_with_
         assert len(second.manifests()) <= 3
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_ranks_that_cannot_use_their_checkpoint_join_with_the_model_of_the_job(tmp_path, syncer):
+    """Such as those of a program with another optimizer."""
+    with Learner(tmp_path, syncer, "fsdp", 2) as first:
+        first.killed_with(checkpoints=1)
+    with Learner(tmp_path, syncer, "fsdp", 2, "--other-optimizer") as second:
+        assert second.began()["resumed"] is False
+        assert "cannot be used" in second.errors()
+        second.await_(lambda: len(second.lines()) > EVERY, "steps")
+
+
 RANKS = [
     pytest.param("fsdp", 2, "fsdp", 3, id="FSDP2 x 2 to x 3"),
     pytest.param("fsdp", 2, "alone", 1, id="FSDP2 x 2 to one process"),

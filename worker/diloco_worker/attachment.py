@@ -61,11 +61,13 @@ class AttachedLearner(Learner):
         self._raises = True
         return self
 
-    def __exit__(self, *error: object) -> bool:  # type: ignore[override]
+    def __exit__(  # type: ignore[override]
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> bool:
         """Leave the job; suppress StopTraining."""
         self._raises = False
-        self.close()
-        return isinstance(error[1], StopTraining)
+        super().__exit__(kind, error, trace)
+        return isinstance(error, StopTraining)
 
     def end_training(self) -> None:
         """

@@ -125,7 +125,8 @@ class DistributedTrainer:
             self._join()
             if self._checkpoints is not None:
                 self._checkpoints.watch(optimizers, self._model)
-        except BaseException:
+        except BaseException as error:
+            self._fail(error)
             self._carry_out(self._core.close("interrupted"))
             raise
 
@@ -225,23 +226,32 @@ class DistributedTrainer:
             report_progress()  # rank 0's link does
         self._core.ended(now=time.monotonic())
 
-    def close(self) -> None:
-        """See `Learner.close`."""
+    def close(self, error: BaseException | None = None) -> None:
+        """See `Learner.close`; after an error of this rank's program, the other ranks end as well."""
+        if isinstance(error, Exception):
+            self._fail(error)
         self._carry_out(self._core.close("Closed"))
+
+    def _fail(self, error: BaseException) -> None:
+        """Let the ranks of all machines end, instead of seeing this one leave."""
+        if not self._core.closed:
+            rank = self._group.named([self._rank])
+            self._board.fail(f"{rank} ended with {type(error).__name__}, and with it this learner")
 
     # ------------------------------------------------------------ local checkpoints
 
-    def _load(self, now: float, *, parameters: bool) -> None:
+    def _load(self, plan: Plan, *, parameters: bool) -> None:
         """Give the optimizers and, if `parameters`, the model this rank's part of the checkpoint that was found."""
         if self._checkpoints is None or self._found is None:
             raise AssertionError("there is no checkpoint to load")
         found, self._found = self._found, None
         try:
-            self._checkpoints.load_part(found, self._model, self._optimizers, parameters=parameters)
-            self._kept.saved = self._checkpoints.kept(found)
+            self._kept.saved = self._checkpoints.load_part(
+                found, self._model, self._optimizers, parameters=parameters
+            )
             if parameters:
                 self._replica.loaded()
-                actions = self._core.checkpoint_loaded(found.facts, now=now)
+                actions = self._core.checkpoint_loaded(found.facts, now=plan.now)
             else:
                 actions = self._core.optimizers_loaded()
         except UNUSABLE as error:
@@ -250,7 +260,7 @@ class DistributedTrainer:
                 self._core.checkpoint_unusable if parameters else self._core.optimizers_unusable
             )
             actions = unusable(why)
-        self._carry_out(actions)
+        self._carry_out(actions, plan)
 
     def _begin_checkpoint(self, *, attempts: int) -> None:
         if self._checkpoints is not None:
@@ -383,6 +393,7 @@ class DistributedTrainer:
         self._end(EXIT_TRY_AGAIN, text)
 
     def _end(self, code: int, text: str) -> NoReturn:
+        self._board.fail(text)  # so that the ranks of other machines do not see this one leave
         self._carry_out(self._core.close("interrupted"))
         raise exit_with(code, f"{self.name}: {text}")
 
@@ -414,11 +425,13 @@ class DistributedTrainer:
                     if version := self._core.ledger.versions[fragment]:
                         age = self.step_index - version[1]
                         self._result_age = max(self._result_age or 0, age)
-                case core.Send(state):
-                    if self._first is not None and plan is not None:
-                        self._first.decisions.followed(
-                            state, copies or {}, boundary=plan.boundary, model=self._model_copied
-                        )
+                case core.Send(state) if plan is not None:
+                    if self._first is not None:
+                        decisions = self._first.decisions
+                        decisions.followed(
+                            state, copies or {}, boundary=plan.boundary,
+                            model=self._model_copied and not decisions.model_copying,
+                        )  # fmt: skip
                 case core.CopyModel(model) if plan is not None:
                     self._replica.copy_model(plan.places)
                     self._model_copied = True
@@ -430,9 +443,9 @@ class DistributedTrainer:
                     if self._first is not None:
                         print(f"diloco: {text}", file=sys.stderr, flush=True)
                 case core.LoadCheckpoint() if plan is not None:
-                    self._load(plan.now, parameters=True)
+                    self._load(plan, parameters=True)
                 case core.LoadOptimizers() if plan is not None:
-                    self._load(plan.now, parameters=False)
+                    self._load(plan, parameters=False)
                 case core.AwaitLink():
                     pass  # `_join` does
                 case core.Leave():
@@ -444,11 +457,14 @@ class DistributedTrainer:
         return copied
 
     def _leave(self, action: core.Leave) -> None:
+        failed = bool(self._board.failure)
         self._board.leave(self._rank)
         self._machines.close()
         if self._first is not None:
             self._first.leave(action)
-        if self._checkpoints is not None:
+        if (
+            self._checkpoints is not None and not failed
+        ):  # else: pieces of some ranks will never come
             self._checkpoints.finish()
         self._kept.forget_saved()
         if self._journal is not None:

@@ -176,7 +176,7 @@ class ExaminedTrainer:
             )
         self._write()
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """See `Learner.close`."""
         self._closed = True
         self._write()

@@ -194,7 +194,7 @@ class JoinedTrainer:
         if version := self._core.ledger.versions[fragment]:
             self._result_age = max(self._result_age or 0, self.step_index - version[1])
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """See `Learner.close`."""
         self._carry_out(self._core.close("Closed"))
 

@@ -78,8 +78,8 @@ class Trainer(Protocol):
     def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         """Count an optimizer step and exchange fragments."""
 
-    def close(self) -> None:
-        """Leave the job."""
+    def close(self, error: BaseException | None = None) -> None:
+        """Leave the job, perhaps after an error of the program."""
 
 
 class Learner:
@@ -300,9 +300,11 @@ class Learner:
         """Return this learner, for `with`."""
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
         """Leave the job."""
-        self.close()
+        self._trainer.close(error)
 
 
 def _trainer(

@@ -59,6 +59,6 @@ class StandaloneTrainer:
         self._loss.read(loss)  # refused here as in a job
         self._ledger.count(tokens)
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         """See `Learner.close`."""
         self._closed = True

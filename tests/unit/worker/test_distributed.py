@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import subprocess
 from types import SimpleNamespace
@@ -124,6 +125,27 @@ def test_a_failure_on_another_machine_ends_a_rank_that_waits_and_one_that_does_n
     trainer = rank(0)
     trainer._machines.failure = "rank 1 on b does not answer: the connection was closed"
     assert ending(capfd, lambda: trainer.done) == expected
+
+
+def test_a_rank_that_ends_by_its_own_decision_or_an_error_does_not_look_as_if_it_left(capfd):
+    trainer = rank(0)
+    ending(capfd, lambda: trainer._exit("too far behind"))
+    assert trainer._board.failure == "too far behind"
+    trainer = rank(1)
+    trainer.close(ValueError("in the program"))
+    assert trainer._board.failure.endswith("ended with ValueError, and with it this learner")
+    trainer = rank(1)
+    trainer.close()
+    assert not trainer._board.failure
+
+
+def test_a_rank_that_ends_after_a_failure_does_not_wait_for_a_checkpoint(capfd):
+    finished = []
+    for error in (ValueError("in the program"), None):
+        trainer = rank(0)
+        trainer._checkpoints = SimpleNamespace(finish=lambda: finished.append(1))
+        trainer.close(error)
+        assert len(finished) == (error is None)
 
 
 def test_a_rank_of_another_machine_that_left_is_named_by_one_that_waits_for_it(monkeypatch, capfd):
@@ -272,7 +294,7 @@ def test_fragments_that_lack_a_place_get_those_of_the_oldest_copies_and_no_more(
 
 
 def test_the_locks_of_a_copied_model_are_released_for_a_link_with_a_smaller_request(first):
-    first._locks, first._link_state = distributed.contextlib.ExitStack(), LinkState()
+    first._locks, first._link_state = contextlib.ExitStack(), LinkState()
     first._core.initial_copied = 1
     first.settle()
     assert first._locks is None

@@ -17,7 +17,7 @@ from diloco_testing.learners.rank_threads import in_ranks
 from diloco_worker.core.boxes import piece, whole
 from diloco_worker.core.checkpoint_turns import Outcome
 from diloco_worker.trainer import pieces, rank_checkpoints
-from diloco_worker.trainer.checkpoint import Checkpoints
+from diloco_worker.trainer.checkpoint import Checkpoints, kept_of
 from diloco_worker.trainer.layout import Share
 from diloco_worker.trainer.rank_checkpoints import RankCheckpoints, of_ranks
 from diloco_worker.trainer.rank_group import RankGroup
@@ -67,7 +67,9 @@ class Rank:
         found = self.checkpoints.newest_of_all()
         if found is None:
             return 0
-        self.checkpoints.load_part(found, self.model, [self.optimizer], parameters=parameters)
+        self.checkpoints.load_part(
+            found, self.model, [self.optimizer], parameters=parameters
+        ).close()
         return found.local_step
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -278,7 +280,8 @@ def test_each_rank_gets_what_it_kept_and_another_number_of_ranks_gets_a_reason(t
     )
 
     def kept(rank: Rank) -> Any:
-        entries = rank.checkpoints.kept(rank.checkpoints.newest_of_all())
+        manifest = rank.checkpoints.newest_of_all()
+        entries = kept_of(manifest, rank=rank.group.rank, ranks=rank.group.size)
         found = entries.read("reader") if "reader" in entries else entries.absent
         entries.close()
         return found

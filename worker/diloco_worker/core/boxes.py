@@ -62,6 +62,8 @@ def uncovered(shape: Sequence[int], boxes: Mapping[int, Box]) -> str:
         if any(hi > size for hi, size in zip(box.hi, shape, strict=True)):
             return f"{_text(box)} is not within its shape {list(shape)}"
         for other in distinct[index + 1 :]:
+            if box.lo and other.lo[0] >= box.hi[0]:
+                break  # so do all that follow
             if box.overlaps(other):
                 return f"{_text(box)} and {_text(other)} overlap"
     held = sum(box.elements for box in distinct)

@@ -31,7 +31,10 @@ LEAVE_SECONDS = 2.0
 """How long to wait for the last messages to be sent."""
 
 HELLO_SECONDS = 5.0
-"""An untrusted peer that connects and is silent is dropped."""
+"""A peer that is silent is dropped."""
+
+WELCOME_SECONDS = 0.5
+"""The first machine serves one peer at a time: untrusted ones must not keep the others out. Those dial again."""
 
 SMALL_BYTES = 1 << 14
 """A message of so many bytes is sent in one call."""
@@ -254,14 +257,14 @@ def welcome(sock: socket.socket, *, own: bytes, other: bytes) -> int:
     Raises:
         OSError: it is none of this learner.
     """
+    machine = _check(sock, other, seconds=WELCOME_SECONDS)
     sock.settimeout(HELLO_SECONDS)
-    machine = _check(sock, other)
     sock.sendall(_HELLO.pack(_MAGIC, VERSION, 0, own))
     return machine
 
 
-def _check(sock: socket.socket, secret: bytes) -> int:
-    data, deadline = b"", time.monotonic() + HELLO_SECONDS
+def _check(sock: socket.socket, secret: bytes, *, seconds: float = HELLO_SECONDS) -> int:
+    data, deadline = b"", time.monotonic() + seconds
     while len(data) < _HELLO.size:
         sock.settimeout(max(0.001, deadline - time.monotonic()))
         more = sock.recv(_HELLO.size - len(data))

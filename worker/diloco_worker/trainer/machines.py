@@ -159,6 +159,7 @@ class FirstMachine:
             # Its ranks round what they copy, and the base of the next delta must not contain that rounding.
             for part in other.shares.copied[unit]:
                 _round(part, memory)
+                yield Message(Kind.BEAT)  # a plan may go between two parts
         for place, part in enumerate(other.shares.held[unit]):
             yield Message(Kind.RESULT, (generation, unit, place), part.view(memory).tobytes())
 
@@ -324,7 +325,7 @@ class FurtherMachine:
             for place, part in enumerate(self._shares.copied[unit]):
                 yield Message(Kind.PART, (boundary, unit, place), part.view(memory).tobytes())
         if self._constants in copies:
-            # Only the whole model is copied to these places, once in the life of a job.
+            # Until copies of fragments are made there.
             self._shared.forget_host_copies()
 
     # ------------------------------------------------------------ messages

@@ -48,7 +48,7 @@ log = logging.getLogger(__name__)
 TOPIC = "checkpoint"
 MARK = "ranks.mark"
 """A file by which the ranks find out, while they connect, whether they see one directory."""
-POLL_SECONDS = 0.02
+POLL_SECONDS = 0.25
 
 UNUSABLE = (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError, AssertionError)
 """What loading a checkpoint that does not fit this process raises."""
@@ -307,32 +307,40 @@ class RankCheckpoints(Checkpoints):
 
     def load_part(
         self, manifest: Manifest, model: nn.Module, optimizers: Sequence[Optimizer], *, parameters: bool
-    ) -> None:  # fmt: skip
+    ) -> SavedEntries:  # fmt: skip
         """
         Restore this rank's part of the optimizers and, if `parameters`, of the model. All ranks call it: either all of
         them have the state of the checkpoint then, or each optimizer has its own.
+
+        Returns:
+            What this rank kept, if there were as many ranks then; to be read later, the file stays open.
 
         Raises:
             DilocoError: a rank cannot load its part.
         """
         rank, size = self._group.rank, self._group.size
         found = manifest.pieces or (pieces.Piece(path=manifest.path, tree=manifest.tree),)
-        random, problem = None, None
+        random, problem, saved = None, None, None
         with optimizer_state.own_on_error(optimizers):
             try:
                 random = pieces.load(
                     found, manifest.optimizers, model, optimizers, parameters=parameters, rank=rank, ranks=size,
                     held=self._held,
                 )  # fmt: skip
+                saved = kept_of(manifest, rank=rank, ranks=size)
             except UNUSABLE as error:
                 problem = ConfigError(str(error) or repr(error))
-            self._group.agree("", problem)
+            try:
+                self._group.agree("", problem)
+            except BaseException:
+                if saved is not None:
+                    saved.close()
+                raise
+        if saved is None:
+            raise AssertionError("the problem was raised")
         if parameters:
             restore_random(random)
-
-    def kept(self, manifest: Manifest) -> SavedEntries:
-        """See `Checkpoints.kept`; what this rank kept, if there were as many ranks then."""
-        return kept_of(manifest, rank=self._group.rank, ranks=self._group.size)
+        return saved
 
 
 def of_ranks(

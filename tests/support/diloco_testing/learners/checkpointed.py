@@ -72,7 +72,9 @@ def main() -> None:
         distributed.init_process_group("gloo")
         rank, size = distributed.get_rank(), distributed.get_world_size()
     model, part, parts = wrapped(make_model(), how, size)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if "--other-optimizer" in options:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     lines = open(f"{out}-{rank}.jsonl", "w")  # noqa: SIM115 - to the end
     learner = Learner.connect(model, optimizer)
     small = f"--small-disk={rank}" in options

@@ -58,7 +58,7 @@ class Rejoined:
         self.tokens.append(tokens)
         self.losses.append(None if loss is None else float(loss))
 
-    def close(self) -> None:
+    def close(self, error: BaseException | None = None) -> None:
         self.closed = True
 
     def join(self, monkeypatch: pytest.MonkeyPatch) -> Rejoined:
