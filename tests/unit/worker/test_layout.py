@@ -106,6 +106,38 @@ def test_activation_checkpointing_does_not_change_the_names():
     assert [n.info for n in describe(wrapped).buffers] == [n.info for n in describe(plain).buffers]
 
 
+def test_a_frozen_parameter_in_a_checkpointed_layer_is_frozen_and_no_buffer():
+    plain = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    plain[0].weight.requires_grad_(False)
+    wrapped = nn.Sequential(*map(checkpoint_wrapper, plain))
+    found = describe(wrapped, moving=("*",))
+    assert [n.info.name for n in found.frozen] == ["0.weight"]
+    assert found.frozen[0].tensor is plain[0].weight
+    assert [n.info.name for n in found.buffers] == []
+
+
+@pytest.mark.parametrize("wrap", [lambda layer: layer, checkpoint_wrapper], ids=["bare", "wrapped"])
+@pytest.mark.parametrize("change", [torch.clone, lambda t: t.detach().half()])
+def test_what_a_hook_of_state_dict_replaces_under_its_own_name_stays_in_the_job(change, wrap):
+    plain = nn.BatchNorm1d(4)
+    plain.bias.requires_grad_(False)
+    plain.register_buffer("counts", torch.arange(3))
+
+    def replace(module, state_dict, prefix, local_metadata) -> None:
+        for name, value in state_dict.items():
+            state_dict[name] = change(value)
+
+    plain.register_state_dict_post_hook(replace)
+    found = describe(nn.Sequential(wrap(plain)))
+    tensors = {n.info.name: n.tensor for n in (*found.merged, *found.frozen, *found.buffers)}
+    assert tensors.keys() == {
+        "0.bias", "0.counts", "0.num_batches_tracked", "0.running_mean", "0.running_var", "0.weight",
+    }  # fmt: skip
+    assert all(tensor is getattr(plain, name[2:]) for name, tensor in tensors.items())
+    assert [n.info.name for n in found.trained] == ["0.weight"]
+    assert [n.info.name for n in found.frozen] == ["0.bias"]
+
+
 class Fused(nn.Module):
     """Its state_dict has parts of a matrix instead of it, and a tensor that is neither parameter nor buffer."""
 

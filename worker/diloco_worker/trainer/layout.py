@@ -139,7 +139,7 @@ def describe(
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
-    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    parameters = _named(model.named_parameters(remove_duplicate=False)).keys()
     names: dict[object, list[str]] = {}
     tensors: dict[object, torch.Tensor] = {}
     for name, tensor in _reachable(model):
@@ -233,16 +233,27 @@ def _by_name(tensors: Iterable[Named]) -> tuple[Named, ...]:
 
 def _reachable(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every name of every parameter and persistent buffer, without that of a module for activation checkpointing."""
-    parameters = list(model.named_parameters(remove_duplicate=False))
-    own = [tensor for _, tensor in (*parameters, *model.named_buffers())]
+    parameters = _named(model.named_parameters(remove_duplicate=False))
+    buffers = _named(model.named_buffers(remove_duplicate=False))
+    own = [*parameters.values(), *buffers.values()]
     states = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
     known = set(map(id, own))
     others = {name: value for name, value in tensors.items() if id(value) not in known}
     copies = _computed(others, model.state_dict(keep_vars=True), own) if others else set()
-    for name, value in (*tensors.items(), *parameters):
-        if name not in copies:
-            yield name.replace(CHECKPOINTED, ""), value
+    for name, value in tensors.items():
+        plain = name.replace(CHECKPOINTED, "")
+        if name not in others:
+            yield plain, value
+        elif plain in buffers:
+            yield plain, buffers[plain]  # a hook put another tensor in its place
+        elif plain not in parameters and name not in copies:
+            yield plain, value
+    yield from parameters.items()
+
+
+def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    return {name.replace(CHECKPOINTED, ""): tensor for name, tensor in tensors}
 
 
 def _computed(
