@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import types
 
 import numpy as np
 import pytest
@@ -32,6 +33,7 @@ from diloco_testing.learners.slow_device import (
 from diloco_testing.properties import seeds
 from diloco_worker import joined
 from diloco_worker.core import events as ev
+from diloco_worker.core.ledger import HostCopy
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.settings import from_env
 from diloco_worker.trainer import device_replica, layout
@@ -174,7 +176,7 @@ def test_over_hundreds_of_steps_uploads_are_whole_and_no_result_is_lost_or_mixed
     ):
         assert torch.equal(found, expected), name
     # Nothing was held up for good.
-    assert len(learner.link.uploads) > STEPS / 10
+    assert len(learner.link.uploads) > STEPS / 12
     kinds = {upload.header.content for upload in learner.link.uploads}
     assert bulk.DELTA in kinds
     results = len(learner.link.results) - len(learner.plain.layout.fragments)
@@ -211,7 +213,7 @@ def test_a_slow_device_delays_reports_and_stops_no_step(monkeypatch, tmp_path):
     reported = [report.local_step for report in learner.link.reports]
     assert max(reported, default=0) <= 2
     learner.device.finish()
-    for _ in range(3):
+    for _ in range(8):  # the link misses some states
         learner.step()
         learner.device.finish()
         learner.link.newest(now=0)
@@ -252,6 +254,51 @@ def test_a_whole_model_that_is_requested_while_copies_are_under_way_is_of_one_la
     learner.trainer.close()
 
 
+def test_the_first_step_of_a_process_is_reported_when_it_is_over(monkeypatch, tmp_path):
+    learner = Learner(monkeypatch, tmp_path, seed=1)
+    offered = []
+    monkeypatch.setattr(learner.link, "offer", offered.append)
+    for _ in range(3):
+        learner.step()  # the device does nothing
+    first = next(state for state in offered if state.stepped)
+    assert first.local_step == 1
+    assert list(first.offers) == []
+    learner.device.finish()
+    learner.trainer.close()
+
+
+def test_the_whole_model_is_not_copied_while_copies_are_under_way(monkeypatch, tmp_path):
+    learner = Learner(monkeypatch, tmp_path, seed=2)
+    replica = learner.trainer._replica
+    while not replica._work.busy:
+        learner.step()
+        learner.link.turn()
+    copies = [HostCopy(local_step=99, steps=1, tokens=1, base=1)] * len(replica.layout.fragments)
+    assert not replica.try_copy_model(copies)
+    assert all(replica.shared.host_copy(p).local_step != 99 for p in range(len(copies)))
+    learner.device.finish()
+    replica.shown(None)
+    with learner.device.unguarded():
+        assert replica.try_copy_model(copies)
+    learner.trainer.close()
+
+
+def test_the_shared_memory_is_released_after_an_error_of_the_device(on, monkeypatch):
+    on({CUDA}, {CUDA})
+    replica = device_replica.replica_of(Net(), SPEC)
+
+    def fail(*_) -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    closed = []
+    close = replica.shared.close
+    monkeypatch.setattr(replica.shared, "close", lambda: closed.append(1) or close())
+    replica._event = types.SimpleNamespace(wait=fail)
+    monkeypatch.setattr(replica._device, "unregister", fail)
+    replica.close()
+    assert closed == [1]
+
+
 # ---------------------------------------------------------------- which replica a model gets
 
 
@@ -276,8 +323,8 @@ def test_a_model_on_one_gpu_is_copied_beside_the_training(on, caplog):
     registered = replica._device.registered
     replica.close()
     sizes = sorted((f.elements for f in replica.layout.fragments), reverse=True)
-    needed = 4 * (sum(sizes) + 2 * sum(sizes[: SPEC.overlap + 1]))
-    rounded = 4096 * 2 * (SPEC.overlap + 2)
+    needed = 4 * (sum(sizes) + 2 * sum(sizes[: SPEC.overlap + 3]))
+    rounded = 4096 * 2 * (SPEC.overlap + 4)
     assert needed <= registered < needed + rounded, "inboxes, and spare places of what is announced"
     assert caplog.records == []
 

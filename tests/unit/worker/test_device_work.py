@@ -118,6 +118,14 @@ def test_a_new_link_knows_what_the_last_one_could_have():
     assert found.known(state(4)) == state(2), "its offers are not repeated"
 
 
+def test_a_new_link_knows_how_often_the_whole_model_was_copied():
+    found = work()
+    found.close(state(1))
+    found.copy_out(2, COPY)
+    found.close(state(2, 2))
+    assert found.known(replace(state(3), initial_copied=2)) == replace(state(1), initial_copied=2)
+
+
 def test_rooms_are_those_of_the_largest_fragments_that_can_be_under_way_together():
     rooms = Rooms.of([100, 900, 300, 200, 100], announced=3)
     assert list(rooms.outgoing) == [900, 300, 200]

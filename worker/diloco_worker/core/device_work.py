@@ -179,7 +179,10 @@ class DeviceWork:
     def known(self, state: TrainerState) -> TrainerState:
         """What a new link may know at first, if this is the trainer's state now."""
         waiting = self.busy or self._settled is not None or self._copies or self._applied
-        return self._known if waiting and self._known is not None else state
+        if not waiting or self._known is None:
+            return state
+        # Of the newest copy of the whole model: an older number would be that of a request that was answered since.
+        return dataclasses.replace(self._known, initial_copied=state.initial_copied)
 
     def settle(self, installed: Sequence[Outgoing]) -> None:
         """

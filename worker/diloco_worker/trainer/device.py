@@ -102,7 +102,7 @@ class CudaDevice:
 
     def pinned(self, elements: int) -> torch.Tensor:
         """See `Device.pinned`."""
-        return torch.zeros(elements, dtype=torch.float32, pin_memory=True)
+        return torch.zeros(elements, dtype=torch.float32, device="cpu", pin_memory=True)
 
     def register(self, area: U8) -> str:
         """See `Device.register`."""

@@ -9,6 +9,7 @@ requested, it copies as `Replica` does.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -80,7 +81,8 @@ class DeviceReplica(Replica):
     """
 
     def __init__(self, model: nn.Module, spec: RunSpec, device: Device) -> None:
-        announced = spec.overlap + 1
+        # Reports are one or two steps late, so announcements reach further than τ + 1.
+        announced = spec.overlap + 3
         super().__init__(model, spec, spares=2 * announced)
         sizes = [f.elements for f in self.layout.fragments]
         rooms = Rooms.of(sizes, announced=announced)
@@ -89,6 +91,8 @@ class DeviceReplica(Replica):
         self._event: Event | None = None
         self._link_state: LinkState | None = None
         self._noticing: threading.Thread | None = None
+        self._told = False
+        """Whether a state after a step was reported: the agent waits for the first one of a process."""
         self._rounded: list[Incoming] = []
         """Results whose rounding goes back to the inbox at this boundary."""
         self._pinned_out: list[torch.Tensor] = []
@@ -137,10 +141,11 @@ class DeviceReplica(Replica):
         return self._work.known(state)
 
     def report(self, state: TrainerState) -> TrainerState | None:
-        """See `Replica.report`; the copies of this boundary begin here."""
+        """See `Replica.report`; the copies of this boundary begin here, but none before the first step is reported."""
         if self._work.busy:
             return None
-        ready = self._link_state.ready if self._link_state is not None else ()
+        ready = self._link_state.ready if self._told and self._link_state is not None else ()
+        self._told = self._told or state.stepped
         fetched = self._work.fetch(ready, state.applied)
         copies = self._work.copies
         known = self._work.close(state)
@@ -185,6 +190,8 @@ class DeviceReplica(Replica):
         """See `Replica.try_copy`; the link can read the copy after a later boundary."""
         if fragment == 0:
             self._notice_changes()
+        if not self._told:
+            return False
         out = self._work.copy_out(fragment, copy)
         if out is None and self._release_place(fragment):
             out = self._work.copy_out(fragment, copy)
@@ -216,6 +223,10 @@ class DeviceReplica(Replica):
 
     # ------------------------------------------------------------ the whole model
 
+    def try_copy_model(self, copies: Sequence[HostCopy]) -> bool:
+        """See `Replica.try_copy_model`; not while copies are under way."""
+        return not self._work.busy and super().try_copy_model(copies)
+
     def _copy(self, fragment: int, copy: HostCopy) -> None:
         super()._copy(fragment, copy)
         self._work.current[fragment] = HOME
@@ -224,9 +235,12 @@ class DeviceReplica(Replica):
         """Release the shared memory, after the copies that are under way."""
         if self._noticing is not None:
             self._noticing.join(CLOSE_SECONDS)
-        if self._event is not None:
-            self._event.wait()
-        self._device.unregister()
+        # After an error of the device every call raises; the shared memory is released all the same.
+        with contextlib.suppress(RuntimeError):
+            if self._event is not None:
+                self._event.wait()
+        with contextlib.suppress(RuntimeError):
+            self._device.unregister()
         super().close()
 
     # ------------------------------------------------------------ common
