@@ -28,10 +28,13 @@ def to_report(state: JobState, lifecycle: Lifecycle) -> tuple[RegionFailure, ...
     }
     own = [_of_region(region, lifecycle) for region in state.regions]
     return tuple(
-        failure
-        for failure in own
-        if (failure.reason, failure.learners) != known.get(failure.region, ("", 0))
+        failure for failure in own if not _is_known(failure, *known.get(failure.region, ("", 0)))
     )
+
+
+def _is_known(own: RegionFailure, reason: str, num_learners: int) -> bool:
+    """Whether the syncer has this failure; an older one drops the number of learners, and repeats 0."""
+    return reason == own.reason and num_learners in (own.learners, 0)
 
 
 def _of_region(own: OwnRegion, lifecycle: Lifecycle) -> RegionFailure:

@@ -105,6 +105,32 @@ def test_a_failed_region_that_is_suspended_to_correct_it_withdraws_its_failure()
     assert (reported.region, reported.reason) == ("us", "")
 
 
+def test_a_failed_region_reports_its_learners_to_each_syncer_until_it_was_suspended_and_resumed():
+    """So the job is resumed there first, and last in the syncer's region."""
+    world = trains_in("us", sync={"quorum": 4})
+    refuse(world.pod("a-us-0"))
+    world.reconcile()
+    world.answers(gone=US)
+    [reported] = world.reconcile(1).regions_to_report
+    assert (reported.reason, reported.learners) == ("LearnerRefused", 2)
+    world.change(runPolicy={"suspend": True})
+    world.settle()
+    world.change(runPolicy={"suspend": False})
+    world.settle()
+    world.answers()
+    assert world.reconcile(1).regions_to_report == ()
+
+
+def test_a_syncer_that_repeats_a_failure_without_its_number_of_learners_has_the_report():
+    """An older one, to which the operator would report at every reconcile otherwise."""
+    world, decisions = fails_in_us("a-us-0", "a-us-1")
+    [reported] = decisions.regions_to_report
+    world.answers(gone=US, region_failures=(replace(reported, learners=0),))
+    assert world.reconcile(1).regions_to_report == ()
+    world.answers(gone=US, region_failures=(replace(reported, learners=0, reason="Other"),))
+    assert world.reconcile(1).regions_to_report == (reported,)
+
+
 def test_a_region_that_follows_the_syncers_region_reports_nothing():
     world = trains_in("us")
     world.answers(failure=Failure(reason="DeadlineExceeded", message="ran too long"))
