@@ -34,6 +34,19 @@ One on a lost node never ends."""
 _ENDED = ("Failed", "Succeeded")
 
 
+def is_kept(state: JobState, pod: Object) -> bool:
+    """
+    Whether the job keeps the pod, or kept it once.
+
+    One without an owner was orphaned with its job (--cascade=orphan), which was applied again since.
+    """
+    if labels(pod).get("diloco.dev/role") != ROLE:
+        return False
+    if owners := owner_uids(pod):
+        return state.owner.uid in owners
+    return labels(pod).get("diloco.dev/job") == state.job.metadata.name
+
+
 def to_keep(state: JobState, lifecycle: Lifecycle) -> tuple[dict[str, Any], ...]:
     """What to apply to the pods of failed learners that are to be kept."""
     if not _keeps(state, lifecycle) or state.now >= _after(lifecycle, RELEASE_SECONDS):
@@ -44,7 +57,7 @@ def to_keep(state: JobState, lifecycle: Lifecycle) -> tuple[dict[str, Any], ...]
         for learner in state.learners
         if learner.name in failed
         for pod in learner.pods
-        if not is_deleting(pod) and not _is_kept(state, pod)
+        if not is_deleting(pod) and not is_kept(state, pod) and not _lacks_node(pod)
     ]
     left = MAX_KEPT - sum(1 for _ in _kept(state))
     return tuple(_kept_pod(state, pod) for pod in pods[: max(0, left)])
@@ -58,7 +71,7 @@ def being_released(state: JobState, lifecycle: Lifecycle) -> frozenset[str]:
     controlled = (
         controller_uid(pod)
         for pod in state.pods
-        if pod["metadata"].get("uid") in uids or _is_kept(state, pod)
+        if pod["metadata"].get("uid") in uids or is_kept(state, pod)
     )
     return frozenset(filter(None, controlled))
 
@@ -96,11 +109,13 @@ def _after(lifecycle: Lifecycle, seconds: float) -> datetime:
 
 
 def _kept(state: JobState) -> Iterator[Object]:
-    return (pod for pod in state.pods if _is_kept(state, pod) and not is_deleting(pod))
+    return (pod for pod in state.pods if is_kept(state, pod) and not is_deleting(pod))
 
 
-def _is_kept(state: JobState, pod: Object) -> bool:
-    return labels(pod).get("diloco.dev/role") == ROLE and state.owner.uid in owner_uids(pod)
+def _lacks_node(pod: Object) -> bool:
+    """Whether no kubelet could end the pod, which has also run nothing that is worth keeping."""
+    pending = (pod.get("status") or {}).get("phase") == "Pending"
+    return pending and not (pod.get("spec") or {}).get("nodeName")
 
 
 def _has_ended(pod: Object) -> bool:

@@ -3,7 +3,8 @@ Pods of learners that hang in Terminating on a lost node, and when they are dele
 
 Pure. A StatefulSet does not replace a pod until it is gone, and only its kubelet confirms that. The
 force is safe for learners: if the old process still runs, the syncer refuses it as soon as the new one
-joins (docs/architecture.md, "Admission"). It would not be for the syncer, whose volume has no such guard.
+joins (docs/architecture.md, "Admission"). So it is for the kept pods of failed learners, whose names the
+pods of a resumed job need. It would not be for the syncer, whose volume has no such guard.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime, timedelta
 
+from diloco_operator.decide import kept_pods
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import Object, controller_uid, labels
 from diloco_operator.state.pods import is_on_lost_node
@@ -45,9 +47,8 @@ def _hanging(state: JobState) -> Iterator[tuple[Object, datetime]]:
     for pod in state.pods:
         # The deletion timestamp includes the grace period.
         ends = time_of(pod["metadata"].get("deletionTimestamp"))
-        if ends is None or controller_uid(pod) not in sets or not is_on_lost_node(pod):
+        if ends is None or not is_on_lost_node(pod) or _was_forced(pod):
             continue
-        if _was_forced(pod):
-            continue
-        if labels(pod).get("diloco.dev/role") == "learner":
+        is_learner = labels(pod).get("diloco.dev/role") == "learner" and controller_uid(pod) in sets
+        if is_learner or kept_pods.is_kept(state, pod):
             yield pod, ends + timedelta(seconds=seconds)

@@ -152,3 +152,53 @@ def test_a_region_that_follows_the_syncers_region_keeps_its_failed_pods_too():
     assert world.reason("Failed")[0] == "True"
     world.settle()
     assert kept(world) == ["a-us-1"]
+
+
+def test_a_kept_pod_whose_job_was_orphaned_and_applied_again_is_deleted():
+    """Nobody else would delete it, and the new learner waits for its name."""
+    world = failed("a-us-1")
+    world.settle()
+    orphan = world.pod("a-us-1")
+    orphan["metadata"]["ownerReferences"] = []
+    again = training(manifest())
+    again.pods["a-us-1"] = orphan
+    assert ("Pod", "a-us-1") in {(ref.kind, ref.name) for ref in again.reconcile(1).delete}
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"ownerReferences": [{"uid": "uid-of-another", "kind": "DiLoCoJob", "name": "a"}]},
+        {
+            "ownerReferences": [],
+            "labels": {"diloco.dev/role": kept_pods.ROLE, "diloco.dev/job": "b"},
+        },
+    ],
+)
+def test_a_kept_pod_of_another_job_is_left_alone(metadata):
+    world = failed("a-us-1")
+    world.settle()
+    other = world.pod("a-us-1")
+    other["metadata"].update(metadata)
+    again = training(manifest())
+    again.pods["a-us-1"] = other
+    assert "a-us-1" not in {ref.name for ref in again.reconcile(1).delete}
+
+
+def test_a_pod_of_a_failed_learner_that_has_no_node_is_not_kept():
+    """No kubelet would end it."""
+    learner = {"command": ["python3", "train.py"], "podsPerLearner": 2}
+    world = failed("a-us-3", learner=learner)
+    world.pod("a-us-2")["status"] = {"phase": "Pending"}
+    world.settle()
+    assert kept(world) == ["a-us-3"]
+
+
+def test_a_pod_of_a_failed_learner_whose_kubelet_still_starts_it_is_kept():
+    learner = {"command": ["python3", "train.py"], "podsPerLearner": 2}
+    world = failed("a-us-3", learner=learner)
+    pod = world.pod("a-us-2")
+    pod["status"] = {"phase": "Pending"}
+    pod["spec"] = {**pod["spec"], "nodeName": "node-1"}
+    world.settle()
+    assert kept(world) == ["a-us-2", "a-us-3"]

@@ -4,7 +4,7 @@ from datetime import timedelta
 
 import pytest
 
-from diloco_testing.kubernetes.operated_job import manifest, training
+from diloco_testing.kubernetes.operated_job import manifest, refuse, training
 
 AFTER = 60
 GONE = {"type": "Ready", "status": "False"}
@@ -45,6 +45,22 @@ def test_a_pod_that_a_finalizer_holds_is_deleted_by_force_once():
     assert forced(world.decide())
     pod["metadata"]["deletionGracePeriodSeconds"] = 0
     assert forced(world.decide()) == []
+
+
+@pytest.mark.parametrize("seconds", [AFTER, None])
+def test_the_kept_pod_of_a_failed_learner_is_deleted_by_force_as_a_learners_pod_is(seconds):
+    """The learner of a resumed job waits for its name."""
+    policy = {} if seconds is None else {"forceDeletePodsAfterSeconds": seconds}
+    world = training(manifest(sync={"quorum": 4}, runPolicy=policy))
+    refuse(world.pod("a-us-1"))
+    world.settle()
+    pod = world.pods["a-us-1"]
+    assert pod["metadata"]["labels"]["diloco.dev/role"] == "failed-learner"
+    pod["metadata"]["deletionTimestamp"] = world.now.isoformat(timespec="seconds")
+    pod["status"] = {"phase": "Running", "conditions": [GONE]}
+    assert forced(world.reconcile(AFTER - 1)) == []
+    due = [("Pod", "a-us-1", "uid-of-a-us-1")] if seconds else []
+    assert forced(world.reconcile(1)) == due
 
 
 def test_without_the_field_such_a_pod_waits_for_ever():
