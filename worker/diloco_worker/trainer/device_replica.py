@@ -91,7 +91,7 @@ class DeviceReplica(Replica):
         self._event: Event | None = None
         self._link_state: LinkState | None = None
         self._noticing: threading.Thread | None = None
-        self._told = False
+        self._reported = False
         """Whether a state after a step was reported: the agent waits for the first one of a process."""
         self._rounded: list[Incoming] = []
         """Results whose rounding goes back to the inbox at this boundary."""
@@ -144,8 +144,8 @@ class DeviceReplica(Replica):
         """See `Replica.report`; the copies of this boundary begin here, but none before the first step is reported."""
         if self._work.busy:
             return None
-        ready = self._link_state.ready if self._told and self._link_state is not None else ()
-        self._told = self._told or state.stepped
+        ready = self._link_state.ready if self._reported and self._link_state is not None else ()
+        self._reported = self._reported or state.stepped
         fetched = self._work.fetch(ready, state.applied)
         copies = self._work.copies
         known = self._work.close(state)
@@ -190,7 +190,7 @@ class DeviceReplica(Replica):
         """See `Replica.try_copy`; the link can read the copy after a later boundary."""
         if fragment == 0:
             self._notice_changes()
-        if not self._told:
+        if not self._reported:
             return False
         out = self._work.copy_out(fragment, copy)
         if out is None and self._release_place(fragment):
@@ -235,7 +235,7 @@ class DeviceReplica(Replica):
         """Release the shared memory, after the copies that are under way."""
         if self._noticing is not None:
             self._noticing.join(CLOSE_SECONDS)
-        # After an error of the device every call raises; the shared memory is released all the same.
+        # After an error of the device every call raises; the shared memory is still released.
         with contextlib.suppress(RuntimeError):
             if self._event is not None:
                 self._event.wait()
