@@ -155,7 +155,7 @@ def test_a_region_that_follows_the_syncers_region_keeps_its_failed_pods_too():
 
 
 def test_a_kept_pod_whose_job_was_orphaned_and_applied_again_is_deleted():
-    """Nobody else would delete it, and the new learner waits for its name."""
+    """No other controller would delete it, and the new learner waits for its name."""
     world = failed("a-us-1")
     world.settle()
     orphan = world.pod("a-us-1")

@@ -36,7 +36,7 @@ from diloco_worker.core import events as ev
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.settings import from_env
-from diloco_worker.trainer import device_replica, layout
+from diloco_worker.trainer import device_replica, digits
 from diloco_worker.trainer.device import CudaDevice
 from diloco_worker.trainer.device_replica import DeviceReplica
 from diloco_worker.trainer.replica import Replica
@@ -407,10 +407,10 @@ def test_a_gpu_registers_memory_or_states_the_limit(monkeypatch, error):
 def test_integers_on_a_device_have_the_digits_of_those_on_the_host(values, odd):
     values_N = np.array(values, np.int64)
     digits_N = integers.to_digits(values_N)
-    assert layout.digits_of(torch.from_numpy(values_N)).numpy().tobytes() == digits_N.tobytes()
-    for digits in (digits_N, np.array(odd, np.float32)):
-        found = layout.integers_of(torch.from_numpy(digits))
-        assert found.tolist() == integers.from_digits(digits).tolist()
+    assert digits.of(torch.from_numpy(values_N)).numpy().tobytes() == digits_N.tobytes()
+    for given_N in (digits_N, np.array(odd, np.float32)):
+        found = digits.to_integers(torch.from_numpy(given_N))
+        assert found.tolist() == integers.from_digits(given_N).tolist()
 
 
 # ---------------------------------------------------------------- the device of these tests

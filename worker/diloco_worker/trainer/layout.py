@@ -23,9 +23,10 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from diloco.errors import ConfigError, DamagedError
-from diloco.model import integers, tensorfile
+from diloco.model import tensorfile
 from diloco.model.fragments import Fragment, Layout, Slot, Tensor
 from diloco_worker.core.boxes import Box, whole
+from diloco_worker.trainer import digits
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -413,7 +414,9 @@ class Copier:
         with torch.no_grad():
             for pair in self._out[fragment][place]:
                 values = pair.values
-                pair.view.copy_(values if values.is_floating_point() else _digits(values))
+                pair.view.copy_(
+                    values if values.is_floating_point() else digits.on_the_host(values)
+                )
 
     def copy_in(self, fragment: int) -> None:
         """
@@ -428,7 +431,7 @@ class Copier:
                 if values.is_floating_point():
                     values.copy_(pair.view)
                 else:
-                    values.copy_(_integers(pair.view).view(values.shape))
+                    values.copy_(digits.to_integers_on_the_host(pair.view).view(values.shape))
             for pair in self._back[fragment]:
                 pair.view.copy_(pair.values)
 
@@ -452,7 +455,7 @@ class Copier:
                     buffer_N[slot.offset + slot.tensor.length : slot.end].zero_()
             for pair in self._pairs(described, buffer_N, out=True):
                 values = pair.values
-                pair.view.copy_(values if values.is_floating_point() else digits_of(values))
+                pair.view.copy_(values if values.is_floating_point() else digits.of(values))
 
     def stage_in(self, fragment: int, buffer_N: torch.Tensor) -> None:
         """
@@ -464,7 +467,7 @@ class Copier:
             for pair in self._pairs(self._layout.fragments[fragment], buffer_N, out=False):
                 values = pair.values
                 if not values.is_floating_point():
-                    values.copy_(integers_of(pair.view).view(values.shape))
+                    values.copy_(digits.to_integers(pair.view).view(values.shape))
                     continue
                 values.copy_(pair.view)
                 if _rounds(pair.tensor):
@@ -557,29 +560,6 @@ def _bytes_view(flat: torch.Tensor, entry: tensorfile.Entry, part: _Index) -> to
 def _rounds(tensor: torch.Tensor) -> bool:
     """Whether a parameter cannot hold all values of fp32."""
     return tensor.is_floating_point() and tensor.dtype not in (torch.float32, torch.float64)
-
-
-def _digits(tensor: torch.Tensor) -> torch.Tensor:
-    values = tensor.detach().to("cpu", torch.int64).reshape(-1).numpy()
-    return torch.from_numpy(integers.to_digits(values))
-
-
-def _integers(digits: torch.Tensor) -> torch.Tensor:
-    return torch.from_numpy(integers.from_digits(digits.numpy()))
-
-
-def digits_of(values: torch.Tensor) -> torch.Tensor:
-    """As `integers.to_digits`, on the device of the values."""
-    shifts = torch.arange(0, 64, 16, device=values.device)
-    digits = (values.detach().to(torch.int64).reshape(-1, 1) >> shifts) & 0xFFFF
-    return digits.to(torch.float32).reshape(-1)
-
-
-def integers_of(digits: torch.Tensor) -> torch.Tensor:
-    """As `integers.from_digits`, on the device of the digits."""
-    shifts = torch.arange(0, 64, 16, device=digits.device)
-    whole_digits = digits.round().clamp(0, 0xFFFF).to(torch.int64)
-    return (whole_digits.reshape(-1, integers.DIGITS) << shifts).sum(1)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:
