@@ -194,6 +194,8 @@ def skips(counts: Counter[str]) -> str:
 
 def pytest(name: str, *arguments: str, **environment: str) -> Group:
     """A group that runs pytest, and can run again what failed."""
+    # Without bytecode, each of the thousand processes that tests start would compile our packages (0.3 s).
+    environment = {"PYTHONDONTWRITEBYTECODE": "", **environment}
     cache = f"cache_dir=.pytest_cache/{name.replace(' ', '-')}"
     command = (sys.executable, "-m", "pytest", "-ra", "--durations=15", "-o", cache, *arguments)
     second = (*command, "--last-failed", "--last-failed-no-failures=none")
@@ -221,7 +223,8 @@ def everywhere(*arguments: str) -> list[Group]:
     whole = [f"tests/integration/{name}.py" for name in WHOLE_RUNS]
     others = ("tests/integration", *(f"--ignore={path}" for path in whole))
     return [
-        pytest("unit tests", "tests/unit", *options),
+        # The threads of BLAS would spin for the cores of the other groups.
+        pytest("unit tests", "tests/unit", *tier, *options, OMP_NUM_THREADS="1"),
         pytest("whole runs and chaos tests", *whole, "tests/chaos", *tier, *options),
         pytest("integration tests", *others, *tier, *options),
     ]
@@ -292,13 +295,8 @@ def fast() -> list[Group]:
     chosen = ("-m", "not slow", "--hypothesis-profile=fast", "--durations=10")
     paths = {name: [f"tests/unit/{f}" for f in folders] for name, folders in parts.items()}
     others = ("tests/unit", *(f"--ignore={path}" for part in paths.values() for path in part))
-    # The threads of BLAS would spin for the cores of the other parts. pytest keeps the tests as it has
-    # compiled them only where bytecode may be written, and otherwise compiles all of them in each run.
-    environment = {"OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": ""}
-    return [
-        *(pytest(name, *chosen, *part, **environment) for name, part in paths.items()),
-        pytest("the others", *chosen, *others, **environment),
-    ]
+    paths["the others"] = list(others)
+    return [pytest(name, *chosen, *part, OMP_NUM_THREADS="1") for name, part in paths.items()]
 
 
 def at_once(groups: Sequence[Group]) -> Result:

@@ -74,7 +74,10 @@ def test_every_break_has_a_seed():
     assert sorted({name for name, _, _ in SEEDS} | WITHOUT_SEED) == sorted(BREAKS)
 
 
-@pytest.mark.parametrize(("name", "seed", "steps"), SEEDS)
+@pytest.mark.parametrize(
+    ("name", "seed", "steps"),
+    [pytest.param(*row, marks=[pytest.mark.slow_tier] if row[2] >= 1000 else []) for row in SEEDS],
+)
 def test_a_seed_finds_a_broken_core_and_passes_with_the_whole_one(name, seed, steps):
     description = sample(seed, steps=steps)
     outcome = broken(name, description)

@@ -69,8 +69,14 @@ def undisturbed() -> Merges:
 @pytest.mark.parametrize(
     "fault",
     [
-        f"mute {LAST}", f"trickle {LAST} 100", f"bulk-dead {LAST} syncer", f"cut {LAST} syncer",
-        f"half-open {LAST} syncer", f"crash {LAST}", f"wrong-round {LAST}",
+        f"mute {LAST}", f"trickle {LAST} 100",
+        *(
+            pytest.param(fault, marks=pytest.mark.slow_tier)
+            for fault in (
+                f"bulk-dead {LAST} syncer", f"cut {LAST} syncer", f"half-open {LAST} syncer",
+                f"crash {LAST}", f"wrong-round {LAST}",
+            )
+        ),
     ],
 )  # fmt: skip
 def test_one_of_eight_costs_the_others_less_than_2_percent_of_their_merges(fault, undisturbed):
