@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco_testing.clusters.faults import silent_kubelet
+from diloco_testing.clusters.faults import another_node, silent_kubelet
 from diloco_testing.clusters.job import Job, manifest
 from diloco_testing.clusters.kubectl import until
 
@@ -193,24 +193,30 @@ def test_a_volume_that_the_kubelet_cannot_mount_is_reported_with_its_message(mou
 def test_a_learner_on_a_lost_node_is_replaced_by_force(make, eu):
     if not eu.local:
         pytest.skip("the kubelet of a given cluster cannot be stopped")
-    job = make("cast-off", runPolicy={"forceDeletePodsAfterSeconds": 5}).apply()
+    job = make("cast-off", runPolicy={"forceDeletePodsAfterSeconds": 5})
+    lost = [f"node.kubernetes.io/{taint}" for taint in ("not-ready", "unreachable")]
+    job.manifest["spec"]["learner"]["podTemplate"]["spec"] |= {
+        "terminationGracePeriodSeconds": 5,
+        "tolerations": [
+            {"key": key, "operator": "Exists", "effect": "NoExecute", "tolerationSeconds": 20}
+            for key in lost
+        ],
+    }
+    job.apply()
     job.until_condition("LearnersReady", 240)
     pod = job.pod_of("eu/0")
     first = job.instances()[pod]
     node = job.cluster.kubectl.get("pod", pod, job.namespace)["spec"]["nodeName"]
-    with silent_kubelet(eu):
+    with another_node(eu), silent_kubelet(eu):
         trouble = job.until_condition(
             "LearnersReady", NODE_LOST + SOON, status="False", reason="PodTrouble"
         )
         assert trouble["message"] == (
             f'pod {pod}: its node {node} does not respond; see "Lost nodes" in docs/operations.md'
         )
-        job.cluster.kubectl(
-            "delete", "pod", pod, "-n", job.namespace, "--grace-period=5", "--wait=false"
-        )
         until(
             lambda: job.instances().get(pod, first)[0] != first[0], SOON,
-            expected="another pod of the name, though no kubelet confirmed the end of the first",
+            expected="the taint manager deletes the pod, and another one has its name",
             details=job.details,
         )  # fmt: skip
     job.until_condition("LearnersReady", SOON)

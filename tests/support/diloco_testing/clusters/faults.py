@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+from threading import Event, Thread
 
 from diloco_testing.clusters.job import Job
 from diloco_testing.clusters.kubectl import Object
@@ -46,6 +49,51 @@ def silent_kubelet(cluster: Cluster) -> Iterator[None]:
         yield
     finally:
         os.kill(pid, signal.SIGCONT)
+
+
+@contextlib.contextmanager
+def another_node(cluster: Cluster, name: str = "another") -> Iterator[None]:
+    """
+    A node that reports and takes no pods.
+
+    The control plane evicts nothing from a node that is silent while no other node of its zone reports.
+    """
+    kubectl, ended = cluster.kubectl, Event()
+
+    def report() -> None:
+        while True:
+            lease = {
+                "apiVersion": "coordination.k8s.io/v1", "kind": "Lease",
+                "metadata": {"name": name, "namespace": "kube-node-lease"},
+                "spec": {
+                    "holderIdentity": name, "leaseDurationSeconds": 40,
+                    "renewTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+                },
+            }  # fmt: skip
+            kubectl.apply(lease, namespace="kube-node-lease")
+            if ended.wait(10.0):
+                return
+
+    node = {"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}}
+    ready = {"type": "Ready", "status": "True", "reason": "Reported", "message": "of a test"}
+    kubectl.apply({**node, "spec": {"unschedulable": True}})
+    kubectl(
+        "patch",
+        "node",
+        name,
+        "--subresource=status",
+        "-p",
+        json.dumps({"status": {"conditions": [ready]}}),
+    )
+    reporting = Thread(target=report, name="another-node")
+    reporting.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        reporting.join()
+        kubectl.delete("node", name)
+        kubectl.delete("lease", name, "kube-node-lease")
 
 
 def kill_child(job: Job, pod: str, *arguments: str, seconds: float = 45.0) -> float:
