@@ -13,7 +13,7 @@
 # architectures, from docker-library/repo-info (repos/python/remote/3.12-slim.md).
 ARG BASE_IMAGE=python:3.12-slim@sha256:229a2c5bfa27522db7815ea81f9bed70af17ccb9de9fc7ad142b1877b5830d36
 
-# pip, requirements and the wheel, for the stages below to borrow. What they borrow by COPY makes them anew when it
+# pip, requirements and the wheel, for the stages below to borrow. What they borrow by COPY makes them again when it
 # changes; buildah does not look into what is mounted.
 FROM ${BASE_IMAGE} AS build
 RUN python3 -c "import ensurepip" 2>/dev/null \

@@ -275,7 +275,7 @@ class Policy:
             return []
         # Of a learner of several pods, each counts these for itself: rank 0 only sees that a pod is gone.
         self.crashes += 1
-        failure = self._limit_reached("its container was killed, for lack of memory for example")
+        failure = self._limit_reached("its container was killed, for example by the OOM killer")
         return self._finish(failure) if failure else []
 
     def _failure(self, event: Exited, cause: str, now: float) -> ExitContainer | None:

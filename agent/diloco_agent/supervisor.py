@@ -79,7 +79,7 @@ class Supervisor:
         self._server = Server(settings.health_port, self._answer)
         self._processes = Processes()
         if died:
-            log.warning("the container before this one was killed, for lack of memory for example")
+            log.warning("the container before this one was killed, for example by the OOM killer")
             for decision in self._policy.handle(p.Died(), time.monotonic()):
                 self._carry_out(decision)
 

@@ -19,7 +19,7 @@ from diloco_cli import jobs, programs, runs, worlds
 from diloco_cli.options import echo
 
 GROUPS = {
-    "Begin a training of your own": (programs.new, programs.doctor),
+    "Start a training program": (programs.new, programs.doctor),
     "Run a job on this machine": (runs.run, runs.suspend, runs.resume, runs.kill),
     "Inspect a run": (runs.status, runs.report, runs.audit),
     "Use the model": (runs.export, runs.sample),
@@ -28,7 +28,7 @@ GROUPS = {
         *(jobs.certs, jobs.logs),
     ),
     "Compare settings": (worlds.experiment,),
-    "Test this program": (worlds.sim,),
+    "Test DiLoCo itself": (worlds.sim,),
 }
 
 

@@ -37,7 +37,7 @@ def doctor(
     directory: Annotated[
         Path | None,
         typer.Option(
-            "--dir", metavar="DIR", help="The run directory of a later run, for its free space."
+            "--dir", metavar="DIR", help="Directory whose free disk space is checked."
         ),
     ] = None,
     seconds: Annotated[

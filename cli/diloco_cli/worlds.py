@@ -53,7 +53,7 @@ def experiment(
     jobs: Annotated[
         int | None,
         typer.Option(
-            min=1, max=256, help="Cells that train at a time. Default: one for each core."
+            min=1, max=256, help="Number of cells to train in parallel. Default: one per core."
         ),
     ] = None,
 ) -> None:

@@ -145,7 +145,7 @@ def digest_of_data(source: str, context: int, fraction: float) -> str:
 
 
 def forget_data() -> None:
-    """Read the texts anew: files may have changed."""
+    """Read the texts again: files may have changed."""
     corpus_of.cache_clear()
     digest_of_data.cache_clear()
 

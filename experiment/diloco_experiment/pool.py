@@ -182,7 +182,7 @@ def _results(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, Result]]:
     except BrokenProcessPool:
         names = "; ".join(cell.label for cell in running.values())
         raise EndedProcessError(
-            f"a process ended without a result, perhaps for lack of memory; it trained one of: {names}. "
+            f"a process ended without a result, perhaps because memory ran out; it trained one of: {names}. "
             "Results so far are kept: run the command again, with --jobs 1 if it repeats"
         ) from None
     finally:

@@ -419,7 +419,7 @@ REASONS: tuple[Reason, ...] = (
             "Warning",
             "{others}: {detail}",
             "correct the manifest or the program for the regions that are named, then suspend and resume "
-            "the job: first in the regions where it failed for a reason of its own, last in the syncer's region",
+            "the job: first in the regions where it failed independently, last in the syncer's region",
         ),
         (
             "DeadlineExceeded",

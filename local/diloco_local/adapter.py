@@ -335,7 +335,7 @@ def _transposed(
     """
     Names of the weights that are stored as (inputs, outputs). Of a square one the configuration decides.
 
-    PEFT sets fan_in_fan_out anew at each module that it wraps, so that of a model with both kinds of layers it is
+    PEFT sets fan_in_fan_out again at each module that it wraps, so that of a model with both kinds of layers it is
     right for the last one only. Therefore, the nearest weights whose shapes show how they are stored must agree.
     """
     stored = {}

@@ -252,8 +252,8 @@ def _after_done(
     elif examination.code is None:
         yield _problem(
             f"the program did not end within {duration(examination.ending_seconds)} after learner.done was true"
-            f"{cause}; leave the loop, and end what runs beside it; if it evaluates or saves at its end, raise "
-            "--seconds"
+            f"{cause}; leave the loop, and stop background threads and processes; if it evaluates or saves at its "
+            "end, raise --seconds"
         )
     elif examination.code != EXIT_DONE:
         yield _problem(f"after its last step, the program {how}{cause}; a learner would restart")

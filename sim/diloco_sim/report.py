@@ -77,7 +77,7 @@ def summary(
     kinds = ", ".join(f"{count} {kind.value}" for kind, count in injected.most_common())
     verdict = "all promises kept" if not failures else f"{failures} broke a promise"
     if stopped:
-        verdict += f", {stopped} stopped until a person decides"
+        verdict += f", {stopped} stopped for manual action"
     text = (
         f"{worlds} worlds of {steps} global steps: {verdict}; {merges} merges in "
         f"{seconds / 3600:.1f} virtual hours\nfaults: {kinds or 'none'}"

@@ -177,7 +177,7 @@ class World:
         ]
 
     def _delayed(self) -> set[str]:
-        """Learners whose Reports a connection, or a process that stands still, delays at some time."""
+        """Learners whose Reports a connection, or a paused process, delays at some time."""
         still = {f.target.removesuffix(TRAINER) for f in self.of.plan.only(Kind.PAUSE, Kind.SLOW)}
         if SYNCER in still:
             return set(self.of.names)

@@ -153,7 +153,7 @@ def test_a_lost_claim_holds_the_job_until_a_person_gives_it_up(make):
     job.until_condition("LearnersReady", SOON)
     assert claim_of(job)["metadata"]["uid"] == job.status()["syncer"]["volumeUid"] != uid
     job.until_step(10, SOON)
-    assert job.status()["epoch"] == 1, "the job began anew"
+    assert job.status()["epoch"] == 1, "the job started over"
 
 
 def test_a_retained_volume_stays_and_the_next_job_of_the_name_continues_from_it(make):

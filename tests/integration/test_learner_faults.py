@@ -264,7 +264,7 @@ def test_a_learner_does_not_use_a_checkpoint_of_another_run(enter, capfd, use_ch
             assert not again.resumed
             assert not opt.state
             assert holds(syncer, 0, model, theta)
-        assert "start anew: the local checkpoint of local step 5 is of another run" in (
+        assert "start with new state: the local checkpoint of local step 5 is of another run" in (
             capfd.readouterr().err
         )
 
@@ -281,7 +281,8 @@ def test_a_learner_with_another_optimizer_trains_on_and_states_why_it_starts_ane
             assert opt.state_dict()["state"][0]["step"] == 2
         error = capfd.readouterr().err
         assert (
-            "the optimizers start anew: checkpoint-0000000005.safetensors cannot be used" in error
+            "the optimizers start with new state: checkpoint-0000000005.safetensors cannot be used"
+            in error
         )
         assert "has a torch.optim.adamw.AdamW, this run a torch.optim.adam.Adam" in error
 

@@ -200,7 +200,7 @@ def test_what_was_kept_continues_with_the_checkpoint_and_what_is_new_starts_anew
         error = capfd.readouterr().err
         source = "the local checkpoint of local step 5"
         assert f"eu/0: average continues with the state of {source}\n" in error
-        assert f"eu/0: other starts anew: {source} has no state of it\n" in error
+        assert f"eu/0: other starts over: {source} has no state of it\n" in error
 
 
 def test_of_another_run_nothing_that_was_kept_is_restored(enter):
@@ -244,7 +244,7 @@ def test_without_a_usable_checkpoint_the_log_states_that_a_kept_object_starts_an
             assert again.local_step
             again.keep(average=Average())
         error = capfd.readouterr().err
-        assert "average starts anew: there is no local checkpoint that can be used" in error
+        assert "average starts over: there is no local checkpoint that can be used" in error
 
 
 def test_an_object_that_fails_once_costs_one_checkpoint(enter, caplog):

@@ -1,7 +1,7 @@
 """
 Learners whose ranks are on several machines: real processes, DILOCO_MACHINE names the machine of each.
 
-They train what one process would, and a machine that dies, stands still or cannot be reached ends all of them.
+They train what one process would, and a machine that dies, stops responding or cannot be reached ends all of them.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def test_a_killed_rank_is_named_on_the_other_machine(tmp_path, syncer):
         until_trained(syncer)
         ranks.processes[3].kill()
         errors = ended_within(ranks, 60, [0, 1, 2])
-    sentence = f"rank 3 (process {ranks.processes[3].pid}) has ended, and with it this learner"
+    sentence = f"rank 3 (process {ranks.processes[3].pid}) exited, so this learner exits"
     assert all(sentence in error for error in errors), errors
 
 

@@ -65,7 +65,7 @@ def test_a_new_pod_on_the_volume_of_the_last_one_counts_crashes_from_0(tmp_path)
 
 
 def test_containers_that_are_killed_with_their_agent_count_against_the_limit(tmp_path):
-    """As by the kernel, for lack of memory; and the message is that of the limit."""
+    """As by the OOM killer; and the message is that of the limit."""
     given = {"DILOCO_POD_UID": "uid-1", "DILOCO_RESTART_LIMIT": "1"}
     with Pod(tmp_path, environment=given) as pod:
         for life in range(2):

@@ -177,7 +177,7 @@ def test_the_limit_holds_for_a_process_that_writes_without_end(processes, comman
     until(moved, "a second part")
     assert earlier.stat().st_size <= 1 << 20
     processes.kill("one")
-    # The last line may be cut, by the signal or where the file began anew.
+    # The last line may be cut, by the signal or where the file started over.
     assert set(next_exit(processes).cause) == {"x"}
 
 

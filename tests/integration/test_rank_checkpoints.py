@@ -189,7 +189,7 @@ def test_ranks_that_hold_other_parts_continue_with_the_same_tensors(
         if size != ranks:
             assert began["read"] == 0
             kept = (
-                f"position starts anew: the local checkpoint of local step {step} has the state that {size} ranks "
+                f"position starts over: the local checkpoint of local step {step} has the state that {size} ranks "
                 f"kept, which does not fit {ranks}"
             )
         assert kept in second.errors()

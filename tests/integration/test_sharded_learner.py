@@ -162,7 +162,7 @@ def test_a_rank_that_dies_while_the_ranks_join_ends_the_others_though_no_parent_
             second.kill()
             _, error = first.communicate(timeout=60)
             assert first.returncode == 75, error
-            assert f"rank 1 (process {second.pid}) has ended, and with it this learner" in error
+            assert f"rank 1 (process {second.pid}) exited, so this learner exits" in error
 
 
 def link_of(ranks: Ranks) -> int | None:

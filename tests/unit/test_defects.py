@@ -23,7 +23,7 @@ DEFECTS = {
     "07": "a learner that was cut off outweighs all others, and brings back what they merged",
     "08": "one missed result costs a whole fragment in fp32",
     "09": "a learner that joins during a merge never receives its result",
-    "10": "a syncer that stood still drops all learners",
+    "10": "a syncer that was paused drops all learners",
     "13": "a disk that hangs stops decisions and training",
     "14": "all learners lose the result of a slow round",
     "15": "a full disk at the end completes the job without a model",

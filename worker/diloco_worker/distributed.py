@@ -236,7 +236,7 @@ class DistributedTrainer:
         """Let the ranks of all machines end, instead of seeing this one leave."""
         if not self._core.closed:
             rank = self._group.named([self._rank])
-            self._board.fail(f"{rank} ended with {type(error).__name__}, and with it this learner")
+            self._board.fail(f"{rank} exited with {type(error).__name__}, so this learner exits")
 
     # ------------------------------------------------------------ local checkpoints
 
@@ -376,8 +376,7 @@ class DistributedTrainer:
         ended = [rank for rank, process in self._group.processes.items() if process.ended]
         ended += [rank for rank in self._group.hosts if self._board.left(rank)]
         if ended and not there():  # after its last step, a rank may end
-            verb = "has" if len(ended) == 1 else "have"
-            self._exit(f"{self._group.named(ended)} {verb} ended, and with it this learner")
+            self._exit(f"{self._group.named(ended)} exited, so this learner exits")
 
     def _check_machines(self) -> None:
         """End if the learner has failed on another machine."""

@@ -182,7 +182,7 @@ class Learner:
         """
         Whether the optimizers continue with the state of a local checkpoint; without a job: False.
 
-        False after a restart: they start anew, and the learning rate may need a warm-up of its own.
+        False after a restart: they start with new state, and the learning rate may need a warm-up of its own.
         """
         return self._trainer.resumed
 

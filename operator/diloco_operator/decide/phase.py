@@ -9,7 +9,7 @@ Pure.
        `------------------> Failed -suspend   (ends by TTL)
 
 A job that failed in the syncer's region is Failed in the others as well, and Running again when the
-syncer runs again. One that is Complete in the others is Running again when the syncer begins anew.
+syncer runs again. One that is Complete in the others is Running again when the syncer starts over.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@ Labels and annotations that children carry for others, such as the attribution o
 
 Pure. They come from the operator's installation and from the DiLoCoJob's own metadata, and never
 replace what the operator itself sets. None of them is an input of a pod template: a change reaches
-every child at once, and pods when they are made anew (docs/adr/0017).
+every child at once, and pods when they are recreated (docs/adr/0017).
 """
 
 from __future__ import annotations

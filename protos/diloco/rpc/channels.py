@@ -26,7 +26,7 @@ PING_SECONDS = 60
 """
 A ping follows this long after the last data. A peer whose machine acknowledges nothing is lost
 ACKNOWLEDGED_SECONDS later (TCP_USER_TIMEOUT, which gRPC sets to the timeout of its keepalive), a process that
-stands still and does not answer the ping PING_SECONDS later: behind bulk data, an honest answer takes long.
+stops responding and does not answer the ping PING_SECONDS later: behind bulk data, an honest answer takes long.
 """
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 KEEPALIVE = [

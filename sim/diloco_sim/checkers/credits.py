@@ -5,7 +5,7 @@ What a member is credited follows from its Reports and the header of its upload,
     Received ──────┴─► what is explained ─► compared with the contributions of BeginMerge
 
 An honest learner is credited what it counted: what the header of its upload states, which its Report of
-that step states as well; and no more than that if a connection or a process that stands still delays its
+that step states as well; and no more than that if a connection or a paused process delays its
 Reports, since a learner that seems to speed up by more than 4 times is limited. One that lies is credited at most
     - as many steps as since the latest local step at which one of its Reports showed the fragment as received,
     - the tokens of its header, and, from its first Report on, 4 times its usual ones for each further step.

@@ -81,7 +81,7 @@ class Durable:
     def _resumed(self, event: Resumed, now: float) -> None:
         if event.parameters is None:
             if self._durable >= 0:
-                self._fail("the restart begins anew, there is a durable snapshot", event, now)
+                self._fail("the restart starts over, there is a durable snapshot", event, now)
             return
         state = _digest(event.parameters.all())
         found = [

@@ -264,7 +264,7 @@ class Ejections:
             record.ejections = record.long_waits = 0
 
     def shift(self, seconds: float) -> None:
-        """The syncer itself stood still."""
+        """The syncer itself was paused."""
         for record in self.learners.ejected():
             if record.ejection is not None and record.ejection.probe is not None:
                 record.ejection.probe.upload.shift(seconds)

@@ -126,7 +126,7 @@ class History:
     """Of this incarnation, by t_m; at most MAX_REPORTS."""
 
     def pause(self) -> None:
-        """No session, or the syncer stood still: the next interval does not show its speed."""
+        """No session, or the syncer was paused: the next interval does not show its speed."""
         self.paused = True
 
     def restart(self) -> None:

@@ -112,7 +112,7 @@ class Initialisation:
             self._interrupted[learner] = (self.deadline, self.begun_parts)
 
     def shift(self, seconds: float) -> None:
-        """The syncer itself stood still for this long."""
+        """The syncer itself was paused for this long."""
         self.deadline += seconds
         self.waiting = {name: at + seconds for name, at in self.waiting.items()}
         self._interrupted = {

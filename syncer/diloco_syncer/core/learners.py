@@ -431,7 +431,7 @@ def _usual(training: list[LearnerRecord]) -> float:
 
 
 def _interval(record: LearnerRecord) -> float | None:
-    """Between its Reports; as it states itself at first, and where its trainer stood still in between."""
+    """Between its Reports; as it states itself at first, and where its trainer was paused in between."""
     measured, stated = record.history.seconds_per_step, record.step_seconds
     if measured is None or stated is None:
         return measured or stated

@@ -93,6 +93,6 @@ class UploadProgress:
         self.deadline = max(self.deadline, now + START_SECONDS)
 
     def shift(self, seconds: float) -> None:
-        """The syncer itself stood still: give the time back."""
+        """The syncer itself was paused: give the time back."""
         self.begun += seconds
         self.deadline += seconds

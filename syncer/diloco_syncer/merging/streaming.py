@@ -46,7 +46,7 @@ class MergeAbortedError(UnavailableError):
 
 
 class MergeFailedError(UnavailableError):
-    """The merge itself failed, for example for lack of memory: no member is at fault."""
+    """The merge itself failed, for example because memory ran out: no member is at fault."""
 
     reason = "Aborted"
 

@@ -124,7 +124,7 @@ class Store:
         """
         The name of this run, durable before it returns; call it once per start, after `start`.
 
-        It is another one when the parameters begin anew or a person chose a snapshot: what learners keep of
+        It is another one when the parameters start over or a person chose a snapshot: what learners keep of
         their own belongs to the parameters that they had.
 
         Args:

@@ -270,9 +270,9 @@ def unchecked_snapshots(patch: Patch) -> None:
     patch.setattr(Store, "_check_data", unchecked)
 
 
-@finds("durable", "begins anew", Kind.DISK_FLIP, Kind.CRASH)
+@finds("durable", "starts over", Kind.DISK_FLIP, Kind.CRASH)
 def unreadable_snapshots_ignored(patch: Patch) -> None:
-    """A start begins anew if no snapshot can be read."""
+    """A syncer starts over if no snapshot can be read."""
     newest = Store.newest
 
     def forgiving(self: Store) -> object:

@@ -126,7 +126,7 @@ def test_a_wrong_command_line_exits_with_2_and_no_traceback(tmp_path, arguments)
 def test_help_lists_every_command_in_a_group(tmp_path):
     done = diloco("--help", cwd=tmp_path)
     assert done.returncode == 0
-    commands = done.stdout.partition("Begin a training of your own:")[2]
+    commands = done.stdout.partition("Start a training program:")[2]
     assert "..." not in commands, "a summary is truncated"
     assert set(re.findall(r"^  (\w+)  ", commands, re.M)) == {
         "new", "doctor", "validate", "run", "status", "kill", "suspend", "resume", "report",

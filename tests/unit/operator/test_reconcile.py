@@ -331,7 +331,7 @@ def test_a_server_that_does_not_answer_is_retried_with_back_off(world):
 
 @pytest.mark.parametrize("seconds", [0, 120], ids=["waits", "due"])
 def test_a_refusal_outlasts_a_sibling_that_has_no_answer(world, seconds):
-    """It stays in the status, and does not begin anew with the shortest wait."""
+    """It stays in the status, and does not start over with the shortest wait."""
     world.api.faults.append(Fault("PATCH", "configmaps/a-2", 403, "denied", times=10**6))
     world.decide = reported(apply=(world.child("a-2"),))
     for _ in range(20):

@@ -63,7 +63,7 @@ def test_a_flipped_bit_in_a_counter_is_read_from_its_other_copies(monkeypatch):
 def test_the_summary_counts_worlds_that_stopped_at_a_damaged_file():
     outcome = replace(World(small()).run(), stopped="epoch: holds 'seven'")
     summary, failures = report.summary([outcome], steps=40, failed=print)
-    assert "1 stopped until a person decides" in summary
+    assert "1 stopped for manual action" in summary
     assert not failures
 
 
@@ -82,7 +82,7 @@ def test_durable_finds_a_start_over_snapshots_that_cannot_be_read(monkeypatch):
         description.spec, syncer_checkpoint=replace(description.spec.syncer_checkpoint, every_steps=30)
     )  # fmt: skip
     found = violation(replace(description, spec=spec))
-    assert (found.checker, "begins anew" in found.sentence) == ("durable", True), found
+    assert (found.checker, "starts over" in found.sentence) == ("durable", True), found
 
 
 def test_liveness_finds_learners_that_offer_nothing(monkeypatch):

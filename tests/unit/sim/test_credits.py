@@ -77,7 +77,7 @@ def begins_to_lie(*credited: int) -> tuple[Any, ...]:
         (report(3, 3, 300), upload(4, 4, 400), report(5, 5, 500), merge(4, 4, 400)),
         # It was cut off for long.
         (report(90, 90, 9000), upload(90, 90, 9000), merge(90, 12, 1200)),
-        # Another incarnation counts anew.
+        # Another incarnation counts from its own start.
         (report(4, 4, 400), report(4, 2, 200, incarnation=2), upload(4, 2, 200, incarnation=2),
          report(6, 6, 600), merge(4, 2, 200, incarnation=2)),
         # A syncer that starts knows nothing of what its predecessor received.

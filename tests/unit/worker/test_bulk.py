@@ -140,7 +140,7 @@ def test_a_session_that_is_over_leaves_nothing_behind(transfers, syncer, ends, o
 def test_a_result_that_was_complete_before_its_session_was_lost_is_discarded(
     transfers, syncer, ends
 ):
-    # Of an epoch that may be over: it must not become part of a model that is downloaded anew.
+    # Of an epoch that may be over: it must not become part of a model that is downloaded again.
     transfers.download(ev.Download(fragment=0), IDENTITY)
     syncer.outcomes[0].put("committed")
     ended = ends.get(timeout=TIMEOUT_SECONDS)

@@ -133,7 +133,7 @@ def test_a_rank_that_ends_by_its_own_decision_or_an_error_does_not_look_as_if_it
     assert trainer._board.failure == "too far behind"
     trainer = rank(1)
     trainer.close(ValueError("in the program"))
-    assert trainer._board.failure.endswith("ended with ValueError, and with it this learner")
+    assert trainer._board.failure.endswith("exited with ValueError, so this learner exits")
     trainer = rank(1)
     trainer.close()
     assert not trainer._board.failure
@@ -154,7 +154,7 @@ def test_a_rank_of_another_machine_that_left_is_named_by_one_that_waits_for_it(m
     trainer._group.processes = {0: RankProcess.own()}
     trainer._group.hosts = {1: "b"}
     trainer._board.leave(1)
-    assert "rank 1 on b has ended, and with it this learner" in ending(
+    assert "rank 1 on b exited, so this learner exits" in ending(
         capfd, lambda: trainer._await_ranks(1)
     )
 
@@ -179,7 +179,7 @@ def test_any_rank_that_has_ended_is_noticed_though_it_is_a_zombie(monkeypatch, c
         trainer._group.processes[dead] = zombie
         text = ending(capfd, lambda t=trainer, wait=waiting: wait(t))
         assert (
-            f"eu/0: rank {dead} (process {zombie.pid}) has ended, and with it this learner" in text
+            f"eu/0: rank {dead} (process {zombie.pid}) exited, so this learner exits" in text
         )
 
 

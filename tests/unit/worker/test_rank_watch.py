@@ -66,7 +66,7 @@ def watching(board: Board, processes) -> RankWatch:
 
 def test_a_rank_that_ended_before_it_left_is_a_failure_with_its_name(board, zombie):
     watching(board, {0: RankProcess.own(), 1: zombie})._look()
-    assert board.failure == f"rank 1 (process {zombie.pid}) has ended, and with it this learner"
+    assert board.failure == f"rank 1 (process {zombie.pid}) exited, so this learner exits"
 
 
 def test_a_rank_that_ended_after_it_left_is_none(board, zombie):

@@ -138,7 +138,7 @@ def test_a_loader_of_another_division_begins_anew(titan, caplog):
     loader.at = b"new"
     titan.ours._Loader(loader).load_state_dict(before)
     assert loader.at == b"new"
-    assert "begins anew: its data has 3 parts, and had 2" in caplog.text
+    assert "starts over: its data has 3 parts, and had 2" in caplog.text
 
 
 def test_rates_of_torchtitans_schedule_follow_the_global_step_of_a_longer_job(titan):

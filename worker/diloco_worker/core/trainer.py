@@ -346,10 +346,10 @@ class TrainerCore:
         ]
 
     def optimizers_unusable(self, why: str) -> list[Action]:
-        """The optimizers start anew, for this reason."""
+        """The optimizers start with new state, for this reason."""
         return [
             self._show(
-                f"the parameters are those of global step {self.link_state.step}; the optimizers start anew: {why}"
+                f"the parameters are those of global step {self.link_state.step}; the optimizers start with new state: {why}"
             )
         ]
 

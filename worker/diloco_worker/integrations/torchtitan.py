@@ -204,7 +204,7 @@ class _Loader:
         parts = getattr(self._loader, "dp_world_size", None)
         if parts != state.get("world_size"):
             log.warning(
-                "the data loader begins anew: its data has %s parts, and had %s",
+                "the data loader starts over: its data has %s parts, and had %s",
                 parts,
                 state.get("world_size"),
             )

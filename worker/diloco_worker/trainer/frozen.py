@@ -67,7 +67,7 @@ def _digest(named: Named) -> str:
 
 
 def unreadable(named: Named, error: Exception) -> DilocoError:
-    """The error for a parameter whose values cannot be read: for lack of memory, a restart may help."""
+    """The error for a parameter whose values cannot be read: if memory ran out, a restart may help."""
     text = (
         f"model: the values of the parameter {named.info.name} "
         f"({type(named.tensor).__name__}, {named.info.dtype}) cannot be read as bytes: {error}"

@@ -182,12 +182,12 @@ class KeptState:
             if self.saved is not None:
                 self._restore(name, self.saved)
             elif local_step:
-                self._show(f"{name} starts anew: there is no local checkpoint that can be used")
+                self._show(f"{name} starts over: there is no local checkpoint that can be used")
 
     def _restore(self, name: str, saved: SavedEntries) -> None:
         source = f"the local checkpoint of local step {saved.local_step}"
         if name not in saved:
-            self._show(f"{name} starts anew: {source} {saved.absent}")
+            self._show(f"{name} starts over: {source} {saved.absent}")
             return
         try:
             state = saved.read(name)

@@ -265,7 +265,7 @@ def _computed(
 
     Args:
         others: tensors of a state_dict that are neither a parameter nor a buffer.
-        again: that of another call, which computes them anew.
+        again: that of another call, which computes them again.
         own: the parameters and buffers.
     """
     keys = {_key(tensor): _memory(tensor) for tensor in own}

@@ -312,7 +312,7 @@ class _State:
             )
         if is_dtensor(parameter) and len(shape) > 0 and not reader.same:
             raise ConfigError(
-                f"{name} is neither a number nor of the shape of its parameter, so it cannot be divided anew among "
+                f"{name} is neither a number nor of the shape of its parameter, so it cannot be redivided among "
                 "these ranks"
             )
         return reader[name]

@@ -70,10 +70,7 @@ class RankWatch:
             return
         ended = [rank for rank, process in self._processes.items() if process.ended]
         if early := [rank for rank in ended if not self._board.left(rank)]:
-            verb = "has" if len(early) == 1 else "have"
-            self._board.fail(
-                f"{named(early, self._processes)} {verb} ended, and with it this learner"
-            )
+            self._board.fail(f"{named(early, self._processes)} exited, so this learner exits")
 
     def _ended_by_error(
         self, kind: type[BaseException], value: BaseException, trace: TracebackType | None

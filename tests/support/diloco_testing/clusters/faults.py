@@ -42,7 +42,7 @@ print(time.monotonic() - begun)
 
 @contextlib.contextmanager
 def silent_kubelet(cluster: Cluster) -> Iterator[None]:
-    """The kubelet of a local cluster's node stands still; its containers run on."""
+    """The kubelet of a local cluster's node is paused; its containers run on."""
     pid = int((cluster.folder / "run/kubelet.pid").read_text())
     os.kill(pid, signal.SIGSTOP)
     try:

@@ -24,7 +24,7 @@ SCRIPT = ROOT / "tests/e2e/clusters/cluster.sh"
 BUILD_SECONDS = 3600.0
 UP_SECONDS = 120.0
 DOWN_SECONDS = 400.0
-"""A machine that stands still for minutes is no failure of a test."""
+"""A machine that is paused for minutes is no failure of a test."""
 MAX_CLUSTERS = 40
 NUMBERS = Path("/run/lock/diloco-e2e")
 """Of clusters; they are addresses of this machine, whatever the cache folder is."""

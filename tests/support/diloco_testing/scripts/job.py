@@ -227,7 +227,7 @@ class ScriptedJob(VirtualJob):
             learner.generation += 1
 
     def pause(self, seconds: float) -> None:
-        """The syncer stands still, and receives what was sent to it only afterwards."""
+        """The syncer is paused, and receives what was sent to it only afterwards."""
         self._wake = -1.0
         self.now += seconds
         self.post(ev.Tick())
