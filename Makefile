@@ -1,4 +1,4 @@
-# Two commands on a fresh machine: `make run` trains the example, `make test` checks everything.
+# Two commands on a fresh machine: `make run` trains the example, `make test` checks and tests the project.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
@@ -11,7 +11,7 @@ help:            ## this list
 run: setup       ## install, then train examples/01-text on this machine
 	$(BIN)/diloco run examples/01-text/job.yaml
 
-test: setup-dev  ## install, then format, lint, types, contracts, generated files and every test
+test: setup-dev  ## install, then format, lint, types, contracts, generated files, and all tests but the slow tier
 	VENV=$(VENV) scripts/check
 
 test-all: setup-dev  ## `make test` with the slow tier (docs/testing.md)
@@ -33,7 +33,7 @@ $(VENV)/.dev-installed: pyproject.toml | $(VENV)/bin/uv
 	$(BIN)/uv pip install --quiet --compile-bytecode --python $(BIN)/python -e '.[dev]'
 	touch $@ $(VENV)/.local-installed
 
-check:           ## everything of `make test` that needs no processes: about a minute
+check:           ## the checks of `make test`, and the unit tests that start no processes: about a minute
 	VENV=$(VENV) scripts/check --fast
 
 e2e: setup-dev   ## the tests on Kubernetes clusters alone (tests/e2e/README.md)

@@ -1,5 +1,6 @@
 """
-Run every test: groups in parallel, each in its own pytest process, and one summary line at the end.
+Run all tests but the slow tier: groups in parallel, each in its own pytest process, and one summary line at
+the end.
 
 Tests on clusters mostly wait for pods, and building the clusters' programs waits for the network, so
 the tests that need neither run meanwhile. The output of a group is printed whole when it ends.
@@ -8,8 +9,8 @@ Tests that failed run a second time, alone, if they are few; those that pass the
 and named above the summary, as are those that fail again.
 
 Where no cluster can run, all other tests do, and a sentence names what did not run.
-With CI=true or DILOCO_E2E=required everything has to run. --fast: unit tests alone, without the slow ones.
---all: the files of SLOW_TIER and the tests marked slow_tier as well.
+With CI=true or DILOCO_E2E=required all of these have to run. --fast: unit tests alone, without the slow ones.
+--all: the slow tier as well, which is the files of SLOW_TIER and the tests marked slow_tier.
 """
 
 from __future__ import annotations
@@ -216,17 +217,26 @@ def kernels() -> Group:
     return Group("kernels", (*FIRST, sys.executable, "-c", code), {})
 
 
+def with_slow_tier() -> bool:
+    """Whether the slow tier was requested."""
+    return "--all" in sys.argv[1:]
+
+
+def tier() -> tuple[str, ...]:
+    """Options that leave the tests of the slow tier out, unless they were requested."""
+    return () if with_slow_tier() else ("-m", "not slow_tier")
+
+
 def everywhere(*arguments: str) -> list[Group]:
     """Tests that need no clusters."""
     options = (*no_skips(), *arguments)
-    tier = () if "--all" in sys.argv[1:] else ("-m", "not slow_tier")
     whole = [f"tests/integration/{name}.py" for name in WHOLE_RUNS]
     others = ("tests/integration", *(f"--ignore={path}" for path in whole))
     return [
         # The threads of BLAS would spin for the cores of the other groups.
-        pytest("unit tests", "tests/unit", *tier, *options, OMP_NUM_THREADS="1"),
-        pytest("whole runs and chaos tests", *whole, "tests/chaos", *tier, *options),
-        pytest("integration tests", *others, *tier, *options),
+        pytest("unit tests", "tests/unit", *tier(), *options, OMP_NUM_THREADS="1"),
+        pytest("whole runs and chaos tests", *whole, "tests/chaos", *tier(), *options),
+        pytest("integration tests", *others, *tier(), *options),
     ]
 
 
@@ -260,6 +270,13 @@ def on_clusters(audits: str, *, slow_tier: bool = False) -> tuple[list[Group], G
     return groups, pytest("rights", last, *no_skips(), **environment)
 
 
+def on_given_clusters() -> Group:
+    """All tests in one process, on the clusters of DILOCO_E2E_KUBECONFIGS."""
+    slow = () if with_slow_tier() else SLOW_TIER
+    ignored = (f"--ignore=tests/e2e/{name}.py" for name in slow)
+    return pytest("all", "tests", *tier(), *ignored, DILOCO_E2E="required")
+
+
 def started(pool: Executor, groups: Sequence[Group]) -> list[tuple[Group, Future[Result]]]:
     """Groups that begin to run."""
     return [(group, pool.submit(group.run)) for group in groups]
@@ -272,7 +289,7 @@ def ended(running: Sequence[tuple[Group, Future[Result]]]) -> Result:
 
 
 def all_of_it(audits: str, *, slow_tier: bool) -> Result:
-    """Every test, on local clusters."""
+    """The tests without clusters, and those on local clusters."""
     with ThreadPoolExecutor(AT_ONCE) as pool, ThreadPoolExecutor() as builders:
         building = started(builders, programs())
         compiled = kernels().run()
@@ -311,7 +328,7 @@ def main() -> int:
     if sys.argv[1:] == ["--fast"]:
         result = at_once(fast())
     elif os.environ.get("DILOCO_E2E_KUBECONFIGS"):
-        group = pytest("all", "tests", DILOCO_E2E="required")
+        group = on_given_clusters()
         result = group.repeat(group.run(alone=True))
     else:
         check = subprocess.run([CLUSTERS, "check"], capture_output=True, text=True)
@@ -327,7 +344,7 @@ def main() -> int:
             )
         else:
             with tempfile.TemporaryDirectory(prefix="diloco-audits-") as audits:
-                result = all_of_it(audits, slow_tier="--all" in sys.argv[1:])
+                result = all_of_it(audits, slow_tier=with_slow_tier())
     print(f"\n{not_run}{skips(result.skipped)}".rstrip(), *result.failures, sep="\n")
     print(summary(result.counts))
     return 1 if result.counts["failed"] else 0

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parents[2]
 
@@ -62,6 +63,30 @@ def test_every_file_of_tests_on_clusters_is_in_one_group(runner):
         for path in (ROOT / "tests/e2e").glob("test_*.py"):
             expected = slow_tier or path.stem not in runner.SLOW_TIER
             assert arguments.count(str(path)) == expected, path
+
+
+@pytest.mark.parametrize("requested", [True, False])
+def test_given_clusters_run_the_slow_tier_only_if_it_is_requested(runner, monkeypatch, requested):
+    monkeypatch.setattr(sys, "argv", ["run_tests.py", *(["--all"] if requested else [])])
+    command = runner.on_given_clusters().command
+    assert ("not slow_tier" in command) is not requested
+    for name in runner.SLOW_TIER:
+        assert (ROOT / f"tests/e2e/{name}.py").exists()
+        assert (f"--ignore=tests/e2e/{name}.py" in command) is not requested
+
+
+def test_the_workflow_of_each_change_leaves_the_slow_tier_out():
+    jobs = yaml.safe_load((ROOT / ".github/workflows/ci.yaml").read_text())["jobs"]
+    [tests] = [step["run"] for step in jobs["tests"]["steps"] if "pytest" in step.get("run", "")]
+    assert '-m "not slow_tier"' in tests
+
+
+def test_the_page_of_tests_on_clusters_marks_the_slow_tier(runner):
+    rows = re.findall(
+        r"^\| `(test_\w+)\.py` \|(.*)\|$", (ROOT / "tests/e2e/README.md").read_text(), re.MULTILINE
+    )
+    assert {name for name, _ in rows} == {p.stem for p in (ROOT / "tests/e2e").glob("test_*.py")}
+    assert {name for name, text in rows if "(slow tier" in text} == set(runner.SLOW_TIER)
 
 
 TESTS = """
