@@ -8,6 +8,7 @@ from pathlib import Path
 
 from chart_readme import chart_readme
 from grpc_tools import protoc
+from package_imports import PAGE, adr
 
 from diloco_job.crd import crd_yaml
 from diloco_job.reference import reference
@@ -19,6 +20,7 @@ TEXTS = {
     "charts/diloco/files/crd.yaml": crd_yaml,
     "charts/diloco/README.md": chart_readme,
     "docs/reference.md": reference,
+    PAGE: adr,
 }
 
 

@@ -1,8 +1,8 @@
 """
-Every defect that was once reported with a program that shows it has a test or a golden script with its number.
+Every reported defect has a test or a golden script with its number.
 
 A name begins with the numbers of the defects: `test_06_snapshots_that_...`, `01_a08_a18_a_mute_member....txt`.
-Programs about the operator have names and show several defects each; OPERATOR has the tests for each of these.
+Defects of the operator have no numbers; OPERATOR has them by topic, with the tests for each.
 """
 
 import re
@@ -59,7 +59,7 @@ DEFECTS = {
     "b06": "the endpoint of a job scans addresses for its author",
     "b07": "silent syncers of one tenant delay the jobs of another",
 }
-"""Number → what the program showed."""
+"""Number → defect."""
 
 OPEN: dict[str, str] = {}
 """Not fixed, or fixed without a test: what is missing."""
@@ -169,7 +169,7 @@ OPERATOR = {
         ),
     },
 }
-"""Program → what it showed → tests, as path below tests/ and function. `scale1` showed no defect."""
+"""Topic → defect → tests, as path below tests/ and function."""
 
 NUMBER = re.compile(r"(?:\d\d|[ab]\d\d)b?(?=_)")
 
@@ -203,8 +203,8 @@ def test_what_is_open_has_no_test_yet():
 @pytest.mark.parametrize(
     "test",
     [
-        pytest.param(test, id=f"{program}: {test.partition('::')[2]}")
-        for program, defects in OPERATOR.items()
+        pytest.param(test, id=f"{topic}: {test.partition('::')[2]}")
+        for topic, defects in OPERATOR.items()
         for tests in defects.values()
         for test in tests
     ],

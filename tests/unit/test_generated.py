@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEXTS = ["charts/diloco/README.md", "charts/diloco/files/crd.yaml", "docs/reference.md"]
+TEXTS = [
+    "charts/diloco/README.md",
+    "charts/diloco/files/crd.yaml",
+    "docs/adr/0013-one-package-per-program.md",
+    "docs/reference.md",
+]
 
 
 @pytest.fixture(scope="module")

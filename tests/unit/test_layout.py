@@ -116,7 +116,7 @@ def test_only_settings_read_the_environment():
                     raise AssertionError(f"{path}:{node.lineno} reads the environment")
 
 
-def test_files_are_renamed_in_one_place():
+def test_only_files_and_disk_rename_files():
     """`files` and `disk` also sync what they rename, and the simulator's disk stands in for them."""
     renames = re.compile(r"\bos\.(replace|rename)\(|shutil\.move\(")
     found = {

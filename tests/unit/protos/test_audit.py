@@ -352,7 +352,7 @@ def test_merges_that_the_disk_did_not_take_are_stated():
     assert "2 merge" in found.verdict
 
 
-# ---------------------------------------------------------------- lies (reproductions a01, a02, a07)
+# -------------------------------------------- false values (defects a01, a02, a07: tests/unit/test_defects.py)
 
 
 def guarded_history() -> list[Event]:

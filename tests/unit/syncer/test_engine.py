@@ -540,7 +540,7 @@ def test_the_fastest_learner_sets_the_pace_from_its_first_merge_on(seconds):
 def test_a07_a_learner_whose_uploads_do_not_confirm_its_steps_does_not_accelerate_the_job(
     seconds, length
 ):
-    # reproduction a07: it reports 20 times as often as the others, and uploads next to nothing
+    # defect a07: it reports 20 times as often as the others, and uploads next to nothing
     claiming = {f"eu/{i}": length for i, s in enumerate(seconds) if s < 1}
     honest = paced({}, seconds=(1.0,) * len(seconds))
     assert honest <= paced(claiming, seconds=seconds) <= 1.05 * honest

@@ -1,4 +1,8 @@
-"""No member owns a merge: weights and norms are limited by those of the others (reproductions a01, a02, a03)."""
+"""
+No member owns a merge: weights and norms are limited by those of the others.
+
+Numbers such as a01 are those of defects (tests/unit/test_defects.py).
+"""
 
 import dataclasses
 import math
@@ -68,7 +72,7 @@ def test_an_expert_that_one_member_trains_and_the_others_only_decay_is_not_clipp
 
 
 def test_falsely_reported_tokens_count_at_most_about_twice_the_usual_per_step():
-    # reproduction a01, with reports of the same false count; also two of them together
+    # defect a01, with reports of the same false count; also two of them together
     for misbehaving, most in ((1, 0.36), (2, 0.53)):
         members = [
             *honest(8),
@@ -81,7 +85,7 @@ def test_falsely_reported_tokens_count_at_most_about_twice_the_usual_per_step():
 
 
 def test_a_huge_delta_is_clipped_to_the_multiple_of_the_median():
-    # reproduction a03
+    # defect a03
     members = [*honest(2), member("us/0", (1e30, 3e38))]
     limited = guarded(members, MULTIPLE)[2]
     assert limited.merged_norms == pytest.approx((11.0, 20.0))
@@ -217,7 +221,7 @@ def test_limits_that_are_not_reached_change_no_bit_of_the_factors(radial):
 
 
 def test_a_norm_that_cannot_be_confirmed_gives_no_direction():
-    # reproduction a02: the header stated 1e-29 for a delta of 0.9e-12, which multiplied it by 1e29
+    # defect a02: the header stated 1e-29 for a delta of 0.9e-12, which multiplied it by 1e29
     how = blend([1.0, 1.0, 1.0, 1e-29], [1.0] * 4, radial=True)
     assert how.factors[3] == 0.0
     assert blend([1e-13, 1e-29], [1.0, 1.0], radial=True).radial is False
@@ -270,7 +274,7 @@ def limited_merge(deltas, *, merge, tokens=None, **changes):
 @pytest.mark.parametrize("merge", ["Radial", "Average"])
 @pytest.mark.parametrize("size", [1e6, 1e30, 3e36])
 def test_a_clipped_merge_is_the_float64_merge_of_clipped_deltas(merge, size):
-    # reproduction a03
+    # defect a03
     deltas = [values_of(FRAGMENT, seed=m) for m in range(3)]
     deltas.append((size * values_of(FRAGMENT, seed=9) / 10).astype(np.float32))
     found_N, expected_N, result = limited_merge(deltas, merge=merge)
