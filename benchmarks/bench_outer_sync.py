@@ -168,7 +168,7 @@ class Bench:
 
         Another of ours goes before it, noted apart: rounds of a job follow each other, but here a
         variant's connections lie idle while the others run, far longer than gloo's ever do, and a
-        sync after such a pause was seen to stand still for 0.3 s.
+        sync after such a pause was seen to stall for 0.3 s.
         """
 
         def run() -> float:

@@ -20,7 +20,7 @@ _ROOT_CODE = re.compile(r"^\s*exitcode\s*: (-?\d+) \(pid: ", re.MULTILINE)
 _ROOT_SIGNAL = re.compile(r"^\s*traceback\s*: (Signal \d+ \(\w+\))", re.MULTILINE)
 _ROOT = "Root Cause (first observed failure):"
 _OF_RANK = re.compile(r"^\[rank(\d+)\]:\s?")
-"""Before each line of a traceback after torch.distributed was initialised."""
+"""Before each line of a traceback after torch.distributed was initialized."""
 _OF_TORCHRUN = re.compile(r"^[WEI]\d{4} \d\d:\d\d:\d\d")
 _TRACEBACK = "Traceback (most recent call last):"
 

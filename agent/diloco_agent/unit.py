@@ -52,7 +52,7 @@ class Report:
     code: int = 0
     """The exit code in that run."""
     cause: str = ""
-    """How it ended, in words."""
+    """How it ended, as text."""
 
     def to_json(self) -> dict[str, Any]:
         """The fields as JSON."""

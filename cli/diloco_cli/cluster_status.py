@@ -18,7 +18,7 @@ MAX_ROWS = 64
 PROBLEM = ("learner", "problem", "detail")
 
 
-def view(job: Mapping[str, Any]) -> RenderableType:
+def status_table(job: Mapping[str, Any]) -> RenderableType:
     """A DiLoCoJob as the API server returns it: progress, regions, and conditions with messages."""
     status = job.get("status") or {}
     learners = status.get("learners") or {}
@@ -33,7 +33,7 @@ def view(job: Mapping[str, Any]) -> RenderableType:
     return Group(_text(head), _regions(status.get("regions") or ()), _conditions(status))
 
 
-def problems_view(problems: Sequence[tuple[str, str, str]]) -> RenderableType:
+def problem_table(problems: Sequence[tuple[str, str, str]]) -> RenderableType:
     """The problems of learners that run: name, kind and sentence of each."""
     return _table(PROBLEM, [[*problem] for problem in problems])
 

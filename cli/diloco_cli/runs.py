@@ -127,24 +127,24 @@ def status(
         manifest = remote.read()
         table = output is Output.table
         if table:
-            Console().print(cluster_status.view(manifest))  # at once: learners may not reply
+            Console().print(cluster_status.status_table(manifest))  # at once: learners may not reply
         problems, unknown = learner_problems(remote, manifest.get("spec") or {})
         if not table:
             show_json(cluster_status.document(manifest, problems, unknown))
             return
         if problems:
-            Console().print(cluster_status.problems_view(problems))
+            Console().print(cluster_status.problem_table(problems))
         if unknown:
             echo(printable(unknown))
         return
-    from diloco_local.display import Rate, view
+    from diloco_local.display import Rate, status_table
     from diloco_local.run_directory import RunDir
 
     found = RunDir(run_directory(positional or directory)).status()
     if output is Output.json:
         show_json(found)
     else:
-        Console().print(view(found, Rate()))
+        Console().print(status_table(found, Rate()))
         if found["message"]:
             echo(printable(found["message"]))
 

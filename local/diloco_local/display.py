@@ -139,7 +139,7 @@ class LiveDisplay:
     def show(self, status: Status, now: float) -> None:
         """Redraw the table."""
         self._rate.update(status, now)
-        self._live.update(view(status, self._rate), refresh=True)
+        self._live.update(status_table(status, self._rate), refresh=True)
 
     def note(self, text: str) -> None:
         """Print it above the table."""
@@ -170,7 +170,7 @@ def line(status: Status, rate: Rate) -> str:
     return f"{status['state'].lower()}: " + ", ".join(parts)
 
 
-def view(status: Status, rate: Rate) -> RenderableType:
+def status_table(status: Status, rate: Rate) -> RenderableType:
     """The run as the live display shows it."""
     head = Table.grid(padding=(0, 1))
     left = rate.seconds_left(status)

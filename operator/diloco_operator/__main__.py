@@ -185,7 +185,7 @@ def _await_crd(cluster: Cluster, settings: Settings, ended: threading.Event) -> 
     logged = ""
     while not ended.is_set():
         errors: list[str] = []
-        # One that was deleted is refused for ever, and must not stop the others.
+        # One that was deleted is refused forever, and must not stop the others.
         for namespace in settings.namespaces or ("",):
             try:
                 next(iter(cluster.jobs((namespace,))), None)

@@ -1,7 +1,7 @@
 """
 Children that another writer changes, or deletes, again after each repair.
 
-Two writers that each restore their own state would write for ever, as often as the watches deliver. After
+Two writers that each restore their own state would write forever, as often as the watches deliver. After
 some repairs in a row, the operator waits before the next one, and a condition names the child and the
 other writer until it has changed nothing for a while.
 

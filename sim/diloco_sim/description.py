@@ -14,7 +14,7 @@ from diloco.spec import Checkpoint, RunSpec
 from diloco_sim.checkers.bounds import Most
 from diloco_sim.checkers.liveness import Bounds
 from diloco_sim.faults import MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
-from diloco_sim.healthy_intervals import Health, Silence
+from diloco_sim.healthy_intervals import Health, ExplainedGap
 from diloco_sim.journal import PARTS
 from diloco_sim.learner import TRAINER
 from diloco_sim.seeds import fork
@@ -206,10 +206,10 @@ class Description:
         )
 
     @property
-    def silence(self) -> Silence:
+    def explained_gap(self) -> ExplainedGap:
         """Without a merge for longer than this, the status must not be Training."""
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
-        return Silence(self.plan, between=between, longest_step=self._longest_step)
+        return ExplainedGap(self.plan, between=between, longest_step=self._longest_step)
 
     @property
     def quiet_at(self) -> float:

@@ -207,14 +207,14 @@ class Fault:
     """One of `DIRECTED`: only what the target sends to `peer` is concerned."""
 
     def __str__(self) -> str:
-        words = [f"{self.begin:.3f}..{self.end:.3f}", self.kind.value, self.target]
+        fields = [f"{self.begin:.3f}..{self.end:.3f}", self.kind.value, self.target]
         if self.peer:
-            words.append(self.peer)
+            fields.append(self.peer)
         if self.one_way:
-            words.append(ONE_WAY)
+            fields.append(ONE_WAY)
         if self.amount:
-            words.append(f"{self.amount:.6g}")
-        return " ".join(words)
+            fields.append(f"{self.amount:.6g}")
+        return " ".join(fields)
 
     @classmethod
     def parse(cls, line: str) -> Fault:

@@ -74,7 +74,7 @@ def _boots(plan: Plan, syncer: str) -> list[Window]:
     return windows
 
 
-class Silence:
+class ExplainedGap:
     """
     How long nothing need be merged before the status must show it.
 

@@ -1,4 +1,4 @@
-"""Runs worlds by seed and puts what was found into words: what the command `diloco sim` prints."""
+"""Runs worlds by seed and reports what was found: the output of the command `diloco sim`."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ class World:
             ),
             Durable(),
             Liveness(spec.steps, self.of.bounds, self.of.too_slow),
-            Status(spec.quorum, self.of.silence.seconds),
+            Status(spec.quorum, self.of.explained_gap.seconds),
             Journalled(self.whole_journal),
             Audited(self.journal_lines, self.refused_lines),
             Bounds(self.of.most),

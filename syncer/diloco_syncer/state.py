@@ -20,7 +20,7 @@ class State:
     engine: Engine
     admission: Admission
     parameters: Parameters | None
-    """Θ; None until it is initialised."""
+    """Θ; None until it is initialized."""
     model: ExportedModel | None
     """None until it is exported."""
     run: str = ""

@@ -88,8 +88,8 @@ def certificate(*sets: str, region: str = "", extra: ExtraMetadata = ExtraMetada
 def test_a_job_names_the_api_servers_answer_until_cert_manager_is_installed(bare):
     job = job_of(bare, "early")
     seen = job.until_condition("Accepted", SOON, status="False", reason="Refused")
-    words = "404 page not found: this API server does not serve cert-manager.io/v1"
-    assert f"Certificate early-tls: {words}" in seen["message"]
+    message = "404 page not found: this API server does not serve cert-manager.io/v1"
+    assert f"Certificate early-tls: {message}" in seen["message"]
     # One refused child holds back none of the others, which are applied after it.
     for kind, name in (("statefulset", "early-eu"), ("deployment", "early-syncer")):
         assert bare.kubectl.get(kind, name, "default"), name

@@ -362,14 +362,14 @@ def test_pods_that_the_api_server_refuses_are_reported_with_its_message(eu, flee
         assert "Deployment barred-syncer: FailedCreate: " in syncer["message"]
         ready = job.until_condition("LearnersReady", SOON, status="False", reason="PodTrouble")
         assert "StatefulSet barred-eu: FailedCreate: " in ready["message"]
-        for message, words in (
+        for message, expected in (
             (syncer["message"], "exceeded quota: full, requested: pods=1, used: pods=0"),
             (ready["message"], "violates PodSecurity"),
         ):
-            assert words in message
+            assert expected in message
             until(
-                lambda words=words: any(
-                    why == "PodTrouble" and words in text for why, text in job.events()
+                lambda expected=expected: any(
+                    why == "PodTrouble" and expected in text for why, text in job.events()
                 ),
                 30, expected="an Event reports it as well", details=job.details,
             )  # fmt: skip

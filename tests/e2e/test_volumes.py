@@ -68,11 +68,11 @@ def size_of(job: Job) -> str:
     return str(claim_of(job)["spec"]["resources"]["requests"]["storage"])
 
 
-def until_event(job: Job, reason: str, words: str) -> None:
+def until_event(job: Job, reason: str, message: str) -> None:
     """Wait for an Event with this reason and text."""
     until(
-        lambda: any(why == reason and words in text for why, text in job.events()),
-        30, expected=f"an Event {reason} with {words!r}", details=job.details,
+        lambda: any(why == reason and message in text for why, text in job.events()),
+        30, expected=f"an Event {reason} with {message!r}", details=job.details,
     )  # fmt: skip
 
 
@@ -89,10 +89,10 @@ def test_the_syncers_claim_grows_as_soon_as_its_class_allows_it_and_never_shrink
     before = job.instances()
     job.change(syncer={"storage": {"size": "2Gi"}})
     refused = job.until_condition("Accepted", SOON, status="False", reason="Refused")
-    words = "only dynamically provisioned pvc can be resized"
+    message = "only dynamically provisioned pvc can be resized"
     assert "PersistentVolumeClaim mounting-syncer: " in refused["message"]
-    assert words in refused["message"]
-    until_event(job, "Refused", words)
+    assert message in refused["message"]
+    until_event(job, "Refused", message)
     assert size_of(job) == "1Gi"
     assert job.condition("SyncerReady")["status"] == "True"
 
@@ -182,12 +182,12 @@ def test_a_retained_volume_stays_and_the_next_job_of_the_name_continues_from_it(
 
 def test_a_volume_that_the_kubelet_cannot_mount_is_reported_with_its_message(mounting):
     job = mounting
-    words = (
+    message = (
         f'FailedMount: MountVolume.SetUp failed for volume "keys" : secret "{NOT_THERE}" not found'
     )
     ready = job.until_condition("LearnersReady", SOON, status="False", reason="PodTrouble")
-    assert ready["message"] == f"pod mounting-eu-0: {words}"
-    until_event(job, "PodTrouble", words)
+    assert ready["message"] == f"pod mounting-eu-0: {message}"
+    until_event(job, "PodTrouble", message)
 
 
 def test_a_learner_on_a_lost_node_is_replaced_by_force(make, eu):

@@ -38,6 +38,7 @@ OTHERS = [
 """Files with comments, descriptions or messages that are neither Python nor pages."""
 
 NAMES = {
+    "nobody|nobodys": "no learner, not",
     "say|says|said": "announce, log, show, state, message",
     "tell|tells|told": "report, notify, announce, distinguish",
     "hear|hears|heard": "receive",
@@ -54,7 +55,6 @@ NAMES = {
 """Words of identifiers, of tests too."""
 
 TESTS = {
-    "nobody|nobodys": "no learner, not",
     "somebody|someone|everybody|anybody|whoever": "the subject: a learner, all learners",
     "stranger|strangers": "untrusted peer, non-member",
     "mend|mends|mended": "fix, heal",
@@ -86,15 +86,22 @@ TEXT = {
     r"strangers?": "untrusted peers",
     r"liars?": "members that report false numbers",
     r"is no (decimal|number|list|address|report|JSON|DNS)": "is not a",
-    r"initialiser|behaviour|synchronis\w+|optimis\w+|normalis\w+": "the spelling of US English",
+    r"anew": "again, starts over, with new state",
+    r"for lack of memory": "OOM, because memory ran out",
+    r"(stands?|stood|standing) still": "is paused, stops responding",
+    r"for ever": "indefinitely, forever",
+    r"in(to)? words": "as text",
+    r"both powers": "the permissions, by name",
+    r"(is|are) not yours": "that you cannot change",
+    r"initialise[drs]?|behaviour|(synchron|optim|normal|quant|vector|orthogonal)is\w+": "the spelling of US English",
 }
 """Words of messages and pages. `code` on a page does not count."""
 
 COMMENTS = {
-    word: better for word, better in TEXT.items() if not word.startswith(("tells?", "initialiser"))
+    word: better for word, better in TEXT.items() if not word.startswith(("tells?", "initialise"))
 } | {
     r"tells|told": "reports, distinguishes",
-    r"synchronis\w+|optimis\w+|normalis\w+": "the spelling of US English",
+    r"(synchron|optim|normal|quant|vector|orthogonal)is\w+": "the spelling of US English",
 }
 """
 Words of comments and docstrings, and of files that are neither Python nor pages: there "too few to tell" is
@@ -156,13 +163,13 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.attr
 
 
-def loops_over_one(tree: ast.AST) -> Iterator[int]:
-    """Lines in which each item, or an argument, is called `one`: it is a learner, a pod, a job."""
+def called_one(tree: ast.AST) -> Iterator[int]:
+    """Lines in which a variable, an argument or a function is called `one`: it is a learner, a pod, a job."""
     for node in ast.walk(tree):
         match node:
-            case ast.For(target=ast.Name(id="one")) | ast.comprehension(target=ast.Name(id="one")):
-                yield node.target.lineno
-            case ast.arg(arg="one"):
+            case ast.Name(id="one", ctx=ast.Store()) | ast.arg(arg="one"):
+                yield node.lineno
+            case ast.FunctionDef(name="one") | ast.AsyncFunctionDef(name="one"):
                 yield node.lineno
 
 
@@ -197,7 +204,7 @@ def problems(source: str, *, shipped: bool) -> list[str]:
     lines = [(line, hint) for line, name in names(tree) for hint in in_name(name)]
     if ANY.search(source.lower()):  # seldom, and the rest takes most of the time
         lines += lines_with_problems(comments(source, tree))
-    lines += [(line, '"one": write learner, pod, job') for line in loops_over_one(tree)]
+    lines += [(line, '"one": write learner, pod, job') for line in called_one(tree)]
     roots = (
         [tree]
         if shipped
@@ -257,6 +264,13 @@ def test_a_file_of_another_language_uses_the_words_of_the_field(path):
         ("def test_nobody_is_late(): ...", "nobody", "no learner"),
         ("f(one for one in lost)", "one", "learner"),
         ("sorted(pods, key=lambda one: one.name)", "one", "pod"),
+        ("one, other = learners", "one", "learner"),
+        ("def one(group): ...", "one", "learner"),
+        ("def nobody_returns(): ...", "nobody", "no learner"),
+        ("# Quantisation of a block.", "Quantisation", "US English"),
+        ("# The count begins anew.", "anew", "starts over"),
+        ('log.info("the process stood still for %s s", seconds)', "stood still", "is paused"),
+        ('raise OSError("killed for lack of memory")', "for lack of memory", "OOM"),
         ('log.info("the syncer was not told of it: %s", error)', "told", "reports"),
         ('raise ValueError(f"{text} is no number")', "is no number", "is not a"),
         ('log.info(f"{name} does not run any more; it failed")', "any more", "no longer"),

@@ -13,7 +13,7 @@ Every loop runs over a slice from 0: an index that may be negative costs numba t
 instructions (3-5 times).
 
 The same bytes on every CPU of an architecture: the order of every sum is written down. Squares are
-added to B lanes, a loop that is vectorised without changing the order within a lane; the lanes are
+added to B lanes, a loop that is vectorized without changing the order within a lane; the lanes are
 summed one after the other.
 """
 

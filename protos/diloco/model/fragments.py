@@ -2,7 +2,7 @@
 Cuts a model into fragments: balanced, deterministic, the same on both ends (paper C).
 
 Pure. A fragment is one flat fp32 vector: its tensors one after the other, each padded with zeros to
-a multiple of `BLOCK` elements, so that a quantisation block or a chunk never holds two tensors of
+a multiple of `BLOCK` elements, so that a quantization block or a chunk never holds two tensors of
 one block. Nothing about a fragment travels on the wire except its index: both ends compute the same
 `Layout` from the same list of tensors, and `Layout.digest` proves it.
 """
@@ -27,7 +27,7 @@ from diloco.errors import ConfigError
 from diloco.model import integers
 
 BLOCK = 128
-"""Elements that share one quantisation scale; every tensor is padded to a multiple of it."""
+"""Elements that share one quantization scale; every tensor is padded to a multiple of it."""
 
 CHUNK = 1 << 18
 """Elements of one chunk: 1 MiB of fp32, the size at which gRPC streams best (docs/adr/0003)."""

@@ -127,7 +127,7 @@ class UploadHeader(_message.Message):
 
     @_builtins.property
     def norms(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """L2 norm of what is sent (after quantisation), one per tensor of the fragment, in fragment order. DELTA only."""
+        """L2 norm of what is sent (after quantization), one per tensor of the fragment, in fragment order. DELTA only."""
 
     def __init__(
         self,

@@ -13,14 +13,14 @@ class Status:
     """
     Args:
         quorum: K of the spec.
-        silence: from the time of the last merge and now: how long there need be no merge; after that,
+        explained_gap: from the time of the last merge and now: how long there need be no merge; after that,
             something is wrong, and the status must show it.
     """
 
     observes = (dict, Moment, ReportArrived)
 
-    def __init__(self, quorum: int, silence: Callable[[float, float], float]) -> None:
-        self._quorum, self._silence = quorum, silence
+    def __init__(self, quorum: int, explained_gap: Callable[[float, float], float]) -> None:
+        self._quorum, self._explained_gap = quorum, explained_gap
         self._connected: dict[str, int] = {}
         """Learner → incarnation of its session."""
         self._since = 0.0
@@ -66,7 +66,7 @@ class Status:
                 now,
             )
         seconds = now - self._since
-        if seconds > (explained := self._silence(self._since, now)):
+        if seconds > (explained := self._explained_gap(self._since, now)):
             self._fail(
                 f"the state is Training, there was no merge for {seconds:.0f} s and "
                 f"{explained:.0f} s explain it",

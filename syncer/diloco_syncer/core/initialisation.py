@@ -55,7 +55,7 @@ class Initialisation:
         if self.learner is not None or not connected:
             return []
         learner = self.learner = min(connected, key=lambda name: (self._failed(name), name))
-        # A new session brings no new time: else a learner that reconnects would be waited for for ever.
+        # A new session brings no new time: else a learner that reconnects would be waited for forever.
         self.deadline, self.begun_parts = self._interrupted.pop(learner, (now + STALL_SECONDS, 1))
         self.received_bytes = 0
         return [ev.RequestInitial(learner=learner)]

@@ -38,8 +38,8 @@ class Buffers:
         self._most_idle = most_idle
         self._lock = threading.Lock()
         self._owners: list[npt.NDArray[Any]] = []
-        one = [object()]
-        self._alone = sys.getrefcount(one[0])
+        unused = [object()]
+        self._alone = sys.getrefcount(unused[0])
         """Number of references to an item of a list that nothing else refers to, as `_idle` counts."""
 
     @property

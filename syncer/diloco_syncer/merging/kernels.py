@@ -346,7 +346,7 @@ def step(
     """
     buf ← μ·buf + Δ;  Θ ← Θ − lr·(from_delta·Δ + from_momentum·buf);  Δ = scale · `new_momentum_N`.
 
-    Δ is taken from where buf goes: one array less to hold apart, which keeps the loop vectorised.
+    Δ is taken from where buf goes: one array less to hold apart, which keeps the loop vectorized.
 
     Args:
         theta_N, momentum_N: before.

@@ -395,14 +395,14 @@ def nothing_offered(patch: Patch) -> None:
 
 
 @finds("liveness", "no merge for", Kind.MUTE)
-def nobody_is_late(patch: Patch) -> None:
+def no_member_is_late(patch: Patch) -> None:
     """A round waits for its members forever."""
     patch.setattr(Round, "late", lambda self, now, *, hold_seconds: [])
     patch.setattr(Round, "next_deadline", lambda self, hold_seconds, now: None)
 
 
 @finds("liveness", "no merge for", Kind.CUT)
-def nobody_returns(patch: Patch) -> None:
+def no_learner_returns(patch: Patch) -> None:
     """A learner that has been in a session is not admitted again."""
     check = Admission._check_incarnation
 

@@ -316,7 +316,7 @@ def test_a_create_whose_first_answer_was_lost_has_worked(cluster, job):
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "message"),
     [
         (
             waiting("ImagePullBackOff", 'Back-off pulling image "x"'),
@@ -326,26 +326,26 @@ def test_a_create_whose_first_answer_was_lost_has_worked(cluster, job):
         ({"phase": "Failed", "reason": "Evicted", "message": "disk"}, "cannot run: Evicted: disk"),
     ],
 )
-def test_a_pod_that_cannot_run_is_an_error_at_once_and_is_deleted(cluster, job, state, words):
+def test_a_pod_that_cannot_run_is_an_error_at_once_and_is_deleted(cluster, job, state, message):
     (cluster / "states").write_text(json.dumps([state]))
-    fails(job, f"pod a-fetch-[0-9a-f]+ .*{words}")
+    fails(job, f"pod a-fetch-[0-9a-f]+ .*{message}")
     created(cluster)
 
 
 @pytest.mark.slow
 def test_a_volume_that_is_attached_elsewhere_is_reported_after_the_timeout(cluster, job, announced):
     (cluster / "states").write_text(json.dumps([waiting("ContainerCreating")]))
-    words = "Multi-Attach error for volume: it is already used on another node"
-    event = {"type": "Warning", "reason": "FailedAttachVolume", "message": words}
+    text = "Multi-Attach error for volume: it is already used on another node"
+    event = {"type": "Warning", "reason": "FailedAttachVolume", "message": text}
     older = {"type": "Warning", "reason": "Older", "lastTimestamp": "2026-01-02T03:04:05Z"}
     newer = {**event, "lastTimestamp": "2026-01-02T03:04:06Z"}
     normal = {"type": "Normal", "reason": "Scheduled", "lastTimestamp": "2026-01-02T03:04:07Z"}
     (cluster / "events").write_text(json.dumps({"items": [newer, older, normal]}))
     # Long enough for a busy machine to read the events once before.
     waits = replace(job, patience=Patience(start_seconds=5.0, poll_seconds=0.01))
-    fails(waits, rf"did not start within 5 s: FailedAttachVolume: {words}")
+    fails(waits, rf"did not start within 5 s: FailedAttachVolume: {text}")
     created(cluster)
-    assert len([text for text in announced if words in text]) == 1
+    assert len([line for line in announced if text in line]) == 1
 
 
 def test_a_pod_without_a_node_reports_the_schedulers_message(cluster, hasty):

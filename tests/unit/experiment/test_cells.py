@@ -66,10 +66,10 @@ def test_synchronous_training_of_one_learner_is_the_recipe(tmp_path):
 
 
 def test_synchronous_training_has_the_batches_of_all_learners(tmp_path):
-    one = run(task(tmp_path, Method.SYNCHRONOUS, learners=1))
-    three = run(task(tmp_path, Method.SYNCHRONOUS, learners=3))
-    assert (one.tokens, three.tokens) == (12 * 32, 3 * 12 * 32)
-    assert one.theta != three.theta
+    alone = run(task(tmp_path, Method.SYNCHRONOUS, learners=1))
+    together = run(task(tmp_path, Method.SYNCHRONOUS, learners=3))
+    assert (alone.tokens, together.tokens) == (12 * 32, 3 * 12 * 32)
+    assert alone.theta != together.theta
 
 
 def test_outer_steps_of_one_without_momentum_are_plain_training(tmp_path):

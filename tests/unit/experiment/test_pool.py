@@ -413,10 +413,10 @@ def test_an_interrupted_program_states_how_to_continue(tmp_path, capsys, monkeyp
 @pytest.mark.slow
 def test_two_processes_give_the_results_of_one(tmp_path):
     path = written(tmp_path, methods=["Synchronous", "Decoupled"], seeds=[1, 2])
-    _, _, one = ended(tmp_path, path, "one")
-    _, _, two = ended(tmp_path, path, "two", jobs=2)
+    _, _, single = ended(tmp_path, path, "single")
+    _, _, parallel = ended(tmp_path, path, "parallel", jobs=2)
     for file in ("results.csv", "summary.csv"):
-        assert (one / file).read_bytes() == (two / file).read_bytes()
+        assert (single / file).read_bytes() == (parallel / file).read_bytes()
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from diloco_local.display import (
     Rate,
     display_on,
     line,
-    view,
+    status_table,
 )
 from diloco_local.events import Completed, Exited, Interrupted, Limits, Served, Tick
 from diloco_local.policy import Policy
@@ -150,7 +150,7 @@ def test_an_ejected_learner_is_shown_with_its_reason():
     )
     assert line(found, Rate()).endswith(f"ejected eu/1: {why}")
     console = Console(file=io.StringIO(), width=120)
-    console.print(view(found, Rate()))
+    console.print(status_table(found, Rate()))
     shown = console.file.getvalue()
     assert f"ejected eu/1: {why}" in shown
 
@@ -169,7 +169,7 @@ def test_a_learner_whose_loss_is_nan_is_shown_with_its_problem_and_does_not_coun
     assert entry(found, "eu/1")["detail"] == f"the loss was NaN; ejected: {why}"
     assert (found["state"], found["learners"]["summary"]) == ("Degraded", "1/3")
     assert "NotFinite eu/0: the loss was NaN" in line(found, Rate())
-    assert "NotFinite eu/0: the loss was NaN" in text_of(view(found, Rate()), width=120)
+    assert "NotFinite eu/0: the loss was NaN" in text_of(status_table(found, Rate()), width=120)
 
 
 def test_an_evaluator_without_a_score_is_shown_and_training_is_not_degraded():
@@ -373,7 +373,7 @@ def test_the_line_shows_what_the_syncer_waits_for():
 def test_the_table_shows_every_learner_with_its_numbers():
     policy = training_policy()
     policy.handle(Exited(name="eu/1", code=1), 5.0)
-    shown = text_of(view(status(policy, reply()), Rate()))
+    shown = text_of(status_table(status(policy, reply()), Rate()))
     rows = [line.split() for line in shown.splitlines()]
     assert ["eu/0", "Training", "120", "1500", "2.2500", "3", "0"] in rows
     assert ["eu/1", "BackOff", "120", "0", "2.2500", "3", "1"] in rows
@@ -389,7 +389,7 @@ def test_no_fact_is_broken_in_two_on_a_terminal_of_80_columns():
             "graceSeconds": 99.9, "syncSeconds": 99.9}  # fmt: skip
     made = status(answer=reply())
     made["sync"].update(sync)
-    shown = text_of(view(made, Rate()), width=80).splitlines()
+    shown = text_of(status_table(made, Rate()), width=80).splitlines()
     assert any(
         "quorum 1000 after 99900 ms   grace window 99900 ms   sync 99900 ms" in row for row in shown
     )
@@ -400,7 +400,7 @@ def test_no_fact_is_broken_in_two_on_a_terminal_of_80_columns():
 
 @pytest.mark.parametrize("width", [40, 80])
 def test_a_narrow_terminal_still_shows_every_learner(width):
-    shown = text_of(view(status(answer=reply()), Rate()), width=width)
+    shown = text_of(status_table(status(answer=reply()), Rate()), width=width)
     assert all(name in shown for name in NAMES)
 
 
@@ -463,7 +463,7 @@ def test_b03_what_a_peer_sent_cannot_control_the_terminal():
     evil = "eu/0\x1b[2J\x9b\u202e[bold]"
     found["processes"][0]["name"] = found["state"] = found["job"] = evil
     found["sync"]["waitingFor"] = evil
-    shown = text_of(view(found, Rate()), width=400)
+    shown = text_of(status_table(found, Rate()), width=400)
     assert not any(control in shown for control in "\x1b\x9b\u202e")
     assert "[bold]" in shown
     output = io.StringIO()

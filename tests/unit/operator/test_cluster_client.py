@@ -133,8 +133,8 @@ def test_jobs_that_are_listed_while_the_first_list_is_under_way_are_read_from_th
     monkeypatch.setattr(Cluster, "_list", beside)
     cluster.pods("ns", "a")
     cluster.pods("ns", "a")
-    every, one = {"labelSelector": "diloco.dev/job"}, {"labelSelector": "diloco.dev/job=b"}
-    assert asked == [every, one, every], "the list from before this process led does not count"
+    every, single = {"labelSelector": "diloco.dev/job"}, {"labelSelector": "diloco.dev/job=b"}
+    assert asked == [every, single, every], "the list from before this process led does not count"
 
 
 def test_a_first_list_that_fails_is_repeated(api, cluster, monkeypatch):

@@ -39,7 +39,7 @@ def mounting():
     return world
 
 
-# ------------------------------------------------------------------------------ words of Kubernetes
+# ------------------------------------------------------------------------------ messages from Kubernetes
 
 
 def test_a_statefulset_that_gets_no_pods_reports_the_api_servers_message():

@@ -1,4 +1,4 @@
-"""Two writers that each restore their own value: the operator does not write for ever."""
+"""Two writers that each restore their own value: the operator does not write forever."""
 
 from datetime import timedelta
 

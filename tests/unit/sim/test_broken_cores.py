@@ -95,7 +95,7 @@ def test_liveness_finds_learners_that_offer_nothing(monkeypatch):
 def test_liveness_finds_a_quorum_that_waits_for_a_learner_with_a_fault(monkeypatch):
     description = replace(small("5..200 mute us/0"), steps=400)
     assert World(description).run().ok
-    breaks.nobody_is_late(monkeypatch)
+    breaks.no_member_is_late(monkeypatch)
     found = violation(description)
     assert found.checker == "liveness"
     assert "with a quorum without a fault" in str(found)
@@ -105,7 +105,7 @@ def test_liveness_finds_a_quorum_that_is_healthy_again_and_merges_nothing(monkey
     """Long before all faults are over, which is when each learner is judged."""
     plan = "5..15 cut eu/0 syncer\n 5..15 cut eu/1 syncer\n 1100..1101 pause us/0"
     description = replace(small(plan), steps=2000)
-    breaks.nobody_returns(monkeypatch)
+    breaks.no_learner_returns(monkeypatch)
     found = violation(description)
     assert found.checker == "liveness"
     assert "with a quorum without a fault" in found.sentence

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco_sim.faults import Plan
-from diloco_sim.healthy_intervals import Health, Silence
+from diloco_sim.healthy_intervals import Health, ExplainedGap
 
 LEARNERS = ("eu/0", "us/0", "eu/1")
 
@@ -59,14 +59,14 @@ def test_learners_beyond_the_number_are_absent():
     assert [found.since(now) for now in (4.0, 7.0, 12.0)] == [0.0, None, 10.0]
 
 
-def silence(*lines: str) -> Silence:
-    return Silence(Plan.parse("\n".join(lines)), between=2.0, longest_step=1.0)
+def explained_gap(*lines: str) -> ExplainedGap:
+    return ExplainedGap(Plan.parse("\n".join(lines)), between=2.0, longest_step=1.0)
 
 
 def test_only_what_overlaps_a_silence_or_was_measured_just_before_explains_it():
-    plain = silence().seconds(100.0, 200.0)
+    plain = explained_gap().seconds(100.0, 200.0)
     assert plain == 35.0 + 10 * 2.0 * 1.0
-    found = silence("50..50.1 jump eu/0 300", "150..170 pause us/0", "900..900.1 jump eu/0 60")
+    found = explained_gap("50..50.1 jump eu/0 300", "150..170 pause us/0", "900..900.1 jump eu/0 60")
     assert found.seconds(100.0, 120.0) == plain
     assert found.seconds(100.0, 160.0) == plain + 10 * 2.0 * 20.0
     assert found.seconds(60.0, 120.0) == plain + 10 * 2.0 * 300.0
@@ -76,6 +76,6 @@ def test_only_what_overlaps_a_silence_or_was_measured_just_before_explains_it():
 
 @pytest.mark.parametrize(("amount", "factor"), [(1000.0, 1000.0), (0.01, 1.0)])
 def test_a_learner_that_lies_about_its_durations_explains_what_it_states(amount, factor):
-    found = silence(f"50..60 lie-seconds eu/0 {amount}")
+    found = explained_gap(f"50..60 lie-seconds eu/0 {amount}")
     assert found.seconds(70.0, 80.0) == 35.0 + 10 * 2.0 * factor
-    assert found.seconds(90.0, 95.0) == silence().seconds(90.0, 95.0)
+    assert found.seconds(90.0, 95.0) == explained_gap().seconds(90.0, 95.0)

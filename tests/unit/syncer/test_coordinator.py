@@ -72,7 +72,7 @@ def test_a_round_from_report_to_commit():
 
 
 def test_09_a_learner_that_joins_during_a_merge_receives_the_version_of_its_commit():
-    """Its Ready named the version before; without the commit it would train on that for ever."""
+    """Its Ready named the version before; without the commit it would train on that forever."""
     syncer, [learner] = begin()
     [pull] = learner.step()
     upload = learner.upload(pull, random_delta(learner.layout.fragments[pull.fragment], 1)).send(1)

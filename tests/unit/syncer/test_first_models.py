@@ -218,7 +218,7 @@ def test_parameters_of_a_model_that_no_longer_counts_come_too_late():
     job.join("eu/0", OURS)
     job.syncer.run(late)
     assert job.syncer.facts.parameters is None
-    assert constants.receiver.waiting is None, "its sender does not wait for ever"
+    assert constants.receiver.waiting is None, "its sender does not wait forever"
     job.deliver("eu/0")
 
 

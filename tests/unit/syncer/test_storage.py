@@ -78,7 +78,7 @@ def run_child(code: str, *arguments: object) -> subprocess.CompletedProcess[str]
 
 
 @pytest.fixture
-def two(tmp_path: Path) -> Store:
+def two_snapshots(tmp_path: Path) -> Store:
     """A store that holds steps 1 and 2."""
     store = Store(tmp_path / "snapshots", keep=3)
     store.write(snapshot(1))
@@ -86,8 +86,8 @@ def two(tmp_path: Path) -> Store:
     return store
 
 
-def test_what_was_written_is_read_back(two: Store):
-    assert_same(Store(two.root, keep=3).newest(), snapshot(2))
+def test_what_was_written_is_read_back(two_snapshots: Store):
+    assert_same(Store(two_snapshots.root, keep=3).newest(), snapshot(2))
 
 
 def test_an_empty_directory_has_no_snapshot(tmp_path: Path):
@@ -112,8 +112,8 @@ def test_arrays_that_are_not_contiguous_are_written_in_order(tmp_path: Path):
     np.testing.assert_array_equal(found.arrays["a"], array)
 
 
-def test_the_data_file_is_ordinary_safetensors(two: Store):
-    loaded = load_file(files(two.root, ".safetensors")[-1])
+def test_the_data_file_is_ordinary_safetensors(two_snapshots: Store):
+    loaded = load_file(files(two_snapshots.root, ".safetensors")[-1])
     np.testing.assert_array_equal(loaded["theta.0"], snapshot(2).arrays["theta.0"])
 
 
@@ -131,101 +131,101 @@ STRIDES = [11, pytest.param(1, marks=pytest.mark.slow)]
 
 
 def test_a_data_file_cut_at_any_boundary_is_skipped_by_name(
-    two: Store, caplog: pytest.LogCaptureFixture
+    two_snapshots: Store, caplog: pytest.LogCaptureFixture
 ):
-    data = files(two.root, ".safetensors")[-1]
+    data = files(two_snapshots.root, ".safetensors")[-1]
     whole = data.read_bytes()
     cuts = boundaries(data)
     assert len(cuts) > 12
     for cut in cuts:
         caplog.clear()
         data.write_bytes(whole[:cut])
-        assert_same(two.newest(), snapshot(1))
+        assert_same(two_snapshots.newest(), snapshot(1))
         assert data.name in caplog.text
         assert f"has {cut} bytes, expected {len(whole)}" in caplog.text
 
 
-def test_a_data_file_with_bytes_behind_its_end_is_skipped(two: Store):
-    with files(two.root, ".safetensors")[-1].open("ab") as file:
+def test_a_data_file_with_bytes_behind_its_end_is_skipped(two_snapshots: Store):
+    with files(two_snapshots.root, ".safetensors")[-1].open("ab") as file:
         file.write(b"\0")
-    assert_same(two.newest(), snapshot(1))
+    assert_same(two_snapshots.newest(), snapshot(1))
 
 
 @pytest.mark.parametrize("stride", STRIDES)
 def test_a_manifest_cut_anywhere_is_skipped_by_name(
-    two: Store, caplog: pytest.LogCaptureFixture, stride: int
+    two_snapshots: Store, caplog: pytest.LogCaptureFixture, stride: int
 ):
-    manifest = files(two.root, ".json")[-1]
+    manifest = files(two_snapshots.root, ".json")[-1]
     whole = manifest.read_bytes()
     for cut in range(0, len(whole), stride):
         caplog.clear()
         manifest.write_bytes(whole[:cut])
-        assert_same(two.newest(), snapshot(1))
+        assert_same(two_snapshots.newest(), snapshot(1))
         assert manifest.name in caplog.text
 
 
 @pytest.mark.parametrize("stride", STRIDES)
 @pytest.mark.parametrize("suffix", [".safetensors", ".json"])
-def test_one_bit_flipped_anywhere_is_noticed(two: Store, suffix: str, stride: int):
-    path = files(two.root, suffix)[-1]
+def test_one_bit_flipped_anywhere_is_noticed(two_snapshots: Store, suffix: str, stride: int):
+    path = files(two_snapshots.root, suffix)[-1]
     whole = path.read_bytes()
     for place in range(0, len(whole), stride):
         flipped = bytearray(whole)
         flipped[place] ^= 1 << place % 8
         path.write_bytes(flipped)
-        assert_same(two.newest(), snapshot(1))
+        assert_same(two_snapshots.newest(), snapshot(1))
 
 
-def test_a_missing_manifest_is_skipped_by_name(two: Store, caplog: pytest.LogCaptureFixture):
-    manifest = files(two.root, ".json")[-1]
+def test_a_missing_manifest_is_skipped_by_name(two_snapshots: Store, caplog: pytest.LogCaptureFixture):
+    manifest = files(two_snapshots.root, ".json")[-1]
     manifest.unlink()
-    assert_same(two.newest(), snapshot(1))
+    assert_same(two_snapshots.newest(), snapshot(1))
     assert manifest.name in caplog.text
 
 
-def test_missing_data_is_skipped(two: Store):
-    files(two.root, ".safetensors")[-1].unlink()
-    assert_same(two.newest(), snapshot(1))
+def test_missing_data_is_skipped(two_snapshots: Store):
+    files(two_snapshots.root, ".safetensors")[-1].unlink()
+    assert_same(two_snapshots.newest(), snapshot(1))
 
 
-def test_the_manifest_of_another_snapshot_is_not_used(two: Store, caplog: pytest.LogCaptureFixture):
-    older, newer = files(two.root, ".json")
+def test_the_manifest_of_another_snapshot_is_not_used(two_snapshots: Store, caplog: pytest.LogCaptureFixture):
+    older, newer = files(two_snapshots.root, ".json")
     newer.write_bytes(older.read_bytes())
-    assert_same(two.newest(), snapshot(1))
+    assert_same(two_snapshots.newest(), snapshot(1))
     assert f"is the manifest of {older.stem}.safetensors" in caplog.text
 
 
-def test_06_snapshots_that_all_are_damaged_are_not_overwritten_by_a_new_job(two: Store):
-    data = files(two.root, ".safetensors")
+def test_06_snapshots_that_all_are_damaged_are_not_overwritten_by_a_new_job(two_snapshots: Store):
+    data = files(two_snapshots.root, ".safetensors")
     for path in data:
         path.write_bytes(b"")
     with pytest.raises(StorageError) as refused:
-        two.start()
+        two_snapshots.start()
     assert f"none of its {len(data)} snapshots can be read" in str(refused.value)
     assert all(path.name in str(refused.value) for path in data)
     assert "write 0 to" in str(refused.value)
 
 
 def test_06_a_disk_that_cannot_be_read_for_a_moment_ends_the_start(
-    two: Store, monkeypatch: pytest.MonkeyPatch
+    two_snapshots: Store, monkeypatch: pytest.MonkeyPatch
 ):
     def refuse(*_: object) -> int:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    before = sorted(two.root.iterdir())
+    before = sorted(two_snapshots.root.iterdir())
     with monkeypatch.context() as sick:
         sick.setattr(os, "preadv", refuse)
         with pytest.raises(StorageError, match=os.strerror(errno.EIO)):
-            Store(two.root, keep=3).start()
-    assert sorted(two.root.iterdir()) == before
-    assert_same(Store(two.root, keep=3).start(), snapshot(2))
+            Store(two_snapshots.root, keep=3).start()
+    assert sorted(two_snapshots.root.iterdir()) == before
+    assert_same(Store(two_snapshots.root, keep=3).start(), snapshot(2))
 
 
 def test_06_the_newest_snapshot_is_not_skipped_when_only_its_disk_refuses(
-    two: Store, monkeypatch: pytest.MonkeyPatch
+    two_snapshots: Store, monkeypatch: pytest.MonkeyPatch
 ):
     """It may be intact, and the older one lacks merges that learners have received."""
-    newest, read = files(two.root, ".safetensors")[-1], os.preadv
+    newest, read = files(two_snapshots.root, ".safetensors")[-1], os.preadv
 
     def refuse(fd: int, *arguments: object) -> int:
         if os.readlink(f"/proc/self/fd/{fd}") == str(newest):
@@ -235,9 +235,9 @@ def test_06_the_newest_snapshot_is_not_skipped_when_only_its_disk_refuses(
     with monkeypatch.context() as sick:
         sick.setattr(os, "preadv", refuse)
         with pytest.raises(StorageError, match=rf"{newest.name}: {os.strerror(errno.EIO)}.*older"):
-            Store(two.root, keep=3).start()
-        (two.root / CHOICE).write_text("1")
-        assert_same(Store(two.root, keep=3).start(), snapshot(1))
+            Store(two_snapshots.root, keep=3).start()
+        (two_snapshots.root / CHOICE).write_text("1")
+        assert_same(Store(two_snapshots.root, keep=3).start(), snapshot(1))
 
 
 def test_a_first_snapshot_that_was_never_completed_does_not_stop_the_next_start(tmp_path: Path):
@@ -246,7 +246,7 @@ def test_a_first_snapshot_that_was_never_completed_does_not_stop_the_next_start(
 
 
 def test_a_header_that_names_no_known_tensors_counts_as_damage(
-    two: Store, monkeypatch: pytest.MonkeyPatch
+    two_snapshots: Store, monkeypatch: pytest.MonkeyPatch
 ):
     """Its SHA-256 is right: another version of the program wrote it."""
 
@@ -255,48 +255,48 @@ def test_a_header_that_names_no_known_tensors_counts_as_damage(
 
     monkeypatch.setattr("diloco_syncer.storage.store.parse", unknown)
     with pytest.raises(StorageError, match="the header cannot be read"):
-        two.start()
+        two_snapshots.start()
 
 
-def test_a_person_may_start_from_an_older_snapshot_once(two: Store):
+def test_a_person_may_start_from_an_older_snapshot_once(two_snapshots: Store):
     """Each start before the next snapshot is such a start: learners must replace what they have."""
-    two.write(snapshot(3))
-    two.root.joinpath("from-snapshot").write_text("1\n")
+    two_snapshots.write(snapshot(3))
+    two_snapshots.root.joinpath("from-snapshot").write_text("1\n")
     for _ in range(2):
-        store = Store(two.root, keep=3)
+        store = Store(two_snapshots.root, keep=3)
         found = store.start()
         assert_same(found, snapshot(1))
         assert found is not None
         assert found.chosen
-        assert (two.root / "from-snapshot").exists()
-    aside = sorted(path.name for path in (two.root / "set-aside").iterdir())
+        assert (two_snapshots.root / "from-snapshot").exists()
+    aside = sorted(path.name for path in (two_snapshots.root / "set-aside").iterdir())
     assert [name.rpartition("-")[2] for name in aside] == [
         "2.json", "2.safetensors", "3.json", "3.safetensors"
     ]  # fmt: skip
     store.write(snapshot(2, epoch=2))
-    assert not list(two.root.glob("from-snapshot*"))
-    found = Store(two.root, keep=3).start()
+    assert not list(two_snapshots.root.glob("from-snapshot*"))
+    found = Store(two_snapshots.root, keep=3).start()
     assert_same(found, snapshot(2, epoch=2))
     assert found is not None
     assert not found.chosen
 
 
-def test_a_choice_that_a_person_makes_after_the_start_is_for_the_next_one(two: Store):
-    two.root.joinpath("from-snapshot").write_text("1")
-    store = Store(two.root, keep=3)
+def test_a_choice_that_a_person_makes_after_the_start_is_for_the_next_one(two_snapshots: Store):
+    two_snapshots.root.joinpath("from-snapshot").write_text("1")
+    store = Store(two_snapshots.root, keep=3)
     store.start()
-    two.root.joinpath("from-snapshot").write_text("0")
+    two_snapshots.root.joinpath("from-snapshot").write_text("0")
     store.write(snapshot(3, epoch=2))
     store.write(snapshot(4, epoch=2))
-    assert Store(two.root, keep=3).start() is None
+    assert Store(two_snapshots.root, keep=3).start() is None
 
 
 def test_a_chosen_snapshot_stays_as_long_as_the_file_that_names_it(
-    two: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    two_snapshots: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ):
-    choice = two.root / "from-snapshot"
+    choice = two_snapshots.root / "from-snapshot"
     choice.write_text("1")
-    store, rename = Store(two.root, keep=1), os.replace
+    store, rename = Store(two_snapshots.root, keep=1), os.replace
     store.start()
 
     def refuse(source: Path, target: Path) -> None:
@@ -310,24 +310,24 @@ def test_a_chosen_snapshot_stays_as_long_as_the_file_that_names_it(
             store.write(snapshot(step, epoch=2))
             assert store.verify()
     assert "from-snapshot: cannot be deleted, delete it" in caplog.text
-    assert [path.stem.rpartition("-")[2] for path in files(two.root, ".json")] == ["1", "3"]
+    assert [path.stem.rpartition("-")[2] for path in files(two_snapshots.root, ".json")] == ["1", "3"]
     store.write(snapshot(4, epoch=2))
     assert not choice.exists()
-    assert [path.stem.rpartition("-")[2] for path in files(two.root, ".json")] == ["3", "4"]
+    assert [path.stem.rpartition("-")[2] for path in files(two_snapshots.root, ".json")] == ["3", "4"]
 
 
-def test_a_person_may_begin_anew_without_losing_a_file(two: Store):
-    data = files(two.root, ".safetensors")
+def test_a_person_may_begin_anew_without_losing_a_file(two_snapshots: Store):
+    data = files(two_snapshots.root, ".safetensors")
     for path in data:
         path.write_bytes(b"")
-    count = len(list(two.root.iterdir()))
-    two.root.joinpath("from-snapshot").write_text("0")
+    count = len(list(two_snapshots.root.iterdir()))
+    two_snapshots.root.joinpath("from-snapshot").write_text("0")
     for _ in range(2):
-        store = Store(two.root, keep=3)
+        store = Store(two_snapshots.root, keep=3)
         assert store.start() is None
-        assert len(list((two.root / "set-aside").iterdir())) == count
+        assert len(list((two_snapshots.root / "set-aside").iterdir())) == count
     store.write(snapshot(0, epoch=2))
-    assert_same(Store(two.root, keep=3).start(), snapshot(0, epoch=2))
+    assert_same(Store(two_snapshots.root, keep=3).start(), snapshot(0, epoch=2))
 
 
 @pytest.mark.parametrize(
@@ -335,12 +335,12 @@ def test_a_person_may_begin_anew_without_losing_a_file(two: Store):
     [("7", "there are snapshots of steps 2, 1"), ("new", "holds 'new', expected the step")],
 )
 def test_a_choice_that_cannot_be_carried_out_stays_and_is_explained(
-    two: Store, text: str, message: str
+    two_snapshots: Store, text: str, message: str
 ):
-    choice = two.root / "from-snapshot"
+    choice = two_snapshots.root / "from-snapshot"
     choice.write_text(text)
     with pytest.raises(StorageError, match=message):
-        two.start()
+        two_snapshots.start()
     assert choice.read_text() == text
 
 
@@ -403,17 +403,17 @@ def test_killed_at_any_step_leaves_a_whole_snapshot_and_no_rubbish(tmp_path: Pat
 @pytest.mark.parametrize("point", POINTS_BEFORE_IT_COUNTS)
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO])
 def test_a_disk_that_refuses_at_any_step_costs_only_this_snapshot(
-    two: Store, point: str, code: int
+    two_snapshots: Store, point: str, code: int
 ):
     def fault(name: str) -> None:
         if name == point:
             raise OSError(code, os.strerror(code))
 
-    before = sorted(two.root.iterdir())
+    before = sorted(two_snapshots.root.iterdir())
     with pytest.raises(StorageError, match=os.strerror(code)):
-        Store(two.root, keep=1, fault=fault).write(snapshot(3))
-    assert sorted(two.root.iterdir()) == before
-    assert_same(two.newest(), snapshot(2))
+        Store(two_snapshots.root, keep=1, fault=fault).write(snapshot(3))
+    assert sorted(two_snapshots.root.iterdir()) == before
+    assert_same(two_snapshots.newest(), snapshot(2))
 
 
 LIMITED = """
@@ -434,11 +434,11 @@ except StorageError as error:
 
 @pytest.mark.parametrize("elements", [30_000, 3_000_000])
 @pytest.mark.slow
-def test_a_file_beyond_the_limit_is_refused_with_the_reason(two: Store, elements: int):
-    before = sorted(two.root.iterdir())
-    child = run_child(LIMITED, two.root, elements)
+def test_a_file_beyond_the_limit_is_refused_with_the_reason(two_snapshots: Store, elements: int):
+    before = sorted(two_snapshots.root.iterdir())
+    child = run_child(LIMITED, two_snapshots.root, elements)
     assert os.strerror(errno.EFBIG) in child.stdout
-    assert sorted(two.root.iterdir()) == before
+    assert sorted(two_snapshots.root.iterdir()) == before
 
 
 @pytest.fixture

@@ -206,7 +206,7 @@ def test_a_probe_that_is_over_takes_no_further_chunk(pair):
 
 
 def test_a_damaged_end_is_the_end_of_an_upload_that_lacks_nothing(pair):
-    """Its sender would wait for the reply for ever, and upload nothing else."""
+    """Its sender would wait for the reply forever, and upload nothing else."""
     first, second = pair.upload(0), pair.upload(1)
     for upload in (first, second):
         upload.left[-1] = b"damaged" * 10

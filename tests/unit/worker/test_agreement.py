@@ -387,16 +387,16 @@ def test_while_copies_are_late_there_are_no_others_and_the_link_learns_of_no_lat
 
 def test_places_of_late_copies_are_not_used_again_before_they_have_arrived():
     first = FirstRank(2, 4)
-    one = planned(first, 1)
-    follow(first, one)
-    two = planned(first, 2)
-    follow(first, two)
-    assert all(one.places[p] != two.places[p] for p in (0, 1))
-    spare = [place for plan in (one, two) for place in plan.places.values() if place != HOME]
+    first_plan = planned(first, 1)
+    follow(first, first_plan)
+    second_plan = planned(first, 2)
+    follow(first, second_plan)
+    assert all(first_plan.places[p] != second_plan.places[p] for p in (0, 1))
+    spare = [place for plan in (first_plan, second_plan) for place in plan.places.values() if place != HOME]
     assert len(spare) == len({*spare})
     settled(first)
-    three = first.places.plan([0, 1])
-    assert all(three[p] not in (one.places[p], two.places[p]) for p in three)
+    third_plan = first.places.plan([0, 1])
+    assert all(third_plan[p] not in (first_plan.places[p], second_plan.places[p]) for p in third_plan)
 
 
 def test_a_late_copy_of_the_whole_model_is_the_only_one():

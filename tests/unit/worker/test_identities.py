@@ -262,12 +262,12 @@ def test_all_generators_are_seeded():
     def draw():
         return torch.rand(1).item(), np.random.rand(), random.random()
 
-    one, other = of("eu/0"), of("eu/1")
-    assert one.seed_everything() == one.seed()
+    own, other = of("eu/0"), of("eu/1")
+    assert own.seed_everything() == own.seed()
     first = draw()
     other.seed_everything()
     assert not set(first) & set(draw())
-    one.seed_everything()
+    own.seed_everything()
     assert draw() == first
 
 

@@ -121,7 +121,7 @@ def test_any_number_of_ranks_loads_what_two_have_written(tmp_path, size):
 def test_one_process_loads_what_two_ranks_have_written_and_the_other_way_round(tmp_path):
     wanted = saved(tmp_path, 1)
 
-    def one(group: RankGroup) -> dict[str, torch.Tensor]:
+    def one_process(group: RankGroup) -> dict[str, torch.Tensor]:
         rank = Rank(group, tmp_path / "unused", seed=2)
         alone = Checkpoints(tmp_path, keep=2, digest=DIGEST)
         found = alone.newest()
@@ -133,7 +133,7 @@ def test_one_process_loads_what_two_ranks_have_written_and_the_other_way_round(t
         assert alone.finish()
         return rank.state()
 
-    (wanted,) = in_ranks(1, one)
+    (wanted,) = in_ranks(1, one_process)
     names = {path.name.partition(".")[0] for path in tmp_path.glob("checkpoint-*")}
     assert len(names) == 2, "the pieces of the earlier one are kept"
 
@@ -162,9 +162,9 @@ def test_each_rank_writes_its_part_and_two_generations_remain(tmp_path):
     saved(tmp_path, 1, 2, 3, 4)
     sizes = [path.stat().st_size for path in sorted(tmp_path.glob("*.safetensors"))]
     assert len(sizes) == 4
-    one, other = sizes[:2]
-    assert one + other < 1.1 * 3 * 4 * WIDE * WIDE
-    assert abs(one - other) < 0.1 * one
+    first, second = sizes[:2]
+    assert first + second < 1.1 * 3 * 4 * WIDE * WIDE
+    assert abs(first - second) < 0.1 * first
     stems = [path.name for path in sorted(tmp_path.glob("checkpoint-*.json"))]
     assert stems == ["checkpoint-0000000003.json", "checkpoint-0000000004.json"]
     assert len(list(tmp_path.glob("checkpoint-*"))) == 2 * (1 + 2 * 2)

@@ -42,78 +42,78 @@ def sockets():
 
 
 def test_messages_arrive_in_order_with_their_numbers_and_bytes(sockets):
-    one, two = (End(sock) for sock in sockets)
+    near, far = (End(sock) for sock in sockets)
     sent = [Message(Kind.PLAN, (n, 2**63, 7), b"x" * n) for n in (1, 0, relay.SMALL_BYTES + 1)]
     for message in sent:
-        one.relay.send(message)
-    for end in (one, two):
+        near.relay.send(message)
+    for end in (near, far):
         end.relay.start()
-    until(lambda: len(two.messages) >= 3, "messages")
-    assert two.messages[:3] == sent
-    one.relay.close()
-    two.relay.close()
-    assert one.lost == two.lost == []
+    until(lambda: len(far.messages) >= 3, "messages")
+    assert far.messages[:3] == sent
+    near.relay.close()
+    far.relay.close()
+    assert near.lost == far.lost == []
 
 
 def test_small_messages_go_before_the_rest_of_a_bulk_transfer(sockets):
-    one, two = (End(sock) for sock in sockets)
+    near, far = (End(sock) for sock in sockets)
     first = threading.Event()
 
     def bulk():
         for n in range(50):
             if n == 1:
-                one.relay.send(Message(Kind.PLAN))
+                near.relay.send(Message(Kind.PLAN))
             first.set()
             yield Message(Kind.PART, (0, 0, n), b"y" * 1000)
 
-    one.relay.send_bulk(bulk())
-    one.relay.start()
-    two.relay.start()
-    until(lambda: len(two.messages) == 51, "messages")
-    assert two.kinds().index(Kind.PLAN) == 2
-    assert [m.numbers[2] for m in two.messages if m.kind is Kind.PART] == [*range(50)]
-    one.relay.close()
-    two.relay.close()
+    near.relay.send_bulk(bulk())
+    near.relay.start()
+    far.relay.start()
+    until(lambda: len(far.messages) == 51, "messages")
+    assert far.kinds().index(Kind.PLAN) == 2
+    assert [m.numbers[2] for m in far.messages if m.kind is Kind.PART] == [*range(50)]
+    near.relay.close()
+    far.relay.close()
 
 
 def test_a_beat_shows_that_an_end_is_there_and_a_silent_peer_is_lost(sockets, monkeypatch):
     monkeypatch.setattr(relay, "BEAT_SECONDS", 0.02)
-    one, two = (End(sock, b"rows") for sock in sockets)
-    one.relay.start()
-    two.relay.start()
-    until(lambda: two.kinds().count(Kind.BEAT) > 2, "beats")
-    assert two.messages[0].data == b"rows"
-    one.relay.close()
-    two.relay.close()
+    near, far = (End(sock, b"rows") for sock in sockets)
+    near.relay.start()
+    far.relay.start()
+    until(lambda: far.kinds().count(Kind.BEAT) > 2, "beats")
+    assert far.messages[0].data == b"rows"
+    near.relay.close()
+    far.relay.close()
 
 
 def test_a_peer_that_sends_nothing_is_lost(sockets, monkeypatch):
     monkeypatch.setattr(relay, "SILENT_SECONDS", 0.1)
-    one = End(sockets[0])
-    one.relay.start()
-    until(lambda: one.lost, "the loss")
-    assert one.lost == ["nothing came for 0 s"]
+    near = End(sockets[0])
+    near.relay.start()
+    until(lambda: near.lost, "the loss")
+    assert near.lost == ["nothing came for 0 s"]
 
 
 def test_a_peer_that_has_left_may_close_its_end(sockets):
-    one, two = (End(sock) for sock in sockets)
-    one.relay.start()
-    two.relay.start()
-    two.relay.send(Message(Kind.LEFT))
-    two.relay.close()
+    near, far = (End(sock) for sock in sockets)
+    near.relay.start()
+    far.relay.start()
+    far.relay.send(Message(Kind.LEFT))
+    far.relay.close()
     sockets[1].close()
-    until(lambda: Kind.LEFT in one.kinds(), "the goodbye")
-    one.relay.send(Message(Kind.PLAN))
+    until(lambda: Kind.LEFT in near.kinds(), "the goodbye")
+    near.relay.send(Message(Kind.PLAN))
     time.sleep(0.05)
-    assert one.lost == []
+    assert near.lost == []
 
 
 def test_a_peer_that_closes_its_end_before_it_left_is_lost(sockets):
-    one = End(sockets[0])
-    one.relay.start()
+    near = End(sockets[0])
+    near.relay.start()
     sockets[1].close()
-    until(lambda: one.lost, "the loss")
-    assert one.lost == ["the connection was closed"]
+    until(lambda: near.lost, "the loss")
+    assert near.lost == ["the connection was closed"]
 
 
 @pytest.mark.parametrize(
@@ -125,22 +125,22 @@ def test_a_peer_that_closes_its_end_before_it_left_is_lost(sockets):
     ],
 )
 def test_what_is_not_expected_ends_the_connection_with_the_reason(sockets, data, why):
-    one = End(sockets[0], fault=True)
-    one.relay.start()
+    near = End(sockets[0], fault=True)
+    near.relay.start()
     sockets[1].sendall(data)
-    until(lambda: one.lost, "the loss")
-    assert one.lost[0].startswith("it sent what was not expected: ")
-    assert why in one.lost[0]
+    until(lambda: near.lost, "the loss")
+    assert near.lost[0].startswith("it sent what was not expected: ")
+    assert why in near.lost[0]
 
 
 def test_after_close_no_message_is_handled(sockets):
-    one = End(sockets[0])
-    one.relay.start()
-    one.relay.close()
+    near = End(sockets[0])
+    near.relay.start()
+    near.relay.close()
     sockets[1].sendall(relay._HEAD.pack(Kind.PLAN, 0, 0, 0, 0))
     time.sleep(0.05)
-    assert one.messages == []
-    assert one.lost == []
+    assert near.messages == []
+    assert near.lost == []
 
 
 # ---------------------------------------------------------------- how a connection begins
