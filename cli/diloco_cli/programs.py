@@ -36,9 +36,7 @@ def doctor(
     file: Manifest,
     directory: Annotated[
         Path | None,
-        typer.Option(
-            "--dir", metavar="DIR", help="Directory whose free disk space is checked."
-        ),
+        typer.Option("--dir", metavar="DIR", help="Directory whose free disk space is checked."),
     ] = None,
     seconds: Annotated[
         float,

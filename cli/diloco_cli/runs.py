@@ -127,7 +127,9 @@ def status(
         manifest = remote.read()
         table = output is Output.table
         if table:
-            Console().print(cluster_status.status_table(manifest))  # at once: learners may not reply
+            Console().print(
+                cluster_status.status_table(manifest)
+            )  # at once: learners may not reply
         problems, unknown = learner_problems(remote, manifest.get("spec") or {})
         if not table:
             show_json(cluster_status.document(manifest, problems, unknown))

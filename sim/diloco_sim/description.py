@@ -14,7 +14,7 @@ from diloco.spec import Checkpoint, RunSpec
 from diloco_sim.checkers.bounds import Most
 from diloco_sim.checkers.liveness import Bounds
 from diloco_sim.faults import MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
-from diloco_sim.healthy_intervals import Health, ExplainedGap
+from diloco_sim.healthy_intervals import ExplainedGap, Health
 from diloco_sim.journal import PARTS
 from diloco_sim.learner import TRAINER
 from diloco_sim.seeds import fork

@@ -10,8 +10,8 @@ import pytest
 from diloco_sim.checkers.bounds import LINES_PER_LEARNER, LINES_PER_MERGE, Bounds, Most
 from diloco_sim.checkers.checker import Violation
 from diloco_sim.checkers.observations import Moment
-from diloco_testing import breaks
-from diloco_testing.worlds import small, violation
+from diloco_testing.sim import breaks
+from diloco_testing.sim.worlds import small, violation
 
 MOST = Most(
     learners=3, overlap=1, merges_per_second=1.0, link_bytes=1000, vector_bytes=2000, journal_bytes=3000,

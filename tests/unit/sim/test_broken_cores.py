@@ -12,8 +12,8 @@ from diloco_sim.description import Description, sample
 from diloco_sim.disk import SimulatedDisk
 from diloco_sim.shrink import shrink
 from diloco_sim.world import World
-from diloco_testing import breaks
-from diloco_testing.worlds import small, violation
+from diloco_testing.sim import breaks
+from diloco_testing.sim.worlds import small, violation
 
 pytestmark = pytest.mark.slow  # whole worlds
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diloco_sim.world import World
-from diloco_testing import breaks
-from diloco_testing.worlds import every_step, small, violation
+from diloco_testing.sim import breaks
+from diloco_testing.sim.worlds import every_step, small, violation
 
 pytestmark = pytest.mark.slow  # whole worlds
 

@@ -6,7 +6,7 @@ import pytest
 
 from diloco_sim.description import sample
 from diloco_sim.world import World
-from diloco_testing.breaks import BREAKS, broken
+from diloco_testing.sim.breaks import BREAKS, broken
 
 pytestmark = pytest.mark.slow  # whole worlds
 
@@ -60,7 +60,7 @@ SEEDS = [
 ]
 """
 Break, seed and global steps. After a change of what worlds are drawn, search again:
-`PYTHONPATH=tests/support python -m diloco_testing.breaks` prints the rows.
+`PYTHONPATH=tests/support python -m diloco_testing.sim.breaks` prints the rows.
 """
 
 WITHOUT_SEED = {"endless_outbox"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco_sim.faults import Plan
-from diloco_sim.healthy_intervals import Health, ExplainedGap
+from diloco_sim.healthy_intervals import ExplainedGap, Health
 
 LEARNERS = ("eu/0", "us/0", "eu/1")
 
@@ -66,7 +66,9 @@ def explained_gap(*lines: str) -> ExplainedGap:
 def test_only_what_overlaps_a_silence_or_was_measured_just_before_explains_it():
     plain = explained_gap().seconds(100.0, 200.0)
     assert plain == 35.0 + 10 * 2.0 * 1.0
-    found = explained_gap("50..50.1 jump eu/0 300", "150..170 pause us/0", "900..900.1 jump eu/0 60")
+    found = explained_gap(
+        "50..50.1 jump eu/0 300", "150..170 pause us/0", "900..900.1 jump eu/0 60"
+    )
     assert found.seconds(100.0, 120.0) == plain
     assert found.seconds(100.0, 160.0) == plain + 10 * 2.0 * 20.0
     assert found.seconds(60.0, 120.0) == plain + 10 * 2.0 * 300.0

@@ -9,7 +9,7 @@ import pytest
 from diloco_sim.description import Description
 from diloco_sim.memory import F32, ToyModel
 from diloco_sim.world import World
-from diloco_testing.worlds import small
+from diloco_testing.sim.worlds import small
 
 SHORT, LONG = "12..13 crash us/0+trainer", "12..25 crash us/0+trainer"
 

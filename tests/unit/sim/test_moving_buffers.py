@@ -12,7 +12,7 @@ from diloco_sim.description import sample
 from diloco_sim.world import World
 from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.merging import arithmetic
-from diloco_testing.worlds import small, violation
+from diloco_testing.sim.worlds import small, violation
 
 BUFFERS = (3, 200, 40)
 """The first holds integers."""

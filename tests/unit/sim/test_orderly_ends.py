@@ -9,7 +9,7 @@ import pytest
 
 from diloco_sim.checkers.observations import Resumed
 from diloco_sim.world import World
-from diloco_testing.worlds import small
+from diloco_testing.sim.worlds import small
 
 pytestmark = pytest.mark.slow  # whole worlds
 

@@ -16,7 +16,7 @@ from diloco_syncer.core.contribution import (
 )
 from diloco_syncer.core.outer import OuterOptimizer, weight
 from diloco_syncer.merging.blend import NEGLIGIBLE, VANISHED, blend
-from diloco_testing.whole_merge import merge_slot
+from diloco_testing.syncers.whole_merge import merge_slot
 
 FRAGMENT = cut(
     [Tensor(name="a", shape=(CHUNK + 100,), dtype="float32")], num_fragments=1

@@ -28,7 +28,7 @@ from diloco_testing.syncers.merging import (
     upload,
     values_of,
 )
-from diloco_testing.whole_merge import merge_slot
+from diloco_testing.syncers.whole_merge import merge_slot
 
 # Small tensors that share a chunk, one that spans three chunks, an embedding across a chunk's end.
 MANY = fragment_of(100, 1, 2 * CHUNK, 130, CHUNK // 2, 5, CHUNK // 2, average=(4, 5))

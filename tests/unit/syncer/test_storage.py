@@ -176,7 +176,9 @@ def test_one_bit_flipped_anywhere_is_noticed(two_snapshots: Store, suffix: str, 
         assert_same(two_snapshots.newest(), snapshot(1))
 
 
-def test_a_missing_manifest_is_skipped_by_name(two_snapshots: Store, caplog: pytest.LogCaptureFixture):
+def test_a_missing_manifest_is_skipped_by_name(
+    two_snapshots: Store, caplog: pytest.LogCaptureFixture
+):
     manifest = files(two_snapshots.root, ".json")[-1]
     manifest.unlink()
     assert_same(two_snapshots.newest(), snapshot(1))
@@ -188,7 +190,9 @@ def test_missing_data_is_skipped(two_snapshots: Store):
     assert_same(two_snapshots.newest(), snapshot(1))
 
 
-def test_the_manifest_of_another_snapshot_is_not_used(two_snapshots: Store, caplog: pytest.LogCaptureFixture):
+def test_the_manifest_of_another_snapshot_is_not_used(
+    two_snapshots: Store, caplog: pytest.LogCaptureFixture
+):
     older, newer = files(two_snapshots.root, ".json")
     newer.write_bytes(older.read_bytes())
     assert_same(two_snapshots.newest(), snapshot(1))
@@ -310,10 +314,16 @@ def test_a_chosen_snapshot_stays_as_long_as_the_file_that_names_it(
             store.write(snapshot(step, epoch=2))
             assert store.verify()
     assert "from-snapshot: cannot be deleted, delete it" in caplog.text
-    assert [path.stem.rpartition("-")[2] for path in files(two_snapshots.root, ".json")] == ["1", "3"]
+    assert [path.stem.rpartition("-")[2] for path in files(two_snapshots.root, ".json")] == [
+        "1",
+        "3",
+    ]
     store.write(snapshot(4, epoch=2))
     assert not choice.exists()
-    assert [path.stem.rpartition("-")[2] for path in files(two_snapshots.root, ".json")] == ["3", "4"]
+    assert [path.stem.rpartition("-")[2] for path in files(two_snapshots.root, ".json")] == [
+        "3",
+        "4",
+    ]
 
 
 def test_a_person_may_begin_anew_without_losing_a_file(two_snapshots: Store):

@@ -392,11 +392,18 @@ def test_places_of_late_copies_are_not_used_again_before_they_have_arrived():
     second_plan = planned(first, 2)
     follow(first, second_plan)
     assert all(first_plan.places[p] != second_plan.places[p] for p in (0, 1))
-    spare = [place for plan in (first_plan, second_plan) for place in plan.places.values() if place != HOME]
+    spare = [
+        place
+        for plan in (first_plan, second_plan)
+        for place in plan.places.values()
+        if place != HOME
+    ]
     assert len(spare) == len({*spare})
     settled(first)
     third_plan = first.places.plan([0, 1])
-    assert all(third_plan[p] not in (first_plan.places[p], second_plan.places[p]) for p in third_plan)
+    assert all(
+        third_plan[p] not in (first_plan.places[p], second_plan.places[p]) for p in third_plan
+    )
 
 
 def test_a_late_copy_of_the_whole_model_is_the_only_one():

@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from diloco.errors import StorageError
 from diloco.model.fragments import Tensor, cut
+from diloco_testing.learners import control_area
 from diloco_testing.learners.rank_threads import in_ranks
 from diloco_testing.local.fake_run import until
 from diloco_worker import distributed
 from diloco_worker.core import trainer as core
-from diloco_worker.core.agreement import HOME, PLANS, Board, FirstRank, Plan, board_bytes
+from diloco_worker.core.agreement import HOME, PLANS, FirstRank, Plan
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState
 from diloco_worker.core.trainer import TrainerCore
@@ -31,17 +32,6 @@ from diloco_worker.trainer.rank_group import RankGroup
 from diloco_worker.trainer.rank_processes import RankProcess
 
 
-class Area:
-    def __init__(self, size: int) -> None:
-        self.data = bytearray(size)
-
-    def read_control(self, offset: int, size: int) -> bytes:
-        return bytes(self.data[offset : offset + size])
-
-    def write_control(self, offset: int, data: bytes) -> None:
-        self.data[offset : offset + len(data)] = data
-
-
 def rank(number: int) -> DistributedTrainer:
     """One of two ranks, without a model and without the others."""
     trainer = DistributedTrainer.__new__(DistributedTrainer)
@@ -53,7 +43,7 @@ def rank(number: int) -> DistributedTrainer:
         failure="", close=lambda: None, entered=lambda *_, **__: None
     )
     trainer._model_copied = False
-    trainer._board = Board(Area(board_bytes(ranks=2, fragments=1)), ranks=2, fragments=1)
+    trainer._board = control_area.board(ranks=2, fragments=1)
     trainer._core = TrainerCore(
         name="eu/0", fragments=1, found=None, checkpoint_every=None, connect_timeout_seconds=1.0
     )
@@ -178,9 +168,7 @@ def test_any_rank_that_has_ended_is_noticed_though_it_is_a_zombie(monkeypatch, c
         trainer = rank(1)
         trainer._group.processes[dead] = zombie
         text = ending(capfd, lambda t=trainer, wait=waiting: wait(t))
-        assert (
-            f"eu/0: rank {dead} (process {zombie.pid}) exited, so this learner exits" in text
-        )
+        assert f"eu/0: rank {dead} (process {zombie.pid}) exited, so this learner exits" in text
 
 
 def test_a_rank_that_ended_after_its_part_is_not_missed(zombie, monkeypatch):

@@ -9,6 +9,7 @@ import time
 import pytest
 
 from diloco.model.fragments import Tensor, cut
+from diloco_testing.learners import control_area
 from diloco_testing.local.fake_run import until
 from diloco_worker.core.agreement import Board, board_bytes
 from diloco_worker.ipc.shared_memory import SharedMemory
@@ -33,20 +34,9 @@ time.sleep(300)
 """
 
 
-class Area:
-    def __init__(self, size: int) -> None:
-        self.data = bytearray(size)
-
-    def read_control(self, offset: int, size: int) -> bytes:
-        return bytes(self.data[offset : offset + size])
-
-    def write_control(self, offset: int, data: bytes) -> None:
-        self.data[offset : offset + len(data)] = data
-
-
 @pytest.fixture
 def board():
-    return Board(Area(board_bytes(ranks=2, fragments=1)), ranks=2, fragments=1)
+    return control_area.board(ranks=2, fragments=1)
 
 
 @pytest.fixture

@@ -144,7 +144,9 @@ def test_the_optimizers_continue_with_a_checkpoint_that_is_too_old_or_newer_than
 def anew(actions) -> str:
     """Why the optimizers start with new state, as it is shown."""
     [shown] = [action for action in actions if isinstance(action, ShowProgress)]
-    prefix = "eu/0: the parameters are those of global step 90; the optimizers start with new state: "
+    prefix = (
+        "eu/0: the parameters are those of global step 90; the optimizers start with new state: "
+    )
     assert shown.text.startswith(prefix)
     return shown.text.removeprefix(prefix)
 

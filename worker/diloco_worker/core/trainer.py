@@ -349,7 +349,8 @@ class TrainerCore:
         """The optimizers start with new state, for this reason."""
         return [
             self._show(
-                f"the parameters are those of global step {self.link_state.step}; the optimizers start with new state: {why}"
+                f"the parameters are those of global step {self.link_state.step}; "
+                f"the optimizers start with new state: {why}"
             )
         ]
 

@@ -215,7 +215,8 @@ class RankGroup:
         if len(machines) > MOST_MACHINES:
             raise ConfigError(
                 f"learner {self.learner}: its ranks are on {len(machines)} machines or in as many containers, at most "
-                f"{MOST_MACHINES} are supported, because rank 0 sends the results to each of them; split them " "into several learners"
+                f"{MOST_MACHINES} are supported, because rank 0 sends the results to each of them; split them "
+                "into several learners"
             )
         self.machines = tuple(machines.values())
         here = self.machines[self.machine]

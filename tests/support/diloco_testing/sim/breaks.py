@@ -1,7 +1,7 @@
 """
 Ways to break a core, each with the checker that must find it; and the search for a seed whose world finds it.
 
-    PYTHONPATH=tests/support python -m diloco_testing.breaks [NAME ...]
+    PYTHONPATH=tests/support python -m diloco_testing.sim.breaks [NAME ...]
 
 prints rows for tests/unit/sim/test_broken_seeds.py.
 
