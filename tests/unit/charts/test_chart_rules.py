@@ -35,7 +35,6 @@ class UniqueKeys(yaml.SafeLoader):
 def test_the_fields_of_the_chart_are_those_of_helm():
     texts = {
         "name",
-        "home",
         "version",
         "apiVersion",
         "appVersion",
@@ -44,7 +43,7 @@ def test_the_fields_of_the_chart_are_those_of_helm():
         "kubeVersion",
         "type",
     }
-    lists = {"keywords", "sources", "maintainers"}
+    lists = {"keywords", "maintainers"}
     assert CHART_YAML.keys() == texts | lists | {"annotations"}
     assert all(isinstance(CHART_YAML[key], str) for key in texts)
     assert all(isinstance(CHART_YAML[key], list) and CHART_YAML[key] for key in lists)
