@@ -407,7 +407,7 @@ def test_a_gpu_registers_memory_or_states_the_limit(monkeypatch, error):
 def test_integers_on_a_device_have_the_digits_of_those_on_the_host(values, odd):
     values_N = np.array(values, np.int64)
     digits_N = integers.to_digits(values_N)
-    assert digits.of(torch.from_numpy(values_N)).numpy().tobytes() == digits_N.tobytes()
+    assert digits.to_digits(torch.from_numpy(values_N)).numpy().tobytes() == digits_N.tobytes()
     for given_N in (digits_N, np.array(odd, np.float32)):
         found = digits.to_integers(torch.from_numpy(given_N))
         assert found.tolist() == integers.from_digits(given_N).tolist()

@@ -415,7 +415,7 @@ class Copier:
             for pair in self._out[fragment][place]:
                 values = pair.values
                 pair.view.copy_(
-                    values if values.is_floating_point() else digits.on_the_host(values)
+                    values if values.is_floating_point() else digits.to_digits_on_host(values)
                 )
 
     def copy_in(self, fragment: int) -> None:
@@ -431,7 +431,7 @@ class Copier:
                 if values.is_floating_point():
                     values.copy_(pair.view)
                 else:
-                    values.copy_(digits.to_integers_on_the_host(pair.view).view(values.shape))
+                    values.copy_(digits.to_integers_on_host(pair.view).view(values.shape))
             for pair in self._back[fragment]:
                 pair.view.copy_(pair.values)
 
@@ -455,7 +455,7 @@ class Copier:
                     buffer_N[slot.offset + slot.tensor.length : slot.end].zero_()
             for pair in self._pairs(described, buffer_N, out=True):
                 values = pair.values
-                pair.view.copy_(values if values.is_floating_point() else digits.of(values))
+                pair.view.copy_(values if values.is_floating_point() else digits.to_digits(values))
 
     def stage_in(self, fragment: int, buffer_N: torch.Tensor) -> None:
         """
