@@ -18,7 +18,7 @@ from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
 from diloco_worker.ipc import relay
 from diloco_worker.ipc.relay import Kind, Message
-from diloco_worker.trainer import meeting, rank_group, shards
+from diloco_worker.trainer import rank_group, rendezvous, shards
 from diloco_worker.trainer.machines import FirstMachine, FurtherMachine
 from diloco_worker.trainer.rank_group import RankGroup
 from diloco_worker.trainer.rank_replica import RankReplica
@@ -239,13 +239,13 @@ def test_what_the_machine_of_rank_0_holds_is_copied_by_its_ranks_alone():
         replica.close()
 
 
-# ---------------------------------------------------------------- meeting
+# ---------------------------------------------------------------- rendezvous
 
 
 def met(size: int, **settings) -> list:
     def body(group: RankGroup):
         group.find_machines("abcd"[group.rank])
-        found = meeting.meet(group, master="127.0.0.1", port=0)
+        found = rendezvous.connect(group, master="127.0.0.1", port=0)
         kept = sorted(found)
         for sock in found.values():
             sock.close()
@@ -259,7 +259,7 @@ def test_each_machine_connects_to_rank_0():
 
 
 def test_an_untrusted_peer_does_not_hold_the_machines_up(monkeypatch, caplog):
-    listen = meeting._listen
+    listen = rendezvous._listen
 
     def with_untrusted_peer(*arguments):
         listener = listen(*arguments)
@@ -269,7 +269,7 @@ def test_an_untrusted_peer_does_not_hold_the_machines_up(monkeypatch, caplog):
         return listener
 
     untrusted: list[socket.socket] = []
-    monkeypatch.setattr(meeting, "_listen", with_untrusted_peer)
+    monkeypatch.setattr(rendezvous, "_listen", with_untrusted_peer)
     assert met(2) == [[1], [0]]
     assert "it does not know the secret of this learner" in caplog.text
     for peer in untrusted:
@@ -277,13 +277,13 @@ def test_an_untrusted_peer_does_not_hold_the_machines_up(monkeypatch, caplog):
 
 
 def test_a_machine_that_cannot_reach_rank_0_ends_all_ranks_with_its_reason(monkeypatch):
-    monkeypatch.setattr(meeting, "DIAL_SECONDS", 0.1)
-    monkeypatch.setattr(meeting, "MARGIN_SECONDS", 0.3)
+    monkeypatch.setattr(rendezvous, "DIAL_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "MARGIN_SECONDS", 0.3)
 
     def refused(*_, **__):
         raise ConnectionRefusedError(111, "Connection refused")
 
-    monkeypatch.setattr(meeting.socket, "create_connection", refused)
+    monkeypatch.setattr(rendezvous.socket, "create_connection", refused)
     found = met(2)
     assert all(isinstance(error, UnavailableError) for error in found), found
     assert all("rank 1 on" in str(error) for error in found)
@@ -292,9 +292,9 @@ def test_a_machine_that_cannot_reach_rank_0_ends_all_ranks_with_its_reason(monke
 
 
 def test_a_machine_that_never_connects_is_named(monkeypatch):
-    monkeypatch.setattr(meeting, "DIAL_SECONDS", 0.1)
-    monkeypatch.setattr(meeting, "MARGIN_SECONDS", 0.1)
-    monkeypatch.setattr(meeting, "_dial", lambda *_, **__: socket.socket())
+    monkeypatch.setattr(rendezvous, "DIAL_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "MARGIN_SECONDS", 0.1)
+    monkeypatch.setattr(rendezvous, "_dial", lambda *_, **__: socket.socket())
     found = met(2)
     assert all(isinstance(error, UnavailableError) for error in found), found
     assert all("did not connect to rank 0 within 0 s" in str(error) for error in found)

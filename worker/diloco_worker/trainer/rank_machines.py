@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 from diloco_worker.core.agreement import Board, Followed, Plan
 from diloco_worker.core.messages import LinkState
+from diloco_worker.trainer import rendezvous
 from diloco_worker.trainer.machines import FirstMachine, FurtherMachine
-from diloco_worker.trainer.meeting import meet
 from diloco_worker.trainer.rank_group import RankGroup
 from diloco_worker.trainer.rank_replica import RankReplica
 from diloco_worker.trainer.rank_watch import RankWatch
@@ -37,7 +37,7 @@ class RankMachines:
         self._watch: RankWatch | None = None
         if len(group.machines) == 1:
             return
-        sockets = meet(group, master=master, port=port)
+        sockets = rendezvous.connect(group, master=master, port=port)
         watched = dict(group.processes)
         if group.rank == 0:
             self._first = FirstMachine(

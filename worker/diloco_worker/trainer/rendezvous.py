@@ -30,7 +30,7 @@ MARGIN_SECONDS = 5.0
 """Rank 0 listens for so much longer than the others dial."""
 
 
-def meet(group: RankGroup, *, master: str, port: int) -> dict[int, socket.socket]:
+def connect(group: RankGroup, *, master: str, port: int) -> dict[int, socket.socket]:
     """
     Connect the machines; all ranks call it.
 
