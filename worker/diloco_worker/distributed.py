@@ -23,7 +23,7 @@ from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
 from diloco_worker.core.agreement import Board, PassedError, Plan
-from diloco_worker.core.checkpoint_turns import Turns
+from diloco_worker.core.checkpoint_schedule import CheckpointSchedule
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.rank_liveness import report_progress
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
@@ -102,7 +102,7 @@ class DistributedTrainer:
             held=self._replica.held, group=group,
         )  # fmt: skip
         self._found = self._checkpoints.newest_of_all() if self._checkpoints is not None else None
-        self._turns: Turns | None = None
+        self._turns: CheckpointSchedule | None = None
         """Rank 0: when the next checkpoint begins."""
         self._core = core.TrainerCore(
             name=self.name, fragments=fragments, found=local_checkpoint(self._found),
@@ -271,12 +271,12 @@ class DistributedTrainer:
             )  # fmt: skip
 
     def _next_checkpoint(self, plan: Plan) -> int | None:
-        """Rank 0: whether the ranks begin a checkpoint with this plan; see `Turns.at`."""
+        """Rank 0: whether the ranks begin a checkpoint with this plan; see `CheckpointSchedule.at`."""
         if self._checkpoints is None or not self._core.joined:
             return None
         if self._turns is None:
             every = self._run_spec.learner_checkpoint.every_steps
-            self._turns = Turns(every, local_step=self.local_step)
+            self._turns = CheckpointSchedule(every, local_step=self.local_step)
         if (ended := self._checkpoints.ended()) is not None:
             self._turns.ended(ended)
         return self._turns.at(

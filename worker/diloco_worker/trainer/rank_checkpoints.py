@@ -27,7 +27,7 @@ from torch.optim import Optimizer
 from diloco.errors import ConfigError, DilocoError, StorageError
 from diloco.runtime import files
 from diloco_worker.core.boxes import Box
-from diloco_worker.core.checkpoint_turns import Outcome, of_all
+from diloco_worker.core.checkpoint_schedule import Outcome, of_all
 from diloco_worker.trainer import optimizer_state, pieces
 from diloco_worker.trainer.checkpoint import (
     DAMAGED,

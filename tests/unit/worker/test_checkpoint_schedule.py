@@ -4,20 +4,20 @@ import itertools
 
 import pytest
 
-from diloco_worker.core.checkpoint_turns import Outcome, Turns, of_all
+from diloco_worker.core.checkpoint_schedule import CheckpointSchedule, Outcome, of_all
 
 
-def at(turns: Turns, step: int, **changes: bool) -> int | None:
+def at(turns: CheckpointSchedule, step: int, **changes: bool) -> int | None:
     return turns.at(step, **{"busy": False, "trained": True, "ending": False, **changes})
 
 
 def test_a_checkpoint_begins_every_so_many_steps_of_this_process():
-    turns = Turns(10, local_step=7)
+    turns = CheckpointSchedule(10, local_step=7)
     assert [step for step in range(8, 40) if at(turns, step) is not None] == [17, 27, 37]
 
 
 def test_none_begins_while_one_is_written_or_the_model_is_of_no_use():
-    turns = Turns(10, local_step=0)
+    turns = CheckpointSchedule(10, local_step=0)
     assert at(turns, 10, busy=True) is None
     assert at(turns, 11, trained=False) is None
     assert at(turns, 12) == 0
@@ -26,7 +26,7 @@ def test_none_begins_while_one_is_written_or_the_model_is_of_no_use():
 
 
 def test_a_discarded_one_is_tried_again_at_once_and_its_attempts_are_counted():
-    turns = Turns(10, local_step=0)
+    turns = CheckpointSchedule(10, local_step=0)
     for attempt, step in enumerate((10, 13, 14)):
         assert at(turns, step) == attempt
         turns.ended(Outcome.LOST)
@@ -37,7 +37,7 @@ def test_a_discarded_one_is_tried_again_at_once_and_its_attempts_are_counted():
 
 
 def test_one_that_cannot_be_written_now_is_due_in_its_turn():
-    turns = Turns(10, local_step=0)
+    turns = CheckpointSchedule(10, local_step=0)
     assert at(turns, 10) == 0
     turns.ended(Outcome.FAILED)
     assert at(turns, 19) is None
@@ -45,15 +45,15 @@ def test_one_that_cannot_be_written_now_is_due_in_its_turn():
 
 
 def test_the_last_step_has_one_out_of_turn_even_while_another_is_written_but_only_once():
-    turns = Turns(10, local_step=0)
+    turns = CheckpointSchedule(10, local_step=0)
     assert at(turns, 3, ending=True, busy=True) == 0
     assert at(turns, 4, ending=True) is None
     assert at(turns, 13, ending=True) == 0
-    assert at(Turns(10, local_step=0), 3, ending=True, trained=False) is None
+    assert at(CheckpointSchedule(10, local_step=0), 3, ending=True, trained=False) is None
 
 
 def test_a_state_that_can_never_be_saved_ends_them():
-    turns = Turns(10, local_step=0)
+    turns = CheckpointSchedule(10, local_step=0)
     turns.ended(Outcome.OFF)
     assert at(turns, 100) is at(turns, 101, ending=True) is None
 

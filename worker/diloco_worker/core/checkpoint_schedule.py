@@ -30,7 +30,7 @@ def of_all(outcomes: list[Outcome]) -> Outcome:
     return max(outcomes, key=ORDER.index)
 
 
-class Turns:
+class CheckpointSchedule:
     """
     When the next checkpoint begins.
 
