@@ -225,7 +225,7 @@ class Supervisor:
 
     def _send_report(self) -> None:
         if isinstance(self._unit, Follower) and self._rank_zero is not None:
-            self._unit.willing = self._policy.waits
+            self._unit.ready_to_start = self._policy.waits
             self._rank_zero.update(self._unit.report)
 
     def _on_report(self, query: str) -> Reply | None:

@@ -43,7 +43,7 @@ class Report:
     """A random name of this start of the agent."""
     run: str
     """The run that its process executes; "": none."""
-    willing: bool
+    ready_to_start: bool
     """It is ready to start a process."""
     stopping: bool
     """Its container is being stopped."""
@@ -55,8 +55,10 @@ class Report:
     """How it ended, as text."""
 
     def to_json(self) -> dict[str, Any]:
-        """The fields as JSON."""
-        return asdict(self)
+        """The fields as JSON; agents of other versions know `ready_to_start` as `willing`."""
+        fields = asdict(self)
+        fields["willing"] = fields.pop("ready_to_start")
+        return fields
 
     @classmethod
     def of(cls, data: Any) -> Report:
@@ -70,7 +72,7 @@ class Report:
             rank=int(data["rank"]),
             boot=str(data["boot"])[:64],
             run=str(data["run"])[:80],
-            willing=bool(data["willing"]),
+            ready_to_start=bool(data["willing"]),
             stopping=bool(data["stopping"]),
             ended=str(data["ended"])[:80],
             code=int(data["code"]),
@@ -164,7 +166,11 @@ class Leader:
             if report.stopping:
                 return f"rank {rank} is being stopped"
             # A report from before the end of the last run does not count for the next.
-            if report.run or not report.willing or reported_at < self._ended_at + SETTLE_SECONDS:
+            if (
+                report.run
+                or not report.ready_to_start
+                or reported_at < self._ended_at + SETTLE_SECONDS
+            ):
                 return f"rank {rank} is not ready"
         return ""
 
@@ -250,7 +256,7 @@ class Follower:
     rank: int
     running: str = ""
     """The run that its process executes."""
-    willing: bool = True
+    ready_to_start: bool = True
     stopping: bool = False
     _order: Order | None = None
     _order_at: float = float("-inf")
@@ -268,7 +274,7 @@ class Follower:
     def report(self) -> Report:
         """What to report to rank 0."""
         return Report(
-            rank=self.rank, boot=self.boot, run=self.running, willing=self.willing,
+            rank=self.rank, boot=self.boot, run=self.running, ready_to_start=self.ready_to_start,
             stopping=self.stopping, ended=self._ended, code=self._code, cause=self._cause,
         )  # fmt: skip
 

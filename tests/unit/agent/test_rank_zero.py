@@ -35,7 +35,7 @@ def test_a_rank_reports_and_gets_the_run_as_the_reply():
             return Reply(ok=True, message=json.dumps(leader.order(1).to_json()))
 
     server = Server(0, answer)
-    follower = Follower(boot="b", rank=1, willing=True)
+    follower = Follower(boot="b", rank=1, ready_to_start=True)
     rank_zero = RankZero(("127.0.0.1", server.port), follower.report)
     until(lambda: rank_zero.reply is not None)
     follower.receive_order(*rank_zero.reply)

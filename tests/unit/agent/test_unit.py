@@ -127,7 +127,7 @@ class Learner:
         for pod in self.pods[1:]:
             cut = max(pod.silent_until, leader.silent_until) > self.now
             if not cut and pod.ended is None and leader.ended is None:
-                pod.policy.unit.willing = pod.policy.waits
+                pod.policy.unit.ready_to_start = pod.policy.waits
                 report = Report.of(pod.policy.unit.report.to_json())
                 leader.policy.unit.receive_report(report, self.now)
                 pod.policy.unit.receive_order(leader.policy.unit.order(pod.rank), self.now)

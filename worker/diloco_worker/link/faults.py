@@ -30,7 +30,7 @@ class FaultInjector:
 
 
 class Effects:
-    """CheckpointSchedule the chunks of a first transmission into messages, with faults if there are any."""
+    """Turns the chunks of a first transmission into messages, with faults if there are any."""
 
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         self._faults = {f.effect: f for f in faults}
