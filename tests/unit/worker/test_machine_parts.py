@@ -8,7 +8,7 @@ import pytest
 from diloco.model import tensorfile
 from diloco.model.fragments import Tensor, cut
 from diloco_worker.core import machine_parts as parts
-from diloco_worker.core.boxes import Box, whole
+from diloco_worker.core.shard_slices import Box, whole
 
 TENSORS = [
     Tensor(name="a", shape=(6, 10), dtype="float32"),

@@ -14,8 +14,8 @@ from torch import nn
 
 from diloco.errors import ConfigError
 from diloco_testing.learners.rank_threads import in_ranks
-from diloco_worker.core.boxes import piece, whole
 from diloco_worker.core.checkpoint_schedule import Outcome
+from diloco_worker.core.shard_slices import piece, whole
 from diloco_worker.trainer import pieces, rank_checkpoints
 from diloco_worker.trainer.checkpoint import Checkpoints, kept_of
 from diloco_worker.trainer.layout import Share

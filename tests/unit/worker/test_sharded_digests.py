@@ -12,7 +12,7 @@ from diloco.model.fragments import Tensor
 from diloco.spec import RunSpec
 from diloco_testing.learners.alone import alone
 from diloco_testing.learners.rank_threads import in_ranks
-from diloco_worker.core.boxes import Box, piece
+from diloco_worker.core.shard_slices import Box, piece
 from diloco_worker.trainer import sharded_digests
 from diloco_worker.trainer.frozen import digest
 from diloco_worker.trainer.layout import Named, Share, dtype_name

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from diloco.model import tensorfile
 from diloco.model.fragments import Layout
-from diloco_worker.core.boxes import Box, whole
+from diloco_worker.core.shard_slices import Box, whole
 
 PART_BYTES = 1 << 20
 """The largest part, in bytes; small messages between two parts wait for one."""

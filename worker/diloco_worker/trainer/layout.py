@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from diloco.errors import ConfigError, DamagedError
 from diloco.model import tensorfile
 from diloco.model.fragments import Fragment, Layout, Slot, Tensor
-from diloco_worker.core.boxes import Box, whole
+from diloco_worker.core.shard_slices import Box, whole
 from diloco_worker.trainer import digits
 
 F32 = npt.NDArray[np.float32]

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 
 from diloco.errors import ConfigError, StorageError
 from diloco.runtime import files
-from diloco_worker.core.boxes import Box, uncovered, whole
+from diloco_worker.core.shard_slices import Box, uncovered, whole
 from diloco_worker.trainer import optimizer_state
 from diloco_worker.trainer.layout import bare, is_dtensor
 from diloco_worker.trainer.trees import TensorReader, unpack

@@ -4,7 +4,7 @@ Local checkpoints of a learner of several ranks: each rank writes its piece, and
 The ranks begin a checkpoint at the same step: the plan of the step states it. Nothing is exchanged then: each writes in
 the background what only it has, and reports to rank 0 through the store of torch.distributed. When all pieces are on
 disk, a thread of rank 0 writes the manifest: a checkpoint without it does not count. What several ranks hold is
-divided among them as for host copies (`core.boxes`). All ranks must see one directory.
+divided among them as for host copies (`core.shard_slices`). All ranks must see one directory.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch.optim import Optimizer
 
 from diloco.errors import ConfigError, DilocoError, StorageError
 from diloco.runtime import files
-from diloco_worker.core.boxes import Box
 from diloco_worker.core.checkpoint_schedule import Outcome, of_all
+from diloco_worker.core.shard_slices import Box
 from diloco_worker.trainer import optimizer_state, pieces
 from diloco_worker.trainer.checkpoint import (
     DAMAGED,

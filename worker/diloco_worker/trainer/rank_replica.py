@@ -21,7 +21,7 @@ from diloco.rpc.tensor_info import pack_frozen
 from diloco.spec import RunSpec
 from diloco_worker.core import machine_parts as parts
 from diloco_worker.core.agreement import HOME, board_bytes
-from diloco_worker.core.boxes import Box
+from diloco_worker.core.shard_slices import Box
 from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.trainer.buffers import Watch, log_unmatched
 from diloco_worker.trainer.frozen import with_digests

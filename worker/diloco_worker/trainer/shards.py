@@ -18,7 +18,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from diloco.errors import ConfigError
 from diloco.model.fragments import Layout, Tensor, differences
-from diloco_worker.core.boxes import Box, piece, uncovered, whole
+from diloco_worker.core.shard_slices import Box, piece, uncovered, whole
 from diloco_worker.trainer.frozen import with_digests
 from diloco_worker.trainer.layout import ModelTensors, Named, Share, bare, describe, local
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from diloco_worker.core.boxes import DIVIDED_ELEMENTS, Box, piece, uncovered, whole
+from diloco_worker.core.shard_slices import DIVIDED_ELEMENTS, Box, piece, uncovered, whole
 
 
 def copies(shape, boxes, **options) -> np.ndarray:
