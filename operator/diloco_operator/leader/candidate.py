@@ -24,6 +24,7 @@ from diloco_operator.leader.election import (
     Found,
     Lead,
     Lease,
+    NotBegun,
     Read,
     StandBy,
     Timing,
@@ -77,7 +78,8 @@ class Candidate:
         Take part from now on.
 
         Args:
-            lead: called when this process becomes the leader.
+            lead: called when this process becomes the leader. If it raises, `stand_by` is called, and this
+                process takes part again when another one had the time to lead.
             stand_by: called soon after it ceased to be; `may_write` is False at the exact time.
         """
         self._lead, self._stand_by = lead, stand_by
@@ -117,14 +119,23 @@ class Candidate:
                     case Read() | Write():
                         event = self._request(decision)
                     case Lead():
-                        log.info("leading: this operator holds Lease %s", self._name)
-                        self._lead()
+                        event = self._begin()
                     case StandBy(reason=reason):
                         log.warning("standing by: %s", reason)
                         self._stand_by()
                     case Wake(at=at):
                         wake = at
         return wake
+
+    def _begin(self) -> Event | None:
+        """Lead; an event if that fails, so that another candidate may: this one would only hold the Lease."""
+        log.info("leading: this operator holds Lease %s", self._name)
+        try:
+            self._lead()
+        except Exception:
+            log.exception("unexpected error at the begin of leading; another replica may lead now")
+            return NotBegun()
+        return None
 
     def _request(self, request: Read | Write) -> Event:
         try:

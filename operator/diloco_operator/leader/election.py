@@ -6,7 +6,7 @@ candidate measures on its own monotonic clock how long the Lease has not changed
 nodes need not agree.
 
     standing by --the Lease is free, or unchanged for its duration; written--> leading
-    leading --held by another, or not renewed for renew_seconds; ended--> standing by
+    leading --held by another, or not renewed for renew_seconds; not begun; ended--> standing by
 """
 
 from __future__ import annotations
@@ -71,11 +71,16 @@ class Unanswered:
 
 
 @dataclass(frozen=True, slots=True)
+class NotBegun:
+    """This process became the leader, but could not begin to reconcile."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """This process ends, and writes nothing from now on."""
 
 
-Event = Due | Found | Written | Unanswered | Ended
+Event = Due | Found | Written | Unanswered | NotBegun | Ended
 
 
 # Decisions
@@ -163,6 +168,10 @@ class Election:
             case Unanswered():
                 self._fresh = False
                 return [*self._expire(now), self._wake(now)]
+            case NotBegun():
+                # Not released: a write of its last term may be on its way. Later than the others take it.
+                pause = self._timing.lease_seconds + 2 * self._timing.retry_seconds
+                return [*self._stop("it could not begin to reconcile"), Wake(now + pause)]
             case Ended():
                 return self._end()
 

@@ -18,6 +18,7 @@ from diloco_operator.leader.election import (
     Found,
     Lead,
     Lease,
+    NotBegun,
     Read,
     StandBy,
     Timing,
@@ -301,6 +302,33 @@ def test_after_any_outage_one_candidate_leads(outage, turns):
         for number in turns:
             candidates[number].turn(now)
         now = round(now + 0.1, 3)
+
+
+def test_a_leader_that_cannot_begin_lets_another_lead(server):
+    """It would hold the Lease for ever, and reconcile nothing."""
+    first, second = Candidate("a", server), Candidate("b", server)
+    first.turn(0.0)
+    second.turn(0.0)
+    first.handle(NotBegun(), 0.0)
+    assert not first.leads(0.0)
+    assert first.made(StandBy) == [StandBy("it could not begin to reconcile")]
+    assert first.request is None, "no release: a write of its last term may be on its way"
+    took = until_leading(second, first, start=0.0, most=TIMING.lease_seconds + 0.2)
+    assert took >= TIMING.lease_seconds
+    for tenth in range(300):
+        first.turn(took + tenth / 10)
+        second.turn(took + tenth / 10)
+        assert not first.leads(took + tenth / 10)
+    assert len(first.made(Lead)) == 1
+
+
+def test_a_leader_that_cannot_begin_tries_again_where_there_is_no_other(server):
+    only = Candidate("a", server)
+    only.turn(0.0)
+    only.handle(NotBegun(), 0.0)
+    again = until_leading(only, start=0.0, most=TIMING.lease_seconds + 2 * TIMING.retry_seconds + 1)
+    assert again > TIMING.lease_seconds
+    assert len(only.made(Lead)) == 2
 
 
 def test_a_candidate_that_never_acted_may_not_write():
