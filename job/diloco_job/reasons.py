@@ -146,8 +146,9 @@ REASONS: tuple[Reason, ...] = (
         (
             "RegionNotInSpec",
             "Warning",
-            "this operator runs region {region}, but spec.regions has {regions}",
-            "add the region, or delete the job from this cluster",
+            "this operator runs region {region}, but spec.regions has {regions}; "
+            "if region.name was changed by mistake, set it back",
+            "add the region, set region.name back, or delete the job from this cluster",
         ),
         (
             "RegionChanged",

@@ -60,9 +60,12 @@ def _names_of_sets(state: JobState) -> Iterator[str]:
 
 
 def _other_regions(state: JobState) -> Iterator[str]:
-    """Values of region.name with which an operator made children that this job still has here."""
-    if not state.in_scope:
-        return
+    """
+    Values of region.name with which an operator made children that this job still has here.
+
+    Also where the present name is in no region of the job: a region that was removed from the job has
+    children with the present name only.
+    """
     for child in state.children.values():
         manager = labels(child).get(MANAGED_BY, "")
         ours = manager == MANAGER or manager.startswith(f"{MANAGER}-")
