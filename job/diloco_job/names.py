@@ -23,6 +23,9 @@ MAX_REGION_NAME = 24
 MAX_REGIONS = 64
 """Maximum number of regions of a job."""
 
+MAX_LEARNERS = 10_000
+"""Maximum number of learners of a job, in all its regions."""
+
 MAX_CHILD_NAME = 52
 """Maximum length of `<job>-<region>`: a StatefulSet's revision label adds 11 characters; labels end at 63."""
 

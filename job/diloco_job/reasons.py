@@ -170,6 +170,13 @@ REASONS: tuple[Reason, ...] = (
             "give the job or the region a shorter name",
         ),
         (
+            "TooManyForQueue",
+            "Warning",
+            "in a queue each learner has a StatefulSet of its own, and this cluster has {learners} learners; "
+            "the maximum is {most}",
+            "reduce spec.regions[].learners, or remove the queue's label",
+        ),
+        (
             "OtherOperator",
             "Warning",
             "operator {other} runs this job (status.operator); operator {own} leaves it alone",

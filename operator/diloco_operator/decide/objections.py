@@ -20,6 +20,10 @@ from diloco_operator.resources.operator_scope import MANAGER
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import controller_uid, labels
 
+MAX_QUEUED = 500
+"""Learners of one job that wait in a queue of this cluster: each has a StatefulSet with a pod template of its
+own, and all of them are in memory at once."""
+
 
 def objection(state: JobState) -> ConditionState | None:
     """The condition Accepted of a job that this operator leaves as it is; None: no objection."""
@@ -33,6 +37,9 @@ def objection(state: JobState) -> ConditionState | None:
     if found := list(forbidden_fields(state.job, state.scope.forbidden_pod_fields)):
         return condition("Accepted", "PodFieldForbidden", fields=", ".join(found))
     if state.sets.queue is not None:
+        num_learners = sum(own.region.learners for own in state.regions)
+        if num_learners > MAX_QUEUED:
+            return condition("Accepted", "TooManyForQueue", learners=num_learners, most=MAX_QUEUED)
         longest = max(_names_of_sets(state), key=len, default="")
         if len(longest) > MAX_CHILD_NAME:
             return condition(
