@@ -106,6 +106,9 @@ class Write:
 class Lead:
     """Begin to reconcile."""
 
+    again: bool = False
+    """No other candidate has led since this one did: it could not renew the Lease for a while."""
+
 
 @dataclass(frozen=True, slots=True)
 class StandBy:
@@ -142,6 +145,8 @@ class Election:
         self._fresh = False
         """Whether `_seen` has the Lease's version, as far as this candidate knows."""
         self._requested_at = -inf
+        self._term = ""
+        """When the Lease was acquired with which this candidate last led; "": with none."""
         self._leads_until: float = -inf
         """-inf: it stands by."""
 
@@ -169,6 +174,7 @@ class Election:
                 self._fresh = False
                 return [*self._expire(now), self._wake(now)]
             case NotBegun():
+                self._term = ""
                 # Not released: a write of its last term may be on its way. Later than the others take it.
                 pause = self._timing.lease_seconds + 2 * self._timing.retry_seconds
                 return [*self._stop("it could not begin to reconcile"), Wake(now + pause)]
@@ -196,8 +202,9 @@ class Election:
         until = self._requested_at + self._timing.renew_seconds
         if now >= until:
             return [*self._expire(now), self._wake(now)]
-        begins: list[Decision] = [] if self._leads_until > -inf else [Lead()]
-        self._leads_until = until
+        leads, again = self._leads_until > -inf, lease.acquired == self._term != ""
+        begins: list[Decision] = [] if leads else [Lead(again=again)]
+        self._leads_until, self._term = until, lease.acquired
         return [*begins, self._wake(now)]
 
     def _end(self) -> list[Decision]:

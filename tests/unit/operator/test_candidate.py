@@ -40,7 +40,8 @@ class Process:
 
     def start(self):
         self.candidate.start(
-            lead=lambda: self.log.append("leads"), stand_by=lambda: self.log.append("stands by")
+            lead=lambda again: self.log.append("leads again" if again else "leads"),
+            stand_by=lambda: self.log.append("stands by"),
         )
         return self
 
@@ -135,7 +136,7 @@ def test_a_request_that_hangs_does_not_prolong_the_right_to_write(api, tmp_path)
         wait(lambda: first.log == ["leads", "stands by"])
         api.faults.clear()
         wait(first.candidate.may_write)
-        assert first.log == ["leads", "stands by", "leads"]
+        assert first.log == ["leads", "stands by", "leads again"]
 
 
 @pytest.mark.parametrize("status", [403, 409, 500])
@@ -150,7 +151,8 @@ def test_an_error_of_what_the_leader_begins_is_followed_by_another_attempt(api, 
     with processes(api, tmp_path, "a") as (first,):
         log = []
 
-        def begin():
+        def begin(again):
+            assert not again, "what it began is not complete"
             log.append("leads")
             if len(log) == 1:
                 raise ValueError("a defect")
@@ -168,7 +170,7 @@ def test_a_replica_that_cannot_begin_does_not_keep_another_from_leading(api, tmp
     with processes(api, tmp_path, "a", "b") as (first, second):
         log = []
 
-        def fail():
+        def fail(again):
             log.append("leads")
             raise ValueError("a defect")
 

@@ -37,6 +37,8 @@ class Server:
 
     lease: Lease | None = None
     writes: int = 0
+    leaders: list[str] = field(default_factory=list)
+    """Who began to lead, one after the other."""
 
     def answer(self, request: Read | Write) -> Event:
         if isinstance(request, Read):
@@ -77,6 +79,9 @@ class Candidate:
                     self.request = decision
                 case Wake(at=at):
                     self.wake = at - self.clock
+                case Lead(again=again):
+                    assert not again or self.server.leaders[-1] == self.name
+                    self.server.leaders.append(self.name)
 
     def turn(self, now: float) -> None:
         """Act if it is time; every request is answered at once."""
@@ -196,6 +201,24 @@ def test_a_leader_without_answers_stops_at_the_deadline_and_leads_again_when_the
     assert len(leader.made(StandBy)) == 1
     leader.turn(leader.wake)
     assert leader.leads(leader.wake)
+
+
+def test_a_leader_that_leads_again_knows_whether_another_has_led_meanwhile(server):
+    """If not, no other has written what its watches may not have delivered."""
+    first, second = Candidate("a", server), Candidate("b", server)
+    first.turn(0.0)
+    first.wake = 60.0  # no request is answered meanwhile
+    first.handle(Unanswered(), TIMING.renew_seconds)
+    assert first.made(StandBy)
+    first.turn(60.0)
+    assert first.made(Lead) == [Lead(again=False), Lead(again=True)]
+    first.wake = inf
+    until_leading(second, start=60.0, most=60.0)
+    second.handle(Ended(), 100.0)
+    second.handle(server.answer(second.request), 100.0)
+    first.wake = 100.0
+    until_leading(first, start=100.0, most=60.0)
+    assert first.made(Lead)[2:] == [Lead(again=False)]
 
 
 def test_a_leader_whose_request_hangs_may_not_write_after_the_deadline(server):
@@ -328,7 +351,7 @@ def test_a_leader_that_cannot_begin_tries_again_where_there_is_no_other(server):
     only.handle(NotBegun(), 0.0)
     again = until_leading(only, start=0.0, most=TIMING.lease_seconds + 2 * TIMING.retry_seconds + 1)
     assert again > TIMING.lease_seconds
-    assert len(only.made(Lead)) == 2
+    assert only.made(Lead) == [Lead(again=False), Lead(again=False)]
 
 
 def test_a_candidate_that_never_acted_may_not_write():
