@@ -23,6 +23,9 @@ MAX_REGION_NAME = 24
 MAX_REGIONS = 64
 """Maximum number of regions of a job."""
 
+MAX_LEARNERS = 10_000
+"""Maximum number of learners of a job, in all its regions."""
+
 MAX_CHILD_NAME = 52
 """Maximum length of `<job>-<region>`: a StatefulSet's revision label adds 11 characters; labels end at 63."""
 
@@ -134,8 +137,9 @@ def is_endpoint(text: str) -> bool:
         if host.startswith("["):
             # Kubernetes does not accept IPv4-mapped IPv6 addresses.
             return ipaddress.IPv6Address(host[1:-1]).ipv4_mapped is None
-        if host.rpartition(".")[2].isdigit():
-            # No top-level domain is a number, so this must be an IPv4 address.
+        if re.fullmatch("[0-9]+|0[xX][0-9A-Fa-f]*", host.rpartition(".")[2]):
+            # No top-level domain is a number, so this must be an IPv4 address. Resolvers also accept
+            # hexadecimal numbers and fewer than four, with which one would pass for a name.
             ipaddress.IPv4Address(host)
     except ValueError:
         return False

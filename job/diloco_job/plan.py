@@ -69,14 +69,20 @@ class EvaluatorPlan(ProgramPlan):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
-    """Everything that should run."""
+class SharedPlan:
+    """What a job has once, however many learners it has."""
 
     spec: RunSpec
     syncer: SyncerPlan
+    evaluator: EvaluatorPlan | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan(SharedPlan):
+    """Everything that should run."""
+
     learners: tuple[LearnerPlan, ...]
     """In the order of the manifest's regions, then by index."""
-    evaluator: EvaluatorPlan | None
 
     def learner(self, name: str) -> LearnerPlan | None:
         """The learner of that name, or None."""
@@ -85,8 +91,23 @@ class Plan:
 
 def plan(job: DiLoCoJob) -> Plan:
     """The plan of a validated job; equal jobs give equal plans."""
-    spec = job.spec
+    shared = shared_plan(job)
     return Plan(
+        spec=shared.spec,
+        syncer=shared.syncer,
+        evaluator=shared.evaluator,
+        learners=tuple(
+            learner_plan(job, region, index)
+            for region in job.spec.regions
+            for index in range(region.learners)
+        ),
+    )
+
+
+def shared_plan(job: DiLoCoJob) -> SharedPlan:
+    """The plan of a validated job without its learners, of which there may be thousands."""
+    spec = job.spec
+    return SharedPlan(
         spec=run_spec(job),
         syncer=SyncerPlan(
             region=spec.syncer_region,
@@ -94,11 +115,6 @@ def plan(job: DiLoCoJob) -> Plan:
             port=spec.syncer.service.port,
             endpoint=spec.syncer.endpoint,
             checkpoint=_syncer_checkpoint(job),
-        ),
-        learners=tuple(
-            learner_plan(job, region, index)
-            for region in spec.regions
-            for index in range(region.learners)
         ),
         evaluator=_evaluator(job),
     )
@@ -164,7 +180,7 @@ def learner_spec(spec: RunSpec) -> RunSpec:
 
 
 def environment(
-    plan: Plan,
+    plan: SharedPlan,
     process: ProgramPlan,
     *,
     syncer: str,
@@ -195,7 +211,7 @@ def environment(
 
 
 def process_env(
-    plan: Plan,
+    plan: SharedPlan,
     process: ProgramPlan,
     *,
     syncer: str,

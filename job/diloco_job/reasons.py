@@ -146,8 +146,9 @@ REASONS: tuple[Reason, ...] = (
         (
             "RegionNotInSpec",
             "Warning",
-            "this operator runs region {region}, but spec.regions has {regions}",
-            "add the region, or delete the job from this cluster",
+            "this operator runs region {region}, but spec.regions has {regions}; "
+            "if region.name was changed by mistake, set it back",
+            "add the region, set region.name back, or delete the job from this cluster",
         ),
         (
             "RegionChanged",
@@ -167,6 +168,13 @@ REASONS: tuple[Reason, ...] = (
             "in a queue each learner has a StatefulSet of its own, and {name} has {length} characters; "
             "the maximum is {most}",
             "give the job or the region a shorter name",
+        ),
+        (
+            "TooManyForQueue",
+            "Warning",
+            "in a queue each learner has a StatefulSet of its own, and this cluster has {learners} learners; "
+            "the maximum is {most}",
+            "reduce spec.regions[].learners, or remove the queue's label",
         ),
         (
             "OtherOperator",

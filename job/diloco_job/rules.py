@@ -176,6 +176,15 @@ RULES: tuple[Rule, ...] = (
         cel_values=("self.sync.quorum", _NUM_LEARNERS_CEL),
     ),
     Rule(
+        path="spec.regions",
+        reads=("spec.regions",),
+        holds=lambda job: job.spec.num_learners <= names.MAX_LEARNERS,
+        message="{} learners in all regions; the maximum is {}",
+        values=lambda job: (job.spec.num_learners, names.MAX_LEARNERS),
+        cel=f"{_NUM_LEARNERS_CEL} <= {names.MAX_LEARNERS}",
+        cel_values=(_NUM_LEARNERS_CEL, str(names.MAX_LEARNERS)),
+    ),
+    Rule(
         path="spec.learner",
         reads=("spec.learner.recipe", "spec.learner.command"),
         holds=lambda job: (job.spec.learner.recipe is None) != (job.spec.learner.command is None),

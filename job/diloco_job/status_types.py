@@ -93,7 +93,7 @@ class ModelStatus(Model):
 
 
 class Status(Model):
-    """The most recently observed status. The operator can derive all of it again."""
+    """The most recently observed status. Most of it can be derived again; docs/manifest.md lists what is read back."""
 
     observed_generation: Number = 0
     """The metadata.generation that this status is based on."""

@@ -151,8 +151,10 @@ class _Work:
     metrics: Metrics
     reconciler: Reconciler
 
-    def begin(self) -> None:
-        self.cluster.begin()
+    def begin(self, again: bool = False) -> None:
+        """Reconcile; `again`: no other process has since this one did."""
+        if not again:
+            self.cluster.begin()
         self.reconciler.forget(but=self.queue.keys())
         self.metrics.leader(leads=True)
         self.queue.resume()

@@ -68,7 +68,7 @@ def account(api, tmp_path) -> Configuration:
 def candidate(configuration: Configuration, name: str, *, lease: str = "diloco") -> Candidate:
     requests = Cluster(configuration, manager="test", only_try_seconds=5.0)
     made = Candidate(requests, namespace="default", name=lease, identity=name)
-    made.start(lead=lambda: None, stand_by=lambda: None)
+    made.start(lead=lambda again: None, stand_by=lambda: None)
     return made
 
 

@@ -27,6 +27,9 @@ NEEDED = {
 }
 """Files that together make the operator use all of its rights."""
 
+POD_GROUPS = "test_pod_groups"
+"""The file of the slow tier that alone uses the rights of rbac.podGroups."""
+
 ENDING_SECONDS = 60.0
 """How long a pod may live after an upgrade has removed its rights: its termination grace, on busy cores."""
 
@@ -90,7 +93,7 @@ def test_every_right_was_used(local, request):
         )
     granted = {
         (group, resource, verb)
-        for rule in rules()
+        for rule in rules(pod_groups=POD_GROUPS in ran)
         for group in rule["apiGroups"]
         for resource in rule["resources"]
         for verb in rule["verbs"]
@@ -100,12 +103,12 @@ def test_every_right_was_used(local, request):
     assert granted - used(asked_for(logs)) - set(UNSEEN) == set()
 
 
-def rules():
+def rules(*, pod_groups: bool):
     """The operator's, as the chart renders them: for jobs, and for its Lease."""
     command = (cache() / "bin/helm", "template", RELEASE, CHART, "--namespace", NAMESPACE)
     flags = (
         "--kube-version=1.31", "--set=rbac.tlsSecrets=true", "--set=rbac.certManager=true",
-        "--set=jobs.networkPolicy.enabled=true",
+        "--set=jobs.networkPolicy.enabled=true", f"--set=rbac.podGroups={str(pod_groups).lower()}",
     )  # fmt: skip
     objects = yaml.safe_load_all(subprocess.check_output([*command, *flags]))
     own = (("ClusterRole", CLUSTER_ROLE), ("Role", f"{RELEASE}-leader-election"))

@@ -82,11 +82,11 @@ KINDS = {
     "PodGroup": Kind(POD_GROUP_VERSION, "podgroups"),
     "Workload": Kind("kueue.x-k8s.io/v1beta2", "workloads"),
 }
-CHILD_KINDS = (
-    *("StatefulSet", "Deployment", "Service", "ConfigMap", "PersistentVolumeClaim"),
-    *("ServiceAccount", "PodDisruptionBudget"),
-)
-"""Kinds of children of every job; some have Certificates, NetworkPolicies and PodGroups as well."""
+NEEDED_KINDS = ("StatefulSet", "Deployment", "Service", "ConfigMap", "PersistentVolumeClaim")
+"""Kinds of children on which decisions depend: a job of which they cannot be read is left as it is."""
+OTHER_KINDS = ("ServiceAccount", "PodDisruptionBudget")
+"""The other kinds of which every job has children. Some jobs have NetworkPolicies, Certificates and PodGroups."""
+CHILD_KINDS = (*NEEDED_KINDS, *OTHER_KINDS)
 
 
 class ApiError(DilocoError):
@@ -196,12 +196,19 @@ class Cluster:
         pod_groups: bool = False,
         newest: bool = False,
     ) -> tuple[Json, ...]:
-        """All objects except pods with the job's label, whatever their owner; see `_of_job`."""
+        """
+        All objects except pods with the job's label, whatever their owner; see `_of_job`.
+
+        Raises:
+            ApiError: the API server did not answer, or denied access to one of NEEDED_KINDS.
+        """
         found: list[Json] = []
-        for kind in (*CHILD_KINDS, *(("NetworkPolicy",) if policies else ())):
+        for kind in NEEDED_KINDS:
             found += self._of_job(kind, namespace, job, newest=newest)
         groups = any(map(asks_for_pod_groups, found)) or pod_groups
         for kind in (
+            *OTHER_KINDS,
+            *(("NetworkPolicy",) if policies else ()),
             *(("Certificate",) if certificates else ()),
             *(("PodGroup",) if groups else ()),
         ):
@@ -210,7 +217,8 @@ class Cluster:
             except ApiError as error:
                 if not error.refused:
                     raise
-                # The server does not have it, or gives no access: a condition reports it after the apply.
+                # The server does not have it, or gives no access: a condition reports it after the
+                # apply, and whatever of it is obsolete stays.
         return tuple(found)
 
     def pods(self, namespace: str, job: str, *, newest: bool = False) -> tuple[Json, ...]:

@@ -43,7 +43,7 @@ from diloco_operator.state.pods import (
     is_ready,
     pod_problem,
 )
-from diloco_operator.state.previous_status import time_of, time_text
+from diloco_operator.state.previous_status import PreviousStatus, time_of, time_text
 from diloco_operator.state.queues import kueue_message, last_scheduled
 
 _STOPPED = ("Suspended", "Complete", "Failed", "NotEvaluated")
@@ -78,7 +78,7 @@ def evaluate(
     """All conditions of a job with a valid spec, in the table's order; arguments as `status.build`."""
     accepted = refused or acceptance(state, lifecycle)
     if accepted.reason == "RegionNotInSpec":
-        return (accepted, *(not_evaluated(name) for name in CONDITIONS if name != "Accepted"))
+        return (accepted, *(_outside(state, name) for name in CONDITIONS if name != "Accepted"))
     return (
         accepted,
         _syncer_ready(state, lifecycle),
@@ -97,6 +97,29 @@ def not_evaluated(name: str) -> ConditionState:
     if name in ("Suspended", "Complete", "Failed"):
         return condition(name, f"Not{name}")
     return condition(name, "NotEvaluated")
+
+
+def unchanged(name: str, previous: PreviousStatus) -> ConditionState:
+    """The condition as it was."""
+    old = previous.conditions.get(name)
+    if old is None:
+        return not_evaluated(name)
+    return ConditionState(
+        type=name,
+        status=old.get("status", "Unknown"),
+        reason=previous.reason(name),
+        message=previous.message(name),
+    )
+
+
+def _outside(state: JobState, name: str) -> ConditionState:
+    """
+    The condition of a job of which this operator runs nothing.
+
+    A job that ended stays so: with a region.name that was changed by mistake it would start again.
+    """
+    ended = name in ("Complete", "Failed") and state.previous.is_true(name)
+    return unchanged(name, state.previous) if ended else not_evaluated(name)
 
 
 def acceptance(state: JobState, lifecycle: Lifecycle) -> ConditionState:

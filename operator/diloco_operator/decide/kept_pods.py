@@ -77,7 +77,14 @@ def being_released(state: JobState, lifecycle: Lifecycle) -> frozenset[str]:
 
 
 def to_delete(state: JobState, lifecycle: Lifecycle) -> Iterator[Object]:
-    """Kept pods to delete: the job no longer fails, or their containers do not end."""
+    """
+    Kept pods to delete: the job no longer fails, or their containers do not end.
+
+    Not with a region.name that is in no region of the job, and that may be set back: the pods of a region
+    that was removed go with the job.
+    """
+    if not state.in_scope:
+        return
     for pod in _kept(state):
         if not _keeps(state, lifecycle) or (
             not _has_ended(pod) and state.now >= _after(lifecycle, END_SECONDS)

@@ -41,6 +41,9 @@ def lost_volume(state: JobState) -> LostVolume | None:
 
 def volume_uid(state: JobState) -> str:
     """The uid to record: of the claim that holds the state from now on; "": there is none yet."""
+    if not state.in_scope:
+        # A region.name that was changed by mistake is set back.
+        return state.previous.volume_uid
     if not state.has_syncer:
         return ""
     replaced = lost_volume(state) is None and _live_uid(state)

@@ -20,6 +20,10 @@ from diloco_operator.resources.operator_scope import MANAGER
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import controller_uid, labels
 
+MAX_QUEUED = 500
+"""Learners of one job that wait in a queue of this cluster: each has a StatefulSet with a pod template of its
+own, and all of them are in memory at once."""
+
 
 def objection(state: JobState) -> ConditionState | None:
     """The condition Accepted of a job that this operator leaves as it is; None: no objection."""
@@ -33,6 +37,9 @@ def objection(state: JobState) -> ConditionState | None:
     if found := list(forbidden_fields(state.job, state.scope.forbidden_pod_fields)):
         return condition("Accepted", "PodFieldForbidden", fields=", ".join(found))
     if state.sets.queue is not None:
+        num_learners = sum(own.region.learners for own in state.regions)
+        if num_learners > MAX_QUEUED:
+            return condition("Accepted", "TooManyForQueue", learners=num_learners, most=MAX_QUEUED)
         longest = max(_names_of_sets(state), key=len, default="")
         if len(longest) > MAX_CHILD_NAME:
             return condition(
@@ -60,9 +67,12 @@ def _names_of_sets(state: JobState) -> Iterator[str]:
 
 
 def _other_regions(state: JobState) -> Iterator[str]:
-    """Values of region.name with which an operator made children that this job still has here."""
-    if not state.in_scope:
-        return
+    """
+    Values of region.name with which an operator made children that this job still has here.
+
+    Also where the present name is in no region of the job: a region that was removed from the job has
+    children with the present name only.
+    """
     for child in state.children.values():
         manager = labels(child).get(MANAGED_BY, "")
         ours = manager == MANAGER or manager.startswith(f"{MANAGER}-")

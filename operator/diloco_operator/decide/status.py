@@ -64,8 +64,8 @@ def build(
             "learners": _learners(counts),
             "regions": [_region(region) for region in counts.regions],
             "model": _model(state),
-            "startTime": time_text(lifecycle.started) if lifecycle.started else "",
-            "completionTime": time_text(lifecycle.ended) if lifecycle.ended else "",
+            "startTime": _time(state, "startTime", lifecycle.started),
+            "completionTime": _time(state, "completionTime", lifecycle.ended),
             "lastSyncTime": _last_sync(state),
             "conditions": _conditions(
                 evaluated, previous, generation=state.generation, now=state.now
@@ -85,25 +85,13 @@ def not_accepted(job: Mapping[str, Any], accepted: ConditionState, now: datetime
     """The status of a job that is left as it is: the previous one, but not accepted."""
     previous = PreviousStatus.of(job)
     generation = job["metadata"].get("generation", 0)
-    others = [_unchanged(name, previous) for name in CONDITIONS if name != "Accepted"]
+    others = [conditions.unchanged(name, previous) for name in CONDITIONS if name != "Accepted"]
     return {
         "state": "Pending",
         **previous.status,
         "observedGeneration": generation,
         "conditions": _conditions([accepted, *others], previous, generation=generation, now=now),
     }
-
-
-def _unchanged(name: str, previous: PreviousStatus) -> ConditionState:
-    old = previous.conditions.get(name)
-    if old is None:
-        return conditions.not_evaluated(name)
-    return ConditionState(
-        type=name,
-        status=old.get("status", "Unknown"),
-        reason=previous.reason(name),
-        message=previous.message(name),
-    )
 
 
 # ------------------------------------------------------------------------------ parts
@@ -134,6 +122,13 @@ def _state(
     if state.step or lifecycle.failed_learners:
         return "Degraded"
     return "Starting" if found["Accepted"].status == "True" else "Pending"
+
+
+def _time(state: JobState, name: str, when: datetime | None) -> str:
+    """A time of the lifecycle; as it was, of a job of which this operator runs nothing."""
+    if not state.in_scope:
+        return str(state.previous.status.get(name, ""))
+    return time_text(when) if when else ""
 
 
 def _syncer(state: JobState) -> Status:

@@ -24,6 +24,7 @@ from diloco_operator.leader.election import (
     Found,
     Lead,
     Lease,
+    NotBegun,
     Read,
     StandBy,
     Timing,
@@ -72,12 +73,14 @@ class Candidate:
         """Whether this process is the leader at this moment."""
         return self._election.may_write(time.monotonic())
 
-    def start(self, *, lead: Callable[[], object], stand_by: Callable[[], object]) -> None:
+    def start(self, *, lead: Callable[[bool], object], stand_by: Callable[[], object]) -> None:
         """
         Take part from now on.
 
         Args:
-            lead: called when this process becomes the leader.
+            lead: called when this process becomes the leader, with whether no other has led since it did.
+                If it raises, `stand_by` is called, and this process takes part again when another one had
+                the time to lead.
             stand_by: called soon after it ceased to be; `may_write` is False at the exact time.
         """
         self._lead, self._stand_by = lead, stand_by
@@ -116,15 +119,24 @@ class Candidate:
                 match decision:
                     case Read() | Write():
                         event = self._request(decision)
-                    case Lead():
-                        log.info("leading: this operator holds Lease %s", self._name)
-                        self._lead()
+                    case Lead(again=again):
+                        event = self._begin(again)
                     case StandBy(reason=reason):
                         log.warning("standing by: %s", reason)
                         self._stand_by()
                     case Wake(at=at):
                         wake = at
         return wake
+
+    def _begin(self, again: bool) -> Event | None:
+        """Lead; an event if that fails, so that another candidate may: this one would only hold the Lease."""
+        log.info("leading: this operator holds Lease %s", self._name)
+        try:
+            self._lead(again)
+        except Exception:
+            log.exception("unexpected error at the begin of leading; another replica may lead now")
+            return NotBegun()
+        return None
 
     def _request(self, request: Read | Write) -> Event:
         try:

@@ -6,7 +6,7 @@ candidate measures on its own monotonic clock how long the Lease has not changed
 nodes need not agree.
 
     standing by --the Lease is free, or unchanged for its duration; written--> leading
-    leading --held by another, or not renewed for renew_seconds; ended--> standing by
+    leading --held by another, or not renewed for renew_seconds; not begun; ended--> standing by
 """
 
 from __future__ import annotations
@@ -71,11 +71,16 @@ class Unanswered:
 
 
 @dataclass(frozen=True, slots=True)
+class NotBegun:
+    """This process became the leader, but could not begin to reconcile."""
+
+
+@dataclass(frozen=True, slots=True)
 class Ended:
     """This process ends, and writes nothing from now on."""
 
 
-Event = Due | Found | Written | Unanswered | Ended
+Event = Due | Found | Written | Unanswered | NotBegun | Ended
 
 
 # Decisions
@@ -100,6 +105,9 @@ class Write:
 @dataclass(frozen=True, slots=True)
 class Lead:
     """Begin to reconcile."""
+
+    again: bool = False
+    """No other candidate has led since this one did: it could not renew the Lease for a while."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +145,8 @@ class Election:
         self._fresh = False
         """Whether `_seen` has the Lease's version, as far as this candidate knows."""
         self._requested_at = -inf
+        self._term = ""
+        """When the Lease was acquired with which this candidate last led; "": with none."""
         self._leads_until: float = -inf
         """-inf: it stands by."""
 
@@ -163,6 +173,11 @@ class Election:
             case Unanswered():
                 self._fresh = False
                 return [*self._expire(now), self._wake(now)]
+            case NotBegun():
+                self._term = ""
+                # Not released: a write of its last term may be on its way. Later than the others take it.
+                pause = self._timing.lease_seconds + 2 * self._timing.retry_seconds
+                return [*self._stop("it could not begin to reconcile"), Wake(now + pause)]
             case Ended():
                 return self._end()
 
@@ -187,8 +202,9 @@ class Election:
         until = self._requested_at + self._timing.renew_seconds
         if now >= until:
             return [*self._expire(now), self._wake(now)]
-        begins: list[Decision] = [] if self._leads_until > -inf else [Lead()]
-        self._leads_until = until
+        leads, again = self._leads_until > -inf, lease.acquired == self._term != ""
+        begins: list[Decision] = [] if leads else [Lead(again=again)]
+        self._leads_until, self._term = until, lease.acquired
         return [*begins, self._wake(now)]
 
     def _end(self) -> list[Decision]:

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco_job.plan import Plan, learner_spec
-from diloco_job.plan import plan as plan_of
+from diloco_job.plan import SharedPlan, learner_spec, shared_plan
 from diloco_job.types import DiLoCoJob
 from diloco_operator.resources import evaluator, learners, network_policies, shared, syncer
 from diloco_operator.resources.common import APPLIED, JobContext, Owner, Wanted
@@ -28,7 +27,7 @@ def desired(
     owner: Owner,
     scope: OperatorScope,
     wanted: Wanted,
-    plan: Plan | None = None,
+    plan: SharedPlan | None = None,
     sets: LearnerSets | None = None,
 ) -> tuple[dict[str, Any], ...]:
     """
@@ -45,7 +44,7 @@ def desired(
         plan: of the job; None: make it.
         sets: the StatefulSets of its learners; None: those of a job that has none yet.
     """
-    plan = plan or plan_of(job)
+    plan = plan or shared_plan(job)
     context = JobContext(
         job=job,
         plan=plan,

@@ -11,7 +11,7 @@ from typing import Any
 
 from diloco.spec import canonical
 from diloco_job import names
-from diloco_job.plan import Plan
+from diloco_job.plan import SharedPlan
 from diloco_job.types import API_VERSION, KIND, DiLoCoJob, Region
 from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.operator_scope import OperatorScope
@@ -52,7 +52,7 @@ class JobContext:
     """What every child is built from."""
 
     job: DiLoCoJob
-    plan: Plan
+    plan: SharedPlan
     owner: Owner
     scope: OperatorScope
     wanted: Wanted

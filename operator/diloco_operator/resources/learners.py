@@ -70,7 +70,7 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
             body={"spec": budget},
         ),
         *_pod_groups(context, region),
-        *(_stateful_set(context, region, index) for index in _indexes(context, region)),
+        *_stateful_sets(context, region),
     ]
 
 
@@ -99,10 +99,25 @@ def _indexes(context: JobContext, region: Region) -> Iterable[int | None]:
     return range(max(region.learners, context.sets.kept.get(region.name, 0)))
 
 
-def _stateful_set(context: JobContext, region: Region, index: int | None) -> dict[str, Any]:
+def _stateful_sets(context: JobContext, region: Region) -> list[dict[str, Any]]:
+    """One, or that of each learner; they share the parts of the pod template that are equal."""
+    template = pod_templates.template(context, _parts(context, region))
+    made_of = inputs.of_learners(context, region)
+    return [
+        _stateful_set(context, region, index, template, made_of)
+        for index in _indexes(context, region)
+    ]
+
+
+def _stateful_set(
+    context: JobContext,
+    region: Region,
+    index: int | None,
+    template: dict[str, Any],
+    made_of: Mapping[str, Any],
+) -> dict[str, Any]:
     """The StatefulSet of one learner, or of all learners of a region."""
     size, queue = context.job.spec.learner.pods_per_learner, context.sets.queue or Queue()
-    template = pod_templates.template(context, _parts(context, region))
     if index is None:
         name, own, num_learners = names.child_name(context.name, region.name), {}, region.learners
     else:
@@ -132,7 +147,7 @@ def _stateful_set(context: JobContext, region: Region, index: int | None) -> dic
         name=name,
         labels={**common.labels(context, ROLE, region.name), **own, **queue.labels()},
         annotations={
-            **record(inputs.of_learners(context, region), template),
+            **record(made_of, template),
             **queue.annotations(size),
         },
         body={"spec": stateful_set},

@@ -14,7 +14,7 @@ from datetime import datetime, timedelta
 from diloco.rpc.certificates import CertificateFacts
 from diloco.rpc.identity import server_name
 from diloco_job import names
-from diloco_job.plan import Plan, plan
+from diloco_job.plan import SharedPlan, shared_plan
 from diloco_job.types import DiLoCoJob, Region
 from diloco_operator.resources import LearnerSets, Owner
 from diloco_operator.resources.extra_metadata import Metadata
@@ -50,7 +50,7 @@ class JobState:
     """Everything that is known of one job now."""
 
     job: DiLoCoJob
-    plan: Plan
+    plan: SharedPlan
     generation: int
     owner: Owner
     scope: OperatorScope
@@ -118,7 +118,7 @@ class JobState:
         last_answer = observation.last_answer if counts else None
         return cls(
             job=job,
-            plan=plan(job),
+            plan=shared_plan(job),
             generation=metadata.get("generation", 0),
             owner=owner,
             scope=scope,

@@ -23,10 +23,15 @@ def labels(item: Object) -> Mapping[str, str]:
     return item["metadata"].get("labels") or {}
 
 
+def controller(item: Object) -> Object:
+    """Reference to the owner that controls the object; empty: it has no controller."""
+    owners = item["metadata"].get("ownerReferences") or ()
+    return next((owner for owner in owners if owner.get("controller")), {})
+
+
 def controller_uid(item: Object) -> str:
     """uid of the owner that controls the object; "": it has no controller."""
-    owners = item["metadata"].get("ownerReferences") or ()
-    return next((str(owner.get("uid", "")) for owner in owners if owner.get("controller")), "")
+    return str(controller(item).get("uid", ""))
 
 
 def owner_uids(item: Object) -> tuple[str, ...]:

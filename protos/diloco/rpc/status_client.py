@@ -17,8 +17,8 @@ from diloco.v1 import syncer_pb2, syncer_pb2_grpc
 
 STATUS_BYTES = 4 << 20
 """
-Largest status that is read: that of 27,000 learners, even if all are ejected. An empty learner has 3 bytes
-in a message and 200 in memory, so a larger one would be a danger for the operator.
+Largest status that is read: that of 27,000 learners, even if all are ejected; a job has at most 10,000. An
+empty learner has 3 bytes in a message and 200 in memory, so a larger one would be a danger for the operator.
 """
 
 
@@ -106,8 +106,10 @@ class SyncerClient:
         return self.request(timeout_seconds=timeout_seconds).reply()
 
     def request(self, *, timeout_seconds: float) -> StatusRequest:
-        """Ask for the status without waiting for it."""
-        call = self._stub.GetStatus.future(syncer_pb2.StatusRequest(), timeout=timeout_seconds)
+        """Ask for the status, without the model's tensors, without waiting for it."""
+        # Its tensors may be as many bytes as a whole status, and are of no use without a download.
+        request = syncer_pb2.StatusRequest(without_model=True)
+        call = self._stub.GetStatus.future(request, timeout=timeout_seconds)
         return StatusRequest(call)
 
     def failed(self, reason: str, message: str, *, timeout_seconds: float = 1.0) -> None:

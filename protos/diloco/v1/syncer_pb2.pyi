@@ -644,12 +644,17 @@ Global___Complete: _TypeAlias = Complete  # noqa: Y015
 class StatusRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    WITHOUT_MODEL_FIELD_NUMBER: _builtins.int
+    without_model: _builtins.bool
+    """Without `tensors` and `tied_constants`, which may be as large as a Hello: only a download needs them."""
     def __init__(
         self,
+        *,
+        without_model: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["without_model", b"without_model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

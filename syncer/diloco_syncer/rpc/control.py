@@ -208,8 +208,9 @@ class ControlService:
     ) -> Iterator[pb.StatusReply]:
         """The status for people and controllers."""
         with aborting(context):
-            self._query(requests, context, pb.StatusRequest, most=_QUERY_BYTES)
-            yield self._runner.ask(lambda state: status.reply(state, self._runner.metrics))
+            request = self._query(requests, context, pb.StatusRequest, most=_QUERY_BYTES)
+            metrics = self._runner.metrics
+            yield self._runner.ask(lambda state: status.reply(state, metrics, request))
 
     def evaluated(
         self, requests: Iterator[bytes], context: grpc.ServicerContext

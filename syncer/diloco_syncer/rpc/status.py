@@ -14,11 +14,15 @@ from diloco_syncer.metrics import Metrics
 from diloco_syncer.state import State
 
 
-def reply(state: State, metrics: Metrics) -> pb.StatusReply:
-    """What `GetStatus` returns."""
+def reply(
+    state: State, metrics: Metrics, request: pb.StatusRequest | None = None
+) -> pb.StatusReply:
+    """What `GetStatus` returns for a request; None: an empty one."""
     engine, now = state.engine, time.monotonic()
     scheduler = engine.scheduler
     last, layout, model = scheduler.last_merge_at, state.admission.layout, state.model
+    if request is not None and request.without_model:
+        layout = None
     return pb.StatusReply(
         job=engine.spec.job,
         epoch=engine.epoch,

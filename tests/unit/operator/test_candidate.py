@@ -1,6 +1,5 @@
 """The thread of the leader election, against an API server in memory, over HTTP."""
 
-import threading
 import time
 from contextlib import contextmanager
 
@@ -41,7 +40,8 @@ class Process:
 
     def start(self):
         self.candidate.start(
-            lead=lambda: self.log.append("leads"), stand_by=lambda: self.log.append("stands by")
+            lead=lambda again: self.log.append("leads again" if again else "leads"),
+            stand_by=lambda: self.log.append("stands by"),
         )
         return self
 
@@ -136,7 +136,7 @@ def test_a_request_that_hangs_does_not_prolong_the_right_to_write(api, tmp_path)
         wait(lambda: first.log == ["leads", "stands by"])
         api.faults.clear()
         wait(first.candidate.may_write)
-        assert first.log == ["leads", "stands by", "leads"]
+        assert first.log == ["leads", "stands by", "leads again"]
 
 
 @pytest.mark.parametrize("status", [403, 409, 500])
@@ -147,16 +147,37 @@ def test_a_refused_request_is_tried_again(api, tmp_path, status):
         wait(first.candidate.may_write)
 
 
-def test_an_error_of_what_the_leader_begins_does_not_end_the_election(api, tmp_path, caplog):
+def test_an_error_of_what_the_leader_begins_is_followed_by_another_attempt(api, tmp_path, caplog):
     with processes(api, tmp_path, "a") as (first,):
-        begun = threading.Event()
+        log = []
 
-        def fail():
-            begun.set()
-            raise ValueError("a defect")
+        def begin(again):
+            assert not again, "what it began is not complete"
+            log.append("leads")
+            if len(log) == 1:
+                raise ValueError("a defect")
 
-        first.candidate.start(lead=fail, stand_by=lambda: None)
-        assert begun.wait(10)
+        first.candidate.start(lead=begin, stand_by=lambda: log.append("stands by"))
+        wait(lambda: log == ["leads", "stands by", "leads"])
+        assert first.candidate.may_write()
         seen = api.get("leases", "diloco", "system")["spec"]["renewTime"]
         wait(lambda: api.get("leases", "diloco", "system")["spec"]["renewTime"] != seen)
-        assert "unexpected error in the leader election" in caplog.text
+        assert log == ["leads", "stands by", "leads"], "it leads on"
+        assert "a defect" in caplog.text
+
+
+def test_a_replica_that_cannot_begin_does_not_keep_another_from_leading(api, tmp_path):
+    with processes(api, tmp_path, "a", "b") as (first, second):
+        log = []
+
+        def fail(again):
+            log.append("leads")
+            raise ValueError("a defect")
+
+        first.candidate.start(lead=fail, stand_by=lambda: log.append("stands by"))
+        wait(lambda: log == ["leads", "stands by"])
+        assert not first.candidate.may_write()
+        second.start()
+        wait(second.candidate.may_write)
+        assert holder(api) == "b"
+        assert log == ["leads", "stands by"]

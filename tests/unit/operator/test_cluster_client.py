@@ -171,6 +171,10 @@ def test_the_leaders_first_list_is_read_from_the_store(api, cluster):
     work.begin()
     cluster.pods("ns", "a")
     assert asked_versions(api, "pods") is None
+    work.pause()
+    work.begin(again=True)
+    cluster.pods("ns", "a")
+    assert asked_versions(api, "pods") is not None, "no other process has written meanwhile"
 
 
 def test_the_answer_to_a_delete_that_takes_its_time_is_a_new_version(api, cluster, monkeypatch):

@@ -18,6 +18,7 @@ from diloco_operator.leader.election import (
     Found,
     Lead,
     Lease,
+    NotBegun,
     Read,
     StandBy,
     Timing,
@@ -36,6 +37,8 @@ class Server:
 
     lease: Lease | None = None
     writes: int = 0
+    leaders: list[str] = field(default_factory=list)
+    """Who began to lead, one after the other."""
 
     def answer(self, request: Read | Write) -> Event:
         if isinstance(request, Read):
@@ -76,6 +79,9 @@ class Candidate:
                     self.request = decision
                 case Wake(at=at):
                     self.wake = at - self.clock
+                case Lead(again=again):
+                    assert not again or self.server.leaders[-1] == self.name
+                    self.server.leaders.append(self.name)
 
     def turn(self, now: float) -> None:
         """Act if it is time; every request is answered at once."""
@@ -197,6 +203,24 @@ def test_a_leader_without_answers_stops_at_the_deadline_and_leads_again_when_the
     assert leader.leads(leader.wake)
 
 
+def test_a_leader_that_leads_again_knows_whether_another_has_led_meanwhile(server):
+    """If not, no other has written what its watches may not have delivered."""
+    first, second = Candidate("a", server), Candidate("b", server)
+    first.turn(0.0)
+    first.wake = 60.0  # no request is answered meanwhile
+    first.handle(Unanswered(), TIMING.renew_seconds)
+    assert first.made(StandBy)
+    first.turn(60.0)
+    assert first.made(Lead) == [Lead(again=False), Lead(again=True)]
+    first.wake = inf
+    until_leading(second, start=60.0, most=60.0)
+    second.handle(Ended(), 100.0)
+    second.handle(server.answer(second.request), 100.0)
+    first.wake = 100.0
+    until_leading(first, start=100.0, most=60.0)
+    assert first.made(Lead)[2:] == [Lead(again=False)]
+
+
 def test_a_leader_whose_request_hangs_may_not_write_after_the_deadline(server):
     """No event arrives meanwhile: the time alone ends its right to write."""
     leader = Candidate("a", server)
@@ -301,6 +325,33 @@ def test_after_any_outage_one_candidate_leads(outage, turns):
         for number in turns:
             candidates[number].turn(now)
         now = round(now + 0.1, 3)
+
+
+def test_a_leader_that_cannot_begin_lets_another_lead(server):
+    """It would hold the Lease forever, and reconcile nothing."""
+    first, second = Candidate("a", server), Candidate("b", server)
+    first.turn(0.0)
+    second.turn(0.0)
+    first.handle(NotBegun(), 0.0)
+    assert not first.leads(0.0)
+    assert first.made(StandBy) == [StandBy("it could not begin to reconcile")]
+    assert first.request is None, "no release: a write of its last term may be on its way"
+    took = until_leading(second, first, start=0.0, most=TIMING.lease_seconds + 0.2)
+    assert took >= TIMING.lease_seconds
+    for tenth in range(300):
+        first.turn(took + tenth / 10)
+        second.turn(took + tenth / 10)
+        assert not first.leads(took + tenth / 10)
+    assert len(first.made(Lead)) == 1
+
+
+def test_a_leader_that_cannot_begin_tries_again_where_there_is_no_other(server):
+    only = Candidate("a", server)
+    only.turn(0.0)
+    only.handle(NotBegun(), 0.0)
+    again = until_leading(only, start=0.0, most=TIMING.lease_seconds + 2 * TIMING.retry_seconds + 1)
+    assert again > TIMING.lease_seconds
+    assert only.made(Lead) == [Lead(again=False), Lead(again=False)]
 
 
 def test_a_candidate_that_never_acted_may_not_write():

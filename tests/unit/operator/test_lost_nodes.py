@@ -144,3 +144,39 @@ def test_a_pod_of_another_owner_is_left_alone():
     world = losing()
     world.pods["a-eu-0"]["metadata"]["ownerReferences"] = [{"uid": "foreign", "controller": True}]
     assert forced(world.reconcile(10**6)) == []
+
+
+def orphaned(**owner):
+    """A pod hangs on a lost node, and the StatefulSet that controlled it was deleted; another has its name."""
+    world = losing()
+    world.pods["a-eu-0"]["metadata"]["ownerReferences"] = [
+        {"uid": "uid of a former one", "kind": "StatefulSet", "name": "a-eu", "controller": True}
+        | owner
+    ]
+    return world
+
+
+def test_a_pod_whose_statefulset_was_deleted_is_deleted_by_force_as_well():
+    """Its successor waits for the name."""
+    world = orphaned()
+    assert forced(world.reconcile(AFTER - 1)) == []
+    assert forced(world.reconcile(1)) == [("Pod", "a-eu-0", "uid-of-a-eu-0")]
+    world = orphaned()
+    del world.children["StatefulSet", "a-eu"]
+    assert forced(world.reconcile(AFTER)) == [("Pod", "a-eu-0", "uid-of-a-eu-0")]
+
+
+def test_a_pod_of_another_controller_or_owner_is_not_deleted_by_force():
+    assert forced(orphaned(kind="ReplicaSet").reconcile(AFTER)) == []
+    world = orphaned(uid="of a person's")
+    taken = world.children.pop(("StatefulSet", "a-eu"))
+    owners = [{"uid": "of a person", "controller": True}]
+    metadata = {**taken["metadata"], "uid": "of a person's", "ownerReferences": owners}
+    world.foreign = ({**taken, "metadata": metadata},)
+    assert forced(world.reconcile(AFTER)) == []
+
+
+def test_a_pod_of_a_region_that_the_job_no_longer_has_here_is_left_to_its_controller():
+    world = orphaned()
+    world.change(regions=[{"name": "us", "learners": 2}])
+    assert "a-eu-0" not in [name for _, name, _ in forced(world.reconcile(AFTER))]

@@ -1,10 +1,12 @@
 """A job in a queue: each learner is an entry of its own, and one that waits is neither late nor lost."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from diloco_job.names import MAX_CHILD_NAME
+from diloco_operator.decide.objections import MAX_QUEUED
 from diloco_operator.resources import Owner, Wanted, desired
 from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.template_record import inputs_of
@@ -167,6 +169,25 @@ def test_the_longest_name_of_a_learners_statefulset_is_checked():
     assert is_idle_but_for_its_status(world.reconcile())
     assert world.reason("Accepted") == ("False", "NameTooLongForQueue")
     assert "-eu-10 has 53 characters; the maximum is 52" in world.condition("Accepted")["message"]
+
+
+def test_a_job_has_no_more_learners_in_a_queue_than_fit_into_memory():
+    """Each has a StatefulSet with a pod template of its own."""
+    world = OperatedJob(job=queued_job(regions=[{"name": "eu", "learners": MAX_QUEUED + 1}]))
+    assert is_idle_but_for_its_status(world.reconcile())
+    assert world.reason("Accepted") == ("False", "TooManyForQueue")
+    assert f"{MAX_QUEUED + 1} learners" in world.condition("Accepted")["message"]
+    world.change(regions=[{"name": "eu", "learners": MAX_QUEUED}])
+    world.reconcile()
+    assert world.reason("Accepted") == ("True", "Valid")
+    assert len(live_sets(world)) == MAX_QUEUED
+
+
+def test_only_the_learners_of_this_cluster_count_for_its_queue():
+    regions = [{"name": "eu", "learners": 1}, {"name": "us", "learners": MAX_QUEUED}]
+    world = OperatedJob(job=queued_job(regions=regions), scope=replace(SCOPE, region="eu"))
+    world.reconcile()
+    assert world.reason("Accepted") == ("True", "Valid")
 
 
 def test_a_suspended_job_whose_names_are_too_long_for_the_queue_keeps_its_statefulsets():

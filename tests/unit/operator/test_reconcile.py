@@ -13,6 +13,7 @@ from diloco_job.types import DiLoCoJob
 from diloco_operator import logs
 from diloco_operator.decide.decisions import Decisions, JobEvent, ObjectRef, decide
 from diloco_operator.metrics import Metrics
+from diloco_operator.resources.operator_scope import NetworkPolicies
 from diloco_operator.settings import Faults
 from diloco_operator.state.objects import identity
 from diloco_operator.workqueue import Key, RetryError
@@ -396,7 +397,7 @@ def test_without_access_to_certificates_the_job_reports_it_and_gets_its_other_ch
     assert "Certificate a-tls: certificates is forbidden" in message
 
 
-@pytest.mark.parametrize("plural", ["pods", "poddisruptionbudgets"])
+@pytest.mark.parametrize("plural", ["pods", "statefulsets", "persistentvolumeclaims"])
 def test_a_job_whose_objects_may_not_be_read_reports_it_until_they_can_be(world, plural):
     world.decide = lambda observation: decide(observation, SCOPE, NOW)
     world.run()
@@ -414,6 +415,38 @@ def test_a_job_whose_objects_may_not_be_read_reports_it_until_they_can_be(world,
     assert len(warnings) == 1
     world.run()
     assert reasons(world.api)["Accepted"] == before["Accepted"]
+
+
+@pytest.mark.parametrize("plural", ["poddisruptionbudgets", "serviceaccounts", "networkpolicies"])
+def test_objects_that_no_decision_needs_do_not_stop_a_job_when_they_may_not_be_read(
+    api, tmp_path, plural
+):
+    """It is suspended and completed nevertheless."""
+    scope = replace(SCOPE, network_policies=NetworkPolicies(operator_namespace="system"))
+    api.create(job())
+    world = ReconciledCluster(api, tmp_path, scope=scope)
+    world.decide = lambda observation: decide(observation, scope, world.now)
+    world.run()
+    assert api.all(plural)
+    uids = {item["metadata"]["uid"] for item in api.all(plural)}
+    fault = Fault("*", f"/{plural}", 403, "User x cannot do that", times=999)
+    api.faults.append(fault)
+    api.edit("dilocojobs", "a", lambda item: item["spec"].update(runPolicy={"suspend": True}))
+    for _ in range(2):
+        world.now += timedelta(seconds=1)
+        world.run()
+    assert api.get("statefulsets", "a-eu")["spec"]["replicas"] == 0
+    assert reasons(api)["Suspended"][:2] == ("True", "Suspended")
+    status, reason, message = reasons(api)["Accepted"]
+    assert (status, reason) == ("False", "Refused")
+    assert "User x cannot do that" in message
+    fault.times = 0
+    world.now += timedelta(seconds=300)
+    world.run()
+    world.run()
+    assert reasons(api)["Accepted"][:2] == ("True", "Valid")
+    assert {item["metadata"]["uid"] for item in api.all(plural)} == uids
+    world.reconciler.close()
 
 
 @pytest.mark.parametrize(

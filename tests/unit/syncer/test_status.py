@@ -1,18 +1,24 @@
 """What GetStatus and the metrics show of learners."""
 
+import contextlib
 import dataclasses
 import time
 
 import pytest
 
-from diloco.model.fragments import Tensor
-from diloco.rpc.status_client import STATUS_BYTES
+from diloco.model.fragments import Tensor, cut
+from diloco.rpc import servers
+from diloco.rpc.status_client import STATUS_BYTES, SyncerClient
+from diloco.rpc.tensor_info import to_proto
 from diloco.v1 import syncer_pb2 as pb
+from diloco.v1.syncer_pb2_grpc import SyncerServicer, add_SyncerServicer_to_server
 from diloco_syncer import metrics as metrics_module
+from diloco_syncer.core.admission import MAX_TENSORS
 from diloco_syncer.core.learners import Ejection, Probe
 from diloco_syncer.core.upload_limits import UploadProgress
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.rpc import status
+from diloco_syncer.rpc.telemetry import HELLO_BYTES
 from diloco_testing.learners.scripted import random_delta
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, driven_spec
 
@@ -60,6 +66,48 @@ def test_a_status_of_27000_ejected_learners_after_a_long_training_is_read(syncer
     assert "next probe" in found.detail
     all_of_them = 27_000 * len(pb.StatusReply(learners=[found]).SerializeToString())
     assert 0.9 * STATUS_BYTES < all_of_them < STATUS_BYTES
+
+
+class Served(SyncerServicer):
+    """GetStatus as the syncer answers it, over a real connection."""
+
+    def __init__(self, syncer):
+        self.syncer = syncer
+
+    def GetStatus(self, request, context):  # noqa: N802
+        return status.reply(self.syncer.state, self.syncer.metrics, request)
+
+
+def test_the_status_of_1000_learners_of_the_largest_model_is_read():
+    """Its tensors may be as many bytes as a Hello: with them, the operator could never read it."""
+    syncer = DrivenSyncer(driven_spec(quorum=1, learners={"eu": 1000}))
+    for number in range(1000):
+        DrivenLearner(syncer, f"eu/{number}", TENSORS)
+    names = (
+        f"model.layers.{number:05}.self_attention.key.weight" for number in range(MAX_TENSORS - 1)
+    )
+    tensors = [Tensor(name=name, shape=(1024, 1024), dtype="bfloat16") for name in names]
+    hello = pb.LearnerMessage(hello=pb.Hello(tensors=map(to_proto, tensors))).ByteSize()
+    assert 0.98 * HELLO_BYTES < hello < HELLO_BYTES, "such a learner is not refused"
+    syncer.state.admission.layout = cut(tensors, num_fragments=2)
+    assert status.reply(syncer.state, syncer.metrics).ByteSize() > STATUS_BYTES
+    server = servers.server(max_workers=2)
+    add_SyncerServicer_to_server(Served(syncer), server)
+    port = servers.bind(server, "127.0.0.1:0", None)
+    server.start()
+    try:
+        with contextlib.closing(SyncerClient(f"127.0.0.1:{port}")) as client:
+            found = client.status(timeout_seconds=20)
+    finally:
+        server.stop(None).wait(10)
+    assert len(found.learners) == 1000
+    assert not found.tensors
+    assert not found.tied_constants
+
+
+def test_a_client_that_does_not_know_the_field_gets_the_model(syncer):
+    shown = status.reply(syncer.state, syncer.metrics, pb.StatusRequest())
+    assert [tensor.name for tensor in shown.tensors] == ["t0", "t1"]
 
 
 def test_a_probe_in_progress_and_a_probe_that_is_due_are_distinguished(syncer):

@@ -32,6 +32,7 @@ GROUPS = {
     },
     "apps/v1": {"statefulsets": "StatefulSet", "deployments": "Deployment"},
     "policy/v1": {"poddisruptionbudgets": "PodDisruptionBudget"},
+    "networking.k8s.io/v1": {"networkpolicies": "NetworkPolicy"},
     "diloco.dev/v1alpha1": {"dilocojobs": "DiLoCoJob"},
     "apiextensions.k8s.io/v1": {"customresourcedefinitions": "CustomResourceDefinition"},
     "cert-manager.io/v1": {"certificates": "Certificate"},

@@ -20,6 +20,13 @@ spec:
 
 # ------------------------------------------------------------------------------ rules
 
+
+def _regions(count: int, *, of: int, more: int = 0) -> str:
+    """So many regions of so many learners, and one of `more`."""
+    entries = [f"{{name: r{n}, learners: {of}}}" for n in range(count)]
+    return f"spec.regions=[{', '.join([*entries, f'{{name: more, learners: {more}}}'])}]"
+
+
 BROKEN_RULES = [
     (
         ["metadata.name=" + "j" * 50],
@@ -57,6 +64,10 @@ BROKEN_RULES = [
     (
         ["spec.regions[eu].learners=0", "spec.regions[us].learners=0"],
         "spec.sync.quorum: 1 is more than 0, the number of learners in all regions",
+    ),
+    (
+        [_regions(10, of=1000, more=1)],
+        "spec.regions: 10001 learners in all regions; the maximum is 10000",
     ),
     (
         ["spec.learner.command=[python, train.py]"],
@@ -150,6 +161,7 @@ KEPT_RULES = [
         "spec.evaluation={everySteps: 5, ports: {health: 9090, metrics: 8080}}",
     ],
     ["spec.regions[eu].learners=0", "spec.syncer.region=eu"],
+    [_regions(10, of=1000)],
     ["spec.learner={command: [x]}", "spec.evaluation={everySteps: 5, command: [y]}"],
     ["spec.learner={command: [x], podsPerLearner: 2}"],
     ["spec.syncer.endpoint=a:1", "spec.tls.mode=Secret", "spec.tls.secretName=s"],
