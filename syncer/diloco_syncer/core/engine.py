@@ -69,10 +69,8 @@ class Engine:
     """Commits after which a snapshot was considered."""
     _now: float | None = None
     """Time of the last event."""
-    _started_at: float | None = None
-    """Time of the first event, or of the initial model."""
-    _missing_at: float | None = None
-    """When a quorum of learners was last missing."""
+    _mergeless_at: float = 0.0
+    """When there could last be no merge: at the first event, without the initial model or a quorum of learners."""
     _limits: Mapping[str, int] | None = None
     """What replaced the spec's numbers of learners; None: nothing."""
 
@@ -118,7 +116,7 @@ class Engine:
         """
         pause = self._own_pause(now)
         if len(self.learners.training()) < self.spec.quorum:
-            self._missing_at = now
+            self._mergeless_at = now
         out = [*pause, *self._process(event, now), *self._advance(now)]
         if any(isinstance(decision, ev.TakeSnapshot) for decision in out):
             self.scheduler.growth.snapshot()
@@ -132,7 +130,7 @@ class Engine:
         """
         previous, self._now = self._now, now
         if previous is None:
-            self._started_at = now
+            self._mergeless_at = now
             return []
         seconds = now - previous
         if seconds <= OWN_PAUSE_SECONDS:
@@ -141,10 +139,9 @@ class Engine:
             record.last_seen += seconds
             record.reported_at += seconds
             record.history.pause()
-        self.ejections.shift(seconds)
-        for round_ in self.scheduler.in_flight:
-            round_.shift(seconds)
+        self.scheduler.shift(seconds)
         self.initialisation.shift(seconds)
+        self._mergeless_at += seconds
         return [ev.Log(event="pause", fields={"seconds": round(seconds, 3)})]
 
     def _process(self, event: ev.Event, now: float) -> list[ev.Decision]:
@@ -251,10 +248,10 @@ class Engine:
 
     def _stuck(self) -> str:
         """Why there was no merge for longer than anything explains; empty: it is not that long."""
-        now, times = self._now, (self.scheduler.last_merge_at, self._started_at, self._missing_at)
-        since = max((at for at in times if at is not None), default=None)
-        if now is None or since is None:
+        now, merged_at = self._now, self.scheduler.last_merge_at
+        if now is None:
             return ""
+        since = self._mergeless_at if merged_at is None else max(merged_at, self._mergeless_at)
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
         step_seconds = self.learners.fastest_step_seconds() or 0.0
         seconds = now - since
@@ -392,7 +389,7 @@ class Engine:
     def _initialised(self, event: ev.Initialised, now: float) -> list[ev.Decision]:
         if self.initialised:
             return []
-        self.initialised, self._started_at = True, now
+        self.initialised, self._mergeless_at = True, now
         self.initialisation.withdraw(self.initialiser or "")
         self.initialisation.waiting.clear()
         ready = [ev.AnnounceReady(learner=record.name) for record in self.learners.connected()]
