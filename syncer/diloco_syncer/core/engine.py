@@ -436,7 +436,8 @@ class Engine:
     def _dropped(self, event: ev.Dropped, now: float) -> list[ev.Decision]:
         probed = self.ejections.probed(event.learner, event.round, event.attempt)
         if probed is not None:
-            return self.ejections.end_probe(probed, event.reason, now)
+            counts = event.reason != ev.STREAM_BROKEN
+            return self.ejections.end_probe(probed, event.reason, now, counts=counts)
         return self.scheduler.dropped(event, now)
 
     def _failed(self, event: ev.Failed, now: float) -> list[ev.Decision]:
@@ -458,8 +459,9 @@ class Engine:
                 return [log]
             case ev.ProbeLearner():
                 record = self.ejections.probed(decision.learner, decision.round, decision.attempt)
-                ended = self.ejections.end_probe(record, "Failed", now) if record else []
-                return [log, *ended]
+                if record is None:
+                    return [log]
+                return [log, *self.ejections.end_probe(record, "Failed", now, counts=False)]
             case ev.TakeSnapshot():
                 done = ev.SnapshotDone(step=None, reason=reason)
                 self.scheduler.growth.snapshot_done(durable=False)
