@@ -282,7 +282,7 @@ class Engine:
                 session = record.session
                 out.append(ev.Close(session=session, reason="Unavailable", detail=detail))
                 left = ev.Left(session=session, learner=record.name, reason="Removed")
-                out += self._left(left, now)
+                out += self._left(left, now, charged=False)
         return out
 
     def _hello(self, event: ev.Hello, now: float) -> list[ev.Decision]:
@@ -340,7 +340,7 @@ class Engine:
             out.append(ev.AnnounceComplete(learner=record.name))
         return out
 
-    def _left(self, event: ev.Left, now: float) -> list[ev.Decision]:
+    def _left(self, event: ev.Left, now: float, *, charged: bool = True) -> list[ev.Decision]:
         record = self.learners.leave(event.learner, event.session)
         if record is None:
             return []
@@ -355,7 +355,8 @@ class Engine:
                 "reason": event.reason,
             },
         )
-        return [log, *ended, *self.scheduler.lost(record.name, event.reason, now)]
+        lost = self.scheduler.lost(record.name, event.reason, now, charged=charged)
+        return [log, *ended, *lost]
 
     def _reported(self, event: ev.Reported, now: float) -> list[ev.Decision]:
         current = self.learners.of_session(event.learner, event.session) is not None
@@ -470,17 +471,19 @@ class Engine:
                 self.durability.export_failed(reason, now)
                 return [log]
             case ev.Admit() | ev.RequestInitial() | ev.AnnounceReady() | ev.AnnounceComplete():
-                return [log, *self._start_session_over(decision.learner, reason)]
+                return [log, *self._start_session_over(decision.learner, reason, now)]
             case ev.Log():
                 return []  # the journal counts the lines that it lost
         raise RuntimeError(f"{type(decision).__name__} failed: {reason}")
 
-    def _start_session_over(self, learner: str, reason: str) -> list[ev.Decision]:
+    def _start_session_over(self, learner: str, reason: str, now: float) -> list[ev.Decision]:
         record = self.learners.by_name.get(learner)
         if record is None or record.session is None:
             return []
         detail = f"the syncer could not serve this session: {reason}; connect again"
-        return [ev.Close(session=record.session, reason="Unavailable", detail=detail)]
+        close = ev.Close(session=record.session, reason="Unavailable", detail=detail)
+        left = ev.Left(session=record.session, learner=learner, reason="Unavailable")
+        return [close, *self._left(left, now, charged=False)]
 
     # ------------------------------------------------------------ progress
 

@@ -298,16 +298,24 @@ class Scheduler:
             used_reports.add(pulled)  # used up: the same report would fail again
         return out
 
-    def lost(self, learner: str, reason: str, now: float) -> list[ev.Decision]:
+    def lost(
+        self, learner: str, reason: str, now: float, *, charged: bool = True
+    ) -> list[ev.Decision]:
         """
         Remove a learner that is gone from every round that is not yet committed.
 
         Also from a round that is merged and waits for its turn: it must not commit after a successor has joined.
+
+        Args:
+            learner: its name.
+            reason: why it is gone.
+            now: monotonic seconds.
+            charged: False: the syncer ended its session for a reason that is not the learner's.
         """
         rounds = [r for r in self.in_flight if learner in r.members and not r.open]
         waited = max((self._waited_seconds(r, learner, now) for r in rounds), default=0.0)
         waited = self._since_last_wait(learner, waited, now)
-        out = self.ejections.waited(learner, waited, "LeftRound", now)
+        out = self.ejections.waited(learner, waited, "LeftRound", now) if charged else []
         for round_ in rounds:
             out += self._drop(round_, learner, reason, now)
         return out

@@ -262,6 +262,27 @@ def test_the_steps_of_a_learner_count_for_the_pace_until_no_merge_has_confirmed_
     assert not job["a"].confirmed
 
 
+@pytest.mark.parametrize("why", ["an error of the syncer", "another number of learners", "a crash"])
+def test_a_wait_for_a_learner_counts_only_if_it_left_by_itself(why):
+    job = Job(["eu/0", "eu/1"], learners={"eu": 2}).meet()
+    job.report_all(1)
+    for name in job.names:
+        job.contribute(name)
+    job.wait(2.0)
+    if why == "an error of the syncer":
+        out = job(ev.Failed(decision=ev.AnnounceReady(learner="eu/1"), reason="boom"))
+        assert [d.session for d in of(ev.Close, out)] == [2]
+        assert [line["learner"] for line in logs("leave", out)] == ["eu/1"]
+        ended = job(ev.Left(session=2, learner="eu/1", reason="StreamEnded"))
+        assert logs("leave", ended) == [], "its stream ends after that"
+    elif why == "another number of learners":
+        job(ev.LimitsChanged(learners={"eu": 1}))
+    else:
+        job.left("eu/1")
+    assert job["eu/1"].session is None
+    assert job["eu/1"].waited_seconds == (2.0 if why == "a crash" else 0.0)
+
+
 # ---------------------------------------------------------------- a pause of the syncer
 
 
