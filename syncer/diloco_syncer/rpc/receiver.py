@@ -112,7 +112,7 @@ class UploadReceiver:
 
     def failed(self, error: Exception) -> list[bytes]:
         """
-        An error of this program, for example for lack of memory: no member is at fault.
+        An error of this program, such as an OOM: no member is at fault.
 
         Returns:
             The packed reply that ends the upload; its sender may try again.
