@@ -47,6 +47,9 @@ from diloco_syncer.storage.writer import Writer
 
 DIRECTORY = Path("/run-directory")
 
+RUN = "simulated"
+"""Name of the run: no person chooses a snapshot."""
+
 RESTART_SECONDS = 1.0
 """Pause of the supervisor after a start that failed."""
 
@@ -159,13 +162,15 @@ class SimulatedSyncer:
         store = Store(DIRECTORY / "snapshots", keep=spec.syncer_checkpoint.keep, disk=disk)
         epoch = store.next_epoch()
         journal = JournalWriter(DIRECTORY / snapshots.EVENTS, disk=disk)
-        engine, parameters = snapshots.resume(spec, DIRECTORY, store, epoch=epoch, disk=disk)
+        engine, parameters = snapshots.resume(
+            spec, DIRECTORY, store.start(), epoch=epoch, run=RUN, disk=disk
+        )
         return _Opened(
             store=store,
             journal=journal,
             engine=engine,
             parameters=parameters,
-            model=snapshots.exported(DIRECTORY, disk=disk),
+            model=snapshots.exported(DIRECTORY, run=RUN, disk=disk),
             issued=store.issued_incarnations(),
         )
 
@@ -206,13 +211,13 @@ class Server(HostOverCoordinator):
             ),
             parameters=parameters,
             model=opened.model,
-            run="simulated",
+            run=RUN,
         )
         self.journal = Journal(opened.journal, self.disk, self.process, owner.part_bytes)
         self._thread = self.disk.thread(self.process)
         self._writer = Writer(
             self.spec, DIRECTORY, opened.store, record=self._record_later, post=self._post_later,
-            journal=self.journal, disk=self.disk, thread=_Thread(self._thread),
+            journal=self.journal, run=RUN, disk=self.disk, thread=_Thread(self._thread),
             clock=lambda: self.disk.time,
         )  # fmt: skip
         self.coordinator = Coordinator(

@@ -176,7 +176,9 @@ def _assemble(
     store = Store(given.directory / "snapshots", keep=spec.syncer_checkpoint.keep)
     epoch = store.next_epoch()
     events = BackgroundWriter(JournalWriter(given.directory / "events.jsonl"))
-    engine, parameters = snapshots.resume(spec, given.directory, store, epoch=epoch)
+    snapshot = store.start()
+    run = store.run(begins=snapshot is None)
+    engine, parameters = snapshots.resume(spec, given.directory, snapshot, epoch=epoch, run=run)
     formats.warm_up()
     streaming.warm_up()
     newest = max((learner.incarnation for learner in engine.learners), default=0)
@@ -191,8 +193,8 @@ def _assemble(
         engine=engine,
         admission=admission,
         parameters=parameters,
-        model=snapshots.exported(given.directory),
-        run=store.run(begins=parameters is None),
+        model=snapshots.exported(given.directory, run=run),
+        run=run,
     )
     runner = Runner(
         state, given.directory, store=store, events=events, metrics=Metrics(given.metrics_port),

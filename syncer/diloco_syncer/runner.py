@@ -75,8 +75,9 @@ class Runner:
         self._health, self._on_failure = health or HealthFile(None), on_failure
         self._queue: queue.SimpleQueue[Event | Callable[[], None] | None] = queue.SimpleQueue()
         self._writer = Writer(
-            self.spec, directory, store, record=self.record, post=self.post, journal=events
-        )
+            self.spec, directory, store, record=self.record, post=self.post, journal=events,
+            run=state.run,
+        )  # fmt: skip
         self._coordinator = Coordinator(state, record=self.record, writer=self._writer, fault=fault)
         self._wake = 0.0
         self._metrics_due = False

@@ -288,8 +288,8 @@ def second(pair):
 
 
 LOSSES = {
-    "its stream is cut": ("Protocol", "Damaged"),
-    "its process is gone": ("Protocol", "Damaged"),  # or none: its session may end first
+    "its stream is cut": ("StreamBroken",),
+    "its process is gone": ("StreamBroken",),  # or none: its session may end first
     "it sends Goodbye": (),
     "it stops sending": ("Stalled",),
     "it never starts to send": ("Stalled",),
@@ -303,6 +303,7 @@ def test_a_member_that_is_lost_on_the_way_costs_only_its_own_part(pair, second, 
     """The round is tried again with the other member: what it commits is the other's delta alone."""
     learner, refused = pair.learner, len(pair.syncer.events("refuse"))
     pull = pair.pulled(second)
+    ejected = len(pair.syncer.events("eject"))
     fragment = learner.layout.fragments[pull.fragment]
     mine_N = random_delta(fragment, 1)
     payloads, _, norms = encoded(fragment, random_delta(fragment, 2))
@@ -337,6 +338,8 @@ def test_a_member_that_is_lost_on_the_way_costs_only_its_own_part(pair, second, 
         assert len(lines) == bool(LOSSES[loss])
     assert all(x["learner"] == "eu/1" for x in lines)
     assert all(x["reason"] in LOSSES[loss] for x in lines)
+    at_fault = set(LOSSES[loss]) - {"StreamBroken"}
+    assert [x["reason"] for x in pair.syncer.events("eject")[ejected:]] == list(at_fault)
     pair.syncer.assert_audit()
 
 

@@ -426,3 +426,44 @@ def test_mutual_tls_admits_only_the_same_authority(tmp_path):
             learner.expect("ready")
             good_round(learner)
         assert syncer.events("refuse") == []
+
+
+NO_MEMORY = """
+import os, sys
+from diloco_syncer.rpc import upload_parts
+begin, failures = upload_parts._Staged.__init__, [MemoryError("at a named point")]
+def raising(self, *arguments):
+    if failures:
+        raise failures.pop()
+    begin(self, *arguments)
+upload_parts._Staged.__init__ = raising
+import diloco_syncer.__main__ as program
+os._exit(program.main(sys.argv[1:]))
+"""
+
+
+def test_a_learner_whose_upload_the_syncer_has_no_memory_for_is_pulled_again(tmp_path):
+    syncer = RealSyncer(tmp_path, make_spec())
+    syncer.program = ["-c", NO_MEMORY]
+    with (
+        syncer,
+        ScriptedLearner(syncer, "eu/1") as other,
+        ScriptedLearner(syncer, "eu/0") as learner,
+    ):
+        other.join().initialise(thetas_of(other))
+        other.expect("ready")
+        good_round(other)  # so that the quorum does not need the other one
+        learner.join()
+        pull = learner.pull()
+        delta_N = random_delta(learner.layout.fragments[pull.fragment], 1)
+        reply = learner.upload(pull, delta_N, content=bulk.WHOLE, norms=[])
+        assert reply.refused == "Unavailable"
+        assert "MemoryError" in reply.detail
+        again = learner.expect("pull")
+        assert (again.round, again.attempt > pull.attempt) == (pull.round, True)
+        assert learner.upload(again, delta_N, content=bulk.WHOLE, norms=[]).done
+        committed(learner, again)
+        [error] = syncer.events("error")
+        assert (error["decision"], "at a named point" in error["reason"]) == ("BeginMerge", True)
+        assert syncer.events("refuse") == syncer.events("eject") == []
+        assert "at a named point" in syncer.output()

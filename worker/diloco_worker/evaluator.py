@@ -191,6 +191,10 @@ class Evaluator:
             try:
                 status = self.status()
                 complete = status.state == "Complete"
+                if last is not None and status.step < last:
+                    last = (
+                        status.step
+                    )  # the job continues from an older snapshot: other parameters follow
                 if (
                     status.state != "Initialising"
                     and status.tensors

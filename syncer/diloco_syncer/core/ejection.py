@@ -86,7 +86,7 @@ class Ejections:
 
     def waited(self, name: str, seconds: float, reason: str, now: float) -> list[ev.Decision]:
         """
-        The others waited in vain for a learner that left, or that delivered what was used before.
+        The others waited in vain for a learner that left, lost its connection, or delivered what was used before.
 
         It may be gone. It is ejected once that adds up to what a round could have waited for it.
         """
@@ -196,8 +196,18 @@ class Ejections:
             return math.inf  # then its own limit counts
         return probe.upload.begun + self.free_seconds() + self.sync_seconds()
 
-    def end_probe(self, record: LearnerRecord, failure: str, now: float) -> list[ev.Decision]:
-        """A probe was delivered (no failure), or was not."""
+    def end_probe(
+        self, record: LearnerRecord, failure: str, now: float, *, counts: bool = True
+    ) -> list[ev.Decision]:
+        """
+        A probe was delivered (no failure), or was not.
+
+        Args:
+            record: of the learner.
+            failure: why it was not delivered.
+            now: monotonic seconds.
+            counts: False: the learner is not at fault, and the next one comes after the same back-off.
+        """
         state = record.ejection
         if state is None or state.probe is None:
             return []
@@ -207,7 +217,7 @@ class Ejections:
             ev.AbortMerge(round=probe.round, attempt=probe.attempt, reason="the probe is over")
         ]
         if failure:
-            record.ejections += 1
+            record.ejections += counts
             state.failed_at, state.probe_at = now, now + backoff_seconds(record.ejections)
             return out
         record.ejection = None

@@ -69,10 +69,8 @@ class Engine:
     """Commits after which a snapshot was considered."""
     _now: float | None = None
     """Time of the last event."""
-    _started_at: float | None = None
-    """Time of the first event, or of the initial model."""
-    _missing_at: float | None = None
-    """When a quorum of learners was last missing."""
+    _mergeless_at: float = 0.0
+    """When there could last be no merge: at the first event, without the initial model or a quorum of learners."""
     _limits: Mapping[str, int] | None = None
     """What replaced the spec's numbers of learners; None: nothing."""
 
@@ -118,7 +116,7 @@ class Engine:
         """
         pause = self._own_pause(now)
         if len(self.learners.training()) < self.spec.quorum:
-            self._missing_at = now
+            self._mergeless_at = now
         out = [*pause, *self._process(event, now), *self._advance(now)]
         if any(isinstance(decision, ev.TakeSnapshot) for decision in out):
             self.scheduler.growth.snapshot()
@@ -132,7 +130,7 @@ class Engine:
         """
         previous, self._now = self._now, now
         if previous is None:
-            self._started_at = now
+            self._mergeless_at = now
             return []
         seconds = now - previous
         if seconds <= OWN_PAUSE_SECONDS:
@@ -141,10 +139,9 @@ class Engine:
             record.last_seen += seconds
             record.reported_at += seconds
             record.history.pause()
-        self.ejections.shift(seconds)
-        for round_ in self.scheduler.in_flight:
-            round_.shift(seconds)
+        self.scheduler.shift(seconds)
         self.initialisation.shift(seconds)
+        self._mergeless_at += seconds
         return [ev.Log(event="pause", fields={"seconds": round(seconds, 3)})]
 
     def _process(self, event: ev.Event, now: float) -> list[ev.Decision]:
@@ -251,10 +248,10 @@ class Engine:
 
     def _stuck(self) -> str:
         """Why there was no merge for longer than anything explains; empty: it is not that long."""
-        now, times = self._now, (self.scheduler.last_merge_at, self._started_at, self._missing_at)
-        since = max((at for at in times if at is not None), default=None)
-        if now is None or since is None:
+        now, merged_at = self._now, self.scheduler.last_merge_at
+        if now is None:
             return ""
+        since = self._mergeless_at if merged_at is None else max(merged_at, self._mergeless_at)
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
         step_seconds = self.learners.fastest_step_seconds() or 0.0
         seconds = now - since
@@ -285,7 +282,7 @@ class Engine:
                 session = record.session
                 out.append(ev.Close(session=session, reason="Unavailable", detail=detail))
                 left = ev.Left(session=session, learner=record.name, reason="Removed")
-                out += self._left(left, now)
+                out += self._left(left, now, charged=False)
         return out
 
     def _hello(self, event: ev.Hello, now: float) -> list[ev.Decision]:
@@ -343,7 +340,7 @@ class Engine:
             out.append(ev.AnnounceComplete(learner=record.name))
         return out
 
-    def _left(self, event: ev.Left, now: float) -> list[ev.Decision]:
+    def _left(self, event: ev.Left, now: float, *, charged: bool = True) -> list[ev.Decision]:
         record = self.learners.leave(event.learner, event.session)
         if record is None:
             return []
@@ -358,7 +355,8 @@ class Engine:
                 "reason": event.reason,
             },
         )
-        return [log, *ended, *self.scheduler.lost(record.name, event.reason, now)]
+        lost = self.scheduler.lost(record.name, event.reason, now, charged=charged)
+        return [log, *ended, *lost]
 
     def _reported(self, event: ev.Reported, now: float) -> list[ev.Decision]:
         current = self.learners.of_session(event.learner, event.session) is not None
@@ -392,7 +390,7 @@ class Engine:
     def _initialised(self, event: ev.Initialised, now: float) -> list[ev.Decision]:
         if self.initialised:
             return []
-        self.initialised, self._started_at = True, now
+        self.initialised, self._mergeless_at = True, now
         self.initialisation.withdraw(self.initialiser or "")
         self.initialisation.waiting.clear()
         ready = [ev.AnnounceReady(learner=record.name) for record in self.learners.connected()]
@@ -439,7 +437,8 @@ class Engine:
     def _dropped(self, event: ev.Dropped, now: float) -> list[ev.Decision]:
         probed = self.ejections.probed(event.learner, event.round, event.attempt)
         if probed is not None:
-            return self.ejections.end_probe(probed, event.reason, now)
+            counts = event.reason != ev.STREAM_BROKEN
+            return self.ejections.end_probe(probed, event.reason, now, counts=counts)
         return self.scheduler.dropped(event, now)
 
     def _failed(self, event: ev.Failed, now: float) -> list[ev.Decision]:
@@ -461,8 +460,9 @@ class Engine:
                 return [log]
             case ev.ProbeLearner():
                 record = self.ejections.probed(decision.learner, decision.round, decision.attempt)
-                ended = self.ejections.end_probe(record, "Failed", now) if record else []
-                return [log, *ended]
+                if record is None:
+                    return [log]
+                return [log, *self.ejections.end_probe(record, "Failed", now, counts=False)]
             case ev.TakeSnapshot():
                 done = ev.SnapshotDone(step=None, reason=reason)
                 self.scheduler.growth.snapshot_done(durable=False)
@@ -471,17 +471,19 @@ class Engine:
                 self.durability.export_failed(reason, now)
                 return [log]
             case ev.Admit() | ev.RequestInitial() | ev.AnnounceReady() | ev.AnnounceComplete():
-                return [log, *self._start_session_over(decision.learner, reason)]
+                return [log, *self._start_session_over(decision.learner, reason, now)]
             case ev.Log():
                 return []  # the journal counts the lines that it lost
         raise RuntimeError(f"{type(decision).__name__} failed: {reason}")
 
-    def _start_session_over(self, learner: str, reason: str) -> list[ev.Decision]:
+    def _start_session_over(self, learner: str, reason: str, now: float) -> list[ev.Decision]:
         record = self.learners.by_name.get(learner)
         if record is None or record.session is None:
             return []
         detail = f"the syncer could not serve this session: {reason}; connect again"
-        return [ev.Close(session=record.session, reason="Unavailable", detail=detail)]
+        close = ev.Close(session=record.session, reason="Unavailable", detail=detail)
+        left = ev.Left(session=record.session, learner=learner, reason="Unavailable")
+        return [close, *self._left(left, now, charged=False)]
 
     # ------------------------------------------------------------ progress
 

@@ -106,9 +106,13 @@ class Progress:
     """Everything has arrived."""
 
 
+STREAM_BROKEN = "StreamBroken"
+"""Reason of a `Dropped`: the connection broke, and nothing that the member sent is at fault."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dropped:
-    """A member cannot deliver for this attempt: damaged, not finite, stalled, refused."""
+    """A member cannot deliver for this attempt: damaged, not finite, stalled, refused, broken."""
 
     learner: str
     round: int

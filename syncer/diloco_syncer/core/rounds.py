@@ -162,11 +162,12 @@ class Round:
         if upload.pending and self.held_since is not None:
             upload.held_seconds += now - self.held_since
 
-    def waited_seconds(self, learner: str, now: float) -> float:
+    def waited_seconds(self, learner: str, now: float, *, quorum: int) -> float:
         """What the others lose if this member is lost now: their wait for it, or the whole attempt."""
-        if self.phase in (Phase.MERGING, Phase.MERGED):
-            return now - self.pulled_at
         member = self.members.get(learner)
+        repeated = member is not None and len(self.members) <= quorum
+        if repeated or self.phase in (Phase.MERGING, Phase.MERGED):
+            return now - self.pulled_at
         pending = member is not None and member.pending
         return now - self.held_since if pending and self.held_since is not None else 0.0
 

@@ -165,15 +165,8 @@ class Scheduler:
         used_reports = self._used_reports(event.learner)
         if refused := used_reports.refused(round_.step, event.local_step):
             used_reports.spend(round_.step)
-            fields = {
-                "learner": event.learner,
-                "reason": "ReportUsed",
-                "detail": refused,
-                "step": round_.step,
-                "fragment": round_.fragment,
-            }
-            log = ev.Log(event="refuse", fields=fields)
-            waited = round_.waited_seconds(event.learner, now) - self._window_seconds()
+            log = _refusal(round_, event.learner, "ReportUsed", refused)
+            waited = self._waited_seconds(round_, event.learner, now) - self._window_seconds()
             ejected = self.ejections.waited(event.learner, waited, "ReportUsed", now)
             return [log, *ejected, *self._drop(round_, event.learner, refused, now)]
         try:
@@ -267,7 +260,32 @@ class Scheduler:
         round_ = self._round(event.round, event.attempt)
         if round_ is None or event.learner not in round_.members:
             return []
+        if event.reason == ev.STREAM_BROKEN:
+            return self._broken(round_, event.learner, event.detail, now)
         return self._unusable(round_, event.learner, event.reason, event.detail, now)
+
+    def _broken(self, round_: Round, learner: str, detail: str, now: float) -> list[ev.Decision]:
+        """
+        The connection of a member broke: as if it had left, and its report may be used again.
+
+        A learner that breaks it again and again costs the others time, which adds up.
+        """
+        round_.failure = f"{learner}: {ev.STREAM_BROKEN}"
+        waited = self._since_last_wait(learner, self._waited_seconds(round_, learner, now), now)
+        ejected = self.ejections.waited(learner, waited, ev.STREAM_BROKEN, now)
+        return [
+            _refusal(round_, learner, ev.STREAM_BROKEN, detail),
+            *ejected,
+            *self._drop(round_, learner, ev.STREAM_BROKEN, now),
+            *(self._drop_everywhere(learner, ev.STREAM_BROKEN, now) if ejected else ()),
+        ]
+
+    def _since_last_wait(self, learner: str, waited: float, now: float) -> float:
+        """A wait of the others, less what an overlapping round of the same learner has counted."""
+        return min(waited, now - self.learners.by_name[learner].waited_at)
+
+    def _waited_seconds(self, round_: Round, learner: str, now: float) -> float:
+        return round_.waited_seconds(learner, now, quorum=self.spec.quorum)
 
     def _unusable(
         self, round_: Round, learner: str, reason: str, detail: str, now: float
@@ -280,15 +298,24 @@ class Scheduler:
             used_reports.add(pulled)  # used up: the same report would fail again
         return out
 
-    def lost(self, learner: str, reason: str, now: float) -> list[ev.Decision]:
+    def lost(
+        self, learner: str, reason: str, now: float, *, charged: bool = True
+    ) -> list[ev.Decision]:
         """
         Remove a learner that is gone from every round that is not yet committed.
 
         Also from a round that is merged and waits for its turn: it must not commit after a successor has joined.
+
+        Args:
+            learner: its name.
+            reason: why it is gone.
+            now: monotonic seconds.
+            charged: False: the syncer ended its session for a reason that is not the learner's.
         """
         rounds = [r for r in self.in_flight if learner in r.members and not r.open]
-        waited = max((r.waited_seconds(learner, now) for r in rounds), default=0.0)
-        out = self.ejections.waited(learner, waited, "LeftRound", now)
+        waited = max((self._waited_seconds(r, learner, now) for r in rounds), default=0.0)
+        waited = self._since_last_wait(learner, waited, now)
+        out = self.ejections.waited(learner, waited, "LeftRound", now) if charged else []
         for round_ in rounds:
             out += self._drop(round_, learner, reason, now)
         return out
@@ -466,22 +493,23 @@ class Scheduler:
         self, round_: Round, name: str, reason: str, detail: str, now: float
     ) -> list[ev.Decision]:
         """A member did not deliver, or not what can be merged: eject it and continue without it."""
-        fields = {
-            "learner": name,
-            "reason": reason,
-            "detail": detail,
-            "step": round_.step,
-            "fragment": round_.fragment,
-        }
         round_.failure = f"{name}: {reason}"
-        waited = round_.waited_seconds(name, now)
+        waited = self._waited_seconds(round_, name, now)
         ejected = self.ejections.eject(name, reason, now, waited=waited)
         return [
-            ev.Log(event="refuse", fields=fields),
+            _refusal(round_, name, reason, detail),
             *ejected,
             *self._drop(round_, name, reason, now),
             *(self._drop_everywhere(name, reason, now) if ejected else ()),
         ]
+
+    def shift(self, seconds: float) -> None:
+        """The syncer itself was paused: nothing is late, and no merge is overdue, because of it."""
+        self.ejections.shift(seconds)
+        for round_ in self.in_flight:
+            round_.shift(seconds)
+        if self.last_merge_at is not None:
+            self.last_merge_at += seconds
 
     def deadlines(self, now: float) -> list[float]:
         """Deadlines of the rounds that can move: not of those that wait behind an older collecting round."""
@@ -496,3 +524,15 @@ class Scheduler:
         late = (round_.next_deadline(hold, now) for round_ in self.in_flight)
         times += [at for at in late if at is not None]
         return times
+
+
+def _refusal(round_: Round, learner: str, reason: str, detail: str) -> ev.Log:
+    """The line about a member whose upload a round does not use."""
+    fields = {
+        "learner": learner,
+        "reason": reason,
+        "detail": detail,
+        "step": round_.step,
+        "fragment": round_.fragment,
+    }
+    return ev.Log(event="refuse", fields=fields)

@@ -12,23 +12,15 @@ from itertools import chain
 
 import grpc
 
-from diloco.codec import formats
 from diloco.errors import DilocoError, ProtocolError
-from diloco.model.fragments import CHUNK
 from diloco.rpc.status_codes import aborting
 from diloco.v1 import bulk_pb2 as bulk
 from diloco_syncer.rpc.authorizer import Authorizer
 from diloco_syncer.rpc.call_limits import CallLimits
 from diloco_syncer.rpc.downloads import Downloads
-from diloco_syncer.rpc.transfers import check_sender, unpack
+from diloco_syncer.rpc.transfers import check_sender, check_size, unpack
 from diloco_syncer.rpc.uploads import Uploads
 from diloco_syncer.runner import Runner
-
-CHUNK_BYTES = formats.encoded_bytes(formats.FP32, CHUNK) + (64 << 10)
-"""
-Most bytes of a bulk message: a chunk in its largest format, and a little for the frame. A header fits as
-well: its norms are 8 bytes for each tensor of a fragment.
-"""
 
 
 class BulkService:
@@ -61,7 +53,7 @@ class BulkService:
         with aborting(context):
             first = self._first(requests, context)
             with self._slot(first, bulk.UploadHeader, context):
-                messages = _limited(chain(() if first is None else (first,), requests))
+                messages = chain(() if first is None else (first,), requests)
                 yield from self._uploads.upload(messages, context)
 
     def download(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
@@ -75,7 +67,9 @@ class BulkService:
 
     def _first(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
         first: bytes | None = self._limits.first(self._limits.bulk, requests, context)
-        return None if first is None else _checked(first)
+        if first is not None:
+            check_size(first)
+        return first
 
     def _slot(
         self, first: bytes | None, kind: type[bulk.UploadHeader | bulk.DownloadRequest],
@@ -96,15 +90,3 @@ class BulkService:
         except DilocoError:
             return nullcontext()
         return self._limits.slot(sender.learner)
-
-
-def _checked(message: bytes) -> bytes:
-    if len(message) > CHUNK_BYTES:
-        raise ProtocolError(
-            f"a bulk message of {len(message)} bytes, expected at most {CHUNK_BYTES}"
-        )
-    return message
-
-
-def _limited(messages: Iterator[bytes]) -> Iterator[bytes]:
-    return map(_checked, messages)

@@ -28,6 +28,7 @@ from diloco_syncer.rpc.transfers import (
     Host,
     Waiting,
     check_sender,
+    check_size,
     reply,
     unpack,
 )
@@ -98,12 +99,31 @@ class UploadReceiver:
         return self._checked(self._header, resume)
 
     def lost(self) -> None:
-        """The stream broke: the round must not wait for this member."""
-        if self._header is None or self.done:
-            return
+        """The stream broke: the round must not wait for this member, which is not at fault."""
+        header, over = self._header, self.done
         self.done = True
-        error = ProtocolError("the upload ended unexpectedly; see the log of the syncer")
-        self._drop(self._header, error)
+        if header is None or over:
+            return
+        if header.round:
+            detail = "the connection broke in the middle of the upload"
+            self._dropped(header, header.learner, ev.STREAM_BROKEN, detail)
+        else:
+            log.info("an upload of initial parameters by %s broke", header.learner)
+
+    def failed(self, error: Exception) -> list[bytes]:
+        """
+        An error of this program, such as an OOM: no member is at fault.
+
+        Returns:
+            The packed reply that ends the upload; its sender may try again.
+        """
+        header, self.done = self._header, True
+        name = header.learner if header is not None else "an unknown sender"
+        log.error("an upload of %s cannot be received", name, exc_info=error)
+        if header is not None and header.round:
+            self._host.post(self._failed(header, repr(error)))
+        detail = f"the syncer could not receive the upload ({type(error).__name__}); see its log"
+        return [reply(refused=UnavailableError.reason, detail=detail)]
 
     # ------------------------------------------------------------ messages
 
@@ -142,6 +162,7 @@ class UploadReceiver:
             raise AssertionError("a message before the header was accepted")
         if message is None:
             raise self._chunks.ended_early()
+        check_size(message)
         chunk = self._chunks.receive(message)
         if chunk is not None:
             self._part.take(*chunk, now)
@@ -197,7 +218,7 @@ class UploadReceiver:
         """Notify the engine that a member cannot deliver, or that the merge failed."""
         if isinstance(error, MergeFailedError):
             log.error("round %d: %s", header.round, error, exc_info=error.__cause__)
-            self._host.post(_failed(header, error))
+            self._host.post(self._failed(header, str(error)))
         if isinstance(error, UnavailableError):
             return  # no member is at fault: the attempt is over
         if not header.round:
@@ -208,28 +229,40 @@ class UploadReceiver:
                 )
                 self._host.post(failed)
             return
+        # The thread that completes a chunk may detect the fault of another member.
+        learner = error.learner if isinstance(error, ContributionError) else header.learner
+        self._dropped(header, learner, error.reason, str(error))
+
+    def _dropped(self, header: bulk.UploadHeader, learner: str, reason: str, detail: str) -> None:
         attempt = self._host.attempts.get(header.round, header.attempt)
         if attempt is not None:
             # The end of the attempt cancels the streams of its members; this one gets a reply.
             attempt.delivered(header.learner)
         self._host.post(
             ev.Dropped(
-                # The thread that completes a chunk may detect the fault of another member.
-                learner=error.learner if isinstance(error, ContributionError) else header.learner,
+                learner=learner,
                 round=header.round,
                 attempt=header.attempt,
-                reason=error.reason,
-                detail=str(error),
+                reason=reason,
+                detail=detail,
             )
         )
 
-
-def _failed(header: bulk.UploadHeader, error: MergeFailedError) -> ev.Failed:
-    """The thread that completes a chunk does the work of the syncer, like the coordinator's own."""
-    begun = ev.BeginMerge(
-        round=header.round, attempt=header.attempt, fragment=header.fragment, contributions=()
-    )
-    return ev.Failed(decision=begun, reason=str(error))
+    def _failed(self, header: bulk.UploadHeader, reason: str) -> ev.Failed:
+        """The thread of an upload does the work of the syncer, like the coordinator's own."""
+        attempt = self._host.attempts.get(header.round, header.attempt)
+        if attempt is not None and attempt.probe:
+            probe = ev.ProbeLearner(
+                round=header.round,
+                attempt=header.attempt,
+                fragment=header.fragment,
+                learner=header.learner,
+            )
+            return ev.Failed(decision=probe, reason=reason)
+        begun = ev.BeginMerge(
+            round=header.round, attempt=header.attempt, fragment=header.fragment, contributions=()
+        )
+        return ev.Failed(decision=begun, reason=reason)
 
 
 def check_header(header: bulk.UploadHeader, layout: Layout, *, up: str) -> None:

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError, Message
 
 from diloco.codec import formats, frames
 from diloco.errors import DamagedError, ProtocolError, StaleEpochError, StaleIncarnationError
-from diloco.model.fragments import Fragment
+from diloco.model.fragments import CHUNK, Fragment
 from diloco.runtime.formatting import shorten
 from diloco.spec import RunSpec
 from diloco.v1 import bulk_pb2 as bulk
@@ -25,6 +25,12 @@ from diloco_syncer.coordinator import Event
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.sessions import Sessions
 from diloco_syncer.state import StateView
+
+CHUNK_BYTES = formats.encoded_bytes(formats.FP32, CHUNK) + (64 << 10)
+"""
+Most bytes of a bulk message: a chunk in its largest format, and a little for the frame. A header fits as
+well: its norms are 8 bytes for each tensor of a fragment.
+"""
 
 MAX_REPEATS = 3
 """How often missing or damaged chunks of one upload are requested again."""
@@ -74,6 +80,19 @@ class Waiting:
     """Blocks until there may be a change, at most that many seconds; for threads only."""
     seconds: float
     """How long to block before asking again."""
+
+
+def check_size(message: bytes) -> None:
+    """
+    Bound a message of a peer.
+
+    Raises:
+        ProtocolError: it has more than CHUNK_BYTES.
+    """
+    if len(message) > CHUNK_BYTES:
+        raise ProtocolError(
+            f"a bulk message of {len(message)} bytes, expected at most {CHUNK_BYTES}"
+        )
 
 
 def pack(kind: frames.Kind, message: Message) -> bytes:

@@ -38,15 +38,27 @@ class Uploads:
             )
             try:
                 while not receiver.done:
-                    if (waiting := receiver.waiting) is not None:
-                        waiting.until(waiting.seconds)
-                        yield from receiver.resume(time.monotonic())
-                    else:
-                        message = next(request_iterator, None)
-                        yield from receiver.receive(message, time.monotonic())
-            except (Exception, GeneratorExit):  # mostly the peer is gone
-                receiver.lost()
-                raise
+                    yield from _proceed(receiver, request_iterator)
+            finally:
+                receiver.lost()  # unless it is done
+
+
+def _proceed(receiver: UploadReceiver, requests: Iterator[bytes]) -> list[bytes]:
+    """
+    Wait for the next message, or for what the receiver waits for; returns what it replies.
+
+    Raises:
+        Exception: the peer is gone. An error of this program ends the upload instead.
+    """
+    waiting = receiver.waiting
+    message = next(requests, None) if waiting is None else None
+    try:
+        if waiting is None:
+            return receiver.receive(message, time.monotonic())
+        waiting.until(waiting.seconds)
+        return receiver.resume(time.monotonic())
+    except Exception as error:
+        return receiver.failed(error)
 
 
 def _cancel(context: grpc.ServicerContext) -> None:

@@ -16,7 +16,7 @@ from diloco.journal.parts import Position
 from diloco.runtime.disk import LOCAL, Disk, read
 from diloco.spec import RunSpec
 from diloco_syncer.core.engine import Engine
-from diloco_syncer.storage.capture import ExportedModel
+from diloco_syncer.storage.capture import ExportedModel, Snapshot
 from diloco_syncer.storage.model import export_model, raw_tensors
 from diloco_syncer.storage.parameters import Parameters
 from diloco_syncer.storage.store import Store
@@ -37,16 +37,23 @@ def needed_part(store: Store) -> int:
 
 
 def resume(
-    spec: RunSpec, directory: Path, store: Store, *, epoch: int, disk: Disk = LOCAL
-) -> tuple[Engine, Parameters | None]:
+    spec: RunSpec, directory: Path, snapshot: Snapshot | None, *, epoch: int, run: str,
+    disk: Disk = LOCAL,
+) -> tuple[Engine, Parameters | None]:  # fmt: skip
     """
-    Engine and Θ from the snapshot to start from; a new engine and None if there is none.
+    Engine and Θ from a snapshot; a new engine and None without one.
+
+    Args:
+        spec: of the job.
+        directory: the run directory.
+        snapshot: from `Store.start`.
+        epoch: of this process.
+        run: from `Store.run`; a model of another run does not complete this one.
+        disk: holds the files.
 
     Raises:
-        StorageError: there are snapshots, and none can be read.
         ConfigError: the snapshot is of a job with another spec.
     """
-    snapshot = store.start()
     if snapshot is None:
         engine = Engine(spec=spec, epoch=epoch)
         _replay(engine, directory, disk=disk)
@@ -61,7 +68,7 @@ def resume(
     parameters = Parameters.from_snapshot(
         snapshot.arrays, snapshot.meta["theta"], spec, epoch=epoch if snapshot.chosen else None
     )
-    model = exported(directory, disk=disk)
+    model = exported(directory, run=run, disk=disk)
     engine = Engine.resume(
         spec,
         epoch=epoch,
@@ -84,7 +91,7 @@ def _replay(engine: Engine, directory: Path, *, since: Position | None = None, d
 
 
 def export(
-    directory: Path, parameters: Parameters, spec: RunSpec, *, step: int, tokens: int,
+    directory: Path, parameters: Parameters, spec: RunSpec, *, step: int, tokens: int, run: str,
     disk: Disk = LOCAL,
 ) -> ExportedModel:  # fmt: skip
     """
@@ -103,6 +110,7 @@ def export(
             tensors.setdefault(each, tensor)
     meta = {
         "job": spec.job,
+        "run": run,
         "step": step,
         "tokens": tokens,
         "specHash": spec.hash,
@@ -119,13 +127,20 @@ def export(
     )
 
 
-def exported(directory: Path, *, disk: Disk = LOCAL) -> ExportedModel | None:
-    """The model that an earlier process exported; None if there is none."""
+def exported(directory: Path, *, run: str, disk: Disk = LOCAL) -> ExportedModel | None:
+    """
+    The model that an earlier process of this run exported; None if there is none.
+
+    One of another run holds what a person rejected, also if it is of the same step. An earlier version
+    wrote no name of a run.
+    """
     facts = directory / "model" / "model.json"
     try:
         stated = json.loads(read(disk, facts))
-        digest, step = str(stated["sha256"]), int(stated["step"])
-    except (OSError, ValueError, KeyError, TypeError):
+        digest, step, of = str(stated["sha256"]), int(stated["step"]), stated.get("run", run)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+    if of != run:
         return None
     path = str(facts.with_name("model.safetensors"))
     return ExportedModel(path=path, sha256=digest, step=step)

@@ -63,6 +63,7 @@ class Writer:
         post: gets a SnapshotDone for each snapshot, an Exported or ExportFailed for each export;
             called on the thread that writes.
         journal: events.jsonl, made durable before each snapshot and rotated after it.
+        run: name of the run that the exported model belongs to.
         disk: holds the exported model.
         thread: writes; None: a thread of its own.
         clock: monotonic seconds.
@@ -70,13 +71,13 @@ class Writer:
 
     def __init__(
         self, spec: RunSpec, directory: Path, store: Store, *,
-        record: Recorder, post: Callable[[ev.Event], None], journal: Journal,
+        record: Recorder, post: Callable[[ev.Event], None], journal: Journal, run: str,
         disk: Disk = LOCAL, thread: Thread | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._spec, self._directory, self._store = spec, directory, store
         self._record, self._post, self._journal = record, post, journal
-        self._disk, self._clock = disk, clock
+        self._run, self._disk, self._clock = run, disk, clock
         self._pool: Thread = thread or ThreadPoolExecutor(1, thread_name_prefix="disk")
 
     def snapshot(self, snapshot: Snapshot) -> None:
@@ -141,8 +142,9 @@ class Writer:
         done: ev.Event = ev.ExportFailed(reason="the export was interrupted")
         try:
             model = snapshots.export(
-                self._directory, parameters, self._spec, step=step, tokens=tokens, disk=self._disk
-            )
+                self._directory, parameters, self._spec, step=step, tokens=tokens, run=self._run,
+                disk=self._disk,
+            )  # fmt: skip
             done = ev.Exported(step=step, path=model.path, sha256=model.sha256)
             log.info("model of step %d is in %s", step, model.path)
         except Exception as error:

@@ -3,7 +3,7 @@
 import pytest
 
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.engine import HEARTBEAT_SECONDS
+from diloco_syncer.core.engine import HEARTBEAT_SECONDS, STUCK_SECONDS
 from diloco_syncer.core.rounds import RETRY_SECONDS
 from diloco_syncer.core.scheduler import UNCHANGED_ROUNDS
 from diloco_testing.syncers.engine_job import Job, logs, of, pulls, wake
@@ -260,3 +260,46 @@ def test_the_steps_of_a_learner_count_for_the_pace_until_no_merge_has_confirmed_
     assert job["a"].confirmed, "32 steps after the one that was confirmed"
     job.report("a", 34)
     assert not job["a"].confirmed
+
+
+@pytest.mark.parametrize("why", ["an error of the syncer", "another number of learners", "a crash"])
+def test_a_wait_for_a_learner_counts_only_if_it_left_by_itself(why):
+    job = Job(["eu/0", "eu/1"], learners={"eu": 2}).meet()
+    job.report_all(1)
+    for name in job.names:
+        job.contribute(name)
+    job.wait(2.0)
+    if why == "an error of the syncer":
+        out = job(ev.Failed(decision=ev.AnnounceReady(learner="eu/1"), reason="boom"))
+        assert [d.session for d in of(ev.Close, out)] == [2]
+        assert [line["learner"] for line in logs("leave", out)] == ["eu/1"]
+        ended = job(ev.Left(session=2, learner="eu/1", reason="StreamEnded"))
+        assert logs("leave", ended) == [], "its stream ends after that"
+    elif why == "another number of learners":
+        job(ev.LimitsChanged(learners={"eu": 1}))
+    else:
+        job.left("eu/1")
+    assert job["eu/1"].session is None
+    assert job["eu/1"].waited_seconds == (2.0 if why == "a crash" else 0.0)
+
+
+# ---------------------------------------------------------------- a pause of the syncer
+
+
+@pytest.mark.parametrize("since", ["the start", "a merge", "a missing quorum"])
+def test_a_pause_of_the_syncer_does_not_make_the_job_stuck(since):
+    job = Job("ab", quorum=2 if since == "a missing quorum" else 1)
+    if since == "a missing quorum":
+        job.report("a", 1)
+        job.wait(3600.0)
+    job.report("b", 1)
+    if since == "a merge":
+        job.wait(20.0)
+        job.merge("b", round=1, local_step=1)
+    assert job.engine.waiting_for() == ""
+    job(ev.Tick(), at=job.now + 300.0)
+    assert job.engine.waiting_for() == "", "it received nothing meanwhile"
+    job.wait(job.now + STUCK_SECONDS)
+    assert job.engine.waiting_for() == ""
+    job.wait(job.now + 10 * STUCK_SECONDS)
+    assert "for 330 s" in job.engine.waiting_for(), "without the pause"

@@ -77,6 +77,20 @@ class LeavesAfterItsHeader(LeavesBeforeItsHeader):
                 )  # fmt: skip
 
 
+class BreaksItsStream(Evading):
+    def _evade(self, learner, pull):
+        broken = ev.Dropped(
+            learner=BAD, round=pull.round, attempt=pull.attempt, reason=ev.STREAM_BROKEN, detail="x"
+        )
+        self.later(3.9, learner, lambda: self.post(broken))
+
+
+class BreaksItsStreamAfterItsHeader(LeavesAfterItsHeader):
+    def _evade(self, learner, pull):
+        BreaksItsStream._evade(self, learner, pull)
+        VirtualJob._pulled(self, learner, pull)
+
+
 class SendsWhatWasMerged(Evading):
     def _evade(self, learner, pull):
         used = Contribution(
@@ -101,8 +115,8 @@ class MissesEverySeventeenthPull(Evading):
 @pytest.mark.parametrize(
     "job",
     [
-        LeavesBeforeItsHeader, RestartsBeforeItsHeader, LeavesAfterItsHeader, SendsWhatWasMerged,
-        MissesEverySeventeenthPull,
+        LeavesBeforeItsHeader, RestartsBeforeItsHeader, LeavesAfterItsHeader, BreaksItsStream,
+        BreaksItsStreamAfterItsHeader, SendsWhatWasMerged, MissesEverySeventeenthPull,
     ],
 )  # fmt: skip
 def test_a_member_that_costs_the_others_time_in_any_way_is_ejected_for_longer_each_time(job):

@@ -331,7 +331,7 @@ def test_a_snapshot_of_an_earlier_version_is_read():
 
 
 def test_the_exported_model_describes_what_stayed_with_the_learners(tmp_path):
-    export(tmp_path, parameters(frozen=base("a", "b")), SPEC, step=3, tokens=5)
+    export(tmp_path, parameters(frozen=base("a", "b")), SPEC, step=3, tokens=5, run="r")
     assert load_file(tmp_path / "model/model.safetensors").keys() == {"lora"}
     described = json.loads((tmp_path / "model/model.json").read_text())["frozen"]
     assert [(t["name"], t["digest"]) for t in described] == [
@@ -344,7 +344,7 @@ def test_a_constant_with_several_names_is_exported_under_each(tmp_path):
     tied = Tensor(name="embed.weight", shape=(2,), dtype="float32", aliases=("head.weight",))
     theta = parameters(constants=[tied])
     theta.constants = safetensors.numpy.save({"embed.weight": np.ones(2, np.float32)})
-    export(tmp_path, theta, SPEC, step=3, tokens=5)
+    export(tmp_path, theta, SPEC, step=3, tokens=5, run="r")
     exported = load_file(tmp_path / "model/model.safetensors")
     assert exported.keys() == {"lora", "embed.weight", "head.weight"}
     assert exported["head.weight"].tolist() == [1.0, 1.0]

@@ -180,6 +180,13 @@ def test_the_next_deadline_is_the_earliest_at_which_a_member_can_be_late():
     assert round_.next_deadline(5.0, 101.0) is None
 
 
+def test_a_member_without_which_the_attempt_begins_again_costs_the_others_all_of_it():
+    round_ = pulled("a", "b")
+    assert round_.waited_seconds("a", 103.0, quorum=2) == 3.0
+    assert round_.waited_seconds("a", 103.0, quorum=1) == 0.0
+    assert round_.waited_seconds("c", 103.0, quorum=2) == 0.0, "it is not a member"
+
+
 def test_a_pause_of_the_syncer_moves_every_deadline_by_its_length():
     round_ = pulled("a")
     round_.shift(7.0)
@@ -298,12 +305,12 @@ def test_a_member_that_is_removed_is_no_longer_pending():
 
 def test_what_the_others_lose_with_a_member_is_their_wait_for_it():
     round_ = pulled("a", "b", now=100.0)
-    assert round_.waited_seconds("a", 103.0) == 0.0, "no other member waits for it yet"
+    assert round_.waited_seconds("a", 103.0, quorum=1) == 0.0, "no other member waits for it yet"
     delivers(round_, "b", done=True, now=101.0)
     round_.update_hold(101.0, quorum=1)
-    assert round_.waited_seconds("a", 103.0) == 2.0
-    assert round_.waited_seconds("b", 103.0) == 0.0, "it has delivered"
-    assert round_.waited_seconds("c", 103.0) == 0.0, "it is not a member"
+    assert round_.waited_seconds("a", 103.0, quorum=1) == 2.0
+    assert round_.waited_seconds("b", 103.0, quorum=1) == 0.0, "it has delivered"
+    assert round_.waited_seconds("c", 103.0, quorum=1) == 0.0, "it is not a member"
 
 
 def test_a_pause_of_the_syncer_is_in_none_of_the_times_of_a_round():
@@ -312,7 +319,7 @@ def test_a_pause_of_the_syncer_is_in_none_of_the_times_of_a_round():
     round_.merge(101.0)
     round_.shift(60.0)
     assert (round_.started, round_.quorum_at, round_.pulled_at) == (150.0, 155.0, 160.0)
-    assert round_.waited_seconds("a", 161.5) == 1.5
+    assert round_.waited_seconds("a", 161.5, quorum=1) == 1.5
 
 
 def test_a_member_that_delivers_again_may_be_the_first_that_can_be_late():
@@ -354,7 +361,7 @@ def test_a_member_that_is_removed_or_pulled_again_has_no_early_header():
 def test_a_member_of_a_merged_round_that_is_lost_costs_the_whole_attempt():
     round_ = pulled("a", now=100.0)
     round_.phase = Phase.MERGED
-    assert round_.waited_seconds("a", 103.0) == 3.0
+    assert round_.waited_seconds("a", 103.0, quorum=1) == 3.0
 
 
 def test_the_line_of_a_merge_has_all_of_a_member_and_its_times_in_microseconds():

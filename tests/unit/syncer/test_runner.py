@@ -110,7 +110,7 @@ def test_an_export_that_fails_unexpectedly_leaves_its_reason(tmp_path):
     writer = Writer(
         SPEC, tmp_path, Store(tmp_path / "snapshots", keep=1),
         record=lambda event, **fields: lines.append((event, fields)), post=posted.append,
-        journal=BackgroundWriter(JournalWriter(tmp_path / "events.jsonl")),
+        journal=BackgroundWriter(JournalWriter(tmp_path / "events.jsonl")), run="r",
     )  # fmt: skip
     damaged = SimpleNamespace(named=dict, constants=b"no safetensors")
     writer.export(damaged, step=10, tokens=100)
@@ -294,7 +294,7 @@ def test_a_snapshot_records_the_position_of_the_journal_at_its_capture(tmp_path)
     journal = BackgroundWriter(JournalWriter(tmp_path / "events.jsonl"))
     writer = Writer(
         SPEC, tmp_path, store := Store(tmp_path / "snapshots", keep=1),
-        record=lambda event, **fields: None, post=lambda event: None, journal=journal,
+        record=lambda event, **fields: None, post=lambda event: None, journal=journal, run="r",
     )  # fmt: skip
     held = threading.Event()
     journal.append({"event": "before"})
@@ -319,7 +319,7 @@ def test_a_snapshot_that_fails_unexpectedly_leaves_its_reason_and_comes_back_as_
     writer = Writer(
         SPEC, tmp_path, Store(tmp_path / "snapshots", keep=1, fault=fault),
         record=lambda event, **fields: lines.append((event, fields)), post=posted.append,
-        journal=journal,
+        journal=journal, run="r",
     )  # fmt: skip
     writer.snapshot(capture.capture(parameters_of(), {}, spec=SPEC, epoch=1, step=1))
     writer.close()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import queue
 from pathlib import Path
@@ -40,6 +41,13 @@ def taken(step: int, events: Position):
     return capture.with_position(state, events)
 
 
+def resumed(directory: Path, store: Store, *, epoch: int):
+    """As a start does it."""
+    snapshot = store.start()
+    run = store.run(begins=snapshot is None)
+    return snapshots.resume(SPEC, directory, snapshot, epoch=epoch, run=run)
+
+
 def join(learner: str, incarnation: int) -> dict[str, object]:
     return {
         "epoch": 1, "event": "join", "learner": learner, "incarnation": incarnation, "localStep": 3
@@ -56,7 +64,7 @@ def test_a_start_reads_the_lines_after_its_snapshot_in_all_parts(tmp_path: Path)
     log.append(join("eu/1", 3))
     log.rotate(needed=snapshots.needed_part(store), part_bytes=1, total_bytes=1)
     log.close()
-    engine, theta = snapshots.resume(SPEC, tmp_path, Store(store.root, keep=2), epoch=2)
+    engine, theta = resumed(tmp_path, Store(store.root, keep=2), epoch=2)
     assert theta is not None
     found = {learner.name: learner.incarnation for learner in engine.learners}
     assert found == {"eu/0": 2, "eu/1": 3}
@@ -72,7 +80,7 @@ def test_a_journal_with_a_flipped_bit_does_not_keep_the_syncer_from_starting(
     path = tmp_path / "events.jsonl"
     path.write_bytes(path.read_bytes().replace(b'"localStep"', b'"mocalStep"', 1))
     store = Store(tmp_path / "snapshots", keep=1)
-    engine, _ = snapshots.resume(SPEC, tmp_path, store, epoch=2)
+    engine, _ = resumed(tmp_path, store, epoch=2)
     assert [record.name for record in engine.learners] == ["eu/1"]
     assert "events.jsonl: damaged lines were left out (1)" in caplog.text
 
@@ -100,7 +108,7 @@ def test_no_snapshot_is_durable_before_the_lines_of_its_merges(
     lines: list[dict[str, object]] = []
     writer = Writer(
         SPEC, tmp_path, store, record=lambda event, **fields: lines.append({"event": event, **fields}),
-        post=done.put, journal=log,
+        post=done.put, journal=log, run="r",
     )  # fmt: skip
     writer.snapshot(taken(1, Position()))
     refused = done.get(timeout=280)
@@ -131,7 +139,7 @@ def test_a_snapshot_waits_until_the_number_of_lost_lines_is_durable(
     monkeypatch.setattr(LocalFile, "write", writing)
     writer = Writer(
         SPEC, tmp_path, store, record=lambda event, **fields: None, post=lambda event: None,
-        journal=log,
+        journal=log, run="r",
     )  # fmt: skip
     log.append({"event": "merge", "step": 1})
     with pytest.raises(StorageError, match="before it are not durable"):
@@ -164,7 +172,7 @@ def test_lines_are_durable_before_a_snapshot_and_rotated_after_it(
     monkeypatch.setattr(store, "write", writing)
     writer = Writer(
         SPEC, tmp_path, store, record=lambda event, **fields: None, post=lambda event: None,
-        journal=log,
+        journal=log, run="r",
     )  # fmt: skip
     with pytest.raises(StorageError) if refused else contextlib.nullcontext():
         writer.write(taken(1, Position(7, 0)))
@@ -179,23 +187,23 @@ def test_a_snapshot_that_a_person_chose_is_newer_than_what_learners_hold(tmp_pat
     store = Store(tmp_path / "snapshots", keep=5)
     for step in (4, 8):
         store.write(taken(step, Position(part=1, offset=0)))
-    _, theta = snapshots.resume(SPEC, tmp_path, Store(store.root, keep=5), epoch=2)
+    _, theta = resumed(tmp_path, Store(store.root, keep=5), epoch=2)
     assert theta is not None
     assert theta.current(0).version == (1, 0), "learners may be ahead: their steps are kept"
     (store.root / "from-snapshot").write_text("4")
-    engine, theta = snapshots.resume(SPEC, tmp_path, Store(store.root, keep=5), epoch=3)
+    engine, theta = resumed(tmp_path, Store(store.root, keep=5), epoch=3)
     assert theta is not None
     assert (engine.step, theta.current(0).version) == (4, (3, 0))
     assert engine.durability.committed(4), "the next commit makes that durable"
     for epoch in (4, 5):
         again = Store(store.root, keep=5)
-        engine, theta = snapshots.resume(SPEC, tmp_path, again, epoch=epoch)
+        engine, theta = resumed(tmp_path, again, epoch=epoch)
         assert theta is not None
         assert theta.current(0).version == (epoch, 0), (
             "no commit came in between: learners may lack it"
         )
     again.write(taken(5, Position(part=1, offset=0)))
-    engine, theta = snapshots.resume(SPEC, tmp_path, Store(store.root, keep=5), epoch=6)
+    engine, theta = resumed(tmp_path, Store(store.root, keep=5), epoch=6)
     assert theta is not None
     assert (engine.step, theta.current(0).version) == (5, (1, 0)), "as it was written"
 
@@ -236,3 +244,64 @@ def test_a_run_that_cannot_be_named_does_not_begin(tmp_path: Path, monkeypatch: 
     with pytest.raises(StorageError, match="No space left"):
         run_of_a_start(tmp_path)
     assert os.listdir(tmp_path) == []
+
+
+# ---------------------------------------------------------------- the exported model
+
+
+def exported(directory: Path, step: int) -> None:
+    """What a process of the current run writes at the end."""
+    run = (directory / "snapshots/run").read_text().strip()
+    snapshots.export(directory, parameters(), SPEC, step=step, tokens=0, run=run)
+
+
+def a_run_that_is_complete(directory: Path) -> Store:
+    store = Store(directory / "snapshots", keep=5)
+    resumed(directory, store, epoch=1)
+    for step in (9, 10):
+        store.write(taken(step, Position(1, 0)))
+    exported(directory, SPEC.steps)
+    return store
+
+
+def test_a_job_is_complete_after_a_restart_with_the_model_of_its_run(tmp_path: Path):
+    root = a_run_that_is_complete(tmp_path).root
+    engine, _ = resumed(tmp_path, Store(root, keep=5), epoch=2)
+    assert engine.complete
+
+
+@pytest.mark.parametrize("choice", ["9", "0"])
+def test_a_job_that_was_rolled_back_is_not_complete_with_the_model_that_a_person_rejected(
+    tmp_path: Path, choice: str
+):
+    root = a_run_that_is_complete(tmp_path).root
+    (root / "from-snapshot").write_text(choice)
+    again = Store(root, keep=5)
+    engine, _ = resumed(tmp_path, again, epoch=2)
+    assert not engine.complete
+    run = again.run(begins=False)
+    assert snapshots.exported(tmp_path, run=run) is None, "the status shows no rejected model"
+    again.write(taken(10, Position(1, 0)))  # the end of the job, killed before the export
+    engine, _ = resumed(tmp_path, Store(root, keep=5), epoch=3)
+    assert engine.step == SPEC.steps
+    assert not engine.complete
+    exported(tmp_path, SPEC.steps)
+    engine, _ = resumed(tmp_path, Store(root, keep=5), epoch=4)
+    assert engine.complete
+
+
+def test_a_model_that_an_earlier_version_exported_still_counts(tmp_path: Path):
+    root = a_run_that_is_complete(tmp_path).root
+    facts = tmp_path / "model/model.json"
+    stated = json.loads(facts.read_text())
+    del stated["run"]
+    facts.write_text(json.dumps(stated))
+    engine, _ = resumed(tmp_path, Store(root, keep=5), epoch=2)
+    assert engine.complete
+
+
+@pytest.mark.parametrize("facts", ["[]", "{}", '{"sha256": "a", "step": "x"}', "\udcff"])
+def test_facts_of_a_model_that_are_damaged_describe_none(tmp_path: Path, facts: str):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/model.json").write_bytes(facts.encode(errors="surrogateescape"))
+    assert snapshots.exported(tmp_path, run="r") is None

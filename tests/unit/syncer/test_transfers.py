@@ -226,7 +226,7 @@ def test_a_broken_stream_drops_the_member_once(pair):
     first.receiver.lost()
     assert first.receiver.receive(b"late", 0.0) == []
     [dropped] = [e for e in pair.syncer.posted if isinstance(e, ev.Dropped)]
-    assert (dropped.learner, dropped.reason) == ("eu/0", "Protocol")
+    assert (dropped.learner, dropped.reason) == ("eu/0", "StreamBroken")
 
 
 def test_an_upload_without_a_header_is_refused_without_a_learner(pair):

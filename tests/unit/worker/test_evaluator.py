@@ -283,6 +283,15 @@ def test_a_restarted_evaluator_continues_after_its_last_score(tmp_path):
     assert [s for s, _ in second.scores] == [160, 200, 210]
 
 
+def test_a_job_that_was_rolled_back_gets_scores_of_its_new_parameters(tmp_path):
+    state_file = tmp_path / "evaluator.json"
+    evaluator_of(Syncer(steps=100, stride=20), state_file=state_file).run()
+    again = Syncer(steps=100, stride=20)
+    again.step = 30
+    evaluator_of(again, state_file=state_file).run()
+    assert [step for step, _ in again.scores] == [100]
+
+
 def test_b02_the_state_of_an_evaluator_is_private_and_no_link_is_followed(tmp_path):
     state_file, victim = tmp_path / "state" / "evaluator.json", tmp_path / "victim"
     before = os.umask(0)
