@@ -14,20 +14,20 @@ Pure. Events come in through `Policy.handle(event, now)`; decisions are returned
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 from diloco.errors import EXIT_DONE, EXIT_REFUSED
 from diloco.runtime.exits import is_crash
 from diloco_agent.restarts import (
     EARLY_EXIT,
+    BrokenStarts,
     backoff_seconds,
     counts,
     exit_cause,
     is_broken_start,
     is_early_exit,
     limit_message,
-    never_joined_message,
     refusal,
 )
 from diloco_agent.unit import FOLLOW_SECONDS, Follower, Unit
@@ -183,10 +183,7 @@ class Policy:
     _ever_healthy: bool = False
     _was_ready: bool = False
     """In the current run."""
-    _broken_starts: int = 0
-    """Ends of a learner before it was ready for the first time (`restarts.is_broken_start`)."""
-    _broken_since: float = 0.0
-    """The first of them."""
+    _broken_starts: BrokenStarts = field(default_factory=BrokenStarts)
     _kill_at: float = 0.0
 
     def handle(self, event: Event, now: float) -> list[Decision]:
@@ -309,14 +306,10 @@ class Policy:
         """Count a broken start of a learner that has not joined yet; it fails after some of them."""
         if self.joined:
             return None
-        if not self._broken_starts:
-            self._broken_since = now
-        self._broken_starts += 1
-        if now - self._broken_since < self.limits.never_joined_seconds:
-            return None
-        message = never_joined_message(
-            self.name, ends=self._broken_starts, limit=self.limits.crash_loop_exits, cause=cause
-        )
+        message = self._broken_starts.count(
+            self.name, now=now, limit=self.limits.crash_loop_exits,
+            seconds=self.limits.never_joined_seconds, cause=cause,
+        )  # fmt: skip
         if not message:
             return None
         return ExitContainer(code=EXIT_FAILED, reason="NeverJoined", message=message)

@@ -8,6 +8,7 @@ when its program is broken, because it ended again and again without joining the
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 
 from diloco.errors import EXIT_DONE, EXIT_TRY_AGAIN
 from diloco.runtime.backoff import doubled
@@ -90,11 +91,30 @@ def is_broken_start(code: int, left: str) -> bool:
     return is_early_exit(code, left) or counts(code)
 
 
-def never_joined_message(learner: str, *, ends: int, limit: int, cause: str) -> str:
-    """Why a learner that never joined is not restarted again; "" while its ends are within the limit."""
-    if ends < limit:
-        return ""
-    return f"learner {learner} ended {ends} times and never joined the job ({cause})"
+@dataclass(slots=True)
+class BrokenStarts:
+    """Ends of a learner before it has joined the job (`is_broken_start`)."""
+
+    ends: int = 0
+    first: float = 0.0
+    """When it ended first."""
+
+    def count(self, learner: str, *, now: float, limit: int, seconds: float, cause: str) -> str:
+        """
+        Count one more; why the learner is not restarted again, or "".
+
+        Args:
+            learner: its name.
+            now: on the clock of the other calls.
+            limit: so many ends are needed.
+            seconds: so long ago the first of them must be, so that an outage is no broken program.
+            cause: of this end.
+        """
+        self.first = self.first if self.ends else now
+        self.ends += 1
+        if self.ends < limit or now - self.first < seconds:
+            return ""
+        return f"learner {learner} ended {self.ends} times and never joined the job ({cause})"
 
 
 def refusal(learner: str, last_line: str) -> str:

@@ -19,10 +19,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from urllib.parse import unquote
 
 from diloco.runtime import files, health
+from diloco.runtime.signals import handled
 from diloco_agent import policy as p
 from diloco_agent.probe_server import Server
 from diloco_agent.probes import PROBES, ProcessFacts, Reply
@@ -417,18 +417,15 @@ def _wakeups(on_stop: Callable[[], None]) -> Iterator[Callable[[float], None]]:
         with contextlib.suppress(BlockingIOError):
             reader.recv(4096)
 
-    def on_signal(number: int, frame: FrameType | None) -> None:
+    def on_signal(number: int) -> None:
         if number != signal.SIGCHLD:
             on_stop()
 
     fd_before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
-    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD)
-    before = {number: signal.signal(number, on_signal) for number in numbers}
     try:
-        yield sleep
+        with handled((signal.SIGTERM, signal.SIGINT, signal.SIGCHLD), on_signal):
+            yield sleep
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
         signal.set_wakeup_fd(fd_before)
         reader.close()
         writer.close()

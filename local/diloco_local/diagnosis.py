@@ -69,7 +69,8 @@ class Record:
     moving_buffers: int
     changed_buffers: str
     """A sentence; "": none."""
-    wrappers: tuple[str, ...]
+    not_stepped: str
+    """A sentence about trained parameters that no optimizer has; "": none."""
     trained: bool
     """Whether a parameter changed in the three steps."""
     checkpoint_bytes: int
@@ -102,7 +103,7 @@ class Record:
                 frozen_digest=str(data["frozen"]["digest"]),
                 moving_buffers=int(data["movingBuffers"]),
                 changed_buffers=shorten(str(data.get("changedBuffers", "")), MAX_TEXT),
-                wrappers=tuple(shorten(str(name), 64) for name in data["wrappers"]),
+                not_stepped=shorten(str(data["notStepped"]), MAX_TEXT),
                 trained=bool(data.get("trained", True)),
                 checkpoint_bytes=int(data.get("checkpointBytes", 0)),
                 peak_bytes=int(data["peakBytes"]),
@@ -311,17 +312,14 @@ def _model(examination: Examination, around: Surroundings) -> Iterator[Finding]:
     record = examination.record
     if record is None:
         return
+    if record.not_stepped:
+        yield _problem(record.not_stepped)
     if record.changed_buffers:
         yield _note(record.changed_buffers)
     if record.moving_buffers:
         yield _note(
             f"{record.moving_buffers} buffers change while training: running statistics, and those of "
             "sync.movingBuffers; each round averages them"
-        )
-    if record.wrappers:
-        yield _problem(
-            f"names of the exported tensors begin with {', '.join(record.wrappers)}; give Learner.connect the module "
-            "inside of DistributedDataParallel or torch.compile"
         )
     if record.frozen_tensors and around.ships_frozen:
         yield _note(

@@ -16,13 +16,13 @@ from dataclasses import dataclass, field
 from diloco.errors import EXIT_DONE, EXIT_REFUSED, EXIT_USAGE
 from diloco_agent.restarts import (
     EARLY_EXIT,
+    BrokenStarts,
     backoff_seconds,
     counts,
     exit_cause,
     is_broken_start,
     is_early_exit,
     limit_message,
-    never_joined_message,
     refusal,
 )
 from diloco_local.events import (
@@ -67,10 +67,7 @@ class Process:
     """Whether it served in this run."""
     joined: bool = False
     """A learner: it has joined the job in one of its runs."""
-    broken_starts: int = 0
-    """Ends of a learner before it joined for the first time (`restarts.is_broken_start`)."""
-    broken_since: float = 0.0
-    """The first of them."""
+    broken_starts: BrokenStarts = field(default_factory=BrokenStarts)
     last_code: int | None = None
     """Exit code of its last run."""
     ended_early: bool = False
@@ -203,18 +200,10 @@ class Policy:
             return message
         if process.joined or not is_broken_start(event.code, event.left):
             return ""
-        return self._never_joined(process, cause, now)
-
-    def _never_joined(self, process: Process, cause: str, now: float) -> str:
-        """Count a broken start of a learner that has not joined yet; why the job fails, "": it does not."""
-        if not process.broken_starts:
-            process.broken_since = now
-        process.broken_starts += 1
-        if now - process.broken_since < self.limits.never_joined_seconds:
-            return ""
-        return never_joined_message(
-            process.name, ends=process.broken_starts, limit=self.limits.learner_starts, cause=cause
-        )
+        return process.broken_starts.count(
+            process.name, now=now, limit=self.limits.learner_starts,
+            seconds=self.limits.never_joined_seconds, cause=cause,
+        )  # fmt: skip
 
     def _back_off(self, process: Process, event: Exited, now: float) -> list[Decision]:
         delay = self._backoff_seconds(process)

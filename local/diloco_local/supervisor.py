@@ -14,7 +14,6 @@ import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -23,6 +22,7 @@ from diloco.errors import EXIT_DONE, EXIT_TRY_AGAIN, ConfigError, DilocoError
 from diloco.runtime import formatting, health
 from diloco.runtime.env import Environment
 from diloco.runtime.formatting import wall_text
+from diloco.runtime.signals import handled
 from diloco_agent.processes import Processes
 from diloco_agent.restarts import exit_cause
 from diloco_job.plan import Plan
@@ -181,7 +181,7 @@ class Supervisor:
     def run(self) -> None:
         """Run until the policy closes the run."""
         self._read_earlier_status()
-        with self._signals():
+        with handled((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), self._on_signal):
             try:
                 self._apply(e.Tick())
                 while self.policy.phase is not e.Phase.CLOSED:
@@ -424,18 +424,8 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------ signals
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        def on_signal(number: int, frame: FrameType | None) -> None:
-            self.interrupts += 1
-
-        numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {number: signal.signal(number, on_signal) for number in numbers}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    def _on_signal(self, number: int) -> None:
+        self.interrupts += 1
 
 
 def exit_code(policy: Policy) -> int:

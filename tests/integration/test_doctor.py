@@ -131,7 +131,7 @@ def test_learners_that_do_not_use_their_identity_are_compared(doctor):
     assert [e.record.begin for e in found.examinations] == [0, 47]
 
 
-def test_buffers_wrappers_frozen_parameters_and_memory_are_measured(doctor, tmp_path):
+def test_buffers_frozen_parameters_names_and_memory_are_measured(doctor, tmp_path):
     program = f"""
 import torch
 from torch import nn, distributed
@@ -142,11 +142,12 @@ class Model(nn.Module):
         super().__init__()
         self.base = nn.Linear(4, 512).requires_grad_(False)
         self.head = nn.Linear(512, 1)
+        self.scale = nn.Parameter(torch.ones(()))
         self.register_buffer("usage", torch.zeros(4))
 
     def forward(self, x):
         self.usage.add_(1)
-        return self.head(self.base(x))
+        return self.head(self.base(x)) * self.scale
 
 distributed.init_process_group("gloo", init_method="file://{tmp_path}/store", rank=0, world_size=1)
 model = Model()
@@ -161,14 +162,17 @@ while not learner.done:{STEP}
     )
     texts = problems(found)
     assert len(texts) == 2, texts
-    assert "begin with head.module.; give Learner.connect the module inside" in texts[0]
+    assert (
+        "1 of 3 trained parameters are in no optimizer that Learner.connect was given: scale;"
+        in texts[0]
+    )
     assert "resources.limits.memory is 64.0 MiB: raise it" in texts[1]
     changed, note = [finding.text for finding in found.findings if not finding.problem]
     assert "buffer usage changed while training" in changed
     assert "name what must move with the model in spec.sync.movingBuffers" in changed
     assert note.startswith("10.0 KiB of frozen parameters are not sent")  # (4 + 1) x 512 x 4 bytes
     record = found.examinations[0].record
-    assert record.checkpoint_bytes == 3 * 513 * 4 + 8  # head, two moments, and their steps
+    assert record.checkpoint_bytes == 3 * 513 * 4 + 8 + 4  # head, two moments, their steps; scale
 
 
 def test_the_command_prints_what_to_fix_and_exits_with_1(tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diloco.errors import ConfigError
+from diloco_testing.learners import data_parallel
 from diloco_testing.learners.rejoined import Rejoined
 from diloco_worker.identities import Identity
 
@@ -95,6 +96,17 @@ def test_a_search_for_the_batch_size_is_refused(train, monkeypatch):
     Rejoined().join(monkeypatch)
     with pytest.raises(ConfigError, match="auto_find_batch_size=True trains several times"):
         train(DiLoCoCallback(), auto_find_batch_size=True)
+
+
+@pytest.mark.parametrize(
+    ("seeds", "warned"), [({}, True), ({"seed": 7}, False), ({"data_seed": 7}, False)]
+)
+def test_data_that_each_life_reads_in_the_same_order_are_warned_about(
+    train, monkeypatch, caplog, seeds, warned
+):
+    Rejoined(steps=1).join(monkeypatch)
+    train(DiLoCoCallback(), **seeds)
+    assert ("seed is 42, its default, and data_seed is not set" in caplog.text) is warned
 
 
 def test_a_learner_slower_than_the_job_ends_with_it(train, monkeypatch):
@@ -212,3 +224,11 @@ def test_inputs_without_a_tensor_need_the_number_of_tokens():
     assert tokens_of(torch.zeros(2, 5)) == 2
     with pytest.raises(TypeError, match=r"\['text'\] have no tensor to count"):
         tokens_of({"text": "x"})
+
+
+@pytest.mark.timeout(300)
+def test_the_tokens_of_data_parallel_processes_are_those_of_all_of_them():
+    """Those of rank 0 count for the learner: with its own batches alone, the weight would be a quarter."""
+    each = data_parallel.ROWS * data_parallel.CONTEXT
+    expected = {"tokens": [2 * each] * data_parallel.STEPS, "everyRank": True, "ranks": 2}
+    assert data_parallel.learners_of("huggingface", 2) == [expected] * 2

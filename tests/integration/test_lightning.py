@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from diloco.errors import ConfigError
+from diloco_testing.learners import data_parallel
 from diloco_testing.learners.rejoined import Rejoined
 
 pl = pytest.importorskip("lightning.pytorch")
@@ -212,3 +213,11 @@ def test_without_a_job_the_trainer_is_as_before(monkeypatch):
     trainer, module = train(callback, max_steps=7)
     assert trainer.global_step == callback.learner.local_step == 7
     assert module.rates == pytest.approx([0.01 * (1 - step / 100) for step in range(7)])
+
+
+@pytest.mark.timeout(300)
+def test_the_tokens_of_data_parallel_processes_are_those_of_all_of_them():
+    """Those of rank 0 count for the learner: with its own batches alone, the weight would be a quarter."""
+    each = data_parallel.ROWS
+    expected = {"tokens": [2 * each] * data_parallel.STEPS, "everyRank": True, "ranks": 2}
+    assert data_parallel.learners_of("lightning", 2) == [expected] * 2

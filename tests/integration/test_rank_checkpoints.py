@@ -167,6 +167,7 @@ RANKS = [
     pytest.param("fsdp", 2, "alone", 1, id="FSDP2 x 2 to one process"),
     pytest.param("alone", 1, "fsdp", 2, id="one process to FSDP2 x 2"),
     pytest.param("ddp", 2, "ddp", 2, id="DDP x 2"),
+    pytest.param("ddp", 1, "ddp", 2, id="DDP x 1 to DDP x 2"),
     pytest.param("ddp", 2, "fsdp", 2, id="DDP x 2 to FSDP2 x 2"),
     pytest.param("tensor", 4, "hsdp", 4, id="TP x FSDP 2 x 2 to HSDP 2 x 2"),
 ]

@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 from diloco.errors import EXIT_REFUSED, ConfigError
 from diloco_worker import settings
 from diloco_worker.learner import Learner
-from diloco_worker.trainer.layout import bare
 from diloco_worker.trainer.termination import exit_with
 
 log = logging.getLogger(__name__)
@@ -110,6 +109,7 @@ def attach(
     loss: Callable[[], Loss] | None = None,
     standalone_steps: int | None = None,
     connect_timeout_seconds: float = 600,
+    every_rank: bool | None = None,
 ) -> AttachedLearner:
     """
     Join the job, and count every step of the optimizer from now on.
@@ -122,10 +122,11 @@ def attach(
         model: as for `Learner.connect`. DistributedDataParallel and torch.compile are unwrapped.
         optimizer: one or several, also as Accelerate and Lightning wrap them. Of several, each step
             of the last one counts, so name last the one that steps once per round.
-        tokens: of each step; or a function that returns those since its last call.
+        tokens: of each step of the whole learner; or a function that returns those since its last call.
         loss: a function that returns the newest loss, for logs and metrics.
         standalone_steps: as for `Learner.connect`.
         connect_timeout_seconds: as for `Learner.connect`.
+        every_rank: as for `Learner.connect`.
 
     Raises:
         SystemExit: as for `Learner.connect`.
@@ -144,12 +145,18 @@ def attach(
         )
     optimizers = [_bare_optimizer(wrapped) for wrapped in optimizers]
     learner = Learner.connect(
-        bare(model),
+        model,
         optimizers,
         standalone_steps=standalone_steps,
         connect_timeout_seconds=connect_timeout_seconds,
+        every_rank=every_rank,
     )
     return AttachedLearner(learner, optimizers[-1], tokens=tokens, loss=loss)
+
+
+def every_rank_of(every_rank: bool | None, *, processes: int) -> bool | None:
+    """What a trainer of so many processes, each of which connects, passes on of what its user set."""
+    return True if every_rank is None and processes > 1 else every_rank
 
 
 def planned_steps() -> int:

@@ -11,7 +11,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -25,12 +25,12 @@ from diloco_worker.core import trainer as core
 from diloco_worker.core.agreement import Board, PassedError, Plan
 from diloco_worker.core.checkpoint_schedule import CheckpointSchedule
 from diloco_worker.core.ledger import HostCopy
+from diloco_worker.job_trainer import JobTrainer
 from diloco_worker.rank_liveness import report_progress
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
 from diloco_worker.trainer.checkpoint import local_checkpoint
 from diloco_worker.trainer.first_rank import LinkRank
 from diloco_worker.trainer.kept import KeptState
-from diloco_worker.trainer.layout import bare
 from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.rank_checkpoints import UNUSABLE, of_ranks
@@ -39,6 +39,7 @@ from diloco_worker.trainer.rank_machines import RankMachines
 from diloco_worker.trainer.rank_replica import RankReplica
 from diloco_worker.trainer.runqueue import RunQueue
 from diloco_worker.trainer.termination import Termination, exit_with
+from diloco_worker.trainer.wrappers import bare
 
 JOIN_POLL_SECONDS = 0.2
 
@@ -56,7 +57,7 @@ SHOWN_SECONDS = 10.0
 NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
 
 
-class DistributedTrainer:
+class DistributedTrainer(JobTrainer):
     """
     Implements `Learner` in a job, in each rank. Creating it joins the job.
 
@@ -82,13 +83,11 @@ class DistributedTrainer:
         self.config = config.config
         self._model, self._optimizers = bare(model), optimizers
         self._rank = group.rank
-        self._replica = RankReplica(model, self._run_spec, group)
+        self._replica: RankReplica = RankReplica(model, self._run_spec, group)
         fragments = len(self._replica.layout.fragments)
         self._board = Board(self._replica.shared, ranks=group.size, fragments=fragments)
         self._boundary = 0
         """The newest plan that this rank has followed."""
-        self._result_age: int | None = None
-        """Steps since the oldest result that the last `step` applied; None: it applied none."""
         self._terminated = False
         """That plan ends the learner, because a rank received SIGTERM."""
         self._model_copied = False
@@ -139,30 +138,6 @@ class DistributedTrainer:
             self._check_machines()
             self._carry_out(self._core.check(None, terminated=self._terminated))
         return self._core.closed
-
-    @property
-    def step_index(self) -> int:
-        """See `Learner.step_index`; the same in all ranks."""
-        return self._core.link_state.step
-
-    @property
-    def total_steps(self) -> int:
-        """See `Learner.total_steps`; the same in all ranks."""
-        return self._core.link_state.steps or self._run_spec.steps
-
-    @property
-    def resumed(self) -> bool:
-        """See `Learner.resumed`; the same in all ranks."""
-        return self._core.resumed
-
-    @property
-    def local_step(self) -> int:
-        """See `Learner.local_step`; the same in all ranks."""
-        return self._core.ledger.local_step
-
-    def keep(self, objects: Mapping[str, Any]) -> None:
-        """See `Learner.keep`; each rank keeps its own state."""
-        self._kept.keep(objects, local_step=self.local_step)
 
     # ------------------------------------------------------------ training
 
@@ -217,11 +192,7 @@ class DistributedTrainer:
             now=time.monotonic(), queued_seconds=self._run_queue.seconds() - queued,
             copy_wait_seconds=None if self._checkpoints is None else self._checkpoints.wait_seconds,
         )  # fmt: skip
-        if self._journal is not None:
-            known = {
-                "learningRate": self._optimizer_steps.learning_rate, "resultAge": self._result_age,
-            }  # fmt: skip
-            self._journal.append({**line, **{n: v for n, v in known.items() if v is not None}})
+        self._append(line)
         if self._rank > 0:
             report_progress()  # rank 0's link does
         self._core.ended(now=time.monotonic())
@@ -396,9 +367,6 @@ class DistributedTrainer:
         self._carry_out(self._core.close("interrupted"))
         raise exit_with(code, f"{self.name}: {text}")
 
-    def _show(self, text: str) -> None:
-        self._carry_out([core.ShowProgress(f"{self.name}: {text}")])
-
     # ------------------------------------------------------------ actions
 
     def _carry_out(
@@ -420,10 +388,7 @@ class DistributedTrainer:
                     self._replica.copy_out(fragment, plan.places[fragment])
                     copied[fragment] = copy
                 case core.ApplyFragment(fragment):
-                    self._replica.apply(fragment)
-                    if version := self._core.ledger.versions[fragment]:
-                        age = self.step_index - version[1]
-                        self._result_age = max(self._result_age or 0, age)
+                    self._apply(fragment)
                 case core.Send(state) if plan is not None:
                     if self._first is not None:
                         decisions = self._first.decisions
@@ -465,12 +430,7 @@ class DistributedTrainer:
             self._checkpoints is not None and not failed
         ):  # else: pieces of some ranks will never come
             self._checkpoints.finish()
-        self._kept.forget_saved()
-        if self._journal is not None:
-            self._journal.close()
-        self._replica.close()
-        self._run_queue.close()
-        self._termination.restore()
+        self._release()
 
 
 EXPECTED = (

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import xxhash
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from diloco.errors import EXIT_REFUSED, ConfigError
@@ -30,10 +29,11 @@ from diloco_worker.settings import LearnerSettings
 from diloco_worker.trainer.buffers import Watch
 from diloco_worker.trainer.frozen import digest
 from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
-from diloco_worker.trainer.layout import Named, bare, describe
+from diloco_worker.trainer.layout import Named, describe
 from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.replica import Replica
+from diloco_worker.trainer.stepped import not_stepped
 from diloco_worker.trainer.termination import exit_with
 
 if TYPE_CHECKING:
@@ -44,8 +44,6 @@ log = logging.getLogger(__name__)
 STEPS = 3
 NO_SYNCER = "127.0.0.1:1"
 """The only DILOCO_SYNCER of an examination: in a job, three steps would pass for a program that ends early."""
-MOST_WRAPPERS = 8
-"""Named in the record."""
 MOST_VALUES = 1024
 MOST_BYTES = 64 << 20
 MOST_DEPTH = 4
@@ -108,7 +106,7 @@ class ExaminedTrainer:
                 ),
             },
             "movingBuffers": len(tensors.moving),
-            "wrappers": _wrappers(model, tensors.merged)[:MOST_WRAPPERS],
+            "notStepped": not_stepped(model, optimizers),
             "steps": [],
             "readsResumed": False,
             "callsAfterDone": 0,
@@ -303,19 +301,6 @@ def _random_state() -> str:
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
     return "".join(map(digest, states))
-
-
-def _wrappers(model: nn.Module, tensors: Iterable[Named]) -> list[str]:
-    """What DistributedDataParallel, DataParallel and torch.compile put into the names of tensors."""
-    names = [named.info.name for named in tensors]
-    found = []
-    for path, module in bare(model).named_modules():
-        parallel = isinstance(module, DistributedDataParallel | nn.DataParallel)
-        inner = "module" if parallel else "_orig_mod"
-        prefix = f"{path}.{inner}.".lstrip(".")
-        if inner in module._modules and any(name.startswith(prefix) for name in names):
-            found.append(prefix)
-    return found
 
 
 def _digests(tensors: Iterable[Named]) -> list[str]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import sys
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
 from diloco_worker.ipc.link_process import LinkProcess
+from diloco_worker.job_trainer import JobTrainer
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
 from diloco_worker.trainer import optimizer_state
 from diloco_worker.trainer.checkpoint import Checkpoints, Manifest, local_checkpoint
@@ -30,8 +31,10 @@ from diloco_worker.trainer.device_replica import replica_of
 from diloco_worker.trainer.kept import KeptState
 from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
+from diloco_worker.trainer.replica import Replica
 from diloco_worker.trainer.runqueue import RunQueue
 from diloco_worker.trainer.termination import Termination, exit_with
+from diloco_worker.trainer.wrappers import bare
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +44,7 @@ UNUSABLE = (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueErr
 """What loading a checkpoint that does not fit this process raises."""
 
 
-class JoinedTrainer:
+class JoinedTrainer(JobTrainer):
     """
     Implements `Learner` in a job. Creating it joins the job.
 
@@ -60,20 +63,18 @@ class JoinedTrainer:
         self, config: LearnerSettings, model: nn.Module, optimizers: Sequence[Optimizer], *,
         connect_timeout_seconds: float,
     ) -> None:  # fmt: skip
-        self._model, self._optimizers = model, optimizers
+        self._model, self._optimizers = bare(model), optimizers
         self._run_spec = config.read_spec()
         self.name, self.index = config.learner, config.index(self._run_spec)
         self.spec: RunSpec | None = self._run_spec
         self.config = config.config
-        self._replica = replica_of(model, self._run_spec)
+        self._replica: Replica = replica_of(model, self._run_spec)
         self._link = LinkProcess(self._replica.shared)
         self._loss, self._optimizer_steps = LossReader(), OptimizerSteps(optimizers)
         self._run_queue = RunQueue()
         self._checkpoints: Checkpoints | None = None
         self._found: Manifest | None = None
         self._kept = KeptState(self._show, self._exit)
-        self._result_age: int | None = None
-        """Of the oldest result that this step applied, in global steps since its merge; None: it applied none."""
         self._journal: BackgroundWriter | None = None
         checkpoint = self._run_spec.learner_checkpoint
         if config.state is not None:
@@ -96,7 +97,7 @@ class JoinedTrainer:
             self._join()
             self._replica.shown(self._core.link_state)
             if self._checkpoints is not None:
-                self._checkpoints.watch(optimizers, model)
+                self._checkpoints.watch(optimizers, self._model)
         except BaseException:
             self._carry_out(self._core.close("interrupted"))
             raise
@@ -111,38 +112,9 @@ class JoinedTrainer:
             self._carry_out(self._core.check(state, terminated=self._termination.received))
         return self._core.closed
 
-    @property
-    def step_index(self) -> int:
-        """See `Learner.step_index`."""
-        return self._core.link_state.step
-
-    @property
-    def resumed(self) -> bool:
-        """See `Learner.resumed`."""
-        return self._core.resumed
-
-    @property
-    def total_steps(self) -> int:
-        """See `Learner.total_steps`."""
-        return self._core.link_state.steps or self._run_spec.steps
-
-    @property
-    def local_step(self) -> int:
-        """See `Learner.local_step`."""
-        return self._core.ledger.local_step
-
-    # ------------------------------------------------------------ kept objects
-
-    def keep(self, objects: Mapping[str, Any]) -> None:
-        """See `Learner.keep`."""
-        self._kept.keep(objects, local_step=self.local_step)
-
     def _exit(self, code: int, text: str) -> NoReturn:
         self._carry_out(self._core.close("interrupted"))
         raise exit_with(code, f"{self.name}: {text}")
-
-    def _show(self, text: str) -> None:
-        self._carry_out([core.ShowProgress(f"{self.name}: {text}")])
 
     # ------------------------------------------------------------ training
 
@@ -175,24 +147,11 @@ class JoinedTrainer:
             queued_seconds=self._run_queue.seconds() - queued,
             copy_wait_seconds=None if self._checkpoints is None else self._checkpoints.wait_seconds,
         )
-        if self._journal is not None:
-            self._journal.append({**line, **self._known()})
+        self._append(line)
         self._core.ended(now=time.monotonic())
         if self._kept and self._termination.received:
             # Before the loop draws a batch and reads `done`: the batch would be lost.
             self._carry_out(self._core.check(None, terminated=True))
-
-    def _known(self) -> dict[str, object]:
-        """What else the step's line in steps.jsonl has, as far as it is known."""
-        found = {
-            "learningRate": self._optimizer_steps.learning_rate, "resultAge": self._result_age,
-        }  # fmt: skip
-        return {name: value for name, value in found.items() if value is not None}
-
-    def _apply(self, fragment: int) -> None:
-        self._replica.apply(fragment)
-        if version := self._core.ledger.versions[fragment]:
-            self._result_age = max(self._result_age or 0, self.step_index - version[1])
 
     def close(self, error: BaseException | None = None) -> None:
         """See `Learner.close`."""
@@ -307,9 +266,4 @@ class JoinedTrainer:
         self._link.leave(action.state)
         if self._checkpoints is not None:
             self._checkpoints.finish()
-        self._kept.forget_saved()
-        if self._journal is not None:
-            self._journal.close()
-        self._replica.close()
-        self._run_queue.close()
-        self._termination.restore()
+        self._release()

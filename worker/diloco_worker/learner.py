@@ -12,6 +12,7 @@ touches the network: the link process does (link/).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -38,10 +39,13 @@ from diloco_worker.standalone import StandaloneTrainer
 from diloco_worker.trainer.kept import Stateful
 from diloco_worker.trainer.layout import is_dtensor
 from diloco_worker.trainer.learning_rate import GlobalStepScheduler, refuse_second
+from diloco_worker.trainer.stepped import not_stepped
 from diloco_worker.trainer.termination import exit_with
 
 if TYPE_CHECKING:
     from diloco_worker.trainer.rank_group import RankGroup
+
+log = logging.getLogger(__name__)
 
 
 class Trainer(Protocol):
@@ -116,7 +120,7 @@ class Learner:
         Args:
             model: its parameters are overwritten in place, now and during training; move it to its
                 device first.
-            optimizer: one or several; used only for local checkpoints.
+            optimizer: one or several, of the model's own parameters.
             standalone_steps: without a job, `done` after this many steps; None: never.
             connect_timeout_seconds: how long to wait for a syncer, or a rank, that does not answer.
             every_rank: False: rank 0 alone connects, and the others take its parameters after each `step`, for
@@ -312,6 +316,9 @@ def _trainer(
     every_rank: bool | None, timeout_seconds: float,
 ) -> Trainer:  # fmt: skip
     """A trainer in a job or in an examination: of one process, or of one rank of several."""
+    # Before the ranks meet: all of them end alike.
+    if (problem := not_stepped(model, optimizers)) and config.rank == 0:
+        log.warning("%s", problem)
     group = _ranks(config, model, every_rank=every_rank, timeout_seconds=timeout_seconds)
     if config.examination is not None:
         return ExaminedTrainer(config, model, optimizers, group=group)

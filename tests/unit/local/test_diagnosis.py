@@ -42,7 +42,7 @@ def record(**changes: object) -> Record:
     return replace(
         Record(
             begin=0, optimizers=1, model="m", elements=MIB, constant_bytes=0, frozen_tensors=0, frozen_bytes=0,
-            frozen_digest="f", moving_buffers=0, changed_buffers="", wrappers=(), trained=True,
+            frozen_digest="f", moving_buffers=0, changed_buffers="", not_stepped="", trained=True,
             checkpoint_bytes=12 * MIB, peak_bytes=400 * MIB, shared_bytes=0, reads_resumed=False,
             calls_after_done=0, steps=steps(),
         ),
@@ -143,14 +143,14 @@ def test_a_model_that_does_not_change_and_a_batch_that_repeats_are_seen():
 # ------------------------------------------------------------ its model
 
 
-def test_buffers_wrappers_and_frozen_parameters_are_reported():
+def test_buffers_and_parameters_without_an_optimizer_and_frozen_ones_are_reported():
     own = record(
-        moving_buffers=4, changed_buffers="buffer usage changed", wrappers=("module.",), frozen_tensors=3,
-        frozen_bytes=5 * MIB,
+        moving_buffers=4, changed_buffers="buffer usage changed", not_stepped="head.weight is in no optimizer",
+        frozen_tensors=3, frozen_bytes=5 * MIB,
     )  # fmt: skip
     found = texts(start(record=own))
     assert [text.partition(":")[0] for text in found] == ["problem eu/0"] + ["note eu/0"] * 3
-    assert "begin with module.; give Learner.connect the module inside" in found[0]
+    assert "head.weight is in no optimizer" in found[0]
     assert "buffer usage changed" in found[1]
     assert "4 buffers change while training" in found[2]
     assert "5.00 MiB of frozen parameters are not sent" in found[3]
@@ -159,8 +159,8 @@ def test_buffers_wrappers_and_frozen_parameters_are_reported():
 
 def test_what_both_learners_show_is_one_finding():
     (text,) = texts(
-        start(record=record(wrappers=("module.",))),
-        start("us/0", record=record(begin=9, wrappers=("module.",), steps=steps(learner="b"))),
+        start(record=record(not_stepped="w is in none")),
+        start("us/0", record=record(begin=9, not_stepped="w is in none", steps=steps(learner="b"))),
     )
     assert text.startswith("problem eu/0,us/0: ")
 
@@ -269,8 +269,8 @@ def test_a_record_has_no_more_than_three_steps_and_short_texts():
     step = {"tokens": 1, "finite": True, "optimizerSteps": 1, "rate": None, "inputs": "", "random": ""}  # fmt: skip
     data = {
         "begin": 0, "optimizers": 1, "model": "m", "elements": 1, "constantBytes": 0, "movingBuffers": 0,
-        "frozen": {"tensors": 0, "bytes": 0, "digest": ""}, "wrappers": ["w" * 999], "peakBytes": 0,
+        "frozen": {"tensors": 0, "bytes": 0, "digest": ""}, "notStepped": "w" * 999, "peakBytes": 0,
         "callsAfterDone": 0, "steps": [step] * 9, "changedBuffers": "b" * 9999,
     }  # fmt: skip
     found = Record.from_json(json.dumps(data))
-    assert (len(found.steps), len(found.wrappers[0]), len(found.changed_buffers)) == (3, 64, 600)
+    assert (len(found.steps), len(found.not_stepped), len(found.changed_buffers)) == (3, 600, 600)

@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco_testing.learners.alone import alone
 from diloco_testing.learners.rejoined import Rejoined
 from diloco_worker import StopTraining, attach
+from diloco_worker.attachment import every_rank_of
 
 
 @pytest.fixture
@@ -167,8 +169,7 @@ def test_a_trainer_without_a_job_ends_without_a_warning(monkeypatch, model, capl
     assert not caplog.messages
 
 
-@pytest.mark.slow
-def test_wrappers_are_removed(job, model):
+def test_wrappers_of_an_optimizer_are_removed_and_the_model_is_handed_over_as_given(job, model):
     class Wrapper(torch.optim.Optimizer):
         """As AcceleratedOptimizer and LightningOptimizer: it has no hooks."""
 
@@ -176,20 +177,21 @@ def test_wrappers_are_removed(job, model):
             self.optimizer = optimizer
 
     optimizer = sgd(model)
-    attach(torch.compile(model), Wrapper(Wrapper(optimizer)), tokens=1)
-    assert job.connected == (model, [optimizer])
+    with alone():
+        parallel = DistributedDataParallel(model)
+        attach(parallel, Wrapper(Wrapper(optimizer)), tokens=1, every_rank=True)
+    assert job.connected == (parallel, [optimizer])
+    assert job.every_rank is True
     optimizer.step()
     assert job.local_step == 1
 
 
-def test_names_of_a_distributed_model_have_no_prefix(job, model, tmp_path):
-    store = torch.distributed.FileStore(str(tmp_path / "store"), 1)
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        attach(DistributedDataParallel(model), sgd(model), tokens=1)
-    finally:
-        torch.distributed.destroy_process_group()
-    assert job.connected[0] is model
+@pytest.mark.parametrize(
+    ("given", "processes", "expected"),
+    [(None, 1, None), (None, 2, True), (False, 2, False), (True, 1, True)],
+)
+def test_a_trainer_of_several_processes_waits_for_all_of_them(given, processes, expected):
+    assert every_rank_of(given, processes=processes) is expected
 
 
 @pytest.mark.parametrize(

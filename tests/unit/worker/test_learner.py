@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from diloco.errors import UnavailableError
 from diloco.spec import RunSpec
 from diloco_local.doctor import NO_SYNCER
 from diloco_testing.learners.alone import alone
-from diloco_worker import Learner, learner
+from diloco_worker import Learner, attach, learner
 from diloco_worker.trainer.rank_group import RankGroup
 
 
@@ -55,11 +56,20 @@ def job(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "seconds"), [(lambda model: model, None), (DistributedDataParallel, 50)],
-    ids=["plain", "DDP"],
-)  # fmt: skip
+    ("wrap", "every_rank", "expected"),
+    [
+        (lambda model: model, None, (True, None)),
+        (DistributedDataParallel, None, (True, 50)),
+        (lambda model: model, True, (False, None)),
+    ],
+    ids=["plain", "DDP", "every rank"],
+)
+@pytest.mark.parametrize(
+    "connect", [Learner.connect, partial(attach, tokens=1)], ids=["connect", "attach"]
+)
+@pytest.mark.parametrize("whole", [False, True])
 def test_rank_0_waits_longer_for_another_rank_of_a_model_that_averages_over_ranks(
-    job, wrap, seconds
+    job, wrap, every_rank, expected, connect, whole
 ):
     asked = []
 
@@ -71,12 +81,25 @@ def test_rank_0_waits_longer_for_another_rank_of_a_model_that_averages_over_rank
     job.setattr(learner, "_compare_ranks", lambda config: None)
     job.setattr(RankGroup, "alone", asks)
     with alone():
-        model = nn.Sequential(wrap(nn.Linear(2, 2)))  # also inside of another module
+        model = wrap(nn.Linear(2, 2))
+        model = model if whole else nn.Sequential(model)  # also inside of another module
         optimizer = torch.optim.SGD(model.parameters())
         with pytest.raises(SystemExit) as ended:
-            Learner.connect(model, optimizer, connect_timeout_seconds=50)
+            connect(model, optimizer, connect_timeout_seconds=50, every_rank=every_rank)
     assert ended.value.code == 75
-    assert asked == [(True, seconds)]
+    assert asked == [expected]
+
+
+def test_an_optimizer_of_other_parameters_than_the_models_is_refused(job, capsys):
+    model = nn.Linear(2, 2)
+    copies = [p.detach().clone().requires_grad_() for p in model.parameters()]
+    with pytest.raises(SystemExit) as ended:
+        Learner.connect(model, torch.optim.SGD(copies))
+    assert ended.value.code == 78
+    assert (
+        "it has none of the 2 trained parameters of the model (weight, bias)"
+        in capsys.readouterr().err
+    )
 
 
 def test_a_sharded_model_is_examined_as_the_job_reads_it(job, tmp_path):

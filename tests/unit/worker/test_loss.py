@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from diloco_worker.standalone import StandaloneTrainer
+from diloco_worker.trainer import loss
 from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 
 
 @pytest.mark.parametrize(
-    ("loss", "value", "finite"),
+    ("given", "value", "finite"),
     [
         (1.5, 1.5, True),
         (torch.tensor(2.5), 2.5, True),
@@ -23,9 +24,9 @@ from diloco_worker.trainer.optimizer_steps import OptimizerSteps
         (torch.tensor(math.inf), None, False),
     ],
 )
-def test_a_loss_is_a_number_or_a_tensor_with_one_element(loss, value, finite):
+def test_a_loss_is_a_number_or_a_tensor_with_one_element(given, value, finite):
     reader = LossReader()
-    reader.read(loss)
+    reader.read(given)
     assert (reader.value, reader.finite) == (value, finite)
 
 
@@ -37,6 +38,35 @@ def test_a_loss_per_sample_is_refused_with_its_shape():
 def test_what_is_not_a_number_is_refused():
     with pytest.raises(ValueError, match="loss: 'high' is not a number"):
         LossReader().read("high")
+
+
+class OnDevice(torch.Tensor):
+    """A loss that states that it is on a GPU."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+class Late:
+    """The end of a copy, which is over when it is asked for the third time."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def query(self) -> bool:
+        self.asked += 1
+        return self.asked >= 3
+
+
+def test_a_loss_is_read_though_the_device_is_always_steps_behind(monkeypatch):
+    monkeypatch.setattr(
+        loss, "_start_copy", lambda given: (given.as_subclass(torch.Tensor), Late())
+    )
+    reader, seen = LossReader(), []
+    for value in (1.5, 2.0, 2.5, 3.5, 4.0, 4.5, math.nan, math.nan, math.nan, math.nan):
+        reader.read(torch.tensor(value).as_subclass(OnDevice))
+        seen.append((reader.value, reader.finite))
+    # Each third one is read, when it is three steps old.
+    assert seen == [(None, True)] * 3 + [(1.5, True)] * 3 + [(3.5, True)] * 3 + [(None, False)]
 
 
 def test_without_a_job_the_same_loss_is_refused():

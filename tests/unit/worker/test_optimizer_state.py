@@ -245,3 +245,38 @@ def test_parameters_outside_the_model_are_described_without_a_name():
     outside = torch.optim.SGD([nn.Parameter(torch.zeros(2))], lr=0.1)
     [found] = optimizer_state.describe(nn.Linear(1, 1), [outside])
     assert found == {"class": "torch.optim.sgd.SGD", "groups": [[["", [2], "float32"]]]}
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_how_a_step_is_computed_is_decided_by_the_program(tmp_path, whole):
+    """The next machine may have another device, for which the kernel of the checkpoint does not exist."""
+    store = saved(tmp_path, *trained(foreach=True, weight_decay=0.3))
+    other, own = trained(seed=1, steps=0, fused=True, weight_decay=0.1)
+    load = store.load if whole else store.load_optimizers
+    load(store.newest(), other, [own])
+    group = own.param_groups[0]
+    assert (group["fused"], group["foreach"], group["weight_decay"]) == (True, None, 0.3)
+    before = own.state[other[0].weight]["step"].item()
+    other(torch.randn(6, 4)).square().mean().backward()
+    own.step()
+    assert own.state[other[0].weight]["step"].item() == before + 1
+
+
+def compiled_part(model):
+    model[0] = torch.compile(model[0])
+    return model
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [torch.compile, compiled_part], ids=["whole", "part"])
+@pytest.mark.parametrize("first", [False, True])
+def test_state_of_a_compiled_model_continues_in_a_plain_one_and_the_other_way(
+    tmp_path, wrap, first
+):
+    model, optimizer = trained()
+    store = saved(tmp_path, wrap(model) if first else model, optimizer)
+    other, own = trained(seed=1)
+    store.load(store.newest(), other if first else wrap(other), [own])
+    assert_equal(own.state_dict(), optimizer.state_dict())
+    pairs = zip(model.parameters(), other.parameters(), strict=True)
+    assert all(torch.equal(saved_at, found) for saved_at, found in pairs)

@@ -7,6 +7,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,16 +19,20 @@ from torch.optim import Optimizer
 
 from diloco.errors import ConfigError
 from diloco_worker import settings
-from diloco_worker.attachment import AttachedLearner, attach, planned_steps
+from diloco_worker.attachment import AttachedLearner, attach, every_rank_of, planned_steps
 from diloco_worker.integrations.rates import Rates, depends_on_steps
 
 try:
-    from transformers import TrainerCallback, get_scheduler
+    from transformers import TrainerCallback, TrainingArguments, get_scheduler
 except ImportError as error:
     raise ImportError(
         "diloco_worker.integrations.huggingface needs transformers and accelerate, which diloco does "
         f"not install: pip install 'transformers[torch]' ({error})"
     ) from error
+
+log = logging.getLogger(__name__)
+
+DEFAULT_SEED = next(f.default for f in dataclasses.fields(TrainingArguments) if f.name == "seed")
 
 NO_LIMIT = 10**9
 """Steps that progress bars show as the end of a job without one."""
@@ -51,19 +57,23 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
     nothing changes.
 
     Args:
-        tokens: of each optimizer step, or a function that returns those since its last call; None:
-            the elements of `input_ids` in all forward passes of the step, or else the rows of the
-            batch.
+        tokens: of each optimizer step of all processes, or a function that returns those since its
+            last call; None: the elements of `input_ids` in all forward passes of the step, or else the
+            rows of the batch, times the number of processes.
         connect_timeout_seconds: as for `Learner.connect`.
+        every_rank: as for `Learner.connect`; None: True if the Trainer has several processes.
     """
 
     def __init__(
-        self, *, tokens: int | Callable[[], int] | None = None, connect_timeout_seconds: float = 600
-    ) -> None:
+        self, *, tokens: int | Callable[[], int] | None = None, connect_timeout_seconds: float = 600,
+        every_rank: bool | None = None,
+    ) -> None:  # fmt: skip
         self.learner: AttachedLearner | None = None
         """From the beginning of training on."""
         self._tokens = tokens
-        self._timeout_seconds = connect_timeout_seconds
+        self._timeout_seconds, self._every_rank = connect_timeout_seconds, every_rank
+        self._processes = 1
+        """Of the Trainer: each has a batch of its own."""
         self._in_job = settings.in_job()
         self._created = self._own_scheduler = False
         self._rates: Rates | None = None
@@ -85,6 +95,13 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
                     "auto_find_batch_size=True trains several times in one process, and a learner "
                     "joins once; expected False, with a fixed per_device_train_batch_size"
                 )
+            if args.data_seed is None and args.seed == DEFAULT_SEED and args.process_index == 0:
+                log.warning(
+                    "seed is %d, its default, and data_seed is not set: after each restart, the Trainer reads the data "
+                    "in the same order from the beginning; set data_seed=identity().seed(), or the same other number "
+                    "in all processes of a Trainer of several",
+                    DEFAULT_SEED,
+                )
             # A fast learner makes more steps than the job.
             args.max_steps = max(LEAST_LIMIT, 4 * planned_steps())
 
@@ -98,6 +115,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
                 "DiLoCoCallback was added to a Trainer that exists already, expected "
                 "Trainer(..., callbacks=[DiLoCoCallback()])"
             )
+        self._processes = args.world_size
         tokens = self._tokens
         if tokens is None:
             model.register_forward_pre_hook(self._count, with_kwargs=True)
@@ -108,6 +126,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             tokens=tokens,
             loss=self._newest_loss,
             connect_timeout_seconds=self._timeout_seconds,
+            every_rank=every_rank_of(self._every_rank, processes=self._processes),
         )
         if self._in_job:
             self._scheduler = getattr(
@@ -191,7 +210,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
 
     def _take(self) -> int:
         counted, self._counted = self._counted, 0
-        return counted
+        return counted * self._processes
 
 
 def tokens_of(inputs: Any) -> int:

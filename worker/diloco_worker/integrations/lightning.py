@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from diloco_worker import settings
-from diloco_worker.attachment import AttachedLearner, attach, planned_steps
+from diloco_worker.attachment import AttachedLearner, attach, every_rank_of, planned_steps
 from diloco_worker.integrations.rates import Rates, depends_on_steps
 from diloco_worker.trainer.learning_rate import refuse_second
 
@@ -36,17 +36,20 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
     of this process. Without a job, nothing changes.
 
     Args:
-        tokens: of each optimizer step, or a function that returns those of a batch.
+        tokens: of each optimizer step of all processes, or a function that returns those of a batch of
+            one process.
         connect_timeout_seconds: as for `Learner.connect`.
+        every_rank: as for `Learner.connect`; None: True if the Trainer has several processes.
     """
 
     def __init__(
-        self, *, tokens: int | Callable[[Any], int], connect_timeout_seconds: float = 600
-    ) -> None:
+        self, *, tokens: int | Callable[[Any], int], connect_timeout_seconds: float = 600,
+        every_rank: bool | None = None,
+    ) -> None:  # fmt: skip
         self.learner: AttachedLearner | None = None
         """From the beginning of training on."""
         self._tokens = tokens
-        self._timeout_seconds = connect_timeout_seconds
+        self._timeout_seconds, self._every_rank = connect_timeout_seconds, every_rank
         self._in_job = settings.in_job()
         self._rates: list[tuple[Rates, int]] = []
         """With the steps from one change of the rates to the next."""
@@ -79,6 +82,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             tokens=self._take if callable(self._tokens) else self._tokens,
             loss=lambda: self._loss,
             connect_timeout_seconds=self._timeout_seconds,
+            every_rank=every_rank_of(self._every_rank, processes=trainer.world_size),
         )
         if self._in_job:
             followed = [
@@ -99,7 +103,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             self._counted = 0  # not taken if the step was skipped
         self._steps = trainer.global_step
         if callable(self._tokens):
-            self._counted += self._tokens(batch)
+            self._counted += self._tokens(batch) * trainer.world_size
         if self.learner is not None:
             for rates, frequency in self._rates:
                 rates.follow(self.learner.step_index // frequency)

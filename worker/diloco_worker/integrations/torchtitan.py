@@ -16,7 +16,7 @@ import torch
 
 from diloco.errors import EXIT_REFUSED, ConfigError
 from diloco_worker import settings
-from diloco_worker.attachment import AttachedLearner, attach, planned_steps
+from diloco_worker.attachment import AttachedLearner, attach, every_rank_of, planned_steps
 from diloco_worker.identities import Identity, identity
 from diloco_worker.integrations.rates import Rates
 from diloco_worker.trainer.layout import local
@@ -113,6 +113,7 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]
             tokens=rows * sizes.seq_len,
             loss=self._mean_loss,
             connect_timeout_seconds=self._timeout_seconds,
+            every_rank=every_rank_of(None, processes=self.parallel_dims.world_size),
         )
         learner.keep(dataloader=_Loader(self.dataloader))
         return learner

@@ -25,7 +25,7 @@ import struct
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -109,9 +109,9 @@ class SharedMemory:
         """
         facts = json.dumps(
             {
-                "tensors": [asdict(t) for t in layout.tensors],
-                "constants": [asdict(t) for t in layout.constants],
-                "frozen": [asdict(t) for t in layout.frozen],
+                "tensors": [t.to_json() for t in layout.tensors],
+                "constants": [t.to_json() for t in layout.constants],
+                "frozen": [t.to_json() for t in layout.frozen],
                 "fragments": len(layout.fragments),
                 "average": [s.tensor.name for f in layout.fragments for s in f.slots if s.average],
                 "spares": spares,
@@ -301,15 +301,12 @@ def _largest(layout: Layout) -> int:
 
 
 def _layout(facts: dict[str, Any]) -> Layout:
-    def tensor(data: dict[str, Any]) -> Tensor:
-        return Tensor(**{**data, "shape": tuple(data["shape"]), "aliases": tuple(data["aliases"])})
-
     escape = str.maketrans({"[": "[[]", "?": "[?]", "*": "[*]"})
     return cut(
-        [tensor(t) for t in facts["tensors"]],
+        [Tensor.from_json(t) for t in facts["tensors"]],
         num_fragments=facts["fragments"],
-        constants=[tensor(t) for t in facts["constants"]],
-        frozen=[tensor(t) for t in facts["frozen"]],
+        constants=[Tensor.from_json(t) for t in facts["constants"]],
+        frozen=[Tensor.from_json(t) for t in facts["frozen"]],
         average=[name.translate(escape) for name in facts["average"]],
     )
 

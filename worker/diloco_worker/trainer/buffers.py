@@ -12,7 +12,8 @@ import torch
 import xxhash
 from torch import nn
 
-from diloco_worker.trainer.layout import ModelTensors, Named, bare, local, pieces, unmatched
+from diloco_worker.trainer.layout import ModelTensors, Named, local, pieces, unmatched
+from diloco_worker.trainer.wrappers import bare, plain_names
 
 MOST_READS = 3
 """
@@ -44,6 +45,10 @@ class Watch:
         self, model: nn.Module, *, constant: Iterable[Named], moving: Iterable[Named]
     ) -> None:
         self._model = bare(model)
+        plain = plain_names(self._model)
+        buffers = self._model.named_buffers(remove_duplicate=False)
+        self._paths = {plain(name): name for name, _ in buffers}
+        """By plain name, the one with the names of wrappers."""
         self._constant, self._moving = list(constant), list(moving)
         self._known: dict[str, _Known] = {}
         self.reset()
@@ -82,8 +87,9 @@ class Watch:
         return known.digest != _digest(named.tensor)
 
     def _is_replaced(self, named: Named) -> bool:
+        path = self._paths.get(named.info.name, named.info.name)
         try:
-            return self._model.get_buffer(named.info.name) is not named.tensor
+            return self._model.get_buffer(path) is not named.tensor
         except AttributeError:
             return False  # extra state of a module has a name of state_dict alone
 

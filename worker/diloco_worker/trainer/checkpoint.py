@@ -42,6 +42,7 @@ from diloco_worker.trainer import optimizer_state, pieces
 from diloco_worker.trainer.copies import Copies, Copy, Result, touch
 from diloco_worker.trainer.kept import SavedEntries
 from diloco_worker.trainer.trees import TensorReader, entry_of, pack, unpack
+from diloco_worker.trainer.wrappers import tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -446,7 +447,7 @@ class Checkpoints:
             reader = TensorReader(file)
             tree = dict(manifest.tree["dict"])
             random_state = unpack(tree["random"], reader)
-            named = dict(_model_tensors(model))
+            named = dict(tensors_of(model))
             targets = [(named[name], saved_at) for name, saved_at in tree["model"]["dict"]]
             with optimizer_state.own_on_error(optimizers):
                 saved = unpack(tree["optimizers"], reader)
@@ -530,15 +531,10 @@ def _has_tensors(manifest: Path) -> bool:
 
 def _state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     return {
-        "model": dict(_model_tensors(model)),
+        "model": dict(tensors_of(model)),
         "optimizers": [optimizer.state_dict() for optimizer in optimizers],
         "random": _random(),
     }
-
-
-def _model_tensors(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer once, including buffers that state_dict omits."""
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def _random() -> dict[str, Any]:

@@ -24,8 +24,9 @@ from diloco_worker.core.device_work import DeviceWork, Incoming, Outgoing, Rooms
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
 from diloco_worker.trainer.device import CudaDevice, Device, Event
-from diloco_worker.trainer.layout import F32, bare
+from diloco_worker.trainer.layout import F32
 from diloco_worker.trainer.replica import Replica
+from diloco_worker.trainer.wrappers import bare
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ merged with the parameters. The constants are the tensors that the job stores wi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 
@@ -18,7 +18,6 @@ import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -27,6 +26,7 @@ from diloco.model import tensorfile
 from diloco.model.fragments import Fragment, Layout, Slot, Tensor
 from diloco_worker.core.shard_slices import Box, whole
 from diloco_worker.trainer import digits
+from diloco_worker.trainer.wrappers import bare, plain_names
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -61,9 +61,6 @@ class Share:
 
 EXTRA_STATE = "_extra_state"
 """What torch calls the extra state of a module in a state_dict: a copy, so that nothing written to it has an effect."""
-
-CHECKPOINTED = "_checkpoint_wrapped_module."
-"""What `checkpoint_wrapper` of torch adds to the names of parameters, and removes from those of a state_dict."""
 
 PIECE_BYTES = 64 << 20
 """So much of a tensor is copied to the CPU at once, to read it."""
@@ -140,10 +137,11 @@ def describe(
         for module in model.modules()
         if isinstance(module, nn.Embedding | nn.EmbeddingBag)
     }
-    parameters = _named(model.named_parameters(remove_duplicate=False)).keys()
+    plain = plain_names(model)
+    parameters = {plain(name) for name, _ in model.named_parameters(remove_duplicate=False)}
     names: dict[object, list[str]] = {}
     tensors: dict[object, torch.Tensor] = {}
-    for name, tensor in _reachable(model):
+    for name, tensor in _reachable(model, plain):
         _check_kind(name, tensor, sharded=sharded)
         key = _key(tensor)
         names.setdefault(key, []).append(name)
@@ -175,17 +173,6 @@ def describe(
         moving=_by_name(changing),
         buffers=_by_name(buffers),
     )
-
-
-def bare(model: nn.Module) -> nn.Module:
-    """The module inside the wrappers of torch.compile and DistributedDataParallel, with the names of the user."""
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if isinstance(model, DistributedDataParallel):
-            inner = model.module
-        if not isinstance(inner, nn.Module):
-            return model
-        model = inner
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -232,10 +219,10 @@ def _by_name(tensors: Iterable[Named]) -> tuple[Named, ...]:
     return tuple(sorted(tensors, key=lambda n: n.info.name))
 
 
-def _reachable(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every name of every parameter and persistent buffer, without that of a module for activation checkpointing."""
-    parameters = _named(model.named_parameters(remove_duplicate=False))
-    buffers = _named(model.named_buffers(remove_duplicate=False))
+def _reachable(model: nn.Module, plain: Callable[[str], str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every plain name of every parameter and persistent buffer."""
+    parameters = {plain(n): p for n, p in model.named_parameters(remove_duplicate=False)}
+    buffers = {plain(n): b for n, b in model.named_buffers(remove_duplicate=False)}
     own = [*parameters.values(), *buffers.values()]
     states = model.state_dict(keep_vars=True)
     tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
@@ -243,18 +230,14 @@ def _reachable(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     others = {name: value for name, value in tensors.items() if id(value) not in known}
     copies = _computed(others, model.state_dict(keep_vars=True), own) if others else set()
     for name, value in tensors.items():
-        plain = name.replace(CHECKPOINTED, "")
+        own_name = plain(name)
         if name not in others:
-            yield plain, value
-        elif plain in buffers:
-            yield plain, buffers[plain]  # a hook put another tensor in its place
-        elif plain not in parameters and name not in copies:
-            yield plain, value
+            yield own_name, value
+        elif own_name in buffers:
+            yield own_name, buffers[own_name]  # a hook put another tensor in its place
+        elif own_name not in parameters and name not in copies:
+            yield own_name, value
     yield from parameters.items()
-
-
-def _named(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    return {name.replace(CHECKPOINTED, ""): tensor for name, tensor in tensors}
 
 
 def _computed(
@@ -268,7 +251,7 @@ def _computed(
         again: that of another call, which computes them again.
         own: the parameters and buffers.
     """
-    keys = {_key(tensor): _memory(tensor) for tensor in own}
+    keys = {_key(tensor): memory_key(tensor) for tensor in own}
     held = set(keys.values())
 
     def computed(name: str, value: torch.Tensor) -> bool:
@@ -276,12 +259,12 @@ def _computed(
             return False
         second = again.get(name)
         kept = isinstance(second, torch.Tensor) and _key(second) == _key(value)
-        return not kept or _memory(value) in held or not value.is_leaf
+        return not kept or memory_key(value) in held or not value.is_leaf
 
     return {name for name, value in others.items() if computed(name, value)}
 
 
-def _memory(tensor: torch.Tensor) -> object:
+def memory_key(tensor: torch.Tensor) -> object:
     """Equal for tensors of which one is a part of the other."""
     held = local(tensor)
     return held.untyped_storage().data_ptr() if _has_memory(held) else id(tensor)
@@ -434,10 +417,6 @@ class Copier:
                     values.copy_(digits.to_integers_on_host(pair.view).view(values.shape))
             for pair in self._back[fragment]:
                 pair.view.copy_(pair.values)
-
-    def out_bytes(self, fragment: int) -> int:
-        """What `copy_out` writes."""
-        return sum(pair.view.nbytes for pair in self._out[fragment][0])
 
     def _pairs(self, fragment: Fragment, memory_N: F32 | torch.Tensor, *, out: bool) -> list[_Pair]:
         flat = memory_N if isinstance(memory_N, torch.Tensor) else torch.from_numpy(memory_N)

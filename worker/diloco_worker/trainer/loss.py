@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
+from typing import Any, Protocol
 
 import torch
 
 
+class Event(Protocol):
+    """The end of a copy."""
+
+    def query(self) -> bool:
+        """Whether it is over."""
+
+
 class LossReader:
-    """Keeps the newest loss that is available; a loss on a GPU arrives one step later."""
+    """Keeps the newest loss that is available; a loss on a GPU arrives one step later or more."""
 
     def __init__(self) -> None:
         self.value: float | None = None
         """None: not known yet, or not finite."""
         self.finite = True
         """Whether the newest loss that was given and is available is finite."""
-        self._pending: tuple[torch.Tensor, torch.cuda.Event] | None = None
+        self._pending: tuple[torch.Tensor, Event] | None = None
 
     def read(self, loss: float | torch.Tensor | None) -> None:
         """
-        Take the loss of this step, or start its copy to the host.
+        Take the loss of this step, or start its copy to the host; none starts while one is under way.
 
         Raises:
             ValueError: it is not one number.
@@ -29,15 +37,13 @@ class LossReader:
                 f"loss: a tensor of shape {tuple(loss.shape)}, expected one number; pass its mean, "
                 "loss.mean()"
             )
-        if self._pending is not None and self._pending[1].query():  # type: ignore[no-untyped-call]
+        if self._pending is not None and self._pending[1].query():
             self._take(float(self._pending[0]))
             self._pending = None
         if isinstance(loss, torch.Tensor) and loss.device.type == "cuda":
-            copy = torch.empty((), dtype=torch.float32, pin_memory=True)
-            copy.copy_(loss.detach().reshape(()), non_blocking=True)
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record()
-            self._pending = copy, event
+            # A host that is always ahead of the device would read none if each replaced the one before.
+            if self._pending is None:
+                self._pending = _start_copy(loss)
             return
         if isinstance(loss, torch.Tensor):
             loss = loss.detach()  # float() of a tensor on the CPU does not wait
@@ -46,6 +52,14 @@ class LossReader:
     def _take(self, value: float | None) -> None:
         self.finite = value is None or math.isfinite(value)
         self.value = value if self.finite else None
+
+
+def _start_copy(loss: torch.Tensor) -> tuple[torch.Tensor, Event]:
+    copy = torch.empty((), dtype=torch.float32, pin_memory=True)
+    copy.copy_(loss.detach().reshape(()), non_blocking=True)
+    event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record()
+    return copy, event
 
 
 def _number(loss: float | torch.Tensor | None) -> float | None:

@@ -18,9 +18,13 @@ from torch.optim import Optimizer
 
 from diloco.errors import ConfigError
 from diloco_worker.trainer.layout import dtype_name, local
+from diloco_worker.trainer.wrappers import tensors_of
 
 SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
 """Options of a group that torch's schedulers set."""
+
+IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
+"""Options of a group that state how a step is computed, which may be impossible on the device of this process."""
 
 PER_ELEMENT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """State with the shape of its parameter."""
@@ -28,7 +32,7 @@ PER_ELEMENT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 
 def describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[dict[str, Any]]:
     """The class of each optimizer, and name, shape and dtype of its parameters by group; JSON values."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    names = {id(tensor): name for name, tensor in tensors_of(model)}
     return [
         {
             "class": f"{type(optimizer).__module__}.{type(optimizer).__qualname__}",
@@ -49,7 +53,8 @@ def load(
     Give the optimizers the saved state; after an error they have their own.
 
     The learning rate of a group that a scheduler drives stays the program's: a scheduler that is made
-    later would begin with that of the checkpoint.
+    later would begin with that of the checkpoint. So does how a step is computed (`IMPLEMENTATION`). Other options
+    are the checkpoint's, because some optimizers keep state there.
 
     Args:
         saved: `state_dict` of each optimizer; its groups are changed.
@@ -75,6 +80,7 @@ def load(
         for state, optimizer in zip(saved, optimizers, strict=True):
             for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
                 _keep_schedule(group, own)
+                group.update({key: own[key] for key in IMPLEMENTATION if key in own})
                 _fill(group, own)
             try:
                 optimizer.load_state_dict(dict(state))

@@ -28,8 +28,9 @@ from diloco.errors import ConfigError, StorageError
 from diloco.runtime import files
 from diloco_worker.core.shard_slices import Box, uncovered, whole
 from diloco_worker.trainer import optimizer_state
-from diloco_worker.trainer.layout import bare, is_dtensor
+from diloco_worker.trainer.layout import is_dtensor
 from diloco_worker.trainer.trees import TensorReader, unpack
+from diloco_worker.trainer.wrappers import tensors_of
 
 MAX_RANKS = 4096
 
@@ -189,7 +190,6 @@ def load(
         ConfigError: the optimizers differ from those that were saved, or their state is not finite.
         DamagedError: a file is not what was verified.
     """
-    model = bare(model)
     with contextlib.ExitStack() as opened, torch.no_grad():
         reader = _Reader(pieces, opened, rank=rank, ranks=ranks, held=held)
         tree = dict(reader.own.tree["dict"])
@@ -199,7 +199,7 @@ def load(
         with optimizer_state.own_on_error(optimizers):
             optimizer_state.load(saved, description, model, optimizers)
             if parameters:
-                named = dict([*model.named_parameters(), *model.named_buffers()])
+                named = dict(tensors_of(model))
                 _load_model(reader, [(named[n], at["tensor"]) for n, at in tree["model"]["dict"]])
         return unpack(tree["random"], reader) if len(pieces) == ranks else None
 

@@ -117,11 +117,6 @@ class RankReplica:
             raise AssertionError("the error was raised")
         return shared
 
-    @property
-    def copied_bytes(self) -> int:
-        """What this rank copies out of all fragments."""
-        return sum(self._copier.out_bytes(p) for p in range(len(self.layout.fragments)))
-
     def copy_out(self, fragment: int, place: int) -> None:
         """Write this rank's part of a host copy."""
         if fragment == 0 and self.rank == 0 and (changed := self._watch.changed()):

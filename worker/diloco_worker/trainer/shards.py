@@ -20,7 +20,7 @@ from diloco.errors import ConfigError
 from diloco.model.fragments import Layout, Tensor, differences
 from diloco_worker.core.shard_slices import Box, piece, uncovered, whole
 from diloco_worker.trainer.frozen import with_digests
-from diloco_worker.trainer.layout import ModelTensors, Named, Share, bare, describe, local
+from diloco_worker.trainer.layout import ModelTensors, Named, Share, describe, local
 
 MOST_PROBLEMS = 8
 """Named in one message."""
@@ -41,7 +41,7 @@ def described(model: nn.Module, *, moving: Sequence[str] | None) -> ModelTensors
             "model: it is wrapped in FullyShardedDataParallel, which replaces its parameters by flat ones; expected "
             "fully_shard(model), the second FSDP, DistributedDataParallel, or plain modules"
         )
-    return describe(bare(model), moving=moving, sharded=True)
+    return describe(model, moving=moving, sharded=True)
 
 
 def plain_digests(tensors: ModelTensors, *, show: bool = False) -> dict[str, str]:

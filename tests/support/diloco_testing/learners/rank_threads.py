@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from diloco_worker.trainer.rank_group import RankGroup
+from diloco_worker.trainer.rank_replica import RankReplica
 
 
 def in_ranks(size: int, body: Callable[[RankGroup], Any], *, timeout_seconds: float = 60) -> list:
@@ -28,3 +29,8 @@ def in_ranks(size: int, body: Callable[[RankGroup], Any], *, timeout_seconds: fl
     for thread in threads:
         thread.join()
     return found
+
+
+def copied_bytes(replica: RankReplica) -> int:
+    """What a rank copies out of all fragments."""
+    return sum(pair.view.nbytes for places in replica._copier._out for pair in places[0])

@@ -40,6 +40,8 @@ class Rejoined:
         self._at, self._steps, self._rate = at, steps, rate
         self._ledger, self.closed = Ledger(0), False
         self.connected: tuple[torch.nn.Module, list[torch.optim.Optimizer]] | None = None
+        self.every_rank: bool | None = None
+        """As `Learner.connect` was given it."""
 
     @property
     def done(self) -> bool:
@@ -64,8 +66,10 @@ class Rejoined:
     def join(self, monkeypatch: pytest.MonkeyPatch) -> Rejoined:
         """Let `Learner.connect` return it, in the environment of a job."""
 
-        def connect(model: torch.nn.Module, optimizer: Any, **_: object) -> Learner:
-            self.connected = model, optimizer
+        def connect(
+            model: torch.nn.Module, optimizer: Any, *, every_rank: bool | None = None, **_: object
+        ) -> Learner:
+            self.connected, self.every_rank = (model, optimizer), every_rank
             return Learner(self)
 
         spec = SimpleNamespace(steps=self.total_steps)

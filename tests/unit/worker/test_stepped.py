@@ -1,0 +1,69 @@
+"""Trained parameters that no optimizer has: a merge of them would be undone, and nothing would show it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+
+from diloco.errors import ConfigError
+from diloco_testing.learners.alone import alone
+from diloco_worker.trainer.stepped import not_stepped
+
+
+@pytest.fixture
+def model():
+    return nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+
+
+def sgd(*parameters):
+    return torch.optim.SGD(parameters, lr=0.1)
+
+
+def test_an_optimizer_over_copies_is_refused_with_the_names(model):
+    """Copies in fp32 of a model in bf16, for example."""
+    copies = [p.detach().float().clone() for p in model.parameters()]
+    with pytest.raises(
+        ConfigError, match=r"none of the 4 trained parameters of the model \(0\.weight, 0\.bias"
+    ):
+        not_stepped(model, [sgd(*copies)])
+
+
+def test_parameters_that_were_replaced_after_the_optimizer_was_made_are_named(model):
+    optimizer = sgd(*model.parameters())
+    model[1] = nn.Linear(3, 1)
+    text = not_stepped(model, [optimizer])
+    assert text.startswith("2 of 4 trained parameters are in no optimizer")
+    assert "was given: 1.weight, 1.bias; what steps them" in text
+
+
+def test_of_many_parameters_some_are_named():
+    model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))
+    text = not_stepped(model, [sgd(model[0].weight)])
+    assert "15 of 16 trained parameters" in text
+    assert "4.weight and 7 more; what" in text
+
+
+def test_several_optimizers_groups_and_frozen_parameters_are_right(model):
+    model[0].bias.requires_grad_(False)
+    groups = torch.optim.AdamW([{"params": [model[0].weight]}, {"params": [model[1].bias]}])
+    assert not_stepped(model, [groups, sgd(model[1].weight)]) == ""
+    assert not_stepped(model, []) == "", "a loop that steps by itself"
+
+
+def test_parameters_that_are_parts_of_one_flat_tensor_are_its_own(model):
+    flat = torch.zeros(sum(p.numel() for p in model.parameters()))
+    at = 0
+    for parameter in model.parameters():
+        parameter.data = flat[at : at + parameter.numel()].view(parameter.shape)
+        at += parameter.numel()
+    assert not_stepped(model, [sgd(flat.requires_grad_())]) == ""
+
+
+def test_wrapped_and_sharded_parameters_are_the_models(model):
+    with alone():
+        sharded = fully_shard(model)
+        assert not_stepped(sharded, [sgd(*sharded.parameters())]) == ""
+        text = not_stepped(nn.DataParallel(model), [sgd(model[0].weight)])
+    assert "0.bias, 1.weight, 1.bias;" in text

@@ -1,0 +1,94 @@
+"""What a trainer in a job has as one process (joined.py) and as one rank of several (distributed.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from diloco.journal.background import BackgroundWriter
+from diloco.spec import RunSpec
+from diloco_worker.core import trainer as core
+from diloco_worker.trainer.kept import KeptState
+from diloco_worker.trainer.optimizer_steps import OptimizerSteps
+from diloco_worker.trainer.runqueue import RunQueue
+from diloco_worker.trainer.termination import Termination
+
+
+class Replicated(Protocol):
+    """A replica of the model, or a rank's part of one."""
+
+    def apply(self, fragment: int) -> None:
+        """Overwrite a fragment from its inbox."""
+
+    def close(self) -> None:
+        """Release the shared memory."""
+
+
+class JobTrainer:
+    """Implements what `Learner` needs of the core, the files and the process; subclasses make the attributes."""
+
+    name: str
+    _run_spec: RunSpec
+    _core: core.TrainerCore
+    _replica: Replicated
+    _kept: KeptState
+    _optimizer_steps: OptimizerSteps
+    _run_queue: RunQueue
+    _termination: Termination
+    _journal: BackgroundWriter | None
+    _result_age: int | None = None
+    """Of the oldest result that this step applied, in global steps since its merge; None: it applied none."""
+
+    @property
+    def step_index(self) -> int:
+        """See `Learner.step_index`; the same in all ranks."""
+        return self._core.link_state.step
+
+    @property
+    def total_steps(self) -> int:
+        """See `Learner.total_steps`; the same in all ranks."""
+        return self._core.link_state.steps or self._run_spec.steps
+
+    @property
+    def resumed(self) -> bool:
+        """See `Learner.resumed`; the same in all ranks."""
+        return self._core.resumed
+
+    @property
+    def local_step(self) -> int:
+        """See `Learner.local_step`; the same in all ranks."""
+        return self._core.ledger.local_step
+
+    def keep(self, objects: Mapping[str, Any]) -> None:
+        """See `Learner.keep`; each rank keeps its own state."""
+        self._kept.keep(objects, local_step=self.local_step)
+
+    def _show(self, text: str) -> None:
+        self._carry_out([core.ShowProgress(f"{self.name}: {text}")])
+
+    def _carry_out(self, actions: Sequence[core.Action]) -> object:
+        """Carry out the actions in order."""
+        raise NotImplementedError
+
+    def _apply(self, fragment: int) -> None:
+        self._replica.apply(fragment)
+        if version := self._core.ledger.versions[fragment]:
+            self._result_age = max(self._result_age or 0, self.step_index - version[1])
+
+    def _append(self, line: Mapping[str, object]) -> None:
+        """Write a step's line to steps.jsonl, with what else is known of it."""
+        if self._journal is None:
+            return
+        known = {
+            "learningRate": self._optimizer_steps.learning_rate, "resultAge": self._result_age,
+        }  # fmt: skip
+        self._journal.append({**line, **{n: v for n, v in known.items() if v is not None}})
+
+    def _release(self) -> None:
+        """Close the files, the memory and the handlers of a process that has left the job."""
+        self._kept.forget_saved()
+        if self._journal is not None:
+            self._journal.close()
+        self._replica.close()
+        self._run_queue.close()
+        self._termination.restore()

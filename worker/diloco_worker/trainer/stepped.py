@@ -1,0 +1,56 @@
+"""
+Which trained parameters the optimizers step.
+
+A merge overwrites the parameters of the model. An optimizer over others, such as copies in fp32 that are written to the
+model after each step, would undo it without an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from diloco.errors import ConfigError
+from diloco_worker.trainer.layout import memory_key
+from diloco_worker.trainer.wrappers import tensors_of
+
+MOST_NAMES = 8
+"""Named in one sentence."""
+
+
+def not_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
+    """
+    A sentence about trained parameters that no optimizer has; "": there are none, or no optimizer.
+
+    One that shares memory with a parameter of an optimizer, as with a flat one of all parameters, counts as its own.
+
+    Args:
+        model: may be wrapped.
+        optimizers: all that step it.
+
+    Raises:
+        ConfigError: they have none of the trained parameters.
+    """
+    if not optimizers:
+        return ""
+    stepped = [p for o in optimizers for group in o.param_groups for p in group["params"]]
+    known = {*map(id, stepped), *map(memory_key, stepped)}
+    trained = {name: p for name, p in tensors_of(model) if p.requires_grad}
+    missing = [name for name, p in trained.items() if known.isdisjoint((id(p), memory_key(p)))]
+    if not missing:
+        return ""
+    names = ", ".join(missing[:MOST_NAMES])
+    names += f" and {len(missing) - MOST_NAMES} more" if len(missing) > MOST_NAMES else ""
+    if len(missing) == len(trained):
+        raise ConfigError(
+            f"optimizer: it has none of the {len(trained)} trained parameters of the model ({names}), but copies of "
+            "them or earlier ones, so that its next step would undo each merge; create it from model.parameters(), "
+            "after the model is complete and on its device"
+        )
+    return (
+        f"{len(missing)} of {len(trained)} trained parameters are in no optimizer that Learner.connect was given: "
+        f"{names}; what steps them otherwise may undo each merge: create the optimizers from model.parameters() after "
+        "the model is complete, pass all of them, or freeze the others by requires_grad_(False)"
+    )

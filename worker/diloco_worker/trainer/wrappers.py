@@ -1,0 +1,65 @@
+"""
+Modules that wrap a model or a part of it, and add their own names to those of its tensors.
+
+The names of a job are those of the user's modules: learners that compile or parallelize other parts of the same model
+train together, and what is exported loads into the model itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+CHECKPOINTED = "_checkpoint_wrapped_module."
+"""What `checkpoint_wrapper` of torch adds to the names of parameters, and removes from those of a state_dict."""
+
+COMPILED = "_orig_mod"
+"""What torch.compile calls the module that it wraps."""
+
+PARALLEL = (DistributedDataParallel, nn.DataParallel)
+"""They call it `module`, as users call modules of their own."""
+
+
+def bare(model: nn.Module) -> nn.Module:
+    """The module inside the wrappers of torch.compile and DistributedDataParallel, with the names of the user."""
+    while True:
+        inner = getattr(model, COMPILED, None)
+        if isinstance(model, DistributedDataParallel):
+            inner = model.module
+        if not isinstance(inner, nn.Module):
+            return model
+        model = inner
+
+
+def plain_names(model: nn.Module) -> Callable[[str], str]:
+    """A function from the names of a model's tensors to those without its wrappers, of parts of it as well."""
+    wrapped = {
+        f"{path}.{name}".lstrip(".").replace(CHECKPOINTED, "")
+        for path, module in model.named_modules(remove_duplicate=False)
+        for name in ("module" if isinstance(module, PARALLEL) else COMPILED,)
+        if name in module._modules
+    }
+
+    def plain(name: str) -> str:
+        name = name.replace(CHECKPOINTED, "")
+        if not wrapped:
+            return name
+        path, own = "", []
+        for part in name.split("."):
+            path = f"{path}.{part}".lstrip(".")
+            if path not in wrapped:
+                own.append(part)
+        return ".".join(own)
+
+    return plain
+
+
+def tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Every parameter and buffer once with its plain name, including buffers that state_dict omits."""
+    model = bare(model)
+    plain = plain_names(model)
+    found = [*model.named_parameters(), *model.named_buffers()]
+    return [(plain(name), tensor) for name, tensor in found]
