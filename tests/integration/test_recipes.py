@@ -162,7 +162,7 @@ def test_learners_of_different_sharding_batch_size_and_speed_train_one_model(tmp
     folder = example("08-ranks", tmp_path / "ranks")
     changes = ("spec.steps=40", "spec.sync.quorum=2", "spec.evaluation.everySteps=40")
     run_dir = job(folder, *changes)
-    assert score(folder, run_dir) < losses(run_dir)[0] - 1.0
+    assert score(folder, run_dir) < 4.0  # a guess has ln 256 = 5.5
     shapes = {
         "eu": "DistributedDataParallel on 2 ranks, 16 windows per step",
         "us": "FSDPModel on 2 ranks, 8 windows per step",
