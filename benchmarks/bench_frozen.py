@@ -4,7 +4,8 @@ What a frozen base costs a job with `sync.frozen` Keep and Ship: `python benchma
 A real syncer and two real learners, whose connections pass a relay that counts bytes: the first learner
 initializes the job, the second joins, and both train to the end without a forward pass. The model is a base
 of 24 square matrices in bf16, 100.7 M values, each with two trained matrices of rank 3, as in LoRA (0.29
-%); one more row has a base of 1 billion values, with Keep only. Goals: with Keep, the second learner
+%); one more row has a base of 1 billion values, with Keep, and the last one what Ship would cost it, computed from the
+bytes that Ship added to the smaller base. Goals: with Keep, the second learner
 receives at most 0.1 times the bytes of the base, and a snapshot and the peak of the syncer above an empty
 one are at most 0.1 times those with Ship.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import subprocess
@@ -20,6 +22,7 @@ import sys
 import tempfile
 import threading
 import time
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -182,6 +185,28 @@ def row(facts: dict[str, Any]) -> list[object]:
     return [facts["frozen"], base, *(f"{size / 1e6:.1f}" for size in sizes), *map(float, seconds)]
 
 
+def shipped(kept: dict[str, Any], keep: dict[str, Any], ship: dict[str, Any]) -> list[object]:
+    """
+    What Ship would cost the base of `kept`: for each of its bytes, what it adds to the base of `keep` and `ship`.
+
+    A row of the table; the times are left out.
+    """
+    factor = kept["base"] / ship["base"]
+
+    def computed(*path: str) -> float:
+        same, small, large = (
+            functools.reduce(getitem, path, facts) for facts in (kept, keep, ship)
+        )
+        return float(same + factor * (large - small))
+
+    facts = {
+        **kept, "frozen": "Ship (computed)", "peak": computed("peak"), "snapshot": computed("snapshot"),
+        "model": computed("model"), "initial": {way: computed("initial", way) for way in ("up", "down")},
+        "join": {**kept["join"], "down": computed("join", "down")},
+    }  # fmt: skip
+    return [*row(facts)[:-2], "", ""]
+
+
 def main() -> int:
     """Measure, write results/frozen.md, exit 1 if a goal is missed."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -195,18 +220,20 @@ def main() -> int:
     keep, ship = (measure(frozen, size) for frozen in ("Keep", "Ship"))
     width, layers = size
     base, trained = layers * width * width, layers * 2 * width * RANK
-    rows = [keep, ship] if arguments.quick else [keep, ship, measure("Keep", (BILLION, LAYERS))]
+    large = measure("Keep", (2 * width if arguments.quick else BILLION, layers))
     body = table(
         ["sync.frozen", "base MB", "peak of the syncer MB", "above an empty one MB", "snapshot MB", "exported model MB",
          "first learner, up MB", "down MB", "second learner, down MB", "digests s", "connect of the second s"],
-        [row(facts) for facts in rows],
+        [*map(row, (keep, ship, large)), shipped(large, keep, ship)],
     )  # fmt: skip
     note = (
         f"A frozen base of {base / 1e6:.1f} M values in bf16 ({2 * base / 1e6:.0f} MB), and {trained / 1e6:.2f} M "
-        f"trained parameters ({trained / base:.2%}) in fp32; in the last row, 1.0 billion values; two learners, "
-        f"{STEPS} global steps. Up and down: "
+        f"trained parameters ({trained / base:.2%}) in fp32; in the last two rows, "
+        f"{large['base'] / 2e9:.2g} billion values; two learners, {STEPS} global steps. Up and down: "
         "bytes of the learner's TCP connections until its `connect` returned. Snapshot: the largest file. Peak: "
-        "VmHWM over the whole job. Digests: computing them once for the whole base; part of `connect` with Keep."
+        "VmHWM over the whole job. Digests: computing them once for the whole base; part of `connect` with Keep. The "
+        "last row is not measured: it is the row above it, plus what Ship added to Keep for each byte of the smaller "
+        "base."
     )
     if arguments.quick:
         print(f"{note}\n\n{body}")

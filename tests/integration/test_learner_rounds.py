@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from diloco.codec import formats
 from diloco.runtime import health
@@ -62,6 +63,40 @@ def test_a_fragment_is_not_offered_at_the_step_that_overwrites_it(enter):
             fresh = [r for r in syncer.reports if r.steps[1] == 0]
             assert fresh
             assert all(1 not in r.offers for r in fresh)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")  # of the compiler
+def test_a_compiled_model_is_trained_and_computes_with_the_results_that_arrive(enter):
+    with ScriptedSyncer(make_spec(wire_up="FP32")) as syncer:
+        enter(syncer.spec, syncer.port)
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+        compiler = CompileCounterWithBackend("inductor")
+        compiled = torch.compile(model, backend=compiler)
+        opt = torch.optim.SGD(model.parameters(), lr=0.05)
+        with Learner.connect(compiled, opt, connect_timeout_seconds=90) as learner:
+            assert {t.name for t in syncer.hellos[0].tensors} == {
+                n for n, _ in model.named_parameters()
+            }
+            syncer.open(0, 1)
+            step_until(lambda: syncer.reports and syncer.reports[-1].offers, learner, compiled, opt)
+            upload = syncer.pull(1, round_=1)
+            expected = syncer.theta[1] - flat(syncer, 1, model)
+            np.testing.assert_array_equal(upload.values(syncer.layout), expected)
+            assert np.abs(expected).max() > 1e-3, "it was trained"
+            values = [np.where(theta != 0, 0.25, 0).astype(np.float32) for theta in syncer.theta]
+            for fragment in range(2):
+                syncer.commit(fragment, values[fragment], round_=2 + fragment)
+            opt.param_groups[0]["lr"] = 0.0  # the parameters are those of the results
+            step_until(
+                lambda: all(holds(syncer, f, model, values[f]) for f in range(2)),
+                learner, compiled, opt,
+            )  # fmt: skip
+            assert compiler.frame_count == 1, "compiled once, for all steps"
+            inputs = torch.ones(4, 8)
+            torch.testing.assert_close(compiled(inputs), model(inputs))
+            assert compiler.frame_count == 1
 
 
 def test_an_upload_matches_the_step_and_counters_in_its_header(enter):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import itertools
 import os
 import signal
 import subprocess
@@ -45,9 +47,21 @@ class Loader:
 def first(items):
     return items[0]
 
+class Dataset:
+    '''An IterableDataset of datasets, which yields a dict for each row.'''
+    def __init__(self):
+        import datasets
+        rows = datasets.Dataset.from_dict({"index": range(10_000)})
+        self.rows = rows.shuffle(seed=3).to_iterable_dataset(num_shards=4)
+        self.state_dict, self.load_state_dict = self.rows.state_dict, self.rows.load_state_dict
+    def __iter__(self):
+        return (row["index"] for row in self.rows)
+
 def make(kind):
     if kind == "own":
         return Loader()
+    if kind == "datasets":
+        return Dataset()
     from torchdata.stateful_dataloader import StatefulDataLoader
     return StatefulDataLoader(
         range(100_000), batch_size=1, shuffle=True, num_workers=4, collate_fn=first,
@@ -89,13 +103,15 @@ def lines(process, count=None):
     return [tuple(map(int, line.split())) for line in islice(process.stdout, count)]
 
 
-@pytest.mark.parametrize("use_checkpoint", [True, False])
-@pytest.mark.parametrize("loader", ["own", "torchdata"])
+@pytest.mark.parametrize(
+    ("loader", "use_checkpoint"),
+    [*itertools.product(["own", "torchdata"], [True, False]), ("datasets", True)],
+)
 def test_a_loader_that_prefetches_repeats_and_skips_no_batch_after_a_kill(
     enter, monkeypatch, loader, use_checkpoint
 ):
-    if loader == "torchdata":
-        pytest.importorskip("torchdata.stateful_dataloader", reason="torchdata is not installed")
+    if loader != "own" and importlib.util.find_spec(loader) is None:
+        pytest.skip(f"{loader} is not installed")
     monkeypatch.setenv("LOADER", loader)
     spec = make_spec(learner_checkpoint=Checkpoint(every_steps=5, keep=2))
     with ScriptedSyncer(spec) as syncer:
@@ -274,6 +290,52 @@ def test_a_state_that_cannot_be_saved_ends_the_learner_at_its_first_step(enter, 
         error = capfd.readouterr().err
         assert "the state of average cannot be saved" in error
         assert "average/updates is a set; only tensors and plain values" in error
+
+
+def test_an_average_of_the_model_and_a_loss_scaler_of_torch_continue_with_the_same_values(enter):
+    with ScriptedSyncer(make_spec()) as syncer:
+        syncer.step, syncer.welcome = 10, {"run": "a"}
+        learner, model, opt = connected(syncer, enter, optimizer=torch.optim.AdamW)
+        ema, scaler = averaged(model), torch.amp.GradScaler("cpu", init_scale=64, growth_interval=3)
+        learner.keep(ema=ema, scaler=scaler)
+        assert not scaled_step(model, opt, scaler, factor=float("inf")), "skipped, and halves"
+        while learner.local_step < 5:
+            assert scaled_step(model, opt, scaler)
+            learner.step(tokens=10)
+            ema.update_parameters(model)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert learner.done
+        before, scale = ema.state_dict(), scaler.state_dict()
+        assert (scale["scale"], scale["_growth_tracker"]) == (64.0, 2), "halved, then grown"
+        assert int(before["n_averaged"]) == 5
+        syncer.welcome = {"run": "a", "use_checkpoint": True}
+        again, model, opt = connected(syncer, enter, seed=5, optimizer=torch.optim.AdamW)
+        with again:
+            ema, scaler = averaged(model), torch.amp.GradScaler("cpu")
+            again.keep(ema=ema, scaler=scaler)
+            after = ema.state_dict()
+            assert after.keys() == before.keys()
+            assert all(torch.equal(after[name], before[name]) for name in before)
+            assert scaler.state_dict() == scale
+            assert scaled_step(model, opt, scaler)
+            again.step(tokens=10)
+            assert scaler.get_scale() == 128.0, "it grows when it would have"
+
+
+def averaged(model):
+    average = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    return torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=average)
+
+
+def scaled_step(model, optimizer, scaler, *, factor=1.0):
+    """One step with a scaled loss; whether the scaler let the optimizer make it."""
+    optimizer.zero_grad()
+    loss = model(torch.ones(4, 8)).square().mean() * factor
+    scaler.scale(loss).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    return not all(map(torch.equal, before, model.parameters()))
 
 
 def rate_at(step):

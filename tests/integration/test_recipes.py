@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -100,6 +101,31 @@ def test_a_tokenizer_is_trained_on_a_folder_of_text_and_its_tokens_are_trained_o
     assert (done.returncode, "0 files of text, expected two or more" in done.stderr) == (1, True)
 
 
+def test_a_learner_of_two_ranks_trains_alone_and_unknown_settings_of_its_region_are_refused(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    folder = example("08-ranks", tmp_path / "ranks")
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    shown = run(*torchrun, folder / "train.py", STEPS="50").splitlines()
+    assert shown[0] == "FSDPModel on 2 ranks, 16 windows per step"
+    assert float(shown[-1].removeprefix("step 50: loss ")) < 3.2  # a guess has ln 256 = 5.5
+    spec = importlib.util.spec_from_file_location("ranks", folder / "train.py")
+    program = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(program)
+    for config, sentence in (
+        (
+            {"shards": 2},
+            "unknown keys ['shards'], expected some of ['sharding', 'batch', 'slowdown']",
+        ),
+        ({"sharding": "tp"}, "sharding is 'tp', expected ddp or fsdp"),
+        ({"batch": 5}, "batch is 5, expected a multiple of 2 ranks"),
+        ({"slowdown": 0.5}, "slowdown is 0.5, expected 1 or more"),
+    ):
+        with pytest.raises(SystemExit, match=re.escape(f"regions[].config: {sentence}")):
+            program.Config.of(config, 2)
+
+
 def test_a_vision_transformer_trains_alone():
     environment = {"MODEL": "vit", "STEPS": "150"}
     line = run(sys.executable, EXAMPLES / "03-images/train.py", **environment).splitlines()[2]
@@ -128,6 +154,30 @@ def test_two_learners_train_a_recipe_and_its_eval_scores_the_model(
     )  # fmt: skip
     own = {"MODEL": "vit"} if name == "03-images" else {}
     assert score(folder, run_dir, **own) < losses(run_dir)[0] - better
+
+
+@pytest.mark.slow_tier
+def test_learners_of_different_sharding_batch_size_and_speed_train_one_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    folder = example("08-ranks", tmp_path / "ranks")
+    changes = ("spec.steps=40", "spec.sync.quorum=2", "spec.evaluation.everySteps=40")
+    run_dir = job(folder, *changes)
+    assert score(folder, run_dir) < 4.0  # a guess has ln 256 = 5.5
+    shapes = {
+        "eu": "DistributedDataParallel on 2 ranks, 16 windows per step",
+        "us": "FSDPModel on 2 ranks, 8 windows per step",
+    }
+    seconds = {}
+    for region, windows in (("eu", 16), ("us", 8)):
+        assert shapes[region] in (run_dir / f"logs/{region}-0.log").read_text()
+        text = (run_dir / f"learners/{region}-0/steps.jsonl").read_text()
+        lines = [json.loads(line) for line in text.splitlines()]
+        assert {line["tokens"] for line in lines} == {windows * 64}
+        seconds[region] = statistics.median(line["seconds"] for line in lines)
+    assert seconds["us"] > 1.3 * seconds["eu"]
+    events = map(json.loads, (run_dir / "events.jsonl").read_text().splitlines())
+    members = [m["learner"] for e in events if e["event"] == "merge" for m in e["members"]]
+    assert members.count("eu/0") == members.count("us/0") > 10
 
 
 @pytest.mark.slow_tier

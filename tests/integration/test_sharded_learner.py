@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from diloco.spec import Checkpoint
 from diloco_testing.learners import sharded
 from diloco_testing.learners.ranked import (
     SECONDS,
@@ -173,16 +174,33 @@ def link_of(ranks: Ranks) -> int | None:
     return None
 
 
+REPLICAS = [
+    pytest.param("plain", 2, id="replicas x 2"),
+    pytest.param("ddp", 2, id="DDP x 2"),
+    pytest.param("hsdp", 4, id="HSDP 2 x 2"),
+]
+
+
+def assert_replicas_equal(found: list[dict], how: str, moment: str = "held") -> None:
+    """All ranks followed the same results, and those that hold the same have the same bits."""
+    assert all(result["log"] == found[0]["log"] for result in found)
+    shards = 2 if how == "hsdp" else 1
+    for shard in range(shards):
+        assert len({result[moment] for result in found[shard::shards]}) == 1
+    assert len({result[moment] for result in found}) == shards
+
+
 @pytest.mark.slow
 @pytest.mark.slow_tier
 @pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("how", "size"), REPLICAS)
 def test_replicas_stay_equal_when_link_and_syncer_are_killed_and_the_syncer_loses_its_snapshots(
-    tmp_path,
+    tmp_path, how, size
 ):
     spec = make_spec(learners={"eu": 1}, steps=200, fragments=8, interval=8, overlap=2)
     with (
         RealSyncer(tmp_path / "syncer", spec) as syncer,
-        Ranks(tmp_path, syncer, "plain", 2) as ranks,
+        Ranks(tmp_path, syncer, how, size) as ranks,
     ):
         for _ in range(2):
             before = len(syncer.events("merge"))
@@ -198,8 +216,58 @@ def test_replicas_stay_equal_when_link_and_syncer_are_killed_and_the_syncer_lose
         until(lambda: len(syncer.events("merge")) > before + 10, "merges", seconds=SECONDS)
         syncer.kill()
         syncer.start()
-        first, second = ranks.results()
+        found = ranks.results()
         assert len(syncer.events("initialised")) == 2
-    assert len(first["log"]) > 200
-    assert first["log"] == second["log"]
-    assert first["held"] == second["held"]
+    assert len(found[0]["log"]) > 200
+    assert_replicas_equal(found, how)
+
+
+@pytest.mark.slow
+@pytest.mark.slow_tier
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(("how", "size"), REPLICAS)
+def test_replicas_are_equal_after_a_killed_rank_and_a_restart(tmp_path, how, size):
+    spec = make_spec(
+        learners={"eu": 1}, steps=100, fragments=4, interval=4,
+        learner_checkpoint=Checkpoint(every_steps=4, keep=2),
+    )  # fmt: skip
+    with RealSyncer(tmp_path / "syncer", spec) as syncer:
+        with Ranks(tmp_path, syncer, how, size) as ranks:
+            state = tmp_path / "eu/0"
+            until(
+                lambda: len(syncer.events("merge")) > 10 and [*state.glob("checkpoint-*.json")],
+                "merges and a checkpoint", seconds=SECONDS,
+            )  # fmt: skip
+            ranks.processes[-1].kill()
+            codes = [code for code, _ in ranks.ended()]
+            assert codes[-1] == -signal.SIGKILL
+            assert 0 not in codes
+        before = len(syncer.events("merge"))
+        with Ranks(tmp_path, syncer, how, size) as ranks:
+            found = ranks.results()
+        assert len(syncer.events("merge")) > before + 20
+        assert [line["incarnation"] for line in syncer.events("join")] == [1, 2]
+        syncer.assert_audit()
+    for moment in ("began", "held"):
+        assert_replicas_equal(found, how, moment)
+    assert found[0]["began"] != found[0]["held"]
+    assert found[0]["log"][0][0] > 4, "it continues with its local step"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_rank_that_never_connects_ends_the_others_which_name_it(tmp_path):
+    spec = make_spec(learners={"eu": 1}, steps=100, fragments=4, interval=4)
+    with (
+        RealSyncer(tmp_path / "syncer", spec) as syncer,
+        Ranks(tmp_path, syncer, "absent", 2) as ranks,
+    ):
+        first, second = ranks.processes
+        _, error = first.communicate(timeout=SECONDS)
+        assert first.returncode == 75, error
+        assert (
+            "learner eu/0: rank 1 of 2 has not called Learner.connect within 5 s; expected every rank to call it, or "
+            "rank 0 alone with every_rank=False"
+        ) in error
+        assert second.poll() is None, "nothing but its absence ended the other"
+        assert syncer.events("join") == []

@@ -320,6 +320,30 @@ def test_one_interrupt_suspends_in_order_and_the_run_can_be_resumed(fake, number
     assert fake.status()["startTime"] == began
 
 
+def test_an_interrupt_after_completion_is_acknowledged_and_the_run_stays_complete(tmp_path):
+    fake = FakeRun(tmp_path, manifest=MANIFEST.replace("{lr: 3}", "{late: true}"))
+    try:
+        supervisor = fake.start(leave_seconds=60)
+        until(fake.all_training, "training")
+        fake.complete()
+        until(lambda: fake.process("eu/0")["state"] == "Done", "exit of the other learner")
+        assert fake.process("us/0")["state"] != "Done"
+        supervisor.send_signal(signal.SIGINT)
+        code, out, err = ended(supervisor)
+        assert (code, err) == (0, "")
+        waiting, noted = (
+            out.index(text)
+            for text in (
+                "waiting for the learners, the last evaluation and the model",
+                "no longer waiting for the learners and the last evaluation, only for the model; press Ctrl-C again",
+            )
+        )
+        assert waiting < noted < out.index("complete: 50 steps")
+        assert fake.status()["state"] == "Complete"
+    finally:
+        fake.close()
+
+
 def test_a_second_interrupt_stops_immediately(tmp_path):
     fake = FakeRun(tmp_path, manifest=MANIFEST.replace("{lr: 3}", "{stubborn: true}"))
     try:

@@ -2,7 +2,8 @@
 A learner whose ranks hold a part or a replica of a small model, in the way that the first argument names.
 
 Prints as a JSON object what `tests/integration/test_sharded_learner.py` compares: per step the versions that the
-model holds, and hashes of what this rank holds at the end. Rank 0 writes its whole final model to a file.
+model holds, and hashes of what this rank holds at the beginning and at the end. Rank 0 writes its whole final model to
+a file.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ def wrapped(model: nn.Sequential, how: str, size: int) -> tuple[nn.Module, int, 
         return DistributedDataParallel(model), rank, size
     if how in ("plain", "other", "own experts"):  # gradients are averaged by hand
         return model, rank, size
-    if how == "fsdp":
+    if how in ("fsdp", "absent"):
         mesh = init_device_mesh("cpu", (size,))
     elif how == "hsdp":
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))
@@ -146,6 +147,11 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def local_parts(model: nn.Module) -> list[torch.Tensor]:
+    """What this rank holds."""
+    return [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+
+
 def digest(tensors) -> str:
     """SHA-256 of the values."""
     found = hashlib.sha256()
@@ -163,7 +169,11 @@ def main() -> None:
         rank, size = distributed.get_rank(), distributed.get_world_size()
     model, part, parts = wrapped(make_model(how), how, size)
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
-    learner = Learner.connect(model, optimizer)
+    if how == "absent" and rank == 1:
+        time.sleep(3600)
+    patience = {"connect_timeout_seconds": 5.0} if how == "absent" else {}
+    learner = Learner.connect(model, optimizer, **patience)
+    began = digest(local_parts(model))
     log: list[object] = []
     while not learner.done:
         loss = train(model, optimizer, learner.local_step + 1, part, parts)
@@ -182,11 +192,11 @@ def main() -> None:
     whole = {name.removeprefix("module."): full(p) for name, p in model.named_parameters()}
     if rank == 0:
         torch.save(whole, out)
-    local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
-    print(
-        json.dumps({"rank": rank, "log": log, "held": digest(local), "whole": digest(whole.values())}),
-        flush=True,
-    )  # fmt: skip
+    found = {
+        "rank": rank, "log": log, "began": began, "held": digest(local_parts(model)),
+        "whole": digest(whole.values()),
+    }  # fmt: skip
+    print(json.dumps(found), flush=True)
     if how != "alone":
         distributed.destroy_process_group()
 
