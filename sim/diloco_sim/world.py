@@ -326,7 +326,7 @@ class World:
         return reader.lines(DIRECTORY / snapshots.EVENTS, disk=self.disk)
 
     def _has_snapshot(self) -> bool:
-        """A copy without one would begin the job anew, as an empty volume does."""
+        """A copy without one would start the job over, as an empty volume does."""
         return any(n.endswith(".json") for n in self.disk.copy().get(str(SNAPSHOTS), ()))
 
     def whole_journal(self) -> Iterator[tuple[str, str]] | None:
