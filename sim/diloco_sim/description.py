@@ -52,6 +52,9 @@ BUFFERED = 0.25
 PROGRESS_SECONDS = 90.0
 """What members with faults may cost the others between two merges, besides the steps of a round."""
 
+RESTORED = 0.06
+"""Share of the worlds in which an earlier copy of the syncer's files is restored."""
+
 FAULT_SHARE = 0.6
 """All faults are over when the fastest learner could have made this share of the steps."""
 
@@ -197,6 +200,7 @@ class Description:
         vectors = 5 * sum(sizes) + (2 * rounds + MOST_IDLE) * max(sizes)
         return Most(
             learners=self.learners,
+            fragments=spec.fragments,
             overlap=spec.overlap,
             merges_per_second=self.merges_per_second,
             link_bytes=int(in_use + (transfers - 1) * both),
@@ -241,7 +245,7 @@ def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
         faults: False: the same world without faults.
     """
     source = random.Random(seed)
-    of_spec, of_plan, of_buffers = fork(source), fork(source), fork(source)
+    of_spec, of_plan, of_buffers, of_copy = (fork(source) for _ in range(4))
     description = _sample(seed, steps, of_spec)
     if of_buffers.random() < BUFFERED and description.spec.fragments > 1:
         sizes = tuple(of_buffers.randint(1, 300) for _ in range(of_buffers.randint(1, 3)))
@@ -255,7 +259,27 @@ def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
         weights=_kinds(of_plan),
     )  # fmt: skip
     fitted = Plan.of(*(_fit(fault, quiet_at, of_plan) for fault in plan))
-    return replace(description, plan=_without_losses(fitted))
+    plan = _without_losses(fitted)
+    if of_copy.random() < RESTORED and not plan.only(Kind.DISK_FLIP):
+        plan = Plan.of(*plan, *_restored(of_copy, quiet_at))
+    return replace(description, plan=plan)
+
+
+def _restored(source: random.Random, quiet_at: float) -> list[Fault]:
+    """
+    A copy of the syncer's files that is restored after further starts, whose epochs are then used again.
+
+    Not with a flipped bit: what a start may find is then no longer known.
+    """
+    begin = source.uniform(0.3, 0.9) * quiet_at
+    age = source.uniform(0.1, 0.9) * begin
+    restored = Fault(Kind.DISK_RESTORED, SYNCER, begin, min(begin + 1.0, quiet_at), amount=age)
+    crashes = [
+        Fault(Kind.CRASH, SYNCER, at, at + 0.1)
+        for at in (begin - age * source.random() for _ in range(source.randint(1, 3)))
+    ]
+    # Rounded as a printed plan is.
+    return [Fault.parse(str(fault)) for fault in (restored, *crashes)]
 
 
 def _kinds(source: random.Random) -> Mapping[Kind, float]:

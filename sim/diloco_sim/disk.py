@@ -47,6 +47,10 @@ _REASONS = {
 }
 
 
+Files = dict[str, dict[str, bytes]]
+"""Directory → name → content."""
+
+
 class Weakness(Enum):
     """What can be wrong with a disk for a while."""
 
@@ -173,6 +177,34 @@ class SimulatedDisk:
         found = self._directories.get(str(directory))
         names = found.names.items() if found is not None else ()
         return sum(len(inode.data) for name, inode in names if name.startswith(prefix))
+
+    # ------------------------------------------------------------ copies
+
+    @property
+    def busy_until(self) -> float:
+        """When all operations that have begun, or that a call will still make, are done."""
+        return max((end for _, end, _ in self._undo), default=0.0)
+
+    def copy(self) -> Files:
+        """All files as programs see them."""
+        return {
+            path: {name: bytes(inode.data) for name, inode in directory.names.items()}
+            for path, directory in self._directories.items()
+        }
+
+    def restore(self, files: Files) -> None:
+        """Replace all files by those of a copy, durable at once; no process may have one open."""
+        now = self._clock.now
+        self._undo.clear()
+        self._directories = {path: _Directory() for path in files}
+        for path, contents in files.items():
+            directory = self._directories[path]
+            for name, content in contents.items():
+                inode = directory.names[name] = _Inode()
+                inode.data[:] = content
+                inode.synced, inode.synced_at = len(content), now
+                directory.durable[name] = inode, now
+        self._used_bytes = sum(len(c) for contents in files.values() for c in contents.values())
 
     # ------------------------------------------------------------ crashes
 

@@ -58,6 +58,8 @@ class Kind(Enum):
     """A sync writes nothing."""
     DISK_FLIP = "disk-flip"
     """A bit of a file flips."""
+    DISK_RESTORED = "disk-restored"
+    """The machine ends, and a copy made `amount` seconds before replaces its files; starts at the end."""
     CHECKPOINT_LOST = "checkpoint-lost"
     """The learner's trainer ends and finds no local checkpoint."""
     CHECKPOINT_OLD = "checkpoint-old"
@@ -125,6 +127,8 @@ PROCESS = (Kind.CRASH, Kind.PAUSE, Kind.SLOW, Kind.JUMP, Kind.WALL_JUMP)
 DISK = (
     Kind.DISK_SLOW, Kind.DISK_HANG, Kind.DISK_FULL, Kind.DISK_FAIL, Kind.DISK_FORGET, Kind.DISK_FLIP,
 )  # fmt: skip
+CRASHES = (Kind.CRASH, Kind.DISK_RESTORED)
+"""The process is killed, and starts again at the end."""
 CHECKPOINT = (
     Kind.CHECKPOINT_LOST, Kind.CHECKPOINT_OLD, Kind.CHECKPOINT_FOREIGN, Kind.CHECKPOINT_DAMAGED,
 )  # fmt: skip
@@ -165,6 +169,7 @@ AMOUNTS: Mapping[Kind, tuple[float, float]] = {
     Kind.WALL_JUMP: (1.0, 3600.0),
     Kind.DISK_SLOW: (2.0, 1000.0),
     Kind.DISK_FAIL: (0.01, 1.0),
+    Kind.DISK_RESTORED: (1.0, 300.0),
     Kind.SCALE: (1.0, 8.0),
     Kind.SPEED: (0.3, 5.0),
     Kind.TRICKLE: (100.0, 1e5),
@@ -323,7 +328,7 @@ def _sample(
         target, peer = (learner, syncer) if forward else (syncer, learner)
         one_way = kind in DIRECTED and random.random() < 0.5
         return replace(fault, target=target, peer=peer, one_way=one_way)
-    if kind in DISK:
+    if kind in DISK or kind is Kind.DISK_RESTORED:
         return replace(fault, target=syncer)
     if kind in PROCESS:
         target = syncer if random.random() < 0.25 else learner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from diloco_sim.faults import DISK, LINK, POWER, Fault, Kind, Plan
+from diloco_sim.faults import CRASHES, DISK, LINK, POWER, Fault, Kind, Plan
 
 BOOT_SECONDS = 10.0
 """After a crash of the syncer its disk decides when it serves again."""
@@ -62,7 +62,7 @@ class Health:
 
 def _boots(plan: Plan, syncer: str) -> list[Window]:
     """From a start of the syncer until no fault of its disk can delay it."""
-    ends = (f for f in plan.only(Kind.CRASH, Kind.LEAVE) if f.target == syncer)
+    ends = (f for f in plan.only(*CRASHES, Kind.LEAVE) if f.target == syncer)
     starts = [(0.0, 0.0), *((fault.begin, fault.end) for fault in ends)]
     windows = []
     for begin, end in starts:

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from diloco_sim import faults
+from diloco_sim.checkers.observations import Copied, Flipped, Restored
 from diloco_sim.clock import Clock, Process
-from diloco_sim.disk import SimulatedDisk, Weakness
+from diloco_sim.disk import Files, SimulatedDisk, Weakness
 from diloco_sim.faults import Fault, Kind, Plan
 from diloco_sim.network import Network
 from diloco_sim.wire import BULK, CONTROL, Direction
@@ -39,25 +40,40 @@ class Injector:
         disks: of the processes that have one.
         restart: starts the program of a process that has crashed; called after `Process.start`.
         world: carries out membership, misbehaviour, and what learners find on their own disks.
-        flipped: gets the path of each file of which a bit has flipped.
+        observe: gets what happens to files, for the checkers.
+        worth_a_copy: whether a copy of a disk that is made now can be restored.
     """
 
     def __init__(
         self, plan: Plan, *, clock: Clock, network: Network, disks: Mapping[str, SimulatedDisk],
         restart: Callable[[Process], object], world: Begin,
-        flipped: Callable[[str], object] = lambda path: None,
+        observe: Callable[[object], object] = lambda event: None,
+        worth_a_copy: Callable[[], bool] = lambda: True,
     ) -> None:  # fmt: skip
         self._clock, self._network, self._disks = clock, network, disks
-        self._restart, self._world, self._flipped = restart, world, flipped
+        self._restart, self._world, self._observe = restart, world, observe
+        self._worth_a_copy = worth_a_copy
         self._active: list[Fault] = []
+        self._copies: dict[Fault, Files] = {}
         self._bases: dict[tuple[str, str], tuple[float, float, float, float]] = {}
         self.injected: dict[Kind, int] = {}
         """How many faults of each kind took effect."""
         for fault in plan:
             if fault.kind in _WEAKNESSES:
                 self._weaken(fault)
-            else:
-                clock.at(fault.begin, self._begin, fault)
+                continue
+            if fault.kind is Kind.DISK_RESTORED and fault.target in disks:
+                clock.at(max(0.0, fault.begin - fault.amount), self._copy, fault)
+            clock.at(fault.begin, self._begin, fault)
+
+    def _copy(self, fault: Fault) -> None:
+        """Copy the disk as soon as no operation is under way: what is restored is a state that was."""
+        disk, now = self._disks[fault.target], self._clock.now
+        if disk.busy_until > now:
+            self._clock.at(disk.busy_until, self._copy, fault)
+        elif now < fault.begin and self._worth_a_copy():
+            self._copies[fault] = disk.copy()
+            self._observe(Copied(fault))
 
     def _weaken(self, fault: Fault) -> None:
         disk = self._disks.get(fault.target)
@@ -75,7 +91,7 @@ class Injector:
             path = disk.flip() if disk is not None else None
             if path is None:
                 return
-            self._flipped(path)
+            self._observe(Flipped(path))
         elif kind in faults.LINK:
             if fault.target not in processes or fault.peer not in processes:
                 return
@@ -94,9 +110,9 @@ class Injector:
             self._link(fault, False)
         elif fault.kind is Kind.SLOW:
             self._slow(self._clock.processes[fault.target])
-        elif fault.kind is Kind.CRASH:
+        elif fault.kind in faults.CRASHES:
             process = self._clock.processes[fault.target]
-            down = any(f.kind is Kind.CRASH and f.target == fault.target for f in self._active)
+            down = any(f.kind in faults.CRASHES and f.target == fault.target for f in self._active)
             if not process.alive and not down:
                 process.start()
                 self._restart(process)
@@ -108,6 +124,8 @@ class Injector:
         match fault.kind:
             case Kind.CRASH:
                 process.crash(power=fault.peer == faults.POWER)
+            case Kind.DISK_RESTORED:
+                return self._restore(fault, process)
             case Kind.PAUSE:
                 process.pause(fault.end)
             case Kind.JUMP:
@@ -116,6 +134,15 @@ class Injector:
                 process.set_wall(fault.amount)
             case Kind.SLOW:
                 process.slowness = max(process.slowness, fault.amount)
+        return True
+
+    def _restore(self, fault: Fault, process: Process) -> bool:
+        files = self._copies.pop(fault, None)
+        if files is None:
+            return False
+        process.crash(power=False)  # what the machine loses besides is replaced
+        self._disks[fault.target].restore(files)
+        self._observe(Restored(fault))
         return True
 
     def _slow(self, process: Process) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -88,6 +89,8 @@ class SimulatedLearner:
         self._polls = self._code = 0
         self._loss: float | None = None
         """The newest that is finite."""
+        self.requested: Counter[int] = Counter()
+        """Downloads of each fragment."""
         self.uplink: Uplink | None = None
         self.process.observers.append(self)
         self.link_process.observers.append(self)
@@ -130,7 +133,7 @@ class SimulatedLearner:
         self.uplink = Uplink(
             self.link_process, self._network, self._server, name=self.name, spec=self.spec,
             memory=self.memory, to_trainer=self._from_link, source=self._source,
-            behaviour=self.behaviour, left=self._left,
+            behaviour=self.behaviour, left=self._left, requested=self.requested,
         )  # fmt: skip
         self.uplink.from_trainer.offer(self.core.state())
 
@@ -142,7 +145,9 @@ class SimulatedLearner:
         versions = (
             tuple(inbox.version for inbox in self.memory.inboxes) if uplink is not None else ()
         )
-        return LearnerMoment(connected=connected, done=self.done, versions=versions)
+        return LearnerMoment(
+            connected=connected, done=self.done, versions=versions, requested={**self.requested}
+        )
 
     @property
     def link_bytes(self) -> int:

@@ -47,6 +47,8 @@ from diloco_syncer.storage.writer import Writer
 
 DIRECTORY = Path("/run-directory")
 
+SNAPSHOTS = DIRECTORY / "snapshots"
+
 RUN = "simulated"
 """Name of the run: no person chooses a snapshot."""
 
@@ -159,7 +161,7 @@ class SimulatedSyncer:
     def _open(self) -> _Opened:
         disk = self.disk
         spec = self.spec = RunSpec.from_json(self.document)
-        store = Store(DIRECTORY / "snapshots", keep=spec.syncer_checkpoint.keep, disk=disk)
+        store = Store(SNAPSHOTS, keep=spec.syncer_checkpoint.keep, disk=disk)
         epoch = store.next_epoch()
         journal = JournalWriter(DIRECTORY / snapshots.EVENTS, disk=disk)
         engine, parameters = snapshots.resume(
@@ -212,6 +214,8 @@ class Server(HostOverCoordinator):
             parameters=parameters,
             model=opened.model,
             run=RUN,
+            start_id=opened.store.start_id,
+            snapshot_start_id=opened.store.snapshot_start_id,
         )
         self.journal = Journal(opened.journal, self.disk, self.process, owner.part_bytes)
         self._thread = self.disk.thread(self.process)

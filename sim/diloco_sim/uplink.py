@@ -7,6 +7,7 @@ What `Link` and `Session` do with threads and gRPC is done here with events of t
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -47,16 +48,18 @@ class Uplink:
         source: for back-off.
         behaviour: how it misbehaves.
         left: called when it has left the job.
+        requested: counts the downloads of each fragment.
     """
 
     def __init__(
         self, process: Process, network: Network, server: Process, *, name: str, spec: RunSpec,
         memory: PlainMemory, to_trainer: Pipe[LinkState], source: random.Random, behaviour: Behaviour,
-        left: Callable[[], None],
+        left: Callable[[], None], requested: Counter[int],
     ) -> None:  # fmt: skip
         self.process = process
         self.from_trainer: Pipe[TrainerState] = Pipe(process, self._read)
         self._spec, self._memory, self._to_trainer, self._left = spec, memory, to_trainer, left
+        self._requested = requested
         self._settings = LearnerSettings(
             job=spec.job, learner=name, syncer=server.name, spec=Path("spec.json")
         )
@@ -164,6 +167,7 @@ class Uplink:
             case ev.UploadInitial():
                 self.transfers.upload_initial(decision, self._identity)
             case ev.Download():
+                self._requested[decision.fragment] += 1
                 self.transfers.download(decision, self._identity)
             case ev.Discard():
                 self.transfers.discard(decision.staged)

@@ -33,7 +33,6 @@ from diloco_sim.checkers.liveness import Liveness
 from diloco_sim.checkers.observations import (
     Captured,
     Committed,
-    Flipped,
     Moment,
     Received,
     ReportArrived,
@@ -56,7 +55,7 @@ from diloco_sim.lost_merges import LostMerges
 from diloco_sim.memory import Model, ToyModel, seed_of
 from diloco_sim.network import Network
 from diloco_sim.seeds import fork
-from diloco_sim.syncer import DIRECTORY, SimulatedSyncer
+from diloco_sim.syncer import DIRECTORY, SNAPSHOTS, SimulatedSyncer
 from diloco_syncer.core.events import Log, TakeSnapshot
 from diloco_syncer.rpc import status
 from diloco_syncer.storage import snapshots
@@ -149,7 +148,7 @@ class World:
         self.injector = Injector(
             description.plan, clock=self.clock, network=self.network, disks={SYNCER: self.disk},
             restart=self._restart, world=self._change,
-            flipped=lambda path: self.observe(Flipped(path)),
+            observe=self.observe, worth_a_copy=self._has_snapshot,
         )  # fmt: skip
 
     def own_checkers(self) -> list[Checker]:
@@ -325,6 +324,10 @@ class World:
         if Kind.DISK_FLIP in self.injector.injected:
             return None
         return reader.lines(DIRECTORY / snapshots.EVENTS, disk=self.disk)
+
+    def _has_snapshot(self) -> bool:
+        """A copy without one would start the job over, as an empty volume does."""
+        return any(n.endswith(".json") for n in self.disk.copy().get(str(SNAPSHOTS), ()))
 
     def whole_journal(self) -> Iterator[tuple[str, str]] | None:
         """The same; None as well if the disk may have refused a line."""

@@ -195,6 +195,8 @@ def _assemble(
         parameters=parameters,
         model=snapshots.exported(given.directory, run=run),
         run=run,
+        start_id=store.start_id,
+        snapshot_start_id=store.snapshot_start_id,
     )
     runner = Runner(
         state, given.directory, store=store, events=events, metrics=Metrics(given.metrics_port),

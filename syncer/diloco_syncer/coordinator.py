@@ -268,7 +268,10 @@ class Coordinator:
             case ev.Admit(learner=learner, incarnation=incarnation, session=number):
                 self.sessions.make_current(learner, incarnation=incarnation, number=number)
                 state = self._state
-                message = learner_messages.welcome(decision, state.engine, run=state.run)
+                message = learner_messages.welcome(
+                    decision, state.engine, run=state.run, start_id=state.start_id,
+                    snapshot_start_id=state.snapshot_start_id,
+                )  # fmt: skip
                 self.sessions.send(learner, message)
             case ev.Close():
                 error = _ERRORS.get(decision.reason, UnavailableError)(decision.detail)

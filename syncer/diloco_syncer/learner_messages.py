@@ -12,8 +12,10 @@ from diloco_syncer.storage.parameters import Parameters
 INITIALISE = pb.SyncerMessage(initialise=pb.Initialise())
 
 
-def welcome(decision: ev.Admit, engine: Engine, *, run: str) -> pb.SyncerMessage:
-    """The first message of a session."""
+def welcome(
+    decision: ev.Admit, engine: Engine, *, run: str, start_id: str, snapshot_start_id: str
+) -> pb.SyncerMessage:
+    """The first message of a session; for the names, see `State`."""
     return pb.SyncerMessage(
         welcome=pb.Welcome(
             epoch=engine.epoch,
@@ -26,6 +28,8 @@ def welcome(decision: ev.Admit, engine: Engine, *, run: str) -> pb.SyncerMessage
             total_tokens=decision.total_tokens,
             compares_frozen=True,
             run=run,
+            start_id=start_id,
+            snapshot_start_id=snapshot_start_id,
         )
     )
 

@@ -25,6 +25,10 @@ class State:
     """None until it is exported."""
     run: str = ""
     """See `Store.run`."""
+    start_id: str = ""
+    """See `Store.start_id`."""
+    snapshot_start_id: str = ""
+    """See `Store.snapshot_start_id`."""
     evaluation: tuple[int, float] = (0, 0.0)
     """Global step and loss of the last evaluation."""
     failure: tuple[str, str] | None = None

@@ -407,6 +407,8 @@ class Welcome(_message.Message):
     TOTAL_TOKENS_FIELD_NUMBER: _builtins.int
     COMPARES_FROZEN_FIELD_NUMBER: _builtins.int
     RUN_FIELD_NUMBER: _builtins.int
+    START_ID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_START_ID_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
@@ -429,6 +431,10 @@ class Welcome(_message.Message):
     """The run: another one after a start without a snapshot, or from one that a person chose. A learner uses only
     checkpoints of the same run; "" from a syncer of an earlier release.
     """
+    start_id: _builtins.str
+    """Random, another one at each start of the syncer: after a restored copy of its volume, epochs are counted again."""
+    snapshot_start_id: _builtins.str
+    """The start that wrote the snapshot which this one began from; "": there was none, or it is not known."""
     def __init__(
         self,
         *,
@@ -442,10 +448,12 @@ class Welcome(_message.Message):
         total_tokens: _builtins.int = ...,
         compares_frozen: _builtins.bool = ...,
         run: _builtins.str = ...,
+        start_id: _builtins.str = ...,
+        snapshot_start_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compares_frozen", b"compares_frozen", "epoch", b"epoch", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "local_step", b"local_step", "run", b"run", "step", b"step", "steps", b"steps", "total_tokens", b"total_tokens", "use_checkpoint", b"use_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compares_frozen", b"compares_frozen", "epoch", b"epoch", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "local_step", b"local_step", "run", b"run", "snapshot_start_id", b"snapshot_start_id", "start_id", b"start_id", "step", b"step", "steps", b"steps", "total_tokens", b"total_tokens", "use_checkpoint", b"use_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +16,8 @@ from diloco_sim.checkers.observations import Moment
 from diloco_syncer.sessions import MAX_QUEUED
 
 WINDOW_SECONDS = 10.0
+DOWNLOADS = 4
+"""Of one fragment by one learner, per merge that the schedule allows it and per second: retries and sessions."""
 LINES_PER_LEARNER = 40
 """Lines of events.jsonl within the window for each learner: joins, leaves, refusals."""
 LINES_PER_MERGE = 4
@@ -35,6 +38,7 @@ class Most:
 
     Args:
         learners: of the job.
+        fragments: of its model.
         overlap: τ.
         merges_per_second: of the schedule at full speed.
         link_bytes: of the buffers of a link.
@@ -44,6 +48,7 @@ class Most:
     """
 
     learners: int
+    fragments: int
     overlap: int
     merges_per_second: float
     link_bytes: int
@@ -65,6 +70,9 @@ class Bounds:
         self._most_lines = int(
             LINES_PER_LEARNER * (most.learners + 1) + LINES_PER_MERGE * merges * (1 + most.learners)
         )
+        self._downloads_per_second = DOWNLOADS * (1 + most.merges_per_second / most.fragments)
+        self._requested: dict[str, Mapping[int, int]] = {}
+        self._judged_at = 0.0
         self._lines: deque[float] = deque()
         self._written = 0
         """Bytes of all lines so far."""
@@ -91,6 +99,7 @@ class Bounds:
             ):
                 if count > most:
                     self._fail(f"{count} {name}, expected at most {most}", event.step, now)
+            self._judge_downloads(event, now)
             return
         self._written += len(json.dumps(event, default=str)) + LINE_BYTES
         if event["event"] == "snapshot" and event["ok"]:
@@ -107,6 +116,22 @@ class Bounds:
 
     def finish(self, now: float) -> None:
         """See `Checker`."""
+
+    def _judge_downloads(self, moment: Moment, now: float) -> None:
+        most = int(self._downloads_per_second * max(1.0, now - self._judged_at))
+        for name, learner in moment.learners.items():
+            before = self._requested.get(name, {})
+            for fragment, requested in learner.requested.items():
+                count = requested - before.get(fragment, 0)
+                if count > most:
+                    self._fail(
+                        f"{name} has begun {count} downloads of fragment {fragment} within "
+                        f"{now - self._judged_at:g} s, expected at most {most}",
+                        moment.step,
+                        now,
+                    )
+            self._requested[name] = learner.requested
+        self._judged_at = now
 
     @property
     def _most_journal_bytes(self) -> int:

@@ -6,12 +6,12 @@ parameters, and what the engine keeps of the learners. What the journal adds to 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from diloco_sim.checkers.checker import Violation
-from diloco_sim.checkers.observations import Captured, Flipped, Resumed
+from diloco_sim.checkers.observations import Captured, Copied, Flipped, Restored, Resumed
 from diloco_syncer.storage.parameters import FragmentParameters
 
 REMEMBERED = 64
@@ -31,11 +31,12 @@ class Durable:
     """
     Compares what a start finds with what snapshots were taken of.
 
+    After a copy of the files was restored, it is the state of the copy's newest snapshot that counts.
     After a bit has flipped at rest an older snapshot may be used; never one with the flipped bit, and
     never none.
     """
 
-    observes = (dict, Captured, Resumed, Flipped)
+    observes = (dict, Captured, Resumed, Flipped, Copied, Restored)
 
     def __init__(self) -> None:
         self._captured: list[_State] = []
@@ -45,12 +46,20 @@ class Durable:
         self._durable = -1
         """Index of the newest that is known to be durable."""
         self._damaged = False
+        self._copies: dict[Hashable, int] = {}
+        """Copy of the files → what `_durable` was then."""
 
-    def observe(self, event: dict[str, Any] | Captured | Resumed | Flipped, now: float) -> None:
+    def observe(
+        self, event: dict[str, Any] | Captured | Resumed | Flipped | Copied | Restored, now: float
+    ) -> None:
         """See `Checker`."""
         match event:
             case Flipped():
                 self._damaged = True
+            case Copied(copy):
+                self._copies[copy] = self._durable
+            case Restored(copy):
+                self._durable = self._copies[copy]
             case Captured():
                 state = _State(event.epoch, event.step, _digest(event.fragments), event.engine)
                 self._captured.append(state)
@@ -74,7 +83,7 @@ class Durable:
     def _forget(self) -> None:
         """What restarts no longer find: a world has thousands of snapshots, its disk a few."""
         old = self._durable - REMEMBERED
-        if old > 0:
+        if old > 0 and not self._copies:
             del self._captured[:old]
             self._durable -= old
 

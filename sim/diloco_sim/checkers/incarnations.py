@@ -1,17 +1,21 @@
-"""Only learners that are connected are merged, each in its newest incarnation; impersonators never connect."""
+"""
+Only learners that are connected are merged, each in its newest incarnation; impersonators never connect.
+
+A restored copy of the syncer's files issues numbers again that were used after it was made.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from diloco_sim.checkers.checker import Violation
-from diloco_sim.checkers.observations import Admitted
+from diloco_sim.checkers.observations import Admitted, Restored
 
 
 class Incarnations:
     """Follows joins and leaves in the journal; a start of the syncer ends every session."""
 
-    observes = (dict, Admitted)
+    observes = (dict, Admitted, Restored)
 
     def __init__(self) -> None:
         self._newest: dict[str, int] = {}
@@ -19,8 +23,12 @@ class Incarnations:
         """Learner → incarnation of its session."""
         self._epoch = 0
 
-    def observe(self, event: dict[str, Any] | Admitted, now: float) -> None:
+    def observe(self, event: dict[str, Any] | Admitted | Restored, now: float) -> None:
         """See `Checker`."""
+        if isinstance(event, Restored):
+            self._newest.clear()
+            self._epoch = 0
+            return
         if isinstance(event, Admitted):
             raise Violation(
                 "incarnations",

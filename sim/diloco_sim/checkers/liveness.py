@@ -14,6 +14,9 @@ from typing import Any
 from diloco_sim.checkers.checker import Violation
 from diloco_sim.checkers.observations import Committed, Moment, Refused
 
+Version = tuple[int, int]
+"""Epoch and global step."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bounds:
@@ -46,8 +49,10 @@ class Liveness:
         self._quiet_at: float | None = None
         self._merged_at = 0.0
         self._took_part: dict[str, float] = {}
-        self._committed: dict[int, list[tuple[float, tuple[int, int]]]] = {}
+        self._committed: dict[int, list[tuple[float, Version]]] = {}
         """Fragment → when it got which version, newest last."""
+        self._epoch = 0
+        """Of the newest start."""
         self._connected_at: dict[str, float] = {}
         self._exported = False
 
@@ -65,7 +70,8 @@ class Liveness:
                 self._merged_at = now
                 for member in members:
                     self._took_part[member["learner"]] = now
-            case {"event": "start", "step": step}:
+            case {"event": "start", "step": step, "epoch": epoch}:
+                self._epoch = epoch
                 for versions in self._committed.values():
                     versions[:] = [(at, v) for at, v in versions if v[1] <= step]
                 self._exported = False
@@ -124,7 +130,7 @@ class Liveness:
     def _judge_versions(
         self,
         name: str,
-        held: tuple[tuple[int, int] | None, ...],
+        held: tuple[Version | None, ...],
         quiet_at: float,
         step: int,
         now: float,
@@ -138,13 +144,26 @@ class Liveness:
         for fragment, versions in self._committed.items():
             due = next((v for at, v in reversed(versions) if at <= until), None)
             version = held[fragment]
-            if due is not None and (version is None or version < due):
+            if due is not None and not self._is_newer(version, due, versions):
                 self._fail(
                     f"{name} holds {version} of fragment {fragment}, {due} was committed more than "
                     f"{self._bounds.result:.0f} s ago",
                     step,
                     now,
                 )
+
+    def _is_newer(
+        self, version: Version | None, due: Version, committed: list[tuple[float, Version]]
+    ) -> bool:
+        """
+        Whether it is `due`, or a newer version.
+
+        One that a restart has undone may be newer; it is of an earlier epoch. Any other that was never
+        committed is of a history before the syncer's files were restored: no order compares the two.
+        """
+        if version is None or version < due:
+            return False
+        return version[0] < self._epoch or any(v == version for _, v in reversed(committed))
 
     def _fail(self, sentence: str, step: int, now: float) -> None:
         raise Violation("liveness", sentence, step=step, now=now)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.spec import RunSpec
@@ -87,6 +87,20 @@ class Flipped:
 
 
 @dataclass(frozen=True, slots=True)
+class Copied:
+    """The files of the syncer were copied."""
+
+    copy: Hashable
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """The syncer's machine has ended, and its files are those of that copy."""
+
+    copy: Hashable
+
+
+@dataclass(frozen=True, slots=True)
 class LearnerMoment:
     """One learner at a moment."""
 
@@ -96,6 +110,8 @@ class LearnerMoment:
     """It has left because the job is complete."""
     versions: tuple[tuple[int, int] | None, ...]
     """Of each fragment in its inbox."""
+    requested: Mapping[int, int] = field(default_factory=dict)
+    """Fragment, or P for the constants → downloads that were begun so far."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,8 +154,9 @@ class Parameters:
             arrays: Θ, momentum and constants.
             facts: about them.
             spec: of the job.
-            epoch: gives every fragment a version of this epoch, which is newer than all that learners
-                have; None: the versions stay, and learners keep what they have beyond them.
+            epoch: gives every fragment a version of this epoch: learners replace what they have, which is
+                older, or of a history that a restored copy of the volume has ended; None: the versions
+                stay, and learners keep what they have beyond them.
             keep_old: replaced versions of a fragment that stay available.
 
         Raises:

@@ -89,6 +89,10 @@ class Store:
         if keep < 1:
             raise ValueError(f"keep is {keep}, expected at least 1")
         self.root, self._keep, self._disk, self._fault = root, keep, disk, fault
+        self.start_id = uuid.uuid4().hex
+        """Of this start: a restored copy of this directory makes epochs begin again that learners know."""
+        self.snapshot_start_id = ""
+        """Of the start that wrote the snapshot which was read last; "": none was, or it is not known."""
         self._writing, self._counting = threading.Lock(), threading.Lock()
         self._counted: dict[str, int] = {}
         """The largest number of each counter, since this process has read or counted it."""
@@ -105,7 +109,9 @@ class Store:
                     disk.remove(root / name)
 
     def next_epoch(self) -> int:
-        """One more than every epoch before, durable before it returns; call it once per start."""
+        """
+        One more than every epoch before that this directory knows, durable before it returns; call it once per start.
+        """
         return self._count("epoch", at_least=max((s.epoch for s in self._stems()), default=0))
 
     def next_incarnation(self, *, at_least: int = 0) -> int:
@@ -339,6 +345,7 @@ class Store:
             "format": _FORMAT,
             "step": snapshot.step,
             "epoch": snapshot.epoch,
+            "startId": self.start_id,
             "file": data.name,
             "bytes": file.size_bytes,
             "headerBytes": len(file.parts[0]),
@@ -366,6 +373,7 @@ class Store:
             return arrays[name]
 
         body = self._check(stem, keep)
+        self.snapshot_start_id = str(body.get("startId", ""))
         return Snapshot(step=body["step"], epoch=body["epoch"], arrays=arrays, meta=body["meta"])
 
     def _check(

@@ -9,12 +9,13 @@ import pytest
 
 from diloco_sim.checkers.bounds import LINES_PER_LEARNER, LINES_PER_MERGE, Bounds, Most
 from diloco_sim.checkers.checker import Violation
-from diloco_sim.checkers.observations import Moment
+from diloco_sim.checkers.observations import LearnerMoment, Moment
+from diloco_sim.world import World
 from diloco_testing.sim import breaks
 from diloco_testing.sim.worlds import small, violation
 
 MOST = Most(
-    learners=3, overlap=1, merges_per_second=1.0, link_bytes=1000, vector_bytes=2000, journal_bytes=3000,
+    learners=3, fragments=2, overlap=1, merges_per_second=1.0, link_bytes=1000, vector_bytes=2000, journal_bytes=3000,
     kept_snapshots=1,
 )  # fmt: skip
 
@@ -42,6 +43,21 @@ def test_each_count_has_a_bound(what, most, sentence):
     with pytest.raises(Violation) as found:
         bounds.observe(moment(**{what: most + 1}), 1.0)
     assert found.value.sentence == sentence
+
+
+def test_downloads_of_a_fragment_by_a_learner_have_a_bound():
+    bounds = Bounds(MOST)
+
+    def judge(requested: dict[int, int], now: float) -> None:
+        learner = LearnerMoment(connected=False, done=False, versions=(), requested=requested)
+        bounds.observe(replace(moment(), learners={"eu/0": learner}), now)
+
+    judge({0: 30, 1: 30}, 5.0)
+    judge({0: 60, 1: 60}, 10.0)
+    with pytest.raises(
+        Violation, match="eu/0 has begun 31 downloads of fragment 1 within 5 s, expected at most 30"
+    ):
+        judge({0: 60, 1: 91}, 15.0)
 
 
 def test_lines_have_a_bound_within_ten_seconds():
@@ -80,3 +96,23 @@ def test_bounds_finds_messages_for_a_learner_that_is_gone(monkeypatch):
     assert (found.checker, "messages wait for a session" in found.sentence) == ("bounds", True), (
         found
     )
+
+
+@pytest.mark.slow
+def test_bounds_finds_a_learner_that_downloads_without_a_pause(monkeypatch):
+    """It joins a quorum of all, and the syncer crashes when one of the two parts of the model has arrived."""
+    plan = """
+        30..31 crash us/0+trainer
+        31..60 bandwidth us/0 syncer 0.001
+        50..51 crash syncer
+    """
+    description = replace(small(plan, bandwidth=1e5), steps=120)
+    kept = replace(description.spec.syncer_checkpoint, every_steps=10)
+    spec = replace(description.spec, quorum=3, syncer_checkpoint=kept)
+    description = replace(description, spec=spec)
+    whole = World(description).run()
+    assert whole.ok, whole.violation
+    breaks.undone_parts_kept(monkeypatch)
+    found = violation(description)
+    assert found.checker == "bounds"
+    assert "downloads of fragment 0 within 5 s, expected at most 30" in found.sentence

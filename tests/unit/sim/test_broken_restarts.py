@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
+from diloco_sim.faults import Kind
 from diloco_sim.world import World
 from diloco_testing.sim import breaks
 from diloco_testing.sim.worlds import every_step, small, violation
@@ -54,3 +57,30 @@ def test_journalled_finds_a_line_that_was_never_written(monkeypatch):
 
 def test_a_part_of_the_journal_may_be_deleted_once_no_snapshot_needs_it():
     assert World(every_step(small("12..13 crash syncer", part_bytes=400))).run().ok
+
+
+RESTORED = """
+    50..50.1 crash syncer
+    53..53.1 crash syncer
+    100..101 disk-restored syncer 80
+"""
+"""The copy is of epoch 1, the learners have versions of epoch 3, and the syncer begins epoch 2 again."""
+
+
+def test_liveness_finds_learners_that_keep_what_a_restored_copy_does_not_have(monkeypatch):
+    description = replace(every_step(small(RESTORED)), steps=300)
+    whole = World(description).run()
+    assert whole.ok, whole.violation
+    assert whole.injected[Kind.DISK_RESTORED] == 1
+    breaks.lost_history_kept(monkeypatch)
+    found = violation(description)
+    assert (found.checker, "eu/0 holds (3, " in found.sentence) == ("liveness", True), found
+
+
+def test_durable_finds_a_restored_copy_whose_newest_snapshot_is_not_used(monkeypatch):
+    breaks.oldest_snapshot(monkeypatch)
+    found = violation(every_step(small("30..31 disk-restored syncer 10")))
+    assert (found.checker, "the newest durable snapshot is of" in found.sentence) == (
+        "durable",
+        True,
+    )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 
 import pytest
 
+from diloco.runtime import disk as files
 from diloco_sim import faults
 from diloco_sim.clock import Clock, Process
 from diloco_sim.disk import SimulatedDisk, Weakness
@@ -240,6 +242,36 @@ def test_membership_and_misbehaviour_are_the_worlds():
         (3.0, Kind.SCALE, True),
         (4.0, Kind.SCALE, False),
     ]
+
+
+def test_a_restored_disk_has_the_files_of_the_copy_and_its_process_starts_again():
+    world = FakeFaultTarget("10..12 disk-restored syncer 4", "10..11 disk-restored eu/0 4")
+    path = Path("/run/counter")
+    world.disk.make_directory(path.parent)
+    files.replace(world.disk, path, b"1")
+    world.clock.at(5.9, files.replace, world.disk, path, b"2")
+    world.clock.at(6.1, files.replace, world.disk, path, b"3")
+    world.clock.run(9.0)
+    assert files.read(world.disk, path) == b"3"
+    world.clock.run(11.0)
+    assert files.read(world.disk, path) == b"2"
+    assert not world.clock.processes["syncer"].alive
+    world.clock.run(20.0)
+    assert world.restarts == [(12.0, "syncer")]
+    assert world.injector.injected == {Kind.DISK_RESTORED: 1}
+
+
+def test_a_copy_waits_until_no_operation_is_under_way():
+    world = FakeFaultTarget("10..12 disk-restored syncer 4")
+    path = Path("/run/counter")
+    world.disk.make_directory(path.parent)
+    files.replace(world.disk, path, b"1")
+    world.disk.weaken(Weakness.SLOW, 5.0, 8.0, 1000.0)
+    # Begun before the copy is due, and done after it.
+    world.clock.at(5.9, lambda: world.disk.call(files.replace, world.disk, path, b"2"))
+    world.clock.run(9.0)
+    world.clock.run(11.0)
+    assert files.read(world.disk, path) == b"2"
 
 
 def test_a_fault_of_a_process_that_is_not_there_does_nothing():

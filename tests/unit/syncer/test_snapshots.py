@@ -7,6 +7,7 @@ import errno
 import json
 import os
 import queue
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -234,6 +235,33 @@ def test_the_run_is_another_one_when_its_parameters_are(tmp_path: Path, why: str
     second = run_of_a_start(tmp_path)
     assert len(second) == 32
     assert second != first
+
+
+def test_a_start_has_a_name_of_its_own_and_knows_which_start_wrote_its_snapshot(tmp_path: Path):
+    first = Store(tmp_path, keep=2)
+    assert first.start() is None
+    assert (len(first.start_id), first.snapshot_start_id) == (32, "")
+    first.write(taken(4, Position(1, 0)))
+    second, third = Store(tmp_path, keep=2), Store(tmp_path, keep=2)
+    for store in (second, third):
+        assert store.start() is not None
+        assert store.snapshot_start_id == first.start_id
+    assert len({first.start_id, second.start_id, third.start_id}) == 3
+    second.write(taken(5, Position(1, 0)))
+    (tmp_path / "from-snapshot").write_text("4")
+    assert third.start() is not None
+    assert third.snapshot_start_id == first.start_id, "the one that a person chose"
+
+
+def test_a_restored_copy_counts_epochs_again_under_another_name(tmp_path: Path):
+    store = Store(tmp_path / "volume", keep=2)
+    assert store.next_epoch() == 1
+    store.write(taken(4, Position(1, 0)))
+    shutil.copytree(tmp_path / "volume", tmp_path / "copy")
+    lost = Store(tmp_path / "volume", keep=2)
+    restored = Store(tmp_path / "copy", keep=2)
+    assert lost.next_epoch() == restored.next_epoch() == 2
+    assert lost.start_id != restored.start_id
 
 
 def test_a_run_that_cannot_be_named_does_not_begin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -5,55 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from diloco.errors import NotFiniteError
+from diloco_testing.learners.sessions import P, Session, downloads, welcome
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot, Staged
-from diloco_worker.core.link_protocol import DOWNLOAD_TRIES, WELCOME_TIMEOUT_SECONDS, LinkProtocol
-from diloco_worker.core.messages import LinkState, Phase, TrainerState
+from diloco_worker.core.link_protocol import DOWNLOAD_TRIES, WELCOME_TIMEOUT_SECONDS
+from diloco_worker.core.messages import Phase, TrainerState
 from diloco_worker.link.transfer import initial_ended
-
-P = 2
-
-
-class Session:
-    """A link protocol whose `Place` decisions are answered at once, as `Link` does."""
-
-    def __init__(self, *, constants: bool = False, slots: list[Slot] | None = None) -> None:
-        self.now = 0.0
-        self.link_state = LinkState()
-        self.resets = 0
-        self.core = LinkProtocol(
-            slots=slots or [Slot(fragment=p) for p in range(P)],
-            has_constants=constants,
-            next_delay=lambda: 1.0,
-            reset_delay=self._reset,
-            syncer="s:1",
-        )
-
-    def _reset(self) -> None:
-        self.resets += 1
-
-    def __call__(self, event: ev.Event, *, after: float = 0.0) -> list[ev.Decision]:
-        self.now += after
-        out: list[ev.Decision] = []
-        todo = self.core.handle(event, self.now)
-        while todo:
-            decision, *todo = todo
-            if isinstance(decision, ev.NotifyTrainer):
-                self.link_state = self.core.link_state
-                continue
-            out.append(decision)
-            if isinstance(decision, ev.Place):
-                placed = ev.Placed(fragment=decision.staged.fragment)
-                todo = [*self.core.handle(placed, self.now), *todo]
-        return out
-
-
-def welcome(**changes: object) -> ev.Welcomed:
-    fields = {
-        "epoch": 1, "incarnation": 4, "step": 10, "steps": 100, "local_step": 7, "total_tokens": 70,
-        "heartbeat_seconds": 2.0, "use_checkpoint": False, **changes,
-    }  # fmt: skip
-    return ev.Welcomed(**fields)
 
 
 def downloaded(fragment: int, *, round_: int = 0, step: int = 10) -> ev.Downloaded:
@@ -313,10 +270,6 @@ def test_the_trainer_learns_of_completion():
 
 
 # ------------------------------------------------------------ what was missed
-
-
-def downloads(decisions):
-    return [d for d in decisions if isinstance(d, ev.Download)]
 
 
 def current(fragment: int, *, step: int, tries: int = 1) -> ev.Downloaded:

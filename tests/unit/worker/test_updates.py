@@ -2,6 +2,7 @@
 
 import pytest
 
+from diloco_testing.learners.sessions import welcome
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot, Staged
 from diloco_worker.core.updates import MAX_RETRY_SECONDS, RETRY_SECONDS, Updates
@@ -18,7 +19,7 @@ def asked(downloads):
 
 def test_only_fragments_that_are_older_than_the_syncers_are_requested_and_each_once():
     it, _ = updates(5, 5, None)
-    it.began(((1, 5), (1, 6), (1, 4)))
+    it.began(((1, 5), (1, 6), (1, 4)), welcome())
     found = it.catch_up()
     assert found == [
         ev.Download(fragment=p, exact=False, tries=1, delay_seconds=0.0) for p in (1, 2)
@@ -29,13 +30,13 @@ def test_only_fragments_that_are_older_than_the_syncers_are_requested_and_each_o
 
 def test_a_fragment_of_which_nothing_is_known_is_not_requested():
     it, _ = updates(5, None)
-    it.began(((1, 5),))
+    it.began(((1, 5),), welcome())
     assert it.catch_up() == []
 
 
 def test_more_versions_than_fragments_are_ignored():
     it, _ = updates(5)
-    it.began(((1, 5), (1, 9)))
+    it.began(((1, 5), (1, 9)), welcome())
     it.note(1, (1, 9))
     assert it.catch_up() == []
     it.note(0, (1, 9))
@@ -129,6 +130,6 @@ def test_a_new_session_forgets_versions_that_no_longer_exist_but_not_what_is_hel
     it.catch_up()
     slots[1].version, slots[1].held = (1, 9), Staged(fragment=1, version=(1, 9), ticket=1)
     it.session_lost()
-    it.began(((1, 5), (1, 5), (1, 6)))
+    assert it.began(((1, 5), (1, 5), (1, 6)), welcome(epoch=2)) == []
     assert it.outdated == {1, 2}
     assert asked(it.catch_up()) == [(2, 1, 0.0)]

@@ -33,6 +33,10 @@ class Welcomed:
     use_checkpoint: bool
     run: str = ""
     """Name of the run; "": not stated."""
+    start_id: str = ""
+    """Of the syncer's start; "": not stated."""
+    snapshot_start_id: str = ""
+    """Of the start that wrote the snapshot which this one began from; "": none, or not stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,7 +45,7 @@ class Slot:
     version: Version | None = None
     """Newest version placed or held, or loaded from a checkpoint; older ones are discarded."""
     inbox: Version | None = field(init=False)
-    """Version in the inbox, or about to be."""
+    """Version in the inbox, or about to be; None: nothing, or what no version of the syncer describes."""
     held: Staged | None = None
 
     def __post_init__(self) -> None:
@@ -70,6 +70,12 @@ class Slot:
             return staged, None
         previous, self.held = self.held, staged
         return None, previous
+
+    def forget(self) -> Staged | None:
+        """What was received is of no history that the syncer knows; returns what to discard."""
+        self.version = self.inbox = None
+        staged, self.held = self.held, None
+        return staged
 
     def placed(self) -> int:
         """The inbox was written: return its new generation, which the trainer may now read."""

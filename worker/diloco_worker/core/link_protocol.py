@@ -137,9 +137,10 @@ class LinkProtocol:
         if first:
             self._update(
                 incarnation=state.incarnation, epoch=state.epoch, step=state.global_step,
-                initial_requested=state.initial_copied,
+                initial_requested=state.initial_copied, start_id=state.start_id,
             )  # fmt: skip
             self._initial_uploaded = state.initial_copied
+            self._updates.start_id = state.start_id
             out.append(ev.Connect(state=state))
         phase = self._state.phase
         loaded = state.model_loaded and phase in (Phase.APPLY_MODEL, Phase.LOAD_CHECKPOINT)
@@ -229,19 +230,19 @@ class LinkProtocol:
         self._ready = True
         if self._trainer is None or self._welcome is None:
             return []
+        out = _discard(self._updates.began(event.versions, self._welcome))
+        # For the next link: the versions in the inboxes are of this start.
+        self._update(start_id=self._updates.start_id)
         if self._trainer.model_loaded:
             self._update(phase=Phase.TRAINING, text="")
-            self._updates.began(event.versions)
-            return [*self._updates.catch_up(), *self._report()]
+            return [*out, *self._updates.catch_up(), *self._report()]
         if self._state.phase in (Phase.APPLY_MODEL, Phase.LOAD_CHECKPOINT):
             # The trainer may be reading the model already; its next state confirms it.
-            self._updates.began(event.versions)
-            return []
+            return out
         if self._welcome.use_checkpoint and self._trainer.checkpoint_step > 0:
-            self._updates.began(event.versions)
             self._update(phase=Phase.LOAD_CHECKPOINT, text="loading the local checkpoint")
-            return []
-        return self._download_model()
+            return out
+        return [*out, *self._download_model()]
 
     def _committed(self, event: ev.Committed, now: float) -> list[ev.Decision]:
         self._updates.note(event.fragment, event.version)
@@ -258,11 +259,13 @@ class LinkProtocol:
             self._update(open=fragments)
 
     def _download_model(self) -> list[ev.Decision]:
+        # Of an earlier session there may be parts that the syncer has undone since.
+        discarded = _discard(self._updates.restart())
         self._missing = {slot.fragment for slot in self._slots}
         if self._constants is not None:
             self._missing.add(self._constants)
         self._update(phase=Phase.DOWNLOADING, text="downloading the model")
-        return [ev.Download(fragment=index) for index in sorted(self._missing)]
+        return [*discarded, *(ev.Download(fragment=index) for index in sorted(self._missing))]
 
     def _opened(self, event: ev.Opened, now: float) -> list[ev.Decision]:
         self._announced = tuple(p for p in event.fragments if self._exists(p))
@@ -270,7 +273,12 @@ class LinkProtocol:
         return []
 
     def _pulled(self, event: ev.Pulled, now: float) -> list[ev.Decision]:
-        return [ev.Upload(pull=event)] if self._exists(event.fragment) else []
+        if not self._exists(event.fragment):
+            return []
+        if self._slots[event.fragment].inbox is None:
+            # The same version of the syncer may have other values: the fragment goes whole.
+            event = dataclasses.replace(event, versions=())
+        return [ev.Upload(pull=event)]
 
     def _exists(self, fragment: int) -> bool:
         return fragment < len(self._slots)
@@ -359,10 +367,11 @@ class LinkProtocol:
     def _placed(self, event: ev.Placed, now: float) -> list[ev.Decision]:
         slot = self._slots[event.fragment]
         if event.error:
-            slot.version = None
+            slot.version = slot.inbox = None
+            delay = self._updates.failed(event.fragment)
             if event.fragment in self._missing:
-                return [ev.Download(fragment=event.fragment, delay_seconds=RETRY_SECONDS)]
-            return [*self._updates.placed(event.fragment)]
+                return [ev.Download(fragment=event.fragment, delay_seconds=delay)]
+            return [*self._updates.repeat(event.fragment)]
         slot.placed()
         if event.fragment in self._missing:
             return self._model_part_placed(event.fragment)
@@ -375,6 +384,10 @@ class LinkProtocol:
             self._update(phase=Phase.APPLY_MODEL, text="the model has arrived")
             self._publish_ready()
         return []
+
+
+def _discard(staged: list[Staged]) -> list[ev.Decision]:
+    return [ev.Discard(staged=each) for each in staged]
 
 
 def _retry(request: ev.Download) -> ev.Download:

@@ -5,15 +5,19 @@ Normally a result is downloaded while the round runs. If that fails, if the sess
 learner joins between pull and commit or with a checkpoint of its own, the fragment is outdated: it
 is downloaded as it is now, and is not offered before it has been applied, so that its counters
 start from zero and its delta does not contain the missed update with the opposite sign.
+
+Versions are compared within one history of the syncer. A copy of its volume that is restored begins
+another one, which uses the numbers of epochs again: what the learner has of the lost history is forgotten.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from diloco.runtime.backoff import doubled
 from diloco_worker.core import events as ev
-from diloco_worker.core.inbox import Slot, Version
+from diloco_worker.core.inbox import Slot, Staged, Version
 
 RETRY_SECONDS = 0.5
 MAX_RETRY_SECONDS = 10.0
@@ -32,6 +36,12 @@ class Updates:
         self._newest: dict[int, Version] = {}
         self._loading: set[int] = set()
         """Fragments of which a download runs or is about to be repeated."""
+        self._failed: Counter[int] = Counter()
+        """How often a fragment could not be decoded since it last was."""
+        self._epoch = 0
+        """Of the newest session in which the syncer stated its versions."""
+        self.start_id = ""
+        """Of the syncer's start then; "": not stated."""
         self.outdated: set[int] = set()
         """Fragments that must not be offered."""
 
@@ -39,17 +49,41 @@ class Updates:
         """All downloads were cancelled."""
         self._loading.clear()
 
-    def began(self, versions: tuple[Version, ...]) -> None:
+    def began(self, versions: tuple[Version, ...], session: ev.Welcomed) -> list[Staged]:
         """
         A session began: the syncer has these versions now, one per fragment.
 
         They may be older than those that its predecessor announced: a crash undoes what was committed
         after the last snapshot, and waiting for a version that no longer exists would never end.
+
+        Epochs grow with each start, so a version of this epoch or a later one that came from another start
+        is of a history that was lost. An older version may be, unless this start follows the one that the
+        learner knows: nothing may be based on it, but it is older than what this start commits.
+
+        Returns:
+            What to discard.
         """
         self._newest = dict(enumerate(versions[: len(self._slots)]))
-        self.outdated = {
-            p for p in self.outdated if self._behind(p) or self._slots[p].held is not None
-        }
+        known, self.start_id = self.start_id, session.start_id
+        self._epoch = session.epoch
+        another = session.start_id not in ("", known)
+        follows = known != "" and session.snapshot_start_id == known
+        discarded = []
+        for slot in self._slots:
+            version = slot.version
+            if version is not None and (
+                version[0] >= session.epoch if another else self._lost(slot.fragment, version)
+            ):
+                discarded.append(slot.forget())
+            elif another and not follows:
+                slot.inbox = None
+        self._settle()
+        return [staged for staged in discarded if staged is not None]
+
+    def restart(self) -> list[Staged]:
+        """The whole model is to be downloaded, whatever was received before; returns what to discard."""
+        held = [slot.forget() for slot in self._slots]
+        return [staged for staged in held if staged is not None]
 
     def loaded(self, versions: Sequence[Version | None]) -> None:
         """
@@ -59,8 +93,9 @@ class Updates:
             versions: of its fragments; those that are missing or None are older than any.
         """
         for slot, version in zip(self._slots, versions, strict=False):
-            if slot.version is None:
+            if slot.version is None and not (version and self._lost(slot.fragment, version)):
                 slot.version = version
+        self._settle()
 
     def note(self, fragment: int, version: Version) -> None:
         """The syncer has this version of a fragment now."""
@@ -83,11 +118,31 @@ class Updates:
         return self._catch_up(request.fragment, tries=request.tries + 1 if not request.round else 1)
 
     def placed(self, fragment: int) -> list[ev.Download]:
-        """A fragment is in the inbox, or could not be decoded: from its next step on the trainer has it."""
+        """A fragment is in the inbox: from its next step on the trainer has it."""
+        del self._failed[fragment]
         if not self._behind(fragment) and self._slots[fragment].held is None:
             self.outdated.discard(fragment)
             return []
         return self._catch_up(fragment, tries=2)
+
+    def failed(self, fragment: int) -> float:
+        """A fragment could not be decoded; returns after how many seconds it may be downloaded again."""
+        self._failed[fragment] += 1
+        return _delay(1 + self._failed[fragment])
+
+    def repeat(self, fragment: int) -> list[ev.Download]:
+        """Download a fragment that could not be decoded again, if it is needed."""
+        return self._catch_up(fragment, tries=1 + self._failed[fragment])
+
+    def _settle(self) -> None:
+        """A fragment that is neither behind nor waits for the trainer may be offered again."""
+        self.outdated = {
+            p for p in self.outdated if self._behind(p) or self._slots[p].held is not None
+        }
+
+    def _lost(self, fragment: int, version: Version) -> bool:
+        """Whether it is newer than what the syncer has, and not because a crash has undone commits."""
+        return version[0] >= self._epoch and version > self._newest.get(fragment, version)
 
     def _behind(self, fragment: int) -> bool:
         newest, version = self._newest.get(fragment), self._slots[fragment].version
@@ -98,5 +153,10 @@ class Updates:
             return []
         self._loading.add(fragment)
         self.outdated.add(fragment)
-        delay = 0.0 if tries == 1 else doubled(RETRY_SECONDS, tries - 2, MAX_RETRY_SECONDS)
-        return [ev.Download(fragment=fragment, exact=False, tries=tries, delay_seconds=delay)]
+        return [
+            ev.Download(fragment=fragment, exact=False, tries=tries, delay_seconds=_delay(tries))
+        ]
+
+
+def _delay(tries: int) -> float:
+    return 0.0 if tries == 1 else doubled(RETRY_SECONDS, tries - 2, MAX_RETRY_SECONDS)

@@ -182,6 +182,8 @@ def event_of(message: pb.SyncerMessage) -> ev.Event | None:
                 epoch=w.epoch, incarnation=w.incarnation, step=w.step, steps=w.steps, local_step=w.local_step,
                 total_tokens=w.total_tokens, heartbeat_seconds=_heartbeat(w.heartbeat_seconds),
                 use_checkpoint=w.use_checkpoint, run=w.run[:MAX_RUN_CHARACTERS],
+                start_id=w.start_id[:MAX_RUN_CHARACTERS],
+                snapshot_start_id=w.snapshot_start_id[:MAX_RUN_CHARACTERS],
             )  # fmt: skip
         case "initialise":
             return ev.InitialRequested()

@@ -74,9 +74,9 @@ class LearnerScript:
                     f"report local step {state.local_step}, c_steps {[*state.steps]}, offers {offers}"
                 )
             case ev.Upload():
-                self.show(
-                    f"upload fragment {decision.pull.fragment} for step {decision.pull.round}"
-                )
+                pull = decision.pull
+                whole = "" if pull.versions else ", whole"
+                self.show(f"upload fragment {pull.fragment} for step {pull.round}{whole}")
             case ev.CancelTransfers():
                 self.downloads.clear()
                 self.show("cancel all transfers")
@@ -125,12 +125,14 @@ class LearnerScript:
         )  # fmt: skip
         self.handle(ev.TrainerUpdate(state=self.core.state()))
 
-    def _welcome(self, step: str = "0", epoch: str = "1", local_step: str = "0") -> None:
+    def _welcome(
+        self, step: str = "0", epoch: str = "1", local_step: str = "0", start: str = "", follows: str = ""
+    ) -> None:  # fmt: skip
         self.handle(
             ev.Welcomed(
                 epoch=int(epoch), incarnation=1, step=int(step), steps=1000,
                 local_step=int(local_step), total_tokens=0, heartbeat_seconds=2.0,
-                use_checkpoint=False,
+                use_checkpoint=False, start_id=start, snapshot_start_id=follows,
             )
         )  # fmt: skip
 

@@ -47,8 +47,10 @@ from diloco_syncer.storage import model
 from diloco_syncer.storage.durable import bytes_of, read_into
 from diloco_syncer.storage.parameters import FragmentParameters, Parameters
 from diloco_syncer.storage.store import Store
+from diloco_worker.core.inbox import Slot
 from diloco_worker.core.link_protocol import LinkProtocol
 from diloco_worker.core.trainer import TrainerCore
+from diloco_worker.core.updates import Updates
 from diloco_worker.link.buffers import BufferPool
 
 Patch = pytest.MonkeyPatch
@@ -419,6 +421,19 @@ def results_not_fetched(patch: Patch) -> None:
     """Links fetch no results."""
     patch.setattr(LinkProtocol, "_result_announced", lambda self, event, now: [])
     patch.setattr(LinkProtocol, "_committed", lambda self, event, now: [])
+
+
+@finds("liveness", "was committed more than", Kind.DISK_RESTORED)
+def lost_history_kept(patch: Patch) -> None:
+    """Links compare their versions with those of a syncer whose files were restored."""
+    patch.setattr(Updates, "_lost", lambda self, fragment, version: False)
+    patch.setattr(Slot, "forget", lambda self: None)
+
+
+@finds("bounds", "downloads of fragment", Kind.CRASH)
+def undone_parts_kept(patch: Patch) -> None:
+    """A new learner keeps the parts of the model that a crash of the syncer has undone."""
+    patch.setattr(Updates, "restart", lambda self: [])
 
 
 @finds("liveness", "us/0 has been in no merge")

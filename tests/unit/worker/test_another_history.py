@@ -1,0 +1,239 @@
+"""
+What a learner holds of versions that the syncer no longer has: it crashed, or an older copy of its volume was restored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from diloco_testing.learners.sessions import Session, downloads, welcome
+from diloco_worker.core import events as ev
+from diloco_worker.core.inbox import Slot, Staged, Version
+from diloco_worker.core.messages import Phase, TrainerState
+
+FRESH = TrainerState()
+APPLIED = TrainerState(model_loaded=True, local_step=8, applied=(1, 1))
+
+
+def part(fragment: int, version: Version, **request: object) -> ev.Downloaded:
+    """A download of a fragment has arrived."""
+    return ev.Downloaded(
+        request=ev.Download(fragment=fragment, **request),
+        staged=Staged(fragment=fragment, version=version, ticket=1000 * version[0] + version[1]),
+    )
+
+
+def joined(*versions: Version, start_id: str = "", **fields: object) -> Session:
+    """It trains with these versions."""
+    session = Session()
+    session(ev.TrainerUpdate(state=FRESH))
+    session(welcome(epoch=versions[0][0], start_id=start_id, **fields))
+    session(ev.ModelReady(versions=versions))
+    for fragment, version in enumerate(versions):
+        session(part(fragment, version))
+    session(ev.TrainerUpdate(state=APPLIED))
+    session(ev.Opened(step=10, steps=100, fragments=(0, 1)))
+    return session
+
+
+def again(session: Session, *versions: Version, **fields: object) -> list[ev.Decision]:
+    """The session breaks; the next one has these versions."""
+    session(ev.SessionLost(text="cut"))
+    session(welcome(**fields))
+    return session(ev.ModelReady(versions=versions))
+
+
+def pulled(session: Session, *versions: Version) -> ev.Pulled:
+    """The pull that an upload answers."""
+    [upload] = session(ev.Pulled(round=200, attempt=1, fragment=0, versions=versions))
+    assert isinstance(upload, ev.Upload)
+    return upload.pull
+
+
+# ------------------------------------------------------------ an older copy of the volume was restored
+
+
+@pytest.mark.parametrize("start_id", ["", "b"])
+def test_versions_of_later_epochs_than_the_syncers_are_replaced_by_what_it_has(start_id):
+    """The copy was made in epoch 1; the learner lived on to epoch 3, and the restored syncer begins epoch 2."""
+    session = joined((3, 300), (3, 299), start_id="a" if start_id else "")
+    wanted = downloads(again(session, (1, 100), (1, 99), epoch=2, start_id=start_id))
+    assert [(d.fragment, d.exact, d.delay_seconds) for d in wanted] == [
+        (0, False, 0),
+        (1, False, 0),
+    ]
+    assert tuple(session.link_state.open) == (), "not offered before it has what the syncer has"
+    session(part(0, (1, 100), exact=False))
+    assert tuple(session.link_state.open) == (0,)
+    session(ev.TrainerUpdate(state=replace(APPLIED, applied=(2, 1))))
+    [place] = session(part(0, (2, 101), round=101))
+    assert isinstance(place, ev.Place), "a result of the new history is not discarded"
+
+
+def test_an_epoch_that_is_used_again_makes_nothing_of_equal_number_known():
+    session = joined((2, 300), (2, 299), start_id="a")
+    wanted = downloads(again(session, (2, 300), (1, 99), epoch=2, start_id="b"))
+    assert [d.fragment for d in wanted] == [0, 1]
+
+
+def test_results_that_wait_for_the_trainer_are_discarded_with_their_history():
+    session = joined((3, 300), (3, 299), start_id="a")
+    session(part(0, (3, 302), round=302))
+    session(part(0, (3, 304), round=304))
+    discarded = again(session, (1, 100), (1, 99), epoch=2, start_id="b")[0]
+    assert isinstance(discarded, ev.Discard)
+    assert discarded.staged.version == (3, 304)
+    assert session(ev.TrainerUpdate(state=replace(APPLIED, applied=(2, 1)))) == []
+
+
+def test_no_delta_is_based_on_a_version_of_a_history_that_the_learner_did_not_follow():
+    """It comes late: the restored syncer has reached epoch 5, and made another version (3, 300) meanwhile."""
+    session = joined((3, 300), (3, 299), start_id="a")
+    decisions = again(
+        session, (3, 300), (3, 299), epoch=5, start_id="z", snapshot_start_id="y"
+    )  # fmt: skip
+    assert downloads(decisions) == []
+    assert pulled(session, (3, 300)).versions == ()
+    session(part(0, (5, 301), round=301))
+    assert pulled(session, (5, 301), (3, 300)).versions == ((5, 301), (3, 300))
+
+
+def test_a_syncer_that_follows_the_one_it_knew_still_gets_deltas():
+    session = joined((3, 300), (3, 299), start_id="a")
+    again(session, (3, 300), (3, 299), epoch=4, start_id="b", snapshot_start_id="a")
+    assert pulled(session, (3, 300)).versions == ((3, 300),)
+    again(session, (3, 300), (3, 299), epoch=4, start_id="b", snapshot_start_id="a")
+    assert pulled(session, (3, 300)).versions == ((3, 300),), "after a blip as well"
+    again(session, (3, 300), (3, 299), epoch=6, start_id="d", snapshot_start_id="c")
+    assert pulled(session, (3, 300)).versions == (), "two starts further, either is possible"
+
+
+def test_a_syncer_of_an_earlier_release_still_gets_deltas():
+    session = joined((3, 300), (3, 299))
+    again(session, (3, 300), (3, 299), epoch=4)
+    assert pulled(session, (3, 300)).versions == ((3, 300),)
+
+
+def test_a_crash_that_undid_commits_makes_nothing_be_downloaded():
+    session = joined((3, 300), (3, 299), start_id="a")
+    decisions = again(
+        session, (3, 290), (3, 291), epoch=4, start_id="b", snapshot_start_id="a"
+    )  # fmt: skip
+    assert downloads(decisions) == []
+
+
+def test_a_new_link_knows_of_which_start_its_inboxes_are():
+    first = joined((3, 300), (3, 299), start_id="a")
+    assert first.link_state.start_id == "a"
+    for start_id, wanted in (("a", []), ("b", [0, 1])):
+        slots = [
+            Slot(fragment=p, published=1, version=version)
+            for p, version in enumerate(((3, 300), (3, 299)))
+        ]
+        session = Session(slots=slots)
+        session(ev.TrainerUpdate(state=replace(APPLIED, start_id="a")))
+        session(welcome(epoch=3, start_id=start_id))
+        found = downloads(session(ev.ModelReady(versions=((3, 300), (3, 299)))))
+        assert [d.fragment for d in found] == wanted
+
+
+def test_a_checkpoint_of_a_lost_history_is_older_than_all_that_the_syncer_has():
+    session = Session()
+    session(ev.TrainerUpdate(state=TrainerState(checkpoint_step=9, checkpoint_local_step=7)))
+    session(welcome(epoch=2, use_checkpoint=True, start_id="b"))
+    session(ev.ModelReady(versions=((1, 10), (1, 9))))
+    state = replace(APPLIED, applied=(0, 0), versions=[[3, 9], [2, 11]])
+    assert [d.fragment for d in downloads(session(ev.TrainerUpdate(state=state)))] == [0, 1]
+
+
+# ------------------------------------------------------------ a crash while a new learner downloads the model
+
+
+def downloading() -> Session:
+    session = Session()
+    session(ev.TrainerUpdate(state=FRESH))
+    session(welcome(epoch=1))
+    session(ev.ModelReady(versions=((1, 14), (1, 13))))
+    return session
+
+
+def test_a_part_that_the_crash_of_the_syncer_has_undone_is_replaced_by_an_older_one():
+    session = downloading()
+    session(part(0, (1, 14)))
+    again(session, (1, 10), (1, 9), epoch=2)
+    [place] = session(part(0, (1, 10)))
+    assert isinstance(place, ev.Place), "and no download of it again, which would never end"
+    session(part(1, (1, 9)))
+    assert session.link_state.phase is Phase.APPLY_MODEL
+
+
+def test_a_result_that_waited_for_the_model_is_discarded_when_its_download_begins_anew():
+    session = downloading()
+    session(part(0, (1, 14)))
+    session(part(0, (1, 15), round=15))
+    discarded, *_ = again(session, (1, 10), (1, 9), epoch=2)
+    assert isinstance(discarded, ev.Discard)
+    assert discarded.staged.version == (1, 15)
+
+
+def test_a_commit_that_the_crash_has_undone_is_not_waited_for_once_the_model_is_there():
+    session = downloading()
+    session(ev.Committed(fragment=0, version=(1, 15)))
+    again(session, (1, 10), (1, 9), epoch=2)
+    session(ev.Opened(step=10, steps=100, fragments=(0, 1)))
+    session(part(0, (1, 10)))
+    session(part(1, (1, 9)))
+    assert downloads(session(ev.TrainerUpdate(state=APPLIED))) == []
+    assert tuple(session.link_state.open) == (0, 1)
+
+
+def test_a_fragment_whose_result_failed_during_the_download_of_the_model_may_be_offered_after_it():
+    session = downloading()
+    session(ev.Committed(fragment=0, version=(1, 15)))
+    failed = ev.Download(fragment=0, round=15, tries=3)
+    [missed] = downloads(session(ev.Downloaded(request=failed, error="Damaged: x")))
+    session(ev.Opened(step=10, steps=100, fragments=(0, 1)))
+    session(ev.Downloaded(request=missed, aborted=True))
+    again(session, (1, 15), (1, 13), epoch=1)
+    session(part(0, (1, 15)))
+    session(part(1, (1, 13)))
+    assert downloads(session(ev.TrainerUpdate(state=APPLIED))) == []
+    assert tuple(session.link_state.open) == (0, 1)
+
+
+# ------------------------------------------------------------ fragments that cannot be decoded
+
+
+def undecoded(session: Session, request: ev.Download, version: Version) -> ev.Download:
+    staged = Staged(fragment=request.fragment, version=version, ticket=7)
+    [place] = session.core.handle(ev.Downloaded(request=request, staged=staged), 1.0)
+    assert isinstance(place, ev.Place)
+    [wanted] = downloads(
+        session.core.handle(ev.Placed(fragment=request.fragment, error="NotFinite"), 1.0)
+    )
+    return wanted
+
+
+def test_a_fragment_that_can_never_be_decoded_is_downloaded_ever_more_rarely():
+    session = joined((1, 10), (1, 10))
+    [request] = downloads(session(ev.Committed(fragment=0, version=(1, 11))))
+    delays = []
+    for _ in range(7):
+        request = undecoded(session, request, (1, 11))
+        delays.append(request.delay_seconds)
+    assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+    session(part(0, (1, 11), exact=False))
+    session(ev.TrainerUpdate(state=replace(APPLIED, applied=(2, 1))))
+    [request] = downloads(session(ev.Committed(fragment=0, version=(1, 12))))
+    assert undecoded(session, request, (1, 12)).delay_seconds == 0.5, "the one before was decoded"
+
+
+def test_a_part_of_the_model_that_can_never_be_decoded_is_downloaded_ever_more_rarely():
+    session = downloading()
+    request, delays = ev.Download(fragment=0), []
+    for _ in range(7):
+        request = undecoded(session, request, (1, 14))
+        delays.append(request.delay_seconds)
+    assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
