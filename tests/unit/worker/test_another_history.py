@@ -110,6 +110,83 @@ def test_a_syncer_that_follows_the_one_it_knew_still_gets_deltas():
     assert pulled(session, (3, 300)).versions == (), "two starts further, either is possible"
 
 
+def test_a_start_that_wrote_no_snapshot_costs_no_deltas():
+    """The syncer starts twice from the same snapshot: what the start between them committed is gone."""
+    session = joined((3, 300), (3, 299), start_id="a")
+    again(session, (3, 300), (3, 299), epoch=4, start_id="b", snapshot_start_id="a")
+    session(part(0, (4, 301), round=301))
+    session(ev.TrainerUpdate(state=replace(APPLIED, applied=(2, 1))))
+    again(session, (3, 300), (3, 299), epoch=5, start_id="c", snapshot_start_id="a")
+    assert pulled(session, (3, 300)).versions == ((3, 300),)
+    assert pulled(session, (5, 301), (3, 300)).versions == ((5, 301), (3, 300))
+
+
+def test_a_learner_that_joined_a_start_without_a_snapshot_still_sends_deltas_to_the_next():
+    session = joined((3, 300), (3, 299), start_id="b", snapshot_start_id="a")
+    again(session, (3, 300), (3, 299), epoch=5, start_id="c", snapshot_start_id="a")
+    assert pulled(session, (3, 300)).versions == ((3, 300),)
+
+
+def test_a_start_that_was_abandoned_is_not_followed_when_it_returns():
+    """
+    The history of b is given up for d, which begins from the snapshot of a, and is then restored: its versions
+    of epoch 2 are not those that d made.
+    """
+    session = joined((1, 100), (1, 99), start_id="a")
+    again(session, (1, 100), (1, 99), epoch=2, start_id="b", snapshot_start_id="a")
+    again(session, (1, 100), (1, 99), epoch=2, start_id="d", snapshot_start_id="a")
+    assert pulled(session, (1, 100)).versions == ((1, 100),)
+    session(part(0, (2, 105), round=105))
+    session(ev.TrainerUpdate(state=replace(APPLIED, applied=(2, 1))))
+    again(session, (2, 105), (1, 99), epoch=3, start_id="e", snapshot_start_id="b")
+    assert pulled(session, (2, 105)).versions == ()
+
+
+def test_only_the_last_starts_are_remembered():
+    session = joined((1, 100), (1, 99), start_id="s0")
+    for n in range(1, 12):
+        again(
+            session, (1, 100), (1, 99), epoch=n + 1, start_id=f"s{n}", snapshot_start_id=f"s{n - 1}"
+        )  # fmt: skip
+    assert session.link_state.starts == tuple(f"s{n}" for n in range(4, 12))
+
+
+def test_the_upgrade_of_a_syncer_that_stated_no_start_costs_no_deltas():
+    session = joined((3, 300), (3, 299))
+    again(session, (3, 300), (3, 299), epoch=4, start_id="b")
+    assert pulled(session, (3, 300)).versions == ((3, 300),)
+    again(session, (3, 300), (3, 299), epoch=5, start_id="c", snapshot_start_id="b")
+    assert pulled(session, (3, 300)).versions == ((3, 300),)
+
+
+def test_a_second_start_from_a_snapshot_of_an_earlier_release_gets_no_deltas():
+    """Its snapshot may be another one than that of the first, with other versions of the same numbers."""
+    session = joined((3, 300), (3, 299))
+    for epoch, start_id in ((4, "b"), (5, "c")):
+        again(session, (3, 300), (3, 299), epoch=epoch, start_id=start_id)
+    assert pulled(session, (3, 300)).versions == ()
+
+
+def test_what_waited_for_the_trainer_is_no_base_in_a_history_that_it_did_not_follow():
+    session = joined((3, 300), (3, 299), start_id="a")
+    session(part(0, (3, 302), round=302))
+    session(part(0, (3, 304), round=304))
+    decisions = again(session, (3, 304), (3, 299), epoch=5, start_id="z", snapshot_start_id="y")
+    assert [d.staged.version for d in decisions if isinstance(d, ev.Discard)] == [(3, 304)]
+    assert [d.fragment for d in downloads(decisions)] == [0]
+    session(ev.TrainerUpdate(state=replace(APPLIED, applied=(2, 1))))
+    assert pulled(session, (3, 304)).versions == ()
+
+
+def test_the_trainer_learns_that_a_version_in_its_inbox_is_of_a_lost_history():
+    session = joined((3, 300), (3, 299), start_id="a")
+    session(part(0, (3, 302), round=302))
+    assert session.link_state.versions == [(3, 302), (3, 299)]
+    again(session, (1, 100), (1, 99), epoch=2, start_id="b")
+    assert session.link_state.ready == [(0, 2)], "not applied yet"
+    assert session.link_state.versions == [None, None]
+
+
 def test_a_syncer_of_an_earlier_release_still_gets_deltas():
     session = joined((3, 300), (3, 299))
     again(session, (3, 300), (3, 299), epoch=4)
@@ -125,18 +202,63 @@ def test_a_crash_that_undid_commits_makes_nothing_be_downloaded():
 
 
 def test_a_new_link_knows_of_which_start_its_inboxes_are():
-    first = joined((3, 300), (3, 299), start_id="a")
-    assert first.link_state.start_id == "a"
+    first = joined((3, 300), (3, 299), start_id="a", snapshot_start_id="x")
+    assert first.link_state.starts == ("x", "a")
     for start_id, wanted in (("a", []), ("b", [0, 1])):
         slots = [
             Slot(fragment=p, published=1, version=version)
             for p, version in enumerate(((3, 300), (3, 299)))
         ]
         session = Session(slots=slots)
-        session(ev.TrainerUpdate(state=replace(APPLIED, start_id="a")))
+        session(ev.TrainerUpdate(state=replace(APPLIED, starts=["x", "a"])))
         session(welcome(epoch=3, start_id=start_id))
         found = downloads(session(ev.ModelReady(versions=((3, 300), (3, 299)))))
         assert [d.fragment for d in found] == wanted
+
+
+def restarted(session: Session, *versions: Version) -> Session:
+    """A new link, with these versions in the shared memory and what the trainer knows of the one before."""
+    slots = [Slot(fragment=p, published=1, version=version) for p, version in enumerate(versions)]
+    another = Session(slots=slots)
+    another(ev.TrainerUpdate(state=replace(APPLIED, starts=[*session.link_state.starts])))
+    return another
+
+
+@pytest.mark.parametrize("snapshot_start_id", ["y", ""])
+def test_a_new_link_bases_no_delta_on_a_version_that_the_one_before_knew_to_be_lost(
+    snapshot_start_id,
+):
+    session = joined((3, 300), (3, 299), start_id="a")
+    syncer = {"epoch": 5, "start_id": "z", "snapshot_start_id": snapshot_start_id}
+    again(session, (3, 300), (3, 299), **syncer)
+    session(part(0, (5, 301), round=301))
+    assert session.link_state.starts == (), "the inbox of fragment 1 is of neither"
+    new = restarted(session, (5, 301), (3, 299))
+    new(welcome(**syncer))
+    new(ev.ModelReady(versions=((5, 301), (3, 299))))
+    [upload] = new(ev.Pulled(round=302, attempt=1, fragment=1, versions=((3, 299),)))
+    assert upload.pull.versions == ()
+
+
+def test_a_new_link_bases_deltas_on_what_replaced_the_versions_of_a_lost_history():
+    session = joined((3, 300), (3, 299), start_id="a")
+    syncer = {"epoch": 5, "start_id": "z", "snapshot_start_id": "y"}
+    again(session, (3, 300), (3, 299), **syncer)
+    session(part(0, (5, 301), round=301))
+    session(part(1, (5, 302), round=302))
+    assert session.link_state.starts == ("y", "z")
+    new = restarted(session, (5, 301), (5, 302))
+    new(welcome(**syncer))
+    assert downloads(new(ev.ModelReady(versions=((5, 301), (5, 302))))) == []
+    assert pulled(new, (5, 301)).versions == ((5, 301),)
+
+
+def test_the_starts_that_were_followed_outlive_the_link():
+    session = joined((3, 300), (3, 299), start_id="a")
+    again(session, (3, 300), (3, 299), epoch=4, start_id="b", snapshot_start_id="a")
+    new = restarted(session, (3, 300), (3, 299))
+    again(new, (3, 300), (3, 299), epoch=5, start_id="c", snapshot_start_id="a")
+    assert pulled(new, (3, 300)).versions == ((3, 300),)
 
 
 def test_a_checkpoint_of_a_lost_history_is_older_than_all_that_the_syncer_has():
@@ -208,7 +330,7 @@ def test_a_fragment_whose_result_failed_during_the_download_of_the_model_may_be_
 
 def undecoded(session: Session, request: ev.Download, version: Version) -> ev.Download:
     staged = Staged(fragment=request.fragment, version=version, ticket=7)
-    [place] = session.core.handle(ev.Downloaded(request=request, staged=staged), 1.0)
+    place, *_ = session.core.handle(ev.Downloaded(request=request, staged=staged), 1.0)
     assert isinstance(place, ev.Place)
     [wanted] = downloads(
         session.core.handle(ev.Placed(fragment=request.fragment, error="NotFinite"), 1.0)
@@ -237,3 +359,14 @@ def test_a_part_of_the_model_that_can_never_be_decoded_is_downloaded_ever_more_r
         request = undecoded(session, request, (1, 14))
         delays.append(request.delay_seconds)
     assert delays == [0.5, 1.0, 2.0, 4.0, 8.0, 10.0, 10.0]
+
+
+def test_a_part_of_the_model_that_was_decoded_at_last_counts_no_failures():
+    session = downloading()
+    request = undecoded(session, ev.Download(fragment=0), (1, 14))
+    request = undecoded(session, request, (1, 14))
+    session(part(0, (1, 14)))
+    session(part(1, (1, 13)))
+    session(ev.TrainerUpdate(state=APPLIED))
+    [request] = downloads(session(ev.Committed(fragment=0, version=(1, 15))))
+    assert undecoded(session, request, (1, 15)).delay_seconds == 0.5

@@ -29,9 +29,12 @@ def test_states_are_restored_from_their_lines():
         loss=0.5,
         leaving="x",
         versions=[[1, 5], None],
+        starts=["a", "b"],
     )
     assert TrainerState.from_line(trainer.to_line()) == trainer
-    link = LinkState(phase=Phase.APPLY_MODEL, open=[1], ready=[[0, 3]], versions=[], text="a\nb")
+    link = LinkState(
+        phase=Phase.APPLY_MODEL, open=[1], ready=[[0, 3]], versions=[], starts=["a"], text="a\nb"
+    )
     assert LinkState.from_line(link.to_line()) == link
     assert link.to_line().count(b"\n") == 1
 

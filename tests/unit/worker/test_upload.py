@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import grpc
 import numpy as np
@@ -96,7 +97,7 @@ def uploading() -> Iterator[Callable[..., np.ndarray]]:
 
     def pull(
         round_: int, outcome: str = "done", *, cancelled: bool = False, probe: bool = False,
-        versions: tuple[tuple[int, int], ...] = ((1, 0),),
+        versions: tuple[tuple[int, int], ...] = ((1, 0),), identity: Identity = IDENTITY,
     ) -> np.ndarray:  # fmt: skip
         stream.outcomes.append(outcome)
         cancel = CancelToken()
@@ -104,7 +105,7 @@ def uploading() -> Iterator[Callable[..., np.ndarray]]:
             cancel.stop()
         event = Pulled(round=round_, attempt=1, fragment=0, versions=versions, probe=probe)
         try:
-            uploader.pull(event, IDENTITY, cancel)
+            uploader.pull(event, identity, cancel)
         except DilocoError:
             assert outcome != "done"
         decoded = np.zeros(256, np.float32)
@@ -146,6 +147,14 @@ def test_a_probe_leaves_the_feedback_as_it_is(make_upload, versions):
         np.testing.assert_array_equal(probed(round_), plain(round_))
         for probe in (0, round_, round_ + 1):
             probed(probe, probe=True, versions=versions)
+
+
+@pytest.mark.parametrize("changes", [{"epoch": 2}, {"start_id": "b"}])
+def test_the_feedback_of_another_start_of_the_syncer_is_not_added(upload, changes):
+    """A restored copy of the syncer's volume counts the same epochs again."""
+    first = upload(1)
+    assert not np.array_equal(first, upload(2))
+    np.testing.assert_array_equal(first, upload(3, identity=replace(IDENTITY, **changes)))
 
 
 def test_one_report_is_not_uploaded_for_two_fragments():

@@ -59,7 +59,9 @@ class LinkProtocol:
         self._constants = len(slots) if has_constants else None
         self._next_delay, self._reset_delay, self._syncer = next_delay, reset_delay, syncer
         self._trainer: TrainerState | None = None
-        self._state = LinkState(text=f"waiting for the syncer at {syncer}")
+        self._state = LinkState(
+            text=f"waiting for the syncer at {syncer}", ready=[], versions=[s.inbox for s in slots]
+        )
         self._welcome: ev.Welcomed | None = None
         self._ready = False
         self._missing: set[int] = set()
@@ -109,6 +111,7 @@ class LinkProtocol:
         previous = self._state
         decisions = self._handlers[type(event)](event, now)
         self._publish_open()
+        self._publish_starts()
         for decision in decisions:
             if isinstance(decision, _SENDING):
                 self._last_sent_at = now
@@ -137,10 +140,10 @@ class LinkProtocol:
         if first:
             self._update(
                 incarnation=state.incarnation, epoch=state.epoch, step=state.global_step,
-                initial_requested=state.initial_copied, start_id=state.start_id,
+                initial_requested=state.initial_copied,
             )  # fmt: skip
             self._initial_uploaded = state.initial_copied
-            self._updates.start_id = state.start_id
+            self._updates.starts = tuple(state.starts)
             out.append(ev.Connect(state=state))
         phase = self._state.phase
         loaded = state.model_loaded and phase in (Phase.APPLY_MODEL, Phase.LOAD_CHECKPOINT)
@@ -174,8 +177,16 @@ class LinkProtocol:
             self._trainer is not None and self._trainer.model_loaded
         )
         ready = [(s.fragment, s.published) for s in self._slots if not s.free] if complete else []
-        if [tuple(r) for r in self._state.ready] != ready:
-            self._update(ready=ready, versions=[slot.inbox for slot in self._slots])
+        versions = [slot.inbox for slot in self._slots]
+        if self._state.ready != ready or self._state.versions != versions:
+            self._update(ready=ready, versions=versions)
+
+    def _publish_starts(self) -> None:
+        # For the next link, which finds in the shared memory also what this one must not use as a base.
+        known = all(slot.inbox is not None for slot in self._slots)
+        starts = self._updates.starts if known else ()
+        if self._state.starts != starts:
+            self._update(starts=starts)
 
     def _report(self) -> list[ev.Decision]:
         state = self._trainer
@@ -231,8 +242,7 @@ class LinkProtocol:
         if self._trainer is None or self._welcome is None:
             return []
         out = _discard(self._updates.began(event.versions, self._welcome))
-        # For the next link: the versions in the inboxes are of this start.
-        self._update(start_id=self._updates.start_id)
+        self._publish_ready()
         if self._trainer.model_loaded:
             self._update(phase=Phase.TRAINING, text="")
             return [*out, *self._updates.catch_up(), *self._report()]
@@ -373,6 +383,7 @@ class LinkProtocol:
                 return [ev.Download(fragment=event.fragment, delay_seconds=delay)]
             return [*self._updates.repeat(event.fragment)]
         slot.placed()
+        self._updates.decoded(event.fragment)
         if event.fragment in self._missing:
             return self._model_part_placed(event.fragment)
         self._publish_ready()

@@ -38,8 +38,8 @@ class TrainerState:
     """Given to the previous link by the syncer; 0 before the first Welcome."""
     epoch: int = 0
     """The newest epoch that the link reported."""
-    start_id: str = ""
-    """`LinkState.start_id` of the previous link."""
+    starts: Sequence[str] = ()
+    """`LinkState.starts` of the previous link."""
     checkpoint_local_step: int = 0
     checkpoint_step: int = 0
     """Global step of the local checkpoint; 0: none."""
@@ -109,8 +109,8 @@ class LinkState:
     """Total tokens of this learner on record at the syncer, from Welcome."""
     run: str = ""
     """Name of the run, from Welcome; "": not stated."""
-    start_id: str = ""
-    """Of the syncer's start to which the versions of the inboxes belong; "": not known."""
+    starts: Sequence[str] = ()
+    """The syncer's starts that the versions of the inboxes are of, newest last; empty: not known."""
     open: Sequence[int] = ()
     """Fragments to keep host copies of, soonest first."""
     ready: Sequence[Sequence[int]] = ()

@@ -225,7 +225,7 @@ class TrainerCore:
         return TrainerState(
             incarnation=link_state.incarnation,
             epoch=link_state.epoch,
-            start_id=link_state.start_id,
+            starts=link_state.starts,
             checkpoint_local_step=found.local_step if found is not None else 0,
             checkpoint_step=found.global_step if found is not None else 0,
             model_loaded=self.joined,

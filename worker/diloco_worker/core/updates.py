@@ -22,6 +22,9 @@ from diloco_worker.core.inbox import Slot, Staged, Version
 RETRY_SECONDS = 0.5
 MAX_RETRY_SECONDS = 10.0
 
+MAX_STARTS = 8
+"""Starts of the syncer that are remembered."""
+
 
 class Updates:
     """
@@ -40,8 +43,11 @@ class Updates:
         """How often a fragment could not be decoded since it last was."""
         self._epoch = 0
         """Of the newest session in which the syncer stated its versions."""
-        self.start_id = ""
-        """Of the syncer's start then; "": not stated."""
+        self.starts: tuple[str, ...] = ()
+        """
+        Of the syncer, its start then being the last, and each begun from a snapshot of the one before it. Empty:
+        not known. The only one is "": of an earlier release, which states none.
+        """
         self.outdated: set[int] = set()
         """Fragments that must not be offered."""
 
@@ -57,25 +63,33 @@ class Updates:
         after the last snapshot, and waiting for a version that no longer exists would never end.
 
         Epochs grow with each start, so a version of this epoch or a later one that came from another start
-        is of a history that was lost. An older version may be, unless this start follows the one that the
-        learner knows: nothing may be based on it, but it is older than what this start commits.
+        is of a history that was lost. An older version may be, unless this start follows one that the learner
+        knows: nothing may be based on it, but it is older than what this start commits.
+
+        A start follows one that is known if it began from a snapshot of that. The known ones after that are
+        abandoned: this start has none of their versions. If they return, they are not followed.
 
         Returns:
             What to discard.
         """
         self._newest = dict(enumerate(versions[: len(self._slots)]))
-        known, self.start_id = self.start_id, session.start_id
         self._epoch = session.epoch
-        another = session.start_id not in ("", known)
-        follows = known != "" and session.snapshot_start_id == known
+        another = session.start_id != "" and self.starts[-1:] != (session.start_id,)
+        follows = session.snapshot_start_id in self.starts
+        if another:
+            self._begin_start(session)
+        elif session.start_id == "":
+            self.starts = ("",)
+        unknown = another and not follows
         discarded = []
         for slot in self._slots:
             version = slot.version
-            if version is not None and (
+            lost = version is not None and (
                 version[0] >= session.epoch if another else self._lost(slot.fragment, version)
-            ):
+            )
+            if lost or (unknown and slot.held is not None):
                 discarded.append(slot.forget())
-            elif another and not follows:
+            elif unknown:
                 slot.inbox = None
         self._settle()
         return [staged for staged in discarded if staged is not None]
@@ -119,11 +133,14 @@ class Updates:
 
     def placed(self, fragment: int) -> list[ev.Download]:
         """A fragment is in the inbox: from its next step on the trainer has it."""
-        del self._failed[fragment]
         if not self._behind(fragment) and self._slots[fragment].held is None:
             self.outdated.discard(fragment)
             return []
         return self._catch_up(fragment, tries=2)
+
+    def decoded(self, fragment: int) -> None:
+        """A fragment could be decoded: its failures are over."""
+        del self._failed[fragment]
 
     def failed(self, fragment: int) -> float:
         """A fragment could not be decoded; returns after how many seconds it may be downloaded again."""
@@ -133,6 +150,14 @@ class Updates:
     def repeat(self, fragment: int) -> list[ev.Download]:
         """Download a fragment that could not be decoded again, if it is needed."""
         return self._catch_up(fragment, tries=1 + self._failed[fragment])
+
+    def _begin_start(self, session: ev.Welcomed) -> None:
+        """What is received from now on is of this start, or of the snapshot that it began from."""
+        origin = session.snapshot_start_id
+        known = self.starts[: self.starts.index(origin)] if origin in self.starts else ()
+        # Starts of earlier releases cannot be told apart, so only the first after them follows them.
+        origins = (origin,) if origin else ()
+        self.starts = (*known, *origins, session.start_id)[-MAX_STARTS:]
 
     def _settle(self) -> None:
         """A fragment that is neither behind nor waits for the trainer may be offered again."""

@@ -66,7 +66,8 @@ class Encoder:
         self._spec = spec
         self._residuals: dict[int, F32] = {}
         self._unconfirmed: dict[int, _Unconfirmed] = {}
-        self._epoch = 0
+        self._start = (0, "")
+        """Epoch and start of the syncer that the feedback is of."""
         self._sent: dict[int, int] = {}
         """Fragment → t_m of its last upload for a round."""
         self._replaced: set[str] = set()
@@ -276,8 +277,9 @@ class Encoder:
         """
         if not self._spec.error_feedback or self._format(fragment) == formats.FP32:
             return None
-        if identity.epoch != self._epoch:
-            self._epoch = identity.epoch
+        start = (identity.epoch, identity.start_id)
+        if start != self._start:
+            self._start = start
             self._residuals.clear()
             self._unconfirmed.clear()
         previous = self._unconfirmed.pop(fragment.index, None)

@@ -214,8 +214,9 @@ class Link:
             self._observe(event.state)
         elif isinstance(event, ev.Welcomed):
             self._identity = Identity(
-                learner=self._config.learner, epoch=event.epoch, incarnation=event.incarnation
-            )
+                learner=self._config.learner, epoch=event.epoch, incarnation=event.incarnation,
+                start_id=event.start_id,
+            )  # fmt: skip
             log.info(
                 "joined as incarnation %d in epoch %d at step %d",
                 event.incarnation,

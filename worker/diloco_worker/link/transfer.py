@@ -21,11 +21,13 @@ RAW_CHUNK = CHUNK * 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Identity:
-    """Who transfers: the learner, its incarnation, and the syncer's epoch."""
+    """Who transfers: the learner, its incarnation, and the syncer's epoch and start."""
 
     learner: str
     epoch: int
     incarnation: int
+    start_id: str = ""
+    """Empty: not stated."""
 
 
 class CancelToken:
