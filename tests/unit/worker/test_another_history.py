@@ -129,8 +129,8 @@ def test_a_learner_that_joined_a_start_without_a_snapshot_still_sends_deltas_to_
 
 def test_a_start_that_was_abandoned_is_not_followed_when_it_returns():
     """
-    The history of b is given up for d, which begins from the snapshot of a, and is then restored: its versions
-    of epoch 2 are not those that d made.
+    The history of b ends with d, which begins from the snapshot of a; then it is restored: its versions of
+    epoch 2 are not those that d made.
     """
     session = joined((1, 100), (1, 99), start_id="a")
     again(session, (1, 100), (1, 99), epoch=2, start_id="b", snapshot_start_id="a")

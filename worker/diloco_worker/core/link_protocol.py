@@ -60,7 +60,7 @@ class LinkProtocol:
         self._next_delay, self._reset_delay, self._syncer = next_delay, reset_delay, syncer
         self._trainer: TrainerState | None = None
         self._state = LinkState(
-            text=f"waiting for the syncer at {syncer}", ready=[], versions=[s.inbox for s in slots]
+            text=f"waiting for the syncer at {syncer}", versions=[slot.inbox for slot in slots]
         )
         self._welcome: ev.Welcomed | None = None
         self._ready = False
@@ -178,7 +178,7 @@ class LinkProtocol:
         )
         ready = [(s.fragment, s.published) for s in self._slots if not s.free] if complete else []
         versions = [slot.inbox for slot in self._slots]
-        if self._state.ready != ready or self._state.versions != versions:
+        if [*self._state.ready] != ready or self._state.versions != versions:
             self._update(ready=ready, versions=versions)
 
     def _publish_starts(self) -> None:

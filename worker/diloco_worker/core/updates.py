@@ -155,7 +155,7 @@ class Updates:
         """What is received from now on is of this start, or of the snapshot that it began from."""
         origin = session.snapshot_start_id
         known = self.starts[: self.starts.index(origin)] if origin in self.starts else ()
-        # Starts of earlier releases cannot be told apart, so only the first after them follows them.
+        # Starts of earlier releases all state "", so only the first after them follows them.
         origins = (origin,) if origin else ()
         self.starts = (*known, *origins, session.start_id)[-MAX_STARTS:]
 
