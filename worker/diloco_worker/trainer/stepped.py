@@ -50,7 +50,7 @@ def not_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
         raise ConfigError(
             f"optimizer: it has none of the {len(trained)} trained parameters of the model ({names}), but copies of "
             "them or earlier ones, so that its next step would undo each merge; create it from model.parameters(), "
-            "after the model is complete and on its device; pass an empty list if the program steps without an optimizer"
+            "after the model is complete and on its device, or pass an empty list if the program steps without one"
         )
     return (
         f"{len(missing)} of {len(trained)} trained parameters are in no optimizer that Learner.connect was given: "
