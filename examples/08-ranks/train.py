@@ -45,7 +45,9 @@ class Config:
         known = [field.name for field in dataclasses.fields(cls)]
         if unknown := found.keys() - set(known):
             sys.exit(f"regions[].config: unknown keys {sorted(unknown)}, expected some of {known}")
-        config = cls(**{**found, "slowdown": float(found.get("slowdown", 1))})
+        config = cls(**found)
+        if type(config.batch) is not int or type(config.slowdown) not in (int, float):
+            sys.exit(f"regions[].config: {config}, expected numbers for batch and slowdown")
         if config.sharding not in ("ddp", "fsdp"):
             sys.exit(f"regions[].config: sharding is {config.sharding!r}, expected ddp or fsdp")
         if config.batch < ranks or config.batch % ranks:

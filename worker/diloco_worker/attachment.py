@@ -154,9 +154,9 @@ def attach(
     return AttachedLearner(learner, optimizers[-1], tokens=tokens, loss=loss)
 
 
-def every_rank_of(every_rank: bool | None, *, processes: int) -> bool | None:
-    """What a trainer of so many processes, each of which connects, passes on of what its user set."""
-    return True if every_rank is None and processes > 1 else every_rank
+def every_rank_of(processes: int) -> bool | None:
+    """`every_rank` of a trainer that attaches in each of so many processes."""
+    return True if processes > 1 else None
 
 
 def planned_steps() -> int:

@@ -192,9 +192,8 @@ class Evaluator:
                 status = self.status()
                 complete = status.state == "Complete"
                 if last is not None and status.step < last:
-                    last = (
-                        status.step
-                    )  # the job continues from an older snapshot: other parameters follow
+                    # The job continues from an older snapshot: other parameters follow.
+                    last = status.step
                 if (
                     status.state != "Initialising"
                     and status.tensors

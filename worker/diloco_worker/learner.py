@@ -316,7 +316,7 @@ def _trainer(
     every_rank: bool | None, timeout_seconds: float,
 ) -> Trainer:  # fmt: skip
     """A trainer in a job or in an examination: of one process, or of one rank of several."""
-    # Before the ranks meet: all of them end alike.
+    # Before the ranks meet: ranks whose optimizers are alike end alike.
     if (problem := not_stepped(model, optimizers)) and config.rank == 0:
         log.warning("%s", problem)
     group = _ranks(config, model, every_rank=every_rank, timeout_seconds=timeout_seconds)

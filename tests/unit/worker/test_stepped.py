@@ -30,6 +30,12 @@ def test_an_optimizer_over_copies_is_refused_with_the_names(model):
         not_stepped(model, [sgd(*copies)])
 
 
+def test_an_optimizer_of_a_made_up_tensor_is_warned_about_and_not_refused(model):
+    """Hugging Face's layer-wise optimizers step in hooks, and give the Trainer such a one."""
+    dummy = sgd(torch.zeros(1, 7))
+    assert not_stepped(model, [dummy]).startswith("4 of 4 trained parameters are in no optimizer")
+
+
 def test_parameters_that_were_replaced_after_the_optimizer_was_made_are_named(model):
     optimizer = sgd(*model.parameters())
     model[1] = nn.Linear(3, 1)

@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from diloco_testing.learners.alone import alone
 from diloco_worker.trainer.buffers import Watch
 from diloco_worker.trainer.layout import describe
-from diloco_worker.trainer.wrappers import plain_names, tensors_of
+from diloco_worker.trainer.wrappers import bare, plain_names, tensors_of
 
 
 class Own(nn.Module):
@@ -52,6 +52,40 @@ def test_a_wrapped_part_has_the_names_of_the_model_itself(wrap, whole):
         assert facts(wrap(model) if whole else model) == plain
     assert plain[0][0].name == "0.module.bias"
     assert {n for n, _ in tensors_of(model)} == {t.name for t in plain[0]}
+
+
+class Adapter(nn.Module):
+    """Calls a part of it as torch.compile does, beside a parameter of its own."""
+
+    def __init__(self, part) -> None:
+        super().__init__()
+        self._orig_mod = part
+        self.weight = nn.Parameter(torch.zeros(2))
+
+
+def test_a_module_with_tensors_of_its_own_is_no_wrapper():
+    model = nn.Sequential(Adapter(nn.Linear(2, 2, bias=False)))
+    assert sorted(n for n, _ in tensors_of(model)) == ["0._orig_mod.weight", "0.weight"]
+
+
+class Forwarding(nn.Module):
+    """Hands out the attributes of the model inside, as PEFT's models do."""
+
+    def __init__(self, inner) -> None:
+        super().__init__()
+        self.base_model = inner
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
+
+
+def test_a_model_around_a_compiled_one_keeps_its_own_names():
+    model = Forwarding(torch.compile(nn.Linear(2, 1, bias=False)))
+    assert bare(model) is model
+    assert [n for n, _ in tensors_of(model)] == ["base_model.weight"]
 
 
 @pytest.mark.slow

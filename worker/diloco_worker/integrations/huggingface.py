@@ -61,17 +61,15 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             last call; None: the elements of `input_ids` in all forward passes of the step, or else the
             rows of the batch, times the number of processes.
         connect_timeout_seconds: as for `Learner.connect`.
-        every_rank: as for `Learner.connect`; None: True if the Trainer has several processes.
     """
 
     def __init__(
         self, *, tokens: int | Callable[[], int] | None = None, connect_timeout_seconds: float = 600,
-        every_rank: bool | None = None,
     ) -> None:  # fmt: skip
         self.learner: AttachedLearner | None = None
         """From the beginning of training on."""
         self._tokens = tokens
-        self._timeout_seconds, self._every_rank = connect_timeout_seconds, every_rank
+        self._timeout_seconds = connect_timeout_seconds
         self._processes = 1
         """Of the Trainer: each has a batch of its own."""
         self._in_job = settings.in_job()
@@ -126,7 +124,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             tokens=tokens,
             loss=self._newest_loss,
             connect_timeout_seconds=self._timeout_seconds,
-            every_rank=every_rank_of(self._every_rank, processes=self._processes),
+            every_rank=every_rank_of(self._processes),
         )
         if self._in_job:
             self._scheduler = getattr(

@@ -39,17 +39,15 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
         tokens: of each optimizer step of all processes, or a function that returns those of a batch of
             one process.
         connect_timeout_seconds: as for `Learner.connect`.
-        every_rank: as for `Learner.connect`; None: True if the Trainer has several processes.
     """
 
     def __init__(
         self, *, tokens: int | Callable[[Any], int], connect_timeout_seconds: float = 600,
-        every_rank: bool | None = None,
     ) -> None:  # fmt: skip
         self.learner: AttachedLearner | None = None
         """From the beginning of training on."""
         self._tokens = tokens
-        self._timeout_seconds, self._every_rank = connect_timeout_seconds, every_rank
+        self._timeout_seconds = connect_timeout_seconds
         self._in_job = settings.in_job()
         self._rates: list[tuple[Rates, int]] = []
         """With the steps from one change of the rates to the next."""
@@ -82,7 +80,7 @@ class DiLoCoCallback(Callback):  # type: ignore[misc]
             tokens=self._take if callable(self._tokens) else self._tokens,
             loss=lambda: self._loss,
             connect_timeout_seconds=self._timeout_seconds,
-            every_rank=every_rank_of(self._every_rank, processes=trainer.world_size),
+            every_rank=every_rank_of(trainer.world_size),
         )
         if self._in_job:
             followed = [

@@ -113,7 +113,7 @@ class DiLoCoTrainer(Trainer):  # type: ignore[misc]
             tokens=rows * sizes.seq_len,
             loss=self._mean_loss,
             connect_timeout_seconds=self._timeout_seconds,
-            every_rank=every_rank_of(None, processes=self.parallel_dims.world_size),
+            every_rank=every_rank_of(self.parallel_dims.world_size),
         )
         learner.keep(dataloader=_Loader(self.dataloader))
         return learner

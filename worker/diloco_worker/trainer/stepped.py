@@ -31,7 +31,7 @@ def not_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
         optimizers: all that step it.
 
     Raises:
-        ConfigError: they have none of the trained parameters.
+        ConfigError: they have none of the trained parameters, but some of the same shapes.
     """
     if not optimizers:
         return ""
@@ -43,11 +43,14 @@ def not_stepped(model: nn.Module, optimizers: Sequence[Optimizer]) -> str:
         return ""
     names = ", ".join(missing[:MOST_NAMES])
     names += f" and {len(missing) - MOST_NAMES} more" if len(missing) > MOST_NAMES else ""
-    if len(missing) == len(trained):
+    # One that steps in hooks of the backward pass may stand behind an optimizer of a made-up tensor.
+    if len(missing) == len(trained) and {p.shape for p in trained.values()} & {
+        p.shape for p in stepped
+    }:
         raise ConfigError(
             f"optimizer: it has none of the {len(trained)} trained parameters of the model ({names}), but copies of "
             "them or earlier ones, so that its next step would undo each merge; create it from model.parameters(), "
-            "after the model is complete and on its device"
+            "after the model is complete and on its device, or pass an empty list if the program steps without one"
         )
     return (
         f"{len(missing)} of {len(trained)} trained parameters are in no optimizer that Learner.connect was given: "

@@ -26,7 +26,8 @@ PARALLEL = (DistributedDataParallel, nn.DataParallel)
 def bare(model: nn.Module) -> nn.Module:
     """The module inside the wrappers of torch.compile and DistributedDataParallel, with the names of the user."""
     while True:
-        inner = getattr(model, COMPILED, None)
+        # Not getattr: PEFT's models hand out the attributes of the model that they wrap.
+        inner = model._modules.get(COMPILED)
         if isinstance(model, DistributedDataParallel):
             inner = model.module
         if not isinstance(inner, nn.Module):
@@ -40,7 +41,8 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
         f"{path}.{name}".lstrip(".").replace(CHECKPOINTED, "")
         for path, module in model.named_modules(remove_duplicate=False)
         for name in ("module" if isinstance(module, PARALLEL) else COMPILED,)
-        if name in module._modules
+        # A wrapper has nothing else; a module of the user that has may call a part of it like this.
+        if list(module._modules) == [name] and not module._parameters and not module._buffers
     }
 
     def plain(name: str) -> str:
