@@ -111,8 +111,9 @@ class Uplink:
             return
         if isinstance(event, ev.Welcomed):
             self._identity = Identity(
-                learner=self._settings.learner, epoch=event.epoch, incarnation=event.incarnation
-            )
+                learner=self._settings.learner, epoch=event.epoch, incarnation=event.incarnation,
+                start_id=event.start_id,
+            )  # fmt: skip
         now = self.process.now
         pending = self.protocol.handle(event, now)
         while pending:
