@@ -267,7 +267,7 @@ class Scheduler:
     def unreceived(
         self, begin: ev.BeginMerge, learner: str, reason: str, now: float
     ) -> list[ev.Decision]:
-        """The syncer could not receive the upload of one member: that must not stop the others for ever."""
+        """The syncer could not receive the upload of one member: that must not stop the others."""
         round_ = self._round(begin.round, begin.attempt)
         if round_ is None or learner not in round_.members:
             return []

@@ -189,7 +189,7 @@ def not_received(job, name):
     return job(ev.Failed(decision=begun, reason="MemoryError()", learner=name))
 
 
-def test_the_others_go_on_without_a_member_whose_upload_the_syncer_cannot_receive():
+def test_the_round_continues_without_a_member_whose_upload_the_syncer_cannot_receive():
     job = Job("abc", quorum=2).meet()
     job.report_all(1)
     for name in "ab":
@@ -207,7 +207,7 @@ def test_the_others_go_on_without_a_member_whose_upload_the_syncer_cannot_receiv
 def test_a_member_whose_upload_the_syncer_can_never_receive_stops_no_merge_for_ever(
     earlier, ejected
 ):
-    """The time that it costs the others adds up, whoever is at fault."""
+    """The time that it costs the others adds up, although the syncer is at fault."""
     job = Job("abc", quorum=2).meet()
     job.report_all(1)
     job.wait(3.0)
