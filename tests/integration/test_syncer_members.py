@@ -294,7 +294,7 @@ LOSSES = {
     "it stops sending": ("Stalled",),
     "it never starts to send": ("Stalled",),
     "it sends NaN": ("NotFinite",),
-    "it ends early": ("Damaged",),
+    "it ends early": ("StreamBroken",),
 }
 
 

@@ -94,12 +94,21 @@ class Ejections:
         return self._eject(record, reason, now) if self._charge(record, seconds, now) else []
 
     def _charge(self, record: LearnerRecord, seconds: float, now: float) -> bool:
-        """Add up a wait in vain; whether it is as long now as a round may wait."""
-        if seconds <= 0:
+        """
+        Add up a wait in vain; whether it is as long now as a round may wait.
+
+        Overlapping rounds wait at the same time: that counts once.
+        """
+        began = now - seconds
+        counted = max(0.0, record.waited_at - max(began, record.waited_from))
+        if seconds - counted <= 0:
             return False
         hold = self.hold_seconds()
         forgiven = (now - record.waited_at) / FORGIVEN_AFTER_HOLDS
-        record.waited_seconds = max(0.0, record.waited_seconds - forgiven) + min(seconds, hold)
+        record.waited_seconds = max(0.0, record.waited_seconds - forgiven)
+        record.waited_seconds += min(seconds - counted, hold)
+        touches = began <= record.waited_at
+        record.waited_from = min(began, record.waited_from) if touches else began
         record.waited_at = now
         if record.waited_seconds < hold:
             return False
@@ -163,7 +172,7 @@ class Ejections:
             ev.ProbeLearner(
                 round=state.probe.round,
                 attempt=state.probe.attempt,
-                fragment=_nth(record.report.offers, record.ejections - 1),
+                fragment=_nth(record.report.offers, record.ejections + state.unproven - 1),
                 learner=record.name,
             )
         ]
@@ -206,7 +215,7 @@ class Ejections:
             record: of the learner.
             failure: why it was not delivered.
             now: monotonic seconds.
-            counts: False: the learner is not at fault, and the next one comes after the same back-off.
+            counts: False: the learner is not at fault; only the next probe comes later for it, with another fragment.
         """
         state = record.ejection
         if state is None or state.probe is None:
@@ -218,7 +227,9 @@ class Ejections:
         ]
         if failure:
             record.ejections += counts
-            state.failed_at, state.probe_at = now, now + backoff_seconds(record.ejections)
+            state.unproven += not counts
+            pause = backoff_seconds(record.ejections + state.unproven)
+            state.failed_at, state.probe_at = now, now + pause
             return out
         record.ejection = None
         self.learners.changed()
@@ -274,7 +285,10 @@ class Ejections:
             record.ejections = record.long_waits = 0
 
     def shift(self, seconds: float) -> None:
-        """The syncer itself was paused."""
+        """The syncer itself was paused: the times of probes move, and those of the waits that were counted."""
+        for record in self.learners:
+            record.waited_from += seconds
+            record.waited_at += seconds
         for record in self.learners.ejected():
             if record.ejection is not None and record.ejection.probe is not None:
                 record.ejection.probe.upload.shift(seconds)

@@ -451,6 +451,8 @@ class Engine:
         decision, reason = event.decision, event.reason
         log = ev.Log(event="error", fields={"decision": type(decision).__name__, "reason": reason})
         match decision:
+            case ev.BeginMerge() if event.learner:
+                return [log, *self.scheduler.unreceived(decision, event.learner, reason, now)]
             case ev.Pull() | ev.BeginMerge():
                 retried = self.scheduler.retry(decision.round, decision.attempt, reason, now)
                 return [log, *retried]

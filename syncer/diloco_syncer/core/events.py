@@ -180,6 +180,8 @@ class Failed:
 
     decision: Decision
     reason: str
+    learner: str = ""
+    """The member without which it can be; empty: not even without one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

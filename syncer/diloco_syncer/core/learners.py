@@ -46,6 +46,8 @@ class Ejection:
     """Monotonic; no probe before, unless the quorum is short of learners."""
     failed_at: float
     """When it last failed, monotonic."""
+    unproven: int = 0
+    """Probes that ended without a fault of the learner: no failures, but the next ones come more rarely."""
     probe: Probe | None = None
 
 
@@ -105,7 +107,9 @@ class LearnerRecord:
     """How often waits for it in vain added up to what a round may wait."""
     waited_seconds: float = 0.0
     """Waits for it in vain since then, as of `waited_at`."""
+    waited_from: float = math.inf
     waited_at: float = -math.inf
+    """The newest time that was counted as such a wait ends here and begins at `waited_from`, monotonic."""
     failed_at: float = -math.inf
     """When it was last ejected, monotonic."""
     delivered_in_row: int = 0

@@ -264,6 +264,16 @@ class Scheduler:
             return self._broken(round_, event.learner, event.detail, now)
         return self._unusable(round_, event.learner, event.reason, event.detail, now)
 
+    def unreceived(
+        self, begin: ev.BeginMerge, learner: str, reason: str, now: float
+    ) -> list[ev.Decision]:
+        """The syncer could not receive the upload of one member: that must not stop the others."""
+        round_ = self._round(begin.round, begin.attempt)
+        if round_ is None or learner not in round_.members:
+            return []
+        detail = f"the syncer could not receive the upload: {reason}"
+        return self._broken(round_, learner, detail, now)
+
     def _broken(self, round_: Round, learner: str, detail: str, now: float) -> list[ev.Decision]:
         """
         The connection of a member broke: as if it had left, and its report may be used again.
@@ -271,7 +281,7 @@ class Scheduler:
         A learner that breaks it again and again costs the others time, which adds up.
         """
         round_.failure = f"{learner}: {ev.STREAM_BROKEN}"
-        waited = self._since_last_wait(learner, self._waited_seconds(round_, learner, now), now)
+        waited = self._waited_seconds(round_, learner, now)
         ejected = self.ejections.waited(learner, waited, ev.STREAM_BROKEN, now)
         return [
             _refusal(round_, learner, ev.STREAM_BROKEN, detail),
@@ -279,10 +289,6 @@ class Scheduler:
             *self._drop(round_, learner, ev.STREAM_BROKEN, now),
             *(self._drop_everywhere(learner, ev.STREAM_BROKEN, now) if ejected else ()),
         ]
-
-    def _since_last_wait(self, learner: str, waited: float, now: float) -> float:
-        """A wait of the others, less what an overlapping round of the same learner has counted."""
-        return min(waited, now - self.learners.by_name[learner].waited_at)
 
     def _waited_seconds(self, round_: Round, learner: str, now: float) -> float:
         return round_.waited_seconds(learner, now, quorum=self.spec.quorum)
@@ -314,7 +320,6 @@ class Scheduler:
         """
         rounds = [r for r in self.in_flight if learner in r.members and not r.open]
         waited = max((self._waited_seconds(r, learner, now) for r in rounds), default=0.0)
-        waited = self._since_last_wait(learner, waited, now)
         out = self.ejections.waited(learner, waited, "LeftRound", now) if charged else []
         for round_ in rounds:
             out += self._drop(round_, learner, reason, now)

@@ -81,9 +81,12 @@ class UploadReceiver:
             return []
         if self._header is None:
             return self._begin(message, now)
-        if message is not None:
-            self._host.metrics.received(self._header.learner, len(message))
+        if message is None:
+            # gRPC may present a call that was cut as one whose peer has sent its last.
+            self.lost()
+            return [reply(refused=UnavailableError.reason, detail=self._chunks.ended_early())]
         header = self._header
+        self._host.metrics.received(header.learner, len(message))
         return self._checked(header, lambda: self._take(header.learner, message, now))
 
     def resume(self, now: float) -> list[bytes]:
@@ -112,7 +115,7 @@ class UploadReceiver:
 
     def failed(self, error: Exception) -> list[bytes]:
         """
-        An error of this program, such as an OOM: no member is at fault.
+        An error of this program, such as an OOM: no member is at fault, and the round continues without this one.
 
         Returns:
             The packed reply that ends the upload; its sender may try again.
@@ -121,7 +124,8 @@ class UploadReceiver:
         name = header.learner if header is not None else "an unknown sender"
         log.error("an upload of %s cannot be received", name, exc_info=error)
         if header is not None and header.round:
-            self._host.post(self._failed(header, repr(error)))
+            self._end_delivery(header)
+            self._host.post(self._failed(header, repr(error), learner=name))
         detail = f"the syncer could not receive the upload ({type(error).__name__}); see its log"
         return [reply(refused=UnavailableError.reason, detail=detail)]
 
@@ -157,11 +161,9 @@ class UploadReceiver:
         self._part.resume(now)
         return []
 
-    def _take(self, learner: str, message: bytes | None, now: float) -> list[bytes]:
+    def _take(self, learner: str, message: bytes, now: float) -> list[bytes]:
         if self._part is None:
             raise AssertionError("a message before the header was accepted")
-        if message is None:
-            raise self._chunks.ended_early()
         check_size(message)
         chunk = self._chunks.receive(message)
         if chunk is not None:
@@ -234,10 +236,7 @@ class UploadReceiver:
         self._dropped(header, learner, error.reason, str(error))
 
     def _dropped(self, header: bulk.UploadHeader, learner: str, reason: str, detail: str) -> None:
-        attempt = self._host.attempts.get(header.round, header.attempt)
-        if attempt is not None:
-            # The end of the attempt cancels the streams of its members; this one gets a reply.
-            attempt.delivered(header.learner)
+        self._end_delivery(header)
         self._host.post(
             ev.Dropped(
                 learner=learner,
@@ -248,7 +247,13 @@ class UploadReceiver:
             )
         )
 
-    def _failed(self, header: bulk.UploadHeader, reason: str) -> ev.Failed:
+    def _end_delivery(self, header: bulk.UploadHeader) -> None:
+        """The end of the attempt cancels the streams of its members; this one gets a reply."""
+        attempt = self._host.attempts.get(header.round, header.attempt)
+        if attempt is not None:
+            attempt.delivered(header.learner)
+
+    def _failed(self, header: bulk.UploadHeader, reason: str, *, learner: str = "") -> ev.Failed:
         """The thread of an upload does the work of the syncer, like the coordinator's own."""
         attempt = self._host.attempts.get(header.round, header.attempt)
         if attempt is not None and attempt.probe:
@@ -262,7 +267,7 @@ class UploadReceiver:
         begun = ev.BeginMerge(
             round=header.round, attempt=header.attempt, fragment=header.fragment, contributions=()
         )
-        return ev.Failed(decision=begun, reason=reason)
+        return ev.Failed(decision=begun, reason=reason, learner=learner)
 
 
 def check_header(header: bulk.UploadHeader, layout: Layout, *, up: str) -> None:

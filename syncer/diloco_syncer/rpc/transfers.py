@@ -196,9 +196,9 @@ class Chunks:
         self._end()
         return None
 
-    def ended_early(self) -> DamagedError:
-        """The error of a stream that ended before `complete`."""
-        return DamagedError(f"the upload ended {len(self._arrivals.missing())} chunks early")
+    def ended_early(self) -> str:
+        """What is missing of a stream that ended before `complete`."""
+        return f"the upload ended {len(self._arrivals.missing())} chunks early"
 
     def _end(self) -> None:
         missing = self._arrivals.missing()

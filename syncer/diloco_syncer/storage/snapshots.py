@@ -69,6 +69,14 @@ def resume(
         snapshot.arrays, snapshot.meta["theta"], spec, epoch=epoch if snapshot.chosen else None
     )
     model = exported(directory, run=run, disk=disk)
+    if model is not None and model.step > snapshot.step:
+        # The snapshots were restored from an earlier copy. It would complete the job once that step is done again.
+        log.warning(
+            "model/model.json describes the lost step %d, and the job resumes from step %d; it is removed",
+            model.step,
+            snapshot.step,
+        )
+        disk.remove(directory / "model" / "model.json")
     engine = Engine.resume(
         spec,
         epoch=epoch,

@@ -255,6 +255,25 @@ def test_what_the_others_waited_for_a_learner_in_vain_adds_up_to_an_ejection():
     assert (job["b"].waited_seconds, job["b"].failed_at) == (0.0, 12.0)
 
 
+def test_a_short_wait_in_vain_hides_no_longer_one_that_contains_it():
+    job = Learners(hold=4.0)
+    assert job.it.waited("b", 0.02, "StreamBroken", 10.0) == []
+    assert job.it.waited("b", 3.9, "StreamBroken", 10.01) == []
+    assert job["b"].waited_seconds == pytest.approx(3.9, abs=0.01), "the short one is a part of it"
+    assert job.it.waited("b", 1.0, "LeftRound", 10.01) == [], "counted already"
+    assert job.it.waited("b", 3.0, "LeftRound", 10.06) == []
+    assert job["b"].waited_seconds == pytest.approx(3.95, abs=0.01)
+    assert job.it.waited("b", 0.1, "LeftRound", 11.0)
+
+
+def test_a_pause_of_the_syncer_lies_in_no_wait():
+    job = Learners(hold=4.0)
+    job.it.waited("b", 2.0, "StreamBroken", 10.0)
+    job.it.shift(60.0)
+    job.it.waited("b", 2.5, "StreamBroken", 70.5)  # a round whose times were moved as well
+    assert job["b"].waited_seconds == pytest.approx(2.5, abs=0.02)
+
+
 def test_an_ejection_that_cost_no_time_adds_no_wait():
     job = Learners(hold=4.0)
     assert job.it.eject("b", "Stalled", 1.0)
@@ -316,6 +335,19 @@ def test_the_attempt_of_a_probe_is_aborted_when_its_session_ends(how):
     assert job["b"].ejection.probe is None
     assert job["b"].ejections == 1, "neither a success nor a failure"
     assert job.it.left(job["b"]) == []
+
+
+def test_probes_that_break_are_ever_rarer_and_ask_for_another_fragment_but_are_no_failures():
+    job = Learners()
+    job.it.eject("b", "Stalled", 0.0)
+    now, fragments = 5.0, []
+    for count in range(2, 6):
+        fragments.append(job.probe(now).fragment)
+        job.it.end_probe(job["b"], "StreamBroken", now, counts=False)
+        assert job.it.deadlines(now) == [now + backoff_seconds(count)]
+        now += backoff_seconds(count)
+    assert len(set(fragments)) > 1
+    assert job["b"].ejections == 1
 
 
 def test_a_probe_has_the_time_of_an_upload_when_the_quorum_needs_the_learner():

@@ -166,6 +166,60 @@ def test_a_slow_member_is_left_out_of_all_rounds_to_which_it_has_not_delivered()
     assert pulls(out) == [(2, 2, ("a", "b")), (3, 2, ("a", "b"))]
 
 
+@pytest.mark.parametrize("how", ["both streams break", "a stream breaks, then its session"])
+def test_a_short_wait_of_a_newer_round_hides_no_long_one_of_an_older_round(how):
+    job = Job("abc", overlap=2).meet()
+    job.report_all(1)
+    for name in "bc":
+        job.contribute(name)  # now they wait for a
+    job.wait(3.5)
+    job.report_all(2)
+    for name in "abc":
+        job.contribute(name, round=2, local_step=2)
+    job.now = 3.6
+    assert logs("eject", job.dropped("a", round=2, reason=ev.STREAM_BROKEN)) == []
+    job.now = 3.61
+    out = job.left("a") if how != "both streams break" else job.dropped("a", reason="StreamBroken")
+    assert logs("eject", out) == []
+    assert job["a"].waited_seconds == pytest.approx(3.61, abs=0.01)
+
+
+def not_received(job, name):
+    begun = ev.BeginMerge(round=1, attempt=1, fragment=1, contributions=())
+    return job(ev.Failed(decision=begun, reason="MemoryError()", learner=name))
+
+
+def test_the_round_continues_without_a_member_whose_upload_the_syncer_cannot_receive():
+    job = Job("abc", quorum=2).meet()
+    job.report_all(1)
+    for name in "ab":
+        job.contribute(name)
+    out = not_received(job, "c")
+    assert logs("error", out) == [{"decision": "BeginMerge", "reason": "MemoryError()"}]
+    [refused] = logs("refuse", out)
+    assert (refused["learner"], refused["reason"]) == ("c", "StreamBroken")
+    assert "the syncer could not receive the upload: MemoryError()" in refused["detail"]
+    assert [[c.learner for c in d.contributions] for d in of(ev.BeginMerge, out)] == [["a", "b"]]
+    assert logs("eject", out) == []
+
+
+@pytest.mark.parametrize(("earlier", "ejected"), [(0.0, []), (1.5, ["c"])])
+def test_a_member_whose_upload_the_syncer_can_never_receive_stops_no_merge_for_ever(
+    earlier, ejected
+):
+    """The time that it costs the others adds up, although the syncer is at fault."""
+    job = Job("abc", quorum=2).meet()
+    job.report_all(1)
+    job.wait(3.0)
+    for name in "abc":
+        job.contribute(name)
+    job["c"].waited_seconds, job["c"].waited_at = earlier, 0.0
+    out = not_received(job, "c")
+    assert pulls(out) == [(1, 2, ("a", "b"))]
+    assert [line["learner"] for line in logs("eject", out)] == ejected
+    assert job["c"].waited_seconds == (0.0 if ejected else 3.0)
+
+
 def test_of_two_late_members_of_a_merge_the_second_has_the_next_attempt_to_deliver():
     job = Job("abcd").meet()
     job.report_all(1)

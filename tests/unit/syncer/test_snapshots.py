@@ -318,6 +318,23 @@ def test_a_job_that_was_rolled_back_is_not_complete_with_the_model_that_a_person
     assert engine.complete
 
 
+def test_a_job_whose_snapshots_were_restored_is_not_complete_with_the_model_of_its_lost_history(
+    tmp_path: Path,
+):
+    root = a_run_that_is_complete(tmp_path).root
+    for path in root.glob("*10*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    again = Store(root, keep=5)
+    engine, _ = resumed(tmp_path, again, epoch=2)
+    assert engine.step == 9
+    run = again.run(begins=False)
+    assert snapshots.exported(tmp_path, run=run) is None, "the status shows no lost model"
+    again.write(taken(10, Position(1, 0)))  # the end of the job, killed before the export
+    engine, _ = resumed(tmp_path, Store(root, keep=5), epoch=3)
+    assert engine.step == SPEC.steps
+    assert not engine.complete
+
+
 def test_a_model_that_an_earlier_version_exported_still_counts(tmp_path: Path):
     root = a_run_that_is_complete(tmp_path).root
     facts = tmp_path / "model/model.json"

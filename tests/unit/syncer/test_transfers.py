@@ -229,6 +229,17 @@ def test_a_broken_stream_drops_the_member_once(pair):
     assert (dropped.learner, dropped.reason) == ("eu/0", "StreamBroken")
 
 
+def test_a_stream_that_ends_before_its_upload_is_a_broken_one(pair):
+    """gRPC may present a call that was cut as one whose peer has sent its last."""
+    first = pair.upload(0).send(1)
+    pair.syncer.run()
+    [packed] = first.receiver.receive(None, 0.0)
+    assert decoded(packed, bulk.UploadReply).refused == "Unavailable"
+    first.receiver.lost()
+    [dropped] = [e for e in pair.syncer.posted if isinstance(e, ev.Dropped)]
+    assert (dropped.learner, dropped.reason) == ("eu/0", "StreamBroken")
+
+
 def test_an_upload_without_a_header_is_refused_without_a_learner(pair):
     upload = pair.upload(0)
     [packed] = upload.receiver.receive(None, 0.0)

@@ -161,7 +161,7 @@ def test_a_probe_that_does_not_end_by_a_fault_of_the_learner_does_not_count(sync
         upload.receiver.failed(MemoryError("cannot allocate"))
     syncer.run()
     assert (record.ejections, record.ejection.probe) == (1, None)
-    assert record.ejection.probe_at == syncer.now + 5.0, "a connection must not be probed at once"
+    assert record.ejection.probe_at == syncer.now + 10.0, "a connection is probed ever more rarely"
 
 
 # ---------------------------------------------------------------- gRPC threads
@@ -209,7 +209,10 @@ def test_a_syncer_without_memory_for_an_upload_blames_no_member(
     syncer.run()
     [error] = lines(syncer, "error")
     assert (error["decision"], error["reason"]) == ("BeginMerge", "MemoryError('cannot allocate')")
-    assert lines(syncer, "refuse") == lines(syncer, "eject") == []
+    [refused] = lines(syncer, "refuse")
+    assert (refused["learner"], refused["reason"]) == ("eu/2", "StreamBroken")
+    assert "cannot allocate" in refused["detail"]
+    assert lines(syncer, "eject") == []
     pass_time(learners, 1)
     deliver(*[upload(each, pulls(each)[-1]) for each in (learners[0], learners[2])])
 
