@@ -230,7 +230,7 @@ _ENDPOINT_CEL = (
     "(self == '' || (int(self.substring(self.lastIndexOf(':') + 1)) <= 65535"
     f" && self.lastIndexOf(':') <= {names.MAX_HOST_NAME}"
     f" && (self.startsWith('[') ? isIP({_SIX_CEL}) && ip({_SIX_CEL}).family() == 6"
-    f" : (!self.matches('(^|[.])([0-9]+|0[xX][0-9A-Fa-f]*):[0-9]+$') || isIP({_HOST_CEL})))))"
+    f" : (!{_HOST_CEL}.matches('{names.IPV4_PATTERN}') || isIP({_HOST_CEL})))))"
 )
 _NOT_LOCAL_CEL = (
     "(self == '' || !self.matches('(?i)^(.*[.])?localhost:')"

@@ -26,6 +26,10 @@ MAX_REGIONS = 64
 MAX_LEARNERS = 10_000
 """Maximum number of learners of a job, in all its regions."""
 
+MAX_QUEUED = 500
+"""Maximum number of learners of a job in a queue of one cluster: each has a StatefulSet with a pod template of its
+own, and all of them are in the operator's memory at once."""
+
 MAX_CHILD_NAME = 52
 """Maximum length of `<job>-<region>`: a StatefulSet's revision label adds 11 characters; labels end at 63."""
 
@@ -41,6 +45,10 @@ SOURCE_RANGE_PATTERN = r"[0-9A-Fa-f:.]{2,39}/(0|[1-9][0-9]{0,2})"
 """An IPv4 or IPv6 range as far as a pattern can decide; `is_source_range` is exact."""
 ENDPOINT_PATTERN = rf"(\[[0-9A-Fa-f:.]+\]|{_LABEL}(\.{_LABEL})*):[1-9][0-9]{{0,4}}"
 """host:port, as far as a pattern can check it; `is_endpoint` checks the rest."""
+
+IPV4_PATTERN = r"(^|[.])[0-9]+$|^((0[xX][0-9A-Fa-f]*|[0-9]+)[.])*0[xX][0-9A-Fa-f]*$"
+"""To be searched in a host without a line break: it is an IPv4 address in the notation of some resolver, and no name.
+In syncer.0xcafe, the last part is a namespace."""
 
 MAX_HOST_NAME = 253
 """Maximum length of the host of an endpoint."""
@@ -137,7 +145,7 @@ def is_endpoint(text: str) -> bool:
         if host.startswith("["):
             # Kubernetes does not accept IPv4-mapped IPv6 addresses.
             return ipaddress.IPv6Address(host[1:-1]).ipv4_mapped is None
-        if re.fullmatch("[0-9]+|0[xX][0-9A-Fa-f]*", host.rpartition(".")[2]):
+        if re.search(IPV4_PATTERN, host):
             # No top-level domain is a number, so this must be an IPv4 address. Resolvers also accept
             # hexadecimal numbers and fewer than four, with which one would pass for a name.
             ipaddress.IPv4Address(host)

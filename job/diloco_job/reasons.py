@@ -174,7 +174,7 @@ REASONS: tuple[Reason, ...] = (
             "Warning",
             "in a queue each learner has a StatefulSet of its own, and this cluster has {learners} learners; "
             "the maximum is {most}",
-            "reduce spec.regions[].learners, or remove the queue's label",
+            "reduce spec.regions[].learners, or suspend the job, remove the queue's label and resume it",
         ),
         (
             "OtherOperator",

@@ -152,6 +152,7 @@ ENDPOINTS = {
     "0x7f000001:80": False,
     "169.254.0XA9FE:80": False,
     "0x.a:80": True,
+    "syncer.0xcafe:80": True,
     "::1:1": False,
     "[::g]:1": False,
     "[1.2.3.4]:1": False,

@@ -215,10 +215,10 @@ class Cluster:
             try:
                 found += self._of_job(kind, namespace, job, newest=newest)
             except ApiError as error:
-                if not error.refused:
+                if error.status not in (403, 404):
                     raise
-                # The server does not have it, or gives no access: a condition reports it after the
-                # apply, and whatever of it is obsolete stays.
+                # The server does not have it, or gives no access: everything of it is applied again, a
+                # condition reports it where that is refused, and whatever of it is obsolete stays.
         return tuple(found)
 
     def pods(self, namespace: str, job: str, *, newest: bool = False) -> tuple[Json, ...]:

@@ -12,17 +12,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from diloco_job.names import MAX_CHILD_NAME, learner_set_name
+from diloco_job.names import MAX_CHILD_NAME, MAX_QUEUED, learner_set_name
 from diloco_job.reasons import ConditionState, condition
 from diloco_job.types import DiLoCoJob, PodTemplate
 from diloco_operator.decide.pruning import MANAGED_BY
 from diloco_operator.resources.operator_scope import MANAGER
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import controller_uid, labels
-
-MAX_QUEUED = 500
-"""Learners of one job that wait in a queue of this cluster: each has a StatefulSet with a pod template of its
-own, and all of them are in memory at once."""
 
 
 def objection(state: JobState) -> ConditionState | None:
@@ -36,10 +32,10 @@ def objection(state: JobState) -> ConditionState | None:
         )
     if found := list(forbidden_fields(state.job, state.scope.forbidden_pod_fields)):
         return condition("Accepted", "PodFieldForbidden", fields=", ".join(found))
-    if state.sets.queue is not None:
+    if state.sets.too_many(own.region for own in state.regions):
         num_learners = sum(own.region.learners for own in state.regions)
-        if num_learners > MAX_QUEUED:
-            return condition("Accepted", "TooManyForQueue", learners=num_learners, most=MAX_QUEUED)
+        return condition("Accepted", "TooManyForQueue", learners=num_learners, most=MAX_QUEUED)
+    if state.sets.queue is not None:
         longest = max(_names_of_sets(state), key=len, default="")
         if len(longest) > MAX_CHILD_NAME:
             return condition(

@@ -106,7 +106,9 @@ def _state(
     """The conditions in one word, for people; no program should read it."""
     if lifecycle.finished:
         return lifecycle.phase.value
-    if not state.in_scope or not state.children:
+    if not state.in_scope:
+        return _previous_end(state) or "Pending"
+    if not state.children:
         return "Pending"
     desired = sum(region.desired for region in counts.regions)
     training = sum(region.training or 0 for region in counts.regions)
@@ -125,10 +127,15 @@ def _state(
 
 
 def _time(state: JobState, name: str, when: datetime | None) -> str:
-    """A time of the lifecycle; as it was, of a job of which this operator runs nothing."""
-    if not state.in_scope:
+    """A time of the lifecycle; as it was, of an ended job of which this operator runs nothing."""
+    if not state.in_scope and _previous_end(state):
         return str(state.previous.status.get(name, ""))
     return time_text(when) if when else ""
+
+
+def _previous_end(state: JobState) -> str:
+    """How the job had ended: Complete | Failed; "": it had not."""
+    return next((name for name in ("Complete", "Failed") if state.previous.is_true(name)), "")
 
 
 def _syncer(state: JobState) -> Status:

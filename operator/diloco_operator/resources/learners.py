@@ -6,7 +6,7 @@ In a queue, each learner has a StatefulSet of its own, `<job>-<region>-<index>`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from diloco_job import names
@@ -88,25 +88,24 @@ def _pod_groups(context: JobContext, region: Region) -> list[dict[str, Any]]:
             labels={**common.labels(context, ROLE, region.name), LEARNER: str(index)},
             body={"spec": {"schedulingPolicy": {"gang": {"minCount": size}}}},
         )
-        for index in range(region.learners)
+        for index in _indexes(context, region)
+        if index < region.learners
     ]
 
 
-def _indexes(context: JobContext, region: Region) -> Iterable[int | None]:
-    """The learners that have a StatefulSet of their own; None: one for all learners of the region."""
-    if context.sets.queue is None:
-        return (None,)
-    return range(max(region.learners, context.sets.kept.get(region.name, 0)))
+def _indexes(context: JobContext, region: Region) -> list[int]:
+    """The learners in a queue that have a StatefulSet of their own; of too many, those that have it already."""
+    kept = context.sets.kept.get(region.name, frozenset())
+    most = 0 if context.sets.too_many(context.regions) else region.learners
+    return sorted(kept.union(range(most)))
 
 
 def _stateful_sets(context: JobContext, region: Region) -> list[dict[str, Any]]:
     """One, or that of each learner; they share the parts of the pod template that are equal."""
     template = pod_templates.template(context, _parts(context, region))
     made_of = inputs.of_learners(context, region)
-    return [
-        _stateful_set(context, region, index, template, made_of)
-        for index in _indexes(context, region)
-    ]
+    indexes = (None,) if context.sets.queue is None else _indexes(context, region)
+    return [_stateful_set(context, region, index, template, made_of) for index in indexes]
 
 
 def _stateful_set(

@@ -9,10 +9,12 @@ the scheduler of Kubernetes, if the job asks for it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from diloco_job.names import MAX_QUEUED
+from diloco_job.types import Region
 from diloco_operator.resources.extra_metadata import Metadata
 
 LEARNER = "diloco.dev/learner"
@@ -90,9 +92,27 @@ class LearnerSets:
 
     queue: Queue | None = None
     """Each learner has its own, as an entry of this queue; None: each region has one."""
-    kept: Mapping[str, int] = field(default_factory=dict)
-    """Region → learners whose StatefulSets exist. One that is taken out of its region keeps its
+    kept: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    """Region → indexes of the learners whose StatefulSets exist. One that is taken out of its region keeps its
     StatefulSet with 0 replicas: what happens to its volumes is then spec.learner.storage.whenScaled."""
+
+    def too_many(self, regions: Iterable[Region]) -> bool:
+        """
+        Whether these regions need more StatefulSets in a queue than there may be.
+
+        A job that an earlier version made with more learners is not refused while it does not grow.
+        """
+        if self.queue is None:
+            return False
+        num_learners = num_missing = 0
+        grows = False
+        for region in regions:
+            kept = self.kept.get(region.name, frozenset())
+            num_learners += region.learners
+            num_missing += region.learners - sum(index < region.learners for index in kept)
+            grows = grows or region.learners > max(kept, default=-1) + 1
+        # The highest index alone shows nothing about those below it: anyone may have set that label.
+        return num_learners > MAX_QUEUED and (grows or num_missing > MAX_QUEUED)
 
 
 def queue_of_job(metadata: Metadata) -> Queue | None:

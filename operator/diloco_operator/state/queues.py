@@ -42,12 +42,14 @@ def learner_sets(job: Metadata, children: Iterable[Object]) -> LearnerSets:
     if queue and wanted and queue.priority and wanted.priority:
         # Kueue accepts this at any time, and takes it when the learner enters the queue again.
         queue = replace(queue, priority=wanted.priority)
-    kept: dict[str, int] = {}
+    kept: dict[str, set[int]] = {}
     for child in live:
         index, region = labels(child).get(LEARNER, ""), labels(child)["diloco.dev/region"]
         if index.isdecimal():
-            kept[region] = max(kept.get(region, 0), int(index) + 1)
-    return LearnerSets(queue=queue, kept=kept)
+            kept.setdefault(region, set()).add(int(index))
+    return LearnerSets(
+        queue=queue, kept={region: frozenset(indexes) for region, indexes in kept.items()}
+    )
 
 
 def queued_uids(pods: Iterable[Object]) -> tuple[str, ...]:

@@ -128,6 +128,8 @@ def test_a_job_read_from_a_cluster_is_valid():
         "0x7f000001.example:80",
         "0x7g:1",
         "x7f:1",
+        "syncer.0xcafe:1",
+        "7.a.0x1:1",
         "syncer:1",
         "a.b-c.example:65535",
         "10.0.0.1:7070",
@@ -158,6 +160,7 @@ def test_b06_an_address_that_each_machine_has_for_itself_is_no_endpoint_of_a_clu
         "", "host", "host:", ":1", "host:0", "host:65536", "host:01", "host:1\n", "ho st:1",
         "-a:1", "a-:1", "a..b:1", "300.1.1.1:1", "1.2.3:1", "::1:1", "[::g]:1", "[]:1",
         "0x7f000001:80", "0X7F.1:80", "169.254.0xa9fe:80", "127.0x:80", "0x:1",
+        "0x7f.0.0.0x1:80", "syncer.1:80",
         "http://a:1", "a:1/x", f"{'a' * 64}:1", f"{'a.' * 127}aa:1",
     ],
 )  # fmt: skip

@@ -217,6 +217,15 @@ def test_children_come_without_cert_manager_too(api, cluster):
     assert cluster.children("ns", "a", certificates=True) == ()
 
 
+@pytest.mark.parametrize("status", [400, 410, 422])
+def test_a_list_that_the_server_ends_is_not_a_kind_without_objects(api, cluster, status):
+    """410: the list was so slow that its next page has expired."""
+    api.faults.append(Fault("GET", "poddisruptionbudgets", status, "too old"))
+    with pytest.raises(ApiError) as caught:
+        cluster.children("ns", "a", certificates=False)
+    assert caught.value.status == status
+
+
 def test_the_answer_to_a_group_that_the_server_does_not_serve_names_the_group(
     api, cluster, monkeypatch
 ):

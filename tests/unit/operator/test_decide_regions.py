@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 
+from diloco_operator.state.previous_status import time_text
 from diloco_testing.kubernetes.operated_job import (
     SCOPE,
     OperatedJob,
@@ -12,6 +13,7 @@ from diloco_testing.kubernetes.operated_job import (
     manifest,
     refuse,
     set_ready,
+    trains_in,
 )
 
 TLS = {"tls": {"mode": "Secret", "secretName": "s"}}
@@ -198,6 +200,20 @@ def test_a_region_that_is_removed_from_the_job_loses_everything_there():
     us.settle()
     assert not us.children
     assert us.reason("Accepted") == ("False", "RegionNotInSpec")
+
+
+def test_a_region_that_is_removed_and_added_again_begins_its_deadline_anew():
+    regions = [{"name": "eu", "learners": 2}, {"name": "us", "learners": 2}]
+    us = trains_in("us", regions=regions, runPolicy={"activeDeadlineSeconds": 3600})
+    assert "startTime" in us.status
+    us.change(regions=regions[:1])
+    us.settle()
+    assert "startTime" not in us.status
+    us.reconcile(7200)
+    us.change(regions=regions)
+    us.reconcile(1)
+    assert us.reason("Failed") == ("False", "NotFailed")
+    assert us.status["startTime"] == time_text(us.now)
 
 
 def test_without_an_endpoint_learners_of_other_regions_are_not_started():

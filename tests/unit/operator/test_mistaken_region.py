@@ -92,6 +92,7 @@ def test_a_failed_job_of_which_only_the_kept_pods_are_left_keeps_them():
             in world.condition("Accepted")["message"]
         )
         assert [*world.pods] == ["a-eu-1"]
+        assert world.status["state"] == "Failed"
     assert ended(world) == before
     assert [*world.pods] == ["a-eu-1"]
 
@@ -104,6 +105,7 @@ def test_a_complete_job_stays_complete_and_starts_nothing(policy):
     with mistaken(world):
         assert world.reason("Accepted") == ("False", "RegionNotInSpec")
         assert ended(world) == before
+        assert world.status["state"] == "Complete"
     assert ended(world) == before
     assert not world.replicas()
     assert not world.pods

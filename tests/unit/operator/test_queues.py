@@ -5,8 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from diloco_job.names import MAX_CHILD_NAME
-from diloco_operator.decide.objections import MAX_QUEUED
+from diloco_job.names import MAX_CHILD_NAME, MAX_QUEUED
 from diloco_operator.resources import Owner, Wanted, desired
 from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.template_record import inputs_of
@@ -181,6 +180,27 @@ def test_a_job_has_no_more_learners_in_a_queue_than_fit_into_memory():
     world.reconcile()
     assert world.reason("Accepted") == ("True", "Valid")
     assert len(live_sets(world)) == MAX_QUEUED
+
+
+def test_a_queued_job_that_has_more_learners_is_still_repaired_but_grows_no_more(monkeypatch):
+    """An earlier version of the operator made them."""
+    world = trains(queued_job())
+    monkeypatch.setattr("diloco_operator.resources.queue_labels.MAX_QUEUED", 1)
+    del world.children["StatefulSet", "a-eu-0"]
+    world.reconcile(1)
+    assert world.reason("Accepted") == ("True", "Valid")
+    assert sorted(live_sets(world)) == ["a-eu-0", "a-eu-1"]
+    world.change(regions=[{"name": "eu", "learners": 3}])
+    assert is_idle_but_for_its_status(world.reconcile(1))
+    assert world.reason("Accepted") == ("False", "TooManyForQueue")
+    world.change(runPolicy={"suspend": True})
+    world.settle()
+    world.job["metadata"]["labels"] = {}
+    world.change(runPolicy={})
+    world.settle()
+    assert world.reason("Accepted") == ("True", "Valid")
+    assert sorted(live_sets(world)) == ["a-eu"], "as operations.md advises"
+    assert sorted(world.pods) == ["a-eu-0", "a-eu-1", "a-eu-2", "a-syncer-0"]
 
 
 def test_only_the_learners_of_this_cluster_count_for_its_queue():

@@ -97,11 +97,11 @@ class Cluster:
 
     @property
     def address(self) -> str:
-        """The node's address on the WAN; NodePorts are reached there."""
-        nodes = self.kubectl.list("nodes")
+        """A node's address on the WAN; NodePorts are reached there. A lost node may have none."""
         found = [
             address
-            for address in nodes[0]["status"]["addresses"]
+            for node in self.kubectl.list("nodes")
+            for address in node["status"].get("addresses") or ()
             if address["type"] == "InternalIP"
         ]
         return str(found[0]["address"])
