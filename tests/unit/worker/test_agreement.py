@@ -291,8 +291,9 @@ def board():
 
 def test_a_plan_comes_back_as_it_was_published(board):
     state = LinkState(
-        phase=Phase.TRAINING, open=[2, 0], ready=[[1, 7]], versions=[[1, 2], None, [3, 4]], text="…"
-    )
+        phase=Phase.TRAINING, starts=["a"], open=[2, 0], ready=[[1, 7]], versions=[[1, 2], None, [3, 4]],
+        text="…",
+    )  # fmt: skip
     plan = Plan(boundary=5, link_state=state, places={2: 1, 0: 3}, terminated=True, now=1.5)
     board.publish(plan)
     assert board.plan(5) == plan

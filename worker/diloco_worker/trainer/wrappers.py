@@ -27,7 +27,7 @@ def bare(model: nn.Module) -> nn.Module:
     """The module inside the wrappers of torch.compile and DistributedDataParallel, with the names of the user."""
     while True:
         # Not getattr: PEFT's models hand out the attributes of the model that they wrap.
-        inner = model._modules.get(COMPILED)
+        inner = model._modules[COMPILED] if COMPILED in model._modules else None
         if isinstance(model, DistributedDataParallel):
             inner = model.module
         if not isinstance(inner, nn.Module):
@@ -42,7 +42,7 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
         for path, module in model.named_modules(remove_duplicate=False)
         for name in ("module" if isinstance(module, PARALLEL) else COMPILED,)
         # A wrapper has nothing else; a module of the user that has may call a part of it like this.
-        if list(module._modules) == [name] and not module._parameters and not module._buffers
+        if [*module._modules.keys()] == [name] and not module._parameters and not module._buffers
     }
 
     def plain(name: str) -> str:
