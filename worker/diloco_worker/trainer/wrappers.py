@@ -42,7 +42,10 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
         for path, module in model.named_modules(remove_duplicate=False)
         for name in ("module" if isinstance(module, PARALLEL) else COMPILED,)
         # A wrapper has nothing else; a module of the user that has may call a part of it like this.
-        if [*module._modules.keys()] == [name] and not module._parameters and not module._buffers
+        if len(module._modules) == 1
+        and name in module._modules
+        and not module._parameters
+        and not module._buffers
     }
 
     def plain(name: str) -> str:
