@@ -27,7 +27,7 @@ def bare(model: nn.Module) -> nn.Module:
     """The module inside the wrappers of torch.compile and DistributedDataParallel, with the names of the user."""
     while True:
         # Not getattr: PEFT's models hand out the attributes of the model that they wrap.
-        inner = model._modules[COMPILED] if COMPILED in model._modules else None
+        inner = dict(model.named_children()).get(COMPILED)
         if isinstance(model, DistributedDataParallel):
             inner = model.module
         if not isinstance(inner, nn.Module):
