@@ -152,7 +152,7 @@ class WorldOfParts:
 def sample(seed: int, *, eager: bool = False) -> Description:
     plan = Plan.sample(
         random.Random(seed), learners=["eu/0", "eu/1", "eu/2"], syncer="syncer", horizon=40.0, count=12,
-        weights={k: 1.0 for k in Kind if k not in DISK},
+        weights={k: 1.0 for k in Kind if k not in {*DISK, Kind.DISK_RESTORED}},
     )  # fmt: skip
     return Description(seed, 3, 200, plan, eager)
 

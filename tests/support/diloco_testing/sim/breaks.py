@@ -198,7 +198,7 @@ def commits_out_of_order(patch: Patch) -> None:
 @finds("incarnations", "is merged")
 def members_that_left(patch: Patch) -> None:
     """A learner that is gone stays in its rounds."""
-    patch.setattr(Scheduler, "lost", lambda self, learner, reason, now: [])
+    patch.setattr(Scheduler, "lost", lambda self, learner, reason, now, **_: [])
 
 
 def believe_headers(patch: Patch) -> None:
