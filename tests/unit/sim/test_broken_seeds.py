@@ -61,7 +61,7 @@ SEEDS = [
 ]
 """
 Break, seed and global steps. After a change of what worlds are drawn, search again:
-`PYTHONPATH=tests/support python -m diloco_testing.sim.breaks` prints the rows.
+`PYTHONPATH=tests/support python -m diloco_testing.sim.break_search` prints the rows.
 """
 
 WITHOUT_SEED = {"endless_outbox", "undone_parts_kept"}

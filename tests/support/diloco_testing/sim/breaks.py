@@ -1,9 +1,5 @@
 """
-Ways to break a core, each with the checker that must find it; and the search for a seed whose world finds it.
-
-    PYTHONPATH=tests/support python -m diloco_testing.sim.breaks [NAME ...]
-
-prints rows for tests/unit/sim/test_broken_seeds.py.
+Ways to break a core, each with the checker that must find it.
 
 A break replaces one function of the real core, in tests only.
 """
@@ -11,8 +7,7 @@ A break replaces one function of the real core, in tests only.
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,7 +20,7 @@ from diloco.model.tensorfile import parse
 from diloco.runtime.disk import File
 from diloco_sim import journal
 from diloco_sim.checkers.liveness import Bounds
-from diloco_sim.description import Description, sample
+from diloco_sim.description import Description
 from diloco_sim.disk import SimulatedFile
 from diloco_sim.faults import Kind
 from diloco_sim.world import Outcome, World
@@ -97,25 +92,6 @@ def broken(name: str, description: Description) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         BREAKS[name].apply(patch)
         return World(description).run()
-
-
-def first_seed(name: str, seeds: Iterable[int], steps: int) -> tuple[int, int] | None:
-    """
-    The first seed whose world finds a break, and passes with the whole core; and its number of events.
-
-    Returns:
-        None: none of the seeds does.
-    """
-    needs = BREAKS[name].needs
-    for seed in seeds:
-        description = sample(seed, steps=steps)
-        if not {fault.kind for fault in description.plan}.issuperset(needs):
-            continue
-        if BREAKS[name].found(broken(name, description)):
-            outcome = World(description).run()
-            if outcome.ok:
-                return seed, outcome.events
-    return None
 
 
 # ------------------------------------------------------------ merges
@@ -585,26 +561,3 @@ def endless_queue_of_lines(patch: Patch) -> None:
 def endless_outbox(patch: Patch) -> None:
     """Any number of messages waits for a learner."""
     patch.setattr(sessions, "MAX_QUEUED", 1 << 30)
-
-
-# ------------------------------------------------------------ the search
-
-
-SEARCHED = ((40, 400), (200, 400))
-"""Global steps, and how many seeds from 0 on."""
-
-
-def _main(names: Iterable[str]) -> None:
-    for name in names:
-        found = None
-        for steps, most in SEARCHED:
-            found = first_seed(name, range(most), steps)
-            if found is not None:
-                print(f'    ("{name}", {found[0]}, {steps}),  # {found[1]} events', flush=True)
-                break
-        if found is None:
-            print(f"    # {name}: no seed finds it", flush=True)
-
-
-if __name__ == "__main__":
-    _main(sys.argv[1:] or BREAKS)
