@@ -465,5 +465,8 @@ def test_a_learner_whose_upload_the_syncer_has_no_memory_for_is_pulled_again(tmp
         committed(learner, again)
         [error] = syncer.events("error")
         assert (error["decision"], "at a named point" in error["reason"]) == ("BeginMerge", True)
-        assert syncer.events("refuse") == syncer.events("eject") == []
+        assert [(line["learner"], line["reason"]) for line in syncer.events("refuse")] == [
+            ("eu/0", "StreamBroken")
+        ]
+        assert syncer.events("eject") == []
         assert "at a named point" in syncer.output()
