@@ -66,6 +66,7 @@ class Observer:
         self._scope = scope
         self._now = now
         self._syncers = Syncers(answered_late)
+        self._asked_since: dict[Key, datetime] = {}
 
     def known(self) -> frozenset[Key]:
         """The jobs to whose syncers there are connections."""
@@ -74,6 +75,7 @@ class Observer:
     def forget(self, key: Key) -> None:
         """The job was deleted."""
         self._syncers.forget(key)
+        self._asked_since.pop(key, None)
 
     def close(self) -> None:
         """Close the connections to syncers."""
@@ -197,10 +199,12 @@ class Observer:
         address = self._address(key, job, credentials)
         if not isinstance(address, Address):
             return address
+        since = self._asked_since.setdefault(key, self._now())
         try:
             reply = self._syncers.ask(key, address)
         except DilocoError as error:
-            return Unreachable(reason=explain(str(error)) or "NoAnswer", message=str(error))
+            reason = explain(str(error)) or "NoAnswer"
+            return Unreachable(reason=reason, message=str(error), asked_since=since)
         at = self._now()
         self._syncers.answered(key, at)
         return answer_of(reply, at)

@@ -174,14 +174,21 @@ class JobState:
 
     @property
     def reachable(self) -> bool:
-        """Whether the syncer answered within the last 30 s."""
+        """
+        Whether the syncer answered within the last 30 s.
+
+        An operator that has just started knows of no answer: what the last one reported holds as long.
+        """
         return self.answer is not None or self.now < self.reachable_until
 
     @property
     def reachable_until(self) -> datetime:
         """When the last answer expires."""
-        last = self.last_answer or datetime.min.replace(tzinfo=self.now.tzinfo)
-        return last + timedelta(seconds=REACHABLE_SECONDS)
+        last = [self.last_answer or datetime.min.replace(tzinfo=self.now.tzinfo)]
+        asked_since = _past(self.unreachable.asked_since if self.unreachable else None, self.now)
+        if asked_since is not None and self.previous.is_true("SyncerReachable"):
+            last.append(asked_since)
+        return max(last) + timedelta(seconds=REACHABLE_SECONDS)
 
     @property
     def step(self) -> int:

@@ -1,9 +1,11 @@
 """Failures in a cluster, and the conditions that report them."""
 
 import copy
+from datetime import timedelta
 
 import pytest
 
+from diloco_operator.state.observation import Unreachable
 from diloco_testing.kubernetes.operated_job import (
     OperatedJob,
     certificate,
@@ -214,6 +216,25 @@ def test_a_fresh_operator_keeps_the_last_status_for_30_s():
     assert is_idle(world.reconcile(29))
     world.reconcile(1)
     assert world.reason("SyncerReachable") == ("False", "ConnectionRefused")
+
+
+@pytest.mark.parametrize("clock", ["right", "set back since"])
+def test_a_fresh_operator_keeps_what_was_reported_of_a_job_at_rest_for_30_s(clock):
+    """Its status was written long ago, and the first request of the new operator fails."""
+    world = training()
+    world.reconcile(3600)
+    world.answers(step=100)
+    world.reconcile(1)
+    world.now += timedelta(hours=2)
+    late = world.now if clock == "right" else world.now + timedelta(hours=1)
+    world.syncer = Unreachable(reason="NoAnswer", message="no answer", asked_since=late)
+    world.last_answer = None
+    if clock == "right":
+        assert is_idle(world.reconcile(29))
+    world.reconcile(1)
+    assert world.reason("SyncerReachable") == ("False", "NoAnswer")
+    for _ in range(3):
+        assert is_idle(world.reconcile(1))
 
 
 def test_a_syncer_pod_that_restarts_is_not_ready():

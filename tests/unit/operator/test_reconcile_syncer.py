@@ -112,7 +112,7 @@ def test_the_certificate_comes_from_the_secret_and_the_answer_from_the_syncer(ap
     world.run()
     (seen,) = world.observation
     assert isinstance(seen.syncer, Unreachable)
-    assert seen.last_answer == world.now
+    assert seen.last_answer == seen.syncer.asked_since == world.now
     world.reconciler.close()
 
 
