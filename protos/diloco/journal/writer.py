@@ -196,8 +196,9 @@ class JournalWriter:
             file.sync()
         except OSError:
             # The kernel reports it once: the next fsync succeeds, and what was not written is lost in a
-            # crash of the machine.
+            # crash of the machine, its last line end included: the next line must not be joined to it.
             self._cut += self._unsynced
+            self._torn = True
             raise
         finally:
             self._unsynced = 0

@@ -435,8 +435,15 @@ def test_the_audit_knows_which_lines_a_full_disk_did_not_take(tmp_path: Path, ro
     assert sum(row.get("torn", 0) for row in stated) == found.torn_lines
 
 
-def test_lines_that_a_disk_could_not_make_durable_may_be_unreadable_after_a_crash(tmp_path: Path):
-    """Seed 20261138120: fsync fails once, the next one succeeds, and the crash leaves zeros."""
+@pytest.mark.parametrize("lost", ["all but the last byte", "all"])
+def test_lines_that_a_disk_could_not_make_durable_may_be_unreadable_after_a_crash(
+    tmp_path: Path, lost: str
+):
+    """
+    Seeds 20261138120 and 600169: fsync fails once, the next one succeeds, and the crash leaves zeros.
+
+    If the end of the last line is lost as well, the line that states the loss must not be lost with it.
+    """
     path, disk = tmp_path / "events.jsonl", RefusingDisk()
     log = JournalWriter(path, disk=disk)
     log.append(START)
@@ -450,7 +457,8 @@ def test_lines_that_a_disk_could_not_make_durable_may_be_unreadable_after_a_cras
     log.close()
     whole = path.read_bytes()
     assert audit_parts(reader.lines(path)).merges == 2, "nothing is lost without a crash"
-    path.write_bytes(whole[:begin] + bytes(end - begin - 1) + whole[end - 1 :])
+    hole = end - begin - (lost != "all")
+    path.write_bytes(whole[:begin] + bytes(hole) + whole[begin + hole :])
     found = audit_parts(reader.lines(path))
     assert (found.violations, found.merges, found.torn_lines) == ((), 1, 1)
     [stated] = [row for row in reader.read(path) if row["event"] == "dropped"]
