@@ -181,7 +181,7 @@ class DistributedTrainer(JobTrainer):
         self._result_age = None
         actions = self._core.step(tokens, plan.link_state, now=now, optimizer_steps=taken)
         copies = self._carry_out(actions, plan)
-        offers = self._core.copied([*copies], loss=self._loss.value, finite=self._loss.finite)
+        offers = self._core.copied([*copies], loss=self._loss.value, finite=self._loss.newly_finite)
         self._carry_out(offers, plan, copies)
         if plan.checkpoint is not None:
             self._begin_checkpoint(attempts=plan.checkpoint)

@@ -141,7 +141,9 @@ class JoinedTrainer(JobTrainer):
         taken = self._optimizer_steps.taken()
         self._result_age = None
         copied = self._carry_out(self._core.step(tokens, state, now=now, optimizer_steps=taken))
-        self._carry_out(self._core.copied(copied, loss=self._loss.value, finite=self._loss.finite))
+        self._carry_out(
+            self._core.copied(copied, loss=self._loss.value, finite=self._loss.newly_finite)
+        )
         line = self._core.line(
             now=time.monotonic(),
             queued_seconds=self._run_queue.seconds() - queued,

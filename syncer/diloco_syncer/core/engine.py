@@ -141,7 +141,8 @@ class Engine:
             record.history.pause()
         self.scheduler.shift(seconds)
         self.initialisation.shift(seconds)
-        self._mergeless_at += seconds
+        merged_at = self.scheduler.last_merge_at
+        self._mergeless_at = max(self._mergeless_at, merged_at or self._mergeless_at) + seconds
         return [ev.Log(event="pause", fields={"seconds": round(seconds, 3)})]
 
     def _process(self, event: ev.Event, now: float) -> list[ev.Decision]:

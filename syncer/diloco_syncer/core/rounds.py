@@ -48,6 +48,8 @@ class Round:
     """End of the grace window, monotonic."""
     retry_at: float = 0.0
     """No pull before this time: an attempt that failed for all its members is not repeated at once."""
+    repeats: int = 0
+    """How often fewer than K members were left."""
     quorum_at: float | None = None
     pulled_at: float = 0.0
     grace_seconds: float = 0.0
@@ -142,9 +144,15 @@ class Round:
         self.pending = 0
         self.early.clear()
         self.phase = Phase.COLLECTING
-        self.retry_at = now + doubled(RETRY_SECONDS, self.attempt, MAX_RETRY_SECONDS)
+        self.retry_at = now + self._retry_seconds
+        self.repeats += 1
         self.attempt += 1
         self.deadline = self.quorum_at = self.held_since = None
+
+    @property
+    def _retry_seconds(self) -> float:
+        """Pause if the attempt must be repeated now."""
+        return doubled(RETRY_SECONDS, self.repeats, MAX_RETRY_SECONDS)
 
     # ------------------------------------------------------------ lateness
 
@@ -163,10 +171,15 @@ class Round:
             upload.held_seconds += now - self.held_since
 
     def waited_seconds(self, learner: str, now: float, *, quorum: int) -> float:
-        """What the others lose if this member is lost now: their wait for it, or the whole attempt."""
+        """
+        What the others lose if this member is lost now: their wait for it, or the whole attempt.
+
+        With the pause before it is repeated, for one that is lost soon after each pull.
+        """
         member = self.members.get(learner)
-        repeated = member is not None and len(self.members) <= quorum
-        if repeated or self.phase in (Phase.MERGING, Phase.MERGED):
+        if member is not None and len(self.members) <= quorum:
+            return now - self.pulled_at + self._retry_seconds
+        if self.phase in (Phase.MERGING, Phase.MERGED):
             return now - self.pulled_at
         pending = member is not None and member.pending
         return now - self.held_since if pending and self.held_since is not None else 0.0

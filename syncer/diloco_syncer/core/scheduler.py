@@ -509,12 +509,10 @@ class Scheduler:
         ]
 
     def shift(self, seconds: float) -> None:
-        """The syncer itself was paused: nothing is late, and no merge is overdue, because of it."""
+        """The syncer itself was paused: nothing is late because of it."""
         self.ejections.shift(seconds)
         for round_ in self.in_flight:
             round_.shift(seconds)
-        if self.last_merge_at is not None:
-            self.last_merge_at += seconds
 
     def deadlines(self, now: float) -> list[float]:
         """Deadlines of the rounds that can move: not of those that wait behind an older collecting round."""

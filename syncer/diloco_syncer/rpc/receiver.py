@@ -120,12 +120,13 @@ class UploadReceiver:
         Returns:
             The packed reply that ends the upload; its sender may try again.
         """
-        header, self.done = self._header, True
-        name = header.learner if header is not None else "an unknown sender"
-        log.error("an upload of %s cannot be received", name, exc_info=error)
+        header, name = self._header, self._header.learner if self._header else "an unknown sender"
         if header is not None and header.round:
+            # First, and `done` last: if this fails as well, `lost` reports that the member is not at fault.
             self._end_delivery(header)
             self._host.post(self._failed(header, repr(error), learner=name))
+        self.done = True
+        log.error("an upload of %s cannot be received", name, exc_info=error)
         detail = f"the syncer could not receive the upload ({type(error).__name__}); see its log"
         return [reply(refused=UnavailableError.reason, detail=detail)]
 

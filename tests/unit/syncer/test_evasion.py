@@ -130,6 +130,63 @@ def test_a_member_that_costs_the_others_time_in_any_way_is_ejected_for_longer_ea
     assert all(b > a for a, b in itertools.pairwise(ejected))
 
 
+class OfFew(VirtualJob):
+    """The quorum needs eu/3 or a learner that is four times as slow."""
+
+    def __init__(self, *, quorum, step_seconds, evades):
+        names = [BAD, "eu/0", "eu/1", "eu/2", "eu/4"][: len(step_seconds)]
+        spec = RunSpec(
+            job="t", steps=100_000, fragments=24, interval=24, overlap=2, quorum=quorum,
+            learners={"eu": 5},
+        )  # fmt: skip
+        speeds = dict(zip(names, step_seconds, strict=True))
+        super().__init__(spec, speeds, delay=lambda what: 0.02 if what == "report" else 0.3)
+        self._evades = evades
+        for name in names:
+            if name != BAD or evades != "absent":
+                self.join(name)
+
+    def _pulled(self, learner, pull):
+        if learner.name != BAD or self.now <= 20:
+            super()._pulled(learner, pull)
+            return
+        generation = learner.generation
+        broken = ev.Dropped(
+            learner=BAD, round=pull.round, attempt=pull.attempt, reason=ev.STREAM_BROKEN, detail="x"
+        )
+
+        def evade():
+            if learner.generation != generation:
+                return
+            if self._evades == "breaks":
+                self.post(broken)
+            else:
+                self.die(BAD)
+                self.join(BAD, reconnect=True)
+
+        self.at(self.now + 0.05, evade)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("evades", ["breaks", "leaves"])
+@pytest.mark.parametrize(
+    ("quorum", "step_seconds"), [(2, (1.0, 1.0, 4.0)), (4, (0.5, 1.0, 1.02, 1.04, 4.0))]
+)
+def test_a_member_that_is_lost_right_after_each_pull_does_not_cost_the_others_merges(
+    quorum, step_seconds, evades
+):
+    """It waits for nothing, but its reports make up the quorum, and each attempt is repeated after a pause."""
+    merges = {}
+    for how in (evades, "absent"):
+        job = OfFew(quorum=quorum, step_seconds=step_seconds, evades=how)
+        job.run(UNTIL, most_events=10**6)
+        merges[how] = sum(40 < m["time"] <= UNTIL for m in job.merges())
+        if how == evades:
+            ejections = [x for x in map(json.loads, job.lines) if x["event"] == "eject"]
+    assert merges[evades] >= 0.95 * merges["absent"], merges
+    assert ejections
+
+
 @pytest.mark.slow
 def test_a_learner_that_often_crashes_during_an_upload_is_not_ejected_for_it():
     """Its session breaks at once, so the others hardly wait; restarts are what the algorithm is for."""

@@ -103,9 +103,11 @@ def test_the_pause_before_another_try_doubles_with_each_attempt_up_to_its_maximu
     assert (round_.phase, round_.attempt) == (Phase.COLLECTING, 2)
     assert (round_.members, round_.contributions) == ({}, {})
     assert (round_.deadline, round_.quorum_at, round_.held_since) == (None, None, None)
-    assert round_.retry_at == 10.0 + RETRY_SECONDS * 2
-    round_.collect_again(10.0)
-    assert round_.retry_at == 10.0 + RETRY_SECONDS * 4
+    assert round_.retry_at == 10.0 + RETRY_SECONDS
+    for doubled in (2, 4, 8):
+        round_.pull(["a"], 10.0)
+        round_.collect_again(10.0)
+        assert round_.retry_at == 10.0 + RETRY_SECONDS * doubled
     for _ in range(2000):  # and however often it fails, the power does not overflow
         round_.collect_again(10.0)
     assert round_.retry_at == 10.0 + MAX_RETRY_SECONDS
@@ -182,9 +184,13 @@ def test_the_next_deadline_is_the_earliest_at_which_a_member_can_be_late():
 
 def test_a_member_without_which_the_attempt_begins_again_costs_the_others_all_of_it():
     round_ = pulled("a", "b")
-    assert round_.waited_seconds("a", 103.0, quorum=2) == 3.0
+    assert round_.waited_seconds("a", 103.0, quorum=2) == 3.0 + RETRY_SECONDS
     assert round_.waited_seconds("a", 103.0, quorum=1) == 0.0
     assert round_.waited_seconds("c", 103.0, quorum=2) == 0.0, "it is not a member"
+    for _ in range(20):
+        round_.collect_again(103.0)
+    round_.pull(["a", "b"], 104.0)
+    assert round_.waited_seconds("a", 104.0, quorum=2) == MAX_RETRY_SECONDS, "the pause that follows"
 
 
 def test_a_pause_of_the_syncer_moves_every_deadline_by_its_length():
@@ -361,7 +367,8 @@ def test_a_member_that_is_removed_or_pulled_again_has_no_early_header():
 def test_a_member_of_a_merged_round_that_is_lost_costs_the_whole_attempt():
     round_ = pulled("a", now=100.0)
     round_.phase = Phase.MERGED
-    assert round_.waited_seconds("a", 103.0, quorum=1) == 3.0
+    assert round_.waited_seconds("a", 103.0, quorum=0) == 3.0
+    assert round_.waited_seconds("a", 103.0, quorum=1) == 3.0 + RETRY_SECONDS
 
 
 def test_the_line_of_a_merge_has_all_of_a_member_and_its_times_in_microseconds():

@@ -61,12 +61,14 @@ def test_a_loss_is_read_though_the_device_is_always_steps_behind(monkeypatch):
     monkeypatch.setattr(
         loss, "_start_copy", lambda given: (given.as_subclass(torch.Tensor), Late())
     )
-    reader, seen = LossReader(), []
+    reader, seen, new = LossReader(), [], []
     for value in (1.5, 2.0, 2.5, 3.5, 4.0, 4.5, math.nan, math.nan, math.nan, math.nan):
         reader.read(torch.tensor(value).as_subclass(OnDevice))
         seen.append((reader.value, reader.finite))
+        new.append(reader.newly_finite)
     # Each third one is read, when it is three steps old.
     assert seen == [(None, True)] * 3 + [(1.5, True)] * 3 + [(3.5, True)] * 3 + [(None, False)]
+    assert new == [None] * 3 + [True, None, None] * 2 + [False], "one NaN is counted once"
 
 
 def test_without_a_job_the_same_loss_is_refused():

@@ -27,7 +27,7 @@ def test_a_loss_that_stays_nan_is_a_problem_until_it_is_finite():
     assert trained(checks, steps=STEPS_IN_ROW - 1, finite=False) is None
     problem = trained(checks, finite=False)
     assert problem.kind == "NotFinite"
-    assert f"NaN or Inf in the last {STEPS_IN_ROW} steps" in problem.text
+    assert f"the last {STEPS_IN_ROW} losses were NaN or Inf" in problem.text
     assert trained(checks) is None
 
 
@@ -103,6 +103,15 @@ def test_the_state_for_the_link_has_the_problem(kind, changes):
     assert (state.problem, state.problem_text != "") == (kind, True)
     state = next(a.state for a in stepped(made) if isinstance(a, Send))
     assert (state.problem, state.problem_text) == ("", "")
+
+
+def test_one_loss_of_a_device_that_delivers_late_counts_once():
+    """It is NaN, and no other arrives for longer than the number of steps that are a problem."""
+    made = core(checkpoint_every=2)
+    stepped(made, finite=False)
+    actions = [a for _ in range(2 * STEPS_IN_ROW) for a in stepped(made, finite=None)]
+    assert {a.state.problem for a in actions if isinstance(a, Send)} == {""}
+    assert not any(isinstance(a, SaveCheckpoint) for a in actions), "what has diverged is not saved"
 
 
 def test_a_model_whose_loss_is_not_finite_is_saved_neither_in_time_nor_at_the_end():

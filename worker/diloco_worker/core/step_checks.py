@@ -54,7 +54,7 @@ class StepChecks:
             self._followed.append(optimizer_steps > 0)
 
     def loss_read(self, *, finite: bool) -> None:
-        """The newest known loss is finite, or is not."""
+        """A loss was read; those of a device may be fewer than the steps."""
         self._not_finite = 0 if finite else self._not_finite + 1
 
     def problem(self) -> Problem | None:
@@ -62,8 +62,7 @@ class StepChecks:
         if self._not_finite >= STEPS_IN_ROW:
             return Problem(
                 kind="NotFinite",
-                text=f"the loss was NaN or Inf in the last {self._not_finite} steps; check the learning rate "
-                "and the data",
+                text=f"the last {self._not_finite} losses were NaN or Inf; check the learning rate and the data",
             )
         if self._without_tokens >= STEPS_IN_ROW:
             return Problem(

@@ -411,7 +411,7 @@ class TrainerCore:
         self._initial_copied = self._initial_before
 
     def copied(
-        self, fragments: Sequence[int], *, loss: float | None, finite: bool = True
+        self, fragments: Sequence[int], *, loss: float | None, finite: bool | None = True
     ) -> list[Action]:
         """
         Of the host copies that `step` asked for, these were taken.
@@ -419,12 +419,13 @@ class TrainerCore:
         Args:
             fragments: what to offer, in the order of `step`.
             loss: the newest that is known and finite.
-            finite: whether the newest that is known is.
+            finite: whether the one that was read in this step is; None: none was.
         """
         if self.closed:
             return []
         self._loss = loss
-        self._checks.loss_read(finite=finite)
+        if finite is not None:
+            self._checks.loss_read(finite=finite)
         actions: list[Action] = [Send(self.state(offers=fragments))]
         every = self._checkpoint_every
         due = every is not None and self.ledger.local_step - self._checkpoint_step >= every

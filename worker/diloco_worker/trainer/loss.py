@@ -23,6 +23,8 @@ class LossReader:
         """None: not known yet, or not finite."""
         self.finite = True
         """Whether the newest loss that was given and is available is finite."""
+        self.newly_finite: bool | None = None
+        """The same of what the last `read` brought; None: nothing, the copy before is under way."""
         self._pending: tuple[torch.Tensor, Event] | None = None
 
     def read(self, loss: float | torch.Tensor | None) -> None:
@@ -37,6 +39,7 @@ class LossReader:
                 f"loss: a tensor of shape {tuple(loss.shape)}, expected one number; pass its mean, "
                 "loss.mean()"
             )
+        self.newly_finite = None
         if self._pending is not None and self._pending[1].query():
             self._take(float(self._pending[0]))
             self._pending = None
@@ -51,6 +54,7 @@ class LossReader:
 
     def _take(self, value: float | None) -> None:
         self.finite = value is None or math.isfinite(value)
+        self.newly_finite = self.finite
         self.value = value if self.finite else None
 
 
