@@ -172,9 +172,10 @@ REASONS: tuple[Reason, ...] = (
         (
             "TooManyForQueue",
             "Warning",
-            "in a queue each learner has a StatefulSet of its own, and this cluster has {learners} learners; "
-            "the maximum is {most}",
-            "reduce spec.regions[].learners, or suspend the job, remove the queue's label and resume it",
+            "in a queue or with PodGroups each learner has a StatefulSet of its own, and this cluster has "
+            "{learners} learners; the maximum is {most}",
+            "reduce spec.regions[].learners, or suspend the job, remove the queue's label or the annotation, "
+            "and resume it",
         ),
         (
             "OtherOperator",

@@ -66,7 +66,7 @@ class Observer:
         self._scope = scope
         self._now = now
         self._syncers = Syncers(answered_late)
-        self._asked_since: dict[Key, datetime] = {}
+        self._silent_since: dict[Key, datetime] = {}
 
     def known(self) -> frozenset[Key]:
         """The jobs to whose syncers there are connections."""
@@ -75,7 +75,7 @@ class Observer:
     def forget(self, key: Key) -> None:
         """The job was deleted."""
         self._syncers.forget(key)
-        self._asked_since.pop(key, None)
+        self._silent_since.pop(key, None)
 
     def close(self) -> None:
         """Close the connections to syncers."""
@@ -199,13 +199,14 @@ class Observer:
         address = self._address(key, job, credentials)
         if not isinstance(address, Address):
             return address
-        since = self._asked_since.setdefault(key, self._now())
         try:
             reply = self._syncers.ask(key, address)
         except DilocoError as error:
+            since = self._silent_since.setdefault(key, self._now())
             reason = explain(str(error)) or "NoAnswer"
-            return Unreachable(reason=reason, message=str(error), asked_since=since)
+            return Unreachable(reason=reason, message=str(error), silent_since=since)
         at = self._now()
+        self._silent_since.pop(key, None)
         self._syncers.answered(key, at)
         return answer_of(reply, at)
 

@@ -53,7 +53,8 @@ def replacements(state: JobState, changing: Collection[tuple[str, str]]) -> Repl
         for learner in learners
         if learner.name in outdated and _has_nothing_to_lose(state, learner, outdated)
     ]
-    if not due and all(map(_is_back, learners)) and not has_only_quorum(state):
+    held_back = state.awaits_answer or has_only_quorum(state)
+    if not due and all(map(_is_back, learners)) and not held_back:
         due = list(outdated)[:1]
     return Replacements(
         pods=tuple(pod for name in due for pod in outdated[name]),

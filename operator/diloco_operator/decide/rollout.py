@@ -24,7 +24,7 @@ def held_back(state: JobState, wants: Sequence[Object]) -> list[Object]:
     in_progress = _in_progress(state)
     # A rollout in progress accepts further changes: its pods may never become ready otherwise.
     new = [want for want in rollouts if not _continues(state, want, in_progress)]
-    if in_progress:
+    if in_progress or state.awaits_answer:
         return new
     complete = _complete_regions(state) if has_only_quorum(state) else set()
     free = [want for want in new if labels(want).get("diloco.dev/region") not in complete]

@@ -29,6 +29,7 @@ LOST_VOLUME = "diloco.dev/lost-volume"
 """Annotation of a job: the uid of the claim whose loss a person has acknowledged."""
 
 REACHABLE_SECONDS = 30.0
+SILENT_SECONDS = 15.0
 """How long an answer counts."""
 
 
@@ -175,20 +176,26 @@ class JobState:
     @property
     def reachable(self) -> bool:
         """
-        Whether the syncer answered within the last 30 s.
+        Whether the syncer answered within the last 30 s, or has not answered for less than 15 s.
 
-        An operator that has just started knows of no answer: what the last one reported holds as long.
+        A job at rest is asked every 5 minutes: its last answer is old whenever one request fails.
         """
         return self.answer is not None or self.now < self.reachable_until
 
     @property
     def reachable_until(self) -> datetime:
         """When the last answer expires."""
-        last = [self.last_answer or datetime.min.replace(tzinfo=self.now.tzinfo)]
-        asked_since = _past(self.unreachable.asked_since if self.unreachable else None, self.now)
-        if asked_since is not None and self.previous.is_true("SyncerReachable"):
-            last.append(asked_since)
-        return max(last) + timedelta(seconds=REACHABLE_SECONDS)
+        last = self.last_answer or datetime.min.replace(tzinfo=self.now.tzinfo)
+        until = last + timedelta(seconds=REACHABLE_SECONDS)
+        silent_since = _past(self.unreachable.silent_since if self.unreachable else None, self.now)
+        if silent_since is not None and self.previous.is_true("SyncerReachable"):
+            until = max(until, silent_since + timedelta(seconds=SILENT_SECONDS))
+        return until
+
+    @property
+    def awaits_answer(self) -> bool:
+        """The syncer counts as reachable, but which learners train now is not known."""
+        return self.answer is None and self.reachable
 
     @property
     def step(self) -> int:

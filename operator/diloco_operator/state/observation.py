@@ -127,8 +127,8 @@ class Unreachable:
     """A reason of the condition SyncerReachable: DialTimeout, ConnectionRefused, ..."""
     message: str = ""
     """The transport's message."""
-    asked_since: datetime | None = None
-    """When this process first asked it; None: it did not ask."""
+    silent_since: datetime | None = None
+    """When the first request after its last answer to this process failed; None: none was sent."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,10 +1,11 @@
 """
 The status of the last reconcile, read without trusting its shape.
 
-Pure. Decisions depend on only six facts of it: as with Kubernetes' own Job, whether the job was
-Complete or Failed, when it started and when it ended; its step; the uid of the claim that holds its
-state, and whether that was lost. The rest preserves transition times of conditions, which show how
-long a component has not been ready, and the syncer's last answer while it does not reply.
+Pure. Decisions depend on only these facts of it: as with Kubernetes' own Job, whether the job was
+Complete or Failed, when it started and when it ended; its step; the generation that it saw; the uid of
+the claim that holds its state, and whether that was lost. The rest preserves transition times of
+conditions, which show how long a component has not been ready, and the syncer's last answer while it
+does not reply.
 """
 
 from __future__ import annotations

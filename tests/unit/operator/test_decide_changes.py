@@ -407,12 +407,18 @@ def test_a_rollout_starts_where_it_could_never_start_otherwise_or_costs_no_merge
     assert rolled(world.reconcile()) == ["a-eu"]
 
 
-def test_a_roll_is_not_held_back_while_the_syncer_does_not_answer():
+def test_a_roll_is_held_back_until_the_syncer_counts_as_unreachable():
+    """One slow answer does not open the gate: only a quorum may still train."""
     world = training(manifest(**THREE))
     world.answers(gone=("asia/0",))
-    world.becomes_unreachable()
+    world.children["StatefulSet", "a-asia"]["status"]["readyReplicas"] = 0
     set_env(world, "1")
-    assert rolled(world.reconcile()) == ["a-eu"]
+    world.reconcile()
+    world.children["StatefulSet", "a-asia"]["status"]["observedGeneration"] += 1
+    assert rolled(world.reconcile(30)) == []
+    world.becomes_unreachable()
+    assert rolled(world.reconcile(1)) == rolled(world.reconcile(28)) == []
+    assert rolled(world.reconcile(1)) == ["a-eu"]
 
 
 def test_a_region_of_another_cluster_that_is_missing_holds_back_a_roll_here():

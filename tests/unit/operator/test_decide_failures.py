@@ -1,6 +1,7 @@
 """Failures in a cluster, and the conditions that report them."""
 
 import copy
+from dataclasses import replace
 from datetime import timedelta
 
 import pytest
@@ -16,6 +17,7 @@ from diloco_testing.kubernetes.operated_job import (
     training,
 )
 
+UNREACHABLE = Unreachable(reason="NoAnswer", message="no answer")
 SECRET = {"tls": {"mode": "Secret", "secretName": "a-tls"}}
 
 
@@ -218,23 +220,40 @@ def test_a_fresh_operator_keeps_the_last_status_for_30_s():
     assert world.reason("SyncerReachable") == ("False", "ConnectionRefused")
 
 
-@pytest.mark.parametrize("clock", ["right", "set back since"])
-def test_a_fresh_operator_keeps_what_was_reported_of_a_job_at_rest_for_30_s(clock):
-    """Its status was written long ago, and the first request of the new operator fails."""
+@pytest.mark.parametrize("operator", ["the same", "restarted"])
+@pytest.mark.parametrize("state", ["Training", "Complete"])
+def test_a_request_without_an_answer_changes_nothing_before_15_s(state, operator):
+    """A quiet job is asked at least 30 s after the last answer, and one at rest every 5 minutes."""
     world = training()
-    world.reconcile(3600)
-    world.answers(step=100)
-    world.reconcile(1)
-    world.now += timedelta(hours=2)
-    late = world.now if clock == "right" else world.now + timedelta(hours=1)
-    world.syncer = Unreachable(reason="NoAnswer", message="no answer", asked_since=late)
-    world.last_answer = None
-    if clock == "right":
-        assert is_idle(world.reconcile(29))
-    world.reconcile(1)
+    if state == "Complete":
+        world.answers(state=state, step=2000, gone=("eu/0", "eu/1", "us/0", "us/1"))
+    world.settle()
+    answer, before, events = world.syncer, copy.deepcopy(world.status), len(world.events)
+    for _ in range(2):  # each silence is counted from its own first request
+        world.now += timedelta(seconds=301)
+        world.syncer = replace(UNREACHABLE, silent_since=world.now)
+        if operator == "restarted":
+            world.last_answer = None
+        assert is_idle(world.reconcile())
+        assert is_idle(world.reconcile(14))
+        world.syncer = answer
+        world.reconcile(1)
+        assert (world.status["state"], len(world.events)) == (before["state"], events)
+        assert world.status["conditions"] == before["conditions"]
+    world.now += timedelta(seconds=301)
+    world.syncer = replace(UNREACHABLE, silent_since=world.now)
+    world.reconcile(15)
     assert world.reason("SyncerReachable") == ("False", "NoAnswer")
-    for _ in range(3):
-        assert is_idle(world.reconcile(1))
+    assert is_idle(world.reconcile(1))
+
+
+def test_a_silence_that_begins_in_the_future_by_a_clock_that_was_set_back_does_not_count():
+    world = training()
+    world.now += timedelta(seconds=31)
+    late = world.now + timedelta(hours=1)
+    world.syncer = replace(UNREACHABLE, silent_since=late)
+    world.reconcile()
+    assert world.reason("SyncerReachable") == ("False", "NoAnswer")
 
 
 def test_a_syncer_pod_that_restarts_is_not_ready():

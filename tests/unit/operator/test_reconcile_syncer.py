@@ -109,10 +109,17 @@ def test_the_certificate_comes_from_the_secret_and_the_answer_from_the_syncer(ap
         assert seen.certificate.regions == ("us",)
         assert isinstance(seen.syncer, Answer), seen.syncer
         assert (seen.syncer.step, seen.syncer.at, seen.last_answer) == (7, world.now, world.now)
+    answered = world.now
+    for silent in (1, 2):
+        world.now += timedelta(seconds=10)
+        world.run()
+        (seen,) = world.observation
+        assert isinstance(seen.syncer, Unreachable)
+        assert seen.last_answer == answered
+        assert seen.syncer.silent_since == answered + timedelta(seconds=10), f"request {silent}"
+    world.reconciler.forget(but=())
     world.run()
-    (seen,) = world.observation
-    assert isinstance(seen.syncer, Unreachable)
-    assert seen.last_answer == seen.syncer.asked_since == world.now
+    assert world.observation[0].syncer.silent_since == world.now, "nothing is left of a deleted job"
     world.reconciler.close()
 
 

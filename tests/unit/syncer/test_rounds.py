@@ -190,7 +190,9 @@ def test_a_member_without_which_the_attempt_begins_again_costs_the_others_all_of
     for _ in range(20):
         round_.collect_again(103.0)
     round_.pull(["a", "b"], 104.0)
-    assert round_.waited_seconds("a", 104.0, quorum=2) == MAX_RETRY_SECONDS, "the pause that follows"
+    assert round_.waited_seconds("a", 104.0, quorum=2) == MAX_RETRY_SECONDS, (
+        "the pause that follows"
+    )
 
 
 def test_a_pause_of_the_syncer_moves_every_deadline_by_its_length():

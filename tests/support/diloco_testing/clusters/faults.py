@@ -12,7 +12,7 @@ from pathlib import Path
 from threading import Event, Thread
 
 from diloco_testing.clusters.job import Job
-from diloco_testing.clusters.kubectl import Object
+from diloco_testing.clusters.kubectl import KubectlError, Object
 from diloco_testing.clusters.provision import Cluster
 
 # Children of the container's first process; exec'd helpers such as this program have another parent.
@@ -70,7 +70,8 @@ def another_node(cluster: Cluster, name: str = "another") -> Iterator[None]:
                     "renewTime": datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
                 },
             }  # fmt: skip
-            kubectl.apply(lease, namespace="kube-node-lease")
+            with contextlib.suppress(KubectlError):  # it is due for 40 s
+                kubectl.apply(lease, namespace="kube-node-lease")
             if ended.wait(10.0):
                 return
 
