@@ -8,6 +8,7 @@ start from zero and its delta does not contain the missed update with the opposi
 
 Versions are compared within one history of the syncer. A copy of its volume that is restored begins
 another one, which uses the numbers of epochs again: what the learner has of the lost history is forgotten.
+A local checkpoint has no start id: one of the lost history is recognised by larger version numbers only.
 """
 
 from __future__ import annotations
