@@ -128,8 +128,9 @@ def test_a_report_advances_by_its_steps_and_the_first_counts_as_one():
 def test_the_tokens_of_a_step_are_those_since_the_report_before():
     learners = joined()
     learners.report(reported(local_step=1, total_tokens=100), now=6.0)
-    learners.report(reported(local_step=3, total_tokens=160), now=7.0)
     record = learners.by_name["eu/0"]
+    assert record.step_tokens == 100.0, "of the first: as if it were of one step"
+    learners.report(reported(local_step=3, total_tokens=160), now=7.0)
     assert (record.step_tokens, record.total_tokens) == (30.0, 160)
     learners.report(reported(local_step=4, total_tokens=150), now=8.0)
     assert (record.step_tokens, record.total_tokens) == (30.0, 160), "a total never falls"

@@ -336,9 +336,9 @@ def test_the_whole_model_is_copied_to_the_own_places_so_that_a_released_place_is
     first.settle([(p, place) for p, place, _ in first.written()])
     assert not first.copying
     plan = first.plan(
-        2, LinkState(open=[0, 1]), applied=[0, 0], terminated=False, now=0.0, model=True
+        2, LinkState(open=[0, 1]), applied=[0, 0], terminated=False, now=2.5, model=True
     )
-    assert plan.places == {0: HOME, 1: HOME}
+    assert (plan.places, plan.now) == ({0: HOME, 1: HOME}, 2.5)
     assert plan.link_state.open == ()
     assert first.places.idle([]) == []
 
@@ -425,7 +425,10 @@ def test_a_plan_reaches_the_board_of_another_machine_only_as_it_was_published(bo
     record = board.publish(plan)
     other.take(record)
     assert other.plan(7) == board.plan(7)
-    for wrong in (record[:-1], record[:-1] + b"?", b"", record + b"x" * 10**6):
+    another_boundary = bytes([record[0] ^ 8]) + record[1:]
+    empty = bytes(16)  # its checksum is right: that of no bytes of boundary 0
+    long = record + b"x" * 10**6
+    for wrong in (record[:-1], record[:-1] + b"?", b"", another_boundary, empty, long):
         with pytest.raises(ValueError, match="a plan of"):
             other.take(wrong)
 
