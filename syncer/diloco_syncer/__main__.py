@@ -106,6 +106,7 @@ def _run(given: settings.Settings) -> int:
     if runner.failure is None:
         log.info("stopping: writing the last snapshot")
     spec_file.stop()
+    runner.stop_deciding()
     _stop_serving(grpc_server)
     runner.stop()
     parts.scores.close()

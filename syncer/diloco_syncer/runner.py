@@ -82,12 +82,21 @@ class Runner:
         self._wake = 0.0
         self._metrics_due = False
         self._unreported = ""
+        self._deciding = True
         self._thread = threading.Thread(target=self._run, name="runner", daemon=True)
 
     def start(self) -> None:
         """Begin to process events."""
         self._wake = self._coordinator.start(time.monotonic())
         self._thread.start()
+
+    def stop_deciding(self) -> None:
+        """
+        Process no event from now on; questions are answered until `stop`.
+
+        Called before streams are ended: no learner is at fault for what breaks because of it.
+        """
+        self._deciding = False
 
     def stop(self) -> None:
         """End, then write the last snapshot; blocks until it is durable (SIGTERM)."""
@@ -195,14 +204,17 @@ class Runner:
         while True:
             event: Event | Callable[[], None] | None
             try:
-                event = self._queue.get(timeout=max(0.0, min(wake, tick) - time.monotonic()))
+                pause = max(0.0, min(wake, tick) - time.monotonic()) if self._deciding else None
+                event = self._queue.get(timeout=pause)
             except queue.Empty:
                 event = ev.Tick()
             if event is None:
                 return
             if callable(event):
                 event()
-            else:
+            if not self._deciding:
+                continue
+            if not callable(event):
                 wake = self._coordinator.handle(event, time.monotonic())
             # WakeAt moves with every event: the reports of others must not hide a silent learner.
             ticked = time.monotonic() >= tick

@@ -13,11 +13,13 @@ import urllib.request
 import numpy as np
 import pytest
 
+from diloco.errors import DilocoError
 from diloco.model.fragments import Tensor
 from diloco.rpc.tls import Tls
 from diloco.runtime import health
 from diloco.spec import Checkpoint
 from diloco.v1 import bulk_pb2 as bulk
+from diloco.v1 import syncer_pb2 as pb
 from diloco_testing.learners.scripted import (
     END,
     Model,
@@ -146,6 +148,46 @@ def test_sigterm_leaves_the_current_state_durable(tmp_path):
             good_round(again, model, seed=9)  # float64 shows that the momentum was restored as well
             model.check(again)
         assert syncer.events("stop")[0]["step"] == 3
+        syncer.assert_audit()
+
+
+def test_uploads_that_an_orderly_stop_interrupts_are_nobodys_fault(tmp_path):
+    names = ("eu/0", "eu/1")
+
+    def together(**hello: int) -> tuple[list[ScriptedLearner], pb.Pull]:
+        learners = [all_.enter_context(ScriptedLearner(syncer, name)) for name in names]
+        for incarnation, learner in enumerate(learners, start=1):
+            learner.join(**hello, **({"incarnation": incarnation} if hello else {}))
+            assert learner.incarnation == incarnation
+        if not syncer.events("initialised"):
+            learners[0].initialise(thetas_of(learners[0]))
+        for learner in learners:
+            learner.expect("ready")
+            learner.step()
+        pulls = [learner.expect("pull") for learner in learners]
+        assert pulls[0] == pulls[1]
+        return learners, pulls[0]
+
+    with RealSyncer(tmp_path, make_spec(quorum=2)) as syncer, contextlib.ExitStack() as all_:
+        learners, pull = together()
+        fragment = learners[0].layout.fragments[pull.fragment]
+        payloads, _, norms = encoded(fragment, random_delta(fragment, 1))
+        streams = [learner.stream(learner.header(pull, norms=norms)) for learner in learners]
+        for stream in streams:
+            assert stream.send(chunk(0, payloads[0]), END).reply().again  # it is in the middle
+        assert syncer.terminate() == 0
+        for stream in streams:
+            with pytest.raises(DilocoError):
+                stream.reply()
+        assert [syncer.events(of) for of in ("refuse", "eject", "error")] == [[], [], []]
+        syncer.start()
+        learners, pull = together(local_step=1)
+        assert [learner.local_step for learner in learners] == [2, 2]
+        uploads = [learner.sent(pull, random_delta(fragment, 2)) for learner in learners]
+        assert [upload.reply().done for upload in uploads] == [True, True]
+        committed(learners[0], pull)
+        assert [member["learner"] for member in syncer.events("merge")[0]["members"]] == list(names)
+        assert syncer.events("refuse") == []
         syncer.assert_audit()
 
 

@@ -27,7 +27,7 @@ from diloco_syncer.refusals import RefusalLog
 from diloco_syncer.rpc.authorizer import Authorizer
 from diloco_syncer.rpc.call_limits import CallLimits
 from diloco_syncer.rpc.control import ControlService
-from diloco_syncer.runner import Runner
+from diloco_syncer.runner import TICK_SECONDS, Runner
 from diloco_syncer.state import State
 from diloco_syncer.storage import capture
 from diloco_syncer.storage.parameters import Parameters
@@ -207,6 +207,23 @@ def test_a_runner_that_is_stopped_leaves_a_snapshot(tmp_path):
     runner.start()
     runner.stop()
     assert runner.failure is None
+    assert len(list((tmp_path / "snapshots").glob("*.json"))) == 1
+
+
+def test_a_runner_that_is_about_to_stop_answers_questions_and_processes_no_event(tmp_path):
+    seen = []
+    runner = begun(tmp_path, fault=seen.append)
+    runner.start()
+    until(lambda: seen.count("Tick") > 1)
+    runner.stop_deciding()
+    assert runner.ask(lambda state: state.engine.step) == 0
+    processed = len(seen)
+    runner.post(ev.Heartbeat(session=1, learner="eu/0"))
+    time.sleep(3 * TICK_SECONDS)
+    assert runner.ask(lambda state: state.engine.step) == 0
+    assert seen[processed:] == []
+    runner.stop()
+    until(lambda: recorded(tmp_path, "stop"))
     assert len(list((tmp_path / "snapshots").glob("*.json"))) == 1
 
 
