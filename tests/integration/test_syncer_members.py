@@ -340,6 +340,7 @@ def test_a_member_that_is_lost_on_the_way_costs_only_its_own_part(pair, second, 
     assert all(x["reason"] in LOSSES[loss] for x in lines)
     at_fault = set(LOSSES[loss]) - {"StreamBroken"}
     assert [x["reason"] for x in pair.syncer.events("eject")[ejected:]] == list(at_fault)
+    assert "cannot be processed" not in pair.syncer.output()
     pair.syncer.assert_audit()
 
 

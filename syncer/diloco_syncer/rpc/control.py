@@ -167,8 +167,14 @@ class ControlService:
         except DilocoError as error:
             self._limits.refusals.refuse("a message", session.learner, error)
             reason, end = error.reason, error
-        except Exception as error:  # gRPC raises a bare Exception when the peer is gone
+        except grpc.RpcError as error:  # the peer is gone
             log.debug("stream of %s ended: %s", session.learner, error)
+        except Exception as error:
+            end = UnavailableError(
+                f"a message of {session.learner} met an error of the syncer ({type(error).__name__}); see its log"
+            )
+            reason = end.reason
+            self._limits.refusals.refuse("a message", session.learner, end, cause=error)
         # Before the writer ends: the leave event carries the first reason.
         self._leave(session, reason)
         session.outbox.put(end)

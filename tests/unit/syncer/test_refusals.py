@@ -1,6 +1,6 @@
 """Refusals: the first of a minute in full, the others as a count."""
 
-from diloco.errors import ProtocolError, UnauthorisedError
+from diloco.errors import ProtocolError, UnauthorisedError, UnavailableError
 from diloco_syncer.core.refusals import FULL_REFUSALS, WINDOW_SECONDS
 from diloco_syncer.refusals import MAX_DETAIL, MAX_LEARNER, RefusalLog
 
@@ -51,6 +51,17 @@ def test_the_next_minute_is_written_in_full_again():
     journal.refuse(1)
     assert len(journal.lines) == FULL_REFUSALS + 1, "nothing was left out, so there is no count"
     assert "count" not in journal.lines[-1]
+
+
+def test_a_defect_that_a_peer_triggers_again_and_again_is_logged_as_rarely_as_its_refusals(caplog):
+    journal, defect = Journal(), ZeroDivisionError("here")
+    for _ in range(1000):
+        journal.refusals.refuse("a message", "eu/0", UnavailableError("see the log"), cause=defect)
+    assert len(journal.lines) == FULL_REFUSALS
+    errors = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert [record.getMessage() for record in errors] == [
+        "a message of eu/0 cannot be processed: ZeroDivisionError('here')"
+    ] * FULL_REFUSALS
 
 
 def test_what_a_peer_chose_is_shortened_and_printable():

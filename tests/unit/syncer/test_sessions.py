@@ -6,12 +6,15 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import grpc
 import pytest
 
 from diloco.errors import UnavailableError
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer import learner_messages
 from diloco_syncer.core import events as ev
+from diloco_syncer.refusals import MAX_DETAIL, MAX_TRACE, RefusalLog
+from diloco_syncer.rpc import telemetry
 from diloco_syncer.rpc.control import ControlService
 from diloco_syncer.sessions import MAX_QUEUED, Session, Sessions
 
@@ -92,6 +95,48 @@ def test_the_stream_of_a_session_that_the_syncer_ends_is_ended_once():
     sessions.close(other)
     sessions.end(other.number, UnavailableError("late"))
     assert ended == [1], "that stream has ended by itself"
+
+
+def read_one(runner: Runner, lines: list, requests: Any) -> Session:
+    """Read the stream of a session to its end, with real refusals."""
+    session = fill(runner.sessions, 0)
+    refusals = RefusalLog(lambda event, **fields: lines.append(fields))
+    limits = SimpleNamespace(refusals=refusals)
+    control = ControlService(runner, None, None, limits, next_incarnation=lambda: 1)
+    control._read(session, requests, lambda: None)
+    return session
+
+
+def test_an_error_of_the_syncer_in_a_message_is_logged_with_its_trace_and_ends_the_session(
+    monkeypatch, caplog
+):
+    def defect(request: bytes, **_: object) -> None:
+        raise ZeroDivisionError("at a named point\n" * 10_000)
+
+    monkeypatch.setattr(telemetry, "received", defect)
+    runner, lines = Runner(), []
+    session = read_one(runner, lines, iter([HEARTBEAT]))
+    error = session.outbox.get()
+    assert isinstance(error, UnavailableError)
+    assert "met an error of the syncer (ZeroDivisionError); see its log" in str(error)
+    assert [left.reason for left in runner.posted] == ["Unavailable"]
+    assert [(line["learner"], line["reason"]) for line in lines] == [("eu/0", "Unavailable")]
+    [record] = caplog.records
+    assert (record.levelname, "in defect" in record.trace) == ("ERROR", True)
+    assert "at a named point" in record.getMessage()
+    assert len(record.getMessage()) + len(record.trace) < 2 * MAX_DETAIL + MAX_TRACE
+
+
+def test_a_stream_whose_peer_is_gone_is_no_error(caplog):
+    def gone() -> Any:
+        yield HEARTBEAT
+        raise grpc.RpcError
+
+    runner, lines = Runner(), []
+    session = read_one(runner, lines, gone())
+    assert session.outbox.get() is None
+    assert [getattr(event, "reason", "") for event in runner.posted] == ["", "StreamEnded"]
+    assert lines == caplog.records == []
 
 
 def test_a_session_whose_reader_cannot_be_started_ends_and_leaves(monkeypatch):
