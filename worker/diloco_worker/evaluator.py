@@ -165,7 +165,7 @@ class Evaluator:
     submit: Callable[[pb.Evaluation], object]
     scorer: Scorer
     state_file: Path | None = None
-    """Keeps the step of the last score over restarts; None: do not keep it."""
+    """Keeps the last score's step and, if the job was complete, model over restarts; None: keeps neither."""
     health: HealthFile = field(default_factory=lambda: HealthFile(None))
     """Where a model without a score is reported, until one has a score."""
     sleep: Callable[[float], object] = time.sleep
@@ -173,6 +173,8 @@ class Evaluator:
         # Jitter needs no secure randomness.
         default_factory=lambda: backoff.Backoff(0.5, 10.0, random.Random())  # noqa: S311
     )
+    _scored: int | None = field(init=False, default=None)
+    """Step of the last score of these parameters that was submitted."""
 
     def run(self, *, initial: Weights | None = None) -> None:
         """
@@ -183,7 +185,8 @@ class Evaluator:
                 submitted a score.
         """
         every = self.spec.evaluation_every_steps or self.spec.steps
-        last = self._last_scored_step()
+        last, final_model = self._last_score()
+        self._scored = last
         if initial is not None and last is None:
             last = 0
             self._score(last, initial, tokens=0)
@@ -193,7 +196,10 @@ class Evaluator:
                 complete = status.state == "Complete"
                 if last is not None and status.step < last:
                     # The job continues from an older snapshot: other parameters follow.
-                    last = status.step
+                    last, self._scored = status.step, None
+                if complete and final_model and final_model != status.model_sha256:
+                    # It did so, and reached the last step again, while this was down.
+                    last, self._scored, final_model = None, None, ""
                 if (
                     status.state != "Initialising"
                     and status.tensors
@@ -204,7 +210,8 @@ class Evaluator:
                     # model of the last step must not count as scored before all of it is there.
                     # A model without a score is not scored again; the next interval is.
                     last = status.step
-                    self._score(last, weights, tokens=status.tokens)
+                    if not self._score(last, weights, tokens=status.tokens):
+                        continue
                 self.backoff.reset()
             except (grpc.RpcError, DilocoError) as error:
                 if isinstance(error, ConfigError):
@@ -212,12 +219,17 @@ class Evaluator:
                 self._wait_after(error)
                 continue
             if complete and last is not None and last >= status.step:
+                if self._scored == last:
+                    self._save_score(last, status.model_sha256)
                 return
             self.sleep(_POLL_SECONDS if last is not None else _FIRST_POLL_SECONDS)
 
-    def _score(self, step: int, weights: Weights, *, tokens: int) -> None:
+    def _score(self, step: int, weights: Weights, *, tokens: int) -> bool:
         """
         Score and submit, however long the syncer is unavailable; log a model without a score.
+
+        Returns:
+            False: meanwhile the job continues from an older step, so the score is of no use.
         """
         started = time.monotonic()
         try:
@@ -230,7 +242,7 @@ class Evaluator:
         except NoScoreError as error:
             log.warning("no score: %s", error, extra={"step": step})
             self._report("NoScore", f"the model of step {step} has no score: {_brief(str(error))}")
-            return
+            return True
         self._report("", "scored")
         seconds = round(time.monotonic() - started, 3)
         detail = {name: value for name, value in score.items() if name != "loss"}
@@ -241,11 +253,24 @@ class Evaluator:
                 self.submit(evaluation)
             except (grpc.RpcError, DilocoError) as error:
                 self._wait_after(error)
+                if self._was_undone(step):
+                    return False
             else:
                 break
         self.backoff.reset()
         log.info("scored", extra={"step": step, "loss": f"{loss:.4f}", "seconds": seconds})
-        self._save_step(step)
+        self._save_score(step)
+        return True
+
+    def _was_undone(self, step: int) -> bool:
+        """Whether the syncer has returned to an older step, as far as it can be asked."""
+        try:
+            now = self.status().step
+        except (grpc.RpcError, DilocoError):
+            return False  # the next submission shows why
+        if now < step:
+            log.warning("the score of step %d is not submitted: the job is at step %d", step, now)
+        return now < step
 
     def _report(self, problem: str, why: str) -> None:
         now = time.monotonic()
@@ -260,18 +285,21 @@ class Evaluator:
         log.log(level, "retrying: %s", cause, extra={"seconds": round(seconds, 1)})
         self.sleep(seconds)
 
-    def _last_scored_step(self) -> int | None:
+    def _last_score(self) -> tuple[int | None, str]:
+        """Step of the last score (None: there is none), and digest of the model if it was the job's final one."""
         try:
-            return int(json.loads(files.read(self.state_file))["step"]) if self.state_file else None
-        except (OSError, ValueError, KeyError, TypeError):
-            return None
+            score = json.loads(files.read(self.state_file)) if self.state_file else {}
+            return int(score["step"]), str(score.get("model", ""))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            return None, ""
 
-    def _save_step(self, step: int) -> None:
+    def _save_score(self, step: int, model: str = "") -> None:
+        self._scored = step
         if self.state_file is None:
             return
         try:
             self.state_file.parent.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
-            text = json.dumps({"step": step}) + "\n"
+            text = json.dumps({"step": step, "model": model}) + "\n"
             files.replace(self.state_file, text, mode=files.PRIVATE)
         except OSError as error:
             # The only consequence is a second score of the same step after a restart.

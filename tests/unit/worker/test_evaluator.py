@@ -114,6 +114,10 @@ class Syncer:
         self.unavailable = list(unavailable)
         """Numbers of the calls (of any kind) that fail."""
         self.step, self.calls, self.scores = -stride, 0, []
+        self.model_sha256 = "a"
+        """Of its final model."""
+        self.unfinished = 0
+        """Number of status calls at the last step until the job is complete."""
         self.initialising = 0
         """Number of status calls until Θ exists."""
 
@@ -129,10 +133,13 @@ class Syncer:
             return pb.StatusReply(state="Initialising", tensors=[pb.TensorInfo(name="w")])
         self.step = min(self.steps, self.step + self.stride)
         state = "Complete" if self.step == self.steps else "Training"
+        if state == "Complete" and self.unfinished:
+            self.unfinished, state = self.unfinished - 1, "Training"
         return pb.StatusReply(
             state=state,
             step=self.step,
             steps=self.steps,
+            model_sha256=self.model_sha256 if state == "Complete" else "",
             tokens=77,
             tensors=[pb.TensorInfo(name="w")],
         )
@@ -290,6 +297,59 @@ def test_a_job_that_was_rolled_back_gets_scores_of_its_new_parameters(tmp_path):
     again.step = 30
     evaluator_of(again, state_file=state_file).run()
     assert [step for step, _ in again.scores] == [100]
+
+
+@pytest.mark.parametrize("unfinished", [0, 3])
+def test_the_final_model_after_a_roll_back_that_an_evaluator_did_not_see_gets_its_score(
+    tmp_path, unfinished
+):
+    state_file = tmp_path / "evaluator.json"
+    first = Syncer(steps=100, stride=20)
+    first.unfinished = unfinished
+    evaluator_of(first, state_file=state_file).run()
+    assert [step for step, _ in first.scores] == [0, 60, 100]
+    for model, expected in (("a", []), ("b", [100]), ("b", [])):
+        again = Syncer(steps=100, stride=20)
+        again.step, again.model_sha256 = 100, model  # it is complete
+        evaluator_of(again, state_file=state_file).run(initial=WEIGHTS)
+        assert [step for step, _ in again.scores] == expected
+
+
+def test_a_final_model_without_a_score_is_tried_again_by_the_next_evaluator(tmp_path):
+    state_file = tmp_path / "evaluator.json"
+
+    def fails(weights):
+        raise NoScoreError("the data is not here")
+
+    for model, scorer, expected in (
+        ("a", fails, []), ("a", None, [40]), ("b", fails, []), ("b", None, [40]), ("b", fails, []),
+    ):  # fmt: skip
+        syncer = Syncer(steps=40, stride=40)
+        syncer.step, syncer.model_sha256 = 40, model  # it is complete
+        evaluator_of(syncer, scorer=scorer, state_file=state_file).run()
+        assert [step for step, _ in syncer.scores] == expected
+
+
+@pytest.mark.parametrize(
+    ("steps", "expected"), [(210, [0, 60, 110, 150, 210]), (100, [0, 60, 100])]
+)
+def test_the_score_of_a_model_that_a_roll_back_undid_is_not_submitted(steps, expected, caplog):
+    syncer, lost = Syncer(steps=steps, stride=20), []
+    submit = syncer.submit
+
+    def rolled_back(evaluation):
+        if evaluation.step == 100 and not lost:
+            lost.append(evaluation.loss)
+            syncer.step = 10
+            raise UnavailableError("connection refused")
+        submit(evaluation)
+
+    evaluation = evaluator_of(syncer)
+    evaluation.submit = rolled_back
+    evaluation.run()
+    assert lost == [100.5]
+    assert ([step for step, _ in syncer.scores], syncer.step) == (expected, steps)
+    assert "the score of step 100 is not submitted: the job is at step 30" in caplog.text
 
 
 def test_b02_the_state_of_an_evaluator_is_private_and_no_link_is_followed(tmp_path):
