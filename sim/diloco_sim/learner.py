@@ -134,6 +134,7 @@ class SimulatedLearner:
             self.link_process, self._network, self._server, name=self.name, spec=self.spec,
             memory=self.memory, to_trainer=self._from_link, source=self._source,
             behaviour=self.behaviour, left=self._left, requested=self.requested,
+            observe=self._observe,
         )  # fmt: skip
         self.uplink.from_trainer.offer(self.core.state())
 

@@ -11,7 +11,9 @@ from typing import Protocol
 
 from diloco.errors import DilocoError
 from diloco.spec import RunSpec
+from diloco.v1 import bulk_pb2 as bulk
 from diloco_sim.behaviour import Behaviour
+from diloco_sim.checkers.observations import Encoded
 from diloco_sim.clock import Process, Timer
 from diloco_sim.faults import Kind
 from diloco_sim.memory import PlainMemory
@@ -106,14 +108,15 @@ class Transfers:
         spec: of the job.
         behaviour: how it misbehaves.
         ended: takes the ends; pass each to `settle`.
+        observe: gets `Encoded`.
     """
 
     def __init__(
         self, process: Process, network: Network, server: Process, memory: PlainMemory, spec: RunSpec,
-        behaviour: Behaviour, ended: Callable[[Ended], None],
+        behaviour: Behaviour, ended: Callable[[Ended], None], observe: Callable[[object], None],
     ) -> None:  # fmt: skip
         self.process, self.behaviour = process, behaviour
-        self._ended = ended
+        self._memory, self._ended, self._observe = memory, ended, observe
         self.buffers = BufferPool(most_idle_bytes=most_idle_bytes(memory.layout, spec))
         self.placement = Placement(memory, spec, self.buffers)
         self.encoder = Encoder(memory, spec, self.buffers)
@@ -126,6 +129,17 @@ class Transfers:
     def upload(self, pull: ev.Pulled, identity: Identity) -> None:
         """Answer a pull."""
         self.uploads.add(pull.fragment, _Upload(self, pull, identity))
+
+    def observe_encoded(self, header: bulk.UploadHeader) -> None:
+        """An upload was encoded just now: the inbox still has the base of a delta."""
+        if header.HasField("base"):
+            base, base_N = header.base, self._memory.inbox(header.fragment)
+            self._observe(
+                Encoded(
+                    header.learner, header.incarnation, header.round, header.attempt,
+                    (base.epoch, base.step), base_N,
+                )
+            )  # fmt: skip
 
     def upload_initial(self, decision: ev.UploadInitial, identity: Identity) -> None:
         """Upload Θ^(0)."""
@@ -285,6 +299,7 @@ class _Upload:
         if upload is None:
             self._end("")
         else:
+            self._transfers.observe_encoded(upload.header)
             behaviour = self._transfers.behaviour
             behaviour.header(upload.header)
             if behaviour.has(Kind.TWICE):

@@ -49,12 +49,13 @@ class Uplink:
         behaviour: how it misbehaves.
         left: called when it has left the job.
         requested: counts the downloads of each fragment.
+        observe: gets what checkers observe.
     """
 
     def __init__(
         self, process: Process, network: Network, server: Process, *, name: str, spec: RunSpec,
         memory: PlainMemory, to_trainer: Pipe[LinkState], source: random.Random, behaviour: Behaviour,
-        left: Callable[[], None], requested: Counter[int],
+        left: Callable[[], None], requested: Counter[int], observe: Callable[[object], None],
     ) -> None:  # fmt: skip
         self.process = process
         self.from_trainer: Pipe[TrainerState] = Pipe(process, self._read)
@@ -66,7 +67,7 @@ class Uplink:
         self._control = Channel(process, network, server, CONTROL)
         self._session: _Session | None = None
         self.transfers = Transfers(
-            process, network, server, memory, spec, behaviour, self._transfer_ended
+            process, network, server, memory, spec, behaviour, self._transfer_ended, observe
         )
         self._identity = Identity(learner=name, epoch=0, incarnation=0)
         backoff = Backoff(*RECONNECT_SECONDS, source)

@@ -21,6 +21,7 @@ from functools import partial
 from diloco.journal import reader
 from diloco.spec import RunSpec
 from diloco_sim.checkers.audited import Audited
+from diloco_sim.checkers.bases import Bases
 from diloco_sim.checkers.bounds import Bounds
 from diloco_sim.checkers.checker import Checker, Checkers, Violation
 from diloco_sim.checkers.completion import Completion
@@ -33,6 +34,7 @@ from diloco_sim.checkers.liveness import Liveness
 from diloco_sim.checkers.observations import (
     Captured,
     Committed,
+    Encoded,
     Moment,
     Received,
     ReportArrived,
@@ -167,6 +169,7 @@ class World:
                 false={f.target for f in self.of.plan.only(*LIES)},
                 delayed=self._delayed(),
             ),
+            Bases(spec, self.of.layout),
             Durable(),
             Liveness(spec.steps, self.of.bounds, self.of.too_slow),
             Status(spec.quorum, self.of.explained_gap.seconds),
@@ -442,7 +445,7 @@ def _number(scale: Fault) -> int:
 LIES = (Kind.LIE_TOKENS, Kind.LIE_STEPS, Kind.AHEAD)
 """Faults of members whose counters or position are false."""
 
-_UNTRACED = (Captured, Log, Moment, ReportArrived)
+_UNTRACED = (Captured, Encoded, Log, Moment, ReportArrived)
 
 KUBELET_SECONDS = 3.0
 """Between the pods and the spec document: less than a kubelet takes, as a world may last ten seconds."""

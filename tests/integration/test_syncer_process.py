@@ -151,7 +151,7 @@ def test_sigterm_leaves_the_current_state_durable(tmp_path):
         syncer.assert_audit()
 
 
-def test_uploads_that_an_orderly_stop_interrupts_are_nobodys_fault(tmp_path):
+def test_uploads_that_an_orderly_stop_interrupts_are_no_fault_of_a_learner(tmp_path):
     names = ("eu/0", "eu/1")
 
     def together(**hello: int) -> tuple[list[ScriptedLearner], pb.Pull]:

@@ -6,6 +6,9 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from diloco.spec import RunSpec
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
@@ -44,6 +47,20 @@ class Received:
     header: bulk.UploadHeader
     chunks: dict[int, bytes]
     """Payloads, as encoded; filled as they arrive."""
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A learner has encoded a delta."""
+
+    learner: str
+    incarnation: int
+    round: int
+    attempt: int
+    base: tuple[int, int]
+    """The version that it is against."""
+    base_N: npt.NDArray[np.float32]
+    """What the learner has of that version; valid while it is observed."""
 
 
 @dataclass(frozen=True, slots=True)

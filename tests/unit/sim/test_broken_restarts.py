@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from diloco_sim.checkers.bases import Bases
 from diloco_sim.faults import Kind
 from diloco_sim.world import World
 from diloco_testing.sim import breaks
@@ -75,6 +76,39 @@ def test_liveness_finds_learners_that_keep_what_a_restored_copy_does_not_have(mo
     breaks.lost_history_kept(monkeypatch)
     found = violation(description)
     assert (found.checker, "eu/0 holds (3, " in found.sentence) == ("liveness", True), found
+
+
+LATE = """
+    50..50.1 crash syncer
+    55..75.5 crash eu/0
+    60..61 disk-restored syncer 15
+"""
+"""The copy is of epoch 1. A learner that comes late has (2, 54), and so has the syncer by then: another one."""
+
+
+def test_bases_finds_a_delta_against_an_equal_version_of_a_lost_history(monkeypatch):
+    description = replace(every_step(small(LATE)), steps=90)
+    whole = World(description, checkers=[bases := Bases(description.spec, description.layout)])
+    outcome = whole.run()
+    assert (outcome.ok, bases.compared > 200) == (True, True), outcome.violation
+    breaks.starts_not_distinguished(monkeypatch)
+    found = violation(description)
+    assert (found.checker, found.sentence) == (
+        "bases",
+        "eu/0 sends a delta of fragment 0 against (2, 54) of another history",
+    )
+
+
+@pytest.mark.parametrize("down", ["FP32", "BF16"])
+def test_bases_finds_learners_that_keep_what_a_restored_copy_does_not_have(monkeypatch, down):
+    description = every_step(small(LATE.replace("crash eu/0", "cut eu/0 syncer")))
+    spec = replace(description.spec, wire_down=down)
+    description = replace(description, steps=90, spec=spec)
+    outcome = World(description).run()
+    assert outcome.ok, outcome.violation
+    breaks.lost_history_kept(monkeypatch)
+    found = violation(description)
+    assert (found.checker, "of another history" in found.sentence) == ("bases", True), found
 
 
 def test_durable_finds_a_restored_copy_whose_newest_snapshot_is_not_used(monkeypatch):

@@ -41,6 +41,7 @@ SEEDS = [
     ("no_learner_returns", 41, 40),
     ("results_not_fetched", 124, 40),
     ("lost_history_kept", 258, 200),
+    ("deltas_of_a_lost_history", 15, 40),
     ("waits_for_nothing", 4, 40),
     ("never_stuck", 1, 40),
     ("engine_that_raises", 0, 40),
@@ -64,12 +65,14 @@ Break, seed and global steps. After a change of what worlds are drawn, search ag
 `PYTHONPATH=tests/support python -m diloco_testing.sim.break_search` prints the rows.
 """
 
-WITHOUT_SEED = {"endless_outbox", "undone_parts_kept"}
+WITHOUT_SEED = {"endless_outbox", "undone_parts_kept", "starts_not_distinguished"}
 """
 Half open for 105 s at ten steps a second, which no world of less than 5,000 steps is, and few of those.
 `test_bounds_finds_messages_for_a_learner_that_is_gone` has a world for it, and
 `test_bounds_finds_a_learner_that_downloads_without_a_pause` for a learner that joins a quorum of all
 while the syncer crashes between two parts of the model, which no one of 6,000 seeds of 40 steps has.
+`test_bases_finds_a_delta_against_an_equal_version_of_a_lost_history` has one for a learner that returns within
+the two steps in which the restored syncer has a version of the same number.
 """
 
 

@@ -42,6 +42,7 @@ from diloco_syncer.storage import model
 from diloco_syncer.storage.durable import bytes_of, read_into
 from diloco_syncer.storage.parameters import FragmentParameters, Parameters
 from diloco_syncer.storage.store import Store
+from diloco_worker.core.events import Welcomed
 from diloco_worker.core.inbox import Slot
 from diloco_worker.core.link_protocol import LinkProtocol
 from diloco_worker.core.trainer import TrainerCore
@@ -399,11 +400,23 @@ def results_not_fetched(patch: Patch) -> None:
     patch.setattr(LinkProtocol, "_committed", lambda self, event, now: [])
 
 
-@finds("liveness", "was committed more than", Kind.DISK_RESTORED)
+@finds("liveness", "was committed more than", Kind.DISK_RESTORED, name="lost_history_kept")
+@finds("bases", "of another history", Kind.DISK_RESTORED, name="deltas_of_a_lost_history")
 def lost_history_kept(patch: Patch) -> None:
     """Links compare their versions with those of a syncer whose files were restored."""
     patch.setattr(Updates, "_lost", lambda self, fragment, version: False)
     patch.setattr(Slot, "forget", lambda self: None)
+
+
+@finds("bases", "of another history", Kind.DISK_RESTORED)
+def starts_not_distinguished(patch: Patch) -> None:
+    """Links take every start of the syncer for one that follows the one before."""
+    began = Updates.began
+
+    def following(self: Updates, versions: tuple, session: Welcomed) -> list:
+        return began(self, versions, replace(session, start_id="", snapshot_start_id=""))
+
+    patch.setattr(Updates, "began", following)
 
 
 @finds("bounds", "downloads of fragment", Kind.CRASH)
