@@ -115,6 +115,7 @@ def _assemble(settings: Settings, configuration: Configuration) -> _Parts:
         manager=scope.manager,
         connections=settings.threads + 1,
         may_write=candidate.may_write if candidate else lambda: True,
+        progressed=lambda key: queue.progressed(key),
     )
     reconciler = Reconciler(
         cluster,

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import urlencode
 
 import urllib3
@@ -24,9 +24,10 @@ from kubernetes import config
 from kubernetes.client import ApiClient, Configuration
 
 from diloco.errors import ConfigError, DilocoError
-from diloco_operator.resources.learners import POD_GROUP_VERSION
+from diloco_operator.cluster.kinds import KINDS, NEEDED_KINDS, OTHER_KINDS
 from diloco_operator.resources.queue_labels import asks_for_pod_groups
 from diloco_operator.state.queues import JOB_UID
+from diloco_operator.workqueue import Key
 
 log = logging.getLogger(__name__)
 
@@ -47,46 +48,6 @@ ANY_VERSION = 1
 LAGGING_SECONDS = 60.0
 """How long the lists of a kind are read from the store after that."""
 MERGED = "application/apply-patch+yaml"  # JSON is YAML; +cbor and +yaml are all the server takes
-
-
-class Kind(NamedTuple):
-    """Where the API server serves a kind."""
-
-    api_version: str
-    plural: str
-
-    def path(self, namespace: str = "", name: str = "", subresource: str = "") -> str:
-        """The resource's path; namespace "": all namespaces."""
-        root = "/apis" if "/" in self.api_version else "/api"
-        parts = [root, self.api_version]
-        parts += ["namespaces", namespace] if namespace else []
-        parts += [part for part in (self.plural, name, subresource) if part]
-        return "/".join(parts)
-
-
-KINDS = {
-    "DiLoCoJob": Kind("diloco.dev/v1alpha1", "dilocojobs"),
-    "StatefulSet": Kind("apps/v1", "statefulsets"),
-    "Deployment": Kind("apps/v1", "deployments"),
-    "Service": Kind("v1", "services"),
-    "ConfigMap": Kind("v1", "configmaps"),
-    "PersistentVolumeClaim": Kind("v1", "persistentvolumeclaims"),
-    "ServiceAccount": Kind("v1", "serviceaccounts"),
-    "PodDisruptionBudget": Kind("policy/v1", "poddisruptionbudgets"),
-    "NetworkPolicy": Kind("networking.k8s.io/v1", "networkpolicies"),
-    "Certificate": Kind("cert-manager.io/v1", "certificates"),
-    "Pod": Kind("v1", "pods"),
-    "Secret": Kind("v1", "secrets"),
-    "Event": Kind("v1", "events"),
-    "Lease": Kind("coordination.k8s.io/v1", "leases"),
-    "PodGroup": Kind(POD_GROUP_VERSION, "podgroups"),
-    "Workload": Kind("kueue.x-k8s.io/v1beta2", "workloads"),
-}
-NEEDED_KINDS = ("StatefulSet", "Deployment", "Service", "ConfigMap", "PersistentVolumeClaim")
-"""Kinds of children on which decisions depend: a job of which they cannot be read is left as it is."""
-OTHER_KINDS = ("ServiceAccount", "PodDisruptionBudget")
-"""The other kinds of which every job has children. Some jobs have NetworkPolicies, Certificates and PodGroups."""
-CHILD_KINDS = (*NEEDED_KINDS, *OTHER_KINDS)
 
 
 class ApiError(DilocoError):
@@ -126,6 +87,7 @@ class Cluster:
         connections: int = 10,
         may_write: Callable[[], bool] = lambda: True,
         only_try_seconds: float | None = None,
+        progressed: Callable[[Key], object] = lambda _: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """
@@ -138,6 +100,7 @@ class Cluster:
             may_write: asked before each attempt to write; if it returns False, the request fails.
             only_try_seconds: a request is not repeated, and fails after this time; None: requests
                 are repeated, and take as long as READ_SECONDS and RETRY_PAUSES allow.
+            progressed: called after each page of a list of a job's objects: there may be hundreds.
             clock: monotonic.
         """
         configuration.connection_pool_maxsize = connections
@@ -147,6 +110,7 @@ class Cluster:
         self._manager = manager
         self._may_write = may_write
         self._only_try_seconds = only_try_seconds
+        self._progressed = progressed
         self._clock = clock
         self._lock = threading.Lock()
         self._newest: dict[str, int] = {}
@@ -363,6 +327,7 @@ class Cluster:
                 path = KINDS[kind].path(namespace)
                 query = selected | versions
                 page = self._request("GET", path, query=query, final=TOO_LARGE_VERSION)
+                self._progressed(Key(namespace, job))
                 return list(_items(page, kind))
             except ApiError as error:
                 # Proxies answer 504 as well.
@@ -371,7 +336,7 @@ class Cluster:
             # Its cache lags far behind, or etcd was restored and counts from an older version on.
             with self._lock:
                 self._lagging[kind] = self._clock() + LAGGING_SECONDS
-        found = list(self._list(kind, namespace, selected))
+        found = list(self._list(kind, namespace, selected, of=Key(namespace, job)))
         for item in found:
             self.saw(item, kind)
         return found
@@ -388,7 +353,8 @@ class Cluster:
         """
         found: list[Json] = []
         try:
-            for item in self._list(kind, namespace, {"labelSelector": JOB_LABEL}):
+            selected = {"labelSelector": JOB_LABEL}
+            for item in self._list(kind, namespace, selected, of=Key(namespace, job)):
                 self.saw(item, kind)
                 if item["metadata"]["labels"][JOB_LABEL] == job:
                     found.append(item)
@@ -399,13 +365,21 @@ class Cluster:
         return found
 
     def _list(
-        self, kind: str, namespace: str, selected: Mapping[str, str] | None = None
+        self,
+        kind: str,
+        namespace: str,
+        selected: Mapping[str, str] | None = None,
+        *,
+        of: Key | None = None,
     ) -> Iterator[Json]:
+        """The objects, page by page; `of`: the job whose reconcile reads them."""
         query = {"limit": str(PAGE), **(selected or {})}
         with self._lock:
             known = self._newest.get(kind, ANY_VERSION)
         while True:
             page = self._request("GET", KINDS[kind].path(namespace), query=query)
+            if of is not None:
+                self._progressed(of)
             self._check_restored(page, kind, known)
             yield from _items(page, kind)
             token = (page.get("metadata") or {}).get("continue")

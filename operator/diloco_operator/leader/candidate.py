@@ -15,7 +15,8 @@ from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from diloco_operator.cluster.client import KINDS, ApiError, Cluster, Json
+from diloco_operator.cluster.client import ApiError, Cluster, Json
+from diloco_operator.cluster.kinds import KINDS
 from diloco_operator.leader.election import (
     Due,
     Election,

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import kopf
 from kubernetes.client import Configuration
 
-from diloco_operator.cluster.client import CHILD_KINDS, JOB_LABEL, KINDS, ApiError, Cluster, Json
+from diloco_operator.cluster.client import JOB_LABEL, ApiError, Cluster, Json
+from diloco_operator.cluster.kinds import CHILD_KINDS, KINDS
 from diloco_operator.state.job_state import LOST_VOLUME
 from diloco_operator.watch.health import Health
 from diloco_operator.workqueue import Key, WorkQueue

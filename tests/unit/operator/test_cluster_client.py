@@ -123,12 +123,12 @@ def test_jobs_that_are_listed_while_the_first_list_is_under_way_are_read_from_th
     asked = []
     lists = Cluster._list
 
-    def beside(self, kind, namespace, selected=None):
+    def beside(self, kind, namespace, selected, of):
         asked.append(selected)
         if len(asked) == 1:
             cluster.pods("ns", "b")
             cluster.begin()
-        return lists(self, kind, namespace, selected)
+        return lists(self, kind, namespace, selected, of=of)
 
     monkeypatch.setattr(Cluster, "_list", beside)
     cluster.pods("ns", "a")
