@@ -178,6 +178,15 @@ REASONS: tuple[Reason, ...] = (
             "and resume it",
         ),
         (
+            "TooLargeForQueue",
+            "Warning",
+            "in a queue or with PodGroups each learner has a StatefulSet of its own: {sets} pod templates of {size} "
+            "bytes are more than the maximum of {most} bytes in all",
+            "make env, recipe.config or podTemplate of the learners shorter (a ConfigMap can hold large values), "
+            "reduce spec.regions[].learners, or suspend the job, remove the queue's label or the annotation, "
+            "and resume it",
+        ),
+        (
             "OtherOperator",
             "Warning",
             "operator {other} runs this job (status.operator); operator {own} leaves it alone",

@@ -57,10 +57,13 @@ def ending(state: JobState, due: Changes, lifecycle: Lifecycle) -> Changes:
     kept = [want for want in due.apply if _releases_claim(state, want)]
     if not lifecycle.finished:
         return Changes(apply=tuple(kept), delete=())
+    # One that has stopped would only get the pod template of the manifest.
     stops = [
         want
         for want in due.apply
-        if want.get("spec", {}).get("replicas") == 0 and state.child(*identity(want)) is not None
+        if want.get("spec", {}).get("replicas") == 0
+        and (live := state.child(*identity(want))) is not None
+        and live["spec"].get("replicas") != 0
     ]
     # The claims of learners may go with their StatefulSet, which may have no successor before
     # the job is accepted.

@@ -12,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from diloco_job.names import MAX_CHILD_NAME, MAX_QUEUED, learner_set_name
+from diloco_job.names import MAX_CHILD_NAME, MAX_QUEUED, MAX_QUEUED_BYTES, learner_set_name
 from diloco_job.reasons import ConditionState, condition
 from diloco_job.types import DiLoCoJob, PodTemplate
 from diloco_operator.decide.pruning import MANAGED_BY
+from diloco_operator.resources import template_bytes
 from diloco_operator.resources.operator_scope import MANAGER
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import controller_uid, labels
@@ -36,6 +37,12 @@ def objection(state: JobState) -> ConditionState | None:
         num_learners = sum(own.region.learners for own in state.regions)
         return condition("Accepted", "TooManyForQueue", learners=num_learners, most=MAX_QUEUED)
     if state.sets.queue is not None:
+        num_sets = state.sets.num_sets(own.region for own in state.regions)
+        size = template_bytes(state.job, state.owner, state.scope, state.plan, state.sets)
+        if num_sets * size > MAX_QUEUED_BYTES:
+            return condition(
+                "Accepted", "TooLargeForQueue", sets=num_sets, size=size, most=MAX_QUEUED_BYTES
+            )
         longest = max(_names_of_sets(state), key=len, default="")
         if len(longest) > MAX_CHILD_NAME:
             return condition(

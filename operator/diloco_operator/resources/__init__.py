@@ -19,7 +19,7 @@ from diloco_operator.resources.common import APPLIED, JobContext, Owner, Wanted
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.resources.queue_labels import LearnerSets, queue_of_job
 
-__all__ = ["APPLIED", "LearnerSets", "Owner", "Wanted", "desired"]
+__all__ = ["APPLIED", "LearnerSets", "Owner", "Wanted", "desired", "template_bytes"]
 
 
 def desired(
@@ -44,17 +44,8 @@ def desired(
         plan: of the job; None: make it.
         sets: the StatefulSets of its learners; None: those of a job that has none yet.
     """
-    plan = plan or shared_plan(job)
-    context = JobContext(
-        job=job,
-        plan=plan,
-        owner=owner,
-        scope=scope,
-        wanted=wanted,
-        spec=plan.spec.to_json(),
-        learner_spec=learner_spec(plan.spec).to_json(),
-        sets=sets or LearnerSets(queue=queue_of_job(owner.metadata)),
-    )
+    sets = sets or LearnerSets(queue=queue_of_job(owner.metadata))
+    context = _context(job, owner, scope, wanted, plan or shared_plan(job), sets)
     if not wanted.volume or not (context.regions or context.has_syncer):
         return ()
     policies = scope.network_policies
@@ -66,6 +57,35 @@ def desired(
         *(child for region in context.regions for child in learners.children(context, region)),
     ]
     return tuple(sorted(children, key=lambda child: _ORDER.index(child["kind"])))
+
+
+def template_bytes(
+    job: DiLoCoJob, owner: Owner, scope: OperatorScope, plan: SharedPlan, sets: LearnerSets
+) -> int:
+    """Size of the largest pod template of the learners that this operator runs, in bytes of JSON; as `desired`."""
+    context = _context(job, owner, scope, Wanted(), plan, sets)
+    sizes = (learners.template_bytes(context, region) for region in context.regions)
+    return max(sizes, default=0)
+
+
+def _context(
+    job: DiLoCoJob,
+    owner: Owner,
+    scope: OperatorScope,
+    wanted: Wanted,
+    plan: SharedPlan,
+    sets: LearnerSets,
+) -> JobContext:
+    return JobContext(
+        job=job,
+        plan=plan,
+        owner=owner,
+        scope=scope,
+        wanted=wanted,
+        spec=plan.spec.to_json(),
+        learner_spec=learner_spec(plan.spec).to_json(),
+        sets=sets,
+    )
 
 
 _ORDER = (

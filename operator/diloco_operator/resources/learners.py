@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from diloco.spec import canonical
 from diloco_job import names
 from diloco_job.plan import learner_plan, process_env
 from diloco_job.types import DiLoCoJob, LearnerPorts, Region
@@ -151,6 +152,11 @@ def _stateful_set(
         },
         body={"spec": stateful_set},
     )
+
+
+def template_bytes(context: JobContext, region: Region) -> int:
+    """Size of the pod template of a region's learners, in bytes of JSON."""
+    return len(canonical(pod_templates.template(context, _parts(context, region))).encode())
 
 
 def _queued(

@@ -114,6 +114,13 @@ class LearnerSets:
         # The highest index alone shows nothing about those below it: anyone may have set that label.
         return num_learners > MAX_QUEUED and (grows or num_missing > MAX_QUEUED)
 
+    def num_sets(self, regions: Iterable[Region]) -> int:
+        """How many StatefulSets these regions have in a queue, with those that are kept."""
+        return sum(
+            len(self.kept.get(region.name, frozenset()).union(range(region.learners)))
+            for region in regions
+        )
+
 
 def queue_of_job(metadata: Metadata) -> Queue | None:
     """The queue that the job's labels and annotations name; None: its learners do not wait."""

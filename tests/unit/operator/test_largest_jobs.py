@@ -4,7 +4,7 @@ import tracemalloc
 
 import pytest
 
-from diloco_job.names import MAX_LEARNERS, MAX_QUEUED
+from diloco_job.names import MAX_LEARNERS, MAX_QUEUED, MAX_QUEUED_BYTES
 from diloco_testing.kubernetes.operated_job import OperatedJob, manifest
 
 MIB = 2**20
@@ -30,7 +30,7 @@ ALL = {f"r{number}": 1000 for number in range(MAX_LEARNERS // 1000)}
     [
         (job(100_000, ALL, {}), len(ALL), 16),
         # Each StatefulSet records its pod template once more, as text.
-        (job(20_000, {"eu": MAX_QUEUED}, QUEUE), MAX_QUEUED, 32),
+        (job(500, {"eu": MAX_QUEUED}, QUEUE), MAX_QUEUED, 32),
     ],
     ids=["in ten regions", "in a queue"],
 )
@@ -76,12 +76,62 @@ def test_statefulsets_with_high_numbers_make_no_room_for_those_between(index):
     check_refused(world)
 
 
-def check_refused(world):
+@pytest.mark.parametrize(
+    ("learners", "config_bytes"),
+    [(MAX_QUEUED, MAX_QUEUED_BYTES // MAX_QUEUED), (5, MAX_QUEUED_BYTES // 5)],
+)
+def test_large_pod_templates_of_learners_in_a_queue_are_refused_with_their_size(
+    learners, config_bytes
+):
+    world = OperatedJob(job=job(config_bytes, {"eu": learners}, QUEUE))
+    check_refused(world, "TooLargeForQueue")
+    world.reconcile()
+    message = world.condition("Accepted")["message"]
+    assert f"{learners} pod templates of " in message
+    assert f"the maximum of {MAX_QUEUED_BYTES} bytes" in message
+    assert not world.children
+    world.change(regions=[{"name": "eu", "learners": 1}])
+    world.reconcile()
+    assert world.reason("Accepted") == ("True", "Valid")
+
+
+@pytest.mark.parametrize("learners", [4, 1], ids=["running", "of which three were removed"])
+def test_pod_templates_of_a_queued_job_do_not_grow_beyond_what_fits_into_memory(learners):
+    """Those of learners that were removed stay, with 0 replicas."""
+    world = OperatedJob(job=job(1000, {"eu": 4}, QUEUE))
+    world.settle()
+    world.answers()
+    world.settle()
+    before = templates(world)
+    world.change(regions=[{"name": "eu", "learners": learners}])
+    world.settle()
+    learner = job(MAX_QUEUED_BYTES // 4, {"eu": 4}, QUEUE)["spec"]["learner"]
+    world.change(learner=learner)
+    world.settle()
+    assert world.reason("Accepted") == ("False", "TooLargeForQueue")
+    assert templates(world) == before
+    world.change(runPolicy={"suspend": True})
+    world.settle()
+    assert world.reason("Suspended") == ("True", "Suspended")
+    assert not any(world.replicas().values())
+    assert templates(world) == before
+
+
+def templates(world):
+    """Name → pod template of the StatefulSets."""
+    return {
+        name: child["spec"]["template"]
+        for (kind, name), child in world.children.items()
+        if kind == "StatefulSet"
+    }
+
+
+def check_refused(world, reason="TooManyForQueue"):
     decisions, peak = measured(world)
     accepted = next(
         entry for entry in decisions.status["conditions"] if entry["type"] == "Accepted"
     )
-    assert accepted["reason"] == "TooManyForQueue"
+    assert accepted["reason"] == reason
     assert not any(
         want["kind"] == "StatefulSet" and want["spec"]["replicas"] for want in decisions.apply
     )
