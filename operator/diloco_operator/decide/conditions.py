@@ -63,6 +63,10 @@ _STANDSTILL_SECONDS = 60.0
 _FAILURE = "last failure: "
 """In the syncer's sentence if what it waits for has failed and is repeated."""
 
+_NOT_UPDATED = "not updated yet, because learners are missing or being replaced"
+
+_EJECTED = "ejected, because they do not deliver"
+
 _GROWING = re.compile(r"for \d+ s\b|last \d+ merges\b")
 """In the syncer's sentence: what grows while it waits for the same."""
 
@@ -244,7 +248,7 @@ def _syncer_problem(state: JobState) -> str:
     return (
         pod_problem(pods, state.now)
         or deployment_problem(state.syncer_child("Deployment"))
-        or reported_problem(pods, state.events)
+        or reported_problem(pods, state.events, _former(state, "SyncerReady"))
     )
 
 
@@ -264,7 +268,7 @@ def _evaluator_problem(state: JobState) -> str:
         pod_problem([pod for pod in pods if not is_deleting(pod)], state.now)
         or pod_problem(pods, state.now)
         or deployment_problem(deployment)
-        or reported_problem(pods, state.events)
+        or reported_problem(pods, state.events, _former(state, "SyncerReady"))
     )
 
 
@@ -308,6 +312,8 @@ def _syncer_reachable(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     if problem := state.certificate_problem():
         return condition(name, problem[0], detail=problem[1])
     if state.unreachable is not None:
+        if state.is_silent_lately and state.previous.message(name).startswith(f"{state.address}: "):
+            return unchanged(name, state.previous)
         reason = state.unreachable.reason
         reason = reason if has_reason(name, reason) else "NoAnswer"
         detail = advice(reason) or state.unreachable.message
@@ -343,7 +349,7 @@ def _learners_ready(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts
     initial = _is_initial(state, name)
     detail = missing + _ejected(state, learners)
     if waiting and not detail:
-        queue, message = state.sets.queue, kueue_message(waiting, state.workloads)
+        queue, message = state.sets.queue, _kueue_message(state, waiting)
         return condition(
             name,
             "WaitingInQueue",
@@ -364,19 +370,32 @@ def _learners_ready(state: JobState, lifecycle: Lifecycle, counts: LearnerCounts
     )
 
 
+def _kueue_message(state: JobState, waiting: Sequence[LearnerPods]) -> str:
+    """Why they wait; without any of Kueue's objects, such as for lack of permission, what they showed last."""
+    if state.workloads or state.previous.reason("LearnersReady") != "WaitingInQueue":
+        return kueue_message(waiting, state.workloads)
+    return _former(state, "LearnersReady").partition("; Kueue: ")[2]
+
+
+def _former(state: JobState, name: str) -> str:
+    """The message of the condition as it was, without those that a change had not reached."""
+    return state.previous.message(name).partition(f"; {_NOT_UPDATED}")[0]
+
+
 def _with_waiting(ready: ConditionState, waiting: Sequence[str]) -> ConditionState:
     """The condition LearnersReady, with those that still run without a change of the manifest."""
     if not waiting:
         return ready
-    why = "not updated yet, because learners are missing or being replaced"
-    return replace(ready, message=clip(ready.message + _list(why, waiting)))
+    return replace(ready, message=clip(ready.message + _list(_NOT_UPDATED, waiting)))
 
 
 def _learners_problem(state: JobState, learners: Sequence[LearnerPods]) -> str:
     """Which learner has a pod that cannot run, as Kubernetes reports it; "": no problem is reported."""
     pods = [pod for learner in learners for pod in learner.pods]
     sets = [child for (kind, _), child in state.children.items() if kind == "StatefulSet"]
-    return pod_problem(pods, state.now) or reported_problem([*sets, *pods], state.events)
+    return pod_problem(pods, state.now) or reported_problem(
+        [*sets, *pods], state.events, _former(state, "LearnersReady")
+    )
 
 
 def _late_learners(state: JobState, learners: Sequence[LearnerPods], missing: str) -> str:
@@ -414,10 +433,12 @@ def _missing(learners: Iterable[LearnerPods]) -> str:
 
 def _ejected(state: JobState, learners: Iterable[LearnerPods]) -> str:
     """Without their reasons and probes: those change often, and each change would be a write."""
-    answers = state.answer.learners if state.answer else ()
-    ejected = {learner.name for learner in answers if learner.state == "Ejected"}
+    if state.answer is None:
+        found = re.search(f"; {_EJECTED}: [^;]+", state.previous.message("LearnersReady"))
+        return found.group() if found and state.reachable else ""
+    ejected = {learner.name for learner in state.answer.learners if learner.state == "Ejected"}
     ready = [learner.name for learner in learners if learner.ready and learner.name in ejected]
-    return _list("ejected, because they do not deliver", ready)
+    return _list(_EJECTED, ready)
 
 
 def _list(title: str, found: Sequence[str]) -> str:
@@ -528,6 +549,8 @@ def _complete(state: JobState, lifecycle: Lifecycle) -> ConditionState:
         return condition("Complete", "StepsDone", steps=done)
     if answer is not None and answer.state == "Complete" and not state.has_syncer:
         return condition("Complete", "SyncerDone", step=answer.step, steps=steps)
+    if answer is None and previous.reason("Complete") == "SyncerDone" and state.reachable:
+        return unchanged("Complete", previous)
     raised = previous.is_true("Complete") and steps > previous.number("step")
     if raised or previous.reason("Complete") == "StepsRaised":
         return condition("Complete", "StepsRaised", steps=steps)

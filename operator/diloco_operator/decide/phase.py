@@ -328,7 +328,12 @@ def _fetched(state: JobState, lifecycle: Lifecycle) -> bool:
 
 
 def _is_scoring(state: JobState, lifecycle: Lifecycle) -> bool:
-    scored = state.answer is not None and state.answer.eval_step >= state.job.spec.steps
+    if state.answer is not None:
+        scored = state.answer.eval_step >= state.job.spec.steps
+    else:
+        # It was stopped because of an answer that an operator has had before.
+        evaluator = state.child("Deployment", names.evaluator_name(state.job.metadata.name))
+        scored = evaluator is not None and evaluator["spec"].get("replicas") == 0
     return not scored and not _past(state, lifecycle, EVALUATOR_SECONDS)
 
 

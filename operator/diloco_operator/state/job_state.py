@@ -29,8 +29,10 @@ LOST_VOLUME = "diloco.dev/lost-volume"
 """Annotation of a job: the uid of the claim whose loss a person has acknowledged."""
 
 REACHABLE_SECONDS = 30.0
-SILENT_SECONDS = 15.0
 """How long an answer counts."""
+
+SILENT_SECONDS = 15.0
+"""How long the last report counts after the first request without an answer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -191,6 +193,12 @@ class JobState:
         if silent_since is not None and self.previous.is_true("SyncerReachable"):
             until = max(until, silent_since + timedelta(seconds=SILENT_SECONDS))
         return until
+
+    @property
+    def is_silent_lately(self) -> bool:
+        """Whether it has not answered for less than 15 s: the first request may fail in another way than the next."""
+        since = _past(self.unreachable.silent_since if self.unreachable else None, self.now)
+        return since is not None and self.now < since + timedelta(seconds=SILENT_SECONDS)
 
     @property
     def awaits_answer(self) -> bool:

@@ -75,8 +75,10 @@ def _region(
     ready: int | None = sum(learner.state != "Gone" for learner in answers)
     if own is not None:
         ready = own.num_ready
-        # Without the syncer's answer, a registered learner counts as training.
-        training = training if state.answer else ready
+        if state.answer is None:
+            # A registered learner counts as training, unless the last answer, which still counts, had fewer.
+            last = _count(previous, "training") if state.reachable else None
+            training = ready if last is None else min(ready, last)
     elif state.answer is None:
         ready = _count(previous, "ready") if state.reachable else None
         training = _count(previous, "training") if state.reachable else None

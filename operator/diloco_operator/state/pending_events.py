@@ -66,16 +66,26 @@ def is_late(previous: PreviousStatus, condition: str, now: datetime, seconds: fl
     return since is not None and now - since >= timedelta(seconds=seconds)
 
 
-def reported_problem(objects: Iterable[Object], events: Sequence[Object]) -> str:
-    """The warning about the first of these objects since its last progress; "": no problem is reported."""
+def reported_problem(objects: Iterable[Object], events: Sequence[Object], former: str = "") -> str:
+    """
+    The warning about the first of these objects since its last progress; "": no problem is reported.
+
+    Args:
+        objects: in the order in which they matter.
+        events: about those that are stuck.
+        former: message of the condition as it was. What it reports of an object holds until there is an
+            Event about it, or it is no longer stuck: API servers keep Events for an hour.
+    """
     for item in objects:
+        kind, name = item["kind"], item["metadata"]["name"]
+        where = f"pod {name}: " if kind == "Pod" else f"{kind} {name}: "
         about = [event for event in events if _is_about(event, item) and _counts(event)]
         # Of one second the warning: the time of an Event has no fractions.
         newest = max(about, key=lambda event: (_time(event), _is_warning(event)), default=None)
         if newest is not None and _is_warning(newest):
-            kind, name = item["kind"], item["metadata"]["name"]
-            where = f"pod {name}" if kind == "Pod" else f"{kind} {name}"
-            return f"{where}: {newest.get('reason', '')}: {newest.get('message', '')}"
+            return f"{where}{newest.get('reason', '')}: {newest.get('message', '')}"
+        if newest is None and where in former and _is_stuck(item):
+            return former[former.index(where) :]
     return ""
 
 
@@ -114,6 +124,14 @@ def _stuck(workload: Object, pods: Iterable[Object]) -> Iterator[Object]:
         return
     waiting = filter(waits_for_kubelet, mine)
     yield from sorted(waiting, key=lambda pod: str(pod["metadata"]["name"]))[:1]
+
+
+def _is_stuck(item: Object) -> bool:
+    """Whether it is a pod that waits for the kubelet, or a workload that lacks pods."""
+    if item["kind"] == "Pod":
+        return waits_for_kubelet(item)
+    status, spec = item.get("status") or {}, item.get("spec") or {}
+    return (status.get("replicas") or 0) < (spec.get("replicas") or 0)
 
 
 def _is_of(pod: Object, workload: Object) -> bool:
