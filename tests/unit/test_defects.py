@@ -103,6 +103,8 @@ OPERATOR = {
         "a StatefulSet whose pods are refused shows nothing": (
             "unit/operator/test_pending_events.py"
             "::test_a_statefulset_that_gets_no_pods_reports_the_api_servers_message",
+            "unit/operator/test_pending_events.py"
+            "::test_a_deployment_that_gets_no_pod_reports_the_api_servers_message",
             "e2e/test_lifecycle.py::test_pods_that_the_api_server_refuses_are_reported_with_its_message",
         ),
         "a lost claim is replaced by an empty one, and the job starts over": (
@@ -111,6 +113,7 @@ OPERATOR = {
             "e2e/test_volumes.py::test_a_lost_claim_holds_the_job_until_a_person_gives_it_up",
         ),
         "a failed job leaves no log": (
+            "unit/operator/test_kept_pods.py::test_the_failed_pods_of_a_failed_job_stay_and_the_others_go",
             "unit/operator/test_decide_failed_jobs.py::test_the_end_of_the_log_is_in_the_condition",
             "e2e/test_failed_jobs.py"
             "::test_a_failed_job_is_understood_without_its_pods_and_resumed_after_correction",
@@ -118,6 +121,8 @@ OPERATOR = {
         "a start that never ends stays Starting": (
             "unit/operator/test_pending_events.py"
             "::test_a_start_that_takes_longer_than_five_minutes_is_trouble",
+            "unit/operator/test_pending_events.py"
+            "::test_a_pod_that_the_kubelet_cannot_start_reports_the_kubelets_message",
         ),
     },
     "two": {
