@@ -11,6 +11,8 @@ from diloco_cli import remote, runs
 from diloco_cli.remote import RemoteJob
 from diloco_testing.kubernetes.kubectl import diloco, make_kubectl, make_state
 
+pytestmark = pytest.mark.slow  # each command of the made-up kubectl is a process
+
 
 @pytest.fixture
 def kubectl(tmp_path):

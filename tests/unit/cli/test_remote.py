@@ -19,6 +19,8 @@ from diloco_cli.remote import RemoteJob, fetch_run
 from diloco_local.report.run_files import load
 from diloco_testing.kubernetes.kubectl import JOB, START, diloco, make_kubectl, make_state
 
+pytestmark = pytest.mark.slow  # each command of the made-up kubectl is a process
+
 
 @pytest.fixture
 def state(tmp_path):

@@ -18,6 +18,8 @@ from diloco_cli.pod_files import Retries
 from diloco_cli.remote import RemoteJob, fetch_model, fetch_run
 from diloco_cli.volume_reader import Patience
 
+pytestmark = pytest.mark.slow  # each command of the made-up kubectl is a process
+
 # -IS: importing site-packages would take longer than what the commands do.
 KUBECTL = """#!{python} -IS
 import json, os, subprocess, sys, time

@@ -24,6 +24,8 @@ from diloco_sim.learner import TRAINER
 from diloco_testing.experiments import task
 from diloco_worker.recipes import data, gpt
 
+pytestmark = pytest.mark.slow  # they train; test_pool.py runs a cell in the fast tests
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize("method", Method)

@@ -161,6 +161,7 @@ DAMAGED = {
 }
 
 
+@pytest.mark.slow  # half a second each
 @pytest.mark.parametrize("damage", DAMAGED.values(), ids=DAMAGED)
 def test_a_damaged_result_is_computed_again(tmp_path, monkeypatch, damage):
     monkeypatch.setattr(cell_runner, "run", made_up)

@@ -228,7 +228,7 @@ def user_changes(world, rng):
                 world.api.edit(plural, name, lambda item: item["spec"].update(replicas=7))
 
 
-@pytest.mark.parametrize("seed", seeds(6, range(40)))
+@pytest.mark.parametrize("seed", seeds(2, range(40)))
 def test_whatever_lists_show_the_job_ends_as_if_they_showed_the_newest(api, tmp_path, seed):
     rng = random.Random(seed)
     caches = [lambda oldest, newest: oldest, rng.randint]

@@ -7,6 +7,8 @@ import pytest
 from diloco_job.names import MAX_LEARNERS, MAX_QUEUED, MAX_QUEUED_BYTES
 from diloco_testing.kubernetes.operated_job import OperatedJob, manifest
 
+pytestmark = pytest.mark.slow  # jobs of thousands of learners
+
 MIB = 2**20
 QUEUE = {"kueue.x-k8s.io/queue-name": "gpus"}
 

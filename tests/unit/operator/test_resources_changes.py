@@ -210,6 +210,7 @@ SECURED = (
 )
 
 
+@pytest.mark.slow  # every field of a job, one at a time
 @pytest.mark.parametrize(
     ("source", "sets", "region"),
     [(EVERYTHING, (), ""), (OWN_LOOP, (), ""), (EVERYTHING, SECURED, "us")],

@@ -5,6 +5,7 @@ import pytest
 from diloco.journal import records
 from diloco_sim.description import sample
 from diloco_sim.world import World
+from diloco_testing.properties import seeds
 
 ALWAYS = {"epoch", "event", "time"}
 
@@ -13,7 +14,7 @@ def fields_of(kind: str) -> set[str]:
     return {key for _, key, *_ in records._table(records.KINDS[kind])}
 
 
-@pytest.mark.parametrize("seed", range(700, 712))
+@pytest.mark.parametrize("seed", seeds(3, range(700, 712)))
 def test_every_line_of_a_world_is_a_known_record_without_unknown_fields(seed, monkeypatch):
     lines, observe = [], World.observe
 

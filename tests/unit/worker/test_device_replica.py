@@ -157,7 +157,7 @@ class _NoSignals:
 
 
 @pytest.mark.parametrize("registers", [True, False], ids=["registered", "pinned"])
-@pytest.mark.parametrize("seed", seeds(2, range(6)))
+@pytest.mark.parametrize("seed", seeds(1, range(6)))
 def test_over_hundreds_of_steps_uploads_are_whole_and_no_result_is_lost_or_mixed(
     monkeypatch, tmp_path, seed, registers
 ):
