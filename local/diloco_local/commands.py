@@ -21,6 +21,8 @@ from diloco_local.settings import Settings
 
 SAMPLE_TOKENS = 400
 
+WAIT_POLICY = "OMP_WAIT_POLICY"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Programs:
@@ -81,7 +83,11 @@ class Commands:
     def sample(self) -> Command:
         """The command that writes a sample of the final model to `RunDir.sample`."""
         flags = ("--model", str(self.run_dir.model), "--tokens", str(SAMPLE_TOKENS))
-        return self._command("sample", (*self.programs.sample, *flags), output=self.run_dir.sample)
+        # One token is little work: threads that spin until the next one took five times the processor time,
+        # and minutes on a busy machine.
+        waits = {} if WAIT_POLICY in self.settings.environment else {WAIT_POLICY: "PASSIVE"}
+        argv = (*self.programs.sample, *flags)
+        return self._command("sample", argv, waits, output=self.run_dir.sample)
 
     def report(self) -> Command:
         """The command that writes the report."""

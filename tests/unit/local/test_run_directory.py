@@ -295,6 +295,18 @@ def test_the_learners_environment_overrides_the_dealt_gpu(tmp_path, manifest):
         assert {command.environment[name] for command in started} == expected
 
 
+@pytest.mark.parametrize("mine", [None, "ACTIVE"])
+def test_threads_of_the_sample_do_not_spin_unless_the_user_wants_it(tmp_path, manifest, mine):
+    commands = Commands(
+        plan=plan(load_job(manifest)), run_dir=RunDir(tmp_path / "run"),
+        settings=Settings(
+            environment={"OMP_WAIT_POLICY": mine} if mine else {}, python="python", cores=2
+        ),
+        directory=tmp_path, programs=Programs(),
+    )  # fmt: skip
+    assert commands.sample().environment == {"OMP_WAIT_POLICY": mine or "PASSIVE"}
+
+
 def test_a_manifest_of_standard_input_is_kept_as_it_was(tmp_path, manifest, monkeypatch):
     text = manifest.read_bytes()
     manifests.read_standard_input.cache_clear()
