@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from diloco_testing.learners import sharded
-from diloco_testing.local.run_process import LocalRun, children, manifest
+from diloco_testing.local.run_process import LocalRun, manifest
 
 SUPPORT = Path(__file__).parents[1] / "support"
 STEPS = 160
@@ -51,22 +51,12 @@ def run(tmp_path, monkeypatch):
     started.stop()
 
 
-def rank_pid(run: LocalRun, learner: str, rank: int) -> int | None:
-    """Process of a rank under torchrun."""
-    pid = next(p["pid"] for p in run.status()["processes"] if p["name"] == learner)
-    for child in children(pid) if pid else ():
-        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        if f"RANK={rank}".encode() in variables:
-            return child
-    return None
-
-
 @pytest.mark.slow
 @pytest.mark.slow_tier
 @pytest.mark.timeout(900)
 def test_a_learner_of_two_ranks_trains_with_one_of_one_process_and_survives_a_killed_rank(run):
     run.until(lambda: run.stepped("two/0") >= 20 and run.step() >= 12, 400, expected="20 steps")
-    os.kill(rank_pid(run, "two/0", 1), signal.SIGKILL)
+    os.kill(run.rank_pid("two/0", 1), signal.SIGKILL)
     assert run.wait(500) == 0, run.tail()
     assert run.status()["state"] == "Complete"
     assert run.incarnations("two/0") == 2

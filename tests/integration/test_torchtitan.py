@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from diloco_testing.local.run_process import LocalRun, children
+from diloco_testing.local.run_process import TORCHRUN, LocalRun
 
 EXAMPLE = Path(__file__).parents[2] / "examples/04-trainers"
 STEPS = 40
@@ -37,16 +37,11 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     folder = tmp_path / "example"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "start.py").write_text(
-        "import json, os, sys\n"
-        "ranks = json.loads(os.environ['DILOCO_CONFIG'])['ranks']\n"
-        "torchrun = ['-m', 'torch.distributed.run', '--standalone', f'--nproc-per-node={ranks}']\n"
-        "os.execv(sys.executable, [sys.executable, *torchrun, 'train_torchtitan.py'])\n"
-    )
+    (folder / "start.py").write_text(TORCHRUN)
     job = yaml.safe_load((folder / "job.yaml").read_text())
     job["spec"]["steps"] = STEPS
     job["spec"]["sync"]["quorum"] = 2  # the job waits for the killed learner
-    job["spec"]["learner"] = {"command": ["python", "start.py"]}
+    job["spec"]["learner"] = {"command": ["python", "start.py", "train_torchtitan.py"]}
     for region, ranks in zip(job["spec"]["regions"], (2, 1), strict=True):
         region["config"] = {"ranks": ranks}
     started = LocalRun(folder, job)
@@ -54,18 +49,9 @@ def run(tmp_path, monkeypatch):
     started.stop()
 
 
-def rank_pid(run: LocalRun, learner: str, rank: int) -> int:
-    """Process of a rank under torchrun."""
-    pid = next(p["pid"] for p in run.status()["processes"] if p["name"] == learner)
-    for child in children(pid):
-        if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
-            return child
-    raise AssertionError(f"{learner} has no rank {rank}")
-
-
 def test_learners_of_torchtitan_survive_a_killed_rank_and_its_model_loads_the_result(run):
     run.until(lambda: run.stepped("eu/0") >= 14 and run.step() >= 8, 400, expected="14 steps")
-    os.kill(rank_pid(run, "eu/0", 1), signal.SIGKILL)
+    os.kill(run.rank_pid("eu/0", 1), signal.SIGKILL)
     assert run.wait(450) == 0, run.tail()
     assert (run.status()["state"], run.status()["progress"]) == ("Complete", f"{STEPS}/{STEPS}")
     assert (run.incarnations("eu/0"), run.incarnations("us/0")) == (2, 1)

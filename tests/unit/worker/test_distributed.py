@@ -211,7 +211,7 @@ def test_a_line_of_steps_jsonl_has_learning_rate_and_age_of_the_result_where_the
     trainer._run_queue = SimpleNamespace(seconds=lambda: 0.0)
     trainer._termination = SimpleNamespace(received=False)
     trainer._journal = SimpleNamespace(append=lines.append)
-    trainer._loss = SimpleNamespace(read=lambda loss: None, value=None, finite=True)
+    trainer._loss = SimpleNamespace(read=lambda loss: None, value=None, newly_finite=True)
     weight = torch.nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.25)
     trainer._optimizer_steps = OptimizerSteps([optimizer])

@@ -54,13 +54,16 @@ class Rank:
 
     def save(self, step: int, kept: Callable[[], dict[str, Any]] = dict) -> Outcome | None:
         """What rank 0 knows of the checkpoint in the end."""
+        self.begin(step, kept)
+        assert self.checkpoints.finish()
+        self.group.exchange("written")
+        return self.checkpoints.ended()
+
+    def begin(self, step: int, kept: Callable[[], dict[str, Any]] = dict) -> None:
         self.checkpoints.begin(
             self.model, [self.optimizer], attempts=0, kept=kept, local_step=step, global_step=step,
             facts={"step": step}, run="r",
         )  # fmt: skip
-        assert self.checkpoints.finish()
-        self.group.exchange("written")
-        return self.checkpoints.ended()
 
     def load(self, *, parameters: bool = True) -> int:
         """The local step of the checkpoint that was loaded; 0: there is none."""
@@ -244,6 +247,23 @@ def test_a_copy_that_one_rank_discards_is_discarded_by_all(tmp_path, monkeypatch
 
     assert ranks(tmp_path, body)[0] is Outcome.LOST
     assert list(tmp_path.glob("*.json")) == []
+
+
+def test_a_rank_that_is_a_checkpoint_ahead_costs_none(tmp_path):
+    """The last one of a learner begins although the one before is being written."""
+
+    def body(rank: Rank) -> list[Outcome | None]:
+        rank.stepped()
+        found = []
+        for turn in (1, 0):
+            for step in (1, 2) if rank.group.rank == turn else ():
+                rank.begin(step)
+                assert rank.checkpoints.finish()
+                found.append(rank.checkpoints.ended())
+            rank.group.exchange(f"rank {turn} has written both")
+        return found
+
+    assert ranks(tmp_path, body)[0] == [Outcome.WRITTEN] * 2
 
 
 def test_state_that_only_one_rank_has_ends_the_checkpoints_with_a_sentence(tmp_path, caplog):

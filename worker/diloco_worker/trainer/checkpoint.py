@@ -358,18 +358,20 @@ class Checkpoints:
             step: local step of the checkpoint being written; None: every complete one is kept.
         """
         with contextlib.suppress(OSError):
-            found = [
-                path for path in self._directory.glob("checkpoint-*.json") if _has_tensors(path)
-            ]
+            manifests = [*self._directory.glob("checkpoint-*.json")]
+            found = [path for path in manifests if _has_tensors(path)]
             if step is not None:
                 found = sorted(found, key=lambda path: self._rank(path, step))[-self._keep :]
             kept = {path.stem for path in found}
             writing = None if step is None else self.name_of(step)
+            ended = {path.stem for path in manifests}
             # Sorted, so that a manifest goes before its tensors: an end in between leaves none without them.
             for path in sorted(self._directory.glob("checkpoint-*")):
                 name = path.name.partition(".")[0]
                 partial = name not in kept or path.suffix == files.TEMPORARY
-                if partial and name != writing:
+                # Another rank may be a checkpoint ahead.
+                later = writing is not None and name > writing and name not in ended
+                if partial and name != writing and not later:
                     with contextlib.suppress(OSError):
                         path.unlink()
 

@@ -81,6 +81,8 @@ class RankCheckpoints(Checkpoints):
         }
         self._held = _digest_of(held)
         self._outcome, self._why = Outcome.LOST, ""
+        self._reports: list[tuple[int, str, str]] = []
+        """Of this rank: step, outcome and reason of its last pieces."""
         self._ended: Outcome | None = None
         """Of the checkpoint that was begun last, if no one has asked for it."""
 
@@ -120,7 +122,7 @@ class RankCheckpoints(Checkpoints):
             self._begin_without(local_step, Outcome.OFF, str(error))
             return
         if not started:
-            self._group.report(TOPIC, _report(local_step, Outcome.FAILED, "its disk hangs"))
+            self._report(local_step, Outcome.FAILED, "its disk hangs")
 
     def _begin_without(self, step: int, outcome: Outcome, why: str) -> None:
         """This rank has no piece of this step; rank 0 still waits for the others."""
@@ -202,7 +204,7 @@ class RankCheckpoints(Checkpoints):
         step = manifest["local_step"]
         ended = Outcome.FAILED
         try:
-            self._group.report(TOPIC, _report(step, outcome, why))
+            self._report(step, outcome, why)
             if self._group.rank == 0:
                 ended = self._collect(step)
                 if ended is Outcome.WRITTEN:
@@ -214,6 +216,11 @@ class RankCheckpoints(Checkpoints):
             ended = Outcome.FAILED
             log.error("checkpoint of local step %d: %s; training continues", step, error)
         self._ended = ended
+
+    def _report(self, step: int, outcome: Outcome, why: str) -> None:
+        # With the one before: the last checkpoint of a learner begins even while rank 0 collects those.
+        self._reports = [*self._reports[-1:], (step, outcome.value, why)]
+        self._group.report(TOPIC, json.dumps(self._reports))
 
     def _collect(self, step: int) -> Outcome:
         """What all ranks reported of a step."""
@@ -408,13 +415,9 @@ def _digest_of(held: Held) -> str:
     return hashlib.sha256(json.dumps(boxes).encode()).hexdigest()
 
 
-def _report(step: int, outcome: Outcome, why: str) -> str:
-    return json.dumps([step, outcome.value, why])
-
-
 def _read_report(text: str, step: int) -> tuple[Outcome, str] | None:
     """What a rank reported of this step; None: nothing yet."""
-    if not text:
-        return None
-    reported, outcome, why = json.loads(text)
-    return (Outcome(outcome), why) if reported == step else None
+    for reported, outcome, why in json.loads(text or "[]"):
+        if reported == step:
+            return Outcome(outcome), why
+    return None

@@ -29,6 +29,15 @@ TINY = {
     "data": "stdlib",
 }
 
+TORCHRUN = """
+import json, os, sys
+
+ranks = json.loads(os.environ["DILOCO_CONFIG"])["ranks"]
+torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+os.execv(sys.executable, [sys.executable, *torchrun, *sys.argv[1:]])
+"""
+"""A program that starts the one in its arguments in as many ranks as `regions[].config.ranks` states."""
+
 
 def manifest(name: str, *, steps: int, learners: int = 4, **spec: Any) -> dict[str, Any]:
     """A small text job: half of the learners in each of two regions."""
@@ -137,6 +146,14 @@ class LocalRun:
             if module in command:
                 return pid
         raise AssertionError(f"no child runs {module}")
+
+    def rank_pid(self, learner: str, rank: int) -> int:
+        """Process of a rank of a learner whose program is, or has become, torchrun."""
+        pid = next(p["pid"] for p in self.status()["processes"] if p["name"] == learner)
+        for child in children(pid) if pid else ():
+            if f"RANK={rank}".encode() in Path(f"/proc/{child}/environ").read_bytes().split(b"\0"):
+                return child
+        raise AssertionError(f"{learner} has no rank {rank}")
 
     def kill_learner(self, name: str) -> None:
         """Kill a learner's process group with `diloco kill`."""
