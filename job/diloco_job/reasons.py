@@ -180,8 +180,8 @@ REASONS: tuple[Reason, ...] = (
         (
             "TooLargeForQueue",
             "Warning",
-            "in a queue or with PodGroups each learner has a StatefulSet of its own: {sets} pod templates of {size} "
-            "bytes are more than the maximum of {most} bytes in all",
+            "in a queue or with PodGroups each learner has a StatefulSet of its own: {sets} pod templates have {size} "
+            "bytes in all; the maximum is {most}",
             "make env, recipe.config or podTemplate of the learners shorter (a ConfigMap can hold large values), "
             "reduce spec.regions[].learners, or suspend the job, remove the queue's label or the annotation, "
             "and resume it",

@@ -209,7 +209,7 @@ class Evaluator:
                     # The step before the download: a merge during it changes some fragments, and the
                     # model of the last step must not count as scored before all of it is there.
                     # A model without a score is not scored again; the next interval is.
-                    last = status.step
+                    last, final_model = status.step, ""
                     if not self._score(last, weights, tokens=status.tokens):
                         continue
                 self.backoff.reset()

@@ -9,6 +9,7 @@ Pure.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -37,12 +38,8 @@ def objection(state: JobState) -> ConditionState | None:
         num_learners = sum(own.region.learners for own in state.regions)
         return condition("Accepted", "TooManyForQueue", learners=num_learners, most=MAX_QUEUED)
     if state.sets.queue is not None:
-        num_sets = state.sets.num_sets(own.region for own in state.regions)
-        size = template_bytes(state.job, state.owner, state.scope, state.plan, state.sets)
-        if num_sets * size > MAX_QUEUED_BYTES:
-            return condition(
-                "Accepted", "TooLargeForQueue", sets=num_sets, size=size, most=MAX_QUEUED_BYTES
-            )
+        if refused := _too_large(state):
+            return refused
         longest = max(_names_of_sets(state), key=len, default="")
         if len(longest) > MAX_CHILD_NAME:
             return condition(
@@ -53,6 +50,30 @@ def objection(state: JobState) -> ConditionState | None:
                 most=MAX_CHILD_NAME,
             )
     return None
+
+
+def _too_large(state: JobState) -> ConditionState | None:
+    """A job that an earlier version made larger is not refused while it does not grow."""
+    regions = [own.region for own in state.regions]
+    sizes = template_bytes(state.job, state.owner, state.scope, state.plan, state.sets)
+    num_sets = {region.name: state.sets.num_sets([region]) for region in regions}
+    size = sum(num_sets[name] * sizes[name] for name in num_sets)
+    if size <= MAX_QUEUED_BYTES:
+        return None
+    # The API server has added its defaults to those.
+    live = sum(
+        len(json.dumps(child["spec"].get("template")).encode())
+        for (kind, _), child in state.children.items()
+        if kind == "StatefulSet"
+    )
+    existing = sum(len(state.sets.kept.get(name, ())) * sizes[name] for name in sizes)
+    # One that was deleted is made again. Anyone may have set the label with the highest index.
+    if not state.sets.grows(regions) and existing <= live and size - existing <= MAX_QUEUED_BYTES:
+        return None
+    return condition(
+        "Accepted", "TooLargeForQueue",
+        sets=sum(num_sets.values()), size=size, most=MAX_QUEUED_BYTES,
+    )  # fmt: skip
 
 
 def is_tracked(state: JobState, refused: ConditionState) -> bool:

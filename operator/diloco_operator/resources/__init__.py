@@ -61,11 +61,14 @@ def desired(
 
 def template_bytes(
     job: DiLoCoJob, owner: Owner, scope: OperatorScope, plan: SharedPlan, sets: LearnerSets
-) -> int:
-    """Size of the largest pod template of the learners that this operator runs, in bytes of JSON; as `desired`."""
+) -> dict[str, int]:
+    """
+    Size of the pod template of the learners of each region that this operator runs, in bytes of JSON.
+
+    Args: see `desired`.
+    """
     context = _context(job, owner, scope, Wanted(), plan, sets)
-    sizes = (learners.template_bytes(context, region) for region in context.regions)
-    return max(sizes, default=0)
+    return {region.name: learners.template_bytes(context, region) for region in context.regions}
 
 
 def _context(

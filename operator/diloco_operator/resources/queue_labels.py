@@ -105,14 +105,20 @@ class LearnerSets:
         if self.queue is None:
             return False
         num_learners = num_missing = 0
-        grows = False
+        regions = tuple(regions)
         for region in regions:
             kept = self.kept.get(region.name, frozenset())
             num_learners += region.learners
             num_missing += region.learners - sum(index < region.learners for index in kept)
-            grows = grows or region.learners > max(kept, default=-1) + 1
         # The highest index alone shows nothing about those below it: anyone may have set that label.
-        return num_learners > MAX_QUEUED and (grows or num_missing > MAX_QUEUED)
+        return num_learners > MAX_QUEUED and (self.grows(regions) or num_missing > MAX_QUEUED)
+
+    def grows(self, regions: Iterable[Region]) -> bool:
+        """Whether one of these regions needs StatefulSets beyond those that it has, in a queue."""
+        return any(
+            region.learners > max(self.kept.get(region.name, ()), default=-1) + 1
+            for region in regions
+        )
 
     def num_sets(self, regions: Iterable[Region]) -> int:
         """How many StatefulSets these regions have in a queue, with those that are kept."""

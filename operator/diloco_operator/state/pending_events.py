@@ -8,6 +8,7 @@ it is stuck, so a job that runs costs no such request.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -73,8 +74,8 @@ def reported_problem(objects: Iterable[Object], events: Sequence[Object], former
     Args:
         objects: in the order in which they matter.
         events: about those that are stuck.
-        former: message of the condition as it was. What it reports of an object holds until there is an
-            Event about it, or it is no longer stuck: API servers keep Events for an hour.
+        former: message of the condition as it was. The reason and message of an Event in it hold until there
+            is another Event about the object, or it is no longer stuck: API servers keep Events for an hour.
     """
     for item in objects:
         kind, name = item["kind"], item["metadata"]["name"]
@@ -84,8 +85,9 @@ def reported_problem(objects: Iterable[Object], events: Sequence[Object], former
         newest = max(about, key=lambda event: (_time(event), _is_warning(event)), default=None)
         if newest is not None and _is_warning(newest):
             return f"{where}{newest.get('reason', '')}: {newest.get('message', '')}"
-        if newest is None and where in former and _is_stuck(item):
-            return former[former.index(where) :]
+        told = re.search(rf"{re.escape(where)}[A-Z]\w*: ", former)
+        if newest is None and told is not None and _is_stuck(item):
+            return former[told.start() :]
     return ""
 
 

@@ -10,6 +10,7 @@ One round of one fragment: its members and its phase. Pure; the engine moves it.
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,8 @@ class Round:
     """No pull before this time: an attempt that failed for all its members is not repeated at once."""
     repeats: int = 0
     """How often fewer than K members were left."""
+    losses: Counter[str] = field(default_factory=Counter)
+    """How often each learner was lost as a member."""
     quorum_at: float | None = None
     pulled_at: float = 0.0
     grace_seconds: float = 0.0
@@ -125,6 +128,7 @@ class Round:
 
     def remove(self, learner: str) -> None:
         """A member was lost."""
+        self.losses[learner] += 1
         self.pending -= self.members.pop(learner).pending
         self.contributions.pop(learner, None)
         self.early.pop(learner, None)
@@ -144,15 +148,10 @@ class Round:
         self.pending = 0
         self.early.clear()
         self.phase = Phase.COLLECTING
-        self.retry_at = now + self._retry_seconds
+        self.retry_at = now + doubled(RETRY_SECONDS, self.repeats, MAX_RETRY_SECONDS)
         self.repeats += 1
         self.attempt += 1
         self.deadline = self.quorum_at = self.held_since = None
-
-    @property
-    def _retry_seconds(self) -> float:
-        """Pause if the attempt must be repeated now."""
-        return doubled(RETRY_SECONDS, self.repeats, MAX_RETRY_SECONDS)
 
     # ------------------------------------------------------------ lateness
 
@@ -170,15 +169,19 @@ class Round:
         if upload.pending and self.held_since is not None:
             upload.held_seconds += now - self.held_since
 
-    def waited_seconds(self, learner: str, now: float, *, quorum: int) -> float:
+    def waited_seconds(
+        self, learner: str, now: float, *, quorum: int, pauses: bool = True
+    ) -> float:
         """
         What the others lose if this member is lost now: their wait for it, or the whole attempt.
 
-        With the pause before it is repeated, for one that is lost soon after each pull.
+        With a pause as if its own losses alone had made it grow, for one that is lost soon after each pull;
+        `pauses` False: without.
         """
         member = self.members.get(learner)
         if member is not None and len(self.members) <= quorum:
-            return now - self.pulled_at + self._retry_seconds
+            pause = doubled(RETRY_SECONDS, self.losses[learner], MAX_RETRY_SECONDS)
+            return now - self.pulled_at + (pause if pauses else 0.0)
         if self.phase in (Phase.MERGING, Phase.MERGED):
             return now - self.pulled_at
         pending = member is not None and member.pending

@@ -166,7 +166,11 @@ class Scheduler:
         if refused := used_reports.refused(round_.step, event.local_step):
             used_reports.spend(round_.step)
             log = _refusal(round_, event.learner, "ReportUsed", refused)
-            waited = self._waited_seconds(round_, event.learner, now) - self._window_seconds()
+            # The same report is not pulled again, so that no pause grows.
+            waited = round_.waited_seconds(
+                event.learner, now, quorum=self.spec.quorum, pauses=False
+            )
+            waited -= self._window_seconds()
             ejected = self.ejections.waited(event.learner, waited, "ReportUsed", now)
             return [log, *ejected, *self._drop(round_, event.learner, refused, now)]
         try:

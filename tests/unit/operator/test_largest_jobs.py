@@ -89,8 +89,8 @@ def test_large_pod_templates_of_learners_in_a_queue_are_refused_with_their_size(
     check_refused(world, "TooLargeForQueue")
     world.reconcile()
     message = world.condition("Accepted")["message"]
-    assert f"{learners} pod templates of " in message
-    assert f"the maximum of {MAX_QUEUED_BYTES} bytes" in message
+    assert f"{learners} pod templates have " in message
+    assert f"the maximum is {MAX_QUEUED_BYTES}" in message
     assert not world.children
     world.change(regions=[{"name": "eu", "learners": 1}])
     world.reconcile()
@@ -117,6 +117,46 @@ def test_pod_templates_of_a_queued_job_do_not_grow_beyond_what_fits_into_memory(
     assert world.reason("Suspended") == ("True", "Suspended")
     assert not any(world.replicas().values())
     assert templates(world) == before
+
+
+def test_a_queued_job_that_an_earlier_version_made_larger_is_repaired_and_does_not_grow(
+    monkeypatch,
+):
+    world = OperatedJob(job=job(6000, {"eu": 4}, QUEUE))
+    world.settle()
+    monkeypatch.setattr("diloco_operator.decide.objections.MAX_QUEUED_BYTES", 20_000)
+    world.answers()
+    world.settle()
+    assert world.reason("Accepted") == ("True", "Valid")
+    del world.children["StatefulSet", "a-eu-2"]
+    world.reconcile()
+    assert ("StatefulSet", "a-eu-2") in world.children
+    world.change(learner=job(12_000, {}, QUEUE)["spec"]["learner"])
+    world.settle()
+    assert world.reason("Accepted") == ("False", "TooLargeForQueue")
+
+
+def test_a_queued_job_of_an_earlier_version_may_have_fewer_learners_and_no_more(monkeypatch):
+    world = OperatedJob(job=job(6000, {"eu": 4}, QUEUE))
+    world.settle()
+    monkeypatch.setattr("diloco_operator.decide.objections.MAX_QUEUED_BYTES", 20_000)
+    for learners, accepted in [(1, True), (4, True), (5, False)]:
+        world.change(regions=[{"name": "eu", "learners": learners}], sync={"quorum": 1})
+        world.settle()
+        assert world.reason("Accepted")[0] == str(accepted), learners
+
+
+def test_the_pod_templates_of_each_region_count_as_often_as_it_has_learners():
+    body = job(500, {"eu": 300, "us": 1}, QUEUE)
+    large = {"metadata": {"annotations": {"note": "x" * 16_000}}}
+    body["spec"]["regions"][1]["podTemplate"] = large
+    world = OperatedJob(job=body)
+    world.reconcile()
+    assert world.reason("Accepted") == ("True", "Valid")
+    body["spec"]["regions"][0]["podTemplate"] = large
+    world = OperatedJob(job=body)
+    world.reconcile()
+    assert world.reason("Accepted") == ("False", "TooLargeForQueue")
 
 
 def templates(world):

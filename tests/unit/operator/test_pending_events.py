@@ -4,6 +4,7 @@ from datetime import timedelta
 
 import pytest
 
+from diloco_operator.state.pending_events import reported_problem
 from diloco_testing.kubernetes.operated_job import OperatedJob, manifest, set_ready, training
 
 QUOTA = 'pods "a-eu-0" is forbidden: exceeded quota: compute, requested: requests.cpu=1'
@@ -262,3 +263,13 @@ def test_a_first_start_after_a_moment_of_trouble_is_a_start_and_not_a_loss():
     world.reconcile(5)
     assert world.reason("LearnersReady") == ("False", "Starting")
     assert not [event for event in world.events if event[0] == "Warning"]
+
+
+def test_only_what_an_event_has_told_of_a_pod_holds_after_the_event_has_expired():
+    pod = {"kind": "Pod", "metadata": {"name": "x", "uid": "2"}}
+    wait_for_kubelet(pod)
+    told = f"pod x: FailedMount: {MOUNT}"
+    assert reported_problem([pod], [], f"a sentence; {told}") == told
+    assert reported_problem([pod], [], "pod x: its node n1 does not respond") == ""
+    assert reported_problem([pod], [], f"pod y: FailedMount: {MOUNT}") == ""
+    assert reported_problem([{**pod, "status": {}}], [], told) == ""

@@ -4,7 +4,7 @@ import pytest
 
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.engine import HEARTBEAT_SECONDS, STUCK_SECONDS
-from diloco_syncer.core.rounds import RETRY_SECONDS
+from diloco_syncer.core.rounds import RETRY_SECONDS, Phase
 from diloco_syncer.core.scheduler import UNCHANGED_ROUNDS
 from diloco_testing.syncers.engine_job import Job, logs, of, pulls, wake
 
@@ -359,3 +359,38 @@ def test_a_pause_of_the_syncer_does_not_make_the_job_stuck(since):
     assert job.engine.waiting_for() == ""
     job.wait(job.now + 10 * STUCK_SECONDS)
     assert "for 330 s" in job.engine.waiting_for(), "without the pause"
+
+
+@pytest.mark.parametrize("cause", ["the syncer cannot pull", "another member breaks"])
+def test_pauses_that_a_member_has_not_caused_are_not_charged_when_it_breaks_once(cause):
+    job = Job("abcd", quorum=2, overlap=2)
+    for name in "abcd":
+        job.report(name, 0, offers=frozenset(), step_seconds=0.1)
+    for name in "ab":
+        job.report(name, 1, step_seconds=0.1)
+
+    def pulled():
+        while job.rounds[0].phase is not Phase.PULLING:
+            job.heartbeats(at=job.now + 0.1)
+            job(ev.Tick())
+        return job.rounds[0]
+
+    out = []
+    for _ in range(7):
+        round_ = pulled()
+        assert "b" in round_.members
+        if cause == "another member breaks":
+            lost = {"learner": "a", "reason": ev.STREAM_BROKEN, "detail": "x"}
+            out += job(ev.Dropped(round=round_.step, attempt=round_.attempt, **lost))
+            continue
+        pull = ev.Pull(
+            round=round_.step, attempt=round_.attempt, fragment=round_.fragment, learners=("a", "b")
+        )
+        job(ev.Failed(decision=pull, reason="no memory"))
+    breaks = cause == "another member breaks"
+    assert [line["learner"] for line in logs("eject", out)] == ["a"] * breaks
+    job.report("c", 1, step_seconds=0.1)
+    round_ = pulled()
+    assert "b" in round_.members
+    out = job.left("b")
+    assert (logs("eject", out), job["b"].long_waits) == ([], 0)

@@ -188,10 +188,13 @@ def test_a_member_without_which_the_attempt_begins_again_costs_the_others_all_of
     assert round_.waited_seconds("a", 103.0, quorum=1) == 0.0
     assert round_.waited_seconds("c", 103.0, quorum=2) == 0.0, "it is not a member"
     for _ in range(20):
+        round_.remove("a")
         round_.collect_again(103.0)
-    round_.pull(["a", "b"], 104.0)
-    assert round_.waited_seconds("a", 104.0, quorum=2) == MAX_RETRY_SECONDS, (
-        "the pause that follows"
+        round_.pull(["a", "b"], 104.0)
+    assert round_.waited_seconds("a", 104.0, quorum=2) == MAX_RETRY_SECONDS, "pauses that it caused"
+    assert round_.waited_seconds("a", 104.0, quorum=2, pauses=False) == 0.0
+    assert round_.waited_seconds("b", 104.0, quorum=2) == RETRY_SECONDS, (
+        "b is lost for the first time"
     )
 
 

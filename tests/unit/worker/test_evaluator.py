@@ -315,6 +315,15 @@ def test_the_final_model_after_a_roll_back_that_an_evaluator_did_not_see_gets_it
         assert [step for step, _ in again.scores] == expected
 
 
+def test_the_final_model_after_more_steps_is_scored_once(tmp_path):
+    state_file = tmp_path / "evaluator.json"
+    evaluator_of(Syncer(steps=100, stride=50), state_file=state_file).run()
+    more = Syncer(steps=200, stride=50)
+    more.step, more.model_sha256, more.unfinished = 100, "of step 200", 2
+    evaluator_of(more, state_file=state_file).run()
+    assert [step for step, _ in more.scores].count(200) == 1
+
+
 def test_a_final_model_without_a_score_is_tried_again_by_the_next_evaluator(tmp_path):
     state_file = tmp_path / "evaluator.json"
 
