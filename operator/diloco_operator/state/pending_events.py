@@ -85,9 +85,9 @@ def reported_problem(objects: Iterable[Object], events: Sequence[Object], former
         newest = max(about, key=lambda event: (_time(event), _is_warning(event)), default=None)
         if newest is not None and _is_warning(newest):
             return f"{where}{newest.get('reason', '')}: {newest.get('message', '')}"
-        told = re.search(rf"{re.escape(where)}[A-Z]\w*: ", former)
-        if newest is None and told is not None and _is_stuck(item):
-            return former[told.start() :]
+        known = re.search(rf"{re.escape(where)}[A-Z]\w*: ", former)
+        if newest is None and known is not None and _is_stuck(item):
+            return former[known.start() :]
     return ""
 
 

@@ -265,11 +265,11 @@ def test_a_first_start_after_a_moment_of_trouble_is_a_start_and_not_a_loss():
     assert not [event for event in world.events if event[0] == "Warning"]
 
 
-def test_only_what_an_event_has_told_of_a_pod_holds_after_the_event_has_expired():
+def test_the_message_of_an_event_about_a_pod_holds_after_the_event_has_expired():
     pod = {"kind": "Pod", "metadata": {"name": "x", "uid": "2"}}
     wait_for_kubelet(pod)
-    told = f"pod x: FailedMount: {MOUNT}"
-    assert reported_problem([pod], [], f"a sentence; {told}") == told
+    message = f"pod x: FailedMount: {MOUNT}"
+    assert reported_problem([pod], [], f"a sentence; {message}") == message
     assert reported_problem([pod], [], "pod x: its node n1 does not respond") == ""
     assert reported_problem([pod], [], f"pod y: FailedMount: {MOUNT}") == ""
-    assert reported_problem([{**pod, "status": {}}], [], told) == ""
+    assert reported_problem([{**pod, "status": {}}], [], message) == ""
