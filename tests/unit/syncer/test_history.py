@@ -54,6 +54,15 @@ def test_an_upload_that_states_other_counters_than_its_report_is_refused(steps, 
         honest().credit(upload(4, steps, tokens), 0)
 
 
+@pytest.mark.parametrize(
+    ("steps", "tokens", "usual"), [(0, 100, None), (4, 0, None), (4, 400, 100)]
+)
+def test_a_first_report_shows_the_usual_tokens_if_it_has_steps_and_tokens(steps, tokens, usual):
+    history = History()
+    history.add(report(4, steps=steps, tokens=tokens), 1.0)
+    assert history.tokens_per_step == usual
+
+
 def test_an_upload_that_is_faster_than_its_report_waits_for_it():
     history = honest()
     early = upload(6, 6, 600)
