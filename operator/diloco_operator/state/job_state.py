@@ -189,16 +189,20 @@ class JobState:
         """When the last answer expires."""
         last = self.last_answer or datetime.min.replace(tzinfo=self.now.tzinfo)
         until = last + timedelta(seconds=REACHABLE_SECONDS)
-        silent_since = _past(self.unreachable.silent_since if self.unreachable else None, self.now)
-        if silent_since is not None and self.previous.is_true("SyncerReachable"):
-            until = max(until, silent_since + timedelta(seconds=SILENT_SECONDS))
+        if self._silent_until is not None and self.previous.is_true("SyncerReachable"):
+            until = max(until, self._silent_until)
         return until
 
     @property
     def is_silent_lately(self) -> bool:
         """Whether it has not answered for less than 15 s: the first request may fail in another way than the next."""
+        return self._silent_until is not None and self.now < self._silent_until
+
+    @property
+    def _silent_until(self) -> datetime | None:
+        """Until when what was last reported counts; None: the syncer is not silent."""
         since = _past(self.unreachable.silent_since if self.unreachable else None, self.now)
-        return since is not None and self.now < since + timedelta(seconds=SILENT_SECONDS)
+        return None if since is None else since + timedelta(seconds=SILENT_SECONDS)
 
     @property
     def awaits_answer(self) -> bool:

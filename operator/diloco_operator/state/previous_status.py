@@ -2,10 +2,10 @@
 The status of the last reconcile, read without trusting its shape.
 
 Pure. Decisions depend on only these facts of it: as with Kubernetes' own Job, whether the job was
-Complete or Failed, when it started and when it ended; its step; the generation that it saw; the uid of
-the claim that holds its state, and whether that was lost. The rest preserves transition times of
-conditions, which show how long a component has not been ready, and the syncer's last answer while it
-does not reply.
+Complete or Failed, when it started and when it ended; its step; the generation that it saw; which
+installation runs it; the uid of the claim that holds its state, and whether that was lost. The rest
+preserves transition times of conditions, which show how long a component has not been ready, what an
+expired Event reported, and the syncer's last answer while it does not reply.
 """
 
 from __future__ import annotations
