@@ -13,8 +13,8 @@ from dataclasses import replace
 from diloco.errors import ConfigError
 from diloco.spec import RunSpec
 
-MAX_LEARNERS = 1000
-"""Learners of a region, as in the manifest."""
+MAX_LEARNERS_PER_REGION = 1000
+"""As in the manifest."""
 
 
 def beyond(learner: str, limits: Mapping[str, int]) -> str:
@@ -57,10 +57,10 @@ def parse(text: str, spec: RunSpec, *, source: str = "spec document") -> dict[st
             f"{source}: more than the numbers of learners has changed; restart the syncer"
         )
     for region, number in new.learners.items():
-        if type(number) is not int or not 0 <= number <= MAX_LEARNERS:
+        if type(number) is not int or not 0 <= number <= MAX_LEARNERS_PER_REGION:
             raise ConfigError(
                 f"{source}: learners of region {region} is {number!r}, expected a whole number from 0 "
-                f"to {MAX_LEARNERS}"
+                f"to {MAX_LEARNERS_PER_REGION}"
             )
     if (total := sum(new.learners.values())) < spec.quorum:
         raise ConfigError(f"{source}: {total} learners cannot form the quorum of {spec.quorum}")
