@@ -113,6 +113,15 @@ def test_the_decision_shows_every_package_and_the_packages_within():
         assert all(f" {folder}/" in line for folder in path.parts[2:-1]), path
 
 
+def test_the_maps_name_every_package_and_the_packages_within():
+    readme = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| `(diloco\w*)` \|(.*)$", (ROOT / "docs/architecture.md").read_text(), re.M)
+    for path in FOLDERS:
+        folder, package, *within, _ = path.parts
+        assert f"]({folder}/{package}" in readme, folder
+        assert all(f"`{name}/`" in dict(rows)[package] for name in (folder, *within)), path
+
+
 def test_standard_operator_wins_in_the_repo_root():
     code = "import operator; assert operator.add(1, 2) == 3; import collections"
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
