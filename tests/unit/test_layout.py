@@ -115,7 +115,9 @@ def test_the_decision_shows_every_package_and_the_packages_within():
 
 def test_the_maps_name_every_package_and_the_packages_within():
     readme = (ROOT / "README.md").read_text()
-    rows = re.findall(r"^\| `(diloco\w*)` \|(.*)$", (ROOT / "docs/architecture.md").read_text(), re.M)
+    rows = re.findall(
+        r"^\| `(diloco\w*)` \|(.*)$", (ROOT / "docs/architecture.md").read_text(), re.M
+    )
     for path in FOLDERS:
         folder, package, *within, _ = path.parts
         assert f"]({folder}/{package}" in readme, folder

@@ -171,7 +171,7 @@ class History:
         index = bisect_right(self.reports, upload.local_step, key=lambda shown: shown.local_step)
         if index == 0:
             raise CountsDifferError(
-                f"its upload is of a copy of local step {upload.local_step}; no report of local "
+                f"its upload comes from a copy of local step {upload.local_step}; no report of local "
                 f"step {upload.local_step} or before has arrived, so none offered it; not merged"
             )
         before = self.reports[index - 1]

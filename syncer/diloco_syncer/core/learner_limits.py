@@ -28,7 +28,7 @@ def beyond(learner: str, limits: Mapping[str, int]) -> str:
     region, _, index = learner.rpartition("/")
     if region not in limits:
         return (
-            f"{learner} is of region {region}, this syncer's spec has {', '.join(sorted(limits))}; "
+            f"{learner} belongs to region {region}, but this syncer's spec has {', '.join(sorted(limits))}; "
             "add the region in the cluster of the syncer"
         )
     if index.isdecimal() and int(index) < limits[region]:

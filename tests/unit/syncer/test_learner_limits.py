@@ -83,7 +83,7 @@ def test_the_largest_number_is_that_of_the_manifest():
         ("eu/1", ""),
         ("eu/2", "beyond the 2 learners of region eu"),
         ("us/1", "beyond the 1 learners of region us"),
-        ("asia/0", "is of region asia, this syncer's spec has eu, us"),
+        ("asia/0", "belongs to region asia, but this syncer's spec has eu, us"),
     ],
 )
 def test_a_learner_is_beyond_the_limits_by_its_region_or_its_index(learner, text):
