@@ -21,7 +21,7 @@ from diloco_sim.behaviour import Behaviour
 from diloco_sim.checkers.observations import LearnerMoment, Refused
 from diloco_sim.clock import Process
 from diloco_sim.faults import Kind
-from diloco_sim.memory import Model, PlainMemory
+from diloco_sim.memory import Model, PlainMemory, Received
 from diloco_sim.network import Network
 from diloco_sim.pipe import Pipe
 from diloco_sim.uplink import Uplink
@@ -41,6 +41,9 @@ LEAVE_SECONDS = 5.0
 """Timeout for a link to leave the job, as in diloco_worker/ipc/link_process.py."""
 CHECKPOINT_SECONDS = 0.2
 """From the start of a local checkpoint until it is durable."""
+
+Saved = tuple[core.SaveCheckpoint, Any, Received]
+"""A local checkpoint: what it is of, the model, and what the model began from."""
 
 
 class SimulatedLearner:
@@ -80,9 +83,9 @@ class SimulatedLearner:
         self._new_model = new_model
         self._tokens, self._checkpoint_every = tokens, checkpoint_every
         self._observe = observe
-        self._saved: tuple[core.SaveCheckpoint, Any] | None = None
+        self._saved: Saved | None = None
         """The newest own checkpoint; survives everything but faults of its disk."""
-        self._first_saved: tuple[core.SaveCheckpoint, Any] | None = None
+        self._first_saved: Saved | None = None
         self._damaged = False
         """The newest own checkpoint cannot be loaded."""
         self._terminated = self._leaving = self._waits = False
@@ -111,6 +114,7 @@ class SimulatedLearner:
                 local_step=saved[0].local_step,
                 global_step=saved[0].global_step,
                 run=saved[0].run,
+                start=str(saved[0].facts.get("start", "")),
             )
         self.core = core.TrainerCore(
             name=self.name,
@@ -172,8 +176,8 @@ class SimulatedLearner:
             case Kind.CHECKPOINT_OLD:
                 self._saved = self._first_saved
             case Kind.CHECKPOINT_FOREIGN if self._saved is not None:
-                saved, values = self._saved
-                self._saved = replace(saved, run="another"), values
+                saved, *rest = self._saved
+                self._saved = (replace(saved, run="another"), *rest)
             case Kind.CHECKPOINT_DAMAGED:
                 self._damaged = self._saved is not None
         self.restart()
@@ -279,6 +283,7 @@ class SimulatedLearner:
                 case core.ApplyFragment() if self.behaviour.stale:
                     pass
                 case core.ApplyFragment(fragment):
+                    self.memory.loaded.pop(fragment, None)
                     self.model.values[fragment][:] = self.memory.inbox(fragment)
                 case core.Send(state):
                     if self.uplink is not None:
@@ -307,10 +312,11 @@ class SimulatedLearner:
 
     def _save(self, action: core.SaveCheckpoint) -> None:
         values, life = self.model.copy(), self.process.life
+        received = self.memory.received(self.core.applied)
 
         def durable() -> None:
             if self.process.life == life:
-                self._saved, self._damaged = (action, values), False
+                self._saved, self._damaged = (action, values, received), False
                 self._first_saved = self._first_saved or self._saved
 
         clock = self.process.clock
@@ -321,8 +327,9 @@ class SimulatedLearner:
         if self._saved is None or self._damaged:
             self._carry_out(self.core.checkpoint_unusable("it is gone, or damaged"))
             return
-        action, values = self._saved
+        action, values, received = self._saved
         self.model.load(values)
+        self.memory.loaded = {**received}
         facts: Mapping[str, Any] = action.facts
         self._carry_out(self.core.checkpoint_loaded(facts, now=self.process.now))
 

@@ -16,6 +16,11 @@ from diloco_worker.ipc.shared_memory import InboxState
 
 F32 = npt.NDArray[np.float32]
 
+Received = dict[int, tuple[tuple[int, int], F32]]
+"""Fragment → the version that a learner received last, and its values."""
+NOT_KNOWN = ((0, 0), np.empty(0, np.float32))
+"""In place of both."""
+
 NO_COPY = HostCopy(local_step=0, steps=0, tokens=0, base=0)
 EMPTY = InboxState(generation=0, version=None)
 
@@ -28,6 +33,8 @@ class PlainMemory:
         self.constants = np.zeros(constants_bytes, np.uint8)
         self.copies = [NO_COPY for _ in layout.fragments]
         self.inboxes = [EMPTY for _ in layout.fragments]
+        self.loaded: Received = {}
+        """Of the fragments that a local checkpoint gave the model and that were not received since."""
         self._hosts = [np.zeros(f.elements, np.float32) for f in layout.fragments]
         self._values = [np.zeros(f.elements, np.float32) for f in layout.fragments]
 
@@ -59,6 +66,19 @@ class PlainMemory:
     def publish(self, fragment: int, generation: int, version: tuple[int, int]) -> None:
         """See `Memory`."""
         self.inboxes[fragment] = InboxState(generation=generation, version=version)
+
+    def received(self, applied: Sequence[int]) -> Received:
+        """
+        What the trainer's parameters began from.
+
+        Args:
+            applied: per fragment, the generation that they hold.
+        """
+        found = {**self.loaded}
+        for fragment, inbox in enumerate(self.inboxes):
+            if inbox.version is not None and inbox.generation == applied[fragment]:
+                found[fragment] = inbox.version, self._values[fragment].copy()
+        return found
 
 
 class Model(Protocol):

@@ -16,7 +16,7 @@ from diloco_sim.behaviour import Behaviour
 from diloco_sim.checkers.observations import Encoded
 from diloco_sim.clock import Process, Timer
 from diloco_sim.faults import Kind
-from diloco_sim.memory import PlainMemory
+from diloco_sim.memory import NOT_KNOWN, PlainMemory
 from diloco_sim.network import Network
 from diloco_sim.stream import Connection, Endpoint
 from diloco_sim.stream_errors import CANCELLED, error_of
@@ -133,13 +133,17 @@ class Transfers:
     def observe_encoded(self, header: bulk.UploadHeader) -> None:
         """An upload was encoded just now: the inbox still has the base of a delta."""
         if header.HasField("base"):
-            base, base_N = header.base, self._memory.inbox(header.fragment)
-            self._observe(
-                Encoded(
-                    header.learner, header.incarnation, header.round, header.attempt,
-                    (base.epoch, base.step), base_N,
-                )
-            )  # fmt: skip
+            base = header.base.epoch, header.base.step
+            base_N = self._memory.inbox(header.fragment)
+        elif header.content == bulk.WHOLE:
+            base, base_N = self._memory.loaded.get(header.fragment, NOT_KNOWN)
+        else:
+            return
+        self._observe(
+            Encoded(
+                header.learner, header.incarnation, header.round, header.attempt, base, base_N
+            )
+        )  # fmt: skip
 
     def upload_initial(self, decision: ev.UploadInitial, identity: Identity) -> None:
         """Upload Θ^(0)."""

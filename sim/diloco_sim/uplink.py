@@ -111,6 +111,9 @@ class Uplink:
         if self._ended:
             return
         if isinstance(event, ev.Welcomed):
+            if event.start_id != self._identity.start_id:
+                # What of it the learner then keeps of another history, it may send whole.
+                self._memory.loaded.clear()
             self._identity = Identity(
                 learner=self._settings.learner, epoch=event.epoch, incarnation=event.incarnation,
                 start_id=event.start_id,

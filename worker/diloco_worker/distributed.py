@@ -237,7 +237,7 @@ class DistributedTrainer(JobTrainer):
         if self._checkpoints is not None:
             self._checkpoints.begin(
                 self._model, self._optimizers, attempts=attempts, kept=self._kept.objects.capture,
-                local_step=self.local_step, global_step=self.step_index, facts=self._core.ledger.to_json(),
+                local_step=self.local_step, global_step=self.step_index, facts=self._core.facts(),
                 run=self._core.run,
             )  # fmt: skip
 

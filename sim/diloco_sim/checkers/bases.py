@@ -1,5 +1,6 @@
 """
-A delta is against the parameters that the syncer has under the version that it names.
+A delta is against the parameters that the syncer has under the version that it names, and the parameters of a local
+checkpoint began from them.
 
 After an older copy of the syncer's files was restored, versions of two histories have the same numbers. A delta
 against one that was lost would be merged into parameters that its learner did not train from.
@@ -69,7 +70,7 @@ class Bases:
                 if len(self._encoded) > REMEMBERED:
                     self._encoded.popitem(last=False)
             case Received(header=header):
-                if header.content == bulk.DELTA and header.epoch == self._epoch:
+                if header.content in (bulk.DELTA, bulk.WHOLE) and header.epoch == self._epoch:
                     self._received(header, now)
 
     def finish(self, now: float) -> None:
@@ -89,9 +90,10 @@ class Bases:
             return  # not encoded for this round, or against a version that the syncer does not have
         self.compared += 1
         if digest not in known:
+            what = "a delta" if header.content == bulk.DELTA else "the parameters of a checkpoint"
             raise Violation(
                 "bases",
-                f"{header.learner} sends a delta of fragment {header.fragment} against {base} of another history",
+                f"{header.learner} sends {what} of fragment {header.fragment} against {base} of another history",
                 step=header.round,
                 now=now,
             )

@@ -51,14 +51,14 @@ class Received:
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A learner has encoded a delta."""
+    """A learner has encoded a delta, or a whole fragment."""
 
     learner: str
     incarnation: int
     round: int
     attempt: int
     base: tuple[int, int]
-    """The version that it is against."""
+    """The version that it is against, or that the parameters of a local checkpoint began from; (0, 0): not known."""
     base_N: npt.NDArray[np.float32]
     """What the learner has of that version; valid while it is observed."""
 

@@ -99,6 +99,20 @@ def test_bases_finds_a_delta_against_an_equal_version_of_a_lost_history(monkeypa
     )
 
 
+def test_bases_finds_a_checkpoint_with_equal_versions_of_a_lost_history(monkeypatch):
+    description = replace(
+        every_step(small(LATE.replace("eu/0", "eu/0+trainer"))), steps=90, checkpoint_every=1
+    )
+    outcome = World(description).run()
+    assert outcome.ok, outcome.violation
+    breaks.checkpoints_of_any_history(monkeypatch)
+    found = violation(description)
+    assert (found.checker, found.sentence) == (
+        "bases",
+        "eu/0 sends the parameters of a checkpoint of fragment 0 against (2, 54) of another history",
+    )
+
+
 @pytest.mark.parametrize("down", ["FP32", "BF16"])
 def test_bases_finds_learners_that_keep_what_a_restored_copy_does_not_have(monkeypatch, down):
     description = every_step(small(LATE.replace("crash eu/0", "cut eu/0 syncer")))

@@ -65,14 +65,17 @@ Break, seed and global steps. After a change of what worlds are drawn, search ag
 `PYTHONPATH=tests/support python -m diloco_testing.sim.break_search` prints the rows.
 """
 
-WITHOUT_SEED = {"endless_outbox", "undone_parts_kept", "starts_not_distinguished"}
+WITHOUT_SEED = {
+    "endless_outbox", "undone_parts_kept", "starts_not_distinguished", "checkpoints_of_any_history",
+}  # fmt: skip
 """
 Half open for 105 s at ten steps a second, which no world of less than 5,000 steps is, and few of those.
 `test_bounds_finds_messages_for_a_learner_that_is_gone` has a world for it, and
 `test_bounds_finds_a_learner_that_downloads_without_a_pause` for a learner that joins a quorum of all
 while the syncer crashes between two parts of the model, which no one of 6,000 seeds of 40 steps has.
 `test_bases_finds_a_delta_against_an_equal_version_of_a_lost_history` has one for a learner that returns within
-the two steps in which the restored syncer has a version of the same number.
+the two steps in which the restored syncer has a version of the same number, and
+`test_bases_finds_a_checkpoint_with_equal_versions_of_a_lost_history` for one that then loads a checkpoint.
 """
 
 

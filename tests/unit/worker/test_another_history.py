@@ -7,11 +7,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 from diloco_testing.learners.sessions import Session, downloads, welcome
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot, Staged, Version
 from diloco_worker.core.messages import Phase, TrainerState
+from diloco_worker.core.trainer import ApplyModel, LoadCheckpoint, LoadOptimizers, Send, TrainerCore
+from diloco_worker.trainer.checkpoint import Checkpoints, local_checkpoint
 
 FRESH = TrainerState()
 APPLIED = TrainerState(model_loaded=True, local_step=8, applied=(1, 1))
@@ -261,7 +264,130 @@ def test_the_starts_that_were_followed_outlive_the_link():
     assert pulled(new, (3, 300)).versions == ((3, 300),)
 
 
-def test_a_checkpoint_of_a_lost_history_is_older_than_all_that_the_syncer_has():
+def test_a_new_link_bases_no_delta_on_an_inbox_that_was_about_to_be_written():
+    """It ends between the first and the second placement of what the trainer had not let it write."""
+    session = joined((3, 300), (3, 299), start_id="a")
+    session(part(0, (3, 302), round=302))
+    session(part(1, (3, 303), round=303))
+    syncer = {"epoch": 5, "start_id": "z", "snapshot_start_id": "y"}
+    again(session, (3, 303), (3, 303), **syncer)
+    session(part(0, (5, 304), round=304))
+    session(part(1, (5, 305), round=305))
+    applied = ev.TrainerUpdate(state=replace(APPLIED, applied=(2, 2)))
+    first, second = session.core.handle(applied, 1.0)[:2]
+    assert (first.staged.version, second.staged.version) == ((5, 304), (5, 305))
+    session.core.handle(ev.Placed(fragment=0), 1.0)
+    assert session.core.link_state.starts == (), "fragment 1 is of the history before"
+    session.core.handle(ev.Placed(fragment=1), 1.0)
+    assert session.core.link_state.starts == ("y", "z")
+
+
+# ------------------------------------------------------------ local checkpoints
+
+
+def returned(checkpoint: str, **syncer: object) -> Session:
+    """A learner with a local checkpoint of this start is in a session with a syncer that considers it new enough."""
+    found = TrainerState(checkpoint_step=9, checkpoint_local_step=7, checkpoint_start=checkpoint)
+    session = Session()
+    session(ev.TrainerUpdate(state=found))
+    session(welcome(epoch=2, use_checkpoint=True, **syncer))
+    session(ev.ModelReady(versions=((2, 10), (2, 9))))
+    return session
+
+
+def loaded(session: Session) -> list[ev.Decision]:
+    """The trainer has loaded it; it began from the same versions as the syncer has."""
+    found = session.core._trainer
+    state = replace(found, model_loaded=True, applied=(0, 0), versions=[[2, 10], [2, 9]])
+    return session(ev.TrainerUpdate(state=state))
+
+
+@pytest.mark.parametrize("snapshot_start_id", ["x", ""])
+def test_of_a_checkpoint_of_a_lost_history_the_parameters_are_not_loaded(snapshot_start_id):
+    session = returned("a", start_id="z", snapshot_start_id=snapshot_start_id)
+    assert session.link_state.phase is Phase.DOWNLOADING
+    session(part(0, (2, 10)))
+    session(part(1, (2, 9)))
+    assert session.link_state.phase is Phase.APPLY_MODEL
+    assert session.link_state.starts[-1] == "z"
+
+
+@pytest.mark.parametrize(("start_id", "snapshot_start_id"), [("a", ""), ("a", "x"), ("b", "a")])
+def test_a_checkpoint_of_the_syncers_history_is_loaded(start_id, snapshot_start_id):
+    session = returned("a", start_id=start_id, snapshot_start_id=snapshot_start_id)
+    assert session.link_state.phase is Phase.LOAD_CHECKPOINT
+    assert downloads(loaded(session)) == []
+    assert session.link_state.starts[-1] == start_id, "the next checkpoint is of this start"
+
+
+def test_a_checkpoint_that_the_session_before_would_have_loaded_is_not_loaded_by_one_with_a_lost_history():
+    session = Session()
+    found = TrainerState(checkpoint_step=9, checkpoint_local_step=7, checkpoint_start="a")
+    session(ev.TrainerUpdate(state=found))
+    session(welcome(epoch=2, use_checkpoint=True, start_id="a"))
+    session(ev.SessionLost(text="cut"))
+    session(welcome(epoch=2, use_checkpoint=True, start_id="z", snapshot_start_id="x"))
+    session(ev.ModelReady(versions=((2, 10), (2, 9))))
+    assert session.link_state.phase is Phase.DOWNLOADING
+
+
+def test_of_a_checkpoint_on_disk_of_a_lost_history_only_the_optimizers_are_loaded(tmp_path):
+    session = joined((2, 10), (2, 9), start_id="a", run="r")
+    trainer = {
+        "name": "eu/0", "fragments": 2, "checkpoint_every": 1, "connect_timeout_seconds": 60.0,
+    }  # fmt: skip
+    core = TrainerCore(found=None, **trainer)
+    core.join(replace(session.link_state, phase=Phase.APPLY_MODEL), now=0.0, terminated=False)
+    core.step(10, session.link_state, now=1.0)
+    [_, save] = core.copied([], loss=1.0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoints = Checkpoints(tmp_path, keep=2, digest="d")
+    assert checkpoints.start(
+        model, [optimizer], local_step=1, global_step=10, facts=dict(save.facts), run=save.run
+    )
+    checkpoints.finish()
+
+    found = local_checkpoint(checkpoints.newest())
+    for start_id, actions in (("a", [LoadCheckpoint]), ("z", [ApplyModel, LoadOptimizers])):
+        again, session = TrainerCore(found=found, **trainer), Session()
+        session(ev.TrainerUpdate(state=again.state()))
+        session(welcome(epoch=2, use_checkpoint=True, run="r", start_id=start_id))
+        session(ev.ModelReady(versions=((2, 10), (2, 9))))
+        for fragment, version in enumerate([(2, 10), (2, 9)]):
+            if start_id == "z":
+                session(part(fragment, version))
+        done = again.join(session.link_state, now=0.0, terminated=False)
+        assert [type(action) for action in done if not isinstance(action, Send)] == actions
+
+
+@pytest.mark.parametrize("checkpoint", ["a", ""])
+def test_what_the_trainer_loads_while_the_syncer_becomes_one_of_another_history_is_replaced(
+    checkpoint,
+):
+    """The checkpoint of the start before, or the model that was downloaded from it."""
+    session = returned(checkpoint, start_id="a")
+    if not checkpoint:
+        session = downloading(start_id="a")
+        session(part(0, (2, 10)))
+        session(part(1, (2, 9)))
+        assert session.link_state.phase is Phase.APPLY_MODEL
+    again(session, (2, 10), (2, 9), epoch=2, start_id="z", snapshot_start_id="x")
+    assert [d.fragment for d in downloads(loaded(session))] == [0, 1]
+    assert session.link_state.starts == ()
+
+
+@pytest.mark.parametrize(("checkpoint", "start_id"), [("", "z"), ("", ""), ("a", "")])
+def test_a_checkpoint_is_loaded_if_it_or_the_syncer_is_of_a_release_that_states_no_start(
+    checkpoint, start_id
+):
+    session = returned(checkpoint, start_id=start_id)
+    assert session.link_state.phase is Phase.LOAD_CHECKPOINT
+    assert downloads(loaded(session)) == []
+    assert session.link_state.starts == (("",) if checkpoint == start_id else ())
+
+
+def test_a_checkpoint_without_a_start_of_a_lost_history_is_older_than_all_that_the_syncer_has():
     session = Session()
     session(ev.TrainerUpdate(state=TrainerState(checkpoint_step=9, checkpoint_local_step=7)))
     session(welcome(epoch=2, use_checkpoint=True, start_id="b"))
@@ -273,10 +399,10 @@ def test_a_checkpoint_of_a_lost_history_is_older_than_all_that_the_syncer_has():
 # ------------------------------------------------------------ a crash while a new learner downloads the model
 
 
-def downloading() -> Session:
+def downloading(start_id: str = "") -> Session:
     session = Session()
     session(ev.TrainerUpdate(state=FRESH))
-    session(welcome(epoch=1))
+    session(welcome(epoch=1, start_id=start_id))
     session(ev.ModelReady(versions=((1, 14), (1, 13))))
     return session
 

@@ -17,7 +17,7 @@ from torch import nn
 
 from diloco.errors import ConfigError, DamagedError
 from diloco_worker.trainer import checkpoint
-from diloco_worker.trainer.checkpoint import Checkpoints
+from diloco_worker.trainer.checkpoint import Checkpoints, local_checkpoint
 from diloco_worker.trainer.trees import pack, unpack
 
 FACTS = {"local_step": 1, "total_tokens": 2, "steps": [1], "tokens": [2]}
@@ -47,6 +47,18 @@ def train(model, optimizer, steps):
 def save(store, model, optimizers, *, local_step=1):
     assert store.start(model, optimizers, local_step=local_step, global_step=2, facts=FACTS)
     store.finish()
+
+
+@pytest.mark.parametrize("start", ["a", None])
+def test_a_checkpoint_states_the_start_of_the_syncer_that_its_versions_are_of(tmp_path, start):
+    """One of an earlier release states none, and is read as well."""
+    model, optimizer = trained(torch.optim.SGD)
+    store = Checkpoints(tmp_path, keep=2, digest="d")
+    facts = FACTS if start is None else {**FACTS, "start": start}
+    assert store.start(model, [optimizer], local_step=1, global_step=2, facts=facts)
+    store.finish()
+    found = Checkpoints(tmp_path, keep=2, digest="d").newest()
+    assert local_checkpoint(found).start == (start or "")
 
 
 @pytest.mark.parametrize(

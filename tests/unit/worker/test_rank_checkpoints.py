@@ -17,7 +17,7 @@ from diloco_testing.learners.rank_threads import in_ranks
 from diloco_worker.core.checkpoint_schedule import Outcome
 from diloco_worker.core.shard_slices import piece, whole
 from diloco_worker.trainer import pieces, rank_checkpoints
-from diloco_worker.trainer.checkpoint import Checkpoints, kept_of
+from diloco_worker.trainer.checkpoint import Checkpoints, kept_of, local_checkpoint
 from diloco_worker.trainer.layout import Share
 from diloco_worker.trainer.rank_checkpoints import RankCheckpoints, of_ranks
 from diloco_worker.trainer.rank_group import RankGroup
@@ -62,7 +62,7 @@ class Rank:
     def begin(self, step: int, kept: Callable[[], dict[str, Any]] = dict) -> None:
         self.checkpoints.begin(
             self.model, [self.optimizer], attempts=0, kept=kept, local_step=step, global_step=step,
-            facts={"step": step}, run="r",
+            facts={"step": step, "start": f"of rank {self.group.rank}"}, run="r",
         )  # fmt: skip
 
     def load(self, *, parameters: bool = True) -> int:
@@ -119,6 +119,15 @@ def test_any_number_of_ranks_loads_what_two_have_written(tmp_path, size):
 
     for found in ranks(tmp_path, body, size=size, seed=2):
         assert_equal(found, wanted)
+
+
+def test_all_ranks_find_the_start_of_the_syncer_that_rank_0_stated(tmp_path):
+    saved(tmp_path, 1)
+
+    def body(rank: Rank) -> str:
+        return local_checkpoint(rank.checkpoints.newest_of_all()).start
+
+    assert ranks(tmp_path, body, size=3) == ["of rank 0"] * 3
 
 
 def test_one_process_loads_what_two_ranks_have_written_and_the_other_way_round(tmp_path):

@@ -138,13 +138,24 @@ def test_a_local_checkpoint_is_loaded_with_its_counters():
 
 def test_a_checkpoint_holds_the_versions_that_its_fragments_were_received_in():
     core = joined(model=dataclasses.replace(MODEL, versions=[(1, 3), (1, 4)]), checkpoint_every=1)
-    received = link(ready=[(1, 2)], versions=[(1, 3), (1, 9)])
+    received = link(ready=[(1, 2)], versions=[(1, 3), (1, 9)], starts=["a", "b"])
     (save,) = saves(step(core, received))
-    again = make(found=LocalCheckpoint(local_step=save.local_step, global_step=save.global_step))
+    found = LocalCheckpoint(local_step=save.local_step, global_step=save.global_step, start="b")
+    again = make(found=found)
     join(again, LinkState(phase=Phase.LOAD_CHECKPOINT, connected=True))
-    assert again.state().versions == [None, None]
+    assert (again.state().versions, again.state().checkpoint_start) == ([None, None], "b")
     facts = json.loads(json.dumps(dict(save.facts)))
     assert sent(again.checkpoint_loaded(facts, now=0.0)).versions == [(1, 3), (1, 9)]
+
+
+def test_a_checkpoint_states_no_versions_of_which_the_start_is_not_known():
+    """Some may be of a lost history, whose versions have the numbers of others."""
+    core = joined(model=dataclasses.replace(MODEL, versions=[(1, 3), (1, 4)]), checkpoint_every=1)
+    (save,) = saves(step(core, link(starts=[])))
+    again = make(found=FOUND)
+    join(again, LinkState(phase=Phase.LOAD_CHECKPOINT, connected=True))
+    assert sent(again.checkpoint_loaded(save.facts, now=0.0)).versions == [None, None]
+    assert "start" not in save.facts
 
 
 def test_the_fragments_of_a_checkpoint_without_versions_are_older_than_any():

@@ -47,6 +47,8 @@ class Slot:
     inbox: Version | None = field(init=False)
     """Version in the inbox, or about to be; None: nothing, or what no version of the syncer describes."""
     held: Staged | None = None
+    of_history: bool = False
+    """Whether the trainer's values, and those in the inbox, are of the syncer's history, as `Updates.starts` has it."""
 
     def __post_init__(self) -> None:
         self.inbox = self.version
@@ -73,13 +75,14 @@ class Slot:
 
     def forget(self) -> Staged | None:
         """What was received is of no history that the syncer knows; returns what to discard."""
-        self.version = self.inbox = None
+        self.version, self.inbox, self.of_history = None, None, False
         staged, self.held = self.held, None
         return staged
 
     def placed(self) -> int:
         """The inbox was written: return its new generation, which the trainer may now read."""
         self.published += 1
+        self.of_history = True
         return self.published
 
     def confirmed(self, applied: int) -> Staged | None:

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 from diloco_worker.core import events as ev
-from diloco_worker.core.inbox import Slot, Staged, version_of
+from diloco_worker.core.inbox import Slot, Staged
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
 from diloco_worker.core.updates import Updates
 
@@ -147,9 +147,12 @@ class LinkProtocol:
             out.append(ev.Connect(state=state))
         phase = self._state.phase
         loaded = state.model_loaded and phase in (Phase.APPLY_MODEL, Phase.LOAD_CHECKPOINT)
-        if loaded or (first and state.model_loaded):
-            self._updates.loaded([version_of(version) for version in state.versions])
+        if first and state.model_loaded:
+            self._updates.loaded(state.versions, state.starts[-1] if state.starts else "")
         if loaded:
+            # What was downloaded has its versions already, unless they were forgotten since.
+            versions = state.versions if phase is Phase.LOAD_CHECKPOINT else ()
+            self._updates.loaded(versions, state.checkpoint_start)
             self._update(phase=Phase.TRAINING, text="")
             if self._ready:
                 # What was committed since the checkpoint, or during the download.
@@ -182,8 +185,9 @@ class LinkProtocol:
             self._update(ready=ready, versions=versions)
 
     def _publish_starts(self) -> None:
-        # For the next link, which finds in the shared memory also what this one must not use as a base.
-        known = all(slot.inbox is not None for slot in self._slots)
+        # For checkpoints, and for the next link, which finds in the shared memory also what this one must not use as a
+        # base. What is about to be placed does not count: the trainer may read this before, or this process end.
+        known = all(slot.of_history for slot in self._slots)
         starts = self._updates.starts if known else ()
         if self._state.starts != starts:
             self._update(starts=starts)
@@ -249,7 +253,8 @@ class LinkProtocol:
         if self._state.phase in (Phase.APPLY_MODEL, Phase.LOAD_CHECKPOINT):
             # The trainer may be reading the model already; its next state confirms it.
             return out
-        if self._welcome.use_checkpoint and self._trainer.checkpoint_step > 0:
+        recent = self._welcome.use_checkpoint and self._trainer.checkpoint_step > 0
+        if recent and self._updates.follows(self._trainer.checkpoint_start):
             self._update(phase=Phase.LOAD_CHECKPOINT, text="loading the local checkpoint")
             return out
         return [*out, *self._download_model()]
@@ -377,7 +382,7 @@ class LinkProtocol:
     def _placed(self, event: ev.Placed, now: float) -> list[ev.Decision]:
         slot = self._slots[event.fragment]
         if event.error:
-            slot.version = slot.inbox = None
+            slot.version, slot.inbox, slot.of_history = None, None, False
             delay = self._updates.failed(event.fragment)
             if event.fragment in self._missing:
                 return [ev.Download(fragment=event.fragment, delay_seconds=delay)]

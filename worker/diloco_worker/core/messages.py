@@ -43,6 +43,8 @@ class TrainerState:
     checkpoint_local_step: int = 0
     checkpoint_step: int = 0
     """Global step of the local checkpoint; 0: none."""
+    checkpoint_start: str = ""
+    """The last start of the syncer that the versions of the local checkpoint are of; "": not stated."""
     model_loaded: bool = False
     """The model holds the job's parameters: Θ, or the local checkpoint."""
     stepped: bool = False
@@ -110,7 +112,10 @@ class LinkState:
     run: str = ""
     """Name of the run, from Welcome; "": not stated."""
     starts: Sequence[str] = ()
-    """The syncer's starts that the versions of the inboxes are of, newest last; empty: not known."""
+    """
+    The syncer's starts that the versions of the inboxes, and of what was received before, are of, newest last; empty:
+    not known.
+    """
     open: Sequence[int] = ()
     """Fragments to keep host copies of, soonest first."""
     ready: Sequence[Sequence[int]] = ()

@@ -158,6 +158,8 @@ class LocalCheckpoint:
     global_step: int
     run: str = ""
     """Name of the run; "": not known."""
+    start: str = ""
+    """The last start of the syncer that its versions are of; "": not stated."""
 
 
 # ---------------------------------------------------------------- the machine
@@ -228,6 +230,7 @@ class TrainerCore:
             starts=link_state.starts,
             checkpoint_local_step=found.local_step if found is not None else 0,
             checkpoint_step=found.global_step if found is not None else 0,
+            checkpoint_start=found.start if found is not None else "",
             model_loaded=self.joined,
             stepped=self._stepped,
             local_step=ledger.local_step,
@@ -496,8 +499,14 @@ class TrainerCore:
             local_step=self.ledger.local_step,
             global_step=self.link_state.step,
             run=self.run,
-            facts=self.ledger.to_json(),
+            facts=self.facts(),
         )
+
+    def facts(self) -> dict[str, Any]:
+        """The counters for a checkpoint, and the start of the syncer that their versions are of; both or neither."""
+        starts = self.link_state.starts
+        of_start = {"start": starts[-1]} if starts else {"versions": [None for _ in self.applied]}
+        return {**self.ledger.to_json(), **of_start}
 
     # ------------------------------------------------------------ leaving
 

@@ -8,7 +8,8 @@ start from zero and its delta does not contain the missed update with the opposi
 
 Versions are compared within one history of the syncer. A copy of its volume that is restored begins
 another one, which uses the numbers of epochs again: what the learner has of the lost history is forgotten.
-A local checkpoint has no start id: one of the lost history is recognised by larger version numbers only.
+Of a local checkpoint that states its start, no parameters are used unless this history continues that start. One of an
+earlier release states none: it is recognised by larger version numbers only.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from collections.abc import Sequence
 
 from diloco.runtime.backoff import doubled
 from diloco_worker.core import events as ev
-from diloco_worker.core.inbox import Slot, Staged, Version
+from diloco_worker.core.inbox import Slot, Staged, Version, version_of
 
 RETRY_SECONDS = 0.5
 MAX_RETRY_SECONDS = 10.0
@@ -91,7 +92,7 @@ class Updates:
             if lost or (unknown and slot.held is not None):
                 discarded.append(slot.forget())
             elif unknown:
-                slot.inbox = None
+                slot.inbox, slot.of_history = None, False
         self._settle()
         return [staged for staged in discarded if staged is not None]
 
@@ -100,16 +101,25 @@ class Updates:
         held = [slot.forget() for slot in self._slots]
         return [staged for staged in held if staged is not None]
 
-    def loaded(self, versions: Sequence[Version | None]) -> None:
+    def follows(self, start_id: str) -> bool:
+        """Whether the syncer's history continues that of this start; "": of an earlier release, taken for it."""
+        return "" in (start_id, *self.starts) or start_id in self.starts
+
+    def loaded(self, versions: Sequence[Sequence[int] | None], start_id: str) -> None:
         """
         The trainer holds a model that did not all come from the inboxes, such as a checkpoint.
 
         Args:
             versions: of its fragments; those that are missing or None are older than any.
+            start_id: the last start of the syncer that they are of; "": not stated.
         """
-        for slot, version in zip(self._slots, versions, strict=False):
+        if not self.follows(start_id):
+            versions = ()  # another start was met while it loaded them
+        for slot, pair in zip(self._slots, versions, strict=False):
+            version = version_of(pair)
             if slot.version is None and not (version and self._lost(slot.fragment, version)):
                 slot.version = version
+            slot.of_history = slot.of_history or start_id in self.starts
         self._settle()
 
     def note(self, fragment: int, version: Version) -> None:

@@ -491,8 +491,9 @@ def local_checkpoint(found: Manifest | None) -> core.LocalCheckpoint | None:
     if found is None:
         return None
     return core.LocalCheckpoint(
-        local_step=found.local_step, global_step=found.global_step, run=found.run
-    )
+        local_step=found.local_step, global_step=found.global_step, run=found.run,
+        start=str(found.facts.get("start", "")),
+    )  # fmt: skip
 
 
 def kept_of(manifest: Manifest, *, rank: int = 0, ranks: int = 1) -> SavedEntries:
@@ -517,7 +518,7 @@ def _manifest(path: Path, data: Mapping[str, Any], **more: Any) -> Manifest:
         local_step=int(data["local_step"]),
         global_step=int(data["global_step"]),
         run=str(data.get("run", "")),
-        facts=data["facts"],
+        facts=dict(data["facts"]),
         optimizers=data.get("optimizers"),
         **{"tree": None, **more},
     )

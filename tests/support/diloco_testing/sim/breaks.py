@@ -419,6 +419,12 @@ def starts_not_distinguished(patch: Patch) -> None:
     patch.setattr(Updates, "began", following)
 
 
+@finds("bases", "of another history", Kind.DISK_RESTORED)
+def checkpoints_of_any_history(patch: Patch) -> None:
+    """Links let trainers load local checkpoints of every start of the syncer."""
+    patch.setattr(Updates, "follows", lambda self, start_id: True)
+
+
 @finds("bounds", "downloads of fragment", Kind.CRASH)
 def undone_parts_kept(patch: Patch) -> None:
     """A new learner keeps the parts of the model that a crash of the syncer has undone."""
