@@ -63,7 +63,7 @@ class Log:
             self._start, self._moved_from = 0, moved_from
 
     def _copy(self, file: BinaryIO, begin: int, size: int) -> None:
-        """Replace the earlier file by this part of `file`."""
+        """Replace the earlier file with this part of `file`."""
         file.seek(begin)
         with files.replacing(self._earlier, mode=files.PRIVATE) as earlier:
             while size and (data := file.read(min(size, 1 << 20))):

@@ -402,7 +402,7 @@ def _copy_kernels(source: Path, target: Path) -> None:
         if source.is_dir() and not (target.is_dir() and any(target.iterdir())):
             shutil.copytree(source, target, dirs_exist_ok=True)
     except (OSError, shutil.Error) as error:
-        log.warning("cannot copy the compiled kernels, they are compiled again: %s", error)
+        log.warning("cannot copy the compiled kernels; they are compiled again: %s", error)
 
 
 @contextlib.contextmanager

@@ -34,7 +34,7 @@ def status_table(job: Mapping[str, Any]) -> RenderableType:
 
 
 def problem_table(problems: Sequence[tuple[str, str, str]]) -> RenderableType:
-    """The problems of learners that run: name, kind and sentence of each."""
+    """The problems of learners that run: name, kind and message of each."""
     return _table(PROBLEM, [[*problem] for problem in problems])
 
 
@@ -46,7 +46,7 @@ def document(
 
     Args:
         job: as the API server returns it.
-        problems: of learners that run: name, kind and sentence of each.
+        problems: of learners that run: name, kind and message of each.
         unknown: of which learners they are not known; "": none.
     """
     return {

@@ -1,4 +1,4 @@
-"""Commands for a training program of one's own: its files, and its examination."""
+"""Commands for the user's own training program: its files, and its examination."""
 
 from __future__ import annotations
 

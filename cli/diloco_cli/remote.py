@@ -239,7 +239,7 @@ def learner_problems(
     What is wrong with the work of the learners that run in this cluster, as `diloco status` of a run shows it.
 
     Returns:
-        Learner, kind and sentence of each problem; and of which learners it is not known, with a reason.
+        Learner, kind and message of each problem; and of which learners it is not known, with a reason.
 
     Raises:
         ConfigError: kubectl is not installed.

@@ -1,4 +1,4 @@
-"""Writes the files of a training of one's own: `diloco new`."""
+"""Writes the files of a new training program: `diloco new`."""
 
 from __future__ import annotations
 

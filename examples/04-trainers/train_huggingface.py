@@ -22,7 +22,7 @@ def main() -> None:
         lr_scheduler_type="cosine",
         logging_steps=10,
         save_strategy="no",  # the learner has its own checkpoints
-        seed=identity().seed(),  # dropout and order of the data: another one in every life
+        seed=identity().seed(),  # dropout and order of the data: another one in every incarnation
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,

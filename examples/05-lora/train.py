@@ -43,7 +43,7 @@ def text(*, validation: bool) -> torch.Tensor:
 def main() -> None:
     """Train."""
     own = identity()
-    own.seed_everything()  # another dropout and order of the data in each learner and each life
+    own.seed_everything()  # another dropout and order of the data in each learner and incarnation
     model = adapted()
     if own.index_in_region == 0:
         model.peft_config["default"].save_pretrained(ADAPTER)  # for diloco export --adapter

@@ -330,41 +330,40 @@ REASONS: tuple[Reason, ...] = (
     *_of(
         "QuorumMet",
         "True",
-        ("EnoughLearners", "Normal", "{reporting} learners report, the quorum is {quorum}"),
+        ("EnoughLearners", "Normal", "{reporting} learners report (quorum: {quorum})"),
         (
             "NothingMerges",
             "Warning",
-            "{reporting} learners report, the quorum is {quorum}, but nothing is merged: the syncer waits "
-            "for {detail}",
+            "{reporting} learners report (quorum: {quorum}), but nothing is merged: the syncer waits for {detail}",
             "see the log of the syncer",
         ),
         (
             "RegionFailed",
             "Warning",
-            "{reporting} learners report, the quorum is {quorum}; {failed}",
+            "{reporting} learners report (quorum: {quorum}); {failed}",
             "correct the manifest or the program for that region; the others continue",
         ),
     ),
     *_of(
         "QuorumMet",
         "False",
-        ("Starting", "", "{reporting} learners report, the quorum is {quorum}"),
+        ("Starting", "", "{reporting} learners report (quorum: {quorum})"),
         (
             "WaitingInQueue",
             "Normal",
-            "{reporting} learners report, the quorum is {quorum}; {waiting} wait in a queue",
+            "{reporting} learners report (quorum: {quorum}); {waiting} wait in a queue",
             "see the condition LearnersReady",
         ),
         (
             "TooFewLearners",
             "Warning",
-            "{reporting} learners report, the quorum is {quorum}: the syncer waits for more",
+            "{reporting} learners report (quorum: {quorum}): the syncer waits for more",
             "restore learners, or lower spec.sync.quorum",
         ),
         (
             "RegionMissing",
             "Warning",
-            "{reporting} learners report, the quorum is {quorum}: the syncer waits for more; {failed}",
+            "{reporting} learners report (quorum: {quorum}): the syncer waits for more; {failed}",
             "correct the manifest or the program for that region, then suspend and resume the job there",
         ),
         *_OVER,

@@ -229,7 +229,7 @@ def _conditions(
             "QuorumMet",
             serving and training >= quorum,
             "EnoughLearners" if serving and training >= quorum else "TooFewLearners",
-            f"{training} learners are training, the quorum is {quorum}",
+            f"{training} learners are training (quorum: {quorum})",
         ),
         ("SpecConsistent", same_spec, "SameHash" if same_spec else "OtherHash", ""),
         *(

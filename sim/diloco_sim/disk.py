@@ -193,7 +193,7 @@ class SimulatedDisk:
         }
 
     def restore(self, files: Files) -> None:
-        """Replace all files by those of a copy, durable at once; no process may have one open."""
+        """Replace all files with those of a copy, durable at once; no process may have one open."""
         now = self._clock.now
         self._undo.clear()
         self._directories = {path: _Directory() for path in files}

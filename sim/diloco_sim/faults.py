@@ -91,7 +91,7 @@ class Kind(Enum):
     LIE_NORMS = "lie-norms"
     """The learner states `amount` times its norms."""
     LIE_SECONDS = "lie-seconds"
-    """The learner states `amount` times its durations, and now and then none that a clock can show."""
+    """The learner states `amount` times its durations, and occasionally none that a clock can show."""
     AHEAD = "ahead"
     """The learner states a position in its data that is `amount` steps ahead; restarts at the end."""
     NAN = "nan"

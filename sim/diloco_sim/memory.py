@@ -104,10 +104,10 @@ class Model(Protocol):
         """The content of a local checkpoint."""
 
     def load(self, saved: Any) -> None:
-        """Replace values and optimizers by those of a checkpoint."""
+        """Replace values and optimizers with those of a checkpoint."""
 
     def load_optimizers(self, saved: Any) -> None:
-        """Replace the optimizers by those of a checkpoint."""
+        """Replace the optimizers with those of a checkpoint."""
 
 
 class ToyModel:

@@ -195,10 +195,10 @@ def test_a_job_of_which_each_region_loses_some_learners_fails_in_all_of_them(tmp
 
         failed = eu.reconcile_until("LearnersFailed", after=us.reconcile)
         assert failed["status"] == "True"
-        assert failed["message"].startswith("3 learners are left, the quorum is 4: region us: ")
+        assert failed["message"].startswith("3 learners are left (quorum: 4): region us: ")
         assert "learner eu/1: hidden size 4, expected 8" in failed["message"]
         condition = us.reconcile_until("SyncerRegionFailed", after=eu.reconcile)
-        assert "3 learners are left, the quorum is 4" in condition["message"]
+        assert "3 learners are left (quorum: 4)" in condition["message"]
         for region in (eu, us):
             region.reconciler.close()
 

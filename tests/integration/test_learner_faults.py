@@ -264,8 +264,9 @@ def test_a_learner_does_not_use_a_checkpoint_of_another_run(enter, capfd, use_ch
             assert not again.resumed
             assert not opt.state
             assert holds(syncer, 0, model, theta)
-        assert "start with new state: the local checkpoint of local step 5 is of another run" in (
-            capfd.readouterr().err
+        assert (
+            "start with new state: the local checkpoint of local step 5 belongs to another run"
+            in (capfd.readouterr().err)
         )
 
 

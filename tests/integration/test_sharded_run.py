@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from diloco_testing.learners import sharded
-from diloco_testing.local.run_process import LocalRun, manifest
+from diloco_testing.local.run_process import manifest
 
-SUPPORT = Path(__file__).parents[1] / "support"
 STEPS = 160
 PROGRAM = """
 import json, os, sys
@@ -28,13 +26,8 @@ os.execv(sys.executable, [sys.executable, *torchrun, *program, "fsdp", "model.pt
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """The job, stopped afterwards."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    )
+def run(tmp_path, run_ranks):
+    """The job."""
     (tmp_path / "train.py").write_text(PROGRAM)
     job = manifest("mixed", steps=STEPS)
     job["spec"] |= {
@@ -46,9 +39,7 @@ def run(tmp_path, monkeypatch):
         ],
     }
     del job["spec"]["evaluation"]
-    started = LocalRun(tmp_path, job)
-    yield started
-    started.stop()
+    return run_ranks(tmp_path, job)
 
 
 @pytest.mark.slow

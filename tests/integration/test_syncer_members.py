@@ -108,12 +108,12 @@ def test_another_model_is_refused_with_the_difference(syncer, learner, model):
 
 
 HELLOS: dict[str, tuple[type[DilocoError], dict[str, object], str]] = {
-    "another job": (MismatchError, {"job": "k"}, "is of job 'k', this syncer runs 'j'"),
+    "another job": (MismatchError, {"job": "k"}, "belongs to job 'k', but this syncer runs 'j'"),
     "another spec": (MismatchError, {"spec_hash": "abc"}, "runs spec abc, this syncer runs"),
     "unknown region": (
         UnavailableError,
         {"learner": "as/0", "region": "as"},
-        "as/0 is of region as",
+        "as/0 belongs to region as",
     ),
     "another region's name": (UnknownLearnerError, {"region": "us"}, "'eu/1'"),
     "no index": (UnknownLearnerError, {"learner": "eu/x"}, "'eu/x'"),

@@ -14,7 +14,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from diloco_testing.local.run_process import TORCHRUN, LocalRun
+from diloco_testing.local.run_process import TORCHRUN
 
 EXAMPLE = Path(__file__).parents[2] / "examples/04-trainers"
 STEPS = 40
@@ -31,10 +31,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """The example's job with a learner of two ranks and one of one rank, stopped afterwards."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+def run(tmp_path, run_ranks):
+    """The example's job with a learner of two ranks and one of one rank."""
     folder = tmp_path / "example"
     shutil.copytree(EXAMPLE, folder, ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "start.py").write_text(TORCHRUN)
@@ -44,9 +42,7 @@ def run(tmp_path, monkeypatch):
     job["spec"]["learner"] = {"command": ["python", "start.py", "train_torchtitan.py"]}
     for region, ranks in zip(job["spec"]["regions"], (2, 1), strict=True):
         region["config"] = {"ranks": ranks}
-    started = LocalRun(folder, job)
-    yield started
-    started.stop()
+    return run_ranks(folder, job)
 
 
 def test_learners_of_torchtitan_survive_a_killed_rank_and_its_model_loads_the_result(run):

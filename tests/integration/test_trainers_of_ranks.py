@@ -8,7 +8,6 @@ import math
 import os
 import re
 import signal
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,6 @@ from safetensors.torch import load_file
 
 from diloco_testing.local.run_process import TORCHRUN, LocalRun, manifest
 
-SUPPORT = Path(__file__).parents[1] / "support"
 STEPS = 60
 
 pytestmark = [
@@ -31,13 +29,8 @@ pytestmark = [
 
 
 @pytest.fixture
-def run(tmp_path, monkeypatch):
-    """A job with a learner of two ranks and one of one rank, stopped afterwards."""
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    monkeypatch.setenv(
-        "PYTHONPATH", os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")])
-    )
+def run(tmp_path, run_ranks):
+    """A job with a learner of two ranks and one of one rank."""
     (tmp_path / "start.py").write_text(TORCHRUN)
     (tmp_path / "seen").mkdir()
     program = ["-m", "diloco_testing.learners.huggingface_rank", str(tmp_path / "seen")]
@@ -58,9 +51,7 @@ def run(tmp_path, monkeypatch):
         ],
     }
     del job["spec"]["evaluation"]
-    started = LocalRun(tmp_path, job)
-    yield started
-    started.stop()
+    return run_ranks(tmp_path, job)
 
 
 def seen(run: LocalRun, life: int, rank: int) -> list[dict]:

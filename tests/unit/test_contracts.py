@@ -9,6 +9,7 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -65,13 +66,38 @@ def test_a_misplaced_import_is_refused(copy):
     assert "diloco_syncer.core.engine -> diloco_syncer.storage" in done.stdout
 
 
+def forbidden_import(contract: dict[str, Any]) -> tuple[str, str]:
+    """A module and an import that this contract forbids in it."""
+    if contract["type"] == "forbidden":
+        return contract["source_modules"][0], contract["forbidden_modules"][0]
+    [container] = contract.get("containers", [""])
+    lowest, highest = (
+        f"{container}.{contract['layers'][place].split(' | ')[0]}".lstrip(".") for place in (-1, 0)
+    )
+    return lowest, highest
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("folder", ["", "core"])
-def test_a_module_without_a_layer_is_refused(copy, folder):
-    (copy / "diloco_syncer" / folder / "misplaced.py").touch()
+def test_every_contract_refuses_an_import_that_it_forbids(copy):
+    for contract in CONTRACTS.values():
+        module, imported = forbidden_import(contract)
+        path = copy.joinpath(*module.split("."))
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        path.write_text(f"{path.read_text()}\nimport {imported}\n")
     done = lint(copy)
-    assert done.returncode == 1, done.stdout + done.stderr
-    assert "misplaced" in done.stdout + done.stderr
+    broken = re.findall(r"^(.+) BROKEN\b", done.stdout, re.MULTILINE)
+    assert sorted(broken) == sorted(CONTRACTS), done.stdout + done.stderr
+
+
+@pytest.mark.slow
+def test_a_module_without_a_layer_is_refused_in_every_package(copy):
+    packages = [path.parent for path in copy.rglob("__init__.py") if path.parent.name != "v1"]
+    for package in packages:
+        (package / "misplaced.py").touch()
+    done = lint(copy)
+    refused = re.findall(r"^- (\S+)\.misplaced$", done.stdout, re.MULTILINE)
+    expected = [".".join(package.relative_to(copy).parts) for package in packages]
+    assert sorted(refused) == sorted(expected), done.stdout + done.stderr
 
 
 def test_the_command_line_may_import_only_the_resources_of_the_operator():

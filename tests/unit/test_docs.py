@@ -161,5 +161,16 @@ def test_every_command_in_the_documentation_exists():
         assert made <= targets, f"{name(page)}: {made - targets}"
 
 
+def test_the_reading_order_names_ten_files_and_functions_that_they_define():
+    text = (ROOT / "docs/README.md").read_text().partition("## Reading order")[2]
+    items = re.split(r"^\d+\. ", text, flags=re.MULTILINE)[1:]
+    assert len(items) == 10
+    for item in items:
+        path, text = re.findall(r"^\[.*?\]\((\S+?)\)(.*)", item, re.DOTALL)[0]
+        code = (ROOT / "docs" / path).read_text()
+        named = re.findall(r"`(?:\w+\.)?(\w+)(?:\(\))?`", text)
+        assert not [name for name in named if f"def {name}(" not in code], path
+
+
 def test_the_readme_stays_short():
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120

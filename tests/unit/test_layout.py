@@ -30,6 +30,13 @@ def test_each_component_folder_holds_exactly_one_package():
         assert len(packages) == 1, packages
 
 
+def test_every_folder_of_modules_is_a_package():
+    """The import contracts do not see the modules of other folders."""
+    folders = {path.parent for folder in COMPONENTS for path in (ROOT / folder).rglob("*.py")}
+    others = {path for path in folders if not (path / "__init__.py").exists()}
+    assert others == {ROOT / "cli/diloco_cli/template"}  # what `diloco new` copies
+
+
 def test_the_components_are_the_packages_of_the_wheel():
     build = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["hatch"]["build"]
     assert [path.split("/")[0] for path in build["targets"]["wheel"]["packages"]] == list(
@@ -62,6 +69,59 @@ def test_every_package_describes_what_it_may_import_and_where_to_begin(path):
     first = re.findall(r"`([a-z_]+)`", begin[1].partition(". ")[0])
     named = {*first, *re.findall(r"\b(\w+)\.py\b", text)}
     assert not named - modules, "modules that do not exist"
+
+
+def imported_parts(path: Path) -> set[str]:
+    """What the modules beside this `__init__.py` import: other programs, parts of their own and of the contract."""
+    _, package, *folder, _ = path.parts
+    found = set()
+    for file in (ROOT / path).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            match node:
+                case ast.Import(names=names):
+                    modules = [name.name for name in names]
+                case ast.ImportFrom(module=str(module), names=names, level=0):
+                    modules = [f"{module}.{name.name}" for name in names]
+                case _:
+                    continue
+            for other, part, *_ in ([*module.split("."), ""] for module in modules):
+                if other == package:
+                    found |= {part} - {*folder} if folder else set()
+                elif other == "diloco":
+                    found.add(part)
+                elif other.startswith("diloco_"):
+                    found.add(other.removeprefix("diloco_"))
+    return found
+
+
+@pytest.mark.parametrize("path", FOLDERS, ids=lambda path: path.parent.name)
+def test_the_description_of_a_package_names_what_it_imports(path):
+    text = ast.get_docstring(ast.parse((ROOT / path).read_text())) or ""
+    named = {*re.findall(r"\w+", text.replace("diloco_", ""))}
+    wholes = {"contract": ROOT / "protos/diloco", "rest": (ROOT / path).parents[1]}
+    for word in wholes.keys() & named:
+        named |= {part.stem for part in wholes[word].iterdir()}
+    assert not imported_parts(path) - named
+
+
+def test_the_decision_shows_every_package_and_the_packages_within():
+    text = (ROOT / "docs/adr/0013-one-package-per-program.md").read_text()
+    [layout] = re.findall(r"```\n(before .*?)```", text, re.DOTALL)
+    after = [line[layout.index("after") :] for line in layout.split("\n")]
+    for path in FOLDERS:
+        [line] = [line for line in after if line.startswith(f"{path.parts[0]}/{path.parts[1]} ")]
+        assert all(f" {folder}/" in line for folder in path.parts[2:-1]), path
+
+
+def test_the_maps_name_every_package_and_the_packages_within():
+    readme = (ROOT / "README.md").read_text()
+    rows = re.findall(
+        r"^\| `(diloco\w*)` \|(.*)$", (ROOT / "docs/architecture.md").read_text(), re.M
+    )
+    for path in FOLDERS:
+        folder, package, *within, _ = path.parts
+        assert f"]({folder}/{package}" in readme, folder
+        assert all(f"`{name}/`" in dict(rows)[package] for name in (folder, *within)), path
 
 
 def test_standard_operator_wins_in_the_repo_root():

@@ -92,13 +92,19 @@ TEXT = {
     r"for ever": "indefinitely, forever",
     r"in(to)? words": "as text",
     r"both powers": "the permissions, by name",
+    r"now and then": "occasionally",
+    r"one's own": "your own, the user's own",
+    r"replac(e|es|ing) (\w+ ){1,6}by(?! (one|it|them))": "replace … with",
+    r"also (if|when|where|while|after|with|without)": "even if, even with, including",
     r"(is|are) not yours": "that you cannot change",
     r"initialise[drs]?|behaviour|(synchron|optim|normal|quant|vector|orthogonal)is\w+": "the spelling of US English",
 }
 """Words of messages and pages. `code` on a page does not count."""
 
 COMMENTS = {
-    word: better for word, better in TEXT.items() if not word.startswith(("tells?", "initialise"))
+    word: better
+    for word, better in TEXT.items()
+    if not word.startswith(("tells?", "initialise", "also"))
 } | {
     r"tells|told": "reports, distinguishes",
     r"(synchron|optim|normal|quant|vector|orthogonal)is\w+": "the spelling of US English",
@@ -271,6 +277,12 @@ def test_a_file_of_another_language_uses_the_words_of_the_field(path):
         ("# The count begins anew.", "anew", "starts over"),
         ('log.info("the process stood still for %s s", seconds)', "stood still", "is paused"),
         ('raise OSError("killed for lack of memory")', "for lack of memory", "OOM"),
+        ('log.info("it waits, also if it is late")', "also if", "even if"),
+        (
+            "# It replaces all files by those of the copy.",
+            "replaces all files by",
+            "replace … with",
+        ),
         ('log.info("the syncer was not told of it: %s", error)', "told", "reports"),
         ('raise ValueError(f"{text} is no number")', "is no number", "is not a"),
         ('log.info(f"{name} does not run any more; it failed")', "any more", "no longer"),

@@ -101,7 +101,7 @@ class DistributedTrainer(JobTrainer):
             held=self._replica.held, group=group,
         )  # fmt: skip
         self._found = self._checkpoints.newest_of_all() if self._checkpoints is not None else None
-        self._turns: CheckpointSchedule | None = None
+        self._schedule: CheckpointSchedule | None = None
         """Rank 0: when the next checkpoint begins."""
         self._core = core.TrainerCore(
             name=self.name, fragments=fragments, found=local_checkpoint(self._found),
@@ -245,12 +245,12 @@ class DistributedTrainer(JobTrainer):
         """Rank 0: whether the ranks begin a checkpoint with this plan; see `CheckpointSchedule.at`."""
         if self._checkpoints is None or not self._core.joined:
             return None
-        if self._turns is None:
+        if self._schedule is None:
             every = self._run_spec.learner_checkpoint.every_steps
-            self._turns = CheckpointSchedule(every, local_step=self.local_step)
+            self._schedule = CheckpointSchedule(every, local_step=self.local_step)
         if (ended := self._checkpoints.ended()) is not None:
-            self._turns.ended(ended)
-        return self._turns.at(
+            self._schedule.ended(ended)
+        return self._schedule.at(
             self.local_step + 1, busy=self._checkpoints.busy, trained=self._core.trained,
             ending=plan.terminated or plan.link_state.complete,
         )  # fmt: skip

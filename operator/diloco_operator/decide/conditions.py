@@ -61,14 +61,14 @@ _STANDSTILL_SECONDS = 60.0
 """How long nothing was merged by a quorum before that is a problem."""
 
 _FAILURE = "last failure: "
-"""In the syncer's sentence if what it waits for has failed and is repeated."""
+"""In the syncer's message if what it waits for has failed and is repeated."""
 
 _NOT_UPDATED = "not updated yet, because learners are missing or being replaced"
 
 _EJECTED = "ejected, because they do not deliver"
 
 _GROWING = re.compile(r"for \d+ s\b|last \d+ merges\b")
-"""In the syncer's sentence: what grows while it waits for the same."""
+"""In the syncer's message: what grows while it waits for the same."""
 
 
 def evaluate(

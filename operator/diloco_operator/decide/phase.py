@@ -188,7 +188,7 @@ def _too_few_left(state: JobState, lost: tuple[FailedLearner, ...]) -> Condition
     left = spec.num_learners - len(lost) - sum(num for _, num in elsewhere)
     if left >= spec.sync.quorum or not (lost or elsewhere):
         return None
-    others = f"{left} learners are left, the quorum is {spec.sync.quorum}"
+    others = f"{left} learners are left (quorum: {spec.sync.quorum})"
     if not elsewhere:
         return condition(
             "Failed",

@@ -254,7 +254,7 @@ class _Book:
         schedule = start.fragments, start.interval
         if self.schedule is not None and schedule != self.schedule:
             yield (
-                f"the schedule became {schedule[0]} fragments every {schedule[1]} steps, it was "
+                f"the schedule became {schedule[0]} fragments every {schedule[1]} steps; it was "
                 f"{self.schedule[0]} every {self.schedule[1]}"
             )
         self.schedule = schedule

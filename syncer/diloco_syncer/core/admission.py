@@ -290,7 +290,7 @@ class Admission:
         learner, region = shorten(applicant.learner, 80), applicant.region
         if applicant.job != self.spec.job:
             raise MismatchError(
-                f"{learner} is of job {shorten(applicant.job, 80)!r}, this syncer runs "
+                f"{learner} belongs to job {shorten(applicant.job, 80)!r}, but this syncer runs "
                 f"{self.spec.job!r}; check DILOCO_SYNCER and DILOCO_JOB"
             )
         # An index has one spelling: eu/007 would be another learner than eu/7.

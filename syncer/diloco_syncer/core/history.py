@@ -6,7 +6,7 @@ A weight is tokens² / steps, so both counters are worth a lie. A Report may add
       what the time before allowed if the last ones were held up on their way,
     - HISTORY_MULTIPLE times its usual tokens for each of them,
 to what was credited before. An upload states the counters of its copy; they must be those of the
-Report of that step. A link that is behind replaces Reports by newer ones, so there may be none: then
+Report of that step. A link that is behind replaces Reports with newer ones, so there may be none: then
 the neighbouring Reports must explain the counters, and they are credited what a Report of that step
 would have been at most.
 """
@@ -171,7 +171,7 @@ class History:
         index = bisect_right(self.reports, upload.local_step, key=lambda shown: shown.local_step)
         if index == 0:
             raise CountsDifferError(
-                f"its upload is of a copy of local step {upload.local_step}; no report of local "
+                f"its upload comes from a copy of local step {upload.local_step}; no report of local "
                 f"step {upload.local_step} or before has arrived, so none offered it; not merged"
             )
         before = self.reports[index - 1]

@@ -13,8 +13,8 @@ from dataclasses import replace
 from diloco.errors import ConfigError
 from diloco.spec import RunSpec
 
-MAX_LEARNERS = 1000
-"""Learners of a region, as in the manifest."""
+MAX_LEARNERS_PER_REGION = 1000
+"""As in the manifest."""
 
 
 def beyond(learner: str, limits: Mapping[str, int]) -> str:
@@ -28,7 +28,7 @@ def beyond(learner: str, limits: Mapping[str, int]) -> str:
     region, _, index = learner.rpartition("/")
     if region not in limits:
         return (
-            f"{learner} is of region {region}, this syncer's spec has {', '.join(sorted(limits))}; "
+            f"{learner} belongs to region {region}, but this syncer's spec has {', '.join(sorted(limits))}; "
             "add the region in the cluster of the syncer"
         )
     if index.isdecimal() and int(index) < limits[region]:
@@ -57,10 +57,10 @@ def parse(text: str, spec: RunSpec, *, source: str = "spec document") -> dict[st
             f"{source}: more than the numbers of learners has changed; restart the syncer"
         )
     for region, number in new.learners.items():
-        if type(number) is not int or not 0 <= number <= MAX_LEARNERS:
+        if type(number) is not int or not 0 <= number <= MAX_LEARNERS_PER_REGION:
             raise ConfigError(
                 f"{source}: learners of region {region} is {number!r}, expected a whole number from 0 "
-                f"to {MAX_LEARNERS}"
+                f"to {MAX_LEARNERS_PER_REGION}"
             )
     if (total := sum(new.learners.values())) < spec.quorum:
         raise ConfigError(f"{source}: {total} learners cannot form the quorum of {spec.quorum}")

@@ -290,7 +290,9 @@ class FragmentMerge:
             return False
         if learner in self._ignored:
             return True
-        raise ProtocolError(f"{learner} is not a member of this merge, {sorted(self._row)} are")
+        raise ProtocolError(
+            f"{learner} is not a member of this merge; its members are {sorted(self._row)}"
+        )
 
     def _admits(self, index: int) -> bool:
         return self._over or index < self._progress.slowest + self._window

@@ -265,7 +265,7 @@ def score(evaluation: pb.Evaluation, *, steps: int) -> Score:
         ProtocolError: the step is beyond T, the loss is not finite, or the detail is beyond a bound.
     """
     if evaluation.step > steps:
-        raise ProtocolError(f"evaluation of step {evaluation.step}, the job has {steps}")
+        raise ProtocolError(f"evaluation of step {evaluation.step}, but the job has {steps} steps")
     if not math.isfinite(evaluation.loss):
         raise ProtocolError(f"evaluation: the loss is {evaluation.loss}, expected a finite number")
     detail = _detail(evaluation.detail) if evaluation.detail else {}

@@ -126,7 +126,7 @@ def check_sender(host: Host, sender: bulk.UploadHeader | bulk.DownloadRequest) -
     epoch = host.facts.epoch
     if sender.epoch != epoch:
         raise StaleEpochError(
-            f"the transfer is for epoch {sender.epoch}, this is epoch {epoch}; send Hello again"
+            f"the transfer is for epoch {sender.epoch}, but this is epoch {epoch}; send Hello again"
         )
     current = host.sessions.incarnation(sender.learner)
     if sender.incarnation != current:

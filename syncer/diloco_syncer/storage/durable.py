@@ -147,7 +147,9 @@ def read_into(file: File, offset: int, data: memoryview) -> None:
         count = file.read_into(data[done : done + PIECE_BYTES], offset + done)
         if count == 0:
             missing = len(data) - done
-            raise StorageError(f"the file ends at byte {offset + done}, {missing} are missing")
+            raise StorageError(
+                f"the file ends at byte {offset + done}; {missing} bytes are missing"
+            )
         done += count
 
 

@@ -53,7 +53,7 @@ def test_the_job_fails_when_fewer_learners_are_left_than_the_quorum():
     world.reconcile(1)
     assert world.reason("Failed") == ("True", "LearnerRefused")
     message = world.condition("Failed")["message"]
-    assert message.startswith("2 learners are left, the quorum is 3: learner eu/0 was permanently")
+    assert message.startswith("2 learners are left (quorum: 3): learner eu/0 was permanently")
 
 
 def test_a_reverted_image_heals_without_a_new_job():

@@ -272,7 +272,7 @@ def test_a_lost_quorum_is_a_condition_and_an_event():
     world.answers("Waiting", gone=("eu/1", "us/0", "us/1"))
     world.reconcile()
     assert world.reason("QuorumMet") == ("False", "TooFewLearners")
-    assert "1 learners report, the quorum is 2" in world.condition("QuorumMet")["message"]
+    assert "1 learners report (quorum: 2)" in world.condition("QuorumMet")["message"]
     assert ("Warning", "TooFewLearners") in world.events
 
 

@@ -92,7 +92,7 @@ specs = st.fixed_dictionaries(
         "evaluation": st.sampled_from([None, {"everySteps": 5, "command": ["python", "eval.py"]}]),
     }
 )
-views = st.sampled_from([SCOPE, *(replace(SCOPE, region=name) for name in REGIONS)])
+scopes = st.sampled_from([SCOPE, *(replace(SCOPE, region=name) for name in REGIONS)])
 
 answers = st.builds(
     dict,
@@ -104,7 +104,7 @@ answers = st.builds(
     eval_step=st.sampled_from([0, 2000]),
 )
 asked = st.one_of(st.none(), answers, st.sampled_from(["DialTimeout", "HandshakeRefused", "Odd"]))
-turns = st.lists(
+histories = st.lists(
     st.tuples(asked, st.sampled_from([0.0, 1.0, 29.0, 60.0, 400.0]), st.booleans()), max_size=5
 )
 
@@ -121,7 +121,7 @@ def observe(world: OperatedJob, what) -> None:
 
 
 @SLOWLY
-@given(spec=specs, scope=views, events=turns)
+@given(spec=specs, scope=scopes, events=histories)
 def test_after_the_decisions_are_carried_out_nothing_is_left_to_decide(spec, scope, events):
     spec["sync"] = {"quorum": 1}
     world = OperatedJob(job=manifest(**spec), scope=scope, certificate=certificate("a", "eu"))
@@ -137,7 +137,7 @@ def test_after_the_decisions_are_carried_out_nothing_is_left_to_decide(spec, sco
 
 
 @SLOWLY
-@given(spec=specs, scope=views, events=turns)
+@given(spec=specs, scope=scopes, events=histories)
 def test_the_status_always_matches_the_crd(spec, scope, events):
     spec["sync"] = {"quorum": 1}
     world = OperatedJob(job=manifest(**spec), scope=scope)
@@ -233,7 +233,7 @@ PLACES = sorted((path for path in paths(EVERYTHING["spec"])), key=repr)
 
 
 @settings(max_examples=examples(300))
-@given(changed=st.lists(st.tuples(st.sampled_from(PLACES), json_values), max_size=3), scope=views)
+@given(changed=st.lists(st.tuples(st.sampled_from(PLACES), json_values), max_size=3), scope=scopes)
 def test_any_spec_gives_children_or_a_clear_condition(changed, scope):
     job = copy.deepcopy(EVERYTHING)
     for path, value in changed:

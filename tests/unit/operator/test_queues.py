@@ -305,7 +305,7 @@ def test_too_few_admitted_learners_for_a_quorum_wait_and_miss_nothing():
     world.reconcile(1)
     assert world.reason("QuorumMet") == ("False", "WaitingInQueue")
     assert world.condition("QuorumMet")["message"] == (
-        "1 learners report, the quorum is 2; 1 wait in a queue"
+        "1 learners report (quorum: 2); 1 wait in a queue"
     )
 
 

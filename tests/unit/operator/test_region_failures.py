@@ -205,9 +205,7 @@ def test_a_job_fails_when_the_learners_that_failed_in_several_regions_leave_no_q
     assert decisions.fails, "decided again by what the store shows"
     assert world.reason("Failed") == ("True", "LearnersFailed")
     message = world.condition("Failed")["message"]
-    assert message.startswith(
-        "2 learners are left, the quorum is 3: region us: LearnerRefused: 1 of 2"
-    )
+    assert message.startswith("2 learners are left (quorum: 3): region us: LearnerRefused: 1 of 2")
     assert "; learner eu/1: hidden size 4, expected 8" in message
     assert ("Warning", "LearnersFailed") in world.events
     assert world.reconcile(1).failure_to_report == Failure(reason="LearnersFailed", message=message)

@@ -207,7 +207,7 @@ def steps_not_a_number(events: list[Event]) -> None:
         (wrong_fragment, "merge of step 14 is of fragment 0, but fragment 1 is due"),
         (nothing_due, "merge of step 15 is of fragment 1, but no fragment is due"),
         (epoch_back, "epoch 1 comes after epoch 2"),
-        (schedule_changes, "the schedule became 3 fragments every 12 steps, it was 3 every 6"),
+        (schedule_changes, "the schedule became 3 fragments every 12 steps; it was 3 every 6"),
         (no_members, "merge has members None, expected a list of objects"),
         (steps_not_a_number, "merge has steps '3', expected a number"),
     ],

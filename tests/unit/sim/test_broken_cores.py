@@ -13,7 +13,7 @@ from diloco_sim.disk import SimulatedDisk
 from diloco_sim.shrink import shrink
 from diloco_sim.world import World
 from diloco_testing.sim import breaks
-from diloco_testing.sim.worlds import small, violation
+from diloco_testing.sim.worlds import Recorder, small, violation
 
 pytestmark = pytest.mark.slow  # whole worlds
 
@@ -270,33 +270,17 @@ def test_status_finds_a_state_of_training_while_nothing_is_merged(monkeypatch):
 )  # fmt: skip
 def test_the_number_of_learners_changes_while_the_syncer_runs(plan):
     """In both orders of pods and document, and with a crash of the syncer in between."""
-    changes = Seen()
+    changes = Recorder("limits")
     outcome = World(small(plan), checkers=[changes]).run()
     assert outcome.ok, outcome.violation
-    assert changes.limits
+    assert changes.seen
 
 
 def test_fewer_learners_than_the_quorum_are_not_taken_over():
-    changes = Seen()
+    changes = Recorder("limits")
     outcome = World(small("6.001..20 scale learners 1"), checkers=[changes]).run()
     assert outcome.ok, outcome.violation
-    assert changes.limits == []
-
-
-class Seen:
-    """The numbers of learners that a syncer took over while it ran."""
-
-    observes = (dict,)
-
-    def __init__(self) -> None:
-        self.limits: list[object] = []
-
-    def observe(self, event: dict, now: float) -> None:
-        if event["event"] == "limits":
-            self.limits.append(event["learners"])
-
-    def finish(self, now: float) -> None:
-        pass
+    assert changes.seen == []
 
 
 def test_limits_finds_a_learner_that_joins_beyond_the_number(monkeypatch):

@@ -12,30 +12,14 @@ from diloco_sim.description import sample
 from diloco_sim.world import World
 from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.merging import arithmetic
-from diloco_testing.sim.worlds import small, violation
+from diloco_testing.sim.worlds import Recorder, small, violation
 
 BUFFERS = (3, 200, 40)
 """The first holds integers."""
 
 
-class Merges:
-    """The merge lines of a world."""
-
-    observes = (dict,)
-
-    def __init__(self) -> None:
-        self.lines: list[dict[str, Any]] = []
-
-    def observe(self, event: dict[str, Any], now: float) -> None:
-        if event["event"] == "merge":
-            self.lines.append(event)
-
-    def finish(self, now: float) -> None:
-        pass
-
-
 def test_buffers_are_merged_in_turn_over_kills_and_restarts():
-    merges = Merges()
+    merges = Recorder("merge")
     plan = "8..9 crash syncer\n 14..16 crash eu/1"
     outcome = World(small(plan, buffers=BUFFERS), checkers=[merges]).run()
     assert outcome.ok, report.text_of(outcome)

@@ -11,34 +11,19 @@ from diloco_sim.clock import Process
 from diloco_sim.description import sample
 from diloco_sim.faults import Plan
 from diloco_sim.world import World
+from diloco_testing.sim.worlds import Recorder
 
 pytestmark = pytest.mark.slow  # whole worlds
 
 DAY = 86400.0
 
 
-class Merges:
-    """A checker that objects to nothing: it keeps what was merged when."""
-
-    observes = (dict,)
-
-    def __init__(self) -> None:
-        self.seen: list[tuple[float, dict[str, Any]]] = []
-
-    def observe(self, event: dict[str, Any], now: float) -> None:
-        if event["event"] in ("merge", "join", "leave", "refuse", "eject"):
-            self.seen.append((now, event))
-
-    def finish(self, now: float) -> None:
-        pass
-
-
 def world(plan: str) -> list[tuple[float, dict[str, Any]]]:
     found = sample(0, steps=40, faults=False)
-    merges = Merges()
-    outcome = World(replace(found, plan=Plan.parse(plan)), checkers=[merges]).run()
+    recorder = Recorder("merge", "join", "leave", "refuse", "eject")
+    outcome = World(replace(found, plan=Plan.parse(plan)), checkers=[recorder]).run()
     assert outcome.ok, outcome.violation
-    return merges.seen
+    return recorder.seen
 
 
 def test_jumps_of_the_clock_of_the_day_by_days_change_no_decision(monkeypatch):

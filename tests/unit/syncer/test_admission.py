@@ -47,9 +47,9 @@ def test_the_first_learner_of_a_fresh_job_defines_the_model():
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"job": "k"}, MismatchError, "is of job 'k', this syncer runs 'j'"),
+        ({"job": "k"}, MismatchError, "belongs to job 'k', but this syncer runs 'j'"),
         ({"spec_hash": "abc"}, MismatchError, "runs spec abc, this syncer runs"),
-        ({"learner": "as/0", "region": "as"}, UnavailableError, "as/0 is of region as"),
+        ({"learner": "as/0", "region": "as"}, UnavailableError, "as/0 belongs to region as"),
         ({"learner": "a" * 64 + "/0", "region": "a" * 64}, UnknownLearnerError, "not in one of"),
         ({"region": "us"}, UnknownLearnerError, "'eu/0'"),
         ({"learner": "eu/x"}, UnknownLearnerError, "'eu/x'"),

@@ -11,7 +11,7 @@ from diloco.spec import RunSpec
 from diloco_job.types import Region
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission, Admitted, Applicant, Refused
-from diloco_syncer.core.learner_limits import MAX_LEARNERS, beyond, parse
+from diloco_syncer.core.learner_limits import MAX_LEARNERS_PER_REGION, beyond, parse
 from diloco_testing.syncers.engine_job import Job, logs, of, pulls
 
 SPEC = RunSpec(
@@ -33,7 +33,13 @@ def limited(job, **learners):
 
 @pytest.mark.parametrize(
     "learners",
-    [{"eu": 3, "us": 1}, {"eu": 2}, {"eu": 0, "us": 2}, {"asia": 9}, {"eu": MAX_LEARNERS}],
+    [
+        {"eu": 3, "us": 1},
+        {"eu": 2},
+        {"eu": 0, "us": 2},
+        {"asia": 9},
+        {"eu": MAX_LEARNERS_PER_REGION},
+    ],
 )
 def test_other_numbers_and_other_regions_are_taken_over(learners):
     assert parse(document(learners), SPEC) == learners
@@ -53,7 +59,7 @@ def test_other_numbers_and_other_regions_are_taken_over(learners):
         (document({"eu": True, "us": 9}), "learners of region eu is True"),
         (document({"eu": "9"}), "learners of region eu is '9'"),
         (document({"eu": 2.0}), "learners of region eu is 2.0"),
-        (document({"eu": MAX_LEARNERS + 1}), "from 0 to 1000"),
+        (document({"eu": MAX_LEARNERS_PER_REGION + 1}), "from 0 to 1000"),
         (document({"eu": 1}), "1 learners cannot form the quorum of 2"),
         (document({}), "0 learners cannot form the quorum of 2"),
         (json.dumps({"job": "j", "steps": 10, "learners": [1]}), "learners is [1]"),
@@ -67,7 +73,7 @@ def test_a_document_that_cannot_be_meant_is_refused_with_the_reason(text, messag
 
 def test_the_largest_number_is_that_of_the_manifest():
     [bound] = [m.le for m in Region.model_fields["learners"].metadata if hasattr(m, "le")]
-    assert bound == MAX_LEARNERS
+    assert bound == MAX_LEARNERS_PER_REGION
 
 
 @pytest.mark.parametrize(
@@ -77,7 +83,7 @@ def test_the_largest_number_is_that_of_the_manifest():
         ("eu/1", ""),
         ("eu/2", "beyond the 2 learners of region eu"),
         ("us/1", "beyond the 1 learners of region us"),
-        ("asia/0", "is of region asia, this syncer's spec has eu, us"),
+        ("asia/0", "belongs to region asia, but this syncer's spec has eu, us"),
     ],
 )
 def test_a_learner_is_beyond_the_limits_by_its_region_or_its_index(learner, text):

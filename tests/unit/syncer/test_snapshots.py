@@ -222,13 +222,13 @@ def test_the_name_of_the_run_stays_while_starts_continue_from_a_snapshot(tmp_pat
     assert run_of_a_start(tmp_path) == run_of_a_start(tmp_path) == first
 
 
-@pytest.mark.parametrize("why", ["no snapshot", "chosen", "anew", "damaged"])
+@pytest.mark.parametrize("why", ["no snapshot", "chosen", "started over", "damaged"])
 def test_the_run_is_another_one_when_its_parameters_are(tmp_path: Path, why: str):
     first = run_of_a_start(tmp_path)
     if why != "no snapshot":
         Store(tmp_path, keep=2).write(taken(4, Position(1, 0)))
         assert run_of_a_start(tmp_path) == first
-    if why in ("chosen", "anew"):
+    if why in ("chosen", "started over"):
         (tmp_path / "from-snapshot").write_text("4" if why == "chosen" else "0")
     if why == "damaged":
         (tmp_path / "run").write_bytes(b"\xff" * 40)

@@ -141,7 +141,7 @@ def score(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"step": 11}, "evaluation of step 11, the job has 10"),
+        ({"step": 11}, "evaluation of step 11, but the job has 10 steps"),
         ({"step": 2**64 - 1}, "the job has 10"),
         ({"loss": NAN}, "the loss is nan"),
         ({"loss": INF}, "the loss is inf"),

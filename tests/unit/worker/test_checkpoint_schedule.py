@@ -7,55 +7,55 @@ import pytest
 from diloco_worker.core.checkpoint_schedule import CheckpointSchedule, Outcome, of_all
 
 
-def at(turns: CheckpointSchedule, step: int, **changes: bool) -> int | None:
-    return turns.at(step, **{"busy": False, "trained": True, "ending": False, **changes})
+def at(schedule: CheckpointSchedule, step: int, **changes: bool) -> int | None:
+    return schedule.at(step, **{"busy": False, "trained": True, "ending": False, **changes})
 
 
 def test_a_checkpoint_begins_every_so_many_steps_of_this_process():
-    turns = CheckpointSchedule(10, local_step=7)
-    assert [step for step in range(8, 40) if at(turns, step) is not None] == [17, 27, 37]
+    schedule = CheckpointSchedule(10, local_step=7)
+    assert [step for step in range(8, 40) if at(schedule, step) is not None] == [17, 27, 37]
 
 
 def test_none_begins_while_one_is_written_or_the_model_is_of_no_use():
-    turns = CheckpointSchedule(10, local_step=0)
-    assert at(turns, 10, busy=True) is None
-    assert at(turns, 11, trained=False) is None
-    assert at(turns, 12) == 0
-    assert at(turns, 21) is None
-    assert at(turns, 22) == 0
+    schedule = CheckpointSchedule(10, local_step=0)
+    assert at(schedule, 10, busy=True) is None
+    assert at(schedule, 11, trained=False) is None
+    assert at(schedule, 12) == 0
+    assert at(schedule, 21) is None
+    assert at(schedule, 22) == 0
 
 
 def test_a_discarded_one_is_tried_again_at_once_and_its_attempts_are_counted():
-    turns = CheckpointSchedule(10, local_step=0)
+    schedule = CheckpointSchedule(10, local_step=0)
     for attempt, step in enumerate((10, 13, 14)):
-        assert at(turns, step) == attempt
-        turns.ended(Outcome.LOST)
-    assert at(turns, 15) == 3
-    turns.ended(Outcome.WRITTEN)
-    assert at(turns, 24) is None
-    assert at(turns, 25) == 0
+        assert at(schedule, step) == attempt
+        schedule.ended(Outcome.LOST)
+    assert at(schedule, 15) == 3
+    schedule.ended(Outcome.WRITTEN)
+    assert at(schedule, 24) is None
+    assert at(schedule, 25) == 0
 
 
 def test_one_that_cannot_be_written_now_is_due_in_its_turn():
-    turns = CheckpointSchedule(10, local_step=0)
-    assert at(turns, 10) == 0
-    turns.ended(Outcome.FAILED)
-    assert at(turns, 19) is None
-    assert at(turns, 20) == 0
+    schedule = CheckpointSchedule(10, local_step=0)
+    assert at(schedule, 10) == 0
+    schedule.ended(Outcome.FAILED)
+    assert at(schedule, 19) is None
+    assert at(schedule, 20) == 0
 
 
 def test_the_last_step_has_one_out_of_turn_even_while_another_is_written_but_only_once():
-    turns = CheckpointSchedule(10, local_step=0)
-    assert at(turns, 3, ending=True, busy=True) == 0
-    assert at(turns, 4, ending=True) is None
-    assert at(turns, 13, ending=True) == 0
+    schedule = CheckpointSchedule(10, local_step=0)
+    assert at(schedule, 3, ending=True, busy=True) == 0
+    assert at(schedule, 4, ending=True) is None
+    assert at(schedule, 13, ending=True) == 0
     assert at(CheckpointSchedule(10, local_step=0), 3, ending=True, trained=False) is None
 
 
 def test_a_state_that_can_never_be_saved_ends_them():
-    turns = CheckpointSchedule(10, local_step=0)
-    turns.ended(Outcome.OFF)
-    assert at(turns, 100) is at(turns, 101, ending=True) is None
+    schedule = CheckpointSchedule(10, local_step=0)
+    schedule.ended(Outcome.OFF)
+    assert at(schedule, 100) is at(schedule, 101, ending=True) is None
 
 
 @pytest.mark.parametrize("pair", [*itertools.combinations(Outcome, 2)])

@@ -141,7 +141,7 @@ def test_the_optimizers_continue_with_a_checkpoint_that_is_too_old_or_newer_than
     assert core.resumed
 
 
-def anew(actions) -> str:
+def reason_of_new_state(actions) -> str:
     """Why the optimizers start with new state, as it is shown."""
     [shown] = [action for action in actions if isinstance(action, ShowProgress)]
     prefix = (
@@ -153,12 +153,17 @@ def anew(actions) -> str:
 
 @pytest.mark.parametrize(
     ("of", "job", "why"),
-    [("a", "b", "is of another run"), ("", "b", "may be of"), ("a", "", "may be of"), ("", "", "may be of")],
-)  # fmt: skip
+    [
+        ("a", "b", "belongs to another run"),
+        ("", "b", "may belong to"),
+        ("a", "", "may belong to"),
+        ("", "", "may belong to"),
+    ],
+)
 def test_optimizers_of_another_run_are_not_loaded(of, job, why):
     core, actions = rejoined(found=replace(FOUND, run=of), run=job)
     assert [type(action) for action in actions] == [ApplyModel, ShowProgress, Send]
-    assert anew(actions).startswith(f"the local checkpoint of local step 7 {why}")
+    assert reason_of_new_state(actions).startswith(f"the local checkpoint of local step 7 {why}")
     assert core.joined
     assert not core.resumed
 
@@ -174,24 +179,29 @@ def test_a_whole_checkpoint_of_another_run_is_not_loaded_either():
         if not loads:
             assert actions[0].state.checkpoint_step == 0, "the link downloads the model"
             model = replace(MODEL, local_step=30, run="b", step=90)
-            assert "is of another run" in anew(core.join(model, now=0.0, terminated=False))
+            assert "belongs to another run" in reason_of_new_state(
+                core.join(model, now=0.0, terminated=False)
+            )
 
 
 def test_why_a_checkpoint_is_not_used_is_shown_with_the_downloaded_model():
     core, _ = rejoined()
-    assert anew(core.optimizers_unusable("it has 2 optimizers")) == "it has 2 optimizers"
+    assert (
+        reason_of_new_state(core.optimizers_unusable("it has 2 optimizers"))
+        == "it has 2 optimizers"
+    )
     assert not core.resumed
     core = TrainerCore(
         name="eu/0", fragments=1, found=FOUND, checkpoint_every=10, connect_timeout_seconds=60.0
     )
     core.checkpoint_unusable("it is damaged")
     model = replace(MODEL, local_step=30, step=90)
-    assert anew(core.join(model, now=0.0, terminated=False)) == "it is damaged"
+    assert reason_of_new_state(core.join(model, now=0.0, terminated=False)) == "it is damaged"
 
 
 def test_only_a_restarted_learner_states_that_its_optimizers_start_anew():
     _, actions = rejoined(found=None)
-    assert anew(actions) == "there is no local checkpoint"
+    assert reason_of_new_state(actions) == "there is no local checkpoint"
     _, actions = rejoined(found=None, local_step=0)
     assert [type(action) for action in actions] == [ApplyModel, Send]
 

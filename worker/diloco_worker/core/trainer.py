@@ -334,7 +334,7 @@ class TrainerCore:
         """Why the checkpoint belongs to other parameters than the job's; empty: it does not."""
         if self.run and found.run == self.run:
             return ""
-        which = "is of another run" if self.run and found.run else "may be of another run"
+        which = "belongs to another run" if self.run and found.run else "may belong to another run"
         return f"the local checkpoint of local step {found.local_step} {which}"
 
     def optimizers_loaded(self) -> list[Action]:

@@ -110,7 +110,7 @@ class RankReplica:
             except (OSError, ValueError, DilocoError) as problem:
                 error = ConfigError(
                     f"rank {group.rank} cannot map the memory of rank {group.leader} (process {pid}): {problem}; "
-                    "expected the ranks of a container to be of one user"
+                    "expected all ranks of a container to run as the same user"
                 )
         group.agree("", error)  # the creators keep their files open until all have them
         if shared is None:

@@ -104,7 +104,7 @@ def _memory(group: RankGroup, size: int) -> Iterator[torch.Tensor]:
         except (OSError, ValueError) as problem:
             error = ConfigError(
                 f"rank {group.rank} cannot map the memory of rank 0 (process {pid}): {problem}; expected all ranks in "
-                "one container and of one user"
+                "one container, running as the same user"
             )
         group.agree("", error)
         if mapped is None:

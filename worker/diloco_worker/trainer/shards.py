@@ -38,7 +38,7 @@ def described(model: nn.Module, *, moving: Sequence[str] | None) -> ModelTensors
     wrapped = [m for m in model.modules() if isinstance(m, FullyShardedDataParallel)]
     if wrapped:
         raise ConfigError(
-            "model: it is wrapped in FullyShardedDataParallel, which replaces its parameters by flat ones; expected "
+            "model: it is wrapped in FullyShardedDataParallel, which replaces its parameters with flat ones; expected "
             "fully_shard(model), the second FSDP, DistributedDataParallel, or plain modules"
         )
     return describe(model, moving=moving, sharded=True)

@@ -1,4 +1,4 @@
-"""Small simulated worlds for tests that break a core."""
+"""Small simulated worlds for tests that break a core, and what their journal has."""
 
 from __future__ import annotations
 
@@ -20,6 +20,29 @@ def small(plan: str = "", **changes: Any) -> Description:
         found, learners=3, spec=spec, sizes=(40, 50, 60), step_seconds=(1.0, 1.1, 1.2),
         plan=Plan.parse(plan), checkpoint_every=None, latency=0.01, **changes,
     )  # fmt: skip
+
+
+class Recorder:
+    """A checker that finds nothing: it keeps the lines of these events, each with its time."""
+
+    observes = (dict,)
+
+    def __init__(self, *events: str) -> None:
+        self.events = events
+        self.seen: list[tuple[float, dict[str, Any]]] = []
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """Without the times."""
+        return [line for _, line in self.seen]
+
+    def observe(self, event: dict[str, Any], now: float) -> None:
+        """Keep a line."""
+        if event["event"] in self.events:
+            self.seen.append((now, event))
+
+    def finish(self, now: float) -> None:
+        """At the end of the world."""
 
 
 def violation(description: Description) -> Violation:
