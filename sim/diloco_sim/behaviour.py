@@ -1,4 +1,7 @@
-"""How a simulated learner misbehaves; what it states is changed where its link sends it."""
+"""
+How a simulated learner misbehaves, and whether its connections break; what it states is changed where its link
+sends it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class Behaviour:
     """Of each kind with an amount, that of the newest fault that lasts."""
 
     def change(self, fault: Fault, begins: bool) -> None:
-        """A fault of `faults.MISBEHAVIOUR` begins or ends."""
+        """A fault of `faults.MISBEHAVIOUR` or `faults.BREAKS` begins or ends."""
         kind = fault.kind
         if fault.amount:
             if begins:
