@@ -1,4 +1,7 @@
-"""How a simulated learner misbehaves; what it states is changed where its link sends it."""
+"""
+How a simulated learner misbehaves, and whether its connections break; what it states is changed where its link
+sends it.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +32,7 @@ class Behaviour:
     """Of each kind with an amount, that of the newest fault that lasts."""
 
     def change(self, fault: Fault, begins: bool) -> None:
-        """A fault of `faults.MISBEHAVIOUR` begins or ends."""
+        """A fault of `faults.MISBEHAVIOUR` or `faults.BREAKS` begins or ends."""
         kind = fault.kind
         if fault.amount:
             if begins:
@@ -54,13 +57,20 @@ class Behaviour:
         """More than 0: it uploads that many bytes per second."""
         return self.amounts.get(Kind.TRICKLE, 0.0)
 
+    @property
+    def _honest(self) -> bool:
+        """It never did anything but what it should: asked often, and mostly so."""
+        return not (self.amounts or self.counts)
+
     def has(self, kind: Kind) -> bool:
         """It misbehaves like this now."""
+        if self._honest:
+            return False
         return self.counts.get(kind, 0) > 0 or kind in self.amounts
 
     def header(self, header: bulk.UploadHeader) -> None:
         """Change what an upload to a round states."""
-        if not (self.amounts or self.counts):
+        if self._honest:
             return
         amounts = self.amounts
         header.tokens = int(header.tokens * amounts.get(Kind.LIE_TOKENS, 1.0))
@@ -79,6 +89,8 @@ class Behaviour:
 
     def copied(self, values_N: F32, local_step: int) -> F32:
         """What it takes for a host copy of its parameters at a local step."""
+        if self._honest:
+            return values_N
         if Kind.HUGE in self.amounts:
             return values_N * np.float32(self.amounts[Kind.HUGE])
         if self.has(Kind.NAN) and local_step % 2:
@@ -98,6 +110,8 @@ class Behaviour:
 
     def report(self, report: pb.Report, previous: pb.Report | None) -> pb.Report:
         """What it reports instead of the truth."""
+        if self._honest:
+            return report
         if self.stale and previous is not None:
             return previous
         amounts = self.amounts

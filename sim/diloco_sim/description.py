@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
@@ -13,7 +14,17 @@ from diloco.model.fragments import BLOCK, CHUNK, Layout, Tensor, cut
 from diloco.spec import Checkpoint, RunSpec
 from diloco_sim.checkers.bounds import Most
 from diloco_sim.checkers.liveness import Bounds
-from diloco_sim.faults import MISBEHAVIOUR, POWER, PROCESS, WEIGHTS, Fault, Kind, Plan
+from diloco_sim.faults import (
+    AMOUNTS,
+    BREAKS,
+    MISBEHAVIOUR,
+    POWER,
+    PROCESS,
+    WEIGHTS,
+    Fault,
+    Kind,
+    Plan,
+)
 from diloco_sim.healthy_intervals import ExplainedGap, Health
 from diloco_sim.journal import PARTS
 from diloco_sim.learner import TRAINER
@@ -54,6 +65,9 @@ PROGRESS_SECONDS = 90.0
 
 RESTORED = 0.06
 """Share of the worlds in which an earlier copy of the syncer's files is restored."""
+
+BREAKING = 1 / 6
+"""Share of the worlds in which a connection of a learner breaks after each pull."""
 
 FAULT_SHARE = 0.6
 """All faults are over when the fastest learner could have made this share of the steps."""
@@ -207,6 +221,7 @@ class Description:
             vector_bytes=int(SLACK * vectors),
             journal_bytes=(PARTS + 2) * self.part_bytes,
             kept_snapshots=spec.syncer_checkpoint.keep,
+            rejoining=len(self.plan.only(Kind.CONTROL_BREAKS)),
         )
 
     @property
@@ -245,7 +260,7 @@ def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
         faults: False: the same world without faults.
     """
     source = random.Random(seed)
-    of_spec, of_plan, of_buffers, of_copy = (fork(source) for _ in range(4))
+    of_spec, of_plan, of_buffers, of_copy, of_breaks = (fork(source) for _ in range(5))
     description = _sample(seed, steps, of_spec)
     if of_buffers.random() < BUFFERED and description.spec.fragments > 1:
         sizes = tuple(of_buffers.randint(1, 300) for _ in range(of_buffers.randint(1, 3)))
@@ -262,6 +277,11 @@ def sample(seed: int, *, steps: int = 100, faults: bool = True) -> Description:
     plan = _without_losses(fitted)
     if of_copy.random() < RESTORED and not plan.only(Kind.DISK_FLIP):
         plan = Plan.of(*plan, *_restored(of_copy, quiet_at))
+    if of_breaks.random() < BREAKING:
+        plan = Plan.of(*plan, _breaking(of_breaks, description.names, quiet_at))
+        if of_breaks.random() < 0.5:  # the quorum needs the learner, or the slowest one
+            spec = replace(description.spec, quorum=max(1, description.learners - 1))
+            description = replace(description, spec=spec)
     return replace(description, plan=plan)
 
 
@@ -280,6 +300,16 @@ def _restored(source: random.Random, quiet_at: float) -> list[Fault]:
     ]
     # Rounded as a printed plan is.
     return [Fault.parse(str(fault)) for fault in (restored, *crashes)]
+
+
+def _breaking(source: random.Random, learners: Sequence[str], quiet_at: float) -> Fault:
+    """A connection that breaks for long: what each loss costs the others adds up."""
+    kind, learner = source.choice(BREAKS), source.choice(learners)
+    begin = source.uniform(0.0, 0.5) * quiet_at
+    end = source.uniform(begin, quiet_at)
+    low, high = AMOUNTS[kind]
+    amount = math.exp(source.uniform(math.log(low), math.log(high)))
+    return Fault.parse(str(Fault(kind, learner, begin, end, amount=amount)))
 
 
 def _kinds(source: random.Random) -> Mapping[Kind, float]:

@@ -38,6 +38,10 @@ class Kind(Enum):
     """No control message passes between target and `peer`; bulk messages do, and overtake them."""
     CORRUPTION = "corruption"
     """A bulk message from the target to `peer` is damaged with probability `amount`."""
+    BULK_BREAKS = "bulk-breaks"
+    """Only the header of an upload to a round passes; its connection is reset `amount` seconds after it began."""
+    CONTROL_BREAKS = "control-breaks"
+    """The connection of the session is reset `amount` seconds after each pull."""
     CRASH = "crash"
     """Killed; starts again at the end. `peer` is "power" if the machine ends with it."""
     PAUSE = "pause"
@@ -123,6 +127,8 @@ LINK = (
 """Between target and `peer`."""
 DIRECTED = (Kind.LATENCY, Kind.BANDWIDTH, Kind.JITTER)
 """Of a link: each hits both directions, or only the one from target to `peer`."""
+BREAKS = (Kind.BULK_BREAKS, Kind.CONTROL_BREAKS)
+"""A connection of the learner breaks again and again."""
 PROCESS = (Kind.CRASH, Kind.PAUSE, Kind.SLOW, Kind.JUMP, Kind.WALL_JUMP)
 DISK = (
     Kind.DISK_SLOW, Kind.DISK_HANG, Kind.DISK_FULL, Kind.DISK_FAIL, Kind.DISK_FORGET, Kind.DISK_FLIP,
@@ -164,6 +170,8 @@ AMOUNTS: Mapping[Kind, tuple[float, float]] = {
     Kind.BANDWIDTH: (0.001, 0.5),
     Kind.JITTER: (0.01, 1.0),
     Kind.CORRUPTION: (0.001, 0.5),
+    Kind.BULK_BREAKS: (0.0001, 0.5),
+    Kind.CONTROL_BREAKS: (0.0001, 0.5),
     Kind.SLOW: (1.5, 20.0),
     Kind.JUMP: (1.0, 300.0),
     Kind.WALL_JUMP: (1.0, 3600.0),

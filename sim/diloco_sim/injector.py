@@ -26,7 +26,9 @@ _WEAKNESSES = {
     Kind.DISK_FAIL: Weakness.FAIL,
     Kind.DISK_FORGET: Weakness.FORGET,
 }
-_OF_THE_WORLD = frozenset((*faults.CHECKPOINT, *faults.MEMBERSHIP, *faults.MISBEHAVIOUR))
+_OF_THE_WORLD = frozenset(
+    (*faults.BREAKS, *faults.CHECKPOINT, *faults.MEMBERSHIP, *faults.MISBEHAVIOUR)
+)
 
 
 class Injector:
@@ -39,7 +41,8 @@ class Injector:
         network: carries out the faults of links.
         disks: of the processes that have one.
         restart: starts the program of a process that has crashed; called after `Process.start`.
-        world: carries out membership, misbehaviour, and what learners find on their own disks.
+        world: carries out membership, misbehaviour, connections that break after each pull, and what learners
+            find on their own disks.
         observe: gets what happens to files, for the checkers.
         worth_a_copy: whether a copy of a disk that is made now can be restored.
     """

@@ -116,6 +116,11 @@ class Connection:
         if not self.client.lost:
             self._lose(self.client, "", notify=False)
 
+    def sever(self, when: float) -> None:
+        """Something near the client resets it then; the server learns it as soon as the link allows."""
+        client = self.client
+        self.wire.clock.at(when, self._lose, client, "connection reset", process=client.process)
+
     def open_client(self) -> None:
         """The server accepted."""
         if self.timer.pending:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import islice
 from typing import Protocol
 
 from diloco.errors import DilocoError
@@ -82,6 +83,11 @@ class Channel:
             self._network.connect(
                 self._process, self._server, self._kind, opened=self._opened, failed=self._failed
             )
+
+    def sever(self, when: float) -> None:
+        """Reset the present connection, if there is one, at this virtual time."""
+        if self._connection is not None:
+            self._connection.sever(when)
 
     def _opened(self, connection: Connection) -> None:
         self._connection, self._connecting = connection, False
@@ -218,6 +224,10 @@ class _Sending:
             return
         self._endpoint = connection.open("Upload", self)
         self._messages = self._upload.messages()
+        breaks = self._transfers.behaviour.amounts.get(Kind.BULK_BREAKS)
+        if breaks is not None and self._upload.header.round:
+            self._messages = islice(self._messages, 1)
+            connection.sever(self._transfers.process.clock.now + breaks)
         self.writable()
 
     def writable(self) -> None:

@@ -16,6 +16,7 @@ from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
 from diloco_sim.behaviour import Behaviour
 from diloco_sim.clock import Process, Timer
+from diloco_sim.faults import Kind
 from diloco_sim.memory import PlainMemory
 from diloco_sim.network import Network
 from diloco_sim.pipe import Pipe
@@ -169,6 +170,9 @@ class Uplink:
                 self.transfers.cancel_all()
             case ev.Upload():
                 self.transfers.upload(decision.pull, self._identity)
+                breaks = self.transfers.behaviour.amounts.get(Kind.CONTROL_BREAKS)
+                if breaks is not None:
+                    self._control.sever(self.process.clock.now + breaks)
             case ev.UploadInitial():
                 self.transfers.upload_initial(decision, self._identity)
             case ev.Download():

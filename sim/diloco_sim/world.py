@@ -183,6 +183,7 @@ class World:
         still = {f.target.removesuffix(TRAINER) for f in self.of.plan.only(Kind.PAUSE, Kind.SLOW)}
         if SYNCER in still:
             return set(self.of.names)
+        still.update(f.target for f in self.of.plan.only(Kind.CONTROL_BREAKS))
         return still.union(*((f.target, f.peer) for f in self.of.plan.only(*LINK)))
 
     # ------------------------------------------------------------ running
@@ -358,7 +359,7 @@ class World:
             learner.start_link()
 
     def _change(self, fault: Fault, begins: bool) -> None:
-        """Membership, misbehaviour, and what learners find on their disks."""
+        """Membership, misbehaviour, broken connections, and what learners find on their disks."""
         if fault.kind is Kind.SCALE:
             self._scale(fault, begins)
             return

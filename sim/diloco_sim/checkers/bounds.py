@@ -20,6 +20,8 @@ DOWNLOADS = 4
 """Of one fragment by one learner, per merge that the schedule allows it and per second: retries and sessions."""
 LINES_PER_LEARNER = 40
 """Lines of events.jsonl within the window for each learner: joins, leaves, refusals."""
+LINES_PER_REJOINING = 300
+"""Likewise, more for a learner whose session breaks after each pull: the limit of joins is not simulated."""
 LINES_PER_MERGE = 4
 """A merge has one; its attempts may have been refused and repeated."""
 
@@ -45,6 +47,7 @@ class Most:
         vector_bytes: of the vectors that the syncer holds.
         journal_bytes: from which on old parts are deleted, and the newest one becomes a part.
         kept_snapshots: each needs the lines after it.
+        rejoining: learners whose session breaks after each pull.
     """
 
     learners: int
@@ -55,6 +58,7 @@ class Most:
     vector_bytes: int
     journal_bytes: int
     kept_snapshots: int
+    rejoining: int = 0
 
 
 class Bounds:
@@ -68,7 +72,9 @@ class Bounds:
         self._most_streams = most.learners * (4 * most.overlap + 8)
         merges = WINDOW_SECONDS * most.merges_per_second
         self._most_lines = int(
-            LINES_PER_LEARNER * (most.learners + 1) + LINES_PER_MERGE * merges * (1 + most.learners)
+            LINES_PER_LEARNER * (most.learners + 1)
+            + LINES_PER_REJOINING * most.rejoining
+            + LINES_PER_MERGE * merges * (1 + most.learners)
         )
         self._downloads_per_second = DOWNLOADS * (1 + most.merges_per_second / most.fragments)
         self._requested: dict[str, Mapping[int, int]] = {}

@@ -47,7 +47,7 @@ class Durable:
         """Index of the newest that is known to be durable."""
         self._damaged = False
         self._copies: dict[Hashable, int] = {}
-        """Copy of the files → what `_durable` was then."""
+        """Copy of the files that may still be restored → what `_durable` was then."""
 
     def observe(
         self, event: dict[str, Any] | Captured | Resumed | Flipped | Copied | Restored, now: float
@@ -59,7 +59,7 @@ class Durable:
             case Copied(copy):
                 self._copies[copy] = self._durable
             case Restored(copy):
-                self._durable = self._copies[copy]
+                self._durable = self._copies.pop(copy)
             case Captured():
                 state = _State(event.epoch, event.step, _digest(event.fragments), event.engine)
                 self._captured.append(state)

@@ -11,7 +11,9 @@ import pytest
 from diloco.spec import RunSpec
 from diloco_sim.checkers.checker import Checker, Checkers, Violation
 from diloco_sim.checkers.completion import Completion
+from diloco_sim.checkers.durable import REMEMBERED, Durable
 from diloco_sim.checkers.incarnations import Incarnations
+from diloco_sim.checkers.observations import Captured, Copied, Restored
 from diloco_sim.checkers.quorum import Quorum
 from diloco_sim.checkers.reports import Reports
 from diloco_sim.checkers.rounds import Rounds
@@ -202,3 +204,15 @@ def test_a_checker_sees_only_what_it_asked_for():
         Violation, match=r"quorum: the merge has 1 learners.*global step 3, 1\.500 s"
     ):
         checkers.observe(merge(3, A), 1.5)
+
+
+def test_durable_forgets_what_no_restart_finds_also_after_a_copy_was_restored():
+    checker = Durable()
+    for step in range(1, 4 * REMEMBERED):
+        checker.observe(Captured(1, step, [], {}), step)
+        checker.observe({"event": "snapshot", "ok": True, "step": step, "epoch": 1}, step)
+        if step == 10:
+            checker.observe(Copied("copy"), step)
+        elif step == 20:
+            checker.observe(Restored("copy"), step)
+    assert len(checker._captured) <= REMEMBERED + 2

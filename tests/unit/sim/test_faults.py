@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from diloco.runtime import disk as files
-from diloco_sim import faults
+from diloco_sim import description, faults
 from diloco_sim.clock import Clock, Process
 from diloco_sim.disk import SimulatedDisk, Weakness
 from diloco_sim.faults import Fault, Kind, Plan
@@ -233,15 +233,24 @@ def test_faults_of_a_disk_are_known_to_it_before_they_begin():
     ]
 
 
-def test_membership_and_misbehaviour_are_the_worlds():
-    world = FakeFaultTarget("1..2 mute eu/0", "3..4 scale learners 5")
+def test_membership_misbehaviour_and_breaks_are_the_worlds():
+    world = FakeFaultTarget("1..2 mute eu/0", "3..4 scale learners 5", "5..6 bulk-breaks eu/0 0.01")
     world.clock.run(9.0)
     assert world.calls == [
         (1.0, Kind.MUTE, True),
         (2.0, Kind.MUTE, False),
         (3.0, Kind.SCALE, True),
         (4.0, Kind.SCALE, False),
+        (5.0, Kind.BULK_BREAKS, True),
+        (6.0, Kind.BULK_BREAKS, False),
     ]
+
+
+def test_in_a_sixth_of_the_worlds_a_connection_of_a_learner_breaks_after_each_pull():
+    found = [description.sample(seed).plan.only(*faults.BREAKS) for seed in range(600)]
+    assert 80 <= sum(map(len, found)) <= 120
+    assert max(map(len, found)) == 1
+    assert {fault.kind for plan in found for fault in plan} == set(faults.BREAKS)
 
 
 def test_a_restored_disk_has_the_files_of_the_copy_and_its_process_starts_again():

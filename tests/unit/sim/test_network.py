@@ -253,6 +253,33 @@ def test_a_killed_process_resets_its_connections_and_can_be_reached_again():
     assert world.connect().alive
 
 
+def test_a_severed_connection_is_over_for_both_ends_behind_what_was_sent_before():
+    world = TwoProcesses()
+    endpoint, log = world.stream(BULK)
+    endpoint.connection.sever(1.0)
+    world.clock.at(0.95, endpoint.send, b"in time")
+    world.clock.at(1.05, endpoint.send, b"too late")
+    world.clock.run(3.0)
+    assert world.received == [b"in time"]
+    assert log.seen == [(1.0, "ended connection reset")]
+    assert world.listener.streams[0][2].seen[-1] == (1.1, "ended connection reset")
+    assert world.outcomes == ["connection reset"]
+
+
+def test_a_server_learns_that_a_connection_was_severed_when_the_link_is_healed():
+    world = TwoProcesses()
+    endpoint, _ = world.stream(BULK)
+    endpoint.connection.sever(1.0)
+    world.clock.run(0.9)
+    world.network.cut("c", "s", silent=True)
+    world.clock.run(5.0)
+    assert world.listener.streams[0][2].seen == []
+    assert not endpoint.connection.alive
+    world.network.heal("c", "s", silent=True)
+    world.clock.run(8.0)
+    assert world.listener.streams[0][2].seen[-1][1] == "ended connection reset"
+
+
 def test_a_machine_without_power_is_silent():
     world = TwoProcesses(timeout_seconds=(10.0, 12.0), connect_seconds=5.0)
     _, log = world.stream()

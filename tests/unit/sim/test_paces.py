@@ -1,4 +1,4 @@
-"""What one of eight learners costs the others, with the real cores of both ends: merges of whole worlds."""
+"""What one learner costs the others, with the real cores of both ends: merges of whole worlds."""
 
 from __future__ import annotations
 
@@ -98,3 +98,28 @@ def test_a_learner_whose_uploads_take_longer_than_the_overlap_does_not_set_the_p
     """It delivers each time, after one and a half times τ steps."""
     found = counted(f"{BEGIN}..{END} latency {LAST} syncer 3.0")
     assert found.merges >= 0.98 * undisturbed.merges
+
+
+FROM, UNTIL = 40.0, 150.0
+"""After the first ejections of a learner whose connections break."""
+
+
+def of_three(fault: str) -> Merges:
+    """The quorum needs eu/0, whose fault lasts, or a learner that is half as fast as the others."""
+    found = eight(f"20..{UNTIL} {fault}", 260)
+    few = replace(
+        found, learners=3, spec=replace(found.spec, quorum=2, overlap=2),
+        step_seconds=(1.0, 1.0, 2.2),
+    )  # fmt: skip
+    counts = Merges(FROM, UNTIL)
+    outcome = World(few, checkers=[counts]).run()
+    assert outcome.ok, outcome.violation
+    return counts
+
+
+@pytest.mark.parametrize("fault", ["bulk-breaks eu/0 0.001", "control-breaks eu/0 0.001"])
+def test_a_member_that_is_lost_right_after_each_pull_costs_the_others_less_than_5_percent(fault):
+    """Its reports make up the quorum, so each attempt is repeated after a pause until it is ejected."""
+    found, absent = of_three(fault), of_three("leave eu/0")
+    assert found.merges >= 0.95 * absent.merges
+    assert found.members["eu/0"] == 0
