@@ -109,9 +109,7 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
         status = statuses.not_accepted(stored.raw, refused, now)
         return _with_status(Decisions(requeue_seconds=IDLE_SECONDS), stored.raw, status, now)
     lifecycle = lifecycle_of(state)
-    due = changes(state, lifecycle)
-    if refused is not None:
-        due = ending(state, due, lifecycle)
+    due = changes(state, lifecycle) if refused is None else ending(state, lifecycle)
     decisions = Decisions(
         patch=due.patch,
         apply=due.apply,

@@ -119,6 +119,18 @@ def test_pod_templates_of_a_queued_job_do_not_grow_beyond_what_fits_into_memory(
     assert templates(world) == before
 
 
+@pytest.mark.parametrize("suspend", [False, True])
+def test_a_running_job_that_is_refused_for_its_size_takes_little_memory(suspend):
+    world = OperatedJob(job=job(500, {"eu": 300}, QUEUE))
+    world.reconcile()
+    learner = job(110_000, {}, QUEUE)["spec"]["learner"]
+    world.change(learner=learner, runPolicy={"suspend": suspend})
+    check_refused(world, "TooLargeForQueue")
+    stopped = [(want["kind"], want["spec"]["replicas"]) for want in world.decide().apply]
+    every_set = [("Deployment", 0), *[("StatefulSet", 0)] * 300]
+    assert stopped == (every_set if suspend else [])
+
+
 def test_a_queued_job_that_an_earlier_version_made_larger_is_repaired_and_does_not_grow(
     monkeypatch,
 ):
