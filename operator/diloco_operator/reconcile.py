@@ -31,7 +31,7 @@ from diloco_operator.decide.phase import FOLLOWS
 from diloco_operator.logs import job_context
 from diloco_operator.metrics import Metrics
 from diloco_operator.refusals import Refusals
-from diloco_operator.repairs import Repairs, other_writer
+from diloco_operator.repairs import Repairs, describe, other_writer
 from diloco_operator.resources import APPLIED
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.settings import Faults
@@ -205,7 +205,7 @@ class Reconciler:
             observation = self._observer.observe(key, raw, stored=observation.stored, newest=True)
             decisions = self._decide(observation, self._scope, self._now())
         outcome = _Outcome()
-        self._repairs.setdefault(key, Repairs()).begin(raw["metadata"].get("generation"))
+        self._begin_repairs(key, raw)
         refusals = self._refusals.setdefault(key, Refusals(Backoff(*BACKOFF_SECONDS, self._rng)))
         self._patch(key, decisions, outcome)
         self._apply(key, observation, decisions, outcome)
@@ -238,10 +238,22 @@ class Reconciler:
         seconds = decisions.requeue_seconds
         return seconds if again is None else min(seconds, again), bool(outcome.refusals)
 
+    def _begin_repairs(self, key: Key, raw: Object) -> None:
+        is_new = key not in self._repairs
+        repairs, generation = (
+            self._repairs.setdefault(key, Repairs()),
+            raw["metadata"].get("generation"),
+        )
+        repairs.begin(generation)
+        previous = PreviousStatus.of(raw)
+        is_current = previous.status.get("observedGeneration") == generation
+        if is_new and is_current and previous.reason("Accepted") == "Contested":
+            repairs.resume(previous.message("Accepted"), self._now())
+
     def _contested(self, key: Key) -> tuple[str, ...]:
         """Children that another writer changes or deletes again after each repair, with its name."""
         found = self._repairs[key].contested(self._now())
-        return tuple(sorted(f"{kind} {name} ({writer})" for (kind, name), writer in found))
+        return tuple(sorted(describe(child, writer) for child, writer in found))
 
     def _runs(self, stored: StoredJob) -> bool:
         """Whether this operator runs some part of the job."""
