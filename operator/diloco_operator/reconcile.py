@@ -420,8 +420,11 @@ class Reconciler:
             self._metrics.wrote("DiLoCoJob")
             self._faults.reached("after-status")
         self._post(raw, decisions)
-        current = status if status is not None else raw.get("status") or {}
-        self._metrics.state(key, current.get("state") or "Pending")
+        current = PreviousStatus.of(raw if status is None else {"status": status})
+        # A job that ended is shown as such, but here there is nothing that a person could do about it.
+        elsewhere = current.reason("Accepted") == "RegionNotInSpec"
+        state = "" if elsewhere else current.status.get("state")
+        self._metrics.state(key, state or "Pending")
 
     def _post(self, raw: Object, decisions: Decisions) -> None:
         now = self._now()

@@ -144,7 +144,7 @@ class Refusal:
 MAX_SENTENCE = 500
 """Characters of a sentence of the reply."""
 
-MAX_LEARNERS = 32_000
+MAX_ANSWERS = 32_000
 """Learners of a reply that are read: the program that answers is the job's own."""
 
 
@@ -168,7 +168,7 @@ def answer_of(reply: pb.StatusReply, at: datetime) -> Answer:
                 seconds_since_heard=learner.seconds_since_heard,
                 restarts=learner.restarts,
             )
-            for learner in reply.learners[:MAX_LEARNERS]
+            for learner in reply.learners[:MAX_ANSWERS]
         ),
         model_path=reply.model_path,
         model_sha256=reply.model_sha256,

@@ -590,4 +590,26 @@ def test_each_job_has_one_state_in_the_metrics_and_none_after_its_deletion():
     ]
 
 
+def test_a_failed_job_from_which_this_region_was_removed_no_longer_counts_as_failed(api, tmp_path):
+    """Its alert would never end, although nobody can do anything about it in this cluster."""
+    api.create(job())
+    scope, seconds = replace(SCOPE, region="eu"), {"activeDeadlineSeconds": 60}
+    api.edit("dilocojobs", "a", lambda item: item["spec"].update(runPolicy=seconds))
+    world = ReconciledCluster(api, tmp_path, scope=scope)
+    world.decide = lambda observation: decide(observation, scope, world.now)
+    of_job = {"job_namespace": "ns", "job_name": "a"}
+    for _ in range(3):
+        world.run()
+        world.now += timedelta(seconds=60)
+    assert world.count("diloco_operator_job_state", **of_job, state="Failed") == 1
+    regions = [{"name": "us", "learners": 2}]
+    api.edit("dilocojobs", "a", lambda item: item["spec"].update(regions=regions))
+    world.run()
+    assert reasons(api)["Accepted"][1] == "RegionNotInSpec"
+    assert api.get("dilocojobs", "a")["status"]["state"] == "Failed"
+    assert world.count("diloco_operator_job_state", **of_job, state="Failed") == 0
+    assert world.count("diloco_operator_job_state", **of_job, state="Pending") == 1
+    world.reconciler.close()
+
+
 # Two installations that see the same jobs
