@@ -122,6 +122,8 @@ class Reconciler:
         self._faults = faults
         self._now = now
         self._observer = Observer(cluster, scope, now=now, answered_late=answered_late)
+        # Of the jobs about which something is known: another one of the name begins anew.
+        self._uids: dict[Key, str] = {}
         # Fingerprints of applies that changed nothing and are not repeated: by key and child.
         self._unchanged: dict[Key, dict[tuple[str, str], str]] = {}
         self._repairs: dict[Key, Repairs] = {}
@@ -160,13 +162,7 @@ class Reconciler:
     def forget(self, *, but: Collection[Key]) -> None:
         """Forget all jobs but these, which are being reconciled: this process stands by."""
         # A job of which the first write failed is only in some of them.
-        known = {
-            *list(self._unchanged),
-            *list(self._repairs),
-            *list(self._refusals),
-            *list(self._left),
-            *self._observer.known(),
-        }
+        known = {*list(self._uids), *list(self._left)}
         for key in known.difference(but):
             self._forget(key)
             self._left.pop(key, None)
@@ -183,6 +179,10 @@ class Reconciler:
             self._forget(key)
             self._left.pop(key, None)
             return None, False
+        uid = str(raw["metadata"]["uid"])
+        if self._uids.get(key, uid) != uid:
+            self._forget(key)
+        self._uids[key] = uid
         owner = claimed_by(raw)
         if self._installation and owner not in ("", self._installation):
             return self._leave(key, raw, owner), False
@@ -280,6 +280,7 @@ class Reconciler:
         return decisions.requeue_seconds
 
     def _forget(self, key: Key) -> None:
+        self._uids.pop(key, None)
         self._observer.forget(key)
         self._unchanged.pop(key, None)
         self._repairs.pop(key, None)
