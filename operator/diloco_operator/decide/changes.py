@@ -58,7 +58,7 @@ def ending(state: JobState, lifecycle: Lifecycle) -> Changes:
         # What the user wants to keep must not go with the job, which may be deleted next.
         return Changes(apply=_released_claim(state), delete=())
     due = changes(
-        state, lifecycle, only=lambda want: _releases_claim(state, want) or _stops(state, want)
+        state, lifecycle, only=lambda want: releases_claim(state, want) or _stops(state, want)
     )
     # The claims of learners may go with their StatefulSet, which may have no successor before
     # the job is accepted.
@@ -74,7 +74,7 @@ def _stops(state: JobState, want: Object) -> bool:
     return stops and live is not None and live["spec"].get("replicas") != 0
 
 
-def _releases_claim(state: JobState, want: Object) -> bool:
+def releases_claim(state: JobState, want: Object) -> bool:
     """Whether it takes the job's ownership from its claim, so that the claim outlives the job."""
     live = state.child(*identity(want))
     return (
@@ -88,7 +88,7 @@ def _releases_claim(state: JobState, want: Object) -> bool:
 def _released_claim(state: JobState) -> tuple[dict[str, Any], ...]:
     """The claim without an owner, if the manifest has just begun to retain it; else nothing."""
     claim = volume_claim(state.job, state.owner, state.scope, state.plan, state.sets)
-    if claim is None or not _releases_claim(state, claim):
+    if claim is None or not releases_claim(state, claim):
         return ()
     return tuple(want for want in keep_claims(state, [claim]) if _is_due(state, want))
 
