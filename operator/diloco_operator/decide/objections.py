@@ -22,6 +22,9 @@ from diloco_operator.resources.operator_scope import MANAGER
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import controller_uid, labels
 
+_OWN_PART_BYTES = 16 * 1024
+"""More than a template has besides the values of the manifest and of the operator's settings."""
+
 
 def objection(state: JobState) -> ConditionState | None:
     """The condition Accepted of a job that this operator leaves as it is; None: no objection."""
@@ -55,6 +58,8 @@ def objection(state: JobState) -> ConditionState | None:
 def _too_large(state: JobState) -> ConditionState | None:
     """A job that an earlier version made larger is not refused while it does not grow."""
     regions, sets = [own.region for own in state.regions], state.sets
+    if sum(map(sets.num_sets, regions)) * largest_template(state) <= MAX_TEMPLATE_BYTES:
+        return None
     sizes = template_bytes(state.job, state.owner, state.scope, state.plan, sets)
     num_sets = {region.name: sets.num_sets(region) for region in regions}
     size = sum(num_sets[name] * sizes[name] for name in num_sets)
@@ -74,6 +79,17 @@ def _too_large(state: JobState) -> ConditionState | None:
         "Accepted", "TemplatesTooLarge",
         sets=sum(num_sets.values()), size=size, most=MAX_TEMPLATE_BYTES,
     )  # fmt: skip
+
+
+def largest_template(state: JobState) -> int:
+    """
+    Bytes that no pod template of the job exceeds, without making one, which takes long.
+
+    A template has each value once or twice, and at most four bytes for one of the manifest: a quote or a
+    non-ASCII character is escaped in the JSON of a command line, and the result in that of the template.
+    """
+    values = state.job.spec.model_dump_json(), str(state.owner.metadata), str(state.scope)
+    return _OWN_PART_BYTES + 8 * sum(map(len, values))
 
 
 def is_tracked(state: JobState, refused: ConditionState) -> bool:

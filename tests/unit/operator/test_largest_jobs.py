@@ -5,6 +5,9 @@ import tracemalloc
 import pytest
 
 from diloco_job.names import MAX_LEARNERS, MAX_QUEUED, MAX_TEMPLATE_BYTES
+from diloco_operator.decide.objections import largest_template
+from diloco_operator.resources import template_bytes
+from diloco_operator.state.job_state import JobState
 from diloco_testing.kubernetes.operated_job import OperatedJob, manifest
 
 pytestmark = pytest.mark.slow  # jobs of thousands of learners
@@ -106,6 +109,20 @@ def test_large_pod_templates_of_many_regions_are_refused_with_their_size():
     world.change(learner=job(30_000, {}, {})["spec"]["learner"])
     world.reconcile()
     assert world.reason("Accepted") == ("True", "Valid")
+
+
+@pytest.mark.parametrize("text", ["", "a", '"', "\\", "$", "é", "€", "😀", "\n", "\x01", "\x7f"])
+def test_the_bound_of_a_pod_template_holds_for_all_characters(text):
+    body = job(0, {"eu": 1}, {})
+    many = text * 10_000
+    body["spec"]["learner"]["recipe"]["config"] = {"key": many, "a": {many: [many]}}
+    body["spec"]["learner"]["env"] = [{"name": "E", "value": many}]
+    body["spec"]["regions"][0]["podTemplate"] = {"metadata": {"annotations": {"a": many}}}
+    world = OperatedJob(job=body)
+    observation = world.observation()
+    state = JobState.of(observation, observation.stored.job, world.scope, world.now)
+    sizes = template_bytes(state.job, state.owner, state.scope, state.plan, state.sets)
+    assert sizes["eu"] <= largest_template(state)
 
 
 @pytest.mark.parametrize("learners", [4, 1], ids=["running", "of which three were removed"])
