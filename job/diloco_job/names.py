@@ -30,9 +30,10 @@ MAX_QUEUED = 500
 """Maximum number of learners of a job in a queue of one cluster: each has a StatefulSet with a pod template of its
 own, and all of them are in the operator's memory at once."""
 
-MAX_QUEUED_BYTES = 4 * 2**20
-"""Maximum size of these pod templates together, in bytes of JSON. 500 learners of this size took 111 MB of memory in an
-operator that restarted: each StatefulSet records its template, and each pod has a copy."""
+MAX_TEMPLATE_BYTES = 4 * 2**20
+"""Maximum size of the pod templates of a job's learners together, in bytes of JSON: one for each region, or, in a
+queue, for each learner. 500 learners in a queue with templates of this size took 111 MB of memory in an operator that
+restarted: each StatefulSet records its template, and each pod has a copy."""
 
 MAX_CHILD_NAME = 52
 """Maximum length of `<job>-<region>`: a StatefulSet's revision label adds 11 characters; labels end at 63."""

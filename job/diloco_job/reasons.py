@@ -178,12 +178,12 @@ REASONS: tuple[Reason, ...] = (
             "and resume it",
         ),
         (
-            "TooLargeForQueue",
+            "TemplatesTooLarge",
             "Warning",
-            "in a queue or with PodGroups each learner has a StatefulSet of its own: {sets} pod templates have {size} "
-            "bytes in all; the maximum is {most}",
+            "{sets} pod templates of learners have {size} bytes in all; the maximum is {most}. Each region has one, "
+            "or, in a queue or with PodGroups, each learner",
             "make env, recipe.config or podTemplate of the learners shorter (a ConfigMap can hold large values), "
-            "reduce spec.regions[].learners, or suspend the job, remove the queue's label or the annotation, "
+            "reduce spec.regions or their learners, or suspend the job, remove the queue's label or the annotation, "
             "and resume it",
         ),
         (

@@ -31,7 +31,7 @@ from diloco_operator.decide.phase import FOLLOWS
 from diloco_operator.logs import job_context
 from diloco_operator.metrics import Metrics
 from diloco_operator.refusals import Refusals
-from diloco_operator.repairs import Repairs, other_writer
+from diloco_operator.repairs import Repairs, describe, other_writer
 from diloco_operator.resources import APPLIED
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.settings import Faults
@@ -122,6 +122,8 @@ class Reconciler:
         self._faults = faults
         self._now = now
         self._observer = Observer(cluster, scope, now=now, answered_late=answered_late)
+        # Of the jobs about which something is known: another one of the name begins anew.
+        self._uids: dict[Key, str] = {}
         # Fingerprints of applies that changed nothing and are not repeated: by key and child.
         self._unchanged: dict[Key, dict[tuple[str, str], str]] = {}
         self._repairs: dict[Key, Repairs] = {}
@@ -160,13 +162,7 @@ class Reconciler:
     def forget(self, *, but: Collection[Key]) -> None:
         """Forget all jobs but these, which are being reconciled: this process stands by."""
         # A job of which the first write failed is only in some of them.
-        known = {
-            *list(self._unchanged),
-            *list(self._repairs),
-            *list(self._refusals),
-            *list(self._left),
-            *self._observer.known(),
-        }
+        known = {*list(self._uids), *list(self._left)}
         for key in known.difference(but):
             self._forget(key)
             self._left.pop(key, None)
@@ -183,6 +179,10 @@ class Reconciler:
             self._forget(key)
             self._left.pop(key, None)
             return None, False
+        uid = str(raw["metadata"]["uid"])
+        if self._uids.get(key, uid) != uid:
+            self._forget(key)
+        self._uids[key] = uid
         owner = claimed_by(raw)
         if self._installation and owner not in ("", self._installation):
             return self._leave(key, raw, owner), False
@@ -205,7 +205,7 @@ class Reconciler:
             observation = self._observer.observe(key, raw, stored=observation.stored, newest=True)
             decisions = self._decide(observation, self._scope, self._now())
         outcome = _Outcome()
-        self._repairs.setdefault(key, Repairs()).begin(raw["metadata"].get("generation"))
+        self._begin_repairs(key, raw)
         refusals = self._refusals.setdefault(key, Refusals(Backoff(*BACKOFF_SECONDS, self._rng)))
         self._patch(key, decisions, outcome)
         self._apply(key, observation, decisions, outcome)
@@ -238,10 +238,22 @@ class Reconciler:
         seconds = decisions.requeue_seconds
         return seconds if again is None else min(seconds, again), bool(outcome.refusals)
 
+    def _begin_repairs(self, key: Key, raw: Object) -> None:
+        is_new = key not in self._repairs
+        repairs, generation = (
+            self._repairs.setdefault(key, Repairs()),
+            raw["metadata"].get("generation"),
+        )
+        repairs.begin(generation)
+        previous = PreviousStatus.of(raw)
+        is_current = previous.status.get("observedGeneration") == generation
+        if is_new and is_current and previous.reason("Accepted") == "Contested":
+            repairs.resume(previous.message("Accepted"), self._now())
+
     def _contested(self, key: Key) -> tuple[str, ...]:
         """Children that another writer changes or deletes again after each repair, with its name."""
         found = self._repairs[key].contested(self._now())
-        return tuple(sorted(f"{kind} {name} ({writer})" for (kind, name), writer in found))
+        return tuple(sorted(describe(child, writer) for child, writer in found))
 
     def _runs(self, stored: StoredJob) -> bool:
         """Whether this operator runs some part of the job."""
@@ -268,6 +280,7 @@ class Reconciler:
         return decisions.requeue_seconds
 
     def _forget(self, key: Key) -> None:
+        self._uids.pop(key, None)
         self._observer.forget(key)
         self._unchanged.pop(key, None)
         self._repairs.pop(key, None)
@@ -408,8 +421,11 @@ class Reconciler:
             self._metrics.wrote("DiLoCoJob")
             self._faults.reached("after-status")
         self._post(raw, decisions)
-        current = status if status is not None else raw.get("status") or {}
-        self._metrics.state(key, current.get("state") or "Pending")
+        current = PreviousStatus.of(raw if status is None else {"status": status})
+        # A job that ended is shown as such, but here there is nothing that a person could do about it.
+        elsewhere = current.reason("Accepted") == "RegionNotInSpec"
+        state = "" if elsewhere else current.status.get("state")
+        self._metrics.state(key, state or "Pending")
 
     def _post(self, raw: Object, decisions: Decisions) -> None:
         now = self._now()

@@ -10,6 +10,7 @@ Pure: time is an argument.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
@@ -28,6 +29,11 @@ IN_A_ROW_SECONDS = 600.0
 stays as it is for so long is no longer contested."""
 
 FIRST_WAIT_SECONDS, MAX_WAIT_SECONDS = 60.0, 3600.0
+
+_DESCRIBED = re.compile(r"([A-Z]\w+) (\S+) \((.+?)\)(?=[,;]| and )")
+
+_UNKNOWN = ""
+"""Instead of a hash: what another process has applied."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -67,13 +73,19 @@ class Repairs:
             self._rows.clear()
         self._generation = generation
 
+    def resume(self, message: str, now: datetime) -> None:
+        """Another process had found these children contested in this generation, as the status describes them."""
+        for kind, name, writer in _DESCRIBED.findall(message):
+            self._rows[kind, name] = _Row(count=AT_ONCE, last=now, undone=now, writer=writer)
+            self._applied[kind, name] = _UNKNOWN
+
     def applied(self, child: Child, content: str | None) -> None:
         """This process has applied this content, by its hash."""
         self._applied[child] = content
 
     def restores(self, child: Child, content: str | None) -> bool:
         """Whether this process applied the same content last, so that another writer undid that."""
-        return content is not None and self._applied.get(child) == content
+        return content is not None and self._applied.get(child) in (content, _UNKNOWN)
 
     def must_wait(self, child: Child, now: datetime) -> bool:
         """Whether the next repair of this child, which it needs, has to wait."""
@@ -102,6 +114,12 @@ class Repairs:
         """The manifest changed the child: what was applied before no longer matters."""
         self._rows.pop(child, None)
         self._applied.pop(child, None)
+
+
+def describe(child: Child, writer: str) -> str:
+    """A contested child in a message."""
+    kind, name = child
+    return f"{kind} {name} ({writer})"
 
 
 def other_writer(child: Mapping[str, Any] | None, own: str) -> str:

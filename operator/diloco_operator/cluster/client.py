@@ -12,6 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,6 +26,7 @@ from kubernetes.client import ApiClient, Configuration
 
 from diloco.errors import ConfigError, DilocoError
 from diloco_operator.cluster.kinds import KINDS, NEEDED_KINDS, OTHER_KINDS
+from diloco_operator.resources.operator_scope import MANAGER
 from diloco_operator.resources.queue_labels import asks_for_pod_groups
 from diloco_operator.state.queues import JOB_UID
 from diloco_operator.workqueue import Key
@@ -242,7 +244,12 @@ class Cluster:
 
     def put_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> None:
         """Apply the status of the job that was read; a newer job of the same name is left alone."""
-        self._apply_status(job, ("uid",), status, f"{self._manager}-status")
+        own = f"{self._manager}-status"
+        self._apply_status(job, ("uid",), status, own)
+        for other in _managers_of_status(job):
+            if other != own:
+                # A region.name that was changed: what it had applied would stay when this one drops it.
+                self._apply_status(job, ("uid",), None, other)
 
     def claim(self, job: Mapping[str, Any], installation: str) -> None:
         """
@@ -401,15 +408,16 @@ class Cluster:
         self,
         job: Mapping[str, Any],
         preconditions: Sequence[str],
-        status: Mapping[str, Any],
+        status: Mapping[str, Any] | None,
         manager: str,
     ) -> None:
+        """Apply this status; None: give up all fields of the field manager."""
         metadata = job["metadata"]
         body = {
             "apiVersion": KINDS["DiLoCoJob"].api_version,
             "kind": "DiLoCoJob",
             "metadata": {key: metadata[key] for key in ("namespace", "name", *preconditions)},
-            "status": status,
+            **({} if status is None else {"status": status}),
         }
         path = KINDS["DiLoCoJob"].path(metadata["namespace"], metadata["name"], "status")
         self._apply(path, body, manager)
@@ -510,6 +518,14 @@ def connect(*, kubeconfig: Path | None = None) -> Configuration:
                 f"no API server: not in a pod with a service account, and kubeconfig: {error}"
             ) from None
     return configuration
+
+
+def _managers_of_status(job: Mapping[str, Any]) -> Iterator[str]:
+    """Operators of any region.name that have applied the status, as field managers."""
+    for entry in job["metadata"].get("managedFields") or ():
+        name, applied = str(entry.get("manager")), entry.get("operation") == "Apply"
+        if applied and re.fullmatch(rf"{MANAGER}(-[a-z0-9-]+)?-status", name):
+            yield name
 
 
 def _items(page: Json, kind: str) -> Iterator[Json]:

@@ -68,10 +68,6 @@ class Observer:
         self._syncers = Syncers(answered_late)
         self._silent_since: dict[Key, datetime] = {}
 
-    def known(self) -> frozenset[Key]:
-        """The jobs to whose syncers there are connections."""
-        return self._syncers.known()
-
     def forget(self, key: Key) -> None:
         """The job was deleted."""
         self._syncers.forget(key)

@@ -9,6 +9,7 @@ volumes do not allow; `pruning` selects what to delete.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from diloco_operator.decide.rollout import held_back, is_new, with_live_template
 from diloco_operator.decide.running_templates import keep_templates
 from diloco_operator.decide.secret_owner import to_own
 from diloco_operator.decide.volume_claims import keep_claims
-from diloco_operator.resources import Wanted, desired
+from diloco_operator.resources import Wanted, each_desired, volume_claim
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import Object, controller_uid, identity, is_deleting, labels
 
@@ -51,28 +52,29 @@ class Changes:
     """Regions and learners that do not have the changed template yet, because others are missing."""
 
 
-def ending(state: JobState, due: Changes, lifecycle: Lifecycle) -> Changes:
-    """The part of the changes that ends a job which is not accepted: they stop pods, and start none."""
-    # What the user wants to keep must not go with the job, which may be deleted next.
-    kept = [want for want in due.apply if _releases_claim(state, want)]
+def ending(state: JobState, lifecycle: Lifecycle) -> Changes:
+    """The changes that end a job which is not accepted: they stop pods, and start none."""
     if not lifecycle.finished:
-        return Changes(apply=tuple(kept), delete=())
-    # One that has stopped would only get the pod template of the manifest.
-    stops = [
-        want
-        for want in due.apply
-        if want.get("spec", {}).get("replicas") == 0
-        and (live := state.child(*identity(want))) is not None
-        and live["spec"].get("replicas") != 0
-    ]
+        # What the user wants to keep must not go with the job, which may be deleted next.
+        return Changes(apply=_released_claim(state), delete=())
+    due = changes(
+        state, lifecycle, only=lambda want: releases_claim(state, want) or _stops(state, want)
+    )
     # The claims of learners may go with their StatefulSet, which may have no successor before
     # the job is accepted.
     keeps_sets = wanted(state, lifecycle).volume
     delete = [ref for ref in due.delete if not (keeps_sets and _is_stopped_set(state, ref))]
-    return Changes(apply=(*kept, *stops), delete=tuple(delete), patch=due.patch)
+    return replace(due, delete=tuple(delete), waiting=())
 
 
-def _releases_claim(state: JobState, want: dict[str, Any]) -> bool:
+def _stops(state: JobState, want: Object) -> bool:
+    """Whether it stops a workload. One that has stopped would only get the pod template of the manifest."""
+    live = state.child(*identity(want))
+    stops = want.get("spec", {}).get("replicas") == 0
+    return stops and live is not None and live["spec"].get("replicas") != 0
+
+
+def releases_claim(state: JobState, want: Object) -> bool:
     """Whether it takes the job's ownership from its claim, so that the claim outlives the job."""
     live = state.child(*identity(want))
     return (
@@ -85,11 +87,10 @@ def _releases_claim(state: JobState, want: dict[str, Any]) -> bool:
 
 def _released_claim(state: JobState) -> tuple[dict[str, Any], ...]:
     """The claim without an owner, if the manifest has just begun to retain it; else nothing."""
-    everything = desired(
-        state.job, state.owner, state.scope, Wanted(), plan=state.plan, sets=state.sets
-    )
-    claims = keep_claims(state, (want for want in everything if _releases_claim(state, want)))
-    return tuple(want for want in claims if _is_due(state, want))
+    claim = volume_claim(state.job, state.owner, state.scope, state.plan, state.sets)
+    if claim is None or not releases_claim(state, claim):
+        return ()
+    return tuple(want for want in keep_claims(state, [claim]) if _is_due(state, want))
 
 
 def _is_stopped_set(state: JobState, ref: ObjectRef) -> bool:
@@ -97,33 +98,29 @@ def _is_stopped_set(state: JobState, ref: ObjectRef) -> bool:
     return ref.kind == "StatefulSet" and live is not None and not live["spec"].get("replicas")
 
 
-def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
-    """The changes that make the job's children match its manifest and phase."""
+def changes(
+    state: JobState, lifecycle: Lifecycle, only: Callable[[Object], bool] = lambda _: True
+) -> Changes:
+    """
+    The changes that make the job's children match its manifest and phase.
+
+    Args:
+        state: of the job.
+        lifecycle: its phase.
+        only: whether a child may be applied; the others are left as they are.
+    """
     if lifecycle.failing:
         # The pods hold the evidence: the status records it before they change.
         return Changes(apply=_released_claim(state), delete=())
     running = wanted(state, lifecycle)
-    wants = keep_claims(
-        state,
-        keep_templates(
-            state,
-            desired(state.job, state.owner, state.scope, running, plan=state.plan, sets=state.sets),
-        ),
-    )
-    if lifecycle.lost_volume:
-        # Neither a new, empty claim, nor that of another owner.
-        wants = [want for want in wants if want["kind"] != "PersistentVolumeClaim"]
-    if lifecycle.volume_gone:
-        # What is left stays, and nothing is made: not a new claim either.
-        wants = [want for want in wants if identity(want) in state.children]
     held = kept_pods.being_released(state, lifecycle)
-    due = [
-        want
-        for want in wants
-        if _is_due(state, want) and _uid(state.child(*identity(want))) not in held
-    ]
+    keys, due = set(), []
+    for want in _wants(state, lifecycle, running):
+        if not has_other_pods(state, want):
+            keys.add(identity(want))
+        if only(want) and _is_due(state, want) and _uid(state.child(*identity(want))) not in held:
+            due.append(want)
     waiting = held_back(state, due)
-    keys = {identity(want) for want in wants if not has_other_pods(state, want)}
     # Not those of other writers: a webhook may change every apply, and no learner would be replaced.
     changing = {identity(want) for want in due if is_new(state, want)}
     outdated = replacements(state, changing) if running.learners else Replacements()
@@ -144,6 +141,17 @@ def changes(state: JobState, lifecycle: Lifecycle) -> Changes:
             *outdated.waiting,
         ),
     )
+
+
+def _wants(state: JobState, lifecycle: Lifecycle, running: Wanted) -> Iterator[dict[str, Any]]:
+    """The children that the job should have, as far as its volumes and running pods allow them."""
+    wants = each_desired(state.job, state.owner, state.scope, running, state.plan, state.sets)
+    for want in keep_claims(state, keep_templates(state, wants)):
+        if lifecycle.lost_volume and want["kind"] == "PersistentVolumeClaim":
+            continue  # neither a new, empty claim, nor that of another owner
+        if lifecycle.volume_gone and identity(want) not in state.children:
+            continue  # what is left stays, and nothing is made: not a new claim either
+        yield want
 
 
 def _is_due(state: JobState, want: Object) -> bool:

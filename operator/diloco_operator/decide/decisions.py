@@ -15,7 +15,7 @@ from typing import Any
 from diloco_job.reasons import condition, event_type
 from diloco_operator.decide import kept_pods, region_failures
 from diloco_operator.decide import status as statuses
-from diloco_operator.decide.changes import ObjectRef, changes, ending
+from diloco_operator.decide.changes import ObjectRef, changes, ending, releases_claim
 from diloco_operator.decide.lost_nodes import force_times
 from diloco_operator.decide.objections import is_tracked, objection
 from diloco_operator.decide.phase import (
@@ -109,9 +109,9 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
         status = statuses.not_accepted(stored.raw, refused, now)
         return _with_status(Decisions(requeue_seconds=IDLE_SECONDS), stored.raw, status, now)
     lifecycle = lifecycle_of(state)
-    due = changes(state, lifecycle)
-    if refused is not None:
-        due = ending(state, due, lifecycle)
+    due = changes(state, lifecycle) if refused is None else ending(state, lifecycle)
+    # The garbage collector would delete it with the job, if the API server refuses this.
+    is_releasing = any(releases_claim(state, want) for want in due.apply)
     decisions = Decisions(
         patch=due.patch,
         apply=due.apply,
@@ -120,7 +120,7 @@ def decide(observation: Observation, scope: OperatorScope, now: datetime) -> Dec
         failure_to_report=failure_to_report(state, lifecycle),
         regions_to_report=region_failures.to_report(state, lifecycle),
         fails=lifecycle.fails_by_pods,
-        remove_job=is_expired(state, lifecycle),
+        remove_job=is_expired(state, lifecycle) and not is_releasing,
     )
     status = statuses.build(state, lifecycle, refused=refused, waiting=due.waiting)
     return _with_status(decisions, stored.raw, status, now)

@@ -13,7 +13,7 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from diloco_job.names import MAX_CHILD_NAME, MAX_QUEUED, MAX_QUEUED_BYTES, learner_set_name
+from diloco_job.names import MAX_CHILD_NAME, MAX_QUEUED, MAX_TEMPLATE_BYTES, learner_set_name
 from diloco_job.reasons import ConditionState, condition
 from diloco_job.types import DiLoCoJob, PodTemplate
 from diloco_operator.decide.pruning import MANAGED_BY
@@ -21,6 +21,9 @@ from diloco_operator.resources import template_bytes
 from diloco_operator.resources.operator_scope import MANAGER
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import controller_uid, labels
+
+_OWN_PART_BYTES = 16 * 1024
+"""More than a template has besides the values of the manifest and of the operator's settings."""
 
 
 def objection(state: JobState) -> ConditionState | None:
@@ -37,9 +40,9 @@ def objection(state: JobState) -> ConditionState | None:
     if state.sets.too_many(own.region for own in state.regions):
         num_learners = sum(own.region.learners for own in state.regions)
         return condition("Accepted", "TooManyForQueue", learners=num_learners, most=MAX_QUEUED)
+    if refused := _too_large(state):
+        return refused
     if state.sets.queue is not None:
-        if refused := _too_large(state):
-            return refused
         longest = max(_names_of_sets(state), key=len, default="")
         if len(longest) > MAX_CHILD_NAME:
             return condition(
@@ -54,26 +57,39 @@ def objection(state: JobState) -> ConditionState | None:
 
 def _too_large(state: JobState) -> ConditionState | None:
     """A job that an earlier version made larger is not refused while it does not grow."""
-    regions = [own.region for own in state.regions]
-    sizes = template_bytes(state.job, state.owner, state.scope, state.plan, state.sets)
-    num_sets = {region.name: state.sets.num_sets([region]) for region in regions}
-    size = sum(num_sets[name] * sizes[name] for name in num_sets)
-    if size <= MAX_QUEUED_BYTES:
+    regions, sets = [own.region for own in state.regions], state.sets
+    if sum(map(sets.num_sets, regions)) * largest_template(state) <= MAX_TEMPLATE_BYTES:
         return None
+    sizes = template_bytes(state.job, state.owner, state.scope, state.plan, sets)
+    num_sets = {region.name: sets.num_sets(region) for region in regions}
+    size = sum(num_sets[name] * sizes[name] for name in num_sets)
+    if size <= MAX_TEMPLATE_BYTES:
+        return None
+    live = [child for (kind, _), child in state.children.items() if kind == "StatefulSet"]
     # The API server has added its defaults to those.
-    live = sum(
-        len(json.dumps(child["spec"].get("template")).encode())
-        for (kind, _), child in state.children.items()
-        if kind == "StatefulSet"
-    )
-    existing = sum(len(state.sets.kept.get(name, ())) * sizes[name] for name in sizes)
+    live_size = sum(len(json.dumps(child["spec"].get("template")).encode()) for child in live)
+    num_kept = {name: len(indexes) for name, indexes in sets.kept.items()}
+    if sets.queue is None:
+        num_kept = {labels(child).get("diloco.dev/region", ""): 1 for child in live}
+    existing = sum(num_kept.get(name, 0) * sizes[name] for name in sizes)
     # One that was deleted is made again. Anyone may have set the label with the highest index.
-    if not state.sets.grows(regions) and existing <= live and size - existing <= MAX_QUEUED_BYTES:
+    if not sets.grows(regions) and existing <= live_size and size - existing <= MAX_TEMPLATE_BYTES:
         return None
     return condition(
-        "Accepted", "TooLargeForQueue",
-        sets=sum(num_sets.values()), size=size, most=MAX_QUEUED_BYTES,
+        "Accepted", "TemplatesTooLarge",
+        sets=sum(num_sets.values()), size=size, most=MAX_TEMPLATE_BYTES,
     )  # fmt: skip
+
+
+def largest_template(state: JobState) -> int:
+    """
+    Bytes that no pod template of the job exceeds, without making one, which takes long.
+
+    A template has each value once or twice, and at most four bytes for one of the manifest: a quote or a
+    non-ASCII character is escaped in the JSON of a command line, and the result in that of the template.
+    """
+    values = state.job.spec.model_dump_json(), str(state.owner.metadata), str(state.scope)
+    return _OWN_PART_BYTES + 8 * sum(map(len, values))
 
 
 def is_tracked(state: JobState, refused: ConditionState) -> bool:

@@ -9,7 +9,7 @@ the template, or when none of its pods runs (docs/adr/0017-a-running-workload-ke
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from diloco_operator.decide.drift import covers
@@ -28,9 +28,9 @@ from diloco_operator.state.objects import Object, identity, labels
 from diloco_operator.state.pods import has_run, lacks_image, waits_for_kubelet
 
 
-def keep_templates(state: JobState, wants: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def keep_templates(state: JobState, wants: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The wanted children, with the former template where a workload keeps it."""
-    return [_kept(state, want) for want in wants]
+    return (_kept(state, want) for want in wants)
 
 
 def _kept(state: JobState, want: dict[str, Any]) -> dict[str, Any]:

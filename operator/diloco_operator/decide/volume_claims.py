@@ -9,7 +9,7 @@ labels that their StatefulSet was made with.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from diloco_job.quantities import amount
@@ -22,10 +22,10 @@ from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import Object, identity, labels
 
 
-def keep_claims(state: JobState, wants: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def keep_claims(state: JobState, wants: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     """The wanted children, with what existing volumes do not let them change."""
     other = set(sets_of_other_claims(state))
-    return [_kept(state, want, other) for want in wants]
+    return (_kept(state, want, other) for want in wants)
 
 
 def sets_of_other_claims(state: JobState) -> tuple[str, ...]:

@@ -10,6 +10,7 @@ diloco_job and the contract; nothing of the operator outside this folder.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from diloco_job.plan import SharedPlan, learner_spec, shared_plan
@@ -19,7 +20,16 @@ from diloco_operator.resources.common import APPLIED, JobContext, Owner, Wanted
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.resources.queue_labels import LearnerSets, queue_of_job
 
-__all__ = ["APPLIED", "LearnerSets", "Owner", "Wanted", "desired", "template_bytes"]
+__all__ = [
+    "APPLIED",
+    "LearnerSets",
+    "Owner",
+    "Wanted",
+    "desired",
+    "each_desired",
+    "template_bytes",
+    "volume_claim",
+]
 
 
 def desired(
@@ -45,9 +55,21 @@ def desired(
         sets: the StatefulSets of its learners; None: those of a job that has none yet.
     """
     sets = sets or LearnerSets(queue=queue_of_job(owner.metadata))
-    context = _context(job, owner, scope, wanted, plan or shared_plan(job), sets)
+    return tuple(each_desired(job, owner, scope, wanted, plan or shared_plan(job), sets))
+
+
+def each_desired(
+    job: DiLoCoJob,
+    owner: Owner,
+    scope: OperatorScope,
+    wanted: Wanted,
+    plan: SharedPlan,
+    sets: LearnerSets,
+) -> Iterator[dict[str, Any]]:
+    """The same, one StatefulSet at a time: those of a queue that are too large do not exist at once."""
+    context = _context(job, owner, scope, wanted, plan, sets)
     if not wanted.volume or not (context.regions or context.has_syncer):
-        return ()
+        return
     policies = scope.network_policies
     children = [
         *(network_policies.children(context, policies) if policies else ()),
@@ -56,7 +78,21 @@ def desired(
         *(evaluator.children(context) if context.has_syncer else ()),
         *(child for region in context.regions for child in learners.children(context, region)),
     ]
-    return tuple(sorted(children, key=lambda child: _ORDER.index(child["kind"])))
+    yield from sorted(children, key=lambda child: _ORDER.index(child["kind"]))
+    for region in context.regions:
+        yield from learners.stateful_sets(context, region)
+
+
+def volume_claim(
+    job: DiLoCoJob, owner: Owner, scope: OperatorScope, plan: SharedPlan, sets: LearnerSets
+) -> dict[str, Any] | None:
+    """
+    The syncer's claim alone, as it is in `desired`; None: another operator runs the syncer.
+
+    Args: see `desired`.
+    """
+    context = _context(job, owner, scope, Wanted(), plan, sets)
+    return syncer.volume_claim(context) if context.has_syncer else None
 
 
 def template_bytes(
@@ -101,5 +137,4 @@ _ORDER = (
     "NetworkPolicy",
     "PodGroup",
     "Deployment",
-    "StatefulSet",
 )

@@ -6,7 +6,7 @@ In a queue, each learner has a StatefulSet of its own, `<job>-<region>-<index>`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from diloco.spec import canonical
@@ -30,7 +30,7 @@ GRACE_SECONDS = 60
 
 
 def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
-    """The children of one region."""
+    """The children of one region but its StatefulSets."""
     name = names.child_name(context.name, region.name)
     labels = common.labels(context, ROLE, region.name)
     select = common.selector(context, ROLE, region.name)
@@ -71,7 +71,6 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
             body={"spec": budget},
         ),
         *_pod_groups(context, region),
-        *_stateful_sets(context, region),
     ]
 
 
@@ -101,12 +100,13 @@ def _indexes(context: JobContext, region: Region) -> list[int]:
     return sorted(kept.union(range(most)))
 
 
-def _stateful_sets(context: JobContext, region: Region) -> list[dict[str, Any]]:
+def stateful_sets(context: JobContext, region: Region) -> Iterator[dict[str, Any]]:
     """One, or that of each learner; they share the parts of the pod template that are equal."""
     template = pod_templates.template(context, _parts(context, region))
     made_of = inputs.of_learners(context, region)
     indexes = (None,) if context.sets.queue is None else _indexes(context, region)
-    return [_stateful_set(context, region, index, template, made_of) for index in indexes]
+    for index in indexes:
+        yield _stateful_set(context, region, index, template, made_of)
 
 
 def _stateful_set(

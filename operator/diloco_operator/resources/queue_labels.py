@@ -115,17 +115,16 @@ class LearnerSets:
 
     def grows(self, regions: Iterable[Region]) -> bool:
         """Whether one of these regions needs StatefulSets beyond those that it has, in a queue."""
-        return any(
+        return self.queue is not None and any(
             region.learners > max(self.kept.get(region.name, ()), default=-1) + 1
             for region in regions
         )
 
-    def num_sets(self, regions: Iterable[Region]) -> int:
-        """How many StatefulSets these regions have in a queue, with those that are kept."""
-        return sum(
-            len(self.kept.get(region.name, frozenset()).union(range(region.learners)))
-            for region in regions
-        )
+    def num_sets(self, region: Region) -> int:
+        """How many StatefulSets the region has, with those that are kept."""
+        if self.queue is None:
+            return 1
+        return len(self.kept.get(region.name, frozenset()).union(range(region.learners)))
 
 
 def queue_of_job(metadata: Metadata) -> Queue | None:

@@ -33,15 +33,7 @@ def children(context: JobContext) -> list[dict[str, Any]]:
         "template": template,
     }
     return [
-        child(
-            context,
-            api_version="v1",
-            kind="PersistentVolumeClaim",
-            name=name,
-            labels=labels,
-            body={"spec": pod_templates.claim_spec(syncer.storage, "ReadWriteOnce")},
-            owned=syncer.storage.when_deleted == "Delete",
-        ),
+        volume_claim(context),
         child(
             context,
             api_version="v1",
@@ -61,6 +53,20 @@ def children(context: JobContext) -> list[dict[str, Any]]:
             body={"spec": deployment},
         ),
     ]
+
+
+def volume_claim(context: JobContext) -> dict[str, Any]:
+    """The claim for the syncer's volume."""
+    region, storage = context.job.spec.syncer_region, context.job.spec.syncer.storage
+    return child(
+        context,
+        api_version="v1",
+        kind="PersistentVolumeClaim",
+        name=names.syncer_name(context.name),
+        labels=common.labels(context, ROLE, region),
+        body={"spec": pod_templates.claim_spec(storage, "ReadWriteOnce")},
+        owned=storage.when_deleted == "Delete",
+    )
 
 
 def _service(context: JobContext, select: dict[str, str]) -> dict[str, Any]:

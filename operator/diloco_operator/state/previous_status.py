@@ -5,7 +5,8 @@ Pure. Decisions depend on only these facts of it: as with Kubernetes' own Job, w
 Complete or Failed, when it started and when it ended; its step; the generation that it saw; which
 installation runs it; the uid of the claim that holds its state, and whether that was lost. The rest
 preserves transition times of conditions, which show how long a component has not been ready, what an
-expired Event reported, and the syncer's last answer while it does not reply.
+expired Event reported, which objects another writer contests, and the syncer's last answer while it does not
+reply.
 """
 
 from __future__ import annotations

@@ -4,7 +4,10 @@ import tracemalloc
 
 import pytest
 
-from diloco_job.names import MAX_LEARNERS, MAX_QUEUED, MAX_QUEUED_BYTES
+from diloco_job.names import MAX_LEARNERS, MAX_QUEUED, MAX_TEMPLATE_BYTES
+from diloco_operator.decide.objections import largest_template
+from diloco_operator.resources import template_bytes
+from diloco_operator.state.job_state import JobState
 from diloco_testing.kubernetes.operated_job import OperatedJob, manifest
 
 pytestmark = pytest.mark.slow  # jobs of thousands of learners
@@ -80,21 +83,46 @@ def test_statefulsets_with_high_numbers_make_no_room_for_those_between(index):
 
 @pytest.mark.parametrize(
     ("learners", "config_bytes"),
-    [(MAX_QUEUED, MAX_QUEUED_BYTES // MAX_QUEUED), (5, MAX_QUEUED_BYTES // 5)],
+    [(MAX_QUEUED, MAX_TEMPLATE_BYTES // MAX_QUEUED), (5, MAX_TEMPLATE_BYTES // 5)],
 )
 def test_large_pod_templates_of_learners_in_a_queue_are_refused_with_their_size(
     learners, config_bytes
 ):
     world = OperatedJob(job=job(config_bytes, {"eu": learners}, QUEUE))
-    check_refused(world, "TooLargeForQueue")
+    check_refused(world, "TemplatesTooLarge")
     world.reconcile()
     message = world.condition("Accepted")["message"]
-    assert f"{learners} pod templates have " in message
-    assert f"the maximum is {MAX_QUEUED_BYTES}" in message
+    assert f"{learners} pod templates of learners have " in message
+    assert f"the maximum is {MAX_TEMPLATE_BYTES}" in message
     assert not world.children
     world.change(regions=[{"name": "eu", "learners": 1}])
     world.reconcile()
     assert world.reason("Accepted") == ("True", "Valid")
+
+
+def test_large_pod_templates_of_many_regions_are_refused_with_their_size():
+    world = OperatedJob(job=job(1_000_000, {f"r{number}": 1 for number in range(64)}, {}))
+    check_refused(world, "TemplatesTooLarge")
+    world.reconcile()
+    assert world.condition("Accepted")["message"].startswith("64 pod templates of learners have 6")
+    assert not world.children
+    world.change(learner=job(30_000, {}, {})["spec"]["learner"])
+    world.reconcile()
+    assert world.reason("Accepted") == ("True", "Valid")
+
+
+@pytest.mark.parametrize("text", ["", "a", '"', "\\", "$", "é", "€", "😀", "\n", "\x01", "\x7f"])
+def test_the_bound_of_a_pod_template_holds_for_all_characters(text):
+    body = job(0, {"eu": 1}, {})
+    many = text * 10_000
+    body["spec"]["learner"]["recipe"]["config"] = {"key": many, "a": {many: [many]}}
+    body["spec"]["learner"]["env"] = [{"name": "E", "value": many}]
+    body["spec"]["regions"][0]["podTemplate"] = {"metadata": {"annotations": {"a": many}}}
+    world = OperatedJob(job=body)
+    observation = world.observation()
+    state = JobState.of(observation, observation.stored.job, world.scope, world.now)
+    sizes = template_bytes(state.job, state.owner, state.scope, state.plan, state.sets)
+    assert sizes["eu"] <= largest_template(state)
 
 
 @pytest.mark.parametrize("learners", [4, 1], ids=["running", "of which three were removed"])
@@ -107,10 +135,10 @@ def test_pod_templates_of_a_queued_job_do_not_grow_beyond_what_fits_into_memory(
     before = templates(world)
     world.change(regions=[{"name": "eu", "learners": learners}])
     world.settle()
-    learner = job(MAX_QUEUED_BYTES // 4, {"eu": 4}, QUEUE)["spec"]["learner"]
+    learner = job(MAX_TEMPLATE_BYTES // 4, {"eu": 4}, QUEUE)["spec"]["learner"]
     world.change(learner=learner)
     world.settle()
-    assert world.reason("Accepted") == ("False", "TooLargeForQueue")
+    assert world.reason("Accepted") == ("False", "TemplatesTooLarge")
     assert templates(world) == before
     world.change(runPolicy={"suspend": True})
     world.settle()
@@ -119,12 +147,24 @@ def test_pod_templates_of_a_queued_job_do_not_grow_beyond_what_fits_into_memory(
     assert templates(world) == before
 
 
+@pytest.mark.parametrize("suspend", [False, True])
+def test_a_running_job_that_is_refused_for_its_size_takes_little_memory(suspend):
+    world = OperatedJob(job=job(500, {"eu": 300}, QUEUE))
+    world.reconcile()
+    learner = job(110_000, {}, QUEUE)["spec"]["learner"]
+    world.change(learner=learner, runPolicy={"suspend": suspend})
+    check_refused(world, "TemplatesTooLarge")
+    stopped = [(want["kind"], want["spec"]["replicas"]) for want in world.decide().apply]
+    every_set = [("Deployment", 0), *[("StatefulSet", 0)] * 300]
+    assert stopped == (every_set if suspend else [])
+
+
 def test_a_queued_job_that_an_earlier_version_made_larger_is_repaired_and_does_not_grow(
     monkeypatch,
 ):
     world = OperatedJob(job=job(6000, {"eu": 4}, QUEUE))
     world.settle()
-    monkeypatch.setattr("diloco_operator.decide.objections.MAX_QUEUED_BYTES", 20_000)
+    monkeypatch.setattr("diloco_operator.decide.objections.MAX_TEMPLATE_BYTES", 20_000)
     world.answers()
     world.settle()
     assert world.reason("Accepted") == ("True", "Valid")
@@ -133,13 +173,28 @@ def test_a_queued_job_that_an_earlier_version_made_larger_is_repaired_and_does_n
     assert ("StatefulSet", "a-eu-2") in world.children
     world.change(learner=job(12_000, {}, QUEUE)["spec"]["learner"])
     world.settle()
-    assert world.reason("Accepted") == ("False", "TooLargeForQueue")
+    assert world.reason("Accepted") == ("False", "TemplatesTooLarge")
+
+
+def test_a_job_that_an_earlier_version_made_larger_is_repaired_and_does_not_grow(monkeypatch):
+    world = OperatedJob(job=job(6000, {"eu": 1, "us": 1, "asia": 1}, {}))
+    world.settle()
+    monkeypatch.setattr("diloco_operator.decide.objections.MAX_TEMPLATE_BYTES", 20_000)
+    world.answers()
+    world.settle()
+    assert world.reason("Accepted") == ("True", "Valid")
+    del world.children["StatefulSet", "a-us"]
+    world.reconcile()
+    assert ("StatefulSet", "a-us") in world.children
+    world.change(learner=job(12_000, {}, {})["spec"]["learner"])
+    world.settle()
+    assert world.reason("Accepted") == ("False", "TemplatesTooLarge")
 
 
 def test_a_queued_job_of_an_earlier_version_may_have_fewer_learners_and_no_more(monkeypatch):
     world = OperatedJob(job=job(6000, {"eu": 4}, QUEUE))
     world.settle()
-    monkeypatch.setattr("diloco_operator.decide.objections.MAX_QUEUED_BYTES", 20_000)
+    monkeypatch.setattr("diloco_operator.decide.objections.MAX_TEMPLATE_BYTES", 20_000)
     for learners, accepted in [(1, True), (4, True), (5, False)]:
         world.change(regions=[{"name": "eu", "learners": learners}], sync={"quorum": 1})
         world.settle()
@@ -156,7 +211,7 @@ def test_the_pod_templates_of_each_region_count_as_often_as_it_has_learners():
     body["spec"]["regions"][0]["podTemplate"] = large
     world = OperatedJob(job=body)
     world.reconcile()
-    assert world.reason("Accepted") == ("False", "TooLargeForQueue")
+    assert world.reason("Accepted") == ("False", "TemplatesTooLarge")
 
 
 def templates(world):

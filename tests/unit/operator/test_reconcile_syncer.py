@@ -79,6 +79,26 @@ def test_a_remote_syncer_is_contacted_at_the_endpoint_of_the_manifest(api, tmp_p
     world.reconciler.close()
 
 
+def test_a_job_that_was_deleted_and_applied_again_at_once_has_no_answer_yet(api, tmp_path):
+    """Between two reconciles, so that no reconcile found it missing; the syncer of the former has gone."""
+    authority = new_authority("a", datetime.now(UTC))
+    with syncing(issued(authority, ["eu"], ["a-syncer"])) as endpoint:
+        world = remote(api, tmp_path, endpoint, tls={"mode": "Secret", "secretName": "s"})
+        put_secret(api, issued(authority, ["us"]))
+        world.now = datetime.now(UTC) + timedelta(seconds=1)
+        world.run()
+        assert world.observation[0].last_answer == world.now
+    former = api.get("dilocojobs", "a")
+    api.delete("dilocojobs", "a")
+    del former["metadata"]["uid"]
+    api.create(former)
+    world.run()
+    (seen,) = world.observation
+    assert isinstance(seen.syncer, Unreachable)
+    assert seen.last_answer is None
+    world.reconciler.close()
+
+
 def test_a_secret_that_may_not_be_read_is_a_condition(api, tmp_path):
     """rbac.tlsSecretNamespaces of the chart lacks the namespace."""
     tls = {"mode": "Secret", "secretName": "s"}

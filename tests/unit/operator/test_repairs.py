@@ -6,7 +6,7 @@ import pytest
 
 from diloco_operator.decide.decisions import Decisions, decide
 from diloco_operator.repairs import AT_ONCE, Repairs, other_writer
-from diloco_testing.kubernetes.reconciled_cluster import NOW, SCOPE, reasons
+from diloco_testing.kubernetes.reconciled_cluster import NOW, SCOPE, ReconciledCluster, reasons
 
 CHILD = ("ConfigMap", "a-spec")
 
@@ -193,3 +193,61 @@ def test_the_condition_names_the_contested_child_and_its_writer_until_it_stays_a
     world.now += timedelta(seconds=1)
     world.run()
     assert accepted()[:2] == ("True", "Valid")
+
+
+def edit(world):
+    world.api.edit("services", "a-eu", lambda item: item["spec"].update(clusterIP="1.2.3.4"))
+
+
+def delete(world):
+    if world.api.get("services", "a-eu") is not None:
+        world.api.delete("services", "a-eu")
+
+
+def restore(world):
+    edit(world)
+    world.api.edit(
+        "services",
+        "a-eu",
+        lambda item: item["metadata"]["annotations"].update({"diloco.dev/applied": "old"}),
+    )
+
+
+@pytest.mark.parametrize("undo", [edit, delete, restore])
+def test_a_new_operator_knows_from_the_status_what_is_contested(world, tmp_path, undo):
+    world.decide = lambda observation: decide(observation, SCOPE, world.now)
+    world.run()
+    for _ in range(AT_ONCE + 1):
+        undo(world)
+        world.run()
+    assert reasons(world.api)["Accepted"][1] == "Contested"
+    new = ReconciledCluster(world.api, tmp_path)
+    new.decide = lambda observation: decide(observation, SCOPE, new.now)
+    before = len(world.api.writes())
+    for seconds in (0, 59):
+        new.now = after(seconds)
+        new.run()
+    assert not world.api.writes()[before:]
+    new.now = after(60)
+    new.run()
+    assert "1.2.3.4" not in str(world.api.get("services", "a-eu")), "repaired once more"
+    assert reasons(world.api)["Accepted"][1] == "Contested"
+    new.now = after(60 + 600)
+    new.run()
+    assert reasons(world.api)["Accepted"][:2] == ("True", "Valid")
+    new.reconciler.close()
+
+
+def test_a_new_operator_repairs_at_once_what_a_newer_manifest_states(world, tmp_path):
+    world.decide = lambda observation: decide(observation, SCOPE, world.now)
+    world.run()
+    for _ in range(AT_ONCE + 1):
+        edit(world)
+        world.run()
+    world.api.edit("dilocojobs", "a", lambda item: item["spec"].update(steps=9))
+    new = ReconciledCluster(world.api, tmp_path)
+    new.decide = lambda observation: decide(observation, SCOPE, new.now)
+    new.run()
+    assert "1.2.3.4" not in str(world.api.get("services", "a-eu"))
+    assert reasons(world.api)["Accepted"][:2] == ("True", "Valid")
+    new.reconciler.close()

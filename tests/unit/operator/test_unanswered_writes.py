@@ -12,6 +12,7 @@ from diloco_operator.reconcile import REMIND_SECONDS, Reconciler
 from diloco_operator.resources.operator_scope import OperatorScope
 from diloco_operator.workqueue import Key, RetryError
 from diloco_testing.kubernetes.fake_api import FakeApi, Fault
+from diloco_testing.kubernetes.reconciled_cluster import job
 
 KEY = Key("ns", "a")
 SCOPE = OperatorScope(worker_image="worker", syncer_image="syncer")
@@ -161,12 +162,12 @@ def test_each_write_to_a_child_is_progress_however_many_there_are(world):
 
 
 def test_a_process_that_stands_by_forgets_all_jobs_but_those_that_it_reconciles(world, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        world.reconciler._observer._syncers, "known", lambda: frozenset({Key("ns", "b")})
-    )
+    asked, other = [], job()
+    other["metadata"]["name"] = "b"
+    world.api.create(other)
     monkeypatch.setattr(world.reconciler._observer, "forget", asked.append)
     world.reconciler.reconcile(KEY)
+    world.reconciler.reconcile(Key("ns", "b"))
     asked.clear()
     world.reconciler.forget(but={KEY})
     assert asked == [Key("ns", "b")]

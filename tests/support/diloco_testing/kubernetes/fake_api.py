@@ -362,13 +362,13 @@ class FakeApi:
         if uid and (previous is None or previous["metadata"]["uid"] != uid):
             raise RefuseError(409, f"Precondition failed: UID in precondition: {uid}")
         wanted = (
-            {"status": body.get("status", {})}
+            {k: v for k, v in body.items() if k == "status"}
             if sub
             else {k: v for k, v in body.items() if k != "status"}
         )
         wanted.get("metadata", {}).pop("uid", None)
         key = (plural, namespace, name, manager)
-        leaves = set(_leaves(wanted))
+        leaves = set(_leaves(wanted)) - {()}
         others = {
             leaf
             for k, owned in self._owned.items()
@@ -380,6 +380,12 @@ class FakeApi:
             _drop(after, leaf)
         _merge(after, wanted)
         self._owned[key] = leaves
+        if sub:
+            after["metadata"]["managedFields"] = [
+                {"manager": k[3], "operation": "Apply", "subresource": sub}
+                for k, owned in self._owned.items()
+                if k[:3] == key[:3] and owned
+            ]
         return self._store(plural, after) if previous is not None else self._create(plural, after)
 
     def _store(self, plural: str, body: Json) -> Json:

@@ -40,7 +40,7 @@ class ReconciledCluster:
         self.decide = lambda observation: Decisions()
         self.metrics = Metrics()
         self.reconciler = Reconciler(
-            Cluster(configuration, manager="diloco-operator"),
+            Cluster(configuration, manager=scope.manager),
             scope,
             metrics=self.metrics,
             decide=self._decide,
