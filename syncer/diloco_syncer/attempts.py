@@ -13,9 +13,10 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
-from diloco.errors import UnavailableError
+from diloco.errors import ProtocolError, UnavailableError
 from diloco_syncer.core.contribution import Version
 from diloco_syncer.merging.streaming import FragmentMerge
 
@@ -28,6 +29,19 @@ class AttemptAbortedError(UnavailableError):
     reason = "Aborted"
 
 
+@dataclass(slots=True, eq=False)
+class MemberUpload:
+    """The upload of one member for one attempt."""
+
+    learner: str
+    cancel: Callable[[], None]
+    """Ends its stream."""
+    contributed: bool = False
+    """The merge counts on it: a commit shows that it has every chunk, and only the end may be missing."""
+    replaced: bool = False
+    """A newer one of this member has begun: nothing more of this one counts."""
+
+
 class Attempt:
     """
     One attempt of one round; thread-safe.
@@ -37,11 +51,13 @@ class Attempt:
         attempt: number of the attempt.
         fragment: index.
         version: the version of the fragment if this commits.
+        members: the learners that were pulled; no other may upload.
         probe: its only upload is discarded.
     """
 
     def __init__(
-        self, *, round: int, attempt: int, fragment: int, version: Version, probe: bool = False  # noqa: A002
+        self, *, round: int, attempt: int, fragment: int, version: Version,  # noqa: A002
+        members: Iterable[str], probe: bool = False,
     ) -> None:  # fmt: skip
         self.round, self.attempt, self.fragment, self.version = round, attempt, fragment, version
         self.probe = probe
@@ -49,20 +65,36 @@ class Attempt:
         self._merge: FragmentMerge | None = None
         self._outcome: bool | None = None
         self._reason = ""
-        self._cancels: dict[str, Callable[[], None]] = {}
+        self._members = frozenset(members)
+        self._uploads: dict[str, MemberUpload] = {}
+        self._delivered: set[str] = set()
         self.bytes_up = 0
 
-    def join(self, learner: str, cancel: Callable[[], None]) -> None:
+    def join(self, upload: MemberUpload) -> None:
         """
-        Register a member's upload; `cancel` ends its stream.
+        Register a member's upload before it takes memory; it replaces and cancels an older one.
 
         Raises:
-            AttemptAbortedError: the attempt is over.
+            ProtocolError: the learner is not a member.
+            AttemptAbortedError: the attempt is over, or this member has delivered.
         """
+        learner = upload.learner
+        if learner not in self._members:
+            raise ProtocolError(
+                f"{learner} is not a member of round {self.round} attempt {self.attempt}; wait for a pull"
+            )
         with self._changed:
             if self._outcome is not None:
                 raise AttemptAbortedError(self._reason or "the round is over")
-            self._cancels[learner] = cancel
+            if learner in self._delivered:
+                raise AttemptAbortedError(f"{learner} has delivered to this round already")
+            older = self._uploads.get(learner)
+            self._uploads[learner] = upload
+            if older is not None:
+                older.replaced = True
+                self._changed.notify_all()
+        if older is not None:
+            self._cancel([older])
 
     def begin(self, merge: FragmentMerge) -> None:
         """All members have contributed a header."""
@@ -71,19 +103,33 @@ class Attempt:
             self._changed.notify_all()
 
     def finish(self, *, committed: bool, reason: str = "") -> None:
-        """End the attempt and wake all waiting threads; an abort also ends the uploads."""
+        """
+        End the attempt, wake all waiting threads and end the uploads that nothing is left to do for.
+
+        After a commit, the ends of the uploads that were merged may still be on their way.
+        """
         with self._changed:
             if self._outcome is not None:
                 return
             self._outcome, self._reason = committed, reason
-            cancels = [] if committed else list(self._cancels.values())
+            left = [u for u in self._uploads.values() if not (committed and u.contributed)]
             merge = self._merge
             self._changed.notify_all()
         if not committed and merge is not None:
             merge.abort(reason)
-        for cancel in cancels:
+        self._cancel(left)
+
+    def end_uploads(self) -> None:
+        """End those that are left so long after the commit."""
+        with self._changed:
+            left = list(self._uploads.values())
+        self._cancel(left)
+
+    def _cancel(self, uploads: Iterable[MemberUpload]) -> None:
+        """Without the lock: a stream that ends may call this attempt."""
+        for upload in uploads:
             try:
-                cancel()
+                upload.cancel()
             except Exception:  # the other members' streams must end as well
                 log.exception("round %d: an upload could not be cancelled", self.round)
 
@@ -109,12 +155,15 @@ class Attempt:
                 raise AttemptAbortedError(self._reason or f"round {self.round} is over")
             return self._merge
 
-    def wait_for_merge(self, timeout_seconds: float) -> bool:
-        """Wait until `running` has an answer; False: not within the timeout."""
+    def wait_for_merge(self, timeout_seconds: float, upload: MemberUpload | None = None) -> bool:
+        """Wait until `running` has an answer or the upload is replaced; False: not within the timeout."""
+
+        def answered() -> bool:
+            replaced = upload is not None and upload.replaced
+            return self._merge is not None or self._outcome is not None or replaced
+
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._merge is not None or self._outcome is not None, timeout_seconds
-            )
+            return self._changed.wait_for(answered, timeout_seconds)
 
     def wait_for_outcome(self, timeout_seconds: float) -> bool:
         """Wait until it is committed or aborted; False: not within the timeout."""
@@ -128,10 +177,17 @@ class Attempt:
         with self._changed:
             self.bytes_up += size
 
-    def delivered(self, learner: str) -> None:
+    def delivered(self, upload: MemberUpload) -> None:
         """This member has sent everything."""
         with self._changed:
-            self._cancels.pop(learner, None)
+            self._delivered.add(upload.learner)
+        self.leave(upload)
+
+    def leave(self, upload: MemberUpload) -> None:
+        """This upload has ended by itself."""
+        with self._changed:
+            if self._uploads.get(upload.learner) is upload:
+                del self._uploads[upload.learner]
 
 
 class Attempts:
@@ -174,5 +230,6 @@ class Attempts:
         attempt.finish(committed=True)
         with self._lock:
             over = [key for key, a in self._attempts.items() if a.over]
-            for key in over[: -self._keep_committed]:
-                del self._attempts[key]
+            removed = [self._attempts.pop(key) for key in over[: -self._keep_committed]]
+        for each in removed:
+            each.end_uploads()

@@ -324,6 +324,7 @@ class Coordinator:
                 attempt=decision.attempt,
                 fragment=decision.fragment,
                 version=(self._state.engine.epoch, decision.round),
+                members=decision.learners,
             )
         )
         for learner in decision.learners:
@@ -339,6 +340,7 @@ class Coordinator:
                 attempt=decision.attempt,
                 fragment=decision.fragment,
                 version=(self._state.engine.epoch, decision.round),
+                members=(decision.learner,),
                 probe=True,
             )
         )

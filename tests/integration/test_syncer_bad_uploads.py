@@ -294,6 +294,28 @@ def test_a_stream_that_breaks_ends_the_attempt(subject, end):
 
 
 @pytest.mark.usefixtures("intact")
+def test_an_upload_that_stalls_ends_when_another_of_its_learner_begins_or_its_round_ends(subject):
+    this = trying(subject)
+
+    def stalled():
+        stream = this.begin(content=bulk.WHOLE, base=None, norms=[]).send(this.chunks()[0], END)
+        assert stream.reply().again  # its header was accepted
+        return stream
+
+    streams = [stalled() for _ in range(2)]
+    with pytest.raises(UnavailableError, match="CANCELLED"):
+        streams[0].reply()
+    assert this.whole_upload().reply().done
+    with pytest.raises(UnavailableError, match="CANCELLED"):
+        streams[1].reply()
+    committed(subject.learner, this.pull)
+    subject.model.merge(this.pull.fragment, (1.0, this.delta_N))
+    late = this.begin(content=bulk.WHOLE, base=None, norms=[])
+    assert late.reply().refused == "Aborted"
+    assert subject.syncer.status().state == "Training"
+
+
+@pytest.mark.usefixtures("intact")
 def test_a_report_that_was_merged_is_not_merged_again(subject):
     merged = subject.syncer.events("merge")[-1]["members"][0]["step"]
     this = trying(subject)

@@ -459,7 +459,11 @@ def test_initial_parameters_come_completely_from_the_learner_that_was_asked(fres
             successor.join()
             successor.initialise(thetas_of(successor)[:1])
             late.send(END)
-            assert late.reply().refused == "StaleIncarnation"
+            with pytest.raises(UnavailableError, match="CANCELLED"):
+                late.reply()
+            assert (
+                learner.upload(pb.Pull(fragment=1), wrong[1], **mine).refused == "StaleIncarnation"
+            )
             successor.initialise(thetas_of(successor), asked=False)
             successor.expect("ready")
             for index, theta_N in enumerate(thetas_of(successor)):

@@ -54,7 +54,9 @@ class BulkService:
             first = self._first(requests, context)
             with self._slot(first, bulk.UploadHeader, context):
                 messages = chain(() if first is None else (first,), requests)
-                yield from self._uploads.upload(messages, context)
+                for reply in self._uploads.upload(messages, context):
+                    with self._limits.replying(self._limits.bulk, context):
+                        yield reply
 
     def download(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> Iterator[bytes]:
         """As `Downloads.download`, for a receiver that has no more streams than it may."""
@@ -62,8 +64,9 @@ class BulkService:
             first = self._first(requests, context)
             if first is None:
                 raise ProtocolError("a download without a request; send DownloadRequest first")
-            with self._slot(first, bulk.DownloadRequest, context):
-                yield from self._downloads.download(first, context)
+            with self._slot(first, bulk.DownloadRequest, context) as learner:
+                frames = self._downloads.download(first, context)
+                yield from self._limits.sending(frames, context, learner)
 
     def _first(self, requests: Iterator[bytes], context: grpc.ServicerContext) -> bytes | None:
         first: bytes | None = self._limits.first(self._limits.bulk, requests, context)
@@ -74,7 +77,7 @@ class BulkService:
     def _slot(
         self, first: bytes | None, kind: type[bulk.UploadHeader | bulk.DownloadRequest],
         context: grpc.ServicerContext,
-    ) -> AbstractContextManager[None]:  # fmt: skip
+    ) -> AbstractContextManager[str]:  # fmt: skip
         """
         A place for the stream of the learner that the first message names, if the peer may act for it.
 
@@ -88,5 +91,5 @@ class BulkService:
                 self._authorizer.check(context, sender.learner)
                 check_sender(self._runner, sender)
         except DilocoError:
-            return nullcontext()
+            return nullcontext("")
         return self._limits.slot(sender.learner)

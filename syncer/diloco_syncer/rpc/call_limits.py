@@ -1,5 +1,6 @@
 """
-Bounds what untrusted peers can hold: threads per service, streams per peer, the wait for a first message.
+Bounds what untrusted peers can hold: threads per service, streams per peer, the wait for a first message and
+for a peer that does not read.
 
 Every method is a stream for the server, also those that are unary for clients (the same bytes on the
 wire): gRPC would wait for the message of a unary call without a limit, with a thread held.
@@ -7,7 +8,10 @@ wire): gRPC would wait for the message of a unary call without a limit, with a t
 
 from __future__ import annotations
 
+import heapq
+import itertools
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -19,9 +23,12 @@ from typing import Any
 
 import grpc
 
-from diloco.errors import ProtocolError, UnavailableError
+from diloco.errors import DilocoError, ProtocolError, UnavailableError
+from diloco.rpc.servers import MESSAGE_BYTES
 from diloco.spec import RunSpec
+from diloco_syncer.core.upload_limits import MIN_BYTES_PER_SECOND, START_SECONDS
 from diloco_syncer.refusals import RefusalLog
+from diloco_syncer.rpc.transfers import CHUNK_BYTES
 
 WATCH_THREAD = "call-limits"
 """Name of the thread without which no limit in time is kept."""
@@ -33,6 +40,9 @@ log = logging.getLogger(__name__)
 
 FIRST_SECONDS = 10.0
 """How long a stream may take to its first message: several round trips of any link."""
+
+REPLY_SECONDS = FIRST_SECONDS + MESSAGE_BYTES / MIN_BYTES_PER_SECOND
+"""How long a peer may take to read a reply: a status of the largest size, over the slowest link."""
 
 QUERY_THREADS = 16
 """Threads for GetStatus and Evaluated; each takes milliseconds."""
@@ -55,15 +65,20 @@ def most_learners(learners: Mapping[str, int]) -> int:
 
 @dataclass(slots=True, eq=False)
 class _Wait:
-    """A stream that has not sent a message yet, or must end."""
+    """A stream whose peer must send or read something, or that must end."""
 
+    seconds: float
+    """How long the peer may take."""
     deadline: float
+    """Monotonic; infinite while it is not the peer's turn."""
+    late: DilocoError
+    """Why it ends at the deadline."""
     context: grpc.ServicerContext | None
-    """None: it has sent a message, or ended."""
-    ended: str = ""
+    """None: the peer has done it, or the stream has ended."""
+    ended: DilocoError | None = None
     """Why the syncer ended it."""
 
-    def end(self, reason: str) -> grpc.ServicerContext | None:
+    def end(self, reason: DilocoError) -> grpc.ServicerContext | None:
         """Mark it as ended by the syncer; returns what to cancel."""
         context, self.context = self.context, None
         if context is not None:
@@ -102,35 +117,38 @@ class Threads(ThreadPoolExecutor):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The threads of one service, and the streams that have not sent a message yet."""
+    """The threads of one service, and the streams that hold one and wait for their peer."""
 
     name: str
     threads: int
+    """For streams of which nothing is known yet: half of them may wait for their peers."""
+    slots: int = 0
+    """As many threads more: for the transfers that `CallLimits.slot` counts."""
     executor: Threads = field(init=False)
     waiting: dict[str, deque[_Wait]] = field(default_factory=dict)
-    """Address of a peer → its streams without a message, oldest first."""
+    """Address of a peer → its streams that have not sent a message, or whose reply is not read; oldest first."""
     _methods: list[Callable[..., Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.executor = Threads(self.threads, thread_name_prefix=self.name)
+        self.executor = Threads(self.threads + self.slots, thread_name_prefix=self.name)
 
-    def grow(self, threads: int) -> None:
+    def grow(self, threads: int, slots: int = 0) -> None:
         """Provide at least this many threads for streams that begin; open ones keep theirs."""
-        if threads > self.threads:
-            self.threads = threads
-            self.executor = Threads(threads, thread_name_prefix=self.name)
+        if threads > self.threads or slots > self.slots:
+            self.threads, self.slots = max(threads, self.threads), max(slots, self.slots)
+            self.executor = Threads(self.threads + self.slots, thread_name_prefix=self.name)
             for method in self._methods:
                 method.experimental_thread_pool = self.executor  # type: ignore[attr-defined]
 
     @property
     def most_waiting(self) -> int:
-        """Streams without a message of all peers: half of the threads stay for the others."""
+        """Streams of all peers that wait: half of the threads stay for the others."""
         return self.threads // 2
 
     @property
     def most_waiting_per_peer(self) -> int:
         """
-        Streams without a message of one address, which may be a gateway with many learners behind it.
+        Those of one address, which may be a gateway with many learners behind it.
         """
         return self.threads // 4
 
@@ -150,7 +168,7 @@ class Pool:
         """
         The stream that must end before another one of this address may wait; None: there is room.
 
-        The oldest ends, not the newest: an honest stream sends its message at once.
+        The oldest ends, not the newest: an honest stream sends its message and reads the reply at once.
         """
         if len(self.waiting.get(address, ())) >= self.most_waiting_per_peer:
             return self.waiting[address].popleft()
@@ -179,26 +197,35 @@ class CallLimits:
         spec: the job; the number of threads follows its learners.
         refusals: where refused streams are recorded.
         first_seconds: how long a stream may take to its first message.
+        reply_seconds: how long a peer may take to read a reply.
+        frame_seconds: how long a download may wait until a frame of it is read; None: as long as all streams
+            of a learner together may take for a chunk over the slowest link, and for the longest pause.
     """
 
     def __init__(
-        self, spec: RunSpec, refusals: RefusalLog, *, first_seconds: float = FIRST_SECONDS
-    ) -> None:
+        self, spec: RunSpec, refusals: RefusalLog, *, first_seconds: float = FIRST_SECONDS,
+        reply_seconds: float = REPLY_SECONDS, frame_seconds: float | None = None,
+    ) -> None:  # fmt: skip
         learners = most_learners(spec.learners)
         self.refusals = refusals
         self._overlap = spec.overlap
+        self._streams_per_learner = 8 + 4 * spec.overlap
         self.sessions = Pool("session", 2 * learners)
         self.queries = Pool("query", QUERY_THREADS)
-        self.bulk = Pool("bulk", 2 * learners * spec.overlap)
-        self._streams_per_learner = 8 + 4 * spec.overlap
-        self._first_seconds = first_seconds
+        self.bulk = Pool("bulk", 2 * learners * spec.overlap, self._most_transfers(spec.learners))
+        self._first_seconds, self._reply_seconds = first_seconds, reply_seconds
+        if frame_seconds is None:
+            chunks = self._streams_per_learner * CHUNK_BYTES
+            frame_seconds = START_SECONDS + chunks / MIN_BYTES_PER_SECOND
+        self._frame_seconds = frame_seconds
         self._lock = threading.Lock()
         self._open: Counter[str] = Counter()
         """Learner → its bulk streams."""
         self._joined: dict[str, deque[float]] = {}
         """Learner → when its newest sessions began, monotonic."""
-        self._waits: deque[_Wait] = deque()
-        """Of all services, by deadline."""
+        self._waits: list[tuple[float, int, _Wait]] = []
+        """Of all services, a heap by the time at which each must be checked."""
+        self._numbers = itertools.count()
         self._begun = threading.Condition(self._lock)
         threading.Thread(target=self._watch, name=WATCH_THREAD, daemon=True).start()
 
@@ -208,16 +235,42 @@ class CallLimits:
 
         A stream whose message is late, or that is the oldest of too many, is cancelled.
         """
-        address = address_of(context.peer())
-        wait = self._enter(pool, address, context)
-        try:
+        seconds = self._first_seconds
+        late = ProtocolError(f"no message within {seconds:g} s")
+        with self._waiting(pool, context, seconds, late):
             return next(requests, None)
+
+    @contextmanager
+    def replying(self, pool: Pool, context: grpc.ServicerContext) -> Iterator[None]:
+        """
+        While a reply is yielded to gRPC, which returns once the peer has room for it.
+
+        A stream whose reply is not read, or that is the oldest of too many, is cancelled.
+        """
+        seconds = self._reply_seconds
+        late = ProtocolError(f"its reply was not read within {seconds:g} s")
+        with self._waiting(pool, context, seconds, late):
+            yield
+
+    def sending(
+        self, frames: Iterator[bytes], context: grpc.ServicerContext, learner: str
+    ) -> Iterator[bytes]:
+        """The frames of a download, which is cancelled if its peer has no room for the next one for long."""
+        seconds = self._frame_seconds
+        late = UnavailableError(f"none of it was read within {seconds:g} s; request it again")
+        wait = _Wait(seconds, math.inf, late, context)
+        with self._lock:
+            self._push(wait, time.monotonic() + seconds)
+        try:
+            for frame in frames:
+                wait.deadline = time.monotonic() + seconds
+                yield frame
+                wait.deadline = math.inf
         finally:
             with self._lock:
                 wait.context = None
-                pool.remove(address, wait)
             if wait.ended:
-                self.refusals.refuse(f"a {pool.name} stream", "", ProtocolError(wait.ended))
+                self.refusals.refuse("a download", learner, wait.ended)
 
     def cancel_later(self, context: grpc.ServicerContext) -> None:
         """
@@ -225,28 +278,49 @@ class CallLimits:
 
         A peer that does not read would keep the threads of its stream as long as its connection.
         """
+        seconds = self._first_seconds
+        deadline, late = time.monotonic() + seconds, UnavailableError("its end was not read")
         with self._lock:
-            self._waits.append(_Wait(time.monotonic() + self._first_seconds, context))
-            self._begun.notify()
+            self._push(_Wait(seconds, deadline, late, context), deadline)
 
-    def _enter(self, pool: Pool, address: str, context: grpc.ServicerContext) -> _Wait:
-        wait = _Wait(time.monotonic() + self._first_seconds, context)
+    @contextmanager
+    def _waiting(
+        self, pool: Pool, context: grpc.ServicerContext, seconds: float, late: DilocoError
+    ) -> Iterator[None]:
+        address, deadline = address_of(context.peer()), time.monotonic() + seconds
+        wait = _Wait(seconds, deadline, late, context)
         with self._lock:
-            oldest = pool.excess(address)
-            ended = oldest.end("too many streams without a message") if oldest else None
+            oldest, many = pool.excess(address), "too many streams wait for their peers"
+            ended = oldest.end(ProtocolError(many)) if oldest else None
             pool.add(address, wait)
-            self._waits.append(wait)
-            self._begun.notify()
+            self._push(wait, deadline)
         if ended is not None:
             ended.cancel()
-        return wait
+        try:
+            yield
+        finally:
+            with self._lock:
+                wait.context = None
+                pool.remove(address, wait)
+            if wait.ended:
+                self.refusals.refuse(f"a {pool.name} stream", "", wait.ended)
+
+    def _push(self, wait: _Wait, due: float) -> None:
+        """Called with the lock."""
+        heapq.heappush(self._waits, (due, next(self._numbers), wait))
+        if self._waits[0][2] is wait:
+            self._begun.notify()
 
     def provide(self, learners: Mapping[str, int]) -> None:
         """Provide threads for these learners, by region; never fewer than before."""
         most = most_learners(learners)
         with self._lock:
             self.sessions.grow(2 * most)
-            self.bulk.grow(2 * most * self._overlap)
+            self.bulk.grow(2 * most * self._overlap, self._most_transfers(learners))
+
+    def _most_transfers(self, learners: Mapping[str, int]) -> int:
+        """All that `slot` admits at a time, so that no member can keep the threads of the others."""
+        return sum(learners.values()) * self._streams_per_learner + OBSERVER_STREAMS
 
     def join(self, learner: str, now: float) -> None:
         """
@@ -264,9 +338,9 @@ class CallLimits:
             begun.append(now)
 
     @contextmanager
-    def slot(self, learner: str) -> Iterator[None]:
+    def slot(self, learner: str) -> Iterator[str]:
         """
-        Count a bulk stream of a learner whose identity was checked; "": an observer.
+        Count a bulk stream of a learner whose identity was checked; "": an observer. Gives the name.
 
         Raises:
             UnavailableError: it has too many.
@@ -279,7 +353,7 @@ class CallLimits:
                 )
             self._open[learner] += 1
         try:
-            yield
+            yield learner
         finally:
             with self._lock:
                 self._open[learner] -= 1
@@ -287,31 +361,28 @@ class CallLimits:
                     del self._open[learner]
 
     def _watch(self) -> None:
-        """
-        Cancel streams whose first message is late; all waits are equally long, so in order.
-
-        Also start the threads that are missing.
-        """
+        """Cancel the streams whose peer is late, and start the threads that are missing."""
         while True:
-            with self._lock:
-                while not self._waits:
-                    if not self._begun.wait(WATCH_SECONDS):
-                        break
-                wait = self._waits.popleft() if self._waits else None
-            if wait is not None:
-                self._expire(wait)
+            for context in self._late():
+                context.cancel()
             self.refusals.flush()
             for pool in (self.sessions, self.queries, self.bulk):
                 pool.executor.recover()
 
-    def _expire(self, wait: _Wait) -> None:
-        pause = wait.deadline - time.monotonic()
-        if pause > 0 and wait.context is not None:
-            time.sleep(pause)
+    def _late(self) -> list[grpc.ServicerContext]:
+        """Wait for the next deadline, at most WATCH_SECONDS; returns the streams to cancel."""
+        late = []
         with self._lock:
-            context = wait.end(f"no message within {self._first_seconds:g} s")
-        if context is not None:
-            context.cancel()
+            due = self._waits[0][0] if self._waits else math.inf
+            self._begun.wait(min(WATCH_SECONDS, max(0.0, due - time.monotonic())))
+            now = time.monotonic()
+            while self._waits and (self._waits[0][2].context is None or self._waits[0][0] <= now):
+                _, _, wait = heapq.heappop(self._waits)
+                if wait.context is not None and wait.deadline > now:
+                    self._push(wait, min(wait.deadline, now + wait.seconds))
+                elif (context := wait.end(wait.late)) is not None:
+                    late.append(context)
+        return late
 
 
 def address_of(peer: str) -> str:

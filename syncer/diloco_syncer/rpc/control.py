@@ -216,7 +216,8 @@ class ControlService:
         with aborting(context):
             request = self._query(requests, context, pb.StatusRequest, most=_QUERY_BYTES)
             metrics = self._runner.metrics
-            yield self._runner.ask(lambda state: status.reply(state, metrics, request))
+            reply = self._runner.ask(lambda state: status.reply(state, metrics, request))
+            yield from self._replying(reply, context)
 
     def evaluated(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
@@ -243,7 +244,7 @@ class ControlService:
             written = self._evaluations.append(line)
             if not (written and self._evaluations.flush(EVALUATIONS_SECONDS)):
                 raise UnavailableError("the disk of the syncer does not accept the score; retry")
-            yield pb.EvaluatedReply()
+            yield from self._replying(pb.EvaluatedReply(), context)
 
     def failed(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
@@ -264,7 +265,7 @@ class ControlService:
 
             self._runner.ask(keep)
             log.info("the operator reported that the job failed: %s: %s", *failure)
-            yield pb.FailedReply()
+            yield from self._replying(pb.FailedReply(), context)
 
     def region_failed(
         self, requests: Iterator[bytes], context: grpc.ServicerContext
@@ -275,7 +276,7 @@ class ControlService:
             with self._refusing("a RegionFailure"):
                 self._authorizer.check_region(context, request.region)
                 self._runner.ask(lambda state: _keep_region_failure(state, request))
-            yield pb.RegionFailedReply()
+            yield from self._replying(pb.RegionFailedReply(), context)
 
     def _count_score(self) -> None:
         """Called on the runner's thread. Raises UnavailableError: too many within a minute."""
@@ -296,6 +297,11 @@ class ControlService:
             if first is None:
                 raise ProtocolError(f"a call without its {message.DESCRIPTOR.name}")
             return telemetry.parse(first, message, most=most)
+
+    def _replying(self, reply: telemetry.M, context: grpc.ServicerContext) -> Iterator[telemetry.M]:
+        """The reply of a query, whose thread must not wait for long until the peer reads it."""
+        with self._limits.replying(self._limits.queries, context):
+            yield reply
 
     @contextmanager
     def _refusing(self, what: str) -> Iterator[None]:

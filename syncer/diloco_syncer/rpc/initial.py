@@ -13,12 +13,15 @@ from diloco.errors import DamagedError, ProtocolError, StaleIncarnationError
 from diloco.model import tensorfile
 from diloco.model.fragments import CHUNK, Layout
 from diloco.v1 import bulk_pb2 as bulk
+from diloco_syncer.attempts import MemberUpload
 from diloco_syncer.coordinator import ParametersReceived
 from diloco_syncer.core import events as ev
 from diloco_syncer.rpc.transfers import Host, Waiting, decode_chunk
 from diloco_syncer.storage.parameters import Parameters
 
 F32 = npt.NDArray[np.float32]
+
+CONSTANTS_PART = -1
 
 PROGRESS_SECONDS = 1.0
 """The engine is notified that an upload makes progress at most this often."""
@@ -43,10 +46,12 @@ class InitialParameters:
         """The model of these parts: another one may count before they have arrived."""
         self._fragments: dict[int, F32] = {}
         self._constants: bytes | None = None
+        self._uploads: dict[int, MemberUpload] = {}
+        """Fragment (CONSTANTS_PART: the constants) → its upload so far."""
 
-    def begin(self, header: bulk.UploadHeader, layout: Layout) -> InitialPart:
+    def begin(self, header: bulk.UploadHeader, layout: Layout, upload: MemberUpload) -> InitialPart:
         """
-        Receive a fragment or the constants.
+        Receive a fragment or the constants, in place of an older upload of it and of all other senders'.
 
         Raises:
             ProtocolError: it was not requested, or its sizes do not fit the model.
@@ -58,16 +63,22 @@ class InitialParameters:
             raise ProtocolError(
                 f"{header.learner} uploads initial parameters, but {facts.initialiser} was asked"
             )
+        if header.content == bulk.CONSTANTS:
+            check_constants(header, layout)
+        key = _key(header)
         with self._lock:
             if self._sender != sender or self._layout != layout:
                 self._sender, self._layout, self._constants = sender, layout, None
                 self._fragments.clear()
-        if header.content == bulk.CONSTANTS:
-            check_constants(header, layout)
-        return InitialPart(self, header, layout)
+                older, self._uploads = list(self._uploads.values()), {}
+            else:
+                older = [self._uploads[key]] if key in self._uploads else []
+            self._uploads[key] = upload
+        _replace(older)
+        return InitialPart(self, header, layout, upload)
 
     def keep(
-        self, header: bulk.UploadHeader, layout: Layout, part: F32 | bytes
+        self, header: bulk.UploadHeader, layout: Layout, part: F32 | bytes, upload: MemberUpload
     ) -> threading.Event | None:
         """
         Keep a part that has arrived completely.
@@ -88,6 +99,8 @@ class InitialParameters:
                 self._constants = part
             else:
                 self._fragments[header.fragment] = part
+            if self._uploads.get(_key(header)) is upload:
+                del self._uploads[_key(header)]
             if self._constants is None or len(self._fragments) < len(layout.fragments):
                 return None
             parameters = Parameters(
@@ -98,6 +111,8 @@ class InitialParameters:
                 source=header.learner,
             )
             self._fragments.clear()
+            older, self._uploads = list(self._uploads.values()), {}
+        _replace(older)
         adopted = threading.Event()
         self.host.post(
             ParametersReceived(learner=header.learner, parameters=parameters, adopted=adopted.set)
@@ -109,9 +124,11 @@ class InitialPart:
     """One upload of Θ^(0): a fragment or the constants."""
 
     def __init__(
-        self, initial: InitialParameters, header: bulk.UploadHeader, layout: Layout
-    ) -> None:
+        self, initial: InitialParameters, header: bulk.UploadHeader, layout: Layout,
+        upload: MemberUpload,
+    ) -> None:  # fmt: skip
         self._initial, self._header, self._layout = initial, header, layout
+        self._upload = upload
         self._whole = header.content == bulk.CONSTANTS
         elements = 0 if self._whole else layout.fragments[header.fragment].elements
         self._values_N = np.zeros(elements, np.float32)
@@ -163,7 +180,7 @@ class InitialPart:
         if self._whole:
             part = self._blob.tobytes()
             _check_names(part, self._layout)
-        self._adopted = self._initial.keep(self._header, self._layout, part)
+        self._adopted = self._initial.keep(self._header, self._layout, part, self._upload)
         self._complete = True
 
     def resume(self, now: float) -> None:
@@ -182,6 +199,17 @@ class InitialPart:
     def delivered(self) -> bool:
         """Nothing is left to do."""
         return self._complete and self.waiting is None
+
+
+def _replace(uploads: list[MemberUpload]) -> None:
+    """Without the lock: a stream that ends may call the collection."""
+    for upload in uploads:
+        upload.replaced = True
+        upload.cancel()
+
+
+def _key(header: bulk.UploadHeader) -> int:
+    return CONSTANTS_PART if header.content == bulk.CONSTANTS else header.fragment
 
 
 def check_constants(header: bulk.UploadHeader, layout: Layout) -> None:

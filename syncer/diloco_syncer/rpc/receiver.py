@@ -18,7 +18,7 @@ from diloco.codec import formats
 from diloco.errors import DilocoError, NotFiniteError, ProtocolError, UnavailableError
 from diloco.model.fragments import Layout
 from diloco.v1 import bulk_pb2 as bulk
-from diloco_syncer.attempts import AttemptAbortedError
+from diloco_syncer.attempts import AttemptAbortedError, MemberUpload
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution, ContributionError
 from diloco_syncer.merging.streaming import MergeFailedError
@@ -61,6 +61,7 @@ class UploadReceiver:
         self._header: bulk.UploadHeader | None = None
         self._chunks = Chunks(0)
         self._part: Part | None = None
+        self._upload: MemberUpload | None = None
         self.done = False
         """The last reply was returned: `done` or `refused`. Further messages are ignored."""
 
@@ -105,7 +106,7 @@ class UploadReceiver:
         """The stream broke: the round must not wait for this member, which is not at fault."""
         header, over = self._header, self.done
         self.done = True
-        if header is None or over:
+        if header is None or over or (self._upload is not None and self._upload.replaced):
             return
         if header.round:
             detail = "the connection broke in the middle of the upload"
@@ -154,10 +155,11 @@ class UploadReceiver:
         if layout is None:
             raise UnavailableError("no model is known yet; send Hello first")
         check_header(header, layout, up=self._host.spec.wire_up)
+        self._upload = MemberUpload(header.learner, self._cancel)
         if header.content in (bulk.INITIAL, bulk.CONSTANTS):
-            self._part = self._initial.begin(header, layout)
+            self._part = self._initial.begin(header, layout, self._upload)
         else:
-            self._part = self._contribute(header, layout)
+            self._part = self._contribute(header, layout, self._upload)
         self._chunks = Chunks(header.chunks)  # a number that was checked
         self._part.resume(now)
         return []
@@ -202,7 +204,7 @@ class UploadReceiver:
 
     # ------------------------------------------------------------ contributions
 
-    def _contribute(self, header: bulk.UploadHeader, layout: Layout) -> Part:
+    def _contribute(self, header: bulk.UploadHeader, layout: Layout, upload: MemberUpload) -> Part:
         fragment, contribution = layout.fragments[header.fragment], contribution_of(header, layout)
         if contribution.base is not None:
             contribution.check_norms(fragment)
@@ -214,7 +216,8 @@ class UploadReceiver:
         parameters = self._host.facts.parameters
         if parameters is None:
             raise UnavailableError("there are no parameters yet")
-        chunks = MemberChunks(self._host, attempt, header.learner, self._cancel)
+        attempt.join(upload)
+        chunks = MemberChunks(self._host, attempt, upload)
         return part_of(chunks, contribution, fragment, parameters)
 
     def _drop(self, header: bulk.UploadHeader, error: DilocoError) -> None:
@@ -223,6 +226,7 @@ class UploadReceiver:
             log.error("round %d: %s", header.round, error, exc_info=error.__cause__)
             self._host.post(self._failed(header, str(error)))
         if isinstance(error, UnavailableError):
+            self._end_delivery(header)
             return  # no member is at fault: the attempt is over
         if not header.round:
             self._refuse(header.learner, error)
@@ -251,8 +255,8 @@ class UploadReceiver:
     def _end_delivery(self, header: bulk.UploadHeader) -> None:
         """The end of the attempt cancels the streams of its members; this one gets a reply."""
         attempt = self._host.attempts.get(header.round, header.attempt)
-        if attempt is not None:
-            attempt.delivered(header.learner)
+        if attempt is not None and self._upload is not None:
+            attempt.leave(self._upload)
 
     def _failed(self, header: bulk.UploadHeader, reason: str, *, learner: str = "") -> ev.Failed:
         """The thread of an upload does the work of the syncer, like the coordinator's own."""

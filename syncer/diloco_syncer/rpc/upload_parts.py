@@ -8,7 +8,6 @@ each contribution; those of Θ^(0) are in `initial`.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Protocol
@@ -19,7 +18,7 @@ from diloco.codec import formats
 from diloco.errors import ProtocolError
 from diloco.model.fragments import Fragment
 from diloco.v1 import bulk_pb2 as bulk
-from diloco_syncer.attempts import Attempt, AttemptAbortedError
+from diloco_syncer.attempts import Attempt, AttemptAbortedError, MemberUpload
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.merging.streaming import FragmentMerge
@@ -60,21 +59,17 @@ class Part(Protocol):
 class MemberChunks:
     """Chunks of one member on their way into the merge, held while it has no room or has not begun."""
 
-    def __init__(
-        self, host: Host, attempt: Attempt, learner: str, cancel: Callable[[], None]
-    ) -> None:
-        self.attempt, self.learner = attempt, learner
-        self._host, self._cancel = host, cancel
+    def __init__(self, host: Host, attempt: Attempt, upload: MemberUpload) -> None:
+        self.attempt, self.learner = attempt, upload.learner
+        self._host, self._upload = host, upload
         self._merge: FragmentMerge | None = None
         self._held: deque[tuple[int, formats.Buffer]] = deque()
-        self._joined = False
         self._bytes = 0
         self._posted_at, self._posted_waiting = float("-inf"), False
 
-    def join(self, contribution: Contribution) -> None:
+    def contribute(self, contribution: Contribution) -> None:
         """Hand the contribution to the engine, which begins the merge once it has all of them."""
-        self.attempt.join(self.learner, self._cancel)
-        self._joined = True
+        self._upload.contributed = True
         self._host.post(contribution)
 
     def add(self, index: int, payload: formats.Buffer) -> None:
@@ -83,7 +78,9 @@ class MemberChunks:
 
     def advance(self, now: float) -> None:
         """Add to the merge what it has room for."""
-        if self._joined and self._merge is None:
+        if self._upload.replaced:
+            raise AttemptAbortedError(f"a newer upload of {self.learner} has begun")
+        if self._upload.contributed and self._merge is None:
             self._merge = self.attempt.running()
         if self._merge is None:
             return
@@ -127,10 +124,11 @@ class MemberChunks:
     @property
     def waiting(self) -> Waiting | None:
         """For the merge to begin, or for room in it."""
-        if not self._joined:
+        if not self._upload.contributed:
             return None
         if self._merge is None:
-            return Waiting(until=self.attempt.wait_for_merge, seconds=MERGE_SECONDS)
+            until = partial(self.attempt.wait_for_merge, upload=self._upload)
+            return Waiting(until=until, seconds=MERGE_SECONDS)
         if self._held:
             until = partial(self._merge.wait_for_room, self.learner, self._held[0][0])
             return Waiting(until=until, seconds=HELD_BACK_SECONDS)
@@ -139,7 +137,7 @@ class MemberChunks:
     def end(self, now: float) -> None:
         """Every chunk was added."""
         merge, attempt = self._merge, self.attempt
-        attempt.delivered(self.learner)
+        attempt.delivered(self._upload)
         self.post_progress(now, done=True)
         if merge is not None and merge.finished:
             result = merge.result()
@@ -191,7 +189,7 @@ class _Streamed:
     def __init__(self, chunks: MemberChunks, contribution: Contribution) -> None:
         self._chunks = chunks
         self.delivered = False
-        chunks.join(contribution)
+        chunks.contribute(contribution)
 
     @property
     def waiting(self) -> Waiting | None:
@@ -251,7 +249,7 @@ class _Staged:
         norms = tuple(formats.slot_norms(fragment, delta_N))
         staged = replace(self._contribution, format=bulk.FP32, norms=norms)
         staged.check_norms(fragment)
-        self._chunks.join(staged)
+        self._chunks.contribute(staged)
         for index in range(fragment.chunks):
             lo, hi = fragment.chunk(index)
             self._chunks.add(index, delta_N[lo:hi].view(np.uint8))

@@ -13,6 +13,7 @@ from diloco_syncer.refusals import RefusalLog
 from diloco_syncer.rpc.call_limits import (
     JOINS_PER_MINUTE,
     OBSERVER_STREAMS,
+    REPLY_SECONDS,
     CallLimits,
     Pool,
     Threads,
@@ -148,13 +149,23 @@ def test_a_learner_that_joins_in_a_tight_loop_is_refused_until_a_minute_is_over(
         limits.join("eu/0", 160.05)
 
 
+def test_the_times_to_read_suffice_for_the_slowest_link():
+    """docs/security.md states them: 4 MiB, and a chunk in each of the streams of a learner, at 128 KiB/s."""
+    assert REPLY_SECONDS == 10 + 32
+    limits = CallLimits(SPEC, RefusalLog(lambda *given, **named: None))
+    assert 131.5 < limits._frame_seconds < 132.5
+
+
 def test_more_learners_get_more_threads_and_fewer_remove_none():
     limits = CallLimits(SPEC, RefusalLog(lambda *given, **named: None))
-    sizes = []
+    sizes, slots = [], []
     for learners in ({"eu": 30}, {"eu": 200, "us": 100}, {"eu": 1}):
         limits.provide(learners)
         sizes.append((limits.sessions.threads, limits.bulk.threads, limits.queries.threads))
+        slots.append(limits.bulk.slots)
     assert sizes == [(128, 128, 16), (1200, 1200, 16), (1200, 1200, 16)]
+    assert slots == [30 * 12 + 32, 300 * 12 + 32, 300 * 12 + 32], "all that may be open"
+    assert limits.bulk.executor._max_workers == 1200 + slots[-1]
 
 
 def test_streams_that_begin_after_a_pool_has_grown_get_its_new_threads():

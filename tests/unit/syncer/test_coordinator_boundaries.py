@@ -264,7 +264,9 @@ def test_an_aborted_attempt_is_forgotten():
 def test_the_attempts_of_the_last_tau_plus_one_commits_stay_for_chunks_requested_again():
     attempts = fresh(overlap=2, fragments=4, interval=4).attempts
     for round_ in (1, 2, 3, 4):
-        attempt = Attempt(round=round_, attempt=1, fragment=0, version=(1, round_))
+        attempt = Attempt(
+            round=round_, attempt=1, fragment=0, version=(1, round_), members=("eu/0",)
+        )
         attempts.add(attempt)
         attempts.commit(attempt)
     assert [r for r in (1, 2, 3, 4) if attempts.get(r, 1)] == [2, 3, 4]

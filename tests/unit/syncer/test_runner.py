@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from diloco.errors import UnavailableError
+from diloco.errors import ProtocolError, UnavailableError
 from diloco.journal.background import BackgroundWriter
 from diloco.journal.writer import JournalWriter
 from diloco.model.fragments import Tensor, cut
@@ -18,7 +18,7 @@ from diloco.rpc.tensor_info import to_proto
 from diloco.runtime.health import HealthFile
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
-from diloco_syncer.attempts import Attempt, AttemptAbortedError, Attempts
+from diloco_syncer.attempts import Attempt, AttemptAbortedError, Attempts, MemberUpload
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission, Applicant
 from diloco_syncer.core.engine import Engine
@@ -121,9 +121,19 @@ def test_an_export_that_fails_unexpectedly_leaves_its_reason(tmp_path):
     assert posted == [ev.ExportFailed(reason=fields["detail"])]
 
 
+def an_attempt(round_=1):
+    members = ("eu/0", "eu/1", "eu/2")
+    return Attempt(round=round_, attempt=1, fragment=0, version=(1, round_), members=members)
+
+
+def an_upload(learner, ended):
+    upload = MemberUpload(learner, lambda: ended.append(upload))
+    return upload
+
+
 def test_only_the_newest_committed_attempts_stay():
     attempts = Attempts(keep_committed=2)
-    made = [Attempt(round=r, attempt=1, fragment=0, version=(1, r)) for r in range(1, 5)]
+    made = [an_attempt(r) for r in range(1, 5)]
     for attempt in made:
         attempts.add(attempt)
     for attempt in made[:3]:
@@ -133,16 +143,64 @@ def test_only_the_newest_committed_attempts_stay():
 
 def test_an_aborted_attempt_refuses_members_and_ends_their_streams():
     attempts, ended = Attempts(keep_committed=2), []
-    attempt = Attempt(round=1, attempt=1, fragment=0, version=(1, 1))
+    attempt, upload = an_attempt(), an_upload("eu/0", ended)
     attempts.add(attempt)
-    attempt.join("eu/0", lambda: ended.append("eu/0"))
+    attempt.join(upload)
     attempts.abort(1, 1, "a member left")
-    assert ended == ["eu/0"]
+    assert ended == [upload]
     assert attempts.get(1, 1) is None
     with pytest.raises(AttemptAbortedError, match="a member left"):
-        attempt.join("eu/1", lambda: None)
+        attempt.join(an_upload("eu/1", ended))
     with pytest.raises(AttemptAbortedError, match="a member left"):
         attempt.running()
+
+
+def test_a_commit_ends_the_uploads_that_were_not_merged_and_later_those_that_do_not_end():
+    attempts, ended, attempt = Attempts(keep_committed=2), [], an_attempt()
+    attempts.add(attempt)
+    merged, delivered, left = (an_upload(f"eu/{i}", ended) for i in range(3))
+    for upload in (merged, delivered, left):
+        attempt.join(upload)
+    merged.contributed = delivered.contributed = True
+    attempt.delivered(delivered)
+    attempts.commit(attempt)
+    assert ended == [left], "the end of the merged one may be on its way"
+    for round_ in (2, 3):
+        later = an_attempt(round_)
+        attempts.add(later)
+        attempts.commit(later)
+    assert ended[1:] == [merged, left]
+
+
+def test_a_newer_upload_of_a_member_replaces_the_older_and_no_other_learner_may_upload():
+    attempt, ended = an_attempt(), []
+    first, second, third = (an_upload("eu/0", ended) for _ in range(3))
+    attempt.join(first)
+    assert attempt.wait_for_merge(0, first) is False
+    attempt.join(second)
+    assert (ended, first.replaced, second.replaced) == ([first], True, False)
+    assert attempt.wait_for_merge(0, first) is True
+    attempt.leave(first)
+    attempt.finish(committed=False, reason="why")
+    assert ended == [first, second], "the end of the older leaves the newer registered"
+    other = an_attempt()
+    other.delivered(third)
+    with pytest.raises(AttemptAbortedError, match="delivered to this round already"):
+        other.join(second)
+    with pytest.raises(ProtocolError, match="eu/9 is not a member of round 1 attempt 1"):
+        other.join(an_upload("eu/9", ended))
+
+
+def test_a_thread_that_waits_for_the_merge_continues_when_its_upload_is_replaced():
+    attempt, ended = an_attempt(), []
+    first = an_upload("eu/0", ended)
+    attempt.join(first)
+    waited = []
+    thread = threading.Thread(target=lambda: waited.append(attempt.wait_for_merge(30, first)))
+    thread.start()
+    attempt.join(an_upload("eu/0", ended))
+    thread.join(10)
+    assert waited == [True]
 
 
 # ---------------------------------------------------------------- faults
