@@ -122,7 +122,7 @@ class Reconciler:
         self._faults = faults
         self._now = now
         self._observer = Observer(cluster, scope, now=now, answered_late=answered_late)
-        # Of the jobs about which something is known: another one of the name begins anew.
+        # Of the jobs about which something is known: another job of the same name starts with nothing known.
         self._uids: dict[Key, str] = {}
         # Fingerprints of applies that changed nothing and are not repeated: by key and child.
         self._unchanged: dict[Key, dict[tuple[str, str], str]] = {}

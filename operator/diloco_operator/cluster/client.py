@@ -411,7 +411,7 @@ class Cluster:
         status: Mapping[str, Any] | None,
         manager: str,
     ) -> None:
-        """Apply this status; None: give up all fields of the field manager."""
+        """Apply this status; None: remove all fields of the field manager."""
         metadata = job["metadata"]
         body = {
             "apiVersion": KINDS["DiLoCoJob"].api_version,

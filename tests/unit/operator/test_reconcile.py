@@ -591,7 +591,7 @@ def test_each_job_has_one_state_in_the_metrics_and_none_after_its_deletion():
 
 
 def test_a_failed_job_from_which_this_region_was_removed_no_longer_counts_as_failed(api, tmp_path):
-    """Its alert would never end, although nobody can do anything about it in this cluster."""
+    """Its alert would never end, although it cannot be resolved in this cluster."""
     api.create(job())
     scope, seconds = replace(SCOPE, region="eu"), {"activeDeadlineSeconds": 60}
     api.edit("dilocojobs", "a", lambda item: item["spec"].update(runPolicy=seconds))
