@@ -166,6 +166,17 @@ def test_what_a_state_dict_computes_from_a_parameter_is_left_out(part):
     assert [n.info.name for n in found.buffers] == ["0.table"]
 
 
+def test_a_state_dict_that_takes_no_arguments_does_not_matter():
+    class Own(nn.Linear):
+        def state_dict(self):
+            return {"a": super().state_dict(), "step": 3}
+
+    model = Own(2, 2)
+    model.register_buffer("table", torch.arange(3))
+    found = describe(model)
+    assert [n.info.name for n in (*found.trained, *found.buffers)] == ["bias", "weight", "table"]
+
+
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ConfigError, match="nothing to train"):
         describe(nn.Linear(2, 2).requires_grad_(False))

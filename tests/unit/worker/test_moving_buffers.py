@@ -259,6 +259,17 @@ def test_a_merged_buffer_that_is_replaced_by_another_tensor_is_noticed():
     assert watch.changed() == ""
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+@pytest.mark.parametrize("wrap", [torch.jit.script, lambda m: nn.Sequential(torch.jit.script(m))])
+def test_the_buffers_of_a_scripted_module_are_merged_and_not_replaced(wrap):
+    model = wrap(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)))
+    found = describe(model)
+    watch = Watch(model, constant=found.buffers, moving=found.moving)
+    model(torch.randn(3, 2))
+    assert watch.changed() == ""
+    assert len(found.moving) == 3
+
+
 def test_a_buffer_that_is_written_with_its_own_values_is_constant_and_not_read_for_ever(
     monkeypatch,
 ):

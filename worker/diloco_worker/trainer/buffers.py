@@ -90,8 +90,9 @@ class Watch:
         path = self._paths.get(named.info.name, named.info.name)
         try:
             return self._model.get_buffer(path) is not named.tensor
-        except AttributeError:
-            return False  # extra state of a module has a name of state_dict alone
+        except (AttributeError, RuntimeError):
+            # The extra state of a module has a name of state_dict alone, and a scripted module does not tell.
+            return False
 
 
 def _split(

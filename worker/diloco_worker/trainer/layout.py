@@ -199,9 +199,15 @@ def _statistics(model: nn.Module) -> set[object]:
     return {
         _key(buffer)
         for module in model.modules()
-        if isinstance(module, _NormBase)
+        if _normalizes(module)
         for buffer in module.buffers(recurse=False)
     }
+
+
+def _normalizes(module: nn.Module) -> bool:
+    # A scripted module has the name of its class, in another class.
+    kind = getattr(nn, str(getattr(module, "original_name", "")), type(module))
+    return isinstance(kind, type) and issubclass(kind, _NormBase)
 
 
 def unmatched(tensors: ModelTensors, patterns: Iterable[str]) -> list[str]:
@@ -224,11 +230,11 @@ def _reachable(model: nn.Module, plain: Callable[[str], str]) -> Iterator[tuple[
     parameters = {plain(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     buffers = {plain(n): b for n, b in model.named_buffers(remove_duplicate=False)}
     own = [*parameters.values(), *buffers.values()]
-    states = model.state_dict(keep_vars=True)
+    states = _states(model)
     tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
     known = set(map(id, own))
     others = {name: value for name, value in tensors.items() if id(value) not in known}
-    copies = _computed(others, model.state_dict(keep_vars=True), own) if others else set()
+    copies = _computed(others, _states(model), own) if others else set()
     for name, value in tensors.items():
         own_name = plain(name)
         if name not in others:
@@ -238,6 +244,14 @@ def _reachable(model: nn.Module, plain: Callable[[str], str]) -> Iterator[tuple[
         elif own_name not in parameters and name not in copies:
             yield own_name, value
     yield from parameters.items()
+
+
+def _states(model: nn.Module) -> Mapping[str, object]:
+    """Its state_dict with the tensors themselves."""
+    try:
+        return model.state_dict(keep_vars=True)
+    except TypeError:  # one of the user's, without arguments
+        return nn.Module.state_dict(model, keep_vars=True)
 
 
 def _computed(
