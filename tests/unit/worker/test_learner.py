@@ -40,6 +40,24 @@ def test_a_state_directory_that_cannot_be_written_is_not_a_permanent_refusal(
     assert "steps.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("in_job", [True, False])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m, o: ([m], o), "model is a list, expected one torch.nn.Module.*ModuleList"),
+        (lambda m, o: (m, m), "optimizer is a Linear, expected one torch.optim.Optimizer or a list"),
+        (lambda m, o: (m, [o, None]), r"optimizer is \['SGD', 'NoneType'\], expected"),
+    ],
+)  # fmt: skip
+def test_what_is_no_model_or_optimizer_is_refused_with_and_without_a_job(
+    request, monkeypatch, in_job, change, reason
+):
+    request.getfixturevalue("job") if in_job else monkeypatch.delenv("DILOCO_SYNCER", False)
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=reason):
+        Learner.connect(*change(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """The environment of a learner of a job without a syncer."""
@@ -100,6 +118,28 @@ def test_an_optimizer_of_other_parameters_than_the_models_is_refused(job, capsys
         "it has none of the 2 trained parameters of the model (weight, bias)"
         in capsys.readouterr().err
     )
+
+
+def test_wrappers_of_an_optimizer_are_removed(job, tmp_path):
+    class Wrapper(torch.optim.Optimizer):
+        """As AcceleratedOptimizer and LightningOptimizer: it has no hooks."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self):
+            self.optimizer.step()
+
+    job.setenv("DILOCO_EXAMINATION", str(tmp_path / "record.json"))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = Wrapper(Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
+    examined = Learner.connect(model, optimizer)
+    while not examined.done:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        examined.step(tokens=1)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [step["optimizerSteps"] for step in record["steps"]] == [1, 1, 1]
 
 
 def test_a_sharded_model_is_examined_as_the_job_reads_it(job, tmp_path):

@@ -7,11 +7,12 @@ train together, and what is exported loads into the model itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 CHECKPOINTED = "_checkpoint_wrapped_module."
 """What `checkpoint_wrapper` of torch adds to the names of parameters, and removes from those of a state_dict."""
@@ -33,6 +34,36 @@ def bare(model: nn.Module) -> nn.Module:
         if not isinstance(inner, nn.Module):
             return model
         model = inner
+
+
+def optimizers_of(given: object) -> list[Optimizer]:
+    """
+    The optimizers that were given: one, or several.
+
+    Wrappers without hooks of their own, such as those of Accelerate and Lightning, are removed. One that has hooks may
+    change the parameters after the inner optimizer, as Lookahead does.
+
+    Raises:
+        TypeError: something else was given.
+    """
+    several = isinstance(given, Iterable) and not isinstance(given, str)
+    found = list(given) if isinstance(given, Iterable) and several else [given]
+    optimizers = [o for o in found if isinstance(o, Optimizer)]
+    if len(optimizers) < len(found):
+        kinds = [type(o).__name__ for o in found] if several else f"a {type(given).__name__}"
+        raise TypeError(
+            f"optimizer is {kinds}, expected one torch.optim.Optimizer or a list of them"
+        )
+    return [_hooked(optimizer) for optimizer in optimizers]
+
+
+def _hooked(optimizer: Optimizer) -> Optimizer:
+    while "_optimizer_step_post_hooks" not in vars(optimizer):
+        inner = getattr(optimizer, "optimizer", None)
+        if not isinstance(inner, Optimizer):
+            break
+        optimizer = inner
+    return optimizer
 
 
 def plain_names(model: nn.Module) -> Callable[[str], str]:
