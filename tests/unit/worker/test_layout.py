@@ -306,6 +306,7 @@ def test_constants_of_every_dtype_survive_safetensors():
     model = Tied()
     model.register_buffer("mask", torch.tensor([True, False, True]))
     model.register_buffer("b16", torch.randn(5).bfloat16())
+    model.register_buffer("expanded", torch.randn(1, 3, 1).expand(2, 3, 2))
     found = describe(model)
     _, copier, _, _ = memories(found, 1)
     memory = np.zeros(copier.constants_bytes(), np.uint8)
@@ -313,11 +314,12 @@ def test_constants_of_every_dtype_survive_safetensors():
     other = Tied()
     other.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
     other.register_buffer("b16", torch.zeros(5, dtype=torch.bfloat16))
+    other.register_buffer("expanded", torch.zeros(1, 3, 1).expand(2, 3, 2))
     _, taker, _, _ = memories(describe(other), 1)
     with torch.no_grad():
         other.count.zero_()
     taker.constants_in(memory)
-    for name in ("body.bias", "count", "mask", "b16"):
+    for name in ("body.bias", "count", "mask", "b16", "expanded"):
         assert torch.equal(model.state_dict()[name], other.state_dict()[name])
 
 

@@ -237,13 +237,16 @@ def test_buffers_of_every_shape_and_type_are_compared():
     model.register_buffer("flipped", torch.randn(3, 2).t())
     model.register_buffer("pair", torch.zeros(2, dtype=torch.complex64))
     model.register_buffer("scalar", torch.tensor(True))
+    own = torch.zeros(1)
+    model.register_buffer("expanded", own.expand(3))
     watch = Watch(model, constant=describe(model).buffers, moving=())
-    for buffer in model.buffers():
+    for buffer in {**dict(model.named_buffers()), "expanded": own}.values():
         buffer.copy_(buffer.clone())
     assert watch.changed() == ""
     model.flipped.add_(1)
     model.scalar.logical_not_()
-    assert watch.changed().startswith("buffers flipped, scalar changed")
+    own.add_(1)
+    assert watch.changed().startswith("buffers expanded, flipped, scalar changed")
 
 
 def test_a_merged_buffer_that_is_replaced_by_another_tensor_is_noticed():

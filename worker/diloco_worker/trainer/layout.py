@@ -26,7 +26,7 @@ from diloco.model import tensorfile
 from diloco.model.fragments import Fragment, Layout, Slot, Tensor
 from diloco_worker.core.shard_slices import Box, whole
 from diloco_worker.trainer import digits
-from diloco_worker.trainer.wrappers import bare, plain_names
+from diloco_worker.trainer.wrappers import bare, distinct, plain_names
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -570,11 +570,12 @@ def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = local(tensor).detach().reshape(-1)
     step = max(1, PIECE_BYTES // max(1, flat.element_size()))
     for at in range(0, flat.numel(), step):
-        yield flat[at : at + step].cpu().view(torch.uint8).numpy().data
+        yield flat[at : at + step].cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def from_bytes(data: torch.Tensor, out: torch.Tensor) -> None:
     """Overwrite a tensor with the values of `as_bytes`, at any alignment."""
     with torch.no_grad():
         # clone: a view of another dtype needs an aligned address.
-        out.copy_(data.clone().view(out.dtype).reshape(out.shape))
+        values, part = data.clone().view(out.dtype).reshape(out.shape), distinct(out)
+        part.copy_(values[tuple(map(slice, part.shape))])

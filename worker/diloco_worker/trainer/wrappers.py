@@ -12,7 +12,10 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+
+from diloco.model import tensorfile
 
 CHECKPOINTED = "_checkpoint_wrapped_module."
 """What `checkpoint_wrapper` of torch adds to the names of parameters, and removes from those of a state_dict."""
@@ -94,8 +97,35 @@ def plain_names(model: nn.Module) -> Callable[[str], str]:
 
 
 def tensors_of(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Every parameter and buffer once with its plain name, including buffers that state_dict omits."""
+    """
+    Every parameter and buffer once with its plain name, including buffers that state_dict omits.
+
+    Of those, and of frozen parameters, without what no file can hold: each learner builds it for itself.
+    """
     model = bare(model)
     plain = plain_names(model)
-    found = [*model.named_parameters(), *model.named_buffers()]
-    return [(plain(name), tensor) for name, tensor in found]
+    buffers = [(name, distinct(buffer)) for name, buffer in model.named_buffers()]
+    return [
+        (plain(name), tensor)
+        for name, tensor in (*model.named_parameters(), *buffers)
+        if tensor.requires_grad or _storable(tensor)
+    ]
+
+
+def distinct(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of an expanded tensor that has each of its values in memory once: only that can be overwritten."""
+    if not _dense(tensor):
+        return tensor
+    for dimension, stride in enumerate(tensor.stride()):
+        if stride == 0 and tensor.shape[dimension] > 1:
+            tensor = tensor.narrow(dimension, 0, 1)
+    return tensor
+
+
+def _storable(tensor: torch.Tensor) -> bool:
+    known = str(tensor.dtype).removeprefix("torch.") in tensorfile.DTYPES
+    return known and _dense(tensor) and tensor.device.type != "meta"
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    return not (is_lazy(tensor) or tensor.is_nested) and tensor.layout == torch.strided
