@@ -273,6 +273,21 @@ def test_the_buffers_of_a_scripted_module_are_merged_and_not_replaced(wrap):
     assert len(found.moving) == 3
 
 
+def test_parameters_that_are_trained_from_later_on_are_noticed_once():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    model[1].twin = nn.Parameter(model[1].weight.detach())  # of the same memory
+    watch = Watch(model, constant=(), moving=())
+    assert watch.changed() == ""
+    model[0].weight.requires_grad_(True)
+    model[1].bias.requires_grad_(False)
+    model.append(nn.Linear(2, 1, bias=False))
+    assert watch.changed().startswith(
+        "a gradient is computed for parameters 0.weight, 2.weight, and was not when this learner"
+    )
+    assert watch.changed() == ""
+
+
 def test_a_buffer_that_is_written_with_its_own_values_is_constant_and_not_read_for_ever(
     monkeypatch,
 ):
