@@ -227,8 +227,12 @@ def test_inputs_without_a_tensor_need_the_number_of_tokens():
 
 
 @pytest.mark.timeout(300)
-def test_the_tokens_of_data_parallel_processes_are_those_of_all_of_them():
+def test_of_data_parallel_processes_all_tokens_count_and_different_orders_are_warned_about():
     """Those of rank 0 count for the learner: with its own batches alone, the weight would be a quarter."""
     each = data_parallel.ROWS * data_parallel.CONTEXT
     expected = {"tokens": [2 * each] * data_parallel.STEPS, "everyRank": True, "ranks": 2}
-    assert data_parallel.learners_of("huggingface", 2) == [expected] * 2
+    found = data_parallel.learners_of("huggingface", 2)
+    assert [{key: seen[key] for key in expected} for seen in found] == [expected] * 2
+    assert not set(found[0]["rows"]).isdisjoint(found[1]["rows"]), "each process has another seed"
+    assert "2 seeds for the order of the data (1, 2)" in found[0]["warnings"][0]
+    assert found[1]["warnings"] == []
