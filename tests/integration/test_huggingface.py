@@ -121,6 +121,13 @@ def test_the_learning_rate_follows_the_global_step_after_a_restart(train, monkey
     assert rates == pytest.approx([(150 - t) / 100 for t in (121, 123, 125, 127)])
 
 
+@pytest.mark.parametrize("kind", ["cosine_with_min_lr", "cosine_warmup_with_min_lr"])
+def test_a_schedule_may_be_computed_from_the_defaults_of_the_optimizer(train, monkeypatch, kind):
+    Rejoined(at=99, steps=1).join(monkeypatch)
+    _, rates = train(DiLoCoCallback(), lr_scheduler_type=kind, lr_scheduler_kwargs={"min_lr": 0.25})
+    assert rates == pytest.approx([0.25], abs=1e-3)
+
+
 def test_a_job_that_becomes_longer_has_a_longer_schedule(train, monkeypatch):
     job = Rejoined(at=50, total=100, steps=4, rate=0).join(monkeypatch)
 
