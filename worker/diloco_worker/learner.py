@@ -16,6 +16,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -300,7 +301,8 @@ class Learner:
         Raises:
             ValueError: `tokens` is not a whole number, or `loss` is not one number.
         """
-        self._trainer.step(tokens=tokens, loss=loss)
+        count = int(tokens) if isinstance(tokens, np.integer) else tokens
+        self._trainer.step(tokens=count, loss=loss)
         self._follow()
 
     def close(self) -> None:

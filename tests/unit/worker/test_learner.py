@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from diloco.errors import UnavailableError
 from diloco.spec import RunSpec
 from diloco_local.doctor import NO_SYNCER
 from diloco_testing.learners.alone import alone
+from diloco_testing.learners.rejoined import Rejoined
 from diloco_worker import Learner, attach, learner
 from diloco_worker.trainer.rank_group import RankGroup
 
@@ -56,6 +58,15 @@ def test_what_is_no_model_or_optimizer_is_refused_with_and_without_a_job(
     model = nn.Linear(2, 2)
     with pytest.raises(TypeError, match=reason):
         Learner.connect(*change(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def test_a_number_of_numpy_is_a_number_of_tokens():
+    job = Rejoined()
+    Learner(job).step(tokens=np.int64(3))
+    assert job.tokens == [3]
+    assert type(job.tokens[0]) is int, "it is written to a journal"
+    with pytest.raises(ValueError, match="tokens: np.True_ is not a whole number"):
+        Learner(job).step(tokens=np.True_)
 
 
 @pytest.fixture
