@@ -60,12 +60,25 @@ def test_what_is_no_model_or_optimizer_is_refused_with_and_without_a_job(
         Learner.connect(*change(model, torch.optim.SGD(model.parameters(), lr=0.1)))
 
 
+def test_an_optimizer_without_hooks_around_none_of_torch_is_refused():
+    class Engine(torch.optim.Optimizer):
+        """As DeepSpeedOptimizerWrapper: what it wraps is no optimizer of torch."""
+
+        def __init__(self):
+            self.optimizer = object()
+
+    with pytest.raises(
+        TypeError, match=r"a Engine around a object.*no hooks.*pass Learner.connect an empty list"
+    ):
+        Learner.connect(nn.Linear(2, 2), Engine())
+
+
 def test_a_number_of_numpy_is_a_number_of_tokens():
     job = Rejoined()
     Learner(job).step(tokens=np.int64(3))
     assert job.tokens == [3]
     assert type(job.tokens[0]) is int, "it is written to a journal"
-    with pytest.raises(ValueError, match="tokens: np.True_ is not a whole number"):
+    with pytest.raises(ValueError, match=r"tokens: np\.True_ is not a whole number"):
         Learner(job).step(tokens=np.True_)
 
 

@@ -47,7 +47,7 @@ def optimizers_of(given: object) -> list[Optimizer]:
     change the parameters after the inner optimizer, as Lookahead does.
 
     Raises:
-        TypeError: something else was given.
+        TypeError: something else was given, or the hooks of torch, which count steps, are missing.
     """
     several = isinstance(given, Iterable) and not isinstance(given, str)
     found = list(given) if isinstance(given, Iterable) and several else [given]
@@ -64,7 +64,11 @@ def _hooked(optimizer: Optimizer) -> Optimizer:
     while "_optimizer_step_post_hooks" not in vars(optimizer):
         inner = getattr(optimizer, "optimizer", None)
         if not isinstance(inner, Optimizer):
-            break
+            raise TypeError(
+                f"optimizer is a {type(optimizer).__name__} around a {type(inner).__name__}, with no hooks of "
+                "torch.optim.Optimizer to count its steps; call super().__init__ if it is your own, or pass "
+                "Learner.connect an empty list, without optimizer state in local checkpoints"
+            )
         optimizer = inner
     return optimizer
 
