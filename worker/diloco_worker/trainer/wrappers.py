@@ -23,15 +23,19 @@ CHECKPOINTED = "_checkpoint_wrapped_module."
 COMPILED = "_orig_mod"
 """What torch.compile calls the module that it wraps."""
 
+FABRIC = {"_forward_module", "_original_module"}
+"""What Lightning's Fabric calls the module that it wraps: as it runs it, and as the user made it."""
+
 PARALLEL = (DistributedDataParallel, nn.DataParallel)
 """They call it `module`, as users call modules of their own."""
 
 
 def bare(model: nn.Module) -> nn.Module:
-    """The module inside the wrappers of torch.compile and DistributedDataParallel, with the names of the user."""
+    """The module inside the wrappers of torch.compile, DistributedDataParallel and Fabric, as the user named it."""
     while True:
         # Not getattr: PEFT's models hand out the attributes of the model that they wrap.
-        inner = dict(model.named_children()).get(COMPILED)
+        children = dict(model._modules.items())
+        inner = children.get("_original_module" if children.keys() == FABRIC else COMPILED)
         if isinstance(model, DistributedDataParallel):
             inner = model.module
         if not isinstance(inner, nn.Module):
