@@ -22,7 +22,8 @@ def main() -> None:
         lr_scheduler_type="cosine",
         logging_steps=10,
         save_strategy="no",  # the learner has its own checkpoints
-        seed=identity().seed(),  # dropout and order of the data: another one in every incarnation
+        seed=identity().seed(),  # dropout: another one in every incarnation and process
+        data_seed=identity().local_step,  # order of the data: the same in all processes
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,

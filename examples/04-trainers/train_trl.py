@@ -27,6 +27,7 @@ def main() -> None:
         logging_steps=10,
         save_strategy="no",  # the learner has its own checkpoints
         seed=identity().seed(),
+        data_seed=identity().local_step,
         report_to="none",
         disable_tqdm=True,
         use_cpu=True,

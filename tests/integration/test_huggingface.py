@@ -121,6 +121,13 @@ def test_the_learning_rate_follows_the_global_step_after_a_restart(train, monkey
     assert rates == pytest.approx([(150 - t) / 100 for t in (121, 123, 125, 127)])
 
 
+@pytest.mark.parametrize("kind", ["cosine_with_min_lr", "cosine_warmup_with_min_lr"])
+def test_a_schedule_may_be_computed_from_the_defaults_of_the_optimizer(train, monkeypatch, kind):
+    Rejoined(at=99, steps=1).join(monkeypatch)
+    _, rates = train(DiLoCoCallback(), lr_scheduler_type=kind, lr_scheduler_kwargs={"min_lr": 0.25})
+    assert rates == pytest.approx([0.25], abs=1e-3)
+
+
 def test_a_job_that_becomes_longer_has_a_longer_schedule(train, monkeypatch):
     job = Rejoined(at=50, total=100, steps=4, rate=0).join(monkeypatch)
 
@@ -227,8 +234,12 @@ def test_inputs_without_a_tensor_need_the_number_of_tokens():
 
 
 @pytest.mark.timeout(300)
-def test_the_tokens_of_data_parallel_processes_are_those_of_all_of_them():
+def test_of_data_parallel_processes_all_tokens_count_and_different_orders_are_warned_about():
     """Those of rank 0 count for the learner: with its own batches alone, the weight would be a quarter."""
     each = data_parallel.ROWS * data_parallel.CONTEXT
     expected = {"tokens": [2 * each] * data_parallel.STEPS, "everyRank": True, "ranks": 2}
-    assert data_parallel.learners_of("huggingface", 2) == [expected] * 2
+    found = data_parallel.learners_of("huggingface", 2)
+    assert [{key: seen[key] for key in expected} for seen in found] == [expected] * 2
+    assert not set(found[0]["rows"]).isdisjoint(found[1]["rows"]), "each process has another seed"
+    assert "2 seeds for the order of the data (1, 2)" in found[0]["warnings"][0]
+    assert found[1]["warnings"] == []

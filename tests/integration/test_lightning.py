@@ -12,7 +12,11 @@ from torch import nn
 from diloco.errors import ConfigError
 from diloco_testing.learners import data_parallel
 from diloco_testing.learners.rejoined import Rejoined
+from diloco_worker import attach
+from diloco_worker.trainer.layout import describe
+from diloco_worker.trainer.wrappers import tensors_of
 
+lightning = pytest.importorskip("lightning")
 pl = pytest.importorskip("lightning.pytorch")
 from diloco_worker.integrations.lightning import DiLoCoCallback  # noqa: E402 - needs the library
 
@@ -215,9 +219,33 @@ def test_without_a_job_the_trainer_is_as_before(monkeypatch):
     assert module.rates == pytest.approx([0.01 * (1 - step / 100) for step in range(7)])
 
 
+@pytest.mark.parametrize("strategy", ["auto", "ddp"])
+def test_what_fabric_sets_up_has_the_names_and_the_hooks_of_what_it_wraps(monkeypatch, strategy):
+    monkeypatch.delenv("DILOCO_SYNCER", raising=False)
+    model = nn.ModuleDict({"layer": nn.Linear(2, 2), "norm": nn.BatchNorm1d(2)})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain = describe(model)
+    environment = dict(os.environ)
+    try:
+        fabric = lightning.Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        fabric.launch()
+        wrapped, stepped = fabric.setup(model, optimizer)
+        assert [n.info for n in describe(wrapped).merged] == [n.info for n in plain.merged]
+        assert [n for n, _ in tensors_of(wrapped)] == [n for n, _ in tensors_of(model)]
+        learner = attach(wrapped, stepped, tokens=1)
+        optimizer.step()
+        assert learner.local_step == 1
+    finally:
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+        for name in os.environ.keys() - environment.keys():  # of the launcher
+            del os.environ[name]
+
+
 @pytest.mark.timeout(300)
 def test_the_tokens_of_data_parallel_processes_are_those_of_all_of_them():
     """Those of rank 0 count for the learner: with its own batches alone, the weight would be a quarter."""
     each = data_parallel.ROWS
     expected = {"tokens": [2 * each] * data_parallel.STEPS, "everyRank": True, "ranks": 2}
-    assert data_parallel.learners_of("lightning", 2) == [expected] * 2
+    found = data_parallel.learners_of("lightning", 2)
+    assert [{key: seen[key] for key in expected} for seen in found] == [expected] * 2

@@ -21,6 +21,7 @@ from diloco.errors import EXIT_REFUSED, ConfigError
 from diloco_worker import settings
 from diloco_worker.learner import Learner
 from diloco_worker.trainer.termination import exit_with
+from diloco_worker.trainer.wrappers import optimizers_of
 
 log = logging.getLogger(__name__)
 
@@ -132,18 +133,14 @@ def attach(
         SystemExit: as for `Learner.connect`.
         TypeError: an argument cannot be used.
     """
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
-    if not optimizers or not all(isinstance(o, Optimizer) for o in optimizers):
-        kinds = [type(o).__name__ for o in optimizers]
-        raise TypeError(
-            f"attach: optimizer is {kinds}, expected one torch.optim.Optimizer or several"
-        )
+    optimizers = optimizers_of(optimizer)
+    if not optimizers:
+        raise TypeError("attach: optimizer is [], expected one torch.optim.Optimizer or several")
     if isinstance(tokens, bool) or not (isinstance(tokens, int) or callable(tokens)):
         raise TypeError(
             f"attach: tokens is {tokens!r}, expected the number of tokens in each step, or a function "
             "that returns it"
         )
-    optimizers = [_bare_optimizer(wrapped) for wrapped in optimizers]
     learner = Learner.connect(
         model,
         optimizers,
@@ -183,10 +180,3 @@ def _skipped(optimizer: Optimizer) -> bool:
     """
     found = getattr(optimizer, "found_inf", None)
     return isinstance(found, torch.Tensor) and found.device.type == "cpu" and bool(found)
-
-
-def _bare_optimizer(optimizer: Optimizer) -> Optimizer:
-    # Hooks belong to the inner one: the wrappers of Accelerate and Lightning have none of their own.
-    while isinstance(inner := getattr(optimizer, "optimizer", None), Optimizer):
-        optimizer = inner
-    return optimizer

@@ -16,6 +16,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
+import numpy as np
 import torch
 from torch import distributed, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -41,6 +42,7 @@ from diloco_worker.trainer.layout import is_dtensor
 from diloco_worker.trainer.learning_rate import GlobalStepScheduler, refuse_second
 from diloco_worker.trainer.stepped import not_stepped
 from diloco_worker.trainer.termination import exit_with
+from diloco_worker.trainer.wrappers import optimizers_of
 
 if TYPE_CHECKING:
     from diloco_worker.trainer.rank_group import RankGroup
@@ -120,7 +122,7 @@ class Learner:
         Args:
             model: its parameters are overwritten in place, now and during training; move it to its
                 device first.
-            optimizer: one or several, of the model's own parameters.
+            optimizer: one or several, of the model's own parameters, also as Accelerate and Lightning wrap them.
             standalone_steps: without a job, `done` after this many steps; None: never.
             connect_timeout_seconds: how long to wait for a syncer, or a rank, that does not answer.
             every_rank: False: rank 0 alone connects, and the others take its parameters after each `step`, for
@@ -132,12 +134,18 @@ class Learner:
                 fit together; 75 if the syncer or a rank does not answer in time or a newer process replaced this
                 one; 1 if DILOCO_STATE cannot be written. One sentence on standard error gives the
                 reason.
+            TypeError: `model` is no module, or `optimizer` no optimizer.
         """
+        if not isinstance(model, nn.Module):
+            raise TypeError(
+                f"model is a {type(model).__name__}, expected one torch.nn.Module; put several into one "
+                "torch.nn.ModuleList"
+            )
+        optimizers = optimizers_of(optimizer)
         try:
             config = settings.from_env()
             if config is None:
                 return Learner(StandaloneTrainer(steps=standalone_steps))
-            optimizers = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
             trainer = _trainer(
                 config, model, optimizers, every_rank=every_rank, timeout_seconds=connect_timeout_seconds
             )  # fmt: skip
@@ -293,7 +301,8 @@ class Learner:
         Raises:
             ValueError: `tokens` is not a whole number, or `loss` is not one number.
         """
-        self._trainer.step(tokens=tokens, loss=loss)
+        count = int(tokens) if isinstance(tokens, np.integer) else tokens
+        self._trainer.step(tokens=count, loss=loss)
         self._follow()
 
     def close(self) -> None:

@@ -186,6 +186,23 @@ def test_wrappers_of_an_optimizer_are_removed_and_the_model_is_handed_over_as_gi
     assert job.local_step == 1
 
 
+def test_an_optimizer_around_another_that_has_hooks_itself_is_the_one_that_counts(job, model):
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            super().__init__(optimizer.param_groups, {})
+            self.optimizer = optimizer
+
+        def step(self):
+            self.optimizer.step()
+            self.optimizer.step()
+
+    optimizer = Lookahead(sgd(model))
+    attach(model, optimizer, tokens=1)
+    optimizer.step()
+    assert job.connected == (model, [optimizer])
+    assert job.local_step == 1
+
+
 @pytest.mark.parametrize(("processes", "expected"), [(1, None), (2, True)])
 def test_a_trainer_of_several_processes_waits_for_all_of_them(processes, expected):
     assert every_rank_of(processes) is expected

@@ -82,6 +82,13 @@ def test_a_state_comes_back_as_it_was_also_when_its_checkpoint_was_deleted(tmp_p
     assert same(other.state, STATE)
 
 
+def test_a_state_is_read_into_host_memory_whatever_the_default_device_is(tmp_path):
+    store = saved(tmp_path, {"loader": Holder(STATE)})
+    with contextlib.closing(store.kept(store.newest())) as entries, torch.device("meta"):
+        found = entries.read("loader")
+    assert same(found, STATE)
+
+
 def test_a_state_is_that_of_the_step_at_which_the_checkpoint_began(tmp_path):
     average = {"w": torch.ones(2), "order": [1, 2]}
     store = saved(tmp_path, {"ema": Holder(average)})

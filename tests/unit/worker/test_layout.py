@@ -166,6 +166,17 @@ def test_what_a_state_dict_computes_from_a_parameter_is_left_out(part):
     assert [n.info.name for n in found.buffers] == ["0.table"]
 
 
+def test_a_state_dict_that_takes_no_arguments_does_not_matter():
+    class Own(nn.Linear):
+        def state_dict(self):
+            return {"a": super().state_dict(), "step": 3}
+
+    model = Own(2, 2)
+    model.register_buffer("table", torch.arange(3))
+    found = describe(model)
+    assert [n.info.name for n in (*found.trained, *found.buffers)] == ["bias", "weight", "table"]
+
+
 def test_a_model_with_nothing_to_train_is_refused():
     with pytest.raises(ConfigError, match="nothing to train"):
         describe(nn.Linear(2, 2).requires_grad_(False))
@@ -295,6 +306,7 @@ def test_constants_of_every_dtype_survive_safetensors():
     model = Tied()
     model.register_buffer("mask", torch.tensor([True, False, True]))
     model.register_buffer("b16", torch.randn(5).bfloat16())
+    model.register_buffer("expanded", torch.randn(1, 3, 1).expand(2, 3, 2))
     found = describe(model)
     _, copier, _, _ = memories(found, 1)
     memory = np.zeros(copier.constants_bytes(), np.uint8)
@@ -302,11 +314,12 @@ def test_constants_of_every_dtype_survive_safetensors():
     other = Tied()
     other.register_buffer("mask", torch.zeros(3, dtype=torch.bool))
     other.register_buffer("b16", torch.zeros(5, dtype=torch.bfloat16))
+    other.register_buffer("expanded", torch.zeros(1, 3, 1).expand(2, 3, 2))
     _, taker, _, _ = memories(describe(other), 1)
     with torch.no_grad():
         other.count.zero_()
     taker.constants_in(memory)
-    for name in ("body.bias", "count", "mask", "b16"):
+    for name in ("body.bias", "count", "mask", "b16", "expanded"):
         assert torch.equal(model.state_dict()[name], other.state_dict()[name])
 
 

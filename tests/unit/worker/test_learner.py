@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -15,6 +16,7 @@ from diloco.errors import UnavailableError
 from diloco.spec import RunSpec
 from diloco_local.doctor import NO_SYNCER
 from diloco_testing.learners.alone import alone
+from diloco_testing.learners.rejoined import Rejoined
 from diloco_worker import Learner, attach, learner
 from diloco_worker.trainer.rank_group import RankGroup
 
@@ -38,6 +40,46 @@ def test_a_state_directory_that_cannot_be_written_is_not_a_permanent_refusal(
         Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert ended.value.code == 1, "the supervisor restarts it"
     assert "steps.jsonl" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("in_job", [True, False])
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda m, o: ([m], o), "model is a list, expected one torch.nn.Module.*ModuleList"),
+        (lambda m, o: (m, m), "optimizer is a Linear, expected one torch.optim.Optimizer or a list"),
+        (lambda m, o: (m, [o, None]), r"optimizer is \['SGD', 'NoneType'\], expected"),
+    ],
+)  # fmt: skip
+def test_what_is_no_model_or_optimizer_is_refused_with_and_without_a_job(
+    request, monkeypatch, in_job, change, reason
+):
+    request.getfixturevalue("job") if in_job else monkeypatch.delenv("DILOCO_SYNCER", False)
+    model = nn.Linear(2, 2)
+    with pytest.raises(TypeError, match=reason):
+        Learner.connect(*change(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+
+
+def test_an_optimizer_without_hooks_around_none_of_torch_is_refused():
+    class Engine(torch.optim.Optimizer):
+        """As DeepSpeedOptimizerWrapper: what it wraps is no optimizer of torch."""
+
+        def __init__(self):
+            self.optimizer = object()
+
+    with pytest.raises(
+        TypeError, match=r"a Engine around a object.*no hooks.*pass Learner.connect an empty list"
+    ):
+        Learner.connect(nn.Linear(2, 2), Engine())
+
+
+def test_a_number_of_numpy_is_a_number_of_tokens():
+    job = Rejoined()
+    Learner(job).step(tokens=np.int64(3))
+    assert job.tokens == [3]
+    assert type(job.tokens[0]) is int, "it is written to a journal"
+    with pytest.raises(ValueError, match=r"tokens: np\.True_ is not a whole number"):
+        Learner(job).step(tokens=np.True_)
 
 
 @pytest.fixture
@@ -100,6 +142,28 @@ def test_an_optimizer_of_other_parameters_than_the_models_is_refused(job, capsys
         "it has none of the 2 trained parameters of the model (weight, bias)"
         in capsys.readouterr().err
     )
+
+
+def test_wrappers_of_an_optimizer_are_removed(job, tmp_path):
+    class Wrapper(torch.optim.Optimizer):
+        """As AcceleratedOptimizer and LightningOptimizer: it has no hooks."""
+
+        def __init__(self, optimizer):
+            self.optimizer = optimizer
+
+        def step(self):
+            self.optimizer.step()
+
+    job.setenv("DILOCO_EXAMINATION", str(tmp_path / "record.json"))
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    optimizer = Wrapper(Wrapper(torch.optim.SGD(model.parameters(), lr=0.1)))
+    examined = Learner.connect(model, optimizer)
+    while not examined.done:
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        examined.step(tokens=1)
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert [step["optimizerSteps"] for step in record["steps"]] == [1, 1, 1]
 
 
 def test_a_sharded_model_is_examined_as_the_job_reads_it(job, tmp_path):

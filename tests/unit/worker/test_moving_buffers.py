@@ -237,13 +237,16 @@ def test_buffers_of_every_shape_and_type_are_compared():
     model.register_buffer("flipped", torch.randn(3, 2).t())
     model.register_buffer("pair", torch.zeros(2, dtype=torch.complex64))
     model.register_buffer("scalar", torch.tensor(True))
+    own = torch.zeros(1)
+    model.register_buffer("expanded", own.expand(3))
     watch = Watch(model, constant=describe(model).buffers, moving=())
-    for buffer in model.buffers():
+    for buffer in {**dict(model.named_buffers()), "expanded": own}.values():
         buffer.copy_(buffer.clone())
     assert watch.changed() == ""
     model.flipped.add_(1)
     model.scalar.logical_not_()
-    assert watch.changed().startswith("buffers flipped, scalar changed")
+    own.add_(1)
+    assert watch.changed().startswith("buffers expanded, flipped, scalar changed")
 
 
 def test_a_merged_buffer_that_is_replaced_by_another_tensor_is_noticed():
@@ -256,6 +259,32 @@ def test_a_merged_buffer_that_is_replaced_by_another_tensor_is_noticed():
     sentence = watch.changed()
     assert "buffer norm.running_mean was replaced by another tensor" in sentence
     assert "buffer usage changed while training" in sentence
+    assert watch.changed() == ""
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit:FutureWarning")
+@pytest.mark.parametrize("wrap", [torch.jit.script, lambda m: nn.Sequential(torch.jit.script(m))])
+def test_the_buffers_of_a_scripted_module_are_merged_and_not_replaced(wrap):
+    model = wrap(nn.Sequential(nn.Linear(2, 4), nn.BatchNorm1d(4)))
+    found = describe(model)
+    watch = Watch(model, constant=found.buffers, moving=found.moving)
+    model(torch.randn(3, 2))
+    assert watch.changed() == ""
+    assert len(found.moving) == 3
+
+
+def test_parameters_that_are_trained_from_later_on_are_noticed_once():
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model[0].requires_grad_(False)
+    model[1].twin = nn.Parameter(model[1].weight.detach())  # of the same memory
+    watch = Watch(model, constant=(), moving=())
+    assert watch.changed() == ""
+    model[0].weight.requires_grad_(True)
+    model[1].bias.requires_grad_(False)
+    model.append(nn.Linear(2, 1, bias=False))
+    assert watch.changed().startswith(
+        "a gradient is computed for parameters 0.weight, 2.weight, and was not when this learner"
+    )
     assert watch.changed() == ""
 
 

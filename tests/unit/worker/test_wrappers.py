@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco_testing.learners.alone import alone
 from diloco_worker.trainer.buffers import Watch
+from diloco_worker.trainer.checkpoint import Checkpoints
 from diloco_worker.trainer.layout import describe
 from diloco_worker.trainer.wrappers import bare, plain_names, tensors_of
 
@@ -52,6 +53,38 @@ def test_a_wrapped_part_has_the_names_of_the_model_itself(wrap, whole):
         assert facts(wrap(model) if whole else model) == plain
     assert plain[0][0].name == "0.module.bias"
     assert {n for n, _ in tensors_of(model)} == {t.name for t in plain[0]}
+
+
+ODD = {
+    "sparse": lambda: torch.eye(3).to_sparse(),
+    "wide": lambda: torch.zeros(3, dtype=torch.complex128),
+    "meta": lambda: torch.zeros(3, device="meta"),
+    "expanded": lambda: torch.zeros(1, 2).expand(3, 2),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_a_checkpoint_is_made_beside_buffers_that_each_learner_builds_for_itself(tmp_path, kind):
+    def made(value):
+        model = nn.Linear(3, 3)
+        model.register_buffer("own", ODD[kind](), persistent=False)
+        nn.init.constant_(model.weight, value)
+        return model, [torch.optim.SGD(model.parameters(), lr=0.1)]
+
+    store = Checkpoints(tmp_path, keep=1, digest="d")
+    assert store.start(*made(5.0), local_step=1, global_step=1, facts={})
+    store.finish()
+    model, optimizers = made(0.0)
+    store.load(store.newest(), model, optimizers)
+    assert bool((model.weight == 5).all())
+
+
+def test_a_lazy_module_has_names_before_it_has_shapes():
+    assert [n for n, _ in tensors_of(nn.LazyBatchNorm1d())] == [
+        "weight",
+        "bias",
+        "num_batches_tracked",
+    ]
 
 
 class Adapter(nn.Module):

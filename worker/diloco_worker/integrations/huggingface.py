@@ -23,6 +23,7 @@ from diloco_worker.attachment import AttachedLearner, attach, every_rank_of, pla
 from diloco_worker.integrations.rates import Rates, depends_on_steps
 
 try:
+    from accelerate.utils import gather_object
     from transformers import TrainerCallback, TrainingArguments, get_scheduler
 except ImportError as error:
     raise ImportError(
@@ -44,6 +45,9 @@ Steps from which the Trainer computes its epochs.
 A dataset without a length has one epoch of so many: Trainer counts on to it when the dataset ends
 earlier, which takes a second or two for each million.
 """
+
+MOST_SEEDS = 8
+"""Named in a line about them."""
 
 
 class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
@@ -130,6 +134,7 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             self._scheduler = getattr(
                 lr_scheduler, "scheduler", lr_scheduler
             )  # Accelerate's wrapper
+            self._compare_seeds(args)
             # Intervals that are given as a fraction of all steps.
             state.compute_steps(args, self.learner.total_steps)
             self._prepare_step(self.learner, args, state)
@@ -169,6 +174,16 @@ class DiLoCoCallback(TrainerCallback):  # type: ignore[misc]
             self.learner.end_training()
 
     # ------------------------------------------------------------ parts
+
+    def _compare_seeds(self, args: Any) -> None:
+        """Processes that shuffle differently read some items several times, and others not at all."""
+        seeds = gather_object([args.seed if args.data_seed is None else args.data_seed])
+        if len({*seeds}) > 1 and args.process_index == 0:
+            log.warning(
+                "the processes have %d seeds for the order of the data (%s), so that they read some items several "
+                "times and others not at all; set data_seed to the same number in all, such as identity().local_step",
+                len({*seeds}), ", ".join(map(str, seeds[:MOST_SEEDS])),
+            )  # fmt: skip
 
     def _prepare_step(self, learner: AttachedLearner, args: Any, state: Any) -> None:
         """Follow the global step: the learning rate, and what progress bars show as the end."""

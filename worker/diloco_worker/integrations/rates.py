@@ -87,7 +87,7 @@ class _StandIn(Optimizer):
         for group in optimizer.param_groups:
             values = {name: value for name, value in group.items() if name != "params"}
             groups.append({**copy.deepcopy(values), "params": [nn.Parameter(torch.empty(0))]})
-        super().__init__(groups, {})
+        super().__init__(groups, copy.deepcopy(optimizer.defaults))  # some schedules read them
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Nothing has a gradient."""

@@ -1,5 +1,6 @@
 """
-Notices buffers that change while training though the job keeps them as they were.
+Notices what this learner alone has: buffers that change while training though the job keeps them as they were, and
+parameters that it trains though the job does not know them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import torch
 import xxhash
 from torch import nn
 
-from diloco_worker.trainer.layout import ModelTensors, Named, local, pieces, unmatched
+from diloco_worker.trainer.layout import ModelTensors, Named, is_dtensor, local, pieces, unmatched
 from diloco_worker.trainer.wrappers import bare, plain_names
 
 MOST_READS = 3
@@ -49,6 +50,10 @@ class Watch:
         buffers = self._model.named_buffers(remove_duplicate=False)
         self._paths = {plain(name): name for name, _ in buffers}
         """By plain name, the one with the names of wrappers."""
+        parameters = [*self._model.parameters()]
+        # Those of FSDP2 are others while they are whole.
+        whole = not any(map(is_dtensor, parameters))
+        self._trained = {id(p): p for p in parameters if p.requires_grad} if whole else None
         self._constant, self._moving = list(constant), list(moving)
         self._known: dict[str, _Known] = {}
         self.reset()
@@ -61,21 +66,39 @@ class Watch:
         }
 
     def changed(self) -> str:
-        """A sentence about constant buffers that changed, and merged ones that were replaced; each once."""
+        """
+        A sentence about constant buffers that changed, merged ones that were replaced, and parameters that are trained
+        since; each once.
+        """
         written, self._constant = _split(self._constant, self._has_changed)
         replaced, self._moving = _split(self._moving, self._is_replaced)
         sentences = []
         if written:
             sentences.append(
-                f"{_listed(written)} changed while training and will be exported as of step 0: name what must "
-                "move with the model in spec.sync.movingBuffers; if nothing must, ignore this line"
+                f"{_listed('buffer', _names(written))} changed while training and will be exported as of step 0: name "
+                "what must move with the model in spec.sync.movingBuffers; if nothing must, ignore this line"
             )
         if replaced:
             sentences.append(
-                f"{_listed(replaced)} was replaced by another tensor, so that it is neither averaged nor exported: "
-                "change a buffer in place"
+                f"{_listed('buffer', _names(replaced))} was replaced by another tensor, so that it is neither averaged "
+                "nor exported: change a buffer in place"
+            )
+        if added := self._newly_trained():
+            sentences.append(
+                f"a gradient is computed for {_listed('parameter', added)}, and was not when this learner connected, "
+                "so that they are trained here alone and not merged: build the model, and choose what is trained, "
+                "before Learner.connect"
             )
         return "; ".join(sentences)
+
+    def _newly_trained(self) -> list[str]:
+        if self._trained is None:
+            return []
+        known, found = self._trained, self._model.named_parameters()
+        added = {name: p for name, p in found if p.requires_grad and id(p) not in known}
+        known |= {id(p): p for p in added.values()}
+        plain = plain_names(self._model) if added else str
+        return [plain(name) for name in added]
 
     def _has_changed(self, named: Named) -> bool:
         known = self._known[named.info.name]
@@ -90,8 +113,9 @@ class Watch:
         path = self._paths.get(named.info.name, named.info.name)
         try:
             return self._model.get_buffer(path) is not named.tensor
-        except AttributeError:
-            return False  # extra state of a module has a name of state_dict alone
+        except (AttributeError, RuntimeError):
+            # The extra state of a module has a name of state_dict alone, and a scripted module does not tell.
+            return False
 
 
 def _split(
@@ -117,11 +141,13 @@ def _digest(tensor: torch.Tensor) -> int:
     return state.intdigest()
 
 
-def _listed(found: list[Named]) -> str:
-    names = [n.info.name for n in found[:MOST_NAMES]]
-    more = f" and {len(found) - MOST_NAMES} more" if len(found) > MOST_NAMES else ""
-    noun = "buffer" if len(found) == 1 else "buffers"
-    return f"{noun} {', '.join(names)}{more}"
+def _names(found: Iterable[Named]) -> list[str]:
+    return [n.info.name for n in found]
+
+
+def _listed(noun: str, names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"{noun}{'s' * (len(names) > 1)} {', '.join(names[:MOST_NAMES])}{more}"
 
 
 MAX_PATTERNS = 8

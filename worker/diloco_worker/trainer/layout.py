@@ -26,7 +26,7 @@ from diloco.model import tensorfile
 from diloco.model.fragments import Fragment, Layout, Slot, Tensor
 from diloco_worker.core.shard_slices import Box, whole
 from diloco_worker.trainer import digits
-from diloco_worker.trainer.wrappers import bare, plain_names
+from diloco_worker.trainer.wrappers import bare, distinct, plain_names
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -199,9 +199,15 @@ def _statistics(model: nn.Module) -> set[object]:
     return {
         _key(buffer)
         for module in model.modules()
-        if isinstance(module, _NormBase)
+        if _normalizes(module)
         for buffer in module.buffers(recurse=False)
     }
+
+
+def _normalizes(module: nn.Module) -> bool:
+    # A scripted module has the name of its class, in another class.
+    kind = getattr(nn, str(getattr(module, "original_name", "")), type(module))
+    return isinstance(kind, type) and issubclass(kind, _NormBase)
 
 
 def unmatched(tensors: ModelTensors, patterns: Iterable[str]) -> list[str]:
@@ -224,11 +230,11 @@ def _reachable(model: nn.Module, plain: Callable[[str], str]) -> Iterator[tuple[
     parameters = {plain(n): p for n, p in model.named_parameters(remove_duplicate=False)}
     buffers = {plain(n): b for n, b in model.named_buffers(remove_duplicate=False)}
     own = [*parameters.values(), *buffers.values()]
-    states = model.state_dict(keep_vars=True)
+    states = _states(model)
     tensors = {name: value for name, value in states.items() if isinstance(value, torch.Tensor)}
     known = set(map(id, own))
     others = {name: value for name, value in tensors.items() if id(value) not in known}
-    copies = _computed(others, model.state_dict(keep_vars=True), own) if others else set()
+    copies = _computed(others, _states(model), own) if others else set()
     for name, value in tensors.items():
         own_name = plain(name)
         if name not in others:
@@ -238,6 +244,14 @@ def _reachable(model: nn.Module, plain: Callable[[str], str]) -> Iterator[tuple[
         elif own_name not in parameters and name not in copies:
             yield own_name, value
     yield from parameters.items()
+
+
+def _states(model: nn.Module) -> Mapping[str, object]:
+    """Its state_dict with the tensors themselves."""
+    try:
+        return model.state_dict(keep_vars=True)
+    except TypeError:  # one of the user's, without arguments
+        return nn.Module.state_dict(model, keep_vars=True)
 
 
 def _computed(
@@ -556,11 +570,12 @@ def pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
     flat = local(tensor).detach().reshape(-1)
     step = max(1, PIECE_BYTES // max(1, flat.element_size()))
     for at in range(0, flat.numel(), step):
-        yield flat[at : at + step].cpu().view(torch.uint8).numpy().data
+        yield flat[at : at + step].cpu().contiguous().view(torch.uint8).numpy().data
 
 
 def from_bytes(data: torch.Tensor, out: torch.Tensor) -> None:
     """Overwrite a tensor with the values of `as_bytes`, at any alignment."""
     with torch.no_grad():
         # clone: a view of another dtype needs an aligned address.
-        out.copy_(data.clone().view(out.dtype).reshape(out.shape))
+        values, part = data.clone().view(out.dtype).reshape(out.shape), distinct(out)
+        part.copy_(values[tuple(map(slice, part.shape))])

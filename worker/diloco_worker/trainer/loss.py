@@ -59,7 +59,7 @@ class LossReader:
 
 
 def _start_copy(loss: torch.Tensor) -> tuple[torch.Tensor, Event]:
-    copy = torch.empty((), dtype=torch.float32, pin_memory=True)
+    copy = torch.empty((), dtype=torch.float32, device="cpu", pin_memory=True)
     copy.copy_(loss.detach().reshape(()), non_blocking=True)
     event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()

@@ -75,7 +75,8 @@ class TensorReader:
 
     def __getitem__(self, name: str) -> torch.Tensor:
         entry = self._entries[name]
-        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+        # The program's default device may be another.
+        tensor = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype), device="cpu")
         if entry.hi > entry.lo:
             self._fill(tensor.reshape(-1).view(torch.uint8).numpy().data, at=entry.lo)
         return tensor

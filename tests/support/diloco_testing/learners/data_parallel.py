@@ -1,7 +1,8 @@
 """
 One process of a trainer of another library that trains data-parallel with gloo, with a learner without a syncer.
 
-Argument: the module of the callback in `diloco_worker.integrations`. Prints as JSON what the learner was given. RANK,
+Argument: the module of the callback in `diloco_worker.integrations`. Prints as JSON what the learner was given, the
+numbers of the rows that were read, and warnings. RANK,
 WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT are set as by torchrun.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import os
 import subprocess
 import sys
@@ -28,7 +30,7 @@ STEPS, ROWS, CONTEXT = 3, 4, 8
 
 
 def learners_of(library: str, size: int) -> list[dict[str, Any]]:
-    """What the learner was given in each of so many processes."""
+    """What the learner was given in each of so many processes, and what was read and logged there."""
     environment = {
         **os.environ, "PYTHONPATH": os.pathsep.join([str(SUPPORT), os.environ.get("PYTHONPATH", "")]),
         "WORLD_SIZE": str(size), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
@@ -52,25 +54,31 @@ def learners_of(library: str, size: int) -> list[dict[str, Any]]:
     return [json.loads(out.splitlines()[-1]) for out, _ in ended]
 
 
-def train_huggingface(callback: Any, folder: str) -> None:
-    """A Trainer that reads rows of CONTEXT tokens."""
+def train_huggingface(callback: Any, folder: str) -> list[int]:
+    """A Trainer that reads rows of CONTEXT tokens, with another seed in each process; the numbers of the rows."""
     import transformers
 
     size = {"vocab_size": 16, "n_positions": CONTEXT, "n_embd": 8, "n_layer": 1, "n_head": 1}
-    ids = torch.arange(CONTEXT)
+    ids, read = torch.arange(CONTEXT), []
+
+    def collate(items: list[int]) -> dict[str, torch.Tensor]:
+        read.extend(items)
+        rows = ids.repeat(len(items), 1)
+        return {"input_ids": rows, "labels": rows}
+
     transformers.Trainer(
         transformers.GPT2LMHeadModel(transformers.GPT2Config(**size)),
         transformers.TrainingArguments(
             output_dir=folder, per_device_train_batch_size=ROWS, save_strategy="no", report_to="none", use_cpu=True,
-            disable_tqdm=True,
+            disable_tqdm=True, remove_unused_columns=False, seed=1 + int(os.environ["RANK"]),
         ),
-        train_dataset=[{"input_ids": ids, "labels": ids} for _ in range(8 * ROWS)],
-        callbacks=[callback],
+        train_dataset=[*range(8 * ROWS)], data_collator=collate, callbacks=[callback],
     ).train()  # fmt: skip
+    return read
 
 
-def train_lightning(callback: Any, folder: str) -> None:
-    """A Trainer of a linear model."""
+def train_lightning(callback: Any, folder: str) -> list[int]:
+    """A Trainer of a linear model, whose rows have no numbers."""
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):
@@ -90,21 +98,33 @@ def train_lightning(callback: Any, folder: str) -> None:
         accelerator="cpu", devices=size, strategy="ddp" if size > 1 else "auto", callbacks=[callback], logger=False,
         enable_checkpointing=False, enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
     ).fit(Module(), torch.utils.data.DataLoader(data, batch_size=ROWS))  # fmt: skip
+    return []
 
 
 def main() -> None:
     """Train until the learner is done."""
     library = sys.argv[1]
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("diloco_worker").addHandler(handler)
     made = importlib.import_module(f"diloco_worker.integrations.{library}")
     job = Rejoined(steps=STEPS)
     with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
         job.join(patch)
         if library == "huggingface":
-            train_huggingface(made.DiLoCoCallback(), folder)
+            rows = train_huggingface(made.DiLoCoCallback(), folder)
         else:
-            train_lightning(made.DiLoCoCallback(tokens=lambda batch: len(batch[0])), folder)
+            rows = train_lightning(made.DiLoCoCallback(tokens=lambda batch: len(batch[0])), folder)
     ranks = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
-    print(json.dumps({"tokens": job.tokens, "everyRank": job.every_rank, "ranks": ranks}))
+    seen = {
+        "tokens": job.tokens,
+        "everyRank": job.every_rank,
+        "ranks": ranks,
+        "rows": rows,
+        "warnings": warnings,
+    }
+    print(json.dumps(seen))
 
 
 if __name__ == "__main__":
