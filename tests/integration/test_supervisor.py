@@ -357,6 +357,19 @@ def test_a_hang_up_that_the_shell_and_the_kernel_report_suspends_in_order(fake):
     assert (sorted(order[:2]), order[2:]) == (["eu/0", "us/0"], ["evaluator", "syncer"])
 
 
+def test_a_run_that_was_started_with_nohup_continues_after_a_hang_up(fake):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        supervisor = fake.start()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    until(fake.all_training, "training")
+    supervisor.send_signal(signal.SIGHUP)
+    fake.complete()
+    assert ended(supervisor)[0] == 0
+    assert fake.status()["state"] == "Complete"
+
+
 def test_an_interrupt_after_completion_is_acknowledged_and_the_run_stays_complete(tmp_path):
     fake = FakeRun(tmp_path, manifest=MANIFEST.replace("{lr: 3}", "{late: true}"))
     try:
