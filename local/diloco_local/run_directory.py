@@ -107,6 +107,10 @@ class RunDir:
         finally:
             os.close(fd)
 
+    def is_local(self) -> bool:
+        """Whether a supervisor has used this directory; one that was fetched from a cluster has had none."""
+        return self._lock.exists()
+
     def _refuse_foreign(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path}: is a file; give a directory with --dir")
