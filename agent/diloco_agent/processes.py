@@ -109,8 +109,9 @@ class Processes:
                     stderr=stderr,
                     process_group=0,
                 )
-        except OSError as error:
-            reason = f"{error.filename or command.argv[0]}: {error.strerror}"
+        except (OSError, ValueError) as error:  # ValueError: no process can have these arguments
+            about = getattr(error, "filename", None) or command.argv[0]
+            reason = f"{about}: {getattr(error, 'strerror', None) or error}"
             self._not_started.append(
                 ProcessExit(
                     name=command.name, code=_CANNOT_START, last_lines=(reason,), cause=reason

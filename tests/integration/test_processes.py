@@ -75,6 +75,21 @@ def test_a_log_that_cannot_be_opened_is_an_exit_and_no_exception(processes, comm
     assert next_exit(processes).cause.endswith("one.log: Is a directory")
 
 
+@pytest.mark.parametrize(
+    ("environment", "argv", "cause"),
+    [
+        ({"LR=3": "x"}, None, "illegal environment variable name"),
+        ({"LR": "x\0y"}, None, "embedded null byte"),
+        ({}, (sys.executable, "\0"), "embedded null byte"),
+    ],
+)
+def test_what_no_process_can_have_is_an_exit_with_the_reason(
+    processes, command, environment, argv, cause
+):
+    assert processes.start(command("pass", argv=argv, **environment)) is None
+    assert next_exit(processes).cause == f"{sys.executable}: {cause}"
+
+
 def test_kill_includes_helpers_and_terminate_does_not(processes, command):
     code = (
         "import subprocess, time\n"
