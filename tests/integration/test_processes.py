@@ -1,6 +1,8 @@
 """Supervised processes and their guard: real processes, real signals."""
 
 import os
+import signal
+import subprocess
 import sys
 import threading
 
@@ -116,6 +118,20 @@ def test_a_guard_that_was_killed_is_replaced_at_the_next_start(processes, comman
     processes.start(command("pass"))
     assert processes._guard is not guard
     assert processes._guard.poll() is None
+
+
+def test_orphans_are_reaped_after_the_guard_was_killed_and_another_guard_watches(processes):
+    guard = processes._guard.pid
+    os.kill(guard, signal.SIGKILL)
+    orphan = subprocess.Popen(["true"])
+    for pid in (guard, orphan.pid):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    processes.reap_orphans()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(orphan.pid, os.WNOHANG)
+    orphan.wait()
+    assert processes._guard.pid != guard
+    assert alive(processes._guard.pid)
 
 
 def test_a_start_from_a_thread_is_refused(processes, command):
