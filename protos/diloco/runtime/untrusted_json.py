@@ -9,6 +9,9 @@ import json
 import math
 from typing import Any
 
+MAX_LEVELS = 64
+"""Nesting of lists and objects; what handles values by recursion, such as str(), needs a bound."""
+
 
 def parse(text: str | bytes, *, finite: bool = True) -> Any:
     """
@@ -22,11 +25,32 @@ def parse(text: str | bytes, *, finite: bool = True) -> Any:
         ValueError: it is not JSON, nested too deeply, or has a number that is refused.
     """
     try:
-        if not finite:
-            return json.loads(text)
-        return json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
+        if finite:
+            value = json.loads(text, parse_constant=_finite, parse_float=_finite, parse_int=_whole)
+        else:
+            value = json.loads(text)
     except RecursionError:
-        raise ValueError("nested too deeply") from None
+        value, levels = None, MAX_LEVELS + 1
+    else:
+        levels = _levels(value)
+    if levels > MAX_LEVELS:
+        raise ValueError(f"nested too deeply, expected at most {MAX_LEVELS} levels")
+    return value
+
+
+def _levels(value: Any) -> int:
+    """How deep lists and objects are nested, as far as MAX_LEVELS + 1."""
+    level, depth = [value], 0
+    while level := [inner for inner in level if isinstance(inner, (list, dict))]:
+        depth += 1
+        if depth > MAX_LEVELS:
+            break
+        level = [
+            item
+            for inner in level
+            for item in (inner.values() if isinstance(inner, dict) else inner)
+        ]
+    return depth
 
 
 def _finite(text: str) -> float:

@@ -24,6 +24,19 @@ def test_numbers_that_no_float_holds_are_refused_where_they_are_not_expected(tex
     parse(text, finite=False)
 
 
+@pytest.mark.parametrize("finite", [True, False])
+@pytest.mark.parametrize(("opening", "closing"), [("[", "]"), ('{"a":', "}"), ('[{"a":', "}]")])
+def test_more_than_64_levels_are_refused(opening, closing, finite):
+    most = 64 // opening.count("[") // 2 if opening.startswith("[{") else 64
+
+    def nested(times):
+        return f'[1, {opening * times}"x"{closing * times}]'
+
+    assert parse(nested(most - 1), finite=finite)[0] == 1
+    with pytest.raises(ValueError, match="nested too deeply, expected at most 64 levels"):
+        parse(nested(most + 1), finite=finite)
+
+
 def test_all_else_is_as_json_reads_it():
     value = {"a": [1, -2.5, 10**300, True, None, "x"], "b": {}}
     found = parse(json.dumps(value))
