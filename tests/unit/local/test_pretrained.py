@@ -100,6 +100,31 @@ def test_a_model_without_its_frozen_tensors_is_refused_with_what_to_do(tmp_path:
     assert not (tmp_path / "to").exists()
 
 
+@pytest.mark.parametrize("frozen", [[1], 5, {"a": 1}, [{}], "w", [None]], ids=str)
+def test_a_model_json_that_no_run_wrote_is_refused(run: Path, tmp_path: Path, frozen: object):
+    facts = run / "model" / "model.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"frozen": frozen}))
+    with pytest.raises(StorageError, match=r"model\.json: frozen is not a list of tensors"):
+        export_folder(run, tmp_path / "to", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 9000, "nested too deeply"),
+        ("[]", "has no sha256"),
+        ('{"sha256": "' + "x" * (64 << 20) + '"}', "has more than 67108864 bytes, the maximum"),
+    ],
+    ids=["nested", "a list", "too long"],
+)
+def test_a_model_json_that_cannot_be_used_is_refused(
+    run: Path, tmp_path: Path, text: str, message: str
+):
+    (run / "model" / "model.json").write_text(text)
+    with pytest.raises(StorageError, match=rf"model\.json: {message}"):
+        export_folder(run, tmp_path / "to", dtype="bfloat16")
+
+
 def test_a_folder_with_weights_is_refused(run: Path, tmp_path: Path):
     (tmp_path / "to").mkdir()
     (tmp_path / "to/pytorch_model.bin").touch()
