@@ -62,6 +62,22 @@ def test_a_model_larger_than_one_file_has_an_index(run: Path, tmp_path: Path):
     }
 
 
+def test_b02_no_link_that_is_planted_in_the_folder_is_written_through(run: Path, tmp_path: Path):
+    base, to, victim = tmp_path / "base", tmp_path / "to", tmp_path / "victim"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    to.mkdir()
+    victim.write_text("precious")
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    names += [INDEX, "model.json", "config.json"]
+    for name in names:
+        (to / f"{name}.tmp").symlink_to(victim)
+    export_folder(run, to, shard_bytes=100, files_from=base)
+    assert victim.read_text() == "precious"
+    assert sorted(path.name for path in to.iterdir()) == sorted(names)
+    assert not any(path.is_symlink() for path in to.iterdir())
+
+
 def test_a_tensor_larger_than_a_file_has_one_of_its_own():
     entries = [Entry(name=str(n), dtype="int8", shape=(n,)) for n in (2, 9, 2, 2)]
     assert [[e.name for e in shard.entries] for shard in plan(entries, 4)] == [
