@@ -87,9 +87,7 @@ class Processes:
             )
         if command.name in self._processes:
             raise RuntimeError(f"{command.name} is running with pid {self.pid(command.name)}")
-        if self._guard.poll() is not None:
-            self._end_guard()
-            self._guard = self._start_guard()
+        self._keep_guard()
         self._starts += 1
         mark = f"{self._mark}:{command.name}:{self._starts}:"
         argv = (*_guard_command("run", str(os.getpid())), *command.argv)
@@ -109,8 +107,9 @@ class Processes:
                     stderr=stderr,
                     process_group=0,
                 )
-        except OSError as error:
-            reason = f"{error.filename or command.argv[0]}: {error.strerror}"
+        except (OSError, ValueError) as error:  # ValueError: no process can have these arguments
+            about = getattr(error, "filename", None) or command.argv[0]
+            reason = f"{about}: {getattr(error, 'strerror', None) or error}"
             self._not_started.append(
                 ProcessExit(
                     name=command.name, code=_CANNOT_START, last_lines=(reason,), cause=reason
@@ -151,6 +150,9 @@ class Processes:
         It does so for the first process of a container; each helper that outlived its parent would
         otherwise remain a zombie.
         """
+        # waitid would always find a guard that was killed, and none of the orphans after it.
+        with contextlib.suppress(OSError):
+            self._keep_guard()
         ours = {process.popen.pid for process in self._processes.values()} | {self._guard.pid}
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with contextlib.suppress(ChildProcessError):
@@ -180,6 +182,12 @@ class Processes:
             process.popen.wait()
         self._processes.clear()
         self._end_guard()
+
+    def _keep_guard(self) -> None:
+        """Replace the guard if it was killed."""
+        if self._guard.poll() is not None:
+            self._end_guard()
+            self._guard = self._start_guard()
 
     def _end_guard(self) -> None:
         if self._guard.stdin is not None:

@@ -13,6 +13,7 @@ import threading
 import time
 from urllib.parse import quote
 
+from diloco.runtime import untrusted_json
 from diloco_agent.unit import REPORT_SECONDS, Order, Report
 
 log = logging.getLogger(__name__)
@@ -80,4 +81,4 @@ def _exchange(address: tuple[str, int], report: Report) -> Order:
     status = head.split(b"\r\n", 1)[0].split(b" ")
     if status[1:2] != [b"200"]:
         raise ValueError(f"answered {head[:80]!r}")
-    return Order.of(json.loads(body))
+    return Order.of(untrusted_json.parse(body))

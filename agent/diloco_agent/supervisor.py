@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote
 
-from diloco.runtime import files, health
+from diloco.runtime import files, health, untrusted_json
 from diloco.runtime.signals import handled
 from diloco_agent import policy as p
 from diloco_agent.probe_server import Server
@@ -233,7 +233,7 @@ class Supervisor:
         if not isinstance(self._unit, Leader):
             return None
         try:
-            report = Report.of(json.loads(unquote(query)))
+            report = Report.of(untrusted_json.parse(unquote(query)))
         except (ValueError, TypeError, KeyError):
             return Reply(ok=False, message="not a report")
         if not 0 < report.rank < self._settings.num_ranks:
@@ -334,7 +334,7 @@ def _before(message: str, log: tuple[str, ...]) -> tuple[str, ...]:
 def _message_of(line: str) -> str:
     """The message of a log line, which may be a JSON record."""
     with contextlib.suppress(ValueError):
-        record = json.loads(line)
+        record = untrusted_json.parse(line, finite=False)
         if isinstance(record, dict) and isinstance(record.get("message"), str):
             return str(record["message"])
     return line
@@ -363,9 +363,9 @@ class Counts:
 
 def _read_counts(path: Path | None, pod_uid: str) -> Counts:
     """What earlier containers left; zeros if they left nothing."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, AttributeError):
         if path is not None:
-            counts = json.loads(files.read(path))
+            counts = untrusted_json.parse(files.read(path))
             # The volume may be one that outlives the pod, and each pod has its own budget of crashes.
             is_own = counts.get("pod", "") == pod_uid
             return Counts(
@@ -386,7 +386,7 @@ def _was_killed(marker: Path | None, pod_uid: str, boot_id: str, starts: int) ->
     """
     with contextlib.suppress(OSError, ValueError, AttributeError):
         if marker is not None and pod_uid and boot_id:
-            found = json.loads(files.read(marker))
+            found = untrusted_json.parse(files.read(marker))
             own = {"pod": pod_uid, "boot": boot_id, "lives": starts}
             return all(found.get(key) == value for key, value in own.items())
     return False

@@ -38,13 +38,13 @@ def validate(file: Manifest, sets: Sets = None, output: Format = Output.table) -
         raise refusal(str(file), problems)
     if output is Output.table:
         regions = ", ".join(f"{region.name} {region.learners}" for region in job.spec.regions)
-        typer.echo(
+        echo(
             f"{file}: {job.metadata.name} is valid: {job.spec.steps} steps, "
             f"{job.spec.num_learners} learners ({regions}), quorum {job.spec.sync.quorum}, "
             f"syncer in {job.spec.syncer_region}"
         )
         for problem in only_cluster:
-            typer.echo(f"only in a cluster: {problem}")
+            echo(f"only in a cluster: {problem}")
 
 
 def render(

@@ -19,7 +19,7 @@ from typing import Any
 
 import yaml
 
-from diloco.errors import StorageError, UnavailableError
+from diloco.errors import ConfigError, StorageError, UnavailableError
 from diloco.runtime import files
 from diloco.runtime.formatting import shorten
 from diloco_cli import volume_reader
@@ -216,20 +216,48 @@ def fetch_run(job: RemoteJob, to: Path) -> list[str]:
         What is missing of single learners, one message each.
 
     Raises:
-        ConfigError: kubectl is not installed.
+        ConfigError: kubectl is not installed, or `to` is the directory of another run.
         StorageError: a local file cannot be written.
         UnavailableError: the job or its syncer's volume cannot be reached.
     """
     text = job.manifest()
     manifest = yaml.safe_load(text)
     run = RunDir(to)
+    _refuse_another(run, manifest)
     run.path.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
+    # First: the next fetch recognizes the directory although this one is interrupted.
+    files.replace(run.manifest, text, mode=files.PRIVATE)
     with job.syncer_files() as source:
         job.fetch(LOGS, run.path, source=source)
         job.fetch((run.spec.name,), run.path, source=source, folder=SPEC)
-    files.replace(run.manifest, text, mode=files.PRIVATE)
     run.write_status({"job": job.name, **(manifest.get("status") or {})})
     return _fetch_steps(job, run, manifest.get("spec") or {})
+
+
+def _refuse_another(run: RunDir, manifest: Mapping[str, Any]) -> None:
+    """Refuse a directory whose files are those of another run: journals of two runs prove nothing."""
+    if run.is_local():
+        raise ConfigError(
+            f"{run.path}: holds a run of this machine; give another directory with --to"
+        )
+    try:
+        there = yaml.safe_load(files.read(run.manifest))
+    except FileNotFoundError:
+        return
+    except yaml.YAMLError:
+        there = None
+    if _identity(there) != _identity(manifest):
+        raise ConfigError(
+            f"{run.path}: holds another job, or one that was deleted and created again with the same name; give "
+            "another directory with --to"
+        )
+
+
+def _identity(manifest: Any) -> tuple[Any, ...]:
+    """What no other DiLoCoJob has, also not a later one of the same name."""
+    metadata = manifest.get("metadata") if isinstance(manifest, dict) else None
+    found = metadata if isinstance(metadata, dict) else {}
+    return found.get("name"), found.get("uid")
 
 
 def learner_problems(

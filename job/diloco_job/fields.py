@@ -123,6 +123,23 @@ def _quantity(value: object) -> int | str:
     )
 
 
+def _env_name(value: str) -> str:
+    if not re.fullmatch(names.ENV_PATTERN, value) or len(value) > names.MAX_ENV_NAME:
+        raise refuse(
+            '"{value}" is not the name of an environment variable; use at most {limit} printable ASCII '
+            "characters other than =",
+            value=value,
+            limit=names.MAX_ENV_NAME,
+        )
+    return value
+
+
+def _process_text(value: str) -> str:
+    if "\0" in value:
+        raise refuse("a NUL character; arguments and environment variables cannot contain one")
+    return value
+
+
 def _job_name(value: str) -> str:
     if not re.fullmatch(names.JOB_PATTERN, value) or len(value) > names.MAX_CHILD_NAME - 2:
         raise refuse(
@@ -307,7 +324,12 @@ UpToBillion = Annotated[int, Field(ge=1, le=BILLION)]
 Count = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Text = Annotated[str, Field(max_length=1024)]
 LongText = Annotated[str, Field(max_length=32768)]
-Command = Annotated[list[LongText], Field(min_length=1, max_length=256)]
+EnvName = Annotated[str, AfterValidator(_env_name), _schema(names.ENV_PATTERN, names.MAX_ENV_NAME)]
+ProcessText = Annotated[
+    str, Field(max_length=32768), AfterValidator(_process_text), _schema(r"[^\x00]*", 32768)
+]
+"""An argument, or the value of an environment variable."""
+Command = Annotated[list[ProcessText], Field(min_length=1, max_length=256)]
 ObjectName = Annotated[str, Field(max_length=253, pattern=r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$")]
 """Name of another object in the cluster, or empty."""
 Labels = Annotated[dict[str, Annotated[str, Field(max_length=63)]], Field(max_length=256)]

@@ -247,7 +247,7 @@ def _key(place: Any, step: str, change: str) -> str | int:
         return step
     if not isinstance(place, list):
         raise ConfigError(f"--set {change}: {shown(place)} has no field {step}")
-    if step.isdigit() and int(step) < len(place):
+    if re.fullmatch("[0-9]{1,9}", step) and int(step) < len(place):
         return int(step)
     entries = [entry.get("name") if isinstance(entry, dict) else None for entry in place]
     if step in entries:

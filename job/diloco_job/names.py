@@ -55,6 +55,11 @@ IPV4_PATTERN = r"(^|[.])[0-9]+$|^((0[xX][0-9A-Fa-f]*|[0-9]+)[.])*0[xX][0-9A-Fa-f
 """To be searched in a host without a line break: it is an IPv4 address in the notation of some resolver, and no name.
 In syncer.0xcafe, the last part is a namespace."""
 
+ENV_PATTERN = "[ -<>-~]+"
+"""The name of an environment variable: printable ASCII without `=`, as in Kubernetes since 1.34."""
+
+MAX_ENV_NAME = 253
+
 MAX_HOST_NAME = 253
 """Maximum length of the host of an endpoint."""
 

@@ -25,15 +25,16 @@ from diloco_job.fields import (
     Config,
     Count,
     Endpoint,
+    EnvName,
     Fraction,
     IpFamilyPolicy,
     JobName,
     Labels,
     LoadBalancerClass,
-    LongText,
     ObjectName,
     Passed,
     Positive,
+    ProcessText,
     Quantity,
     RegionName,
     SourceRange,
@@ -214,9 +215,9 @@ class PodTemplate(Model):
 class EnvVar(Model):
     """One environment variable, as in a container."""
 
-    name: Annotated[str, Field(min_length=1, max_length=253)]
+    name: EnvName
     """Name of the variable."""
-    value: LongText = ""
+    value: ProcessText = ""
     """Its value."""
     value_from: Passed | None = None
     """Source of the value in a cluster; `diloco run` does not support it."""

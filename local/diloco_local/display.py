@@ -6,9 +6,12 @@ Shows the content of status.json and nothing else; rate and time left are comput
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 from collections import deque
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from rich import box
 from rich.console import Console, Group, RenderableType
@@ -18,6 +21,9 @@ from rich.table import Table
 from rich.text import Text
 
 from diloco.runtime import formatting
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 Status = Mapping[str, Any]
 
@@ -63,6 +69,27 @@ class Display(Protocol):
 
     def close(self) -> None:
         """Restore the terminal; notes may still follow."""
+
+
+def console_on(stream: TextIO | None) -> Console:
+    """A console on the file of `stream`; a run outlives the terminal or the pipe that it writes to."""
+    if stream is None:  # closed before the start: Console has a null device of its own
+        return Console()
+    file = _Output(stream.fileno(), "w", closefd=False)
+    return Console(file=io.TextIOWrapper(io.BufferedWriter(file), stream.encoding, stream.errors))
+
+
+class _Output(io.FileIO):
+    """A file that becomes the null device when it cannot be written."""
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        with contextlib.suppress(OSError):
+            if (written := super().write(data)) is not None:  # None: it would have to wait
+                return written
+        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+        os.dup2(null, self.fileno())
+        os.close(null)
+        return super().write(data)
 
 
 def display_on(console: Console) -> Display:

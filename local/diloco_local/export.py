@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 from diloco.errors import ConfigError, StorageError
-from diloco.runtime import files
+from diloco.runtime import files, untrusted_json
 
 MODEL = "model.safetensors"
 FACTS = "model.json"
 
 _COPY_BYTES = 8 << 20
+_MAX_FACTS_BYTES = 64 << 20
+"""Of model.json: hundreds of bytes for each of 65,536 frozen tensors."""
 
 
 def export_model(run_dir: Path, to: Path) -> dict[str, Any]:
@@ -73,12 +74,23 @@ def finished_model(run_dir: Path, to: Path) -> dict[str, Any]:
 
 
 def _facts(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        data = file.read(_MAX_FACTS_BYTES + 1)
+    if len(data) > _MAX_FACTS_BYTES:
+        raise StorageError(
+            f"{path}: has more than {_MAX_FACTS_BYTES} bytes, the maximum; run the job again"
+        )
     try:
-        found = json.loads(path.read_text())
-    except (ValueError, RecursionError) as error:
+        found = untrusted_json.parse(data, finite=False)
+    except ValueError as error:
         raise StorageError(f"{path}: {error}; run the job again") from None
     if not isinstance(found, dict) or not isinstance(found.get("sha256"), str):
         raise StorageError(f"{path}: has no sha256 of the model; run the job again")
+    frozen = found.get("frozen", [])
+    if not isinstance(frozen, list) or not all(isinstance(t, dict) and "name" in t for t in frozen):
+        raise StorageError(
+            f"{path}: frozen is not a list of tensors with their names; run the job again"
+        )
     return found
 
 

@@ -165,11 +165,12 @@ def write_folder(
             _copy(other, files.temporary(written[-1]))
         if len(shards) > 1:
             written.append(to / INDEX)
-            files.temporary(written[-1]).write_text(_index(shards))
+            _write_text(files.temporary(written[-1]), _index(shards))
         stated = {key: value for key, value in facts.items() if key not in ("sha256", "bytes")}
         stated["files"] = digests
         written.append(to / FACTS)
-        files.temporary(written[-1]).write_text(json.dumps(stated, indent=2, sort_keys=True) + "\n")
+        text = json.dumps(stated, indent=2, sort_keys=True) + "\n"
+        _write_text(files.temporary(written[-1]), text)
         for path in written:
             files.publish(path, durable=False)
     finally:
@@ -267,9 +268,7 @@ def _write(part: Path, shard: Shard, chunks_of: Callable[[Entry], Iterator[bytes
     """Write one file; its SHA-256, hex."""
     header, placed, _ = tensorfile.plan(shard.entries, metadata={"format": "pt"})
     digest = hashlib.sha256(header)
-    part.unlink(missing_ok=True)
-    # A new file: a link that was planted under this name is not written through.
-    with part.open("xb") as file:
+    with _new(part) as file:
         file.write(header)
         for entry in placed:
             for chunk in chunks_of(entry):
@@ -294,9 +293,19 @@ def chunks(data: BinaryIO, source: Entry, dtype: str) -> Iterator[bytes]:
 
 
 def _copy(source: Path, part: Path) -> None:
-    part.unlink(missing_ok=True)
-    with source.open("rb") as data, part.open("xb") as copy:
+    with source.open("rb") as data, _new(part) as copy:
         shutil.copyfileobj(data, copy)
+
+
+def _write_text(part: Path, text: str) -> None:
+    with _new(part) as file:
+        file.write(text.encode())
+
+
+def _new(part: Path) -> BinaryIO:
+    """A new file: a link that was planted under this name is not written through."""
+    part.unlink(missing_ok=True)
+    return part.open("xb")
 
 
 def _index(shards: Sequence[Shard]) -> str:

@@ -19,7 +19,7 @@ import yaml
 
 from diloco.errors import ConfigError, StorageError
 from diloco.journal import writer
-from diloco.runtime import files
+from diloco.runtime import files, untrusted_json
 from diloco.runtime.disk import PRIVATE
 from diloco.spec import RunSpec
 from diloco_job.manifest_file import Dumper, parse_job
@@ -29,6 +29,8 @@ from diloco_job.types import DiLoCoJob
 from diloco_local.manifest import load_job, read_manifest
 
 FINAL_STATES = ("Suspended", "Complete", "Failed")
+NEEDED = ("state", "message", "startTime", "supervisor")
+"""Fields of status.json that are read here, or when the run is resumed."""
 
 
 class RunDir:
@@ -107,6 +109,10 @@ class RunDir:
         finally:
             os.close(fd)
 
+    def is_local(self) -> bool:
+        """Whether a supervisor has used this directory; one that was fetched from a cluster has had none."""
+        return self._lock.exists()
+
     def _refuse_foreign(self) -> None:
         if self.path.exists() and not self.path.is_dir():
             raise ConfigError(f"{self.path}: is a file; give a directory with --dir")
@@ -154,17 +160,25 @@ class RunDir:
         with _storage(self.path):
             for folder in ("learners", "logs", "snapshots", "state"):
                 (self.path / folder).mkdir(files.PRIVATE_DIRECTORY, exist_ok=True)
-            files.replace(self.manifest, text, mode=PRIVATE)
-            files.replace(self.spec, spec.to_json(), mode=PRIVATE)
-            files.replace(self._origin, json.dumps({"manifest": str(origin)}) + "\n", mode=PRIVATE)
+            place = json.dumps({"manifest": str(origin)}) + "\n"
+            # Durable, and the manifest last: without these files, a run cannot be resumed after a power failure.
+            files.replace(self._origin, place, durable=True, mode=PRIVATE)
+            files.replace(self.spec, spec.to_json(), durable=True, mode=PRIVATE)
+            files.replace(self.manifest, text, durable=True, mode=PRIVATE)
         return origin.parent
 
     def _origin_of(self, job_path: Path) -> Path:
         """`job_path`, or the file it was copied from if it is this directory's job.yaml."""
         path = job_path.absolute()
-        if path.resolve() == self.manifest.resolve() and self._origin.exists():
-            return Path(json.loads(self._origin.read_text())["manifest"])
-        return path
+        if path.resolve() != self.manifest.resolve() or not self._origin.exists():
+            return path
+        try:
+            return Path(untrusted_json.parse(self._origin.read_text())["manifest"])
+        except (ValueError, KeyError, TypeError):
+            raise StorageError(
+                f"{self._origin}: does not name the manifest of this run; continue the run with: diloco run "
+                f"MANIFEST --dir {self.path}"
+            ) from None
 
     def status(self) -> dict[str, Any]:
         """
@@ -172,10 +186,10 @@ class RunDir:
 
         Raises:
             ConfigError: this is not the directory of a local run.
-            StorageError: status.json is not valid JSON.
+            StorageError: status.json is damaged.
         """
         try:
-            status: dict[str, Any] = json.loads(self.status_file.read_text())
+            status: Any = untrusted_json.parse(self.status_file.read_text(), finite=False)
         except FileNotFoundError:
             raise ConfigError(
                 f"{self.path}: no status.json found; give the directory of a run with --dir"
@@ -184,10 +198,18 @@ class RunDir:
             raise StorageError(
                 f"{self.status_file}: {error}; a running supervisor rewrites it"
             ) from None
+        if not isinstance(status, dict):
+            raise StorageError(
+                f"{self.status_file}: holds no JSON object; a running supervisor rewrites it"
+            )
         if "processes" not in status:
             raise ConfigError(
                 f"{self.path}: was fetched from a cluster; use kubectl for the status of the job, or "
                 f"inspect what was fetched with: diloco report --dir {self.path}"
+            )
+        if missing := [field for field in NEEDED if field not in status]:
+            raise StorageError(
+                f"{self.status_file}: has no {', '.join(missing)}; a running supervisor rewrites it"
             )
         if status["state"] not in FINAL_STATES and self.supervisor_pid() is None:
             status["state"] = "Suspended"

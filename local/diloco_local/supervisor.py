@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -30,7 +31,7 @@ from diloco_job.plan import plan as plan_of
 from diloco_job.types import DiLoCoJob
 from diloco_local import events as e
 from diloco_local.commands import Commands, Programs, local_problems
-from diloco_local.display import Display, display_on
+from diloco_local.display import Display, console_on, display_on
 from diloco_local.policy import Policy
 from diloco_local.problems import STUCK_SECONDS, Problems
 from diloco_local.run_directory import RunDir
@@ -83,7 +84,7 @@ def run(
     """
     if problems := local_problems(job):
         raise ConfigError(f"{job_path}: cannot run on one machine:\n" + "\n".join(problems))
-    console = console or Console()
+    console = console or console_on(sys.stdout)
     run_dir, plan = RunDir(directory), plan_of(job)
     with run_dir.hold():
         sources = run_dir.adopt(job_path, job, plan.spec)
@@ -107,7 +108,9 @@ def run(
         supervisor = Supervisor(commands, limits or job_limits(job), display_on(console), Poller())
         supervisor.run()
         try:
-            conclude(commands, supervisor.policy, supervisor.status, console)
+            # A terminal that is closed now does not keep the report from being written.
+            with handled((signal.SIGHUP,), lambda _: None):
+                conclude(commands, supervisor.policy, supervisor.status, console)
         except KeyboardInterrupt:
             console.print("stopped before sample and report were written", soft_wrap=True)
             return EXIT_FORCED
@@ -425,7 +428,9 @@ class Supervisor:
     # ------------------------------------------------------------------------------ signals
 
     def _on_signal(self, number: int) -> None:
-        self.interrupts += 1
+        # The shell and the kernel both report a closed terminal; that is no second Ctrl-C.
+        if number != signal.SIGHUP or not self.interrupts:
+            self.interrupts += 1
 
 
 def exit_code(policy: Policy) -> int:

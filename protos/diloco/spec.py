@@ -158,7 +158,7 @@ class RunSpec:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{source}: not JSON: {error}") from None
         if not isinstance(data, dict):
             raise ConfigError(f"{source}: holds a {type(data).__name__}, expected an object")
@@ -176,11 +176,12 @@ class RunSpec:
                 if name in data:
                     data[name] = Checkpoint(**data[name])
             spec = cls(**data)
-        except (TypeError, ConfigError) as error:
+            found = spec.hash
+        except (TypeError, ConfigError, RecursionError) as error:
             raise ConfigError(f"{source}: {error}") from None
-        if stated is not None and stated != spec.hash:
+        if stated is not None and stated != found:
             raise ConfigError(
-                f"{source}: states hash {stated}, its fields give {spec.hash}; write the file again"
+                f"{source}: states hash {stated}, its fields give {found}; write the file again"
             )
         return spec
 

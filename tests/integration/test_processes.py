@@ -1,6 +1,8 @@
 """Supervised processes and their guard: real processes, real signals."""
 
 import os
+import signal
+import subprocess
 import sys
 import threading
 
@@ -75,6 +77,21 @@ def test_a_log_that_cannot_be_opened_is_an_exit_and_no_exception(processes, comm
     assert next_exit(processes).cause.endswith("one.log: Is a directory")
 
 
+@pytest.mark.parametrize(
+    ("environment", "argv", "cause"),
+    [
+        ({"LR=3": "x"}, None, "illegal environment variable name"),
+        ({"LR": "x\0y"}, None, "embedded null byte"),
+        ({}, (sys.executable, "\0"), "embedded null byte"),
+    ],
+)
+def test_what_no_process_can_have_is_an_exit_with_the_reason(
+    processes, command, environment, argv, cause
+):
+    assert processes.start(command("pass", argv=argv, **environment)) is None
+    assert next_exit(processes).cause == f"{sys.executable}: {cause}"
+
+
 def test_kill_includes_helpers_and_terminate_does_not(processes, command):
     code = (
         "import subprocess, time\n"
@@ -101,6 +118,20 @@ def test_a_guard_that_was_killed_is_replaced_at_the_next_start(processes, comman
     processes.start(command("pass"))
     assert processes._guard is not guard
     assert processes._guard.poll() is None
+
+
+def test_orphans_are_reaped_after_the_guard_was_killed_and_another_guard_watches(processes):
+    guard = processes._guard.pid
+    os.kill(guard, signal.SIGKILL)
+    orphan = subprocess.Popen(["true"])
+    for pid in (guard, orphan.pid):
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    processes.reap_orphans()
+    with pytest.raises(ChildProcessError):
+        os.waitpid(orphan.pid, os.WNOHANG)
+    orphan.wait()
+    assert processes._guard.pid != guard
+    assert alive(processes._guard.pid)
 
 
 def test_a_start_from_a_thread_is_refused(processes, command):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import pty
 import re
 import signal
 import socket
@@ -318,6 +319,55 @@ def test_one_interrupt_suspends_in_order_and_the_run_can_be_resumed(fake, number
     fake.complete()
     assert ended(second)[0] == 0
     assert fake.status()["startTime"] == began
+
+
+@pytest.mark.parametrize(
+    ("place", "term"), [(os.pipe, ""), (pty.openpty, "dumb"), (pty.openpty, "xterm")]
+)
+def test_a_run_whose_terminal_or_pipe_is_closed_continues_until_it_is_complete(fake, place, term):
+    reader, writer = place()
+    supervisor = fake.start(output=writer, environment={"TERM": term})
+    os.close(writer)
+    until(fake.all_training, "training")
+    os.close(reader)
+    fake.order("us/0", 1, "a crash after the terminal was closed")
+    until(lambda: fake.process("us/0")["restarts"] >= 1, "a note that cannot be shown")
+    (fake.dir / "us-0.order").unlink()
+    until(fake.all_training, "training again")
+    fake.complete()
+    code, _, err = ended(supervisor)
+    assert (code, err) == (0, "")
+    assert fake.status()["state"] == "Complete"
+    assert (fake.dir / "report.html").exists()
+
+
+def test_a_hang_up_that_the_shell_and_the_kernel_report_suspends_in_order(fake):
+    reader, writer = pty.openpty()
+    supervisor = fake.start(output=writer, environment={"TERM": "xterm"})
+    os.close(writer)
+    until(fake.all_training, "training")
+    os.close(reader)
+    supervisor.send_signal(signal.SIGHUP)
+    until(lambda: fake.status()["state"] == "Suspended", "the first signal")
+    supervisor.send_signal(signal.SIGHUP)
+    code, _, err = ended(supervisor)
+    assert (code, err) == (75, "")
+    assert fake.status()["state"] == "Suspended"
+    order = (fake.dir / "order-of-leaving").read_text().split()
+    assert (sorted(order[:2]), order[2:]) == (["eu/0", "us/0"], ["evaluator", "syncer"])
+
+
+def test_a_run_that_was_started_with_nohup_continues_after_a_hang_up(fake):
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        supervisor = fake.start()
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    until(fake.all_training, "training")
+    supervisor.send_signal(signal.SIGHUP)
+    fake.complete()
+    assert ended(supervisor)[0] == 0
+    assert fake.status()["state"] == "Complete"
 
 
 def test_an_interrupt_after_completion_is_acknowledged_and_the_run_stays_complete(tmp_path):

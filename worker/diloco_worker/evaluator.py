@@ -32,10 +32,16 @@ import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
 
-from diloco.errors import EXIT_REFUSED, ConfigError, DilocoError, UnavailableError
+from diloco.errors import (
+    EXIT_REFUSED,
+    ConfigError,
+    DilocoError,
+    ProtocolError,
+    UnavailableError,
+)
 from diloco.rpc import channels, status_codes
 from diloco.rpc.identity import server_name
-from diloco.runtime import backoff, files, logs
+from diloco.runtime import backoff, files, logs, untrusted_json
 from diloco.runtime.formatting import shorten
 from diloco.runtime.health import Health, HealthFile
 from diloco.spec import RunSpec
@@ -57,6 +63,11 @@ _FIRST_POLL_SECONDS = 0.2
 _CALL_SECONDS = 10.0
 _COMMAND_SECONDS = 3600.0
 _MAX_STDERR = 2000
+_TRIES = 3
+"""Submissions of a score that the syncer refuses: a proxy in between may be the one that did."""
+DETAIL_BYTES, MAX_TEXT = 16 << 10, 256
+"""What the syncer takes of the members of a score besides its loss, and characters of a text or name of them."""
+_MAX_NAMES = 500
 _MAX_HEAD, _MAX_LAST = 100, 200
 """Of the first and the last line of an error that are shown in the status."""
 
@@ -123,14 +134,16 @@ def parse_score(stdout: str, *, stderr: str = "") -> Score:
     """
     for line in reversed(stdout.splitlines()):
         try:
-            score = json.loads(line)
+            score = untrusted_json.parse(line, finite=False)
         except ValueError:
             continue
         if isinstance(score, dict):
             loss = score.get("loss")
-            if isinstance(loss, bool) or not isinstance(loss, (int, float)):
+            is_number = isinstance(loss, (int, float)) and not isinstance(loss, bool)
+            # Whole numbers of hundreds of digits are none for float().
+            if not is_number or (isinstance(loss, int) and abs(loss) > sys.float_info.max):
                 raise NoScoreError(
-                    f'evaluation.command printed {line.strip()!r}, expected a number under "loss"'
+                    f'evaluation.command printed {line.strip()[:_MAX_STDERR]!r}, expected a number under "loss"'
                 )
             return score
     raise NoScoreError(
@@ -138,6 +151,26 @@ def parse_score(stdout: str, *, stderr: str = "") -> Score:
         f"its output ends with: {stdout.strip()[-200:]!r}, its standard error with: "
         f"{stderr.strip()[-_MAX_STDERR:]}"
     )
+
+
+def submittable(members: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The members of a score that the syncer takes, and the names of the others."""
+    taken, left_out, room = {}, [], DETAIL_BYTES
+    for name, value in members.items():
+        size = _size(name, value)
+        if size <= room:
+            taken[name], room = value, room - int(size)
+        else:
+            left_out.append(name)
+    return taken, left_out
+
+
+def _size(name: str, value: object) -> float:
+    """Bytes of a member in JSON; infinite: the syncer does not take its value."""
+    finite = not isinstance(value, float) or math.isfinite(value)
+    short = all(len(text) <= MAX_TEXT for text in (name, value) if isinstance(text, str))
+    plain = finite and short and not isinstance(value, (list, dict))
+    return len(json.dumps({name: value})) if plain else math.inf
 
 
 def is_due(*, step: int, last: int | None, every: int, complete: bool) -> bool:
@@ -226,7 +259,7 @@ class Evaluator:
 
     def _score(self, step: int, weights: Weights, *, tokens: int) -> bool:
         """
-        Score and submit, however long the syncer is unavailable; log a model without a score.
+        Score and submit, however long the syncer is unavailable; report a model without a score.
 
         Returns:
             False: meanwhile the job continues from an older step, so the score is of no use.
@@ -240,26 +273,42 @@ class Evaluator:
                     f"the loss is {loss}, expected a finite number; the model may have diverged"
                 )
         except NoScoreError as error:
-            log.warning("no score: %s", error, extra={"step": step})
-            self._report("NoScore", f"the model of step {step} has no score: {_brief(str(error))}")
-            return True
-        self._report("", "scored")
+            return self._has_no_score(step, error)
         seconds = round(time.monotonic() - started, 3)
-        detail = {name: value for name, value in score.items() if name != "loss"}
-        detail |= {"seconds": seconds, "tokens": tokens}
+        own = {"seconds": seconds, "tokens": tokens}
+        others = {name: score[name] for name in score if name != "loss" and name not in own}
+        detail, left_out = submittable(own | others)
+        if left_out:
+            log.warning(
+                "left out of the score, expected finite numbers and short texts of together at most %d bytes: %s",
+                *(DETAIL_BYTES, shorten(", ".join(left_out), _MAX_NAMES)),
+                extra={"step": step},
+            )
         evaluation = pb.Evaluation(step=step, loss=loss, detail=json.dumps(detail))
+        refusals = 0
         while True:
             try:
                 self.submit(evaluation)
             except (grpc.RpcError, DilocoError) as error:
-                self._wait_after(error)
+                cause = status_codes.error_of(error) if isinstance(error, grpc.RpcError) else error
+                refusals += isinstance(cause, ProtocolError)
+                if refusals == _TRIES:
+                    return self._has_no_score(step, f"the syncer refused it: {cause}")
+                self._wait_after(cause)
                 if self._was_undone(step):
                     return False
             else:
                 break
         self.backoff.reset()
+        self._report("", "scored")
         log.info("scored", extra={"step": step, "loss": f"{loss:.4f}", "seconds": seconds})
         self._save_score(step)
+        return True
+
+    def _has_no_score(self, step: int, why: object) -> bool:
+        """Report it; the next model gets another try."""
+        log.warning("no score: %s", why, extra={"step": step})
+        self._report("NoScore", f"the model of step {step} has no score: {_brief(str(why))}")
         return True
 
     def _was_undone(self, step: int) -> bool:
@@ -288,7 +337,7 @@ class Evaluator:
     def _last_score(self) -> tuple[int | None, str]:
         """Step of the last score (None: there is none), and digest of the model if it was the job's final one."""
         try:
-            score = json.loads(files.read(self.state_file)) if self.state_file else {}
+            score = untrusted_json.parse(files.read(self.state_file)) if self.state_file else {}
             return int(score["step"]), str(score.get("model", ""))
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             return None, ""

@@ -297,12 +297,16 @@ def _learners(
         learner, incarnation = event.get("learner"), event.get("incarnation")
         if kind == Refuse.kind:
             refused.setdefault(str(learner), []).append((time, str(event.get("reason"))))
-        if kind in (Join.kind, Leave.kind):
+        if (
+            isinstance(learner, str)
+            and isinstance(incarnation, int)
+            and kind in (Join.kind, Leave.kind)
+        ):
             seen(learner, incarnation, time)
             if kind == Join.kind:
-                running[str(learner)] = incarnation if isinstance(incarnation, int) else -1
-            elif running.get(str(learner)) == incarnation:
-                del running[str(learner)]
+                running[learner] = incarnation
+            elif running.get(learner) == incarnation:
+                del running[learner]
     for number, event in enumerate(merges):
         time, members = _time(event) or begin, _members(event)
         total = sum(_number(member, "weight", 0.0) for member in members)
@@ -419,7 +423,7 @@ def _time(row: Mapping[str, Any]) -> float | None:
     if isinstance(value, str):
         try:
             return datetime.fromisoformat(value).timestamp()
-        except ValueError:
+        except (ValueError, OverflowError):
             return None
     number = _number(row, "time")
     return number if math.isfinite(number) else None

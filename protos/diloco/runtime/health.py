@@ -15,7 +15,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 
-from diloco.runtime import files
+from diloco.runtime import files, untrusted_json
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class Health:
 def read(path: Path) -> Health | None:
     """The last state; None: nothing was written yet, or it cannot be read."""
     try:
-        data = json.loads(files.read(path))
+        data = untrusted_json.parse(files.read(path), finite=False)
         return Health(
             at=float(data["at"]),
             ready=bool(data["ready"]),
@@ -66,7 +66,7 @@ def read(path: Path) -> Health | None:
             left=str(data.get("left", "")),
             problem=str(data.get("problem", "")),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, OverflowError):
         return None
 
 

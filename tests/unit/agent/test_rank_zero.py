@@ -57,7 +57,13 @@ def test_a_rank_reports_and_gets_the_run_as_the_reply():
 
 
 def test_a_rank_zero_that_refuses_or_answers_nonsense_leaves_no_reply():
-    answers = [Reply(ok=False, message="{}"), Reply(ok=True, message="[]"), None, None]
+    texts = ["[]", "[" * 5000, '{"run": 1e999}']
+    answers = [
+        Reply(ok=False, message="{}"),
+        *(Reply(ok=True, message=t) for t in texts),
+        None,
+        None,
+    ]
     left = list(answers)
 
     def answer(path, query):

@@ -1,13 +1,18 @@
 """What outlives a container: the termination message, as the kubelet keeps it, and the counts of restarts."""
 
 import json
+import socket
 from types import SimpleNamespace
+from urllib.parse import quote
 
 import pytest
 
 from diloco_agent import policy, supervisor
 from diloco_agent.policy import ExitContainer
+from diloco_agent.probe_server import Server
+from diloco_agent.rank_zero import PATH
 from diloco_agent.supervisor import Counts, Supervisor, write_termination_message
+from diloco_agent.unit import Leader
 
 KUBELET_BYTES = 4096
 
@@ -176,3 +181,51 @@ def test_that_a_learner_joined_is_known_to_the_next_container_of_its_pod(tmp_pat
     counts = tmp_path / "lives.json"
     counts.write_text('{"lives": 7, "faults": 2, "joined": true, "pod": "uid-1"}')
     assert supervisor._read_counts(counts, pod).joined is joined
+
+
+@pytest.mark.parametrize("text", ["[" * 9000, '{"lives": 1e999, "faults": 2}', "[]", "5"])
+def test_counts_that_no_agent_wrote_are_none(tmp_path, text):
+    counts = tmp_path / "lives.json"
+    counts.write_text(text)
+    assert supervisor._read_counts(counts, "uid-1") == Counts()
+    assert not supervisor._was_killed(counts, "uid-1", "boot-1", 3)
+
+
+def test_the_message_of_a_line_is_that_of_a_record_and_any_other_line_is_its_own():
+    deep = "[" * 9000
+    assert supervisor._message_of('{"message": "why", "loss": NaN}') == "why"
+    for line in ("why", '{"message": 5}', "[1]", deep, f'{{"message": {deep}'):
+        assert supervisor._message_of(line) == line
+
+
+REPORT = {
+    "rank": 1, "boot": "b", "run": "", "willing": True, "stopping": False, "ended": "", "code": 0, "cause": "",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "5", "[]", "{}", "[" * 2500, '"x"', "NaN",
+        *(json.dumps(REPORT | {name: float("inf")}) for name in ("rank", "code")),
+        json.dumps(REPORT).replace('"rank": 1', '"rank": 1e999'),
+        json.dumps(REPORT).replace('"code": 0', '"code": 1e999'),
+        json.dumps(REPORT).replace('"cause": ""', f'"cause": {"[" * 700}{"]" * 700}'),
+    ],
+    ids=lambda text: text[:12],
+)  # fmt: skip
+def test_a_request_of_any_client_is_refused_without_a_trace(text, capfd):
+    agent = object.__new__(Supervisor)
+    agent._unit, agent._reports = Leader(boot="b", size=2), {}
+    agent._settings = SimpleNamespace(num_ranks=2)
+    server = Server(0, agent._answer)
+
+    def reply(query):
+        with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
+            connection.sendall(f"GET {PATH}?{quote(query)} HTTP/1.0\r\n\r\n".encode())
+            return b"".join(iter(lambda: connection.recv(4096), b""))
+
+    assert reply(text).endswith(b"not a report\n")
+    assert agent._reports == {}
+    assert reply(json.dumps(REPORT)).startswith(b"HTTP/1.0 200")
+    assert capfd.readouterr().err == ""

@@ -88,6 +88,14 @@ def test_requirements_of_a_cluster_are_valid_and_reported(tmp_path):
     assert "only in a cluster: spec.learner.podsPerLearner: 2" in done.stdout
 
 
+def test_the_name_of_a_manifest_does_not_reach_the_terminal_as_controls(tmp_path):
+    manifest = tmp_path / "job\x1b[31m.yaml"
+    manifest.write_text(OWN_LOOP.read_text())
+    done = diloco("validate", manifest, cwd=tmp_path)
+    assert done.returncode == 0
+    assert "/job\\u001b[31m.yaml: " in done.stdout
+
+
 def test_run_refuses_jobs_that_need_a_cluster_before_anything_starts(tmp_path):
     done = diloco("run", OWN_LOOP, "--set", "spec.learner.podsPerLearner=2", cwd=tmp_path)
     assert done.returncode == 2

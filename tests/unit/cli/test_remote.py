@@ -17,6 +17,7 @@ from diloco_cli import pod_files, remote
 from diloco_cli.pod_files import Retries
 from diloco_cli.remote import RemoteJob, fetch_run
 from diloco_local.report.run_files import load
+from diloco_local.run_directory import RunDir
 from diloco_testing.kubernetes.kubectl import JOB, START, diloco, make_kubectl, make_state
 
 pytestmark = pytest.mark.slow  # each command of the made-up kubectl is a process
@@ -348,6 +349,34 @@ def test_logs_make_a_run_directory(tmp_path, kubectl):
         "job.yaml", "spec.json", "status.json", "events.jsonl", "learners/eu-0/steps.jsonl",
     }  # fmt: skip
     assert json.loads((run / "learners/eu-0/steps.jsonl").read_text())["tokens"] == 100
+
+
+def test_logs_fetch_a_job_again_and_refuse_the_directory_of_another(tmp_path, kubectl, state):
+    job, run = tmp_path / "cluster/job.yaml", tmp_path / "run"
+    job.write_text(JOB.replace("name: a\n", "name: a\n  uid: first\n"))
+    for _ in range(2):
+        assert diloco(kubectl, "logs", "a", "--to", run).returncode == 0
+    (state / "events.jsonl").write_text(START.replace('"epoch": 1', '"epoch": 9'))
+    for text in (JOB.replace("name: a\n", "name: a\n  uid: second\n"), JOB):
+        job.write_text(text)
+        done = diloco(kubectl, "logs", "a", "--to", run)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"{run}: holds another job, or one that was deleted and created again" in done.stderr
+    assert (run / "events.jsonl").read_text() == START
+
+
+def test_logs_refuse_the_directory_of_a_run_on_this_machine(tmp_path, kubectl):
+    local = RunDir(tmp_path / "local")
+    with local.hold():
+        local.manifest.write_text(JOB)
+        local.events.write_text("{}\n")
+    done = diloco(kubectl, "logs", "a", "--to", local.path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        f"{local.path}: holds a run of this machine; give another directory with --to"
+        in done.stderr
+    )
+    assert (local.manifest.read_text(), local.events.read_text()) == (JOB, "{}\n")
 
 
 @pytest.mark.slow

@@ -127,6 +127,8 @@ def test_later_sets_win():
         ("spec..steps=5", "is malformed at"),
         ("spec.regions[=5", 'is malformed at "["'),
         ("spec.regions[7].learners=5", "no entry [7]; there are 2: [0] eu, [1] us"),
+        ("spec.regions[²].learners=5", "no entry [²]; there are 2: [0] eu, [1] us"),
+        (f"spec.regions[{5000 * '0'}].learners=5", "there are 2: [0] eu, [1] us"),
         ("spec.regions[asia].learners=5", "no entry [asia]; there are 2: [0] eu, [1] us"),
         ("spec.regions.learners=5", "no entry [learners]"),
         ("spec.steps.more=5", "2000 has no field more"),

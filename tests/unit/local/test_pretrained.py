@@ -62,6 +62,22 @@ def test_a_model_larger_than_one_file_has_an_index(run: Path, tmp_path: Path):
     }
 
 
+def test_b02_no_link_that_is_planted_in_the_folder_is_written_through(run: Path, tmp_path: Path):
+    base, to, victim = tmp_path / "base", tmp_path / "to", tmp_path / "victim"
+    base.mkdir()
+    (base / "config.json").write_text("{}")
+    to.mkdir()
+    victim.write_text("precious")
+    names = [f"model-0000{n}-of-00002.safetensors" for n in (1, 2)]
+    names += [INDEX, "model.json", "config.json"]
+    for name in names:
+        (to / f"{name}.tmp").symlink_to(victim)
+    export_folder(run, to, shard_bytes=100, files_from=base)
+    assert victim.read_text() == "precious"
+    assert sorted(path.name for path in to.iterdir()) == sorted(names)
+    assert not any(path.is_symlink() for path in to.iterdir())
+
+
 def test_a_tensor_larger_than_a_file_has_one_of_its_own():
     entries = [Entry(name=str(n), dtype="int8", shape=(n,)) for n in (2, 9, 2, 2)]
     assert [[e.name for e in shard.entries] for shard in plan(entries, 4)] == [
@@ -98,6 +114,31 @@ def test_a_model_without_its_frozen_tensors_is_refused_with_what_to_do(tmp_path:
     assert "and 2 more" in message
     assert "sync.frozen: Ship" in message
     assert not (tmp_path / "to").exists()
+
+
+@pytest.mark.parametrize("frozen", [[1], 5, {"a": 1}, [{}], "w", [None]], ids=str)
+def test_a_model_json_that_no_run_wrote_is_refused(run: Path, tmp_path: Path, frozen: object):
+    facts = run / "model" / "model.json"
+    facts.write_text(json.dumps(json.loads(facts.read_text()) | {"frozen": frozen}))
+    with pytest.raises(StorageError, match=r"model\.json: frozen is not a list of tensors"):
+        export_folder(run, tmp_path / "to", dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[" * 9000, "nested too deeply"),
+        ("[]", "has no sha256"),
+        ('{"sha256": "' + "x" * (64 << 20) + '"}', "has more than 67108864 bytes, the maximum"),
+    ],
+    ids=["nested", "a list", "too long"],
+)
+def test_a_model_json_that_cannot_be_used_is_refused(
+    run: Path, tmp_path: Path, text: str, message: str
+):
+    (run / "model" / "model.json").write_text(text)
+    with pytest.raises(StorageError, match=rf"model\.json: {message}"):
+        export_folder(run, tmp_path / "to", dtype="bfloat16")
 
 
 def test_a_folder_with_weights_is_refused(run: Path, tmp_path: Path):

@@ -281,6 +281,39 @@ def test_damaged_lines_and_odd_values_are_left_out(tmp_path: Path):
     assert load(tmp_path / "run").state == "Complete"
 
 
+@pytest.mark.parametrize("kind", ["join", "leave"])
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"learner": "eu/0"},
+        {"learner": "eu/0", "incarnation": [1]},
+        {"learner": "eu/0", "incarnation": "1"},
+        {"learner": ["eu/0"], "incarnation": 1},
+        {"learner": {"a": 1}, "incarnation": 1},
+        {"incarnation": None},
+        {"learner": "eu/0", "incarnation": 1, "time": "0001-01-01T00:00:00"},
+        {"learner": "eu/0", "incarnation": 1, "time": "9999-12-31T23:59:59-23:00"},
+    ],
+    ids=range(8),
+)
+def test_lines_of_learners_without_a_whole_incarnation_or_a_time_are_left_out(
+    tmp_path: Path, kind: str, odd: dict[str, Any]
+):
+    joined = {"time": stamp(0), "epoch": 1, "event": "join", "learner": "eu/0", "incarnation": 7}
+    append(
+        tmp_path / "events.jsonl",
+        [joined, joined | {"time": stamp(1), "incarnation": 8, "event": kind} | odd],
+    )
+    append(
+        tmp_path / "learners" / "eu-0" / "steps.jsonl",
+        [{"time": stamp(2), "tokens": 5, "loss": 1.0}],
+    )
+    run = load(tmp_path)
+    assert [learner.name for learner in run.learners] == ["eu/0"]
+    assert run.learners[0].tokens == 5
+    assert run.learners[0].lifetimes[0].number in (1, 7)
+
+
 def suspended(directory: Path) -> Path:
     """A run of two learners that was suspended for 100 s; one of them was killed before."""
     events = [

@@ -194,6 +194,52 @@ def test_each_learner_has_its_own_directory_and_log(tmp_path):
     assert run_dir.state_of("evaluator") == tmp_path / "state" / "evaluator"
 
 
+@pytest.mark.parametrize("content", ["", "{", "{}", "null", '{"manifest": 5}', "[" * 9000])
+def test_a_run_whose_origin_is_damaged_is_resumed_with_its_manifest(tmp_path, manifest, content):
+    run_dir = RunDir(tmp_path / "run")
+    adopt(run_dir, manifest)
+    origin = run_dir.path / "state" / "origin.json"
+    origin.write_text(content)
+    with pytest.raises(StorageError, match=r"origin\.json: .*diloco run MANIFEST --dir ") as caught:
+        adopt(run_dir, run_dir.manifest)
+    assert str(run_dir.path) in str(caught.value)
+    assert adopt(run_dir, manifest) == adopt(run_dir, run_dir.manifest) == tmp_path
+
+
+def test_what_a_resumed_run_needs_is_on_the_disk_before_the_run_begins(
+    tmp_path, manifest, monkeypatch
+):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    run_dir = RunDir(tmp_path / "run")
+    adopt(run_dir, manifest)
+    contents = [place for place in synced if not os.path.isdir(place)]
+    assert [os.path.basename(place) for place in contents] == [
+        "origin.json.tmp", "spec.json.tmp", "job.yaml.tmp",
+    ]  # fmt: skip
+    assert {str(run_dir.path), str(run_dir.path / "state")} <= set(synced)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "rewrites it"),
+        ("null", "holds no JSON object; a running supervisor rewrites it"),
+        ("[]", "holds no JSON object"),
+        ('"processes"', "holds no JSON object"),
+        ("[" * 9000, "nested too deeply"),
+        ('{"processes": []}', "has no state, message, startTime, supervisor; a running"),
+    ],
+    ids=range(6),
+)
+def test_a_damaged_status_is_refused_with_its_name(tmp_path, content, message):
+    run_dir = RunDir(tmp_path)
+    run_dir.status_file.write_text(content)
+    with pytest.raises(StorageError, match=message) as caught:
+        run_dir.status()
+    assert str(caught.value).startswith(f"{run_dir.status_file}: ")
+
+
 def test_status_without_a_run_asks_for_a_run_directory(tmp_path):
     with pytest.raises(ConfigError, match=r"no status\.json found"):
         RunDir(tmp_path).status()

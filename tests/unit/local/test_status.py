@@ -1,6 +1,8 @@
 """The status of a run, and how it is shown."""
 
 import io
+import os
+import pty
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -13,6 +15,7 @@ from diloco_local.display import (
     LiveDisplay,
     PlainDisplay,
     Rate,
+    console_on,
     display_on,
     line,
     status_table,
@@ -411,6 +414,41 @@ def test_a_pipe_gets_lines_and_a_terminal_a_table(monkeypatch):
     live = display_on(terminal)
     live.close()
     assert isinstance(live, LiveDisplay)
+
+
+@pytest.mark.parametrize(
+    ("place", "term", "kind"),
+    [
+        (os.pipe, "", PlainDisplay),
+        (pty.openpty, "dumb", PlainDisplay),
+        (pty.openpty, "xterm", LiveDisplay),
+    ],
+)
+def test_a_display_whose_terminal_or_pipe_is_closed_shows_nothing_more(
+    place, term, kind, monkeypatch
+):
+    monkeypatch.setenv("TERM", term)
+    reader, writer = place()
+    with open(writer, "w", encoding="utf-8") as stream:
+        shown = display_on(console_on(stream))
+        assert isinstance(shown, kind)
+        shown.note("started syncer")
+        seen = b""
+        while b"started syncer" not in seen:
+            seen += os.read(reader, 4096)
+        os.close(reader)
+        for second in range(0, 20, 5):
+            shown.show(at_step(second), float(second))
+            shown.note("started eu/0")
+        shown.close()
+        shown.note("suspended at step 5/50")
+
+
+def test_a_display_without_standard_output_shows_nothing(monkeypatch):
+    monkeypatch.setattr("sys.stdout", None)
+    shown = display_on(console_on(None))
+    shown.note("started syncer")
+    shown.close()
 
 
 def test_plain_lines_come_every_five_seconds_and_notes_at_once():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -57,6 +58,16 @@ def test_a_file_system_that_became_read_only_does_not_end_the_run(tmp_path, monk
         Supervisor._remove(supervisor, tmp_path / "health.json")
     assert len(notes) == 1
     assert "Read-only file system; the run continues" in notes[0]
+
+
+def test_a_closed_terminal_that_is_reported_twice_is_one_interrupt():
+    supervisor = SimpleNamespace(interrupts=0)
+    for number, interrupts in (
+        *((signal.SIGHUP, 1), (signal.SIGHUP, 1)),
+        *((signal.SIGINT, 2), (signal.SIGHUP, 2), (signal.SIGTERM, 3)),
+    ):
+        Supervisor._on_signal(supervisor, number)
+        assert supervisor.interrupts == interrupts
 
 
 class Ending:

@@ -54,7 +54,14 @@ def test_without_a_path_nothing_is_written_and_nothing_is_due():
     assert file.due_at() is None
 
 
-@pytest.mark.parametrize("content", [None, "", "{", "[]", '{"at": 1}', '{"at": "x", "ready": 1}'])
+@pytest.mark.parametrize(
+    "content",
+    [
+        None, "", "{", "[]", '{"at": 1}', '{"at": "x", "ready": 1}', "[" * 9000,
+        f'{{"at": 1{400 * "0"}, "ready": true, "why": "", "progressAt": 9}}',
+    ],
+    ids=range(8),
+)  # fmt: skip
 def test_what_cannot_be_read_is_no_heartbeat(tmp_path, content):
     path = tmp_path / "health.json"
     if content is not None:

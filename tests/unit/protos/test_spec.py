@@ -156,6 +156,15 @@ def changed(**changes: object) -> str:
     ("text", "message"),
     [
         ("{", "not JSON"),
+        ("[" * 9000, "not JSON"),
+        (
+            changed(recipe_config=...)[:-1]
+            + ', "recipe_config": '
+            + 600 * '{"a":'
+            + "1"
+            + 601 * "}",
+            "recursion",
+        ),
         ("[]", "holds a list, expected an object"),
         (changed(colour=1, size=2), "unknown fields colour, size"),
         (changed(steps=..., hash=...), "steps"),

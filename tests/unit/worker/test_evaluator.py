@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import subprocess
 import sys
@@ -13,10 +14,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from diloco.errors import ConfigError, DamagedError, UnavailableError
+from diloco.errors import ConfigError, DamagedError, ProtocolError, UnavailableError
 from diloco.runtime import health
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
+from diloco_syncer.rpc import telemetry
 from diloco_worker import evaluator
 from diloco_worker.evaluator import CommandScorer, Evaluator, NoScoreError
 
@@ -91,6 +93,8 @@ def test_the_weights_file_is_deleted_afterwards(tmp_path):
         ("print('{\"accuracy\": 1}')", 'expected a number under "loss"'),
         ('print(\'{"loss": "low"}\')', 'expected a number under "loss"'),
         ("print('{\"loss\": true}')", 'expected a number under "loss"'),
+        ("print('{\"loss\": 1' + 400 * '0' + '}')", 'expected a number under "loss"'),
+        ("print('[' * 9000)", "no line with a JSON object"),
     ],
 )
 def test_the_error_of_a_command_without_a_score_contains_its_output(tmp_path, body, message):
@@ -389,6 +393,76 @@ def test_other_values_of_a_score_are_submitted_as_detail():
     detail = json.loads(seen[0].detail)
     assert detail.pop("seconds") >= 0
     assert detail == {"accuracy": 0.5, "tokens": 77}
+
+
+def submitted(score, caplog):
+    """The detail of a score as the syncer keeps it, without `seconds` and `tokens`, and what was logged."""
+    syncer, kept = Syncer(steps=1, stride=1), []
+    made = evaluator_of(syncer, scorer=lambda weights: score)
+    made.submit = lambda evaluation: kept.append(telemetry.score(evaluation, steps=1))
+    made.run()
+    first, _ = kept
+    assert first.detail.pop("tokens") == 77
+    assert first.detail.pop("seconds") >= 0
+    return first.loss, first.detail, caplog.text
+
+
+@pytest.mark.parametrize(
+    "other",
+    [math.inf, -math.inf, math.nan, "x" * 257, [1.0, math.inf], {"deep": math.nan}],
+    ids=lambda value: str(value)[:9],
+)
+def test_a_value_that_the_syncer_would_refuse_is_left_out_of_the_score_and_named(other, caplog):
+    score = {"loss": 900.0, "perplexity": other, "accuracy": 0.5, "other": "x" * 256}
+    loss, detail, logged = submitted(score, caplog)
+    assert (loss, detail) == (900.0, {"accuracy": 0.5, "other": "x" * 256})
+    assert logged.count("perplexity") == 2  # of two models
+
+
+def test_a_score_that_is_too_long_for_the_syncer_loses_its_last_values(caplog):
+    bounds = telemetry.DETAIL_BYTES, telemetry.MAX_DETAIL
+    assert bounds == (evaluator.DETAIL_BYTES, evaluator.MAX_TEXT)
+    score = {"loss": 2.0} | {f"metric-{number:04}-ä": number / 3 for number in range(1000)}
+    loss, detail, logged = submitted(score, caplog)
+    assert loss == 2.0
+    assert list(detail) == list(score)[1 : 1 + telemetry.MAX_DETAILS - 2]
+    assert "metric-0999" not in logged  # shortened
+    assert "metric-0450" in logged
+    assert len(logged) < 3000
+
+
+def test_a_score_that_the_syncer_refuses_for_good_is_no_score_and_the_next_model_is_scored(
+    tmp_path, caplog
+):
+    syncer, path, tried, seen = Syncer(steps=100, stride=50), tmp_path / "health.json", [], []
+
+    def submit(evaluation):
+        tried.append(evaluation.step)
+        if evaluation.step == 50:
+            raise ProtocolError("evaluation: the detail is not JSON")
+        seen.append(health.read(path))
+        syncer.submit(evaluation)
+
+    made = evaluator_of(syncer, most_sleeps=20)
+    made.health, made.submit = health.HealthFile(path), submit
+    made.run()
+    assert [step for step, _ in syncer.scores] == [0, 100]
+    assert tried == [0, 50, 50, 50, 100]
+    assert seen[0] is None
+    assert (seen[1].problem, seen[1].why) == (
+        "NoScore",
+        "the model of step 50 has no score: the syncer refused it: evaluation: the detail is not JSON",
+    )
+    assert "the syncer refused it" in caplog.text
+    assert (health.read(path).problem, health.read(path).why) == ("", "scored")
+
+
+def test_a_job_that_is_complete_ends_its_evaluator_though_its_last_score_is_refused(tmp_path):
+    syncer, state_file = Syncer(steps=50, stride=50), tmp_path / "evaluator.json"
+    made = evaluator_of(syncer, state_file=state_file, most_sleeps=20)
+    made.submit = lambda evaluation: raise_(ProtocolError("no")) if evaluation.step else None
+    made.run()
+    assert json.loads(state_file.read_text())["step"] == 0
 
 
 # ---------------------------------------------------------------- the program

@@ -189,12 +189,18 @@ class FakeRun:
             (folder / f"{name}.py").write_text(text)
         self.supervisors: list[subprocess.Popen[str]] = []
 
-    def start(self, *, environment: dict[str, str] | None = None, **limits: float) -> Any:
-        """Start a supervisor; its output is text on a pipe."""
+    def start(
+        self,
+        *,
+        environment: dict[str, str] | None = None,
+        output: int = subprocess.PIPE,
+        **limits: float,
+    ) -> Any:
+        """Start a supervisor; its output is text on a pipe, or goes to the file descriptor `output`."""
         arguments = [self.folder, self.job, self.dir, json.dumps(LIMITS | limits)]
         supervisor = subprocess.Popen(
             [sys.executable, self.folder / "driver.py", *arguments],
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, **(environment or {})},
