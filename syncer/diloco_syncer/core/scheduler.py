@@ -325,7 +325,8 @@ class Scheduler:
         rounds = [r for r in self.in_flight if learner in r.members and not r.open]
         waited = max((self._waited_seconds(r, learner, now) for r in rounds), default=0.0)
         out = self.ejections.waited(learner, waited, "LeftRound", now) if charged else []
-        for round_ in rounds:
+        # The newest first: a drop may commit its round, and with it newer ones that are merged.
+        for round_ in reversed(rounds):
             out += self._drop(round_, learner, reason, now)
         return out
 

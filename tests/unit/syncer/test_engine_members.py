@@ -394,3 +394,23 @@ def test_pauses_that_a_member_has_not_caused_are_not_charged_when_it_breaks_once
     assert "b" in round_.members
     out = job.left("b")
     assert (logs("eject", out), job["b"].long_waits) == ([], 0)
+
+
+@pytest.mark.parametrize("how", ["leaves", "is replaced"])
+def test_a_learner_that_is_gone_is_in_no_merge_that_its_end_completes(how):
+    job = Job("abc", quorum=2).meet()
+    for step in (1, 2):
+        for name in "abc":
+            job.report(name, step, tokens=(0,) * 4, total_tokens=0, at=float(step))
+    for name in "abc":
+        job.contribute(name, round=2, local_step=2, tokens=0, at=2.1)
+    for name in "ab":
+        job.contribute(name, round=1, local_step=1, tokens=0, at=2.2)
+    assert [r.phase for r in job.rounds] == [Phase.PULLING, Phase.MERGED]
+    job.now = 2.3
+    out = job.left("c") if how == "leaves" else job.hello("c", session=9, incarnation=9)
+    assert [line["step"] for line in logs("merge", out)] == [1]
+    assert pulls(out) == [(2, 2, ("a", "b"))]
+    assert [(r.step, r.attempt) for r in job.rounds][:1] == [(2, 2)], (
+        "every pull is of a round in flight"
+    )
