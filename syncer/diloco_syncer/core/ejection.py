@@ -32,6 +32,12 @@ failures no longer count. An ejection costs the others at most one hold, so a le
 often as this allows costs them 2 % of their time. Waits that lead to none are forgiven at that rate.
 """
 
+MIN_LATE_SECONDS = 4.5
+"""
+Waits for members that deliver lead to an ejection at `hold_seconds`, but not before this: a process that
+pauses twice in a row, each time for less than a round waits, is not ejected.
+"""
+
 PROBE_ATTEMPT = 1 << 20
 """Attempts of probes are numbered from here on, so that they are never an attempt of a round."""
 
@@ -44,6 +50,11 @@ def backoff_seconds(ejections: int) -> float:
 def _nth(fragments: frozenset[int], failures: int) -> int:
     """Another fragment after each failure: one may be too large for a link that carries the others."""
     return sorted(fragments)[failures % len(fragments)]
+
+
+def _left(record: LearnerRecord, now: float) -> float:
+    """What is not forgiven of the waits for a learner."""
+    return max(0.0, record.waited_seconds - (now - record.waited_at) / FORGIVEN_AFTER_HOLDS)
 
 
 @dataclass(slots=True)
@@ -81,7 +92,7 @@ class Ejections:
         record = self.learners.by_name[name]
         if record.session is None:
             return []
-        self._charge(record, waited, now)
+        self._charge({name: waited}, now, most=self.hold_seconds())
         return self._eject(record, reason, now)
 
     def waited(self, name: str, seconds: float, reason: str, now: float) -> list[ev.Decision]:
@@ -90,31 +101,54 @@ class Ejections:
 
         It may be gone. It is ejected once that adds up to what a round could have waited for it.
         """
-        record = self.learners.by_name[name]
-        return self._eject(record, reason, now) if self._charge(record, seconds, now) else []
+        over = self._charge({name: seconds}, now, most=self.hold_seconds())
+        return [decision for record in over for decision in self._eject(record, reason, now)]
 
-    def _charge(self, record: LearnerRecord, seconds: float, now: float) -> bool:
+    def delivered_late(self, seconds: dict[str, float], now: float) -> dict[str, list[ev.Decision]]:
         """
-        Add up a wait in vain; whether it is as long now as a round may wait.
+        A round took longer by this because of these members, which have delivered.
 
-        Overlapping rounds wait at the same time: that counts once.
+        Returns:
+            those that are ejected because that has added up.
         """
+        ejected = {}
+        most = max(MIN_LATE_SECONDS, self.hold_seconds())
+        for record in self._charge(seconds, now, most=most):
+            if decisions := self._eject(record, "Slow", now):
+                ejected[record.name] = decisions
+        return ejected
+
+    def _charge(self, seconds: dict[str, float], now: float, *, most: float) -> list[LearnerRecord]:
+        """Add up waits for learners; those for which they have reached `most` now."""
+        records = [self.learners.by_name[name] for name in seconds]
+        charged = [r for r in records if self._add(r, seconds[r.name], now)]
+        if charged:
+            self._excuse(now)
+        over = [r for r in charged if r.waited_seconds >= most]
+        for record in over:
+            record.waited_seconds = 0.0
+            record.long_waits += 1
+        return over
+
+    def _add(self, record: LearnerRecord, seconds: float, now: float) -> bool:
+        """Overlapping rounds wait at the same time: that counts once. Whether anything is left."""
         began = now - seconds
         counted = max(0.0, record.waited_at - max(began, record.waited_from))
         if seconds - counted <= 0:
             return False
-        hold = self.hold_seconds()
-        forgiven = (now - record.waited_at) / FORGIVEN_AFTER_HOLDS
-        record.waited_seconds = max(0.0, record.waited_seconds - forgiven)
-        record.waited_seconds += min(seconds - counted, hold)
+        record.waited_seconds = _left(record, now) + min(seconds - counted, self.hold_seconds())
         touches = began <= record.waited_at
         record.waited_from = min(began, record.waited_from) if touches else began
         record.waited_at = now
-        if record.waited_seconds < hold:
-            return False
-        record.waited_seconds = 0.0
-        record.long_waits += 1
         return True
+
+    def _excuse(self, now: float) -> None:
+        """What the others wait for more than half of all learners is no fault of any: jitter, or a slow syncer."""
+        training = self.learners.training()
+        common = sorted(_left(record, now) for record in training)[: max(1, len(training) // 2)]
+        if common and common[-1] > 0:
+            for record in training:
+                record.waited_seconds = max(0.0, record.waited_seconds - common[-1])
 
     def _eject(self, record: LearnerRecord, reason: str, now: float) -> list[ev.Decision]:
         if record.ejection is not None:
@@ -232,6 +266,7 @@ class Ejections:
             state.failed_at, state.probe_at = now, now + pause
             return out
         record.ejection = None
+        record.failed_at = now  # from now on it has to deliver
         self.learners.changed()
         self.pace.join(record.name)
         return [*out, ev.Log(event="readmit", fields={"learner": record.name})]

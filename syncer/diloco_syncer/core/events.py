@@ -100,6 +100,8 @@ class Progress:
     attempt: int
     received_bytes: int
     """Payload received in this attempt so far."""
+    position: int = 0
+    """How far it is in the merge, in quarters of its window."""
     waiting: bool = False
     """It cannot continue before slower members do: the window of the merge is full."""
     done: bool = False

@@ -10,6 +10,7 @@ One round of one fragment: its members and its phase. Pure; the engine moves it.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from typing import Any
 from diloco.runtime.backoff import doubled
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.events import ConfirmedNorm, Merged
-from diloco_syncer.core.upload_limits import UploadProgress
+from diloco_syncer.core.upload_limits import LEAD, Stopwatch, UploadProgress, excess_seconds
 
 
 class Phase(enum.Enum):
@@ -61,16 +62,26 @@ class Round:
     """Members of this attempt and how far their uploads are."""
     contributions: dict[str, Contribution] = field(default_factory=dict)
     pending: int = 0
-    """Members for which others wait."""
+    """Members that can continue."""
     early: dict[str, Contribution] = field(default_factory=dict)
     """Headers whose report has not arrived."""
-    held_since: float | None = None
-    """Since when enough members wait for the rest; None: they do not."""
+    held: Stopwatch = field(default_factory=Stopwatch)
+    """While enough members of this attempt wait for others."""
     failure: str = ""
     """Why the last attempt lost a member."""
     merged: Merged | None = None
     _next_deadline: float | None = None
     """No pending member's deadline is earlier; None: not computed."""
+    _held_from: float | None = None
+    """No wait for a member that is waited for would have begun earlier, in one piece; None: none is."""
+    _held: int = 0
+    """Members that are waited for."""
+    _behind: int = -1
+    """Members at this position or before were waited for when that was last computed."""
+    _positions: list[int] = field(default_factory=list)
+    """Of the members, in order."""
+    _moved: set[str] = field(default_factory=set)
+    """Members whose position has changed since."""
 
     @property
     def open(self) -> bool:
@@ -106,40 +117,57 @@ class Round:
         self.pending = len(self.members)
         self.contributions, self.early = {}, {}
         self.pulled_at = now
-        self.deadline = self.held_since = self._next_deadline = None
+        self.held = Stopwatch()
+        self.deadline = self._next_deadline = None
+        self._begin_positions()
 
     def contributed(self, contribution: Contribution) -> None:
         """A member's header has arrived; its upload now waits for the other headers."""
         self.contributions[contribution.learner] = contribution
         upload = self.members[contribution.learner]
         self.pending -= upload.pending
-        upload.waiting = True
+        before, upload.waiting, upload.position = upload.position, True, LEAD
+        self._move(contribution.learner, before, LEAD)
 
     def progressed(
-        self, learner: str, received_bytes: int, *, waiting: bool, done: bool, now: float
+        self,
+        learner: str,
+        received_bytes: int,
+        *,
+        waiting: bool,
+        done: bool,
+        now: float,
+        position: int = 0,
     ) -> None:
         """A member's upload has come further."""
         upload = self.members[learner]
         self.pending -= upload.pending
-        upload.progressed(received_bytes, waiting=waiting, done=done, now=now)
+        before = upload.position
+        upload.progressed(received_bytes, waiting=waiting, done=done, now=now, position=position)
         self.pending += upload.pending
+        self._move(learner, before, upload.position)
         if upload.pending and self._next_deadline is not None:
             self._next_deadline = min(self._next_deadline, upload.deadline)
 
     def remove(self, learner: str) -> None:
         """A member was lost."""
         self.losses[learner] += 1
-        self.pending -= self.members.pop(learner).pending
+        upload = self.members.pop(learner)
+        self.pending -= upload.pending
+        self._held -= upload.held.since is not None
+        del self._positions[bisect_left(self._positions, upload.position)]
         self.contributions.pop(learner, None)
         self.early.pop(learner, None)
 
     def merge(self, now: float) -> None:
         """All headers are there: the uploads continue."""
-        self.phase, self.held_since = Phase.MERGING, None
+        self.phase = Phase.MERGING
+        self.held.run(False, now)
         for upload in self.members.values():
             upload.resume(now)
         self.pending = sum(upload.pending for upload in self.members.values())
         self._next_deadline = None
+        self._begin_positions()
 
     def collect_again(self, now: float) -> None:
         """The attempt failed for too many members: after a pause, begin with the reports again."""
@@ -147,27 +175,47 @@ class Round:
         self.contributions.clear()
         self.pending = 0
         self.early.clear()
+        self._begin_positions()
         self.phase = Phase.COLLECTING
         self.retry_at = now + doubled(RETRY_SECONDS, self.repeats, MAX_RETRY_SECONDS)
         self.repeats += 1
         self.attempt += 1
-        self.deadline = self.quorum_at = self.held_since = None
+        self.deadline = self.quorum_at = None
 
     # ------------------------------------------------------------ lateness
 
     def update_hold(self, now: float, *, quorum: int) -> None:
-        """Note whether at least K members, and half of all, now wait for the rest."""
-        ahead = len(self.members) - self.pending
-        if not self.pending or ahead < max(quorum, (len(self.members) + 1) // 2):
-            self.held_since = None
-        elif self.held_since is None:
-            self.held_since = now
+        """Note for which members at least K of them, and half of all, wait now."""
+        ahead = max(quorum, (len(self.members) + 1) // 2)
+        behind = -1
+        if self.transferring and ahead <= len(self._positions):
+            behind = self._positions[-ahead] - LEAD
+        changed = self._moved & self.members.keys() if behind == self._behind else self.members
+        for name in changed:
+            upload = self.members[name]
+            held = upload.position <= behind
+            if held != (upload.held.since is not None):
+                upload.held.run(held, now)
+                self._held += 1 if held else -1
+                if upload.held.begun is not None:
+                    begun = upload.held.begun
+                    self._held_from = min(
+                        begun, begun if self._held_from is None else self._held_from
+                    )
+        self._behind, self._moved = behind, set()
+        if not self._held:
+            self._held_from = None
+        self.held.run(self._held > 0, now)
 
-    def note_wait(self, learner: str, now: float) -> None:
-        """A member delivers now what the others may have waited for."""
-        upload = self.members[learner]
-        if upload.pending and self.held_since is not None:
-            upload.held_seconds += now - self.held_since
+    def _begin_positions(self) -> None:
+        self._positions, self._moved = [0] * len(self.members), set()
+        self._behind, self._held, self._held_from = -1, 0, None
+
+    def _move(self, learner: str, before: int, position: int) -> None:
+        if position != before:
+            del self._positions[bisect_left(self._positions, before)]
+            insort(self._positions, position)
+            self._moved.add(learner)
 
     def waited_seconds(
         self, learner: str, now: float, *, quorum: int, pauses: bool = True
@@ -184,18 +232,25 @@ class Round:
             return now - self.pulled_at + (pause if pauses else 0.0)
         if self.phase in (Phase.MERGING, Phase.MERGED):
             return now - self.pulled_at
-        pending = member is not None and member.pending
-        return now - self.held_since if pending and self.held_since is not None else 0.0
+        return member.held.read(now) if member is not None else 0.0
+
+    def waits(self, now: float, *, window_seconds: float) -> dict[str, float]:
+        """The seconds that this attempt took longer because of each member that it waited for."""
+        excess = excess_seconds(
+            took=now - self.pulled_at, held=self.held.read(now), window=window_seconds
+        )
+        held = {name: upload.held.read(now) for name, upload in self.members.items()}
+        return {name: min(it, excess) for name, it in held.items() if min(it, excess) > 0}
 
     def late(self, now: float, *, hold_seconds: float) -> list[str]:
-        """Members past their own deadline, and all for which the others waited `hold_seconds`."""
+        """Members past their own deadline, and those for which the others waited `hold_seconds`."""
         if not self.transferring:
             return []
-        held = self.held_since is not None and now >= self.held_since + hold_seconds
         return sorted(
             name
             for name, upload in self.members.items()
-            if upload.pending and (held or now >= upload.deadline)
+            if (upload.pending and now >= upload.deadline)
+            or (upload.held.begun is not None and now >= upload.held.begun + hold_seconds)
         )
 
     def next_deadline(self, hold_seconds: float, now: float) -> float | None:
@@ -209,9 +264,12 @@ class Round:
             return None
         if self._next_deadline is None or now >= self._next_deadline:
             self._next_deadline = min(d.deadline for d in self.members.values() if d.pending)
-        if self.held_since is None:
+        if self._held_from is not None and now >= self._held_from + hold_seconds:
+            begun = (upload.held.begun for upload in self.members.values())
+            self._held_from = min((at for at in begun if at is not None), default=None)
+        if self._held_from is None:
             return self._next_deadline
-        return min(self._next_deadline, self.held_since + hold_seconds)
+        return min(self._next_deadline, self._held_from + hold_seconds)
 
     def shift(self, seconds: float) -> None:
         """Move all times: the syncer itself was paused, and no member is late because of it."""
@@ -219,7 +277,8 @@ class Round:
         self.pulled_at += seconds
         self.quorum_at = None if self.quorum_at is None else self.quorum_at + seconds
         self.deadline = None if self.deadline is None else self.deadline + seconds
-        self.held_since = None if self.held_since is None else self.held_since + seconds
+        self.held.shift(seconds)
+        self._held_from = None if self._held_from is None else self._held_from + seconds
         for upload in self.members.values():
             upload.shift(seconds)
         self._next_deadline = None

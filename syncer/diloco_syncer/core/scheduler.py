@@ -181,7 +181,6 @@ class Scheduler:
             round_.early[event.learner] = event
             return []
         used_reports.claim(round_.step, event.local_step)
-        round_.note_wait(event.learner, now)
         round_.contributed(credited.credited(self._most_steps))
         round_.update_hold(now, quorum=self.spec.quorum)
         return self._merge_if_complete(round_, now)
@@ -205,22 +204,24 @@ class Scheduler:
         round_ = self._round(event.round, event.attempt)
         if round_ is None or not round_.transferring or event.learner not in round_.members:
             return []
-        delivers = event.done and not round_.members[event.learner].done
-        if delivers:
-            round_.note_wait(event.learner, now)
         round_.progressed(
-            event.learner, event.received_bytes, waiting=event.waiting, done=event.done, now=now
+            event.learner,
+            event.received_bytes,
+            waiting=event.waiting,
+            done=event.done,
+            now=now,
+            position=event.position,
         )
         round_.update_hold(now, quorum=self.spec.quorum)
-        return self._delivered(round_, event.learner, now) if delivers else []
+        return []
 
-    def _delivered(self, round_: Round, name: str, now: float) -> list[ev.Decision]:
-        """A member has delivered: the others continue without it if they wait that long in every merge."""
-        seconds = round_.members[name].held_seconds
-        if seconds <= self._free_seconds():
-            return []
-        ejected = self.ejections.waited(name, seconds - self._window_seconds(), "Slow", now)
-        return [*ejected, *(self._drop_everywhere(name, "Slow", now) if ejected else ())]
+    def _waited(self, round_: Round, now: float) -> list[ev.Decision]:
+        """All have delivered: the others continue without a member if such waits add up."""
+        waits = round_.waits(now, window_seconds=self._window_seconds())
+        out: list[ev.Decision] = []
+        for name, ejected in self.ejections.delivered_late(waits, now).items():
+            out += [*ejected, *self._drop_everywhere(name, "Slow", now)]
+        return out
 
     def _drop_everywhere(self, name: str, reason: str, now: float) -> list[ev.Decision]:
         """Continue without this learner in every round to which it has not delivered yet."""
@@ -235,6 +236,7 @@ class Scheduler:
         if len(round_.contributions) < len(round_.members):
             return []  # only members contribute
         if not round_.changes_parameters:
+            waited = self._waited(round_, now)
             round_.phase = Phase.MERGED
             round_.merged = ev.Merged(
                 round=round_.step,
@@ -246,7 +248,7 @@ class Scheduler:
             abort = ev.AbortMerge(
                 round=round_.step, attempt=round_.attempt, reason="all weights are zero"
             )
-            return [abort, *self._commit_in_order(now)]
+            return [*waited, abort, *self._commit_in_order(now)]
         limited = guarded(round_.by_name(), self.spec.guard)
         round_.contributions = {c.learner: c for c in limited}
         round_.merge(now)
@@ -325,13 +327,15 @@ class Scheduler:
         rounds = [r for r in self.in_flight if learner in r.members and not r.open]
         waited = max((self._waited_seconds(r, learner, now) for r in rounds), default=0.0)
         out = self.ejections.waited(learner, waited, "LeftRound", now) if charged else []
-        for round_ in rounds:
+        # The newest first: a drop may commit its round, and with it newer ones that are merged.
+        for round_ in reversed(rounds):
             out += self._drop(round_, learner, reason, now)
         return out
 
     def _drop(self, round_: Round, learner: str, reason: str, now: float) -> list[ev.Decision]:
         """Continue without this member: same attempt, next attempt, or back to collecting."""
         round_.remove(learner)
+        round_.update_hold(now, quorum=self.spec.quorum)
         self._used_reports(learner).release(round_.step)
         if round_.phase is Phase.PULLING and len(round_.members) >= self.spec.quorum:
             return self._merge_if_complete(round_, now)
@@ -370,7 +374,7 @@ class Scheduler:
             return self._halt(round_, implausible)
         round_.phase = Phase.MERGED
         round_.merged = event
-        return self._commit_in_order(now)
+        return [*self._waited(round_, now), *self._commit_in_order(now)]
 
     def _halt(self, round_: Round, reason: str) -> list[ev.Decision]:
         """Stop merging: the newest snapshot is the last state that can be trusted."""
@@ -467,7 +471,7 @@ class Scheduler:
         return self.spec.overlap * (self.learners.fastest_step_seconds() or 0.0)
 
     def _free_seconds(self) -> float:
-        """How long the others may wait for a member again and again."""
+        """How much longer than a merge a probe may take."""
         return upload_limits.free_seconds(
             overlap=self.spec.overlap, step_seconds=self.learners.fastest_step_seconds()
         )

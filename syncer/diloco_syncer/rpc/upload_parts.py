@@ -64,7 +64,7 @@ class MemberChunks:
         self._host, self._upload = host, upload
         self._merge: FragmentMerge | None = None
         self._held: deque[tuple[int, formats.Buffer]] = deque()
-        self._bytes = 0
+        self._bytes = self._position = 0
         self._posted_at, self._posted_waiting = float("-inf"), False
 
     def contribute(self, contribution: Contribution) -> None:
@@ -93,9 +93,13 @@ class MemberChunks:
                 return
             self._held.popleft()
             self._merge.add(self.learner, index, payload)
+            position = self._merge.quarters(index + 1)
+            if position > self._position:
+                self._position = position
+                self.post_progress(now, moved=True)
         if self._posted_waiting:
             # From now on the others wait for this member, also if its next chunk never comes.
-            self.post_progress(now, resumed=True)
+            self.post_progress(now, moved=True)
 
     def received(self, size: int, now: float) -> None:
         """Count payload that arrived."""
@@ -104,10 +108,10 @@ class MemberChunks:
         self.post_progress(now)
 
     def post_progress(
-        self, now: float, *, waiting: bool = False, resumed: bool = False, done: bool = False
+        self, now: float, *, waiting: bool = False, moved: bool = False, done: bool = False
     ) -> None:
         """Notify the engine of the bytes so far, unless that was done a moment ago."""
-        if not (done or resumed) and now - self._posted_at < PROGRESS_SECONDS:
+        if not (done or moved) and now - self._posted_at < PROGRESS_SECONDS:
             return
         self._posted_at, self._posted_waiting = now, waiting
         self._host.post(
@@ -116,6 +120,7 @@ class MemberChunks:
                 round=self.attempt.round,
                 attempt=self.attempt.attempt,
                 received_bytes=self._bytes,
+                position=self._position,
                 waiting=waiting,
                 done=done,
             )

@@ -426,3 +426,50 @@ def test_bytes_of_a_probe_earn_it_time_as_those_of_an_upload_do():
     assert job.it.tick(5.0 + START_SECONDS) == []
     assert job["b"].ejection.probe.upload.waiting
     assert job.it.tick(20.0 + START_SECONDS)
+
+
+@pytest.mark.parametrize(("hold", "most"), [(3.0, 4.5), (8.0, 8.0)])
+def test_waits_for_a_member_that_delivers_eject_it_at_what_a_round_may_wait_and_not_before_two_pauses(
+    hold, most
+):
+    job = Learners(hold=hold)
+    assert job.it.delivered_late({"b": most / 2}, 10.0) == {}
+    assert job.it.delivered_late({"b": most / 2}, 20.0) == {}, "2 % of the time is forgiven"
+    assert job["b"].waited_seconds == pytest.approx(most - 0.2)
+    out = job.it.delivered_late({"b": 0.3, "c": 0.1}, 21.0)
+    assert {name: log.fields["reason"] for name, [log] in out.items()} == {"b": "Slow"}
+    assert (job["b"].waited_seconds, job["c"].waited_seconds) == (0.0, 0.1)
+
+
+def test_what_the_others_wait_for_half_of_all_learners_is_subtracted_from_the_account_of_each():
+    job = Learners(hold=4.0)
+    job.join("d", 4)
+    job.report("d", 4)
+    for now in range(10, 200, 10):
+        assert job.it.delivered_late({"a": 3.0, "b": 3.0, "c": 3.0}, float(now)) == {}
+    assert [job[name].waited_seconds for name in "abcd"] == pytest.approx([0.0] * 4, abs=1e-9)
+    assert job.it.delivered_late({"a": 3.0, "b": 3.0}, 200.0) == {}
+    assert [job[name].waited_seconds for name in "abcd"] == [3.0, 3.0, 0.0, 0.0], (
+        "half are not late"
+    )
+
+
+def test_two_learners_do_not_excuse_each_other():
+    job = Learners(hold=4.0)
+    job.records.leave("c", 3)
+    assert job.it.delivered_late({"b": 3.0}, 10.0) == {}
+    assert job["b"].waited_seconds == 3.0
+
+
+def test_failures_are_forgiven_only_for_what_a_learner_delivers_after_it_was_readmitted():
+    job = Learners(hold=4.0)
+    job["b"].ejections = 9
+    job.it.eject("b", "Slow", 0.0)
+    probe = job.probe(backoff_seconds(10))
+    mine = {"learner": "b", "round": probe.round, "attempt": probe.attempt}
+    job.it.progressed(ev.Progress(**mine, received_bytes=1, done=True), 601.0)
+    for _ in range(FORGIVEN_AFTER_MERGES):
+        job.it.merged(job["b"], 700.0)
+    assert job["b"].ejections == 10
+    job.it.merged(job["b"], 601.0 + 200.0)
+    assert job["b"].ejections == 0

@@ -121,26 +121,29 @@ def slow_member(*, quorum=1):
 
 
 def test_a_member_is_slow_only_beyond_the_time_that_the_others_may_wait_again_and_again():
+    def merged(at):
+        job(ev.Progress(**mine, received_bytes=9, done=True), at=at)
+        return logs("eject", job.merged())
+
     job, mine = slow_member()
-    job["c"].waited_seconds, job["c"].waited_at = 7.5, 5.0
+    job["c"].waited_seconds, job["c"].waited_at = 7.5, 4.0
     job.wait(4.0)
-    assert logs("eject", job(ev.Progress(**mine, received_bytes=9, done=True), at=5.0)) == []
-    assert job["c"].waited_seconds == 7.5, "1.25 times two steps of 2 s"
+    assert merged(at=4.2) == []
+    assert job["c"].waited_seconds == 7.5, "1.05 times two steps of 2 s"
 
     job, mine = slow_member()
     job["c"].waited_seconds, job["c"].waited_at = 7.0, 5.5
     job.wait(5.0)
     assert logs("eject", job(ev.Progress(**mine, received_bytes=5), at=5.2)) == []
-    [line] = logs("eject", job(ev.Progress(**mine, received_bytes=9, done=True), at=5.5))
+    [line] = merged(at=5.5)
     assert (line["learner"], line["reason"]) == ("c", "Slow")
 
     job, mine = slow_member()
     job["c"].waited_seconds, job["c"].waited_at = 6.0, 5.5
     job.wait(5.0)
     for _ in range(2):  # it delivers once
-        out = job(ev.Progress(**mine, received_bytes=9, done=True), at=5.5)
-        assert logs("eject", out) == []
-    assert job["c"].waited_seconds == 6.0 + 1.5, "beyond two steps of 2 s"
+        assert merged(at=5.5) == []
+    assert job["c"].waited_seconds == pytest.approx(6.0 + 1.3), "beyond 4.2 s"
 
 
 def test_a_slow_member_is_left_out_of_all_rounds_to_which_it_has_not_delivered():
@@ -158,7 +161,8 @@ def test_a_slow_member_is_left_out_of_all_rounds_to_which_it_has_not_delivered()
         job(ev.Progress(learner=name, round=1, attempt=1, received_bytes=9, done=True))
     job.wait(6.0)
     job["c"].waited_seconds, job["c"].waited_at = 6.0, 6.0
-    out = job(ev.Progress(learner="c", round=1, attempt=1, received_bytes=9, done=True))
+    job(ev.Progress(learner="c", round=1, attempt=1, received_bytes=9, done=True))
+    out = job.merged(round=1)
     assert [line["reason"] for line in logs("eject", out)] == ["Slow"]
     assert of(ev.AbortMerge, out) == [
         ev.AbortMerge(round=round_, attempt=1, reason="Slow") for round_ in (2, 3)
@@ -394,3 +398,49 @@ def test_pauses_that_a_member_has_not_caused_are_not_charged_when_it_breaks_once
     assert "b" in round_.members
     out = job.left("b")
     assert (logs("eject", out), job["b"].long_waits) == ([], 0)
+
+
+def test_when_a_member_leaves_the_rest_that_now_waits_for_nobody_else_limits_the_others():
+    job = Job("abcde", quorum=2, overlap=1).meet()
+    job.report_all(1)
+    for name in "ab":
+        job.contribute(name)
+    job.left("c")
+    job.names = "abde"
+    job.session = lambda name: "abcde".index(name) + 1
+    out = job.wait(4.0)
+    assert {line["learner"]: line["reason"] for line in logs("refuse", out)} == {
+        "d": "AnswerLate", "e": "AnswerLate",
+    }  # fmt: skip
+    assert job.now <= 4.0
+
+
+def test_when_a_member_that_has_delivered_leaves_too_few_may_wait_for_the_rest():
+    job = Job("abcd", quorum=2, overlap=1).meet()
+    job.report_all(1)
+    for name in "ab":
+        job.contribute(name)
+    job.left("b")
+    job.names = "acd"
+    job.session = lambda name: "abcd".index(name) + 1
+    assert logs("refuse", job.wait(20.0)) == []
+
+
+@pytest.mark.parametrize("how", ["leaves", "is replaced"])
+def test_a_learner_that_is_gone_is_in_no_merge_that_its_end_completes(how):
+    job = Job("abc", quorum=2).meet()
+    for step in (1, 2):
+        for name in "abc":
+            job.report(name, step, tokens=(0,) * 4, total_tokens=0, at=float(step))
+    for name in "abc":
+        job.contribute(name, round=2, local_step=2, tokens=0, at=2.1)
+    for name in "ab":
+        job.contribute(name, round=1, local_step=1, tokens=0, at=2.2)
+    assert [r.phase for r in job.rounds] == [Phase.PULLING, Phase.MERGED]
+    job.now = 2.3
+    out = job.left("c") if how == "leaves" else job.hello("c", session=9, incarnation=9)
+    assert [line["step"] for line in logs("merge", out)] == [1]
+    assert pulls(out) == [(2, 2, ("a", "b"))]
+    assert [(r.step, r.attempt) for r in job.rounds][:1] == [(2, 2)], (
+        "every pull is of a round in flight"
+    )

@@ -12,11 +12,13 @@ from diloco_syncer.core.rounds import (
     merge_line,
 )
 from diloco_syncer.core.upload_limits import (
+    LEAD,
     MAX_HOLD_SECONDS,
     MIN_BYTES_PER_SECOND,
     MIN_HOLD_SECONDS,
     START_SECONDS,
     UploadProgress,
+    excess_seconds,
     free_seconds,
     hold_seconds,
 )
@@ -38,8 +40,13 @@ def pulled(*names, now=100.0):
     return round_
 
 
-def delivers(round_, learner, *, waiting=False, done=False, now=100.0):
-    round_.progressed(learner, 0, waiting=waiting, done=done, now=now)
+def delivers(round_, learner, *, waiting=False, done=False, position=0, now=100.0):
+    round_.progressed(learner, 0, waiting=waiting, done=done, position=position, now=now)
+
+
+def held(round_):
+    """Members for which the others wait, and since when."""
+    return {n: u.held.since for n, u in round_.members.items() if u.held.since is not None}
 
 
 @pytest.mark.parametrize(
@@ -59,11 +66,11 @@ def test_what_each_phase_allows(phase, opened, may_pull, transferring):
 
 def test_a_pull_begins_an_attempt_anew():
     round_ = Round(step=7, fragment=2, started=90.0, phase=Phase.GRACE, deadline=101.0)
-    round_.held_since = 1.0
+    round_.held.run(True, 1.0)
     round_.contributions["old"] = contribution("old")
     round_.pull(["b", "a"], 100.0)
     assert (round_.phase, round_.attempt, round_.pulled_at) == (Phase.PULLING, 1, 100.0)
-    assert (round_.deadline, round_.held_since, round_.contributions) == (None, None, {})
+    assert (round_.deadline, round_.held.read(100.0), round_.contributions) == (None, 0.0, {})
     assert {name: d.begun for name, d in round_.members.items()} == {"a": 100.0, "b": 100.0}
 
 
@@ -71,9 +78,11 @@ def test_a_member_whose_header_has_arrived_waits_for_the_others_until_all_are_th
     round_ = pulled("a", "b")
     round_.contributed(contribution("a"))
     assert [d.waiting for d in round_.members.values()] == [True, False]
-    round_.held_since = 105.0
+    round_.update_hold(105.0, quorum=1)
     round_.merge(150.0)
-    assert (round_.phase, round_.held_since) == (Phase.MERGING, None)
+    assert (round_.phase, round_.held.since, round_.held.seconds) == (Phase.MERGING, None, 45.0)
+    assert [d.held.read(200.0) for d in round_.members.values()] == [0.0, 45.0]
+    assert [d.position for d in round_.members.values()] == [0, 0]
     assert [d.waiting for d in round_.members.values()] == [False, False]
     assert [d.deadline for d in round_.members.values()] == [150.0 + START_SECONDS] * 2
 
@@ -97,12 +106,12 @@ def test_one_contribution_with_a_weight_is_enough_to_change_the_parameters():
 def test_the_pause_before_another_try_doubles_with_each_attempt_up_to_its_maximum():
     round_ = Round(step=7, fragment=2, started=0.0)
     round_.pull(["a"], 1.0)
-    round_.quorum_at = round_.deadline = round_.held_since = 1.0
+    round_.quorum_at = round_.deadline = 1.0
     round_.contributed(contribution("a"))
     round_.collect_again(10.0)
     assert (round_.phase, round_.attempt) == (Phase.COLLECTING, 2)
     assert (round_.members, round_.contributions) == ({}, {})
-    assert (round_.deadline, round_.quorum_at, round_.held_since) == (None, None, None)
+    assert (round_.deadline, round_.quorum_at) == (None, None)
     assert round_.retry_at == 10.0 + RETRY_SECONDS
     for doubled in (2, 4, 8):
         round_.pull(["a"], 10.0)
@@ -118,46 +127,98 @@ def test_the_pause_before_another_try_doubles_with_each_attempt_up_to_its_maximu
 
 def test_others_wait_only_while_at_least_k_and_half_of_all_have_delivered():
     round_ = pulled("a", "b", "c", "d")
-    delivers(round_, "a", waiting=True)
+    round_.contributed(contribution("a"))
     round_.update_hold(101.0, quorum=1)
-    assert round_.held_since is None, "one of four is not half"
-    delivers(round_, "b", done=True)
+    assert held(round_) == {}, "one of four is not half"
+    round_.contributed(contribution("b"))
     round_.update_hold(102.0, quorum=3)
-    assert round_.held_since is None, "two are no quorum of three"
+    assert held(round_) == {}, "two are no quorum of three"
     round_.update_hold(102.0, quorum=2)
     round_.update_hold(103.0, quorum=2)
-    assert round_.held_since == 102.0, "since the first time"
+    assert held(round_) == {"c": 102.0, "d": 102.0}, "since the first time"
+    round_.contributed(contribution("c"))
+    round_.update_hold(104.0, quorum=2)
+    assert held(round_) == {"d": 102.0}
     round_.remove("b")
-    delivers(round_, "a", waiting=False)
-    round_.update_hold(104.0, quorum=1)
-    assert round_.held_since is None
+    round_.remove("c")
+    round_.update_hold(105.0, quorum=2)
+    assert held(round_) == {}, "one is left ahead"
+    assert round_.members["d"].held.seconds == 3.0
 
 
 def test_half_of_an_odd_number_is_rounded_up():
     round_ = pulled("a", "b", "c")
-    delivers(round_, "a", waiting=True)
+    round_.contributed(contribution("a"))
     round_.update_hold(101.0, quorum=1)
-    assert round_.held_since is None
-    delivers(round_, "b", waiting=True)
+    assert held(round_) == {}
+    round_.contributed(contribution("b"))
     round_.update_hold(101.0, quorum=1)
-    assert round_.held_since == 101.0
+    assert held(round_) == {"c": 101.0}
 
 
 def test_no_member_is_held_up_when_all_have_delivered():
     round_ = pulled("a", "b")
     for name in round_.members:
-        delivers(round_, name, waiting=True)
+        round_.contributed(contribution(name))
     round_.update_hold(101.0, quorum=1)
-    assert round_.held_since is None
+    assert (held(round_), round_.held.since) == ({}, None)
+
+
+def test_the_others_wait_for_a_member_that_is_most_of_a_window_behind_half_of_them():
+    round_ = pulled("a", "b", "c", "d")
+    round_.merge(100.0)
+    for name, position in (("a", 3 + LEAD), ("b", 3 + LEAD), ("c", 4), ("d", 3)):
+        delivers(round_, name, position=position, waiting=name in "ab")
+    round_.update_hold(101.0, quorum=1)
+    assert held(round_) == {"d": 101.0}, "c is less behind"
+    delivers(round_, "d", position=4)
+    round_.update_hold(103.0, quorum=1)
+    delivers(round_, "a", position=4 + LEAD)
+    delivers(round_, "b", position=4 + LEAD)
+    round_.update_hold(104.0, quorum=1)
+    assert round_.members["d"].held.read(106.0) == 2.0 + 2.0, "it adds up"
+    assert round_.held.read(106.0) == 2.0 + 2.0
+    assert round_.late(105.9, hold_seconds=4.0) == []
+    assert round_.next_deadline(4.0, 105.0) == 106.0
+    assert round_.late(106.0, hold_seconds=4.0) == ["d"]
+    round_.shift(10.0)
+    assert round_.late(115.9, hold_seconds=4.0) == []
+    assert round_.next_deadline(4.0, 115.0) == 116.0
+
+
+def test_what_a_round_takes_beyond_tau_steps_counts_for_those_for_whom_it_waited():
+    round_ = pulled("a", "b", "c", "d", now=100.0)
+    for name, at in (("a", 100.0), ("b", 100.5), ("c", 100.5), ("d", 102.0)):
+        round_.contributed(contribution(name))
+        round_.update_hold(at, quorum=1)
+    round_.merge(102.0)
+    for name, at in (("a", 102.0), ("b", 102.5), ("d", 102.5), ("c", 104.0)):
+        delivers(round_, name, done=True, now=at)
+        round_.update_hold(at, quorum=1)
+    assert round_.held.read(105.0) == 1.5 + 1.5
+    waits = round_.waits(104.0, window_seconds=2.0)
+    assert waits == {"c": 1.5, "d": 1.5}, "of the 1.9 s beyond 1.05 windows"
+    assert round_.waits(104.0, window_seconds=3.0) == pytest.approx({"c": 0.85, "d": 0.85})
+    assert round_.waits(104.0, window_seconds=3.9) == {}
+
+
+def test_a_round_that_takes_long_anyway_may_take_a_quarter_more():
+    assert excess_seconds(took=10.0, held=2.0, window=1.0) == 0.0
+    assert excess_seconds(took=11.0, held=3.0, window=1.0) == 1.0
+    assert excess_seconds(took=11.0, held=11.0, window=9.0) == pytest.approx(1.55)
+    assert excess_seconds(took=9.4, held=9.4, window=9.0) == 0.0
 
 
 def test_a_member_is_late_at_its_own_deadline_or_when_the_others_have_waited_long_enough():
-    round_ = pulled("b", "a", "c")
+    round_ = pulled("b", "a", "c", "d")
     delivers(round_, "c", waiting=True)
+    delivers(round_, "d", waiting=True)
     end = 100.0 + START_SECONDS
     assert round_.late(end - 0.01, hold_seconds=5.0) == []
     assert round_.late(end, hold_seconds=5.0) == ["a", "b"]
-    round_.held_since = 101.0
+    round_.contributed(contribution("c"))
+    delivers(round_, "d", done=True)
+    round_.update_hold(101.0, quorum=1)
     assert round_.late(105.99, hold_seconds=5.0) == []
     assert round_.late(106.0, hold_seconds=5.0) == ["a", "b"]
     round_.phase = Phase.MERGED
@@ -170,9 +231,10 @@ def test_the_next_deadline_is_the_earliest_at_which_a_member_can_be_late():
     assert round_.next_deadline(5.0, 100.0) == end
     delivers(round_, "a", waiting=True)
     assert round_.next_deadline(5.0, 101.0) == end
-    round_.held_since = 101.0
+    round_.contributed(contribution("a"))
+    round_.update_hold(101.0, quorum=1)
     assert round_.next_deadline(5.0, 101.0) == 106.0
-    round_.held_since = None
+    round_.update_hold(101.0, quorum=2)
     delivers(round_, "b", waiting=True)
     assert round_.next_deadline(5.0, 101.0) is None
     delivers(round_, "b", waiting=False, now=110.0)
@@ -201,12 +263,13 @@ def test_a_member_without_which_the_attempt_begins_again_costs_the_others_all_of
 def test_a_pause_of_the_syncer_moves_every_deadline_by_its_length():
     round_ = pulled("a")
     round_.shift(7.0)
-    assert (round_.deadline, round_.held_since) == (None, None)
+    assert (round_.deadline, round_.held.since) == (None, None)
     assert round_.members["a"].begun == 107.0
     assert round_.members["a"].deadline == 107.0 + START_SECONDS
-    round_.deadline, round_.held_since = 10.0, 20.0
+    round_.deadline = 10.0
+    round_.held.run(True, 20.0)
     round_.shift(7.0)
-    assert (round_.deadline, round_.held_since) == (17.0, 27.0)
+    assert (round_.deadline, round_.held.since) == (17.0, 27.0)
 
 
 def test_the_others_wait_twice_tau_steps_within_limits():
@@ -227,15 +290,12 @@ def test_how_long_the_others_waited_for_a_member_is_added_up_over_header_and_upl
     round_ = pulled("a", "b", now=100.0)
     round_.contributed(contribution("a"))
     round_.update_hold(100.5, quorum=1)
-    round_.note_wait("a", 103.0)
-    round_.note_wait("b", 103.0)
     round_.contributed(contribution("b"))
     round_.merge(103.0)
     delivers(round_, "a", done=True, now=103.5)
     round_.update_hold(103.5, quorum=1)
-    round_.note_wait("b", 104.5)
-    assert round_.members["a"].held_seconds == 0.0
-    assert round_.members["b"].held_seconds == 2.5 + 1.0
+    assert round_.members["a"].held.read(104.5) == 0.0
+    assert round_.members["b"].held.read(104.5) == 2.5 + 1.0
 
 
 def test_an_upload_earns_time_by_its_bytes_but_never_more_than_the_start_up_time():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import resource
 import weakref
 from collections import deque
@@ -18,6 +19,7 @@ from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer import coordinator
 from diloco_syncer.attempts import MemberUpload
 from diloco_syncer.core import events as ev
+from diloco_syncer.core import upload_limits
 from diloco_syncer.rpc import initial, source, upload_parts
 from diloco_testing.learners.scripted import chunk, random_delta
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, DrivenUpload, driven_spec
@@ -35,7 +37,7 @@ WINDOW = 4
 
 @dataclass
 class Pair:
-    """Two learners that were pulled together, and nothing sent yet."""
+    """Learners that were pulled together, and nothing sent yet."""
 
     syncer: DrivenSyncer
     learners: list[DrivenLearner]
@@ -51,19 +53,27 @@ class Pair:
         events = [e for e in self.syncer.posted if isinstance(e, ev.Progress)]
         return [e for e in events if e.learner == learner and e.round]
 
+    def heartbeats(self):
+        sessions = [(x.session.number, x.name) for x in self.learners]
+        beats = [ev.Heartbeat(session=number, learner=name) for number, name in sessions]
+        self.syncer.run(*beats, ev.Tick())
+
+
+def pulled_together(count):
+    syncer = DrivenSyncer(driven_spec(fragments=1, interval=1, quorum=count))
+    learners = [DrivenLearner(syncer, f"eu/{i}", TENSORS) for i in range(count)]
+    learners[0].initialise([random_delta(f, 9) for f in learners[0].layout.fragments])
+    for learner in learners:
+        learner.received()
+    *_, [pull] = [learner.step() for learner in learners]
+    return Pair(syncer, learners, pull)
+
 
 @pytest.fixture
 def pair(monkeypatch):
     """The window is four chunks."""
     monkeypatch.setattr(coordinator, "MERGE_WINDOW_BYTES", 1)
-    syncer = DrivenSyncer(driven_spec(fragments=1, interval=1, quorum=2))
-    learners = [DrivenLearner(syncer, f"eu/{i}", TENSORS) for i in range(2)]
-    learners[0].initialise([random_delta(f, 9) for f in learners[0].layout.fragments])
-    for learner in learners:
-        learner.received()
-    learners[0].step()
-    [pull] = learners[1].step()
-    return Pair(syncer, learners, pull)
+    return pulled_together(2)
 
 
 def decoded(frame, message):
@@ -421,7 +431,9 @@ def test_parts_of_the_initial_model_are_held_once_and_not_of_two_senders():
 # ---------------------------------------------------------------- progress
 
 
-def test_progress_is_reported_at_most_every_quarter_second_and_at_the_end(pair):
+def test_progress_is_reported_every_quarter_second_at_each_quarter_of_the_window_and_at_the_end(
+    pair,
+):
     first, second = pair.upload(0).send(1), pair.upload(1).send(1)
     pair.syncer.run()
     first.resume()
@@ -433,7 +445,9 @@ def test_progress_is_reported_at_most_every_quarter_second_and_at_the_end(pair):
     first.send_all()
     payload = 4 * pair.learners[0].layout.fragments[0].elements
     sent = pair.progress("eu/0")
-    assert [e.received_bytes // (4 * CHUNK) for e in sent[:-1]] == [1, 4, 7]
+    moved = [b for a, b in itertools.pairwise(sent) if b.position > a.position]
+    assert [e.position for e in moved] == list(range(1, 9)), "a quarter of the window is one chunk"
+    assert len(sent) <= len(moved) + 3
     assert (sent[-1].received_bytes, sent[-1].waiting, sent[-1].done) == (payload, False, True)
     assert all((e.round, e.attempt) == (pair.pull.round, pair.pull.attempt) for e in sent)
 
@@ -463,10 +477,33 @@ def test_a_member_that_becomes_silent_after_it_was_held_back_is_refused(pair):
     assert not pair.progress("eu/0")[-1].waiting, "there is room, and its next chunk never comes"
     for now in range(2, 60):
         pair.syncer.now = float(now)
-        sessions = [(x.session.number, x.name) for x in pair.learners]
-        beats = [ev.Heartbeat(session=number, learner=name) for number, name in sessions]
-        pair.syncer.run(*beats, ev.Tick())
+        pair.heartbeats()
     assert "Stalled" in {x["reason"] for x in pair.syncer.lines if x["event"] == "refuse"}
+
+
+@pytest.mark.parametrize("chunk_seconds", [0.2, 1.5])
+def test_a_member_that_lets_the_others_continue_chunk_by_chunk_is_refused_for_the_sum_of_their_waits(
+    chunk_seconds, monkeypatch
+):
+    monkeypatch.setattr(coordinator, "MERGE_WINDOW_BYTES", 1)
+    monkeypatch.setattr(upload_limits, "MIN_HOLD_SECONDS", 4 * chunk_seconds)
+    monkeypatch.setattr(upload_limits, "HOLD_WINDOWS", 0.0)
+    job = pulled_together(3)
+    scheduler = job.syncer.state.engine.scheduler
+    scheduler.spec = replace(scheduler.spec, quorum=1)
+    *others, slow = [job.upload(index).send(1) for index in range(3)]
+    job.syncer.run()
+    for _ in range(7):
+        for each in others:
+            each.resume().send_all()
+        for _ in range(4):
+            job.syncer.now += chunk_seconds / 4
+            job.heartbeats()
+        slow.resume().send(1)
+        for each in others:
+            each.resume()
+    refused = [x for x in job.syncer.lines if x["event"] == "refuse"]
+    assert [(x["learner"], x["reason"]) for x in refused] == [("eu/2", "Stalled")]
 
 
 # ---------------------------------------------------------------- downloads
