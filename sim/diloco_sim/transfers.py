@@ -26,14 +26,12 @@ from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Staged
 from diloco_worker.link.assembly import Assembly, Outcome
 from diloco_worker.link.buffers import BufferPool, most_idle_bytes, most_transfers
+from diloco_worker.link.download import UNDECIDED_SECONDS, allowed_seconds
 from diloco_worker.link.encoder import Encoder
 from diloco_worker.link.placement import Placement
 from diloco_worker.link.schedule import Schedule
 from diloco_worker.link.transfer import CancelToken, Identity, initial_ended
 from diloco_worker.link.upload_messages import UploadMessages
-
-UNDECIDED_SECONDS = 0.5
-"""As in diloco_worker/link/download.py."""
 
 ENCODE_SECONDS = 0.002
 """From a pull to the first byte of the upload, at full speed."""
@@ -401,6 +399,7 @@ class _Download:
         self._assembly: Assembly | None = None
         self._endpoint: Endpoint | None = None
         self._timer: Timer | None = None
+        self._deadline: Timer | None = None
         self._over = False
 
     def start(self, cancel: CancelToken) -> None:
@@ -424,6 +423,16 @@ class _Download:
         self._endpoint = stream.endpoint = connection.open("Download", stream)
         self._endpoint.send(self._assembly.request())
         self._endpoint.finish()
+        seconds = allowed_seconds(self._assembly)
+        if seconds is not None:
+            self._deadline = self._transfers.process.after(seconds, self._late)
+
+    def _late(self) -> None:
+        endpoint, self._endpoint = self._endpoint, None
+        if self._over or endpoint is None:
+            return
+        endpoint.cancel(CANCELLED)
+        self._timer = self._transfers.process.after(UNDECIDED_SECONDS, self._ask)
 
     def add(self, endpoint: Endpoint | None, data: bytes) -> None:
         """A message of the stream."""
@@ -439,6 +448,7 @@ class _Download:
         if self._over or endpoint is not self._endpoint or self._assembly is None:
             return
         self._endpoint = None
+        self._cancel_deadline()
         if reason:
             self._failed(reason)
             return
@@ -470,11 +480,16 @@ class _Download:
     def _stopped(self) -> None:
         self._finish(error="stopped")
 
+    def _cancel_deadline(self) -> None:
+        if self._deadline is not None:
+            self._transfers.process.clock.cancel(self._deadline)
+
     def _finish(self, staged: Staged | None = None, *, error: str = "") -> None:
         if self._over:
             return
         self._over = True
         _forget(self._cancel)
+        self._cancel_deadline()
         if self._timer is not None:
             self._transfers.process.clock.cancel(self._timer)
         if self._endpoint is not None:

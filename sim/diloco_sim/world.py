@@ -284,12 +284,11 @@ class World:
                 self._lost_merges.merged(step, fragment)
             case {"event": "snapshot", "ok": True, "step": int(step)} if not self.halt:
                 self._lost_merges.durable(step)
-            case Resumed(step=step):
+            case Resumed(step=step, engine=engine):
                 self._lost_merges.started(step)
+                self.halt = engine["halted"]
             case {"event": "halt", "reason": reason}:
                 self.halt = str(reason)
-            case {"event": "start"}:
-                self.halt = ""
         try:
             self._checkers.observe(event, now)
         except Violation as found:

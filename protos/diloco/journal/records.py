@@ -241,7 +241,7 @@ class Unchanged(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Halt(Record):
-    """A merge would have made Θ grow implausibly: nothing is merged until a person resumes the job."""
+    """A merge would have made Θ grow implausibly: nothing is merged until a person chooses a snapshot."""
 
     kind = "halt"
     step: int

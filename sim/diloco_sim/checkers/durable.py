@@ -117,6 +117,8 @@ class Durable:
         for key in ("step", "merges"):
             if saved[key] != resumed[key]:
                 return f"{key} {resumed[key]}, its snapshot {saved[key]}"
+        if saved["halted"] and not resumed["halted"]:
+            return f"no halt, and its snapshot has one: {saved['halted']}"
         for name, was in saved["members"].items():
             now = resumed["members"].get(name)
             if now is None:

@@ -23,7 +23,7 @@ from diloco_syncer.core.ejection import Ejections
 from diloco_syncer.core.initialisation import Initialisation
 from diloco_syncer.core.learner_limits import beyond
 from diloco_syncer.core.learners import LearnerRecord, LearnerRecords
-from diloco_syncer.core.scheduler import UNCHANGED_ROUNDS, Scheduler
+from diloco_syncer.core.scheduler import AFTER_HALT, UNCHANGED_ROUNDS, Scheduler
 
 HEARTBEAT_SECONDS = 2.0
 """A learner sends something at least this often."""
@@ -214,10 +214,7 @@ class Engine:
         if not self.initialised:
             return self._waiting_for_parameters()
         if self.scheduler.halted:
-            return (
-                f"manual action: {self.scheduler.halted}; stop the learner that caused it, then resume, "
-                "from an older snapshot if necessary (docs/operations.md)"
-            )
+            return f"manual action: {self.scheduler.halted}; {AFTER_HALT}"
         if end := self.durability.waiting_for():
             return end
         training = len(self.learners.training())
@@ -560,6 +557,7 @@ class Engine:
             "step": self.step,
             "merges": self.scheduler.merges,
             "members": self.learners.to_json(),
+            "halted": self.scheduler.halted,
         }
 
     @classmethod
@@ -584,6 +582,7 @@ class Engine:
             learners=LearnerRecords.from_json(state["members"]),
         )
         engine.scheduler.merges = int(state["merges"])
+        engine.scheduler.halted = str(state.get("halted", ""))  # older snapshots have none
         engine.durability.durable_step = engine.step
         return engine
 

@@ -10,7 +10,9 @@ Only this module keeps these rules:
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from diloco.model.fragments import due, next_due
 from diloco.spec import RunSpec
@@ -33,6 +35,9 @@ After this many rounds in a row without a change, the status reports it. Paper l
 is possible when all members have just received the fragment.
 """
 
+AFTER_HALT = "stop the learner that caused it, then choose the snapshot to continue from (docs/operations.md)"
+"""What a person has to do."""
+
 
 @dataclass(slots=True)
 class Scheduler:
@@ -48,7 +53,7 @@ class Scheduler:
     ejections: Ejections = field(init=False)
     growth: Growth = field(default_factory=Growth)
     halted: str = ""
-    """Why rounds may no longer begin; empty: rounds may."""
+    """Why rounds may no longer begin, in this process or a later one; empty: rounds may."""
     commits: int = 0
     """In this process, those without a change of Θ included."""
     merges: int = 0
@@ -395,6 +400,13 @@ class Scheduler:
             out.append(ev.AbortMerge(round=each.step, attempt=each.attempt, reason=reason))
         self.in_flight.clear()
         return out
+
+    def replayed(self, lines: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+        """The audit lines after the snapshot that this began with, unchanged: a halt among them still counts."""
+        for line in lines:
+            if line.get("event") == "halt":
+                self.halted = str(line.get("reason") or "a merge was implausible")
+            yield line
 
     def _commit_in_order(self, now: float) -> list[ev.Decision]:
         out: list[ev.Decision] = []

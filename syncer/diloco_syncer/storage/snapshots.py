@@ -57,6 +57,7 @@ def resume(
     if snapshot is None:
         engine = Engine(spec=spec, epoch=epoch)
         _replay(engine, directory, disk=disk)
+        engine.scheduler.halted = ""  # no parameters are left of what has stopped the merges
         return engine, None
     stated = snapshot.meta["spec"]
     if stated != spec.hash:
@@ -87,13 +88,18 @@ def resume(
     if snapshot.chosen:
         engine.durability.snapshot_step -= spec.syncer_checkpoint.every_steps
     _replay(engine, directory, since=_position(snapshot.meta), disk=disk)
+    if snapshot.chosen:
+        engine.scheduler.halted = ""  # a person has decided
+    if engine.scheduler.halted:
+        log.warning("nothing is merged: %s", engine.waiting_for())
     log.info("resumed from step %d, epoch %d begins", snapshot.step, epoch)
     return engine, parameters
 
 
 def _replay(engine: Engine, directory: Path, *, since: Position | None = None, disk: Disk) -> None:
     path = directory / EVENTS
-    damaged = engine.learners.replay(reader.read(path, since=since, disk=disk))
+    lines = engine.scheduler.replayed(reader.read(path, since=since, disk=disk))
+    damaged = engine.learners.replay(lines)
     if damaged:
         log.warning("%s: damaged lines were left out (%d); diloco audit names them", path, damaged)
 

@@ -8,7 +8,9 @@ import pytest
 
 from diloco_sim.checkers.bases import Bases
 from diloco_sim.faults import Kind
+from diloco_sim.lost_merges import LostMerges
 from diloco_sim.world import World
+from diloco_syncer.core.growth import Growth
 from diloco_testing.sim import breaks
 from diloco_testing.sim.worlds import every_step, small, violation
 
@@ -38,6 +40,34 @@ def test_durable_finds_a_merge_count_that_a_restart_begins_anew(monkeypatch):
     breaks.merges_counted_anew(monkeypatch)
     found = violation(every_step(small("12..13 crash syncer")))
     assert (found.checker, "the restart has merges 0" in found.sentence) == ("durable", True), found
+
+
+HALTED = """
+    15..16 leave syncer
+    20..21 crash syncer
+"""
+"""The last snapshot of the first start is of step 8, after the halt."""
+
+
+def test_durable_finds_a_halt_that_a_restart_forgets(monkeypatch):
+    """The merge of step 9 would make the parameters grow, with snapshots of steps 0 and 6."""
+    check = Growth.check
+    checks = iter(range(9))
+    monkeypatch.setattr(
+        Growth,
+        "check",
+        lambda *args: "it would grow" if next(checks, None) == 8 else check(*args),
+    )
+    monkeypatch.setattr(LostMerges, "may_halt", True)
+    kept = replace(small().spec.syncer_checkpoint, every_steps=6, keep=3)
+    description = small(HALTED)
+    description = replace(description, spec=replace(description.spec, syncer_checkpoint=kept))
+    outcome = World(description).run()
+    assert (outcome.ok, outcome.merges, outcome.stopped) == (True, 8, "it would grow")
+    checks = iter(range(9))
+    breaks.halt_forgotten(monkeypatch)
+    found = violation(description)
+    assert (found.checker, "the restart has no halt" in found.sentence) == ("durable", True), found
 
 
 def test_journalled_finds_merges_that_a_power_failure_took_from_below_a_snapshot(monkeypatch):

@@ -529,6 +529,9 @@ def test_theta_that_would_grow_implausibly_stops_the_job_before_it_is_merged():
     job.wait(5)
     assert len(job.kinds(ev.Pull)) == pulls
     assert job.engine.step == 0
+    waiting = job.engine.waiting_for()
+    job.engine = Engine.resume(job.engine.spec, epoch=2, state=job.engine.to_json())
+    assert job.engine.waiting_for() == waiting, "a restart is no decision"
 
 
 def test_theta_may_grow_from_zero_and_by_less_than_tenfold_between_snapshots():

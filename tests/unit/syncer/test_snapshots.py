@@ -36,8 +36,9 @@ def parameters() -> Parameters:
     return Parameters(LAYOUT, [np.zeros(LAYOUT.fragments[0].elements, np.float32)], [(1, 0)])
 
 
-def taken(step: int, events: Position):
+def taken(step: int, events: Position, *, halted: str = ""):
     engine = Engine(spec=SPEC, epoch=1, start_step=step, initialised=True)
+    engine.scheduler.halted = halted
     state = capture.capture(parameters(), engine.to_json(), spec=SPEC, epoch=1, step=step)
     return capture.with_position(state, events)
 
@@ -207,6 +208,57 @@ def test_a_snapshot_that_a_person_chose_is_newer_than_what_learners_hold(tmp_pat
     engine, theta = resumed(tmp_path, Store(store.root, keep=5), epoch=6)
     assert theta is not None
     assert (engine.step, theta.current(0).version) == (5, (1, 0)), "as it was written"
+
+
+HALT = {"epoch": 1, "event": "halt", "step": 5, "fragment": 0, "reason": "Θ would grow"}
+
+
+@pytest.mark.parametrize("written", ["line", "snapshot"])
+def test_a_halt_outlives_restarts_until_a_person_chooses_the_snapshot(tmp_path: Path, written: str):
+    store = Store(tmp_path / "snapshots", keep=5)
+    store.write(taken(4, Position(part=1, offset=0)))
+    events = JournalWriter(tmp_path / "events.jsonl")
+    events.append(HALT)
+    after = Position(part=1, offset=(tmp_path / "events.jsonl").stat().st_size)
+    events.close()
+    if written == "snapshot":
+        store.write(taken(5, after, halted="Θ would grow"))
+    for epoch in (2, 3):
+        engine, _ = resumed(tmp_path, Store(store.root, keep=5), epoch=epoch)
+        assert engine.waiting_for().startswith("manual action: Θ would grow; ")
+        assert engine.to_json()["halted"] == "Θ would grow"
+    newest = 5 if written == "snapshot" else 4
+    (store.root / "from-snapshot").write_text(str(newest))
+    for epoch in (4, 5):
+        again = Store(store.root, keep=5)
+        engine, _ = resumed(tmp_path, again, epoch=epoch)
+        assert (engine.step, engine.scheduler.halted) == (newest, "")
+    again.write(taken(6, after))
+    engine, _ = resumed(tmp_path, Store(store.root, keep=5), epoch=6)
+    assert (engine.step, engine.scheduler.halted) == (6, ""), "the file is gone"
+
+
+def test_a_job_that_a_person_starts_over_is_not_halted(tmp_path: Path):
+    store = Store(tmp_path / "snapshots", keep=5)
+    store.write(taken(4, Position(part=1, offset=0), halted="Θ would grow"))
+    events = JournalWriter(tmp_path / "events.jsonl")
+    events.append(HALT)
+    events.close()
+    (store.root / "from-snapshot").write_text("0")
+    engine, _ = resumed(tmp_path, Store(store.root, keep=5), epoch=2)
+    assert (engine.initialised, engine.scheduler.halted) == (False, "")
+
+
+def test_a_halt_without_a_reason_in_its_line_is_still_one():
+    engine = Engine(spec=SPEC, epoch=1, start_step=4, initialised=True)
+    assert [*engine.scheduler.replayed([{"event": "halt"}])] == [{"event": "halt"}]
+    assert engine.scheduler.halted
+
+
+def test_a_snapshot_of_an_earlier_version_states_no_halt():
+    state = Engine(spec=SPEC, epoch=1, start_step=4, initialised=True).to_json()
+    del state["halted"]
+    assert Engine.resume(SPEC, epoch=2, state=state).scheduler.halted == ""
 
 
 def run_of_a_start(root: Path) -> str:

@@ -9,6 +9,7 @@ import pytest
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot, Staged
 from diloco_worker.core.link_protocol import (
+    LATE_SECONDS,
     RETRY_SECONDS,
     WELCOME_TIMEOUT_SECONDS,
     LinkProtocol,
@@ -395,13 +396,57 @@ def test_a_result_is_requested_again_while_it_may_still_come(error, aborted, tri
     assert out == expected
 
 
-def test_while_a_result_is_requested_again_its_fragment_may_be_offered():
+def test_until_a_committed_result_has_arrived_its_fragment_is_not_offered():
     link = training()
     link(ev.Opened(step=12, steps=200, fragments=(0, 1)))
-    [request] = link(result())
+    [request] = of(ev.Download, link(result()))
+    assert tuple(link.state.open) == (0, 1), "the round is not committed"
     link(ev.Committed(fragment=0, version=(1, 11)))
-    [again] = link(ev.Downloaded(request=request, error="Unavailable: x"))
-    assert (again.round, tuple(link.state.open)) == (11, (0, 1))
+    assert tuple(link.state.open) == (1,)
+    [again] = of(ev.Download, link(ev.Downloaded(request=request, error="Unavailable: x")))
+    assert (again.round, tuple(link.state.open)) == (11, (1,))
+    link.arrives(again, step=11)
+    link(ev.Placed(fragment=0))
+    assert tuple(link.state.open) == (0, 1)
+
+
+def test_a_result_that_arrives_before_the_commit_is_announced_changes_no_offers():
+    link = training()
+    link(ev.Opened(step=12, steps=200, fragments=(0, 1)))
+    [request] = of(ev.Download, link(result()))
+    link.arrives(request, step=11)
+    link(ev.Placed(fragment=0))
+    link(ev.Committed(fragment=0, version=(1, 11)))
+    assert tuple(link.state.open) == (0, 1)
+
+
+def test_an_older_result_that_fails_is_not_requested_again_beside_the_newer_one():
+    link = training()
+    [older] = of(ev.Download, link(result()))
+    [newer] = of(ev.Download, link(ev.ResultAnnounced(round=13, attempt=1, fragment=0)))
+    assert of(ev.Download, link(ev.Downloaded(request=older, error="Unavailable: x"))) == []
+    [again] = of(ev.Download, link(ev.Downloaded(request=newer, error="Unavailable: x")))
+    assert (again.round, again.tries) == (13, 2)
+
+
+def test_fragments_that_are_late_for_long_are_named_until_they_arrive():
+    link = training()
+    link(result())
+    link(ev.Committed(fragment=0, version=(1, 11)), at=5.0)
+    link.tick(5.0 + LATE_SECONDS - 0.1)
+    assert (link.state.text, link.core.late) == ("", "")
+    link.tick(5.0 + LATE_SECONDS)
+    assert link.state.text == link.core.late
+    assert link.state.text.endswith("fragment 0")
+    link(ev.SessionLost(text="cut"))
+    assert link.state.text.endswith("cut")
+    link(welcome())
+    link(ev.ModelReady(versions=((3, 10), (3, 10))))
+    assert link.state.text.endswith("fragment 0")
+    for fragment in (0, 1):
+        link.arrives(ev.Download(fragment=fragment, exact=False), epoch=3)
+        link(ev.Placed(fragment=fragment))
+    assert (link.state.text, link.core.late) == ("", "")
 
 
 def test_the_current_version_is_requested_again_after_pauses_that_double_and_for_ever():

@@ -55,10 +55,37 @@ def test_an_older_announcement_does_not_replace_a_newer_one():
 
 def test_a_result_that_is_being_downloaded_is_not_requested_beside_it():
     it, _ = updates(5)
-    it.result_announced(0)
+    it.result_announced(0, 6)
+    assert it.outdated == set(), "the round is not committed"
     it.note(0, (1, 6))
     assert it.catch_up() == []
-    assert it.outdated == set(), "it may still be offered: the result is normal"
+    assert it.outdated == {0}, "its delta would take the merge of step 6 back"
+
+
+def test_the_end_of_an_older_result_requests_nothing_beside_the_newer_one():
+    it, slots = updates(5)
+    it.result_announced(0, 6)
+    older = ev.Download(fragment=0, round=6)
+    assert not it.superseded(older)
+    it.result_announced(0, 9)
+    assert it.superseded(older)
+    for version in ((1, 6), (1, 9)):
+        it.note(0, version)
+        assert it.catch_up() == []
+    slots[0].version = (1, 6)
+    assert it.placed(0) == it.ended(older, retried=False) == []
+    assert it.outdated == {0}
+    newer = ev.Download(fragment=0, round=9)
+    assert asked(it.ended(newer, retried=False)) == [(0, 1, 0.0)]
+
+
+def test_the_end_of_the_current_version_requests_nothing_beside_a_result_that_waits_for_it():
+    it, _ = updates(5)
+    it.note(0, (1, 6))
+    [current] = it.catch_up()
+    it.result_announced(0, 9)
+    assert it.ended(current, retried=False) == []
+    assert asked(it.ended(ev.Download(fragment=0, round=9), retried=False)) == [(0, 1, 0.0)]
 
 
 def test_when_the_session_ends_what_is_missing_is_requested_again_in_the_next():
@@ -71,7 +98,7 @@ def test_when_the_session_ends_what_is_missing_is_requested_again_in_the_next():
 
 def test_a_failed_result_is_followed_by_the_current_version_at_once():
     it, _ = updates(5)
-    it.result_announced(0)
+    it.result_announced(0, 6)
     it.note(0, (1, 6))
     request = ev.Download(fragment=0, round=6, tries=3)
     assert it.ended(request, retried=True) == []

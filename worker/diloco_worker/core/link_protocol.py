@@ -32,6 +32,9 @@ RETRY_SECONDS = 0.5
 WELCOME_TIMEOUT_SECONDS = 20.0
 """Time from Hello to Welcome, before a new session is opened."""
 
+LATE_SECONDS = 30.0
+"""A fragment that cannot be offered for this long is reported."""
+
 _SENDING = (ev.SendReport, ev.SendHeartbeat)
 
 
@@ -69,6 +72,10 @@ class LinkProtocol:
         self._initial_uploaded = 0
         """The last request for Θ^(0) that an upload was started for."""
         self._reported_step = -1
+        self._outdated_since: dict[int, float] = {}
+        """Fragments that must not be offered, and since when."""
+        self.late = ""
+        """Which of them for long, in one sentence; empty: none."""
         self._last_sent_at = 0.0
         self._connect_at: float | None = None
         """When to open the next session if there is no Welcome until then."""
@@ -111,6 +118,7 @@ class LinkProtocol:
         previous = self._state
         decisions = self._handlers[type(event)](event, now)
         self._publish_open()
+        self._publish_late(now)
         self._publish_starts()
         for decision in decisions:
             if isinstance(decision, _SENDING):
@@ -273,6 +281,17 @@ class LinkProtocol:
         if tuple(self._state.open) != fragments:
             self._update(open=fragments)
 
+    def _publish_late(self, now: float) -> None:
+        outdated = self._updates.outdated
+        if not (outdated or self._outdated_since or self.late):
+            return
+        self._outdated_since = {p: self._outdated_since.get(p, now) for p in sorted(outdated)}
+        if not self._ready or self._state.phase is not Phase.TRAINING or self._state.complete:
+            return  # the text states something else
+        late = [str(p) for p, since in self._outdated_since.items() if now - since >= LATE_SECONDS]
+        self.late = f"not offered before it arrives: fragment {', '.join(late)}" if late else ""
+        self._update(text=self.late)
+
     def _download_model(self) -> list[ev.Decision]:
         # Of an earlier session there may be parts that the syncer has undone since.
         discarded = _discard(self._updates.restart())
@@ -301,7 +320,7 @@ class LinkProtocol:
     def _result_announced(self, event: ev.ResultAnnounced, now: float) -> list[ev.Decision]:
         if not self._exists(event.fragment):
             return []
-        self._updates.result_announced(event.fragment)
+        self._updates.result_announced(event.fragment, event.round)
         return [ev.Download(fragment=event.fragment, round=event.round, attempt=event.attempt)]
 
     def _completed(self, event: ev.Completed, now: float) -> list[ev.Decision]:
@@ -345,7 +364,7 @@ class LinkProtocol:
             # Neither aborted nor failed: the round is not decided yet.
             failed = bool(event.error) or not event.aborted
             again = request.round > 0 and failed and request.tries < DOWNLOAD_TRIES
-            retry = again and self._welcome is not None
+            retry = again and self._welcome is not None and not self._updates.superseded(request)
             follow = self._updates.ended(request, retried=retry) if self._welcome else []
             return [_retry(request)] if retry else [*follow]
         # While the initial model is placed, a result is held until the trainer has applied that.

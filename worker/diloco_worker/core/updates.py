@@ -1,10 +1,10 @@
 """
 Which committed fragments this learner lacks, and what is under way to get them. Pure.
 
-Normally a result is downloaded while the round runs. If that fails, if the session breaks, or if the
-learner joins between pull and commit or with a checkpoint of its own, the fragment is outdated: it
-is downloaded as it is now, and is not offered before it has been applied, so that its counters
-start from zero and its delta does not contain the missed update with the opposite sign.
+Normally a result is downloaded while the round runs, and has arrived when the commit is announced. If it has
+not, the fragment is outdated: it is not offered before the trainer has applied the version that was announced, so
+that its counters start from zero and its delta does not contain the missed update with the opposite sign. Unless
+its result is still being downloaded, it is downloaded as it is now.
 
 Versions are compared within one history of the syncer. A copy of its volume that is restored begins
 another one, which uses the numbers of epochs again: what the learner has of the lost history is forgotten.
@@ -39,8 +39,11 @@ class Updates:
     def __init__(self, slots: list[Slot]) -> None:
         self._slots = slots
         self._newest: dict[int, Version] = {}
-        self._loading: set[int] = set()
-        """Fragments of which a download runs or is about to be repeated."""
+        self._loading: dict[int, int] = {}
+        """
+        Fragments of which a download runs, waits for that of an older round, or is about to be repeated; and the
+        round of the newest, 0: the current version.
+        """
         self._failed: Counter[int] = Counter()
         """How often a fragment could not be decoded since it last was."""
         self._epoch = 0
@@ -131,15 +134,19 @@ class Updates:
         """Download every fragment that is outdated and not on its way."""
         return [d for fragment in self._newest for d in self._catch_up(fragment, tries=1)]
 
-    def result_announced(self, fragment: int) -> None:
-        """The result of a round is being downloaded."""
-        self._loading.add(fragment)
+    def result_announced(self, fragment: int, round_: int) -> None:
+        """The result of a round is being downloaded, once a download of this fragment that runs has ended."""
+        self._loading[fragment] = round_
+
+    def superseded(self, request: ev.Download) -> bool:
+        """Whether the result of a later round is on its way, so that this download need not be repeated."""
+        return self._loading.get(request.fragment, request.round) != request.round
 
     def ended(self, request: ev.Download, *, retried: bool) -> list[ev.Download]:
         """A download ended, and is repeated or not."""
-        if retried:
+        if retried or self.superseded(request):
             return []
-        self._loading.discard(request.fragment)
+        self._loading.pop(request.fragment, None)
         return self._catch_up(request.fragment, tries=request.tries + 1 if not request.round else 1)
 
     def placed(self, fragment: int) -> list[ev.Download]:
@@ -185,10 +192,12 @@ class Updates:
         return newest is not None and (version is None or version < newest)
 
     def _catch_up(self, fragment: int, *, tries: int) -> list[ev.Download]:
-        if fragment in self._loading or not self._behind(fragment):
+        if not self._behind(fragment):
             return []
-        self._loading.add(fragment)
         self.outdated.add(fragment)
+        if fragment in self._loading:
+            return []
+        self._loading[fragment] = 0
         return [
             ev.Download(fragment=fragment, exact=False, tries=tries, delay_seconds=_delay(tries))
         ]

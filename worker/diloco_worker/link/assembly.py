@@ -93,6 +93,24 @@ class Assembly:
         self._buffer: U8 | None = None
         self._size_bytes = 0
 
+    def __str__(self) -> str:
+        wanted = self._wanted
+        of = f" for round {wanted.round}" if wanted.round else ""
+        return f"download of fragment {wanted.fragment}{of}"
+
+    @property
+    def expected_bytes(self) -> int | None:
+        """Size of the whole download; None: not known, of the constants."""
+        wanted = self._wanted
+        if wanted.expected is None:
+            return None
+        return formats.encoded_bytes(wanted.format, wanted.expected.elements)
+
+    @property
+    def of_round(self) -> bool:
+        """Whether it is the result of a round, which may still be merged."""
+        return self._wanted.round > 0
+
     def request(self) -> bytes:
         """The message that requests everything that has not arrived; a stream of replies begins."""
         self._intact, self._trailer = True, None

@@ -226,7 +226,10 @@ class Link:
         elif isinstance(event, ev.SessionLost):
             event = self._explained(event)
             log.warning("session lost: %s", event.text)
+        late = self._protocol.late
         pending = self._protocol.handle(event, time.monotonic())
+        if self._protocol.late != late:
+            log.warning("%s", self._protocol.late or "every fragment may be offered again")
         while pending:
             decision, *pending = pending
             if isinstance(decision, ev.Leave):

@@ -184,8 +184,18 @@ class SyncerScript:
     def _pause(self, seconds: str) -> None:
         self.job.pause(float(seconds))
 
+    def _grow(self) -> None:
+        self.job.grows = True
+
+    def _stop(self) -> list[str]:
+        self.job.stop()
+        return self._begun()
+
     def _crash(self) -> list[str]:
         self.job.crash()
+        return self._begun()
+
+    def _begun(self) -> list[str]:
         engine = self.job.engine
         return [f"epoch {engine.epoch} begins at step {engine.step}"]
 

@@ -300,6 +300,16 @@ def merges_counted_anew(patch: Patch) -> None:
     patch.setattr(Engine, "resume", classmethod(forgetful))
 
 
+def halt_forgotten(patch: Patch) -> None:
+    """A restart does not know that a snapshot is of a syncer that no longer merged."""
+    resume = Engine.resume.__func__  # type: ignore[attr-defined]
+
+    def forgetful(cls: type[Engine], *args: Any, state: dict, **how: Any) -> Engine:
+        return resume(cls, *args, state={**state, "halted": ""}, **how)
+
+    patch.setattr(Engine, "resume", classmethod(forgetful))
+
+
 @finds("journalled", "is not in events.jsonl", Kind.CRASH)
 def journal_not_synced(patch: Patch) -> None:
     """The lines before a snapshot are not made durable."""
