@@ -58,7 +58,7 @@ def excess_seconds(*, took: float, held: float, window: float) -> float:
     What a round took longer than it should because others waited for some of its members.
 
     Paper leaves this open. A round that takes τ steps (`window`) delays none. If its members need
-    longer, also those that are not waited for, that is nobody's fault, and a quarter more is jitter.
+    longer, even those that are not waited for, no member is charged, and a quarter more is jitter.
     """
     return max(0.0, took - max(FREE_WINDOWS * window, SPREAD * (took - held)))
 

@@ -400,7 +400,7 @@ def test_pauses_that_a_member_has_not_caused_are_not_charged_when_it_breaks_once
     assert (logs("eject", out), job["b"].long_waits) == ([], 0)
 
 
-def test_when_a_member_leaves_the_rest_that_now_waits_for_nobody_else_limits_the_others():
+def test_when_a_member_leaves_the_wait_for_the_others_is_measured_without_it():
     job = Job("abcde", quorum=2, overlap=1).meet()
     job.report_all(1)
     for name in "ab":

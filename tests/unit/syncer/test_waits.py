@@ -98,7 +98,7 @@ def test_members_that_are_late_each_time_cost_the_others_less_than_5_percent_of_
 
 
 class Noise:
-    """Random times of uploads, and now and then a member that stands still for about 2 s."""
+    """Random times of uploads, and occasionally a member that is paused for about 2 s."""
 
     def __init__(self, seed, *, median, pause_every):
         self.random = random.Random(seed)
