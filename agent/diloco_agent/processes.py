@@ -9,12 +9,14 @@ thread starts processes: the kernel's parent-death signal is bound to the thread
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import secrets
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +26,8 @@ from diloco_agent.causes import cause_of, code_of
 from diloco_agent.output import Log, Stream, last_lines, open_private
 
 _CANNOT_START = 126
+_GUARD_SECONDS = 1.0
+"""Between two replacements of a guard while nothing else is started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,8 @@ class Processes:
         self._processes: dict[str, _Process] = {}
         self._not_started: list[ProcessExit] = []
         self._starts = 0
+        self._next_guard = -math.inf
+        """When the guard may be replaced, monotonic."""
         self._guard = self._start_guard()
 
     def start(self, command: Command) -> int | None:
@@ -150,9 +156,10 @@ class Processes:
         It does so for the first process of a container; each helper that outlived its parent would
         otherwise remain a zombie.
         """
-        # waitid would always find a guard that was killed, and none of the orphans after it.
-        with contextlib.suppress(OSError):
-            self._keep_guard()
+        # waitid would always find a guard that was killed and not polled, and no orphan after it.
+        if self._guard.poll() is not None and time.monotonic() >= self._next_guard:
+            with contextlib.suppress(OSError):
+                self._keep_guard()
         ours = {process.popen.pid for process in self._processes.values()} | {self._guard.pid}
         options = os.WEXITED | os.WNOHANG | os.WNOWAIT
         with contextlib.suppress(ChildProcessError):
@@ -186,6 +193,7 @@ class Processes:
     def _keep_guard(self) -> None:
         """Replace the guard if it was killed."""
         if self._guard.poll() is not None:
+            self._next_guard = time.monotonic() + _GUARD_SECONDS
             self._end_guard()
             self._guard = self._start_guard()
 

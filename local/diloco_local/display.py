@@ -6,9 +6,10 @@ Shows the content of status.json and nothing else; rate and time left are comput
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import io
 import os
+import select
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
@@ -32,6 +33,9 @@ PLAIN_SECONDS = 5.0
 
 RATE_SECONDS = 60.0
 """Window over which the rate of steps is averaged."""
+
+WAIT_SECONDS = 1.0
+"""For a reader of the output that is slow."""
 
 MAX_ROWS = 32
 """Learners in the live table; terminals have a limited height."""
@@ -80,16 +84,32 @@ def console_on(stream: TextIO | None) -> Console:
 
 
 class _Output(io.FileIO):
-    """A file that becomes the null device when it cannot be written."""
+    """
+    A file that becomes the null device when it is closed at the other end.
+
+    What it cannot take for another reason, such as a full disk, is dropped.
+    """
+
+    _dropped = False
+    """The last write was dropped: a reader that has stopped delays one write only."""
 
     def write(self, data: ReadableBuffer, /) -> int:
-        with contextlib.suppress(OSError):
-            if (written := super().write(data)) is not None:  # None: it would have to wait
-                return written
-        null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
-        os.dup2(null, self.fileno())
-        os.close(null)
-        return super().write(data)
+        written = self._try(data)
+        if written is None and not self._dropped and select.select([], [self], [], WAIT_SECONDS)[1]:
+            written = self._try(data)
+        self._dropped = written is None
+        return memoryview(data).nbytes if written is None else written
+
+    def _try(self, data: ReadableBuffer) -> int | None:
+        """Bytes that were written; None: there is no room now."""
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno in (errno.EPIPE, errno.EIO, errno.EBADF):
+                null = os.open(os.devnull, os.O_WRONLY | os.O_CLOEXEC)
+                os.dup2(null, self.fileno())
+                os.close(null)
+            return None
 
 
 def display_on(console: Console) -> Display:

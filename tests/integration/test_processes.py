@@ -5,9 +5,11 @@ import signal
 import subprocess
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
+from diloco_agent import processes as module
 from diloco_agent.output import Log, last_lines
 from diloco_agent.processes import Command, Processes
 from diloco_testing.local.fake_run import alive, until
@@ -132,6 +134,28 @@ def test_orphans_are_reaped_after_the_guard_was_killed_and_another_guard_watches
     orphan.wait()
     assert processes._guard.pid != guard
     assert alive(processes._guard.pid)
+
+
+def test_a_guard_that_ends_at_once_is_started_again_no_more_than_once_a_second(
+    processes, monkeypatch
+):
+    started, now = [], [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(
+        module, "_guard_command", lambda *arguments: started.append(now[0]) or ("false",)
+    )
+    processes._guard.kill()
+    for _ in range(12):
+        if processes._guard.returncode is None:
+            os.waitid(os.P_PID, processes._guard.pid, os.WEXITED | os.WNOWAIT)
+        orphan = subprocess.Popen(["true"])
+        os.waitid(os.P_PID, orphan.pid, os.WEXITED | os.WNOWAIT)
+        processes.reap_orphans()
+        with pytest.raises(ChildProcessError):
+            os.waitpid(orphan.pid, os.WNOHANG)
+        orphan.wait()
+        now[0] += 0.25
+    assert started == [100.0, 101.0, 102.0]
 
 
 def test_a_start_from_a_thread_is_refused(processes, command):

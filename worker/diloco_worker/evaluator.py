@@ -63,8 +63,6 @@ _FIRST_POLL_SECONDS = 0.2
 _CALL_SECONDS = 10.0
 _COMMAND_SECONDS = 3600.0
 _MAX_STDERR = 2000
-_TRIES = 3
-"""Submissions of a score that the syncer refuses: a proxy in between may be the one that did."""
 DETAIL_BYTES, MAX_TEXT = 16 << 10, 256
 """What the syncer takes of the members of a score besides its loss, and characters of a text or name of them."""
 _MAX_NAMES = 500
@@ -285,16 +283,15 @@ class Evaluator:
                 extra={"step": step},
             )
         evaluation = pb.Evaluation(step=step, loss=loss, detail=json.dumps(detail))
-        refusals = 0
         while True:
             try:
                 self.submit(evaluation)
             except (grpc.RpcError, DilocoError) as error:
-                cause = status_codes.error_of(error) if isinstance(error, grpc.RpcError) else error
-                refusals += isinstance(cause, ProtocolError)
-                if refusals == _TRIES:
-                    return self._has_no_score(step, f"the syncer refused it: {cause}")
-                self._wait_after(cause)
+                # Without a reason of the syncer, a proxy in between may have ended the call.
+                sent = status_codes.sent_error(error) if isinstance(error, grpc.RpcError) else error
+                if isinstance(sent, ProtocolError):
+                    return self._has_no_score(step, f"the syncer refused it: {sent}")
+                self._wait_after(error)
                 if self._was_undone(step):
                     return False
             else:

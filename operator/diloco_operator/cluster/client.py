@@ -247,9 +247,14 @@ class Cluster:
         own = f"{self._manager}-status"
         self._apply_status(job, ("uid",), status, own)
         for other in _managers_of_status(job):
-            if other != own:
+            if other == own:
+                continue
+            try:
                 # A region.name that was changed: what it had applied would stay when this one drops it.
                 self._apply_status(job, ("uid",), None, other)
+            except ApiError as error:
+                # The status was written, so that its Events are due. The next write tries it again.
+                log.warning("cannot remove what %s has applied: %s", other, error)
 
     def claim(self, job: Mapping[str, Any], installation: str) -> None:
         """

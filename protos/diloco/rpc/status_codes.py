@@ -99,6 +99,15 @@ def aborting(context: grpc.ServicerContext) -> Iterator[None]:
         raise
 
 
+def sent_error(error: grpc.RpcError) -> DilocoError | None:
+    """The error that the peer sent; None: the call ended otherwise, such as by a proxy in between."""
+    if isinstance(error, grpc.Call):
+        for key, value in error.trailing_metadata() or ():
+            if key == REASON_KEY and value in _BY_REASON:
+                return _BY_REASON[str(value)](error.details() or "")
+    return None
+
+
 def error_of(error: grpc.RpcError) -> DilocoError:
     """
     The error that the peer sent, of the same class and with the same message.
@@ -106,12 +115,11 @@ def error_of(error: grpc.RpcError) -> DilocoError:
     Anything else is UnavailableError where a retry may help (UNAVAILABLE, DEADLINE_EXCEEDED,
     CANCELLED), and ProtocolError where it cannot.
     """
+    if (sent := sent_error(error)) is not None:
+        return sent
     if not isinstance(error, grpc.Call):
         return UnavailableError(f"call ended without a status: {error!r}")
     code, details = error.code(), error.details() or ""
-    for key, value in error.trailing_metadata() or ():
-        if key == REASON_KEY and value in _BY_REASON:
-            return _BY_REASON[str(value)](details)
     if code in _PASSING:
         meaning = advice(explain(details)) if code is not grpc.StatusCode.CANCELLED else ""
         return UnavailableError(f"{code.name}: {details}{meaning and f'; {meaning}'}")

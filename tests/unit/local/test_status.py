@@ -1,8 +1,12 @@
 """The status of a run, and how it is shown."""
 
+import contextlib
 import io
 import os
 import pty
+import select
+import tempfile
+import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
@@ -11,6 +15,7 @@ from rich.console import Console
 from diloco.runtime import formatting
 from diloco.v1 import syncer_pb2 as pb
 from diloco_job.plan import plan
+from diloco_local import display
 from diloco_local.display import (
     LiveDisplay,
     PlainDisplay,
@@ -442,6 +447,59 @@ def test_a_display_whose_terminal_or_pipe_is_closed_shows_nothing_more(
             shown.note("started eu/0")
         shown.close()
         shown.note("suspended at step 5/50")
+
+
+@pytest.fixture
+def full():
+    """The ends of a pipe that does not block writers, and that is full."""
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(writer, b"x" * 4096)
+    with open(reader, "rb") as read, open(writer, "w", encoding="utf-8") as write:
+        yield read, write
+
+
+def test_a_display_waits_for_a_slow_reader_of_a_pipe_that_does_not_block(full, monkeypatch):
+    reader, writer = full
+    waits, drained, wait = threading.Event(), [], select.select
+    monkeypatch.setattr(display, "WAIT_SECONDS", 60.0)
+    monkeypatch.setattr(select, "select", lambda *args: waits.set() or wait(*args))
+    thread = threading.Thread(target=lambda: waits.wait() and drained.extend(reader))
+    thread.start()
+    shown, lines = display_on(console_on(writer)), [f"restart {n} of eu/0" for n in range(1000)]
+    for text in lines:
+        shown.note(text)
+    writer.close()
+    waits.set()
+    thread.join()
+    assert b"".join(drained).lstrip(b"x").decode().splitlines() == lines
+
+
+def test_a_display_drops_what_a_full_pipe_does_not_take_in_time_and_continues(full, monkeypatch):
+    waits = []
+    monkeypatch.setattr(select, "select", lambda *args: waits.append(args[3]) or ([], [], []))
+    reader, writer = full
+    shown = display_on(console_on(writer))
+    for _ in range(3):
+        shown.note("dropped")
+    assert waits == [1.0], "a reader that has stopped delays the run once"
+    os.set_blocking(reader.fileno(), False)
+    assert set(reader.read()) == {ord("x")}
+    shown.note("shown")
+    assert reader.read() == b"shown\n"
+
+
+def test_a_display_on_a_disk_that_is_full_continues_when_there_is_room():
+    with open("/dev/full", "w", encoding="utf-8") as stream, tempfile.TemporaryFile() as room:
+        shown = display_on(console_on(stream))
+        shown.note("dropped")
+        assert os.readlink(f"/proc/self/fd/{stream.fileno()}") == "/dev/full"
+        os.dup2(room.fileno(), stream.fileno())
+        shown.note("shown")
+        room.seek(0)
+        assert room.read() == b"shown\n"
 
 
 def test_a_display_without_standard_output_shows_nothing(monkeypatch):

@@ -642,4 +642,26 @@ def test_a_region_name_that_was_set_back_leaves_no_times_behind_that_end_a_resum
     assert managers == ["diloco-operator-eu-status"]
 
 
+def test_events_are_posted_though_what_a_former_region_name_applied_cannot_be_removed(
+    api, tmp_path, caplog
+):
+    api.create(job())
+
+    def run_as(region, **status):
+        world = ReconciledCluster(api, tmp_path, scope=replace(SCOPE, region=region))
+        event = JobEvent(type="Normal", reason=status["state"], message="x")
+        world.decide = lambda observation: Decisions(status=status, events=(event,))
+        world.run()
+        world.reconciler.close()
+        return api.get("dilocojobs", "a")["status"]
+
+    run_as("eu2", state="Training", startTime="before")
+    api.faults.append(Fault("PATCH", "fieldManager=diloco-operator-eu2-status", 403, "denied"))
+    assert run_as("eu", state="Failed") == {"state": "Failed", "startTime": "before"}
+    assert "denied" in caplog.text
+    assert run_as("eu", state="Complete") == {"state": "Complete"}, "the next write removes it"
+    posted = {event["reason"] for event in api.all("events")}
+    assert posted == {"Training", "Failed", "Complete"}
+
+
 # Two installations that see the same jobs

@@ -15,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from diloco.errors import ConfigError, DamagedError, ProtocolError, UnavailableError
+from diloco.rpc import status_codes
 from diloco.runtime import health
 from diloco.spec import RunSpec
 from diloco.v1 import syncer_pb2 as pb
@@ -447,7 +448,7 @@ def test_a_score_that_the_syncer_refuses_for_good_is_no_score_and_the_next_model
     made.health, made.submit = health.HealthFile(path), submit
     made.run()
     assert [step for step, _ in syncer.scores] == [0, 100]
-    assert tried == [0, 50, 50, 50, 100]
+    assert tried == [0, 50, 100]
     assert seen[0] is None
     assert (seen[1].problem, seen[1].why) == (
         "NoScore",
@@ -455,6 +456,47 @@ def test_a_score_that_the_syncer_refuses_for_good_is_no_score_and_the_next_model
     )
     assert "the syncer refused it" in caplog.text
     assert (health.read(path).problem, health.read(path).why) == ("", "scored")
+
+
+class Ended(grpc.RpcError, grpc.Call):
+    """A call that ended with this status and these trailers."""
+
+    def __init__(self, code, details, reason=""):
+        self.code, self.details = lambda: code, lambda: details
+        self.trailing_metadata = lambda: ((status_codes.REASON_KEY, reason),) if reason else ()
+
+    initial_metadata = is_active = time_remaining = cancel = add_callback = None
+
+
+@pytest.mark.parametrize(
+    ("code", "details"),
+    [
+        (grpc.StatusCode.UNIMPLEMENTED, "Received http2 header with status: 404"),
+        (grpc.StatusCode.UNKNOWN, "Stream removed"),
+        (grpc.StatusCode.INTERNAL, "Received RST_STREAM with error code 2"),
+        (grpc.StatusCode.PERMISSION_DENIED, "RBAC: access denied"),
+    ],
+)
+def test_an_error_of_a_proxy_delays_the_final_score_and_does_not_lose_it(code, details):
+    syncer, errors = Syncer(steps=50, stride=50), [Ended(code, details)] * 10
+    made = evaluator_of(syncer)
+    made.submit = lambda score: (
+        raise_(errors.pop()) if score.step and errors else syncer.submit(score)
+    )
+    made.run()
+    assert not errors
+    assert syncer.scores == [(0, 0.5), (50, 50.5)]
+
+
+def test_only_a_reason_of_the_syncer_refuses_a_score(caplog):
+    syncer, code = Syncer(steps=50, stride=50), grpc.StatusCode.INVALID_ARGUMENT
+    errors = [Ended(code, "step 51", ProtocolError.reason), Ended(code, "bad header")]
+    made = evaluator_of(syncer)
+    made.submit = lambda score: raise_(errors.pop()) if errors else syncer.submit(score)
+    made.run()
+    assert syncer.scores == [(50, 50.5)]
+    assert "retrying: INVALID_ARGUMENT: bad header" in caplog.text
+    assert "no score: the syncer refused it: step 51" in caplog.text
 
 
 def test_a_job_that_is_complete_ends_its_evaluator_though_its_last_score_is_refused(tmp_path):
