@@ -26,7 +26,7 @@ from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Staged
 from diloco_worker.link.assembly import Assembly, Outcome
 from diloco_worker.link.buffers import BufferPool, most_idle_bytes, most_transfers
-from diloco_worker.link.download import UNDECIDED_SECONDS, allowed_seconds
+from diloco_worker.link.download import UNDECIDED_SECONDS, silent_seconds
 from diloco_worker.link.encoder import Encoder
 from diloco_worker.link.placement import Placement
 from diloco_worker.link.schedule import Schedule
@@ -423,9 +423,11 @@ class _Download:
         self._endpoint = stream.endpoint = connection.open("Download", stream)
         self._endpoint.send(self._assembly.request())
         self._endpoint.finish()
-        seconds = allowed_seconds(self._assembly)
-        if seconds is not None:
-            self._deadline = self._transfers.process.after(seconds, self._late)
+        self._watch(self._assembly)
+
+    def _watch(self, assembly: Assembly) -> None:
+        self._cancel_deadline()
+        self._deadline = self._transfers.process.after(silent_seconds(assembly), self._late)
 
     def _late(self) -> None:
         endpoint, self._endpoint = self._endpoint, None
@@ -438,8 +440,11 @@ class _Download:
         """A message of the stream."""
         if self._over or endpoint is not self._endpoint or self._assembly is None:
             return
+        arrived = self._assembly.arrived
         try:
             self._assembly.add(data)
+            if self._assembly.arrived != arrived:
+                self._watch(self._assembly)
         except DilocoError as error:
             self._finish(error=f"{error.reason}: {error}")
 

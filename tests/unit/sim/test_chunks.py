@@ -10,6 +10,7 @@ import pytest
 
 from diloco.model import fragments
 from diloco.model.fragments import BLOCK, CHUNK
+from diloco_sim import transfers
 from diloco_sim.chunks import small_chunks
 from diloco_sim.description import Description, sample
 from diloco_sim.faults import Plan
@@ -17,6 +18,7 @@ from diloco_sim.world import World
 from diloco_syncer import coordinator
 from diloco_syncer.merging.streaming import FragmentMerge
 from diloco_syncer.rpc import receiver
+from diloco_worker.link.download import START_SECONDS
 
 
 def chunked(plan: str, **changes: Any) -> Description:
@@ -100,3 +102,26 @@ def test_members_that_hold_each_other_back_continue_as_soon_as_there_is_room():
     ).run()
     assert outcome.ok, outcome.violation
     assert outcome.seconds < 60.0
+
+
+@pytest.mark.slow
+def test_a_slow_link_brings_a_model_whose_versions_change_meanwhile(monkeypatch):
+    """Two streams of 10 kB share 200 B/s: they take far longer than H steps, and never stop."""
+    arrived: list[tuple[float, int]] = []
+    finish = transfers._Download._finish
+
+    def finished(download: Any, staged: Any = None, **more: Any) -> None:
+        if staged is not None and download._identity.learner == "eu/0":
+            arrived.append((download._transfers.process.clock.now, staged.fragment))
+        finish(download, staged, **more)
+
+    monkeypatch.setattr(transfers._Download, "_finish", finished)
+    plain = replace(
+        chunked("5..6 crash eu/0\n5..200 bandwidth syncer eu/0 one-way 0.001"),
+        bandwidth=2e5, steps=250,
+    )  # fmt: skip
+    outcome = World(replace(plain, spec=replace(plain.spec, quorum=2, interval=10))).run()
+    assert outcome.ok, outcome.violation
+    slow = [(at, fragment) for at, fragment in arrived if 6.0 < at < 200.0]
+    assert {fragment for _, fragment in slow} == {0, 1}
+    assert slow[0][0] > 6.0 + 3 * START_SECONDS

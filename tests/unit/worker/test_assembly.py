@@ -129,9 +129,31 @@ def test_a_newer_version_starts_over(assembly):
     assembly.end()
     feed(assembly, version=(1, 8))
     assert assembly.end() is Outcome.DAMAGED
-    assert list(feed(assembly, version=(1, 8)).chunks) == [0, 2]
+    assert list(feed(assembly, version=(1, 9)).chunks) == []
     assert assembly.end() is Outcome.COMMITTED
-    assert decoded(assembly)[0].version == (1, 8)
+    assert decoded(assembly)[0].version == (1, 9)
+
+
+def test_a_version_that_changes_is_no_damage(assembly):
+    for step in range(4 * MAX_REPEATS):  # and each time the stream of the whole breaks off
+        feed(assembly, version=(1, step), only=(0, 1))
+        feed(assembly, version=(1, step + 1))
+        assert assembly.end() is Outcome.DAMAGED
+    feed(assembly, version=(1, 99))
+    assert assembly.end() is Outcome.COMMITTED
+
+
+def test_a_chunk_counts_as_arrived_once_for_each_version(assembly):
+    feed(assembly, damage=(2,))
+    assert assembly.arrived == 2
+    [header, *chunks, _trailer] = stream(assembly.request(), FRAGMENT, VALUES, version=(1, 7))
+    for message in (header, *chunks, *chunks):
+        assembly.add(message)
+    assert assembly.arrived == 3
+    assembly.add(next(iter(stream(assembly.request(), FRAGMENT, VALUES, version=(1, 8)))))
+    for message in chunks:
+        assembly.add(message)
+    assert assembly.arrived == 4
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,16 @@ def test_only_a_step_is_progress(reporter):
     )
 
 
+def test_what_the_link_reports_while_the_learner_trains_is_in_the_file(reporter):
+    reporter.observe(trainer(5), 20.0)
+    late = "not offered before it arrives: fragment 0"
+    reporter.report(dataclasses.replace(CONNECTED, text=late), 21.0)
+    assert (reporter.written().ready, reporter.written().why) == (
+        True,
+        f"training, local step 5; {late}",
+    )
+
+
 @pytest.mark.parametrize(
     "link",
     [LinkState(text="waiting"), LinkState(connected=True, refused_exit=78, text="other shape")],

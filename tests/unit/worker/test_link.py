@@ -121,6 +121,22 @@ def test_a_broken_health_file_or_metric_does_not_end_the_link(link, trainer, bro
     assert returned.get(timeout=TIMEOUT_SECONDS) == ""
 
 
+def test_late_fragments_are_logged_when_they_begin_to_be_and_when_none_is_left(link, caplog):
+    names = iter(["", "a", "a, b", "b", "", ""])
+
+    def next_state(_event, _now):
+        link._protocol.late = next(names)
+        return []
+
+    link._protocol.handle = next_state
+    for _ in range(6):
+        assert link._handle(ev.Tick())
+    assert [record.message for record in caplog.records] == [
+        "a",
+        "every fragment may be offered again",
+    ]
+
+
 def test_a_health_file_on_a_disk_that_hangs_delays_no_decision(
     link, trainer, tmp_path, monkeypatch
 ):

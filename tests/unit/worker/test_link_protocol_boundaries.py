@@ -9,6 +9,7 @@ import pytest
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot, Staged
 from diloco_worker.core.link_protocol import (
+    LATE_NAMES,
     LATE_SECONDS,
     RETRY_SECONDS,
     WELCOME_TIMEOUT_SECONDS,
@@ -447,6 +448,20 @@ def test_fragments_that_are_late_for_long_are_named_until_they_arrive():
         link.arrives(ev.Download(fragment=fragment, exact=False), epoch=3)
         link(ev.Placed(fragment=fragment))
     assert (link.state.text, link.core.late) == ("", "")
+
+
+def test_of_many_late_fragments_only_some_are_named():
+    many = LATE_NAMES + 3
+    link = Link(slots=[Slot(fragment=p) for p in range(many)])
+    link.trainer(STEPPING, applied=(0,) * many, versions=[(1, 5)] * many)
+    link(welcome())
+    link(ev.ModelReady(versions=((3, 10),) * many))
+    link.tick(LATE_SECONDS)
+    assert link.state.text.endswith("fragment 0, 1, 2, 3, 4, 5, 6, 7 and 3 more")
+    for fragment in range(3):
+        link.arrives(ev.Download(fragment=fragment, exact=False), epoch=3)
+        link(ev.Placed(fragment=fragment), at=LATE_SECONDS)
+    assert link.state.text.endswith("fragment 3, 4, 5, 6, 7, 8, 9, 10")
 
 
 def test_the_current_version_is_requested_again_after_pauses_that_double_and_for_ever():

@@ -35,6 +35,9 @@ WELCOME_TIMEOUT_SECONDS = 20.0
 LATE_SECONDS = 30.0
 """A fragment that cannot be offered for this long is reported."""
 
+LATE_NAMES = 8
+"""At most so many of them are named."""
+
 _SENDING = (ev.SendReport, ev.SendHeartbeat)
 
 
@@ -75,7 +78,7 @@ class LinkProtocol:
         self._outdated_since: dict[int, float] = {}
         """Fragments that must not be offered, and since when."""
         self.late = ""
-        """Which of them for long, in one sentence; empty: none."""
+        """Some of them for long, in one sentence; empty: none."""
         self._last_sent_at = 0.0
         self._connect_at: float | None = None
         """When to open the next session if there is no Welcome until then."""
@@ -289,7 +292,9 @@ class LinkProtocol:
         if not self._ready or self._state.phase is not Phase.TRAINING or self._state.complete:
             return  # the text states something else
         late = [str(p) for p, since in self._outdated_since.items() if now - since >= LATE_SECONDS]
-        self.late = f"not offered before it arrives: fragment {', '.join(late)}" if late else ""
+        more = f" and {len(late) - LATE_NAMES} more" if len(late) > LATE_NAMES else ""
+        names = ", ".join(late[:LATE_NAMES]) + more
+        self.late = f"not offered before it arrives: fragment {names}" if late else ""
         self._update(text=self.late)
 
     def _download_model(self) -> list[ev.Decision]:

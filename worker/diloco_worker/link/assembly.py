@@ -88,6 +88,10 @@ class Assembly:
         self._trailer: bulk.DownloadTrailer | None = None
         self._intact = True
         """No message of this stream was damaged."""
+        self._newer = False
+        """This stream brings a newer version than the one before."""
+        self.arrived = 0
+        """Chunks, each counted once per version."""
         self._repeats = 0
         self._arrivals: frames.Arrivals | None = None
         self._buffer: U8 | None = None
@@ -99,21 +103,13 @@ class Assembly:
         return f"download of fragment {wanted.fragment}{of}"
 
     @property
-    def expected_bytes(self) -> int | None:
-        """Size of the whole download; None: not known, of the constants."""
-        wanted = self._wanted
-        if wanted.expected is None:
-            return None
-        return formats.encoded_bytes(wanted.format, wanted.expected.elements)
-
-    @property
     def of_round(self) -> bool:
         """Whether it is the result of a round, which may still be merged."""
         return self._wanted.round > 0
 
     def request(self) -> bytes:
         """The message that requests everything that has not arrived; a stream of replies begins."""
-        self._intact, self._trailer = True, None
+        self._intact, self._newer, self._trailer = True, False, None
         missing = self._missing()
         # If only header or trailer are missing, chunk 0 is enough to get both again.
         chunks = missing or (() if self._header is None or not self._header.chunks else (0,))
@@ -158,6 +154,11 @@ class Assembly:
             return Outcome.UNDECIDED
         if trailer is not None and self._header is not None and not self._missing():
             return Outcome.COMMITTED
+        if trailer is not None and self._newer and self._intact:
+            # What was requested is a part. If another part followed, the version could change again and again on a
+            # slow link; the stream of a whole fragment has one version.
+            self.discard()
+            return Outcome.DAMAGED
         if trailer is None and self._intact:
             raise DamagedError(
                 f"the download of fragment {self._wanted.fragment} ended without a trailer"
@@ -229,6 +230,7 @@ class Assembly:
                 f"fragment {header.fragment} came with {header.elements} values in {header.chunks} chunks, "
                 f"expected {expected.elements} in {expected.chunks}"
             )
+        self._newer = self._header is not None
         size_bytes = sum(self._span(header, i)[1] for i in range(header.chunks))
         if self._buffer is None or self._buffer.size < size_bytes:
             self.discard()
@@ -253,6 +255,7 @@ class Assembly:
         if len(payload) != size:
             raise DamagedError(f"chunk {index} has {len(payload)} bytes, expected {size}")
         if self._arrivals.received(index):
+            self.arrived += 1
             self._buffer[lo : lo + size] = np.frombuffer(payload, np.uint8)
 
 

@@ -53,7 +53,7 @@ class HealthReporter:
             self._write(now, ready=False, why=link.text or "joining the job")
             return
         first, self._joined = not self._joined, True
-        why = f"training, local step {trainer.local_step}"
+        why = f"training, local step {trainer.local_step}" + (f"; {link.text}" if link.text else "")
         problem, text = self._problem(trainer, now)
         self._write(now, ready=True, why=text or why, problem=problem, at_once=first)
 

@@ -226,9 +226,9 @@ class Link:
         elif isinstance(event, ev.SessionLost):
             event = self._explained(event)
             log.warning("session lost: %s", event.text)
-        late = self._protocol.late
+        was_late = bool(self._protocol.late)
         pending = self._protocol.handle(event, time.monotonic())
-        if self._protocol.late != late:
+        if bool(self._protocol.late) != was_late:
             log.warning("%s", self._protocol.late or "every fragment may be offered again")
         while pending:
             decision, *pending = pending
