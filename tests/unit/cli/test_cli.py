@@ -259,7 +259,10 @@ def test_export_of_a_damaged_model_keeps_existing_files(tmp_path, run_dir):
 
 
 def test_status_prints_the_status_of_the_run_directory(tmp_path, run_dir):
-    status = {"state": "Complete", "step": 5, "message": "done", "processes": []}
+    status = {
+        "state": "Complete", "step": 5, "message": "done", "processes": [], "supervisor": None,
+        "startTime": "2026-11-23T00:00:00Z",
+    }  # fmt: skip
     (run_dir / "status.json").write_text(json.dumps(status))
     for arguments in (["status", run_dir], ["status", "--dir", run_dir], ["status"]):
         done = diloco(*arguments, "-o", "json", cwd=tmp_path)
