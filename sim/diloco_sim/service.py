@@ -331,6 +331,8 @@ class UploadStream:
                 self._service.changed = True
             self._reply(receiver.receive(message, now))
             happened = True
+        if receiver.waiting is None and not self._over:
+            receiver.awaits(now)
         if not self._over:
             self._wait()
         return happened or self._over

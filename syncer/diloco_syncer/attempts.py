@@ -38,6 +38,8 @@ class MemberUpload:
     """Ends its stream."""
     contributed: bool = False
     """The merge counts on it: a commit shows that it has every chunk, and only the end may be missing."""
+    awaited_seconds: float = 0.0
+    """For how long this process has waited for its next messages, after the header."""
     replaced: bool = False
     """A newer one of this member has begun: nothing more of this one counts."""
 

@@ -17,7 +17,13 @@ from dataclasses import dataclass
 
 from diloco.runtime.backoff import doubled
 from diloco_syncer.core import events as ev
-from diloco_syncer.core.learners import Ejection, LearnerRecord, LearnerRecords, Probe
+from diloco_syncer.core.learners import (
+    FORGIVEN_PER_SECOND,
+    Ejection,
+    LearnerRecord,
+    LearnerRecords,
+    Probe,
+)
 from diloco_syncer.core.pacing import Pace
 from diloco_syncer.core.upload_limits import UploadProgress
 
@@ -25,17 +31,18 @@ BACKOFF_SECONDS = 5.0
 MAX_BACKOFF_SECONDS = 600.0
 
 FORGIVEN_AFTER_MERGES = 16
-FORGIVEN_AFTER_HOLDS = 50.0
+FORGIVEN_AFTER_HOLDS = 1 / FORGIVEN_PER_SECOND
 """
 Merges in a row, and time since the last ejection in multiples of `hold_seconds`, after which earlier
 failures no longer count. An ejection costs the others at most one hold, so a learner that fails as
 often as this allows costs them 2 % of their time. Waits that lead to none are forgiven at that rate.
 """
 
+LATE_WINDOWS = 2.5
 MIN_LATE_SECONDS = 4.5
 """
-Waits for members that deliver lead to an ejection at `hold_seconds`, but not before this: a process that
-pauses twice in a row, each time for less than a round waits, is not ejected.
+A learner is ejected when what it costs the others in merges that it is part of, less 2 % of the time, adds up
+to this multiple of τ·ξ_step, and at least to this. One pause of a process does not: at most one hold counts.
 """
 
 PROBE_ATTEMPT = 1 << 20
@@ -50,11 +57,6 @@ def backoff_seconds(ejections: int) -> float:
 def _nth(fragments: frozenset[int], failures: int) -> int:
     """Another fragment after each failure: one may be too large for a link that carries the others."""
     return sorted(fragments)[failures % len(fragments)]
-
-
-def _left(record: LearnerRecord, now: float) -> float:
-    """What is not forgiven of the waits for a learner."""
-    return max(0.0, record.waited_seconds - (now - record.waited_at) / FORGIVEN_AFTER_HOLDS)
 
 
 @dataclass(slots=True)
@@ -92,7 +94,7 @@ class Ejections:
         record = self.learners.by_name[name]
         if record.session is None:
             return []
-        self._charge({name: waited}, now, most=self.hold_seconds())
+        self._charge(record, waited, now)
         return self._eject(record, reason, now)
 
     def waited(self, name: str, seconds: float, reason: str, now: float) -> list[ev.Decision]:
@@ -101,54 +103,53 @@ class Ejections:
 
         It may be gone. It is ejected once that adds up to what a round could have waited for it.
         """
-        over = self._charge({name: seconds}, now, most=self.hold_seconds())
-        return [decision for record in over for decision in self._eject(record, reason, now)]
+        record = self.learners.by_name[name]
+        return self._eject(record, reason, now) if self._charge(record, seconds, now) else []
 
-    def delivered_late(self, seconds: dict[str, float], now: float) -> dict[str, list[ev.Decision]]:
+    def delivered_late(
+        self, seconds: dict[str, float], now: float, *, window: float
+    ) -> dict[str, list[ev.Decision]]:
         """
-        A round took longer by this because of these members, which have delivered.
+        Members of a round that have delivered cost the others this.
+
+        Args:
+            seconds: by learner.
+            now: monotonic seconds.
+            window: seconds of τ steps.
 
         Returns:
-            those that are ejected because that has added up.
+            The decisions about those that are ejected because that has added up.
         """
+        most, hold = max(MIN_LATE_SECONDS, LATE_WINDOWS * window), self.hold_seconds()
+        records = [self.learners.by_name[name] for name in seconds]
+        charged = [r for r in records if r.late.add(seconds[r.name], now, most=hold)]
+        if charged:
+            self._excuse(now)
+        over = [r for r in charged if r.late.seconds >= most]
         ejected = {}
-        most = max(MIN_LATE_SECONDS, self.hold_seconds())
-        for record in self._charge(seconds, now, most=most):
+        for record in over:
+            record.late.seconds = 0.0
+            record.long_waits += 1
             if decisions := self._eject(record, "Slow", now):
                 ejected[record.name] = decisions
         return ejected
 
-    def _charge(self, seconds: dict[str, float], now: float, *, most: float) -> list[LearnerRecord]:
-        """Add up waits for learners; those for which they have reached `most` now."""
-        records = [self.learners.by_name[name] for name in seconds]
-        charged = [r for r in records if self._add(r, seconds[r.name], now)]
-        if charged:
-            self._excuse(now)
-        over = [r for r in charged if r.waited_seconds >= most]
-        for record in over:
-            record.waited_seconds = 0.0
-            record.long_waits += 1
-        return over
-
-    def _add(self, record: LearnerRecord, seconds: float, now: float) -> bool:
-        """Overlapping rounds wait at the same time: that counts once. Whether anything is left."""
-        began = now - seconds
-        counted = max(0.0, record.waited_at - max(began, record.waited_from))
-        if seconds - counted <= 0:
-            return False
-        record.waited_seconds = _left(record, now) + min(seconds - counted, self.hold_seconds())
-        touches = began <= record.waited_at
-        record.waited_from = min(began, record.waited_from) if touches else began
-        record.waited_at = now
-        return True
-
     def _excuse(self, now: float) -> None:
-        """What the others wait for more than half of all learners is no fault of any: jitter, or a slow syncer."""
+        """What more than half of all learners cost is the fault of none: jitter, or a slow syncer."""
         training = self.learners.training()
-        common = sorted(_left(record, now) for record in training)[: max(1, len(training) // 2)]
+        common = sorted(record.late.left(now) for record in training)[: (len(training) + 1) // 2]
         if common and common[-1] > 0:
             for record in training:
-                record.waited_seconds = max(0.0, record.waited_seconds - common[-1])
+                record.late.seconds = max(0.0, record.late.seconds - common[-1])
+
+    def _charge(self, record: LearnerRecord, seconds: float, now: float) -> bool:
+        """Add up a wait in vain; whether it is as long now as a round may wait."""
+        hold = self.hold_seconds()
+        if not record.waits.add(seconds, now, most=hold) or record.waits.seconds < hold:
+            return False
+        record.waits.seconds = 0.0
+        record.long_waits += 1
+        return True
 
     def _eject(self, record: LearnerRecord, reason: str, now: float) -> list[ev.Decision]:
         if record.ejection is not None:
@@ -322,8 +323,8 @@ class Ejections:
     def shift(self, seconds: float) -> None:
         """The syncer itself was paused: the times of probes move, and those of the waits that were counted."""
         for record in self.learners:
-            record.waited_from += seconds
-            record.waited_at += seconds
+            record.waits.shift(seconds)
+            record.late.shift(seconds)
         for record in self.learners.ejected():
             if record.ejection is not None and record.ejection.probe is not None:
                 record.ejection.probe.upload.shift(seconds)

@@ -100,8 +100,11 @@ class Progress:
     attempt: int
     received_bytes: int
     """Payload received in this attempt so far."""
-    position: int = 0
-    """How far it is in the merge, in quarters of its window."""
+    awaited_seconds: float = 0.0
+    """
+    For how long the syncer has waited for messages of the upload since its header; once it was held back, at
+    least for how long it would wait for all of them at the rate until then.
+    """
     waiting: bool = False
     """It cannot continue before slower members do: the window of the merge is full."""
     done: bool = False

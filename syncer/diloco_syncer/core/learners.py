@@ -28,6 +28,45 @@ HANGS_STEPS = 4.0
 """A step that takes longer than this, and than so many of the learner's steps, hangs. Paper leaves this open."""
 
 
+FORGIVEN_PER_SECOND = 0.02
+"""Of the time that others have waited for a learner, so much is forgiven: it may cost them 2 % of their time."""
+
+
+@dataclass(slots=True)
+class Waits:
+    """Adds up the time that the others have waited for a learner, less what is forgiven."""
+
+    seconds: float = 0.0
+    """As of `at`."""
+    begun: float = math.inf
+    at: float = -math.inf
+    """The newest time that was counted ends here and begins at `begun`, monotonic."""
+
+    def left(self, now: float) -> float:
+        """What is not forgiven."""
+        return max(0.0, self.seconds - FORGIVEN_PER_SECOND * (now - self.at))
+
+    def add(self, seconds: float, now: float, *, most: float) -> bool:
+        """
+        The others have waited this long until now; at most `most` of it counts. Whether any of it does.
+
+        Overlapping rounds wait at the same time: that counts once.
+        """
+        begun = now - seconds
+        counted = max(0.0, self.at - max(begun, self.begun))
+        if seconds - counted <= 0:
+            return False
+        self.seconds = self.left(now) + min(seconds - counted, most)
+        self.begun = min(begun, self.begun) if begun <= self.at else begun
+        self.at = now
+        return True
+
+    def shift(self, seconds: float) -> None:
+        """The syncer itself was paused: that time does not count."""
+        self.begun += seconds
+        self.at += seconds
+
+
 @dataclass(slots=True)
 class Probe:
     """A pull whose upload is discarded: proof that a learner delivers (core/ejection.py)."""
@@ -104,12 +143,11 @@ class LearnerRecord:
     ejections: int = 0
     """Failures since it last delivered for a while, those of probes included."""
     long_waits: int = 0
-    """How often waits for it in vain added up to what a round may wait."""
-    waited_seconds: float = 0.0
-    """Waits for it in vain since then, as of `waited_at`."""
-    waited_from: float = math.inf
-    waited_at: float = -math.inf
-    """The newest time that was counted as such a wait ends here and begins at `waited_from`, monotonic."""
+    """How often either of the next two has reached its limit."""
+    waits: Waits = field(default_factory=Waits)
+    """In vain, since then."""
+    late: Waits = field(default_factory=Waits)
+    """What it cost the others in merges that it was part of, since then."""
     failed_at: float = -math.inf
     """When it was last ejected, monotonic."""
     delivered_in_row: int = 0

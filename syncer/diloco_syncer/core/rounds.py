@@ -10,7 +10,6 @@ One round of one fragment: its members and its phase. Pure; the engine moves it.
 from __future__ import annotations
 
 import enum
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from typing import Any
 from diloco.runtime.backoff import doubled
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.events import ConfirmedNorm, Merged
-from diloco_syncer.core.upload_limits import LEAD, Stopwatch, UploadProgress, excess_seconds
+from diloco_syncer.core.upload_limits import Stopwatch, UploadProgress, allowed_seconds
 
 
 class Phase(enum.Enum):
@@ -62,26 +61,20 @@ class Round:
     """Members of this attempt and how far their uploads are."""
     contributions: dict[str, Contribution] = field(default_factory=dict)
     pending: int = 0
-    """Members that can continue."""
+    """Members for which others wait."""
     early: dict[str, Contribution] = field(default_factory=dict)
     """Headers whose report has not arrived."""
     held: Stopwatch = field(default_factory=Stopwatch)
-    """While enough members of this attempt wait for others."""
+    """Runs while enough members of this attempt wait for the rest."""
     failure: str = ""
     """Why the last attempt lost a member."""
     merged: Merged | None = None
     _next_deadline: float | None = None
     """No pending member's deadline is earlier; None: not computed."""
-    _held_from: float | None = None
-    """No wait for a member that is waited for would have begun earlier, in one piece; None: none is."""
-    _held: int = 0
-    """Members that are waited for."""
-    _behind: int = -1
-    """Members at this position or before were waited for when that was last computed."""
-    _positions: list[int] = field(default_factory=list)
-    """Of the members, in order."""
-    _moved: set[str] = field(default_factory=set)
-    """Members whose position has changed since."""
+    _most_ahead: float = 0.0
+    """No pending member is `ahead` by more."""
+    _most: int = 1
+    """At least K of the members, and half of all."""
 
     @property
     def open(self) -> bool:
@@ -117,17 +110,15 @@ class Round:
         self.pending = len(self.members)
         self.contributions, self.early = {}, {}
         self.pulled_at = now
-        self.held = Stopwatch()
+        self.held, self._most_ahead = Stopwatch(), 0.0
         self.deadline = self._next_deadline = None
-        self._begin_positions()
 
-    def contributed(self, contribution: Contribution) -> None:
+    def contributed(self, contribution: Contribution, now: float) -> None:
         """A member's header has arrived; its upload now waits for the other headers."""
         self.contributions[contribution.learner] = contribution
         upload = self.members[contribution.learner]
-        self.pending -= upload.pending
-        before, upload.waiting, upload.position = upload.position, True, LEAD
-        self._move(contribution.learner, before, LEAD)
+        self._not_pending(upload, now)
+        upload.waiting, upload.header_at = True, now
 
     def progressed(
         self,
@@ -137,25 +128,20 @@ class Round:
         waiting: bool,
         done: bool,
         now: float,
-        position: int = 0,
+        awaited: float = 0.0,
     ) -> None:
         """A member's upload has come further."""
         upload = self.members[learner]
-        self.pending -= upload.pending
-        before = upload.position
-        upload.progressed(received_bytes, waiting=waiting, done=done, now=now, position=position)
-        self.pending += upload.pending
-        self._move(learner, before, upload.position)
+        self._not_pending(upload, now)
+        upload.progressed(received_bytes, waiting=waiting, done=done, now=now, awaited=awaited)
+        self._pending_again(upload, now)
         if upload.pending and self._next_deadline is not None:
             self._next_deadline = min(self._next_deadline, upload.deadline)
 
     def remove(self, learner: str) -> None:
         """A member was lost."""
         self.losses[learner] += 1
-        upload = self.members.pop(learner)
-        self.pending -= upload.pending
-        self._held -= upload.held.since is not None
-        del self._positions[bisect_left(self._positions, upload.position)]
+        self.pending -= self.members.pop(learner).pending
         self.contributions.pop(learner, None)
         self.early.pop(learner, None)
 
@@ -164,10 +150,10 @@ class Round:
         self.phase = Phase.MERGING
         self.held.run(False, now)
         for upload in self.members.values():
+            self._not_pending(upload, now)
             upload.resume(now)
-        self.pending = sum(upload.pending for upload in self.members.values())
+            self._pending_again(upload, now)
         self._next_deadline = None
-        self._begin_positions()
 
     def collect_again(self, now: float) -> None:
         """The attempt failed for too many members: after a pause, begin with the reports again."""
@@ -175,47 +161,37 @@ class Round:
         self.contributions.clear()
         self.pending = 0
         self.early.clear()
-        self._begin_positions()
         self.phase = Phase.COLLECTING
         self.retry_at = now + doubled(RETRY_SECONDS, self.repeats, MAX_RETRY_SECONDS)
         self.repeats += 1
         self.attempt += 1
+        self.held.run(False, now)
         self.deadline = self.quorum_at = None
 
     # ------------------------------------------------------------ lateness
 
     def update_hold(self, now: float, *, quorum: int) -> None:
-        """Note for which members at least K of them, and half of all, wait now."""
-        ahead = max(quorum, (len(self.members) + 1) // 2)
-        behind = -1
-        if self.transferring and ahead <= len(self._positions):
-            behind = self._positions[-ahead] - LEAD
-        changed = self._moved & self.members.keys() if behind == self._behind else self.members
-        for name in changed:
-            upload = self.members[name]
-            held = upload.position <= behind
-            if held != (upload.held.since is not None):
-                upload.held.run(held, now)
-                self._held += 1 if held else -1
-                if upload.held.begun is not None:
-                    begun = upload.held.begun
-                    self._held_from = min(
-                        begun, begun if self._held_from is None else self._held_from
-                    )
-        self._behind, self._moved = behind, set()
-        if not self._held:
-            self._held_from = None
-        self.held.run(self._held > 0, now)
+        """Note whether at least K members, and half of all, now wait for the rest."""
+        self._most = max(quorum, (len(self.members) + 1) // 2)
+        ahead = len(self.members) - self.pending
+        self.held.run(self.transferring and self.pending > 0 and ahead >= self._most, now)
 
-    def _begin_positions(self) -> None:
-        self._positions, self._moved = [0] * len(self.members), set()
-        self._behind, self._held, self._held_from = -1, 0, None
+    def _not_pending(self, upload: UploadProgress, now: float) -> None:
+        """The others do not wait for this member, until `_pending_again`."""
+        if upload.pending:
+            self.pending -= 1
+            upload.held += self.held.read(now) - upload.held_from
 
-    def _move(self, learner: str, before: int, position: int) -> None:
-        if position != before:
-            del self._positions[bisect_left(self._positions, before)]
-            insort(self._positions, position)
-            self._moved.add(learner)
+    def _pending_again(self, upload: UploadProgress, now: float) -> None:
+        """The others may wait for it from now on, unless it waits for them or has delivered."""
+        if upload.pending:
+            self.pending += 1
+            upload.held_from = self.held.read(now)
+            self._most_ahead = max(self._most_ahead, upload.ahead)
+
+    def _held_seconds(self, upload: UploadProgress, now: float) -> float:
+        """For how long the others have waited for this member in this attempt."""
+        return self.held.read(now) + upload.ahead if upload.pending else upload.held
 
     def waited_seconds(
         self, learner: str, now: float, *, quorum: int, pauses: bool = True
@@ -232,28 +208,41 @@ class Round:
             return now - self.pulled_at + (pause if pauses else 0.0)
         if self.phase in (Phase.MERGING, Phase.MERGED):
             return now - self.pulled_at
-        return member.held.read(now) if member is not None else 0.0
+        return self._held_seconds(member, now) if member is not None else 0.0
 
-    def waits(self, now: float, *, window_seconds: float) -> dict[str, float]:
-        """The seconds that this attempt took longer because of each member that it waited for."""
-        excess = excess_seconds(
-            took=now - self.pulled_at, held=self.held.read(now), window=window_seconds
-        )
-        held = {name: upload.held.read(now) for name, upload in self.members.items()}
-        return {name: min(it, excess) for name, it in held.items() if min(it, excess) > 0}
+    def late_seconds(self, window_seconds: float) -> dict[str, float]:
+        """What each member cost the others that needed more than it may, once all have delivered."""
+        usual = self._usual_seconds()
+        allowed = allowed_seconds(usual=usual, window=window_seconds)
+        own = {name: upload.own_seconds for name, upload in self.members.items()}
+        beyond = max(usual, window_seconds)
+        return {name: seconds - beyond for name, seconds in own.items() if seconds > allowed}
 
-    def late(self, now: float, *, hold_seconds: float) -> list[str]:
-        """Members past their own deadline, and those for which the others waited `hold_seconds`."""
+    def _usual_seconds(self) -> float:
+        """What most of those needed that have delivered or are held back."""
+        own = sorted(upload.own_seconds for upload in self.members.values() if not upload.pending)
+        return own[self._most - 1] if len(own) >= self._most else 0.0
+
+    def late(self, now: float, *, hold_seconds: float, window_seconds: float) -> list[str]:
+        """
+        Members past their own deadline, and all for which the others waited `hold_seconds`.
+
+        Not before the attempt has taken what a member may always take: `window_seconds` are τ steps.
+        """
         if not self.transferring:
             return []
+        allowed = self._allowed_until(window_seconds)
         return sorted(
             name
             for name, upload in self.members.items()
-            if (upload.pending and now >= upload.deadline)
-            or (upload.held.begun is not None and now >= upload.held.begun + hold_seconds)
+            if upload.pending
+            and (
+                now >= upload.deadline
+                or now >= max(allowed, self.held.reaches(hold_seconds - upload.ahead))
+            )
         )
 
-    def next_deadline(self, hold_seconds: float, now: float) -> float | None:
+    def next_deadline(self, hold_seconds: float, window_seconds: float, now: float) -> float | None:
         """
         When `late` may next name a member, monotonic.
 
@@ -264,12 +253,22 @@ class Round:
             return None
         if self._next_deadline is None or now >= self._next_deadline:
             self._next_deadline = min(d.deadline for d in self.members.values() if d.pending)
-        if self._held_from is not None and now >= self._held_from + hold_seconds:
-            begun = (upload.held.begun for upload in self.members.values())
-            self._held_from = min((at for at in begun if at is not None), default=None)
-        if self._held_from is None:
+        if self.held.since is None:
             return self._next_deadline
-        return min(self._next_deadline, self._held_from + hold_seconds)
+        if now >= self._hold_ends(hold_seconds):
+            self._most_ahead = max(m.ahead for m in self.members.values() if m.pending)
+        hold_ends = self._hold_ends(hold_seconds)
+        if now >= hold_ends:
+            hold_ends = max(hold_ends, self._allowed_until(window_seconds))
+        return min(self._next_deadline, hold_ends)
+
+    def _hold_ends(self, hold_seconds: float) -> float:
+        """The others will not have waited for a pending member for too long before."""
+        return self.held.reaches(hold_seconds - self._most_ahead)
+
+    def _allowed_until(self, window_seconds: float) -> float:
+        allowed = allowed_seconds(usual=self._usual_seconds(), window=window_seconds)
+        return self.pulled_at + allowed
 
     def shift(self, seconds: float) -> None:
         """Move all times: the syncer itself was paused, and no member is late because of it."""
@@ -278,7 +277,6 @@ class Round:
         self.quorum_at = None if self.quorum_at is None else self.quorum_at + seconds
         self.deadline = None if self.deadline is None else self.deadline + seconds
         self.held.shift(seconds)
-        self._held_from = None if self._held_from is None else self._held_from + seconds
         for upload in self.members.values():
             upload.shift(seconds)
         self._next_deadline = None

@@ -186,7 +186,7 @@ class Scheduler:
             round_.early[event.learner] = event
             return []
         used_reports.claim(round_.step, event.local_step)
-        round_.contributed(credited.credited(self._most_steps))
+        round_.contributed(credited.credited(self._most_steps), now)
         round_.update_hold(now, quorum=self.spec.quorum)
         return self._merge_if_complete(round_, now)
 
@@ -215,16 +215,17 @@ class Scheduler:
             waiting=event.waiting,
             done=event.done,
             now=now,
-            position=event.position,
+            awaited=event.awaited_seconds,
         )
         round_.update_hold(now, quorum=self.spec.quorum)
         return []
 
-    def _waited(self, round_: Round, now: float) -> list[ev.Decision]:
-        """All have delivered: the others continue without a member if such waits add up."""
-        waits = round_.waits(now, window_seconds=self._window_seconds())
+    def _delivered(self, round_: Round, now: float) -> list[ev.Decision]:
+        """All members have delivered: the next rounds do without those that are late again and again."""
+        window = self._window_seconds()
+        late = round_.late_seconds(window)
         out: list[ev.Decision] = []
-        for name, ejected in self.ejections.delivered_late(waits, now).items():
+        for name, ejected in self.ejections.delivered_late(late, now, window=window).items():
             out += [*ejected, *self._drop_everywhere(name, "Slow", now)]
         return out
 
@@ -241,7 +242,6 @@ class Scheduler:
         if len(round_.contributions) < len(round_.members):
             return []  # only members contribute
         if not round_.changes_parameters:
-            waited = self._waited(round_, now)
             round_.phase = Phase.MERGED
             round_.merged = ev.Merged(
                 round=round_.step,
@@ -253,7 +253,7 @@ class Scheduler:
             abort = ev.AbortMerge(
                 round=round_.step, attempt=round_.attempt, reason="all weights are zero"
             )
-            return [*waited, abort, *self._commit_in_order(now)]
+            return [abort, *self._delivered(round_, now), *self._commit_in_order(now)]
         limited = guarded(round_.by_name(), self.spec.guard)
         round_.contributions = {c.learner: c for c in limited}
         round_.merge(now)
@@ -379,7 +379,7 @@ class Scheduler:
             return self._halt(round_, implausible)
         round_.phase = Phase.MERGED
         round_.merged = event
-        return [*self._waited(round_, now), *self._commit_in_order(now)]
+        return [*self._delivered(round_, now), *self._commit_in_order(now)]
 
     def _halt(self, round_: Round, reason: str) -> list[ev.Decision]:
         """Stop merging: the newest snapshot is the last state that can be trusted."""
@@ -499,7 +499,10 @@ class Scheduler:
         out: list[ev.Decision] = []
         for round_ in list(self.in_flight):
             attempt = round_.attempt
-            for name in round_.late(now, hold_seconds=self.hold_seconds()):
+            late = round_.late(
+                now, hold_seconds=self.hold_seconds(), window_seconds=self._window_seconds()
+            )
+            for name in late:
                 # A drop may have begun another attempt, in which no member is late yet.
                 if round_.transferring and round_.attempt == attempt:
                     out += self._late(round_, name, now)
@@ -544,7 +547,8 @@ class Scheduler:
             if collecting.retry_at > now:
                 times.append(collecting.retry_at)
         hold = self.hold_seconds()
-        late = (round_.next_deadline(hold, now) for round_ in self.in_flight)
+        window = self._window_seconds()
+        late = (round_.next_deadline(hold, window, now) for round_ in self.in_flight)
         times += [at for at in late if at is not None]
         return times
 

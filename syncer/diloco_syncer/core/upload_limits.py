@@ -3,14 +3,15 @@ How long the upload of one member may take. Pure.
 
 Two limits, both per member, and neither is extended by the progress of another member:
   - its own: a start-up time, and then at least MIN_BYTES_PER_SECOND;
-  - while enough others wait for it, added up over the attempt: what the round can spare
-    (`hold_seconds`). What the round took too long because of it (`excess_seconds`) is charged to it.
+  - while enough others wait for it, added up over the attempt: what the round can spare (`hold_seconds`).
+What it needed beyond `allowed_seconds` is charged to it once the round is merged.
 A member that waits for slower ones (the window of the merge is full) is not late.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass
 
 START_SECONDS = 30.0
 """From the pull to the first byte, and the longest pause of an upload that was fast before."""
@@ -24,23 +25,11 @@ MAX_HOLD_SECONDS = 30.0
 HOLD_WINDOWS = 2.0
 """Multiple of the time that overlap hides, τ·ξ_step, for which one member may delay the others."""
 
-LEAD = 3
-"""
-Quarters of the window of the merge by which the others are ahead of a member when they wait for it: they soon
-stop, at a lead of 4. A header puts a member as far ahead of those whose header is missing.
-"""
+FREE_WINDOWS = 1.25
+"""Multiple of τ·ξ_step, and of what most others need, that a member may take for each merge."""
 
-DELIVERED = 1 << 62
-"""Position of a member that has delivered."""
-
-FREE_WINDOWS = 1.05
-"""Multiple of τ·ξ_step that every merge may take because of a member."""
-
-SPREAD = 1.25
-"""
-Multiple of what a merge takes without waiting for a member that it may take with it, and of τ·ξ_step
-that the probe of an ejected learner may take.
-"""
+JITTER_SECONDS = 0.25
+"""How much longer than most others a member may take for each merge, however short the steps are."""
 
 
 def free_seconds(*, overlap: int, step_seconds: float | None) -> float:
@@ -50,17 +39,7 @@ def free_seconds(*, overlap: int, step_seconds: float | None) -> float:
     A quarter more than τ steps is left for jitter, so that a round trip of τ steps is none too long.
     """
     hold = hold_seconds(overlap=overlap, step_seconds=step_seconds)
-    return min(hold, max(MIN_HOLD_SECONDS, SPREAD * overlap * (step_seconds or 0.0)))
-
-
-def excess_seconds(*, took: float, held: float, window: float) -> float:
-    """
-    What a round took longer than it should because others waited for some of its members.
-
-    Paper leaves this open. A round that takes τ steps (`window`) delays none. If its members need
-    longer, even those that are not waited for, no member is charged, and a quarter more is jitter.
-    """
-    return max(0.0, took - max(FREE_WINDOWS * window, SPREAD * (took - held)))
+    return min(hold, max(MIN_HOLD_SECONDS, FREE_WINDOWS * overlap * (step_seconds or 0.0)))
 
 
 def hold_seconds(*, overlap: int, step_seconds: float | None) -> float:
@@ -72,6 +51,21 @@ def hold_seconds(*, overlap: int, step_seconds: float | None) -> float:
     """
     window = HOLD_WINDOWS * overlap * (step_seconds or 0.0)
     return min(MAX_HOLD_SECONDS, max(MIN_HOLD_SECONDS, window))
+
+
+def allowed_seconds(*, usual: float, window: float) -> float:
+    """
+    How long a member may take for its upload without cost to the others.
+
+    Paper leaves this open: a member whose uploads take more than τ steps delays every merge that it
+    is part of. A quarter more is left for jitter, so that a round trip of τ steps is none too long.
+    If most members need longer than τ steps, that is the fault of none.
+
+    Args:
+        usual: seconds in which most members can deliver, without their waits for others.
+        window: seconds of τ steps.
+    """
+    return max(FREE_WINDOWS * max(window, usual), usual + JITTER_SECONDS)
 
 
 @dataclass(slots=True)
@@ -94,10 +88,9 @@ class Stopwatch:
         """The time so far."""
         return self.seconds + (now - self.since if self.since is not None else 0.0)
 
-    @property
-    def begun(self) -> float | None:
-        """When it would have begun if it had not stopped meanwhile; None: it does not run."""
-        return None if self.since is None else self.since - self.seconds
+    def reaches(self, seconds: float) -> float:
+        """When it shows this if it does not stop before."""
+        return math.inf if self.since is None else self.since + seconds - self.seconds
 
     def shift(self, seconds: float) -> None:
         """The syncer itself was paused: that time does not count."""
@@ -116,10 +109,14 @@ class UploadProgress:
     waiting: bool = False
     """It waits for other members, not they for it."""
     done: bool = False
-    position: int = 0
-    """How far it is, in quarters of the window of the merge."""
-    held: Stopwatch = field(default_factory=Stopwatch)
-    """While the others wait for it."""
+    header_at: float | None = None
+    """When its header arrived, monotonic."""
+    awaited_seconds: float = 0.0
+    """See `Progress`."""
+    held: float = 0.0
+    """For how long the others had waited for it when it last stopped to be pending ..."""
+    held_from: float = 0.0
+    """... and what the round's stopwatch of waits showed when it last became pending."""
 
     @classmethod
     def begin(cls, now: float) -> UploadProgress:
@@ -131,35 +128,39 @@ class UploadProgress:
         """Others wait for it."""
         return not (self.done or self.waiting)
 
+    @property
+    def own_seconds(self) -> float:
+        """What the upload of a member took, without its waits for others and for the syncer."""
+        header = 0.0 if self.header_at is None else self.header_at - self.begun
+        return header + self.awaited_seconds
+
+    @property
+    def ahead(self) -> float:
+        """By how much the others have waited for this pending member longer than the round's stopwatch shows."""
+        return self.held - self.held_from
+
     def progressed(
-        self,
-        received_bytes: int,
-        *,
-        waiting: bool,
-        done: bool,
-        now: float,
-        position: int = 0,
+        self, received_bytes: int, *, waiting: bool, done: bool, now: float, awaited: float = 0.0
     ) -> None:
         """Account for what was received so far; older states are ignored."""
         if received_bytes < self.received_bytes:
             return
         earned = (received_bytes - self.received_bytes) / MIN_BYTES_PER_SECOND
         self.received_bytes = received_bytes
+        self.awaited_seconds = max(self.awaited_seconds, awaited)
         if self.waiting or waiting:
             earned = START_SECONDS  # the wait was not its own
         # A fast beginning must not pay for a long silence: never more than the start-up time ahead.
         self.deadline = max(self.deadline, min(self.deadline + earned, now + START_SECONDS))
         self.waiting, self.done = waiting, self.done or done
-        self.position = max(self.position, DELIVERED if done else position)
 
     def resume(self, now: float) -> None:
         """What it waited for has come: from now on it delivers."""
-        self.waiting, self.position = False, 0
-        self.held.run(False, now)
+        self.waiting = False
         self.deadline = max(self.deadline, now + START_SECONDS)
 
     def shift(self, seconds: float) -> None:
         """The syncer itself was paused: give the time back."""
         self.begun += seconds
         self.deadline += seconds
-        self.held.shift(seconds)
+        self.header_at = None if self.header_at is None else self.header_at + seconds

@@ -124,10 +124,6 @@ class FragmentMerge:
 
     # ------------------------------------------------------------ chunks in
 
-    def quarters(self, chunks: int) -> int:
-        """A position in the fragment, in quarters of the window."""
-        return 4 * chunks // self._window
-
     def has_room(self, learner: str, index: int) -> bool:
         """
         Whether chunk `index` of this member may be added; True as well once the merge is over.

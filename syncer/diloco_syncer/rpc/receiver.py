@@ -62,6 +62,7 @@ class UploadReceiver:
         self._chunks = Chunks(0)
         self._part: Part | None = None
         self._upload: MemberUpload | None = None
+        self._awaits_from: float | None = None
         self.done = False
         """The last reply was returned: `done` or `refused`. Further messages are ignored."""
 
@@ -69,6 +70,11 @@ class UploadReceiver:
     def waiting(self) -> Waiting | None:
         """What must happen before `receive` may be called; None: nothing."""
         return None if self.done or self._part is None else self._part.waiting
+
+    def awaits(self, now: float) -> None:
+        """The caller waits for the next message from now on: until it comes, the time is the peer's own."""
+        if self._awaits_from is None:
+            self._awaits_from = now
 
     def receive(self, message: bytes | None, now: float) -> list[bytes]:
         """
@@ -80,6 +86,9 @@ class UploadReceiver:
         """
         if self.done:
             return []
+        if self._upload is not None and self._awaits_from is not None:
+            self._upload.awaited_seconds += now - self._awaits_from
+        self._awaits_from = None
         if self._header is None:
             return self._begin(message, now)
         if message is None:
@@ -217,7 +226,7 @@ class UploadReceiver:
         if parameters is None:
             raise UnavailableError("there are no parameters yet")
         attempt.join(upload)
-        chunks = MemberChunks(self._host, attempt, upload)
+        chunks = MemberChunks(self._host, attempt, upload, chunks=fragment.chunks)
         return part_of(chunks, contribution, fragment, parameters)
 
     def _drop(self, header: bulk.UploadHeader, error: DilocoError) -> None:

@@ -59,22 +59,25 @@ class Part(Protocol):
 class MemberChunks:
     """Chunks of one member on their way into the merge, held while it has no room or has not begun."""
 
-    def __init__(self, host: Host, attempt: Attempt, upload: MemberUpload) -> None:
+    def __init__(self, host: Host, attempt: Attempt, upload: MemberUpload, *, chunks: int) -> None:
         self.attempt, self.learner = attempt, upload.learner
         self._host, self._upload = host, upload
         self._merge: FragmentMerge | None = None
         self._held: deque[tuple[int, formats.Buffer]] = deque()
-        self._bytes = self._position = 0
+        self._bytes, self._all, self._added = 0, chunks, 0
+        self._awaited_before, self._at_first_rate = 0.0, 0.0
         self._posted_at, self._posted_waiting = float("-inf"), False
 
     def contribute(self, contribution: Contribution) -> None:
         """Hand the contribution to the engine, which begins the merge once it has all of them."""
         self._upload.contributed = True
+        self._awaited_before = self._upload.awaited_seconds
         self._host.post(contribution)
 
     def add(self, index: int, payload: formats.Buffer) -> None:
         """Add a chunk; it is kept until the merge takes it."""
         self._held.append((index, payload))
+        self._added += 1
 
     def advance(self, now: float) -> None:
         """Add to the merge what it has room for."""
@@ -89,17 +92,18 @@ class MemberChunks:
             if not self._merge.has_room(self.learner, index):
                 if self.attempt.over:
                     raise AttemptAbortedError(f"round {self.attempt.round} was aborted")
+                if not self._at_first_rate:
+                    self._at_first_rate = self._awaited() * self._all / self._added
                 self.post_progress(now, waiting=True)
                 return
             self._held.popleft()
             self._merge.add(self.learner, index, payload)
-            position = self._merge.quarters(index + 1)
-            if position > self._position:
-                self._position = position
-                self.post_progress(now, moved=True)
         if self._posted_waiting:
             # From now on the others wait for this member, also if its next chunk never comes.
-            self.post_progress(now, moved=True)
+            self.post_progress(now)
+
+    def _awaited(self) -> float:
+        return self._upload.awaited_seconds - self._awaited_before
 
     def received(self, size: int, now: float) -> None:
         """Count payload that arrived."""
@@ -107,11 +111,10 @@ class MemberChunks:
         self.attempt.count(size)
         self.post_progress(now)
 
-    def post_progress(
-        self, now: float, *, waiting: bool = False, moved: bool = False, done: bool = False
-    ) -> None:
-        """Notify the engine of the bytes so far, unless that was done a moment ago."""
-        if not (done or moved) and now - self._posted_at < PROGRESS_SECONDS:
+    def post_progress(self, now: float, *, waiting: bool = False, done: bool = False) -> None:
+        """Notify the engine of the bytes so far, unless that was done a moment ago and nothing else changed."""
+        changed = done or waiting != self._posted_waiting
+        if not changed and now - self._posted_at < PROGRESS_SECONDS:
             return
         self._posted_at, self._posted_waiting = now, waiting
         self._host.post(
@@ -120,7 +123,7 @@ class MemberChunks:
                 round=self.attempt.round,
                 attempt=self.attempt.attempt,
                 received_bytes=self._bytes,
-                position=self._position,
+                awaited_seconds=max(self._awaited(), self._at_first_rate),
                 waiting=waiting,
                 done=done,
             )

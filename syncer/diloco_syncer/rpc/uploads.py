@@ -51,7 +51,10 @@ def _proceed(receiver: UploadReceiver, requests: Iterator[bytes]) -> list[bytes]
         Exception: the peer is gone. An error of this program ends the upload instead.
     """
     waiting = receiver.waiting
-    message = next(requests, None) if waiting is None else None
+    message: bytes | None = None
+    if waiting is None:
+        receiver.awaits(time.monotonic())
+        message = next(requests, None)
     try:
         if waiting is None:
             return receiver.receive(message, time.monotonic())

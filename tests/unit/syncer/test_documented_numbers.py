@@ -39,7 +39,7 @@ from diloco_worker.link import assembly
             upload_limits,
             {
                 "START_SECONDS": 30.0, "MIN_BYTES_PER_SECOND": 128 * 1024.0, "HOLD_WINDOWS": 2.0,
-                "FREE_WINDOWS": 1.05, "SPREAD": 1.25,
+                "FREE_WINDOWS": 1.25, "JITTER_SECONDS": 0.25,
                 "MIN_HOLD_SECONDS": 3.0, "MAX_HOLD_SECONDS": 30.0,
             },
         ),
@@ -54,7 +54,7 @@ from diloco_worker.link import assembly
             ejection,
             {
                 "BACKOFF_SECONDS": 5.0, "MAX_BACKOFF_SECONDS": 600.0, "FORGIVEN_AFTER_MERGES": 16,
-                "MIN_LATE_SECONDS": 4.5,
+                "LATE_WINDOWS": 2.5, "MIN_LATE_SECONDS": 4.5,
                 "PROBE_ATTEMPT": 1 << 20,
             },
         ),

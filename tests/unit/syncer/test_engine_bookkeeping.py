@@ -27,7 +27,7 @@ class CheckedJob(VirtualJob):
         for round_ in scheduler.in_flight:
             pending = [d.deadline for d in round_.members.values() if d.pending]
             assert round_.pending == len(pending)
-            found = round_.next_deadline(1e9, self.now)
+            found = round_.next_deadline(1e9, 0.0, self.now)
             assert (
                 found is None if not pending or not round_.transferring else found <= min(pending)
             )

@@ -27,11 +27,11 @@ def test_a_learner_that_uploads_used_reports_is_ejected_for_waits_beyond_tau_ste
     for name in "bc":
         job.contribute(name)  # now they wait for a
     job["a"].used_reports.add(1)
-    job["a"].waited_seconds, job["a"].waited_at = 3.0, 3.0  # of a hold of 4 s
+    job["a"].waits.seconds, job["a"].waits.at = 3.0, 3.0  # of a hold of 4 s
     assert job.engine.scheduler.hold_seconds() == 4.0
     out = job.contribute("a", at=2.9)
     assert logs("refuse", out)[0]["reason"] == "ReportUsed"
-    assert 3.8 < job["a"].waited_seconds < 4.0, "0.9 s beyond two steps of a second"
+    assert 3.8 < job["a"].waits.seconds < 4.0, "0.9 s beyond two steps of a second"
     assert logs("eject", out) == []
 
     job = Job("abc", overlap=2).meet()
@@ -39,7 +39,7 @@ def test_a_learner_that_uploads_used_reports_is_ejected_for_waits_beyond_tau_ste
     for name in "bc":
         job.contribute(name)
     job["a"].used_reports.add(1)
-    job["a"].waited_seconds, job["a"].waited_at = 3.5, 3.0
+    job["a"].waits.seconds, job["a"].waits.at = 3.5, 3.0
     assert logs("eject", job.contribute("a", at=2.9))[0]["reason"] == "ReportUsed"
 
 
@@ -120,30 +120,59 @@ def slow_member(*, quorum=1):
     return job, {"learner": "c", "round": 1, "attempt": 1}
 
 
-def test_a_member_is_slow_only_beyond_the_time_that_the_others_may_wait_again_and_again():
-    def merged(at):
-        job(ev.Progress(**mine, received_bytes=9, done=True), at=at)
-        return logs("eject", job.merged())
-
+@pytest.mark.parametrize(
+    ("before", "own", "after"),
+    [
+        (9.7, 5.0, 9.7),  # 1.25 times two steps of 2 s
+        (8.0, 5.5, 9.5),
+        (8.5, 5.5, 0.0),  # 2.5 times two steps
+    ],
+)
+def test_a_member_is_slow_when_what_it_needs_beyond_a_quarter_more_than_the_overlap_has_added_up(
+    before, own, after
+):
     job, mine = slow_member()
-    job["c"].waited_seconds, job["c"].waited_at = 7.5, 4.0
-    job.wait(4.0)
-    assert merged(at=4.2) == []
-    assert job["c"].waited_seconds == 7.5, "1.05 times two steps of 2 s"
-
-    job, mine = slow_member()
-    job["c"].waited_seconds, job["c"].waited_at = 7.0, 5.5
-    job.wait(5.0)
-    assert logs("eject", job(ev.Progress(**mine, received_bytes=5), at=5.2)) == []
-    [line] = merged(at=5.5)
-    assert (line["learner"], line["reason"]) == ("c", "Slow")
-
-    job, mine = slow_member()
-    job["c"].waited_seconds, job["c"].waited_at = 6.0, 5.5
-    job.wait(5.0)
+    job["c"].late.seconds, job["c"].late.at = before, own
+    job.wait(own - 0.1)
+    assert logs("eject", job(ev.Progress(**mine, received_bytes=5), at=own - 0.1)) == []
+    done = ev.Progress(**mine, received_bytes=9, awaited_seconds=own, done=True)
     for _ in range(2):  # it delivers once
-        assert merged(at=5.5) == []
-    assert job["c"].waited_seconds == pytest.approx(6.0 + 1.3), "beyond 4.2 s"
+        job(done, at=own)
+    ejected = logs("eject", job.merged())
+    assert [(x["learner"], x["reason"]) for x in ejected] == ([] if after else [("c", "Slow")])
+    assert job["c"].late.seconds == pytest.approx(after)
+
+
+def test_what_the_syncer_itself_takes_is_charged_to_no_member():
+    job, mine = slow_member()
+    job.wait(20.0)
+    job(ev.Progress(**mine, received_bytes=9, awaited_seconds=1.0, done=True))
+    job.merged()
+    assert job["c"].late.seconds == 0.0
+
+
+def test_a_member_that_fits_into_the_overlap_is_not_charged_for_the_pause_of_another():
+    job = Job("abcde", quorum=1, overlap=2)
+    for name in "abcde":
+        job.report(name, 0, offers=frozenset(), step_seconds=2.0)
+    for name in "abcde":
+        job.report(name, 1, step_seconds=2.0)
+    for name in "abc":
+        job.contribute(name)
+    job.now = 3.9
+    for name in "de":
+        job.contribute(name)
+    job.now = 10.0
+    for name in "abcde":
+        own = 6.0 if name == "a" else 0.0
+        done = ev.Progress(
+            learner=name, round=1, attempt=1, received_bytes=9, awaited_seconds=own, done=True
+        )
+        job(done)
+    job.merged()
+    assert {name: job[name].late.seconds for name in "abcde"} == {
+        "a": 2.0, "b": 0.0, "c": 0.0, "d": 0.0, "e": 0.0,
+    }  # fmt: skip
 
 
 def test_a_slow_member_is_left_out_of_all_rounds_to_which_it_has_not_delivered():
@@ -160,8 +189,12 @@ def test_a_slow_member_is_left_out_of_all_rounds_to_which_it_has_not_delivered()
     for name in "ab":
         job(ev.Progress(learner=name, round=1, attempt=1, received_bytes=9, done=True))
     job.wait(6.0)
-    job["c"].waited_seconds, job["c"].waited_at = 6.0, 6.0
-    job(ev.Progress(learner="c", round=1, attempt=1, received_bytes=9, done=True))
+    job["c"].late.seconds, job["c"].late.at = 26.0, 6.0
+    job(
+        ev.Progress(
+            learner="c", round=1, attempt=1, received_bytes=9, awaited_seconds=6.0, done=True
+        )
+    )
     out = job.merged(round=1)
     assert [line["reason"] for line in logs("eject", out)] == ["Slow"]
     assert of(ev.AbortMerge, out) == [
@@ -185,7 +218,7 @@ def test_a_short_wait_of_a_newer_round_hides_no_long_one_of_an_older_round(how):
     job.now = 3.61
     out = job.left("a") if how != "both streams break" else job.dropped("a", reason="StreamBroken")
     assert logs("eject", out) == []
-    assert job["a"].waited_seconds == pytest.approx(3.61, abs=0.01)
+    assert job["a"].waits.seconds == pytest.approx(3.61, abs=0.01)
 
 
 def not_received(job, name):
@@ -217,11 +250,11 @@ def test_a_member_whose_upload_the_syncer_can_never_receive_stops_no_merge_for_e
     job.wait(3.0)
     for name in "abc":
         job.contribute(name)
-    job["c"].waited_seconds, job["c"].waited_at = earlier, 0.0
+    job["c"].waits.seconds, job["c"].waits.at = earlier, 0.0
     out = not_received(job, "c")
     assert pulls(out) == [(1, 2, ("a", "b"))]
     assert [line["learner"] for line in logs("eject", out)] == ejected
-    assert job["c"].waited_seconds == (0.0 if ejected else 3.0)
+    assert job["c"].waits.seconds == (0.0 if ejected else 3.0)
 
 
 def test_of_two_late_members_of_a_merge_the_second_has_the_next_attempt_to_deliver():
@@ -262,7 +295,7 @@ def test_a_round_without_weight_ends_its_own_attempt():
 def test_a_learner_that_leaves_when_no_round_waits_for_it_adds_no_wait():
     job = Job("ab", overlap=1).meet()
     job.left("b")
-    assert job["b"].waited_seconds == 0.0
+    assert job["b"].waits.seconds == 0.0
 
 
 def test_every_merge_of_a_learner_counts():
@@ -338,7 +371,7 @@ def test_a_wait_for_a_learner_counts_only_if_it_left_by_itself(why):
     else:
         job.left("eu/1")
     assert job["eu/1"].session is None
-    assert job["eu/1"].waited_seconds == (2.0 if why == "a crash" else 0.0)
+    assert job["eu/1"].waits.seconds == (2.0 if why == "a crash" else 0.0)
 
 
 # ---------------------------------------------------------------- a pause of the syncer

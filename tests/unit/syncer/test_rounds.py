@@ -12,13 +12,11 @@ from diloco_syncer.core.rounds import (
     merge_line,
 )
 from diloco_syncer.core.upload_limits import (
-    LEAD,
     MAX_HOLD_SECONDS,
     MIN_BYTES_PER_SECOND,
     MIN_HOLD_SECONDS,
     START_SECONDS,
     UploadProgress,
-    excess_seconds,
     free_seconds,
     hold_seconds,
 )
@@ -40,13 +38,8 @@ def pulled(*names, now=100.0):
     return round_
 
 
-def delivers(round_, learner, *, waiting=False, done=False, position=0, now=100.0):
-    round_.progressed(learner, 0, waiting=waiting, done=done, position=position, now=now)
-
-
-def held(round_):
-    """Members for which the others wait, and since when."""
-    return {n: u.held.since for n, u in round_.members.items() if u.held.since is not None}
+def delivers(round_, learner, *, waiting=False, done=False, now=100.0):
+    round_.progressed(learner, 0, waiting=waiting, done=done, now=now)
 
 
 @pytest.mark.parametrize(
@@ -70,19 +63,17 @@ def test_a_pull_begins_an_attempt_anew():
     round_.contributions["old"] = contribution("old")
     round_.pull(["b", "a"], 100.0)
     assert (round_.phase, round_.attempt, round_.pulled_at) == (Phase.PULLING, 1, 100.0)
-    assert (round_.deadline, round_.held.read(100.0), round_.contributions) == (None, 0.0, {})
+    assert (round_.deadline, round_.held.since, round_.contributions) == (None, None, {})
     assert {name: d.begun for name, d in round_.members.items()} == {"a": 100.0, "b": 100.0}
 
 
 def test_a_member_whose_header_has_arrived_waits_for_the_others_until_all_are_there():
     round_ = pulled("a", "b")
-    round_.contributed(contribution("a"))
+    round_.contributed(contribution("a"), 100.0)
     assert [d.waiting for d in round_.members.values()] == [True, False]
-    round_.update_hold(105.0, quorum=1)
+    round_.held.since = 105.0
     round_.merge(150.0)
-    assert (round_.phase, round_.held.since, round_.held.seconds) == (Phase.MERGING, None, 45.0)
-    assert [d.held.read(200.0) for d in round_.members.values()] == [0.0, 45.0]
-    assert [d.position for d in round_.members.values()] == [0, 0]
+    assert (round_.phase, round_.held.since) == (Phase.MERGING, None)
     assert [d.waiting for d in round_.members.values()] == [False, False]
     assert [d.deadline for d in round_.members.values()] == [150.0 + START_SECONDS] * 2
 
@@ -90,28 +81,28 @@ def test_a_member_whose_header_has_arrived_waits_for_the_others_until_all_are_th
 def test_contributions_are_in_the_order_of_names():
     round_ = pulled("b", "a", "c")
     for name in ("c", "a", "b"):
-        round_.contributed(contribution(name))
+        round_.contributed(contribution(name), 100.0)
     assert [c.learner for c in round_.by_name()] == ["a", "b", "c"]
 
 
 def test_one_contribution_with_a_weight_is_enough_to_change_the_parameters():
     round_ = pulled("a", "b")
     assert not round_.changes_parameters
-    round_.contributed(contribution("a", tokens=0))
+    round_.contributed(contribution("a", tokens=0), 100.0)
     assert not round_.changes_parameters
-    round_.contributed(contribution("b"))
+    round_.contributed(contribution("b"), 100.0)
     assert round_.changes_parameters
 
 
 def test_the_pause_before_another_try_doubles_with_each_attempt_up_to_its_maximum():
     round_ = Round(step=7, fragment=2, started=0.0)
     round_.pull(["a"], 1.0)
-    round_.quorum_at = round_.deadline = 1.0
-    round_.contributed(contribution("a"))
+    round_.quorum_at = round_.deadline = round_.held.run(True, 1.0)
+    round_.contributed(contribution("a"), 100.0)
     round_.collect_again(10.0)
     assert (round_.phase, round_.attempt) == (Phase.COLLECTING, 2)
     assert (round_.members, round_.contributions) == ({}, {})
-    assert (round_.deadline, round_.quorum_at) == (None, None)
+    assert (round_.deadline, round_.quorum_at, round_.held.since) == (None, None, None)
     assert round_.retry_at == 10.0 + RETRY_SECONDS
     for doubled in (2, 4, 8):
         round_.pull(["a"], 10.0)
@@ -127,121 +118,68 @@ def test_the_pause_before_another_try_doubles_with_each_attempt_up_to_its_maximu
 
 def test_others_wait_only_while_at_least_k_and_half_of_all_have_delivered():
     round_ = pulled("a", "b", "c", "d")
-    round_.contributed(contribution("a"))
+    delivers(round_, "a", waiting=True)
     round_.update_hold(101.0, quorum=1)
-    assert held(round_) == {}, "one of four is not half"
-    round_.contributed(contribution("b"))
+    assert round_.held.since is None, "one of four is not half"
+    delivers(round_, "b", done=True)
     round_.update_hold(102.0, quorum=3)
-    assert held(round_) == {}, "two are no quorum of three"
+    assert round_.held.since is None, "two are no quorum of three"
     round_.update_hold(102.0, quorum=2)
     round_.update_hold(103.0, quorum=2)
-    assert held(round_) == {"c": 102.0, "d": 102.0}, "since the first time"
-    round_.contributed(contribution("c"))
-    round_.update_hold(104.0, quorum=2)
-    assert held(round_) == {"d": 102.0}
+    assert round_.held.since == 102.0, "since the first time"
     round_.remove("b")
-    round_.remove("c")
-    round_.update_hold(105.0, quorum=2)
-    assert held(round_) == {}, "one is left ahead"
-    assert round_.members["d"].held.seconds == 3.0
+    delivers(round_, "a", waiting=False)
+    round_.update_hold(104.0, quorum=1)
+    assert round_.held.since is None
 
 
 def test_half_of_an_odd_number_is_rounded_up():
     round_ = pulled("a", "b", "c")
-    round_.contributed(contribution("a"))
+    delivers(round_, "a", waiting=True)
     round_.update_hold(101.0, quorum=1)
-    assert held(round_) == {}
-    round_.contributed(contribution("b"))
+    assert round_.held.since is None
+    delivers(round_, "b", waiting=True)
     round_.update_hold(101.0, quorum=1)
-    assert held(round_) == {"c": 101.0}
+    assert round_.held.since == 101.0
 
 
 def test_no_member_is_held_up_when_all_have_delivered():
     round_ = pulled("a", "b")
     for name in round_.members:
-        round_.contributed(contribution(name))
+        delivers(round_, name, waiting=True)
     round_.update_hold(101.0, quorum=1)
-    assert (held(round_), round_.held.since) == ({}, None)
-
-
-def test_the_others_wait_for_a_member_that_is_most_of_a_window_behind_half_of_them():
-    round_ = pulled("a", "b", "c", "d")
-    round_.merge(100.0)
-    for name, position in (("a", 3 + LEAD), ("b", 3 + LEAD), ("c", 4), ("d", 3)):
-        delivers(round_, name, position=position, waiting=name in "ab")
-    round_.update_hold(101.0, quorum=1)
-    assert held(round_) == {"d": 101.0}, "c is less behind"
-    delivers(round_, "d", position=4)
-    round_.update_hold(103.0, quorum=1)
-    delivers(round_, "a", position=4 + LEAD)
-    delivers(round_, "b", position=4 + LEAD)
-    round_.update_hold(104.0, quorum=1)
-    assert round_.members["d"].held.read(106.0) == 2.0 + 2.0, "it adds up"
-    assert round_.held.read(106.0) == 2.0 + 2.0
-    assert round_.late(105.9, hold_seconds=4.0) == []
-    assert round_.next_deadline(4.0, 105.0) == 106.0
-    assert round_.late(106.0, hold_seconds=4.0) == ["d"]
-    round_.shift(10.0)
-    assert round_.late(115.9, hold_seconds=4.0) == []
-    assert round_.next_deadline(4.0, 115.0) == 116.0
-
-
-def test_what_a_round_takes_beyond_tau_steps_counts_for_those_for_whom_it_waited():
-    round_ = pulled("a", "b", "c", "d", now=100.0)
-    for name, at in (("a", 100.0), ("b", 100.5), ("c", 100.5), ("d", 102.0)):
-        round_.contributed(contribution(name))
-        round_.update_hold(at, quorum=1)
-    round_.merge(102.0)
-    for name, at in (("a", 102.0), ("b", 102.5), ("d", 102.5), ("c", 104.0)):
-        delivers(round_, name, done=True, now=at)
-        round_.update_hold(at, quorum=1)
-    assert round_.held.read(105.0) == 1.5 + 1.5
-    waits = round_.waits(104.0, window_seconds=2.0)
-    assert waits == {"c": 1.5, "d": 1.5}, "of the 1.9 s beyond 1.05 windows"
-    assert round_.waits(104.0, window_seconds=3.0) == pytest.approx({"c": 0.85, "d": 0.85})
-    assert round_.waits(104.0, window_seconds=3.9) == {}
-
-
-def test_a_round_that_takes_long_anyway_may_take_a_quarter_more():
-    assert excess_seconds(took=10.0, held=2.0, window=1.0) == 0.0
-    assert excess_seconds(took=11.0, held=3.0, window=1.0) == 1.0
-    assert excess_seconds(took=11.0, held=11.0, window=9.0) == pytest.approx(1.55)
-    assert excess_seconds(took=9.4, held=9.4, window=9.0) == 0.0
+    assert round_.held.since is None
 
 
 def test_a_member_is_late_at_its_own_deadline_or_when_the_others_have_waited_long_enough():
-    round_ = pulled("b", "a", "c", "d")
+    round_ = pulled("b", "a", "c")
     delivers(round_, "c", waiting=True)
-    delivers(round_, "d", waiting=True)
     end = 100.0 + START_SECONDS
-    assert round_.late(end - 0.01, hold_seconds=5.0) == []
-    assert round_.late(end, hold_seconds=5.0) == ["a", "b"]
-    round_.contributed(contribution("c"))
-    delivers(round_, "d", done=True)
-    round_.update_hold(101.0, quorum=1)
-    assert round_.late(105.99, hold_seconds=5.0) == []
-    assert round_.late(106.0, hold_seconds=5.0) == ["a", "b"]
+    assert round_.late(end - 0.01, hold_seconds=5.0, window_seconds=0.0) == []
+    assert round_.late(end, hold_seconds=5.0, window_seconds=0.0) == ["a", "b"]
+    round_.held.run(True, 101.0)
+    assert round_.late(105.99, hold_seconds=5.0, window_seconds=0.0) == []
+    assert round_.late(106.0, hold_seconds=5.0, window_seconds=0.0) == ["a", "b"]
     round_.phase = Phase.MERGED
-    assert round_.late(1e9, hold_seconds=5.0) == []
+    assert round_.late(1e9, hold_seconds=5.0, window_seconds=0.0) == []
 
 
 def test_the_next_deadline_is_the_earliest_at_which_a_member_can_be_late():
     round_ = pulled("a", "b")
     end = 100.0 + START_SECONDS
-    assert round_.next_deadline(5.0, 100.0) == end
+    assert round_.next_deadline(5.0, 0.0, 100.0) == end
     delivers(round_, "a", waiting=True)
-    assert round_.next_deadline(5.0, 101.0) == end
-    round_.contributed(contribution("a"))
-    round_.update_hold(101.0, quorum=1)
-    assert round_.next_deadline(5.0, 101.0) == 106.0
-    round_.update_hold(101.0, quorum=2)
+    assert round_.next_deadline(5.0, 0.0, 101.0) == end
+    round_.held.run(True, 101.0)
+    assert round_.next_deadline(5.0, 0.0, 101.0) == 106.0
+    round_.held.run(False, 101.0)
     delivers(round_, "b", waiting=True)
-    assert round_.next_deadline(5.0, 101.0) is None
+    assert round_.next_deadline(5.0, 0.0, 101.0) is None
     delivers(round_, "b", waiting=False, now=110.0)
-    assert round_.next_deadline(5.0, 110.0) == end, "too early by a wake-up"
-    assert round_.next_deadline(5.0, end) == 110.0 + START_SECONDS
+    assert round_.next_deadline(5.0, 0.0, 110.0) == end, "too early by a wake-up"
+    assert round_.next_deadline(5.0, 0.0, end) == 110.0 + START_SECONDS
     round_.phase = Phase.COLLECTING
-    assert round_.next_deadline(5.0, 101.0) is None
+    assert round_.next_deadline(5.0, 0.0, 101.0) is None
 
 
 def test_a_member_without_which_the_attempt_begins_again_costs_the_others_all_of_it():
@@ -266,8 +204,7 @@ def test_a_pause_of_the_syncer_moves_every_deadline_by_its_length():
     assert (round_.deadline, round_.held.since) == (None, None)
     assert round_.members["a"].begun == 107.0
     assert round_.members["a"].deadline == 107.0 + START_SECONDS
-    round_.deadline = 10.0
-    round_.held.run(True, 20.0)
+    round_.deadline, round_.held.since = 10.0, 20.0
     round_.shift(7.0)
     assert (round_.deadline, round_.held.since) == (17.0, 27.0)
 
@@ -286,16 +223,74 @@ def test_the_others_wait_for_a_member_again_and_again_a_quarter_longer_than_tau_
     assert free_seconds(overlap=9, step_seconds=60.0) == MAX_HOLD_SECONDS
 
 
+def waited(round_, now):
+    """For how long the others have waited for each member of the attempt."""
+    return {name: round_.waited_seconds(name, now, quorum=1) for name in sorted(round_.members)}
+
+
 def test_how_long_the_others_waited_for_a_member_is_added_up_over_header_and_upload():
-    round_ = pulled("a", "b", now=100.0)
-    round_.contributed(contribution("a"))
+    round_ = pulled("a", "b", "c", now=100.0)
+    round_.contributed(contribution("a"), 100.0)
+    round_.contributed(contribution("b"), 100.5)
     round_.update_hold(100.5, quorum=1)
-    round_.contributed(contribution("b"))
+    assert waited(round_, 103.0) == {"a": 0.0, "b": 0.0, "c": 2.5}
+    round_.contributed(contribution("c"), 103.0)
     round_.merge(103.0)
     delivers(round_, "a", done=True, now=103.5)
+    delivers(round_, "b", waiting=True, now=103.5)
     round_.update_hold(103.5, quorum=1)
-    assert round_.members["a"].held.read(104.5) == 0.0
-    assert round_.members["b"].held.read(104.5) == 2.5 + 1.0
+    assert round_.late(104.9, hold_seconds=4.0, window_seconds=0.0) == []
+    assert round_.next_deadline(4.0, 0.0, 104.0) == 105.0
+    assert round_.late(105.0, hold_seconds=4.0, window_seconds=0.0) == ["c"]
+
+
+def test_that_the_others_continue_for_a_moment_does_not_end_the_wait_for_a_member():
+    round_ = pulled("a", "b", "c", now=100.0)
+    for name in "abc":
+        round_.contributed(contribution(name), 100.0)
+    round_.merge(100.0)
+    for second in range(4):
+        for name in "ab":
+            delivers(round_, name, waiting=True, now=100.5 + second)
+        round_.update_hold(100.5 + second, quorum=1)
+        assert round_.late(101.0 + second, hold_seconds=2.5, window_seconds=0.0) == []
+        for name in "ab":
+            delivers(round_, name, now=101.0 + second)
+        round_.update_hold(101.0 + second, quorum=1)
+    for name in "ab":
+        delivers(round_, name, waiting=True, now=104.0)
+    round_.update_hold(104.0, quorum=1)
+    assert round_.next_deadline(2.5, 0.0, 104.0) == 104.5
+    assert round_.late(104.5, hold_seconds=2.5, window_seconds=0.0) == ["c"]
+    assert round_.next_deadline(2.5, 5.0, 104.6) == 106.25, (
+        "not before a quarter more than tau steps"
+    )
+    assert round_.late(104.6, hold_seconds=2.5, window_seconds=5.0) == []
+    round_.shift(10.0)
+    assert round_.late(114.4, hold_seconds=2.5, window_seconds=0.0) == []
+    assert round_.next_deadline(2.5, 0.0, 114.4) == 114.5
+
+
+def test_members_are_late_by_what_they_need_themselves_beyond_most_others_and_tau_steps():
+    def late(*own, window=0.0, quorum=1):
+        round_ = pulled(*"abcd"[: len(own)], now=100.0)
+        for name, seconds in zip("abcd", own, strict=False):
+            round_.contributed(contribution(name), 100.0 + seconds / 2)
+        round_.merge(120.0)
+        for name, seconds in zip("abcd", own, strict=False):
+            round_.progressed(
+                name, 9, waiting=False, done=True, now=200.0, awaited=seconds / 2
+            )  # fmt: skip
+        round_.update_hold(200.0, quorum=quorum)
+        return round_.late_seconds(window)
+
+    assert late(1.0, 2.0, 3.0, 9.0) == {"c": 1.0, "d": 7.0}, "beyond what two need"
+    assert late(1.0, 2.0, 3.0, 9.0, window=4.0) == {"d": 5.0}
+    assert late(1.0, 2.0, 3.0, 9.0, quorum=3) == {"d": 6.0}
+    assert late(1.0, 2.0, 3.0, 9.0, quorum=4) == {}, "the quorum needs all"
+    assert late(8.0, 8.0, 8.0, 9.0) == {}
+    assert late(0.0, 0.1, 0.35, 0.5) == {"d": pytest.approx(0.4)}, "jitter"
+    assert late(5.0) == {}
 
 
 def test_an_upload_earns_time_by_its_bytes_but_never_more_than_the_start_up_time():
@@ -343,8 +338,8 @@ def test_a_deadline_never_moves_back():
 def test_the_line_of_a_merge_shows_the_duration_of_each_part_and_the_members():
     round_ = pulled("b", "a", now=100.0)
     round_.quorum_at, round_.grace_seconds = 92.5, 1.23456789
-    round_.contributed(contribution("b"))
-    round_.contributed(contribution("a", base=None, steps=4, tokens=20))
+    round_.contributed(contribution("b"), 100.0)
+    round_.contributed(contribution("a", base=None, steps=4, tokens=20), 100.0)
     merged = Merged(
         round=7, attempt=1, delta_norm=0.5, bytes_up=11, bytes_result=13,
         confirmed=(ConfirmedNorm(learner="b", norm=0.75, deviation=1e-7),),
@@ -397,23 +392,23 @@ def test_a_member_that_delivers_again_may_be_the_first_that_can_be_late():
     round_ = pulled("a", "b")
     delivers(round_, "a", waiting=True)
     round_.progressed("b", 20 * RATE, waiting=False, done=False, now=120.0)
-    assert round_.next_deadline(5.0, 120.0) == 120.0 + START_SECONDS
+    assert round_.next_deadline(5.0, 0.0, 120.0) == 120.0 + START_SECONDS
     round_.members["a"].deadline = 125.0
     round_.progressed("a", 0, waiting=True, done=False, now=90.0)
-    assert round_.next_deadline(5.0, 120.0) == 120.0 + START_SECONDS, "it waits"
+    assert round_.next_deadline(5.0, 0.0, 120.0) == 120.0 + START_SECONDS, "it waits"
     round_.progressed("a", 0, waiting=False, done=False, now=90.0)
-    assert round_.next_deadline(5.0, 120.0) == 125.0
+    assert round_.next_deadline(5.0, 0.0, 120.0) == 125.0
 
 
 def test_a_new_attempt_and_a_pause_move_the_next_deadline():
     round_ = pulled("a")
-    assert round_.next_deadline(5.0, 100.0) == 100.0 + START_SECONDS
+    assert round_.next_deadline(5.0, 0.0, 100.0) == 100.0 + START_SECONDS
     round_.shift(7.0)
-    assert round_.next_deadline(5.0, 107.0) == 107.0 + START_SECONDS
+    assert round_.next_deadline(5.0, 0.0, 107.0) == 107.0 + START_SECONDS
     round_.pull(["a"], 110.0)
-    assert round_.next_deadline(5.0, 110.0) == 110.0 + START_SECONDS
+    assert round_.next_deadline(5.0, 0.0, 110.0) == 110.0 + START_SECONDS
     round_.merge(120.0)
-    assert round_.next_deadline(5.0, 120.0) == 120.0 + START_SECONDS
+    assert round_.next_deadline(5.0, 0.0, 120.0) == 120.0 + START_SECONDS
 
 
 def test_a_member_that_is_removed_or_pulled_again_has_no_early_header():
@@ -440,7 +435,7 @@ def test_the_line_of_a_merge_has_all_of_a_member_and_its_times_in_microseconds()
     round_ = pulled("a", now=100.0000001)
     round_.quorum_at, round_.grace_seconds = 92.12345678, 1.0
     round_.contributed(
-        contribution("a", tokens=10, steps=2, norms=(6.0, 1.0), norm_limits=(2.0, 2.0))
+        contribution("a", tokens=10, steps=2, norms=(6.0, 1.0), norm_limits=(2.0, 2.0)), 100.0
     )
     merged = Merged(
         round=7, attempt=1, delta_norm=0.5, bytes_up=11, bytes_result=13,

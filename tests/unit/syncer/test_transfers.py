@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import resource
 import weakref
 from collections import deque
@@ -431,9 +430,7 @@ def test_parts_of_the_initial_model_are_held_once_and_not_of_two_senders():
 # ---------------------------------------------------------------- progress
 
 
-def test_progress_is_reported_every_quarter_second_at_each_quarter_of_the_window_and_at_the_end(
-    pair,
-):
+def test_progress_is_reported_at_most_every_quarter_second_and_at_the_end(pair):
     first, second = pair.upload(0).send(1), pair.upload(1).send(1)
     pair.syncer.run()
     first.resume()
@@ -445,9 +442,7 @@ def test_progress_is_reported_every_quarter_second_at_each_quarter_of_the_window
     first.send_all()
     payload = 4 * pair.learners[0].layout.fragments[0].elements
     sent = pair.progress("eu/0")
-    moved = [b for a, b in itertools.pairwise(sent) if b.position > a.position]
-    assert [e.position for e in moved] == list(range(1, 9)), "a quarter of the window is one chunk"
-    assert len(sent) <= len(moved) + 3
+    assert [e.received_bytes // (4 * CHUNK) for e in sent[:-1]] == [1, 4, 7]
     assert (sent[-1].received_bytes, sent[-1].waiting, sent[-1].done) == (payload, False, True)
     assert all((e.round, e.attempt) == (pair.pull.round, pair.pull.attempt) for e in sent)
 

@@ -386,8 +386,8 @@ def nothing_offered(patch: Patch) -> None:
 @finds("liveness", "no merge for", Kind.MUTE)
 def no_member_is_late(patch: Patch) -> None:
     """A round waits for its members forever."""
-    patch.setattr(Round, "late", lambda self, now, *, hold_seconds: [])
-    patch.setattr(Round, "next_deadline", lambda self, hold_seconds, now: None)
+    patch.setattr(Round, "late", lambda self, now, **_: [])
+    patch.setattr(Round, "next_deadline", lambda self, *_: None)
 
 
 @finds("liveness", "no merge for", Kind.CUT)

@@ -254,3 +254,5 @@ class DrivenUpload:
         for message in replies:
             payload = frames.unpack(message).payload
             self.replies.append(bulk.UploadReply.FromString(bytes(payload)))
+        if self.receiver.waiting is None:
+            self.receiver.awaits(self.syncer.now)
