@@ -188,7 +188,7 @@ def test_rounds_finds_a_round_that_does_not_wait_for_its_turn(monkeypatch):
 
 def test_incarnations_finds_a_learner_that_is_merged_after_it_left(monkeypatch):
     breaks.members_that_left(monkeypatch)
-    found = violation(small("9..20 trickle us/0 300\n 10.5..12 crash eu/0+trainer"))
+    found = violation(small("9..20 trickle us/0 250\n 10.5..11 crash eu/0+trainer"))
     assert (found.checker, "of eu/0 is merged" in found.sentence) == (
         "incarnations",
         True,
