@@ -13,7 +13,7 @@ before the fault, then during it.
     far4      the same with τ = 4, which leaves nothing for the work at both ends
 
 Goals: at least 0.98 of the merges during mute, trickle and stopped; the far learner is in at least
-0.95 of the merges. Only a run of all faults is written to results/.
+0.95 of the merges, with no goal for far4. Only a run of all faults is written to results/.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ FAR_OVERLAP = 5
 """A round should not take longer than the overlap: here a round trip of four steps, and the work at both ends."""
 FRAGMENTS = 24
 LAST = f"r/{LEARNERS - 1}"
-GOALS = {"mute": 0.98, "trickle": 0.98, "stopped": 0.98, "far": 0.95, "far4": 0.95}
+GOALS = {"mute": 0.98, "trickle": 0.98, "stopped": 0.98, "far": 0.95, "far4": 0.0}
 FAR = ("far", "far4")
 FAULT_SECONDS = {"mute": 400.0, "trickle": 400.0, "stopped": 400.0, **dict.fromkeys(FAR, 150.0)}
 BEFORE_SECONDS = 100.0
