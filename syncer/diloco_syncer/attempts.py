@@ -39,7 +39,11 @@ class MemberUpload:
     contributed: bool = False
     """The merge counts on it: a commit shows that it has every chunk, and only the end may be missing."""
     awaited_seconds: float = 0.0
-    """For how long this process has waited for its next messages, after the header."""
+    """For how long this process has waited for its next messages, since the first header of this member."""
+    awaits_from: float | None = None
+    """Since when it waits for the next one, monotonic; None: it does not."""
+    counted_from: float | None = None
+    """What `awaited_seconds` was when the round counted the member's header; None: it has not."""
     replaced: bool = False
     """A newer one of this member has begun: nothing more of this one counts."""
 
@@ -94,6 +98,12 @@ class Attempt:
             self._uploads[learner] = upload
             if older is not None:
                 older.replaced = True
+                # A new stream does not undo the time that the member has taken.
+                upload.awaited_seconds, upload.awaits_from = (
+                    older.awaited_seconds,
+                    older.awaits_from,
+                )
+                upload.counted_from = older.counted_from if self._merge is not None else None
                 self._changed.notify_all()
         if older is not None:
             self._cancel([older])

@@ -62,7 +62,6 @@ class UploadReceiver:
         self._chunks = Chunks(0)
         self._part: Part | None = None
         self._upload: MemberUpload | None = None
-        self._awaits_from: float | None = None
         self.done = False
         """The last reply was returned: `done` or `refused`. Further messages are ignored."""
 
@@ -73,8 +72,8 @@ class UploadReceiver:
 
     def awaits(self, now: float) -> None:
         """The caller waits for the next message from now on: until it comes, the time is the peer's own."""
-        if self._awaits_from is None:
-            self._awaits_from = now
+        if self._upload is not None and self._upload.awaits_from is None:
+            self._upload.awaits_from = now
 
     def receive(self, message: bytes | None, now: float) -> list[bytes]:
         """
@@ -86,9 +85,9 @@ class UploadReceiver:
         """
         if self.done:
             return []
-        if self._upload is not None and self._awaits_from is not None:
-            self._upload.awaited_seconds += now - self._awaits_from
-        self._awaits_from = None
+        if self._upload is not None and self._upload.awaits_from is not None:
+            self._upload.awaited_seconds += now - self._upload.awaits_from
+            self._upload.awaits_from = None
         if self._header is None:
             return self._begin(message, now)
         if message is None:

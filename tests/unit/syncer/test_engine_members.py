@@ -159,10 +159,10 @@ def test_a_member_that_fits_into_the_overlap_is_not_charged_for_the_pause_of_ano
         job.report(name, 1, step_seconds=2.0)
     for name in "abc":
         job.contribute(name)
-    job.now = 3.9
+    job.wait(3.9)
     for name in "de":
         job.contribute(name)
-    job.now = 10.0
+    job.wait(10.0)
     for name in "abcde":
         own = 6.0 if name == "a" else 0.0
         done = ev.Progress(
