@@ -44,6 +44,8 @@ class MemberUpload:
     """Since when it waits for the next one, monotonic; None: it does not."""
     counted_from: float | None = None
     """What `awaited_seconds` was when the round counted the member's header; None: it has not."""
+    received_bytes: int = 0
+    """Payload of all streams of this member in the attempt."""
     replaced: bool = False
     """A newer one of this member has begun: nothing more of this one counts."""
 
@@ -103,7 +105,8 @@ class Attempt:
                     older.awaited_seconds,
                     older.awaits_from,
                 )
-                upload.counted_from = older.counted_from if self._merge is not None else None
+                upload.counted_from = older.counted_from
+                upload.received_bytes = older.received_bytes
                 self._changed.notify_all()
         if older is not None:
             self._cancel([older])

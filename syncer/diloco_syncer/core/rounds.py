@@ -118,7 +118,8 @@ class Round:
         self.contributions[contribution.learner] = contribution
         upload = self.members[contribution.learner]
         self._not_pending(upload, now)
-        upload.waiting, upload.header_at, upload.awaited_seconds = True, now, 0.0
+        upload.waiting, upload.header_at = True, now
+        upload.awaited_seconds = upload.excused_seconds = 0.0
 
     def progressed(
         self,

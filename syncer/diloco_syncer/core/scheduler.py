@@ -334,9 +334,9 @@ class Scheduler:
         waited = max((self._waited_seconds(r, learner, now) for r in rounds), default=0.0)
         out = self.ejections.waited(learner, waited, "LeftRound", now) if charged else []
         # The newest first: a drop may commit its round, and with it newer ones that are merged.
-        # A drop may also send an older round back to collect reports, which then has no members.
+        # A drop may also eject another learner, and with it commit older rounds or send them back to collect.
         for round_ in reversed(rounds):
-            if learner not in round_.members:
+            if learner not in round_.members or round_ not in self.in_flight:
                 continue
             out += self._drop(round_, learner, reason, now)
         return out

@@ -139,6 +139,8 @@ class UploadProgress:
     @property
     def usual_seconds(self) -> float:
         """What the upload would have taken, at its own rate, if it had not been held back."""
+        if self.excused_seconds:  # a pause of the syncer may be in its rate
+            return self.own_seconds
         return max(self.own_seconds, self._header_seconds + self.expected_seconds)
 
     @property

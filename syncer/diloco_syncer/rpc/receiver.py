@@ -167,7 +167,7 @@ class UploadReceiver:
         if header.content in (bulk.INITIAL, bulk.CONSTANTS):
             self._part = self._initial.begin(header, layout, self._upload)
         else:
-            self._part = self._contribute(header, layout, self._upload)
+            self._part = self._contribute(header, layout, self._upload, now)
         self._chunks = Chunks(header.chunks)  # a number that was checked
         self._part.resume(now)
         return []
@@ -212,7 +212,9 @@ class UploadReceiver:
 
     # ------------------------------------------------------------ contributions
 
-    def _contribute(self, header: bulk.UploadHeader, layout: Layout, upload: MemberUpload) -> Part:
+    def _contribute(
+        self, header: bulk.UploadHeader, layout: Layout, upload: MemberUpload, now: float
+    ) -> Part:
         fragment, contribution = layout.fragments[header.fragment], contribution_of(header, layout)
         if contribution.base is not None:
             contribution.check_norms(fragment)
@@ -226,6 +228,8 @@ class UploadReceiver:
             raise UnavailableError("there are no parameters yet")
         attempt.join(upload)
         chunks = MemberChunks(self._host, attempt, upload, chunks=fragment.chunks)
+        if upload.received_bytes and attempt.running() is not None:
+            chunks.post_progress(now)  # the stream before may have been held back; this one is not
         return part_of(chunks, contribution, fragment, parameters)
 
     def _drop(self, header: bulk.UploadHeader, error: DilocoError) -> None:

@@ -64,15 +64,15 @@ class MemberChunks:
         self._host, self._upload = host, upload
         self._merge: FragmentMerge | None = None
         self._held: deque[tuple[int, formats.Buffer]] = deque()
-        self._bytes, self._all, self._added = 0, chunks, 0
+        self._all, self._added = chunks, 0
         self._first_awaited, self._expected = 0.0, 0.0
         self._posted_at, self._posted_waiting = float("-inf"), False
 
     def contribute(self, contribution: Contribution) -> None:
         """Hand the contribution to the engine, which begins the merge once it has all of them."""
         self._upload.contributed = True
-        if self._upload.counted_from is None:
-            self._upload.counted_from = self._upload.awaited_seconds
+        if self._upload.counted_from is None or self.attempt.running() is None:
+            self._upload.counted_from, self._upload.awaits_from = self._upload.awaited_seconds, None
         self._host.post(contribution)
 
     def add(self, index: int, payload: formats.Buffer) -> None:
@@ -115,7 +115,7 @@ class MemberChunks:
 
     def received(self, size: int, now: float) -> None:
         """Count payload that arrived."""
-        self._bytes += size
+        self._upload.received_bytes += size
         self.attempt.count(size)
         self.post_progress(now)
 
@@ -130,7 +130,7 @@ class MemberChunks:
                 learner=self.learner,
                 round=self.attempt.round,
                 attempt=self.attempt.attempt,
-                received_bytes=self._bytes,
+                received_bytes=self._upload.received_bytes,
                 awaited_seconds=self._awaited(),
                 expected_seconds=self._expected,
                 waiting=waiting,

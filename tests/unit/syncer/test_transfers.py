@@ -561,6 +561,7 @@ def test_the_time_of_a_fragment_that_is_rebuilt_counts_once(pair):
     took = pair.syncer.now
     assert own(pair, 1) == pytest.approx(took)
     finish(pair, first, upload)
+    assert pair.progress("eu/1")[-1].awaited_seconds == 0.0
 
 
 def test_a_new_stream_does_not_undo_the_time_that_a_member_has_taken(pair):
@@ -574,6 +575,62 @@ def test_a_new_stream_does_not_undo_the_time_that_a_member_has_taken(pair):
     newer.resume()
     finish(pair, first, newer)
     assert pair.progress("eu/1")[-1].awaited_seconds == pytest.approx(2.0)
+
+
+def test_a_new_stream_while_headers_are_awaited_is_not_charged_for_that(pair):
+    staged = pair.upload(1, content=bulk.WHOLE, base=None, norms=[]).send(2)
+    newer = pair.upload(1).send(1)
+    pair.syncer.run()
+    assert staged.cancelled
+    wait(pair, 2.5)
+    first = pair.upload(0).send(1)
+    pair.syncer.run()
+    finish(pair, first, newer)
+    assert pair.progress("eu/1")[-1].awaited_seconds == 0.0
+    assert own(pair, 1) == 0.0
+
+
+def test_a_new_stream_that_is_rebuilt_after_the_header_of_the_one_before_counts(pair):
+    pair.upload(1).send(1)
+    pair.syncer.run()
+    delta = random_delta(pair.learners[1].layout.fragments[0], 1)
+    newer = pair.learners[1].upload(
+        pair.pull, -delta, content=bulk.WHOLE, base=None, norms=[]
+    ).send(1)  # fmt: skip
+    first = pair.upload(0).send(1)
+    pair.syncer.run()
+    wait(pair, 2.8)
+    finish(pair, first, newer)
+    assert pair.progress("eu/1")[-1].awaited_seconds == pytest.approx(2.8)
+
+
+def test_a_new_stream_of_a_held_back_member_that_is_silent_is_refused():
+    job = pulled_together(3)
+    scheduler = job.syncer.state.engine.scheduler
+    scheduler.spec = replace(scheduler.spec, quorum=1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(coordinator, "MERGE_WINDOW_BYTES", 1)
+        uploads = [job.upload(index).send(1) for index in range(3)]
+        job.syncer.run()
+    *others, last = uploads
+    for _ in range(4):
+        for upload in uploads:
+            upload.resume()
+        last.send_all()
+        job.syncer.run()
+    assert job.progress("eu/2")[-1].waiting
+    job.upload(2).send(1)
+    job.syncer.run()
+    for _ in range(30):
+        for upload in others:
+            if not upload.receiver.done:
+                upload.resume().send_all()
+        job.syncer.run()
+    for _ in range(60):
+        job.syncer.now += 1.0
+        job.heartbeats()
+    refused = [x for x in job.syncer.lines if x["event"] == "refuse"]
+    assert (refused[0]["learner"], refused[0]["reason"]) == ("eu/2", "Stalled")
 
 
 def test_what_a_held_back_member_would_have_needed_follows_from_its_rate_until_then(pair):
