@@ -39,7 +39,13 @@ class MemberUpload:
     contributed: bool = False
     """The merge counts on it: a commit shows that it has every chunk, and only the end may be missing."""
     awaited_seconds: float = 0.0
-    """For how long this process has waited for its next messages, after the header."""
+    """For how long this process has waited for its next messages, since the first header of this member."""
+    awaits_from: float | None = None
+    """Since when it waits for the next one, monotonic; None: it does not."""
+    counted_from: float | None = None
+    """What `awaited_seconds` was when the round counted the member's header; None: it has not."""
+    received_bytes: int = 0
+    """Payload of all streams of this member in the attempt."""
     replaced: bool = False
     """A newer one of this member has begun: nothing more of this one counts."""
 
@@ -94,6 +100,13 @@ class Attempt:
             self._uploads[learner] = upload
             if older is not None:
                 older.replaced = True
+                # A new stream does not undo the time that the member has taken.
+                upload.awaited_seconds, upload.awaits_from = (
+                    older.awaited_seconds,
+                    older.awaits_from,
+                )
+                upload.counted_from = older.counted_from
+                upload.received_bytes = older.received_bytes
                 self._changed.notify_all()
         if older is not None:
             self._cancel([older])

@@ -343,7 +343,11 @@ def test_a_run_whose_terminal_or_pipe_is_closed_continues_until_it_is_complete(f
 
 def test_a_hang_up_that_the_shell_and_the_kernel_report_suspends_in_order(fake):
     reader, writer = pty.openpty()
-    supervisor = fake.start(output=writer, environment={"TERM": "xterm"})
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
+    try:
+        supervisor = fake.start(output=writer, environment={"TERM": "xterm"})
+    finally:
+        signal.signal(signal.SIGHUP, before)
     os.close(writer)
     until(fake.all_training, "training")
     os.close(reader)

@@ -40,7 +40,10 @@ log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 
-UNUSABLE = (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError)
+UNUSABLE = (
+    *(DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError),
+    *(AttributeError, ArithmeticError),
+)
 """What loading a checkpoint that does not fit this process raises."""
 
 

@@ -22,6 +22,9 @@ LINES_PER_LEARNER = 40
 """Lines of events.jsonl within the window for each learner: joins, leaves, refusals."""
 LINES_PER_REJOINING = 300
 """Likewise, more for a learner whose session breaks after each pull: the limit of joins is not simulated."""
+
+DOWNLOADS_PER_REJOINING = 10
+"""Of each fragment per second, more in a world with such a learner: each session requests what it lacks."""
 LINES_PER_MERGE = 4
 """A merge has one; its attempts may have been refused and repeated."""
 
@@ -77,6 +80,7 @@ class Bounds:
             + LINES_PER_MERGE * merges * (1 + most.learners)
         )
         self._downloads_per_second = DOWNLOADS * (1 + most.merges_per_second / most.fragments)
+        self._downloads_per_second += DOWNLOADS_PER_REJOINING if most.rejoining else 0
         self._requested: dict[str, Mapping[int, int]] = {}
         self._judged_at = 0.0
         self._lines: deque[float] = deque()

@@ -101,10 +101,9 @@ class Progress:
     received_bytes: int
     """Payload received in this attempt so far."""
     awaited_seconds: float = 0.0
-    """
-    For how long the syncer has waited for messages of the upload since its header; once it was held back, at
-    least for how long it would wait for all of them at the rate until then.
-    """
+    """For how long the syncer has waited for messages of the upload since its header."""
+    expected_seconds: float = 0.0
+    """How long that would be for all of them, at the rate until the upload was first held back; 0: it was not."""
     waiting: bool = False
     """It cannot continue before slower members do: the window of the merge is full."""
     done: bool = False

@@ -119,6 +119,7 @@ class Round:
         upload = self.members[contribution.learner]
         self._not_pending(upload, now)
         upload.waiting, upload.header_at = True, now
+        upload.awaited_seconds = upload.excused_seconds = 0.0
 
     def progressed(
         self,
@@ -129,11 +130,14 @@ class Round:
         done: bool,
         now: float,
         awaited: float = 0.0,
+        expected: float = 0.0,
     ) -> None:
         """A member's upload has come further."""
         upload = self.members[learner]
         self._not_pending(upload, now)
-        upload.progressed(received_bytes, waiting=waiting, done=done, now=now, awaited=awaited)
+        upload.progressed(
+            received_bytes, waiting=waiting, done=done, now=now, awaited=awaited, expected=expected
+        )
         self._pending_again(upload, now)
         if upload.pending and self._next_deadline is not None:
             self._next_deadline = min(self._next_deadline, upload.deadline)
@@ -212,16 +216,16 @@ class Round:
 
     def late_seconds(self, window_seconds: float) -> dict[str, float]:
         """What each member cost the others that needed more than it may, once all have delivered."""
-        usual = self._usual_seconds()
+        usual = self._usual_seconds(self.members.values())
         allowed = allowed_seconds(usual=usual, window=window_seconds)
         own = {name: upload.own_seconds for name, upload in self.members.items()}
         beyond = max(usual, window_seconds)
         return {name: seconds - beyond for name, seconds in own.items() if seconds > allowed}
 
-    def _usual_seconds(self) -> float:
-        """What most of those needed that have delivered or are held back."""
-        own = sorted(upload.own_seconds for upload in self.members.values() if not upload.pending)
-        return own[self._most - 1] if len(own) >= self._most else 0.0
+    def _usual_seconds(self, uploads: Iterable[UploadProgress]) -> float:
+        """What most members need, of these that have delivered or are held back."""
+        seconds = sorted(upload.usual_seconds for upload in uploads)
+        return seconds[self._most - 1] if len(seconds) >= self._most else 0.0
 
     def late(self, now: float, *, hold_seconds: float, window_seconds: float) -> list[str]:
         """
@@ -267,7 +271,8 @@ class Round:
         return self.held.reaches(hold_seconds - self._most_ahead)
 
     def _allowed_until(self, window_seconds: float) -> float:
-        allowed = allowed_seconds(usual=self._usual_seconds(), window=window_seconds)
+        usual = self._usual_seconds(m for m in self.members.values() if not m.pending)
+        allowed = allowed_seconds(usual=usual, window=window_seconds)
         return self.pulled_at + allowed
 
     def shift(self, seconds: float) -> None:

@@ -216,6 +216,7 @@ class Scheduler:
             done=event.done,
             now=now,
             awaited=event.awaited_seconds,
+            expected=event.expected_seconds,
         )
         round_.update_hold(now, quorum=self.spec.quorum)
         return []
@@ -333,7 +334,10 @@ class Scheduler:
         waited = max((self._waited_seconds(r, learner, now) for r in rounds), default=0.0)
         out = self.ejections.waited(learner, waited, "LeftRound", now) if charged else []
         # The newest first: a drop may commit its round, and with it newer ones that are merged.
+        # A drop may also eject another learner, and with it commit older rounds or send them back to collect.
         for round_ in reversed(rounds):
+            if learner not in round_.members or round_ not in self.in_flight:
+                continue
             out += self._drop(round_, learner, reason, now)
         return out
 
@@ -504,7 +508,8 @@ class Scheduler:
             )
             for name in late:
                 # A drop may have begun another attempt, in which no member is late yet.
-                if round_.transferring and round_.attempt == attempt:
+                member = round_.transferring and name in round_.members
+                if member and round_.attempt == attempt:
                     out += self._late(round_, name, now)
         return out
 

@@ -112,7 +112,10 @@ class UploadProgress:
     header_at: float | None = None
     """When its header arrived, monotonic."""
     awaited_seconds: float = 0.0
+    expected_seconds: float = 0.0
     """See `Progress`."""
+    excused_seconds: float = 0.0
+    """Pauses of the syncer while it waited for this upload after the header."""
     held: float = 0.0
     """For how long the others had waited for it when it last stopped to be pending ..."""
     held_from: float = 0.0
@@ -131,8 +134,18 @@ class UploadProgress:
     @property
     def own_seconds(self) -> float:
         """What the upload of a member took, without its waits for others and for the syncer."""
-        header = 0.0 if self.header_at is None else self.header_at - self.begun
-        return header + self.awaited_seconds
+        return self._header_seconds + max(0.0, self.awaited_seconds - self.excused_seconds)
+
+    @property
+    def usual_seconds(self) -> float:
+        """What the upload would have taken, at its own rate, if it had not been held back."""
+        if self.excused_seconds:  # a pause of the syncer may be in its rate
+            return self.own_seconds
+        return max(self.own_seconds, self._header_seconds + self.expected_seconds)
+
+    @property
+    def _header_seconds(self) -> float:
+        return 0.0 if self.header_at is None else self.header_at - self.begun
 
     @property
     def ahead(self) -> float:
@@ -140,14 +153,16 @@ class UploadProgress:
         return self.held - self.held_from
 
     def progressed(
-        self, received_bytes: int, *, waiting: bool, done: bool, now: float, awaited: float = 0.0
-    ) -> None:
+        self, received_bytes: int, *, waiting: bool, done: bool, now: float,
+        awaited: float = 0.0, expected: float = 0.0,
+    ) -> None:  # fmt: skip
         """Account for what was received so far; older states are ignored."""
         if received_bytes < self.received_bytes:
             return
         earned = (received_bytes - self.received_bytes) / MIN_BYTES_PER_SECOND
         self.received_bytes = received_bytes
         self.awaited_seconds = max(self.awaited_seconds, awaited)
+        self.expected_seconds = max(self.expected_seconds, expected)
         if self.waiting or waiting:
             earned = START_SECONDS  # the wait was not its own
         # A fast beginning must not pay for a long silence: never more than the start-up time ahead.
@@ -163,4 +178,6 @@ class UploadProgress:
         """The syncer itself was paused: give the time back."""
         self.begun += seconds
         self.deadline += seconds
-        self.header_at = None if self.header_at is None else self.header_at + seconds
+        if self.header_at is not None:
+            self.header_at += seconds
+            self.excused_seconds += seconds if self.pending else 0.0

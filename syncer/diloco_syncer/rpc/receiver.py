@@ -62,7 +62,6 @@ class UploadReceiver:
         self._chunks = Chunks(0)
         self._part: Part | None = None
         self._upload: MemberUpload | None = None
-        self._awaits_from: float | None = None
         self.done = False
         """The last reply was returned: `done` or `refused`. Further messages are ignored."""
 
@@ -73,8 +72,8 @@ class UploadReceiver:
 
     def awaits(self, now: float) -> None:
         """The caller waits for the next message from now on: until it comes, the time is the peer's own."""
-        if self._awaits_from is None:
-            self._awaits_from = now
+        if self._upload is not None and self._upload.awaits_from is None:
+            self._upload.awaits_from = now
 
     def receive(self, message: bytes | None, now: float) -> list[bytes]:
         """
@@ -86,9 +85,9 @@ class UploadReceiver:
         """
         if self.done:
             return []
-        if self._upload is not None and self._awaits_from is not None:
-            self._upload.awaited_seconds += now - self._awaits_from
-        self._awaits_from = None
+        if self._upload is not None and self._upload.awaits_from is not None:
+            self._upload.awaited_seconds += now - self._upload.awaits_from
+            self._upload.awaits_from = None
         if self._header is None:
             return self._begin(message, now)
         if message is None:
@@ -168,7 +167,7 @@ class UploadReceiver:
         if header.content in (bulk.INITIAL, bulk.CONSTANTS):
             self._part = self._initial.begin(header, layout, self._upload)
         else:
-            self._part = self._contribute(header, layout, self._upload)
+            self._part = self._contribute(header, layout, self._upload, now)
         self._chunks = Chunks(header.chunks)  # a number that was checked
         self._part.resume(now)
         return []
@@ -213,7 +212,9 @@ class UploadReceiver:
 
     # ------------------------------------------------------------ contributions
 
-    def _contribute(self, header: bulk.UploadHeader, layout: Layout, upload: MemberUpload) -> Part:
+    def _contribute(
+        self, header: bulk.UploadHeader, layout: Layout, upload: MemberUpload, now: float
+    ) -> Part:
         fragment, contribution = layout.fragments[header.fragment], contribution_of(header, layout)
         if contribution.base is not None:
             contribution.check_norms(fragment)
@@ -227,6 +228,8 @@ class UploadReceiver:
             raise UnavailableError("there are no parameters yet")
         attempt.join(upload)
         chunks = MemberChunks(self._host, attempt, upload, chunks=fragment.chunks)
+        if upload.received_bytes and attempt.running() is not None:
+            chunks.post_progress(now)  # the stream before may have been held back; this one is not
         return part_of(chunks, contribution, fragment, parameters)
 
     def _drop(self, header: bulk.UploadHeader, error: DilocoError) -> None:

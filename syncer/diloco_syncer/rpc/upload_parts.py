@@ -64,20 +64,23 @@ class MemberChunks:
         self._host, self._upload = host, upload
         self._merge: FragmentMerge | None = None
         self._held: deque[tuple[int, formats.Buffer]] = deque()
-        self._bytes, self._all, self._added = 0, chunks, 0
-        self._awaited_before, self._at_first_rate = 0.0, 0.0
+        self._all, self._added = chunks, 0
+        self._first_awaited, self._expected = 0.0, 0.0
         self._posted_at, self._posted_waiting = float("-inf"), False
 
     def contribute(self, contribution: Contribution) -> None:
         """Hand the contribution to the engine, which begins the merge once it has all of them."""
         self._upload.contributed = True
-        self._awaited_before = self._upload.awaited_seconds
+        if self._upload.counted_from is None or self.attempt.running() is None:
+            self._upload.counted_from, self._upload.awaits_from = self._upload.awaited_seconds, None
         self._host.post(contribution)
 
     def add(self, index: int, payload: formats.Buffer) -> None:
         """Add a chunk; it is kept until the merge takes it."""
         self._held.append((index, payload))
         self._added += 1
+        if self._added == 1:
+            self._first_awaited = self._awaited()
 
     def advance(self, now: float) -> None:
         """Add to the merge what it has room for."""
@@ -92,8 +95,7 @@ class MemberChunks:
             if not self._merge.has_room(self.learner, index):
                 if self.attempt.over:
                     raise AttemptAbortedError(f"round {self.attempt.round} was aborted")
-                if not self._at_first_rate:
-                    self._at_first_rate = self._awaited() * self._all / self._added
+                self._expected = self._expected or self._expect()
                 self.post_progress(now, waiting=True)
                 return
             self._held.popleft()
@@ -103,11 +105,17 @@ class MemberChunks:
             self.post_progress(now)
 
     def _awaited(self) -> float:
-        return self._upload.awaited_seconds - self._awaited_before
+        counted_from = self._upload.counted_from
+        return 0.0 if counted_from is None else self._upload.awaited_seconds - counted_from
+
+    def _expect(self) -> float:
+        """At the rate so far, without the time until the first chunk, which does not depend on their number."""
+        later = self._awaited() - self._first_awaited
+        return self._first_awaited + later * (self._all - 1) / max(1, self._added - 1)
 
     def received(self, size: int, now: float) -> None:
         """Count payload that arrived."""
-        self._bytes += size
+        self._upload.received_bytes += size
         self.attempt.count(size)
         self.post_progress(now)
 
@@ -122,8 +130,9 @@ class MemberChunks:
                 learner=self.learner,
                 round=self.attempt.round,
                 attempt=self.attempt.attempt,
-                received_bytes=self._bytes,
-                awaited_seconds=max(self._awaited(), self._at_first_rate),
+                received_bytes=self._upload.received_bytes,
+                awaited_seconds=self._awaited(),
+                expected_seconds=self._expected,
                 waiting=waiting,
                 done=done,
             )

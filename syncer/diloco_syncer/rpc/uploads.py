@@ -53,13 +53,16 @@ def _proceed(receiver: UploadReceiver, requests: Iterator[bytes]) -> list[bytes]
     waiting = receiver.waiting
     message: bytes | None = None
     if waiting is None:
-        receiver.awaits(time.monotonic())
         message = next(requests, None)
     try:
         if waiting is None:
-            return receiver.receive(message, time.monotonic())
-        waiting.until(waiting.seconds)
-        return receiver.resume(time.monotonic())
+            replies = receiver.receive(message, time.monotonic())
+        else:
+            waiting.until(waiting.seconds)
+            replies = receiver.resume(time.monotonic())
+        if receiver.waiting is None:
+            receiver.awaits(time.monotonic())  # from now on, also until the peer reads the replies
+        return replies
     except Exception as error:
         return receiver.failed(error)
 

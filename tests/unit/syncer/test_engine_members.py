@@ -151,6 +151,38 @@ def test_what_the_syncer_itself_takes_is_charged_to_no_member():
     assert job["c"].late.seconds == 0.0
 
 
+def test_a_learner_that_is_gone_is_not_dropped_from_a_round_that_its_end_has_committed():
+    job = Job("abcdef", quorum=2, overlap=2).meet()
+    for step in (1, 2):
+        for name in "abcdef":
+            job.report(name, step, tokens=(0,) * 4, total_tokens=0)
+    for name in "bcdef":
+        job.contribute(name, round=1, local_step=1, tokens=0)
+    for name in "cdef":
+        job.contribute(name, round=2, local_step=2, tokens=0)
+    job.wait(3.2)
+    job.contribute("a", round=2, local_step=2, tokens=0)
+    job["a"].late.seconds, job["a"].late.at = 4.9, job.now
+    out = job.left("b")
+    assert [commit.round for commit in of(ev.Commit, out)] == [1, 2]
+    assert (pulls(out), job.rounds) == ([], [])
+
+
+def test_a_learner_that_is_gone_is_not_dropped_from_a_round_that_has_begun_again():
+    job = Job("abcd", quorum=2, overlap=2).meet()
+    job.report_all(1)
+    for name in "abcd":
+        job.report(name, 2, tokens=(0,) * 4, total_tokens=10)
+    for name in "cd":
+        job.dropped(name, round=1, reason="StreamBroken")
+        job.contribute(name, round=2, local_step=2, tokens=0)
+    job.wait(3.2)
+    job.contribute("a", round=2, local_step=2, tokens=0)
+    job["a"].late.seconds, job["a"].late.at = 4.9, job.now
+    out = job.left("b")
+    assert [line["learner"] for line in logs("eject", out)] == ["a"]
+
+
 def test_a_member_that_fits_into_the_overlap_is_not_charged_for_the_pause_of_another():
     job = Job("abcde", quorum=1, overlap=2)
     for name in "abcde":
@@ -159,10 +191,10 @@ def test_a_member_that_fits_into_the_overlap_is_not_charged_for_the_pause_of_ano
         job.report(name, 1, step_seconds=2.0)
     for name in "abc":
         job.contribute(name)
-    job.now = 3.9
+    job.wait(3.9)
     for name in "de":
         job.contribute(name)
-    job.now = 10.0
+    job.wait(10.0)
     for name in "abcde":
         own = 6.0 if name == "a" else 0.0
         done = ev.Progress(

@@ -298,6 +298,37 @@ def test_a_flipped_bit_is_found(tmp_path, caplog):
     assert "SHA-256" in caplog.text
 
 
+def test_a_flipped_bit_of_the_manifest_is_found_or_changes_nothing(tmp_path, caplog):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=3, digest="d")
+    save(store, model, [optimizer])
+    victim = tmp_path / "checkpoint-0000000001.json"
+    whole = victim.read_bytes()
+    before = checkpoint.unsealed(whole)
+    draw = random.Random(4)
+    skipped = 0
+    for _ in range(300):
+        data = bytearray(whole)
+        data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+        victim.write_bytes(data)
+        if store.newest() is None:
+            skipped += 1
+        else:
+            found = checkpoint.unsealed(bytes(data))
+            assert {key: found.get(key) for key in before} == before
+    assert skipped > 250
+    assert "SHA-256" in caplog.text
+
+
+def test_a_manifest_of_an_older_version_has_no_digest(tmp_path):
+    model, optimizer = trained()
+    store = Checkpoints(tmp_path, keep=3, digest="d")
+    save(store, model, [optimizer])
+    victim = tmp_path / "checkpoint-0000000001.json"
+    victim.write_text(json.dumps(checkpoint.unsealed(victim.read_bytes())))
+    assert store.newest() is not None
+
+
 @contextlib.contextmanager
 def everything_allowed():
     """A umask that takes no permission away."""

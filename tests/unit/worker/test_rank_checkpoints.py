@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -17,7 +16,13 @@ from diloco_testing.learners.rank_threads import in_ranks
 from diloco_worker.core.checkpoint_schedule import Outcome
 from diloco_worker.core.shard_slices import piece, whole
 from diloco_worker.trainer import pieces, rank_checkpoints
-from diloco_worker.trainer.checkpoint import Checkpoints, kept_of, local_checkpoint
+from diloco_worker.trainer.checkpoint import (
+    Checkpoints,
+    kept_of,
+    local_checkpoint,
+    sealed,
+    unsealed,
+)
 from diloco_worker.trainer.layout import Share
 from diloco_worker.trainer.rank_checkpoints import RankCheckpoints, of_ranks
 from diloco_worker.trainer.rank_group import RankGroup
@@ -220,7 +225,7 @@ def test_a_damaged_or_partial_checkpoint_is_skipped_by_all_ranks_for_the_one_bef
 def test_checkpoints_of_another_model_are_skipped(tmp_path, caplog):
     saved(tmp_path, 1)
     path = tmp_path / "checkpoint-0000000001.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "digest": "another"}))
+    path.write_bytes(sealed({**unsealed(path.read_bytes()), "digest": "another"}))
     assert ranks(tmp_path, Rank.load) == [0, 0]
     assert "it belongs to another model" in caplog.text
 

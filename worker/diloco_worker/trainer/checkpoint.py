@@ -58,6 +58,9 @@ UNTOUCHED_BYTES = 16 << 20
 DAMAGED = (OSError, ValueError, KeyError, TypeError, StorageError)
 """What reading a checkpoint that is not intact raises."""
 
+SEAL = "manifestSha256"
+"""Member of a manifest: the SHA-256 of the JSON of all others."""
+
 STALL_SECONDS = 30.0
 """A disk that takes nothing for so long is not waited for at the end."""
 
@@ -92,6 +95,32 @@ class Captured:
     """The tensors of which only a part is copied."""
     parts: Mapping[str, pieces.Part] = field(default_factory=dict)
     """Which parts these are."""
+
+
+def sealed(manifest: Mapping[str, Any]) -> bytes:
+    """A manifest as JSON, with its own digest: a flipped bit would change an option or a counter unseen."""
+    text = json.dumps(manifest)
+    return json.dumps({**manifest, SEAL: hashlib.sha256(text.encode()).hexdigest()}).encode()
+
+
+def unsealed(text: bytes) -> dict[str, Any]:
+    """
+    A manifest; those of older versions have no digest.
+
+    Raises:
+        StorageError: it is not what was written.
+        ValueError: it is not JSON.
+    """
+    data = json.loads(text)
+    if not isinstance(data, dict):
+        raise StorageError("the manifest is no JSON object")
+    expected = data.pop(SEAL, None)
+    found = hashlib.sha256(json.dumps(data).encode()).hexdigest()
+    if expected is not None and found != expected:
+        raise StorageError(
+            f"the manifest has SHA-256 {found[:16]}…, expected {str(expected)[:16]}…"
+        )
+    return data
 
 
 class Checkpoints:
@@ -321,7 +350,7 @@ class Checkpoints:
         self._clean(step)
         name = self.name_of(step)
         sha, size = self._write_tensors(self._directory / f"{name}.safetensors", tensors)
-        text = json.dumps({**manifest, "sha256": sha, "bytes": size}).encode()
+        text = sealed({**manifest, "sha256": sha, "bytes": size})
         self._write_file(self._directory / f"{name}.json", [memoryview(text)])
         self._clean(step)
 
@@ -410,7 +439,7 @@ class Checkpoints:
 
     def _read(self, path: Path, *, place: int = 0, places: int = 1) -> Manifest:
         """A checkpoint; of its pieces, this process verifies those of `pieces.read`."""
-        data = json.loads(files.read(path))
+        data = unsealed(files.read(path))
         if data["digest"] != self._digest:
             raise StorageError("it belongs to another model")
         if "pieces" in data:

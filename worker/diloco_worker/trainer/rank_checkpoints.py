@@ -37,6 +37,7 @@ from diloco_worker.trainer.checkpoint import (
     Manifest,
     kept_of,
     restore_random,
+    sealed,
 )
 from diloco_worker.trainer.copies import Copy
 from diloco_worker.trainer.kept import SavedEntries
@@ -50,7 +51,10 @@ MARK = "ranks.mark"
 """A file by which the ranks find out, while they connect, whether they see one directory."""
 POLL_SECONDS = 0.25
 
-UNUSABLE = (DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError, AssertionError)
+UNUSABLE = (
+    *(DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError, AssertionError),
+    *(AttributeError, ArithmeticError),
+)
 """What loading a checkpoint that does not fit this process raises."""
 
 Held = Mapping[str, tuple[torch.Tensor, Share]]
@@ -277,8 +281,7 @@ class RankCheckpoints(Checkpoints):
             digests.append(hashlib.sha256(text).hexdigest())
         pieces.check_complete(found)
         rest = {key: value for key, value in manifest.items() if key not in ("tree", "parts")}
-        text = json.dumps({**rest, "pieces": digests}).encode()
-        self._write_file(path, [memoryview(text)])
+        self._write_file(path, [memoryview(sealed({**rest, "pieces": digests}))])
         self._clean(step)
 
     def _manifest_path(self, step: int) -> Path:
