@@ -18,7 +18,7 @@ from torch import nn
 from diloco.errors import ConfigError, DamagedError
 from diloco_worker.trainer import checkpoint
 from diloco_worker.trainer.checkpoint import Checkpoints, local_checkpoint
-from diloco_worker.trainer.trees import pack, unpack
+from diloco_worker.trainer.trees import pack, unpack, unsealed
 
 FACTS = {"local_step": 1, "total_tokens": 2, "steps": [1], "tokens": [2]}
 
@@ -304,7 +304,7 @@ def test_a_flipped_bit_of_the_manifest_is_found_or_changes_nothing(tmp_path, cap
     save(store, model, [optimizer])
     victim = tmp_path / "checkpoint-0000000001.json"
     whole = victim.read_bytes()
-    before = checkpoint.unsealed(whole)
+    before = unsealed(whole)
     draw = random.Random(4)
     skipped = 0
     for _ in range(300):
@@ -314,7 +314,7 @@ def test_a_flipped_bit_of_the_manifest_is_found_or_changes_nothing(tmp_path, cap
         if store.newest() is None:
             skipped += 1
         else:
-            found = checkpoint.unsealed(bytes(data))
+            found = unsealed(bytes(data))
             assert {key: found.get(key) for key in before} == before
     assert skipped > 250
     assert "SHA-256" in caplog.text
@@ -325,7 +325,7 @@ def test_a_manifest_of_an_older_version_has_no_digest(tmp_path):
     store = Checkpoints(tmp_path, keep=3, digest="d")
     save(store, model, [optimizer])
     victim = tmp_path / "checkpoint-0000000001.json"
-    victim.write_text(json.dumps(checkpoint.unsealed(victim.read_bytes())))
+    victim.write_text(json.dumps(unsealed(victim.read_bytes())))
     assert store.newest() is not None
 
 

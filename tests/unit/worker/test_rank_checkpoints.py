@@ -20,12 +20,11 @@ from diloco_worker.trainer.checkpoint import (
     Checkpoints,
     kept_of,
     local_checkpoint,
-    sealed,
-    unsealed,
 )
 from diloco_worker.trainer.layout import Share
 from diloco_worker.trainer.rank_checkpoints import RankCheckpoints, of_ranks
 from diloco_worker.trainer.rank_group import RankGroup
+from diloco_worker.trainer.trees import sealed, unsealed
 
 DIGEST = "layout"
 WIDE = 200

@@ -41,7 +41,7 @@ from diloco_worker.core.copy_budget import ATTEMPTS, SHARE
 from diloco_worker.trainer import optimizer_state, pieces
 from diloco_worker.trainer.copies import Copies, Copy, Result, touch
 from diloco_worker.trainer.kept import SavedEntries
-from diloco_worker.trainer.trees import TensorReader, entry_of, pack, unpack
+from diloco_worker.trainer.trees import TensorReader, entry_of, pack, sealed, unpack, unsealed
 from diloco_worker.trainer.wrappers import tensors_of
 
 log = logging.getLogger(__name__)
@@ -57,9 +57,6 @@ UNTOUCHED_BYTES = 16 << 20
 
 DAMAGED = (OSError, ValueError, KeyError, TypeError, StorageError)
 """What reading a checkpoint that is not intact raises."""
-
-SEAL = "manifestSha256"
-"""Member of a manifest: the SHA-256 of the JSON of all others."""
 
 STALL_SECONDS = 30.0
 """A disk that takes nothing for so long is not waited for at the end."""
@@ -95,32 +92,6 @@ class Captured:
     """The tensors of which only a part is copied."""
     parts: Mapping[str, pieces.Part] = field(default_factory=dict)
     """Which parts these are."""
-
-
-def sealed(manifest: Mapping[str, Any]) -> bytes:
-    """A manifest as JSON, with its own digest: a flipped bit would change an option or a counter unseen."""
-    text = json.dumps(manifest)
-    return json.dumps({**manifest, SEAL: hashlib.sha256(text.encode()).hexdigest()}).encode()
-
-
-def unsealed(text: bytes) -> dict[str, Any]:
-    """
-    A manifest; those of older versions have no digest.
-
-    Raises:
-        StorageError: it is not what was written.
-        ValueError: it is not JSON.
-    """
-    data = json.loads(text)
-    if not isinstance(data, dict):
-        raise StorageError("the manifest is no JSON object")
-    expected = data.pop(SEAL, None)
-    found = hashlib.sha256(json.dumps(data).encode()).hexdigest()
-    if expected is not None and found != expected:
-        raise StorageError(
-            f"the manifest has SHA-256 {found[:16]}…, expected {str(expected)[:16]}…"
-        )
-    return data
 
 
 class Checkpoints:

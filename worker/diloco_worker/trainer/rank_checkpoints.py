@@ -37,12 +37,12 @@ from diloco_worker.trainer.checkpoint import (
     Manifest,
     kept_of,
     restore_random,
-    sealed,
 )
 from diloco_worker.trainer.copies import Copy
 from diloco_worker.trainer.kept import SavedEntries
 from diloco_worker.trainer.layout import Share, is_dtensor, local
 from diloco_worker.trainer.rank_group import RankGroup
+from diloco_worker.trainer.trees import sealed
 
 log = logging.getLogger(__name__)
 
