@@ -63,6 +63,13 @@ def test_a_first_report_shows_the_usual_tokens_if_it_has_steps_and_tokens(steps,
     assert history.tokens_per_step == usual
 
 
+def test_no_steps_are_credited_no_tokens_also_if_nothing_is_usual_yet():
+    history = History()
+    history.add(report(1, steps=0, tokens=110), 1.0)
+    credited = history.credit(upload(1, 0, 110), 0)
+    assert (credited.steps, credited.tokens) == (0, 0)
+
+
 def test_an_upload_that_is_faster_than_its_report_waits_for_it():
     history = honest()
     early = upload(6, 6, 600)

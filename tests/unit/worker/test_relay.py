@@ -50,8 +50,6 @@ def test_messages_arrive_in_order_with_their_numbers_and_bytes(sockets):
         end.relay.start()
     until(lambda: len(far.messages) >= 3, "messages")
     assert far.messages[:3] == sent
-    near.relay.close()
-    far.relay.close()
     assert near.lost == far.lost == []
 
 
