@@ -465,30 +465,21 @@ def test_pauses_that_a_member_has_not_caused_are_not_charged_when_it_breaks_once
     assert (logs("eject", out), job["b"].long_waits) == ([], 0)
 
 
-def test_when_a_member_leaves_the_wait_for_the_others_is_measured_without_it():
-    job = Job("abcde", quorum=2, overlap=1).meet()
+@pytest.mark.parametrize(
+    ("names", "leaves", "late"),
+    [("abcde", "c", ["d", "e"]), ("abcd", "b", [])],
+    ids=["the wait for the others is measured without it", "too few may wait for the rest"],
+)
+def test_when_a_member_leaves(names, leaves, late):
+    """`a` and `b` have delivered."""
+    job = Job(names, quorum=2, overlap=1).meet()
     job.report_all(1)
     for name in "ab":
         job.contribute(name)
-    job.left("c")
-    job.names = "abde"
-    job.session = lambda name: "abcde".index(name) + 1
-    out = job.wait(4.0)
-    assert {line["learner"]: line["reason"] for line in logs("refuse", out)} == {
-        "d": "AnswerLate", "e": "AnswerLate",
-    }  # fmt: skip
-    assert job.now <= 4.0
-
-
-def test_when_a_member_that_has_delivered_leaves_too_few_may_wait_for_the_rest():
-    job = Job("abcd", quorum=2, overlap=1).meet()
-    job.report_all(1)
-    for name in "ab":
-        job.contribute(name)
-    job.left("b")
-    job.names = "acd"
-    job.session = lambda name: "abcd".index(name) + 1
-    assert logs("refuse", job.wait(20.0)) == []
+    job.left(leaves)
+    out = job.wait(4.0 if late else 20.0)
+    refused = [(line["learner"], line["reason"]) for line in logs("refuse", out)]
+    assert refused == [(name, "AnswerLate") for name in late]
 
 
 @pytest.mark.parametrize("how", ["leaves", "is replaced"])

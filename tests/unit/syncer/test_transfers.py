@@ -6,7 +6,7 @@ import gc
 import resource
 import weakref
 from collections import deque
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,57 +22,9 @@ from diloco_syncer.core import upload_limits
 from diloco_syncer.rpc import initial, source, upload_parts
 from diloco_testing.learners.scripted import chunk, random_delta
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, DrivenUpload, driven_spec
-
-TENSORS = (
-    Tensor(name="a", shape=(7 * CHUNK,), dtype="float32"),
-    Tensor(name="b", shape=(300,), dtype="float32"),
-)
-"""In one fragment of eight chunks."""
+from diloco_testing.syncers.pulled import WINDOW, finish, pulled_together
 
 SMALL = tuple(Tensor(name=f"t{i}", shape=(300,), dtype="float32") for i in range(2))
-
-WINDOW = 4
-
-
-@dataclass
-class Pair:
-    """Learners that were pulled together, and nothing sent yet."""
-
-    syncer: DrivenSyncer
-    learners: list[DrivenLearner]
-    pull: pb.Pull
-
-    def upload(self, index, **changes):
-        learner = self.learners[index]
-        return learner.upload(
-            self.pull, random_delta(learner.layout.fragments[0], index), **changes
-        )
-
-    def progress(self, learner):
-        events = [e for e in self.syncer.posted if isinstance(e, ev.Progress)]
-        return [e for e in events if e.learner == learner and e.round]
-
-    def heartbeats(self):
-        sessions = [(x.session.number, x.name) for x in self.learners]
-        beats = [ev.Heartbeat(session=number, learner=name) for number, name in sessions]
-        self.syncer.run(*beats, ev.Tick())
-
-
-def pulled_together(count):
-    syncer = DrivenSyncer(driven_spec(fragments=1, interval=1, quorum=count))
-    learners = [DrivenLearner(syncer, f"eu/{i}", TENSORS) for i in range(count)]
-    learners[0].initialise([random_delta(f, 9) for f in learners[0].layout.fragments])
-    for learner in learners:
-        learner.received()
-    *_, [pull] = [learner.step() for learner in learners]
-    return Pair(syncer, learners, pull)
-
-
-@pytest.fixture
-def pair(monkeypatch):
-    """The window is four chunks."""
-    monkeypatch.setattr(coordinator, "MERGE_WINDOW_BYTES", 1)
-    return pulled_together(2)
 
 
 def decoded(frame, message):
@@ -103,9 +55,7 @@ def test_a_member_a_window_ahead_waits_for_the_slowest(pair):
     second.resume().send(1)
     assert first.receiver.waiting.until(0) is True
     assert first.resume().receiver.waiting is None
-    while first.left or second.left:
-        second.resume().send_all()
-        first.resume().send_all()
+    finish(second, first)
     pair.syncer.run()
     assert [u.replies[-1].done for u in (first, second)] == [True, True]
     assert pair.syncer.merged() == [1]
@@ -116,7 +66,7 @@ def test_a_staged_upload_is_handed_over_when_it_is_complete(pair, content):
     parameters = pair.syncer.facts.parameters
     if content == "WHOLE":
         first = pair.upload(0).send(1)
-        second = pair.upload(1, content=bulk.WHOLE, base=None, norms=[])
+        second = pair.whole()
     else:
         current = parameters.current(0)
         newer_N = current.theta_N + random_delta(parameters.layout.fragments[0], 3)
@@ -127,10 +77,7 @@ def test_a_staged_upload_is_handed_over_when_it_is_complete(pair, content):
     assert not second.left, "nothing is waited for while it is staged"
     assert second.receiver.waiting is not None
     pair.syncer.run()
-    while first.left:
-        first.resume().send_all()
-        second.resume()
-    second.resume()
+    finish(first, second)
     pair.syncer.run()
     assert [u.replies[-1].done for u in (first, second)] == [True, True]
     assert pair.syncer.merged() == [1]
@@ -284,149 +231,6 @@ def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-# ---------------------------------------------------------------- uploads that do not end
-
-
-def whole(pair, *, messages=None, index=1):
-    """A whole fragment of a member, of which so many messages come; None: all but the last chunk and the end."""
-    upload = pair.upload(index, content=bulk.WHOLE, base=None, norms=[])
-    return upload.send(len(upload.left) - 2 if messages is None else messages)
-
-
-def drops(pair):
-    return [(e.learner, e.reason) for e in pair.syncer.posted if isinstance(e, ev.Dropped)]
-
-
-def test_a_member_holds_one_upload_per_attempt_and_none_after_it(pair):
-    stalled = [whole(pair) for _ in range(12)]
-    assert [u.cancelled for u in stalled] == [True] * 11 + [False]
-    for older in stalled[:-1]:
-        older.receiver.lost()
-    assert drops(pair) == [], "the newer one may still deliver"
-    pair.syncer.run(ev.Left(session=2, learner="eu/1", reason="StreamEnded"))
-    assert stalled[-1].cancelled, "the attempt is over"
-
-
-def test_the_upload_that_replaces_another_is_merged(pair):
-    whole(pair)
-    second, first = whole(pair, messages=20), pair.upload(0).send(1)
-    pair.syncer.run()
-    while first.left:
-        first.resume().send_all()
-        second.resume()
-    second.resume()
-    pair.syncer.run()
-    assert [u.replies[-1].done for u in (first, second)] == [True, True]
-    assert pair.syncer.merged() == [1]
-    late = pair.upload(1).send(1).replies[-1]
-    assert (late.refused, drops(pair)) == ("Aborted", []), "it has delivered"
-
-
-def test_a_complete_upload_that_waits_for_the_others_is_released_when_it_is_replaced(pair):
-    older = whole(pair, messages=20)
-    assert older.receiver.waiting.until(0) is False
-    newer = pair.upload(1).send(1)
-    assert older.cancelled
-    assert older.receiver.waiting.until(0) is True
-    assert older.resume().replies[-1].refused == "Aborted"
-    assert (older.receiver.done, newer.receiver.done, drops(pair)) == (True, False, [])
-
-
-def test_the_loss_of_the_newest_upload_drops_the_member_although_an_older_one_is_left(pair):
-    older, newer = whole(pair), whole(pair)
-    newer.receiver.lost()
-    older.receiver.lost()
-    assert drops(pair) == [("eu/1", "StreamBroken")]
-
-
-def test_a_commit_ends_the_upload_of_a_member_that_the_round_continued_without():
-    spec = driven_spec(fragments=1, interval=1, quorum=2, learners={"eu": 3}, grace_max_steps=2.0)
-    syncer = DrivenSyncer(spec)
-    first, second, third = learners = [DrivenLearner(syncer, f"eu/{i}", SMALL) for i in range(3)]
-    first.initialise([random_delta(f, 9) for f in first.layout.fragments])
-    for learner in learners:
-        learner.received()
-
-    def deliver(pull):
-        uploads = [x.upload(pull, random_delta(x.layout.fragments[0], 1)) for x in (first, second)]
-        for upload in uploads:
-            upload.send(1)
-        syncer.run()
-        for upload in uploads:
-            upload.resume().send_all()
-        return uploads
-
-    first.step()
-    [pull] = second.step()
-    deliver(pull)
-    syncer.run()
-    third.step()
-    first.step()
-    [pull] = second.step()  # of all three, which train now
-    values_N = random_delta(third.layout.fragments[0], 2)
-    left = third.upload(pull, values_N, content=bulk.WHOLE, base=None, norms=[]).send(1)
-    lost = ev.Dropped(
-        learner="eu/2", round=pull.round, attempt=pull.attempt, reason="StreamBroken", detail=""
-    )
-    syncer.run(lost)
-    uploads = deliver(pull)
-    assert (syncer.merged(), left.cancelled) == ([1], False)
-    syncer.run()
-    assert (syncer.merged(), left.cancelled) == ([1, 2], True)
-    assert not any(u.cancelled for u in uploads)
-
-
-def test_a_header_for_an_attempt_that_is_over_takes_no_memory(pair):
-    attempt = pair.syncer.attempts.get(pair.pull.round, pair.pull.attempt)
-    attempt.finish(committed=True)
-    upload = whole(pair, messages=1)
-    assert upload.replies[-1].refused == "Aborted"
-
-
-def test_a_learner_that_was_not_pulled_is_refused_at_its_header(pair):
-    third = DrivenLearner(pair.syncer, "eu/2", TENSORS)
-    values_N = random_delta(third.layout.fragments[0], 2)
-    [refused] = third.upload(pair.pull, values_N).send(1).replies
-    assert refused.refused == "Protocol"
-    assert "eu/2 is not a member" in refused.detail
-
-
-def test_the_upload_of_a_probe_is_cancelled_when_the_probe_is_over(pair):
-    learner = pair.learners[0]
-    learner.received()
-    probe = ev.ProbeLearner(round=4, attempt=9, fragment=0, learner="eu/0")
-    pair.syncer.coordinator._carry_out(probe)
-    [pull] = [m.pull for m in learner.received() if m.WhichOneof("kind") == "pull"]
-    values_N = random_delta(learner.layout.fragments[0], 0)
-    older, upload = (learner.upload(pull, values_N).send(3) for _ in range(2))
-    assert (older.cancelled, upload.cancelled) == (True, False)
-    pair.syncer.coordinator._carry_out(ev.AbortMerge(round=4, attempt=9, reason="late"))
-    assert upload.cancelled
-
-
-def test_parts_of_the_initial_model_are_held_once_and_not_of_two_senders():
-    syncer = DrivenSyncer(driven_spec())
-    first, second = (DrivenLearner(syncer, f"eu/{i}", SMALL) for i in range(2))
-    values_N = random_delta(first.layout.fragments[0], 1)
-
-    def part(learner, fragment):
-        pull = pb.Pull(fragment=fragment)
-        return learner.upload(pull, values_N, content=bulk.INITIAL, base=None, norms=[])
-
-    stalled = [part(first, fragment).send(1) for fragment in (0, 0, 1)]
-    assert [u.cancelled for u in stalled] == [True, False, False]
-    assert part(first, 0).send_all().replies[-1].done, "a complete one is not cancelled"
-    syncer.run(ev.Left(session=first.session.number, learner="eu/0", reason="StreamEnded"))
-    begun = part(second, 0).send(1)
-    assert [u.cancelled for u in (*stalled, begun)] == [True, True, True, False]
-    late = stalled[2].send_all().replies[-1]
-    assert late.refused == "StaleIncarnation", "what was on its way when it was cancelled"
-    again = part(second, 1).send(1)
-    second.initialise([values_N, random_delta(second.layout.fragments[1], 2)])
-    assert [u.cancelled for u in (begun, again)] == [True, True]
-    assert syncer.facts.parameters is not None
-
-
 # ---------------------------------------------------------------- progress
 
 
@@ -501,175 +305,6 @@ def test_a_member_that_lets_the_others_continue_chunk_by_chunk_is_refused_for_th
     assert [(x["learner"], x["reason"]) for x in refused] == [("eu/2", "Stalled")]
 
 
-# ---------------------------------------------------------------- what members need themselves
-
-
-def own(pair, index):
-    """What the engine has counted for a member of the round that collects."""
-    [round_] = pair.syncer.state.engine.scheduler.in_flight
-    return round_.members[f"eu/{index}"].own_seconds
-
-
-def finish(pair, *uploads):
-    """Everything that is left, at once."""
-    while any(not upload.receiver.done for upload in uploads):
-        for upload in uploads:
-            upload.resume().send_all()
-
-
-def wait(pair, seconds):
-    for _ in range(round(10 * seconds)):
-        pair.syncer.now += 0.1
-        pair.heartbeats()
-
-
-def test_a_member_needs_the_time_to_its_header_and_that_in_which_its_messages_are_awaited(pair):
-    wait(pair, 1.0)
-    first = pair.upload(0).send(1)
-    pair.syncer.run()
-    wait(pair, 1.0)
-    second = pair.upload(1).send(1)
-    pair.syncer.run()
-    for upload in (first, second):
-        upload.resume()
-    wait(pair, 0.5)
-    first.send(WINDOW + 1)
-    assert first.receiver.waiting is not None
-    wait(pair, 0.5)
-    second.send(2)
-    finish(pair, first, second)
-    assert pair.progress("eu/0")[-1].awaited_seconds == pytest.approx(0.5), (
-        "not the wait for the other header, nor for room"
-    )
-    assert pair.progress("eu/1")[-1].awaited_seconds == pytest.approx(1.0)
-    for event in pair.progress("eu/0") + pair.progress("eu/1"):
-        pair.syncer.state.engine.handle(event, pair.syncer.now)
-    assert (own(pair, 0), own(pair, 1)) == (pytest.approx(1.5), pytest.approx(3.0))
-
-
-def test_the_time_of_a_fragment_that_is_rebuilt_counts_once(pair):
-    first = pair.upload(0).send(1)
-    upload = pair.upload(1, content=bulk.WHOLE, base=None, norms=[]).send(1)
-    pair.syncer.run()
-    while upload.left:
-        wait(pair, 0.3)
-        upload.send(1)
-        pair.syncer.run()
-    pair.syncer.run()
-    begun = pair.progress("eu/1")[0]
-    assert begun.awaited_seconds == 0.0
-    took = pair.syncer.now
-    assert own(pair, 1) == pytest.approx(took)
-    finish(pair, first, upload)
-    assert pair.progress("eu/1")[-1].awaited_seconds == 0.0
-
-
-def test_a_new_stream_does_not_undo_the_time_that_a_member_has_taken(pair):
-    first, second = pair.upload(0).send(1), pair.upload(1).send(1)
-    pair.syncer.run()
-    first.resume()
-    second.resume().send(2)
-    wait(pair, 2.0)
-    newer = pair.upload(1).send(1)
-    assert second.cancelled
-    newer.resume()
-    finish(pair, first, newer)
-    assert pair.progress("eu/1")[-1].awaited_seconds == pytest.approx(2.0)
-
-
-def test_a_new_stream_while_headers_are_awaited_is_not_charged_for_that(pair):
-    staged = pair.upload(1, content=bulk.WHOLE, base=None, norms=[]).send(2)
-    newer = pair.upload(1).send(1)
-    pair.syncer.run()
-    assert staged.cancelled
-    wait(pair, 2.5)
-    first = pair.upload(0).send(1)
-    pair.syncer.run()
-    finish(pair, first, newer)
-    assert pair.progress("eu/1")[-1].awaited_seconds == 0.0
-    assert own(pair, 1) == 0.0
-
-
-def test_a_new_stream_that_is_rebuilt_after_the_header_of_the_one_before_counts(pair):
-    pair.upload(1).send(1)
-    pair.syncer.run()
-    delta = random_delta(pair.learners[1].layout.fragments[0], 1)
-    newer = pair.learners[1].upload(
-        pair.pull, -delta, content=bulk.WHOLE, base=None, norms=[]
-    ).send(1)  # fmt: skip
-    first = pair.upload(0).send(1)
-    pair.syncer.run()
-    wait(pair, 2.8)
-    finish(pair, first, newer)
-    assert pair.progress("eu/1")[-1].awaited_seconds == pytest.approx(2.8)
-
-
-def test_a_new_stream_of_a_held_back_member_that_is_silent_is_refused():
-    job = pulled_together(3)
-    scheduler = job.syncer.state.engine.scheduler
-    scheduler.spec = replace(scheduler.spec, quorum=1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(coordinator, "MERGE_WINDOW_BYTES", 1)
-        uploads = [job.upload(index).send(1) for index in range(3)]
-        job.syncer.run()
-    *others, last = uploads
-    for _ in range(4):
-        for upload in uploads:
-            upload.resume()
-        last.send_all()
-        job.syncer.run()
-    assert job.progress("eu/2")[-1].waiting
-    job.upload(2).send(1)
-    job.syncer.run()
-    for _ in range(30):
-        for upload in others:
-            if not upload.receiver.done:
-                upload.resume().send_all()
-        job.syncer.run()
-    for _ in range(60):
-        job.syncer.now += 1.0
-        job.heartbeats()
-    refused = [x for x in job.syncer.lines if x["event"] == "refuse"]
-    assert (refused[0]["learner"], refused[0]["reason"]) == ("eu/2", "Stalled")
-
-
-def test_what_a_held_back_member_would_have_needed_follows_from_its_rate_until_then(pair):
-    first, second = pair.upload(0).send(1), pair.upload(1).send(1)
-    pair.syncer.run()
-    second.resume()
-    chunks = pair.learners[0].layout.fragments[0].chunks
-    first.resume()
-    wait(pair, 3.0)
-    first.send(1)
-    for _ in range(WINDOW):
-        wait(pair, 0.5)
-        first.send(1)
-    assert first.receiver.waiting is not None
-    wait(pair, 5.0)
-    finish(pair, first, second)
-    last = pair.progress("eu/0")[-1]
-    assert last.awaited_seconds == pytest.approx(3.0 + 0.5 * WINDOW)
-    assert last.expected_seconds == pytest.approx(3.0 + 0.5 * (chunks - 1)), (
-        "one slow start counts once"
-    )
-
-
-def test_a_pause_of_the_syncer_is_not_the_time_of_the_member_that_it_waited_for(pair):
-    first, second = pair.upload(0).send(1), pair.upload(1).send(1)
-    pair.syncer.run()
-    for upload in (first, second):
-        upload.resume()
-    wait(pair, 0.5)
-    pair.syncer.now += 20.0
-    pair.syncer.run(ev.Tick())
-    first.send(2)
-    second.send(2)
-    pair.syncer.run()
-    assert pair.progress("eu/1")[-1].awaited_seconds == pytest.approx(20.5)
-    assert own(pair, 1) == pytest.approx(0.5)
-    finish(pair, first, second)
-
-
 # ---------------------------------------------------------------- downloads
 
 
@@ -691,9 +326,7 @@ def test_a_download_follows_the_merge_and_ends_with_its_commit(pair):
     second.resume().send(2)
     assert download.waiting.until(0) is True
     second.send_all()
-    while first.left or second.left:
-        second.resume().send_all()
-        first.resume().send_all()
+    finish(second, first)
     assert len(frames_of(download, 0.0)) == 8
     assert not download.over, "the engine has not decided"
     assert download.waiting.until(0) is False
