@@ -86,9 +86,10 @@ class _BackgroundHandler(logging.Handler):
                 self._report_dropped()
 
     def _report_dropped(self) -> None:
-        with self.lock or contextlib.nullcontext():
+        with self.lock or contextlib.nullcontext():  # no line is added, so the report has room
+            if not self._dropped or not self._lines.empty():
+                return
             dropped, self._dropped = self._dropped, 0
-        if dropped:
             logging.getLogger(__name__).warning(
                 "%d lines of the log were dropped: they were not read in time", dropped
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import threading
@@ -46,13 +47,42 @@ def test_a_pipe_that_is_not_read_holds_no_caller_and_the_dropped_lines_are_count
         caller.start()
         caller.join(PATIENCE_SECONDS)
         assert not caller.is_alive()
-        seen = []
-        while "dropped" not in (line := pipe.readline()):
-            seen.append(line)
-        dropped = int(line.split('message="')[1].split()[0])
-        assert dropped > 0
+        seen, dropped = [], 0
+        while len(seen) + dropped < lines:
+            line = pipe.readline()
+            if "dropped" in line:
+                dropped += int(line.split('message="')[1].split()[0])
+            else:
+                seen.append(line)
         assert len(seen) + dropped == lines
+        assert dropped > 0
         assert "line 0" in seen[0]
+
+
+def test_lines_that_are_dropped_while_the_thread_is_about_to_report_are_counted(root, monkeypatch):
+    due, full, report = (
+        threading.Event(),
+        threading.Event(),
+        logs._BackgroundHandler._report_dropped,
+    )
+
+    def report_late(handler: logs._BackgroundHandler) -> None:
+        due.set()
+        full.wait(PATIENCE_SECONDS)
+        report(handler)
+
+    monkeypatch.setattr(logs._BackgroundHandler, "_report_dropped", report_late)
+    stream = io.StringIO()
+    logs.configure_logging(json=False, name="syncer", stream=stream, background=True)
+    log = logging.getLogger("diloco_test")
+    log.info("line")
+    assert due.wait(PATIENCE_SECONDS)
+    for _ in range(logs.CAPACITY + 10):
+        log.info("line")
+    full.set()
+    until(lambda: "dropped" in stream.getvalue())
+    assert '"10 lines of the log were dropped' in stream.getvalue()
+    assert stream.getvalue().count("message=line") == 1 + logs.CAPACITY
 
 
 def test_the_end_of_the_process_writes_the_lines_that_wait(root):
