@@ -20,9 +20,7 @@ import grpc
 from diloco.errors import UnauthorisedError
 from diloco.rpc.identity import observer_uri, region_uri, regions_of, server_name
 from diloco.runtime.formatting import shorten
-
-MAX_REGION = 63
-"""Characters of a region's name, as the manifest allows."""
+from diloco_syncer.core.admission import MAX_REGION
 
 _VERSION = 0xA0
 """Tag of the version in a certificate, which is absent in those of version 1."""
