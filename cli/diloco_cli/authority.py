@@ -294,8 +294,8 @@ def write_certs(
         clusters[region.cluster_name] = (*clusters.get(region.cluster_name, ()), region.name)
     if "all" in clusters and len(clusters) > 1:
         raise ConfigError(
-            "spec.regions: a region cannot be named all, nor its cluster, because all.yaml is the "
-            "Secret of all regions"
+            "spec.regions: neither a region nor its cluster can be named all, because all.yaml is "
+            "the Secret of all regions"
         )
     authority, contents = _authority(job.metadata.name, directory, now)
     written = []

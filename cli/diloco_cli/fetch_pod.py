@@ -90,7 +90,7 @@ def place(job: str, deployment: Object, pods: Sequence[Object]) -> Placement:
         if node := (pod.get("spec") or {}).get("nodeName"):
             return Placement(node=str(node))
     for pod in holders:
-        text = f"pod {pod['metadata']['name']}, which mounts the volume, has no node yet"
+        text = f"pod {pod['metadata']['name']}, which mounts the volume, is not scheduled yet"
         return Placement(wait=": ".join(filter(None, [text, _unschedulable(pod)])))
     if (deployment.get("spec") or {}).get("replicas", 1):
         return Placement(wait="the syncer should run, but its Deployment has no pod")

@@ -307,7 +307,7 @@ class Trained(Placed):
         if self.loss is None:
             self._recipe.group.compute(self)
         if self.loss is None:
-            raise AssertionError("a step that did not begin")
+            raise AssertionError("the step has not begun")
         self._recipe.steps_of[self.name] += 1
         if not np.isfinite(self.loss) and not self._recipe.diverged:
             self._recipe.diverged = (

@@ -264,7 +264,7 @@ def _check(task: Task) -> None:
     """Raises ValueError if the scenario does not fit the job."""
     added = task.added
     if len(task.names) + len(added) > MAX_LEARNERS:
-        raise ValueError(f"scavenging makes more than {MAX_LEARNERS} learners; lower extra")
+        raise ValueError(f"scavenging adds up to more than {MAX_LEARNERS} learners; lower extra")
     plan_of(
         task.scenario, names=task.names, added=added, steps=task.spec.steps, seed=task.spec.seed,
         speeds=task.scenario.speeds(len(task.names), extra=len(added)),

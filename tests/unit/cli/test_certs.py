@@ -168,7 +168,7 @@ def test_authorities_after_the_first_are_trusted_too(tmp_path, authority):
             "spec.tls={mode: CertManager, issuerRef: {name: x}}",
             "CertManager creates the certificates itself",
         ),
-        ("spec.regions[0].name=all", "a region cannot be named all"),
+        ("spec.regions[0].name=all", "neither a region nor its cluster can be named all"),
     ],
 )
 def test_a_job_that_uses_no_secret_is_refused_with_what_to_change(tmp_path, change, expected):

@@ -228,7 +228,7 @@ def test_a_syncer_that_has_no_node_yet_is_not_kept_from_starting():
     entry = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3"}
     pending = holder(status={"phase": "Pending", "conditions": [entry]})
     assert place("a", WANTED, [pending]).wait == (
-        "pod a-syncer-x, which mounts the volume, has no node yet: Unschedulable: 0/3"
+        "pod a-syncer-x, which mounts the volume, is not scheduled yet: Unschedulable: 0/3"
     )
 
 
@@ -259,7 +259,7 @@ def fails(job, match):
 
 def test_a_syncer_that_never_comes_is_an_error_in_time(cluster, hasty):
     (cluster / "pods").write_text(json.dumps({"items": [holder()]}))
-    fails(hasty, "has no node yet; run the command again when it runs, or suspend the job")
+    fails(hasty, "is not scheduled yet; run the command again when it runs, or suspend the job")
     assert "create" not in log(cluster)
 
 

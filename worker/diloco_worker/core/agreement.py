@@ -127,7 +127,7 @@ class Board:
             state = dataclasses.replace(plan.link_state, text=text)
             data = dataclasses.replace(plan, link_state=state).to_bytes()
         if len(data) > self._plan_bytes - _HEAD.size:
-            raise ValueError(f"a plan of {len(data)} bytes, at most {self._plan_bytes} expected")
+            raise ValueError(f"a plan of {len(data)} bytes, expected at most {self._plan_bytes}")
         record = _HEAD.pack(plan.boundary, len(data), _checksum(plan.boundary, data)) + data
         self._area.write_control(self._offset(plan.boundary), record)
         return record
@@ -140,7 +140,7 @@ class Board:
             ValueError: it is none.
         """
         if not _HEAD.size < len(record) <= self._plan_bytes:
-            raise ValueError(f"a plan of {len(record)} bytes, at most {self._plan_bytes} expected")
+            raise ValueError(f"a plan of {len(record)} bytes, expected at most {self._plan_bytes}")
         boundary, size, checksum = _HEAD.unpack_from(record)
         data = record[_HEAD.size :]
         if size != len(data) or checksum != _checksum(boundary, data):

@@ -183,7 +183,7 @@ class Relay:
                 head = self._receive(_HEAD.size)
                 kind, size, *numbers = _HEAD.unpack(head)
                 if size > MAX_BYTES:
-                    raise ValueError(f"a message of {size} bytes, at most {MAX_BYTES} expected")
+                    raise ValueError(f"a message of {size} bytes, expected at most {MAX_BYTES}")
                 data = self._receive(size)
                 first, second, third = numbers
                 message = Message(Kind(kind), (first, second, third), data)
