@@ -169,7 +169,7 @@ OPERATOR = {
     },
     "alert": {
         "a refused child counts as a successful reconcile": (
-            "unit/operator/test_reconcile.py"
+            "unit/operator/test_refused_requests.py"
             "::test_a_refused_child_is_reported_in_the_status_and_retried_with_back_off",
         ),
         "a job that failed masks the alert of the next one, and no alert names its job": (

@@ -5,10 +5,11 @@ Each list has words that were once used for other things, with what to write ins
 """
 
 import ast
+import functools
 import io
 import re
 import tokenize
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,7 @@ def found(words: dict[str, str], text: str, edge: str) -> list[str]:
     ]
 
 
+@functools.cache
 def in_name(name: str) -> list[str]:
     """The banned words of an identifier, in snake_case or CamelCase."""
     if name in ACCEPTED:
@@ -137,10 +139,11 @@ def in_name(name: str) -> list[str]:
 
 def in_text(text: str) -> list[str]:
     """The banned words of a message or a page."""
-    return found(TEXT, text, r"\w")
+    return found(TEXT, text, r"\w") if ANY.search(text.lower()) else []
 
 
-ANY = re.compile("|".join(rf"\b(?:{word})\b" for word in COMMENTS).lower())
+ANY = re.compile("|".join(rf"\b(?:{word})\b" for word in TEXT | COMMENTS).lower())
+"""Seldom found, and faster than one search for each word."""
 
 
 def lines_with_problems(lines: Iterable[tuple[int, str]]) -> Iterator[tuple[int, str]]:
@@ -155,9 +158,9 @@ def in_comment(text: str) -> list[str]:
     return found(COMMENTS, re.sub(r"`[^`\n]*`", "", text), r"\w")
 
 
-def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def names(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and name of everything that a module defines: functions, classes, arguments, variables."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
                 yield node.lineno, node.name
@@ -169,9 +172,9 @@ def names(tree: ast.AST) -> Iterator[tuple[int, str]]:
                 yield node.lineno, node.attr
 
 
-def called_one(tree: ast.AST) -> Iterator[int]:
+def called_one(nodes: Sequence[ast.AST]) -> Iterator[int]:
     """Lines in which a variable, an argument or a function is called `one`: it is a learner, a pod, a job."""
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Name(id="one", ctx=ast.Store()) | ast.arg(arg="one"):
                 yield node.lineno
@@ -179,26 +182,26 @@ def called_one(tree: ast.AST) -> Iterator[int]:
                 yield node.lineno
 
 
-def messages(tree: ast.AST) -> Iterator[tuple[int, str]]:
+def messages(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and text of the string literals with more than one word that are not docstrings."""
     documented = {
         id(node.value)
-        for node in ast.walk(tree)
+        for node in nodes
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     }
-    for node in ast.walk(tree):
+    for node in nodes:
         if not isinstance(node, ast.Constant) or not isinstance(node.value, str):
             continue
         if " " in node.value and id(node) not in documented:
             yield node.lineno, node.value
 
 
-def comments(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
+def comments(source: str, nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
     """Line and text of the comments, and of each line of the docstrings."""
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
-    for node in ast.walk(tree):
+    for node in nodes:
         match node:
             case ast.Expr(value=ast.Constant(value=str(text))):
                 yield from enumerate(text.split("\n"), start=node.lineno)
@@ -206,18 +209,15 @@ def comments(source: str, tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 def problems(source: str, *, shipped: bool) -> list[str]:
     """What to rename or rephrase in a module; of tests and scripts, only the messages of `assert` count."""
-    tree = ast.parse(source)
-    lines = [(line, hint) for line, name in names(tree) for hint in in_name(name)]
+    nodes = list(ast.walk(ast.parse(source)))
+    lines = [(line, hint) for line, name in names(nodes) for hint in in_name(name)]
     if ANY.search(source.lower()):  # seldom, and the rest takes most of the time
-        lines += lines_with_problems(comments(source, tree))
-    lines += [(line, '"one": write learner, pod, job') for line in called_one(tree)]
-    roots = (
-        [tree]
-        if shipped
-        else [node.msg for node in ast.walk(tree) if isinstance(node, ast.Assert) and node.msg]
-    )
-    for root in roots:
-        lines += [(line, hint) for line, text in messages(root) for hint in in_text(text)]
+        lines += lines_with_problems(comments(source, nodes))
+    lines += [(line, '"one": write learner, pod, job') for line in called_one(nodes)]
+    if not shipped:
+        asserted = [node.msg for node in nodes if isinstance(node, ast.Assert) and node.msg]
+        nodes = [node for message in asserted for node in ast.walk(message)]
+    lines += [(line, hint) for line, text in messages(nodes) for hint in in_text(text)]
     return [f"line {line}: {hint}" for line, hint in lines]
 
 

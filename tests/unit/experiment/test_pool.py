@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -210,10 +211,18 @@ def test_a_study_that_grows_runs_only_what_is_new(tmp_path, monkeypatch):
 def test_the_lines_of_progress_have_the_number_the_cell_and_the_time_that_is_left(
     tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(cell_runner, "run", made_up)
+    clock = [0.0]
+
+    def run(task: Task) -> Result:
+        clock[0] += 30.0
+        return made_up(task)
+
+    monkeypatch.setattr(pool, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    monkeypatch.setattr(cell_runner, "run", run)
     _, lines, _ = ended(tmp_path, written(tmp_path, grid={"spec.sync.interval": [4, 8]}), "out")
     assert lines[0] == "s: 8 cells, 7 different"
-    assert lines[1] == "[1/7] Synchronous interval=4 seed=0: loss 1.0000, about 0 s left"
+    assert lines[1] == "[1/7] Synchronous interval=4 seed=0: loss 1.0000, about 3 min left"
+    assert lines[6].endswith("about 30 s left")
     assert lines[-1] == "[7/7] Decoupled interval=8 seed=0: loss 1.0300"
 
 
