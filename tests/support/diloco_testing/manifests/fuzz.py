@@ -27,7 +27,8 @@ def paths(node: Json, above: tuple[str | int, ...] = ()) -> Iterator[tuple[str |
             yield from paths(inner["items"], (*above, name, 0))
 
 
-PLACES = [path for path in paths(schema()) if path[0] == "spec" or path == ("metadata", "name")]
+SCHEMA = schema()
+PLACES = [path for path in paths(SCHEMA) if path[0] == "spec" or path == ("metadata", "name")]
 """Locations that can be set in a manifest."""
 
 
@@ -59,7 +60,7 @@ def edges(node: Json) -> list[Any]:
 
 def node_at(place: tuple[str | int, ...]) -> Json:
     """The schema of a place."""
-    node = schema()
+    node = SCHEMA
     for part in place:
         node = node["items"] if isinstance(part, int) else node["properties"][part]
     return node
