@@ -304,11 +304,15 @@ def all_of_it(audits: str, *, slow_tier: bool) -> Result:
 
 
 def fast() -> list[Group]:
-    """Unit tests that start no programs, with a tenth of the examples of properties, in four parts."""
+    """
+    Unit tests that start no programs, with a tenth of the examples of properties, in four parts.
+
+    What imports torch is in one of them: each process that does takes two seconds of processor time for it.
+    """
     parts = {
         "operator": ("charts", "operator"),
-        "protos, command line": ("cli", "protos"),
-        "syncer, worker": ("sim", "syncer", "worker"),
+        "simulator, syncer": ("sim", "syncer"),
+        "what imports torch": ("experiment", "local", "protos", "worker"),
     }
     chosen = ("-m", "not slow", "--hypothesis-profile=fast", "--durations=10")
     paths = {name: [f"tests/unit/{f}" for f in folders] for name, folders in parts.items()}

@@ -10,7 +10,7 @@ import zlib
 import numpy as np
 import pytest
 import safetensors.numpy
-from safetensors.torch import load_file
+from safetensors.numpy import load_file
 
 from diloco.errors import ConfigError, MismatchError, ProtocolError, UnavailableError
 from diloco.model.fragments import Tensor, cut
