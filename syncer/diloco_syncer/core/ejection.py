@@ -154,7 +154,7 @@ class Ejections:
     def _eject(self, record: LearnerRecord, reason: str, now: float) -> list[ev.Decision]:
         if record.ejection is not None:
             return []
-        others = len(self.learners.training()) - record.training
+        others = self.learners.stepping() - (record.training and not record.hangs)
         if others < self.quorum:
             return []  # an ejection would not help: the rounds need it
         name = record.name
@@ -230,13 +230,13 @@ class Ejections:
         return [at for at in times if at > now]
 
     def _due(self, state: Ejection) -> float:
-        if len(self.learners.training()) < self.quorum:
+        if self.learners.stepping() < self.quorum:
             return min(state.probe_at, state.failed_at + BACKOFF_SECONDS)  # the rounds need it
         return state.probe_at
 
     def _probe_limit(self, probe: Probe) -> float:
         """It must not take longer than rounds may wait for it regularly, unless they need it."""
-        if len(self.learners.training()) < self.quorum:
+        if self.learners.stepping() < self.quorum:
             return math.inf  # then its own limit counts
         return probe.upload.begun + self.free_seconds() + self.sync_seconds()
 

@@ -182,6 +182,7 @@ class LearnerRecords:
         self._connected: list[LearnerRecord] | None = None
         self._training: list[LearnerRecord] | None = None
         self._ejected: list[LearnerRecord] | None = None
+        self._stepping: int | None = None
         self._measured: tuple[float | None, float] | None = None
         self._reports = 0
         """Since the speeds were measured."""
@@ -199,8 +200,9 @@ class LearnerRecords:
         return record
 
     def changed(self) -> None:
-        """A learner joined, left, began to report, was ejected or readmitted."""
-        self._connected = self._training = self._ejected = self._measured = None
+        """A learner joined, left, began to report, hangs or no longer does, was ejected or readmitted."""
+        self._connected = self._training = self._ejected = None
+        self._stepping = self._measured = None
 
     def confirm(self, confirmed: Mapping[str, bool]) -> None:
         """Record whose merged uploads confirm their steps."""
@@ -234,7 +236,7 @@ class LearnerRecords:
             limit = max(HANGS_SECONDS, HANGS_STEPS * (record.step_seconds or 0.0))
             if record.hangs != (now - record.reported_at > limit):
                 record.hangs = not record.hangs
-                self._measured = None
+                self.changed()
 
     def of_session(self, learner: str, session: int) -> LearnerRecord | None:
         """The learner, if this session is its current one."""
@@ -252,6 +254,12 @@ class LearnerRecords:
         if self._training is None:
             self._training = [r for r in self.connected() if r.training and r.ejection is None]
         return self._training
+
+    def stepping(self) -> int:
+        """Number of learners that are training and do not hang: a quorum can only come from them."""
+        if self._stepping is None:
+            self._stepping = sum(not record.hangs for record in self.training())
+        return self._stepping
 
     def ejected(self) -> list[LearnerRecord]:
         """Connected learners that have reported but are ejected, by name."""
@@ -339,7 +347,8 @@ class LearnerRecords:
         record.report = event
         record.reported_at = now
         if record.hangs:
-            record.hangs, self._measured = False, None
+            record.hangs = False
+            self.changed()
         record.local_step = max(record.local_step, event.local_step)
         if event.total_tokens > record.total_tokens:
             record.step_tokens = (event.total_tokens - record.total_tokens) / steps

@@ -92,6 +92,19 @@ def test_a_learner_that_the_quorum_needs_is_not_ejected():
     assert names(job.records.training()) == ["b", "c"]
 
 
+def test_learners_that_hang_are_no_quorum_without_which_another_can_be_ejected_or_left_out():
+    job = Learners(quorum=1)
+    job["b"].ejections = 5
+    job.records.note_hanging(20.0)
+    job.report("a", 1, step=2)
+    assert job.it.eject("a", "Stalled", 20.0) == []
+    assert job.it.eject("b", "Stalled", 20.0)
+    assert job.it.deadlines(20.0) == [20.0 + backoff_seconds(6)]
+    job.records.note_hanging(21.0)
+    assert job.it.tick(21.0) == []
+    assert job.it.deadlines(21.0) == [20.0 + BACKOFF_SECONDS]
+
+
 def test_a_learner_that_is_gone_is_not_ejected():
     job = Learners()
     job.records.leave("b", 2)
