@@ -213,7 +213,8 @@ class Supervisor:
         for done in self._processes.exits():
             if done.name == "syncer":
                 self._listening_at = None
-            if done.name == "kernels" and done.code != 0:
+            closing = self.policy.phase is e.Phase.CLOSING  # then this supervisor has ended it
+            if done.name == "kernels" and done.code != 0 and not closing:
                 cause = exit_cause(done.code, done.cause)
                 self._display.note(f"warning: cannot compile the kernels in advance ({cause})")
             self._poller.poll_now()

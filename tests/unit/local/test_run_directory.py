@@ -1,9 +1,11 @@
 """The run directory: its owner and its contents."""
 
 import errno
+import fcntl
 import io
 import json
 import os
+import threading
 
 import pytest
 
@@ -107,6 +109,21 @@ def test_a_snapshot_is_not_chosen_while_the_run_is_active(tmp_path, manifest):
     with run_dir.hold(), pytest.raises(ConfigError, match="in use by the supervisor"):
         resume(run_dir.path, from_snapshot=1)
     assert not run_dir.from_snapshot.exists()
+
+
+def test_a_status_command_that_reads_the_lock_does_not_keep_a_run_from_starting(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    with run_dir.hold():
+        pass
+    fd = os.open(tmp_path / "run" / "state" / "supervisor.lock", os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    timer = threading.Timer(0.05, os.close, (fd,))
+    timer.start()
+    try:
+        with run_dir.hold():
+            pass
+    finally:
+        timer.join()
 
 
 def test_changes_from_the_command_line_are_in_the_kept_manifest(tmp_path, manifest):

@@ -1,6 +1,7 @@
 """The evaluator: its schedule, the user's command, and an unavailable syncer."""
 
 import dataclasses
+import fcntl
 import json
 import math
 import os
@@ -122,6 +123,22 @@ def test_a_disk_that_does_not_take_the_model_gives_no_score(monkeypatch, tmp_pat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(NoScoreError, match="No such file"):
         scorer(WEIGHTS)
+
+
+def test_what_killed_evaluators_left_behind_is_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("diloco-evaluation-left", "diloco-evaluation-used", "another"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "diloco-evaluation-link").symlink_to(tmp_path / "another")
+    used = os.open(tmp_path / "diloco-evaluation-used", os.O_RDONLY)
+    try:
+        fcntl.flock(used, fcntl.LOCK_EX)  # by an evaluator of another job
+        assert command(tmp_path, "print('{\"loss\": 1}')")(WEIGHTS) == {"loss": 1}
+    finally:
+        os.close(used)
+    left = {path.parent.name for path in tmp_path.glob("*/model.safetensors")}
+    assert left == {"diloco-evaluation-used", "diloco-evaluation-link", "another"}
 
 
 # ---------------------------------------------------------------- a run
