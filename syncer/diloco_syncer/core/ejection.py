@@ -72,6 +72,8 @@ class Ejections:
     sync_seconds: Callable[[], float]
     """Moving average of the time from the pull to the commit."""
     _probes: int = 0
+    _waits: bool = False
+    """A round waits for its quorum for longer than learners that step and offer would take."""
     _scanned: list[LearnerRecord] | None = None
     """The ejected learners at the last scan; None: scan again."""
     _next_at: float = math.inf
@@ -236,14 +238,24 @@ class Ejections:
         ]
         return [at for at in times if at > now]
 
+    def note_wait(self, seconds: float) -> None:
+        """The oldest round has waited for its quorum for this long."""
+        waits = seconds > self.learners.patience_seconds()
+        if waits != self._waits:
+            self._waits, self._scanned = waits, None
+
+    def _needed(self) -> bool:
+        """Whether the rounds need the ejected learners: too few others, or these do not offer what is due."""
+        return self._waits or len(self.learners.able()) < self.quorum
+
     def _due(self, state: Ejection) -> float:
-        if len(self.learners.able()) < self.quorum:
+        if self._needed():
             return min(state.probe_at, state.failed_at + BACKOFF_SECONDS)  # the rounds need it
         return state.probe_at
 
     def _probe_limit(self, probe: Probe) -> float:
         """It must not take longer than rounds may wait for it regularly, unless they need it."""
-        if len(self.learners.able()) < self.quorum:
+        if self._needed():
             return math.inf  # then its own limit counts
         return probe.upload.begun + self.free_seconds() + self.sync_seconds()
 

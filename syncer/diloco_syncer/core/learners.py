@@ -254,6 +254,10 @@ class LearnerRecords:
             self._training = [r for r in self.connected() if r.training and r.ejection is None]
         return self._training
 
+    def patience_seconds(self) -> float:
+        """After this time without what any learner that steps would do, the others are needed."""
+        return max(HANGS_SECONDS, HANGS_STEPS * (self.fastest_step_seconds() or 0.0))
+
     def able(self) -> list[LearnerRecord]:
         """Those of `training` that can fill a quorum: one that hangs cannot, unless every learner does."""
         if self._able is None:

@@ -452,6 +452,18 @@ def test_an_ejected_learner_is_probed_soon_when_a_learner_that_the_quorum_needs_
     assert len(logged(world, "eject")) == 1
 
 
+def test_an_ejected_learner_is_probed_soon_when_a_learner_that_the_quorum_needs_offers_nothing():
+    world = job_of(count=3, quorum=2, mute=["eu/2"], until=600.0)
+    announced = world._announced
+    world._announced = lambda learner, decision: (
+        announced(learner, decision) if learner.name != "eu/1" else None
+    )
+    world.run(640, most_events=10**6)
+    # The probe that began before 600 s ends first.
+    assert any(m["time"] > 600.0 for m in world.merges())
+    assert [line["learner"] for line in logged(world, "eject")] == ["eu/2"]
+
+
 def test_a_learner_whose_initial_model_is_not_finite_is_refused_for_good():
     job = Driven()
     out = job.handle(
