@@ -64,6 +64,10 @@ class RunDir:
         """Where a learner or the evaluator reports its health."""
         return self.path / "state" / f"{learner_slug(process)}.health.json"
 
+    def starts_of(self, learner: str) -> Path:
+        """Where the supervisors count how often a learner was started."""
+        return self.path / "state" / f"{learner_slug(learner)}.starts"
+
     # ------------------------------------------------------------------------------ lock
 
     @contextlib.contextmanager
@@ -252,6 +256,19 @@ class RunDir:
     def write_status(self, status: Mapping[str, Any]) -> None:
         """Replace status.json atomically."""
         files.replace(self.status_file, json.dumps(status, indent=2) + "\n", mode=PRIVATE)
+
+    def count_start(self, learner: str) -> int:
+        """
+        Count a start of a learner; returns how many there were before, by all supervisors of this directory.
+
+        Raises:
+            OSError: the count cannot be written.
+        """
+        path, before = self.starts_of(learner), 0
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            before = max(0, int(files.read(path)))
+        files.replace(path, f"{before + 1}\n", mode=PRIVATE)
+        return before
 
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Append a line to events.jsonl; the syncer appends to the file too."""

@@ -329,9 +329,17 @@ class Supervisor:
             name,
             port=self._port,
             endpoint=self._endpoint,
-            restarts=self.policy.processes[name].restarts,
+            restarts=self._starts_before(name),
         )
         self._processes.start(command)
+
+    def _starts_before(self, name: str) -> int:
+        """How often a process was started before; of a learner in earlier runs too, so that no seed is used again."""
+        process = self.policy.processes[name]
+        if process.role is e.Role.LEARNER:
+            with self._warn_once(self.run_dir.starts_of(name)):
+                return max(process.restarts, self.run_dir.count_start(name))
+        return process.restarts
 
     def _remove(self, path: Path) -> None:
         """Remove a file of an earlier run, if there is one and the file system lets us."""

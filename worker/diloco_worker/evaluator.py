@@ -31,6 +31,7 @@ import grpc
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from diloco.errors import (
     EXIT_REFUSED,
@@ -100,11 +101,11 @@ class CommandScorer:
         program = (
             (sys.executable, *self.command[1:]) if self.command[0] == "python" else self.command
         )
-        with tempfile.TemporaryDirectory(prefix="diloco-evaluation-") as directory:
-            path = Path(directory) / "model.safetensors"
-            arrays = {name: np.asarray(array, order="C") for name, array in weights.items()}
-            safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
-            try:
+        try:
+            with tempfile.TemporaryDirectory(prefix="diloco-evaluation-") as directory:
+                path = Path(directory) / "model.safetensors"
+                arrays = {name: np.asarray(array, order="C") for name, array in weights.items()}
+                safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
                 done = subprocess.run(  # noqa: S603 - running the user's command is the purpose
                     [*program, str(path)],
                     capture_output=True,
@@ -113,8 +114,8 @@ class CommandScorer:
                     timeout=_COMMAND_SECONDS,
                     check=False,
                 )
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise NoScoreError(f"evaluation.command: {error}") from None
+        except (OSError, SafetensorError, subprocess.TimeoutExpired) as error:
+            raise NoScoreError(f"evaluation.command: {error}") from None
         if done.returncode != 0:
             raise NoScoreError(
                 f"evaluation.command ended with {done.returncode}, expected 0; its standard error "

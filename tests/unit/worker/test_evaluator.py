@@ -4,8 +4,10 @@ import dataclasses
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -106,6 +108,20 @@ def test_the_error_of_a_command_without_a_score_contains_its_output(tmp_path, bo
 def test_a_missing_command_gives_no_score():
     with pytest.raises(NoScoreError, match=r"evaluation\.command: .*no-such-program"):
         CommandScorer(command=("/no-such-program",))(WEIGHTS)
+
+
+def test_a_disk_that_does_not_take_the_model_gives_no_score(monkeypatch, tmp_path):
+    scorer = CommandScorer(command=("true",))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(NoScoreError, match="File too large"):
+            scorer({"w": np.zeros(10_000, np.float32)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(NoScoreError, match="No such file"):
+        scorer(WEIGHTS)
 
 
 # ---------------------------------------------------------------- a run
