@@ -56,7 +56,7 @@ class Commands:
             name: "kernels", "syncer", "evaluator" or a learner's name.
             port: where the syncer listens; 0: any free port.
             endpoint: host:port of the syncer; "" before it listens.
-            restarts: earlier starts of this process.
+            restarts: earlier starts of this process, in earlier runs too.
         """
         if name == "kernels":
             return self._command(name, self.programs.kernels)

@@ -193,7 +193,7 @@ class Close:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acknowledge:
-    """Report what an interrupt changes while the run ends."""
+    """Report what an interrupt changes while the run ends, or which learner failed after it was complete."""
 
     message: str
 

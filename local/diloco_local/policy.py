@@ -154,7 +154,7 @@ class Policy:
         process.ended_early = process.role is Role.LEARNER and is_early_exit(event.code, event.left)
         if self._is_final(process):
             process.state = State.DONE if event.code == EXIT_DONE else State.STOPPED
-            return []
+            return self._late_failure(process, event)
         if process.role is Role.EVALUATOR and event.code == EXIT_REFUSED:
             process.state = State.REFUSED
             return [Abandon(name=process.name, last_line=event.last_line)]
@@ -178,6 +178,15 @@ class Policy:
         if process.role is Role.EVALUATOR:
             return process.last_code != EXIT_DONE and not self._skip_waiting
         return process.role is Role.SYNCER
+
+    def _late_failure(self, process: Process, event: Exited) -> list[Decision]:
+        """A learner that failed by itself after its loop: what follows there, such as a file to write, is not done."""
+        stopped = process.terminated_at is not None or process.killed
+        complete = self.outcome is Outcome.COMPLETE and process.role is Role.LEARNER
+        if stopped or not complete or event.code == EXIT_DONE:
+            return []
+        cause = exit_cause(event.code, event.last_line)
+        return [Acknowledge(message=f"{process.name} failed after the job was complete ({cause})")]
 
     def _failure(self, process: Process, event: Exited, now: float) -> str:
         """Why this exit fails the job; "" when it does not."""

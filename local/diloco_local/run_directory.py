@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,8 @@ from diloco_local.manifest import load_job, read_manifest
 FINAL_STATES = ("Suspended", "Complete", "Failed")
 NEEDED = ("state", "message", "startTime", "supervisor")
 """Fields of status.json that are read here, or when the run is resumed."""
+
+_LOCK_SECONDS = 1.0
 
 
 class RunDir:
@@ -64,6 +67,10 @@ class RunDir:
         """Where a learner or the evaluator reports its health."""
         return self.path / "state" / f"{learner_slug(process)}.health.json"
 
+    def starts_of(self, learner: str) -> Path:
+        """Where the supervisors count how often a learner was started."""
+        return self.path / "state" / f"{learner_slug(learner)}.starts"
+
     # ------------------------------------------------------------------------------ lock
 
     @contextlib.contextmanager
@@ -80,13 +87,11 @@ class RunDir:
             self._lock.parent.mkdir(files.PRIVATE_DIRECTORY, parents=True, exist_ok=True)
             fd = os.open(self._lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, PRIVATE)
         try:
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
+            if not _lock(fd):
                 raise ConfigError(
                     f"{self.path}: in use by the supervisor with pid {_read_pid(fd)}; "
                     f"stop it with: diloco suspend --dir {self.path}"
-                ) from None
+                )
             with _storage(self._lock):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
@@ -253,6 +258,19 @@ class RunDir:
         """Replace status.json atomically."""
         files.replace(self.status_file, json.dumps(status, indent=2) + "\n", mode=PRIVATE)
 
+    def count_start(self, learner: str) -> int:
+        """
+        Count a start of a learner; returns how many there were before, by all supervisors of this directory.
+
+        Raises:
+            OSError: the count cannot be written.
+        """
+        path, before = self.starts_of(learner), 0
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            before = max(0, int(files.read(path)))
+        files.replace(path, f"{before + 1}\n", mode=PRIVATE)
+        return before
+
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Append a line to events.jsonl; the syncer appends to the file too."""
         writer.append(self.events, event)
@@ -266,6 +284,20 @@ def _manifest_text(job_path: Path, job: DiLoCoJob) -> str:
     data = job.model_dump(by_alias=True, exclude_unset=True, mode="json")
     body = yaml.dump(data, Dumper=Dumper, sort_keys=False, allow_unicode=True)
     return f"# {job_path.name} with the changes of --set\n{body}"
+
+
+def _lock(fd: int) -> bool:
+    """Whether the lock was free. `supervisor_pid` of another process holds it for an instant."""
+    until = time.monotonic() + _LOCK_SECONDS
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.01)
+        else:
+            return True
 
 
 def _read_pid(fd: int) -> int | None:

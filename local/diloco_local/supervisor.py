@@ -213,7 +213,8 @@ class Supervisor:
         for done in self._processes.exits():
             if done.name == "syncer":
                 self._listening_at = None
-            if done.name == "kernels" and done.code != 0:
+            closing = self.policy.phase is e.Phase.CLOSING  # then this supervisor has ended it
+            if done.name == "kernels" and done.code != 0 and not closing:
                 cause = exit_cause(done.code, done.cause)
                 self._display.note(f"warning: cannot compile the kernels in advance ({cause})")
             self._poller.poll_now()
@@ -329,9 +330,17 @@ class Supervisor:
             name,
             port=self._port,
             endpoint=self._endpoint,
-            restarts=self.policy.processes[name].restarts,
+            restarts=self._starts_before(name),
         )
         self._processes.start(command)
+
+    def _starts_before(self, name: str) -> int:
+        """How often a process was started before; of a learner in earlier runs too, so that no seed is used again."""
+        process = self.policy.processes[name]
+        if process.role is e.Role.LEARNER:
+            with self._warn_once(self.run_dir.starts_of(name)):
+                return max(process.restarts, self.run_dir.count_start(name))
+        return process.restarts
 
     def _remove(self, path: Path) -> None:
         """Remove a file of an earlier run, if there is one and the file system lets us."""

@@ -448,6 +448,8 @@ def test_the_directory_of_a_killed_supervisor_is_free_again(fake):
     assert f"(pid {first.pid}) no longer runs" in RunDir(fake.dir).status()["message"]
     second = fake.start()
     until(lambda: len(fake.starts("us/0")) == 2, "second start")
+    counted = [start["environment"]["DILOCO_RESTARTS"] for start in fake.starts("us/0")]
+    assert counted == ["0", "1"], "the same number would give both the same seed"
     fake.complete()
     assert ended(second)[0] == 0
 

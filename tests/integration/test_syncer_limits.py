@@ -34,6 +34,7 @@ from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
 from diloco_syncer.core.refusals import FULL_REFUSALS
 from diloco_syncer.rpc import control
+from diloco_syncer.rpc.call_limits import QUERY_THREADS
 from diloco_testing.learners.scripted import ScriptedLearner, good_round, random_delta
 from diloco_testing.network.certificates import Authority, write
 from diloco_testing.syncers.process import RealSyncer, make_spec, until
@@ -325,17 +326,18 @@ def silent(over: threading.Event) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize(
-    "method",
+    ("method", "waiting"),
     [
-        SESSION,
-        "/diloco.v1.Syncer/GetStatus",
-        "/diloco.v1.Bulk/Upload",
-        "/diloco.v1.Bulk/Download",
+        (SESSION, 32),
+        ("/diloco.v1.Syncer/GetStatus", QUERY_THREADS // 4),
+        ("/diloco.v1.Bulk/Upload", 32),
+        ("/diloco.v1.Bulk/Download", 32),
     ],
 )
 def test_a09_streams_without_a_message_do_not_keep_others_from_being_served(
-    syncer, learner, method
+    syncer, learner, method, waiting
 ):
+    """Of one address, a quarter of the threads may wait; the oldest ends when there are more."""
     over, count = threading.Event(), 400
     with ExitStack() as stack:
         stack.callback(over.set)
@@ -344,11 +346,15 @@ def test_a09_streams_without_a_message_do_not_keep_others_from_being_served(
             options = [("grpc.use_local_subchannel_pool", 1)]
             wire = stack.enter_context(grpc.insecure_channel(syncer.endpoint, options=options))
             calls += [wire.stream_stream(method)(silent(over)) for _ in range(100)]
+        # A call of this address that begins before the last of them would be the oldest soon.
+        until(
+            lambda: sum(call.done() for call in calls) >= count - waiting,
+            expected="those beyond a quarter of the threads are ended", seconds=30,
+        )  # fmt: skip
         assert syncer.status(seconds=8).step > 0
         good_round(learner)
         with ScriptedLearner(syncer, "eu/1") as other:
             other.join()
-        # Those beyond a quarter of the threads end at once, the others after the deadline.
         until(lambda: all(call.done() for call in calls), expected="all are ended", seconds=30)
 
 

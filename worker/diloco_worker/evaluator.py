@@ -11,18 +11,20 @@ command.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import importlib
 import json
 import logging
 import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -31,6 +33,7 @@ import grpc
 import numpy as np
 import safetensors.numpy
 from numpy.typing import NDArray
+from safetensors import SafetensorError
 
 from diloco.errors import (
     EXIT_REFUSED,
@@ -63,6 +66,7 @@ _FIRST_POLL_SECONDS = 0.2
 _CALL_SECONDS = 10.0
 _COMMAND_SECONDS = 3600.0
 _MAX_STDERR = 2000
+_PREFIX = "diloco-evaluation-"
 DETAIL_BYTES, MAX_TEXT = 16 << 10, 256
 """What the syncer takes of the members of a score besides its loss, and characters of a text or name of them."""
 _MAX_NAMES = 500
@@ -100,11 +104,11 @@ class CommandScorer:
         program = (
             (sys.executable, *self.command[1:]) if self.command[0] == "python" else self.command
         )
-        with tempfile.TemporaryDirectory(prefix="diloco-evaluation-") as directory:
-            path = Path(directory) / "model.safetensors"
-            arrays = {name: np.asarray(array, order="C") for name, array in weights.items()}
-            safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
-            try:
+        try:
+            with _directory() as directory:
+                path = directory / "model.safetensors"
+                arrays = {name: np.asarray(array, order="C") for name, array in weights.items()}
+                safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
                 done = subprocess.run(  # noqa: S603 - running the user's command is the purpose
                     [*program, str(path)],
                     capture_output=True,
@@ -113,14 +117,42 @@ class CommandScorer:
                     timeout=_COMMAND_SECONDS,
                     check=False,
                 )
-            except (OSError, subprocess.TimeoutExpired) as error:
-                raise NoScoreError(f"evaluation.command: {error}") from None
+        except (OSError, SafetensorError, subprocess.TimeoutExpired) as error:
+            raise NoScoreError(f"evaluation.command: {error}") from None
         if done.returncode != 0:
             raise NoScoreError(
                 f"evaluation.command ended with {done.returncode}, expected 0; its standard error "
                 f"ends with: {done.stderr.strip()[-_MAX_STDERR:]}"
             )
         return parse_score(done.stdout, stderr=done.stderr)
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[Path]:
+    """A temporary directory. Those that killed evaluators left behind, each with a model, are removed."""
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
+        with contextlib.suppress(OSError), _locked(left):  # not locked: nothing uses it
+            shutil.rmtree(left)
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, _locked(Path(name)):
+        yield Path(name)
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """
+    Lock it until the end of this process at the latest.
+
+    Raises:
+        OSError: it is locked, another user's, or no directory.
+    """
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        if os.fstat(fd).st_uid != os.getuid():
+            raise PermissionError(f"{directory} belongs to another user")
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(fd)
 
 
 def parse_score(stdout: str, *, stderr: str = "") -> Score:

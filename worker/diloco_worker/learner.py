@@ -13,6 +13,7 @@ touches the network: the link process does (link/).
 from __future__ import annotations
 
 import logging
+import multiprocessing
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -146,6 +147,7 @@ class Learner:
             config = settings.from_env()
             if config is None:
                 return Learner(StandaloneTrainer(steps=standalone_steps))
+            _refuse_import()
             trainer = _trainer(
                 config, model, optimizers, every_rank=every_rank, timeout_seconds=connect_timeout_seconds
             )  # fmt: skip
@@ -339,6 +341,15 @@ def _trainer(
     return DistributedTrainer(
         config, model, optimizers, group=group, connect_timeout_seconds=timeout_seconds
     )
+
+
+def _refuse_import() -> None:
+    # It would replace the learner that starts this process, such as a worker of its data loader, at each start.
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            "Learner.connect: called while a process of multiprocessing (spawn or forkserver) imports the program, "
+            'expected the program alone to join the job; put what trains below `if __name__ == "__main__":`'
+        )
 
 
 def _ranks(

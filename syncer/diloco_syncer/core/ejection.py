@@ -6,7 +6,8 @@ be merged is ejected, probed after a growing back-off, and readmitted when a pro
 time. A probe is a pull whose upload is discarded, so no merge waits for it.
 
 Leaving is no way around it: what the others waited for a learner that left before it delivered is
-added up, and a learner for which they waited long twice is not probed earlier because it rejoins.
+added up, also with what it costs them in merges that it is part of, and a learner for which they waited
+long twice is not probed earlier because it rejoins.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from diloco_syncer.core.learners import (
     Probe,
 )
 from diloco_syncer.core.pacing import Pace
-from diloco_syncer.core.upload_limits import UploadProgress
+from diloco_syncer.core.upload_limits import HOLD_WINDOWS, UploadProgress
 
 BACKOFF_SECONDS = 5.0
 MAX_BACKOFF_SECONDS = 600.0
@@ -41,7 +42,7 @@ often as this allows costs them 2 % of their time. Waits that lead to none are f
 LATE_WINDOWS = 2.5
 MIN_LATE_SECONDS = 4.5
 """
-A learner is ejected when what it costs the others in merges that it is part of, less 2 % of the time, adds up
+A learner is ejected when what it costs the others, less 2 % of the time, adds up
 to this multiple of τ·ξ_step, and at least to this. One pause of a process does not: at most one hold counts.
 """
 
@@ -71,6 +72,8 @@ class Ejections:
     sync_seconds: Callable[[], float]
     """Moving average of the time from the pull to the commit."""
     _probes: int = 0
+    _waits: bool = False
+    """A round waits for its quorum for longer than learners that step and offer would take."""
     _scanned: list[LearnerRecord] | None = None
     """The ejected learners at the last scan; None: scan again."""
     _next_at: float = math.inf
@@ -143,19 +146,25 @@ class Ejections:
                 record.late.seconds = max(0.0, record.late.seconds - common[-1])
 
     def _charge(self, record: LearnerRecord, seconds: float, now: float) -> bool:
-        """Add up a wait in vain; whether it is as long now as a round may wait."""
+        """Add up a wait in vain, also to what the learner costs in all; whether either is too much now."""
         hold = self.hold_seconds()
-        if not record.waits.add(seconds, now, most=hold) or record.waits.seconds < hold:
+        if not record.waits.add(seconds, now, most=hold):
             return False
-        record.waits.seconds = 0.0
-        record.long_waits += 1
-        return True
+        record.late.add(seconds, now, most=hold)
+        self._excuse(now)
+        in_vain = record.waits.seconds >= hold
+        in_all = record.late.seconds >= max(MIN_LATE_SECONDS, hold * LATE_WINDOWS / HOLD_WINDOWS)
+        if in_vain:
+            record.waits.seconds = 0.0
+        if in_all:
+            record.late.seconds = 0.0
+        record.long_waits += in_vain or in_all
+        return in_vain or in_all
 
     def _eject(self, record: LearnerRecord, reason: str, now: float) -> list[ev.Decision]:
         if record.ejection is not None:
             return []
-        others = len(self.learners.training()) - record.training
-        if others < self.quorum:
+        if sum(other is not record for other in self.learners.able()) < self.quorum:
             return []  # an ejection would not help: the rounds need it
         name = record.name
         record.ejections, record.delivered_in_row = record.ejections + 1, 0
@@ -229,14 +238,24 @@ class Ejections:
         ]
         return [at for at in times if at > now]
 
+    def note_wait(self, seconds: float) -> None:
+        """The oldest round has waited for its quorum for this long."""
+        waits = seconds > self.learners.patience_seconds()
+        if waits != self._waits:
+            self._waits, self._scanned = waits, None
+
+    def _needed(self) -> bool:
+        """Whether the rounds need the ejected learners: too few others, or these do not offer what is due."""
+        return self._waits or len(self.learners.able()) < self.quorum
+
     def _due(self, state: Ejection) -> float:
-        if len(self.learners.training()) < self.quorum:
+        if self._needed():
             return min(state.probe_at, state.failed_at + BACKOFF_SECONDS)  # the rounds need it
         return state.probe_at
 
     def _probe_limit(self, probe: Probe) -> float:
         """It must not take longer than rounds may wait for it regularly, unless they need it."""
-        if len(self.learners.training()) < self.quorum:
+        if self._needed():
             return math.inf  # then its own limit counts
         return probe.upload.begun + self.free_seconds() + self.sync_seconds()
 

@@ -147,7 +147,7 @@ class LearnerRecord:
     waits: Waits = field(default_factory=Waits)
     """In vain, since then."""
     late: Waits = field(default_factory=Waits)
-    """What it cost the others in merges that it was part of, since then."""
+    """What it cost the others, in vain or in merges that it was part of, since then."""
     failed_at: float = -math.inf
     """When it was last ejected, monotonic."""
     delivered_in_row: int = 0
@@ -182,6 +182,7 @@ class LearnerRecords:
         self._connected: list[LearnerRecord] | None = None
         self._training: list[LearnerRecord] | None = None
         self._ejected: list[LearnerRecord] | None = None
+        self._able: list[LearnerRecord] | None = None
         self._measured: tuple[float | None, float] | None = None
         self._reports = 0
         """Since the speeds were measured."""
@@ -199,8 +200,8 @@ class LearnerRecords:
         return record
 
     def changed(self) -> None:
-        """A learner joined, left, began to report, was ejected or readmitted."""
-        self._connected = self._training = self._ejected = self._measured = None
+        """A learner joined, left, began to report, hangs or no longer does, was ejected or readmitted."""
+        self._connected = self._training = self._ejected = self._able = self._measured = None
 
     def confirm(self, confirmed: Mapping[str, bool]) -> None:
         """Record whose merged uploads confirm their steps."""
@@ -230,11 +231,11 @@ class LearnerRecords:
 
     def note_hanging(self, now: float) -> None:
         """Note which learners hang: one that makes no steps is not the fastest."""
-        for record in self.training():
+        for record in (*self.training(), *self.ejected()):
             limit = max(HANGS_SECONDS, HANGS_STEPS * (record.step_seconds or 0.0))
             if record.hangs != (now - record.reported_at > limit):
                 record.hangs = not record.hangs
-                self._measured = None
+                self.changed()
 
     def of_session(self, learner: str, session: int) -> LearnerRecord | None:
         """The learner, if this session is its current one."""
@@ -252,6 +253,17 @@ class LearnerRecords:
         if self._training is None:
             self._training = [r for r in self.connected() if r.training and r.ejection is None]
         return self._training
+
+    def patience_seconds(self) -> float:
+        """After this time without what any learner that steps would do, the others are needed."""
+        return max(HANGS_SECONDS, HANGS_STEPS * (self.fastest_step_seconds() or 0.0))
+
+    def able(self) -> list[LearnerRecord]:
+        """Those of `training` that can fill a quorum: one that hangs cannot, unless every learner does."""
+        if self._able is None:
+            steps = any(not record.hangs for record in (*self.training(), *self.ejected()))
+            self._able = [r for r in self.training() if not (steps and r.hangs)]
+        return self._able
 
     def ejected(self) -> list[LearnerRecord]:
         """Connected learners that have reported but are ejected, by name."""
@@ -339,7 +351,8 @@ class LearnerRecords:
         record.report = event
         record.reported_at = now
         if record.hangs:
-            record.hangs, self._measured = False, None
+            record.hangs = False
+            self.changed()
         record.local_step = max(record.local_step, event.local_step)
         if event.total_tokens > record.total_tokens:
             record.step_tokens = (event.total_tokens - record.total_tokens) / steps

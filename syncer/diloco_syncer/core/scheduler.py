@@ -118,11 +118,14 @@ class Scheduler:
         """Move the oldest round that still collects: quorum, grace, close (paper 3.2)."""
         round_ = next((r for r in self.in_flight if r.open), None)
         if round_ is None or now < round_.retry_at:
+            self.ejections.note_wait(0.0)
             return []
         ready = self._readiness.ready(round_.fragment)
         if len(ready) < self.spec.quorum:
             round_.phase, round_.deadline = Phase.COLLECTING, None
+            self.ejections.note_wait(now - max(round_.started, round_.retry_at))
             return []
+        self.ejections.note_wait(0.0)
         if round_.phase is Phase.COLLECTING:
             round_.phase = Phase.GRACE
             round_.quorum_at = now

@@ -5,8 +5,10 @@ Downloads: the gRPC thread of each stream, which waits so that its source need n
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import grpc
 
@@ -15,7 +17,7 @@ from diloco.rpc.status_codes import aborting
 from diloco.v1 import bulk_pb2 as bulk
 from diloco_syncer.refusals import RefusalLog
 from diloco_syncer.rpc.authorizer import Authorizer
-from diloco_syncer.rpc.source import open_download
+from diloco_syncer.rpc.source import DownloadSource, open_download
 from diloco_syncer.rpc.transfers import unpack
 from diloco_syncer.runner import Runner
 
@@ -27,6 +29,8 @@ class Downloads:
 
     def __init__(self, runner: Runner, authorizer: Authorizer, refusals: RefusalLog) -> None:
         self._runner, self._authorizer, self._refusals = runner, authorizer, refusals
+        self._lock = threading.Lock()
+        self._open: dict[grpc.ServicerContext, DownloadSource] = {}
 
     def download(self, request: bytes, context: grpc.ServicerContext) -> Iterator[bytes]:
         """Send what the request asks for."""
@@ -35,13 +39,34 @@ class Downloads:
             # An observer (no learner) only reads: any certificate of the job will do.
             self._authorize(wanted.learner, context)
             source = open_download(self._runner, wanted)
-            while not source.over:
-                frame = source.next_frame(time.monotonic())
-                if frame is not None:
-                    self._runner.metrics.sent(wanted.learner, len(frame))
-                    yield frame
-                elif (waiting := source.waiting) is not None:
-                    waiting.until(waiting.seconds)
+            with self._listed(source, context):
+                while not source.over:
+                    frame = source.next_frame(time.monotonic())
+                    if frame is not None:
+                        self._runner.metrics.sent(wanted.learner, len(frame))
+                        yield frame
+                    elif (waiting := source.waiting) is not None:
+                        waiting.until(waiting.seconds)
+
+    @contextmanager
+    def _listed(self, source: DownloadSource, context: grpc.ServicerContext) -> Iterator[None]:
+        """
+        While a download is open, a later one may end it.
+
+        One that its peer does not read keeps the whole merge in memory. So each download that begins ends
+        those of versions that are of no use any longer.
+        """
+        with self._lock:
+            parameters = self._runner.facts.parameters
+            outdated = [c for c, s in self._open.items() if parameters and s.outdated(parameters)]
+            self._open[context] = source
+        for each in outdated:
+            each.cancel()
+        try:
+            yield
+        finally:
+            with self._lock:
+                del self._open[context]
 
     def _authorize(self, learner: str, context: grpc.ServicerContext) -> None:
         try:

@@ -93,6 +93,14 @@ class DownloadSource:
         reason = f"not decided within {OUTPUT_SECONDS:g} s; request it again"
         return self._trailer(committed=False, aborted=False, reason=reason)
 
+    def outdated(self, parameters: Parameters) -> bool:
+        """Whether the syncer has neither this version nor an older one: no delta against it could be merged."""
+        header = self._content.header
+        if header.fragment == len(parameters.layout.fragments):
+            return False
+        version = (header.version.epoch, header.version.step)
+        return version < min(parameters.versions(header.fragment))
+
     @property
     def waiting(self) -> Waiting | None:
         """What must happen before there is another frame; None: nothing."""

@@ -373,10 +373,16 @@ def test_an_evaluator_that_crashes_before_the_final_evaluation_restarts():
     assert names(run.wait(until=1.0), Start) == ["evaluator"]
 
 
-def test_a_learner_that_crashes_after_completion_does_not_restart():
-    run = training()
+def test_a_learner_that_fails_after_the_job_is_complete_is_reported_and_does_not_restart():
+    run = training(complete_learner_seconds=20)
     run.handle(Completed())
-    assert run.exits("eu/0", 1) == []
+    message = "eu/0 failed after the job was complete (exit code 1: no such folder)"
+    assert run.exits("eu/0", 1, last_line="no such folder") == [Acknowledge(message=message)]
+    run.wait(until=21.0)
+    assert not names(run.exits("eu/1", -15), Restart), "this one did not fail by itself"
+    assert [d for _, d in run.decisions if isinstance(d, Acknowledge)] == [
+        Acknowledge(message=message)
+    ]
     run.wait(until=50.0)
     assert run.starts("eu/0") == [0.0]
 

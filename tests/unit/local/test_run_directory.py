@@ -1,9 +1,11 @@
 """The run directory: its owner and its contents."""
 
 import errno
+import fcntl
 import io
 import json
 import os
+import threading
 
 import pytest
 
@@ -107,6 +109,21 @@ def test_a_snapshot_is_not_chosen_while_the_run_is_active(tmp_path, manifest):
     with run_dir.hold(), pytest.raises(ConfigError, match="in use by the supervisor"):
         resume(run_dir.path, from_snapshot=1)
     assert not run_dir.from_snapshot.exists()
+
+
+def test_a_status_command_that_reads_the_lock_does_not_keep_a_run_from_starting(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    with run_dir.hold():
+        pass
+    fd = os.open(tmp_path / "run" / "state" / "supervisor.lock", os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_SH)
+    timer = threading.Timer(0.05, os.close, (fd,))
+    timer.start()
+    try:
+        with run_dir.hold():
+            pass
+    finally:
+        timer.join()
 
 
 def test_changes_from_the_command_line_are_in_the_kept_manifest(tmp_path, manifest):
@@ -364,3 +381,12 @@ def test_a_manifest_of_standard_input_is_kept_as_it_was(tmp_path, manifest, monk
         assert run_dir.adopt(stdin, job, plan(job).spec) == tmp_path
     assert run_dir.manifest.read_bytes() == text
     manifests.read_standard_input.cache_clear()
+
+
+def test_the_starts_of_a_learner_are_counted_over_all_runs(tmp_path):
+    run_dir = RunDir(tmp_path / "run")
+    (tmp_path / "run" / "state").mkdir(parents=True)
+    assert [run_dir.count_start("eu/0") for _ in range(3)] == [0, 1, 2]
+    assert [RunDir(tmp_path / "run").count_start(name) for name in ("eu/0", "us/0")] == [3, 0]
+    run_dir.starts_of("eu/0").write_text("no number")
+    assert run_dir.count_start("eu/0") == 0

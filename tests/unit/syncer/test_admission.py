@@ -142,7 +142,10 @@ def test_an_incarnation_is_presented_only_by_the_learner_it_was_issued_to(presen
         ((tensor("n" * 513),), "more than 512 characters"),
         ((tensor(aliases=("n" * 513,)),), "more than 512 characters"),
         ((tensor(dtype="f" * 33),), "dtype of tensor a has more than 32"),
-        ((tensor(aliases=("x",) * 65_536),), "at most 65536 are supported"),
+        (
+            (tensor(aliases=("x",) * 65_536),),
+            " tensors (aliases included), at most 65536 are supported",
+        ),
         (tuple(tensor(f"t{i}") for i in range(65_537)), "at most 65536 are supported"),
         (tuple(tensor(f"t{i // 2}") for i in range(25_000)), "duplicate tensor names: t0;"),
     ],

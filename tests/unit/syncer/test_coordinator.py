@@ -99,6 +99,20 @@ def test_a_refused_applicant_opens_no_session():
 # ---------------------------------------------------------------- faults
 
 
+def test_the_welcome_names_the_run_and_the_starts_whose_versions_count():
+    syncer = DrivenSyncer(driven_spec())
+    state = syncer.state
+    state.run, state.start_id, state.snapshot_start_id = (
+        "this run",
+        "this start",
+        "an earlier start",
+    )
+    learner = DrivenLearner(syncer, "eu/0", TENSORS)
+    [welcome] = [m.welcome for m in learner.received() if m.WhichOneof("kind") == "welcome"]
+    assert welcome.run == "this run"
+    assert (welcome.start_id, welcome.snapshot_start_id) == ("this start", "an earlier start")
+
+
 @pytest.mark.parametrize("point", ["BeginMerge", "Pull", "AnnounceFragments", "Log"])
 def test_a_decision_that_cannot_be_carried_out_is_reported_to_the_engine_before_anything_else(
     point,

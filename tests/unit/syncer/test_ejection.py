@@ -92,6 +92,20 @@ def test_a_learner_that_the_quorum_needs_is_not_ejected():
     assert names(job.records.training()) == ["b", "c"]
 
 
+def test_learners_that_hang_are_no_quorum_without_which_another_can_be_ejected_or_left_out():
+    job = Learners(quorum=1)
+    job["b"].ejections = 5
+    job.records.note_hanging(20.0)
+    job.report("a", 1, step=2)
+    assert job.it.eject("a", "Stalled", 20.0) == []
+    assert job.it.eject("b", "Stalled", 20.0)
+    assert job.it.deadlines(20.0) == [20.0 + backoff_seconds(6)]
+    job.records.note_hanging(21.0)
+    assert job.it.deadlines(21.0) == [20.0 + backoff_seconds(6)], "all of them hang"
+    job.report("b", 2, step=2)
+    assert job.it.deadlines(21.0) == [20.0 + BACKOFF_SECONDS]
+
+
 def test_a_learner_that_is_gone_is_not_ejected():
     job = Learners()
     job.records.leave("b", 2)
@@ -278,6 +292,17 @@ def test_an_ejection_that_cost_no_time_adds_no_wait():
     job = Learners(hold=4.0)
     assert job.it.eject("b", "Stalled", 1.0)
     assert (job["b"].waits.seconds, job["b"].long_waits) == (0.0, 0)
+
+
+def test_waits_in_vain_and_what_a_member_costs_when_it_delivers_add_up():
+    job = Learners(hold=4.0)
+    assert job.it.delivered_late({"a": 3.9}, 10.0, window=1.0) == {}
+    assert job.it.waited("a", 1.2, "StreamBroken", 20.0) == []
+    assert job["a"].waits.seconds == pytest.approx(1.2)
+    assert job["a"].late.seconds == pytest.approx(3.9 - 0.2 + 1.2)
+    [log] = job.it.waited("a", 0.4, "StreamBroken", 30.0)
+    assert (log.fields["reason"], job["a"].late.seconds) == ("StreamBroken", 0.0)
+    assert job["a"].long_waits == 1
 
 
 def test_short_waits_in_vain_are_forgiven_fifty_times_as_long_later():

@@ -428,6 +428,42 @@ def test_an_ejected_learner_is_probed_soon_when_the_quorum_is_short():
     )
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("count", "quorum"), [(2, 1), (3, 2)])
+def test_an_ejected_learner_is_probed_soon_when_a_learner_that_the_quorum_needs_hangs(
+    count, quorum
+):
+    world = job_of(count=count, quorum=quorum, mute=[f"eu/{count - 1}"], until=200.0)
+    hangs = world.learners[f"eu/{count - 2}"]
+
+    def tick():  # as the runner does, however many reports arrive
+        world.post(ev.Heartbeat(session=hangs.session, learner=hangs.name))
+        world.post(ev.Tick())
+
+    def hang():
+        hangs.generation += 1  # no further step; heartbeats continue
+        for second in range(60):
+            world.at(world.now + second, tick)
+
+    world.at(205.0, hang)
+    world.run(265, most_events=10**6)
+    times = [m["time"] for m in world.merges() if m["time"] > 200.0]
+    assert max(b - a for a, b in itertools.pairwise([*times, 265.0])) < 20.0
+    assert len(logged(world, "eject")) == 1
+
+
+def test_an_ejected_learner_is_probed_soon_when_a_learner_that_the_quorum_needs_offers_nothing():
+    world = job_of(count=3, quorum=2, mute=["eu/2"], until=600.0)
+    announced = world._announced
+    world._announced = lambda learner, decision: (
+        announced(learner, decision) if learner.name != "eu/1" else None
+    )
+    world.run(640, most_events=10**6)
+    # The probe that began before 600 s ends first.
+    assert any(m["time"] > 600.0 for m in world.merges())
+    assert [line["learner"] for line in logged(world, "eject")] == ["eu/2"]
+
+
 def test_a_learner_whose_initial_model_is_not_finite_is_refused_for_good():
     job = Driven()
     out = job.handle(

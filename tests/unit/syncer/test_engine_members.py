@@ -145,9 +145,9 @@ def test_a_member_is_slow_when_what_it_needs_beyond_a_quarter_more_than_the_over
 
 def test_what_the_syncer_itself_takes_is_charged_to_no_member():
     job, mine = slow_member()
-    job.wait(20.0)
+    job.wait(7.5)
     job(ev.Progress(**mine, received_bytes=9, awaited_seconds=1.0, done=True))
-    job.merged()
+    assert logs("merge", job.merged())
     assert job["c"].late.seconds == 0.0
 
 

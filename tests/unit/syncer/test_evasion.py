@@ -58,6 +58,15 @@ class RestartsBeforeItsHeader(LeavesBeforeItsHeader):
     reconnects = False
 
 
+class IsReplacedBeforeItsHeader(LeavesBeforeItsHeader):
+    """Its next process joins before its session ends."""
+
+    reconnects = False
+
+    def die(self, name, *, reason="StreamEnded"):
+        pass
+
+
 class LeavesAfterItsHeader(LeavesBeforeItsHeader):
     def _evade(self, learner, pull):
         super()._evade(learner, pull)
@@ -115,8 +124,8 @@ class MissesEverySeventeenthPull(Evading):
 @pytest.mark.parametrize(
     "job",
     [
-        LeavesBeforeItsHeader, RestartsBeforeItsHeader, LeavesAfterItsHeader, BreaksItsStream,
-        BreaksItsStreamAfterItsHeader, SendsWhatWasMerged, MissesEverySeventeenthPull,
+        LeavesBeforeItsHeader, RestartsBeforeItsHeader, IsReplacedBeforeItsHeader, LeavesAfterItsHeader,
+        BreaksItsStream, BreaksItsStreamAfterItsHeader, SendsWhatWasMerged, MissesEverySeventeenthPull,
     ],
 )  # fmt: skip
 def test_a_member_that_costs_the_others_time_in_any_way_is_ejected_for_longer_each_time(job):

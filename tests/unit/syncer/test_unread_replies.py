@@ -26,6 +26,7 @@ from diloco_syncer.rpc.authorizer import Authorizer
 from diloco_syncer.rpc.bulk import BulkService
 from diloco_syncer.rpc.call_limits import QUERY_THREADS, CallLimits
 from diloco_syncer.rpc.control import ControlService
+from diloco_testing.learners.scripted import random_delta
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, driven_spec
 
 TENSORS = (Tensor(name="a", shape=(CHUNK,), dtype="float32"),)
@@ -95,11 +96,11 @@ class Served:
         times = {"first_seconds": NEVER, "reply_seconds": NEVER, "frame_seconds": NEVER}
         self.limits = CallLimits(self.syncer.spec, refusals, **{**times, **limits})
         authorizer, runner = Authorizer(job="j", tls=False), Answering(self.syncer)
-        bulk_service = BulkService(self.syncer, authorizer, self.limits)  # type: ignore[arg-type]
+        self.bulk = BulkService(self.syncer, authorizer, self.limits)  # type: ignore[arg-type]
         control: Any = ControlService(
             runner, None, authorizer, self.limits, next_incarnation=lambda: 1  # type: ignore[arg-type]
         )  # fmt: skip
-        handlers = [bulk_service.handler(), control.handler()]
+        handlers = [self.bulk.handler(), control.handler()]
         self._server = servers.server(handlers, max_workers=1)
         self.port = servers.bind(self._server, "127.0.0.1:0", None)
         self._server.start()
@@ -120,6 +121,14 @@ class Served:
         """How many messages an honest learner receives."""
         with channel(f"127.0.0.1:{self.port}", tls=None, purpose="bulk") as wire:
             return len(list(wire.unary_stream(DOWNLOAD)(request(learner), timeout=20)))
+
+    def merge(self, learner: DrivenLearner) -> None:
+        """One more version."""
+        [pull] = learner.step()
+        upload = learner.upload(pull, random_delta(learner.layout.fragments[0], 1)).send_all()
+        self.syncer.run()
+        upload.resume().send_all()
+        self.syncer.run()
 
     def refused(self) -> list[tuple[str, str]]:
         lines = [line for line in self.syncer.lines if line["event"] == "refuse"]
@@ -224,6 +233,21 @@ def test_a_download_of_which_nothing_is_read_ends_and_is_one_line(serve, caplog)
     assert refused == ("eu/3", "none of it was read within 0.3 s; request it again")
     assert caplog.text.count("refused a download of eu/3") == 1
     assert served.download(served.learners[3]) == 3
+
+
+def test_a_download_that_is_not_read_ends_with_the_next_one_once_its_version_is_of_no_use(serve):
+    """Each keeps a version, or all of a merge, in memory."""
+    served = serve()
+    slow, trains, honest = served.learners[3:6]
+    served.unreading().call(DOWNLOAD, request(slow))
+    until(lambda: served.bulk._downloads._open)
+    served.merge(trains)
+    assert served.download(honest) == 3
+    assert served.limits._open["eu/3"] == 1, "a delta against the version before can be merged"
+    served.merge(trains)
+    assert served.download(honest) == 3
+    until(lambda: not served.limits._open["eu/3"])
+    assert not served.bulk._downloads._open
 
 
 class Passing:

@@ -1,11 +1,14 @@
 """The evaluator: its schedule, the user's command, and an unavailable syncer."""
 
 import dataclasses
+import fcntl
 import json
 import math
 import os
+import resource
 import subprocess
 import sys
+import tempfile
 import textwrap
 from pathlib import Path
 
@@ -106,6 +109,36 @@ def test_the_error_of_a_command_without_a_score_contains_its_output(tmp_path, bo
 def test_a_missing_command_gives_no_score():
     with pytest.raises(NoScoreError, match=r"evaluation\.command: .*no-such-program"):
         CommandScorer(command=("/no-such-program",))(WEIGHTS)
+
+
+def test_a_disk_that_does_not_take_the_model_gives_no_score(monkeypatch, tmp_path):
+    scorer = CommandScorer(command=("true",))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(NoScoreError, match="File too large"):
+            scorer({"w": np.zeros(10_000, np.float32)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    with pytest.raises(NoScoreError, match="No such file"):
+        scorer(WEIGHTS)
+
+
+def test_what_killed_evaluators_left_behind_is_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("diloco-evaluation-left", "diloco-evaluation-used", "another"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "diloco-evaluation-link").symlink_to(tmp_path / "another")
+    used = os.open(tmp_path / "diloco-evaluation-used", os.O_RDONLY)
+    try:
+        fcntl.flock(used, fcntl.LOCK_EX)  # by an evaluator of another job
+        assert command(tmp_path, "print('{\"loss\": 1}')")(WEIGHTS) == {"loss": 1}
+    finally:
+        os.close(used)
+    left = {path.parent.name for path in tmp_path.glob("*/model.safetensors")}
+    assert left == {"diloco-evaluation-used", "diloco-evaluation-link", "another"}
 
 
 # ---------------------------------------------------------------- a run

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from functools import partial
 
 import numpy as np
@@ -40,6 +42,25 @@ def test_a_state_directory_that_cannot_be_written_is_not_a_permanent_refusal(
         Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert ended.value.code == 1, "the supervisor restarts it"
     assert "steps.jsonl" in capsys.readouterr().err
+
+
+def test_a_process_that_imports_the_program_does_not_join_the_job_in_its_place(job, tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(
+        "import multiprocessing, sys, torch\n"
+        "from diloco_worker import Learner\n"
+        "if __name__ == '__main__':\n"
+        "    child = multiprocessing.get_context('spawn').Process(target=print)\n"
+        "    child.start()\n"
+        "    child.join()\n"
+        "    sys.exit(child.exitcode)\n"
+        "model = torch.nn.Linear(2, 2)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "Learner.connect(model, optimizer, connect_timeout_seconds=0.1)\n"
+    )
+    done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
+    assert 'below `if __name__ == "__main__":`' in done.stderr
+    assert done.returncode == 78
 
 
 @pytest.mark.parametrize("in_job", [True, False])

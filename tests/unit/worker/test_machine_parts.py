@@ -41,6 +41,13 @@ def test_parts_write_exactly_the_boxes_of_their_tensors(layout):
         assert memory.sum() == sum(p.size_bytes // 4 for p in found[fragment.index])
 
 
+def test_parts_have_the_dtype_of_their_tensor(layout):
+    """The other end rounds the fp32 values of a result to what the parameter can hold."""
+    boxes = {t.name: [whole((2,) if t.newest else t.shape)] for t in [*TENSORS, *CONSTANTS]}
+    found = {part.name: part.dtype for unit in parts.copied(layout, boxes) for part in unit}
+    assert found == {tensor.name: tensor.dtype for tensor in [*TENSORS, *CONSTANTS]}
+
+
 def test_integers_that_change_are_one_part_of_all_their_digits(layout):
     found = parts.held(layout, {"count": [whole((2,))]}, constants_bytes=0)
     (part,) = [part for unit in found for part in unit]

@@ -72,7 +72,7 @@ def test_steps_that_a_loss_scaler_skips_show_no_problem():
     checks = StepChecks()
     trained(checks, steps=CALLS)
     trained(checks, steps=16, optimizer_steps=0)
-    assert trained(checks, steps=CALLS) is None
+    assert not any(trained(checks) for _ in range(CALLS)), "while they are between others"
 
 
 # ---------------------------------------------------------------------------------- the trainer
