@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import kopf
 from kubernetes.client import Configuration
 
-from diloco_operator.cluster.client import JOB_LABEL, ApiError, Cluster, Json
+from diloco_operator.cluster.client import JOB_LABEL, PAGE, ApiError, Cluster, Json
 from diloco_operator.cluster.kinds import CHILD_KINDS, KINDS
 from diloco_operator.watch.health import Health
 from diloco_operator.workqueue import Key, WorkQueue
@@ -89,7 +89,7 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.watching.client_timeout = 330
     settings.watching.connect_timeout = 10
     settings.watching.inactivity_timeout = 70
-    settings.watching.chunk_size = 500
+    settings.watching.chunk_size = PAGE
     # Without selectors, kopf reads every pod of the cluster.
     for kind in (*CHILD_KINDS, "Pod"):
         group, _, version = KINDS[kind].api_version.rpartition("/")

@@ -45,6 +45,7 @@ def test_kopf_writes_nothing_and_asks_for_no_rights_beyond_the_jobs():
     assert not settings.posting.enabled
     assert isinstance(settings.networking.error_backoffs, handlers.EndlessBackoffs)
     assert isinstance(settings.watching.server_timeout, int)
+    assert settings.watching.chunk_size == client.PAGE
     assert set(settings.watching.label_selectors.values()) == {"diloco.dev/job"}
     assert len(settings.watching.label_selectors) == 8
 
