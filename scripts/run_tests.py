@@ -32,8 +32,9 @@ CLUSTERS = ROOT / "tests/e2e/clusters/cluster.sh"
 CHART = "tests/unit/charts"
 """Needs helm, which is built with the clusters' programs."""
 OWN_CLUSTERS = (
-    *("test_api_rules", "test_api_versions", "test_applied_metadata", "test_applied_templates"),
-    *("test_cert_manager", "test_kueue", "test_operator_replicas", "test_walkthrough"),
+    *("test_api_rules", "test_api_versions", "test_applied_metadata", "test_applied_status"),
+    *("test_applied_templates", "test_cert_manager", "test_kueue", "test_operator_replicas"),
+    "test_walkthrough",
 )
 """Files of tests/e2e that start clusters or API servers of their own."""
 TWO_CLUSTERS = ("test_two_clusters", "test_drills")

@@ -21,9 +21,9 @@ from diloco_testing.clusters.volumes import Provisioner
 from diloco_testing.kubernetes import api_server
 
 ORDER = (
-    "test_api_rules", "test_api_versions", "test_applied_metadata", "test_applied_templates",
-    "test_cert_manager", "test_fuzzed_jobs", "test_scale", "test_kueue", "test_kueue_controller",
-    "test_one_cluster", "test_failures", "test_learners_of_pods",
+    "test_api_rules", "test_api_versions", "test_applied_metadata", "test_applied_status",
+    "test_applied_templates", "test_cert_manager", "test_fuzzed_jobs", "test_scale", "test_kueue",
+    "test_kueue_controller", "test_one_cluster", "test_failures", "test_learners_of_pods",
     "test_lifecycle", "test_failed_jobs", "test_steady_state", "test_volumes",
     "test_operator_failures", "test_operator_replicas", "test_walkthrough", "test_two_clusters",
     "test_pools", "test_older_version", "test_drills", "test_rbac",

@@ -158,8 +158,12 @@ def test_with_a_crd_that_lacks_a_field_jobs_are_served_and_readiness_names_the_f
     with OperatorProcess(api, tmp_path) as operator:
         operator.until_ready()
         until(lambda: settled(api), "children")
-        until(lambda: "lacks spec.regions.cluster;" in operator.get("/readyz")[1], "the field")
-        assert operator.get("/readyz")[0] == 200
+
+        def names_the_field() -> bool:
+            status, text = operator.get("/readyz")
+            return status == 200 and "lacks spec.regions.cluster;" in text
+
+        until(names_the_field, "the operator is ready, and names the field")
         assert operator.log.read_text().count("lacks spec.regions.cluster;") == 1
 
 

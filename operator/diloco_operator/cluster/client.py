@@ -12,7 +12,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,8 +25,8 @@ from kubernetes.client import ApiClient, Configuration
 
 from diloco.errors import ConfigError, DilocoError
 from diloco_operator.cluster.kinds import KINDS, NEEDED_KINDS, OTHER_KINDS
-from diloco_operator.resources.operator_scope import MANAGER
 from diloco_operator.resources.queue_labels import asks_for_pod_groups
+from diloco_operator.state.previous_status import removal
 from diloco_operator.state.queues import JOB_UID
 from diloco_operator.workqueue import Key
 
@@ -39,7 +38,10 @@ CONNECT_SECONDS = 5.0
 READ_SECONDS = 15.0
 RETRY_PAUSES = (0.2, 1.0)
 """Before the second and third attempt; the work queue retries longer failures."""
-PAGE = 500
+PAGE = 50
+"""Objects of a list in one reply: each can have 1.5 MB, which takes about three times as much once it is parsed."""
+AT_MOST = 500
+"""Events about an object, or Workloads of a job, that are read."""
 JOB_LABEL = "diloco.dev/job"
 TOO_LARGE_VERSION = 504
 """HTTP status of a list that should be newer than the API server's cache became within 3 s."""
@@ -49,6 +51,8 @@ ANY_VERSION = 1
 """Every cache is this new."""
 LAGGING_SECONDS = 60.0
 """How long the lists of a kind are read from the store after that."""
+METADATA = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
+"""Media type of a list of objects with nothing but their metadata."""
 MERGED = "application/apply-patch+yaml"  # JSON is YAML; +cbor and +yaml are all the server takes
 
 
@@ -144,9 +148,9 @@ class Cluster:
         return self.get("DiLoCoJob", namespace, name)
 
     def jobs(self, namespaces: Sequence[str] = ()) -> Iterator[Json]:
-        """All DiLoCoJobs of these namespaces; (): of all namespaces."""
+        """The metadata of all DiLoCoJobs of these namespaces; (): of all namespaces."""
         for namespace in namespaces or ("",):
-            yield from self._list("DiLoCoJob", namespace)
+            yield from self._list("DiLoCoJob", namespace, accept=METADATA)
 
     def published_schema(self) -> Json:
         """The fields of a DiLoCoJob that the server stores: OpenAPI v3 of its group, readable for everyone."""
@@ -192,7 +196,7 @@ class Cluster:
         return tuple(self._of_job("Pod", namespace, job, newest=newest))
 
     def events_about(self, item: Mapping[str, Any]) -> tuple[Json, ...]:
-        """Events about this object, at most a page of them."""
+        """Events about this object, at most AT_MOST of them."""
         metadata = item["metadata"]
         selected = {"fieldSelector": f"involvedObject.uid={metadata['uid']}"}
         return self._page_if_allowed("Event", metadata["namespace"], selected)
@@ -205,7 +209,7 @@ class Cluster:
     def _page_if_allowed(
         self, kind: str, namespace: str, selected: Mapping[str, str]
     ) -> tuple[Json, ...]:
-        query = {**selected, "limit": str(PAGE)}
+        query = {**selected, "limit": str(AT_MOST)}
         try:
             page = self._request("GET", KINDS[kind].path(namespace), query=query)
         except ApiError as error:
@@ -243,18 +247,30 @@ class Cluster:
         return self._request("PUT", path, body=body)
 
     def put_status(self, job: Mapping[str, Any], status: Mapping[str, Any]) -> None:
-        """Apply the status of the job that was read; a newer job of the same name is left alone."""
+        """
+        Write the status of the job that was read; a newer job of the same name is left alone.
+
+        An apply removes what its own field manager alone had applied. The rest, such as a time that an operator
+        with another region.name, a person or a restored backup has written, is removed by a patch.
+        """
         own = f"{self._manager}-status"
-        self._apply_status(job, ("uid",), status, own)
-        for other in _managers_of_status(job):
-            if other == own:
-                continue
-            try:
-                # A region.name that was changed: what it had applied would stay when this one drops it.
-                self._apply_status(job, ("uid",), None, other)
-            except ApiError as error:
-                # The status was written, so that its Events are due. The next write tries it again.
-                log.warning("cannot remove what %s has applied: %s", other, error)
+        after = self._apply_status(job, ("uid",), status, own)
+        removed = removal(after.get("status") or {}, status)
+        if not removed:
+            return
+        metadata = {"resourceVersion": after["metadata"]["resourceVersion"]}
+        try:
+            self._request(
+                "PATCH",
+                _status_path(job),
+                query={"fieldManager": own},
+                body={"metadata": metadata, "status": removed},
+                content="application/merge-patch+json",
+                final=409,
+            )
+        except ApiError as error:
+            # The status was written, so that its Events are due. The next write tries it again.
+            log.warning("cannot remove obsolete fields of the status: %s", error)
 
     def claim(self, job: Mapping[str, Any], installation: str) -> None:
         """
@@ -383,13 +399,14 @@ class Cluster:
         selected: Mapping[str, str] | None = None,
         *,
         of: Key | None = None,
+        accept: str = "application/json",
     ) -> Iterator[Json]:
         """The objects, page by page; `of`: the job whose reconcile reads them."""
         query = {"limit": str(PAGE), **(selected or {})}
         with self._lock:
             known = self._newest.get(kind, ANY_VERSION)
         while True:
-            page = self._request("GET", KINDS[kind].path(namespace), query=query)
+            page = self._request("GET", KINDS[kind].path(namespace), query=query, accept=accept)
             if of is not None:
                 self._progressed(of)
             self._check_restored(page, kind, known)
@@ -413,19 +430,17 @@ class Cluster:
         self,
         job: Mapping[str, Any],
         preconditions: Sequence[str],
-        status: Mapping[str, Any] | None,
+        status: Mapping[str, Any],
         manager: str,
-    ) -> None:
-        """Apply this status; None: remove all fields of the field manager."""
+    ) -> Json:
         metadata = job["metadata"]
         body = {
             "apiVersion": KINDS["DiLoCoJob"].api_version,
             "kind": "DiLoCoJob",
             "metadata": {key: metadata[key] for key in ("namespace", "name", *preconditions)},
-            **({} if status is None else {"status": status}),
+            "status": status,
         }
-        path = KINDS["DiLoCoJob"].path(metadata["namespace"], metadata["name"], "status")
-        self._apply(path, body, manager)
+        return self._apply(_status_path(job), body, manager)
 
     def _apply(self, path: str, body: Mapping[str, Any], manager: str) -> Json:
         query = {"fieldManager": manager, "force": "true"}
@@ -439,6 +454,7 @@ class Cluster:
         query: Mapping[str, str] | None = None,
         body: Mapping[str, Any] | None = None,
         content: str = "application/json",
+        accept: str = "application/json",
         final: int | None = None,
     ) -> Json:
         request = f"{method} {path}"
@@ -450,7 +466,7 @@ class Cluster:
         for pause in (*pauses, None):
             if method != "GET" and not self._may_write():
                 raise NotLeaderError(request, 0, "not sent: this operator is not the leader")
-            status, data, wait = self._send(method, url, payload, content)
+            status, data, wait = self._send(method, url, payload, content, accept)
             if 200 <= status < 300:
                 return _parsed(data, request)
             error = _error(request, status, data)
@@ -470,10 +486,10 @@ class Cluster:
         return urllib3.Timeout(connect=CONNECT_SECONDS, read=READ_SECONDS)
 
     def _send(
-        self, method: str, url: str, body: bytes | None, content: str
+        self, method: str, url: str, body: bytes | None, content: str, accept: str
     ) -> tuple[int, bytes, float | None]:
         """Status, body, and seconds to wait before a retry (None: do not retry)."""
-        headers = {"Accept": "application/json", "User-Agent": self._manager}
+        headers = {"Accept": accept, "User-Agent": self._manager}
         settings: Mapping[str, Any] = self._configuration.auth_settings()
         for auth in settings.values():
             if auth["value"]:
@@ -525,17 +541,14 @@ def connect(*, kubeconfig: Path | None = None) -> Configuration:
     return configuration
 
 
-def _managers_of_status(job: Mapping[str, Any]) -> Iterator[str]:
-    """Operators of any region.name that have applied the status, as field managers."""
-    for entry in job["metadata"].get("managedFields") or ():
-        name, applied = str(entry.get("manager")), entry.get("operation") == "Apply"
-        if applied and re.fullmatch(rf"{MANAGER}(-[a-z0-9-]+)?-status", name):
-            yield name
+def _status_path(job: Mapping[str, Any]) -> str:
+    metadata = job["metadata"]
+    return KINDS["DiLoCoJob"].path(metadata["namespace"], metadata["name"], "status")
 
 
 def _items(page: Json, kind: str) -> Iterator[Json]:
     for item in page.get("items") or ():
-        yield {"apiVersion": KINDS[kind].api_version, "kind": kind, **item}
+        yield {**item, "apiVersion": KINDS[kind].api_version, "kind": kind}
 
 
 def _parsed(data: bytes, request: str) -> Json:

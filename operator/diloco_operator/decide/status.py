@@ -16,7 +16,7 @@ from diloco_operator.decide.lost_volume import volume_uid
 from diloco_operator.decide.phase import Lifecycle, Phase
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.learner_counts import LearnerCounts, RegionCounts, count_learners
-from diloco_operator.state.previous_status import PreviousStatus, time_text
+from diloco_operator.state.previous_status import PreviousStatus, conditions_of_others, time_text
 
 Status = dict[str, Any]
 
@@ -239,7 +239,9 @@ def is_worth_writing(new: Status, job: Mapping[str, Any], now: datetime) -> bool
     future, by the clock of another operator, is replaced at once: it would delay progress.
     """
     previous = PreviousStatus.of(job)
-    old = previous.status
+    old = {**previous.status}
+    if others := conditions_of_others(old):
+        old["conditions"] = [entry for entry in old["conditions"] if entry not in others]
     written = previous.time("lastSyncTime")
     if written is not None and written > now:
         written = None

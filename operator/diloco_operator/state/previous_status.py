@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from diloco_job.reasons import CONDITIONS
+
 
 def time_text(when: datetime) -> str:
     """
@@ -115,6 +117,45 @@ class PreviousStatus:
         """The status of a region."""
         regions = _named(self.status, "name", "regions")
         return next((region for region in regions if region["name"] == name), {})
+
+
+def conditions_of_others(status: Mapping[str, Any]) -> list[Any]:
+    """Conditions of other types, which other controllers may add."""
+    entries = status.get("conditions")
+    return [
+        entry
+        for entry in (entries if isinstance(entries, list) else ())
+        if isinstance(entry, Mapping) and entry.get("type") not in CONDITIONS
+    ]
+
+
+def removal(stored: Mapping[str, Any], wanted: Mapping[str, Any]) -> dict[str, Any]:
+    """
+    The JSON merge patch that removes from a stored status what the one that was applied lacks; {}: nothing.
+
+    It keeps which installation runs the job, and conditions of others.
+
+    >>> removal({"step": 3, "startTime": "x", "operator": "y"}, {"step": 3})
+    {'startTime': None}
+    """
+    kept = {**wanted, "operator": stored.get("operator")}
+    if others := conditions_of_others(stored):
+        kept["conditions"] = [*wanted.get("conditions", ()), *others]
+    return _removal(stored, kept)
+
+
+def _removal(stored: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, Any]:
+    patch: dict[str, Any] = {}
+    for key, value in stored.items():
+        part = kept.get(key)
+        if key not in kept:
+            patch[key] = None
+        elif isinstance(value, Mapping) and isinstance(part, Mapping):
+            if inner := _removal(value, part):
+                patch[key] = inner
+        elif isinstance(value, list) and any(item not in part for item in value):
+            patch[key] = part  # a merge patch replaces lists
+    return patch
 
 
 def _named(

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 import kopf
 from kubernetes.client import Configuration
 
-from diloco_operator.cluster.client import JOB_LABEL, ApiError, Cluster, Json
+from diloco_operator.cluster.client import JOB_LABEL, PAGE, ApiError, Cluster, Json
 from diloco_operator.cluster.kinds import CHILD_KINDS, KINDS
-from diloco_operator.state.job_state import LOST_VOLUME
 from diloco_operator.watch.health import Health
 from diloco_operator.workqueue import Key, WorkQueue
 
@@ -90,7 +89,7 @@ def configure(settings: kopf.OperatorSettings) -> None:
     settings.watching.client_timeout = 330
     settings.watching.connect_timeout = 10
     settings.watching.inactivity_timeout = 70
-    settings.watching.chunk_size = 500
+    settings.watching.chunk_size = PAGE
     # Without selectors, kopf reads every pod of the cluster.
     for kind in (*CHILD_KINDS, "Pod"):
         group, _, version = KINDS[kind].api_version.rpartition("/")
@@ -151,14 +150,15 @@ def _startup(health: Health) -> Any:
 
 
 def _job(queue: WorkQueue, health: Health) -> Any:
-    seen: dict[str, tuple[int, str]] = {}
+    seen: dict[str, tuple[int, int]] = {}
 
     async def job(event: Any, namespace: str, name: str, **_: Any) -> None:
         metadata = event["object"]["metadata"]
         uid, generation = metadata["uid"], metadata.get("generation", 0)
         health.delivered(uid, generation, namespace)
-        # An annotation does not change the generation.
-        version = generation, str((metadata.get("annotations") or {}).get(LOST_VOLUME))
+        # Neither a label nor an annotation changes the generation: the queue, what children inherit, a
+        # lost volume that is acknowledged.
+        version = generation, _digest(metadata.get("labels"), metadata.get("annotations"))
         changed = event["type"] == "DELETED" or seen.get(uid) != version
         if event["type"] == "DELETED":
             seen.pop(uid, None)
@@ -169,6 +169,11 @@ def _job(queue: WorkQueue, health: Health) -> Any:
             queue.add(Key(namespace, name), urgent=True)
 
     return job
+
+
+def _digest(*metadata: Mapping[str, str] | None) -> int:
+    """For comparison in this process: with thousands of jobs, their annotations are too large to keep."""
+    return hash(tuple(frozenset((part or {}).items()) for part in metadata))
 
 
 def _child(queue: WorkQueue, kind: str, saw: Callable[[Json, str], object]) -> Any:

@@ -305,7 +305,7 @@ def test_events_are_read_by_the_object_that_they_are_about(api, cluster):
     assert [event["metadata"]["name"] for event in cluster.events_about(item)] == ["e"]
     request = api.requests[-1]
     assert request.query["fieldSelector"] == "involvedObject.uid=1-2"
-    assert request.query["limit"] == str(cluster_module.PAGE)
+    assert request.query["limit"] == str(cluster_module.AT_MOST)
 
 
 def test_an_operator_that_may_not_read_events_continues_without_them(api, cluster):

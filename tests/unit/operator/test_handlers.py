@@ -12,6 +12,7 @@ from kubernetes.client import Configuration
 
 from diloco_operator.cluster import client
 from diloco_operator.cluster.client import ApiError, Cluster, connect
+from diloco_operator.resources.queue_labels import KUEUE_QUEUE, POD_GROUPS, VOLCANO_QUEUE
 from diloco_operator.state.job_state import LOST_VOLUME
 from diloco_operator.watch import handlers
 from diloco_operator.watch.health import Health
@@ -44,6 +45,7 @@ def test_kopf_writes_nothing_and_asks_for_no_rights_beyond_the_jobs():
     assert not settings.posting.enabled
     assert isinstance(settings.networking.error_backoffs, handlers.EndlessBackoffs)
     assert isinstance(settings.watching.server_timeout, int)
+    assert settings.watching.chunk_size == client.PAGE
     assert set(settings.watching.label_selectors.values()) == {"diloco.dev/job"}
     assert len(settings.watching.label_selectors) == 8
 
@@ -70,17 +72,29 @@ def test_no_handler_needs_a_finalizer_or_keeps_state_in_the_cluster():
     assert not made._indexing.get_all_handlers()
 
 
-async def test_an_acknowledged_loss_of_a_volume_is_handled_at_once_and_a_status_is_not():
+@pytest.mark.parametrize(
+    ("kind", "key"),
+    [
+        ("annotations", LOST_VOLUME),
+        ("annotations", POD_GROUPS),
+        ("annotations", VOLCANO_QUEUE),
+        ("labels", KUEUE_QUEUE),
+        ("labels", "team"),  # children may inherit it
+    ],
+)
+async def test_a_label_or_an_annotation_is_handled_at_once_and_a_status_is_not(kind, key):
     queue = WorkQueue(lambda key: None, threads=0)
     added = []
     queue.add = lambda key, *_, **__: added.append(key)
     handle = handlers._job(queue, Health(queue))
-    seen = {"type": "MODIFIED", "object": {"metadata": {"uid": "1", "generation": 1}}}
-    await handle(event=seen, namespace="ns", name="a")
-    assert len(added) == 1
-    for annotations, count in (({}, 1), ({"x": "y"}, 1), ({LOST_VOLUME: "uid"}, 2)):
-        seen["object"]["metadata"]["annotations"] = annotations
-        await handle(event=seen, namespace="ns", name="a")
+    metadata = {"uid": "1", "generation": 1}
+    event = {"type": "MODIFIED", "object": {"metadata": metadata}}
+    for changed, count in (({}, 1), ({key: "a"}, 2), ({key: "b"}, 3), ({}, 4)):
+        metadata[kind] = changed
+        await handle(event=event, namespace="ns", name="a")
+        event["object"]["status"] = {"step": count}
+        metadata["resourceVersion"] = str(count)
+        await handle(event=event, namespace="ns", name="a")
         assert len(added) == count
 
 

@@ -1,12 +1,13 @@
-"""A list of many pages, as in a large cluster: each page is progress of the reconcile that reads it."""
+"""A list of many pages, as in a large cluster: each is progress of the reconcile that reads it, and small."""
 
 import time
+import tracemalloc
 
 import pytest
 
 from diloco_operator import __main__ as program
 from diloco_operator.cluster import client as cluster_module
-from diloco_operator.cluster.client import connect
+from diloco_operator.cluster.client import Cluster, connect
 from diloco_operator.settings import from_env
 from diloco_operator.workqueue import Key, WorkQueue
 from diloco_testing.kubernetes.fake_api import FakeApi
@@ -25,6 +26,7 @@ def pod(number):
 
 @pytest.fixture
 def api(monkeypatch):
+    """Pages of one object."""
     monkeypatch.setattr(cluster_module, "PAGE", 1)
     with FakeApi() as api:
         api.create(job())
@@ -56,3 +58,23 @@ def test_the_operator_counts_each_page_of_a_list_as_progress_of_the_job(api, tmp
     first = pages[:PAGES]
     assert first == list(range(first[0], first[0] + PAGES)), "one after the other"
     assert {(KEY, at) for at in first} <= set(progress)
+
+
+def test_a_list_of_many_large_objects_takes_little_memory(tmp_path):
+    """The API server limits a page by the number of its objects alone, and an object to 1.5 MB."""
+    number, size = 400, 100_000
+    with FakeApi() as api:
+        for index in range(number):
+            large = job(recipe="x" * size)
+            large["metadata"]["name"] = f"a{index}"
+            api.create(large)
+        cluster = Cluster(connect(kubeconfig=api.kubeconfig(tmp_path / "kubeconfig")), manager="m")
+        tracemalloc.start()
+        try:
+            assert sum(1 for _ in cluster.jobs()) == number
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < number * size, (
+        "with the page as the server and the client have it, a few times each"
+    )

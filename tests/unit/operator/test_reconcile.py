@@ -3,7 +3,6 @@
 import logging
 import re
 from dataclasses import replace
-from datetime import timedelta
 
 import pytest
 from prometheus_client import generate_latest
@@ -16,7 +15,7 @@ from diloco_operator.settings import Faults
 from diloco_operator.state.objects import identity
 from diloco_operator.workqueue import Key, RetryError
 from diloco_testing.kubernetes.fake_api import Fault
-from diloco_testing.kubernetes.reconciled_cluster import NOW, SCOPE, ReconciledCluster, job, reasons
+from diloco_testing.kubernetes.reconciled_cluster import NOW, SCOPE, ReconciledCluster, job
 
 
 def test_a_deleted_job_is_forgotten(api, tmp_path):
@@ -356,77 +355,3 @@ def test_each_job_has_one_state_in_the_metrics_and_none_after_its_deletion():
         ('diloco_operator_jobs{state="Failed"}', "1.0"),
         ('diloco_operator_job_state{job_name="a",job_namespace="ns",state="Failed"}', "1.0"),
     ]
-
-
-def test_a_failed_job_from_which_this_region_was_removed_no_longer_counts_as_failed(api, tmp_path):
-    """Its alert would never end, although it cannot be resolved in this cluster."""
-    api.create(job())
-    scope, seconds = replace(SCOPE, region="eu"), {"activeDeadlineSeconds": 60}
-    api.edit("dilocojobs", "a", lambda item: item["spec"].update(runPolicy=seconds))
-    world = ReconciledCluster(api, tmp_path, scope=scope)
-    world.decide = lambda observation: decide(observation, scope, world.now)
-    of_job = {"job_namespace": "ns", "job_name": "a"}
-    for _ in range(3):
-        world.run()
-        world.now += timedelta(seconds=60)
-    assert world.count("diloco_operator_job_state", **of_job, state="Failed") == 1
-    regions = [{"name": "us", "learners": 2}]
-    api.edit("dilocojobs", "a", lambda item: item["spec"].update(regions=regions))
-    world.run()
-    assert reasons(api)["Accepted"][1] == "RegionNotInSpec"
-    assert api.get("dilocojobs", "a")["status"]["state"] == "Failed"
-    assert world.count("diloco_operator_job_state", **of_job, state="Failed") == 0
-    assert world.count("diloco_operator_job_state", **of_job, state="Pending") == 1
-    world.reconciler.close()
-
-
-def test_a_region_name_that_was_set_back_leaves_no_times_behind_that_end_a_resumed_job(
-    api, tmp_path
-):
-    """Of two field managers that applied the same value, one alone cannot remove it."""
-    api.create(job())
-    policy = {"activeDeadlineSeconds": 3600}
-
-    def run_as(region, at, **changed):
-        scope = replace(SCOPE, region=region)
-        api.edit("dilocojobs", "a", lambda item: item["spec"].update(runPolicy=policy | changed))
-        world = ReconciledCluster(api, tmp_path, scope=scope)
-        world.decide = lambda observation: decide(observation, scope, world.now)
-        world.now = NOW + timedelta(seconds=at)
-        world.run()
-        world.run()
-        world.reconciler.close()
-        return api.get("dilocojobs", "a")["status"]
-
-    assert run_as("eu", 0)["startTime"] == "2026-11-21T12:00:00Z"
-    assert run_as("eu2", 60)["startTime"] == "2026-11-21T12:00:00Z"
-    run_as("eu", 120)
-    assert "startTime" not in run_as("eu", 180, suspend=True)
-    assert run_as("eu", 7200)["startTime"] == "2026-11-21T14:00:00Z"
-    assert reasons(api)["Failed"][0] == "False"
-    managers = [
-        entry["manager"] for entry in api.get("dilocojobs", "a")["metadata"]["managedFields"]
-    ]
-    assert managers == ["diloco-operator-eu-status"]
-
-
-def test_events_are_posted_though_what_a_former_region_name_applied_cannot_be_removed(
-    api, tmp_path, caplog
-):
-    api.create(job())
-
-    def run_as(region, **status):
-        world = ReconciledCluster(api, tmp_path, scope=replace(SCOPE, region=region))
-        event = JobEvent(type="Normal", reason=status["state"], message="x")
-        world.decide = lambda observation: Decisions(status=status, events=(event,))
-        world.run()
-        world.reconciler.close()
-        return api.get("dilocojobs", "a")["status"]
-
-    run_as("eu2", state="Training", startTime="before")
-    api.faults.append(Fault("PATCH", "fieldManager=diloco-operator-eu2-status", 403, "denied"))
-    assert run_as("eu", state="Failed") == {"state": "Failed", "startTime": "before"}
-    assert "denied" in caplog.text
-    assert run_as("eu", state="Complete") == {"state": "Complete"}, "the next write removes it"
-    posted = {event["reason"] for event in api.all("events")}
-    assert posted == {"Training", "Failed", "Complete"}

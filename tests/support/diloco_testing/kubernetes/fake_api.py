@@ -2,9 +2,9 @@
 A Kubernetes API server in memory, over real HTTP: as much as the operator's tests need.
 
 GET, LIST (chunked, label selectors), WATCH (bookmarks, 410), server-side apply with field ownership by leaf, PUT, the
-status subresource, DELETE with preconditions and garbage collection by owner, Events, discovery. No schemas, no
-defaults, no validation, no controllers: tests play those. Faults: any request can fail with
-a status or hang, and the whole server can be unavailable.
+status subresource (and its merge patches), DELETE with preconditions and garbage collection by owner, Events,
+discovery. No schemas, no defaults, no validation, no controllers: tests play those. Faults: any request can fail
+with a status or hang, and the whole server can be unavailable.
 """
 
 from __future__ import annotations
@@ -54,6 +54,8 @@ class Request:
     body: Any
     agent: str
     token: str
+    kind: str = ""
+    """Content-Type."""
     status: int = 0
     at: float = field(default_factory=time.monotonic)
 
@@ -208,6 +210,8 @@ class FakeApi:
                     return self._create(
                         plural, {**request.body, "kind": GROUPS["v1"][plural], "apiVersion": "v1"}
                     )
+                case "PATCH" if request.kind == "application/merge-patch+json":
+                    return self._merge_patch(plural, namespace, name, request)
                 case "PATCH":
                     return self._apply(plural, namespace, name, sub, request)
                 case "PUT":
@@ -380,13 +384,20 @@ class FakeApi:
             _drop(after, leaf)
         _merge(after, wanted)
         self._owned[key] = leaves
-        if sub:
-            after["metadata"]["managedFields"] = [
-                {"manager": k[3], "operation": "Apply", "subresource": sub}
-                for k, owned in self._owned.items()
-                if k[:3] == key[:3] and owned
-            ]
         return self._store(plural, after) if previous is not None else self._create(plural, after)
+
+    def _merge_patch(self, plural: str, namespace: str, name: str, request: Request) -> Json:
+        """Of a status, of this version; a removed field no longer has an owner."""
+        after = copy.deepcopy(self._found(plural, namespace, name))
+        if after["metadata"]["resourceVersion"] != request.body["metadata"]["resourceVersion"]:
+            raise RefuseError(409, f'{plural} "{name}": the object has been modified')
+        for leaf in _leaves({"status": request.body["status"]}):
+            _drop(after, leaf)
+            for key, owned in self._owned.items():
+                if key[:3] == (plural, namespace, name):
+                    owned -= {of for of in owned if of[: len(leaf)] == leaf}
+        _merge(after, _without_nulls({"status": request.body["status"]}))
+        return self._store(plural, after)
 
     def _store(self, plural: str, body: Json) -> Json:
         metadata = body["metadata"]
@@ -470,6 +481,12 @@ def _merge(into: Json, wanted: Json) -> None:
             into[key] = copy.deepcopy(value)
 
 
+def _without_nulls(value: Any) -> Any:
+    if not isinstance(value, dict):
+        return value
+    return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+
+
 def _drop(body: Json, leaf: tuple[str, ...]) -> None:
     *path, last = leaf
     for key in path:
@@ -502,6 +519,7 @@ def _handler(api: FakeApi) -> type[BaseHTTPRequestHandler]:
             request = Request(
                 self.command, self.path, query, json.loads(raw) if raw else None,
                 self.headers.get("User-Agent", ""), self.headers.get("Authorization", ""),
+                self.headers.get("Content-Type", ""),
             )  # fmt: skip
             api.requests.append(request)
             fault = None if api.unavailable else api.fault(request)
