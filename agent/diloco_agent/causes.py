@@ -2,7 +2,7 @@
 Which line of a log states why a program ended, and its exit code there. Pure.
 
 It is the last one, except under torchrun: that ends with a banner about the rank that failed first, and the error
-of the rank itself is further up.
+of the rank itself is further up. Progress bars do not count: one that is open is drawn once more after a traceback.
 """
 
 from __future__ import annotations
@@ -11,6 +11,10 @@ import re
 
 from diloco.errors import EXIT_REFUSED, EXIT_TRY_AGAIN
 
+_BAR = re.compile(
+    r"(?<![^\r\n])[^\r\n]{0,200}?(\d%\|[^|\r\n]{0,300}\||\dit) [^\r\n\[]{0,40}\[\d\d:[^\]\r\n]{0,200}\]"
+)
+"""Of tqdm, with and without a known end, and what is before it in the line; bounded, for lines of any length."""
 _BANNER = "ChildFailedError"
 _CODE_OF_TORCHRUN = 1
 _FAILED = re.compile(r"failed \(exitcode: ")
@@ -32,6 +36,7 @@ def cause_of(text: str) -> str:
     >>> cause_of("started\\nNo such file\\n")
     'No such file'
     """
+    text = _BAR.sub("", text)
     lines = [line.rstrip() for line in text.split("\n") if line.strip()]
     if not lines:
         return ""

@@ -23,6 +23,7 @@ OURS = (
         "DILOCO_EXAMINATION_STEP",
         "DILOCO_MACHINE",
         "DILOCO_RELAY_PORT",
+        "DILOCO_ENCODE_ON",
         "RANK",
         "LOCAL_RANK",
         "WORLD_SIZE",

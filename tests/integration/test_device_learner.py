@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch import nn
 
+from diloco.codec import formats
+from diloco.v1 import bulk_pb2 as bulk
 from diloco_testing.learners.linked import applied, holds, make_spec
 from diloco_testing.learners.slow_device import SlowDevice, to_device
 from diloco_testing.syncers.scripted import ScriptedSyncer
@@ -26,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 def test_uploads_and_results_of_a_learner_on_a_late_device_pass_its_link(enter, monkeypatch):
     device, chance = SlowDevice(3), random.Random(3)
     monkeypatch.setattr(
-        joined, "replica_of", lambda model, spec: DeviceReplica(model, spec, device)
+        joined, "replica_of", lambda model, spec, **how: DeviceReplica(model, spec, device, **how)
     )
 
     def step(learner: Learner) -> None:
@@ -72,6 +74,56 @@ def test_uploads_and_results_of_a_learner_on_a_late_device_pass_its_link(enter, 
                 step(learner)
             assert holds(syncer, 1, model, wanted_N)
             assert max(report.local_step for report in syncer.reports) < learner.local_step
+
+
+def test_a_delta_that_a_late_device_encoded_passes_the_link(enter, monkeypatch):
+    device = SlowDevice(3)
+    monkeypatch.setenv("DILOCO_ENCODE_ON", "device")
+    monkeypatch.setattr(
+        joined,
+        "replica_of",
+        lambda model, spec, **how: DeviceReplica(model, spec, device, **how),
+    )
+    with ScriptedSyncer(make_spec(wire_up="Int4", wire_down="FP32")) as syncer:
+        enter(syncer.spec, syncer.port)
+        model = nn.Sequential(*(nn.Linear(300, 300, bias=False) for _ in range(2)))
+        to_device(model)
+        with Learner.connect(model, torch.optim.SGD(model.parameters(), lr=0.1)) as learner:
+            deadline = time.monotonic() + 90
+
+            def step_until(condition) -> None:
+                while not condition():
+                    assert time.monotonic() < deadline, "the condition did not become true in time"
+                    with torch.no_grad():
+                        for parameter in model.parameters():
+                            parameter.copy_(torch.linspace(0, learner.local_step + 1, 300))
+                    with device.no_waiting:
+                        learner.step(tokens=3)
+                    device.finish_training()
+                    device.pass_time(30)
+                    time.sleep(0.002)
+
+            base_N = np.where(syncer.theta[1] != 0, 0.25, 0).astype(np.float32)
+            before = applied(learner, 1)
+            syncer.commit(1, base_N, round_=20)
+            step_until(lambda: applied(learner, 1) != before)
+            received_at = learner.local_step
+            syncer.open(1)
+            step_until(lambda: any(r.local_step > received_at and r.offers for r in syncer.reports))
+            pulled = []
+            puller = threading.Thread(target=lambda: pulled.append(syncer.pull(1, round_=44)))
+            puller.start()
+            step_until(lambda: pulled)
+            puller.join(1)
+    (upload,) = pulled
+    assert upload.header.content == bulk.DELTA
+    assert upload.header.format == formats.INT4
+    line_N = torch.linspace(0, upload.header.local_step, 300).numpy()
+    delta_N = base_N.copy()
+    delta_N[:90_000] -= np.tile(line_N, 300)
+    expected = np.empty(formats.encoded_bytes(formats.INT4, delta_N.size), np.uint8)
+    formats.encode(formats.INT4, delta_N, expected)
+    assert upload.payloads[0] == expected.tobytes()
 
 
 @pytest.mark.slow

@@ -71,7 +71,9 @@ class JoinedTrainer(JobTrainer):
         self.name, self.index = config.learner, config.index(self._run_spec)
         self.spec: RunSpec | None = self._run_spec
         self.config = config.config
-        self._replica: Replica = replica_of(model, self._run_spec)
+        self._replica: Replica = replica_of(
+            model, self._run_spec, encode=config.encode_on == "device"
+        )
         self._link = LinkProcess(self._replica.shared)
         self._loss, self._optimizer_steps = LossReader(), OptimizerSteps(optimizers)
         self._run_queue = RunQueue()

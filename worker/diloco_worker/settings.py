@@ -62,6 +62,8 @@ class LearnerSettings:
     """Ranks with another one are taken to be on another machine."""
     relay_port: int = 0
     """Port of rank 0 for ranks on other machines; 0: any free one."""
+    encode_on: str = "host"
+    """Where deltas of a model on a GPU are encoded: "host" or "device"."""
     restarts: int = 0
     """Previous restarts of this learner."""
     pod: str = ""
@@ -140,6 +142,7 @@ def from_env(
         master=env.text("MASTER_ADDR"),
         machine=env.text("DILOCO_MACHINE"),
         relay_port=env.port("DILOCO_RELAY_PORT", 0),
+        encode_on=env.choice("DILOCO_ENCODE_ON", "host", "device"),
         restarts=env.integer("DILOCO_RESTARTS", 0, least=0),
         pod=env.text("DILOCO_POD_UID"),
         health_file=env.path("DILOCO_HEALTH_FILE"),

@@ -51,6 +51,21 @@ def test_the_cause_is_the_last_line_of_an_ordinary_program():
     assert cause_of(text) == "Terminated"
 
 
+@pytest.mark.parametrize(
+    "bar",
+    [
+        "\r  0%|          | 0/40 [00:09<?, ?it/s]",
+        "\rEpoch 3:  12%|█▎   | 5/40 [00:01<00:09,  3.62it/s, v_num=0]\rEpoch 3:  15%|█▌   | 6/40 [00:01<00:09]",
+        "\r17it [01:00,  3.53s/it]",
+    ],
+)
+def test_a_progress_bar_after_a_traceback_is_not_the_cause(bar):
+    text = f"{bar}Traceback (most recent call last):\n  File x\nKeyError: 'a'\n{bar}\n"
+    assert cause_of(text) == "KeyError: 'a'"
+    assert cause_of(f"{bar}\n") == ""
+    assert cause_of(f"done [0:12] 50%|x\n{bar}") == "done [0:12] 50%|x"
+
+
 def test_under_torchrun_the_cause_is_the_error_of_the_rank_and_not_the_banner():
     text = (
         "step 1\nTraceback (most recent call last):\n"

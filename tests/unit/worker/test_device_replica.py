@@ -8,6 +8,7 @@ no step waits.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import types
 
@@ -18,10 +19,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from diloco.codec import formats
 from diloco.model import integers
 from diloco.spec import RunSpec
 from diloco.v1 import bulk_pb2 as bulk
-from diloco_testing.learners.link_in_process import LinkInProcess
+from diloco_testing.learners.link_in_process import IDENTITY, LinkInProcess
 from diloco_testing.learners.slow_device import (
     NoWaiting,
     SlowDevice,
@@ -72,7 +74,11 @@ def update(model: nn.Module, step: int) -> None:
 class Learner:
     """A real trainer on a slow device, and a model that does the same at once."""
 
-    def __init__(self, monkeypatch, tmp_path, *, seed: int, registers: bool = True) -> None:
+    def __init__(
+        self, monkeypatch, tmp_path, *, seed: int, registers: bool = True, spec: RunSpec = SPEC,
+        encode_on: str = "host",
+    ) -> None:  # fmt: skip
+        self.spec = spec
         self.device = SlowDevice(seed, registers=registers)
         self.model, self.shadow = Net(), Net()
         to_device(self.model)
@@ -80,26 +86,34 @@ class Learner:
         """By (fragment, local step), what its parameters were."""
         self.applied_at: dict[tuple[int, int], int] = {}
         """By (fragment, generation), the local step in which the shadow got a result."""
+        self.restored = 0
+        """Whole fragments of which a device had encoded the delta."""
+        self.based: dict[tuple[int, int], np.ndarray] = {}
+        """By (fragment, generation), the base of deltas after it."""
         self.bases: dict[tuple[int, tuple[int, int]], np.ndarray] = {}
-        (tmp_path / "spec.json").write_text(SPEC.to_json())
+        (tmp_path / "spec.json").write_text(spec.to_json())
         for name, value in {
             "JOB": "j", "LEARNER": "eu/0", "SYNCER": "127.0.0.1:1", "SPEC": str(tmp_path / "spec.json"),
+            "ENCODE_ON": encode_on,
         }.items():  # fmt: skip
             monkeypatch.setenv(f"DILOCO_{name}", value)
         monkeypatch.setattr(
-            joined, "replica_of", lambda model, spec: DeviceReplica(model, spec, self.device)
+            joined,
+            "replica_of",
+            lambda model, spec, **how: DeviceReplica(model, spec, self.device, **how),
         )
         links: list[LinkInProcess] = []
 
         def link(shared) -> LinkInProcess:
-            links.append(LinkInProcess(shared, SPEC, seed))
+            forgets = 0.1 if encode_on == "device" else 0.0
+            links.append(LinkInProcess(shared, spec, seed, forgets=forgets))
             return links[0]
 
         monkeypatch.setattr(joined, "LinkProcess", link)
         monkeypatch.setattr(joined, "Termination", _NoSignals)
         self.trainer = JoinedTrainer(from_env(), self.model, [], connect_timeout_seconds=9)
         (self.link,) = links
-        self.plain = Replica(self.shadow, SPEC)
+        self.plain = Replica(self.shadow, spec)
         for fragment in range(len(self.plain.layout.fragments)):
             self._apply_to_shadow(fragment)
 
@@ -129,6 +143,12 @@ class Learner:
         self.plain.apply(fragment)
         version = self.trainer._core.ledger.versions[fragment]
         self.bases[fragment, version] = inbox_N.copy()  # with its rounding
+        self.based[fragment, generation] = self.bases[fragment, version]
+
+    def base_at(self, fragment: int, step: int) -> np.ndarray:
+        """What the fragment had received last before a step."""
+        generation = max(g for (p, g), at in self.applied_at.items() if p == fragment and at < step)
+        return self.based[fragment, generation]
 
     def check_uploads(self) -> None:
         """Each upload is of the parameters at the step in its header, against the version in it."""
@@ -138,8 +158,19 @@ class Learner:
             if header.content == bulk.DELTA:
                 base = header.base.epoch, header.base.step
                 expected_N = self.bases[header.fragment, base] - expected_N
+            payload = np.empty(formats.encoded_bytes(header.format, expected_N.size), np.uint8)
+            formats.encode(header.format, expected_N, payload)
             assert not garbage(upload.values_N)
-            assert np.array_equal(upload.values_N, expected_N), header
+            if header.content == bulk.DELTA or np.array_equal(upload.values_N, expected_N):
+                assert upload.payload == payload.tobytes(), header
+            else:  # a device encoded it
+                self.restored += 1
+                fmt = formats.format_of(self.spec.wire_up)
+                base_N = self.base_at(header.fragment, header.local_step)
+                delta_N = base_N - expected_N
+                formats.encode(fmt, delta_N, payload)
+                formats.decode(fmt, payload[: formats.encoded_bytes(fmt, delta_N.size)], delta_N)
+                assert np.array_equal(upload.values_N, base_N - delta_N), header
             applied = [
                 at
                 for (p, _), at in self.applied_at.items()
@@ -185,6 +216,115 @@ def test_over_hundreds_of_steps_uploads_are_whole_and_no_result_is_lost_or_mixed
     assert learner.link.starts > 1
     learner.trainer.close()
     assert learner.device.registered == 0
+
+
+@pytest.mark.parametrize("registers", [True, False], ids=["registered", "pinned"])
+@pytest.mark.parametrize("wire", ["BF16", "Int8", "Int4"])
+def test_deltas_encoded_on_a_device_have_the_bytes_of_the_host(
+    monkeypatch, tmp_path, wire, registers
+):
+    spec, seed = dataclasses.replace(SPEC, wire_up=wire), 3
+    learner = Learner(
+        monkeypatch, tmp_path, seed=seed, registers=registers, spec=spec, encode_on="device"
+    )
+    chance = random.Random(seed)
+    for _ in range(STEPS):
+        learner.step()
+        learner.device.pass_time(chance.choice((0, 10, 40, 90)))
+        learner.link.turn()
+        if chance.random() < 0.01:
+            learner.link.die()
+    learner.check_uploads()
+    learner.device.finish()
+    for (name, found), (_, expected) in zip(
+        learner.model.state_dict().items(), learner.shadow.state_dict().items(), strict=True
+    ):
+        assert torch.equal(found, expected), name
+    headers = [upload.header for upload in learner.link.uploads]
+    fmt = formats.format_of(wire)
+    assert len(headers) > STEPS / 12
+    assert sum(h.format == fmt for h in headers) > len(headers) / 2, "all but those of buffers"
+    assert learner.restored > 0
+    assert learner.link.refused < len(headers) / 10
+    learner.trainer.close()
+
+
+def test_deltas_that_a_device_encodes_are_fewer_bytes_to_copy(monkeypatch, tmp_path):
+    spec, copied = dataclasses.replace(SPEC, wire_up="Int4"), {}
+    for encode_on in ("host", "device"):
+        learner = Learner(monkeypatch, tmp_path, seed=0, spec=spec, encode_on=encode_on)
+        copies = []
+        real = learner.device.copy
+
+        def copy(source, target, copies=copies, real=real):
+            copies.append(source.nbytes if on_device(source) else 0)
+            real(source, target)
+
+        learner.device.copy = copy
+        for _ in range(40):
+            learner.step()
+            learner.device.finish()
+            learner.link.turn()
+        learner.check_uploads()
+        copied[encode_on] = {n for n in copies if n}
+        learner.trainer.close()
+        sizes = [f.elements for f in learner.plain.layout.fragments if not f.buffers]
+    assert {4 * n for n in sizes} <= copied["host"]
+    assert {17 * n // 32 + 8 for n in sizes} <= copied["device"]
+
+
+def test_a_delta_that_a_device_cannot_encode_is_a_header_with_norms_of_nan(monkeypatch, tmp_path):
+    spec = dataclasses.replace(SPEC, wire_up="Int8")
+    learner = Learner(monkeypatch, tmp_path, seed=0, spec=spec, encode_on="device")
+    replica = learner.trainer._replica
+    for _ in range(4):
+        learner.step()
+        learner.device.finish()
+        learner.link.turn()
+    (fragment,) = [
+        f.index for f in replica.layout.fragments if "narrow" in {s.tensor.name for s in f.slots}
+    ]
+    pulled = []
+    monkeypatch.setattr(learner.link, "_pull", lambda _: None)
+    narrow = learner.model.narrow.detach()
+    for round_ in range(100, 160):
+        learner.device.train(lambda: narrow.fill_(float("nan")))
+        learner.step()
+        learner.device.finish()
+        learner.link.turn()
+        copy = replica.shared.host_copy(fragment)
+        if copy.format and copy.local_step > 6:
+            versions = tuple((1, v) for v in range(200))
+            pull = ev.Pulled(round=round_, attempt=1, fragment=fragment, versions=versions)
+            with contextlib.closing(learner.link._encoder.pull(pull, IDENTITY)) as upload:
+                pulled.append(upload.header)
+    assert pulled
+    for header in pulled:
+        assert all(np.isnan(header.norms))
+        assert header.content == bulk.DELTA
+    learner.trainer.close()
+
+
+@pytest.mark.parametrize("why", ["errorFeedback", "no memory"])
+def test_deltas_that_a_device_cannot_keep_the_base_of_are_encoded_on_the_host(caplog, why):
+    device = SlowDevice(0)
+    if why == "no memory":
+        plain, rooms = device.empty, [0]
+
+        def empty(elements: int) -> torch.Tensor:
+            rooms[0] += 1
+            if rooms[0] > SPEC.overlap + 3 + 2:
+                raise RuntimeError(why)
+            return plain(elements)
+
+        device.empty = empty
+    spec = dataclasses.replace(SPEC, wire_up="Int4", error_feedback=why == "errorFeedback")
+    replica = DeviceReplica(Net(), spec, device, encode=True)
+    assert replica._bases == {}
+    (line,) = [r.getMessage() for r in caplog.records]
+    assert line.startswith("DILOCO_ENCODE_ON: deltas are encoded on the host")
+    assert why in line
+    replica.close()
 
 
 def test_a_fragment_is_offered_one_step_after_its_copy_on_a_fast_device(monkeypatch, tmp_path):

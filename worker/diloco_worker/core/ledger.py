@@ -21,6 +21,8 @@ class HostCopy:
     tokens: int
     base: int
     """Inbox generation that the parameters had applied last; 0: none."""
+    format: int = 0
+    """0: the values; else the wire format in which a device encoded what is left of this generation without them."""
 
 
 class Ledger:

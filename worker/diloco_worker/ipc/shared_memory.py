@@ -38,14 +38,14 @@ from diloco_worker.core.ledger import HostCopy
 F32 = npt.NDArray[np.float32]
 
 _HEAD = struct.Struct("<8sQQ")
-_MAGIC = b"diloco02"
+_MAGIC = b"diloco03"
 """With another number after each change of what follows: a link can be of a newer release than its trainer."""
 _PAGE = 4096
 
-# Columns of the table, one row of int64 per fragment. The trainer writes the first five, the link the
+# Columns of the table, one row of int64 per fragment. The trainer writes the first six, the link the
 # others.
-_LOCAL_STEP, _STEPS, _TOKENS, _BASE, _PLACE, _GENERATION, _VALID, _EPOCH, _STEP = range(9)
-_COLUMNS = 9
+_LOCAL_STEP, _STEPS, _TOKENS, _BASE, _PLACE, _FORMAT, _GENERATION, _VALID, _EPOCH, _STEP = range(10)
+_COLUMNS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,16 +215,18 @@ class SharedMemory:
 
     def set_host_copy(self, fragment: int, copy: HostCopy, *, place: int = 0) -> None:
         """Trainer: set the counters of a host copy, and its place."""
-        self._table[fragment, :5] = (copy.local_step, copy.steps, copy.tokens, copy.base, place)
+        numbers = (copy.local_step, copy.steps, copy.tokens, copy.base, place, copy.format)
+        self._table[fragment, :_GENERATION] = numbers
 
     def host_copy(self, fragment: int) -> HostCopy:
         """The counters of the host copy; local_step 0: there is no copy yet."""
         local_step, steps, tokens, base = (int(n) for n in self._table[fragment, :4])
-        return HostCopy(local_step=local_step, steps=steps, tokens=tokens, base=base)
+        fmt = int(self._table[fragment, _FORMAT])
+        return HostCopy(local_step=local_step, steps=steps, tokens=tokens, base=base, format=fmt)
 
     def inbox_state(self, fragment: int) -> InboxState:
         """What the inbox holds."""
-        generation, valid, epoch, step = (int(n) for n in self._table[fragment, 5:])
+        generation, valid, epoch, step = (int(n) for n in self._table[fragment, _GENERATION:])
         return InboxState(generation=generation, version=(epoch, step) if valid else None)
 
     def invalidate_inbox(self, fragment: int) -> None:

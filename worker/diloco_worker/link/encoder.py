@@ -17,12 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from diloco.codec import formats
-from diloco.errors import NotFiniteError
+from diloco.errors import NotFiniteError, UnavailableError
 from diloco.model.fragments import CHUNK, Fragment
 from diloco.spec import RunSpec
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco_worker.core.events import Pulled
+from diloco_worker.core.ledger import HostCopy
 from diloco_worker.link.buffers import BufferPool
 from diloco_worker.link.faults import FaultInjector
 from diloco_worker.link.memory import Memory
@@ -81,9 +82,9 @@ class Encoder:
         Answer a pull from the newest host copy.
 
         A delta against what was last received if the syncer still has that version; else the whole
-        fragment. For a delta of parameters that is not finite, only a header, with norms of NaN, so the
-        round continues without this learner. Of buffers, values that are not finite are replaced by those
-        that were last received.
+        fragment, which is as precise as the delta if a device has encoded that. For a delta of parameters that is not
+        finite, only a header, with norms of NaN, so the round continues without this learner. Of buffers, values that
+        are not finite are replaced by those that were last received.
 
         Args:
             pull: what the syncer wants.
@@ -100,17 +101,19 @@ class Encoder:
 
     def repeats(self, pull: Pulled) -> bool:
         """
-        Whether the host copy is of a step that was uploaded for another fragment already.
+        Whether the host copy is of a step that was uploaded for another fragment already, or has lost its base.
 
         The syncer merges a report once. The trainer copies an open fragment after each of its steps,
         so a copy of the next step comes soon.
         """
         with self._memory.lock(pull.fragment):
-            local_step = self._memory.host_copy(pull.fragment).local_step
+            copy = self._memory.host_copy(pull.fragment)
+            if self._without_base(pull.fragment, copy):
+                return True
         # Uploads of other fragments add to it meanwhile, each under the lock of its own; `copy` is atomic.
         sent = self._sent.copy()
         others = (step for fragment, step in sent.items() if fragment != pull.fragment)
-        return not pull.probe and local_step in others
+        return not pull.probe and copy.local_step in others
 
     def initial(self, identity: Identity) -> Iterator[UploadMessages]:
         """Every host copy as Θ^(0), then the constants. Close each before the next is taken."""
@@ -123,6 +126,8 @@ class Encoder:
             buffer = self._buffers.acquire(formats.encoded_bytes(formats.FP32, fragment.elements))
             try:
                 with self._memory.lock(fragment.index):
+                    if self._memory.host_copy(fragment.index).format:
+                        raise UnavailableError(f"fragment {fragment.index} was merged meanwhile")
                     self._whole(fragment, buffer, self._memory.host(fragment.index))
             except BaseException:
                 self._buffers.release(buffer)
@@ -147,8 +152,8 @@ class Encoder:
             steps=copy.steps, tokens=copy.tokens, elements=fragment.elements, chunks=fragment.chunks,
             content=bulk.DELTA, format=bulk.FP32,
         )  # fmt: skip
-        if copy.local_step == 0:
-            # Without a host copy the fragment was never offered: let the syncer refuse it at once.
+        if copy.local_step == 0 or self._without_base(fragment.index, copy):
+            # The fragment was never offered, or has been overwritten since: let the syncer refuse it at once.
             log.warning("pull of fragment %d, which has no host copy", fragment.index)
             header.elements = header.chunks = 0
             return self._upload(header, fragment, None)
@@ -168,11 +173,14 @@ class Encoder:
             if fragment.buffers and inbox.version is not None:
                 host_N = self._finite(fragment, host_N)
             if base is None:
-                self._whole(fragment, buffer, host_N)
+                self._whole(
+                    fragment, buffer, self._restored(fragment, host_N) if copy.format else host_N
+                )
                 return self._upload(header, fragment, buffer)
             # A probe is discarded: it must not consume the feedback.
             residual_N = None if pull.probe else self._residual(pull, fragment, identity)
-            norms = self._delta(fragment, buffer, host_N, residual_N)
+            payload = _payload(fragment, copy.format, host_N) if copy.format else None
+            norms = self._delta(fragment, buffer, host_N, residual_N, payload)
         except NotFiniteError as error:
             self._buffers.release(buffer)
             log.warning("fragment %d at local step %d: %s", fragment.index, copy.local_step, error)
@@ -234,16 +242,36 @@ class Encoder:
             )  # fmt: skip
         return np.where(finite_N, host_N, self._memory.inbox(fragment.index))
 
+    def _without_base(self, fragment: int, copy: HostCopy) -> bool:
+        """Whether a device encoded the delta, and the inbox no longer holds what it is the difference from."""
+        inbox = self._memory.inbox_state(fragment)
+        return copy.format != 0 and (inbox.version is None or inbox.generation != copy.base)
+
+    def _restored(self, fragment: Fragment, host_N: F32) -> F32:
+        """The values of which a device encoded the delta, as precise as that is."""
+        values_N = np.empty(fragment.elements, np.float32)
+        fmt = self._format(fragment)
+        parts = _parts(fragment, fmt, _payload(fragment, fmt, host_N))
+        for index, part in enumerate(parts):
+            lo, hi = fragment.chunk(index)
+            formats.decode(fmt, part, values_N[lo:hi])
+        return np.subtract(self._memory.inbox(fragment.index), values_N, out=values_N)
+
     def _whole(self, fragment: Fragment, buffer: U8, host_N: F32) -> None:
         for index in range(fragment.chunks):
             lo, hi = fragment.chunk(index)
             formats.encode(formats.FP32, host_N[lo:hi], buffer[4 * lo :])
 
     def _delta(
-        self, fragment: Fragment, buffer: U8, host_N: F32, residual_N: F32 | None
+        self,
+        fragment: Fragment,
+        buffer: U8,
+        host_N: F32,
+        residual_N: F32 | None,
+        encoded: U8 | None,
     ) -> list[float]:
         """
-        Encode base − θ chunk by chunk; return the norm per tensor of what the syncer will decode.
+        Encode base − θ chunk by chunk, unless a device has; return the norm per tensor of what the syncer will decode.
         """
         base_N = self._memory.inbox(fragment.index)
         fmt, squares = self._format(fragment), [0.0] * len(fragment.slots)
@@ -252,9 +280,13 @@ class Encoder:
         slot, at = 0, 0
         for index in range(fragment.chunks):
             lo, hi = fragment.chunk(index)
-            np.subtract(base_N[lo:hi], host_N[lo:hi], out=delta[: hi - lo])
-            part_N = None if residual_N is None else residual_N[lo:hi]
-            size = formats.encode(fmt, delta[: hi - lo], buffer[at:], residual_N=part_N)
+            if encoded is None:
+                np.subtract(base_N[lo:hi], host_N[lo:hi], out=delta[: hi - lo])
+                part_N = None if residual_N is None else residual_N[lo:hi]
+                size = formats.encode(fmt, delta[: hi - lo], buffer[at:], residual_N=part_N)
+            else:
+                size = formats.encoded_bytes(fmt, hi - lo)
+                buffer[at : at + size] = encoded[at : at + size]
             payload, at = buffer[at : at + size], at + size
             while slot < len(fragment.slots) and fragment.slots[slot].offset < hi:
                 edge = fragment.slots[slot]
@@ -290,6 +322,20 @@ class Encoder:
             self._residuals[fragment.index] = previous.residual_N
         known_N = self._residuals.get(fragment.index)
         return np.zeros(fragment.elements, np.float32) if known_N is None else known_N.copy()
+
+
+def _payload(fragment: Fragment, fmt: int, host_N: F32) -> U8:
+    """
+    What a device encoded, in place of a host copy.
+
+    Raises:
+        NotFiniteError: it could not encode all of it.
+    """
+    data, size = host_N.view(np.uint8), formats.encoded_bytes(fmt, fragment.elements)
+    bad = int(data[size : size + 8].view("<u4")[0])
+    if bad:
+        raise NotFiniteError(f"{bad} blocks hold NaN, Inf or a value too large for the format")
+    return data[:size]
 
 
 def _parts(fragment: Fragment, fmt: int, buffer: U8) -> list[U8]:

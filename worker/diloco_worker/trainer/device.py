@@ -60,6 +60,9 @@ class Device(Protocol):
     def after_training(self) -> None:
         """Copies that are given from now on begin after the work that was given until now."""
 
+    def before_copies(self, work: Callable[[], None]) -> None:
+        """Give the stream of the copies this work on the device: before copies that are given from now on."""
+
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy between a buffer on the device and memory of the host, of the same shape and element type."""
 
@@ -132,6 +135,11 @@ class CudaDevice:
     def after_training(self) -> None:
         """See `Device.after_training`."""
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
+
+    def before_copies(self, work: Callable[[], None]) -> None:
+        """See `Device.before_copies`."""
+        with torch.cuda.stream(self._copies):
+            work()
 
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """See `Device.copy`."""

@@ -10,20 +10,24 @@ requested, it copies as `Replica` does.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import threading
 from collections.abc import Sequence
+from functools import partial
 
 import numpy as np
 import torch
 from torch import nn
 
+from diloco.codec import formats
 from diloco.spec import RunSpec
 from diloco_worker.core.agreement import HOME
 from diloco_worker.core.device_work import DeviceWork, Incoming, Outgoing, Rooms
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
-from diloco_worker.trainer.device import CudaDevice, Device, Event
+from diloco_worker.trainer import device_codec
+from diloco_worker.trainer.device import U8, CudaDevice, Device, Event
 from diloco_worker.trainer.layout import F32
 from diloco_worker.trainer.replica import Replica
 from diloco_worker.trainer.wrappers import bare
@@ -36,9 +40,14 @@ CLOSE_SECONDS = 5.0
 NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
 
 
-def replica_of(model: nn.Module, spec: RunSpec) -> Replica:
+def replica_of(model: nn.Module, spec: RunSpec, *, encode: bool = False) -> Replica:
     """
     The replica that fits the model's device.
+
+    Args:
+        model: on its device.
+        spec: defines how to cut it.
+        encode: whether a GPU encodes deltas, if the format of the job is shorter than fp32.
 
     Raises:
         ConfigError, OSError: see `Replica`.
@@ -52,7 +61,7 @@ def replica_of(model: nn.Module, spec: RunSpec) -> Replica:
         )
     else:
         try:
-            return DeviceReplica(model, spec, CudaDevice(*trained))
+            return DeviceReplica(model, spec, CudaDevice(*trained), encode=encode)
         except RuntimeError as error:
             why = f"there is no memory for copies beside the training: {error}"
     log.warning("%s; each step waits until its fragments are copied", why)
@@ -75,13 +84,16 @@ class DeviceReplica(Replica):
         model: on its device.
         spec: defines how to cut it.
         device: where the model is.
+        encode: see `replica_of`.
 
     Raises:
         ConfigError, OSError: see `Replica`.
         RuntimeError: device or host have too little memory for copies beside the training.
     """
 
-    def __init__(self, model: nn.Module, spec: RunSpec, device: Device) -> None:
+    def __init__(
+        self, model: nn.Module, spec: RunSpec, device: Device, *, encode: bool = False
+    ) -> None:
         # Reports are one or two steps late, so announcements reach further than τ + 1.
         announced = spec.overlap + 3
         super().__init__(model, spec, spares=2 * announced)
@@ -94,6 +106,11 @@ class DeviceReplica(Replica):
         self._noticing: threading.Thread | None = None
         self._reported = False
         """Whether a state after a step was reported: the agent waits for the first one of a process."""
+        self._formats = [formats.of_fragment(spec.wire_up, f) for f in self.layout.fragments]
+        self._bases: dict[int, torch.Tensor] = {}
+        """By fragment, on the device, what its parameters received last, if deltas are encoded there."""
+        self._based: set[int] = set()
+        """Fragments whose base is that of the next delta; the others are copied in fp32."""
         self._rounded: list[Incoming] = []
         """Results whose rounding goes back to the inbox at this boundary."""
         self._pinned_out: list[torch.Tensor] = []
@@ -101,6 +118,8 @@ class DeviceReplica(Replica):
         """Between device and shared memory, if that cannot be registered."""
         try:
             self._reserve(rooms)
+            if encode:
+                self._reserve_bases(error_feedback=spec.error_feedback)
         except RuntimeError:
             device.unregister()
             self.shared.close()
@@ -127,6 +146,22 @@ class DeviceReplica(Replica):
             "raise the limit of locked memory, or give the container the capability IPC_LOCK",
             problem, 4 * sum((*rooms.outgoing, *rooms.incoming)) >> 20,
         )  # fmt: skip
+
+    def _reserve_bases(self, *, error_feedback: bool) -> None:
+        """Memory for the bases of deltas, unless these are encoded on the host."""
+        encoded = [p for p, fmt in enumerate(self._formats) if fmt != formats.FP32]
+        if error_feedback and encoded:
+            log.warning(
+                "DILOCO_ENCODE_ON: deltas are encoded on the host, which keeps what rounding lost (errorFeedback)"
+            )
+            return
+        try:
+            for fragment in encoded:
+                elements = self.layout.fragments[fragment].elements
+                self._bases[fragment] = self._device.empty(elements)
+        except RuntimeError as error:
+            self._bases.clear()
+            log.warning("DILOCO_ENCODE_ON: deltas are encoded on the host: %s", error)
 
     # ------------------------------------------------------------ what trainer and link know of each other
 
@@ -158,7 +193,13 @@ class DeviceReplica(Replica):
         device = self._device
         device.after_training()
         for out in copies:
-            device.copy(self._buffer(out), self._host_out(out))
+            buffer_N = self._buffer(out)
+            if fmt := out.copy.format:
+                base_N = self._bases[out.fragment]
+                device.before_copies(partial(device_codec.encode_delta, fmt, base_N, buffer_N))
+            source, target = buffer_N.view(torch.uint8), self._host_out(out).view(torch.uint8)
+            size_bytes = self._bytes(out)
+            device.copy(source[:size_bytes], target[:size_bytes])
         for result in self._rounded:
             device.copy(self._buffer(result), self._host_in(result))
         for result in fetched:
@@ -173,8 +214,11 @@ class DeviceReplica(Replica):
         installed = []
         for out in self._work.copies:
             if self._pinned_out:
-                place_N = self.shared.place(out.fragment, out.place)
-                np.copyto(place_N, self._host_out(out).numpy())
+                place: U8 = self.shared.place(out.fragment, out.place).view(np.uint8)
+                size_bytes = self._bytes(out)
+                np.copyto(
+                    place[:size_bytes], self._host_out(out).numpy().view(np.uint8)[:size_bytes]
+                )
             with self.shared.try_lock(out.fragment) as held:
                 if held:
                     self.shared.set_host_copy(out.fragment, out.copy, place=out.place)
@@ -193,6 +237,8 @@ class DeviceReplica(Replica):
             self._notice_changes()
         if not self._reported:
             return False
+        if fragment in self._based:
+            copy = dataclasses.replace(copy, format=self._formats[fragment])
         out = self._work.copy_out(fragment, copy)
         if out is None and self._release_place(fragment):
             out = self._work.copy_out(fragment, copy)
@@ -209,6 +255,9 @@ class DeviceReplica(Replica):
         self._device.train(lambda: self._copier.stage_in(fragment, buffer_N))
         if self._copier.rounds(fragment):
             self._rounded.append(result)
+        if (base_N := self._bases.get(fragment)) is not None:
+            self._device.train(lambda: base_N.copy_(buffer_N))
+            self._based.add(fragment)
 
     def _release_place(self, fragment: int) -> bool:
         """Release a place for this fragment: that of the oldest copy that is not announced; False: there is none."""
@@ -224,6 +273,14 @@ class DeviceReplica(Replica):
 
     # ------------------------------------------------------------ the whole model
 
+    def apply_model(self, fragments: Sequence[int]) -> None:
+        """See `Replica.apply_model`; the bases of deltas are what was applied."""
+        super().apply_model(fragments)
+        for fragment in fragments:
+            if (base_N := self._bases.get(fragment)) is not None:
+                base_N.copy_(torch.from_numpy(self.shared.inbox(fragment)))
+                self._based.add(fragment)
+
     def try_copy_model(self, copies: Sequence[HostCopy]) -> bool:
         """See `Replica.try_copy_model`; not while copies are under way."""
         return not self._work.busy and super().try_copy_model(copies)
@@ -231,6 +288,9 @@ class DeviceReplica(Replica):
     def _copy(self, fragment: int, copy: HostCopy) -> None:
         super()._copy(fragment, copy)
         self._work.current[fragment] = HOME
+        self._based.discard(
+            fragment
+        )  # the syncer has nothing yet: no copy before its first result is a delta
 
     def close(self) -> None:
         """Release the shared memory, after the copies that are under way."""
@@ -262,6 +322,11 @@ class DeviceReplica(Replica):
     def _buffer(self, transfer: Outgoing | Incoming) -> torch.Tensor:
         buffers = self._out if isinstance(transfer, Outgoing) else self._in
         return buffers[transfer.buffer][: self.layout.fragments[transfer.fragment].elements]
+
+    def _bytes(self, out: Outgoing) -> int:
+        """Of a host copy."""
+        elements, fmt = self.layout.fragments[out.fragment].elements, out.copy.format
+        return device_codec.encoded_bytes(fmt, elements) if fmt else 4 * elements
 
     def _host_out(self, out: Outgoing) -> torch.Tensor:
         return self._host(out, self._pinned_out, self.shared.place(out.fragment, out.place))

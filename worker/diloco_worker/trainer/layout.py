@@ -339,6 +339,9 @@ def _check_kind(name: str, tensor: torch.Tensor, *, sharded: bool) -> None:
         )
 
 
+_COMPLEX = ": train torch.view_as_real of it, and call torch.view_as_complex in forward"
+
+
 def _check(trained: list[Named], moving: list[Named], others: list[Named]) -> None:
     if not trained:
         raise ConfigError(
@@ -346,6 +349,7 @@ def _check(trained: list[Named], moving: list[Named], others: list[Named]) -> No
         )
     problems = [
         f"parameter {n.info.name} has dtype {n.info.dtype}; only real floating point can be merged"
+        + (_COMPLEX if n.tensor.is_complex() else "")
         for n in trained
         if not n.tensor.is_floating_point()
     ]

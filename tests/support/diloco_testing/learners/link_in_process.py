@@ -34,6 +34,7 @@ class Upload:
     """What a pull got."""
 
     header: bulk.UploadHeader
+    payload: bytes
     values_N: np.ndarray
 
 
@@ -41,12 +42,16 @@ class LinkInProcess:
     """
     Args:
         shared: the memory.
-        spec: of the job; FP32 both ways.
+        spec: of the job; FP32 down.
         seed: of the syncer.
+        forgets: how often the syncer pulls a fragment of which it has no version.
     """
 
-    def __init__(self, shared: SharedMemory, spec: RunSpec, seed: int) -> None:
+    def __init__(
+        self, shared: SharedMemory, spec: RunSpec, seed: int, *, forgets: float = 0.0
+    ) -> None:
         self.shared, self.spec = shared, spec
+        self._forgets = forgets
         self.pid: int | None = None
         self.reports: list[TrainerState] = []
         self.uploads: list[Upload] = []
@@ -121,6 +126,8 @@ class LinkInProcess:
         if fragment in self._read:
             return
         versions = tuple((1, v) for v in range(self._step + 1))
+        if self._forgets and self._random.random() < self._forgets:
+            versions = ()
         pull = ev.Pulled(round=self._step, attempt=1, fragment=fragment, versions=versions)
         upload = self._encoder.pull(pull, IDENTITY)
         assert upload is not None
@@ -134,9 +141,9 @@ class LinkInProcess:
         sent = [frames.unpack(message) for message in upload.messages()]
         chunks = [bytes(e.payload) for e in sent if e.kind == frames.Kind.CHUNK]
         payload = b"".join(chunks)
-        formats.decode(formats.FP32, payload, values_N)
+        formats.decode(upload.header.format, payload, values_N)
         upload.close()
-        self.uploads.append(Upload(header=upload.header, values_N=values_N))
+        self.uploads.append(Upload(header=upload.header, payload=payload, values_N=values_N))
         if self._random.random() < 0.5:
             self._read[fragment] = self.shared.host(fragment).copy()
 
@@ -144,7 +151,7 @@ class LinkInProcess:
         for fragment in [p for p in self._read if self._random.random() < 0.4]:
             before_N = self._read.pop(fragment)
             found_N = self.shared.host(fragment)
-            assert np.array_equal(found_N, before_N), "written while the link reads it"
+            assert found_N.tobytes() == before_N.tobytes(), "written while the link reads it"
 
     def _merge(self, fragment: int) -> None:
         """A result arrives."""

@@ -41,7 +41,8 @@ class NoWaiting(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> object:
         kwargs = kwargs or {}
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
+        given = [a for b in (*args, *kwargs.values()) for a in (b if isinstance(b, list) else [b])]
+        tensors = [a for a in given if isinstance(a, torch.Tensor)]
         device = [t for t in tensors if on_device(t)]
         name = getattr(func, "__name__", "")
         if device and not self.allowed:
@@ -126,12 +127,18 @@ class SlowDevice:
         self.registered = 0
 
     def train(self, work: Callable[[], None]) -> None:
+        self._training.give(self._guarded(work))
+
+    def before_copies(self, work: Callable[[], None]) -> None:
+        self._copies.give(self._guarded(work))
+
+    def _guarded(self, work: Callable[[], None]) -> Callable[[], bool]:
         def do() -> bool:
             with self.no_waiting, torch.no_grad():
                 work()
             return True
 
-        self._training.give(do)
+        return do
 
     def after_training(self) -> None:
         target = self._training.given
@@ -146,7 +153,9 @@ class SlowDevice:
         self.copied_bytes += source.nbytes
         with self.unguarded():
             source, target = source.detach(), target.detach()
-            target.fill_(float("nan"))
+            target.fill_(
+                float("nan") if target.is_floating_point() else 0xFF
+            )  # NaN as well, if read as fp32
 
         def do() -> bool:
             with self.unguarded():
