@@ -237,7 +237,7 @@ class Recipe:
         """The optimizers of a config."""
         return optim.build(
             model, model.hidden(), optimizer=config.optimizer,
-            learning_rate=config.learning_rate, weight_decay=config.weight_decay,
+            learning_rate=config.learning_rate, momentum=config.momentum, weight_decay=config.weight_decay,
         )  # fmt: skip
 
     def update(

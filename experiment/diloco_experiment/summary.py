@@ -221,7 +221,7 @@ def _means(group: Group, seeds: set[int]) -> tuple[float, float]:
     return losses / len(chosen), sum(group.merged_tokens[index] for index in chosen) / len(chosen)
 
 
-_OPTIMIZER = "optimizer", "learningRate", "weightDecay", "gradientClip", "warmupSteps"
+_OPTIMIZER = "optimizer", "learningRate", "momentum", "weightDecay", "gradientClip", "warmupSteps"
 
 
 def _work(group: Group) -> Any:

@@ -49,9 +49,9 @@ def test_a_result_has_its_curve_and_its_counts(tmp_path, method):
 def test_a_learner_makes_the_steps_of_the_recipe(tmp_path):
     """Bit for bit: its batches, updates and schedule are those of the program that a job runs."""
     of = task(tmp_path)
-    config = Recipe(of).config("eu/0")
-    real = gpt.train(config, seed=3, steps=12)
-    recipe = Recipe(replace(of, configs=(("alone/0", of.configs[0][1]),)))
+    of = replace(of, configs=(("alone/0", {**of.configs[0][1], "momentum": 0.8}),))
+    recipe = Recipe(of)
+    real = gpt.train(recipe.config("alone/0"), seed=3, steps=12)
     trained = Trained(recipe, "alone/0")
     for step in range(12):
         trained.begin(local_step=step, global_step=step)

@@ -62,9 +62,9 @@ def test_an_empty_config_is_the_examples():
 
 
 def test_keys_are_camel_case_and_fractions_may_be_quoted():
-    read = tiny(learningRate="3e-4", weightDecay=0, warmupSteps=5, slowdown="2.5")
+    read = tiny(learningRate="3e-4", weightDecay=0, warmupSteps=5, slowdown="2.5", momentum="0.9")
     assert (read.learning_rate, read.weight_decay, read.warmup_steps) == (3e-4, 0.0, 5)
-    assert read.slowdown == 2.5
+    assert (read.slowdown, read.momentum) == (2.5, 0.9)
 
 
 @pytest.mark.parametrize(
@@ -85,6 +85,7 @@ def test_keys_are_camel_case_and_fractions_may_be_quoted():
         ({"learningRate": "0"}, "config.learningRate: 0.0 is not above 0"),
         ({"learningRate": "nan"}, "config.learningRate: nan is not above 0"),
         ({"weightDecay": -1}, "config.weightDecay: -1.0 is not 0 or more"),
+        ({"momentum": 1}, "config.momentum: 1.0 is not at least 0 and less than 1"),
         ({"gradientClip": 0}, "config.gradientClip: 0.0 is not above 0"),
         ({"warmupSteps": -1}, "config.warmupSteps: -1 is not 0 or more"),
         ({"slowdown": "0.5"}, "config.slowdown: 0.5 is not at least 1"),

@@ -102,3 +102,17 @@ def test_every_trained_parameter_has_exactly_one_optimizer(name, count):
     assert len(made) == count
     assert sorted(held) == sorted(id(p) for p in model.parameters() if p.requires_grad)
     assert all(g["lr"] == 0.1 and g["weight_decay"] == 0.2 for o in made for g in o.param_groups)
+
+
+def test_the_momentum_is_that_of_muon_alone():
+    model = Small()
+    muon, adamw = optim.build(
+        model,
+        [model.inside.weight],
+        optimizer="Muon",
+        learning_rate=0.1,
+        weight_decay=0.2,
+        momentum=0.8,
+    )
+    assert [group["momentum"] for group in muon.param_groups] == [0.8]
+    assert all("momentum" not in group for group in adamw.param_groups)

@@ -45,6 +45,7 @@ _RANGES: config_reader.Ranges = {
     "validation_fraction": (lambda v: 0 < v < 1, "between 0 and 1"),
     "optimizer": (lambda v: v in optim.OPTIMIZERS, " or ".join(optim.OPTIMIZERS)),
     "learning_rate": (lambda v: 0 < v < math.inf, "above 0"),
+    "momentum": (lambda v: 0 <= v < 1, "at least 0 and less than 1"),
     "weight_decay": (lambda v: 0 <= v < math.inf, "0 or more"),
     "gradient_clip": (lambda v: v > 0, "above 0"),
     "warmup_steps": (lambda v: v >= 0, "0 or more"),
@@ -74,6 +75,8 @@ class Config:
     optimizer: str = optim.MUON
     learning_rate: float = 1.2e-2
     """At the end of the warm-up; best for the example's model with either optimizer."""
+    momentum: float = optim.MOMENTUM
+    """Of Muon; AdamW has β 0.9, 0.95."""
     weight_decay: float = 0.1
     gradient_clip: float = 1.0
     """Largest norm of the whole gradient."""
@@ -332,6 +335,7 @@ def train(config: Config, *, seed: int, steps: int) -> GPT:
         model.hidden(),
         optimizer=config.optimizer,
         learning_rate=config.learning_rate,
+        momentum=config.momentum,
         weight_decay=config.weight_decay,
     )
     with Learner.connect(model, optimizers, standalone_steps=steps) as learner:

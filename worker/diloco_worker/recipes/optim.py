@@ -17,6 +17,9 @@ from torch import Tensor, nn
 MUON, ADAMW = "Muon", "AdamW"
 OPTIMIZERS = (MUON, ADAMW)
 
+MOMENTUM = 0.95
+"""Of Muon, unless a config has another."""
+
 _NEWTON_SCHULZ = (3.4445, -4.7750, 2.0315)
 
 
@@ -27,6 +30,7 @@ def build(
     optimizer: str,
     learning_rate: float,
     weight_decay: float,
+    momentum: float = MOMENTUM,
 ) -> list[torch.optim.Optimizer]:
     """
     The optimizers that together train every parameter of `model` that requires a gradient.
@@ -37,6 +41,7 @@ def build(
         optimizer: one of OPTIMIZERS.
         learning_rate: of every group; the training loop overwrites `lr` at each step.
         weight_decay: decoupled, of every group.
+        momentum: of Muon.
     """
     chosen = {id(p) for p in hidden} if optimizer == MUON else set()
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
@@ -45,7 +50,8 @@ def build(
     )
     if optimizer == ADAMW:
         return [adamw]
-    return [Muon(hidden, lr=learning_rate, weight_decay=weight_decay), adamw]
+    muon = Muon(hidden, lr=learning_rate, weight_decay=weight_decay, momentum=momentum)
+    return [muon, adamw]
 
 
 class Muon(torch.optim.Muon):
@@ -59,7 +65,7 @@ class Muon(torch.optim.Muon):
     """
 
     def __init__(
-        self, params: Any, *, lr: float, weight_decay: float, momentum: float = 0.95
+        self, params: Any, *, lr: float, weight_decay: float, momentum: float = MOMENTUM
     ) -> None:
         super().__init__(
             params,
