@@ -153,7 +153,11 @@ def _removal(stored: Mapping[str, Any], kept: Mapping[str, Any]) -> dict[str, An
         elif isinstance(value, Mapping) and isinstance(part, Mapping):
             if inner := _removal(value, part):
                 patch[key] = inner
-        elif isinstance(value, list) and any(item not in part for item in value):
+        elif (
+            isinstance(value, list)
+            and isinstance(part, list)
+            and any(item not in part for item in value)
+        ):
             patch[key] = part  # a merge patch replaces lists
     return patch
 

@@ -68,6 +68,10 @@ def replica_of(model: nn.Module, spec: RunSpec, *, encode: bool = False) -> Repl
     return Replica(model, spec)
 
 
+def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
+    to.copy_(source)
+
+
 def _devices(model: nn.Module) -> tuple[set[torch.device], set[torch.device]]:
     """Those of the trained parameters, and those of the buffers."""
     own = bare(model)
@@ -256,7 +260,7 @@ class DeviceReplica(Replica):
         if self._copier.rounds(fragment):
             self._rounded.append(result)
         if (base_N := self._bases.get(fragment)) is not None:
-            self._device.train(lambda: base_N.copy_(buffer_N))
+            self._device.train(partial(_copy, base_N, buffer_N))
             self._based.add(fragment)
 
     def _release_place(self, fragment: int) -> bool:
