@@ -187,13 +187,8 @@ class _NoSignals:
         pass
 
 
-@pytest.mark.parametrize("registers", [True, False], ids=["registered", "pinned"])
-@pytest.mark.parametrize("seed", seeds(1, range(6)))
-def test_over_hundreds_of_steps_uploads_are_whole_and_no_result_is_lost_or_mixed(
-    monkeypatch, tmp_path, seed, registers
-):
-    learner = Learner(monkeypatch, tmp_path, seed=seed, registers=registers)
-    chance = random.Random(seed)
+def train(learner, chance):
+    """Steps on a late device, with links that die: uploads are whole, and the model is that without a device."""
     for _ in range(STEPS):
         learner.step()
         learner.device.pass_time(chance.choice((0, 10, 40, 90)))
@@ -206,6 +201,15 @@ def test_over_hundreds_of_steps_uploads_are_whole_and_no_result_is_lost_or_mixed
         learner.model.state_dict().items(), learner.shadow.state_dict().items(), strict=True
     ):
         assert torch.equal(found, expected), name
+
+
+@pytest.mark.parametrize("registers", [True, False], ids=["registered", "pinned"])
+@pytest.mark.parametrize("seed", seeds(1, range(6)))
+def test_over_hundreds_of_steps_uploads_are_whole_and_no_result_is_lost_or_mixed(
+    monkeypatch, tmp_path, seed, registers
+):
+    learner = Learner(monkeypatch, tmp_path, seed=seed, registers=registers)
+    train(learner, random.Random(seed))
     # Nothing was held up for good.
     assert len(learner.link.uploads) > STEPS / 12
     kinds = {upload.header.content for upload in learner.link.uploads}
@@ -227,19 +231,7 @@ def test_deltas_encoded_on_a_device_have_the_bytes_of_the_host(
     learner = Learner(
         monkeypatch, tmp_path, seed=seed, registers=registers, spec=spec, encode_on="device"
     )
-    chance = random.Random(seed)
-    for _ in range(STEPS):
-        learner.step()
-        learner.device.pass_time(chance.choice((0, 10, 40, 90)))
-        learner.link.turn()
-        if chance.random() < 0.01:
-            learner.link.die()
-    learner.check_uploads()
-    learner.device.finish()
-    for (name, found), (_, expected) in zip(
-        learner.model.state_dict().items(), learner.shadow.state_dict().items(), strict=True
-    ):
-        assert torch.equal(found, expected), name
+    train(learner, random.Random(seed))
     headers = [upload.header for upload in learner.link.uploads]
     fmt = formats.format_of(wire)
     assert len(headers) > STEPS / 12
