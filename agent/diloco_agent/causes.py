@@ -12,7 +12,7 @@ import re
 from diloco.errors import EXIT_REFUSED, EXIT_TRY_AGAIN
 
 _BAR = re.compile(
-    r"(?<![^\r\n])[^\r\n]{0,200}?(\d%\|[^|\r\n]{0,300}\||\dit) [^\r\n\[]{0,40}\[\d\d:[^\]\r\n]{0,200}\]"
+    r"(?<![^\r\n])[^\r\n]{0,200}?(\d%\|[^|\r\n]{0,300}\||\dit) [^\r\n\[]{0,40}\[\d+:\d\d[^\]\r\n]{0,200}\]"
 )
 """Of tqdm, with and without a known end, and what is before it in the line; bounded, for lines of any length."""
 _BANNER = "ChildFailedError"

@@ -55,6 +55,8 @@ def test_the_cause_is_the_last_line_of_an_ordinary_program():
     "bar",
     [
         "\r  0%|          | 0/40 [00:09<?, ?it/s]",
+        "\r 12%|█▎   | 5/40 [1:02:03<8:00:00, 3.62s/it]",
+        "\r17it [100:00:00, 3.62s/it]",
         "\rEpoch 3:  12%|█▎   | 5/40 [00:01<00:09,  3.62it/s, v_num=0]\rEpoch 3:  15%|█▌   | 6/40 [00:01<00:09]",
         "\r17it [01:00,  3.53s/it]",
     ],
