@@ -53,14 +53,14 @@ class Downloads:
         """
         While a download is open, a later one may end it.
 
-        One that its peer does not read keeps the whole merge in memory. So each download that begins ends
-        those of versions that are of no use any longer.
+        One that its peer hardly reads keeps a version, or the whole merge, in memory. So each download that
+        begins ends those whose versions the syncer does not need any longer.
         """
         with self._lock:
-            parameters = self._runner.facts.parameters
-            outdated = [c for c, s in self._open.items() if parameters and s.outdated(parameters)]
+            parameters, now = self._runner.facts.parameters, time.monotonic()
+            unread = [c for c, s in self._open.items() if parameters and s.may_end(parameters, now)]
             self._open[context] = source
-        for each in outdated:
+        for each in unread:
             each.cancel()
         try:
             yield

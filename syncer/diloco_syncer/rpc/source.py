@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from functools import partial
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer.attempts import Attempt, AttemptAbortedError
 from diloco_syncer.core.contribution import Version
+from diloco_syncer.core.upload_limits import MIN_BYTES_PER_SECOND
 from diloco_syncer.merging.streaming import MergeAbortedError
 from diloco_syncer.rpc.transfers import Host, Waiting, check_sender, pack
 from diloco_syncer.storage.parameters import Parameters
@@ -48,6 +49,29 @@ class _Content(Protocol):
         """For this chunk, or for the outcome."""
 
 
+class _Reading(NamedTuple):
+    """What the peer of a download has read. Another thread asks, so it is replaced as a whole."""
+
+    size_bytes: int = 0
+    seconds: float = 0.0
+    """How long it took for that; without the waits for a merge."""
+    unread_bytes: int = 0
+    """Of the frame that it reads now."""
+    since: float = float("inf")
+    """When that was sent, monotonic; infinite: there is none."""
+
+    def read(self, now: float) -> _Reading:
+        """It has read the frame, if there was one."""
+        return _Reading(self.size_bytes + self.unread_bytes, self._until(now))
+
+    def is_slow(self, now: float) -> bool:
+        """Whether a learner over the slowest link would have read more."""
+        return self.size_bytes < MIN_BYTES_PER_SECOND * self._until(now)
+
+    def _until(self, now: float) -> float:
+        return self.seconds + max(0.0, now - self.since)
+
+
 class DownloadSource:
     """
     Header, chunks and trailer of one download.
@@ -62,6 +86,7 @@ class DownloadSource:
         self._left = list(reversed(chunks or range(content.header.chunks)))
         self._begun = False
         self._since = float("inf")
+        self._reading = _Reading()
         self.over = False
         """The trailer was returned."""
 
@@ -75,6 +100,7 @@ class DownloadSource:
         Returns:
             None: not yet, see `waiting`; or the download is `over`.
         """
+        self._reading = self._reading.read(now)
         if self.over:
             return None
         try:
@@ -86,6 +112,7 @@ class DownloadSource:
             return self._trailer(committed=False, aborted=aborted, reason=str(error))
         if frame is not None:
             self._since = float("inf")
+            self._reading = self._reading._replace(unread_bytes=len(frame), since=now)
             return frame
         self._since = min(self._since, now)
         if now - self._since < OUTPUT_SECONDS:
@@ -93,13 +120,17 @@ class DownloadSource:
         reason = f"not decided within {OUTPUT_SECONDS:g} s; request it again"
         return self._trailer(committed=False, aborted=False, reason=reason)
 
-    def outdated(self, parameters: Parameters) -> bool:
-        """Whether the syncer has neither this version nor an older one: no delta against it could be merged."""
+    def may_end(self, parameters: Parameters, now: float) -> bool:
+        """
+        Whether only downloads keep this version in memory, and the peer of this one hardly reads it.
+
+        Over a slow link, no download would complete if each ended that takes longer than two merges.
+        """
         header = self._content.header
         if header.fragment == len(parameters.layout.fragments):
             return False
         version = (header.version.epoch, header.version.step)
-        return version < min(parameters.versions(header.fragment))
+        return self._reading.is_slow(now) and version < min(parameters.versions(header.fragment))
 
     @property
     def waiting(self) -> Waiting | None:

@@ -21,6 +21,7 @@ from diloco.rpc.channels import channel
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
+from diloco_syncer.core.upload_limits import MIN_BYTES_PER_SECOND
 from diloco_syncer.refusals import RefusalLog
 from diloco_syncer.rpc.authorizer import Authorizer
 from diloco_syncer.rpc.bulk import BulkService
@@ -30,6 +31,7 @@ from diloco_testing.learners.scripted import random_delta
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, driven_spec
 
 TENSORS = (Tensor(name="a", shape=(CHUNK,), dtype="float32"),)
+LARGE = (Tensor(name="a", shape=(16 * CHUNK,), dtype="float32"),)
 STATUS, DOWNLOAD = "/diloco.v1.Syncer/GetStatus", "/diloco.v1.Bulk/Download"
 UPLOAD = "/diloco.v1.Bulk/Upload"
 DATA, HEADERS, SETTINGS, PING = 0, 1, 4, 6
@@ -87,9 +89,9 @@ def _text(value: str) -> bytes:
 class Served:
     """A real server over a driven syncer, with limits that a test chooses."""
 
-    def __init__(self, **limits: float) -> None:
+    def __init__(self, tensors: tuple[Tensor, ...] = TENSORS, **limits: float) -> None:
         self.syncer = DrivenSyncer(driven_spec(learners={"eu": 12}, fragments=1, interval=1))
-        self.learners = [DrivenLearner(self.syncer, f"eu/{i}", TENSORS) for i in range(12)]
+        self.learners = [DrivenLearner(self.syncer, f"eu/{i}", tensors) for i in range(12)]
         zeros = [np.zeros(f.elements, np.float32) for f in self.learners[0].layout.fragments]
         self.learners[0].initialise(zeros)
         refusals = RefusalLog(self.syncer.record)
@@ -117,10 +119,13 @@ class Served:
         with channel(f"127.0.0.1:{self.port}", tls=None, purpose="control") as wire:
             return SyncerStub(wire).GetStatus(pb.StatusRequest(), timeout=20)
 
-    def download(self, learner: DrivenLearner) -> int:
-        """How many messages an honest learner receives."""
+    def download(self, learner: DrivenLearner, between: Callable[[], object] = lambda: None) -> int:
+        """How many messages an honest learner receives; something happens after the first."""
         with channel(f"127.0.0.1:{self.port}", tls=None, purpose="bulk") as wire:
-            return len(list(wire.unary_stream(DOWNLOAD)(request(learner), timeout=20)))
+            messages = wire.unary_stream(DOWNLOAD)(request(learner), timeout=60)
+            next(messages)
+            between()
+            return 1 + len(list(messages))
 
     def merge(self, learner: DrivenLearner) -> None:
         """One more version."""
@@ -154,8 +159,8 @@ class Answering:
 def serve() -> Iterator[Callable[..., Served]]:
     with contextlib.ExitStack() as stack:
 
-        def begin(**limits: float) -> Served:
-            served = Served(**limits)
+        def begin(*tensors: tuple[Tensor, ...], **limits: float) -> Served:
+            served = Served(*tensors, **limits)
             stack.callback(served.close)
             return served
 
@@ -248,6 +253,42 @@ def test_a_download_that_is_not_read_ends_with_the_next_one_once_its_version_is_
     assert served.download(honest) == 3
     until(lambda: not served.limits._open["eu/3"])
     assert not served.bulk._downloads._open
+
+
+def test_a_download_that_is_read_completes_however_many_merges_it_takes(serve):
+    served = serve(LARGE)
+    slow, trains, honest = served.learners[3:6]
+
+    def merges() -> None:
+        for _ in range(3):
+            served.merge(trains)
+            assert served.download(honest) == 18
+        assert served.limits._open["eu/3"] == 1, "there was more than all buffers between hold"
+
+    assert served.download(slow, merges) == 18
+
+
+@pytest.mark.parametrize(("rate", "may_end"), [(2.0, False), (0.9, True), (0.0, True)])
+def test_an_older_version_stays_for_a_peer_that_reads_as_fast_as_the_slowest_link(
+    serve, rate, may_end
+):
+    served = serve(LARGE)
+    parameters = served.syncer.state.parameters
+    assert parameters is not None
+    source, now = served.learners[3].download(pb.Pull(fragment=0)), 0.0
+    for _ in range(3):
+        for _ in range(4 if rate else 1):
+            frame = source.next_frame(now)
+            assert frame is not None
+            now += len(frame) / (rate * MIN_BYTES_PER_SECOND) if rate else 10.0
+        assert not source.may_end(parameters, now), "the syncer has this version still"
+        if not rate:
+            break
+    for _ in range(2):
+        served.merge(served.learners[4])
+    assert source.may_end(parameters, now) is may_end
+    before = served.learners[5].download(pb.Pull(fragment=0))
+    assert not before.may_end(parameters, now + NEVER), "this one is current"
 
 
 class Passing:
