@@ -130,27 +130,31 @@ class CommandScorer:
 @contextlib.contextmanager
 def _directory() -> Iterator[Path]:
     """A temporary directory. Those that killed evaluators left behind, each with a model, are removed."""
-    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with contextlib.suppress(OSError), _locked(left):  # not locked: nothing uses it
-            shutil.rmtree(left)
-    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, _locked(Path(name)):
+    # Not those that are empty: another evaluator may be about to lock one.
+    for left in {path.parent for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/*")}:
+        with contextlib.suppress(OSError), _opened(left) as fd:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left)  # not locked: nothing uses it
+    with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, _opened(Path(name)) as fd:
+        # Some file systems, such as NFS, lock no directories: there, none is removed.
+        with contextlib.suppress(OSError):
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield Path(name)
 
 
 @contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _opened(directory: Path) -> Iterator[int]:
     """
-    Lock it until the end of this process at the latest.
+    A descriptor, whose lock lasts until the end of this process at the latest.
 
     Raises:
-        OSError: it is locked, another user's, or no directory.
+        OSError: it is another user's, or no directory.
     """
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if os.fstat(fd).st_uid != os.getuid():
             raise PermissionError(f"{directory} belongs to another user")
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        yield fd
     finally:
         os.close(fd)
 

@@ -1,6 +1,7 @@
 """The evaluator: its schedule, the user's command, and an unavailable syncer."""
 
 import dataclasses
+import errno
 import fcntl
 import json
 import math
@@ -139,6 +140,22 @@ def test_what_killed_evaluators_left_behind_is_removed(monkeypatch, tmp_path):
         os.close(used)
     left = {path.parent.name for path in tmp_path.glob("*/model.safetensors")}
     assert left == {"diloco-evaluation-used", "diloco-evaluation-link", "another"}
+
+
+@pytest.mark.parametrize("code", [errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_model_is_scored_where_the_file_system_locks_no_directories(monkeypatch, tmp_path, code):
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert command(tmp_path, "print('{\"loss\": 1}')")(WEIGHTS) == {"loss": 1}
+
+
+def test_a_directory_that_another_evaluator_has_not_locked_yet_stays(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "diloco-evaluation-new").mkdir()
+    assert command(tmp_path, "print('{\"loss\": 1}')")(WEIGHTS) == {"loss": 1}
+    assert (tmp_path / "diloco-evaluation-new").exists()
 
 
 # ---------------------------------------------------------------- a run
