@@ -33,7 +33,7 @@ from diloco_testing.learners.slow_device import (
 from diloco_testing.properties import seeds
 from diloco_worker.core import events as ev
 from diloco_worker.core.ledger import HostCopy
-from diloco_worker.trainer import device_replica, digits
+from diloco_worker.trainer import device_codec, device_replica, digits
 from diloco_worker.trainer.device import CudaDevice
 from diloco_worker.trainer.device_replica import DeviceReplica
 from diloco_worker.trainer.replica import Replica
@@ -151,9 +151,10 @@ def test_a_delta_that_a_device_cannot_encode_is_a_header_with_norms_of_nan(monke
     learner.trainer.close()
 
 
-@pytest.mark.parametrize("why", ["errorFeedback", "no memory"])
+@pytest.mark.parametrize("why", ["errorFeedback", "no memory", "out of memory"])
 def test_deltas_that_a_device_cannot_keep_the_base_of_are_encoded_on_the_host(caplog, why):
     device = SlowDevice(0)
+    device.full = why == "out of memory"
     if why == "no memory":
         plain, rooms = device.empty, [0]
 
@@ -171,6 +172,42 @@ def test_deltas_that_a_device_cannot_keep_the_base_of_are_encoded_on_the_host(ca
     assert line.startswith("DILOCO_ENCODE_ON: deltas are encoded on the host")
     assert why in line
     replica.close()
+
+
+def test_a_device_whose_memory_fills_later_leaves_the_encoding_to_the_host(
+    monkeypatch, tmp_path, caplog
+):
+    spec = dataclasses.replace(SPEC, wire_up="Int4")
+    learner = LateLearner(monkeypatch, tmp_path, seed=3, spec=spec, encode_on="device")
+    replica = learner.trainer._replica
+
+    def train_until(enough) -> None:
+        while not enough():
+            learner.step()
+            if not enough():
+                learner.device.pass_time(40)
+                learner.link.turn()
+
+    train_until(lambda: len(replica._based) == 4)
+    learner.device.full = True
+    monkeypatch.setattr(device_codec, "encode_delta", lambda _, base_N, values_N: values_N.zero_())
+    train_until(lambda: not replica._bases)
+    step = learner.trainer.local_step
+    assert replica._work.busy
+    learner.device.finish()
+    replica.shown(None)
+    copies = [replica.shared.host_copy(p) for p in range(len(replica.layout.fragments))]
+    assert not any(c.format for c in copies if c.local_step == step), "its buffer is overwritten"
+    (line,) = [r.getMessage() for r in caplog.records if "DILOCO_ENCODE_ON" in r.getMessage()]
+    assert line == (
+        "DILOCO_ENCODE_ON: deltas are encoded on the host from now on: CUDA out of memory"
+    )
+    train_until(lambda: learner.trainer.local_step == step + 80)
+    learner.check_uploads()
+    later = [u.header for u in learner.link.uploads if u.header.local_step > step]
+    assert sum(h.format == formats.INT4 for h in later) > 5, "encoded by the host"
+    learner.device.finish()
+    learner.trainer.close()
 
 
 def test_a_fragment_is_offered_one_step_after_its_copy_on_a_fast_device(monkeypatch, tmp_path):
