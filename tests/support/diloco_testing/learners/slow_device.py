@@ -99,7 +99,7 @@ class SlowDevice:
     def __init__(self, seed: int, *, registers: bool = True, pins: bool = True) -> None:
         self.no_waiting = NoWaiting()
         self.full = False
-        """Work before copies ends for lack of memory, after it has given the device something to do."""
+        """Work before copies ends because memory ran out, after it has given the device something to do."""
         self.copied_bytes = 0
         self.registered = 0
         self._random = random.Random(seed)
