@@ -53,7 +53,15 @@ class Items(torch.utils.data.IterableDataset):
 def train(model, tmp_path):
     """Trains with these arguments; returns the Trainer and the rates."""
 
-    def run(callback, *, optimizers=(None, None), train_dataset=None, **changes):
+    def run(
+        callback,
+        *,
+        optimizers=(None, None),
+        train_dataset=None,
+        kind="Trainer",
+        model=model,
+        **changes,
+    ):
         options = {
             "output_dir": str(tmp_path), "per_device_train_batch_size": BATCH, "learning_rate": 1.0,
             "lr_scheduler_type": "linear", "save_strategy": "no", "report_to": "none", "use_cpu": True,
@@ -62,9 +70,10 @@ def train(model, tmp_path):
         ids = torch.arange(CONTEXT)
         data = [{"input_ids": ids, "labels": ids} for _ in range(10)]
         rates = Rates()
-        trainer = transformers.Trainer(
+        arguments = getattr(transformers, kind.replace("Trainer", "TrainingArguments"))
+        trainer = getattr(transformers, kind)(
             model,
-            transformers.TrainingArguments(**options),
+            arguments(**options),
             train_dataset=data if train_dataset is None else train_dataset,
             eval_dataset=data[:3],
             callbacks=[callback, rates],
@@ -81,6 +90,21 @@ def test_the_job_ends_training_and_not_max_steps_or_epochs(train, monkeypatch):
     trainer, _ = train(DiLoCoCallback(), max_steps=3)
     assert (job.local_step, trainer.state.global_step, job.closed) == (12, 12, True)
     assert trainer.state.max_steps == 100, "what a progress bar shows as the end"
+
+
+def test_a_trainer_of_sequences_to_sequences_generates_at_its_evaluations(train, monkeypatch):
+    size = {"vocab_size": 16, "d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2}
+    model = transformers.T5ForConditionalGeneration(
+        transformers.T5Config(**size, decoder_start_token_id=0)
+    )
+    job = Rejoined(at=40, steps=4).join(monkeypatch)
+    options = {"eval_strategy": "steps", "eval_steps": 2, "predict_with_generate": True}
+    trainer, rates = train(DiLoCoCallback(), kind="Seq2SeqTrainer", model=model, **options)
+    assert (job.local_step, job.closed) == (4, True)
+    assert set(job.tokens) <= {BATCH * CONTEXT, 2 * CONTEXT}, "those that are trained on"
+    assert rates == pytest.approx([(100 - t) / 100 for t in range(40, 44)])
+    scored = [line["step"] for line in trainer.state.log_history if "eval_loss" in line]
+    assert scored == [2, 4]
 
 
 @pytest.mark.timeout(200)

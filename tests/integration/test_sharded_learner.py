@@ -113,19 +113,29 @@ def test_sigterm_for_one_rank_ends_all_at_the_same_step_and_one_process_continue
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_ranks_with_different_models_end_with_the_difference(tmp_path):
+@pytest.mark.parametrize(
+    ("how", "difference"),
+    [
+        (
+            "other",
+            "compared with the model of rank 0, in that of rank 1 parameter 4.bias is missing",
+        ),
+        (
+            "other mesh",
+            "0.bias is a DTensor with placements (S(0)) on a mesh of [2] in rank 0, and a DTensor with placements "
+            "(R, S(0)) on a mesh of [1, 2] in rank 1",
+        ),
+    ],
+)
+def test_ranks_with_different_models_or_meshes_end_with_the_difference(tmp_path, how, difference):
     spec = make_spec(learners={"eu": 1}, steps=100, fragments=4, interval=4)
     with (
         RealSyncer(tmp_path / "syncer", spec) as syncer,
-        Ranks(tmp_path, syncer, "other", 2) as ranks,
+        Ranks(tmp_path, syncer, how, 2) as ranks,
     ):
         for code, error in ranks.ended():
             assert code == 78, error
-            assert (
-                "the ranks of this learner do not fit together: compared with the model of rank 0"
-                in error
-            )
-            assert "parameter 4.bias is missing" in error
+            assert f"the ranks of this learner do not fit together: {difference}" in error
         assert syncer.events("join") == []
 
 
@@ -228,7 +238,7 @@ def test_replicas_stay_equal_when_link_and_syncer_are_killed_and_the_syncer_lose
 @pytest.mark.parametrize(("how", "size"), REPLICAS)
 def test_replicas_are_equal_after_a_killed_rank_and_a_restart(tmp_path, how, size):
     spec = make_spec(
-        learners={"eu": 1}, steps=100, fragments=4, interval=4,
+        learners={"eu": 1}, steps=200, fragments=4, interval=4,
         learner_checkpoint=Checkpoint(every_steps=4, keep=2),
     )  # fmt: skip
     with RealSyncer(tmp_path / "syncer", spec) as syncer:

@@ -17,174 +17,28 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import nn
 
 from diloco.codec import formats
 from diloco.model import integers
-from diloco.spec import RunSpec
 from diloco.v1 import bulk_pb2 as bulk
-from diloco_testing.learners.link_in_process import IDENTITY, LinkInProcess
+from diloco_testing.learners.late_learner import SPEC, LateLearner, Net
+from diloco_testing.learners.link_in_process import IDENTITY
 from diloco_testing.learners.slow_device import (
     NoWaiting,
     SlowDevice,
     WaitedError,
     garbage,
     on_device,
-    to_device,
 )
 from diloco_testing.properties import seeds
-from diloco_worker import joined
 from diloco_worker.core import events as ev
 from diloco_worker.core.ledger import HostCopy
-from diloco_worker.joined import JoinedTrainer
-from diloco_worker.settings import from_env
-from diloco_worker.trainer import device_replica, digits
+from diloco_worker.trainer import device_codec, device_replica, digits
 from diloco_worker.trainer.device import CudaDevice
 from diloco_worker.trainer.device_replica import DeviceReplica
 from diloco_worker.trainer.replica import Replica
 
 STEPS = 400
-SPEC = RunSpec(
-    job="j", steps=10**6, fragments=5, interval=5, overlap=1, learners={"eu": 1}, wire_up="FP32", wire_down="FP32",
-    moving_buffers=("norm.*",),
-)  # fmt: skip
-
-
-class Net(nn.Module):
-    """Of every kind of tensor: fp32, bf16, odd sizes, running statistics, an integer that counts."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layers = nn.ModuleList([nn.Linear(31, 17) for _ in range(4)])
-        self.narrow = nn.Parameter(torch.randn(129, dtype=torch.bfloat16))
-        self.turned = nn.Parameter(torch.randn(6, 40).t())
-        self.norm = nn.BatchNorm1d(7)
-
-
-def update(model: nn.Module, step: int) -> None:
-    """As an optimizer and a forward pass: every tensor changes in place."""
-    with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            parameter.mul_(0.99).add_(0.01 * ((step * 7 + number) % 11) - 0.03)
-        model.norm.running_mean.add_(0.5)
-        model.norm.num_batches_tracked.add_(1)
-
-
-class Learner:
-    """A real trainer on a slow device, and a model that does the same at once."""
-
-    def __init__(
-        self, monkeypatch, tmp_path, *, seed: int, registers: bool = True, spec: RunSpec = SPEC,
-        encode_on: str = "host",
-    ) -> None:  # fmt: skip
-        self.spec = spec
-        self.device = SlowDevice(seed, registers=registers)
-        self.model, self.shadow = Net(), Net()
-        to_device(self.model)
-        self.history: dict[tuple[int, int], np.ndarray] = {}
-        """By (fragment, local step), what its parameters were."""
-        self.applied_at: dict[tuple[int, int], int] = {}
-        """By (fragment, generation), the local step in which the shadow got a result."""
-        self.restored = 0
-        """Whole fragments of which a device had encoded the delta."""
-        self.based: dict[tuple[int, int], np.ndarray] = {}
-        """By (fragment, generation), the base of deltas after it."""
-        self.bases: dict[tuple[int, tuple[int, int]], np.ndarray] = {}
-        (tmp_path / "spec.json").write_text(spec.to_json())
-        for name, value in {
-            "JOB": "j", "LEARNER": "eu/0", "SYNCER": "127.0.0.1:1", "SPEC": str(tmp_path / "spec.json"),
-            "ENCODE_ON": encode_on,
-        }.items():  # fmt: skip
-            monkeypatch.setenv(f"DILOCO_{name}", value)
-        monkeypatch.setattr(
-            joined,
-            "replica_of",
-            lambda model, spec, **how: DeviceReplica(model, spec, self.device, **how),
-        )
-        links: list[LinkInProcess] = []
-
-        def link(shared) -> LinkInProcess:
-            forgets = 0.1 if encode_on == "device" else 0.0
-            links.append(LinkInProcess(shared, spec, seed, forgets=forgets))
-            return links[0]
-
-        monkeypatch.setattr(joined, "LinkProcess", link)
-        monkeypatch.setattr(joined, "Termination", _NoSignals)
-        self.trainer = JoinedTrainer(from_env(), self.model, [], connect_timeout_seconds=9)
-        (self.link,) = links
-        self.plain = Replica(self.shadow, spec)
-        for fragment in range(len(self.plain.layout.fragments)):
-            self._apply_to_shadow(fragment)
-
-    def step(self, *, waits: bool = False) -> None:
-        step = self.trainer.local_step + 1
-        self.device.train(lambda: update(self.model, step))
-        update(self.shadow, step)
-        for fragment in range(len(self.plain.layout.fragments)):
-            self.plain._copier.copy_out(fragment)
-            self.history[fragment, step] = self.plain.shared.host(fragment).copy()
-        before = [*self.trainer._core.applied]
-        if waits:
-            self.device.finish_training()  # what a blocking copy does
-        with self.device.no_waiting:
-            with self.device.unguarded() if waits else contextlib.nullcontext():
-                self.trainer.step(tokens=10)
-        for fragment, generation in enumerate(self.trainer._core.applied):
-            if generation != before[fragment]:
-                assert generation == before[fragment] + 1
-                self._apply_to_shadow(fragment)
-
-    def _apply_to_shadow(self, fragment: int) -> None:
-        generation = self.trainer._core.applied[fragment]
-        self.applied_at[fragment, generation] = self.trainer.local_step
-        inbox_N = self.plain.shared.inbox(fragment)
-        inbox_N[:] = self.link.results[fragment, generation]
-        self.plain.apply(fragment)
-        version = self.trainer._core.ledger.versions[fragment]
-        self.bases[fragment, version] = inbox_N.copy()  # with its rounding
-        self.based[fragment, generation] = self.bases[fragment, version]
-
-    def base_at(self, fragment: int, step: int) -> np.ndarray:
-        """What the fragment had received last before a step."""
-        generation = max(g for (p, g), at in self.applied_at.items() if p == fragment and at < step)
-        return self.based[fragment, generation]
-
-    def check_uploads(self) -> None:
-        """Each upload is of the parameters at the step in its header, against the version in it."""
-        for upload in self.link.uploads:
-            header = upload.header
-            expected_N = self.history[header.fragment, header.local_step]
-            if header.content == bulk.DELTA:
-                base = header.base.epoch, header.base.step
-                expected_N = self.bases[header.fragment, base] - expected_N
-            payload = np.empty(formats.encoded_bytes(header.format, expected_N.size), np.uint8)
-            formats.encode(header.format, expected_N, payload)
-            assert not garbage(upload.values_N)
-            if header.content == bulk.DELTA or np.array_equal(upload.values_N, expected_N):
-                assert upload.payload == payload.tobytes(), header
-            else:  # a device encoded it
-                self.restored += 1
-                fmt = formats.format_of(self.spec.wire_up)
-                base_N = self.base_at(header.fragment, header.local_step)
-                delta_N = base_N - expected_N
-                formats.encode(fmt, delta_N, payload)
-                formats.decode(fmt, payload[: formats.encoded_bytes(fmt, delta_N.size)], delta_N)
-                assert np.array_equal(upload.values_N, base_N - delta_N), header
-            applied = [
-                at
-                for (p, _), at in self.applied_at.items()
-                if p == header.fragment and at < header.local_step
-            ]
-            assert header.steps == header.local_step - max(applied)
-            assert header.tokens == 10 * header.steps
-
-
-class _NoSignals:
-    received = False
-
-    def restore(self) -> None:
-        pass
 
 
 def train(learner, chance):
@@ -208,7 +62,7 @@ def train(learner, chance):
 def test_over_hundreds_of_steps_uploads_are_whole_and_no_result_is_lost_or_mixed(
     monkeypatch, tmp_path, seed, registers
 ):
-    learner = Learner(monkeypatch, tmp_path, seed=seed, registers=registers)
+    learner = LateLearner(monkeypatch, tmp_path, seed=seed, registers=registers)
     train(learner, random.Random(seed))
     # Nothing was held up for good.
     assert len(learner.link.uploads) > STEPS / 12
@@ -228,7 +82,7 @@ def test_deltas_encoded_on_a_device_have_the_bytes_of_the_host(
     monkeypatch, tmp_path, wire, registers
 ):
     spec, seed = dataclasses.replace(SPEC, wire_up=wire), 3
-    learner = Learner(
+    learner = LateLearner(
         monkeypatch, tmp_path, seed=seed, registers=registers, spec=spec, encode_on="device"
     )
     train(learner, random.Random(seed))
@@ -244,7 +98,7 @@ def test_deltas_encoded_on_a_device_have_the_bytes_of_the_host(
 def test_deltas_that_a_device_encodes_are_fewer_bytes_to_copy(monkeypatch, tmp_path):
     spec, copied = dataclasses.replace(SPEC, wire_up="Int4"), {}
     for encode_on in ("host", "device"):
-        learner = Learner(monkeypatch, tmp_path, seed=0, spec=spec, encode_on=encode_on)
+        learner = LateLearner(monkeypatch, tmp_path, seed=0, spec=spec, encode_on=encode_on)
         copies = []
         real = learner.device.copy
 
@@ -267,7 +121,7 @@ def test_deltas_that_a_device_encodes_are_fewer_bytes_to_copy(monkeypatch, tmp_p
 
 def test_a_delta_that_a_device_cannot_encode_is_a_header_with_norms_of_nan(monkeypatch, tmp_path):
     spec = dataclasses.replace(SPEC, wire_up="Int8")
-    learner = Learner(monkeypatch, tmp_path, seed=0, spec=spec, encode_on="device")
+    learner = LateLearner(monkeypatch, tmp_path, seed=0, spec=spec, encode_on="device")
     replica = learner.trainer._replica
     for _ in range(4):
         learner.step()
@@ -297,9 +151,10 @@ def test_a_delta_that_a_device_cannot_encode_is_a_header_with_norms_of_nan(monke
     learner.trainer.close()
 
 
-@pytest.mark.parametrize("why", ["errorFeedback", "no memory"])
+@pytest.mark.parametrize("why", ["errorFeedback", "no memory", "out of memory"])
 def test_deltas_that_a_device_cannot_keep_the_base_of_are_encoded_on_the_host(caplog, why):
     device = SlowDevice(0)
+    device.full = why == "out of memory"
     if why == "no memory":
         plain, rooms = device.empty, [0]
 
@@ -319,8 +174,44 @@ def test_deltas_that_a_device_cannot_keep_the_base_of_are_encoded_on_the_host(ca
     replica.close()
 
 
+def test_a_device_whose_memory_fills_later_leaves_the_encoding_to_the_host(
+    monkeypatch, tmp_path, caplog
+):
+    spec = dataclasses.replace(SPEC, wire_up="Int4")
+    learner = LateLearner(monkeypatch, tmp_path, seed=3, spec=spec, encode_on="device")
+    replica = learner.trainer._replica
+
+    def train_until(enough) -> None:
+        while not enough():
+            learner.step()
+            if not enough():
+                learner.device.pass_time(40)
+                learner.link.turn()
+
+    train_until(lambda: len(replica._based) == 4)
+    learner.device.full = True
+    monkeypatch.setattr(device_codec, "encode_delta", lambda _, base_N, values_N: values_N.zero_())
+    train_until(lambda: not replica._bases)
+    step = learner.trainer.local_step
+    assert replica._work.busy
+    learner.device.finish()
+    replica.shown(None)
+    copies = [replica.shared.host_copy(p) for p in range(len(replica.layout.fragments))]
+    assert not any(c.format for c in copies if c.local_step == step), "its buffer is overwritten"
+    (line,) = [r.getMessage() for r in caplog.records if "DILOCO_ENCODE_ON" in r.getMessage()]
+    assert line == (
+        "DILOCO_ENCODE_ON: deltas are encoded on the host from now on: CUDA out of memory"
+    )
+    train_until(lambda: learner.trainer.local_step == step + 80)
+    learner.check_uploads()
+    later = [u.header for u in learner.link.uploads if u.header.local_step > step]
+    assert sum(h.format == formats.INT4 for h in later) > 5, "encoded by the host"
+    learner.device.finish()
+    learner.trainer.close()
+
+
 def test_a_fragment_is_offered_one_step_after_its_copy_on_a_fast_device(monkeypatch, tmp_path):
-    learner = Learner(monkeypatch, tmp_path, seed=0)
+    learner = LateLearner(monkeypatch, tmp_path, seed=0)
     learner.link._random.random = lambda: (
         0.6
     )  # every state arrives, no read is long, a pull in each step
@@ -336,7 +227,7 @@ def test_a_fragment_is_offered_one_step_after_its_copy_on_a_fast_device(monkeypa
 
 
 def test_a_slow_device_delays_reports_and_stops_no_step(monkeypatch, tmp_path):
-    learner = Learner(monkeypatch, tmp_path, seed=1)
+    learner = LateLearner(monkeypatch, tmp_path, seed=1)
     learner.step()
     learner.link.turn()
     for _ in range(20):
@@ -357,7 +248,7 @@ def test_a_slow_device_delays_reports_and_stops_no_step(monkeypatch, tmp_path):
 def test_a_whole_model_that_is_requested_while_copies_are_under_way_is_of_one_later_step(
     monkeypatch, tmp_path
 ):
-    learner = Learner(monkeypatch, tmp_path, seed=2)
+    learner = LateLearner(monkeypatch, tmp_path, seed=2)
     for _ in range(12):
         learner.step()
         learner.device.pass_time(40)
@@ -387,7 +278,7 @@ def test_a_whole_model_that_is_requested_while_copies_are_under_way_is_of_one_la
 
 
 def test_the_first_step_of_a_process_is_reported_when_it_is_over(monkeypatch, tmp_path):
-    learner = Learner(monkeypatch, tmp_path, seed=1)
+    learner = LateLearner(monkeypatch, tmp_path, seed=1)
     offered = []
     monkeypatch.setattr(learner.link, "offer", offered.append)
     for _ in range(3):
@@ -400,7 +291,7 @@ def test_the_first_step_of_a_process_is_reported_when_it_is_over(monkeypatch, tm
 
 
 def test_the_whole_model_is_not_copied_while_copies_are_under_way(monkeypatch, tmp_path):
-    learner = Learner(monkeypatch, tmp_path, seed=2)
+    learner = LateLearner(monkeypatch, tmp_path, seed=2)
     replica = learner.trainer._replica
     while not replica._work.busy:
         learner.step()

@@ -90,6 +90,46 @@ def test_parameters_that_share_memory_are_a_single_tensor():
     ]
 
 
+def views(*parts: torch.Tensor) -> nn.Module:
+    return nn.ParameterList(nn.Parameter(part) for part in parts)
+
+
+SHARED = torch.zeros(6, 4)
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (SHARED, SHARED.t()),
+        (SHARED, SHARED[2:3]),
+        (SHARED[:, :3], SHARED[:, 2:]),
+        (SHARED, SHARED.view(torch.bfloat16)),
+    ],
+    ids=["transposed", "rows", "columns", "dtypes"],
+)
+def test_parameters_that_share_a_part_of_their_values_are_refused(parts):
+    with pytest.raises(ConfigError, match="0 and 1 have values in common in memory"):
+        describe(views(*parts))
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [(SHARED[:2], SHARED[2:]), (SHARED[:, :2], SHARED[:, 2:]), (SHARED[::2], SHARED[1::2])],
+    ids=["rows", "columns", "alternate rows"],
+)
+def test_parameters_that_are_different_parts_of_one_memory_are_accepted(parts):
+    assert len(describe(views(*parts)).trained) == 2
+
+
+def test_a_trained_part_of_a_frozen_parameter_is_refused_and_a_frozen_part_of_another_is_not():
+    model = nn.ModuleDict({"base": views(SHARED, SHARED[4:]), "head": nn.Linear(2, 2)})
+    model["base"][0].requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"base.0 and base.1 have values in common"):
+        describe(model)
+    model["base"][1].requires_grad_(False)
+    assert len(describe(model).frozen) == 2
+
+
 @pytest.mark.slow
 def test_a_compiled_model_has_the_tensor_names_of_the_original():
     assert [n.info.name for n in describe(torch.compile(nn.Linear(2, 2))).trained] == [
@@ -237,6 +277,16 @@ def test_shards_have_the_layout_of_the_whole_model_and_only_ties_that_exist(monk
         assert sum(len(info.aliases) for info in plain) == 1
     finally:
         dist.destroy_process_group()
+
+
+def test_frozen_subclasses_of_tensor_of_the_same_shape_are_not_taken_for_one():
+    """A quantized base: such a tensor has no memory of its own, and its `data_ptr` is 0."""
+    model = nn.Linear(2, 2)
+    for name in ("first", "second"):
+        quantized = TwoTensor(torch.randn(2, 2), torch.randn(2, 2))
+        model.register_parameter(name, nn.Parameter(quantized, requires_grad=False))
+    frozen = describe(model).frozen
+    assert [(n.info.name, n.info.aliases) for n in frozen] == [("first", ()), ("second", ())]
 
 
 def test_a_trained_subclass_of_tensor_that_is_not_known_is_refused():

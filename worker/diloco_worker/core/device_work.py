@@ -127,6 +127,10 @@ class DeviceWork:
         """The host copies of the open boundary."""
         return tuple(self._copies)
 
+    def lost(self, out: Outgoing) -> None:
+        """This host copy of the boundary that is under way is not made."""
+        self._copies.remove(out)
+
     def idle(self, announced: Sequence[int], fragment: int) -> list[int]:
         """Fragments that are not announced, and whose host copy occupies a place that another one fits in."""
         rooms, elements = (0, *self._rooms.spares), self._fragments[fragment]

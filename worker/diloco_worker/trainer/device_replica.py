@@ -115,6 +115,8 @@ class DeviceReplica(Replica):
         """By fragment, on the device, what its parameters received last, if deltas are encoded there."""
         self._based: set[int] = set()
         """Fragments whose base is that of the next delta; the others are copied in fp32."""
+        self._old_bases: Sequence[torch.Tensor] = ()
+        """No longer needed, but the device may read them until the event of this boundary."""
         self._rounded: list[Incoming] = []
         """Results whose rounding goes back to the inbox at this boundary."""
         self._pinned_out: list[torch.Tensor] = []
@@ -152,7 +154,11 @@ class DeviceReplica(Replica):
         )  # fmt: skip
 
     def _reserve_bases(self, *, error_feedback: bool) -> None:
-        """Memory for the bases of deltas, unless these are encoded on the host."""
+        """
+        Memory for the bases of deltas, unless these are encoded on the host.
+
+        Each is encoded once, so that the allocator has memory for that as well, and keeps it while there is enough.
+        """
         encoded = [p for p, fmt in enumerate(self._formats) if fmt != formats.FP32]
         if error_feedback and encoded:
             log.warning(
@@ -163,9 +169,24 @@ class DeviceReplica(Replica):
             for fragment in encoded:
                 elements = self.layout.fragments[fragment].elements
                 self._bases[fragment] = self._device.empty(elements)
+            self._device.after_training()
+            for fragment, base_N in self._bases.items():
+                self._encode(fragment, self._out[0][: base_N.numel()])
         except RuntimeError as error:
-            self._bases.clear()
-            log.warning("DILOCO_ENCODE_ON: deltas are encoded on the host: %s", error)
+            self._encode_on_host(error)
+        self._device.record().wait()
+        self._old_bases = ()
+
+    def _encode(self, fragment: int, buffer_N: torch.Tensor) -> None:
+        encode = device_codec.encode_delta
+        work = partial(encode, self._formats[fragment], self._bases[fragment], buffer_N)
+        self._device.before_copies(work)
+
+    def _encode_on_host(self, why: RuntimeError) -> None:
+        """For good: the memory that the device lacked may be lacking again in any step."""
+        self._old_bases, self._bases = [*self._bases.values()], {}
+        self._based.clear()
+        log.warning("DILOCO_ENCODE_ON: deltas are encoded on the host from now on: %s", why)
 
     # ------------------------------------------------------------ what trainer and link know of each other
 
@@ -198,9 +219,9 @@ class DeviceReplica(Replica):
         device.after_training()
         for out in copies:
             buffer_N = self._buffer(out)
-            if fmt := out.copy.format:
-                base_N = self._bases[out.fragment]
-                device.before_copies(partial(device_codec.encode_delta, fmt, base_N, buffer_N))
+            if out.copy.format and not self._try_to_encode(out, buffer_N):
+                self._work.lost(out)
+                continue
             source, target = buffer_N.view(torch.uint8), self._host_out(out).view(torch.uint8)
             size_bytes = self._bytes(out)
             device.copy(source[:size_bytes], target[:size_bytes])
@@ -212,6 +233,17 @@ class DeviceReplica(Replica):
                 target.numpy()[:] = self.shared.inbox(result.fragment)
             device.copy(target, self._buffer(result))
         self._event = device.record()
+
+    def _try_to_encode(self, out: Outgoing, buffer_N: torch.Tensor) -> bool:
+        """False: the device has no memory for it, and the buffer may hold neither values nor payloads."""
+        if out.fragment not in self._bases:  # of a boundary at which another one was not encoded
+            return False
+        try:
+            self._encode(out.fragment, buffer_N)
+        except RuntimeError as error:
+            self._encode_on_host(error)
+            return False
+        return True
 
     def _settle(self) -> None:
         """The copies of the last boundary are complete: the link can read them."""
@@ -230,7 +262,7 @@ class DeviceReplica(Replica):
         if self._pinned_in:
             for result in self._rounded:
                 np.copyto(self.shared.inbox(result.fragment), self._host_in(result).numpy())
-        self._rounded, self._event = [], None
+        self._rounded, self._event, self._old_bases = [], None, ()
         self._work.settle(installed)
 
     # ------------------------------------------------------------ fragments

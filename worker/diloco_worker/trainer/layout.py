@@ -26,6 +26,7 @@ from diloco.model import tensorfile
 from diloco.model.fragments import Fragment, Layout, Slot, Tensor
 from diloco_worker.core.shard_slices import Box, whole
 from diloco_worker.trainer import digits
+from diloco_worker.trainer.overlaps import overlapping
 from diloco_worker.trainer.wrappers import bare, distinct, plain_names
 
 F32 = npt.NDArray[np.float32]
@@ -166,7 +167,7 @@ def describe(
         )
         fixed = changing if moves else buffers if buffer else frozen
         (trained if tensor.requires_grad else fixed).append(Named(tensor=tensor, info=info))
-    _check(trained, changing, [*frozen, *buffers])
+    _check(trained, changing, frozen, buffers)
     return ModelTensors(
         trained=_by_name(trained),
         frozen=_by_name(frozen),
@@ -285,7 +286,7 @@ def memory_key(tensor: torch.Tensor) -> object:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    if is_lazy(tensor) or _kind(tensor):
+    if is_lazy(tensor) or _kind(tensor) or is_traceable_wrapper_subclass(tensor):
         return False
     return tensor.device.type != "meta" and tensor.numel() > 0
 
@@ -342,7 +343,9 @@ def _check_kind(name: str, tensor: torch.Tensor, *, sharded: bool) -> None:
 _COMPLEX = ": train torch.view_as_real of it, and call torch.view_as_complex in forward"
 
 
-def _check(trained: list[Named], moving: list[Named], others: list[Named]) -> None:
+def _check(
+    trained: list[Named], moving: list[Named], frozen: list[Named], buffers: list[Named]
+) -> None:
     if not trained:
         raise ConfigError(
             "the model has no parameter that requires a gradient; there is nothing to train"
@@ -355,7 +358,7 @@ def _check(trained: list[Named], moving: list[Named], others: list[Named]) -> No
     ]
     problems += [
         f"{n.info.name} is on the meta device; materialize it before Learner.connect"
-        for n in (*trained, *moving, *others)
+        for n in (*trained, *moving, *frozen, *buffers)
         if n.tensor.device.type == "meta"
     ]
     problems += [
@@ -369,6 +372,14 @@ def _check(trained: list[Named], moving: list[Named], others: list[Named]) -> No
         f"{MAX_INTEGERS} are supported; leave it out of spec.sync.movingBuffers"
         for n in moving
         if n.info.newest and n.info.elements > MAX_INTEGERS
+    ]
+    merged = {n.info.name for n in (*trained, *moving)}
+    held = ((n.info.name, local(n.tensor)) for n in (*trained, *moving, *frozen))
+    problems += [
+        f"{a} and {b} have values in common in memory, but are not one parameter; expected a copy, or the same "
+        "parameter in both places, transposed in forward if need be"
+        for a, b in overlapping((name, tensor) for name, tensor in held if _has_memory(tensor))
+        if a in merged or b in merged
     ]
     if problems:
         raise ConfigError("model: " + "; ".join(problems))

@@ -117,7 +117,9 @@ def wrapped(model: nn.Sequential, how: str, size: int) -> tuple[nn.Module, int, 
         return DistributedDataParallel(model), rank, size
     if how in ("plain", "other", "own experts"):  # gradients are averaged by hand
         return model, rank, size
-    if how in ("fsdp", "absent"):
+    if how == "other mesh" and rank == 1:
+        mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("replicate", "shard"))
+    elif how in ("fsdp", "absent", "other mesh"):
         mesh = init_device_mesh("cpu", (size,))
     elif how == "hsdp":
         mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("replicate", "shard"))

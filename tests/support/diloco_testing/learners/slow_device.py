@@ -98,6 +98,8 @@ class SlowDevice:
 
     def __init__(self, seed: int, *, registers: bool = True, pins: bool = True) -> None:
         self.no_waiting = NoWaiting()
+        self.full = False
+        """Work before copies ends because memory ran out, after it has given the device something to do."""
         self.copied_bytes = 0
         self.registered = 0
         self._random = random.Random(seed)
@@ -131,6 +133,8 @@ class SlowDevice:
 
     def before_copies(self, work: Callable[[], None]) -> None:
         self._copies.give(self._guarded(work))
+        if self.full:
+            raise torch.OutOfMemoryError("CUDA out of memory")
 
     def _guarded(self, work: Callable[[], None]) -> Callable[[], bool]:
         def do() -> bool:
