@@ -15,6 +15,8 @@ _BAR = re.compile(
     r"(?<![^\r\n])[^\r\n]{0,200}?(\d%\|[^|\r\n]{0,300}\||\dit) [^\r\n\[]{0,40}\[\d+:\d\d[^\]\r\n]{0,200}\]"
 )
 """Of tqdm, with and without a known end, and what is before it in the line; bounded, for lines of any length."""
+_ESCAPE = re.compile(r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]")
+"""Of a terminal, such as a color, or the way up to the bar that contains this one."""
 _BANNER = "ChildFailedError"
 _CODE_OF_TORCHRUN = 1
 _FAILED = re.compile(r"failed \(exitcode: ")
@@ -36,7 +38,7 @@ def cause_of(text: str) -> str:
     >>> cause_of("started\\nNo such file\\n")
     'No such file'
     """
-    text = _BAR.sub("", text)
+    text = _BAR.sub("", _ESCAPE.sub("", text))
     lines = [line.rstrip() for line in text.split("\n") if line.strip()]
     if not lines:
         return ""

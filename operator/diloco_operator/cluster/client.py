@@ -269,6 +269,8 @@ class Cluster:
                 final=409,
             )
         except ApiError as error:
+            if isinstance(error, NotLeaderError) or error.status == 401:
+                raise  # no later request of this process can succeed
             # The status was written, so that its Events are due. The next write tries it again.
             log.warning("cannot remove obsolete fields of the status: %s", error)
 

@@ -20,6 +20,8 @@ from kubernetes.client import Configuration
 
 from diloco_operator.cluster.client import JOB_LABEL, PAGE, ApiError, Cluster, Json
 from diloco_operator.cluster.kinds import CHILD_KINDS, KINDS
+from diloco_operator.resources.queue_labels import KUEUE_QUEUE, POD_GROUPS, VOLCANO_QUEUE
+from diloco_operator.state.job_state import LOST_VOLUME
 from diloco_operator.watch.health import Health
 from diloco_operator.workqueue import Key, WorkQueue
 
@@ -30,6 +32,8 @@ CHILD_PAUSE_SECONDS = 0.3
 LOGIN_SECONDS = 600.0
 """kopf logs in again after this time; a projected token is valid for an hour or more."""
 HEARTBEAT_SECONDS = 5.0
+URGENT = frozenset({KUEUE_QUEUE, POD_GROUPS, VOLCANO_QUEUE, LOST_VOLUME})
+"""Labels and annotations by which a person corrects a job that fails: a change resets its back-off."""
 _BACKOFFS = (1, 2, 3, 5, 8, 13)
 
 
@@ -150,30 +154,42 @@ def _startup(health: Health) -> Any:
 
 
 def _job(queue: WorkQueue, health: Health) -> Any:
-    seen: dict[str, tuple[int, int]] = {}
+    seen: dict[str, tuple[tuple[int, int], int]] = {}
 
     async def job(event: Any, namespace: str, name: str, **_: Any) -> None:
         metadata = event["object"]["metadata"]
         uid, generation = metadata["uid"], metadata.get("generation", 0)
         health.delivered(uid, generation, namespace)
-        # Neither a label nor an annotation changes the generation: the queue, what children inherit, a
-        # lost volume that is acknowledged.
-        version = generation, _digest(metadata.get("labels"), metadata.get("annotations"))
-        changed = event["type"] == "DELETED" or seen.get(uid) != version
+        # Neither a label nor an annotation changes the generation. Those that a person sets to correct a
+        # job are urgent; others may be rewritten every few seconds by a controller.
+        urgent, other = _digests(metadata)
+        version = (generation, urgent), other
+        before = seen.get(uid)
         if event["type"] == "DELETED":
             seen.pop(uid, None)
+            before = None
         else:
             seen[uid] = version
         # Other changes are those of the status, which the operator itself writes.
-        if changed:
+        if before is None or before[0] != version[0]:
             queue.add(Key(namespace, name), urgent=True)
+        elif before != version:
+            queue.add(Key(namespace, name), CHILD_PAUSE_SECONDS)
 
     return job
 
 
-def _digest(*metadata: Mapping[str, str] | None) -> int:
-    """For comparison in this process: with thousands of jobs, their annotations are too large to keep."""
-    return hash(tuple(frozenset((part or {}).items()) for part in metadata))
+def _digests(metadata: Mapping[str, Any]) -> tuple[int, int]:
+    """
+    Of the labels and annotations by which a person corrects a job, and of the others.
+
+    For comparison in this process: with thousands of jobs, their annotations are too large to keep.
+    """
+    urgent, other = set(), set()
+    for kind in ("labels", "annotations"):
+        for name, value in (metadata.get(kind) or {}).items():
+            (urgent if name in URGENT else other).add((kind, name, value))
+    return hash(frozenset(urgent)), hash(frozenset(other))
 
 
 def _child(queue: WorkQueue, kind: str, saw: Callable[[Json, str], object]) -> Any:

@@ -59,6 +59,8 @@ def test_the_cause_is_the_last_line_of_an_ordinary_program():
         "\r17it [100:00:00, 3.62s/it]",
         "\rEpoch 3:  12%|█▎   | 5/40 [00:01<00:09,  3.62it/s, v_num=0]\rEpoch 3:  15%|█▌   | 6/40 [00:01<00:09]",
         "\r17it [01:00,  3.53s/it]",
+        "\router:  0%|   | 0/2 [00:00<?, ?it/s]\n\rinner: 12%|█▎   | 5/40 [00:01<00:09,  3.62it/s]\x1b[A",
+        "\r 12%|\x1b[32m█▎   \x1b[0m| 5/40 [00:01<00:09,  3.62it/s]",
     ],
 )
 def test_a_progress_bar_after_a_traceback_is_not_the_cause(bar):

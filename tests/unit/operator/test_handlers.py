@@ -82,7 +82,7 @@ def test_no_handler_needs_a_finalizer_or_keeps_state_in_the_cluster():
         ("labels", "team"),  # children may inherit it
     ],
 )
-async def test_a_label_or_an_annotation_is_handled_at_once_and_a_status_is_not(kind, key):
+async def test_a_label_or_an_annotation_is_handled_and_a_status_is_not(kind, key):
     queue = WorkQueue(lambda key: None, threads=0)
     added = []
     queue.add = lambda key, *_, **__: added.append(key)
@@ -96,6 +96,33 @@ async def test_a_label_or_an_annotation_is_handled_at_once_and_a_status_is_not(k
         metadata["resourceVersion"] = str(count)
         await handle(event=event, namespace="ns", name="a")
         assert len(added) == count
+
+
+async def test_only_what_may_correct_a_job_resets_its_back_off():
+    queue = WorkQueue(lambda key: None, threads=0)
+    added = []
+    queue.add = lambda key, after_seconds=0.0, *, urgent=False: added.append((after_seconds, urgent))
+    handle = handlers._job(queue, Health(queue))
+    metadata = {"uid": "1", "generation": 1, "annotations": {}, "labels": {}}
+    event = {"type": "MODIFIED", "object": {"metadata": metadata}}
+
+    async def seen():
+        await handle(event=event, namespace="ns", name="a")
+        return added.pop()
+
+    assert await seen() == (0.0, True)
+    # A controller that rewrites its annotation every few seconds.
+    for value in "abc":
+        metadata["annotations"]["example.com/checked-at"] = value
+        assert await seen() == (handlers.CHILD_PAUSE_SECONDS, False)
+    metadata["labels"]["kueue.x-k8s.io/queue-name"] = "another"
+    assert await seen() == (0.0, True)
+    metadata["annotations"]["diloco.dev/lost-volume"] = "uid"
+    assert await seen() == (0.0, True)
+    metadata["generation"] = 2
+    assert await seen() == (0.0, True)
+    event["type"] = "DELETED"
+    assert await seen() == (0.0, True)
 
 
 async def test_a_reconcile_reads_no_older_version_of_a_child_than_the_event_that_caused_it():
