@@ -53,3 +53,12 @@ def test_an_ejected_learner_is_probed_soon_when_a_learner_that_the_quorum_needs_
     world.run(520.0, most_events=10**6)
     times = [m["time"] for m in world.merges() if m["time"] > 450.0]
     assert max(b - a for a, b in itertools.pairwise([*times, 520.0])) < 30.0
+
+
+def test_a_learner_that_the_rounds_do_without_keeps_its_back_off_while_they_wait_for_a_slow_one():
+    """Each round has its quorum as soon as the slow learner has made a step."""
+    world = MuteJob(speeds=[1.0, 60.0, 1.0], until=1e9)
+    world.run(2000.0, most_events=10**6)
+    pauses = [b - a for a, b in itertools.pairwise(world.probes())]
+    assert len(pauses) < 12
+    assert max(pauses) > 600.0
