@@ -240,7 +240,7 @@ class Ejections:
 
     def note_wait(self, seconds: float) -> None:
         """The oldest round has waited for its quorum for this long."""
-        waits = seconds > self.learners.patience_seconds()
+        waits = seconds > self.learners.patience_seconds(self.quorum)
         if waits != self._waits:
             self._waits, self._scanned = waits, None
 

@@ -183,7 +183,7 @@ class LearnerRecords:
         self._training: list[LearnerRecord] | None = None
         self._ejected: list[LearnerRecord] | None = None
         self._able: list[LearnerRecord] | None = None
-        self._measured: tuple[float | None, float] | None = None
+        self._measured: tuple[float | None, float, list[float]] | None = None
         self._reports = 0
         """Since the speeds were measured."""
 
@@ -254,9 +254,10 @@ class LearnerRecords:
             self._training = [r for r in self.connected() if r.training and r.ejection is None]
         return self._training
 
-    def patience_seconds(self) -> float:
-        """After this time without what any learner that steps would do, the others are needed."""
-        return max(HANGS_SECONDS, HANGS_STEPS * (self.fastest_step_seconds() or 0.0))
+    def patience_seconds(self, quorum: int) -> float:
+        """After this time without what so many learners that step would do, the others are needed."""
+        intervals = self._speeds()[2][:quorum]
+        return max(HANGS_SECONDS, HANGS_STEPS * intervals[-1]) if intervals else HANGS_SECONDS
 
     def able(self) -> list[LearnerRecord]:
         """Those of `training` that can fill a quorum: one that hangs cannot, unless every learner does."""
@@ -279,9 +280,10 @@ class LearnerRecords:
         """Shortest time between its steps that count for the pace; 0: its uploads confirm its speed."""
         return _least(record, self._speeds()[1])
 
-    def _speeds(self) -> tuple[float | None, float]:
+    def _speeds(self) -> tuple[float | None, float, list[float]]:
         """
-        ξ_step, and the time between steps that counts for learners without a proof (0: only one trains).
+        ξ_step, the time between steps that counts for learners without a proof (0: only one trains), and
+        that of each learner that steps, ascending.
 
         Measured again after one learner in SPEED_SHARE has reported, so that a report costs the same
         however many learners there are.
@@ -460,7 +462,7 @@ class LearnerRecords:
                     known.used_reports.add(local_step)
 
 
-def _measure(training: list[LearnerRecord]) -> tuple[float | None, float]:
+def _measure(training: list[LearnerRecord]) -> tuple[float | None, float, list[float]]:
     usual = _usual(training)
     stepping = [r for r in training if not r.hangs] or training
     measured = [
@@ -468,7 +470,8 @@ def _measure(training: list[LearnerRecord]) -> tuple[float | None, float]:
         for r in stepping
         if r.step_seconds is not None
     ]
-    return min(measured, default=None), usual
+    intervals = sorted(found for r in stepping if (found := _interval(r)) is not None)
+    return min(measured, default=None), usual, intervals
 
 
 def _usual(training: list[LearnerRecord]) -> float:

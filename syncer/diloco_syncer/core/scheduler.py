@@ -117,15 +117,17 @@ class Scheduler:
     def collect(self, now: float) -> list[ev.Decision]:
         """Move the oldest round that still collects: quorum, grace, close (paper 3.2)."""
         round_ = next((r for r in self.in_flight if r.open), None)
+        # A quorum that is lost again each time is none: it counts from the beginning of the round.
+        repeated = next((now - r.started for r in self.in_flight[:1] if r.repeats), 0.0)
         if round_ is None or now < round_.retry_at:
-            self.ejections.note_wait(0.0)
+            self.ejections.note_wait(repeated)
             return []
         ready = self._readiness.ready(round_.fragment)
         if len(ready) < self.spec.quorum:
             round_.phase, round_.deadline = Phase.COLLECTING, None
-            self.ejections.note_wait(now - max(round_.started, round_.retry_at))
+            self.ejections.note_wait(max(repeated, now - round_.started))
             return []
-        self.ejections.note_wait(0.0)
+        self.ejections.note_wait(repeated)
         if round_.phase is Phase.COLLECTING:
             round_.phase = Phase.GRACE
             round_.quorum_at = now
