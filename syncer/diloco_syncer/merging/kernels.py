@@ -34,7 +34,7 @@ __all__ = ["PAYLOAD", "merge_average", "merge_radial", "square_sum", "step"]
 
 TILE = 1 << 14
 GROUP = 4
-STRIP = 1 << 9  # what several loops read one after the other stays in the first cache of the core
+STRIP = 1 << 13  # what several loops read one after the other stays in the second cache of the core
 
 PAYLOAD = np.dtype([("format", np.int64), ("values", np.int64), ("scales", np.int64)])
 """
