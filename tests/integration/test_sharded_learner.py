@@ -113,6 +113,7 @@ def test_sigterm_for_one_rank_ends_all_at_the_same_step_and_one_process_continue
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.slow_tier
 def test_ranks_with_different_models_end_with_the_difference(tmp_path):
     spec = make_spec(learners={"eu": 1}, steps=100, fragments=4, interval=4)
     with (
