@@ -259,15 +259,16 @@ def on_clusters(audits: str, *, slow_tier: bool = False) -> tuple[list[Group], G
     own += slow if slow_tier else []
     two = [files.pop(name) for name in TWO_CLUSTERS]
     environment = {"DILOCO_E2E": "required", "DILOCO_E2E_AUDITS": audits}
+    options = (*(() if slow_tier else ("-m", "not slow_tier")), *no_skips())
     second = [files.pop(name) for name in SECOND_CLUSTER]
     third = [files.pop(name) for name in THIRD_CLUSTER]
     # The longest first: what begins last must not be what ends last.
     groups = [
-        pytest("clusters of their own", CHART, *own, *no_skips(), **environment),
-        pytest("second cluster", *second, *no_skips(), **environment),
-        pytest("third cluster", *third, *no_skips(), **environment),
-        pytest("two clusters", *two, *no_skips(), **environment),
-        pytest("first cluster", *files.values(), *no_skips(), **environment),
+        pytest("clusters of their own", CHART, *own, *options, **environment),
+        pytest("second cluster", *second, *options, **environment),
+        pytest("third cluster", *third, *options, **environment),
+        pytest("two clusters", *two, *options, **environment),
+        pytest("first cluster", *files.values(), *options, **environment),
     ]
     return groups, pytest("rights", last, *no_skips(), **environment)
 

@@ -139,6 +139,7 @@ def test_damaged_uploads_are_repeated_or_refused(tmp_path):
                 assert np.isfinite(array).all(), name
 
 
+@pytest.mark.slow_tier
 def test_a_learner_with_another_model_ends_the_run_with_the_difference(tmp_path):
     regions = {"eu": {}, "us": {"wide": 1201}}
     with running(tmp_path, job("wide", steps=10**6, regions=regions)) as run:

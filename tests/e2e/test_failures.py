@@ -161,6 +161,7 @@ def test_a_deleted_syncer_pod_continues_from_its_volume(watched):
     assert _learner_instances(job) == learners, "no learner was restarted"
 
 
+@pytest.mark.slow_tier
 def test_a_deleted_syncer_deployment_is_made_again(watched):
     job = watched
     epoch = job.status()["epoch"]

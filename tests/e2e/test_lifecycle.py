@@ -95,6 +95,7 @@ def test_learners_come_and_go_while_the_job_trains(make):
     assert job.audit().ok
 
 
+@pytest.mark.slow_tier
 def test_raised_steps_make_a_complete_job_continue(make):
     job = make("more", steps=5).apply()
     job.until_condition("Complete", 240)
@@ -263,6 +264,7 @@ def test_a_changed_template_reaches_one_learner_after_the_other_and_not_the_sync
     assert job.instances()[job.syncer_pod()] == before[job.syncer_pod()]
 
 
+@pytest.mark.slow_tier
 def test_a_reverted_image_heals_the_job(make):
     """The learner that got the image that does not exist comes back; the other never notices."""
     job = make("oops", learners=2, sync={"quorum": 1}).apply()
@@ -342,6 +344,7 @@ def test_an_uninstall_leaves_nothing_and_does_not_hang(eu, fleet, make):
         install(eu, fleet.images)
 
 
+@pytest.mark.slow_tier
 def test_pods_that_the_api_server_refuses_are_reported_with_its_message(eu, fleet):
     """
     Pod Security refuses the learner's pod, and a quota that of the syncer.
@@ -376,6 +379,7 @@ def test_pods_that_the_api_server_refuses_are_reported_with_its_message(eu, flee
         job.delete()
 
 
+@pytest.mark.slow_tier
 def test_jobs_in_the_network_of_one_node_share_no_port(eu, fleet):
     """The scheduler keeps pods of the same ports apart; a job with ports of its own has a place."""
     if not eu.local:

@@ -19,6 +19,8 @@ POINTS = [
     for point in FAULT_POINTS
     for n in ((1, 4, 8) if point.endswith("N") else (0,))
 ]
+FIRST_TIER = ("after-apply-4", "before-status")
+"""The points of `make test`: in the middle of the writes, and after them."""
 
 
 def operator_env(kubectl, *settings: str) -> None:
@@ -88,7 +90,10 @@ def fixed(eu):
     eu.kubectl("rollout", "status", DEPLOYMENT, "-n", NAMESPACE, "--timeout=120s")
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(
+    "point",
+    [pytest.param(p, marks=() if p in FIRST_TIER else pytest.mark.slow_tier) for p in POINTS],
+)
 def test_an_operator_killed_there_ends_in_the_same_state(
     eu, fleet, namespace, undisturbed, fixed, point
 ):

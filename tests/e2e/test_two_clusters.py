@@ -151,7 +151,13 @@ BAD = {
 """Kind → the affected condition, its reason, and a line of the learner's log."""
 
 
-@pytest.mark.parametrize("kind", BAD)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind == "a wrong CA" else pytest.mark.slow_tier)
+        for kind in BAD
+    ],
+)
 def test_a_bad_certificate_is_refused_and_the_condition_names_the_reason(trained, kind):
     us, (condition, reason, line) = trained.us, BAD[kind]
     trained.give_us(trained.bad_secret(kind))
@@ -218,6 +224,7 @@ def test_a_syncer_in_plain_text_is_refused(pair, fleet, tmp_path):
         assert made.members() == {"eu/0"}
 
 
+@pytest.mark.slow_tier
 def test_a_changed_manifest_in_one_region_alone_is_reported_in_both(trained):
     """SpecConsistent=False names the region that differs; the region with the other manifest does not train."""
     us = trained.us
@@ -270,6 +277,7 @@ def test_the_authority_is_replaced_without_a_pause_or_a_restart(trained):
     trained.us.until_condition("LearnersReady", 120)
 
 
+@pytest.mark.slow_tier
 def test_a_job_that_fails_where_its_syncer_runs_fails_and_resumes_in_both_regions(
     pair, fleet, tmp_path
 ):

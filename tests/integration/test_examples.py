@@ -85,6 +85,7 @@ def score(model: Path) -> dict[str, float]:
     return dict(json.loads(run(sys.executable, IMAGES / "eval.py", model)))
 
 
+@pytest.mark.slow_tier
 def test_the_exported_statistics_are_those_of_training_and_those_of_step_0_give_a_wrong_model(
     tmp_path,
 ):

@@ -109,6 +109,7 @@ def test_two_processes_of_a_learner_end_with_the_same_model(pair):
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
+@pytest.mark.slow_tier
 def test_pods_that_receive_sigterm_leave_together(pair):
     syncer, ranks = pair
     until(lambda: len(syncer.events("merge")) > 5, "a few merges", seconds=SECONDS)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import os
 import signal
 import subprocess
@@ -105,7 +104,14 @@ def lines(process, count=None):
 
 @pytest.mark.parametrize(
     ("loader", "use_checkpoint"),
-    [*itertools.product(["own", "torchdata"], [True, False]), ("datasets", True)],
+    [
+        ("own", True),
+        ("torchdata", False),
+        *(
+            pytest.param(*row, marks=pytest.mark.slow_tier)
+            for row in (("own", False), ("torchdata", True), ("datasets", True))
+        ),
+    ],
 )
 def test_a_loader_that_prefetches_repeats_and_skips_no_batch_after_a_kill(
     enter, monkeypatch, loader, use_checkpoint

@@ -243,6 +243,7 @@ def test_what_fabric_sets_up_has_the_names_and_the_hooks_of_what_it_wraps(monkey
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow_tier
 def test_the_tokens_of_data_parallel_processes_are_those_of_all_of_them():
     """Those of rank 0 count for the learner: with its own batches alone, the weight would be a quarter."""
     each = data_parallel.ROWS

@@ -152,6 +152,7 @@ def test_killed_ranks_continue_with_their_optimizer_state_bitwise_and_each_with_
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
+@pytest.mark.slow_tier
 def test_ranks_that_cannot_use_their_checkpoint_join_with_the_model_of_the_job(tmp_path, syncer):
     """Such as those of a program with another optimizer."""
     with Learner(tmp_path, syncer, "fsdp", 2) as first:

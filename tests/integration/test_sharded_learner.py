@@ -113,6 +113,7 @@ def test_sigterm_for_one_rank_ends_all_at_the_same_step_and_one_process_continue
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+@pytest.mark.slow_tier
 @pytest.mark.parametrize(
     ("how", "difference"),
     [

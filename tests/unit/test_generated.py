@@ -24,6 +24,7 @@ def made(tmp_path_factory):
     return out
 
 
+@pytest.mark.slow
 def test_checked_in_stubs_are_what_the_generator_writes(made):
     stubs = {p.relative_to(made): p.read_text() for p in (made / "protos").rglob("*_pb2*")}
     there = [p for p in (ROOT / "protos").rglob("*_pb2*") if p.suffix in (".py", ".pyi")]

@@ -225,7 +225,10 @@ def place(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-@pytest.mark.parametrize("folder", [*PACKAGES, "benchmarks", "examples", "scripts", "tests"])
+@pytest.mark.parametrize(
+    "folder",
+    [*PACKAGES, "benchmarks", "examples", "scripts", pytest.param("tests", marks=pytest.mark.slow)],
+)
 def test_names_messages_and_comments_use_the_words_of_the_field(folder):
     wrong = [
         f"{place(path)}, {problem}"

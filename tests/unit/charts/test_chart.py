@@ -24,6 +24,8 @@ from diloco_testing.charts import (
     sets,
 )
 
+pytestmark = pytest.mark.slow  # each starts helm
+
 VALUES_FILES = sorted((CHART / "ci").glob("*-values.yaml"))
 
 

@@ -9,6 +9,8 @@ import yaml
 
 from diloco_testing.charts import CHART, EVERYTHING, helm, is_test, render, sets
 
+pytestmark = pytest.mark.slow  # each starts helm
+
 VERSION = yaml.safe_load((CHART / "Chart.yaml").read_text())["version"]
 ON, OFF = sets(diloco__enabled=True), sets(diloco__enabled=False)
 OWN = ("ConfigMap", "of-the-parent")

@@ -448,6 +448,7 @@ def test_a_plot_of_the_first_learners_states_how_many_there_are(tmp_path: Path):
 
 
 @pytest.mark.timeout(60)
+@pytest.mark.slow
 def test_forty_thousand_restarts_and_forty_suspensions_are_counted_within_a_minute(tmp_path: Path):
     lives = tuple(Lifetime(number=i, begin=i + 0.2, end=i + 0.4) for i in range(40_000))
     epochs = [Lifetime(number=k, begin=1000 * k, end=1000 * k + 999.5) for k in range(40)]

@@ -69,11 +69,11 @@ def undisturbed() -> Merges:
 @pytest.mark.parametrize(
     "fault",
     [
-        f"mute {LAST}", f"trickle {LAST} 100",
+        f"mute {LAST}",
         *(
             pytest.param(fault, marks=pytest.mark.slow_tier)
             for fault in (
-                f"bulk-dead {LAST} syncer", f"cut {LAST} syncer", f"half-open {LAST} syncer",
+                f"trickle {LAST} 100", f"bulk-dead {LAST} syncer", f"cut {LAST} syncer", f"half-open {LAST} syncer",
                 f"crash {LAST}", f"wrong-round {LAST}",
             )
         ),

@@ -78,6 +78,7 @@ class Served(SyncerServicer):
         return status.reply(self.syncer.state, self.syncer.metrics, request)
 
 
+@pytest.mark.slow
 def test_the_status_of_1000_learners_of_the_largest_model_is_read():
     """Its tensors may be as many bytes as a Hello: with them, the operator could never read it."""
     syncer = DrivenSyncer(driven_spec(quorum=1, learners={"eu": 1000}))

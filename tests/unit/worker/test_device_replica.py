@@ -78,6 +78,7 @@ def test_over_hundreds_of_steps_uploads_are_whole_and_no_result_is_lost_or_mixed
 
 @pytest.mark.parametrize("registers", [True, False], ids=["registered", "pinned"])
 @pytest.mark.parametrize("wire", ["BF16", "Int8", "Int4"])
+@pytest.mark.slow
 def test_deltas_encoded_on_a_device_have_the_bytes_of_the_host(
     monkeypatch, tmp_path, wire, registers
 ):

@@ -44,6 +44,7 @@ def test_a_state_directory_that_cannot_be_written_is_not_a_permanent_refusal(
     assert "steps.jsonl" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_process_that_imports_the_program_does_not_join_the_job_in_its_place(job, tmp_path):
     program = tmp_path / "train.py"
     program.write_text(

@@ -1,5 +1,8 @@
 """Inner optimizers, compared with those of torch."""
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -116,3 +119,47 @@ def test_the_momentum_is_that_of_muon_alone():
     )
     assert [group["momentum"] for group in muon.param_groups] == [0.8]
     assert all("momentum" not in group for group in adamw.param_groups)
+
+
+TRAINS = """
+import sys, torch
+from diloco_worker.recipes import optim
+
+model = torch.nn.Linear(4, 4)
+for optimizer in optim.build(
+    model, [model.weight], optimizer=sys.argv[1], learning_rate=0.1, weight_decay=0.1
+):
+    optimizer.zero_grad()
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    optimizer.load_state_dict(optimizer.state_dict())
+sys.exit("torch._dynamo" in sys.modules)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", optim.OPTIMIZERS)
+def test_a_process_that_trains_does_not_import_the_compiler_of_torch(name):
+    """It takes two seconds of processor time, at each start of a learner."""
+    subprocess.run([sys.executable, "-c", TRAINS, name], check=True, timeout=100)
+
+
+def test_hooks_of_steps_and_of_saved_states_run():
+    parameters = matrices()
+    optimizer = optim.AdamW(parameters, lr=0.1)
+    seen = []
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    optimizer.register_state_dict_post_hook(lambda *_: seen.append("saved"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    walk(optimizer, parameters, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert seen == ["before", "after", "saved", "loaded"]
+
+
+def test_adamw_takes_the_steps_of_torchs():
+    ours, theirs = matrices(), matrices()
+    walk(optim.AdamW(ours, lr=0.01, fused=True), ours, 3)
+    walk(torch.optim.AdamW(theirs, lr=0.01, fused=True), theirs, 3)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert torch.equal(mine, other)

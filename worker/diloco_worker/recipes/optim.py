@@ -7,6 +7,7 @@ Muon's update is scaled to the size of AdamW's, so both use the same learning ra
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -45,16 +46,34 @@ def build(
     """
     chosen = {id(p) for p in hidden} if optimizer == MUON else set()
     rest = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
-    adamw = torch.optim.AdamW(
-        rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True
-    )
+    adamw = AdamW(rest, lr=learning_rate, betas=(0.9, 0.95), weight_decay=weight_decay, fused=True)
     if optimizer == ADAMW:
         return [adamw]
     muon = Muon(hidden, lr=learning_rate, weight_decay=weight_decay, momentum=momentum)
     return [muon, adamw]
 
 
-class Muon(torch.optim.Muon):
+class Eager(torch.optim.Optimizer):
+    """
+    An optimizer that is never compiled.
+
+    torch wraps these functions to keep its compiler out of them, and imports the compiler for that: two seconds of
+    processor time of each process that starts, for a recipe that compiles nothing.
+    """
+
+    add_param_group = inspect.unwrap(torch.optim.Optimizer.add_param_group)
+    load_state_dict = inspect.unwrap(torch.optim.Optimizer.load_state_dict)
+    state_dict = inspect.unwrap(torch.optim.Optimizer.state_dict)
+    zero_grad = inspect.unwrap(torch.optim.Optimizer.zero_grad)
+
+
+class AdamW(Eager, torch.optim.AdamW):
+    """torch.optim.AdamW."""
+
+    step = torch.no_grad()(inspect.unwrap(torch.optim.AdamW.step))
+
+
+class Muon(Eager, torch.optim.Muon):
     """
     torch.optim.Muon with the same state and the same update, faster where matrices share a shape.
 
