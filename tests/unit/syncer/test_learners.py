@@ -4,7 +4,7 @@ import pytest
 
 from diloco_syncer.core.events import Hello, Reported
 from diloco_syncer.core.history import ABSENT_STEPS, ABSENT_TOKENS
-from diloco_syncer.core.learners import Ejection, LearnerRecords
+from diloco_syncer.core.learners import Ejection, LearnerRecords, Waits
 
 
 def hello(name="eu/0", *, session=1, incarnation=1, fresh=True, **changes):
@@ -434,3 +434,13 @@ def test_a_position_in_an_older_line_does_not_move_a_learner_back():
     record = learners.by_name["eu/0"]
     assert record.local_step == 9
     assert record.used_reports.refused(1, 6)
+
+
+def test_a_pause_of_the_syncer_forgives_no_wait_and_hides_none():
+    waits = Waits()
+    assert waits.add(10.0, 100.0, most=60.0)
+    waits.shift(50.0)
+    assert waits.left(150.0) == 10.0
+    assert not waits.add(10.0, 150.0, most=60.0), "the same wait"
+    assert waits.add(20.0, 150.0, most=60.0), "half of it was not counted yet"
+    assert waits.left(150.0) == 20.0

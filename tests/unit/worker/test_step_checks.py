@@ -125,3 +125,11 @@ def test_a_model_whose_loss_is_not_finite_is_saved_neither_in_time_nor_at_the_en
     ending = made.check(None, terminated=True)
     assert not any(isinstance(action, SaveCheckpoint) for action in ending)
     assert made.closed
+
+
+def test_the_problem_of_repeated_steps_names_the_calls_without_an_optimizer_step():
+    checks = StepChecks()
+    for call in range(CALLS):
+        checks.stepped(tokens=8, optimizer_steps=int(call % 3 == 0))
+    without = CALLS - len(range(0, CALLS, 3))
+    assert f"before {without} of the last {CALLS} calls" in checks.problem().text
