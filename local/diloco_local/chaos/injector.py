@@ -59,7 +59,7 @@ class Injector:
         self._schedule = Schedule.of(faults, spare=spare)
         self._learners, self._journal, self._clock = tuple(learners), journal, clock
         self._stopped: dict[str, int] = {}
-        """Learner → the process that is stopped."""
+        """Learner → the process that was stopped; not its successor, if it ends meanwhile."""
         self._link_faults: dict[str, Fault | None] = dict.fromkeys(learners)
         self._began: float | None = None
         self._unwritten = False
@@ -129,9 +129,9 @@ class Injector:
         """Stop and continue processes."""
         wanted = self._schedule.stopped(time.monotonic() % 1.0)
         for name, pid in list(self._stopped.items()):
-            # A process that was killed meanwhile has a successor, which was never stopped.
-            if name not in wanted or processes.pid(name) != pid:
+            if name not in wanted:
                 del self._stopped[name]
+                # A process that ended meanwhile has a successor, which was never stopped.
                 if processes.pid(name) == pid:
                     processes.send_signal(name, signal.SIGCONT)
         for name in wanted - self._stopped.keys():

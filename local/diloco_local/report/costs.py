@@ -2,8 +2,9 @@
 What injected faults cost: goodput, restarts, merges.
 
 Pure. The goodput is the part of their time that learners spent on steps that count. A learner has the time from its
-first step to the last step of all. A step counts once, even if it is repeated after a restart, and for as long as
-this learner's steps take while no fault disturbs it.
+first step until the job is complete. A step counts once, even if it is repeated after a restart, and for as long as
+it took: a step during a fault at most for as long as this learner's steps take without one, any other at most for
+`MAX_STEPS` times as long.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from diloco_local.faults import SYNCER
 from diloco_local.report.run_files import F64, Chaos, LearnerRun, Run
 
 INTERVALS = 80
+MAX_STEPS = 3.0
 MIN_UNDISTURBED = 10
-"""With fewer steps without a fault, the median of all steps is taken."""
+"""With fewer steps without a fault, all steps are used."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,29 +44,33 @@ def goodput(run: Run, chaos: Chaos) -> Goodput:
     edges = np.linspace(0.0, max(run.seconds, 1e-9), INTERVALS + 1)
     useful, available = np.zeros(INTERVALS), np.zeros(INTERVALS)
     end = max((float(r.steps.time[-1]) for r in run.learners if r.steps.time.size), default=0.0)
+    if run.state == "Complete" and run.merges.time.size:
+        end = float(np.nanmax(run.merges.time))
     for learner in run.learners:
         steps = learner.steps
         if not steps.time.size:
             continue
-        progress = np.diff(np.fmax.accumulate(steps.local_step), prepend=steps.local_step[0] - 1.0)
         took = np.nan_to_num(steps.seconds + np.nan_to_num(steps.sync_seconds))
-        seconds = _undisturbed_seconds(learner, chaos, took, progress)
-        useful += np.histogram(steps.time, edges, weights=np.nan_to_num(progress) * seconds)[0]
+        # Steps that each line stands for, of those that no line before it has.
+        progress = np.nan_to_num(np.diff(np.fmax.accumulate(steps.local_step), prepend=np.nan))
+        progress[0], progress[steps.time > end] = 1.0, 0.0
+        counted = np.minimum(took, _most_seconds(learner, chaos, took))
+        useful += np.histogram(steps.time, edges, weights=progress * counted)[0]
         available += _overlap(edges, float(steps.time[0] - took[0]), end)
         for begin, until in run.suspensions:
             available -= _overlap(edges, max(begin, float(steps.time[0])), min(until, end))
     return Goodput(edges=edges, useful=useful, available=np.maximum(available, 0.0))
 
 
-def _undisturbed_seconds(learner: LearnerRun, chaos: Chaos, took: F64, progress: F64) -> float:
-    """How long a step of this learner takes while no fault disturbs it."""
-    calm = progress > 0
+def _most_seconds(learner: LearnerRun, chaos: Chaos, took: F64) -> F64:
+    """For how long each step counts at most."""
+    calm = np.ones(took.shape, bool)
     for fault in chaos.faults:
         if fault.target == learner.name:
             calm &= (learner.steps.time < fault.begin) | (learner.steps.time - took > fault.end)
-    if np.count_nonzero(calm) < MIN_UNDISTURBED:
-        return float(np.median(took))
-    return float(np.mean(took[calm]))
+    # The median: the first steps of a process take longer.
+    usual = float(np.median(took[calm] if np.count_nonzero(calm) >= MIN_UNDISTURBED else took))
+    return np.where(calm, MAX_STEPS * usual, usual)
 
 
 def _overlap(edges: F64, begin: float, end: float) -> F64:
