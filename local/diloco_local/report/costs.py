@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from diloco.runtime.formatting import duration
-from diloco_local.faults import SYNCER
 from diloco_local.report.run_files import F64, Chaos, LearnerRun, Run
 
 INTERVALS = 80
@@ -93,10 +92,10 @@ def summary(run: Run, chaos: Chaos) -> list[str]:
     if found.available.sum() > 0:
         lines.append(
             f"goodput: {found.share:.1%}: {duration(float(found.useful.sum()))} of useful steps in "
-            f"{duration(float(found.available.sum()))} of {learners} learners"
+            f"{duration(float(found.available.sum()))} of {learners} {'learner' if learners == 1 else 'learners'}"
         )
     restarts = sum(learner.restarts for learner in run.learners)
-    of_syncer = sum(fault.target == SYNCER for fault in chaos.faults)
+    of_syncer = max(0, len(run.epochs) - 1 - len(run.suspensions))
     merges = run.merges
     members = f" of {np.mean(merges.members):.2f} learners on average" if merges.step.size else ""
     lines.append(

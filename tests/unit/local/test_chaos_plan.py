@@ -102,7 +102,10 @@ def test_the_text_of_a_plan_has_one_line_per_fault():
     options = Options(seed=3, minutes=10)
     faults = plan(options, ["eu/0", "us/0"])
     first, *others = lines(faults, options, 2)
-    assert first == f"seed 3: {len(faults)} faults in 10 min of training, of at most 1 of 2 learners at once"
+    assert (
+        first
+        == f"seed 3: {len(faults)} faults in 10 min of training, of at most 1 of 2 learners at once"
+    )
     assert len(others) == len(faults)
 
 
