@@ -187,7 +187,7 @@ class Processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.popen.pid, number)
             for pid in process_guard.marked(process.mark):
-                with contextlib.suppress(ProcessLookupError):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(pid, number)
 
     def close(self) -> None:

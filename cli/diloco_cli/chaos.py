@@ -65,7 +65,7 @@ def chaos(
     Exit status: as of run, but 0 only if the job is complete and the audit found no violation.
     """
     from diloco_local.chaos import run
-    from diloco_local.chaos.plan import RATES, Options
+    from diloco_local.chaos.fault_plan import RATES, Options
     from diloco_local.faults import Kind
     from diloco_local.manifest import load_job
 

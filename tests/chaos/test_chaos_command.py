@@ -23,7 +23,7 @@ DRIVER = """
 import sys
 from pathlib import Path
 from diloco_local.chaos import run
-from diloco_local.chaos.plan import Options
+from diloco_local.chaos.fault_plan import Options
 from diloco_local.faults import Fault, Kind
 from diloco_local.manifest import load_job
 

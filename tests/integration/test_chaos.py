@@ -34,7 +34,7 @@ CHAOS = """chaos.run(
     )"""
 IMPORTS = """
 from diloco_local.chaos import run as chaos
-from diloco_local.chaos.plan import Options
+from diloco_local.chaos.fault_plan import Options
 from diloco_local.faults import Fault, Kind
 """
 

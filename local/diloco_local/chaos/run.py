@@ -14,8 +14,8 @@ from diloco.runtime.formatting import printable
 from diloco_job.plan import plan as plan_of
 from diloco_job.types import DiLoCoJob
 from diloco_local import supervisor
-from diloco_local.chaos.injector import Injector
-from diloco_local.chaos.plan import Options, lines, plan
+from diloco_local.chaos.fault_injector import Injector
+from diloco_local.chaos.fault_plan import Options, lines, plan
 from diloco_local.commands import Programs
 from diloco_local.display import console_on
 from diloco_local.events import Limits

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco.errors import ConfigError
-from diloco_local.chaos.plan import MAX_RATE, RATES, Options, lines, plan
-from diloco_local.chaos.schedule import Begin, End, Schedule, Skip
+from diloco_local.chaos.fault_plan import MAX_RATE, RATES, Options, lines, plan
+from diloco_local.chaos.fault_schedule import Begin, End, Schedule, Skip
 from diloco_local.faults import SYNCER, Fault, Kind
 
 rates = st.dictionaries(st.sampled_from(list(Kind)), st.floats(0, MAX_RATE))

@@ -16,8 +16,8 @@ from pathlib import Path
 from diloco.journal import writer
 from diloco.journal.records import Record
 from diloco_agent.processes import Processes
+from diloco_local.chaos.fault_schedule import Begin, Decision, End, Schedule, Skip
 from diloco_local.chaos.proxy import Proxies
-from diloco_local.chaos.schedule import Begin, Decision, End, Schedule, Skip
 from diloco_local.faults import (
     LINK_KINDS,
     BeginRecord,
