@@ -105,6 +105,20 @@ def test_a_paused_learner_is_stopped_with_its_helpers_and_continues_before_the_r
     assert "faults: 1 (seed 7): 1 pause" in out
 
 
+@pytest.mark.parametrize("sound", [True, False])
+def test_a_complete_run_exits_with_0_only_if_its_audit_finds_no_violation(started, sound):
+    run, supervisor = started(PAUSE)
+    paused(run)
+    merge = {"event": "merge", "epoch": 1, "step": 1, "fragment": 0, "quorum": 1, "members": []}
+    if not sound:
+        (run.dir / "events.jsonl").write_text(json.dumps(merge) + "\n")
+    run.complete()
+    out, _ = supervisor.communicate(timeout=120)
+    assert supervisor.returncode == (0 if sound else 1), out
+    assert ("audit: Passed: " if sound else "audit: Failed: ") in out
+    assert run.status()["state"] == "Complete"
+
+
 def test_a_supervisor_that_is_killed_leaves_no_process_that_is_stopped(started):
     run, supervisor = started(PAUSE)
     paused(run)

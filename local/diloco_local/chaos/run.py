@@ -75,8 +75,9 @@ def run(
         ConfigError: the options do not fit the job, or it cannot run on one machine or in this directory.
         StorageError: the directory cannot be written.
     """
-    learners, console = learners_of(job), console_on(sys.stdout)
+    learners = learners_of(job)
     options.check(len(learners))
+    console = console_on(sys.stdout)
     injector = Injector(
         plan(options, learners) if faults is None else faults, learners, directory.absolute() / "faults.jsonl",
         seed=options.seed, spare=options.spare, clock=clock,
