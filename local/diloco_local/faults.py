@@ -36,6 +36,9 @@ class Kind(StrEnum):
     """A byte of a fragment on its way is inverted every `amount` seconds."""
 
 
+KILLS = frozenset({Kind.KILL, Kind.SYNCER_KILL})
+"""Faults that are over at once."""
+
 LINK_KINDS = frozenset({Kind.CUT, Kind.HANG, Kind.DELAY, Kind.CORRUPT})
 """Faults of the connections between a learner and the syncer."""
 
@@ -59,8 +62,7 @@ class Fault:
     @property
     def seconds(self) -> float:
         """How long it lasts; a kill is over at once."""
-        kills = (Kind.KILL, Kind.SYNCER_KILL)
-        return 0.0 if self.kind in kills else self.until - self.at
+        return 0.0 if self.kind in KILLS else self.until - self.at
 
     def __str__(self) -> str:
         """Such as "delay us/0 for 4.2 s (0.25 s longer, 2.0 MB/s)"."""

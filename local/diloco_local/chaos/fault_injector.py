@@ -19,6 +19,7 @@ from diloco_agent.processes import Processes
 from diloco_local.chaos.fault_schedule import Begin, Decision, End, Schedule, Skip
 from diloco_local.chaos.proxy import Proxies
 from diloco_local.faults import (
+    KILLS,
     LINK_KINDS,
     BeginRecord,
     EndRecord,
@@ -33,7 +34,7 @@ Note = Callable[[str], None]
 
 
 class Injector:
-    """The faults of one run; `close` undoes all of them."""
+    """The faults of one run; `undo` ends all of them, `close` the proxies."""
 
     def __init__(
         self,
@@ -107,7 +108,7 @@ class Injector:
                 case Begin():
                     note(f"fault {fault.number}: {fault}")
                     self._write(_begin(fault, status), note)
-                    if fault.kind in (Kind.KILL, Kind.SYNCER_KILL):
+                    if fault.kind in KILLS:
                         processes.kill(fault.target)
                 case Skip():
                     skipped = SkipRecord(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from diloco.errors import ConfigError
-from diloco_local.faults import SYNCER, Fault, Kind
+from diloco_local.faults import KILLS, SYNCER, Fault, Kind
 
 RATES: Mapping[Kind, float] = {
     Kind.KILL: 0.5, Kind.SYNCER_KILL: 0.1, Kind.PAUSE: 0.25, Kind.SLOW: 0.25,
@@ -118,7 +118,7 @@ def _of_kind(kind: Kind, options: Options, horizon: float) -> Iterator[tuple[Fau
             return
         seconds = numbers.uniform(SHORTEST_SECONDS, options.longest_seconds)
         share, choice, bandwidth = numbers.random(), numbers.random(), 0.0
-        if kind in (Kind.KILL, Kind.SYNCER_KILL):
+        if kind in KILLS:
             seconds = RECOVERY_SECONDS
         if kind is Kind.DELAY:
             bandwidth = 1e6 * 16.0 ** numbers.random()

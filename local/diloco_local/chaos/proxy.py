@@ -132,13 +132,14 @@ class Proxy:
                 far, up = await asyncio.open_connection(*self._target)
                 ends.append(up)
                 await self._carry((near, up), (far, out))
-                await asyncio.gather(*(end.drain() for end in ends))
         except (OSError, asyncio.CancelledError):
-            pass  # a peer that is gone, a cut, or the end of the run: the task ends with its connections
+            # A peer that is gone, a cut, or the end of the run: the task ends with its connections.
+            for end in ends:
+                end.transport.abort()
         finally:
             self._connections.discard(task)
             for end in ends:
-                end.transport.abort()
+                end.close()  # sends what is buffered, unless it is aborted
 
     async def _carry(self, *ways: tuple[asyncio.StreamReader, asyncio.StreamWriter]) -> None:
         """Until one of both directions has ended."""

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import PercentFormatter
 
-from diloco_local.faults import SYNCER, Kind
+from diloco_local.faults import KILLS, SYNCER, Kind
 from diloco_local.report.costs import goodput
 from diloco_local.report.run_files import Chaos, Run
 from diloco_local.report.style import (
@@ -64,7 +64,7 @@ def _faults(axes: Axes, lanes: list[str], chaos: Chaos, run: Run, scale: float) 
             continue
         places = [lanes.index(fault.target) for fault in own]
         begins = np.array([fault.begin for fault in own]) / scale
-        if kind in (Kind.KILL, Kind.SYNCER_KILL):
+        if kind in KILLS:
             axes.plot(begins, places, "x", color=colors[kind], ms=8, mew=2, label=kind)
             continue
         widths = [max(f.end - f.begin, run.seconds / 400) / scale for f in own]
