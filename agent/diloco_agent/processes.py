@@ -181,6 +181,15 @@ class Processes:
         if process := self._processes.get(name):
             self._kill_group(process)
 
+    def send_signal(self, name: str, number: signal.Signals) -> None:
+        """Send a signal that ends nothing, such as SIGSTOP, to the process and all of its helpers."""
+        if process := self._processes.get(name):
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.popen.pid, number)
+            for pid in process_guard.marked(process.mark):
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.kill(pid, number)
+
     def close(self) -> None:
         """Kill and reap all processes, the guard last."""
         for process in self._processes.values():

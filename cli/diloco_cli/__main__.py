@@ -1,5 +1,5 @@
 """
-The `diloco` command: composition root of the commands in `programs`, `runs`, `jobs` and `worlds`.
+The `diloco` command: composition root of the commands in `programs`, `runs`, `chaos`, `jobs` and `worlds`.
 
 Every command reads its arguments, calls one function and prints. Exit codes: 0 success, 2 invalid
 command line or manifest, 1 anything else; errors go to standard error. Commands import what they need
@@ -15,12 +15,13 @@ import typer
 from typer.core import TyperGroup
 
 from diloco.errors import EXIT_USAGE, ConfigError, DilocoError
-from diloco_cli import jobs, programs, runs, worlds
+from diloco_cli import chaos, jobs, programs, runs, worlds
 from diloco_cli.options import echo
 
 GROUPS = {
     "Start a training program": (programs.new, programs.doctor),
     "Run a job on this machine": (runs.run, runs.suspend, runs.resume, runs.kill),
+    "Test a job": (chaos.chaos,),
     "Inspect a run": (runs.status, runs.report, runs.audit),
     "Use the model": (runs.export, runs.sample),
     "Work with manifests and clusters": (

@@ -2,7 +2,7 @@
 `diloco run`: runs one plan on this machine until it is complete, suspended or failed.
 
 The loop collects events, passes them to the policy and carries out its decisions. It never blocks on
-a process, and nothing else starts or signals processes.
+a process, and nothing else starts or signals processes, except that `Chaos` signals those of this run.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rich.console import Console
 
@@ -62,6 +62,7 @@ def run(
     console: Console | None = None,
     programs: Programs | None = None,
     limits: e.Limits | None = None,
+    chaos: Chaos | None = None,
 ) -> int:
     """
     Start or resume a job in `directory`. Call it from the main thread.
@@ -73,6 +74,7 @@ def run(
         console: where progress is shown; None: standard output.
         programs: replacements for our own programs.
         limits: replacement for `job_limits(job)`.
+        chaos: injects faults; None: none.
 
     Returns:
         The exit code: 0 complete; 75 suspended, by one Ctrl-C or `diloco suspend`; 130 stopped by
@@ -105,7 +107,9 @@ def run(
         quiet_grpc()
         from diloco_local.status_poller import Poller
 
-        supervisor = Supervisor(commands, limits or job_limits(job), display_on(console), Poller())
+        supervisor = Supervisor(
+            commands, limits or job_limits(job), display_on(console), Poller(), chaos
+        )
         supervisor.run()
         try:
             # A terminal that is closed now does not keep the report from being written.
@@ -151,11 +155,34 @@ def stuck_seconds(plan: Plan) -> float:
     return seconds
 
 
+class Chaos(Protocol):
+    """Injects faults into the processes of a supervisor, whose loop makes all calls."""
+
+    def endpoint(self, name: str, endpoint: str) -> str:
+        """Where a process that is started reaches the syncer, which listens at `endpoint`."""
+
+    def turn(
+        self, processes: Processes, status: Status, note: Callable[[str], None], *, serves: bool
+    ) -> None:
+        """Begin and end the faults that are due."""
+
+    def undo(self, processes: Processes, status: Status, note: Callable[[str], None]) -> None:
+        """Undo all faults: the run ends."""
+
+    def close(self) -> None:
+        """No process is left."""
+
+
 class Supervisor:
     """One run of one plan; `run` returns when no process is left."""
 
     def __init__(
-        self, commands: Commands, limits: e.Limits, display: Display, poller: Poller
+        self,
+        commands: Commands,
+        limits: e.Limits,
+        display: Display,
+        poller: Poller,
+        chaos: Chaos | None = None,
     ) -> None:
         self.plan, self.run_dir = commands.plan, commands.run_dir
         self.policy = Policy(
@@ -166,7 +193,7 @@ class Supervisor:
         self.interrupts = 0
         self.status: Status = {}
         self._commands, self._display = commands, display
-        self._processes, self._poller = Processes(), poller
+        self._processes, self._poller, self._chaos = Processes(), poller, chaos
         self._endpoint, self._port = "", 0
         self._listening_at: float | None = None
         self._interrupts_seen = 0
@@ -193,6 +220,8 @@ class Supervisor:
             finally:
                 self._poller.close()
                 self._processes.close()
+                if self._chaos is not None:
+                    self._chaos.close()
                 self._publish(time.monotonic())
                 self._display.close()
 
@@ -201,6 +230,10 @@ class Supervisor:
     def _turn(self) -> None:
         for event in self._events(time.monotonic()):
             self._apply(event)
+        if self._chaos is not None:
+            syncer = self.policy.processes["syncer"]
+            serves = syncer.served and syncer.state is e.State.RUNNING
+            self._chaos.turn(self._processes, self.status, self._display.note, serves=serves)
         self._processes.limit_logs()
         now = time.monotonic()
         if now - self._status_at >= STATUS_SECONDS:
@@ -291,6 +324,9 @@ class Supervisor:
     def _apply(self, event: e.Event) -> None:
         now = time.monotonic()
         decisions = self.policy.handle(event, now)
+        if self._chaos is not None and self.policy.phase is e.Phase.CLOSING:
+            # Before the signals: a process that is paused does not receive SIGTERM.
+            self._chaos.undo(self._processes, self.status, self._display.note)
         started = [start.name for start in decisions if isinstance(start, e.Start)]
         for decision in decisions:
             self._carry_out(decision)
@@ -329,7 +365,7 @@ class Supervisor:
         command = self._commands.of(
             name,
             port=self._port,
-            endpoint=self._endpoint,
+            endpoint=self._chaos.endpoint(name, self._endpoint) if self._chaos else self._endpoint,
             restarts=self._starts_before(name),
         )
         self._processes.start(command)

@@ -17,6 +17,7 @@ import numpy as np
 
 from diloco.runtime import files
 from diloco.runtime.formatting import printable
+from diloco_local.report import costs, faults
 from diloco_local.report.plot import draw
 from diloco_local.report.run_files import F64, LearnerRun, Run, load
 from diloco_local.report.style import quantity
@@ -52,6 +53,7 @@ def page(run: Run, png: bytes) -> str:
 {_progress(run)}
 <div class="cards">{"".join(_card(*card) for card in _cards(run))}</div>
 {_audit(run)}
+{_chaos(run)}
 <img alt="losses, processes, weights, merges, bytes, tokens/s, times, norms, rates" src="data:image/png;base64,{image}">
 <h2>Learners</h2>
 {_learners(run)}
@@ -96,6 +98,19 @@ def _audit(run: Run) -> str:
     items = "".join(f"<li>{_e(message)}</li>" for message in messages)
     kind = "kept" if found.ok else "broken"
     return f'<div class="audit {kind}"><b>Audit.</b> {_e(found.verdict)}<ul>{items}</ul></div>'
+
+
+def _chaos(run: Run) -> str:
+    if run.chaos is None:
+        return ""
+    buffer = io.BytesIO()
+    faults.draw(run, run.chaos).savefig(buffer, format="png", dpi=DOTS_PER_INCH)
+    image = base64.b64encode(buffer.getvalue()).decode()
+    items = "".join(f"<li>{_e(line)}</li>" for line in costs.summary(run, run.chaos))
+    return (
+        f"<h2>Injected faults</h2><ul>{items}</ul>"
+        f'<img alt="faults, loss and goodput over time" src="data:image/png;base64,{image}">'
+    )
 
 
 def _learners(run: Run) -> str:

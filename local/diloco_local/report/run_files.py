@@ -23,6 +23,7 @@ from diloco.journal.audit import Audit, audit_parts
 from diloco.journal.reader import lines as journal_lines
 from diloco.journal.reader import objects
 from diloco.journal.records import Complete, Join, Leave, Merge, Refuse, Restart
+from diloco_local.faults import BeginRecord, EndRecord, PlanRecord, SkipRecord
 
 F64 = npt.NDArray[np.float64]
 
@@ -50,7 +51,31 @@ class Steps:
     learning_rate: F64
     result_age: F64
     """Global steps from the merge of a result to the step that applied it; NaN in the other steps."""
+    local_step: F64
     last_local_step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InjectedFault:
+    """A fault of `diloco chaos`."""
+
+    kind: str
+    target: str
+    begin: float
+    end: float
+    flipped: int
+    """Bytes that it inverted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chaos:
+    """All faults of a run."""
+
+    seed: int
+    """Of the last plan."""
+    faults: tuple[InjectedFault, ...]
+    skipped: Mapping[str, int]
+    """Number of faults that did not begin, by kind."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +164,8 @@ class Run:
     scores: Scores
     audit: Audit
     sample: str | None
+    chaos: Chaos | None = None
+    """None: no faults were injected."""
 
     def tokens_at(self, time: F64) -> F64:
         """Tokens of all learners together at these times."""
@@ -188,7 +215,37 @@ def load(run_dir: Path) -> Run:
         ),
         audit=audit_parts(lines),
         sample=sample or None,
+        chaos=_chaos(
+            list(objects(line for _, line in _lines(run_dir / "faults.jsonl"))), begin, end
+        ),
     )
+
+
+def _chaos(lines: Sequence[Mapping[str, Any]], begin: float, end: float) -> Chaos | None:
+    """The faults of all runs in this directory, of which each begins with a plan."""
+    seed, faults, skipped = 0, list[InjectedFault](), Counter[str]()
+    active: dict[Any, int] = {}
+    for line in lines:
+        kind, time, number = line.get("event"), _time(line), line.get("number")
+        if kind == PlanRecord.kind:
+            seed, active = int(_number(line, "seed", 0.0)), {}
+        elif kind == SkipRecord.kind:
+            skipped[str(line.get("fault"))] += 1
+        elif kind == BeginRecord.kind and time is not None and isinstance(number, int):
+            at = time - begin
+            # Without the line of its end, it ended with the run, or after its time.
+            planned = min(at + max(0.0, _number(line, "seconds", 0.0)), max(at, end - begin))
+            active[number] = len(faults)
+            faults.append(
+                InjectedFault(
+                    kind=str(line.get("fault")), target=str(line.get("target")), begin=at, end=planned, flipped=0
+                )
+            )  # fmt: skip
+        elif kind == EndRecord.kind and time is not None and number in active:
+            place = active.pop(number)
+            flipped = int(_number(line, "flipped", 0.0))
+            faults[place] = replace(faults[place], end=time - begin, flipped=flipped)
+    return Chaos(seed=seed, faults=tuple(faults), skipped=skipped) if lines else None
 
 
 def _state(events: Iterable[Mapping[str, Any]]) -> str:
@@ -376,6 +433,7 @@ def _steps(rows: Sequence[Mapping[str, Any]], stride: int = 1) -> Steps:
         sync_seconds=_column(rows, lambda e: _number(e, "syncSeconds")),
         learning_rate=_column(rows, lambda e: _number(e, "learningRate")),
         result_age=_column(rows, lambda e: _number(e, "resultAge")),
+        local_step=_column(rows, lambda e: _number(e, "localStep")),
         last_local_step=int(max((_number(row, "localStep", 0.0) for row in rows), default=0.0)),
     )
 

@@ -120,6 +120,7 @@ def test_run_refuses_jobs_that_need_a_cluster_before_anything_starts(tmp_path):
         ["resume", "--dir", "none"],
         ["report"],
         ["audit", "none"],
+        ["chaos", EXAMPLE, "--kill-rate", "-1"],
         ["export", "--to", "x", "--dir", "none"],
     ],
     ids=lambda arguments: "-".join(map(str, arguments))[-30:],
@@ -138,7 +139,7 @@ def test_help_lists_every_command_in_a_group(tmp_path):
     assert "..." not in commands, "a summary is truncated"
     assert set(re.findall(r"^  (\w+)  ", commands, re.M)) == {
         "new", "doctor", "validate", "run", "status", "kill", "suspend", "resume", "report",
-        "export", "sample", "audit", "render", "crd", "certs", "logs", "experiment", "sim",
+        "export", "sample", "audit", "render", "crd", "certs", "logs", "experiment", "sim", "chaos",
     }  # fmt: skip
 
 
