@@ -9,6 +9,9 @@ from diloco_sim.faults import CRASHES, DISK, LINK, POWER, Fault, Kind, Plan
 BOOT_SECONDS = 10.0
 """After a crash of the syncer its disk decides when it serves again."""
 
+BELIEVED_SECONDS = 60.0
+"""The syncer believes no longer step without a measurement (core/learners.py, `UNMEASURED_SECONDS`)."""
+
 MEASURED_STEPS = 20
 """After so many, a step of a day is a millionth of the moving average of steps (core/pacing.py, `ema`)."""
 
@@ -79,7 +82,7 @@ class ExplainedGap:
     How long nothing need be merged before the status must show it.
 
     It is what the syncer allows (docs/algorithm.md, "Failure detection") with the longest step that a
-    learner can have measured, and a tick.
+    learner can have measured, or that the syncer believes, and a tick.
 
     Args:
         plan: of the world.
@@ -97,8 +100,9 @@ class ExplainedGap:
         longest = self._longest_step
         earlier = since - MEASURED_STEPS * longest
         paused = sum(_seconds(f) for f in self._measured if f.begin <= now and f.end >= earlier)
-        lies = [f.amount for f in self._stated if f.begin <= now and f.end >= earlier]
-        return 35.0 + 10 * self._between * (longest * max([1.0, *lies]) + paused)
+        if any(f.begin <= now and f.end >= earlier for f in self._stated):
+            longest = max(longest, BELIEVED_SECONDS)
+        return 35.0 + 10 * self._between * (longest + paused)
 
 
 def _seconds(fault: Fault) -> float:

@@ -24,14 +24,17 @@ class Status:
         self._connected: dict[str, int] = {}
         """Learner → incarnation of its session."""
         self._since = 0.0
-        """Time of the last merge, of the start, or when a quorum was last missing."""
+        """From when a merge is missing: the last one or the start, later by the time without a quorum."""
+        self._now = 0.0
+        """Time of the last event."""
         self._reported: set[str] = set()
         """Learners that have reported in their session."""
 
     def observe(self, event: dict[str, Any] | Moment | ReportArrived, now: float) -> None:
         """See `Checker`."""
         if len(self._reported) < self._quorum:
-            self._since = now
+            self._since += now - self._now
+        self._now = now
         match event:
             case Moment():
                 self._judge(event, now)

@@ -70,7 +70,8 @@ class Engine:
     _now: float | None = None
     """Time of the last event."""
     _mergeless_at: float = 0.0
-    """When there could last be no merge: at the first event, without the initial model or a quorum of learners."""
+    """From when a merge is missing: the first event, the initial model or the last merge, later by pauses and the time
+    without a quorum of learners."""
     _limits: Mapping[str, int] | None = None
     """What replaced the spec's numbers of learners; None: nothing."""
 
@@ -114,9 +115,10 @@ class Engine:
         Returns:
             Decisions, to be carried out in this order.
         """
+        previous = self._now
         pause = self._own_pause(now)
-        if len(self.learners.training()) < self.spec.quorum:
-            self._mergeless_at = now
+        if previous is not None and not pause and len(self.learners.training()) < self.spec.quorum:
+            self._excuse_mergeless(now - previous)
         out = [*pause, *self._process(event, now), *self._advance(now)]
         if any(isinstance(decision, ev.TakeSnapshot) for decision in out):
             self.scheduler.growth.snapshot()
@@ -141,9 +143,13 @@ class Engine:
             record.history.pause()
         self.scheduler.shift(seconds)
         self.initialisation.shift(seconds)
+        self._excuse_mergeless(seconds)
+        return [ev.Log(event="pause", fields={"seconds": round(seconds, 3)})]
+
+    def _excuse_mergeless(self, seconds: float) -> None:
+        """There could be no merge for this long; only this time is excused, however often it happens."""
         merged_at = self.scheduler.last_merge_at
         self._mergeless_at = max(self._mergeless_at, merged_at or self._mergeless_at) + seconds
-        return [ev.Log(event="pause", fields={"seconds": round(seconds, 3)})]
 
     def _process(self, event: ev.Event, now: float) -> list[ev.Decision]:
         match event:
@@ -251,7 +257,7 @@ class Engine:
             return ""
         since = self._mergeless_at if merged_at is None else max(merged_at, self._mergeless_at)
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
-        step_seconds = self.learners.fastest_step_seconds() or 0.0
+        step_seconds = self.learners.quorum_step_seconds(self.spec.quorum)
         seconds = now - since
         if seconds <= STUCK_SECONDS + STUCK_STEPS * between * step_seconds:
             return ""

@@ -28,6 +28,9 @@ HANGS_STEPS = 4.0
 """A step that takes longer than this, and than so many of the learner's steps, hangs. Paper leaves this open."""
 
 
+UNMEASURED_SECONDS = 60.0
+"""Longest step that is believed without a measurement when others wait. Paper leaves this open."""
+
 FORGIVEN_PER_SECOND = 0.02
 """Of the time that others have waited for a learner, so much is forgiven: it may cost them 2 % of their time."""
 
@@ -256,8 +259,11 @@ class LearnerRecords:
 
     def patience_seconds(self, quorum: int) -> float:
         """After this time without what so many learners that step would do, the others are needed."""
-        intervals = self._speeds()[2][:quorum]
-        return max(HANGS_SECONDS, HANGS_STEPS * intervals[-1]) if intervals else HANGS_SECONDS
+        return max(HANGS_SECONDS, HANGS_STEPS * self.quorum_step_seconds(quorum))
+
+    def quorum_step_seconds(self, quorum: int) -> float:
+        """Between the steps of the slowest learner that the quorum needs; 0: it is not known."""
+        return next(reversed(self._speeds()[2][:quorum]), 0.0)
 
     def able(self) -> list[LearnerRecord]:
         """Those of `training` that can fill a quorum: one that hangs cannot, unless every learner does."""
@@ -470,7 +476,7 @@ def _measure(training: list[LearnerRecord]) -> tuple[float | None, float, list[f
         for r in stepping
         if r.step_seconds is not None
     ]
-    intervals = sorted(found for r in stepping if (found := _interval(r)) is not None)
+    intervals = sorted(found for r in stepping if (found := _evident_interval(r)) is not None)
     return min(measured, default=None), usual, intervals
 
 
@@ -494,6 +500,14 @@ def _interval(record: LearnerRecord) -> float | None:
     if measured is None or stated is None:
         return measured or stated
     return min(measured, HANGS_STEPS * stated)
+
+
+def _evident_interval(record: LearnerRecord) -> float | None:
+    """As `_interval`; while nothing was measured, a learner cannot excuse more than UNMEASURED_SECONDS."""
+    found = _interval(record)
+    if found is None or record.history.seconds_per_step is not None:
+        return found
+    return min(found, UNMEASURED_SECONDS)
 
 
 def _least(record: LearnerRecord, usual: float) -> float:

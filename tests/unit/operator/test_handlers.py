@@ -101,7 +101,9 @@ async def test_a_label_or_an_annotation_is_handled_and_a_status_is_not(kind, key
 async def test_only_what_may_correct_a_job_resets_its_back_off():
     queue = WorkQueue(lambda key: None, threads=0)
     added = []
-    queue.add = lambda key, after_seconds=0.0, *, urgent=False: added.append((after_seconds, urgent))
+    queue.add = lambda key, after_seconds=0.0, *, urgent=False: added.append(
+        (after_seconds, urgent)
+    )
     handle = handlers._job(queue, Health(queue))
     metadata = {"uid": "1", "generation": 1, "annotations": {}, "labels": {}}
     event = {"type": "MODIFIED", "object": {"metadata": metadata}}
