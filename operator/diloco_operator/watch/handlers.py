@@ -185,7 +185,8 @@ def _digests(metadata: Mapping[str, Any]) -> tuple[int, int]:
 
     For comparison in this process: with thousands of jobs, their annotations are too large to keep.
     """
-    urgent, other = set(), set()
+    urgent: set[tuple[str, str, str]] = set()
+    other: set[tuple[str, str, str]] = set()
     for kind in ("labels", "annotations"):
         for name, value in (metadata.get(kind) or {}).items():
             (urgent if name in URGENT else other).add((kind, name, value))

@@ -70,8 +70,7 @@ class Engine:
     _now: float | None = None
     """Time of the last event."""
     _mergeless_at: float = 0.0
-    """From when a merge is missing: the first event, the initial model or the last merge, later by pauses and the time
-    without a quorum of learners."""
+    """The first event, the initial model or the last merge; later by pauses and the time without a quorum."""
     _limits: Mapping[str, int] | None = None
     """What replaced the spec's numbers of learners; None: nothing."""
 
@@ -115,21 +114,17 @@ class Engine:
         Returns:
             Decisions, to be carried out in this order.
         """
-        previous = self._now
+        seconds = now - (now if self._now is None else self._now)
         pause = self._own_pause(now)
-        if previous is not None and not pause and len(self.learners.training()) < self.spec.quorum:
-            self._excuse_mergeless(now - previous)
+        if not pause and len(self.learners.training()) < self.spec.quorum:
+            self._excuse_mergeless(seconds)
         out = [*pause, *self._process(event, now), *self._advance(now)]
         if any(isinstance(decision, ev.TakeSnapshot) for decision in out):
             self.scheduler.growth.snapshot()
         return out
 
     def _own_pause(self, now: float) -> list[ev.Decision]:
-        """
-        Restart all leases after the syncer itself was paused (SIGSTOP, a suspended machine).
-
-        Nothing could be received meanwhile, so no learner is late because of it.
-        """
+        """Restart all leases after the syncer itself was paused: nothing could be received meanwhile."""
         previous, self._now = self._now, now
         if previous is None:
             self._mergeless_at = now
@@ -148,8 +143,11 @@ class Engine:
 
     def _excuse_mergeless(self, seconds: float) -> None:
         """There could be no merge for this long; only this time is excused, however often it happens."""
-        merged_at = self.scheduler.last_merge_at
-        self._mergeless_at = max(self._mergeless_at, merged_at or self._mergeless_at) + seconds
+        self._mergeless_at = self._merge_missing_since() + seconds
+
+    def _merge_missing_since(self) -> float:
+        """Time from which on one is missing."""
+        return max(self._mergeless_at, self.scheduler.last_merge_at or self._mergeless_at)
 
     def _process(self, event: ev.Event, now: float) -> list[ev.Decision]:
         match event:
@@ -252,13 +250,11 @@ class Engine:
 
     def _stuck(self) -> str:
         """Why there was no merge for longer than anything explains; empty: it is not that long."""
-        now, merged_at = self._now, self.scheduler.last_merge_at
-        if now is None:
+        if self._now is None:
             return ""
-        since = self._mergeless_at if merged_at is None else max(merged_at, self._mergeless_at)
         between = self.spec.interval / self.spec.fragments + self.spec.overlap
         step_seconds = self.learners.quorum_step_seconds(self.spec.quorum)
-        seconds = now - since
+        seconds = self._now - self._merge_missing_since()
         if seconds <= STUCK_SECONDS + STUCK_STEPS * between * step_seconds:
             return ""
         if not self.scheduler.in_flight:

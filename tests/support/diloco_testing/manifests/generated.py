@@ -19,6 +19,7 @@ ANYTHING = st.recursive(
 )
 """Any JSON value."""
 
+_PROCESS_TEXT = st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=3)
 _SOME_NAMES = ["main", "side", "state", "spec", "tls", "tmp", "HOME", "DILOCO_JOB", "A"]
 _ENTRY = st.fixed_dictionaries(
     {},
@@ -117,7 +118,7 @@ def _manifests(draw: st.DrawFn) -> dict[str, Any]:
                 st.lists(
                     st.fixed_dictionaries(
                         {"name": st.sampled_from(["A", "B", "HOME", "DILOCO_SPEC"])},
-                        optional={"value": st.text(max_size=3), "valueFrom": config},
+                        optional={"value": _PROCESS_TEXT, "valueFrom": config},
                     ),
                     unique_by=lambda entry: entry["name"],
                     max_size=3,
