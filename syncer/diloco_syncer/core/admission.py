@@ -294,7 +294,7 @@ class Admission:
                 f"{self.spec.job!r}; check DILOCO_SYNCER and DILOCO_JOB"
             )
         # An index has one spelling: eu/007 would be another learner than eu/7.
-        name = re.fullmatch(r"([^/]+)/(0|[1-9][0-9]{0,8})", applicant.learner, re.ASCII)
+        name = re.fullmatch(r"([^/]+)/(0|[1-9][0-9]{0,8})", applicant.learner)
         if name is None or name[1] != region or len(region) > MAX_REGION:
             raise UnknownLearnerError(
                 f"{learner!r} is not in one of the job's regions {', '.join(sorted(limits))}"

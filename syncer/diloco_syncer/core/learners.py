@@ -444,7 +444,7 @@ class LearnerRecords:
     def _replay_join(self, line: Mapping[str, Any]) -> None:
         name, incarnation = value(line, "learner", str), value(line, "incarnation", int)
         local_step = value(line, "localStep", int)
-        region, _, index = name.rpartition("/")
+        region, _, index = name.partition("/")
         if not (region and index.isascii() and index.isdigit()):
             raise RecordError(f"has learner {name!r}, expected one like eu/0")
         record = self.get_or_add(name, region=region)

@@ -10,7 +10,7 @@ from diloco_syncer.core.ejection import (
     Ejections,
     backoff_seconds,
 )
-from diloco_syncer.core.learners import LearnerRecords
+from diloco_syncer.core.learners import HANGS_SECONDS, LearnerRecords
 from diloco_syncer.core.pacing import Pace
 from diloco_syncer.core.upload_limits import START_SECONDS
 
@@ -497,3 +497,26 @@ def test_failures_are_forgiven_only_for_what_a_learner_delivers_after_it_was_rea
     assert job["b"].ejections == 10
     job.it.merged(job["b"], 601.0 + 200.0)
     assert job["b"].ejections == 0
+
+
+@pytest.mark.parametrize(("waited", "probes"), [(HANGS_SECONDS, 0), (HANGS_SECONDS + 0.1, 1)])
+def test_a_probe_is_due_early_once_a_round_waits_longer_for_its_quorum_than_steps_take(
+    waited, probes
+):
+    learners = Learners()
+    learners.it.eject("c", "Slow", 0.0)
+    learners.probe(BACKOFF_SECONDS)
+    learners.it.end_probe(learners["c"], "Late", BACKOFF_SECONDS)
+    assert learners.it.tick(2 * BACKOFF_SECONDS) == []
+    learners.it.note_wait(waited)
+    assert len(learners.it.tick(2 * BACKOFF_SECONDS)) == probes
+
+
+@pytest.mark.parametrize(("seconds", "ejected"), [(2.9, 0), (3.0, 1)])
+def test_a_wait_in_vain_ejects_when_all_that_a_learner_cost_is_two_and_a_half_windows(
+    seconds, ejected
+):
+    learners = Learners(hold=4.0)
+    late = learners["a"].late
+    late.seconds, late.begun, late.at = 2.0, 103.0, 103.0
+    assert len(learners.it.waited("a", seconds, "LeftRound", 103.0)) == ejected

@@ -500,3 +500,20 @@ def test_a_learner_that_is_gone_is_in_no_merge_that_its_end_completes(how):
     assert [(r.step, r.attempt) for r in job.rounds][:1] == [(2, 2)], (
         "every pull is of a round in flight"
     )
+
+
+def test_a_broken_stream_is_written_down_in_full_and_ends_the_attempt_with_its_reason():
+    job = Job("ab", quorum=2, overlap=1).meet()
+    job.report_all(1)
+    out = job.dropped("b", reason=ev.STREAM_BROKEN)
+    assert logs("refuse", out) == [
+        {"learner": "b", "reason": ev.STREAM_BROKEN, "detail": "x", "step": 1, "fragment": 1}
+    ]
+    assert of(ev.AbortMerge, out) == [ev.AbortMerge(round=1, attempt=1, reason=ev.STREAM_BROKEN)]
+
+
+def test_a_probe_may_take_a_quarter_longer_than_tau_steps():
+    job = Job("ab", overlap=2)
+    for name in "ab":
+        job.report(name, 1, step_seconds=4.0)
+    assert job.engine.ejections.free_seconds() == 1.25 * 2 * 4.0

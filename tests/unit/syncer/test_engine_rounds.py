@@ -369,3 +369,18 @@ def test_a_new_session_is_announced_everything_again():
     out = job(ev.Failed(decision=announced, reason="boom"))
     assert of(ev.AnnounceFragments, out) == [announced]
     assert of(ev.Close, out) == []
+
+
+def test_a_learner_whose_round_trip_turns_out_longer_is_announced_more_although_no_round_began():
+    job = Job("ab", quorum=2, overlap=1)
+    for step in range(1, 9):
+        for name in "ab":
+            job.report(name, step, global_step=step - 1, at=float(step))
+        job.merge("a", "b", round=step, local_step=step)
+    job.report("a", 9, global_step=8, at=9.0)
+    before = [round_.step for round_ in job.rounds]
+    assert before == [9], "it waits for b"
+    out = job.report("a", 10, global_step=1, at=10.0)
+    assert [round_.step for round_ in job.rounds] == before
+    [announced] = of(ev.AnnounceFragments, out)
+    assert (announced.learners, sorted(announced.fragments)) == (("a",), [0, 1, 2, 3])

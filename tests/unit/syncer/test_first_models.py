@@ -22,6 +22,8 @@ from diloco_syncer.core.initialisation import (
 from diloco_syncer.core.upload_limits import MIN_BYTES_PER_SECOND
 from diloco_testing.learners.scripted import thetas_of
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, DrivenUpload, driven_spec
+from diloco_testing.syncers.engine_job import Job as EngineJob
+from diloco_testing.syncers.engine_job import logs, of
 
 OURS = tuple(Tensor(name=f"t{i}", shape=(300,), dtype="float32") for i in range(4))
 FOREIGN = tuple(Tensor(name=f"x{i}", shape=(2,), dtype="float32") for i in range(2))
@@ -387,3 +389,12 @@ def test_the_model_of_a_job_that_was_resumed_is_admitted_whatever_the_memory():
     layout = Admission(SPEC).handle(APPLICANT, layout_fixed=False).layout
     resumed = Admission(SPEC, layout=layout, memory_bytes=1)
     assert isinstance(resumed.handle(APPLICANT, layout_fixed=True), Admitted)
+
+
+def test_sessions_that_make_room_for_another_model_are_closed_so_that_their_learners_try_again():
+    job = EngineJob("a", initialised=False)
+    job.wait(STALL_SECONDS - 1.0)
+    job.engine.waits("x")
+    out = job.wait(STALL_SECONDS)
+    assert [(close.session, close.reason) for close in of(ev.Close, out)] == [(1, "Unavailable")]
+    assert [line["reason"] for line in logs("leave", out)] == ["OtherModel"]

@@ -493,3 +493,30 @@ def test_the_time_that_was_not_used_is_kept_up_to_a_limit_and_is_never_owed():
     history.unspent = 7.0
     history.restart()
     assert history.unspent == 0.0
+
+
+def test_after_a_result_an_upload_may_have_counted_no_tokens():
+    """Steps without tokens; the fragment was received at step 7."""
+    without = upload(9, 2, 0)
+    assert reset(7).credit(without, 0) is without
+
+
+def test_the_tokens_after_a_result_are_not_more_than_those_of_all_steps_between_the_reports():
+    """The fragment was received at step 6, and after the upload at step 10 again."""
+    history = reset(10)
+    assert history.credit(upload(9, 3, 700), 0).tokens <= 700
+    with pytest.raises(CountsDifferError, match="701 tokens in 3 steps"):
+        history.credit(upload(9, 3, 701), 0)
+
+
+def test_the_refusal_of_an_upload_states_the_reports_before_and_after_it():
+    with pytest.raises(CountsDifferError, match="its reports 500 in 5 at 5 and 800 in 8 at 8; not"):
+        skipping().credit(upload(7, 7, 801), 0)
+
+
+def test_steps_that_the_time_does_not_allow_are_credited_no_tokens_if_none_were_counted():
+    history = honest()
+    history.add(report(6, tokens=10**6), 6.0)
+    assert history.newest.tokens == (600,)
+    assert history.add(report(20, tokens=10**6, total=600), 6.001) < 14
+    assert history.newest.tokens == (600,)

@@ -421,7 +421,7 @@ def test_a_learner_never_seen_may_have_trained_for_a_month_and_not_longer():
     assert learners.implausible(reported(local_step=1, total_tokens=ABSENT_TOKENS + 1), 5.0) != ""
 
 
-@pytest.mark.parametrize("name", ["/0", "eu/\u00b2", "eu/", "/"])
+@pytest.mark.parametrize("name", ["/0", "eu/\u00b2", "eu/", "/", "eu/x/0"])
 def test_a_join_of_a_name_that_no_learner_has_is_damaged(name):
     learners = LearnerRecords()
     assert learners.replay([{**JOIN, "learner": name}, {**JOIN, "learner": name}]) == 2

@@ -454,3 +454,30 @@ def test_the_line_of_a_merge_has_all_of_a_member_and_its_times_in_microseconds()
 def test_without_a_measured_step_the_others_wait_least_however_many_rounds_overlap():
     assert free_seconds(overlap=9, step_seconds=None) == MIN_HOLD_SECONDS
     assert hold_seconds(overlap=9, step_seconds=None) == MIN_HOLD_SECONDS
+
+
+def test_a_pause_of_the_syncer_is_excused_to_uploads_that_are_awaited_after_their_header_only():
+    round_ = pulled("a", "b", "c", now=100.0)
+    for name in "ab":
+        round_.contributed(contribution(name), 101.0)
+
+    def excused():
+        round_.shift(60.0)
+        return {name: upload.excused_seconds for name, upload in round_.members.items()}
+
+    assert excused() == {"a": 0.0, "b": 0.0, "c": 0.0}, "a and b wait, and c has sent no header"
+    round_.contributed(contribution("c"), 161.0)
+    round_.merge(161.0)
+    delivers(round_, "a", done=True, now=162.0)
+    assert excused() == {"a": 0.0, "b": 60.0, "c": 60.0}
+    delivers(round_, "b", waiting=True, now=223.0)
+    assert excused() == {"a": 0.0, "b": 60.0, "c": 120.0}
+
+
+def test_members_that_are_fewer_than_the_quorum_are_late_by_what_they_need_beyond_tau_steps():
+    round_ = pulled("a", now=100.0)
+    round_.contributed(contribution("a"), 100.0)
+    round_.merge(100.0)
+    round_.progressed("a", 1, waiting=False, done=True, now=102.0, awaited=2.0)
+    round_.update_hold(102.0, quorum=2)
+    assert round_.late_seconds(0.5) == {"a": 1.5}

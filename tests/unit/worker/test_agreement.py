@@ -456,3 +456,43 @@ def test_the_first_failure_stays_and_one_that_is_partly_written_is_none(board):
     other.fail("x" * 10**4)
     assert 1000 < len(other.failure) < 2048
     assert other.plan(1) is None
+
+
+def test_rows_of_some_ranks_change_no_row_of_another_rank():
+    here, there = (Board(Memory(3, spares=0), ranks=3, fragments=P) for _ in range(2))
+    here.enter(1, 4, terminated=True)
+    there.enter(0, 5, terminated=False)
+    there.enter(2, 6, terminated=False)
+    here.take_rows([0, 2], there.rows_of([0, 2]))
+    assert here.rows() == [(5, False), (4, True), (6, False)]
+
+
+def test_rows_plans_and_the_failure_share_no_memory():
+    board = Board(Memory(2, spares=0), ranks=2, fragments=P)
+    plans = [
+        Plan(boundary=n, link_state=LinkState(text=str(n) * 30_000)) for n in range(1, PLANS + 1)
+    ]
+    for plan in plans:
+        board.publish(plan)
+    board.fail("y" * 10**4)
+    board.enter(0, 7, terminated=True)
+    board.enter(1, 8, terminated=True)
+    found = [board.plan(plan.boundary) for plan in plans]
+    assert [plan.link_state.text for plan in found] == [plan.link_state.text for plan in plans]
+    assert set(board.failure) == {"y"}
+    for plan in plans:
+        board.publish(plan)
+    assert set(board.failure) == {"y"}
+    assert board.rows() == [(7, True), (8, True)]
+
+
+@pytest.mark.parametrize("model", [False, True])
+@pytest.mark.parametrize("terminated", [False, True])
+def test_a_plan_states_whether_a_rank_received_sigterm(terminated, model):
+    first = FirstRank(P, 1)
+    plan = first.plan(1, LinkState(), applied=[0] * P, terminated=terminated, now=0.0, model=model)
+    assert plan.terminated == terminated
+
+
+def test_while_nothing_is_being_written_no_copies_are_complete():
+    assert Places(P, 1).written() == {}

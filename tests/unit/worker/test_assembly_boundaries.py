@@ -285,3 +285,24 @@ def test_a_fragment_that_cannot_be_decoded_leaves_an_inbox_that_is_not_read():
     assert placed.error
     assert (memory.inbox_state(1).generation, memory.inbox_state(1).version) == (4, None)
     assert pool.used_bytes == 0
+
+
+@pytest.mark.parametrize(("round_", "of"), [(0, ""), (12, " for round 12")])
+def test_a_download_is_named_by_its_fragment_and_the_round_that_it_is_the_result_of(round_, of):
+    pool = BufferPool(most_idle_bytes=0)
+    asked = Wanted(
+        identity=IDENTITY, fragment=1, round=round_, format=formats.FP32, expected=FRAGMENT
+    )
+    assert str(Assembly(asked, pool.acquire, pool.release)) == f"download of fragment 1{of}"
+
+
+def test_a_message_of_another_kind_is_no_chunk_of_a_download():
+    data = constants(10)
+    assembly, _ = assembly_of()
+    assembly.request()
+    assembly.add(header_of(10, 1))
+    assembly.add(frames.pack(frames.Kind.END, 0, data))
+    assert assembly.arrived == 0
+    assembly.add(chunk(0, data))
+    assembly.add(TRAILER)
+    assert (assembly.end(), assembly.arrived) == (Outcome.COMMITTED, 1)

@@ -212,3 +212,17 @@ def test_a_checkpoint_has_the_name_of_the_run_also_while_the_link_starts_again()
     core.step(1, LinkState(text="a new link"), now=1.0)
     [save] = [a for a in core.copied([], loss=None) if isinstance(a, SaveCheckpoint)]
     assert save.run == "a"
+
+
+@pytest.mark.parametrize("starts", [("a",), ("a", "b"), ("a", "b", "c")])
+def test_a_checkpoint_states_the_last_start_of_the_syncer_that_its_versions_are_of(starts):
+    core = joined()
+    core.step(1, replace(MODEL, phase=Phase.TRAINING, starts=starts), now=1.0)
+    facts = core.facts()
+    assert facts["start"] == starts[-1]
+    assert facts["versions"] == core.ledger.to_json()["versions"]
+
+
+def test_a_checkpoint_without_a_known_start_states_neither_a_start_nor_versions():
+    facts = joined(fragments=2).facts()
+    assert ("start" in facts, facts["versions"]) == (False, [None, None])
