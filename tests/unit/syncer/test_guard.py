@@ -231,6 +231,7 @@ def test_norms_are_confirmed_relatively_above_the_floor_and_not_at_all_below():
     c = member("us/0", (1e-29, 1.0, 2e-12))
     c.check_norm(0, "t", 0.9 * NORM_FLOOR)
     c.check_norm(1, "t", 1.0005)
+    member("us/0", (1000.0,)).check_norm(0, "t", 1001.0)
     for slot, found in ((0, 2 * NORM_FLOOR), (1, 1.01), (2, 2.1e-12), (1, math.nan)):
         with pytest.raises(ContributionError, match="header states"):
             c.check_norm(slot, "t", found)

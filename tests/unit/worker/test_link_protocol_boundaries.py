@@ -254,6 +254,17 @@ def test_a_failed_upload_of_the_initial_model_is_repeated_unless_it_is_outdated(
     assert link(ev.InitialUploaded(request=1, error="x")) == []
 
 
+def test_after_an_initial_model_that_is_refused_for_good_nothing_is_due_and_nothing_is_sent():
+    link = Link()
+    link.trainer(FRESH)
+    link(welcome())
+    link(ev.InitialRequested())
+    refused = ev.InitialUploaded(request=1, error="it is not finite", refused_exit=78)
+    assert kinds(link(refused)) == [ev.CancelTransfers, ev.NotifyTrainer]
+    assert link.core.wake_at is None
+    assert link.trainer(FRESH, initial_copied=1) == []
+
+
 # ---------------------------------------------------------------- the model of a fresh process
 
 

@@ -69,6 +69,10 @@ def test_parts_of_constants_are_where_the_file_has_them(layout):
 def test_all_constants_are_sent_to_a_machine(layout):
     (part,) = parts.held(layout, {}, constants_bytes=300)[-1]
     assert part.size_bytes == 300
+    assert (part.name, part.dtype) == ("", "uint8"), "of no tensor"
+    memory = np.zeros(400, np.uint8)
+    part.view(memory)[...] = 1
+    assert memory.nonzero()[0].tolist() == [*range(300)]
     assert parts.held(layout, {}, constants_bytes=0)[-1] == []
 
 
