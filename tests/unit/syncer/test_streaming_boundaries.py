@@ -9,6 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 
+from diloco.codec import frames
 from diloco.errors import ProtocolError, UnavailableError
 from diloco.model.fragments import CHUNK
 from diloco_syncer.core.contribution import ContributionError
@@ -184,3 +185,29 @@ def test_a_merge_that_is_over_has_room_for_every_chunk_and_its_fragment_an_answe
     aborted.abort("cut")
     assert aborted.has_room("b", 11)
     assert aborted.wait_for_room("b", 11, 0.0)
+
+
+def test_each_chunk_of_a_merge_that_changes_nothing_is_that_chunk_of_theta():
+    theta_N = values_of(FRAGMENT, seed=3)
+    idle = upload(FRAGMENT, "a", values_of(FRAGMENT, seed=0), weight=0).contribution
+    merge = merge_of(FRAGMENT, [idle], theta_N=theta_N)
+    for index in range(FRAGMENT.chunks):
+        lo, hi = FRAGMENT.chunk(index)
+        assert frames.unpack(merge.output(index, 0.0)).payload == theta_N[lo:hi].tobytes()
+
+
+def test_a_tensor_that_is_complete_before_the_one_in_front_of_it_releases_none_of_that():
+    fragment = fragment_of(2 * CHUNK, 2 * CHUNK)
+    uploads = uploads_of("a", "b", fragment=fragment)
+    merge = merge_of(fragment, [each.contribution for each in uploads])
+
+    def add(*chunks):
+        for index in chunks:
+            for each in uploads:
+                merge.add(each.contribution.learner, index, each.chunks[index])
+
+    add(2, 3, 0)
+    found = [merge.ready(index) is not None for index in range(4)]
+    assert found == [False, False, True, True]
+    add(1)
+    assert merge.finished
