@@ -520,3 +520,9 @@ def test_steps_that_the_time_does_not_allow_are_credited_no_tokens_if_none_were_
     assert history.newest.tokens == (600,)
     assert history.add(report(20, tokens=10**6, total=600), 6.001) < 14
     assert history.newest.tokens == (600,)
+
+
+def test_tokens_that_the_total_of_a_report_takes_back_are_taken_from_what_is_credited():
+    history = honest()
+    history.add(report(6, tokens=500, total=450), 6.0)
+    assert history.newest.tokens == (450,)
