@@ -130,11 +130,12 @@ class CommandScorer:
 @contextlib.contextmanager
 def _directory() -> Iterator[Path]:
     """A temporary directory. Those that killed evaluators left behind, each with a model, are removed."""
-    # Not those that are empty: another evaluator may be about to lock one.
-    for left in {path.parent for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*/*")}:
+    for left in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError), _opened(left) as fd:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left)  # not locked: nothing uses it
+            # Not locked, so nothing uses it; if it is empty, another evaluator may be about to lock it.
+            if any(left.iterdir()):
+                shutil.rmtree(left)
     with tempfile.TemporaryDirectory(prefix=_PREFIX) as name, _opened(Path(name)) as fd:
         # Some file systems, such as NFS, lock no directories: there, none is removed.
         with contextlib.suppress(OSError):

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import resource
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -156,6 +157,26 @@ def test_a_directory_that_another_evaluator_has_not_locked_yet_stays(monkeypatch
     (tmp_path / "diloco-evaluation-new").mkdir()
     assert command(tmp_path, "print('{\"loss\": 1}')")(WEIGHTS) == {"loss": 1}
     assert (tmp_path / "diloco-evaluation-new").exists()
+
+
+def test_a_directory_that_another_evaluator_removes_meanwhile_costs_no_score(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in "ab":
+        (tmp_path / f"diloco-evaluation-{name}").mkdir()
+        (tmp_path / f"diloco-evaluation-{name}" / "model.safetensors").touch()
+    listed = os.scandir
+
+    def list_after_the_other(path):
+        if not isinstance(path, int) and Path(path).name in (
+            "diloco-evaluation-a",
+            "diloco-evaluation-b",
+        ):
+            shutil.rmtree(path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", list_after_the_other)
+    monkeypatch.setattr(os, "listdir", lambda path: [entry.name for entry in os.scandir(path)])
+    assert command(tmp_path, "print('{\"loss\": 1}')")(WEIGHTS) == {"loss": 1}
 
 
 # ---------------------------------------------------------------- a run
