@@ -11,12 +11,15 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any
 
-import typer
-from typer.core import TyperGroup
+try:
+    import typer
+    from typer.core import TyperGroup
 
-from diloco.errors import EXIT_USAGE, ConfigError, DilocoError
-from diloco_cli import chaos, jobs, programs, runs, worlds
-from diloco_cli.options import echo
+    from diloco.errors import EXIT_USAGE, ConfigError, DilocoError
+    from diloco_cli import chaos, jobs, programs, runs, worlds
+    from diloco_cli.options import echo
+except KeyboardInterrupt:  # Ctrl-C before a command has begun: nothing needs to be undone
+    raise SystemExit(130) from None
 
 GROUPS = {
     "Start a training program": (programs.new, programs.doctor),

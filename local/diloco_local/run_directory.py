@@ -258,18 +258,20 @@ class RunDir:
         """Replace status.json atomically."""
         files.replace(self.status_file, json.dumps(status, indent=2) + "\n", mode=PRIVATE)
 
-    def count_start(self, learner: str) -> int:
+    def starts(self, learner: str) -> int:
         """
-        Count a start of a learner; returns how many there were before, by all supervisors of this directory.
+        How often a learner was started, by all supervisors of this directory.
 
         Raises:
-            OSError: the count cannot be written.
+            OSError: the count cannot be read.
         """
-        path, before = self.starts_of(learner), 0
         with contextlib.suppress(FileNotFoundError, ValueError):
-            before = max(0, int(files.read(path)))
-        files.replace(path, f"{before + 1}\n", mode=PRIVATE)
-        return before
+            return max(0, int(files.read(self.starts_of(learner))))
+        return 0
+
+    def write_starts(self, learner: str, count: int) -> None:
+        """Replace the count of a learner's starts."""
+        files.replace(self.starts_of(learner), f"{count}\n", mode=PRIVATE)
 
     def append_event(self, event: Mapping[str, Any]) -> None:
         """Append a line to events.jsonl; the syncer appends to the file too."""

@@ -204,6 +204,8 @@ class Supervisor:
         self._started = wall_text(datetime.now(UTC))
         self._completed: str | None = None
         self._warned: set[Path] = set()
+        self._starts: dict[str, int] = {}
+        """Of each learner, in earlier runs too."""
         self._problems = Problems(
             (learner.name for learner in self.plan.learners), stuck_seconds=stuck_seconds(self.plan)
         )
@@ -373,10 +375,15 @@ class Supervisor:
     def _starts_before(self, name: str) -> int:
         """How often a process was started before; of a learner in earlier runs too, so that no seed is used again."""
         process = self.policy.processes[name]
+        before = process.restarts
         if process.role is e.Role.LEARNER:
+            before = max(before, self._starts.get(name, 0))
+            # The file may be readable and not writable, such as on a full disk.
             with self._warn_once(self.run_dir.starts_of(name)):
-                return max(process.restarts, self.run_dir.count_start(name))
-        return process.restarts
+                before = max(before, self.run_dir.starts(name))
+                self.run_dir.write_starts(name, before + 1)
+            self._starts[name] = before + 1
+        return before
 
     def _remove(self, path: Path) -> None:
         """Remove a file of an earlier run, if there is one and the file system lets us."""

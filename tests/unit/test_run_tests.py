@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
@@ -172,6 +173,15 @@ def test_tests_that_were_skipped_are_named_beside_those_on_clusters(
     assert not_run.startswith("Not run: tests/e2e, because ")
     assert not_run.endswith("Skipped: 84 (tests/unit/charts need helm), 2 (no GPU).")
     assert summary == "10 passed, 0 failed, 86 skipped"
+
+
+def test_a_reason_with_a_temporary_path_is_counted_once(runner):
+    folder = tempfile.gettempdir()
+    lines = [
+        "=== short test summary info ===",
+        *(f"SKIPPED [1] tests/a.py:3: {folder}/pytest-{i}/test_{i}0 is no mount" for i in range(3)),
+    ]
+    assert runner.skipped(lines) == {"a temporary path is no mount": 3}
 
 
 def test_without_clusters_the_rest_runs_and_a_sentence_names_what_did_not(without_clusters, capsys):

@@ -18,13 +18,14 @@ import logging
 import math
 import os
 import random
+import selectors
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -66,6 +67,8 @@ _FIRST_POLL_SECONDS = 0.2
 _CALL_SECONDS = 10.0
 _COMMAND_SECONDS = 3600.0
 _MAX_STDERR = 2000
+_KEPT_BYTES = 64 << 10
+"""Of what a command prints, however much that is."""
 _PREFIX = "diloco-evaluation-"
 DETAIL_BYTES, MAX_TEXT = 16 << 10, 256
 """What the syncer takes of the members of a score besides its loss, and characters of a text or name of them."""
@@ -109,22 +112,50 @@ class CommandScorer:
                 path = directory / "model.safetensors"
                 arrays = {name: np.asarray(array, order="C") for name, array in weights.items()}
                 safetensors.numpy.save_file(arrays, path, metadata={"format": "pt"})
-                done = subprocess.run(  # noqa: S603 - running the user's command is the purpose
-                    [*program, str(path)],
-                    capture_output=True,
-                    text=True,
-                    errors="replace",
-                    timeout=_COMMAND_SECONDS,
-                    check=False,
-                )
+                code, stdout, stderr = _run([*program, str(path)], seconds=_COMMAND_SECONDS)
         except (OSError, SafetensorError, subprocess.TimeoutExpired) as error:
             raise NoScoreError(f"evaluation.command: {error}") from None
-        if done.returncode != 0:
+        if code != 0:
             raise NoScoreError(
-                f"evaluation.command ended with {done.returncode}, expected 0; its standard error "
-                f"ends with: {done.stderr.strip()[-_MAX_STDERR:]}"
+                f"evaluation.command ended with {code}, expected 0; its standard error "
+                f"ends with: {stderr.strip()[-_MAX_STDERR:]}"
             )
-        return parse_score(done.stdout, stderr=done.stderr)
+        return parse_score(stdout, stderr=stderr)
+
+
+def _run(command: Sequence[str], *, seconds: float) -> tuple[int, str, str]:
+    """
+    Exit code of a command, and the last `_KEPT_BYTES` of its standard output and of its standard error.
+
+    Raises:
+        OSError: the command cannot be started.
+        subprocess.TimeoutExpired: it took too long, and was killed.
+    """
+    until = time.monotonic() + seconds
+    with (
+        subprocess.Popen(  # noqa: S603 - running the user's command is the purpose
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+        ) as process,
+        selectors.DefaultSelector() as selector,
+    ):
+        try:
+            kept = {pipe.fileno(): b"" for pipe in (process.stdout, process.stderr) if pipe}
+            for pipe in kept:
+                selector.register(pipe, selectors.EVENT_READ)
+            while selector.get_map():
+                if time.monotonic() >= until:
+                    raise subprocess.TimeoutExpired(command, seconds)
+                for key, _ in selector.select(until - time.monotonic()):
+                    part = os.read(key.fd, _KEPT_BYTES)
+                    kept[key.fd] = (kept[key.fd] + part)[-_KEPT_BYTES:]
+                    if not part:
+                        selector.unregister(key.fd)
+            code = process.wait(max(0.0, until - time.monotonic()))
+        except BaseException:
+            process.kill()
+            raise
+    stdout, stderr = (text.decode(errors="replace") for text in kept.values())
+    return code, stdout, stderr
 
 
 @contextlib.contextmanager

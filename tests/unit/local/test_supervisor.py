@@ -15,6 +15,7 @@ from diloco.runtime.health import Health, HealthFile
 from diloco.v1 import syncer_pb2 as pb
 from diloco_agent.processes import ProcessExit
 from diloco_local import events as e
+from diloco_local import run_directory
 from diloco_local import supervisor as supervising
 from diloco_local.policy import Policy
 from diloco_local.problems import Problems
@@ -58,6 +59,25 @@ def test_a_file_system_that_became_read_only_does_not_end_the_run(tmp_path, monk
         Supervisor._remove(supervisor, tmp_path / "health.json")
     assert len(notes) == 1
     assert "Read-only file system; the run continues" in notes[0]
+
+
+def test_starts_are_counted_on_when_their_file_cannot_be_written(tmp_path, monkeypatch):
+    def refuse(*arguments, **options):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    run_dir = RunDir(tmp_path)
+    path = run_dir.starts_of("eu/0")
+    path.parent.mkdir(parents=True)
+    path.write_text("7\n")  # by an earlier run
+    loop = Supervisor.__new__(Supervisor)
+    loop.run_dir, loop.policy = run_dir, Policy(learners=("eu/0",))
+    loop._warned, loop._starts = set(), {}
+    loop._display = SimpleNamespace(note=lambda text: None)
+    assert loop._starts_before("eu/0") == 7
+    monkeypatch.setattr(run_directory.files, "replace", refuse)
+    assert [loop._starts_before("eu/0") for _ in range(2)] == [8, 9]
+    monkeypatch.undo()
+    assert (loop._starts_before("eu/0"), path.read_text()) == (10, "11\n")
 
 
 def test_a_closed_terminal_that_is_reported_twice_is_one_interrupt():
