@@ -24,7 +24,7 @@ def chaos(
     ] = None,
     sets: Sets = None,
     seed: Annotated[
-        int, typer.Option(min=0, help="Random seed; the same seed gives the same plan.")
+        int, typer.Option(min=0, max=2**53, help="Random seed; the same seed gives the same plan.")
     ] = 0,
     kill_rate: Annotated[Rate, _rate("Kill a learner; it restarts.")] = None,
     syncer_kill_rate: Annotated[Rate, _rate("Kill the syncer; it restarts.")] = None,

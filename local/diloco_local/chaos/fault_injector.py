@@ -47,7 +47,7 @@ class Injector:
         clock: Callable[[Status], float] | None = None,
     ) -> None:
         """
-        An injector that waits until more than `spare` learners train.
+        An injector that waits until more than `spare` learners train, or all.
 
         Args:
             faults: the plan.
@@ -62,6 +62,10 @@ class Injector:
         self._stopped: dict[str, int] = {}
         """Learner → the process that was stopped; not its successor, if it ends meanwhile."""
         self._link_faults: dict[str, Fault | None] = dict.fromkeys(learners)
+        self._flipped: dict[str, int] = {}
+        """Learner → bytes that its last fault of connections inverted."""
+        self._most = 0
+        """Learners that trained at once."""
         self._began: float | None = None
         self._unwritten = False
         linked = any(fault.kind in LINK_KINDS for fault in faults)
@@ -82,7 +86,8 @@ class Injector:
             if process["state"] == "Training" and processes.pid(process["name"]) is not None
         }
         if self._began is None:
-            if len(training) <= self._schedule.spare:
+            self._most = max(self._most, len(training))
+            if len(training) < min(self._schedule.spare + 1, len(self._learners)):
                 return
             self._began = time.monotonic()
             self._write(self._plan, note)
@@ -94,6 +99,20 @@ class Injector:
         """Undo all faults and begin no other; may be called again."""
         self._carry_out(self._schedule.close(), processes, status, note)
 
+    @property
+    def uncounted(self) -> str:
+        """Why the journal cannot tell the faults of this run; "": it can."""
+        if self._unwritten:
+            return "unknown, because not all of them could be written"
+        if self._began is not None:
+            return ""
+        if not self._most:
+            return "none, because training did not begin"
+        return (
+            f"none, because never more than {self._most} of {len(self._learners)} learners trained at once, "
+            f"and {self._schedule.spare} are spared"
+        )
+
     def close(self) -> None:
         """End the proxies, after the processes."""
         if self._proxies is not None:
@@ -102,6 +121,8 @@ class Injector:
     def _carry_out(
         self, decisions: Sequence[Decision], processes: Processes, status: Status, note: Note
     ) -> None:
+        self._signal(processes)
+        self._disturb_links()
         for decision in decisions:
             fault = decision.fault
             match decision:
@@ -115,16 +136,10 @@ class Injector:
                         number=fault.number, fault=fault.kind, target=fault.target, reason=decision.reason
                     )  # fmt: skip
                     self._write(skipped, note)
-                case End():
-                    pass
-        self._signal(processes)
-        self._disturb_links()
-        for decision in decisions:
-            if isinstance(decision, End) and decision.fault.seconds:
-                self._write(
-                    EndRecord(number=decision.fault.number, flipped=self._flipped(decision.fault)),
-                    note,
-                )
+                case End() if fault.seconds:
+                    corrupt = fault.kind is Kind.CORRUPT
+                    flipped = self._flipped[fault.target] if corrupt else None
+                    self._write(EndRecord(number=fault.number, flipped=flipped), note)
 
     def _signal(self, processes: Processes) -> None:
         """Stop and continue processes."""
@@ -145,12 +160,9 @@ class Injector:
             fault = self._schedule.link_fault(name)
             if fault != before and self._proxies is not None:
                 self._link_faults[name] = fault
+                self._proxies.set_fault(name, None)
+                self._flipped[name] = self._proxies.flipped(name)
                 self._proxies.set_fault(name, fault)
-
-    def _flipped(self, fault: Fault) -> int | None:
-        if self._proxies is None or fault.kind is not Kind.CORRUPT:
-            return None
-        return self._proxies.flipped(fault.target)
 
     def _write(self, record: Record, note: Note) -> None:
         try:

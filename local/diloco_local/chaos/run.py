@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +12,7 @@ from rich.text import Text
 
 from diloco.errors import EXIT_DONE
 from diloco.runtime.formatting import printable
+from diloco.runtime.signals import handled
 from diloco_job.plan import plan as plan_of
 from diloco_job.types import DiLoCoJob
 from diloco_local import supervisor
@@ -69,7 +71,8 @@ def run(
         limits: as of `supervisor.run`.
 
     Returns:
-        The exit code: that of `supervisor.run`, but 1 if the job is complete and the audit found a violation.
+        The exit code: that of `supervisor.run`, but 1 if the job is complete and the audit found a violation; an
+        interrupted audit finds none.
 
     Raises:
         ConfigError: the options do not fit the job, or it cannot run on one machine or in this directory.
@@ -88,14 +91,20 @@ def run(
         )  # fmt: skip
     finally:
         injector.close()
-    return _conclude(directory, code, console)
+    try:
+        # As of the sample and the report: a terminal that is closed now does not end it.
+        with handled((signal.SIGHUP,), lambda _: None):
+            return _conclude(directory, code, injector.uncounted, console)
+    except KeyboardInterrupt:
+        console.print("stopped before the audit", soft_wrap=True)
+        return code
 
 
-def _conclude(directory: Path, code: int, console: Console) -> int:
+def _conclude(directory: Path, code: int, uncounted: str, console: Console) -> int:
     run = load(directory)
-    shown = (
-        summary(run, run.chaos) if run.chaos else ["faults: none, because training did not begin"]
-    )
+    shown = [f"faults: {uncounted or 'unknown'}"]
+    if run.chaos and not uncounted:
+        shown = summary(run, run.chaos)
     for line in (*shown, f"audit: {run.audit.verdict}", *run.audit.violations):
         console.print(Text(printable(line)), soft_wrap=True)
     return EXIT_FAILED if code == EXIT_DONE and not run.audit.ok else code

@@ -79,14 +79,17 @@ def _overlap(edges: F64, begin: float, end: float) -> F64:
 
 
 def summary(run: Run, chaos: Chaos) -> list[str]:
-    """Number and cost of the faults, as lines of text."""
-    counts = Counter(fault.kind for fault in chaos.faults)
+    """Number of the faults of the last plan and the cost of all, as lines of text."""
+    last = chaos.faults[chaos.earlier :]
+    counts = Counter(fault.kind for fault in last)
     listed = ", ".join(f"{number} {kind}" for kind, number in counts.most_common())
-    text = f"faults: {len(chaos.faults)} (seed {chaos.seed}){': ' if listed else ''}{listed}"
-    if flipped := sum(fault.flipped for fault in chaos.faults):
+    text = f"faults: {len(last)} (seed {chaos.seed}){': ' if listed else ''}{listed}"
+    if flipped := sum(fault.flipped for fault in last):
         text += f" ({flipped} bytes inverted)"
     if skipped := sum(chaos.skipped.values()):
         text += f"; {skipped} skipped"
+    if chaos.earlier:
+        text += f"; {chaos.earlier} more by earlier plans"
     found, learners = goodput(run, chaos), len(run.learners)
     lines = [text]
     if found.available.sum() > 0:

@@ -75,7 +75,9 @@ class Chaos:
     """Of the last plan."""
     faults: tuple[InjectedFault, ...]
     skipped: Mapping[str, int]
-    """Number of faults that did not begin, by kind."""
+    """Number of faults of the last plan that did not begin, by kind."""
+    earlier: int
+    """Number of faults of the plans before it, the first in `faults`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,12 +225,13 @@ def load(run_dir: Path) -> Run:
 
 def _chaos(lines: Sequence[Mapping[str, Any]], begin: float, end: float) -> Chaos | None:
     """The faults of all runs in this directory, of which each begins with a plan."""
-    seed, faults, skipped = 0, list[InjectedFault](), Counter[str]()
+    seed, faults, skipped, earlier = 0, list[InjectedFault](), Counter[str](), 0
     active: dict[Any, int] = {}
     for line in lines:
         kind, time, number = line.get("event"), _time(line), line.get("number")
         if kind == PlanRecord.kind:
             seed, active = int(_number(line, "seed", 0.0)), {}
+            skipped, earlier = Counter(), len(faults)
         elif kind == SkipRecord.kind:
             skipped[str(line.get("fault"))] += 1
         elif kind == BeginRecord.kind and time is not None and isinstance(number, int):
@@ -245,7 +248,9 @@ def _chaos(lines: Sequence[Mapping[str, Any]], begin: float, end: float) -> Chao
             place = active.pop(number)
             flipped = int(_number(line, "flipped", 0.0))
             faults[place] = replace(faults[place], end=time - begin, flipped=flipped)
-    return Chaos(seed=seed, faults=tuple(faults), skipped=skipped) if lines else None
+    if not lines:
+        return None
+    return Chaos(seed=seed, faults=tuple(faults), skipped=skipped, earlier=earlier)
 
 
 def _state(events: Iterable[Mapping[str, Any]]) -> str:

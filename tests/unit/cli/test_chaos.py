@@ -79,3 +79,9 @@ def test_values_out_of_bounds_are_refused_before_anything_starts(arguments, mess
 def test_a_rate_that_is_not_a_number_is_an_error_of_usage(started):
     assert invoke("--cut-rate", "often").exit_code == 2
     assert started == []
+
+
+def test_a_seed_that_the_summary_would_round_is_an_error_of_usage(started):
+    assert invoke("--seed", str(2**53)).exit_code == 75
+    assert invoke("--seed", str(2**53 + 1)).exit_code == 2
+    assert len(started) == 1

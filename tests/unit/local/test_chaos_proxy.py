@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from diloco.rpc.channels import channel
-from diloco_local.chaos.proxy import Proxies
+from diloco_local.chaos.proxy import MAX_CONNECTIONS, Proxies
 from diloco_local.faults import Fault, Kind
 
 pytestmark = pytest.mark.slow
@@ -129,6 +129,22 @@ def test_a_hang_passes_nothing_and_keeps_connections_open(proxies, echo):
             proxies.set_fault("eu/0", None)
             for silent in (connection, late):
                 assert receive(silent, 6) == b"during"
+
+
+def test_connections_that_hang_are_limited_and_new_ones_pass_after_it(proxies, echo):
+    proxies.set_fault("eu/0", fault(Kind.HANG))
+    for _ in range(MAX_CONNECTIONS):
+        with connect(proxies, echo) as abandoned:
+            abandoned.sendall(b"during")
+    with connect(proxies, echo) as refused, contextlib.suppress(ConnectionError):
+        assert refused.recv(1) == b""
+    proxies.set_fault("eu/0", None)
+    deadline, answer = time.monotonic() + DEADLINE_SECONDS, b""
+    while answer != b"after" and time.monotonic() < deadline:
+        with connect(proxies, echo) as again, contextlib.suppress(ConnectionError):
+            again.sendall(b"after")
+            answer = receive(again, 5)
+    assert answer == b"after"
 
 
 def test_a_delay_takes_its_latency_in_both_directions_and_limits_the_bandwidth(proxies, echo):

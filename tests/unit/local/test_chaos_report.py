@@ -84,7 +84,9 @@ def test_the_time_of_a_restart_and_repeated_steps_do_not_count(tmp_path):
     assert goodput(tmp_path) == pytest.approx((70 + 100) / 200)
 
 
-def test_the_summary_counts_faults_of_all_runs_in_the_directory(tmp_path):
+def test_all_faults_in_the_directory_are_read_and_the_summary_counts_those_of_the_last_plan(
+    tmp_path,
+):
     steps(tmp_path, "eu/0", CALM)
     skip = {
         "time": stamp(9),
@@ -95,7 +97,7 @@ def test_the_summary_counts_faults_of_all_runs_in_the_directory(tmp_path):
         "reason": "",
     }
     corrupt = fault(3, "corrupt", "eu/0", 20, 25, flipped=4)
-    lines = [PLAN, *fault(1, "cut", "eu/0", 5), skip, *corrupt, {"event": 3}, PLAN | {"seed": 6},
+    lines = [PLAN, *fault(1, "cut", "eu/0", 5), skip, PLAN | {"seed": 6}, skip, *corrupt, {"event": 3},
              *fault(1, "cut", "eu/0", 40, 42)]  # fmt: skip
     write(tmp_path / "faults.jsonl", lines)
     with (tmp_path / "faults.jsonl").open("a") as file:
@@ -103,7 +105,9 @@ def test_the_summary_counts_faults_of_all_runs_in_the_directory(tmp_path):
     run = load(tmp_path)
     assert [(f.begin, f.end) for f in run.chaos.faults] == [(5, 15), (20, 25), (40, 42)]
     first, second, third = costs.summary(run, run.chaos)
-    assert first == "faults: 3 (seed 6): 2 cut, 1 corrupt (4 bytes inverted); 1 skipped"
+    assert first == (
+        "faults: 2 (seed 6): 1 corrupt, 1 cut (4 bytes inverted); 1 skipped; 1 more by earlier plans"
+    )
     assert second == "goodput: 100.0%: 1 min 40 s of useful steps in 1 min 40 s of 1 learner"
     assert third == "restarts: 0 of learners, 0 of the syncer; 0 merges"
     write_report(tmp_path)
