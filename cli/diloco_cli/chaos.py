@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from diloco_cli.options import RUNS, Manifest, Sets, echo
+from diloco_cli.options import RUNS, Manifest, NewDirectory, Sets, echo
 
 Rate = float | None
 
@@ -18,10 +17,7 @@ def _rate(what: str) -> typer.models.OptionInfo:
 
 def chaos(
     file: Manifest,
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", metavar="DIR", help="The run directory. Default: runs/<job>."),
-    ] = None,
+    directory: NewDirectory = None,
     sets: Sets = None,
     seed: Annotated[
         int, typer.Option(min=0, max=2**53, help="Random seed; the same seed gives the same plan.")

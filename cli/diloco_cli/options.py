@@ -33,6 +33,10 @@ class ObjectOutput(StrEnum):
 Manifest = Annotated[
     Path, typer.Argument(metavar="FILE", help="The manifest, a YAML file; - for standard input.")
 ]
+NewDirectory = Annotated[
+    Path | None,
+    typer.Option("--dir", metavar="DIR", help="The run directory. Default: runs/<job>."),
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option(

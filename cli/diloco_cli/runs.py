@@ -22,6 +22,7 @@ from diloco_cli.options import (
     Format,
     Manifest,
     Namespace,
+    NewDirectory,
     Output,
     PositionalRunDirectory,
     RunDirectory,
@@ -47,10 +48,7 @@ class ElementType(StrEnum):
 
 def run(
     file: Manifest,
-    directory: Annotated[
-        Path | None,
-        typer.Option("--dir", metavar="DIR", help="The run directory. Default: runs/<job>."),
-    ] = None,
+    directory: NewDirectory = None,
     sets: Sets = None,
 ) -> None:
     """Run a job on this machine, or resume it.

@@ -1,10 +1,15 @@
-"""What the evaluator keeps of its user's command, and when it kills it."""
+"""What the evaluator keeps of its user's command, when it kills it, and the directory of the model."""
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import shutil
+import tempfile
 import textwrap
 import tracemalloc
+from pathlib import Path
 
 import pytest
 
@@ -46,3 +51,58 @@ def test_a_command_that_takes_too_long_is_killed(tmp_path, monkeypatch):
     if path.exists():
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
+
+
+# ---------------------------------------------------------------- the directory of the model
+
+
+def test_what_killed_evaluators_left_behind_is_removed(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in ("diloco-evaluation-left", "diloco-evaluation-used", "another"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "model.safetensors").touch()
+    (tmp_path / "diloco-evaluation-link").symlink_to(tmp_path / "another")
+    used = os.open(tmp_path / "diloco-evaluation-used", os.O_RDONLY)
+    try:
+        fcntl.flock(used, fcntl.LOCK_EX)  # by an evaluator of another job
+        assert command("print('{\"loss\": 1}')")({}) == {"loss": 1}
+    finally:
+        os.close(used)
+    left = {path.parent.name for path in tmp_path.glob("*/model.safetensors")}
+    assert left == {"diloco-evaluation-used", "diloco-evaluation-link", "another"}
+
+
+@pytest.mark.parametrize("code", [errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_a_model_is_scored_where_the_file_system_locks_no_directories(monkeypatch, tmp_path, code):
+    def refuse(fd: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert command("print('{\"loss\": 1}')")({}) == {"loss": 1}
+
+
+def test_a_directory_that_another_evaluator_has_not_locked_yet_stays(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    (tmp_path / "diloco-evaluation-new").mkdir()
+    assert command("print('{\"loss\": 1}')")({}) == {"loss": 1}
+    assert (tmp_path / "diloco-evaluation-new").exists()
+
+
+def test_a_directory_that_another_evaluator_removes_meanwhile_costs_no_score(monkeypatch, tmp_path):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    for name in "ab":
+        (tmp_path / f"diloco-evaluation-{name}").mkdir()
+        (tmp_path / f"diloco-evaluation-{name}" / "model.safetensors").touch()
+    listed = os.scandir
+
+    def list_after_the_other(path):
+        if not isinstance(path, int) and Path(path).name in (
+            "diloco-evaluation-a",
+            "diloco-evaluation-b",
+        ):
+            shutil.rmtree(path)
+        return listed(path)
+
+    monkeypatch.setattr(os, "scandir", list_after_the_other)
+    monkeypatch.setattr(os, "listdir", lambda path: [entry.name for entry in os.scandir(path)])
+    assert command("print('{\"loss\": 1}')")({}) == {"loss": 1}

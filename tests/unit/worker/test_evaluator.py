@@ -1,13 +1,10 @@
 """The evaluator: its schedule, the user's command, and an unavailable syncer."""
 
 import dataclasses
-import errno
-import fcntl
 import json
 import math
 import os
 import resource
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -125,58 +122,6 @@ def test_a_disk_that_does_not_take_the_model_gives_no_score(monkeypatch, tmp_pat
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
     with pytest.raises(NoScoreError, match="No such file"):
         scorer(WEIGHTS)
-
-
-def test_what_killed_evaluators_left_behind_is_removed(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in ("diloco-evaluation-left", "diloco-evaluation-used", "another"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "model.safetensors").touch()
-    (tmp_path / "diloco-evaluation-link").symlink_to(tmp_path / "another")
-    used = os.open(tmp_path / "diloco-evaluation-used", os.O_RDONLY)
-    try:
-        fcntl.flock(used, fcntl.LOCK_EX)  # by an evaluator of another job
-        assert command(tmp_path, "print('{\"loss\": 1}')")(WEIGHTS) == {"loss": 1}
-    finally:
-        os.close(used)
-    left = {path.parent.name for path in tmp_path.glob("*/model.safetensors")}
-    assert left == {"diloco-evaluation-used", "diloco-evaluation-link", "another"}
-
-
-@pytest.mark.parametrize("code", [errno.EBADF, errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_a_model_is_scored_where_the_file_system_locks_no_directories(monkeypatch, tmp_path, code):
-    def refuse(fd: int, operation: int) -> None:
-        raise OSError(code, os.strerror(code))
-
-    monkeypatch.setattr(fcntl, "flock", refuse)
-    assert command(tmp_path, "print('{\"loss\": 1}')")(WEIGHTS) == {"loss": 1}
-
-
-def test_a_directory_that_another_evaluator_has_not_locked_yet_stays(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    (tmp_path / "diloco-evaluation-new").mkdir()
-    assert command(tmp_path, "print('{\"loss\": 1}')")(WEIGHTS) == {"loss": 1}
-    assert (tmp_path / "diloco-evaluation-new").exists()
-
-
-def test_a_directory_that_another_evaluator_removes_meanwhile_costs_no_score(monkeypatch, tmp_path):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    for name in "ab":
-        (tmp_path / f"diloco-evaluation-{name}").mkdir()
-        (tmp_path / f"diloco-evaluation-{name}" / "model.safetensors").touch()
-    listed = os.scandir
-
-    def list_after_the_other(path):
-        if not isinstance(path, int) and Path(path).name in (
-            "diloco-evaluation-a",
-            "diloco-evaluation-b",
-        ):
-            shutil.rmtree(path)
-        return listed(path)
-
-    monkeypatch.setattr(os, "scandir", list_after_the_other)
-    monkeypatch.setattr(os, "listdir", lambda path: [entry.name for entry in os.scandir(path)])
-    assert command(tmp_path, "print('{\"loss\": 1}')")(WEIGHTS) == {"loss": 1}
 
 
 # ---------------------------------------------------------------- a run
