@@ -142,7 +142,7 @@ class Ejections:
         training = self.learners.training()
         common = sorted(record.late.left(now) for record in training)[: (len(training) + 1) // 2]
         if common and common[-1] > 0:
-            for record in training:
+            for record in self.learners:  # also those that are gone now: leaving is no fault
                 record.late.seconds = max(0.0, record.late.seconds - common[-1])
 
     def _charge(self, record: LearnerRecord, seconds: float, now: float) -> bool:
@@ -202,8 +202,7 @@ class Ejections:
         if state is None or record.report is None:
             return []
         if state.probe is not None:
-            late = now >= min(state.probe.upload.deadline, self._probe_limit(state.probe))
-            return self.end_probe(record, "Late", now) if late else []
+            return self._end_late(record, state.probe, now)
         if now < self._due(state) or not record.report.offers:
             return []
         self._probes += 1
@@ -211,6 +210,7 @@ class Ejections:
             round=max(1, self.pace.step),
             attempt=PROBE_ATTEMPT + self._probes,
             upload=UploadProgress.begin(now),
+            needed=self._needed(),
         )
         return [
             ev.ProbeLearner(
@@ -220,6 +220,15 @@ class Ejections:
                 learner=record.name,
             )
         ]
+
+    def _end_late(self, record: LearnerRecord, probe: Probe, now: float) -> list[ev.Decision]:
+        """End a probe that is late: no failure if it had more time until now, because the rounds needed it."""
+        was_needed, probe.needed = probe.needed, self._needed()
+        if now >= probe.upload.deadline:
+            return self.end_probe(record, "Late", now)
+        if now >= self._probe_limit(probe):
+            return self.end_probe(record, "Late", now, counts=not was_needed)
+        return []
 
     def deadlines(self, now: float) -> list[float]:
         """When the next probe is due or late; empty without one."""

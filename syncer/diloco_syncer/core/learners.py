@@ -77,6 +77,8 @@ class Probe:
     round: int
     attempt: int
     upload: UploadProgress
+    needed: bool = False
+    """The rounds needed the learner when this was last looked at."""
 
 
 @dataclass(slots=True)

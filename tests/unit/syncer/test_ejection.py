@@ -387,6 +387,33 @@ def test_a_probe_has_the_time_of_an_upload_when_the_quorum_needs_the_learner():
     assert log.event == "readmit"
 
 
+@pytest.mark.parametrize(
+    ("returns", "failures"),
+    [
+        # After 5.5 s, when it would have been late long ago if the quorum had not needed it.
+        (12.0, 1),
+        # Before, so that it has as much time as each probe, and its own limit of 30 s.
+        (8.0, 2),
+        (35.0, 2),
+    ],
+)
+def test_a_probe_that_is_late_only_because_the_quorum_needs_it_no_longer_is_no_failure(
+    returns, failures
+):
+    job = Learners(quorum=2, hold=4.0, sync=1.5)
+    job.it.eject("b", "Stalled", 0.0)
+    job.records.leave("a", 1)
+    job.probe(5.0)
+    assert job.it.tick(7.0) == []
+    job.join("a", 4)
+    job.report("a", 4, step=2)
+    ended = job.it.tick(returns) or job.it.tick(10.5)
+    assert [type(each) for each in ended] == [ev.AbortMerge]
+    assert job["b"].ejections == failures
+    now = max(returns, 10.5)
+    assert job.it.deadlines(now) == [now + backoff_seconds(2)]
+
+
 def test_a_learner_that_costs_nothing_now_is_not_ejected_for_earlier_waits():
     job = Learners(hold=4.0)
     job["b"].waits.seconds, job["b"].waits.at = 9.0, 1.0
@@ -476,6 +503,16 @@ def test_what_more_than_half_of_all_learners_cost_is_subtracted_from_the_account
     assert [job[name].late.seconds for name in "abcd"] == pytest.approx([0.0] * 4, abs=1e-9)
     assert job.it.delivered_late({"a": 3.0, "b": 3.0}, 200.0, window=0.1) == {}
     assert [job[name].late.seconds for name in "abcd"] == [3.0, 3.0, 0.0, 0.0], "half are not late"
+
+
+def test_what_most_learners_cost_is_subtracted_also_for_one_that_is_gone_when_that_shows():
+    job = Learners(hold=4.0)
+    assert job.it.delivered_late({"b": 3.0}, 10.0, window=0.1) == {}
+    job.records.leave("a", 1)
+    job.it.waited("a", 2.0, "LeftRound", 10.0)
+    assert [job[name].late.seconds for name in "abc"] == [2.0, 3.0, 0.0], "one of two others"
+    assert job.it.delivered_late({"c": 3.0}, 10.0, window=0.1) == {}
+    assert [job[name].late.seconds for name in "abc"] == [0.0] * 3
 
 
 def test_two_learners_do_not_excuse_each_other():
