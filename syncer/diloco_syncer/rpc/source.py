@@ -20,7 +20,7 @@ from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer.attempts import Attempt, AttemptAbortedError
 from diloco_syncer.core.contribution import Version
-from diloco_syncer.core.upload_limits import MIN_BYTES_PER_SECOND
+from diloco_syncer.core.upload_limits import MIN_BYTES_PER_SECOND, START_SECONDS
 from diloco_syncer.merging.streaming import MergeAbortedError
 from diloco_syncer.rpc.transfers import Host, Waiting, check_sender, pack
 from diloco_syncer.storage.parameters import Parameters
@@ -52,24 +52,24 @@ class _Content(Protocol):
 class _Reading(NamedTuple):
     """What the peer of a download has read. Another thread asks, so it is replaced as a whole."""
 
-    size_bytes: int = 0
-    seconds: float = 0.0
-    """How long it took for that; without the waits for a merge."""
+    ahead: float = 0.0
+    """By how many seconds a learner over the slowest link would be behind; without the waits for a merge."""
     unread_bytes: int = 0
     """Of the frame that it reads now."""
     since: float = float("inf")
     """When that was sent, monotonic; infinite: there is none."""
 
     def read(self, now: float) -> _Reading:
-        """It has read the frame, if there was one."""
-        return _Reading(self.size_bytes + self.unread_bytes, self._until(now))
+        """It has read the frame, if there was one; a fast beginning does not pay for a long silence."""
+        ahead = self._ahead(now) + self.unread_bytes / MIN_BYTES_PER_SECOND
+        return _Reading(min(START_SECONDS, ahead))
 
     def is_slow(self, now: float) -> bool:
         """Whether a learner over the slowest link would have read more."""
-        return self.size_bytes < MIN_BYTES_PER_SECOND * self._until(now)
+        return self._ahead(now) < 0
 
-    def _until(self, now: float) -> float:
-        return self.seconds + max(0.0, now - self.since)
+    def _ahead(self, now: float) -> float:
+        return self.ahead - max(0.0, now - self.since)
 
 
 class DownloadSource:

@@ -268,6 +268,19 @@ def test_a_download_that_is_read_completes_however_many_merges_it_takes(serve):
     assert served.download(slow, merges) == 18
 
 
+def test_what_a_peer_has_read_fast_pays_for_thirty_seconds_without_progress(serve):
+    served = serve(LARGE)
+    parameters = served.syncer.state.parameters
+    assert parameters is not None
+    source = served.learners[3].download(pb.Pull(fragment=0))
+    for _ in range(12):
+        assert source.next_frame(0.0) is not None
+    for _ in range(2):
+        served.merge(served.learners[4])
+    assert not source.may_end(parameters, 29.9)
+    assert source.may_end(parameters, 30.1)
+
+
 @pytest.mark.parametrize(("rate", "may_end"), [(2.0, False), (0.9, True), (0.0, True)])
 def test_an_older_version_stays_for_a_peer_that_reads_as_fast_as_the_slowest_link(
     serve, rate, may_end
