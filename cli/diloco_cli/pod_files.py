@@ -21,6 +21,7 @@ import select
 import shutil
 import subprocess
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -190,10 +191,12 @@ class _Copy:
         self.progressed = False
         known = {name: [f.inode, f.size, f.received] for name, f in self._files.items()}
         argv = [*command, "python3", "-c", _SEND, folder, json.dumps(known), *self.wanted]
-        with (
-            tempfile.TemporaryFile() as errors,
-            subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors) as process,  # noqa: S603
-        ):
+        errors = _End()
+        try:
+            process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=errors.pipe)  # noqa: S603
+        finally:
+            os.close(errors.pipe)
+        with process:
             try:
                 self._receive(_Stream(process.stdout, retries, self.seconds_since_chunk))
             except _BrokenError as error:
@@ -205,8 +208,7 @@ class _Copy:
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_EXIT_SECONDS)
                 process.kill()
-            errors.seek(0)
-            return errors.read().decode(errors="replace").strip()[-_MAX_MESSAGE:] or problem
+            return errors.text() or problem
 
     def failure(self, problem: str) -> str:
         """What is missing, and why."""
@@ -290,6 +292,26 @@ def _matches(name: str, wanted: str) -> bool:
         and parts[-1] not in ("", ".", "..")
         and fnmatch.fnmatchcase(parts[-1], patterns[-1])
     )
+
+
+class _End:
+    """Keeps the end of what comes through `pipe`: a container may write to standard error without end."""
+
+    def __init__(self) -> None:
+        source, self.pipe = os.pipe()
+        self._bytes = b""
+        self._thread = threading.Thread(target=self._read, args=(source,), daemon=True)
+        self._thread.start()
+
+    def _read(self, source: int) -> None:
+        with open(source, "rb", buffering=0) as pipe:
+            while data := pipe.read(1 << 16):
+                self._bytes = (self._bytes + data)[-4 * _MAX_MESSAGE :]
+
+    def text(self) -> str:
+        """The last characters, when its writers have ended, or after a moment."""
+        self._thread.join(_EXIT_SECONDS)
+        return self._bytes.decode(errors="replace").strip()[-_MAX_MESSAGE:]
 
 
 class _Stream:

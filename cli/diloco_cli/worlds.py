@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from diloco.errors import EXIT_USAGE, ConfigError
+from diloco.errors import ConfigError
 
 
 def sim(
@@ -35,11 +34,10 @@ def sim(
     if find_spec("diloco_sim") is None:
         raise ConfigError("the simulator is not installed; install diloco[local]")
     which = [f"--seed={seed}"] if seeds is None else [f"--seeds={seeds}"]
-    # In its own process: the command line imports neither syncer nor worker.
     argv = [sys.executable, "-m", "diloco_sim", *which, f"--steps={steps}", f"--jobs={jobs}"]
-    done = subprocess.run([*argv, "--shrink"] if shrink else argv, check=False)  # noqa: S603
-    if done.returncode:
-        raise typer.Exit(EXIT_USAGE if done.returncode == EXIT_USAGE else 1)
+    argv += ["--shrink"] if shrink else []
+    # In place of this program, so that signals reach it; the command line imports neither syncer nor worker.
+    os.execv(sys.executable, argv)  # noqa: S606
 
 
 def experiment(

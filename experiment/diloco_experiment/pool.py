@@ -11,13 +11,11 @@ import fcntl
 import multiprocessing
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
-from multiprocessing import connection
 
 import torch
 
@@ -28,6 +26,7 @@ from diloco_experiment import models, page, summary
 from diloco_experiment.results import Folder, Result, Status, csv_of
 from diloco_experiment.study import Cell, Study
 from diloco_experiment.tasks import Task
+from diloco_sim.pool import end_with_parent
 
 Show = Callable[[str], object]
 """Prints a line."""
@@ -144,20 +143,9 @@ def found(cells: Sequence[Cell], folder: Folder) -> dict[str, Result]:
 def one_thread() -> None:
     """This process trains with one thread, leaves Ctrl-C to the one that started it, and ends with it."""
     torch.set_num_threads(1)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
+    if multiprocessing.parent_process() is not None:
         signal.signal(signal.SIGINT, signal.SIG_IGN)
-        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
-
-
-def _end_with(sentinel: int) -> None:
-    """
-    End this process when that of the sentinel has ended.
-
-    The queue of the pool does not tell: each process that reads it holds its other end, too.
-    """
-    connection.wait([sentinel])
-    os._exit(1)
+        end_with_parent()
 
 
 def _results(cells: Sequence[Cell], jobs: int) -> Iterator[tuple[Cell, Result]]:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from functools import partial
+from multiprocessing import connection
 
 from diloco_sim import report
 from diloco_sim.world import Outcome
@@ -36,7 +39,7 @@ def outcomes(seeds: Iterable[int], *, steps: int, jobs: int) -> Iterator[Outcome
         finally:
             gc.unfreeze()
         return
-    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=gc.freeze)
+    pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), initializer=_begin)
     running: deque[Future[Outcome]] = deque()
     try:
         for seed in seeds:
@@ -47,6 +50,27 @@ def outcomes(seeds: Iterable[int], *, steps: int, jobs: int) -> Iterator[Outcome
             yield running.popleft().result()
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def end_with_parent() -> None:
+    """
+    Let this process of a pool end when the one that started it has ended; in another, it does nothing.
+
+    The queue of the pool does not tell: each process that reads it holds its other end, too.
+    """
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_with, args=(parent.sentinel,), daemon=True).start()
+
+
+def _end_with(sentinel: int) -> None:
+    connection.wait([sentinel])
+    os._exit(1)
+
+
+def _begin() -> None:
+    end_with_parent()
+    gc.freeze()
 
 
 def _outcome(seed: int, *, steps: int) -> Outcome:

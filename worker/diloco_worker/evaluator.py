@@ -66,6 +66,8 @@ _POLL_SECONDS = 1.0
 _FIRST_POLL_SECONDS = 0.2
 _CALL_SECONDS = 10.0
 _COMMAND_SECONDS = 3600.0
+_LEFT_SECONDS = 1.0
+"""How long what a command started may still write to its output when the command has ended."""
 _MAX_STDERR = 2000
 _KEPT_BYTES = 64 << 10
 """Of what a command prints, however much that is."""
@@ -127,14 +129,16 @@ def _run(command: Sequence[str], *, seconds: float) -> tuple[int, str, str]:
     """
     Exit code of a command, and the last `_KEPT_BYTES` of its standard output and of its standard error.
 
+    What the command started is killed when this returns, or raises.
+
     Raises:
         OSError: the command cannot be started.
-        subprocess.TimeoutExpired: it took too long, and was killed.
+        subprocess.TimeoutExpired: it took too long.
     """
     until = time.monotonic() + seconds
     with (
         subprocess.Popen(  # noqa: S603 - running the user's command is the purpose
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, process_group=0
         ) as process,
         selectors.DefaultSelector() as selector,
     ):
@@ -142,18 +146,21 @@ def _run(command: Sequence[str], *, seconds: float) -> tuple[int, str, str]:
             kept = {pipe.fileno(): b"" for pipe in (process.stdout, process.stderr) if pipe}
             for pipe in kept:
                 selector.register(pipe, selectors.EVENT_READ)
-            while selector.get_map():
-                if time.monotonic() >= until:
-                    raise subprocess.TimeoutExpired(command, seconds)
-                for key, _ in selector.select(until - time.monotonic()):
+            while selector.get_map() and (left := until - time.monotonic()) > 0:
+                if process.returncode is None and process.poll() is not None:
+                    # What it started may have its pipes, and never close them.
+                    until = min(until, time.monotonic() + _LEFT_SECONDS)
+                for key, _ in selector.select(min(left, _POLL_SECONDS)):
                     part = os.read(key.fd, _KEPT_BYTES)
                     kept[key.fd] = (kept[key.fd] + part)[-_KEPT_BYTES:]
                     if not part:
                         selector.unregister(key.fd)
             code = process.wait(max(0.0, until - time.monotonic()))
-        except BaseException:
-            process.kill()
-            raise
+        except subprocess.TimeoutExpired:
+            raise subprocess.TimeoutExpired(command, seconds) from None
+        finally:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
     stdout, stderr = (text.decode(errors="replace") for text in kept.values())
     return code, stdout, stderr
 

@@ -51,6 +51,8 @@ ANY_VERSION = 1
 """Every cache is this new."""
 LAGGING_SECONDS = 60.0
 """How long the lists of a kind are read from the store after that."""
+MESSAGE_CHARACTERS = 2000
+"""Of the server's message: twice what a condition has."""
 METADATA = "application/json;as=PartialObjectMetadataList;v=v1;g=meta.k8s.io"
 """Media type of a list of objects with nothing but their metadata."""
 MERGED = "application/apply-patch+yaml"  # JSON is YAML; +cbor and +yaml are all the server takes
@@ -579,7 +581,7 @@ def _error(request: str, status: int, data: bytes) -> ApiError:
     return ApiError(
         request,
         status,
-        str(message) or f"HTTP status {status}",
+        str(message)[:MESSAGE_CHARACTERS] or f"HTTP status {status}",
         namespace_terminating=terminating,
     )
 

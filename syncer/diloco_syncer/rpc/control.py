@@ -24,6 +24,7 @@ from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer import sessions
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.engine import HEARTBEAT_SECONDS
+from diloco_syncer.core.refusals import Refusals
 from diloco_syncer.rpc import status, telemetry
 from diloco_syncer.rpc.authorizer import Authorizer, certificate_serial
 from diloco_syncer.rpc.call_limits import CallLimits
@@ -72,6 +73,8 @@ class ControlService:
         """Held while the frozen parameters of a Hello are compared: each list may take hundreds of MB."""
         self._scored: deque[float] = deque(maxlen=EVALUATIONS_PER_MINUTE)
         """When the newest scores were written, monotonic."""
+        self._reported = Refusals()
+        """Reports of failures by region, "": of the job; any member may send as many as it likes."""
 
     def handler(self) -> grpc.GenericRpcHandler:
         """For the server: raw requests, so that nothing is parsed before its length was checked."""
@@ -262,9 +265,9 @@ class ControlService:
 
             def keep(state: State) -> None:
                 state.failure = failure
+                self._log("", "the operator reported that the job failed: %s: %s", *failure)
 
             self._runner.ask(keep)
-            log.info("the operator reported that the job failed: %s: %s", *failure)
             yield from self._replying(pb.FailedReply(), context)
 
     def region_failed(
@@ -275,8 +278,25 @@ class ControlService:
             request = self._query(requests, context, pb.RegionFailure, most=_QUERY_BYTES)
             with self._refusing("a RegionFailure"):
                 self._authorizer.check_region(context, request.region)
-                self._runner.ask(lambda state: _keep_region_failure(state, request))
+                self._runner.ask(lambda state: self._keep_region_failure(state, request))
             yield from self._replying(pb.RegionFailedReply(), context)
+
+    def _keep_region_failure(self, state: State, request: pb.RegionFailure) -> None:
+        """Called on the runner's thread. Raises ProtocolError: the job has no such region."""
+        region, reason, message = telemetry.region_failure(request, state.engine.limits)
+        if not reason:
+            state.region_failures.pop(region, None)
+            return
+        state.region_failures[region] = (reason, message, request.learners)
+        text = "the operator of region %s reported that its learners failed: %s: %s"
+        self._log(region, text, region, reason, message)
+
+    def _log(self, region: str, text: str, *values: str) -> None:
+        """Called on the runner's thread. A few lines per minute: the status has the newest report."""
+        now = time.monotonic()
+        self._reported.ended(now=now)
+        if self._reported.refused(region, now=now):
+            log.info(text, *values)
 
     def _count_score(self) -> None:
         """Called on the runner's thread. Raises UnavailableError: too many within a minute."""
@@ -311,21 +331,6 @@ class ControlService:
         except DilocoError as error:
             self._limits.refusals.refuse(what, "", error)
             raise
-
-
-def _keep_region_failure(state: State, request: pb.RegionFailure) -> None:
-    """Called on the runner's thread. Raises ProtocolError: the job has no such region."""
-    region, reason, message = telemetry.region_failure(request, state.engine.limits)
-    if not reason:
-        state.region_failures.pop(region, None)
-        return
-    state.region_failures[region] = (reason, message, request.learners)
-    log.info(
-        "the operator of region %s reported that its learners failed: %s: %s",
-        region,
-        reason,
-        message,
-    )
 
 
 def _start(thread: threading.Thread) -> None:

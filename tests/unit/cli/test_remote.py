@@ -7,6 +7,7 @@ import os
 import re
 import sys
 import time
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -267,6 +268,21 @@ def test_a_model_larger_than_the_free_space_is_refused(tmp_path):
     job = sending(tmp_path, header("model/model.safetensors", 1 << 43))
     with pytest.raises(StorageError, match=r"model\.safetensors: 8796093022208 bytes"):
         job.fetch(remote.MODEL, tmp_path / "run", caps=remote.MODEL_CAPS)
+
+
+def test_of_what_a_container_writes_to_standard_error_only_the_end_is_kept(tmp_path):
+    job = sending(tmp_path)
+    (tmp_path / "kubectl").write_text(
+        "#!/bin/sh\nhead -c 64000000 /dev/zero | tr '\\0' x >&2\necho Forbidden >&2\nexit 1\n"
+    )
+    tracemalloc.start()
+    try:
+        with pytest.raises(UnavailableError, match=r"x+Forbidden$"):
+            job.fetch(remote.LOGS, tmp_path / "run")
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8_000_000
 
 
 def test_links_pipes_and_devices_of_a_container_are_not_sent_as_such(tmp_path, kubectl, state):

@@ -355,6 +355,14 @@ def test_a_refusal_raises_at_once_with_the_servers_message(api, cluster, status)
     assert len(api.writes()) == 1
 
 
+def test_of_a_long_message_of_the_server_only_the_beginning_is_kept(api, cluster):
+    """It may contain a value of a manifest, and is logged and kept for each object that is refused."""
+    api.faults.append(Fault("PATCH", "configmaps", 422, 'Invalid value: "' + "x" * 1_000_000))
+    with pytest.raises(ApiError, match='Invalid value: "xx') as caught:
+        cluster.apply(config_map())
+    assert len(caught.value.message) == cluster_module.MESSAGE_CHARACTERS
+
+
 def test_a_broken_server_is_a_transient_error(api, cluster):
     api.faults.append(Fault("GET", "dilocojobs", 500, times=99))
     with pytest.raises(ApiError) as caught:

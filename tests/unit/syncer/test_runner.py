@@ -22,6 +22,7 @@ from diloco_syncer.attempts import Attempt, AttemptAbortedError, Attempts, Membe
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission, Applicant
 from diloco_syncer.core.engine import Engine
+from diloco_syncer.core.refusals import FULL_REFUSALS
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.refusals import RefusalLog
 from diloco_syncer.rpc.authorizer import Authorizer
@@ -102,6 +103,27 @@ def test_a_session_that_gets_no_incarnation_does_not_fix_the_model(runner, tmp_p
     with pytest.raises(ValueError, match="not text"):
         next(control.session(iter([first]), ended_call))
     assert len(runner.sessions) == 0
+    runner.stop()
+
+
+def test_a_flood_of_reported_failures_does_not_fill_the_log(runner, tmp_path, caplog):
+    """Any member may report its region, and the newest report is in the status."""
+    control = ControlService(
+        runner, BackgroundWriter(JournalWriter(tmp_path / "eval.jsonl")), Authorizer(job="j", tls=False),
+        CallLimits(SPEC, RefusalLog(runner.record)), next_incarnation=lambda: 1,
+    )  # fmt: skip
+    call = SimpleNamespace(is_active=lambda: True, peer=lambda: "ipv4:10.0.0.1:1")
+    runner.start()
+    with caplog.at_level("INFO", logger="diloco_syncer.rpc.control"):
+        for number in range(100):
+            region = pb.RegionFailure(region="eu", reason="R", message=f"{number}", learners=1)
+            job = pb.Failure(reason="R", message=f"{number}")
+            assert list(control.region_failed(iter([region.SerializeToString()]), call))
+            assert list(control.failed(iter([job.SerializeToString()]), call))
+    assert runner.ask(lambda state: state.region_failures) == {"eu": ("R", "99", 1)}
+    assert runner.ask(lambda state: state.failure) == ("R", "99")
+    lines = [line for line in caplog.messages if "reported" in line]
+    assert len(lines) == 2 * FULL_REFUSALS
     runner.stop()
 
 

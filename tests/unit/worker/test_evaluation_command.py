@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
 import shutil
+import signal
 import tempfile
 import textwrap
 import tracemalloc
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from diloco_testing.local.fake_run import alive, until
 from diloco_worker import evaluator
 from diloco_worker.evaluator import CommandScorer, NoScoreError
 
@@ -51,6 +55,56 @@ def test_a_command_that_takes_too_long_is_killed(tmp_path, monkeypatch):
     if path.exists():
         with pytest.raises(ProcessLookupError):
             os.kill(int(path.read_text()), 0)
+
+
+HELPER = """
+    import os, signal, subprocess, sys
+    helper = subprocess.Popen([sys.executable, "-c", {helper!r}], **{options})
+    with open({path!r} + ".part", "w") as file:
+        file.write(str(helper.pid))
+    os.rename({path!r} + ".part", {path!r})
+    print('{{"loss": 1.5}}', flush=True)
+    """
+
+
+def with_helper(
+    path: Path, *, helper: str = "import time; time.sleep(600)", then: str = "", **options: Any
+) -> str:
+    """A command that starts another process, which has its standard output and its standard error."""
+    return textwrap.dedent(HELPER).format(helper=helper, options=options, path=str(path)) + then
+
+
+def test_the_processes_that_a_command_started_end_with_it_after_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluator, "_COMMAND_SECONDS", 2.0)
+    path = tmp_path / "pid"
+    while not path.exists():  # on a busy machine, the command may be killed before it has a helper
+        with pytest.raises(NoScoreError, match="timed out after"):
+            command(with_helper(path, then="signal.pause()"))({})
+        evaluator._COMMAND_SECONDS *= 2
+    until(lambda: not alive(int(path.read_text())), "end of the helper")
+
+
+def test_what_a_command_leaves_running_delays_no_score_and_ends(tmp_path, monkeypatch):
+    monkeypatch.setattr(evaluator, "_COMMAND_SECONDS", 60.0)
+    path = tmp_path / "pid"
+    assert command(with_helper(path))({}) == {"loss": 1.5}
+    until(lambda: not alive(int(path.read_text())), "end of the helper")
+
+
+def test_a_process_of_a_command_in_a_session_of_its_own_delays_no_score(tmp_path, monkeypatch):
+    """Such as a daemon, which may write to the pipe for as long as it lives."""
+    monkeypatch.setattr(evaluator, "_COMMAND_SECONDS", 60.0)
+    path, helper = (
+        tmp_path / "pid",
+        "import time\nwhile True: print('x', flush=True), time.sleep(0.01)",
+    )
+    try:
+        assert command(with_helper(path, helper=helper, start_new_session=True))({}) == {
+            "loss": 1.5
+        }
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 # ---------------------------------------------------------------- the directory of the model

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
+import resource
 import socket
 
 import pytest
@@ -67,6 +70,22 @@ def test_the_last_line_is_received_before_the_end_of_the_peer(pipes):
     assert b.newest() == b"bye"
     with pytest.raises(EOFError):
         b.newest()
+
+
+def test_a_program_with_a_thousand_open_files_still_waits():
+    """Without it, trainer and link would ask again and again, as fast as they can."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 2048)), hard))
+    near, far = socket.socketpair()
+    try:
+        high = socket.socket(fileno=fcntl.fcntl(near, fcntl.F_DUPFD_CLOEXEC, 1200))
+        with contextlib.closing(Pipe(high)) as pipe, far:
+            assert not pipe.wait(0.1)
+            far.send(b"x\n")
+            assert pipe.wait(60.0)
+    finally:
+        near.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_sending_to_a_closed_peer_is_harmless(pipes):

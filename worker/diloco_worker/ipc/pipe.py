@@ -72,8 +72,12 @@ class Pipe:
 
     def wait(self, timeout_seconds: float) -> bool:
         """Block until data arrives or the peer closes the socket; False after the timeout."""
+        poll = (
+            select.poll()
+        )  # select.select takes no descriptor above 1023, which a program may have
         with contextlib.suppress(OSError, ValueError):
-            return bool(select.select([self._sock], [], [], timeout_seconds)[0])
+            poll.register(self._sock, select.POLLIN)
+            return bool(poll.poll(1000 * timeout_seconds))
         return True
 
     def close(self) -> None:
