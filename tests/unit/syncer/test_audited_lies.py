@@ -87,7 +87,9 @@ def short(honest_N: F32) -> F32:
 
 
 @pytest.mark.parametrize("merge", ["Radial", "Average"])
-def test_a01_the_audit_finds_the_weight_of_tokens_that_no_report_states(merge, monkeypatch):
+def test_a01_the_audit_finds_the_weight_of_tokens_that_no_report_states(
+    merge: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def lie() -> Lied:
         lied = Lied(merge)
         lied.round(tokens=2**63, steps=1)
@@ -103,7 +105,9 @@ def test_a01_the_audit_finds_the_weight_of_tokens_that_no_report_states(merge, m
     assert "eu/3 (incarnation 4) has weight 8.5070591730" in sentence
 
 
-def test_a02_the_audit_finds_a_direction_that_rests_on_a_norm_which_nothing_confirms(monkeypatch):
+def test_a02_the_audit_finds_a_direction_that_rests_on_a_norm_which_nothing_confirms(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def lie() -> Lied:
         lied = Lied()
         lied.round(short, norms=[1e-29] * 2)
@@ -118,7 +122,9 @@ def test_a02_the_audit_finds_a_direction_that_rests_on_a_norm_which_nothing_conf
     assert "eu/3 (incarnation 4) stated a norm that differs by" in sentence
 
 
-def test_a07_the_audit_finds_a_learner_that_the_job_does_not_have(monkeypatch):
+def test_a07_the_audit_finds_a_learner_that_the_job_does_not_have(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     lied = Lied()
     for module in (admission, engine):
         monkeypatch.setattr(module, "beyond", lambda learner, limits: "")
@@ -127,7 +133,7 @@ def test_a07_the_audit_finds_a_learner_that_the_job_does_not_have(monkeypatch):
     assert "eu/123456789 joined, but is not one of the learners of the spec" in sentence
 
 
-def test_a07_the_audit_finds_steps_that_leave_no_delta():
+def test_a07_the_audit_finds_steps_that_leave_no_delta() -> None:
     lied = Lied("Average")
     lied.steps, lied.tokens = 32, 3200
     lied.round(np.zeros_like)
@@ -137,7 +143,7 @@ def test_a07_the_audit_finds_steps_that_leave_no_delta():
 
 
 @pytest.mark.parametrize(("tokens", "confirmed"), [(100, True), (0, False)])
-def test_a07_an_upload_without_tokens_confirms_no_steps(tokens, confirmed):
+def test_a07_an_upload_without_tokens_confirms_no_steps(tokens: int, confirmed: bool) -> None:
     """However long its delta is; the pace goes by that (`LearnerRecord.confirmed`)."""
     lied = Lied()
     lied.tokens = tokens
