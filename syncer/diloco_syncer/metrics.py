@@ -85,16 +85,17 @@ class Metrics:
         metrics["diloco_global_step"].set(engine.step)
         states: Counter[tuple[str, str]] = Counter()
         tokens: Counter[str] = Counter()
-        records = [r for r in engine.learners if r.session is not None or _expected(engine, r)]
-        for gone in self._learners - {record.name for record in records}:
+        shown = {r.name for r in engine.learners if r.session is not None or _expected(engine, r)}
+        for gone in self._learners - shown:
             metrics["diloco_learner_staleness_steps"].remove(gone)
-        self._learners = {record.name for record in records}
-        for record in records:
+        self._learners = shown
+        for record in engine.learners:
+            tokens[record.region] += record.total_tokens  # a counter never becomes smaller
             for state in STATES:
-                states[(record.region, state)] += state == record.state
-            tokens[record.region] += record.total_tokens
-            staleness = metrics["diloco_learner_staleness_steps"].labels(learner=record.name)
-            staleness.set(engine.staleness(record))
+                states[(record.region, state)] += record.name in shown and state == record.state
+            if record.name in shown:
+                staleness = metrics["diloco_learner_staleness_steps"].labels(learner=record.name)
+                staleness.set(engine.staleness(record))
         for (region, state), count in states.items():
             metrics["diloco_learners"].labels(region=region, state=state).set(count)
         for region, total in tokens.items():

@@ -30,6 +30,7 @@ from diloco.rpc import servers
 from diloco.rpc.channels import channel
 from diloco.rpc.status_codes import error_of
 from diloco.rpc.tls import Tls
+from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
 from diloco_syncer.core.refusals import FULL_REFUSALS
@@ -433,6 +434,32 @@ def test_a16_only_learners_of_the_spec_have_a_metric_series(tmp_path):
             assert until(series, expected="a series") == [
                 'diloco_learner_staleness_steps{learner="eu/0"} 0.0'
             ]
+
+
+# ---------------------------------------------------------------- text
+
+EVIL = "eu/0\n2026 level=error FAKE\x1b[2J\x1b]0;owned\x07\x9b31m\u202egnp.\u2028"
+CONTROLS = "\x1b\x07\x9b\u202e\u2028"
+
+
+@pytest.mark.parametrize("flags", [(), ("--json-logs",)], ids=["text", "json"])
+def test_b03_what_a_peer_states_is_one_line_of_the_log_without_controls(tmp_path, flags):
+    with RealSyncer(tmp_path, make_spec(), *flags) as fresh:
+        for field in ("learner", "job", "spec_hash", "region"):
+            with ScriptedLearner(fresh, "eu/0") as misbehaving, pytest.raises(DilocoError):
+                misbehaving.join(**{field: EVIL})
+        with ScriptedLearner(fresh, "eu/0") as honest:
+            honest.join()
+            with ScriptedLearner(fresh, "eu/1") as misbehaving:
+                misbehaving.epoch = honest.epoch
+                header = bulk.UploadHeader(epoch=honest.epoch, learner=EVIL)
+                assert misbehaving.stream(header).reply().refused
+            honest.send(goodbye=pb.Goodbye(reason=EVIL))
+            until(lambda: fresh.events("leave"), expected="the line of the goodbye")
+        assert fresh.output().count("FAKE") >= 5, "the refusals are logged"
+        for text in (fresh.output(), (fresh.dir / "events.jsonl").read_text()):
+            assert not any(control in text for control in CONTROLS)
+            assert not any(line.startswith("2026 level") for line in text.split("\n"))
 
 
 # ---------------------------------------------------------------- identity

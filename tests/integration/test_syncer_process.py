@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
 import threading
@@ -47,6 +48,38 @@ def durable(syncer, step):
         lambda: any(x["ok"] and x["step"] >= step for x in syncer.events("snapshot")),
         expected=f"a snapshot of step {step}",
     )
+
+
+def test_b02_what_a_syncer_writes_is_for_its_user_alone_and_goes_through_no_link(tmp_path):
+    """Whatever the umask; the links have the names of its next temporary files."""
+    victim, before = tmp_path / "victim", os.umask(0)
+    victim.write_text("precious")
+    spec = make_spec(steps=2, quorum=1, syncer_checkpoint=Checkpoint(every_steps=1, keep=2))
+    try:
+        with RealSyncer(tmp_path, spec) as syncer:
+            with ScriptedLearner(syncer) as learner:
+                learner.join().initialise(thetas_of(learner))
+                learner.expect("ready")
+                good_round(learner)
+            assert syncer.terminate() == 0
+            for name in ("snapshots/epoch", "snapshots/incarnation"):
+                (syncer.dir / f"{name}.tmp").symlink_to(victim)
+            syncer.start()
+            with ScriptedLearner(syncer) as learner:
+                learner.join().expect("ready")
+                learner.local_step = learner.welcome.local_step
+                learner.pull()
+            assert syncer.status().epoch == 2
+            assert syncer.terminate() == 0
+    finally:
+        os.umask(before)
+    assert victim.read_text() == "precious"
+    found = list(syncer.dir.rglob("*"))
+    assert not any(path.is_symlink() for path in found)
+    assert {path.stat().st_mode & 0o777 for path in found if path.is_file()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in found if path.is_dir()} == {0o700}
+    names = {path.name for path in found}
+    assert names >= {"events.jsonl", "eval.jsonl", "epoch", "incarnation"}
 
 
 # ---------------------------------------------------------------- kill -9

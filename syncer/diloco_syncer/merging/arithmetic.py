@@ -182,7 +182,8 @@ class Arithmetic:
             found = math.sqrt(math.fsum(self._squares_SM[mine, row]))
             contribution.check_norm(slot, self._name(slot), found)
             stated = contribution.norms[slot]
-            deviation = abs(found - stated) / stated if stated > NORM_FLOOR else 0.0
+            rests = stated > NORM_FLOOR or self._blends[slot].rests_on(row)
+            deviation = abs(found - stated) / stated if rests else 0.0
             self._deviations_M[row] = max(self._deviations_M[row], deviation)
         u_square = math.fsum(self._u_squares_S[mine])
         if not math.isfinite(u_square):

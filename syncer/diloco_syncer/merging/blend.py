@@ -52,6 +52,10 @@ class Blend:
     terms: float = 0.0
     """What ‖u‖ is if all directions agree."""
 
+    def rests_on(self, row: int) -> bool:
+        """Whether the direction rests on the norm that this member states; never below NORM_FLOOR."""
+        return self.radial and bool(self.factors[row])
+
     def scale(self, u_norm: float) -> float | None:
         """The factor that makes u the outer gradient; None: the directions cancel, use the weighted mean."""
         if not self.radial:

@@ -13,6 +13,7 @@ from diloco.rpc.tensor_info import to_proto
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerServicer, add_SyncerServicer_to_server
 from diloco_syncer import metrics as metrics_module
+from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import MAX_TENSORS
 from diloco_syncer.core.learners import Ejection, Probe
 from diloco_syncer.core.upload_limits import UploadProgress
@@ -147,3 +148,26 @@ def test_metrics_count_ejected_learners_and_ejections(syncer, monkeypatch):
     }
     assert counts == {"Training": 1, "Ejected": 1, "Joining": 0, "Gone": 0}
     assert registry.get_sample_value("diloco_ejections_total", {"reason": "AnswerLate"}) == 1
+
+
+def test_a16_a_learner_that_was_removed_from_the_job_has_no_series_any_more(syncer, monkeypatch):
+    """Its tokens still count: a counter that became smaller would raise, and all metrics would stop."""
+    served = []
+    monkeypatch.setattr(metrics_module, "serve", lambda port, registry: served.append(registry))
+    metrics = Metrics(1)
+
+    def series():
+        metrics.update(syncer.state.engine)
+        found = [m for m in served[0].collect() if m.name == "diloco_learner_staleness_steps"]
+        return [sample.labels["learner"] for sample in found[0].samples]
+
+    assert series() == ["eu/0", "eu/1"]
+    syncer.run(ev.LimitsChanged(learners={"eu": 1}))
+    assert series() == ["eu/0"]
+    assert served[0].get_sample_value("diloco_tokens_total", {"region": "eu"}) == 200
+    syncer.run(ev.LimitsChanged(learners={"eu": 2}))
+    assert series() == ["eu/0", "eu/1"], "it is missing, and expected"
+    syncer.run(ev.LimitsChanged(learners={"us": 2}))
+    assert series() == []
+    states = [s for m in served[0].collect() if m.name == "diloco_learners" for s in m.samples]
+    assert {s.value for s in states} == {0.0}, "of a region that is gone, none trains"
