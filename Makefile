@@ -1,5 +1,5 @@
 # Two commands on a fresh machine: `make run` trains the example, `make test` checks and tests the project.
-PYTHON ?= python3
+PYTHON ?= $(shell scripts/python)
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 

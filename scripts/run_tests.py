@@ -51,8 +51,8 @@ SLOW_TIER = (
 """Run with --all; docs/testing.md names the faster tests of the same promises."""
 WHOLE_RUNS = ("test_doctor", "test_examples", "test_lora", "test_recipes", "test_trainers")
 """Files of tests/integration that take as long as the chaos tests, and run beside the other ones."""
-AT_ONCE = 6
-"""Groups that run at the same time: most groups wait for pods, so four leave an eighth of two cores idle."""
+AT_ONCE = 7
+"""Groups that run at the same time: five of the eight wait for pods most of the time."""
 FIRST = ("nice", "-n", "-10")
 """
 Before the commands for which the groups on clusters wait. Without the right to a higher priority, nice runs

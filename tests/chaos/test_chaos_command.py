@@ -13,7 +13,7 @@ import yaml
 
 from diloco_testing.local.run_process import manifest
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.slow_tier, pytest.mark.timeout(900)]
 
 STEPS = 400
 SECONDS = 800.0

@@ -35,9 +35,6 @@ SECONDS = float(
 MIN_WORLDS = 500 if os.environ.get("CI") == "true" else 1
 """How many of them are run, however long that takes."""
 
-JOBS = min(2, os.cpu_count() or 1)
-"""Processes that run them."""
-
 
 def checked(outcome: Outcome) -> Outcome:
     assert outcome.ok, report.text_of(outcome)
@@ -80,7 +77,8 @@ def test_seeds_of_this_commit(capsys):
     until = time.monotonic() + SECONDS
     ran = count(1)
     failed: list[str] = []
-    outcomes = pool.outcomes(count(_first_seed()), steps=100, jobs=JOBS)
+    # One process: other tests use the other cores.
+    outcomes = pool.outcomes(count(_first_seed()), steps=100, jobs=1)
     with contextlib.closing(outcomes):
         text, failures = report.summary(
             outcomes, steps=100, failed=lambda outcome: failed.append(report.text_of(outcome)),
