@@ -78,7 +78,7 @@ class Probe:
     attempt: int
     upload: UploadProgress
     needed: bool = False
-    """The rounds needed the learner when this was last looked at."""
+    """Whether the rounds needed the learner at the last scan."""
 
 
 @dataclass(slots=True)
