@@ -8,6 +8,7 @@ when they run, so that `diloco validate` starts quickly.
 
 from __future__ import annotations
 
+import signal
 import sys
 from typing import Annotated, Any
 
@@ -16,6 +17,7 @@ try:
     from typer.core import TyperGroup
 
     from diloco.errors import EXIT_USAGE, ConfigError, DilocoError
+    from diloco.runtime.signals import handled
     from diloco_cli import chaos, jobs, programs, runs, worlds
     from diloco_cli.options import echo
 except KeyboardInterrupt:  # Ctrl-C before a command has begun: nothing needs to be undone
@@ -88,7 +90,8 @@ def options(
 def main() -> None:
     """Entry point: expected errors are printed without a traceback."""
     try:
-        app(prog_name="diloco")  # also for `python -m diloco_cli`
+        with handled((signal.SIGTERM, signal.SIGHUP), _end):
+            app(prog_name="diloco")  # also for `python -m diloco_cli`
     except ConfigError as error:
         echo(str(error), error=True)
         sys.exit(EXIT_USAGE)
@@ -98,6 +101,11 @@ def main() -> None:
     except OSError as error:
         echo(f"{error.filename or 'diloco'}: {error.strerror or error}", error=True)
         sys.exit(1)
+
+
+def _end(number: int) -> None:
+    """As after Ctrl-C, what is left is removed: files that are not complete, and the pod that read a volume."""
+    sys.exit(128 + number)
 
 
 if __name__ == "__main__":

@@ -374,7 +374,8 @@ def test_the_pod_is_deleted_when_the_files_cannot_be_read(cluster, job):
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_ctrl_c_deletes_the_pod(cluster, tmp_path):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_deletes_the_pod_and_what_was_not_complete(cluster, tmp_path, number):
     (cluster / "slow").write_text("yes")
     path = f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}"
     command = [sys.executable, "-m", "diloco_cli", "logs", "a", "--to", str(tmp_path / "run")]
@@ -386,10 +387,11 @@ def test_ctrl_c_deletes_the_pod(cluster, tmp_path):
         assert b"starting pod a-fetch-" in process.stderr.readline()
         _until(lambda: (cluster / "executing").exists())
         # A terminal sends it to the command and to its kubectl.
-        os.killpg(process.pid, signal.SIGINT)
+        os.killpg(process.pid, number)
         process.communicate(timeout=280)
-    assert process.returncode != 0
+    assert process.returncode > 0
     created(cluster)
+    assert not list((tmp_path / "run").glob(".fetch-*"))
 
 
 def _until(what, seconds=100.0):
