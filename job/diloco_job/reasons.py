@@ -267,7 +267,17 @@ REASONS: tuple[Reason, ...] = (
         ("OtherRegion", "", "the syncer runs in region {region}; see the job's status there"),
         _NOT_EVALUATED,
     ),
-    *_of("SyncerReachable", "True", ("Answers", "Normal", "{endpoint} replies")),
+    *_of(
+        "SyncerReachable",
+        "True",
+        ("Answers", "Normal", "{endpoint} replies"),
+        (
+            "CertificateExpires",
+            "Warning",
+            "{endpoint} replies, but {detail}",
+            "renew the Secret (diloco certs) or check cert-manager; no restart is needed",
+        ),
+    ),
     *_of(
         "SyncerReachable",
         "False",

@@ -12,11 +12,12 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from diloco.runtime.backoff import Backoff
+from diloco_job.reasons import event_type
 from diloco_operator.cluster.client import ApiError, Cluster, Json, NotLeaderError
 from diloco_operator.cluster.observe import Observer
 from diloco_operator.decide.decisions import (
@@ -425,7 +426,7 @@ class Reconciler:
         # A job that ended is shown as such, but here there is nothing that a person could do about it.
         elsewhere = current.reason("Accepted") == "RegionNotInSpec"
         state = "" if elsewhere else current.status.get("state")
-        self._metrics.state(key, state or "Pending")
+        self._metrics.state(key, state or "Pending", warnings=_warnings(current))
 
     def _post(self, raw: Object, decisions: Decisions) -> None:
         now = self._now()
@@ -468,6 +469,13 @@ def _needs_no_operator(raw: Json) -> bool:
     is_removed_later = ended and policy.get("ttlSecondsAfterFinished") is not None
     follows = previous.is_true("Failed") and previous.reason("Failed") == FOLLOWS
     return not is_removed_later and not follows
+
+
+def _warnings(status: PreviousStatus) -> Iterator[tuple[str, str]]:
+    """The conditions whose reasons need action, with these reasons."""
+    for kind, entry in status.conditions.items():
+        if event_type(kind, str(entry.get("reason"))) == "Warning":
+            yield kind, entry["reason"]
 
 
 class _RefusedError(RetryError):

@@ -304,7 +304,9 @@ def load_balancer_address(service: Object) -> str:
 def _syncer_reachable(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     name = "SyncerReachable"
     if state.reachable:
-        return condition(name, "Answers", endpoint=state.address)
+        renewal = state.certificate.renewal if state.certificate else ""
+        reason = "CertificateExpires" if renewal else "Answers"
+        return condition(name, reason, endpoint=state.address, detail=renewal)
     if lifecycle.follows or (lifecycle.finished and state.has_syncer and not _is_serving(state)):
         return condition(name, lifecycle.phase.value)
     if not state.address:

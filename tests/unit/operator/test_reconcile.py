@@ -346,6 +346,39 @@ def test_an_invalid_manifest_reaches_the_decision_and_no_syncer_is_contacted(wor
     )
 
 
+def test_the_reasons_of_a_job_that_need_action_are_in_the_metrics_until_they_are_over(world):
+    def warnings():
+        lines = generate_latest(world.metrics.registry).decode().splitlines()
+        return sorted(line for line in lines if line.startswith("diloco_operator_job_warning{"))
+
+    def conditions(**reasons):
+        entries = [
+            {"type": kind, "reason": reason, "status": "True"} for kind, reason in reasons.items()
+        ]
+        world.decide = lambda _: Decisions(status={"state": "Training", "conditions": entries})
+        world.run()
+
+    conditions(
+        Accepted="Contested", SyncerReachable="CertificateExpires", QuorumMet="EnoughLearners"
+    )
+    of_job = 'job_name="a",job_namespace="ns"'
+    assert warnings() == [
+        f'diloco_operator_job_warning{{condition="Accepted",{of_job},reason="Contested"}} 1.0',
+        f'diloco_operator_job_warning{{condition="SyncerReachable",{of_job},'
+        'reason="CertificateExpires"} 1.0',
+    ]
+    conditions(Accepted="Valid", SyncerReachable="CertificateExpires")
+    assert len(warnings()) == 1
+    world.metrics.leader(leads=False)
+    assert warnings() == []
+    world.metrics.leader(leads=True)
+    conditions(SyncerReachable="CertificateExpires")
+    assert len(warnings()) == 1
+    world.api.delete("dilocojobs", "a")
+    assert world.run() is None
+    assert warnings() == []
+
+
 def test_each_job_has_one_state_in_the_metrics_and_none_after_its_deletion():
     metrics = Metrics()
     for name, state in (("a", "Starting"), ("a", "Failed"), ("b", "Failed"), ("b", None)):
