@@ -179,6 +179,8 @@ class Reconciler:
             # The garbage collector deletes children with their owner; no finalizer is needed.
             self._forget(key)
             self._left.pop(key, None)
+            if all(other.namespace != key.namespace for other in list(self._uids)):
+                self._cluster.forget(key.namespace)
             return None, False
         uid = str(raw["metadata"]["uid"])
         if self._uids.get(key, uid) != uid:
