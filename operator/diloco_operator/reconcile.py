@@ -46,6 +46,9 @@ log = logging.getLogger(__name__)
 
 COMPONENT = "diloco-operator"
 
+MAX_EVENTS, KEPT_SECONDS = 10, 3600.0
+"""Events of one reason about one job in the time for which an API server keeps an Event."""
+
 REMIND_SECONDS = 3000.0
 """Between two Events about a job of another installation: API servers keep an Event for an hour."""
 
@@ -131,6 +134,8 @@ class Reconciler:
         self._refusals: dict[Key, Refusals] = {}
         # Jitter spreads the requests of many jobs; it needs no secure randomness.
         self._rng = random.Random()  # noqa: S311
+        # When Events were posted, by key and reason.
+        self._posted: dict[Key, dict[str, list[datetime]]] = {}
         # Jobs of other installations about which an Event was posted: uid, installation and time.
         self._left: dict[Key, tuple[str, str, datetime]] = {}
 
@@ -278,7 +283,7 @@ class Reconciler:
         *reported, at = self._left.get(key, ("", "", now))
         if reported != [uid, owner] or now - at >= timedelta(seconds=REMIND_SECONDS):
             self._left[key] = (uid, owner, now)
-            self._post(raw, decisions)
+            self._post(key, raw, decisions)
         self._metrics.state(key, "OtherOperator")
         return decisions.requeue_seconds
 
@@ -288,6 +293,7 @@ class Reconciler:
         self._unchanged.pop(key, None)
         self._repairs.pop(key, None)
         self._refusals.pop(key, None)
+        self._posted.pop(key, None)
         self._metrics.state(key, None)
 
     def _patch(self, key: Key, decisions: Decisions, outcome: _Outcome) -> None:
@@ -423,17 +429,19 @@ class Reconciler:
             self._cluster.put_status(raw, status)
             self._metrics.wrote("DiLoCoJob")
             self._faults.reached("after-status")
-        self._post(raw, decisions)
+        self._post(key, raw, decisions)
         current = PreviousStatus.of(raw if status is None else {"status": status})
         # A job that ended is shown as such, but here there is nothing that a person could do about it.
         elsewhere = current.reason("Accepted") == "RegionNotInSpec"
         state = "" if elsewhere else current.status.get("state")
         self._metrics.state(key, state or "Pending", warnings=_warnings(current))
 
-    def _post(self, raw: Object, decisions: Decisions) -> None:
+    def _post(self, key: Key, raw: Object, decisions: Decisions) -> None:
         now = self._now()
         for event in decisions.events:
             log.info("%s: %s", event.reason, event.message, extra={"type": event.type})
+            if self._is_flood(key, event.reason, now):
+                continue
             try:
                 self._cluster.event(_event(raw, event, now, self._reporter))
             except ApiError as error:
@@ -444,6 +452,14 @@ class Reconciler:
                 )
             else:
                 self._metrics.wrote("Event")
+
+    def _is_flood(self, key: Key, reason: str, now: datetime) -> bool:
+        """Whether there are many Events of this reason: a condition may change back and forth for hours."""
+        posted = self._posted.setdefault(key, {}).get(reason, [])
+        recent = [at for at in posted if timedelta() <= now - at < timedelta(seconds=KEPT_SECONDS)]
+        if len(recent) < MAX_EVENTS:
+            self._posted[key][reason] = [*recent, now]
+        return len(recent) >= MAX_EVENTS
 
     def _remove(self, key: Key, raw: Object) -> None:
         metadata = raw["metadata"]

@@ -3,6 +3,7 @@
 import logging
 import re
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from prometheus_client import generate_latest
@@ -118,6 +119,28 @@ def test_two_events_of_one_reason_and_second_are_both_posted(world):
     )
     world.run()
     assert sorted(event["message"] for event in world.api.all("events")) == ["a", "b"]
+
+
+def test_a_condition_that_changes_back_and_forth_for_hours_causes_no_flood_of_events(world):
+    """An API server keeps each Event for an hour; the condition shows what it is now."""
+
+    def changed(reason, seconds):
+        world.now += timedelta(seconds=seconds)
+        event = JobEvent(type="Warning", reason=reason, message=f"at {world.now}")
+        world.decide = lambda _: Decisions(events=(event,))
+        world.run()
+
+    def posted(reason):
+        return sum(event["reason"] == reason for event in world.api.all("events"))
+
+    for _ in range(30):
+        changed("SomeNotTraining", 10)
+        changed("AllTraining", 10)
+    assert posted("SomeNotTraining") == posted("AllTraining") == 10
+    changed("TooFewLearners", 1)
+    assert posted("TooFewLearners") == 1, "what is new is always reported"
+    changed("SomeNotTraining", 3600)
+    assert posted("SomeNotTraining") == 11
 
 
 def test_the_events_of_an_object_that_is_stuck_are_read(world):
