@@ -239,6 +239,12 @@ REASONS: tuple[Reason, ...] = (
             "copy the volume now; the deletion of a claim cannot be undone",
         ),
         (
+            "VolumeNotResized",
+            "Warning",
+            "the syncer is serving, but Kubernetes cannot expand the volume of PersistentVolumeClaim {claim} to {size}",
+            "see kubectl describe pvc; if it will never succeed, reduce the size in the manifest and in the claim",
+        ),
+        (
             "EvaluatorTrouble",
             "Warning",
             "the syncer is serving, but the evaluator is not running, so there are no scores: {detail}",
@@ -267,7 +273,17 @@ REASONS: tuple[Reason, ...] = (
         ("OtherRegion", "", "the syncer runs in region {region}; see the job's status there"),
         _NOT_EVALUATED,
     ),
-    *_of("SyncerReachable", "True", ("Answers", "Normal", "{endpoint} replies")),
+    *_of(
+        "SyncerReachable",
+        "True",
+        ("Answers", "Normal", "{endpoint} replies"),
+        (
+            "CertificateExpires",
+            "Warning",
+            "{endpoint} replies, but {detail}",
+            "renew the Secret (diloco certs) or check cert-manager; no restart is needed",
+        ),
+    ),
     *_of(
         "SyncerReachable",
         "False",

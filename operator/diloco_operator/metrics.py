@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from prometheus_client import CollectorRegistry
@@ -22,6 +22,7 @@ class Metrics:
         self._metrics: Mapping[str, Any] = register("operator", self.registry)
         self._lock = threading.Lock()
         self._states: dict[Key, str] = {}
+        self._warnings: dict[Key, frozenset[tuple[str, str]]] = {}
         self._leads = True
 
     def serve(self, port: int) -> None:
@@ -65,11 +66,24 @@ class Metrics:
                 self._states.clear()
                 self._metrics["diloco_operator_job_state"].clear()
                 self._metrics["diloco_operator_jobs"].clear()
+                self._warnings.clear()
+                self._metrics["diloco_operator_job_warning"].clear()
 
-    def state(self, key: Key, state: str | None) -> None:
-        """The job's state after its last reconcile; None: the job was deleted."""
+    def state(
+        self, key: Key, state: str | None, *, warnings: Iterable[tuple[str, str]] = ()
+    ) -> None:
+        """
+        The job's state after its last reconcile; None: the job was deleted.
+
+        Args:
+            key: the job's.
+            state: its state.
+            warnings: its conditions whose reasons need action, with these reasons.
+        """
         by_job = self._metrics["diloco_operator_job_state"]
         with self._lock:
+            if self._leads:
+                self._warn(key, frozenset(warnings))
             before = self._states.get(key)
             if not self._leads or before == state:
                 return
@@ -83,3 +97,12 @@ class Metrics:
             gauge.clear()
             for name, count in Counter(self._states.values()).items():
                 gauge.labels(state=name).set(count)
+
+    def _warn(self, key: Key, found: frozenset[tuple[str, str]]) -> None:
+        gauge, before = self._metrics["diloco_operator_job_warning"], self._warnings.pop(key, found)
+        for ended in before - found:
+            gauge.remove(*key, *ended)
+        for warning in found:
+            gauge.labels(*key, *warning).set(1)
+        if found:
+            self._warnings[key] = found

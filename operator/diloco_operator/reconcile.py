@@ -12,11 +12,12 @@ import json
 import logging
 import random
 import time
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 
 from diloco.runtime.backoff import Backoff
+from diloco_job.reasons import event_type
 from diloco_operator.cluster.client import ApiError, Cluster, Json, NotLeaderError
 from diloco_operator.cluster.observe import Observer
 from diloco_operator.decide.decisions import (
@@ -44,6 +45,9 @@ from diloco_operator.workqueue import BACKOFF_SECONDS, Key, RetryError
 log = logging.getLogger(__name__)
 
 COMPONENT = "diloco-operator"
+
+MAX_EVENTS, KEPT_SECONDS = 10, 3600.0
+"""Events of one reason about one job in the time for which an API server keeps an Event."""
 
 REMIND_SECONDS = 3000.0
 """Between two Events about a job of another installation: API servers keep an Event for an hour."""
@@ -130,6 +134,8 @@ class Reconciler:
         self._refusals: dict[Key, Refusals] = {}
         # Jitter spreads the requests of many jobs; it needs no secure randomness.
         self._rng = random.Random()  # noqa: S311
+        # When Events were posted, by key and reason.
+        self._posted: dict[Key, dict[str, list[datetime]]] = {}
         # Jobs of other installations about which an Event was posted: uid, installation and time.
         self._left: dict[Key, tuple[str, str, datetime]] = {}
 
@@ -178,6 +184,8 @@ class Reconciler:
             # The garbage collector deletes children with their owner; no finalizer is needed.
             self._forget(key)
             self._left.pop(key, None)
+            if all(other.namespace != key.namespace for other in list(self._uids)):
+                self._cluster.forget(key.namespace)
             return None, False
         uid = str(raw["metadata"]["uid"])
         if self._uids.get(key, uid) != uid:
@@ -275,7 +283,7 @@ class Reconciler:
         *reported, at = self._left.get(key, ("", "", now))
         if reported != [uid, owner] or now - at >= timedelta(seconds=REMIND_SECONDS):
             self._left[key] = (uid, owner, now)
-            self._post(raw, decisions)
+            self._post(key, raw, decisions)
         self._metrics.state(key, "OtherOperator")
         return decisions.requeue_seconds
 
@@ -285,6 +293,7 @@ class Reconciler:
         self._unchanged.pop(key, None)
         self._repairs.pop(key, None)
         self._refusals.pop(key, None)
+        self._posted.pop(key, None)
         self._metrics.state(key, None)
 
     def _patch(self, key: Key, decisions: Decisions, outcome: _Outcome) -> None:
@@ -420,17 +429,19 @@ class Reconciler:
             self._cluster.put_status(raw, status)
             self._metrics.wrote("DiLoCoJob")
             self._faults.reached("after-status")
-        self._post(raw, decisions)
+        self._post(key, raw, decisions)
         current = PreviousStatus.of(raw if status is None else {"status": status})
         # A job that ended is shown as such, but here there is nothing that a person could do about it.
         elsewhere = current.reason("Accepted") == "RegionNotInSpec"
         state = "" if elsewhere else current.status.get("state")
-        self._metrics.state(key, state or "Pending")
+        self._metrics.state(key, state or "Pending", warnings=_warnings(current))
 
-    def _post(self, raw: Object, decisions: Decisions) -> None:
+    def _post(self, key: Key, raw: Object, decisions: Decisions) -> None:
         now = self._now()
         for event in decisions.events:
             log.info("%s: %s", event.reason, event.message, extra={"type": event.type})
+            if self._is_flood(key, event.reason, now):
+                continue
             try:
                 self._cluster.event(_event(raw, event, now, self._reporter))
             except ApiError as error:
@@ -441,6 +452,14 @@ class Reconciler:
                 )
             else:
                 self._metrics.wrote("Event")
+
+    def _is_flood(self, key: Key, reason: str, now: datetime) -> bool:
+        """Whether there are many Events of this reason: a condition may change back and forth for hours."""
+        posted = self._posted.setdefault(key, {}).get(reason, [])
+        recent = [at for at in posted if timedelta() <= now - at < timedelta(seconds=KEPT_SECONDS)]
+        if len(recent) < MAX_EVENTS:
+            self._posted[key][reason] = [*recent, now]
+        return len(recent) >= MAX_EVENTS
 
     def _remove(self, key: Key, raw: Object) -> None:
         metadata = raw["metadata"]
@@ -468,6 +487,13 @@ def _needs_no_operator(raw: Json) -> bool:
     is_removed_later = ended and policy.get("ttlSecondsAfterFinished") is not None
     follows = previous.is_true("Failed") and previous.reason("Failed") == FOLLOWS
     return not is_removed_later and not follows
+
+
+def _warnings(status: PreviousStatus) -> Iterator[tuple[str, str]]:
+    """The conditions whose reasons need action, with these reasons."""
+    for kind, entry in status.conditions.items():
+        if event_type(kind, str(entry.get("reason"))) == "Warning":
+            yield kind, entry["reason"]
 
 
 class _RefusedError(RetryError):

@@ -145,6 +145,12 @@ class Cluster:
         with self._lock:
             self._listed = {}  # lists that are under way belong to the former one
 
+    def forget(self, namespace: str) -> None:
+        """No job is left in this namespace."""
+        with self._lock:
+            for place in [place for place in list(self._listed) if place[1] == namespace]:
+                del self._listed[place]  # in place: lists that are under way record their end here
+
     def job(self, namespace: str, name: str) -> Json | None:
         """A DiLoCoJob; None: there is none."""
         return self.get("DiLoCoJob", namespace, name)
@@ -578,12 +584,8 @@ def _error(request: str, status: int, data: bytes) -> ApiError:
         if status == 404:
             # Plain text is its answer to a group that it does not know, as without the CRD of a Certificate.
             message = f"{message}: this API server does not serve {_group(request)}"
-    return ApiError(
-        request,
-        status,
-        str(message)[:MESSAGE_CHARACTERS] or f"HTTP status {status}",
-        namespace_terminating=terminating,
-    )
+    text = str(message)[:MESSAGE_CHARACTERS] or f"HTTP status {status}"
+    return ApiError(request, status, text, namespace_terminating=terminating)
 
 
 def _group(request: str) -> str:

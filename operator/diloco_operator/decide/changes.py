@@ -16,8 +16,8 @@ from typing import Any
 from diloco_operator.decide import kept_pods
 from diloco_operator.decide.drift import has_drifted
 from diloco_operator.decide.lost_nodes import overdue_pods
-from diloco_operator.decide.phase import Lifecycle, wanted
-from diloco_operator.decide.pruning import has_other_pods, obsolete
+from diloco_operator.decide.phase import Lifecycle, Phase, wanted
+from diloco_operator.decide.pruning import finished_pods, has_other_pods, obsolete
 from diloco_operator.decide.replacements import Replacements, replacements
 from diloco_operator.decide.rollout import held_back, is_new, with_live_template
 from diloco_operator.decide.running_templates import keep_templates
@@ -133,6 +133,8 @@ def changes(
         delete=(
             *map(_ref, (*obsolete(state, keys, keep_volume=running.volume), *outdated.pods)),
             *map(_ref, kept_pods.to_delete(state, lifecycle)),
+            # A person who suspended the job waits until it has no pods.
+            *map(_ref, finished_pods(state) if lifecycle.phase is Phase.SUSPENDED else ()),
             *(replace(_ref(pod), force=True) for pod in overdue_pods(state)),
         ),
         patch=(*kept_pods.to_keep(state, lifecycle), *to_own(state)),

@@ -193,6 +193,9 @@ def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
         claim = state.syncer_child("PersistentVolumeClaim")
         if claim is not None and is_deleting(claim):
             return condition(name, "VolumeTerminating", claim=claim["metadata"]["name"])
+        if claim is not None and _is_not_resized(claim):
+            size = claim["spec"]["resources"]["requests"]["storage"]
+            return condition(name, "VolumeNotResized", claim=claim["metadata"]["name"], size=size)
         if _waits_for_address(state):
             return condition(
                 name, "WaitingForAddress", service=names.syncer_name(state.job.metadata.name)
@@ -289,6 +292,18 @@ def _is_serving(state: JobState) -> bool:
     return bool((deployment.get("status") or {}).get("readyReplicas"))
 
 
+def _is_not_resized(claim: Object) -> bool:
+    """Whether the volume does not become as large as the claim asks; the message changes with each attempt."""
+    status = claim.get("status") or {}
+    resized = str((status.get("allocatedResourceStatuses") or {}).get("storage") or "")
+    failed = (
+        entry.get("type") in ("ControllerResizeError", "NodeResizeError")
+        and entry.get("status") == "True"
+        for entry in status.get("conditions") or ()
+    )
+    return resized.endswith("Infeasible") or any(failed)
+
+
 def _waits_for_address(state: JobState) -> bool:
     service = state.syncer_child("Service") or {}
     is_balancer = (service.get("spec") or {}).get("type") == "LoadBalancer"
@@ -304,7 +319,9 @@ def load_balancer_address(service: Object) -> str:
 def _syncer_reachable(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     name = "SyncerReachable"
     if state.reachable:
-        return condition(name, "Answers", endpoint=state.address)
+        renewal = state.certificate.renewal if state.certificate else ""
+        reason = "CertificateExpires" if renewal else "Answers"
+        return condition(name, reason, endpoint=state.address, detail=renewal)
     if lifecycle.follows or (lifecycle.finished and state.has_syncer and not _is_serving(state)):
         return condition(name, lifecycle.phase.value)
     if not state.address:

@@ -17,6 +17,7 @@ from diloco_operator.decide.phase import Lifecycle, Phase
 from diloco_operator.resources.common import reference
 from diloco_operator.state.job_state import JobState
 from diloco_operator.state.objects import Object, controller_uid, is_deleting, labels, owner_uids
+from diloco_operator.state.pods import has_finished
 
 ROLE = "failed-learner"
 """Value of the label diloco.dev/role of a kept pod: no selector of a job selects it."""
@@ -30,8 +31,6 @@ RELEASE_SECONDS = 60.0
 END_SECONDS = 300.0
 """How long after the failure the containers of a kept pod may run: longer than any grace period by default.
 One on a lost node never ends."""
-
-_ENDED = ("Failed", "Succeeded")
 
 
 def is_kept(state: JobState, pod: Object) -> bool:
@@ -87,7 +86,7 @@ def to_delete(state: JobState, lifecycle: Lifecycle) -> Iterator[Object]:
         return
     for pod in _kept(state):
         if not _keeps(state, lifecycle) or (
-            not _has_ended(pod) and state.now >= _after(lifecycle, END_SECONDS)
+            not has_finished(pod) and state.now >= _after(lifecycle, END_SECONDS)
         ):
             yield pod
 
@@ -98,7 +97,7 @@ def times(state: JobState, lifecycle: Lifecycle) -> Iterator[datetime]:
         return
     if being_released(state, lifecycle):
         yield _after(lifecycle, RELEASE_SECONDS)
-    if not all(map(_has_ended, _kept(state))):
+    if not all(map(has_finished, _kept(state))):
         yield _after(lifecycle, END_SECONDS)
 
 
@@ -123,10 +122,6 @@ def _lacks_node(pod: Object) -> bool:
     """Whether no kubelet could end the pod, which has also run nothing that is worth keeping."""
     pending = (pod.get("status") or {}).get("phase") == "Pending"
     return pending and not (pod.get("spec") or {}).get("nodeName")
-
-
-def _has_ended(pod: Object) -> bool:
-    return (pod.get("status") or {}).get("phase") in _ENDED
 
 
 def _kept_pod(state: JobState, pod: Object) -> dict[str, Any]:

@@ -10,7 +10,15 @@ from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 from diloco_operator.state.job_state import JobState
-from diloco_operator.state.objects import Object, controller_uid, identity, is_deleting, labels
+from diloco_operator.state.objects import (
+    Object,
+    controller,
+    controller_uid,
+    identity,
+    is_deleting,
+    labels,
+)
+from diloco_operator.state.pods import has_finished
 
 MANAGED_BY = "app.kubernetes.io/managed-by"
 
@@ -39,6 +47,15 @@ def obsolete(
         if kind == "PersistentVolumeClaim" and keep_volume:
             continue
         yield live
+
+
+def finished_pods(state: JobState) -> Iterator[Object]:
+    """Pods that ended and that no controller deletes, such as an evicted syncer: a ReplicaSet does not count them."""
+    for pod in state.pods:
+        is_over = has_finished(pod) and not is_deleting(pod)
+        is_replaced = is_over and controller(pod).get("kind") == "ReplicaSet"
+        if is_replaced and labels(pod).get(MANAGED_BY) == state.scope.manager:
+            yield pod
 
 
 def has_other_pods(state: JobState, want: Object) -> bool:

@@ -19,9 +19,9 @@ from diloco_job.types import DiLoCoJob, Region
 from diloco_operator.resources import LearnerSets, Owner
 from diloco_operator.resources.extra_metadata import Metadata
 from diloco_operator.resources.operator_scope import OperatorScope
-from diloco_operator.state.objects import Object, identity, is_own, labels
+from diloco_operator.state.objects import Object, identity, is_deleting, is_own, labels
 from diloco_operator.state.observation import Answer, Observation, Unreachable
-from diloco_operator.state.pods import LearnerPods, learners_of
+from diloco_operator.state.pods import LearnerPods, has_finished, learners_of
 from diloco_operator.state.previous_status import PreviousStatus
 from diloco_operator.state.queues import learner_sets
 
@@ -228,8 +228,13 @@ class JobState:
         return self.child(kind, names.syncer_name(self.job.metadata.name))
 
     def pods_of(self, role: str) -> list[Object]:
-        """Pods of a role: learner, syncer or evaluator."""
-        return [pod for pod in self.pods if labels(pod).get("diloco.dev/role") == role]
+        """Pods of a role, learner, syncer or evaluator: those that run or start, and those that do not go."""
+        return [
+            pod
+            for pod in self.pods
+            if labels(pod).get("diloco.dev/role") == role
+            and (is_deleting(pod) or not has_finished(pod))
+        ]
 
     def certificate_problem(self) -> tuple[str, str] | None:
         """Reason and message of a problem with this cluster's certificate."""

@@ -28,6 +28,7 @@ REVISION = "controller-revision-hash"
 
 _NO_IMAGE = ("ImagePullBackOff", "ErrImagePull", "ErrImageNeverPull", "InvalidImageName")
 _USUAL_WAITS = ("", "ContainerCreating", "PodInitializing")
+_FINISHED = ("Failed", "Succeeded")
 
 _MAX_MESSAGE, _MAX_LOG = 300, 500
 """Characters of a container's last message and of its log in a condition that has both."""
@@ -135,6 +136,15 @@ def is_unschedulable(pod: Object) -> bool:
     return _condition(pod, "PodScheduled").get("status") == "False"
 
 
+def has_finished(pod: Object) -> bool:
+    """
+    Whether the pod ended for good: its node evicted, rejected or shut it down, or its deadline has passed.
+
+    Of a Deployment it remains beside the pod that replaces it, until Kubernetes has thousands of them.
+    """
+    return (pod.get("status") or {}).get("phase") in _FINISHED
+
+
 def is_on_lost_node(pod: Object) -> bool:
     """
     Whether the control plane considers the pod's node lost, by what it wrote into the pod.
@@ -154,6 +164,7 @@ def waits_for_kubelet(pod: Object) -> bool:
     waits = [(status.get("state") or {}).get("waiting") for status in _containers(pod)]
     return (
         not is_deleting(pod)
+        and not has_finished(pod)
         and _condition(pod, "PodScheduled").get("status") == "True"
         and all(wait is not None and wait.get("reason", "") in _USUAL_WAITS for wait in waits)
     )

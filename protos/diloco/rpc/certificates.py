@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timedelta
 
 from cryptography import x509
 from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
@@ -20,6 +20,9 @@ from diloco.rpc.identity import regions_of
 
 USAGES = (ExtendedKeyUsageOID.CLIENT_AUTH, ExtendedKeyUsageOID.SERVER_AUTH)
 """One certificate serves both ends: a cluster has one Secret."""
+
+RENEWAL_DAYS = 30
+"""The end of a certificate is announced this long before, but not before a tenth of its validity is left."""
 
 _NO_EXTENSION = (
     x509.ExtensionNotFound,
@@ -43,6 +46,8 @@ class CertificateFacts:
     CertificateOfOtherAuthority, CertificateUsage or KeyOfOtherCertificate; "": no problem."""
     problem: str = ""
     """The problem in one sentence, with what to do."""
+    renewal: str = ""
+    """That it ends soon, in one sentence; "": it does not, or it has a problem."""
 
 
 def tls_facts(
@@ -71,8 +76,8 @@ def tls_facts(
             problem=f"{file} holds no certificate in PEM; create the Secret again (diloco certs)",
         )
     leaf = chain[0]
-    names = _names(leaf)
-    reason, problem = _wrong(chain, authorities, now, key_pem)
+    names, path = _names(leaf), _path(chain, authorities)
+    reason, problem = _wrong(leaf, path, now, key_pem)
     return CertificateFacts(
         regions=regions_of(names.get_values_for_type(x509.UniformResourceIdentifier), job),
         server_names=(
@@ -81,20 +86,32 @@ def tls_facts(
         ),
         reason=reason,
         problem=problem,
+        renewal="" if reason else _ends_soon(path, now),
     )
 
 
+def _ends_soon(path: Sequence[x509.Certificate], now: datetime) -> str:
+    for certificate in path:
+        ends = certificate.not_valid_after_utc
+        tenth = (ends - certificate.not_valid_before_utc) / 10
+        if ends - now < min(timedelta(days=RENEWAL_DAYS), tenth):
+            return f"{_subject(certificate, path[0])} expires on {day(ends)}"
+    return ""
+
+
+def _subject(certificate: x509.Certificate, leaf: x509.Certificate) -> str:
+    authority = f"its authority ({certificate.subject.rfc4514_string()})"
+    return "the certificate" if certificate is leaf else authority
+
+
 def _wrong(
-    chain: Sequence[x509.Certificate],
-    authorities: Sequence[x509.Certificate],
+    leaf: x509.Certificate,
+    path: Sequence[x509.Certificate],
     now: datetime,
     key_pem: bytes | None,
 ) -> tuple[str, str]:
-    leaf = chain[0]
-    path = _path(chain, authorities)
     for certificate in path or (leaf,):
-        authority = f"its authority ({certificate.subject.rfc4514_string()})"
-        subject = "the certificate" if certificate is leaf else authority
+        subject = _subject(certificate, leaf)
         if certificate.not_valid_after_utc <= now:
             return (
                 "CertificateExpired",

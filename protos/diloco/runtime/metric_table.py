@@ -169,6 +169,13 @@ METRICS: tuple[Metric, ...] = (
         labels=("job_namespace", "job_name", "state"),
     ),
     Metric(
+        name="diloco_operator_job_warning",
+        kind="gauge",
+        component="operator",
+        help="1 for each condition of a job whose reason needs action.",
+        labels=("job_namespace", "job_name", "condition", "reason"),
+    ),
+    Metric(
         name="diloco_operator_leader",
         kind="gauge",
         component="operator",

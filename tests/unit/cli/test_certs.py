@@ -257,6 +257,37 @@ def test_a_certificate_is_valid_from_its_first_to_its_last_day(authority, days, 
     assert issued.expires == NOW + timedelta(days=365)
 
 
+@pytest.mark.parametrize(
+    ("lifetime", "left", "warned"),
+    [
+        (365, timedelta(days=31), False),
+        (365, timedelta(days=29), True),
+        # cert-manager renews when a third is left, also of certificates of hours.
+        (90, timedelta(days=29), False),
+        (90, timedelta(days=8), True),
+        (1, timedelta(hours=3), False),
+        (1, timedelta(hours=2), True),
+        (1, timedelta(0), False),  # it has expired, which is a problem of its own
+    ],
+)
+def test_the_end_of_a_certificate_is_announced_while_there_is_time_to_renew_it(
+    authority, lifetime, left, warned
+):
+    issued = made(authority, days=lifetime)
+    found = tls_facts(issued.certificate, authority.bundle, issued.expires - left)
+    assert bool(found.renewal) == warned
+    if warned:
+        assert found.renewal.startswith(f"the certificate expires on {issued.expires:%Y-%m-%d}")
+        assert (found.reason, found.problem) == ("", "")
+
+
+def test_the_end_of_an_authority_is_announced_as_its_own(authority):
+    ends = authority.certificate.not_valid_after_utc
+    issued = made(authority, now=ends - timedelta(days=20), days=365)
+    found = tls_facts(issued.certificate, authority.bundle, ends - timedelta(days=19))
+    assert found.renewal.startswith("its authority (CN=gpt diloco authority) expires on")
+
+
 def test_a_certificate_of_another_authority_names_its_issuer(authority):
     issued = made(new_authority("other", NOW))
     found = tls_facts(issued.certificate, authority.bundle, NOW)

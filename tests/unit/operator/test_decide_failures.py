@@ -351,6 +351,24 @@ def test_a_first_start_that_waited_for_its_certificate_is_a_start_and_not_a_loss
     assert not [event for event in world.events if event[0] == "Warning"]
 
 
+def test_the_end_of_a_certificate_is_a_warning_before_connections_fail():
+    """All clusters may have got their certificates on one day, a year before."""
+    world = training(manifest(**SECRET), certificate=certificate("a", "eu", "us"))
+    assert world.reason("SyncerReachable") == ("True", "Answers")
+    world.certificate = certificate("a", "eu", "us", renewal="the certificate expires on day 365")
+    world.reconcile(30)
+    assert world.reason("SyncerReachable") == ("True", "CertificateExpires")
+    assert world.condition("SyncerReachable")["message"].endswith(
+        "replies, but the certificate expires on day 365"
+    )
+    assert world.events[-1] == ("Warning", "CertificateExpires")
+    assert world.status["state"] == "Training"
+    assert is_idle(world.reconcile(10))
+    world.certificate = certificate("a", "eu", "us")
+    world.reconcile(30)
+    assert world.reason("SyncerReachable") == ("True", "Answers")
+
+
 def test_a_good_certificate_is_not_blamed():
     world = cut_off(certificate("a", "eu", "us"))
     assert world.reason("SyncerReachable") == ("False", "HandshakeRefused")

@@ -74,6 +74,26 @@ def test_the_queue_keeps_nothing_of_a_namespace_without_keys():
     assert queue._waiting == queue._turns == queue._running == {}
 
 
+def test_nothing_is_kept_of_a_namespace_whose_last_job_is_gone(tmp_path):
+    """Where each run of a pipeline has a namespace of its own, there are thousands in a year."""
+    with FakeApi() as api:
+        cluster = Cluster(
+            connect(kubeconfig=api.kubeconfig(tmp_path / "kubeconfig")), manager="diloco-operator"
+        )
+        reconciler = Reconciler(cluster, SCOPE, metrics=Metrics(), now=lambda: NOW)
+        keys = [Key("ns", "a"), Key("ns", "b"), Key("other", "a")]
+        for key in keys:
+            body = copy.deepcopy(job())
+            body["metadata"] |= {"namespace": key.namespace, "name": key.name}
+            api.create(body)
+            reconciler.reconcile(key)
+        for key, left in zip(keys, ({"ns", "other"}, {"other"}, set()), strict=True):
+            api.delete("dilocojobs", key.name, key.namespace)
+            assert reconciler.reconcile(key) is None
+            assert {namespace for _, namespace in cluster._listed} == left
+        reconciler.close()
+
+
 def test_jobs_are_counted_by_state_only_when_one_changed(monkeypatch):
     metrics = Metrics()
     gauge, counted = metrics._metrics["diloco_operator_jobs"], []

@@ -3,6 +3,7 @@
 import logging
 import re
 from dataclasses import replace
+from datetime import timedelta
 
 import pytest
 from prometheus_client import generate_latest
@@ -118,6 +119,28 @@ def test_two_events_of_one_reason_and_second_are_both_posted(world):
     )
     world.run()
     assert sorted(event["message"] for event in world.api.all("events")) == ["a", "b"]
+
+
+def test_a_condition_that_changes_back_and_forth_for_hours_causes_no_flood_of_events(world):
+    """An API server keeps each Event for an hour; the condition shows what it is now."""
+
+    def changed(reason, seconds):
+        world.now += timedelta(seconds=seconds)
+        event = JobEvent(type="Warning", reason=reason, message=f"at {world.now}")
+        world.decide = lambda _: Decisions(events=(event,))
+        world.run()
+
+    def posted(reason):
+        return sum(event["reason"] == reason for event in world.api.all("events"))
+
+    for _ in range(30):
+        changed("SomeNotTraining", 10)
+        changed("AllTraining", 10)
+    assert posted("SomeNotTraining") == posted("AllTraining") == 10
+    changed("TooFewLearners", 1)
+    assert posted("TooFewLearners") == 1, "what is new is always reported"
+    changed("SomeNotTraining", 3600)
+    assert posted("SomeNotTraining") == 11
 
 
 def test_the_events_of_an_object_that_is_stuck_are_read(world):
@@ -344,6 +367,39 @@ def test_an_invalid_manifest_reaches_the_decision_and_no_syncer_is_contacted(wor
     assert [request.method for request in world.api.requests] == ["GET"], (
         "the job, and nothing else"
     )
+
+
+def test_the_reasons_of_a_job_that_need_action_are_in_the_metrics_until_they_are_over(world):
+    def warnings():
+        lines = generate_latest(world.metrics.registry).decode().splitlines()
+        return sorted(line for line in lines if line.startswith("diloco_operator_job_warning{"))
+
+    def conditions(**reasons):
+        entries = [
+            {"type": kind, "reason": reason, "status": "True"} for kind, reason in reasons.items()
+        ]
+        world.decide = lambda _: Decisions(status={"state": "Training", "conditions": entries})
+        world.run()
+
+    conditions(
+        Accepted="Contested", SyncerReachable="CertificateExpires", QuorumMet="EnoughLearners"
+    )
+    of_job = 'job_name="a",job_namespace="ns"'
+    assert warnings() == [
+        f'diloco_operator_job_warning{{condition="Accepted",{of_job},reason="Contested"}} 1.0',
+        f'diloco_operator_job_warning{{condition="SyncerReachable",{of_job},'
+        'reason="CertificateExpires"} 1.0',
+    ]
+    conditions(Accepted="Valid", SyncerReachable="CertificateExpires")
+    assert len(warnings()) == 1
+    world.metrics.leader(leads=False)
+    assert warnings() == []
+    world.metrics.leader(leads=True)
+    conditions(SyncerReachable="CertificateExpires")
+    assert len(warnings()) == 1
+    world.api.delete("dilocojobs", "a")
+    assert world.run() is None
+    assert warnings() == []
 
 
 def test_each_job_has_one_state_in_the_metrics_and_none_after_its_deletion():

@@ -4,6 +4,8 @@ import copy
 from dataclasses import replace
 from datetime import timedelta
 
+import pytest
+
 from diloco_operator.decide.drift import same_quantity
 from diloco_operator.resources.extra_metadata import ExtraMetadata, Metadata
 from diloco_testing.kubernetes.operated_job import (
@@ -84,6 +86,70 @@ def test_the_syncers_claim_grows_with_the_manifest():
     assert size(world) == "3Gi"
     assert world.children[CLAIM]["metadata"]["uid"] == uid
     assert world.status["state"] == "Training"
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {
+            "conditions": [
+                {"type": "ControllerResizeError", "status": "True", "message": "attempt 1"}
+            ]
+        },
+        {"conditions": [{"type": "NodeResizeError", "status": "True", "message": "attempt 1"}]},
+        {"allocatedResourceStatuses": {"storage": "ControllerResizeInfeasible"}},
+        {"allocatedResourceStatuses": {"storage": "NodeResizeInfeasible"}},
+    ],
+    ids=str,
+)
+def test_a_volume_that_does_not_grow_is_named_although_the_claim_asks_for_more(status):
+    """The API server accepted the claim: `Accepted` stays Valid, and a full volume ends the merges."""
+    world = training(manifest(syncer=storage(size="1Gi")))
+    world.change(syncer=storage(size="3Gi"))
+    world.settle()
+    world.children[CLAIM]["status"] = status
+    world.reconcile(30)
+    assert world.reason("SyncerReady") == ("True", "VolumeNotResized")
+    message = world.condition("SyncerReady")["message"]
+    assert "PersistentVolumeClaim a-syncer to 3Gi" in message
+    assert world.events[-1] == ("Warning", "VolumeNotResized")
+    assert world.status["state"] == "Training"
+    for entry in status.get("conditions", ()):
+        entry["message"] = "attempt 2"
+    assert is_idle(world.reconcile(10)), "another attempt is no write"
+    world.children[CLAIM]["status"] = {"capacity": {"storage": "3Gi"}}
+    world.reconcile(30)
+    assert world.reason("SyncerReady") == ("True", "Serving")
+
+
+def test_a_size_that_was_never_reached_is_taken_back_in_the_manifest_and_in_the_claim():
+    """The operator alone never makes a claim smaller."""
+    world = training(manifest(syncer=storage(size="1Gi")))
+    world.change(syncer=storage(size="3Gi"))
+    world.settle()
+    world.change(syncer=storage(size="2Gi"))
+    world.settle()
+    assert size(world) == "3Gi"
+    world.children[CLAIM]["spec"]["resources"]["requests"]["storage"] = "2Gi"
+    world.settle()
+    assert size(world) == "2Gi"
+    assert is_idle(world.reconcile(30))
+
+
+@pytest.mark.parametrize(
+    "status",
+    [
+        {"conditions": [{"type": "Resizing", "status": "True"}]},
+        {"conditions": [{"type": "FileSystemResizePending", "status": "True"}]},
+        {"conditions": [{"type": "NodeResizeError", "status": "False"}]},
+        {"allocatedResourceStatuses": {"storage": "NodeResizeInProgress"}, "conditions": None},
+    ],
+    ids=str,
+)
+def test_a_volume_that_grows_is_no_trouble(status):
+    world = training()
+    world.children[CLAIM]["status"] = status
+    assert is_idle(world.reconcile(10))
 
 
 def test_a_claim_that_is_adopted_is_never_made_smaller_and_keeps_its_class_and_modes():

@@ -16,8 +16,9 @@ syncer: diloco_global_step diloco_merges_total diloco_merge_members diloco_quoru
 learner: diloco_learner_steps_total diloco_learner_tokens_total diloco_learner_loss
   diloco_learner_step_seconds diloco_learner_sync_seconds_total diloco_learner_restarts_total
 operator: diloco_operator_reconcile_seconds{result} diloco_operator_jobs{state}
-  diloco_operator_job_state{job_namespace,job_name,state} diloco_operator_leader
-  diloco_operator_queue_depth
+  diloco_operator_job_state{job_namespace,job_name,state}
+  diloco_operator_job_warning{job_namespace,job_name,condition,reason}
+  diloco_operator_leader diloco_operator_queue_depth
   diloco_operator_queue_seconds diloco_operator_writes_total{kind}
 """
 
