@@ -2,7 +2,8 @@
 Which line of a log states why a program ended, and its exit code there. Pure.
 
 It is the last one, except under torchrun: that ends with a banner about the rank that failed first, and the error
-of the rank itself is further up. Progress bars do not count: one that is open is drawn once more after a traceback.
+of the rank itself is further up. Nor is it the last one if a worker of a data loader was refused: the program then ends
+because it lost a worker. Progress bars do not count: one that is open is drawn once more after a traceback.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ _BAR = re.compile(
 _ESCAPE = re.compile(r"\x1b\[[0-?]{0,32}[ -/]{0,8}[@-~]")
 """Of a terminal, such as a color, or the way up to the bar that contains this one."""
 _BANNER = "ChildFailedError"
-_CODE_OF_TORCHRUN = 1
+_CODE_OF_ERROR = 1
+"""Of a program of Python that an exception ended, and of torchrun."""
 _FAILED = re.compile(r"failed \(exitcode: ")
 """In torchrun's own line before its traceback and banner."""
 _ROOT_RANK = re.compile(r"^\s*rank\s*: (\d+) \(local_rank: ", re.MULTILINE)
@@ -29,6 +31,12 @@ _OF_RANK = re.compile(r"^\[rank(\d+)\]:\s?")
 """Before each line of a traceback after torch.distributed was initialized."""
 _OF_TORCHRUN = re.compile(r"^[WEI]\d{4} \d\d:\d\d:\d\d")
 _TRACEBACK = "Traceback (most recent call last):"
+_LOST_WORKER = re.compile(
+    rf"^RuntimeError: DataLoader worker \(pid \d+\) exited unexpectedly with exit code {EXIT_REFUSED}\b",
+    re.MULTILINE,
+)
+_SENTENCE = re.compile(r"^diloco: .+", re.MULTILINE)
+"""With which a process of this package ends, or states its progress."""
 
 
 def cause_of(text: str) -> str:
@@ -44,7 +52,7 @@ def cause_of(text: str) -> str:
         return ""
     before, root = _banner(text)
     if not root:
-        return lines[-1].strip()
+        return _refusal_of_worker(text) or lines[-1].strip()
     found = _ROOT_RANK.search(root)
     rank = found[1] if found else ""
     if signal := _ROOT_SIGNAL.search(root):
@@ -60,15 +68,21 @@ def cause_of(text: str) -> str:
 
 def code_of(text: str, code: int) -> int:
     """
-    The exit code of a program: under torchrun, which always ends with 1, that of the rank that failed first.
+    The exit code of a program: under torchrun, which always ends with 1, that of the rank that failed first; likewise
+    that of the worker of a data loader whose end is why the program ended.
 
-    Only the codes of a learner itself replace that of torchrun: it is unavailable or refused, and did not crash.
+    Only the codes of a learner itself replace the other one: it is unavailable or refused, and did not crash.
 
     Args:
         text: end of its log.
         code: of the process; minus the signal's number when a signal ended it.
     """
-    found = _ROOT_CODE.search(_banner(text)[1]) if code == _CODE_OF_TORCHRUN else None
+    if code != _CODE_OF_ERROR:
+        return code
+    _, root = _banner(text)
+    if not root:
+        return EXIT_REFUSED if _refusal_of_worker(text) else code
+    found = _ROOT_CODE.search(root)
     own = int(found[1]) if found else code
     return own if own in (EXIT_TRY_AGAIN, EXIT_REFUSED) else code
 
@@ -77,6 +91,13 @@ def _banner(text: str) -> tuple[str, str]:
     """What precedes the facts about the rank that failed first, and those; "": there is no banner of torchrun."""
     before, _, root = text.rpartition(_ROOT)
     return (before, root) if _BANNER in before else (text, "")
+
+
+def _refusal_of_worker(text: str) -> str:
+    """The sentence of the worker of a data loader that was refused, if that ended the program; "": it did not."""
+    lost = _LOST_WORKER.search(text)
+    own = _SENTENCE.findall(text, 0, lost.start()) if lost else []
+    return own[-1].strip() if own else ""
 
 
 def _lines_of_ranks(text: str) -> list[tuple[str, str]]:

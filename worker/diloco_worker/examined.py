@@ -88,7 +88,9 @@ class ExaminedTrainer:
         )
         self._trained = tensors.trained
         self._before = _digests(tensors.trained)
-        self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
+        self._watch = Watch(
+            model, constant=() if kept else tensors.buffers, moving=tensors.moving, frozen=tensors.frozen
+        )  # fmt: skip
         self._optimizer_steps = OptimizerSteps(optimizers)
         self._inputs, self._rate = _Inputs(model), _Rate(optimizers)
         self._record: dict[str, Any] = {

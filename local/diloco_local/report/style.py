@@ -21,6 +21,8 @@ LEARNER_COLORS = (BLUE, ORANGE, GREEN, "#CC79A7", SKY, "#B8860B", "#6A3D9A", FAI
 """With more learners, their curves have one color."""
 
 BINS = 240
+SHORT = 16
+"""Characters of a label, of which five fit side by side."""
 
 
 def literal(text: str) -> str:
@@ -80,9 +82,11 @@ def legend_above(axes: Axes) -> None:
 
 
 def legend_below(axes: Axes) -> None:
-    """A legend below the axes, where it covers no data."""
+    """A legend below the axes, where it covers no data; it must not be wider than they are."""
+    _, labels = axes.get_legend_handles_labels()
+    columns = 5 if max(map(len, labels), default=0) <= SHORT else 2
     legend = axes.legend(
-        frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(-0.01, -0.16), ncols=5,
+        frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(-0.01, -0.16), ncols=columns,
         borderaxespad=0.1, handletextpad=0.5, columnspacing=1.4,
     )  # fmt: skip
     for line in legend.get_lines():

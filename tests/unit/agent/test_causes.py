@@ -118,3 +118,26 @@ def test_only_the_code_of_torchrun_is_replaced():
     assert [code_of(text, code) for code in (0, -15, 2)] == [0, -15, 2]
     assert code_of("Root Cause (first observed failure):\n  exitcode  : 75 (pid: 7)\n", 1) == 1
     assert code_of("", 1) == 1
+
+
+LOST = (
+    "diloco: eu/0: joined\ndiloco: Learner.connect: called while a process imports the program\n"
+    "Traceback (most recent call last):\n  File x\n"
+    "RuntimeError: DataLoader worker (pid 7) exited unexpectedly with exit code {code}. Details are lost\n"
+    "\nThe above exception was the direct cause of the following exception:\n\n"
+    "Traceback (most recent call last):\n  File y\n"
+    "RuntimeError: DataLoader worker (pid(s) 7, 8) exited unexpectedly\n"
+)
+
+
+def test_a_program_that_lost_a_worker_which_was_refused_is_refused_with_its_sentence():
+    text = LOST.format(code=78)
+    assert cause_of(text).startswith("diloco: Learner.connect: called while")
+    assert code_of(text, 1) == 78
+    assert code_of(text, -9) == -9
+
+
+def test_a_program_that_lost_another_worker_has_its_own_last_line_as_cause():
+    text = LOST.format(code=1)
+    assert cause_of(text) == "RuntimeError: DataLoader worker (pid(s) 7, 8) exited unexpectedly"
+    assert code_of(text, 1) == 1

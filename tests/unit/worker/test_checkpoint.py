@@ -124,6 +124,27 @@ def test_another_set_of_optimizers_is_refused(tmp_path):
         store.load(store.newest(), model, [optimizer, optimizer])
 
 
+def test_an_optimizer_that_cannot_state_its_state_costs_checkpoints_and_is_named(tmp_path):
+    model, optimizer = trained(torch.optim.AdamW)
+    groups = optimizer.param_groups
+    groups[0]["params"][0] = nn.Parameter(groups[0]["params"][0].detach().clone())
+    store = Checkpoints(tmp_path, keep=1, digest="d")
+    with pytest.raises(
+        ConfigError, match=r"AdamW.state_dict\(\) fails with KeyError.*was replaced"
+    ):
+        store.start(model, [optimizer], local_step=1, global_step=2, facts=FACTS)
+
+
+def test_a_checkpoint_of_a_model_with_more_tensors_is_refused(tmp_path):
+    model, optimizer = trained()
+    model.added = nn.Linear(1, 1)
+    store = Checkpoints(tmp_path, keep=1, digest="d")
+    save(store, model, [optimizer])
+    del model.added
+    with pytest.raises(ConfigError, match=r"lacks 2 tensors that it had then, such as added\.bias"):
+        store.load(store.newest(), model, [optimizer])
+
+
 def test_the_random_state_is_restored(tmp_path):
     model, optimizer = trained()
     store = Checkpoints(tmp_path, keep=1, digest="d")

@@ -156,6 +156,7 @@ def looped():
         ({"seen": {1, 2}}, "loader/seen is a set"),
         ({"t": torch.ones(2).to_sparse()}, "loader/t has dtype float32 and layout sparse_coo"),
         (looped(), "RecursionError"),
+        (None, "returned None, as that of a Holder around what has no state"),
     ],
 )
 def test_a_state_that_cannot_be_saved_is_named(state, reason):

@@ -289,6 +289,13 @@ def test_frozen_subclasses_of_tensor_of_the_same_shape_are_not_taken_for_one():
     assert [(n.info.name, n.info.aliases) for n in frozen] == [("first", ()), ("second", ())]
 
 
+def test_a_model_that_was_made_in_inference_mode_is_refused():
+    with torch.inference_mode():
+        model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"weight was made in torch.inference_mode"):
+        describe(model)
+
+
 def test_a_trained_subclass_of_tensor_that_is_not_known_is_refused():
     model = nn.Linear(2, 2)
     model.odd = nn.Parameter(TwoTensor(torch.zeros(2), torch.zeros(2)))

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from diloco.errors import UnavailableError
 from diloco.spec import RunSpec
+from diloco_agent.causes import cause_of, code_of
 from diloco_local.doctor import NO_SYNCER
 from diloco_testing.learners.alone import alone
 from diloco_testing.learners.rejoined import Rejoined
@@ -45,23 +46,22 @@ def test_a_state_directory_that_cannot_be_written_is_not_a_permanent_refusal(
 
 
 @pytest.mark.slow
-def test_a_process_that_imports_the_program_does_not_join_the_job_in_its_place(job, tmp_path):
+def test_a_worker_that_imports_the_program_does_not_join_and_its_refusal_is_the_programs(
+    job, tmp_path
+):
     program = tmp_path / "train.py"
     program.write_text(
-        "import multiprocessing, sys, torch\n"
+        "import torch\n"
         "from diloco_worker import Learner\n"
         "if __name__ == '__main__':\n"
-        "    child = multiprocessing.get_context('spawn').Process(target=print)\n"
-        "    child.start()\n"
-        "    child.join()\n"
-        "    sys.exit(child.exitcode)\n"
+        "    print(*torch.utils.data.DataLoader(range(9), num_workers=1, multiprocessing_context='spawn'))\n"
         "model = torch.nn.Linear(2, 2)\n"
         "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
         "Learner.connect(model, optimizer, connect_timeout_seconds=0.1)\n"
     )
     done = subprocess.run([sys.executable, str(program)], capture_output=True, text=True)
-    assert 'below `if __name__ == "__main__":`' in done.stderr
-    assert done.returncode == 78
+    assert 'below `if __name__ == "__main__":`' in cause_of(done.stderr)
+    assert (done.returncode, code_of(done.stderr, done.returncode)) == (1, 78)
 
 
 @pytest.mark.parametrize("in_job", [True, False])

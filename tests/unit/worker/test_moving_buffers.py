@@ -288,6 +288,23 @@ def test_parameters_that_are_trained_from_later_on_are_noticed_once():
     assert watch.changed() == ""
 
 
+def test_a_frozen_parameter_that_is_written_is_noticed_once(caplog):
+    """As a teacher that follows the trained parameters is."""
+    model = nn.ModuleDict({"net": nn.Linear(2, 2), "teacher": nn.Linear(2, 2)})
+    model["teacher"].requires_grad_(False)
+    spec = RunSpec(job="j", steps=1, fragments=1, interval=1, overlap=1, learners={"eu": 1})
+    replica = Replica(model, spec)
+    try:
+        for _ in range(2):
+            with torch.no_grad():
+                model["teacher"].weight.lerp_(model["net"].weight, 0.1)
+            assert replica.try_copy(0, COPY)
+    finally:
+        replica.close()
+    [text] = [record.getMessage() for record in caplog.records]
+    assert text.startswith("frozen parameter teacher.weight was written while training, which no")
+
+
 def test_a_buffer_that_is_written_with_its_own_values_is_constant_and_not_read_for_ever(
     monkeypatch,
 ):

@@ -44,6 +44,20 @@ def test_parameters_that_were_replaced_after_the_optimizer_was_made_are_named(mo
     assert "was given: 1.weight, 1.bias; what steps them" in text
 
 
+def test_parameters_that_only_an_optimizer_has_are_counted_with_their_shapes(model):
+    """Those of a loss, of a second network, or of layers in a list of Python."""
+    model.more = [nn.Linear(3, 5), nn.Linear(5, 7)]
+    criterion = nn.Linear(4, 1, bias=False)
+    others = [p for layer in (*model.more, criterion) for p in layer.parameters()]
+    text = not_stepped(model, [sgd(*model.parameters(), *others[:4]), sgd(others[4])])
+    assert text.startswith(
+        "5 of 9 parameters of the optimizers are not in the model that Learner.connect was given "
+        "(shapes [5, 3], [5], [7, 5], [7], [1, 4]), so that they are trained here alone"
+    )
+    many = [torch.zeros(1, requires_grad=True) for _ in range(10)]
+    assert "[1] and 2 more)" in not_stepped(model, [sgd(*model.parameters(), *many)])
+
+
 def test_of_many_parameters_some_are_named():
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(8)))
     text = not_stepped(model, [sgd(model[0].weight)])

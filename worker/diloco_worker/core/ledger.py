@@ -11,6 +11,9 @@ from typing import Any
 
 from diloco_worker.core.inbox import Version, version_of
 
+MOST_TOKENS = 1 << 40
+"""Of one step: sums of many fit in the 64 bits of shared memory, and in what the syncer takes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostCopy:
@@ -43,11 +46,15 @@ class Ledger:
         Count one optimizer step on `tokens` tokens, for every fragment.
 
         Raises:
-            ValueError: `tokens` is not a whole number of 0 or more.
+            ValueError: `tokens` is not a whole number from 0 to MOST_TOKENS.
         """
-        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 0:
+        if (
+            isinstance(tokens, bool)
+            or not isinstance(tokens, int)
+            or not 0 <= tokens <= MOST_TOKENS
+        ):
             raise ValueError(
-                f"tokens: {tokens!r} is not a whole number >= 0; pass the number of tokens, or of any other "
+                f"tokens: {tokens!r} is not a whole number from 0 to 2**40; pass the number of tokens, or of any other "
                 "unit of work, in the step"
             )
         self.local_step += 1

@@ -1,6 +1,6 @@
 """
-Notices what this learner alone has: buffers that change while training though the job keeps them as they were, and
-parameters that it trains though the job does not know them.
+Notices what this learner alone has: buffers and frozen parameters that change while training though the job keeps them
+as they were, and parameters that it trains though the job does not know them.
 """
 
 from __future__ import annotations
@@ -40,11 +40,14 @@ class Watch:
         model: whose buffers these are.
         constant: buffers that the job keeps as of step 0.
         moving: those that it merges, in place.
+        frozen: parameters that are not trained; those that are written count as changed, because to read them all
+            would take long.
     """
 
     def __init__(
-        self, model: nn.Module, *, constant: Iterable[Named], moving: Iterable[Named]
-    ) -> None:
+        self, model: nn.Module, *, constant: Iterable[Named], moving: Iterable[Named],
+        frozen: Iterable[Named] = (),
+    ) -> None:  # fmt: skip
         self._model = bare(model)
         plain = plain_names(self._model)
         buffers = self._model.named_buffers(remove_duplicate=False)
@@ -54,7 +57,7 @@ class Watch:
         # Those of FSDP2 are others while they are whole.
         whole = not any(map(is_dtensor, parameters))
         self._trained = {id(p): p for p in parameters if p.requires_grad} if whole else None
-        self._constant, self._moving = list(constant), list(moving)
+        self._constant, self._moving, self._frozen = list(constant), list(moving), list(frozen)
         self._known: dict[str, _Known] = {}
         self.reset()
 
@@ -64,11 +67,12 @@ class Watch:
             n.info.name: _Known(writes=_writes(n.tensor), digest=_digest(n.tensor))
             for n in self._constant
         }
+        self._frozen_writes = {n.info.name: _writes(n.tensor) for n in self._frozen}
 
     def changed(self) -> str:
         """
-        A sentence about constant buffers that changed, merged ones that were replaced, and parameters that are trained
-        since; each once.
+        A sentence about constant buffers that changed, merged ones that were replaced, frozen parameters that were
+        written, and parameters that are trained since; each once.
         """
         written, self._constant = _split(self._constant, self._has_changed)
         replaced, self._moving = _split(self._moving, self._is_replaced)
@@ -82,6 +86,13 @@ class Watch:
             sentences.append(
                 f"{_listed('buffer', _names(replaced))} was replaced by another tensor, so that it is neither averaged "
                 "nor exported: change a buffer in place"
+            )
+        rewritten, self._frozen = _split(self._frozen, self._is_written)
+        if rewritten:
+            sentences.append(
+                f"{_listed('frozen parameter', _names(rewritten))} was written while training, which no other learner "
+                "gets, and a start without the local checkpoint begins with the first values: make what moves, such as "
+                "a teacher, buffers named in spec.sync.movingBuffers; if those values come back, ignore this line"
             )
         if added := self._newly_trained():
             sentences.append(
@@ -108,6 +119,11 @@ class Watch:
             return False
         known.writes, known.reads = _writes(named.tensor), known.reads + 1
         return known.digest != _digest(named.tensor)
+
+    def _is_written(self, named: Named) -> bool:
+        # One that is trained by now is named for that.
+        trained = named.tensor.requires_grad
+        return not trained and self._frozen_writes[named.info.name] != _writes(named.tensor)
 
     def _is_replaced(self, named: Named) -> bool:
         path = self._paths.get(named.info.name, named.info.name)

@@ -436,7 +436,8 @@ class Checkpoints:
         than the checkpoint's size.
 
         Raises:
-            ConfigError: the optimizers differ from those that were saved, or their state is not finite.
+            ConfigError: the optimizers differ from those that were saved, or their state is not finite; or the model
+                lacks a tensor that was saved.
             DamagedError: the file is not what was verified.
         """
         if manifest.pieces:
@@ -450,6 +451,10 @@ class Checkpoints:
             tree = dict(manifest.tree["dict"])
             random_state = unpack(tree["random"], reader)
             named = dict(tensors_of(model))
+            if lost := sorted({name for name, _ in tree["model"]["dict"]} - named.keys()):
+                raise ConfigError(
+                    f"the model lacks {len(lost)} tensors that it had then, such as {lost[0]}"
+                )
             targets = [(named[name], saved_at) for name, saved_at in tree["model"]["dict"]]
             with optimizer_state.own_on_error(optimizers):
                 saved = unpack(tree["optimizers"], reader)
@@ -475,7 +480,8 @@ class Checkpoints:
         Restore the optimizers alone; after an error they have their own state.
 
         Raises:
-            ConfigError: the optimizers differ from those that were saved, or their state is not finite.
+            ConfigError: the optimizers differ from those that were saved, or their state is not finite; or the model
+                lacks a tensor that was saved.
             DamagedError: the file is not what was verified.
         """
         if manifest.pieces:
@@ -535,9 +541,19 @@ def _has_tensors(manifest: Path) -> bool:
 def _state(model: nn.Module, optimizers: Sequence[Optimizer]) -> dict[str, Any]:
     return {
         "model": dict(tensors_of(model)),
-        "optimizers": [optimizer.state_dict() for optimizer in optimizers],
+        "optimizers": [_state_of(optimizer) for optimizer in optimizers],
         "random": _random(),
     }
+
+
+def _state_of(optimizer: Optimizer) -> dict[str, Any]:
+    try:
+        return optimizer.state_dict()
+    except Exception as error:  # of a class of the user, or of state whose parameter was replaced
+        raise ConfigError(
+            f"{type(optimizer).__name__}.state_dict() fails with {error!r}; if a parameter was replaced, remove its "
+            "state from optimizer.state as well"
+        ) from error
 
 
 def _random() -> dict[str, Any]:

@@ -83,7 +83,11 @@ class Kept:
         for name, kept in self._objects.items():
             tensors: dict[str, torch.Tensor] = {}
             try:
-                states[name] = kept.state_dict()
+                if (state := kept.state_dict()) is None:
+                    raise ConfigError(
+                        f"its state_dict() returned None, as that of a {type(kept).__name__} around what has no state"
+                    )
+                states[name] = state
                 text = json.dumps(pack(states[name], tensors, name))
                 for path, tensor in tensors.items():
                     entry_of(path, tensor)

@@ -320,6 +320,10 @@ def _check_kind(name: str, tensor: torch.Tensor, *, sharded: bool) -> None:
             f"model: {name} has no shape yet, because it is that of a lazy module; run one forward pass before "
             "Learner.connect"
         )
+    if tensor.requires_grad and tensor.is_inference():
+        raise ConfigError(
+            f"model: {name} was made in torch.inference_mode; make what is trained outside of it"
+        )
     if kind := _kind(tensor):
         raise ConfigError(
             f"model: {name} is a {kind} tensor, expected a dense one; if it is a buffer that every learner builds for "

@@ -55,7 +55,9 @@ class Replica:
             self.layout.frozen
         )  # here, not in each session of the link, that they fit is checked
         log_unmatched(tensors, () if kept else spec.moving_buffers)
-        self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
+        self._watch = Watch(
+            model, constant=() if kept else tensors.buffers, moving=tensors.moving, frozen=tensors.frozen
+        )  # fmt: skip
         fragments = range(len(self.layout.fragments))
         self._copier = Copier(tensors, self.layout)
         self.shared = SharedMemory.create(
