@@ -1,10 +1,10 @@
 """
 The Kubernetes API as the operator uses it: plain dicts in and out, a deadline on every request.
 
-The client library provides only the connections (a urllib3 pool) and the credentials: kubeconfig,
-TLS, proxies and token renewal. These are the same in versions 36 and 37 and return responses as the
-server sent them, while the typed methods raise on what their models do not accept (`items: null`).
-Every request may be repeated: applies are idempotent, deletes have a uid, Events a unique name.
+The client library provides only the connections (a urllib3 pool) and the credentials: kubeconfig, TLS, proxies and token
+renewal. These are the same in versions 36 and 37 and return responses as the server sent them, while the typed methods
+raise on what their models do not accept (`items: null`). Every request may be repeated: applies are idempotent, deletes
+have a uid, Events a unique name.
 """
 
 from __future__ import annotations
@@ -45,8 +45,7 @@ AT_MOST = 500
 JOB_LABEL = "diloco.dev/job"
 TOO_LARGE_VERSION = 504
 """HTTP status of a list that should be newer than the API server's cache became within 3 s."""
-TOO_LARGE = "oo large resource version"
-"""In its message."""
+TOO_LARGE = "oo large resource version"  # in its message
 ANY_VERSION = 1
 """Every cache is this new."""
 LAGGING_SECONDS = 60.0
@@ -567,9 +566,8 @@ def _parsed(data: bytes, request: str) -> Json:
     except ValueError:
         parsed = None
     if not isinstance(parsed, dict):
-        raise ApiError(
-            request, 502, f"{len(data)} bytes that are not a JSON object; is this the API server?"
-        )
+        text = f"{len(data)} bytes that are not a JSON object; is this the API server?"
+        raise ApiError(request, 502, text)
     return parsed
 
 
