@@ -2,9 +2,9 @@
 The Kubernetes API as the operator uses it: plain dicts in and out, a deadline on every request.
 
 The client library provides only the connections (a urllib3 pool) and the credentials: kubeconfig, TLS, proxies and
-token renewal. These are the same in versions 36 and 37 and return responses as the server sent them, while the typed methods
-raise on what their models do not accept (`items: null`). Every request may be repeated: applies are idempotent, deletes
-have a uid, Events a unique name.
+token renewal. These are the same in versions 36 and 37 and return responses as the server sent them, while the
+typed methods raise on what their models do not accept (`items: null`). Every request may be repeated: applies are
+idempotent, deletes have a uid, Events a unique name.
 """
 
 from __future__ import annotations
