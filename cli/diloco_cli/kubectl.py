@@ -63,6 +63,7 @@ class Kubectl:
                 problem = done.stderr.decode(errors="replace").strip()[-_MAX_MESSAGE:] or problem
             if is_permanent(problem) or attempt == self.retries.attempts:
                 break
+            self.retries.announce(f"{problem}; trying again")
             time.sleep(backoff.next())
         raise UnavailableError(problem)
 

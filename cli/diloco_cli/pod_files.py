@@ -93,6 +93,8 @@ class Retries:
     """A stream without data for this long counts as broken."""
     chunk_seconds: float = 600.0
     """A fetch that completes no chunk (1 MiB, or the rest of a file) for this long fails."""
+    announce: Callable[[str], object] = lambda text: None
+    """Shows a person why a request is repeated."""
 
     def backoff(self) -> Backoff:
         """The delays between attempts."""
@@ -150,6 +152,8 @@ def copy_files(
                     raise UnavailableError(copy.failure(problem))
                 if failures >= retries.attempts or late:
                     raise UnavailableError(f"{copy.failure(problem)}; run the command again")
+                if failures:
+                    retries.announce(f"{copy.failure(problem)}; trying again")
                 time.sleep(delay)
     except OSError as error:
         raise StorageError(f"{error.filename or to}: {error.strerror}") from None

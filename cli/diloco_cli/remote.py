@@ -69,7 +69,7 @@ class RemoteJob:
     retries: Retries = field(default_factory=Retries)
     patience: Patience = field(default_factory=Patience)
     announce: Callable[[str], None] = print
-    """Shows a person what a pod that is started waits for."""
+    """Shows a person what a pod that is started waits for, and why a request is repeated."""
 
     def manifest(self) -> bytes:
         """
@@ -173,7 +173,7 @@ class RemoteJob:
         source = source or f"deployment/{names.syncer_name(self.name)}"
         command = self._kubectl.command("exec", source, "-c", MAIN, "--")
         try:
-            copy_files(command, folder, wanted, to, self.retries, caps)
+            copy_files(command, folder, wanted, to, self._kubectl.retries, caps)
         except UnavailableError as error:
             raise UnavailableError(f"cannot fetch files of job {self.name}: {error}") from None
         except StorageError as error:
@@ -191,7 +191,7 @@ class RemoteJob:
             namespace=self.namespace,
             context=self.context,
             program=self.kubectl,
-            retries=self.retries,
+            retries=replace(self.retries, announce=self.announce),
         )
 
 

@@ -121,7 +121,7 @@ def status(
         from diloco_cli import cluster_status
         from diloco_cli.remote import RemoteJob, learner_problems
 
-        remote = RemoteJob(name=job, namespace=namespace, context=context)
+        remote = RemoteJob(name=job, namespace=namespace, context=context, announce=announce)
         manifest = remote.read()
         table = output is Output.table
         if table:

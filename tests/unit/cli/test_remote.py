@@ -112,6 +112,15 @@ def test_streams_that_always_break_off_name_what_is_missing(tmp_path, kubectl, s
     assert kept == ["model", "model.json"], "no partial file remains"
 
 
+def test_a_fetch_shows_each_attempt_that_brought_nothing(tmp_path, kubectl, state):
+    (state / "model/model.safetensors").write_bytes(TENSORS)
+    shown: list[str] = []
+    job = dataclasses.replace(breaking(kubectl, tmp_path, 1_500_000, 0), announce=shown.append)
+    job.fetch(remote.MODEL, tmp_path / "run")
+    lacks = "model/model.safetensors (1.00 MiB of 4.00 MiB received)"
+    assert shown == [f"{lacks}: the stream ended early; trying again"]
+
+
 def test_a_damaged_chunk_is_requested_again(tmp_path, kubectl):
     with open(kubectl) as program:
         text = program.read()
@@ -318,7 +327,11 @@ def test_a_request_is_repeated_when_the_api_server_fails_for_a_moment(tmp_path, 
     )
     with open(kubectl, "w") as program:
         program.write(text.replace('if "gone"', failure + 'if "gone"', 1))
-    assert RemoteJob(name="a", kubectl=kubectl, retries=QUICK).manifest().decode() == JOB
+    shown: list[str] = []
+    job = RemoteJob(name="a", kubectl=kubectl, retries=QUICK, announce=shown.append)
+    assert job.manifest().decode() == JOB
+    problem = "Unable to connect to the server: net/http: TLS handshake timeout"
+    assert shown == [f"{problem}; trying again"]
 
 
 def test_a_missing_kubectl_is_reported(tmp_path):
