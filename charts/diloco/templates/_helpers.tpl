@@ -107,7 +107,7 @@ verbs: [get{{ if .Values.rbac.certManager }}, patch, delete{{ end }}]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [""]
   resources: [pods]
-  # delete: outdated pods of learners of several pods, and by force learners on lost nodes.
+  # delete: outdated pods of learners of several pods, ended pods of suspended jobs, and by force learners on lost nodes.
   # patch: the failed pods of a failed job stay without their StatefulSet.
   verbs: [list, watch, patch, delete]
 - apiGroups: [""]
