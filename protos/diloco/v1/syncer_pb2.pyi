@@ -811,6 +811,7 @@ class SnapshotCopies(_message.Message):
     HAS_STEP_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
     PROBLEM_FIELD_NUMBER: _builtins.int
+    LASTING_FIELD_NUMBER: _builtins.int
     url: _builtins.str
     has_step: _builtins.bool
     """a snapshot is known to be complete there"""
@@ -818,6 +819,8 @@ class SnapshotCopies(_message.Message):
     """of the newest"""
     problem: _builtins.str
     """for people: why newer ones are not there; else "" """
+    lasting: _builtins.bool
+    """the problem does not end by itself within seconds"""
     def __init__(
         self,
         *,
@@ -825,10 +828,11 @@ class SnapshotCopies(_message.Message):
         has_step: _builtins.bool = ...,
         step: _builtins.int = ...,
         problem: _builtins.str = ...,
+        lasting: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_step", b"has_step", "problem", b"problem", "step", b"step", "url", b"url"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_step", b"has_step", "lasting", b"lasting", "problem", b"problem", "step", b"step", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

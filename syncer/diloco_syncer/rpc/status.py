@@ -69,8 +69,9 @@ def _copies(state: State) -> pb.SnapshotCopies | None:
         return None
     known = found.step >= 0
     return pb.SnapshotCopies(
-        url=found.url, has_step=known, step=found.step if known else 0, problem=found.problem
-    )
+        url=found.url, has_step=known, step=found.step if known else 0, problem=found.problem,
+        lasting=found.lasting,
+    )  # fmt: skip
 
 
 def phase(state: State) -> str:

@@ -17,6 +17,9 @@ from diloco.runtime.backoff import doubled
 RETRY_SECONDS = 5.0
 MAX_RETRY_SECONDS = 300.0
 
+LASTING_FAILURES = 3
+"""In a row."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyState:
@@ -27,6 +30,8 @@ class CopyState:
     """Step of the newest snapshot that is complete in the store; -1: none is known."""
     problem: str = ""
     """Why newer ones are not there, in a sentence; "": nothing is wrong."""
+    lasting: bool = False
+    """It does not end by itself within seconds: operators report it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,7 +88,12 @@ class CopySchedule:
 
     def state(self, now: float) -> CopyState:
         """What other threads see."""
-        return CopyState(url=self.place, step=self.step, problem=self._problem(now))
+        return CopyState(
+            url=self.place,
+            step=self.step,
+            problem=self._problem(now),
+            lasting=bool(self.fenced) or self._failures >= LASTING_FAILURES,
+        )
 
     def _problem(self, now: float) -> str:
         if self.fenced:

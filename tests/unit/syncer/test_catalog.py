@@ -153,6 +153,10 @@ def test_the_problem_is_a_sentence_with_place_reason_and_next_attempt():
     assert it.state(16).problem.endswith("no route; next attempt in progress for 10 s")
     it.failed("no route", 16)
     assert "failed 2 times in a row" in it.state(16).problem
+    assert not it.state(16).lasting
+    it.begin(30)
+    it.failed("no route", 30)
+    assert it.state(30).lasting
 
 
 def test_a_fenced_syncer_copies_nothing_more():
@@ -162,3 +166,4 @@ def test_a_fenced_syncer_copies_nothing_more():
     it.fence("another syncer")
     it.written()
     assert (it.due_in(1), it.is_idle, it.state(1).problem) == (None, True, "another syncer")
+    assert it.state(1).lasting
