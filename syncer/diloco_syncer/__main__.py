@@ -45,8 +45,8 @@ from diloco_syncer.state import State
 from diloco_syncer.storage import snapshots
 from diloco_syncer.storage.lock import hold
 from diloco_syncer.storage.mirror import Mirror
-from diloco_syncer.storage.objects import Objects, StoppedError
-from diloco_syncer.storage.output import Output
+from diloco_syncer.storage.model_output import Output
+from diloco_syncer.storage.object_store import Objects, StoppedError
 from diloco_syncer.storage.restore import restore
 from diloco_syncer.storage.store import Store
 from diloco_syncer.storage.writer import make_durable

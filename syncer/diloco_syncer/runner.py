@@ -29,7 +29,7 @@ from diloco_syncer.sessions import Session, Sessions
 from diloco_syncer.state import State, StateView
 from diloco_syncer.storage import capture
 from diloco_syncer.storage.mirror import Mirror
-from diloco_syncer.storage.output import Output
+from diloco_syncer.storage.model_output import Output
 from diloco_syncer.storage.store import Store
 from diloco_syncer.storage.writer import Writer
 

@@ -17,7 +17,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from diloco.spec import Checkpoint
-from diloco_syncer.storage.objects import (
+from diloco_syncer.storage.object_store import (
     PART_BYTES,
     MissingError,
     Objects,

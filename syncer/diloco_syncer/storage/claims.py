@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from diloco.errors import StorageError
 from diloco_syncer.storage import catalog
 from diloco_syncer.storage.catalog import Claim
-from diloco_syncer.storage.objects import MissingError, Objects, read_whole
+from diloco_syncer.storage.object_store import MissingError, Objects, read_whole
 
 ATTEMPTS = 8
 """Other starts may claim at the same moment."""

@@ -17,7 +17,7 @@ from diloco_syncer.storage import catalog
 from diloco_syncer.storage.catalog import Claim, Copy, Manifest
 from diloco_syncer.storage.claims import FencedError, claim, confirm
 from diloco_syncer.storage.copy_schedule import CopySchedule, CopyState
-from diloco_syncer.storage.objects import (
+from diloco_syncer.storage.object_store import (
     Objects,
     StoppedError,
     read_whole,

@@ -24,7 +24,7 @@ from obstore.exceptions import (
 from obstore.store import LocalStore, from_url
 
 from diloco.runtime.formatting import shorten
-from diloco_syncer.storage.objects import PART_BYTES, MissingError, ObjectsError
+from diloco_syncer.storage.object_store import PART_BYTES, MissingError, ObjectsError
 
 MAX_PARTS = 9000
 """A service takes at most 10,000 parts of an object: those of a large one are larger."""

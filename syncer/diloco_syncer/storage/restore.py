@@ -16,7 +16,7 @@ from diloco.runtime.backoff import doubled
 from diloco_syncer.storage import catalog
 from diloco_syncer.storage.catalog import Claim, Copy, Manifest
 from diloco_syncer.storage.claims import claim
-from diloco_syncer.storage.objects import (
+from diloco_syncer.storage.object_store import (
     MissingError,
     Objects,
     ObjectsError,

@@ -18,7 +18,7 @@ from diloco.spec import RunSpec
 from diloco_syncer.core.engine import Engine
 from diloco_syncer.storage.capture import ExportedModel, Snapshot
 from diloco_syncer.storage.model import export_model, raw_tensors
-from diloco_syncer.storage.output import is_copied
+from diloco_syncer.storage.model_output import is_copied
 from diloco_syncer.storage.parameters import Parameters
 from diloco_syncer.storage.store import Store
 

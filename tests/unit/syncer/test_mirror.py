@@ -15,7 +15,7 @@ from diloco_syncer.storage import catalog, restore
 from diloco_syncer.storage.capture import Snapshot
 from diloco_syncer.storage.claims import FencedError, claim
 from diloco_syncer.storage.mirror import Mirror
-from diloco_syncer.storage.objects import ObjectsError, StoppedError
+from diloco_syncer.storage.object_store import ObjectsError, StoppedError
 from diloco_syncer.storage.store import CHOICE, Store
 from diloco_testing.syncers.objects import MemoryObjects
 

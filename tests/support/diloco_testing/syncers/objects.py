@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from diloco_syncer.storage.objects import MissingError, ObjectsError
+from diloco_syncer.storage.object_store import MissingError, ObjectsError
 
 Fault = Callable[[], None]
 

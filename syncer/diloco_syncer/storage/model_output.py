@@ -16,7 +16,7 @@ from diloco.runtime.disk import LOCAL, Disk, Mode, read
 from diloco.runtime.disk import replace as replace_file
 from diloco_syncer.storage.capture import ExportedModel
 from diloco_syncer.storage.durable import os_errors, pieces
-from diloco_syncer.storage.objects import Objects, StoppedError, until
+from diloco_syncer.storage.object_store import Objects, StoppedError, until
 
 DATA, FACTS = "model.safetensors", "model.json"
 RECORD = "output.json"

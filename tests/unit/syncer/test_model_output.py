@@ -12,8 +12,8 @@ import pytest
 from diloco.errors import StorageError
 from diloco_syncer.storage.capture import ExportedModel
 from diloco_syncer.storage.model import export_model
-from diloco_syncer.storage.objects import StoppedError
-from diloco_syncer.storage.output import Output, is_copied
+from diloco_syncer.storage.model_output import Output, is_copied
+from diloco_syncer.storage.object_store import StoppedError
 from diloco_testing.syncers.objects import MemoryObjects
 
 
