@@ -50,6 +50,11 @@ NO_SOURCE_RANGE = (
     "prefix, such as 10.0.0.0/8"
 )
 
+NO_OBJECTS_URL = (
+    '"{}" is not a place for objects; write s3://bucket/path, gs://bucket/path, az://container/path or '
+    "file:///path, without credentials: names of letters, digits and ._=-, none of which begins with a dot"
+)
+
 
 def refuse(message: str, *seen: object, **values: object) -> PydanticCustomError:
     """The error of a leaf check: `message` with its values is shown after the field's path."""
@@ -202,6 +207,12 @@ def _source_range(value: str) -> str:
     return value
 
 
+def _objects_url(value: str) -> str:
+    if value and not names.is_objects_url(value):
+        raise refuse(NO_OBJECTS_URL, value)
+    return value
+
+
 # ---------------------------------------------------------------- schemas
 
 
@@ -309,6 +320,23 @@ SourceRange = Annotated[
     str,
     AfterValidator(_source_range),
     _schema(names.SOURCE_RANGE_PATTERN, 43, ("isCIDR(self)", NO_SOURCE_RANGE)),
+]
+ObjectsUrl = Annotated[
+    str,
+    AfterValidator(_objects_url),
+    WithJsonSchema(
+        {
+            "type": "string",
+            "maxLength": names.MAX_OBJECTS_URL,
+            "x-kubernetes-validations": [
+                validation(
+                    f"self == '' || self.matches({quoted(f'^({names.OBJECTS_URL_PATTERN})$')})",
+                    NO_OBJECTS_URL,
+                    "self",
+                )
+            ],
+        }
+    ),
 ]
 LoadBalancerClass = Annotated[
     str,

@@ -63,6 +63,16 @@ MAX_ENV_NAME = 253
 MAX_HOST_NAME = 253
 """Maximum length of the host of an endpoint."""
 
+_SEGMENT = "[A-Za-z0-9_=-][A-Za-z0-9._=-]*"
+
+OBJECTS_URL_PATTERN = (
+    rf"((s3|gs|az)://[a-z0-9][a-z0-9._-]{{1,61}}[a-z0-9](/{_SEGMENT})*|file://(/{_SEGMENT})+)/?"
+)
+"""A place for objects. There is no room for credentials, a query or "..", nor for what services encode differently."""
+
+MAX_OBJECTS_URL = 512
+"""Maximum length of such a URL."""
+
 
 def child_name(job: str, suffix: str) -> str:
     """Name of the child object of a job for a region or a role: `<job>-<suffix>`."""
@@ -162,6 +172,16 @@ def is_endpoint(text: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def is_objects_url(text: str) -> bool:
+    """
+    True for the URL of a place for objects.
+
+    >>> is_objects_url("s3://bucket/runs"), is_objects_url("s3://key:secret@bucket/runs")
+    (True, False)
+    """
+    return bool(re.fullmatch(OBJECTS_URL_PATTERN, text)) and len(text) <= MAX_OBJECTS_URL
 
 
 def is_source_range(text: str) -> bool:

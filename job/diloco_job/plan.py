@@ -149,6 +149,8 @@ def run_spec(job: DiLoCoJob) -> RunSpec:
         learners={region.name: region.learners for region in spec.regions},
         learner_checkpoint=_learner_checkpoint(job),
         syncer_checkpoint=_syncer_checkpoint(job),
+        snapshot_url=spec.syncer.checkpoint.url,
+        output_url=spec.output,
         evaluation_every_steps=evaluation.every_steps if evaluation else None,
         evaluation_command=tuple(evaluation.command or ()) if evaluation else (),
         recipe=recipe.name if recipe else None,
@@ -174,6 +176,8 @@ def learner_spec(spec: RunSpec) -> RunSpec:
         guard=0.0,
         learners=regions,
         syncer_checkpoint=Checkpoint(every_steps=1, keep=1),
+        snapshot_url="",
+        output_url="",
         evaluation_every_steps=None,
         evaluation_command=(),
     )

@@ -250,6 +250,13 @@ REASONS: tuple[Reason, ...] = (
             "the syncer is serving, but the evaluator is not running, so there are no scores: {detail}",
             "see kubectl describe pod; the job trains without it, and completes without its scores",
         ),
+        (
+            "SnapshotsNotCopied",
+            "Warning",
+            "the syncer is serving, but its snapshots are not copied to {url}: without its volume, the "
+            "job would continue from an older one",
+            "the syncer's log shows why; the job trains and completes without the copies",
+        ),
     ),
     *_of(
         "SyncerReady",

@@ -32,6 +32,7 @@ from diloco_job.fields import (
     Labels,
     LoadBalancerClass,
     ObjectName,
+    ObjectsUrl,
     Passed,
     Positive,
     ProcessText,
@@ -347,7 +348,11 @@ class SyncerCheckpoint(Model):
     every_steps: UpToBillion = 48
     """Global steps between two snapshots."""
     keep: Annotated[int, Field(ge=1, le=1000)] = 3
-    """Number of snapshots that are kept."""
+    """Number of snapshots that are kept, on its volume and below the URL."""
+    url: ObjectsUrl = ""
+    """Where the snapshots are copied, and what a syncer without any begins from: s3://bucket/path,
+    gs://bucket/path, az://container/path or file:///path; empty: nowhere. Below it, the job uses the
+    folder of its name."""
 
 
 class Syncer(Model):
@@ -448,6 +453,9 @@ class Spec(Model):
     """The process that merges."""
     evaluation: Evaluation | None = None
     """Evaluation of the model; omitted: no evaluator."""
+    output: ObjectsUrl = ""
+    """Where the final model is copied, in the folder of the job's name: a URL like
+    syncer.checkpoint.url; empty: nowhere. The job is complete when it is there."""
     tls: Tls = Tls()
     """Mutual TLS."""
     run_policy: RunPolicy = RunPolicy()

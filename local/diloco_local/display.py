@@ -212,6 +212,7 @@ def line(status: Status, rate: Rate) -> str:
         f"up {formatting.size(sync['bytesUp'])}",
         f"down {formatting.size(sync['bytesDown'])}",
         *([f"waiting for {sync['waitingFor']}"] if sync["waitingFor"] else []),
+        *([problem] if (problem := _not_copied(status)) else []),
         *_details(status),
     ]
     return f"{status['state'].lower()}: " + ", ".join(parts)
@@ -231,8 +232,16 @@ def status_table(status: Status, rate: Rate) -> RenderableType:
     shown = [_text(_facts(status), style="dim")]
     if waiting := status["sync"]["waitingFor"]:
         shown.append(_text(f"waiting for {formatting.printable(waiting)}", style="yellow"))
+    if problem := _not_copied(status):
+        shown.append(_text(formatting.printable(problem), style="yellow"))
     shown += [_text(text, style="yellow") for text in _details(status)]
     return Group(head, *shown, _table(status))
+
+
+def _not_copied(status: Status) -> str:
+    """Why snapshots are not copied; "": they are, or nowhere."""
+    copies = status["sync"].get("copies")  # None in a status of an earlier version
+    return str(copies["problem"]) if copies else ""
 
 
 def mean_loss(status: Status) -> float | None:

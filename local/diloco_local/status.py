@@ -201,8 +201,18 @@ def _sync(reply: pb.StatusReply, quorum: int) -> Status:
         "bytesUp": reply.bytes_up,
         "bytesDown": reply.bytes_down,
         "snapshotStep": reply.snapshot_step,
+        "copies": _copies(reply),
         "waitingFor": reply.waiting_for,
     }
+
+
+def _copies(reply: pb.StatusReply) -> Status | None:
+    """Of snapshots, in an object store."""
+    if not reply.HasField("copies"):
+        return None
+    found = reply.copies
+    step = found.step if found.has_step else None
+    return {"url": found.url, "step": step, "problem": found.problem}
 
 
 def _conditions(

@@ -129,16 +129,23 @@ def sharing(learners: int, devices: int) -> str:
     return f"{learners} learners share {gpus}: each uses a part of the memory and time of its GPU"
 
 
+OUTPUT_SECONDS = 3600.0
+"""How long a complete job waits until its model is at its URL."""
+
+
 def job_limits(job: DiLoCoJob) -> e.Limits:
     """
     The limits of the job's runPolicy, and defaults for the rest.
 
     ttlSecondsAfterFinished and cleanupPolicy apply to objects in a cluster; a run directory stays.
     """
-    policy = job.spec.run_policy
+    policy, limits = job.spec.run_policy, e.Limits()
     return e.Limits(
         learner_restarts=policy.learner_restart_limit,
         active_seconds=policy.active_deadline_seconds,
+        complete_export_seconds=OUTPUT_SECONDS
+        if job.spec.output
+        else limits.complete_export_seconds,
     )
 
 

@@ -79,6 +79,10 @@ class RunSpec:
     """Region → number of learners; may change while the job runs."""
     learner_checkpoint: Checkpoint = Checkpoint(every_steps=96, keep=2)
     syncer_checkpoint: Checkpoint = Checkpoint(every_steps=48, keep=3)
+    snapshot_url: str = ""
+    """Where the syncer copies its snapshots, and begins from if it has none; empty: nowhere."""
+    output_url: str = ""
+    """Where the syncer copies the final model; empty: nowhere."""
     evaluation_every_steps: int | None = None
     evaluation_command: tuple[str, ...] = ()
     recipe: str | None = None
@@ -199,7 +203,7 @@ _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "Checkpoint": (dict,),
 }
 
-_LATER = ("frozen", "buffers", "moving_buffers")
+_LATER = ("frozen", "buffers", "moving_buffers", "snapshot_url", "output_url")
 """Left out at their defaults: processes of versions that lack them read the document, and agree on the hash."""
 
 _MAY_CHANGE = (
@@ -209,6 +213,8 @@ _MAY_CHANGE = (
     "learners",
     "learner_checkpoint",
     "syncer_checkpoint",
+    "snapshot_url",
+    "output_url",
     "evaluation_every_steps",
     "evaluation_command",
 )

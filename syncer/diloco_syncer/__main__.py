@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +22,7 @@ from diloco.journal.writer import JournalWriter
 from diloco.rpc.servers import bind, server
 from diloco.rpc.tls import Tls
 from diloco.runtime import files
-from diloco.runtime.health import BackgroundHealthFile
+from diloco.runtime.health import BackgroundHealthFile, Health, HealthFile
 from diloco.runtime.interpreter import tune_interpreter
 from diloco.runtime.logs import configure_logging
 from diloco.runtime.malloc import tune_malloc
@@ -43,6 +44,10 @@ from diloco_syncer.spec_file import SpecFile
 from diloco_syncer.state import State
 from diloco_syncer.storage import snapshots
 from diloco_syncer.storage.lock import hold
+from diloco_syncer.storage.mirror import Mirror
+from diloco_syncer.storage.model_output import Output
+from diloco_syncer.storage.object_store import Objects, StoppedError
+from diloco_syncer.storage.restore import restore
 from diloco_syncer.storage.store import Store
 from diloco_syncer.storage.writer import make_durable
 
@@ -87,7 +92,10 @@ def _run(given: settings.Settings) -> int:
     # Port and directory come before the epoch: a second syncer must not count one.
     if hold(given.directory, stop) is None:
         return EXIT_DONE
-    parts = _assemble(given, spec, tls=tls is not None, stop=stop)
+    try:
+        parts = _assemble(given, spec, tls=tls is not None, stop=stop)
+    except StoppedError:
+        return EXIT_DONE
     runner, engine = parts.runner, parts.state.engine
     grpc_server.add_generic_rpc_handlers((parts.control.handler(), parts.bulk.handler()))
     spec_file = _spec_file(given, text, runner, parts.limits)
@@ -175,11 +183,22 @@ def _assemble(
 ) -> _Parts:
     """Begin an epoch, from the newest snapshot; no thread of the job runs yet."""
     store = Store(given.directory / "snapshots", keep=spec.syncer_checkpoint.keep)
+    health = BackgroundHealthFile(given.health_file)
+    objects = _objects(spec.snapshot_url, given, spec)
+    models = _objects(spec.output_url, given, spec)
+    output = Output(models, given.directory) if models is not None else None
+    restored = None
+    if objects is not None and store.is_empty:
+        restored = restore(
+            objects, store, spec=spec.hash, stop=stop, show=partial(_show, health)
+        )  # fmt: skip
     epoch = store.next_epoch()
     events = BackgroundWriter(JournalWriter(given.directory / "events.jsonl"))
     snapshot = store.start()
     run = store.run(begins=snapshot is None)
-    engine, parameters = snapshots.resume(spec, given.directory, snapshot, epoch=epoch, run=run)
+    engine, parameters = snapshots.resume(
+        spec, given.directory, snapshot, epoch=epoch, run=run, output=output.url if output else ""
+    )
     formats.warm_up()
     streaming.warm_up()
     newest = max((learner.incarnation for learner in engine.learners), default=0)
@@ -199,9 +218,22 @@ def _assemble(
         start_id=store.start_id,
         snapshot_start_id=store.snapshot_start_id,
     )
+    metrics = Metrics(given.metrics_port)
+    mirror = None
+    if objects is not None:
+
+        def record(event: str, **fields: object) -> None:
+            runner.record(event, **fields)  # which needs the mirror
+
+        mirror = Mirror(
+            objects, store, keep=spec.syncer_checkpoint.keep, run=run, record=record,
+            claimed=restored.claim if restored else None,
+            verified=restored.copy if restored else None,
+        )  # fmt: skip
+        state.copies = mirror.state
     runner = Runner(
-        state, given.directory, store=store, events=events, metrics=Metrics(given.metrics_port),
-        health=BackgroundHealthFile(given.health_file), on_failure=stop.set,
+        state, given.directory, store=store, events=events, metrics=metrics, health=health,
+        mirror=mirror, output=output, on_failure=stop.set,
     )  # fmt: skip
     authorizer = Authorizer(job=spec.job, tls=tls)
     limits = CallLimits(spec, RefusalLog(runner.record))
@@ -217,6 +249,21 @@ def _assemble(
         state=state, runner=runner, limits=limits, control=control,
         bulk=BulkService(runner, authorizer, limits), events=events, scores=scores,
     )  # fmt: skip
+
+
+def _objects(url: str, given: settings.Settings, spec: RunSpec) -> Objects | None:
+    """The folder of this job below a URL; None: there is no URL."""
+    if not url:
+        return None
+    # The library is loaded by jobs that need it.
+    from diloco_syncer.storage.obstore_objects import ObstoreObjects
+
+    return ObstoreObjects(url, spec.job, plain_http=given.plain_http)
+
+
+def _show(health: HealthFile, why: str) -> None:
+    now = time.monotonic()
+    health.write(Health(at=now, ready=False, why=why, progress_at=now))
 
 
 def _spec_file(given: settings.Settings, text: str, runner: Runner, limits: CallLimits) -> SpecFile:

@@ -60,6 +60,11 @@ class Metrics:
             metrics["diloco_ejections_total"].labels(reason=fields["reason"]).inc()
         elif event == "snapshot" and fields.get("ok"):
             metrics["diloco_snapshot_seconds"].observe(fields["seconds"])
+        elif event == "copy" and fields.get("ok"):
+            metrics["diloco_snapshot_copy_seconds"].observe(fields["seconds"])
+            metrics["diloco_snapshot_copy_step"].set(fields["step"])
+        elif event == "copy":
+            metrics["diloco_snapshot_copy_failures_total"].inc()
 
     def sent(self, learner: str, size: int) -> None:
         """Count bulk bytes to a learner; "" for an observer."""

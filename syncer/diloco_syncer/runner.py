@@ -28,6 +28,8 @@ from diloco_syncer.metrics import Metrics
 from diloco_syncer.sessions import Session, Sessions
 from diloco_syncer.state import State, StateView
 from diloco_syncer.storage import capture
+from diloco_syncer.storage.mirror import Mirror
+from diloco_syncer.storage.model_output import Output
 from diloco_syncer.storage.store import Store
 from diloco_syncer.storage.writer import Writer
 
@@ -36,6 +38,9 @@ T = TypeVar("T")
 
 TICK_SECONDS = 0.5
 """The engine sees the time at least this often, however many events keep it busy."""
+
+LAST_COPY_SECONDS = 15.0
+"""How long the end waits for the last snapshot to be copied to the object store."""
 
 LAST_HEALTH_SECONDS = 1.0
 """How long the end waits for the disk to take the last state of the health file."""
@@ -58,13 +63,15 @@ class Runner:
         events: events.jsonl.
         metrics: counts what is recorded.
         health: written after each tick.
+        mirror: copies snapshots; None: it does not exist.
+        output: where the model is copied; None: nowhere.
         on_failure: called once if the thread ends with `failure`; any thread.
         fault: see `coordinator.Fault`.
     """
 
     def __init__(
         self, state: State, directory: Path, *, store: Store, events: BackgroundWriter, metrics: Metrics,
-        health: HealthFile | None = None,
+        health: HealthFile | None = None, mirror: Mirror | None = None, output: Output | None = None,
         on_failure: Callable[[], None] = lambda: None, fault: Fault = no_fault,
     ) -> None:  # fmt: skip
         self.spec: RunSpec = state.engine.spec
@@ -76,8 +83,9 @@ class Runner:
         self._queue: queue.SimpleQueue[Event | Callable[[], None] | None] = queue.SimpleQueue()
         self._writer = Writer(
             self.spec, directory, store, record=self.record, post=self.post, journal=events,
-            run=state.run,
+            run=state.run, mirror=mirror, output=output,
         )  # fmt: skip
+        self._mirror, self._output = mirror, output
         self._coordinator = Coordinator(state, record=self.record, writer=self._writer, fault=fault)
         self._wake = 0.0
         self._metrics_due = False
@@ -89,6 +97,8 @@ class Runner:
         """Begin to process events."""
         self._wake = self._coordinator.start(time.monotonic())
         self._thread.start()
+        if self._mirror is not None:
+            self._mirror.start()
 
     def stop_deciding(self) -> None:
         """
@@ -102,6 +112,8 @@ class Runner:
         """End, then write the last snapshot; blocks until it is durable (SIGTERM)."""
         self._queue.put(None)
         self._thread.join()
+        if self._output is not None:
+            self._output.stop()
         if self.failure is not None:
             return  # a snapshot from a state that may be broken must not replace a good one
         self._report(lambda: self._write_health("stopping: writing the last snapshot", ready=False))
@@ -110,6 +122,9 @@ class Runner:
         if last is not None:
             with contextlib.suppress(StorageError):  # recorded; earlier snapshots are intact
                 self._writer.write(capture.with_position(last, self._events.position()))
+        if self._mirror is not None:
+            self._report(lambda: self._write_health("stopping: copying it", ready=False))
+            self._mirror.stop(LAST_COPY_SECONDS)
         self.record("stop", step=self.facts.step)
         self._health.settle(LAST_HEALTH_SECONDS)
 

@@ -12,6 +12,9 @@ from pathlib import Path
 
 from diloco.runtime.env import Environment
 
+ENDPOINTS = ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL")
+"""Variables of AWS for the endpoint of S3, or of a service that is compatible with it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -32,6 +35,8 @@ class Settings:
     json_logs: bool
     health_file: Path | None
     """See diloco.runtime.health."""
+    plain_http: bool = False
+    """The endpoint of S3 in the environment has no TLS."""
 
 
 def read(arguments: Sequence[str] | None = None) -> Settings:
@@ -71,4 +76,5 @@ def read(arguments: Sequence[str] | None = None) -> Settings:
         metrics_port=given.metrics_port,
         json_logs=given.json_logs,
         health_file=env.path("DILOCO_HEALTH_FILE"),
+        plain_http=any(env.text(name).startswith("http://") for name in ENDPOINTS),
     )

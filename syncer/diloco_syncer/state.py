@@ -4,12 +4,14 @@ What the syncer knows (`State`, only on the runner's thread), and the part that 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from diloco.model.fragments import Layout
 from diloco_syncer.core.admission import Admission
 from diloco_syncer.core.engine import Engine
 from diloco_syncer.storage.capture import ExportedModel
+from diloco_syncer.storage.copy_schedule import CopyState
 from diloco_syncer.storage.parameters import Parameters
 
 
@@ -33,6 +35,8 @@ class State:
     """Global step and loss of the last evaluation."""
     failure: tuple[str, str] | None = None
     """Reason and message of the operator that reported the failure of the job."""
+    copies: Callable[[], CopyState | None] = lambda: None
+    """Copies of snapshots in an object store; None: there are none."""
     region_failures: dict[str, tuple[str, str, int]] = field(default_factory=dict)
     """Region → reason, message and number, of the operator that reported the failure of so many learners."""
 

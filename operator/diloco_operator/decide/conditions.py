@@ -202,6 +202,8 @@ def _syncer_ready(state: JobState, lifecycle: Lifecycle) -> ConditionState:
             )
         if problem := _evaluator_problem(state):
             return condition(name, "EvaluatorTrouble", detail=problem)
+        if state.answer is not None and (url := state.answer.not_copied_to):
+            return condition(name, "SnapshotsNotCopied", url=url)
         return condition(name, "Serving")
     if lifecycle.finished:
         return _stopped(state, lifecycle, name, "syncer")

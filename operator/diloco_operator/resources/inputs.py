@@ -121,6 +121,7 @@ def _run(context: JobContext) -> dict[str, Any]:
         "learnerCheckpoint": _values(spec.learner.checkpoint),
         "syncerCheckpoint": _values(spec.syncer.checkpoint),
         "evaluation": _values(spec.evaluation, "ports"),
+        **({"output": spec.output} if spec.output else {}),
     }
 
 

@@ -81,6 +81,8 @@ class Answer:
     """The operator of the syncer's region reported that the job failed."""
     region_failures: tuple[RegionFailure, ...] = ()
     """Regions whose operators reported that learners of theirs failed."""
+    not_copied_to: str = ""
+    """Place of the copies of snapshots, while copying fails lastingly."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +175,7 @@ def answer_of(reply: pb.StatusReply, at: datetime) -> Answer:
         model_path=reply.model_path,
         model_sha256=reply.model_sha256,
         eval_step=reply.eval_step,
+        not_copied_to=shorten(reply.copies.url, MAX_SENTENCE) if reply.copies.lasting else "",
         differing=tuple((other.learner, other.spec_hash) for other in reply.differing),
         failure=Failure(reason=reply.failure.reason, message=reply.failure.message)
         if reply.HasField("failure")

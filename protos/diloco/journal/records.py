@@ -264,13 +264,26 @@ class Snapshot(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Copy(Record):
+    """A snapshot was copied to the object store, or an attempt failed."""
+
+    kind = "copy"
+    step: int
+    """Global, of the newest snapshot there; -1: none is known."""
+    ok: bool
+    seconds: float | None = None
+    detail: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Export(Record):
-    """The final model could not be written."""
+    """The final model could not be written, or was copied to a URL."""
 
     kind = "export"
     step: int
     ok: bool
     detail: str = ""
+    url: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -332,7 +345,7 @@ KINDS: Mapping[str, type[Record]] = {
     for record in (
         *(Start, Join, Leave, Refuse, Eject, Readmit, Pause, Error, Initialised, Merge, Unchanged),
         Halt,
-        *(Snapshot, Export, Complete, Stop, Restart, Rotate, Dropped, Limits),
+        *(Snapshot, Copy, Export, Complete, Stop, Restart, Rotate, Dropped, Limits),
     )
 }
 

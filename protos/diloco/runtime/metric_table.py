@@ -105,6 +105,25 @@ METRICS: tuple[Metric, ...] = (
         buckets=_SECONDS,
     ),
     Metric(
+        name="diloco_snapshot_copy_seconds",
+        kind="histogram",
+        component="syncer",
+        help="Time to copy a snapshot to the object store.",
+        buckets=_SECONDS,
+    ),
+    Metric(
+        name="diloco_snapshot_copy_step",
+        kind="gauge",
+        component="syncer",
+        help="Global step of the newest snapshot that this process copied to the object store.",
+    ),
+    Metric(
+        name="diloco_snapshot_copy_failures_total",
+        kind="counter",
+        component="syncer",
+        help="Failed attempts to copy a snapshot to the object store.",
+    ),
+    Metric(
         name="diloco_tokens_total",
         kind="counter",
         component="syncer",

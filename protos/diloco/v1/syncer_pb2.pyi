@@ -700,6 +700,7 @@ class StatusReply(_message.Message):
     FAILURE_FIELD_NUMBER: _builtins.int
     REGION_FAILURES_FIELD_NUMBER: _builtins.int
     TIED_CONSTANTS_FIELD_NUMBER: _builtins.int
+    COPIES_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
@@ -755,6 +756,10 @@ class StatusReply(_message.Message):
     def tied_constants(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
         """constants that have several names"""
 
+    @_builtins.property
+    def copies(self) -> Global___SnapshotCopies:
+        """unset: snapshots are not copied"""
+
     def __init__(
         self,
         *,
@@ -786,14 +791,52 @@ class StatusReply(_message.Message):
         failure: Global___Failure | None = ...,
         region_failures: _abc.Iterable[Global___RegionFailure] | None = ...,
         tied_constants: _abc.Iterable[Global___TensorInfo] | None = ...,
+        copies: Global___SnapshotCopies | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "differing", b"differing", "epoch", b"epoch", "eval_loss", b"eval_loss", "eval_step", b"eval_step", "failure", b"failure", "grace_seconds", b"grace_seconds", "job", b"job", "last_members", b"last_members", "learners", b"learners", "merges", b"merges", "model_path", b"model_path", "model_sha256", b"model_sha256", "quorum", b"quorum", "quorum_seconds", b"quorum_seconds", "region_failures", b"region_failures", "seconds_since_merge", b"seconds_since_merge", "snapshot_step", b"snapshot_step", "spec_hash", b"spec_hash", "state", b"state", "step", b"step", "steps", b"steps", "sync_seconds", b"sync_seconds", "tensors", b"tensors", "tied_constants", b"tied_constants", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "copies", b"copies", "differing", b"differing", "epoch", b"epoch", "eval_loss", b"eval_loss", "eval_step", b"eval_step", "failure", b"failure", "grace_seconds", b"grace_seconds", "job", b"job", "last_members", b"last_members", "learners", b"learners", "merges", b"merges", "model_path", b"model_path", "model_sha256", b"model_sha256", "quorum", b"quorum", "quorum_seconds", b"quorum_seconds", "region_failures", b"region_failures", "seconds_since_merge", b"seconds_since_merge", "snapshot_step", b"snapshot_step", "spec_hash", b"spec_hash", "state", b"state", "step", b"step", "steps", b"steps", "sync_seconds", b"sync_seconds", "tensors", b"tensors", "tied_constants", b"tied_constants", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StatusReply: _TypeAlias = StatusReply  # noqa: Y015
+
+@_typing.final
+class SnapshotCopies(_message.Message):
+    """Copies of snapshots in an object store."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    HAS_STEP_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    LASTING_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    has_step: _builtins.bool
+    """a snapshot is known to be complete there"""
+    step: _builtins.int
+    """of the newest"""
+    problem: _builtins.str
+    """for people: why newer ones are not there; else "" """
+    lasting: _builtins.bool
+    """the problem does not end by itself within seconds"""
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+        has_step: _builtins.bool = ...,
+        step: _builtins.int = ...,
+        problem: _builtins.str = ...,
+        lasting: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["has_step", b"has_step", "lasting", b"lasting", "problem", b"problem", "step", b"step", "url", b"url"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SnapshotCopies: _TypeAlias = SnapshotCopies  # noqa: Y015
 
 @_typing.final
 class LearnerSpec(_message.Message):

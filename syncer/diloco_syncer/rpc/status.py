@@ -59,7 +59,19 @@ def reply(
             if region in engine.limits  # a region that is no longer in the job has not failed
         ],
         tied_constants=[to_proto(t) for t in (layout.constants if layout else ()) if t.aliases],
+        copies=_copies(state),
     )
+
+
+def _copies(state: State) -> pb.SnapshotCopies | None:
+    found = state.copies()
+    if found is None:
+        return None
+    known = found.step >= 0
+    return pb.SnapshotCopies(
+        url=found.url, has_step=known, step=found.step if known else 0, problem=found.problem,
+        lasting=found.lasting,
+    )  # fmt: skip
 
 
 def phase(state: State) -> str:

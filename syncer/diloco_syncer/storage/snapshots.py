@@ -18,6 +18,7 @@ from diloco.spec import RunSpec
 from diloco_syncer.core.engine import Engine
 from diloco_syncer.storage.capture import ExportedModel, Snapshot
 from diloco_syncer.storage.model import export_model, raw_tensors
+from diloco_syncer.storage.model_output import is_copied
 from diloco_syncer.storage.parameters import Parameters
 from diloco_syncer.storage.store import Store
 
@@ -38,7 +39,7 @@ def needed_part(store: Store) -> int:
 
 def resume(
     spec: RunSpec, directory: Path, snapshot: Snapshot | None, *, epoch: int, run: str,
-    disk: Disk = LOCAL,
+    output: str = "", disk: Disk = LOCAL,
 ) -> tuple[Engine, Parameters | None]:  # fmt: skip
     """
     Engine and Θ from a snapshot; a new engine and None without one.
@@ -49,6 +50,7 @@ def resume(
         snapshot: from `Store.start`.
         epoch: of this process.
         run: from `Store.run`; a model of another run does not complete this one.
+        output: URL of the model; one that is not there does not complete the job; "": none.
         disk: holds the files.
 
     Raises:
@@ -82,7 +84,9 @@ def resume(
         spec,
         epoch=epoch,
         state=dict(snapshot.meta["engine"]),
-        exported=model is not None and model.step == snapshot.step,
+        exported=model is not None
+        and model.step == snapshot.step
+        and (not output or is_copied(directory, model, output, disk=disk)),
     )
     # The new versions become durable with the first commit; until then the file `from-snapshot` stays.
     if snapshot.chosen:

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import logging
 import re
 import threading
 import uuid
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,8 @@ import numpy as np
 from diloco.errors import DamagedError, StorageError
 from diloco.model.tensorfile import Entry, parse
 from diloco.runtime import files
-from diloco.runtime.disk import LOCAL, Disk, File, Mode, read
+from diloco.runtime.disk import LOCAL, Disk, File, Mode, read, write_all
 from diloco.runtime.disk import replace as replace_file
-from diloco.spec import canonical
 from diloco_syncer.storage import counters
 from diloco_syncer.storage.capture import Snapshot
 from diloco_syncer.storage.durable import (
@@ -51,6 +49,14 @@ from diloco_syncer.storage.durable import (
     read_into,
     write_temporary,
 )
+from diloco_syncer.storage.snapshot_files import (
+    FORMAT,
+    NAME,
+    LocalSnapshot,
+    Stem,
+    encode_manifest,
+    read_manifest,
+)
 
 log = logging.getLogger(__name__)
 
@@ -58,15 +64,15 @@ CHOICE = "from-snapshot"
 """File in the directory of the snapshots: the step to start from, until there is a snapshot of that start."""
 RUN = "run"
 """File in the directory of the snapshots: the name of the run."""
+DIRECTORY = "directory"
+"""File in the directory of the snapshots: a name of this directory, which claims in an object store show."""
 SET_ASIDE = "set-aside"
 """Directory for snapshots that a person decided not to start from."""
 
 _NO_FILE = {errno.ENOENT, errno.ELOOP, errno.EISDIR, errno.ENOTDIR, errno.ENXIO, errno.EINVAL}
 """What opening reports where there is something other than a regular file."""
 
-_FORMAT = 1
 _RUN = re.compile(r"[0-9a-f]{32}")
-_NAME = re.compile(r"(\d{6,})-epoch-(\d+)-step-(\d+)\.(safetensors|json)")
 
 
 class Store:
@@ -96,10 +102,10 @@ class Store:
         self._writing, self._counting = threading.Lock(), threading.Lock()
         self._counted: dict[str, int] = {}
         """The largest number of each counter, since this process has read or counted it."""
-        self._verified: _Stem | None = None
+        self._verified: Stem | None = None
         self._choice: bytes | None = None
         """Content of the file `from-snapshot` that this start followed, while no snapshot was written since."""
-        self._chosen: _Stem | None = None
+        self._chosen: Stem | None = None
         """The snapshot that it named."""
         with os_errors(disk, root, "opening"):
             disk.make_directory(root)
@@ -139,19 +145,34 @@ class Store:
         Raises:
             StorageError: the disk reported an error.
         """
-        path = self.root / RUN
+        damage = "learners that restart do not use their checkpoints"
+        return self._name(RUN, damage, new=begins or self._choice is not None)
+
+    def directory_id(self) -> str:
+        """
+        The name of this directory, durable before it returns.
+
+        Raises:
+            StorageError: the disk reported an error.
+        """
+        return self._name(DIRECTORY, "it counts as another directory in the object store")
+
+    def _name(self, file: str, damage: str, *, new: bool = False) -> str:
+        path = self.root / file
         with os_errors(self._disk, path, "reading"):
-            if not begins and self._choice is None and self._disk.size(path) is not None:
+            if not new and self._disk.size(path) is not None:
                 name = read(self._disk, path).decode(errors="replace").strip()
                 if _RUN.fullmatch(name):
                     return name
-                log.warning(
-                    "%s is damaged: learners that restart do not use their checkpoints", path
-                )
+                log.warning("%s is damaged: %s", path, damage)
         name = uuid.uuid4().hex
+        self._replace_name(file, name)
+        return name
+
+    def _replace_name(self, file: str, name: str) -> None:
+        path = self.root / file
         with os_errors(self._disk, path, "writing"):
             replace_file(self._disk, path, f"{name}\n")
-        return name
 
     def issued_incarnations(self) -> int:
         """The largest incarnation of this job so far, as its counter has it; 0: none."""
@@ -174,7 +195,7 @@ class Store:
         with self._writing:
             stems = self._stems()
             number = stems[0].number + 1 if stems else 1
-            stem = _Stem(number=number, epoch=snapshot.epoch, step=snapshot.step)
+            stem = Stem(number=number, epoch=snapshot.epoch, step=snapshot.step)
             data, manifest = self.root / stem.data, self.root / stem.manifest
             # The manifest is removed first: it must never exist without its data.
             made = (manifest, data, files.temporary(manifest), files.temporary(data))
@@ -233,8 +254,73 @@ class Store:
         found = []
         for stem in self._complete(self._stems()):
             with contextlib.suppress(StorageError, OSError):
-                found.append(_read_manifest(self._disk, self.root / stem.manifest)["meta"])
+                found.append(read_manifest(self._disk, self.root / stem.manifest)["meta"])
         return found
+
+    @property
+    def is_empty(self) -> bool:
+        """
+        There is nothing to start from, and no person has decided what to start from.
+
+        Raises:
+            StorageError: the disk reported an error.
+        """
+        path = self.root / CHOICE
+        with os_errors(self._disk, path, "reading"):
+            chosen = self._disk.size(path) is not None
+        return not chosen and not self._complete(self._stems())
+
+    def open_newest(self) -> LocalSnapshot | None:
+        """
+        The newest complete snapshot, open for reading: it can be read until it is closed. None: there is none.
+
+        Raises:
+            StorageError: the disk reported an error, or its manifest is damaged.
+        """
+        for stem in self._complete(self._stems())[:1]:
+            path = self.root / stem.data
+            with os_errors(self._disk, path, "reading"):
+                body = read_manifest(self._disk, self.root / stem.manifest)
+                return LocalSnapshot(stem, path, body, self._disk.open(path, Mode.READ))
+        return None
+
+    def adopt(self, body: Mapping[str, Any], data: Iterable[bytes], *, run: str) -> None:
+        """
+        Make a snapshot durable that another directory has written.
+
+        The lines of events.jsonl that come after it are all that are in this directory.
+
+        Args:
+            body: its manifest.
+            data: verified before the last piece comes; what it raises leaves nothing behind.
+            run: that it is of.
+
+        Raises:
+            StorageError: the disk reported an error, or the manifest is of no snapshot.
+        """
+        match = NAME.fullmatch(str(body.get("file", "")))
+        if match is None or not isinstance(body.get("meta"), Mapping):
+            raise StorageError(f"a manifest names {body.get('file')!r} as its data")
+        stem = Stem(number=int(match[1]), epoch=int(match[2]), step=int(match[3]))
+        path, manifest = self.root / stem.data, self.root / stem.manifest
+        made = (manifest, path, files.temporary(manifest), files.temporary(path))
+        try:
+            with os_errors(self._disk, path, "restoring"):
+                with self._disk.open(files.temporary(path), Mode.CREATE) as file:
+                    for piece in data:
+                        write_all(file, piece)
+                    file.sync()
+                self._replace_name(RUN, run)
+                publish(self._disk, path)
+                here = {"part": 1, "offset": 0}
+                text = encode_manifest({**body, "meta": {**body["meta"], "events": here}})
+                write_temporary(self._disk, manifest, [text])
+                publish(self._disk, manifest)
+        except StorageError:
+            for leftover in made:
+                with contextlib.suppress(OSError):
+                    self._disk.remove(leftover)
+            raise
 
     def start(self) -> Snapshot | None:
         """
@@ -302,7 +388,7 @@ class Store:
             return  # the chosen snapshot stays: the next start would look for it
         self._choice = self._chosen = None
 
-    def _of_step(self, step: int) -> tuple[_Stem, Snapshot]:
+    def _of_step(self, step: int) -> tuple[Stem, Snapshot]:
         damage = []
         stems = self._complete(self._stems())
         for stem in stems:
@@ -317,7 +403,7 @@ class Store:
             f"steps {steps}" + "".join(f"; {reason}" for reason in damage)
         )
 
-    def _set_aside(self, stems: list[_Stem]) -> None:
+    def _set_aside(self, stems: list[Stem]) -> None:
         if not stems:
             return
         target = self.root / SET_ASIDE
@@ -342,7 +428,7 @@ class Store:
         publish(self._disk, data)
         self._fault("after-rename")
         body = {
-            "format": _FORMAT,
+            "format": FORMAT,
             "step": snapshot.step,
             "epoch": snapshot.epoch,
             "startId": self.start_id,
@@ -353,13 +439,12 @@ class Store:
             "sha256": dict(zip(file.names, tensors, strict=True)),
             "meta": dict(snapshot.meta),
         }
-        text = canonical({"manifest": body, "sha256": digest([canonical(body).encode()])})
-        write_temporary(self._disk, manifest, [text.encode()])
+        write_temporary(self._disk, manifest, [encode_manifest(body)])
         self._fault("before-manifest")
         publish(self._disk, manifest)
         self._fault("after-manifest")
 
-    def _read(self, stem: _Stem) -> Snapshot:
+    def _read(self, stem: Stem) -> Snapshot:
         """
         Read and verify one snapshot.
 
@@ -377,7 +462,7 @@ class Store:
         return Snapshot(step=body["step"], epoch=body["epoch"], arrays=arrays, meta=body["meta"])
 
     def _check(
-        self, stem: _Stem, target: Callable[[str, Entry], Array] | None = None
+        self, stem: Stem, target: Callable[[str, Entry], Array] | None = None
     ) -> dict[str, Any]:
         """
         Verify every byte of one snapshot; returns its manifest.
@@ -391,7 +476,7 @@ class Store:
         """
         path = self.root / stem.data
         try:
-            body = _read_manifest(self._disk, self.root / stem.manifest)
+            body = read_manifest(self._disk, self.root / stem.manifest)
             if body["file"] != stem.data:
                 raise StorageError(
                     f"{self.root / stem.manifest}: is the manifest of {body['file']}"
@@ -426,18 +511,18 @@ class Store:
             if actual != body["sha256"].get(name):
                 raise StorageError(f"{path}: tensor {name} has changed since it was written")
 
-    def _stems(self) -> list[_Stem]:
+    def _stems(self) -> list[Stem]:
         """Snapshots in the directory, newest first, including data without a manifest."""
         with os_errors(self._disk, self.root, "listing"):
-            found = [_NAME.fullmatch(name) for name in self._disk.names(self.root)]
-        stems = {_Stem(number=int(m[1]), epoch=int(m[2]), step=int(m[3])) for m in found if m}
+            found = [NAME.fullmatch(name) for name in self._disk.names(self.root)]
+        stems = {Stem(number=int(m[1]), epoch=int(m[2]), step=int(m[3])) for m in found if m}
         return sorted(stems, reverse=True)
 
-    def _complete(self, stems: list[_Stem]) -> list[_Stem]:
+    def _complete(self, stems: list[Stem]) -> list[Stem]:
         with os_errors(self._disk, self.root, "listing"):
             return [s for s in stems if self._disk.size(self.root / s.manifest) is not None]
 
-    def _delete_old(self, written: _Stem) -> None:
+    def _delete_old(self, written: Stem) -> None:
         stems = self._stems()
         kept = {written, self._verified, self._chosen, *self._complete(stems)[: self._keep]}
         for stem in stems:
@@ -459,37 +544,3 @@ class Store:
 
 class _RefusedError(StorageError):
     """The disk refused to read a file, which may be intact."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, order=True)
-class _Stem:
-    """Name of a snapshot; numbers only grow, so a rewound step never outranks a later write."""
-
-    number: int
-    epoch: int
-    step: int
-
-    @property
-    def data(self) -> str:
-        return f"{self.number:06d}-epoch-{self.epoch}-step-{self.step}.safetensors"
-
-    @property
-    def manifest(self) -> str:
-        return f"{self.number:06d}-epoch-{self.epoch}-step-{self.step}.json"
-
-
-def _read_manifest(disk: Disk, path: Path) -> dict[str, Any]:
-    try:
-        text = read(disk, path)
-    except FileNotFoundError:
-        raise StorageError(f"{path}: is missing, so its data was never completed") from None
-    try:
-        outer = json.loads(text)
-        body, stated = outer["manifest"], outer["sha256"]
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise StorageError(f"{path}: not a manifest: {error}") from None
-    if stated != (actual := digest([canonical(body).encode()])):
-        raise StorageError(f"{path}: its SHA-256 is {actual}, expected {stated}")
-    if not isinstance(body, dict) or body.get("format") != _FORMAT:
-        raise StorageError(f"{path}: not in format {_FORMAT}, the one this syncer reads")
-    return body

@@ -19,7 +19,7 @@ from diloco.runtime.disk import LOCAL, Disk
 from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.storage import capture, snapshots
-from diloco_syncer.storage.capture import Snapshot
+from diloco_syncer.storage.capture import ExportedModel, Snapshot
 from diloco_syncer.storage.parameters import Parameters
 from diloco_syncer.storage.store import Store
 
@@ -40,6 +40,24 @@ class Journal(Protocol):
 
     def rotate(self, *, needed: int, heading: Mapping[str, Any] | None = None) -> bool:
         """Bound the journal."""
+
+
+class SnapshotMirror(Protocol):
+    """What the writer needs of `Mirror`."""
+
+    def snapshot_written(self) -> None:
+        """A snapshot is durable; returns at once."""
+
+
+class ModelOutput(Protocol):
+    """What the writer needs of `Output`."""
+
+    @property
+    def url(self) -> str:
+        """For messages."""
+
+    def write(self, model: ExportedModel) -> None:
+        """Copy the model; StorageError: it is not there."""
 
 
 class Thread(Protocol):
@@ -66,6 +84,8 @@ class Writer:
         run: name of the run that the exported model belongs to.
         disk: holds the exported model.
         thread: writes; None: a thread of its own.
+        mirror: of the snapshots; None: there is none.
+        output: where the model goes besides the run directory; None: nowhere.
         clock: monotonic seconds.
     """
 
@@ -73,11 +93,13 @@ class Writer:
         self, spec: RunSpec, directory: Path, store: Store, *,
         record: Recorder, post: Callable[[ev.Event], None], journal: Journal, run: str,
         disk: Disk = LOCAL, thread: Thread | None = None,
+        mirror: SnapshotMirror | None = None, output: ModelOutput | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._spec, self._directory, self._store = spec, directory, store
         self._record, self._post, self._journal = record, post, journal
         self._run, self._disk, self._clock = run, disk, clock
+        self._mirror, self._output = mirror, output
         self._pool: Thread = thread or ThreadPoolExecutor(1, thread_name_prefix="disk")
 
     def snapshot(self, snapshot: Snapshot) -> None:
@@ -111,6 +133,8 @@ class Writer:
             raise StorageError(reason) from error
         seconds = round(self._clock() - begun, 3)
         self._record("snapshot", step=snapshot.step, ok=True, seconds=seconds)
+        if self._mirror is not None:
+            self._mirror.snapshot_written()
         self._rotate(snapshot.epoch)
 
     def _rotate(self, epoch: int) -> None:
@@ -145,8 +169,12 @@ class Writer:
                 self._directory, parameters, self._spec, step=step, tokens=tokens, run=self._run,
                 disk=self._disk,
             )  # fmt: skip
+            if self._output is not None:
+                self._output.write(model)
+                self._record("export", step=step, ok=True, url=self._output.url)
             done = ev.Exported(step=step, path=model.path, sha256=model.sha256)
-            log.info("model of step %d is in %s", step, model.path)
+            where = f" and {self._output.url}" if self._output is not None else ""
+            log.info("model of step %d is in %s%s", step, model.path, where)
         except Exception as error:
             reason = _logged(f"model of step {step}", error)
             done = ev.ExportFailed(reason=reason)

@@ -78,6 +78,7 @@ def test_every_field_of_the_run_spec_follows_the_manifest():
             "spec.regions[us].learners=3", "spec.learner.checkpoint={everySteps: 8, keep: 9}",
             "spec.syncer.checkpoint={everySteps: 10, keep: 11}", "spec.evaluation.everySteps=12",
             "spec.evaluation.command=[x]", "spec.learner.recipe.config={a: 1}",
+            "spec.syncer.checkpoint.url=s3://snapshots", "spec.output=s3://models",
         ],
     )  # fmt: skip
     assert run_spec(job) == RunSpec(
@@ -89,6 +90,7 @@ def test_every_field_of_the_run_spec_follows_the_manifest():
         learner_checkpoint=Checkpoint(every_steps=8, keep=9),
         syncer_checkpoint=Checkpoint(every_steps=10, keep=11), evaluation_every_steps=12,
         evaluation_command=("x",), recipe="gpt", recipe_config={"a": 1},
+        snapshot_url="s3://snapshots", output_url="s3://models",
     )  # fmt: skip
 
 

@@ -168,6 +168,26 @@ def test_anything_else_is_not_an_endpoint(text):
     assert not names.is_endpoint(text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["s3://abc", "s3://a.b-c/", "s3://abc/d/e.f/", "gs://a_b/c=1", "az://abc/d", "file:///a", "file:///a/b-c/"],
+)  # fmt: skip
+def test_objects_are_below_a_bucket_a_container_or_a_directory(text):
+    assert names.is_objects_url(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "s3://", "s3://ab", "S3://abc", "s3://ABC", "s3:///abc", "s3://abc//d", "s3://abc/.d", "s3://abc/..",
+        "s3://abc/d?versionId=1", "s3://abc/d#e", "s3://abc/d e", "s3://abc/ü", "s3://key@abc", "s3://abc:80/d",
+        "http://abc/d", "file://a", "file:///", "file:///a/../b", "/a", "a", "s3://abc\n", f"s3://abc/{'d' * 510}",
+    ],
+)  # fmt: skip
+def test_anything_else_is_not_a_place_for_objects(text):
+    assert not names.is_objects_url(text)
+
+
 def nested(levels):
     value = []
     for _ in range(levels - 1):

@@ -47,6 +47,16 @@ def test_an_evaluator_that_no_node_fits_is_named_and_the_job_trains():
     assert world.reason("SyncerReady") == ("True", "Serving")
 
 
+def test_snapshots_that_are_not_copied_are_named_with_their_place_and_the_job_trains():
+    world = training(manifest())
+    assert world.reason("SyncerReady") == ("True", "Serving")
+    world.answers(not_copied_to="s3://bucket/runs/a")
+    world.reconcile(30)
+    assert world.reason("SyncerReady") == ("True", "SnapshotsNotCopied")
+    assert "not copied to s3://bucket/runs/a" in world.condition("SyncerReady")["message"]
+    assert world.status["state"] == "Training"
+
+
 def test_an_evaluator_that_no_quota_admits_is_named_with_the_api_servers_message():
     world = evaluated()
     world.children["Deployment", "a-evaluator"]["status"]["conditions"] = [

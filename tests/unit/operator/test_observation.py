@@ -50,6 +50,13 @@ def test_an_answer_has_the_failure_that_the_syncers_region_reported():
     assert answer_of(pb.StatusReply(), AT).failure is None
 
 
+def test_an_answer_has_the_place_of_snapshots_that_are_lastingly_not_copied():
+    copies = pb.SnapshotCopies(url="s3://b/j", problem="no route; next attempt in 7 s")
+    assert answer_of(pb.StatusReply(copies=copies), AT).not_copied_to == ""
+    copies.lasting = True
+    assert answer_of(pb.StatusReply(copies=copies), AT).not_copied_to == "s3://b/j"
+
+
 def test_an_answer_has_the_failures_of_regions_but_not_more_than_a_job_has_regions():
     reported = [
         pb.RegionFailure(region=f"r{i}", reason="R", message="m", learners=2) for i in range(100)

@@ -51,10 +51,40 @@ def rolled(*sets, source=EVERYTHING):
         "spec.sync.quorum=3",
         "spec.evaluation.everySteps=7",
         "spec.syncer.checkpoint={everySteps: 1, keep: 9}",
+        "spec.syncer.checkpoint.url=s3://bucket/runs",
+        "spec.output=s3://bucket/models",
     ],
 )
 def test_values_that_learners_get_from_the_syncer_replace_no_learner(change):
     assert rolled(change) == {SYNCER, EVALUATOR}
+
+
+def test_urls_of_objects_reach_the_syncer_and_no_learner_and_its_template_adds_the_credentials():
+    sets = [
+        "spec.syncer.checkpoint.url=s3://bucket/runs", "spec.output=s3://bucket/models",
+        "spec.syncer.podTemplate.spec={serviceAccountName: trainer, "
+        "containers: [{name: main, envFrom: [{secretRef: {name: s3}}]}]}",
+    ]  # fmt: skip
+    made = desired(load_job(EVERYTHING, sets), OWNER, SCOPE, Wanted())
+    documents = {
+        child["metadata"]["name"]: RunSpec.from_json(child["data"]["spec.json"])
+        for child in made
+        if child["kind"] == "ConfigMap"
+    }
+    urls = {
+        name: {
+            (documents[volume["configMap"]["name"]].snapshot_url, documents[volume["configMap"]["name"]].output_url)
+            for volume in template["spec"]["volumes"]
+            if "configMap" in volume
+        }
+        for name, template in templates(EVERYTHING, sets).items()
+    }  # fmt: skip
+    assert urls[SYNCER] == {("s3://bucket/runs", "s3://bucket/models")}
+    assert urls[EU] == urls[US] == {("", "")}
+    pod = templates(EVERYTHING, sets)[SYNCER]["spec"]
+    assert pod["serviceAccountName"] == "trainer"
+    assert pod["containers"][0]["envFrom"] == [{"secretRef": {"name": "s3"}}]
+    assert "DILOCO_SPEC" in {variable["name"] for variable in pod["containers"][0]["env"]}
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ syncer: diloco_global_step diloco_merges_total diloco_merge_members diloco_quoru
   diloco_grace_seconds diloco_sync_seconds diloco_learners{region,state}
   diloco_learner_staleness_steps{learner} diloco_wire_bytes_total{direction,region}
   diloco_refused_total{reason} diloco_ejections_total{reason} diloco_snapshot_seconds
+  diloco_snapshot_copy_seconds diloco_snapshot_copy_step diloco_snapshot_copy_failures_total
   diloco_tokens_total{region}
 learner: diloco_learner_steps_total diloco_learner_tokens_total diloco_learner_loss
   diloco_learner_step_seconds diloco_learner_sync_seconds_total diloco_learner_restarts_total

@@ -37,6 +37,8 @@ def specs(draw: st.DrawFn) -> RunSpec:
         error_feedback=draw(st.booleans()),
         learners=draw(st.dictionaries(st.text(max_size=5), st.integers(0, 9), max_size=3)),
         syncer_checkpoint=Checkpoint(every_steps=draw(st.integers(1, 99)), keep=2),
+        snapshot_url=draw(st.sampled_from(("", "s3://bucket"))),
+        output_url=draw(st.sampled_from(("", "s3://bucket"))),
         evaluation_every_steps=draw(st.none() | st.integers(1, 99)),
         evaluation_command=tuple(draw(st.lists(st.text(max_size=5), max_size=3))),
         recipe=draw(st.none() | st.text(max_size=5)),
@@ -65,6 +67,8 @@ MAY_CHANGE = {
     "learners": {"eu": 2},
     "learner_checkpoint": Checkpoint(every_steps=1, keep=1),
     "syncer_checkpoint": Checkpoint(every_steps=1, keep=1),
+    "snapshot_url": "s3://bucket",
+    "output_url": "s3://bucket",
     "evaluation_every_steps": 7,
     "evaluation_command": ("python", "eval.py"),
 }

@@ -20,6 +20,7 @@ from diloco_syncer.core.upload_limits import UploadProgress
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.rpc import status
 from diloco_syncer.rpc.telemetry import HELLO_BYTES
+from diloco_syncer.storage.copy_schedule import CopyState
 from diloco_testing.learners.scripted import random_delta
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, driven_spec
 
@@ -132,6 +133,32 @@ def test_failures_of_regions_that_the_job_has_are_repeated(syncer):
     syncer.state.region_failures = {"eu": failure, "gone": failure}
     [shown] = status.reply(syncer.state, syncer.metrics).region_failures
     assert (shown.region, shown.reason, shown.message, shown.learners) == ("eu", *failure)
+
+
+def test_copies_of_snapshots_are_shown_where_there_are_any(syncer):
+    assert not status.reply(syncer.state, syncer.metrics).HasField("copies")
+    syncer.state.copies = lambda: CopyState(url="s3://b/j")
+    assert status.reply(syncer.state, syncer.metrics).copies == pb.SnapshotCopies(url="s3://b/j")
+    syncer.state.copies = lambda: CopyState(
+        url="s3://b/j", step=0, problem="no route", lasting=True
+    )
+    assert status.reply(syncer.state, syncer.metrics).copies == pb.SnapshotCopies(
+        url="s3://b/j", has_step=True, step=0, problem="no route", lasting=True
+    )
+
+
+def test_metrics_count_copies_of_snapshots_and_failed_attempts(monkeypatch):
+    served = []
+    monkeypatch.setattr(metrics_module, "serve", lambda port, registry: served.append(registry))
+    metrics = Metrics(1)
+    metrics.event("copy", {"step": 48, "ok": True, "seconds": 2.5})
+    metrics.event("copy", {"step": 48, "ok": False, "detail": "no route"})
+    [registry] = served
+    values = {
+        name: registry.get_sample_value(f"diloco_snapshot_copy_{name}")
+        for name in ("step", "seconds_sum", "failures_total")
+    }
+    assert values == {"step": 48, "seconds_sum": 2.5, "failures_total": 1}
 
 
 def test_metrics_count_ejected_learners_and_ejections(syncer, monkeypatch):

@@ -126,6 +126,20 @@ BROKEN_RULES = [
             "[fe80::1]",
         )
     ),
+    *(
+        (
+            [f'{field}="{url}"'],
+            f'{field}: "{url}" is not a place for objects; write s3://bucket/path, gs://bucket/path, '
+            "az://container/path or file:///path, without credentials",
+        )
+        for field, url in (
+            ("spec.syncer.checkpoint.url", "s3://key:secret@bucket/runs"),
+            ("spec.syncer.checkpoint.url", "https://bucket.s3.amazonaws.com/runs"),
+            ("spec.syncer.checkpoint.url", "/var/lib/runs"),
+            ("spec.output", "s3://bucket/../other"),
+            ("spec.output", "file://host/path"),
+        )
+    ),
     (
         ["spec.syncer.service={type: NodePort, loadBalancerClass: example.com/inner}"],
         "spec.syncer.service.loadBalancerClass: is for type LoadBalancer; the type is NodePort",
@@ -170,6 +184,8 @@ KEPT_RULES = [
         for host in ("10.0.0.1", "128.0.0.1", "localhost.example", "[fd00::1]", "[2001:db8::1]")
     ),
     ["spec.tls.mode=CertManager", "spec.tls.issuerRef.name=ca"],
+    ["spec.syncer.checkpoint.url=s3://bucket", "spec.output=gs://my_bucket.example/a/b=c/"],
+    ["spec.syncer.checkpoint.url=az://container/runs", "spec.output=file:///mnt/models"],
     [
         "spec.syncer.service={type: LoadBalancer, loadBalancerClass: example.com/Inner_1, "
         "loadBalancerSourceRanges: [10.0.0.0/8, 'fd00::/8', 192.0.2.1/32]}"
