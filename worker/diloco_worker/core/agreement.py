@@ -11,7 +11,7 @@ While ranks write the next host copy of a fragment, the link may read the previo
 own in memory, and a few spare places are shared by the fragments that are announced.
 
 If the ranks copy by devices (docs/adr/0029), a boundary is over when all devices have finished its work. Each row also
-has the newest such boundary of its rank, which is an earlier one; until all rows have it, boundaries go on to copy, up
+has the newest such boundary of its rank, which is an earlier one; until all rows have it, further boundaries copy, up
 to three at a time. Results are fetched to the devices at one boundary, and applied at a later one.
 
 Each machine of a learner has a `Board` in its own memory. Plans and rows of the others are relayed to it

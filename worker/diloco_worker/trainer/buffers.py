@@ -127,10 +127,10 @@ class Watch:
 
 class WatchBeside:
     """
-    Looks at the buffers of a device in a thread of its own, which may wait for the device, and logs what it finds.
+    Inspects the buffers of a device in a thread of its own, which may wait for the device, and logs what it finds.
 
     Args:
-        watch: that looks.
+        watch: what inspects them.
         device: of the model.
     """
 
@@ -139,10 +139,12 @@ class WatchBeside:
         self._thread: threading.Thread | None = None
 
     def begin(self) -> None:
-        """Look, unless that is under way; does not wait."""
+        """Inspect them, unless that is under way; does not wait."""
         # What is read while it is written counts as changed if its values change, and those do.
         if self._thread is None or not self._thread.is_alive():
-            self._thread = threading.Thread(target=self._look, name="diloco-buffers", daemon=True)
+            self._thread = threading.Thread(
+                target=self._inspect, name="diloco-buffers", daemon=True
+            )
             self._thread.start()
 
     def close(self) -> None:
@@ -150,7 +152,7 @@ class WatchBeside:
         if self._thread is not None:
             self._thread.join(CLOSE_SECONDS)
 
-    def _look(self) -> None:
+    def _inspect(self) -> None:
         with self._device.beside():
             if changed := self._watch.changed():
                 log.warning("%s", changed)
