@@ -306,12 +306,12 @@ def counted(replica: Any, copy: str) -> dict[str, int]:
 
     def count_out(fragment: int, *arguments: Any) -> Any:
         counts["out"] += 1
-        counts["out_bytes"] += sum(pair.view.nbytes for pair in copier._out[fragment][0])
+        counts["out_bytes"] += sum(pair.view.nbytes for pair in copier.out[fragment][0])
         return copy_out(fragment, *arguments)
 
     def count_in(fragment: int) -> None:
         counts["in"] += 1
-        counts["in_bytes"] += sum(pair.view.nbytes for pair in copier._in[fragment])
+        counts["in_bytes"] += sum(pair.view.nbytes for pair in copier.held[fragment])
         apply(fragment)
 
     setattr(replica, copy, count_out)

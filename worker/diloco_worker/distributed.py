@@ -28,6 +28,7 @@ from diloco_worker.core.ledger import HostCopy
 from diloco_worker.job_trainer import JobTrainer
 from diloco_worker.rank_liveness import report_progress
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
+from diloco_worker.trainer import rank_replica
 from diloco_worker.trainer.checkpoint import local_checkpoint
 from diloco_worker.trainer.first_rank import LinkRank
 from diloco_worker.trainer.kept import KeptState
@@ -83,7 +84,7 @@ class DistributedTrainer(JobTrainer):
         self.config = config.config
         self._model, self._optimizers = bare(model), optimizers
         self._rank = group.rank
-        self._replica: RankReplica = RankReplica(model, self._run_spec, group)
+        self._replica: RankReplica = rank_replica.replica_of(model, self._run_spec, group)
         fragments = len(self._replica.layout.fragments)
         self._board = Board(self._replica.shared, ranks=group.size, fragments=fragments)
         self._boundary = 0
@@ -157,7 +158,7 @@ class DistributedTrainer(JobTrainer):
             self._enter(boundary, plan)
             if self._first is not None:
                 self._await_ranks(boundary)
-                self._first.settle()
+                self._first.settle(self._board.finished())
                 if core.AwaitLink() in actions:
                     self._first.link.wait(JOIN_POLL_SECONDS)
         self._publish()
@@ -174,7 +175,7 @@ class DistributedTrainer(JobTrainer):
         boundary = self._boundary + 1
         if self._first is not None:
             self._await_ranks(boundary - 1)
-            self._first.settle()
+            self._first.settle(self._board.finished())
         plan = self._plan(boundary)
         self._loss.read(loss)
         taken = self._optimizer_steps.taken()
@@ -273,8 +274,10 @@ class DistributedTrainer(JobTrainer):
     def _enter(
         self, boundary: int, plan: Plan, copies: Mapping[int, HostCopy] | None = None
     ) -> None:
-        """This rank has followed the plan, and made these copies."""
-        self._board.enter(self._rank, boundary, terminated=self._termination.received)
+        """This rank has followed the plan, and made these copies, or its device makes them."""
+        finished = self._replica.end(boundary, plan.fetches)
+        ends = self._termination.received
+        self._board.enter(self._rank, boundary, terminated=ends, finished=finished)
         model, self._model_copied = self._model_copied, False
         places = plan.places if model else {p: plan.places[p] for p in copies or ()}
         self._machines.entered(boundary, places, model=model)

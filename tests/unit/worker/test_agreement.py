@@ -7,11 +7,14 @@ ranks and link interleave in the middle of it.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
+from diloco_testing.properties import seeds
 from diloco_worker.core.agreement import (
     HOME,
     PLANS,
@@ -22,8 +25,10 @@ from diloco_worker.core.agreement import (
     Plan,
     board_bytes,
 )
+from diloco_worker.core.fetches import Fetch
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
+from diloco_worker.core.rooms import Devices, Rooms
 from diloco_worker.core.trainer import ApplyFragment, CopyFragment, TrainerCore
 
 P = 3
@@ -53,11 +58,13 @@ class Memory:
 class RankedLearner:
     """R ranks, a link and their memory; `turn` lets one of them do a little."""
 
+    devices: Devices | None = None
+
     def __init__(self, ranks: int, seed: int, *, lockstep: bool = True, spares: int = 4) -> None:
         self.random, self.ranks, self.lockstep = random.Random(seed), ranks, lockstep
         self.memory = Memory(ranks, spares=spares)
         self.board = Board(self.memory, ranks=ranks, fragments=P)
-        self.first = FirstRank(P, spares)
+        self.first = FirstRank(P, spares, devices=self.devices)
         self.cores = [joined_core() for _ in range(ranks)]
         self.values = [[0] * P for _ in range(ranks)]
         self.history: list[list[object]] = [[] for _ in range(ranks)]
@@ -66,9 +73,7 @@ class RankedLearner:
         self.sent: list[TrainerState] = []
         self.link_state = LinkState(phase=Phase.TRAINING, connected=True, open=[0, 1])
         self.generations, self.uploads = [1] * P, 0
-        self.board.publish(
-            self.first.plan(1, self.link_state, applied=[1] * P, terminated=False, now=0.0)
-        )
+        self.board.publish(self.plan_of(1))
         self.processes = [self.rank(r) for r in range(ranks)]
         self.link = self.run_link()
 
@@ -110,12 +115,12 @@ class RankedLearner:
         yield
         self.board.enter(rank, boundary, terminated=False)
         if rank == 0:
-            self.first.followed(core.state(offers=[*copies]), copies)
-            self.board.publish(
-                self.first.plan(
-                    boundary + 1, self.link_state, applied=core.applied, terminated=False, now=0.0
-                )
-            )
+            self.first.followed(core.state(offers=[*copies]), copies, boundary=boundary)
+            self.board.publish(self.plan_of(boundary + 1))
+
+    def plan_of(self, number: int) -> Plan:
+        applied = self.cores[0].applied
+        return self.first.plan(number, self.link_state, applied=applied, terminated=False, now=0.0)
 
     def settle(self) -> None:
         offers = []
@@ -173,6 +178,71 @@ class RankedLearner:
         self.link_state = LinkState(phase=Phase.TRAINING, connected=True, **fields)
 
 
+class LateRankedLearner(RankedLearner):
+    """
+    Ranks whose devices make copies late: each has a queue, which `turn` lets advance.
+
+    What a copy writes to is garbage until it is made, and a result that is applied is in a buffer of the device.
+    """
+
+    def __init__(self, ranks: int, seed: int) -> None:
+        rooms = Rooms(spares=[1] * 12, outgoing=[1] * P, incoming=[1, 1])
+        self.devices = Devices(fragments=[1] * P, rooms=rooms, announced=P)
+        self.queues: list[list] = [[] for _ in range(ranks)]
+        """By rank, (boundary, what to do)."""
+        self.buffers = [[None, None] for _ in range(ranks)]
+        super().__init__(ranks, seed, spares=12)
+        self.processes += [self.device(rank) for rank in range(ranks)] * 3
+
+    def device(self, rank: int) -> Iterator[None]:
+        while True:
+            if queue := self.queues[rank]:
+                queue.pop(0)[1]()
+            yield
+
+    def follow(self, rank: int, boundary: int) -> Iterator[None]:
+        if rank == 0:
+            assert boundary == 1 or not self.board.behind(boundary - 1), "rank 0 waits"
+            self.first.finished = self.board.finished()
+            while (found := self.first.oldest) and found.boundary <= self.first.finished:
+                self.settle()
+        plan = self.board.plan(boundary)
+        assert plan is not None, "a rank waits for its plan"
+        core, copies, queue = self.cores[rank], {}, self.queues[rank]
+        finished = queue[0][0] - 1 if queue else boundary - 1
+        for action in core.step(TOKENS, plan.link_state, now=0.0):
+            if isinstance(action, CopyFragment):
+                p, copies[action.fragment] = action.fragment, action.copy
+                cells = self.memory.cells(p, plan.places[p])
+                cells[rank] = "garbage"
+                queue.append((boundary, partial(cells.__setitem__, rank, (p, boundary))))
+            elif isinstance(action, ApplyFragment):
+                p, generation = action.fragment, core.applied[action.fragment]
+                assert (p, generation) in self.buffers[rank], "a result is not on the device"
+                self.values[rank][p] = generation
+                inbox = self.memory.inbox[p]
+                queue.append((boundary, partial(self.round_in, inbox, rank, generation)))
+            self.history[rank].append((boundary, action))
+            yield
+        for fetch in plan.fetches:
+            queue.append((boundary, partial(self.fetch, rank, fetch)))
+        core.copied([*copies], loss=1.0 + rank)
+        self.history[rank].append([*self.values[rank]])
+        yield
+        self.board.enter(rank, boundary, terminated=False, finished=finished if queue else boundary)
+        if rank == 0:
+            self.first.followed(core.state(offers=[*copies]), copies, boundary=boundary)
+            self.board.publish(self.plan_of(boundary + 1))
+
+    def fetch(self, rank: int, fetch: Fetch) -> None:
+        found = fetch.fragment, self.memory.inbox[fetch.fragment][rank]
+        assert found[1] == fetch.generation, "the inbox was overwritten before it was fetched"
+        self.buffers[rank][fetch.buffer] = found
+
+    def round_in(self, inbox: list, rank: int, generation: int) -> None:
+        assert inbox[rank] == generation, "the inbox was overwritten before values went back to it"
+
+
 def joined_core() -> TrainerCore:
     core = TrainerCore(
         name="eu/0", fragments=P, found=None, checkpoint_every=None, connect_timeout_seconds=1.0
@@ -198,6 +268,34 @@ def test_ranks_in_lockstep_never_wait_and_do_the_same(ranks, seed):
     assert max(world.generations) > 3
     reported = [state.local_step for state in world.sent]
     assert reported == [*range(1, len(reported) + 1)]
+
+
+@pytest.mark.parametrize("seed", seeds(1, range(8)))
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_ranks_with_late_devices_never_wait_and_do_the_same(ranks, seed):
+    world = LateRankedLearner(ranks, seed)
+    while min(world.left) < 90:
+        world.turn()
+    whole = min(len(history) for history in world.history)
+    assert whole > 200
+    assert all(history[:whole] == world.history[0][:whole] for history in world.history)
+    assert world.uploads > 10
+    assert max(world.generations) > 3
+    reported = [state.local_step for state in world.sent]
+    assert len(reported) > 20
+    assert reported == sorted({*reported})
+
+
+def test_ranks_whose_devices_are_fast_copy_and_offer_in_each_step():
+    world = LateRankedLearner(2, 0)
+    world.link = iter(lambda: None, 0)  # reads nothing
+    while min(world.left) < 20:
+        for entered, queue in zip(world.entered, world.queues, strict=True):
+            while queue and queue[0][0] < entered:  # the copies of the step before
+                queue.pop(0)[1]()
+        next(world.random.choice(world.processes[:2]))
+    reported = [(state.local_step, [*state.offers]) for state in world.sent]
+    assert reported == [(n, [0, 1]) for n in range(1, world.left[0] - 1)]
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -295,6 +393,7 @@ def test_a_plan_comes_back_as_it_was_published(board):
         text="…",
     )  # fmt: skip
     plan = Plan(boundary=5, link_state=state, places={2: 1, 0: 3}, terminated=True, now=1.5)
+    plan = dataclasses.replace(plan, fetches=(Fetch(1, 7, 0),))
     board.publish(plan)
     assert board.plan(5) == plan
     assert board.plan(6) is None
@@ -325,6 +424,9 @@ def test_rows_state_how_far_each_rank_is_and_whether_it_is_to_end(board):
     assert board.behind(4) == [0]
     board.enter(0, 4, terminated=False)
     assert board.behind(4) == []
+    board.enter(1, 5, terminated=False, finished=3)
+    board.leave(1)
+    assert [board.finished(), board.finished([0]), board.behind(5)] == [3, 4, [0]]
 
 
 def test_the_whole_model_is_copied_to_the_own_places_so_that_a_released_place_is_none_of_it():
@@ -374,16 +476,16 @@ def test_while_copies_are_late_there_are_no_others_and_the_link_learns_of_no_lat
     assert first.short == 0, "no place is taken from another fragment"
     for boundary in (3, 4, 5):
         follow(first, planned(first, boundary))
-    assert [first.oldest.boundary, first.late, first.copying] == [1, True, True]
+    assert [first.oldest.boundary, first.late(5), first.copying] == [1, True, True]
 
     state = settled(first)
     assert (state.local_step, [*state.offers]) == (1, [0, 1])
-    assert first.late
+    assert first.late(5)
     state = settled(first)
     assert (state.local_step, [*state.offers]) == (2, [0, 1])
-    assert settled(first).local_step == 5, "of boundaries without copies, the newest"
-    assert first.oldest is None
-    assert [*planned(first, 6).places] == [0, 1]
+    assert first.oldest is None, "a report without offers would replace those of boundary 2"
+    follow(first, planned(first, 6))
+    assert [*settled(first).offers] == [0, 1]
 
 
 def test_places_of_late_copies_are_not_used_again_before_they_have_arrived():

@@ -334,7 +334,7 @@ def on(monkeypatch):
     """A function: the devices of the model, and what the device can do."""
 
     def set_up(trained: set[torch.device], others: set[torch.device], **device: object) -> None:
-        monkeypatch.setattr(device_replica, "_devices", lambda model: (trained, others))
+        monkeypatch.setattr(device_replica, "devices_of", lambda model: (trained, others))
         monkeypatch.setattr(device_replica, "CudaDevice", lambda where: SlowDevice(0, **device))
 
     return set_up

@@ -8,9 +8,10 @@ from itertools import permutations
 import pytest
 
 from diloco_worker.core.agreement import HOME
-from diloco_worker.core.device_work import DeviceWork, Rooms
+from diloco_worker.core.device_work import DeviceWork
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
+from diloco_worker.core.rooms import Rooms
 
 SIZES = (128, 128, 128, 128)
 COPY = HostCopy(local_step=1, steps=1, tokens=1, base=1)

@@ -207,7 +207,9 @@ def test_a_line_of_steps_jsonl_has_learning_rate_and_age_of_the_result_where_the
         step=lambda *_, **__: actions.pop(0), copied=lambda *_, **__: [], line=lambda **_: {"localStep": 3},
         ended=lambda **_: None,
     )  # fmt: skip
-    trainer._replica = SimpleNamespace(apply=lambda fragment: None)
+    trainer._replica = SimpleNamespace(
+        apply=lambda fragment: None, end=lambda boundary, fetches: boundary
+    )
     trainer._run_queue = SimpleNamespace(seconds=lambda: 0.0)
     trainer._termination = SimpleNamespace(received=False)
     trainer._journal = SimpleNamespace(append=lines.append)
@@ -284,5 +286,5 @@ def test_fragments_that_lack_a_place_get_those_of_the_oldest_copies_and_no_more(
 def test_the_locks_of_a_copied_model_are_released_for_a_link_with_a_smaller_request(first):
     first._locks, first._link_state = contextlib.ExitStack(), LinkState()
     first._core.initial_copied = 1
-    first.settle()
+    first.settle(0)
     assert first._locks is None

@@ -34,6 +34,12 @@ def test_a_large_tensor_is_divided_evenly_and_small_ones_in_turn():
     assert owners == [[0], [1], [2], [3], [0]]
 
 
+def test_whole_rows_are_divided_if_there_are_enough_and_else_the_longest_dimension():
+    for shape, expected in [((200, 9000), (50, 9000)), ((7, 9000), (7, 2250))]:
+        boxes = {rank: whole(shape) for rank in range(4)}
+        assert {piece(boxes, rank, turn=0).shape for rank in range(4)} == {expected}
+
+
 def test_shards_and_their_replicas_are_copied_once():
     halves = [Box((0, 0), (101, 300)), Box((101, 0), (99, 300))]
     boxes = {0: halves[0], 1: halves[1], 2: halves[0], 3: halves[1]}

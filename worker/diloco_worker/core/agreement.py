@@ -10,6 +10,10 @@ it never sees a host copy that is partly written, nor overwrites an inbox that a
 While ranks write the next host copy of a fragment, the link may read the previous one: a fragment has a place of its
 own in memory, and a few spare places are shared by the fragments that are announced.
 
+If the ranks copy by devices (docs/adr/0029), a boundary is over when all devices have finished its work. Each row also
+has the newest such boundary of its rank, which is an earlier one; until all rows have it, further boundaries copy, up
+to three at a time. Results are fetched to the devices at one boundary, and applied at a later one.
+
 Each machine of a learner has a `Board` in its own memory. Plans and rows of the others are relayed to it
 (docs/adr/0027), and so are the parts of host copies: what a boundary copied is offered when its parts have arrived, and
 until then no further copies are planned.
@@ -26,8 +30,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from diloco_worker.core.fetches import Fetch, Fetches
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
+from diloco_worker.core.rooms import UNDER_WAY, Devices, smallest
 
 HOME = 0
 """The place of a fragment's own; higher numbers are spare places."""
@@ -39,7 +45,7 @@ TEXT_CHARACTERS = 1000
 """Of the link's sentence, if a plan is too long with all of it."""
 
 _HEAD = struct.Struct("<QII")  # boundary, bytes, checksum
-_ROW = struct.Struct("<QQ")  # boundary, flags
+_ROW = struct.Struct("<QQQ")  # boundary that was followed, boundary that is over, flags
 _ENDS, _LEFT = 1, 2
 
 FAILURE_BYTES = 2048
@@ -71,6 +77,8 @@ class Plan:
     """`open` has the fragments to copy only."""
     places: Mapping[int, int] = dataclasses.field(default_factory=dict)
     """Fragment → place of the copy to make."""
+    fetches: Sequence[Fetch] = ()
+    """Results to copy to the devices, after those that are applied at this boundary."""
     terminated: bool = False
     """A rank received SIGTERM."""
     now: float = 0.0
@@ -84,6 +92,7 @@ class Plan:
             "boundary": self.boundary,
             "linkState": self.link_state.to_line().decode(),
             "places": [*self.places.items()],
+            "fetches": [[f.fragment, f.generation, f.buffer] for f in self.fetches],
             "terminated": self.terminated,
             "now": self.now,
             "checkpoint": self.checkpoint,
@@ -98,6 +107,7 @@ class Plan:
             boundary=fields["boundary"],
             link_state=LinkState.from_line(fields["linkState"].encode()),
             places={int(fragment): int(place) for fragment, place in fields["places"]},
+            fetches=tuple(Fetch(*numbers) for numbers in fields["fetches"]),
             terminated=fields["terminated"],
             now=fields["now"],
             checkpoint=fields["checkpoint"],
@@ -163,24 +173,40 @@ class Board:
         data = self._area.read_control(offset + _HEAD.size, size)
         return Plan.from_bytes(data) if checksum == _checksum(found, data) else None
 
-    def enter(self, rank: int, boundary: int, *, terminated: bool) -> None:
-        """The rank has followed the plan of this boundary."""
-        self._area.write_control(_ROW.size * rank, _ROW.pack(boundary, _ENDS * terminated))
+    def enter(
+        self, rank: int, boundary: int, *, terminated: bool, finished: int | None = None
+    ) -> None:
+        """
+        The rank has followed the plan of this boundary.
+
+        Args:
+            rank: that writes its row.
+            boundary: of the plan.
+            terminated: the rank is to end.
+            finished: the newest boundary of which its device has finished the work; None: this one.
+        """
+        over = boundary if finished is None else finished
+        self._area.write_control(_ROW.size * rank, _ROW.pack(boundary, over, _ENDS * terminated))
 
     def leave(self, rank: int) -> None:
         """The rank leaves the job: its process may end from now on."""
-        boundary, flags = _ROW.unpack(self._area.read_control(_ROW.size * rank, _ROW.size))
-        self._area.write_control(_ROW.size * rank, _ROW.pack(boundary, flags | _LEFT))
+        boundary, over, flags = _ROW.unpack(self._area.read_control(_ROW.size * rank, _ROW.size))
+        self._area.write_control(_ROW.size * rank, _ROW.pack(boundary, over, flags | _LEFT))
 
     def left(self, rank: int) -> bool:
         """Whether the rank has left the job."""
-        _, flags = _ROW.unpack(self._area.read_control(_ROW.size * rank, _ROW.size))
+        *_, flags = _ROW.unpack(self._area.read_control(_ROW.size * rank, _ROW.size))
         return bool(flags & _LEFT)
 
     def rows(self) -> list[tuple[int, bool]]:
         """(boundary, whether the rank is to end) of each rank."""
         data = self._area.read_control(0, _ROW.size * self._ranks)
-        return [(boundary, bool(flags & _ENDS)) for boundary, flags in _ROW.iter_unpack(data)]
+        return [(boundary, bool(flags & _ENDS)) for boundary, _, flags in _ROW.iter_unpack(data)]
+
+    def finished(self, ranks: Iterable[int] | None = None) -> int:
+        """The newest boundary of which all ranks, or these, have finished the work."""
+        rows = self.rows_of(range(self._ranks) if ranks is None else ranks)
+        return min(int(over) for _, over, _ in _ROW.iter_unpack(rows))
 
     def rows_of(self, ranks: Iterable[int]) -> bytes:
         """The rows of these ranks, for the boards of other machines."""
@@ -245,12 +271,14 @@ class Places:
     Args:
         fragments: of the model.
         spares: spare places.
+        devices: how large they are, if devices copy; then no copy is made to the place of a fragment's own.
     """
 
-    def __init__(self, fragments: int, spares: int) -> None:
+    def __init__(self, fragments: int, spares: int, *, devices: Devices | None = None) -> None:
         self.current = [HOME] * fragments
         """Per fragment, the place that the link reads."""
-        self._spares = spares
+        self._sizes: Sequence[int] = devices.fragments if devices else [0] * fragments
+        self._rooms = (-1, *devices.rooms.spares) if devices else (0,) * (spares + 1)
         self._planned: dict[int, int] = {}
         self._written: deque[dict[int, int]] = deque()
         """Of each boundary that made copies, the oldest first."""
@@ -264,9 +292,8 @@ class Places:
         """Places for the copies of the next boundary; a fragment for which none is free has no copy."""
         self._planned = {}
         for fragment in fragments:
-            taken = self._taken(fragment)
-            free = (place for place in range(self._spares + 1) if place not in taken)
-            if (place := next(free, None)) is not None:
+            place = smallest(self._rooms, self._sizes[fragment], self._taken(fragment))
+            if place is not None:
                 self._planned[fragment] = place
         return dict(self._planned)
 
@@ -329,16 +356,23 @@ class FirstRank:
     Args:
         fragments: of the model.
         spares: spare places for host copies.
+        devices: how the ranks copy by devices; None: copies are made at once.
     """
 
-    def __init__(self, fragments: int, spares: int) -> None:
-        self.places = Places(fragments, spares)
+    def __init__(self, fragments: int, spares: int, *, devices: Devices | None = None) -> None:
+        self.places = Places(fragments, spares, devices=devices)
+        self.finished = 0
+        """The newest boundary of which the devices of all ranks have finished the work."""
         self.settled = TrainerState()
         """The newest state that holds for every rank: what the link may know."""
         self.short = 0
         """Fragments that the last plan does not copy because no place was free."""
         self._followed: deque[Followed] = deque()
         """What the link does not know yet; of several boundaries without copies, the newest."""
+        self._devices = devices
+        self._fetches = Fetches(devices.fragments, devices.rooms.incoming) if devices else None
+        self._waits = False
+        """The last plan copies nothing, because earlier copies are late."""
 
     @property
     def copying(self) -> bool:
@@ -355,10 +389,15 @@ class FirstRank:
         """What the link is to learn next; None: nothing."""
         return self._followed[0] if self._followed else None
 
-    @property
-    def late(self) -> bool:
-        """Copies of an earlier boundary than the last have not arrived."""
-        return any(followed.copying for followed in [*self._followed][:-1])
+    def late(self, boundary: int) -> bool:
+        """
+        Whether nothing may be copied after this boundary.
+
+        Copies of an earlier one have not arrived, which further ones would make later; or, with devices, all buffers
+        are in use.
+        """
+        copying = [followed.boundary for followed in self._followed if followed.copying]
+        return len(copying) >= UNDER_WAY if self._devices else any(n < boundary for n in copying)
 
     def followed(
         self, state: TrainerState, copies: Mapping[int, HostCopy], *, boundary: int = 0, model: bool = False
@@ -373,6 +412,8 @@ class FirstRank:
             model: it copied the whole model.
         """
         found = Followed(boundary=boundary, state=state, copies=copies, model=model)
+        if self._waits and not found.copying:
+            return  # its report would replace that of the late copies, and their offers
         if self._followed and not (found.copying or self._followed[-1].copying):
             self._followed.pop()
         self._followed.append(found)
@@ -419,23 +460,29 @@ class FirstRank:
             model: the ranks copy the whole model, each fragment to its own place: the link must not read meanwhile, and
                 no copy may be being written.
         """
-        self.short = 0
+        self.short, self._waits = 0, False
+        replaced = {p for p, generation in link_state.ready if generation > applied[p]}
+        fetches: list[Fetch] = []
+        if self._fetches is not None:
+            ready, fetches = self._fetches.plan(
+                boundary, link_state.ready, applied=applied, finished=self.finished
+            )
+            link_state = dataclasses.replace(link_state, ready=ready)
         if model:
             # Home: what the link uploads for minutes must not be lost with a spare place that is released.
             self.places.go_home()
-            return Plan(
-                boundary=boundary, link_state=dataclasses.replace(link_state, open=()),
-                places=dict(enumerate(self.places.current)), terminated=terminated, now=now,
-            )  # fmt: skip
-        replaced = {p for p, generation in link_state.ready if generation > applied[p]}
-        # The next copies are not newer than those that are late, and would make them later.
-        wanted = [] if self.late else [p for p in link_state.open if p not in replaced]
-        places = self.places.plan(wanted)
-        self.short = len(wanted) - len(places)
+            places = dict(enumerate(self.places.current))
+        else:
+            self._waits = self.late(boundary - 1)
+            wanted = [] if self._waits else [p for p in link_state.open if p not in replaced]
+            wanted = wanted[: self._devices.announced] if self._devices else wanted
+            places = self.places.plan(wanted)
+            self.short = len(wanted) - len(places)
         return Plan(
             boundary=boundary,
-            link_state=dataclasses.replace(link_state, open=[*places]),
+            link_state=dataclasses.replace(link_state, open=() if model else [*places]),
             places=places,
+            fetches=fetches,
             terminated=terminated,
             now=now,
         )

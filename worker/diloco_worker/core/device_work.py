@@ -15,12 +15,13 @@ device, or a place in memory, is used by one transfer until the event of the bou
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from diloco_worker.core.agreement import HOME
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
+from diloco_worker.core.rooms import Rooms, smallest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,33 +41,6 @@ class Incoming:
     fragment: int
     generation: int
     buffer: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rooms:
-    """Elements that each place or buffer has room for."""
-
-    spares: Sequence[int]
-    """Places in memory for host copies, numbered from 1, besides the one of each fragment, which no copy here uses."""
-    outgoing: Sequence[int]
-    """Buffers on the device for host copies."""
-    incoming: Sequence[int]
-    """Buffers on the device for results."""
-
-    @classmethod
-    def of(cls, fragments: Sequence[int], *, announced: int) -> Rooms:
-        """
-        What is needed for so many different fragments at a time, whichever they are.
-
-        Args:
-            fragments: elements of each.
-            announced: how many have host copies; of each, one is read while the next is made.
-        """
-        # Paper leaves this open. H is at least P, so one result per step at most, and the next arrives while it is
-        # applied.
-        largest = sorted(fragments, reverse=True)
-        out = largest[:announced]
-        return cls(spares=[n for n in out for _ in range(2)], outgoing=out, incoming=largest[:2])
 
 
 class DeviceWork:
@@ -114,9 +88,9 @@ class DeviceWork:
     def copy_out(self, fragment: int, copy: HostCopy) -> Outgoing | None:
         """Begin a host copy; None: no buffer or place is free."""
         elements = self._fragments[fragment]
-        buffer = _smallest(self._rooms.outgoing, elements, {c.buffer for c in self._copies})
+        buffer = smallest(self._rooms.outgoing, elements, {c.buffer for c in self._copies})
         places = {c.place for c in self._copies} | set(self.current)
-        place = _smallest((0, *self._rooms.spares), elements, {HOME} | places)
+        place = smallest((0, *self._rooms.spares), elements, {HOME} | places)
         if self.busy or buffer is None or place is None:
             return None
         self._copies.append(Outgoing(fragment=fragment, copy=copy, buffer=buffer, place=place))
@@ -147,7 +121,7 @@ class DeviceWork:
         """Begin to copy results to the device, as many as there are buffers for."""
         for fragment, generation in () if self.busy else ready:
             used = {i.buffer for i in (*self._staged.values(), *self._applied, *self._fetched)}
-            buffer = _smallest(self._rooms.incoming, self._fragments[fragment], used)
+            buffer = smallest(self._rooms.incoming, self._fragments[fragment], used)
             if buffer is None:
                 continue
             if generation > applied[fragment] and not self._is_staged(fragment, generation):
@@ -209,9 +183,3 @@ class DeviceWork:
     def _is_staged(self, fragment: int, generation: int) -> bool:
         staged = self._staged.get(fragment)
         return staged is not None and staged.generation == generation
-
-
-def _smallest(rooms: Sequence[int], elements: int, used: Collection[int]) -> int | None:
-    """The smallest room that has so many elements and is not used."""
-    fitting = [(n, index) for index, n in enumerate(rooms) if n >= elements and index not in used]
-    return min(fitting)[1] if fitting else None

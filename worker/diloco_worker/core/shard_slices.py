@@ -14,6 +14,12 @@ from dataclasses import dataclass
 DIVIDED_ELEMENTS = 1 << 14
 """Smaller boxes are copied by one of their holders, in turn."""
 
+EVEN_ROWS = 16
+"""
+The first dimension with so many values for each holder is divided, else the longest: a piece of whole rows is
+contiguous, so that a device copies it at once.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class Box:
@@ -93,6 +99,7 @@ def piece(boxes: Mapping[int, Box], rank: int, *, turn: int, divided: bool = Tru
     if not divided or count == 1:
         return own if place == 0 else None
     axis = max(range(len(own.shape)), key=lambda d: own.shape[d], default=None)
+    axis = next((d for d, size in enumerate(own.shape) if size >= EVEN_ROWS * count), axis)
     if axis is None or own.elements < DIVIDED_ELEMENTS or own.shape[axis] < count:
         return own if place == turn % count else None
     size = own.shape[axis]

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-VERSION = 1
+VERSION = 2
 """Another one after each change of what is sent; the ranks compare it when they meet."""
 
 BEAT_SECONDS = 1.0

@@ -6,6 +6,7 @@ as they were, and parameters that it trains though the job does not know them.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -13,8 +14,11 @@ import torch
 import xxhash
 from torch import nn
 
+from diloco_worker.trainer.device import Device
 from diloco_worker.trainer.layout import ModelTensors, Named, is_dtensor, local, pieces, unmatched
 from diloco_worker.trainer.wrappers import bare, plain_names
+
+log = logging.getLogger(__name__)
 
 MOST_READS = 3
 """
@@ -23,6 +27,9 @@ constant.
 """
 MOST_NAMES = 8
 """Named in the line about them."""
+
+CLOSE_SECONDS = 5.0
+"""How long `WatchBeside.close` waits."""
 
 
 @dataclass(slots=True)
@@ -134,6 +141,39 @@ class Watch:
             return False
 
 
+class WatchBeside:
+    """
+    Inspects the buffers of a device in a thread of its own, which may wait for the device, and logs what it finds.
+
+    Args:
+        watch: what inspects them.
+        device: of the model.
+    """
+
+    def __init__(self, watch: Watch, device: Device) -> None:
+        self._watch, self._device = watch, device
+        self._thread: threading.Thread | None = None
+
+    def begin(self) -> None:
+        """Inspect them, unless that is under way; does not wait."""
+        # What is read while it is written counts as changed if its values change, and those do.
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(
+                target=self._inspect, name="diloco-buffers", daemon=True
+            )
+            self._thread.start()
+
+    def close(self) -> None:
+        """Wait for what is under way, for a few seconds."""
+        if self._thread is not None:
+            self._thread.join(CLOSE_SECONDS)
+
+    def _inspect(self) -> None:
+        with self._device.beside():
+            if changed := self._watch.changed():
+                log.warning("%s", changed)
+
+
 def _split(
     found: Iterable[Named], test: Callable[[Named], bool]
 ) -> tuple[list[Named], list[Named]]:
@@ -168,8 +208,6 @@ def _listed(noun: str, names: Sequence[str]) -> str:
 
 MAX_PATTERNS = 8
 """Shown of those that match nothing."""
-
-log = logging.getLogger(__name__)
 
 
 def log_unmatched(tensors: ModelTensors, patterns: Sequence[str]) -> None:

@@ -15,6 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch import nn
+
+from diloco_worker.trainer.wrappers import bare
 
 U8 = npt.NDArray[np.uint8]
 
@@ -153,6 +156,14 @@ class CudaDevice:
     def beside(self) -> AbstractContextManager[Any]:
         """See `Device.beside`."""
         return torch.cuda.stream(self._reads)
+
+
+def devices_of(model: nn.Module) -> tuple[set[torch.device], set[torch.device]]:
+    """Those of the trained parameters, and those of the buffers."""
+    own = bare(model)
+    return {p.device for p in own.parameters() if p.requires_grad}, {
+        b.device for b in own.buffers()
+    }
 
 
 def locked_limit() -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import threading
 from collections.abc import Sequence
 from functools import partial
 
@@ -23,19 +22,17 @@ from torch import nn
 from diloco.codec import formats
 from diloco.spec import RunSpec
 from diloco_worker.core.agreement import HOME
-from diloco_worker.core.device_work import DeviceWork, Incoming, Outgoing, Rooms
+from diloco_worker.core.device_work import DeviceWork, Incoming, Outgoing
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
+from diloco_worker.core.rooms import Rooms
 from diloco_worker.trainer import device_codec
-from diloco_worker.trainer.device import U8, CudaDevice, Device, Event
+from diloco_worker.trainer.buffers import WatchBeside
+from diloco_worker.trainer.device import U8, CudaDevice, Device, Event, devices_of
 from diloco_worker.trainer.layout import F32
 from diloco_worker.trainer.replica import Replica
-from diloco_worker.trainer.wrappers import bare
 
 log = logging.getLogger(__name__)
-
-CLOSE_SECONDS = 5.0
-"""How long `close` waits for a check of buffers."""
 
 NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
 
@@ -52,7 +49,7 @@ def replica_of(model: nn.Module, spec: RunSpec, *, encode: bool = False) -> Repl
     Raises:
         ConfigError, OSError: see `Replica`.
     """
-    trained, others = _devices(model)
+    trained, others = devices_of(model)
     if not any(device.type == "cuda" for device in trained):
         return Replica(model, spec)
     if len(trained | others) > 1:
@@ -70,14 +67,6 @@ def replica_of(model: nn.Module, spec: RunSpec, *, encode: bool = False) -> Repl
 
 def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
     to.copy_(source)
-
-
-def _devices(model: nn.Module) -> tuple[set[torch.device], set[torch.device]]:
-    """Those of the trained parameters, and those of the buffers."""
-    own = bare(model)
-    return {p.device for p in own.parameters() if p.requires_grad}, {
-        b.device for b in own.buffers()
-    }
 
 
 class DeviceReplica(Replica):
@@ -107,7 +96,7 @@ class DeviceReplica(Replica):
         self._device = device
         self._event: Event | None = None
         self._link_state: LinkState | None = None
-        self._noticing: threading.Thread | None = None
+        self._checks = WatchBeside(self._watch, device)
         self._reported = False
         """Whether a state after a step was reported: the agent waits for the first one of a process."""
         self._formats = [formats.of_fragment(spec.wire_up, f) for f in self.layout.fragments]
@@ -330,8 +319,7 @@ class DeviceReplica(Replica):
 
     def close(self) -> None:
         """Release the shared memory, after the copies that are under way."""
-        if self._noticing is not None:
-            self._noticing.join(CLOSE_SECONDS)
+        self._checks.close()
         # After an error of the device every call raises; the shared memory is still released.
         with contextlib.suppress(RuntimeError):
             if self._event is not None:
@@ -343,17 +331,7 @@ class DeviceReplica(Replica):
     # ------------------------------------------------------------ common
 
     def _notice_changes(self) -> None:
-        # In another thread, which may wait for the device. What it reads while it is written counts as changed if its
-        # values change, and those do.
-        if self._noticing is not None and self._noticing.is_alive():
-            return
-
-        def notice() -> None:
-            with self._device.beside():
-                super(DeviceReplica, self)._notice_changes()
-
-        self._noticing = threading.Thread(target=notice, name="diloco-buffers", daemon=True)
-        self._noticing.start()
+        self._checks.begin()
 
     def _buffer(self, transfer: Outgoing | Incoming) -> torch.Tensor:
         buffers = self._out if isinstance(transfer, Outgoing) else self._in

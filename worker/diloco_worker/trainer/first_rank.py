@@ -25,7 +25,9 @@ class LinkRank:
         self._replica, self._core, self._machines = replica, trainer, machines
         self._shared = replica.shared
         self.link = LinkProcess(self._shared)
-        self.decisions = FirstRank(len(replica.layout.fragments), replica.spares)
+        self.decisions = FirstRank(
+            len(replica.layout.fragments), replica.spares, devices=replica.devices
+        )
         self.decisions.followed(trainer.state(), {})
         self.decisions.settle([])
         self._link_state = trainer.link_state
@@ -55,9 +57,17 @@ class LinkRank:
         self._free_places(state)
         return plan
 
-    def settle(self) -> None:
-        """All ranks have followed the last plan: let the link know, as far as the copies have arrived."""
-        while (oldest := self.decisions.oldest) is not None and self._machines.arrived(oldest):
+    def settle(self, finished: int) -> None:
+        """
+        All ranks have followed the last plan: let the link know, as far as the copies have arrived.
+
+        Args:
+            finished: the newest boundary of which the devices of all ranks have finished the work.
+        """
+        self.decisions.finished = finished
+        while (oldest := self.decisions.oldest) is not None:
+            if oldest.boundary > finished or not self._machines.arrived(oldest):
+                break
             offers = []
             for fragment, place, copy in self.decisions.written():
                 with self._try_lock(fragment) as held:

@@ -37,7 +37,7 @@ _Index = tuple[slice, ...] | None
 
 
 @dataclass(frozen=True, slots=True)
-class _Pair:
+class Pair:
     """A part of a parameter or buffer, and its view of the memory; that of integers is of their digits."""
 
     tensor: torch.Tensor
@@ -407,28 +407,28 @@ class Copier:
         others = (*tensors.frozen, *tensors.buffers)
         self._constants = _by_name(n for n in others if n.info.name in stored)
         self._layout, self._shares = layout, shares
-        self._out: list[list[list[_Pair]]] = []
+        self.out: list[list[list[Pair]]] = []
         """By fragment and place."""
-        self._in: list[list[_Pair]] = []
-        self._back: list[list[_Pair]] = []
+        self.held: list[list[Pair]] = []
+        self.back: list[list[Pair]] = []
         """Those whose rounding is written to the inbox."""
 
     def attach(self, hosts: Sequence[Sequence[F32]], inboxes: Sequence[F32]) -> None:
         """Set the places of host copies and the inboxes of all fragments; call this before copying."""
         fragments = self._layout.fragments
-        self._out = [
+        self.out = [
             [self._pairs(f, memory, out=True) for memory in places]
             for f, places in zip(fragments, hosts, strict=True)
         ]
         pairs = zip(fragments, inboxes, strict=True)
         both = [(self._pairs(f, m, out=False), self._pairs(f, m, out=True)) for f, m in pairs]
-        self._in = [held for held, _ in both]
-        self._back = [[pair for pair in copied if _rounds(pair.tensor)] for _, copied in both]
+        self.held = [held for held, _ in both]
+        self.back = [[pair for pair in copied if _rounds(pair.tensor)] for _, copied in both]
 
     def copy_out(self, fragment: int, place: int = 0) -> None:
         """Write this rank's part of the fragment to a place of its host copy as fp32."""
         with torch.no_grad():
-            for pair in self._out[fragment][place]:
+            for pair in self.out[fragment][place]:
                 values = pair.values
                 pair.view.copy_(
                     values if values.is_floating_point() else digits.to_digits_on_host(values)
@@ -442,16 +442,16 @@ class Copier:
         base of the next delta, which must not contain this rounding.
         """
         with torch.no_grad():
-            for pair in self._in[fragment]:
+            for pair in self.held[fragment]:
                 values = pair.values
                 if values.is_floating_point():
                     values.copy_(pair.view)
                 else:
                     values.copy_(digits.to_integers_on_host(pair.view).view(values.shape))
-            for pair in self._back[fragment]:
+            for pair in self.back[fragment]:
                 pair.view.copy_(pair.values)
 
-    def _pairs(self, fragment: Fragment, memory_N: F32 | torch.Tensor, *, out: bool) -> list[_Pair]:
+    def _pairs(self, fragment: Fragment, memory_N: F32 | torch.Tensor, *, out: bool) -> list[Pair]:
         flat = memory_N if isinstance(memory_N, torch.Tensor) else torch.from_numpy(memory_N)
         pairs = (self._pair(slot, flat, out=out) for slot in fragment.slots)
         return [pair for pair in pairs if pair is not None]
@@ -487,11 +487,11 @@ class Copier:
 
     def rounds(self, fragment: int) -> bool:
         """Whether parameters of the fragment cannot hold all values of fp32."""
-        return bool(self._back[fragment])
+        return bool(self.back[fragment])
 
     # ------------------------------------------------------------ pairs
 
-    def _pair(self, slot: Slot, flat: torch.Tensor, *, out: bool) -> _Pair | None:
+    def _pair(self, slot: Slot, flat: torch.Tensor, *, out: bool) -> Pair | None:
         info = slot.tensor
         view = flat[slot.offset : slot.offset + info.length]
         tensor = self._by_name[info.name]
@@ -500,9 +500,9 @@ class Copier:
             return None
         inside, outside = parts
         if info.newest:  # whole: its digits have no shape
-            return _Pair(tensor, None, view)
+            return Pair(tensor, None, view)
         view = view.view(info.shape)
-        return _Pair(tensor, inside, view if outside is None else view[outside])
+        return Pair(tensor, inside, view if outside is None else view[outside])
 
     def _parts(self, info: Tensor, *, out: bool) -> tuple[_Index, _Index] | None:
         """The part within what this rank holds, and within the whole tensor; None: it has no part."""

@@ -14,6 +14,7 @@ import functools
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -294,6 +295,7 @@ class FurtherMachine:
     # ------------------------------------------------------------ rows and copies
 
     def _report(self) -> None:
+        copied: deque[tuple[int, Mapping[int, int]]] = deque()
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._entered or self._closed)
@@ -302,7 +304,10 @@ class FurtherMachine:
                 boundary, copies = self._entered.pop(0)
             if self._await_ranks(boundary):
                 self._send_rows()
-                self._relay.send_bulk(self._copies(boundary, copies))
+                copied.append((boundary, copies))
+                finished = self._board.finished(self._shares.ranks)
+                while copied and copied[0][0] <= finished:
+                    self._relay.send_bulk(self._copies(*copied.popleft()))
 
     def _await_ranks(self, boundary: int) -> bool:
         """The ranks of this machine have followed a plan; False: this rank leaves."""

@@ -21,12 +21,16 @@ from diloco.rpc.tensor_info import pack_frozen
 from diloco.spec import RunSpec
 from diloco_worker.core import machine_parts as parts
 from diloco_worker.core.agreement import HOME, board_bytes
+from diloco_worker.core.fetches import Fetch
+from diloco_worker.core.rooms import Devices
 from diloco_worker.core.shard_slices import Box
 from diloco_worker.ipc.shared_memory import SharedMemory
-from diloco_worker.trainer.buffers import Watch, log_unmatched
+from diloco_worker.trainer.buffers import Watch, WatchBeside, log_unmatched
+from diloco_worker.trainer.device import CudaDevice, Device, devices_of
 from diloco_worker.trainer.frozen import with_digests
 from diloco_worker.trainer.layout import Copier, ModelTensors, Share
 from diloco_worker.trainer.rank_group import RankGroup
+from diloco_worker.trainer.rank_transfers import RankTransfers
 from diloco_worker.trainer.sharded_digests import digests
 from diloco_worker.trainer.shards import described, plain_digests, shares, to_text
 
@@ -34,6 +38,23 @@ log = logging.getLogger(__name__)
 
 TOKEN_BYTES = 16
 """At the end of the control area: proves that a rank has mapped the memory of its own rank 0."""
+
+
+def replica_of(model: nn.Module, spec: RunSpec, group: RankGroup) -> RankReplica:
+    """
+    The replica that fits the device of this rank; for arguments and errors, see `RankReplica`.
+    """
+    trained, others = devices_of(model)
+    device = None
+    if any(where.type == "cuda" for where in trained):
+        if len(trained | others) == 1:
+            device = CudaDevice(*trained)
+        else:
+            log.warning(
+                "trained parameters and buffers are on %s; each step waits until its fragments are copied",
+                ", ".join(sorted(map(str, trained | others))),
+            )
+    return RankReplica(model, spec, group, device=device)
 
 
 class RankReplica:
@@ -44,13 +65,16 @@ class RankReplica:
         model: on its device; of the same architecture in all ranks.
         spec: defines how to cut it.
         group: the ranks.
+        device: of this rank's tensors, if it copies beside the training; None: copies are made at once.
 
     Raises:
         ConfigError: the model cannot be cut this way, or the ranks do not fit together.
         UnavailableError: the machine has too little memory for the copies.
     """
 
-    def __init__(self, model: nn.Module, spec: RunSpec, group: RankGroup) -> None:
+    def __init__(
+        self, model: nn.Module, spec: RunSpec, group: RankGroup, *, device: Device | None = None
+    ) -> None:
         self.rank, self.ranks = group.rank, group.size
         tensors, found, plain = _agreed(model, spec, group)
         own = found[self.rank]
@@ -59,14 +83,21 @@ class RankReplica:
         if self.rank == 0:
             log_unmatched(tensors, () if kept else spec.moving_buffers)
         self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
+        self._checks = WatchBeside(self._watch, device) if device is not None else None
         self._copier = Copier(tensors, self.layout, shares=own)
         named = (*tensors.merged, *tensors.frozen, *tensors.buffers)
         self.held = {n.info.name: (n.tensor, own[n.info.name]) for n in named}
         """By name, each tensor of the model and what this rank holds of it."""
         fragments = range(len(self.layout.fragments))
+        self.devices: Devices | None = None
+        """How the ranks copy, if their devices copy beside the training: all of them, or none."""
         # Paper leaves this open: two spare places for each of the τ + 1 fragments that are announced: one that is
         # being written while another waits for the last rank.
         self.spares = 2 * (spec.overlap + 1)
+        if all(group.agree("" if device is None else "a device", None)):
+            sizes = [f.elements for f in self.layout.fragments]
+            self.devices = Devices.of(sizes, overlap=spec.overlap)
+            self.spares = len(self.devices.rooms.spares)
         self.shared = self._map(group)
         self.machines = [
             MachineShares(
@@ -85,6 +116,31 @@ class RankReplica:
             [[self.shared.place(p, place) for place in places] for p in fragments],
             [self.shared.inbox(p) for p in fragments],
         )
+        self._transfers = self._agree_on_transfers(device, group)
+
+    def _agree_on_transfers(self, device: Device | None, group: RankGroup) -> RankTransfers | None:
+        """
+        Those of this rank, if all ranks have them; None: each step waits for its copies.
+
+        While a rank reads an inbox late, the devices of others may be writing rounded values to it.
+        """
+        transfers, why = None, ""
+        if device is not None and self.devices is not None:
+            try:
+                transfers = RankTransfers(device, self._copier, self.shared, self.devices)
+            except RuntimeError as error:
+                why = f"there is no memory for copies beside the training: {error}"
+        elif device is not None:
+            why = "other ranks train on the CPU, or on several devices each"
+        found = {rank: text for rank, text in enumerate(group.agree(why, None)) if text}
+        if not found:
+            return transfers
+        self.devices = None
+        if transfers is not None:
+            transfers.close()
+        rank, text = next(iter(found.items()))
+        log.warning("rank %d: %s; each step waits until its fragments are copied", rank, text)
+        return None
 
     def _map(self, group: RankGroup) -> SharedMemory:
         """Create the memory in the first rank of each machine, and map it in the others."""
@@ -118,24 +174,31 @@ class RankReplica:
         return shared
 
     def copy_out(self, fragment: int, place: int) -> None:
-        """Write this rank's part of a host copy."""
-        if fragment == 0 and self.rank == 0 and (changed := self._watch.changed()):
-            log.warning("%s", changed)
-        self._copy(fragment, place)
+        """Write this rank's part of a host copy; beside the training, if `end` states that it is not finished."""
+        if fragment == 0 and self.rank == 0:
+            if self._checks is not None:
+                self._checks.begin()
+            elif changed := self._watch.changed():
+                log.warning("%s", changed)
+        self._clear_padding(fragment, place)
+        if self._transfers is None:
+            self._copier.copy_out(fragment, place)
+        else:
+            self._transfers.copy_out(fragment, place)
 
-    def _copy(self, fragment: int, place: int) -> None:
+    def _clear_padding(self, fragment: int, place: int) -> None:
         if self.rank == 0 and place != HOME:
             # Another fragment may have been there, with values where this one is padded.
             memory_N = self.shared.place(fragment, place)
             for slot in self.layout.fragments[fragment].slots:
                 memory_N[slot.offset + slot.tensor.length : slot.end] = 0
-        self._copier.copy_out(fragment, place)
 
     def copy_model(self, places: Mapping[int, int]) -> None:
         """Write this rank's part of every host copy and of the constants; `places` by fragment."""
         # Without a check of changed buffers, which can take long: rank 0 holds the locks.
         for fragment in range(len(self.layout.fragments)):
-            self._copy(fragment, places[fragment])
+            self._clear_padding(fragment, places[fragment])
+            self._copier.copy_out(fragment, places[fragment])
         self._copier.constants_out(self.shared.constants)
 
     def loaded(self) -> None:
@@ -143,18 +206,38 @@ class RankReplica:
         self._watch.reset()
 
     def apply(self, fragment: int) -> None:
-        """Overwrite this rank's part of a fragment from its inbox."""
-        self._copier.copy_in(fragment)
+        """Overwrite this rank's part of a fragment from its inbox, or from where it was fetched to."""
+        if self._transfers is None:
+            self._copier.copy_in(fragment)
+        else:
+            self._transfers.apply(fragment)
+
+    def end(self, boundary: int, fetches: Sequence[Fetch]) -> int:
+        """
+        This rank has followed a plan.
+
+        Args:
+            boundary: of the plan.
+            fetches: of the plan.
+
+        Returns:
+            The newest boundary of which everything is copied.
+        """
+        return boundary if self._transfers is None else self._transfers.end(boundary, fetches)
 
     def apply_model(self, fragments: Sequence[int]) -> None:
         """Overwrite this rank's part of the constants, and of these fragments."""
         self._copier.constants_in(self.shared.constants)
         self._watch.reset()
         for fragment in fragments:
-            self.apply(fragment)
+            self._copier.copy_in(fragment)
 
     def close(self) -> None:
-        """Release the shared memory."""
+        """Release the shared memory, after the copies that are under way."""
+        if self._checks is not None:
+            self._checks.close()
+        if self._transfers is not None:
+            self._transfers.close()
         self.shared.close()
 
 

@@ -53,10 +53,33 @@ class LateLearner:
         self, monkeypatch, tmp_path, *, seed: int, registers: bool = True, spec: RunSpec = SPEC,
         encode_on: str = "host",
     ) -> None:  # fmt: skip
-        self.spec = spec
+        self._prepare(monkeypatch, tmp_path, spec, encode_on=encode_on)
         self.device = SlowDevice(seed, registers=registers)
-        self.model, self.shadow = Net(), Net()
+        self.model = Net()
         to_device(self.model)
+        monkeypatch.setattr(
+            joined,
+            "replica_of",
+            lambda model, spec, **how: DeviceReplica(model, spec, self.device, **how),
+        )
+        links: list[LinkInProcess] = []
+
+        def link(shared) -> LinkInProcess:
+            forgets = 0.1 if encode_on == "device" else 0.0
+            links.append(LinkInProcess(shared, spec, seed, forgets=forgets))
+            return links[0]
+
+        monkeypatch.setattr(joined, "LinkProcess", link)
+        monkeypatch.setattr(joined, "Termination", NoSignals)
+        self.trainer = JoinedTrainer(from_env(), self.model, [], connect_timeout_seconds=9)
+        (self.link,) = links
+        self.plain = Replica(self.shadow, spec)
+        for fragment in range(len(self.plain.layout.fragments)):
+            self._apply_to_shadow(fragment)
+
+    def _prepare(self, monkeypatch, tmp_path, spec: RunSpec, *, encode_on: str = "host") -> None:
+        """The environment, and what the model is compared with."""
+        self.spec, self.shadow = spec, Net()
         self.history: dict[tuple[int, int], np.ndarray] = {}
         """By (fragment, local step), what its parameters were."""
         self.applied_at: dict[tuple[int, int], int] = {}
@@ -72,39 +95,27 @@ class LateLearner:
             "ENCODE_ON": encode_on,
         }.items():  # fmt: skip
             monkeypatch.setenv(f"DILOCO_{name}", value)
-        monkeypatch.setattr(
-            joined,
-            "replica_of",
-            lambda model, spec, **how: DeviceReplica(model, spec, self.device, **how),
-        )
-        links: list[LinkInProcess] = []
-
-        def link(shared) -> LinkInProcess:
-            forgets = 0.1 if encode_on == "device" else 0.0
-            links.append(LinkInProcess(shared, spec, seed, forgets=forgets))
-            return links[0]
-
-        monkeypatch.setattr(joined, "LinkProcess", link)
-        monkeypatch.setattr(joined, "Termination", _NoSignals)
-        self.trainer = JoinedTrainer(from_env(), self.model, [], connect_timeout_seconds=9)
-        (self.link,) = links
-        self.plain = Replica(self.shadow, spec)
-        for fragment in range(len(self.plain.layout.fragments)):
-            self._apply_to_shadow(fragment)
 
     def step(self, *, waits: bool = False) -> None:
         step = self.trainer.local_step + 1
         self.device.train(lambda: update(self.model, step))
-        update(self.shadow, step)
-        for fragment in range(len(self.plain.layout.fragments)):
-            self.plain._copier.copy_out(fragment)
-            self.history[fragment, step] = self.plain.shared.host(fragment).copy()
+        self._step_shadow(step)
         before = [*self.trainer._core.applied]
         if waits:
             self.device.finish_training()  # what a blocking copy does
         with self.device.no_waiting:
             with self.device.unguarded() if waits else contextlib.nullcontext():
                 self.trainer.step(tokens=10)
+        self._follow(before)
+
+    def _step_shadow(self, step: int) -> None:
+        update(self.shadow, step)
+        for fragment in range(len(self.plain.layout.fragments)):
+            self.plain._copier.copy_out(fragment)
+            self.history[fragment, step] = self.plain.shared.host(fragment).copy()
+
+    def _follow(self, before: list[int]) -> None:
+        """The shadow gets the results that were applied."""
         for fragment, generation in enumerate(self.trainer._core.applied):
             if generation != before[fragment]:
                 assert generation == before[fragment] + 1
@@ -155,7 +166,9 @@ class LateLearner:
             assert header.tokens == 10 * header.steps
 
 
-class _NoSignals:
+class NoSignals:
+    """In place of `Termination`, which needs the main thread."""
+
     received = False
 
     def restore(self) -> None:

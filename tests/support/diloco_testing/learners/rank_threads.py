@@ -33,4 +33,4 @@ def in_ranks(size: int, body: Callable[[RankGroup], Any], *, timeout_seconds: fl
 
 def copied_bytes(replica: RankReplica) -> int:
     """What a rank copies out of all fragments."""
-    return sum(pair.view.nbytes for places in replica._copier._out for pair in places[0])
+    return sum(pair.view.nbytes for places in replica._copier.out for pair in places[0])

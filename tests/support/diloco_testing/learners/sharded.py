@@ -3,15 +3,18 @@ A learner whose ranks hold a part or a replica of a small model, in the way that
 
 Prints as a JSON object what `tests/integration/test_sharded_learner.py` compares: per step the versions that the
 model holds, and hashes of what this rank holds at the beginning and at the end. Rank 0 writes its whole final model to
-a file.
+a file. With "late" as third argument, its ranks copy by devices that are late.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import random
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +30,9 @@ from torch.distributed.tensor import DTensor, Shard, distribute_module, distribu
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
+from diloco_testing.learners.slow_device import SlowDevice
 from diloco_worker import Learner
+from diloco_worker.trainer import rank_replica
 
 ROWS = 24
 """Divides by each number of data-parallel ranks: they average the means of their rows."""
@@ -162,6 +167,24 @@ def digest(tensors) -> str:
     return found.hexdigest()
 
 
+class LateDevice:
+    """Lets this rank copy by a device that is late, although it trains on the CPU."""
+
+    def __init__(self, rank: int) -> None:
+        self.device, self.chance = SlowDevice(rank), random.Random(rank)
+        rank_replica.replica_of = lambda *arguments: rank_replica.RankReplica(
+            *arguments, device=self.device
+        )
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """For `learner.step`. The next step of the training changes the parameters at once."""
+        with self.device.no_waiting, self.device.unguarded():
+            yield
+            self.device.finish_training()
+        self.device.pass_time(self.chance.choice((0, 20, 100, 400)))
+
+
 def main() -> None:
     """Train until the learner is done."""
     how, out = sys.argv[1], Path(sys.argv[2])
@@ -174,6 +197,7 @@ def main() -> None:
     if how == "absent" and rank == 1:
         time.sleep(3600)
     patience = {"connect_timeout_seconds": 5.0} if how == "absent" else {}
+    beside = LateDevice(rank).step if "late" in sys.argv[3:] else contextlib.nullcontext
     learner = Learner.connect(model, optimizer, **patience)
     began = digest(local_parts(model))
     log: list[object] = []
@@ -186,7 +210,8 @@ def main() -> None:
         if how == "experts":  # they have the rows of two ranks, of which each has the mean
             model[2].experts.weight.grad /= 2
         optimizer.step()
-        learner.step(tokens=TOKENS, loss=loss)
+        with beside():
+            learner.step(tokens=TOKENS, loss=loss)
         log.append(
             [learner.local_step, [v and v[1] for v in learner._trainer._core.ledger.versions]]
         )

@@ -155,17 +155,25 @@ class SlowDevice:
         assert source.is_contiguous()
         assert target.is_contiguous()
         self.copied_bytes += source.nbytes
-        with self.unguarded():
-            source, target = source.detach(), target.detach()
-            target.fill_(
-                float("nan") if target.is_floating_point() else 0xFF
-            )  # NaN as well, if read as fp32
+        inward = on_device(target)
+        source, target = source.detach(), target.detach()
+
+        def spoil() -> bool:
+            with self.unguarded():
+                # NaN as well, if read as fp32
+                target.fill_(float("nan") if target.is_floating_point() else 0xFF)
+            return True
 
         def do() -> bool:
             with self.unguarded():
                 target.copy_(source)
             return True
 
+        # On the device, only work that a copy does not come after can find it half made.
+        if inward:
+            self._copies.give(spoil)
+        else:
+            spoil()
         self._copies.give(do)
 
     def record(self) -> SlowEvent:
