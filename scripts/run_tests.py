@@ -51,8 +51,10 @@ SLOW_TIER = (
 """Run with --all; docs/testing.md names the faster tests of the same promises."""
 WHOLE_RUNS = ("test_doctor", "test_examples", "test_lora", "test_recipes", "test_trainers")
 """Files of tests/integration that take as long as the chaos tests, and run beside the other ones."""
-AT_ONCE = 7
-"""Groups that run at the same time: five of the eight wait for pods most of the time."""
+SIMULATED = ("sim", "syncer")
+"""Folders of tests/unit that take half of its processor time: in one process, it would end long after all others."""
+AT_ONCE = 8
+"""Groups that run at the same time: five of the nine wait for pods most of the time."""
 FIRST = ("nice", "-n", "-10")
 """
 Before the commands for which the groups on clusters wait. Without the right to a higher priority, nice runs
@@ -238,9 +240,12 @@ def everywhere(*arguments: str) -> list[Group]:
     options = (*no_skips(), *arguments)
     whole = [f"tests/integration/{name}.py" for name in WHOLE_RUNS]
     others = ("tests/integration", *(f"--ignore={path}" for path in whole))
+    worlds = [f"tests/unit/{name}" for name in SIMULATED]
+    units = ("tests/unit", *(f"--ignore={path}" for path in worlds))
     return [
         # The threads of BLAS would spin for the cores of the other groups.
-        pytest("unit tests", "tests/unit", *tier(), *options, OMP_NUM_THREADS="1"),
+        pytest("simulator and syncer", *worlds, *tier(), *options, OMP_NUM_THREADS="1"),
+        pytest("other unit tests", *units, *tier(), *options, OMP_NUM_THREADS="1"),
         pytest("whole runs and chaos tests", *whole, "tests/chaos", *tier(), *options),
         pytest("integration tests", *others, *tier(), *options),
     ]
