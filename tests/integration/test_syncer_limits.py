@@ -385,7 +385,7 @@ os._exit(program.main(sys.argv[1:]))
 
 
 def test_a11_idle_connections_for_all_descriptors_stop_neither_learners_nor_snapshots(tmp_path):
-    """Without a byte of the handshake, so that nobody knows who they are."""
+    """Without a byte of the handshake, so that no peer has an identity yet."""
     ours = Authority().make()
     spec = make_spec(syncer_checkpoint=Checkpoint(every_steps=1, keep=2))
     syncer = RealSyncer(tmp_path, spec, tls=write(tmp_path / "tls", ours))
