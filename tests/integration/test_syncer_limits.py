@@ -7,6 +7,7 @@ Peers send raw bytes where an honest client could not send the message.
 from __future__ import annotations
 
 import json
+import os
 import socket
 import threading
 import urllib.request
@@ -30,6 +31,7 @@ from diloco.rpc import servers
 from diloco.rpc.channels import channel
 from diloco.rpc.status_codes import error_of
 from diloco.rpc.tls import Tls
+from diloco.spec import Checkpoint
 from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
@@ -371,6 +373,53 @@ def test_a11_silent_connections_are_closed(tmp_path):
             return all(_at_end(each) for each in idle)
 
         until(closed, expected="closed by the syncer", seconds=3 * servers.HANDSHAKE_SECONDS)
+
+
+FEW_FILES = """
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (400, 400))
+import diloco_syncer.__main__ as program
+os._exit(program.main(sys.argv[1:]))
+"""
+"""The syncer, with 400 descriptors and no right to more."""
+
+
+def test_a11_idle_connections_for_all_descriptors_stop_neither_learners_nor_snapshots(tmp_path):
+    """Without a byte of the handshake, so that no peer has an identity yet."""
+    ours = Authority().make()
+    spec = make_spec(syncer_checkpoint=Checkpoint(every_steps=1, keep=2))
+    syncer = RealSyncer(tmp_path, spec, tls=write(tmp_path / "tls", ours))
+    syncer.program = ["-c", FEW_FILES]
+    with syncer, ScriptedLearner(syncer, "eu/0", tls=ours) as honest, ExitStack() as stack:
+        honest.join().initialise([random_delta(f, 1) for f in honest.layout.fragments])
+        honest.expect("ready")
+        good_round(honest)
+        idle = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", syncer.port), timeout=20))
+            for _ in range(600)
+        ]
+        for seed in range(3):
+            good_round(honest, seed=seed)
+        assert syncer.process is not None
+        files = len(os.listdir(f"/proc/{syncer.process.pid}/fd"))
+        assert files < 400 - servers.RESERVED_DESCRIPTORS // 2, "most of these are free"
+        snapshots = until(
+            lambda: [x for x in syncer.events("snapshot") if x["step"] == 4] and syncer.events("snapshot"),
+            expected="a snapshot of the newest step",
+        )  # fmt: skip
+        assert all(x["ok"] for x in snapshots), snapshots
+
+        def served() -> bool:
+            try:
+                return syncer.status(tls=ours, seconds=5).step == 4
+            except DilocoError:
+                return False
+
+        seconds = 3 * servers.HANDSHAKE_SECONDS
+        until(served, expected="a new client is served", seconds=seconds)
+        until(lambda: all(map(_at_end, idle)), expected="they are closed", seconds=seconds)
+        good_round(honest)
+        syncer.assert_audit()
 
 
 def _at_end(connection: socket.socket) -> bool:

@@ -31,14 +31,14 @@ def round_of(learners: list[DrivenLearner]) -> None:
     syncer.run()
 
 
-@pytest.mark.parametrize("method", ["merge", "finish"])
+@pytest.mark.parametrize("method", ["__init__", "merge", "finish"])
 def test_an_error_in_the_arithmetic_aborts_the_attempt_and_blames_no_member(monkeypatch, method):
     syncer = DrivenSyncer(driven_spec(learners={"eu": 2}, quorum=2))
     learners = [DrivenLearner(syncer, f"eu/{i}", TENSORS) for i in range(2)]
     fragments = learners[0].layout.fragments
     learners[0].initialise([np.zeros(f.elements, np.float32) for f in fragments])
 
-    def broken(self: Arithmetic, *arguments: object) -> None:
+    def broken(self: Arithmetic, *arguments: object, **named: object) -> None:
         raise MemoryError("cannot allocate")
 
     with monkeypatch.context() as patch:

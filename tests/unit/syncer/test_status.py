@@ -177,7 +177,7 @@ def test_metrics_count_ejected_learners_and_ejections(syncer, monkeypatch):
     assert registry.get_sample_value("diloco_ejections_total", {"reason": "AnswerLate"}) == 1
 
 
-def test_a16_a_learner_that_was_removed_from_the_job_has_no_series(syncer, monkeypatch):
+def test_a16_a_learner_that_was_removed_from_the_job_no_longer_has_a_series(syncer, monkeypatch):
     """Its tokens still count: a counter that became smaller would raise, and all metrics would stop."""
     served = []
     monkeypatch.setattr(metrics_module, "serve", lambda port, registry: served.append(registry))

@@ -227,6 +227,20 @@ def test_a10_memory_for_constants_is_taken_as_they_arrive():
     assert resident_bytes() - before < 64 << 20
 
 
+def test_a10_memory_for_initial_parameters_is_taken_as_they_arrive():
+    """Likewise, of a fragment of a model that fits into the memory of the syncer."""
+    layout = cut((Tensor(name="w", shape=(256 << 20,), dtype="float32"), *SMALL), num_fragments=2)
+    [large] = [f for f in layout.fragments if f.elements > 64 << 20]
+    syncer = DrivenSyncer(driven_spec())
+    header = bulk.UploadHeader(
+        content=bulk.INITIAL, format=bulk.FP32, fragment=large.index, elements=large.elements
+    )
+    before = resident_bytes()
+    part = initial.InitialPart(syncer.initial, header, layout, MemberUpload("eu/0", lambda: None))
+    part.take(0, memoryview(bytes(4 * CHUNK)), 0.0)
+    assert resident_bytes() - before < 64 << 20
+
+
 def resident_bytes():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
