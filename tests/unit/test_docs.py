@@ -109,16 +109,50 @@ def test_the_tests_that_the_page_of_failures_names_exist():
     assert named <= defined, named - defined
 
 
-def test_the_tests_that_the_checklist_names_exist():
-    """Paths are below tests/; `::name` is a function of the last path before it."""
-    page, file, seen = (ROOT / "docs" / "kubernetes-checklist.md").read_text(), "", 0
-    for path, function in re.findall(r"`([a-z0-9]+/[\w/]*test_\w+\.py)?(?:::(test_\w+))?`", page):
+def count_named_tests(text: str) -> int:
+    """Asserts that they exist: paths are below tests/; `::name` is a function of the last path before it."""
+    file, seen = "", 0
+    for path, function in re.findall(r"`([a-z0-9]+/[\w/]*test_\w+\.py)?(?:::(test_\w+))?`", text):
         file = path or file
         assert not path or (ROOT / "tests" / path).exists(), path
         if function:
             assert f"def {function}(" in (ROOT / "tests" / file).read_text(), f"{file}::{function}"
             seen += 1
-    assert seen > 80
+    return seen
+
+
+def test_the_tests_that_the_checklist_names_exist():
+    assert count_named_tests((ROOT / "docs" / "kubernetes-checklist.md").read_text()) > 80
+
+
+EVIDENCE = {"soundness.md": 130, "platform.md": 140, "learners.md": 70}
+"""The pages, and how many tests each names at least."""
+
+
+@pytest.mark.parametrize(("page", "least"), EVIDENCE.items())
+def test_the_tests_that_the_evidence_names_exist(page, least):
+    """Each is named so that the check above can find it; scripts are below tests/golden/scripts/."""
+    text = (ROOT / "docs" / "evidence" / page).read_text()
+    assert count_named_tests(text) >= least
+    whole = re.compile(r"[a-z0-9]+/[\w/]*test_\w+\.py(::test_\w+)?|::test_\w+")
+    for named in re.findall(r"`([^`]*\btest_[^`]*)`", text):
+        assert whole.fullmatch(named), named
+    scripts = ROOT / "tests" / "golden" / "scripts"
+    for kind, number in re.findall(r"\bscript (\w+)/(\w+)", text):
+        assert len([*(scripts / kind).glob(f"{number}_*.txt")]) == 1, f"{kind}/{number}"
+
+
+@pytest.mark.parametrize("page", EVIDENCE)
+def test_each_row_of_the_evidence_has_an_id_of_its_own_a_promise_and_its_evidence(page):
+    text = (ROOT / "docs" / "evidence" / page).read_text()
+    rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    rows = [[cell.strip() for cell in row] for row in rows if row[0] not in ("id", "script", "---")]
+    ids = [row[0] for row in rows]
+    assert len(ids) == len({*ids})
+    for row in rows:
+        assert len(row) == 4, row
+        assert all(row[:2]), row
+        assert row[2] or row[3], f"{row[0]}: neither a test nor what is left open"
 
 
 def whole_manifests() -> list[Any]:
