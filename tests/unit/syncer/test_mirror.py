@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 
 from diloco.errors import ConfigError, StorageError
+from diloco.runtime.disk import LocalDisk
 from diloco_syncer.storage import catalog, restore
 from diloco_syncer.storage.capture import Snapshot
 from diloco_syncer.storage.claims import FencedError, claim
@@ -428,6 +431,43 @@ def test_the_snapshots_of_another_spec_are_refused(syncer, successor, objects):
     with pytest.raises(ConfigError, match=f"belong to run spec {SPEC}, this job has another"):
         restore.restore(objects, successor.store, spec="another", stop=threading.Event())
     assert steps(objects) == [48]
+
+
+def test_a_job_of_another_spec_does_not_end_the_copies_of_the_job_whose_name_it_has(
+    syncer, successor, objects
+):
+    a_store_with(syncer, 48)
+    with pytest.raises(ConfigError):
+        restore.restore(objects, successor.store, spec="another", stop=threading.Event())
+    syncer.write(96)
+    syncer.copy()
+    assert (steps(objects), syncer.problem) == ([96, 48], "")
+
+
+class FullDisk(LocalDisk):
+    """Once, when data gets its name."""
+
+    full = False
+
+    def rename(self, source: Path, target: Path, *, durable: bool = True) -> None:
+        if self.full and target.suffix == ".safetensors":
+            self.full = False
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().rename(source, target, durable=durable)
+
+
+def test_a_disk_that_fails_while_a_snapshot_is_restored_does_not_lead_to_an_older_one(
+    syncer, tmp_path, objects
+):
+    a_store_with(syncer, 48, 96)
+    disk = FullDisk()
+    store = Store(tmp_path / "second", keep=2, disk=disk)
+    disk.full = True
+    with pytest.raises(StorageError, match=r"restoring .*: No space left on device"):
+        restore.restore(objects, store, spec=SPEC, stop=threading.Event())
+    assert store.is_empty
+    again = Syncer(store.root, objects)
+    assert again.restored().copy.step == 96
 
 
 @pytest.mark.parametrize(
