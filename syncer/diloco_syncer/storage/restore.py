@@ -68,6 +68,7 @@ def restore(
         StoppedError: the process ends.
         StorageError: the store cannot be read, or it has snapshots and none can be.
     """
+    show(f"looking for snapshots in {objects.url}")
     for failures in range(ATTEMPTS):
         try:
             return _restore(objects, store, spec=spec, stop=stop, show=show)

@@ -335,6 +335,17 @@ def test_an_orderly_end_copies_the_last_snapshot(tmp_path, objects):
     assert steps(objects) == [48]
 
 
+def test_an_orderly_end_does_not_wait_for_the_next_attempt_but_makes_it(tmp_path, objects):
+    syncer = Syncer(tmp_path / "a", objects)
+    objects.fail("put snapshots/")
+    syncer.write(48)
+    syncer.copy()
+    syncer.mirror.start()  # due in 5 s of a clock that stands still
+    syncer.write(96)
+    syncer.mirror.stop(60)
+    assert steps(objects) == [96]
+
+
 # ---------------------------------------------------------------- damage, found by a start
 
 
@@ -402,6 +413,7 @@ def test_a_store_that_cannot_be_reached_is_asked_again_and_older_snapshots_are_n
     )
     assert found.copy.step == 96
     assert sum("cannot be read: s3://bucket/runs/job: 503" in text for text in shown) == 4
+    assert shown[0] == "looking for snapshots in s3://bucket/runs/job"
     assert any("restoring the snapshot of step 96 from s3://" in text for text in shown)
 
 
