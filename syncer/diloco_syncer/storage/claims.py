@@ -15,6 +15,8 @@ from diloco_syncer.storage.object_store import MissingError, Objects, read_whole
 
 ATTEMPTS = 8
 """Other starts may claim at the same moment."""
+MAX_CLAIM = 4096
+"""Bytes; a larger object is no claim that a syncer wrote."""
 
 
 class FencedError(StorageError):
@@ -81,6 +83,8 @@ def _newest(objects: Objects, names: Mapping[str, int]) -> Claim | None:
     if not number:
         return None
     name = catalog.claim_name(number)
+    if names[name] > MAX_CLAIM:
+        return Claim.decode(number, b"")
     try:
         return Claim.decode(number, read_whole(objects, name, names[name]))
     except MissingError:

@@ -130,12 +130,8 @@ def _is_damage(error: StorageError) -> bool:
 
 
 def _manifest(objects: Objects, copy: Copy, names: Mapping[str, int], spec: str) -> Manifest:
-    where, size_bytes = f"{objects.url}/{copy.manifest}", names[copy.manifest]
-    if size_bytes > catalog.MAX_MANIFEST:
-        raise StorageError(
-            f"{where}: has {size_bytes} bytes, at most {catalog.MAX_MANIFEST} are read"
-        )
-    manifest = Manifest.decode(where, read_whole(objects, copy.manifest, size_bytes))
+    data = read_whole(objects, copy.manifest, names[copy.manifest])
+    manifest = Manifest.decode(f"{objects.url}/{copy.manifest}", data)
     if manifest.spec != spec:
         raise ConfigError(
             f"{objects.url}: its snapshots belong to run spec {manifest.spec}, this job has {spec}; use the "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import pytest
 
 from diloco.errors import ConfigError, StorageError
 from diloco.runtime.disk import LocalDisk
-from diloco_syncer.storage import catalog, restore
+from diloco_syncer.storage import catalog, object_store, restore
 from diloco_syncer.storage.capture import Snapshot
 from diloco_syncer.storage.claims import FencedError, claim
 from diloco_syncer.storage.mirror import Mirror
@@ -456,30 +455,22 @@ def test_a_job_of_another_spec_does_not_end_the_copies_of_the_job_whose_name_it_
     assert (steps(objects), syncer.problem) == ([96, 48], "")
 
 
-class FullDisk(LocalDisk):
-    """Once, when data gets its name."""
-
-    full = False
-
-    def rename(self, source: Path, target: Path, *, durable: bool = True) -> None:
-        if self.full and target.suffix == ".safetensors":
-            self.full = False
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        super().rename(source, target, durable=durable)
-
-
 def test_a_disk_that_fails_while_a_snapshot_is_restored_does_not_lead_to_an_older_one(
-    syncer, tmp_path, objects
+    syncer, successor, objects, monkeypatch
 ):
     a_store_with(syncer, 48, 96)
-    disk = FullDisk()
-    store = Store(tmp_path / "second", keep=2, disk=disk)
-    disk.full = True
+    rename, failures = LocalDisk.rename, [OSError(errno.ENOSPC, "No space left on device")]
+
+    def full(disk: LocalDisk, source: Path, target: Path, **how: bool) -> None:
+        if target.suffix == ".safetensors" and failures:
+            raise failures.pop()
+        rename(disk, source, target, **how)
+
+    monkeypatch.setattr(LocalDisk, "rename", full)
     with pytest.raises(StorageError, match=r"restoring .*: No space left on device"):
-        restore.restore(objects, store, spec=SPEC, stop=threading.Event())
-    assert store.is_empty
-    again = Syncer(store.root, objects)
-    assert again.restored().copy.step == 96
+        successor.restored()
+    assert successor.store.is_empty
+    assert successor.restored().copy.step == 96
 
 
 @pytest.mark.parametrize(
@@ -497,6 +488,20 @@ def test_a_start_that_ends_anywhere_can_be_repeated(syncer, successor, objects, 
     assert again.store.is_empty
     assert again.restored().copy.step == 48
     assert_starts_from(again, 48)
+
+
+def test_a_claim_or_manifest_of_any_size_is_not_read_into_memory(
+    syncer, successor, objects, monkeypatch
+):
+    a_store_with(syncer, 48, 96)
+    sizes = [len(data) for name, data in objects.content.items() if name.endswith(".json")]
+    monkeypatch.setattr(object_store, "SMALL_BYTES", max(sizes))
+    for folder in ("claims/", "snapshots/"):
+        name = max(n for n in objects.content if n.startswith(folder) and n.endswith(".json"))
+        objects.content[name] += bytes(10_000)
+        objects.before(f"read {name}", lambda: pytest.fail("it was read"))
+    assert successor.restored().copy.step == 48
+    objects._faults.clear()
 
 
 # ---------------------------------------------------------------- two syncers
