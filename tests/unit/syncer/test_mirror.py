@@ -341,7 +341,7 @@ def test_an_orderly_end_does_not_wait_for_the_next_attempt_but_makes_it(tmp_path
     objects.fail("put snapshots/")
     syncer.write(48)
     syncer.copy()
-    syncer.mirror.start()  # due in 5 s of a clock that stands still
+    syncer.mirror.start()  # due in 5 s of a clock that does not move
     syncer.write(96)
     syncer.mirror.stop(60)
     assert steps(objects) == [96]
