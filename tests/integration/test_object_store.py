@@ -46,6 +46,7 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server
 def objects(request: pytest.FixtureRequest, tmp_path: Path) -> Objects:
     """The same promises of an S3 server and of a directory."""
     if request.param == "file":
+        (tmp_path / "objects").mkdir()
         return ObstoreObjects(f"file://{tmp_path}/objects", "job")
     request.getfixturevalue("server")
     return ObstoreObjects(URL, "job", plain_http=True)
@@ -126,6 +127,29 @@ def test_a_service_that_refuses_is_a_sentence_with_the_object_and_the_reply(serv
 def test_an_endpoint_without_tls_is_used_only_where_the_environment_names_it(server):
     with pytest.raises(ObjectsError, match=f"{URL}/job"):
         ObstoreObjects(URL, "job").names("snapshots")
+
+
+def test_a_volume_that_is_not_mounted_is_a_store_that_cannot_be_reached_and_not_an_empty_one(
+    tmp_path,
+):
+    objects = ObstoreObjects(f"file://{tmp_path}/volume/runs", "job")
+    for _ in range(2):
+        with pytest.raises(ObjectsError, match="volume/runs: is no directory"):
+            objects.names("snapshots")
+    assert not (tmp_path / "volume").exists()
+    (tmp_path / "volume/runs").mkdir(parents=True)
+    assert objects.names("snapshots") == {}
+
+
+def test_an_environment_that_does_not_suffice_fails_at_each_use_and_does_not_end_the_process(
+    monkeypatch, caplog
+):
+    monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME", raising=False)
+    objects = ObstoreObjects("az://container/runs", "job")
+    assert "az://container/runs/job: " in caplog.text
+    for _ in range(2):
+        with pytest.raises(ObjectsError, match="Account must be specified"):
+            objects.names("snapshots")
 
 
 # ---------------------------------------------------------------- a syncer

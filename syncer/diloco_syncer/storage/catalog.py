@@ -24,9 +24,6 @@ from diloco.spec import canonical
 SNAPSHOTS = "snapshots"
 CLAIMS = "claims"
 
-MAX_MANIFEST = 256 << 20
-"""Bytes; the state of thousands of learners is in it."""
-
 _FORMAT = 1
 _COPY = re.compile(r"snapshots/(\d{6,})-(\d{6,})-epoch-(\d+)-step-(\d+)\.(safetensors|json)")
 _CLAIM = re.compile(r"claims/(\d{6,})\.json")

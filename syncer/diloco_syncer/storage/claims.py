@@ -6,15 +6,20 @@ Shell. The claims and what follows from them are described in `catalog`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterable, Mapping
 
 from diloco.errors import StorageError
 from diloco_syncer.storage import catalog
 from diloco_syncer.storage.catalog import Claim
-from diloco_syncer.storage.object_store import MissingError, Objects, read_whole
+from diloco_syncer.storage.object_store import MissingError, Objects, ObjectsError, read_whole
+
+log = logging.getLogger(__name__)
 
 ATTEMPTS = 8
 """Other starts may claim at the same moment."""
+MAX_CLAIM = 4096
+"""Bytes; a larger object is no claim that a syncer wrote."""
 
 
 class FencedError(StorageError):
@@ -53,8 +58,7 @@ def claim(objects: Objects, *, directory: str, start: str, restores: bool) -> Cl
         own = Claim(number=number, directory=directory, start=start)
         # Some services ignore the condition: what is there counts.
         if objects.put_new(own.name, own.encode()) and _read(objects, own.name, own) == own:
-            for name in catalog.older_claims(names, own.number):
-                objects.remove(name)
+            _remove(objects, catalog.older_claims(names, own.number))
             return own
     raise StorageError(
         f"{objects.url}: {ATTEMPTS} attempts to claim it failed, because other syncers claim it"
@@ -76,11 +80,22 @@ def confirm(objects: Objects, own: Claim) -> None:
         )
 
 
+def _remove(objects: Objects, names: Iterable[str]) -> None:
+    """They no longer count: a service that deletes nothing costs no snapshot."""
+    try:
+        for name in names:
+            objects.remove(name)
+    except ObjectsError as error:
+        log.warning("older claims stay in the object store: %s", error)
+
+
 def _newest(objects: Objects, names: Mapping[str, int]) -> Claim | None:
     number = catalog.newest_claim(names)
     if not number:
         return None
     name = catalog.claim_name(number)
+    if names[name] > MAX_CLAIM:
+        return Claim.decode(number, b"")
     try:
         return Claim.decode(number, read_whole(objects, name, names[name]))
     except MissingError:

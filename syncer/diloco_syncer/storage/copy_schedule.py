@@ -82,6 +82,10 @@ class CopySchedule:
         self._retry_at = now + doubled(RETRY_SECONDS, self._failures, MAX_RETRY_SECONDS)
         self._failures += 1
 
+    def hurry(self) -> None:
+        """The process ends: what waits for its next attempt is tried at once."""
+        self._retry_at = float("-inf")
+
     def fence(self, reason: str) -> None:
         """Another syncer writes there: nothing is copied from now on."""
         self.fenced, self._running_since = reason, None

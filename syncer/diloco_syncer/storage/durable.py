@@ -36,6 +36,10 @@ def no_fault(point: str) -> None:
     """Let every step happen."""
 
 
+class DiskError(StorageError):
+    """The disk reported an error; what was to be written or read may be intact."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RawTensor:
     """A tensor as its bytes: also of types that numpy does not have, such as bfloat16."""
@@ -169,7 +173,7 @@ def pieces(file: File, lo: int, hi: int) -> Iterator[memoryview]:
 
 @contextlib.contextmanager
 def os_errors(disk: Disk, path: Path, doing: str, *, remove: Sequence[Path] = ()) -> Iterator[None]:
-    """Turn OSError into StorageError with the system's reason, after deleting `remove`."""
+    """Turn OSError into DiskError with the system's reason, after deleting `remove`."""
     try:
         yield
     except OSError as error:
@@ -177,7 +181,7 @@ def os_errors(disk: Disk, path: Path, doing: str, *, remove: Sequence[Path] = ()
             with contextlib.suppress(OSError):
                 disk.remove(leftover)
         reason = error.strerror or str(error)
-        raise StorageError(f"{doing} {path}: {reason}; earlier files are intact") from error
+        raise DiskError(f"{doing} {path}: {reason}; earlier files are intact") from error
 
 
 def _end(file: File, total: int) -> None:

@@ -80,11 +80,13 @@ class Mirror:
 
     def stop(self, timeout_seconds: float) -> None:
         """
-        Copy what is to be copied, unless that fails or takes longer; then end.
+        Copy what is to be copied now, unless that fails or takes longer; then end.
 
         An attempt that does not end in time is abandoned: without its manifest, what it wrote never counts.
         """
         with self._changed:
+            self._schedule.hurry()
+            self._changed.notify_all()
             self._changed.wait_for(self._is_settled, timeout_seconds)
             self._stopping = True
             self._changed.notify_all()

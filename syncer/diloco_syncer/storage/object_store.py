@@ -13,6 +13,8 @@ from diloco.errors import StorageError
 
 PART_BYTES = 8 << 20
 """Of one request."""
+SMALL_BYTES = 256 << 20
+"""What is read at once: the state of thousands of learners is in a manifest."""
 
 
 class ObjectsError(StorageError):
@@ -56,7 +58,16 @@ class Objects(Protocol):
 
 
 def read_whole(objects: Objects, name: str, size_bytes: int) -> bytes:
-    """A small object."""
+    """
+    A small object.
+
+    Raises:
+        StorageError: it is not small.
+    """
+    if size_bytes > SMALL_BYTES:
+        raise StorageError(
+            f"{objects.url}/{name}: has {size_bytes} bytes, at most {SMALL_BYTES} are read"
+        )
     return objects.read(name, 0, size_bytes)
 
 

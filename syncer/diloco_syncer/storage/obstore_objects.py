@@ -7,6 +7,7 @@ service documents it, and never from the manifest.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
 from pathlib import Path
@@ -25,6 +26,8 @@ from obstore.store import LocalStore, from_url
 
 from diloco.runtime.formatting import shorten
 from diloco_syncer.storage.object_store import PART_BYTES, MissingError, ObjectsError
+
+log = logging.getLogger(__name__)
 
 MAX_PARTS = 9000
 """A service takes at most 10,000 parts of an object: those of a large one are larger."""
@@ -52,21 +55,31 @@ class ObstoreObjects:
         folder: below it; names are relative to it.
         plain_http: allow an endpoint without TLS.
 
-    Raises:
-        ObjectsError: the environment does not suffice, such as an account of Azure that is missing.
+    An environment that does not suffice, such as an account of Azure that is missing, is logged, and an error of each
+    use: a job that has its state on its volume trains without the service.
     """
 
     def __init__(self, url: str, folder: str, *, plain_http: bool = False) -> None:
         self.url = f"{url.rstrip('/')}/{folder}"
+        self._base, self._plain_http = url, plain_http
+        self._opened: Any = None
         try:
-            self._store: Any = _open(self.url, plain_http=plain_http)
-        except _ERRORS as error:
-            raise _translated(self.url, error) from None
+            self._store()
+        except ObjectsError as error:
+            log.warning("%s", error)
+
+    def _store(self) -> Any:
+        if self._opened is None:
+            try:
+                self._opened = _open(self._base, self.url, plain_http=self._plain_http)
+            except _ERRORS as error:
+                raise _translated(self.url, error) from None
+        return self._opened
 
     def names(self, folder: str) -> Mapping[str, int]:
         """See `Objects`."""
         try:
-            batches = obstore.list(self._store, prefix=folder)
+            batches = obstore.list(self._store(), prefix=folder)
             return {meta["path"]: int(meta["size"]) for batch in batches for meta in batch}
         except FileNotFoundError:
             return {}
@@ -78,7 +91,7 @@ class ObstoreObjects:
         if lo == hi:
             return b""
         try:
-            data = bytes(obstore.get_range(self._store, name, start=lo, end=hi))
+            data = bytes(obstore.get_range(self._store(), name, start=lo, end=hi))
         except _ERRORS as error:
             raise _translated(f"{self.url}/{name}", error) from None
         if len(data) != hi - lo:
@@ -94,7 +107,7 @@ class ObstoreObjects:
         content = iter(parts) if many else b"".join(parts)
         try:
             obstore.put(
-                self._store, name, content, use_multipart=many, chunk_size=each,
+                self._store(), name, content, use_multipart=many, chunk_size=each,
                 max_concurrency=PARALLEL,
             )  # fmt: skip
         except _ERRORS as error:
@@ -103,7 +116,7 @@ class ObstoreObjects:
     def put_new(self, name: str, data: bytes) -> bool:
         """See `Objects`."""
         try:
-            obstore.put(self._store, name, data, mode="create", use_multipart=False)
+            obstore.put(self._store(), name, data, mode="create", use_multipart=False)
         except (AlreadyExistsError, PreconditionError):
             return False
         except _ERRORS as error:
@@ -113,16 +126,19 @@ class ObstoreObjects:
     def remove(self, name: str) -> None:
         """See `Objects`."""
         try:
-            obstore.delete(self._store, name)
+            obstore.delete(self._store(), name)
         except FileNotFoundError:
             return
         except _ERRORS as error:
             raise _translated(f"{self.url}/{name}", error) from None
 
 
-def _open(url: str, *, plain_http: bool) -> object:
+def _open(base: str, url: str, *, plain_http: bool) -> object:
     parts = urlsplit(url)
     if parts.scheme == "file":
+        # On a volume that is not mounted, it would be an empty place to begin at step 0.
+        if not Path(urlsplit(base).path).is_dir():
+            raise NotADirectoryError(f"{base}: is no directory; create it, or mount its volume")
         return LocalStore(Path(parts.path), mkdir=True)
     return from_url(
         url,

@@ -16,6 +16,7 @@ from diloco.runtime.backoff import doubled
 from diloco_syncer.storage import catalog
 from diloco_syncer.storage.catalog import Claim, Copy, Manifest
 from diloco_syncer.storage.claims import claim
+from diloco_syncer.storage.durable import DiskError
 from diloco_syncer.storage.object_store import (
     MissingError,
     Objects,
@@ -67,6 +68,7 @@ def restore(
         StoppedError: the process ends.
         StorageError: the store cannot be read, or it has snapshots and none can be.
     """
+    show(f"looking for snapshots in {objects.url}")
     for failures in range(ATTEMPTS):
         try:
             return _restore(objects, store, spec=spec, stop=stop, show=show)
@@ -84,16 +86,15 @@ def restore(
 def _restore(
     objects: Objects, store: Store, *, spec: str, stop: Event, show: Callable[[str], None]
 ) -> Restored:
+    _refuse_other_specs(objects, spec)
     own = claim(objects, directory=store.directory_id(), start=store.start_id, restores=True)
     names = objects.names(catalog.SNAPSHOTS)
     damage = []
     for copy in catalog.complete(names):
         try:
             _adopt(objects, store, copy, names=names, spec=spec, stop=stop, show=show)
-        except (ConfigError, StoppedError):
-            raise
         except StorageError as error:
-            if isinstance(error, ObjectsError) and not isinstance(error, MissingError):
+            if not _is_damage(error):
                 raise  # it may be intact, and an older one would undo merges
             log.warning("snapshot skipped, trying the previous one: %s", error)
             damage.append(str(error))
@@ -109,21 +110,41 @@ def _restore(
     return Restored(claim=own, copy=None)
 
 
-def _adopt(
-    objects: Objects, store: Store, copy: Copy, *, names: Mapping[str, int], spec: str, stop: Event,
-    show: Callable[[str], None],
-) -> None:  # fmt: skip
-    where, size_bytes = f"{objects.url}/{copy.manifest}", names[copy.manifest]
-    if size_bytes > catalog.MAX_MANIFEST:
-        raise StorageError(
-            f"{where}: has {size_bytes} bytes, at most {catalog.MAX_MANIFEST} are read"
-        )
-    manifest = Manifest.decode(where, read_whole(objects, copy.manifest, size_bytes))
+def _refuse_other_specs(objects: Objects, spec: str) -> None:
+    """Before the claim, which would end the copies of the job whose name and URL this one has by mistake."""
+    names = objects.names(catalog.SNAPSHOTS)
+    for copy in catalog.complete(names):
+        try:
+            _manifest(objects, copy, names, spec)
+            return
+        except StorageError as error:
+            if not _is_damage(error):
+                raise
+
+
+def _is_damage(error: StorageError) -> bool:
+    """It is of the snapshot, not of what it was read from or written to."""
+    return isinstance(error, MissingError) or not isinstance(
+        error, ObjectsError | DiskError | StoppedError
+    )
+
+
+def _manifest(objects: Objects, copy: Copy, names: Mapping[str, int], spec: str) -> Manifest:
+    data = read_whole(objects, copy.manifest, names[copy.manifest])
+    manifest = Manifest.decode(f"{objects.url}/{copy.manifest}", data)
     if manifest.spec != spec:
         raise ConfigError(
             f"{objects.url}: its snapshots belong to run spec {manifest.spec}, this job has {spec}; use the "
             "manifest that they were made with, or another URL"
         )
+    return manifest
+
+
+def _adopt(
+    objects: Objects, store: Store, copy: Copy, *, names: Mapping[str, int], spec: str, stop: Event,
+    show: Callable[[str], None],
+) -> None:  # fmt: skip
+    manifest = _manifest(objects, copy, names, spec)
     check = StreamCheck(f"{objects.url}/{copy.data}", manifest.body)
     # Otherwise, the service refuses to read behind the end, as it refuses for other reasons.
     if (found := names.get(copy.data)) != check.size_bytes:

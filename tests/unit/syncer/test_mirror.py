@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,8 @@ import numpy as np
 import pytest
 
 from diloco.errors import ConfigError, StorageError
-from diloco_syncer.storage import catalog, restore
+from diloco.runtime.disk import LocalDisk
+from diloco_syncer.storage import catalog, object_store, restore
 from diloco_syncer.storage.capture import Snapshot
 from diloco_syncer.storage.claims import FencedError, claim
 from diloco_syncer.storage.mirror import Mirror
@@ -218,10 +220,12 @@ def newest_data(objects: MemoryObjects) -> str:
 
 
 def test_a_store_that_deletes_nothing_costs_no_snapshot(syncer, objects, caplog):
-    objects.fail("remove snapshots/", times=1)
+    objects.fail("remove ", times=10)
     for step in (1, 2, 3, 4):
+        syncer = Syncer(syncer.store.root, objects)  # with a claim of its own
         syncer.write(step)
         syncer.copy()
+    objects._faults.clear()
     assert 4 in steps(objects)
     assert "older snapshots stay in the object store" in caplog.text
     assert syncer.problem == ""
@@ -332,6 +336,17 @@ def test_an_orderly_end_copies_the_last_snapshot(tmp_path, objects):
     assert steps(objects) == [48]
 
 
+def test_an_orderly_end_does_not_wait_for_the_next_attempt_but_makes_it(tmp_path, objects):
+    syncer = Syncer(tmp_path / "a", objects)
+    objects.fail("put snapshots/")
+    syncer.write(48)
+    syncer.copy()
+    syncer.mirror.start()  # due in 5 s of a clock that does not move
+    syncer.write(96)
+    syncer.mirror.stop(60)
+    assert steps(objects) == [96]
+
+
 # ---------------------------------------------------------------- damage, found by a start
 
 
@@ -399,6 +414,7 @@ def test_a_store_that_cannot_be_reached_is_asked_again_and_older_snapshots_are_n
     )
     assert found.copy.step == 96
     assert sum("cannot be read: s3://bucket/runs/job: 503" in text for text in shown) == 4
+    assert shown[0] == "looking for snapshots in s3://bucket/runs/job"
     assert any("restoring the snapshot of step 96 from s3://" in text for text in shown)
 
 
@@ -430,6 +446,35 @@ def test_the_snapshots_of_another_spec_are_refused(syncer, successor, objects):
     assert steps(objects) == [48]
 
 
+def test_a_job_of_another_spec_does_not_end_the_copies_of_the_job_whose_name_it_has(
+    syncer, successor, objects
+):
+    a_store_with(syncer, 48)
+    with pytest.raises(ConfigError):
+        restore.restore(objects, successor.store, spec="another", stop=threading.Event())
+    syncer.write(96)
+    syncer.copy()
+    assert (steps(objects), syncer.problem) == ([96, 48], "")
+
+
+def test_a_disk_that_fails_while_a_snapshot_is_restored_does_not_lead_to_an_older_one(
+    syncer, successor, objects, monkeypatch
+):
+    a_store_with(syncer, 48, 96)
+    rename, failures = LocalDisk.rename, [OSError(errno.ENOSPC, "No space left on device")]
+
+    def full(disk: LocalDisk, source: Path, target: Path, **how: bool) -> None:
+        if target.suffix == ".safetensors" and failures:
+            raise failures.pop()
+        rename(disk, source, target, **how)
+
+    monkeypatch.setattr(LocalDisk, "rename", full)
+    with pytest.raises(StorageError, match=r"restoring .*: No space left on device"):
+        successor.restored()
+    assert successor.store.is_empty
+    assert successor.restored().copy.step == 96
+
+
 @pytest.mark.parametrize(
     "call", ["names claims", "put_new claims/", "names snapshots", "read snapshots/"]
 )
@@ -445,6 +490,20 @@ def test_a_start_that_ends_anywhere_can_be_repeated(syncer, successor, objects, 
     assert again.store.is_empty
     assert again.restored().copy.step == 48
     assert_starts_from(again, 48)
+
+
+def test_a_claim_or_manifest_of_any_size_is_not_read_into_memory(
+    syncer, successor, objects, monkeypatch
+):
+    a_store_with(syncer, 48, 96)
+    sizes = [len(data) for name, data in objects.content.items() if name.endswith(".json")]
+    monkeypatch.setattr(object_store, "SMALL_BYTES", max(sizes))
+    for folder in ("claims/", "snapshots/"):
+        name = max(n for n in objects.content if n.startswith(folder) and n.endswith(".json"))
+        objects.content[name] += bytes(10_000)
+        objects.before(f"read {name}", lambda: pytest.fail("it was read"))
+    assert successor.restored().copy.step == 48
+    objects._faults.clear()
 
 
 # ---------------------------------------------------------------- two syncers
