@@ -21,6 +21,7 @@ from diloco_worker.core import trainer as core
 from diloco_worker.core.agreement import HOME, PLANS, FirstRank, Plan
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState
+from diloco_worker.core.rooms import Devices, Rooms
 from diloco_worker.core.trainer import TrainerCore
 from diloco_worker.distributed import DistributedTrainer
 from diloco_worker.ipc.shared_memory import SharedMemory
@@ -280,6 +281,19 @@ def test_fragments_that_lack_a_place_get_those_of_the_oldest_copies_and_no_more(
     first._newest = lambda: LinkState(open=[0])
     assert first.plan(1, terminated=False).places == {}
     assert copied_at(first) == [0, 0, 7, 0]
+    assert first.plan(2, terminated=False).places == {0: 2}
+
+
+def test_a_large_fragment_gets_a_place_that_has_room_for_it_though_copies_elsewhere_are_older(
+    first,
+):
+    rooms = Rooms(spares=[256, 512], outgoing=[512], incoming=[512])
+    devices = Devices(fragments=[512, 256, 256, 256], rooms=rooms, announced=1)
+    first.decisions = FirstRank(4, 2, devices=devices)
+    first.decisions.places.current = [HOME, HOME, 2, 1]
+    first._newest = lambda: LinkState(open=[0])
+    assert first.plan(1, terminated=False).places == {}
+    assert copied_at(first) == [0, 0, 0, 5], "a copy is lost whose place is of no use"
     assert first.plan(2, terminated=False).places == {0: 2}
 
 

@@ -322,6 +322,10 @@ class Places:
             and not any(fragment in written for written in self._written)
         ]
 
+    def fits(self, fragment: int, other: int) -> bool:
+        """Whether the place of another fragment's copy has room for this one."""
+        return self._rooms[self.current[other]] >= self._sizes[fragment]
+
     def _taken(self, fragment: int) -> set[int]:
         """What the fragment cannot use: its own places, and the spare ones of all others."""
         busy = (self._planned, *self._written, dict(enumerate(self.current)))
@@ -365,7 +369,7 @@ class FirstRank:
         """The newest boundary of which the devices of all ranks have finished the work."""
         self.settled = TrainerState()
         """The newest state that holds for every rank: what the link may know."""
-        self.short = 0
+        self.short: list[int] = []
         """Fragments that the last plan does not copy because no place was free."""
         self._followed: deque[Followed] = deque()
         """What the link does not know yet; of several boundaries without copies, the newest."""
@@ -460,7 +464,7 @@ class FirstRank:
             model: the ranks copy the whole model, each fragment to its own place: the link must not read meanwhile, and
                 no copy may be being written.
         """
-        self.short, self._waits = 0, False
+        self.short, self._waits = [], False
         replaced = {p for p, generation in link_state.ready if generation > applied[p]}
         fetches: list[Fetch] = []
         if self._fetches is not None:
@@ -477,7 +481,7 @@ class FirstRank:
             wanted = [] if self._waits else [p for p in link_state.open if p not in replaced]
             wanted = wanted[: self._devices.announced] if self._devices else wanted
             places = self.places.plan(wanted)
-            self.short = len(wanted) - len(places)
+            self.short = [p for p in wanted if p not in places]
         return Plan(
             boundary=boundary,
             link_state=dataclasses.replace(link_state, open=() if model else [*places]),
