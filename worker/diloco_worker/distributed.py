@@ -433,6 +433,8 @@ class DistributedTrainer(JobTrainer):
             self._checkpoints is not None and not failed
         ):  # else: pieces of some ranks will never come
             self._checkpoints.finish()
+        if failed:
+            self._replica.give_up()
         self._release()
 
 

@@ -20,7 +20,7 @@ from diloco_worker import distributed
 from diloco_worker.core import trainer as core
 from diloco_worker.core.agreement import HOME, PLANS, FirstRank, Plan
 from diloco_worker.core.ledger import HostCopy
-from diloco_worker.core.messages import LinkState
+from diloco_worker.core.messages import LinkState, TrainerState
 from diloco_worker.core.rooms import Devices, Rooms
 from diloco_worker.core.trainer import TrainerCore
 from diloco_worker.distributed import DistributedTrainer
@@ -48,7 +48,7 @@ def rank(number: int) -> DistributedTrainer:
     trainer._core = TrainerCore(
         name="eu/0", fragments=1, found=None, checkpoint_every=None, connect_timeout_seconds=1.0
     )
-    nothing = SimpleNamespace(close=lambda: None, restore=lambda: None)
+    nothing = SimpleNamespace(close=lambda: None, restore=lambda: None, give_up=lambda: None)
     trainer._checkpoints, trainer._kept = None, KeptState(trainer._show, trainer._end)
     trainer._replica = trainer._run_queue = trainer._termination = nothing
     return trainer
@@ -295,6 +295,21 @@ def test_a_large_fragment_gets_a_place_that_has_room_for_it_though_copies_elsewh
     assert first.plan(1, terminated=False).places == {}
     assert copied_at(first) == [0, 0, 0, 5], "a copy is lost whose place is of no use"
     assert first.plan(2, terminated=False).places == {0: 2}
+
+
+def test_a_report_without_copies_does_not_replace_the_offers_of_one_that_is_settled_with_it(first):
+    sent: list[TrainerState] = []
+    first._machines, first._link_state = SimpleNamespace(arrived=lambda _: True), LinkState()
+    first.link = SimpleNamespace(offer=sent.append)
+    first._newest = lambda: LinkState(open=[2])
+    first.plan(1, terminated=False)
+    copies = {2: HostCopy(local_step=8, steps=1, tokens=1, base=0)}
+    first.decisions.followed(TrainerState(local_step=8, offers=[2]), copies, boundary=1)
+    first.decisions.followed(TrainerState(local_step=9), {}, boundary=2)
+    first.settle(2)
+    assert [(state.local_step, [*state.offers]) for state in sent] == [(8, [2])]
+    first.settle(2)
+    assert [(state.local_step, [*state.offers]) for state in sent[1:]] == [(9, [])]
 
 
 def test_the_locks_of_a_copied_model_are_released_for_a_link_with_a_smaller_request(first):
