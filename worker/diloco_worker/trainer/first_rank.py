@@ -78,6 +78,9 @@ class LinkRank:
             self._release()
             if state is not None:
                 self.link.offer(state)
+            following = self.decisions.oldest
+            if offers and following is not None and not following.copying:
+                break  # the link reads the newest report only: that one would replace these offers
         self._release()
 
     def _release(self) -> None:
