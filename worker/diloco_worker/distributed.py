@@ -22,7 +22,7 @@ from diloco.journal.background import BackgroundWriter
 from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
-from diloco_worker.core.agreement import Board, PassedError, Plan
+from diloco_worker.core.agreement import PLANS, Board, PassedError, Plan
 from diloco_worker.core.checkpoint_schedule import CheckpointSchedule
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.job_trainer import JobTrainer
@@ -89,6 +89,8 @@ class DistributedTrainer(JobTrainer):
         self._board = Board(self._replica.shared, ranks=group.size, fragments=fragments)
         self._boundary = 0
         """The newest plan that this rank has followed."""
+        self._steps: dict[int, int] = {}
+        """Rank 0: by boundary, how many steps its first optimizer had made; of the last ones."""
         self._terminated = False
         """That plan ends the learner, because a rank received SIGTERM."""
         self._model_copied = False
@@ -175,6 +177,7 @@ class DistributedTrainer(JobTrainer):
         boundary = self._boundary + 1
         if self._first is not None:
             self._await_ranks(boundary - 1)
+            self._compare_steps(boundary)
             self._first.settle(self._board.finished())
         plan = self._plan(boundary)
         self._loss.read(loss)
@@ -276,8 +279,10 @@ class DistributedTrainer(JobTrainer):
     ) -> None:
         """This rank has followed the plan, and made these copies, or its device makes them."""
         finished = self._replica.end(boundary, plan.fetches)
-        ends = self._termination.received
-        self._board.enter(self._rank, boundary, terminated=ends, finished=finished)
+        self._board.enter(
+            self._rank, boundary, terminated=self._termination.received, finished=finished,
+            steps=self._optimizer_steps.first,
+        )  # fmt: skip
         model, self._model_copied = self._model_copied, False
         places = plan.places if model else {p: plan.places[p] for p in copies or ()}
         self._machines.entered(boundary, places, model=model)
@@ -303,6 +308,20 @@ class DistributedTrainer(JobTrainer):
         """Why rank 0 has not written a plan: it waits for these ranks, or is behind itself."""
         reached = boundary - 2 if self._core.joined else boundary - 1
         return self._board.behind(reached) or [0]
+
+    def _compare_steps(self, boundary: int) -> None:
+        """
+        Rank 0: end if a rank has called `step` more or less often than this one after as many optimizer steps.
+
+        Its part of a copy would be of another step than those of others, and it would apply results at another one.
+        """
+        recent = {n: steps for n, steps in self._steps.items() if n > boundary - PLANS}
+        self._steps = recent | {boundary: self._optimizer_steps.first}
+        for rank, (reached, steps) in enumerate(self._board.steps()):
+            own = self._steps.get(reached, 0)
+            if own and steps and own != steps:  # 0: it does not report steps
+                made = f"rank 0 has made {own} optimizer steps, and {self._group.named([rank])} {steps}"
+                self._exit(f"after as many calls of learner.step(), {made}; {EXPECTED}")
 
     def _await_ranks(self, boundary: int) -> None:
         """Rank 0: every rank has followed the plan of this boundary."""
@@ -433,6 +452,8 @@ class DistributedTrainer(JobTrainer):
             self._checkpoints is not None and not failed
         ):  # else: pieces of some ranks will never come
             self._checkpoints.finish()
+        if failed:
+            self._replica.give_up()
         self._release()
 
 

@@ -357,16 +357,16 @@ def test_fragments_with_a_result_to_apply_are_not_copied():
     assert plan.link_state.open == [1, 2]
     assert [*plan.places] == [1, 2]
 
-    assert first.short == 0, "a fragment with a result lacks no place"
+    assert first.short == [], "a fragment with a result lacks no place"
 
 
-def test_a_plan_counts_the_fragments_that_lack_a_place():
+def test_a_plan_states_the_fragments_that_lack_a_place():
     first = FirstRank(3, 0)
     first.places.current = [HOME, HOME, HOME]
     first.plan(1, LinkState(open=[0, 1]), applied=[0] * 3, terminated=False, now=0.0)
-    assert first.short == 2
+    assert first.short == [0, 1]
     first.plan(2, LinkState(), applied=[0] * 3, terminated=False, now=0.0, model=True)
-    assert first.short == 0
+    assert first.short == []
 
 
 def test_a_place_is_not_idle_while_another_copy_of_its_fragment_is_being_written():
@@ -473,7 +473,7 @@ def test_while_copies_are_late_there_are_no_others_and_the_link_learns_of_no_lat
     follow(first, second)
     third = planned(first, 3)
     assert third.places == {}
-    assert first.short == 0, "no place is taken from another fragment"
+    assert first.short == [], "no place is taken from another fragment"
     for boundary in (3, 4, 5):
         follow(first, planned(first, boundary))
     assert [first.oldest.boundary, first.late(5), first.copying] == [1, True, True]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import subprocess
+from collections.abc import Sequence
 from types import SimpleNamespace
 
 import pytest
@@ -20,7 +21,8 @@ from diloco_worker import distributed
 from diloco_worker.core import trainer as core
 from diloco_worker.core.agreement import HOME, PLANS, FirstRank, Plan
 from diloco_worker.core.ledger import HostCopy
-from diloco_worker.core.messages import LinkState
+from diloco_worker.core.messages import LinkState, TrainerState
+from diloco_worker.core.rooms import Devices, Rooms
 from diloco_worker.core.trainer import TrainerCore
 from diloco_worker.distributed import DistributedTrainer
 from diloco_worker.ipc.shared_memory import SharedMemory
@@ -36,7 +38,7 @@ def rank(number: int) -> DistributedTrainer:
     """One of two ranks, without a model and without the others."""
     trainer = DistributedTrainer.__new__(DistributedTrainer)
     trainer.name, trainer._rank, trainer._first, trainer._journal = "eu/0", number, None, None
-    trainer._boundary, trainer._terminated = 0, False
+    trainer._boundary, trainer._terminated, trainer._steps = 0, False, {}
     trainer._group = RankGroup("eu/0", dist.HashStore(), rank=number, size=2, timeout_seconds=1)
     trainer._group.processes = {0: RankProcess.own(), 1: RankProcess.own()}
     trainer._machines = SimpleNamespace(
@@ -47,7 +49,10 @@ def rank(number: int) -> DistributedTrainer:
     trainer._core = TrainerCore(
         name="eu/0", fragments=1, found=None, checkpoint_every=None, connect_timeout_seconds=1.0
     )
-    nothing = SimpleNamespace(close=lambda: None, restore=lambda: None)
+    nothing = SimpleNamespace(
+        close=lambda: None, restore=lambda: None, give_up=lambda: None, received=False,
+        end=lambda boundary, fetches: boundary,
+    )  # fmt: skip
     trainer._checkpoints, trainer._kept = None, KeptState(trainer._show, trainer._end)
     trainer._replica = trainer._run_queue = trainer._termination = nothing
     return trainer
@@ -229,6 +234,69 @@ def test_a_line_of_steps_jsonl_has_learning_rate_and_age_of_the_result_where_the
     ]
 
 
+def calls(
+    first: DistributedTrainer,
+    second: DistributedTrainer,
+    *,
+    left_out: int,
+    twice: int,
+    who: int,
+    order: Sequence[int] = (0, 1),
+) -> None:
+    """
+    The calls of `step` of two ranks after each of twelve optimizer steps, whose collective keeps them together.
+
+    Args:
+        first: rank 0.
+        second: rank 1.
+        left_out: the optimizer step after which rank `who` does not call it; 0: none.
+        twice: after which it calls it twice; 0: none.
+        who: 0 | 1.
+        order: who is the first if both can continue.
+    """
+    trainers = (first, second)
+    for step in range(1, 13):
+        due = [1, 1]
+        due[who] += (step == twice) - (step == left_out)
+        while any(due):
+            for rank in order:
+                trainer = trainers[rank]
+                trainer._optimizer_steps = SimpleNamespace(first=step)
+                boundary = trainer._boundary + 1
+                # Rank 0 waits for the rows of the boundary before, and rank 1 for its plan.
+                if due[rank] and boundary <= trainers[1 - rank]._boundary + 1:
+                    if rank == 0:
+                        first._compare_steps(boundary)
+                    trainer._enter(boundary, Plan(boundary=boundary, link_state=LinkState()))
+                    due[rank] -= 1
+                    break
+            else:
+                break  # what is due is a rank's that waits for the next step of the other
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize("who", [0, 1])
+@pytest.mark.parametrize("what", ["left_out", "twice"])
+def test_a_rank_that_calls_step_once_less_or_more_ends_its_learner(capfd, who, what, order):
+    trainers = rank(0), rank(1)
+    trainers[1]._board = trainers[0]._board
+    text = ending(
+        capfd,
+        lambda: calls(*trainers, **{"left_out": 0, "twice": 0, what: 5}, who=who, order=order),
+    )
+    assert "after as many calls of learner.step(), rank 0 has made" in text
+    assert max(trainer._boundary for trainer in trainers) <= 6, "before what was copied is offered"
+
+
+def test_ranks_that_call_step_as_often_or_whose_optimizers_report_no_steps_continue():
+    trainers = rank(0), rank(1)
+    trainers[1]._board = trainers[0]._board
+    calls(*trainers, left_out=0, twice=0, who=0, order=(1, 0))
+    assert [trainer._boundary for trainer in trainers] == [12, 12]
+    trainers[0]._board.enter(1, 12, terminated=False, steps=0)
+    trainers[0]._compare_steps(13)
+
+
 def test_a_rank_that_rank_0_has_left_behind_ends(capfd):
     trainer = rank(1)
     trainer._board.publish(Plan(boundary=1 + PLANS, link_state=LinkState()))
@@ -281,6 +349,34 @@ def test_fragments_that_lack_a_place_get_those_of_the_oldest_copies_and_no_more(
     assert first.plan(1, terminated=False).places == {}
     assert copied_at(first) == [0, 0, 7, 0]
     assert first.plan(2, terminated=False).places == {0: 2}
+
+
+def test_a_large_fragment_gets_a_place_that_has_room_for_it_though_copies_elsewhere_are_older(
+    first,
+):
+    rooms = Rooms(spares=[256, 512], outgoing=[512], incoming=[512])
+    devices = Devices(fragments=[512, 256, 256, 256], rooms=rooms, announced=1)
+    first.decisions = FirstRank(4, 2, devices=devices)
+    first.decisions.places.current = [HOME, HOME, 2, 1]
+    first._newest = lambda: LinkState(open=[0])
+    assert first.plan(1, terminated=False).places == {}
+    assert copied_at(first) == [0, 0, 0, 5], "a copy is lost whose place is of no use"
+    assert first.plan(2, terminated=False).places == {0: 2}
+
+
+def test_a_report_without_copies_does_not_replace_the_offers_of_one_that_is_settled_with_it(first):
+    sent: list[TrainerState] = []
+    first._machines, first._link_state = SimpleNamespace(arrived=lambda _: True), LinkState()
+    first.link = SimpleNamespace(offer=sent.append)
+    first._newest = lambda: LinkState(open=[2])
+    first.plan(1, terminated=False)
+    copies = {2: HostCopy(local_step=8, steps=1, tokens=1, base=0)}
+    first.decisions.followed(TrainerState(local_step=8, offers=[2]), copies, boundary=1)
+    first.decisions.followed(TrainerState(local_step=9), {}, boundary=2)
+    first.settle(2)
+    assert [(state.local_step, [*state.offers]) for state in sent] == [(8, [2])]
+    first.settle(2)
+    assert [(state.local_step, [*state.offers]) for state in sent[1:]] == [(9, [])]
 
 
 def test_the_locks_of_a_copied_model_are_released_for_a_link_with_a_smaller_request(first):

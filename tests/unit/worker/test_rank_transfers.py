@@ -18,7 +18,7 @@ from diloco.v1 import bulk_pb2 as bulk
 from diloco_testing.learners.late_learner import SPEC, Net
 from diloco_testing.learners.late_ranks import LateRanks
 from diloco_testing.learners.rank_threads import in_ranks
-from diloco_testing.learners.slow_device import SlowDevice
+from diloco_testing.learners.slow_device import SlowDevice, SlowEvent
 from diloco_testing.properties import seeds
 from diloco_worker.core import events as ev
 from diloco_worker.core import shard_slices
@@ -153,6 +153,22 @@ def test_a_whole_model_that_is_requested_while_copies_are_under_way_is_of_one_la
     assert learner.link.reports[-1].initial_copied == asked + 1
     check_models(learner)
     learner.close()
+
+
+def test_a_rank_that_ends_after_a_failure_does_not_wait_for_its_device(monkeypatch, tmp_path):
+    """The stream that trains may be in a collective with a rank that has died, and copies come after it."""
+    learner = LateRanks(monkeypatch, tmp_path, seed=3, ranks=2)
+    for _ in range(20):
+        learner.step()
+        learner.link.turn()
+    assert learner.trainers[1]._replica._transfers._under_way
+
+    def never(event) -> None:
+        raise AssertionError("waits for a device that never ends")
+
+    monkeypatch.setattr(SlowEvent, "wait", never)
+    learner.trainers[1].close(ValueError("in the program"))
+    learner.trainers[0].close()
 
 
 # ---------------------------------------------------------------- which replica a rank gets

@@ -45,8 +45,11 @@ TEXT_CHARACTERS = 1000
 """Of the link's sentence, if a plan is too long with all of it."""
 
 _HEAD = struct.Struct("<QII")  # boundary, bytes, checksum
-_ROW = struct.Struct("<QQQ")  # boundary that was followed, boundary that is over, flags
+_ROW = struct.Struct("<QQQQ")  # boundary that was followed, boundary that is over, flags, steps
 _ENDS, _LEFT = 1, 2
+
+_STEPS = 32
+"""Bits of the number of steps. The boundary is in the same word, because a row is not written at once."""
 
 FAILURE_BYTES = 2048
 """Room for the sentence with which the ranks end."""
@@ -174,8 +177,8 @@ class Board:
         return Plan.from_bytes(data) if checksum == _checksum(found, data) else None
 
     def enter(
-        self, rank: int, boundary: int, *, terminated: bool, finished: int | None = None
-    ) -> None:
+        self, rank: int, boundary: int, *, terminated: bool, finished: int | None = None, steps: int = 0
+    ) -> None:  # fmt: skip
         """
         The rank has followed the plan of this boundary.
 
@@ -184,29 +187,39 @@ class Board:
             boundary: of the plan.
             terminated: the rank is to end.
             finished: the newest boundary of which its device has finished the work; None: this one.
+            steps: that its first optimizer has made; 0: not known.
         """
         over = boundary if finished is None else finished
-        self._area.write_control(_ROW.size * rank, _ROW.pack(boundary, over, _ENDS * terminated))
+        counted = boundary << _STEPS | steps
+        row = _ROW.pack(boundary, over, _ENDS * terminated, counted)
+        self._area.write_control(_ROW.size * rank, row)
 
     def leave(self, rank: int) -> None:
         """The rank leaves the job: its process may end from now on."""
-        boundary, over, flags = _ROW.unpack(self._area.read_control(_ROW.size * rank, _ROW.size))
-        self._area.write_control(_ROW.size * rank, _ROW.pack(boundary, over, flags | _LEFT))
+        row = self._area.read_control(_ROW.size * rank, _ROW.size)
+        boundary, over, flags, counted = _ROW.unpack(row)
+        row = _ROW.pack(boundary, over, flags | _LEFT, counted)
+        self._area.write_control(_ROW.size * rank, row)
 
     def left(self, rank: int) -> bool:
         """Whether the rank has left the job."""
-        *_, flags = _ROW.unpack(self._area.read_control(_ROW.size * rank, _ROW.size))
+        *_, flags, _ = _ROW.unpack(self._area.read_control(_ROW.size * rank, _ROW.size))
         return bool(flags & _LEFT)
 
     def rows(self) -> list[tuple[int, bool]]:
         """(boundary, whether the rank is to end) of each rank."""
         data = self._area.read_control(0, _ROW.size * self._ranks)
-        return [(boundary, bool(flags & _ENDS)) for boundary, _, flags in _ROW.iter_unpack(data)]
+        return [(boundary, bool(flags & _ENDS)) for boundary, _, flags, _ in _ROW.iter_unpack(data)]
+
+    def steps(self) -> list[tuple[int, int]]:
+        """(boundary, steps of the first optimizer until then) of each rank."""
+        data = self._area.read_control(0, _ROW.size * self._ranks)
+        return [(n >> _STEPS, n & (1 << _STEPS) - 1) for *_, n in _ROW.iter_unpack(data)]
 
     def finished(self, ranks: Iterable[int] | None = None) -> int:
         """The newest boundary of which all ranks, or these, have finished the work."""
         rows = self.rows_of(range(self._ranks) if ranks is None else ranks)
-        return min(int(over) for _, over, _ in _ROW.iter_unpack(rows))
+        return min(int(over) for _, over, *_ in _ROW.iter_unpack(rows))
 
     def rows_of(self, ranks: Iterable[int]) -> bytes:
         """The rows of these ranks, for the boards of other machines."""
@@ -322,6 +335,10 @@ class Places:
             and not any(fragment in written for written in self._written)
         ]
 
+    def fits(self, fragment: int, other: int) -> bool:
+        """Whether the place of another fragment's copy has room for this one."""
+        return self._rooms[self.current[other]] >= self._sizes[fragment]
+
     def _taken(self, fragment: int) -> set[int]:
         """What the fragment cannot use: its own places, and the spare ones of all others."""
         busy = (self._planned, *self._written, dict(enumerate(self.current)))
@@ -365,7 +382,7 @@ class FirstRank:
         """The newest boundary of which the devices of all ranks have finished the work."""
         self.settled = TrainerState()
         """The newest state that holds for every rank: what the link may know."""
-        self.short = 0
+        self.short: list[int] = []
         """Fragments that the last plan does not copy because no place was free."""
         self._followed: deque[Followed] = deque()
         """What the link does not know yet; of several boundaries without copies, the newest."""
@@ -460,7 +477,7 @@ class FirstRank:
             model: the ranks copy the whole model, each fragment to its own place: the link must not read meanwhile, and
                 no copy may be being written.
         """
-        self.short, self._waits = 0, False
+        self.short, self._waits = [], False
         replaced = {p for p, generation in link_state.ready if generation > applied[p]}
         fetches: list[Fetch] = []
         if self._fetches is not None:
@@ -477,7 +494,7 @@ class FirstRank:
             wanted = [] if self._waits else [p for p in link_state.open if p not in replaced]
             wanted = wanted[: self._devices.announced] if self._devices else wanted
             places = self.places.plan(wanted)
-            self.short = len(wanted) - len(places)
+            self.short = [p for p in wanted if p not in places]
         return Plan(
             boundary=boundary,
             link_state=dataclasses.replace(link_state, open=() if model else [*places]),

@@ -78,6 +78,9 @@ class LinkRank:
             self._release()
             if state is not None:
                 self.link.offer(state)
+            following = self.decisions.oldest
+            if offers and following is not None and not following.copying:
+                break  # the link reads the newest report only: that one would replace these offers
         self._release()
 
     def _release(self) -> None:
@@ -126,20 +129,24 @@ class LinkRank:
 
     def _free_places(self, state: LinkState) -> None:
         """
-        Release as many places of fragments that are not announced as others lack, the oldest copies first.
+        For each fragment that lacks a place, release one of a fragment that is not announced: of the oldest copy.
 
         One whose announcement has just ended is likely to be pulled.
         """
-        short, places = self.decisions.short, self.decisions.places
-        idle = places.idle(state.open) if short else []
-        for fragment in sorted(idle, key=lambda p: self._shared.host_copy(p).local_step):
-            if not short:
-                return
-            with self._try_lock(fragment) as held:
-                if held:
-                    self._shared.set_host_copy(fragment, NOTHING)
-                    places.current[fragment] = HOME
-                    short -= 1
+        for fragment in self.decisions.short:
+            places = self.decisions.places
+            idle = [p for p in places.idle(state.open) if places.fits(fragment, p)]
+            for other in sorted(idle, key=lambda p: self._shared.host_copy(p).local_step):
+                if self._is_released(other):
+                    break
+
+    def _is_released(self, fragment: int) -> bool:
+        """Release the place of a fragment's copy; False: the link is reading it."""
+        with self._try_lock(fragment) as held:
+            if held:
+                self._shared.set_host_copy(fragment, NOTHING)
+                self.decisions.places.current[fragment] = HOME
+            return held
 
     def _try_lock(self, fragment: int) -> contextlib.AbstractContextManager[bool]:
         """The fragment's lock; held already while the whole model is copied: record locks do not nest."""

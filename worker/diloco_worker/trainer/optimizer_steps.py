@@ -20,6 +20,8 @@ class OptimizerSteps:
         Of the last step of the first optimizer: the largest of its groups; None: not known, or on a device, which a
         step does not wait for.
         """
+        self.first = 0
+        """Steps of the first optimizer."""
         self._steps = 0
         for number, optimizer in enumerate(optimizers):
             optimizer.register_step_post_hook(self._stepped if number else self._first_stepped)
@@ -34,6 +36,7 @@ class OptimizerSteps:
 
     def _first_stepped(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         self._steps += 1
+        self.first += 1
         rates = [_number(group.get("lr")) for group in optimizer.param_groups]
         known = [rate for rate in rates if rate is not None]
         self.learning_rate = max(known) if len(known) == len(rates) else None

@@ -232,6 +232,10 @@ class RankReplica:
         for fragment in fragments:
             self._copier.copy_in(fragment)
 
+    def give_up(self) -> None:
+        """The learner has failed: `close` must not wait for a device that may be in a collective without an end."""
+        self._transfers = None
+
     def close(self) -> None:
         """Release the shared memory, after the copies that are under way."""
         if self._checks is not None:
