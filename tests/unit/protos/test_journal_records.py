@@ -28,6 +28,8 @@ LINES = [
     '{"learner":"eu/1","incarnation":2,"step":8,"steps":4,"tokens":40,"weight":400.0,"base":6}]}',
     '{"epoch":1,"event":"snapshot","step":6,"ok":true,"seconds":0.1}',
     '{"epoch":1,"event":"snapshot","step":6,"ok":false,"detail":"full"}',
+    '{"epoch":1,"event":"copy","step":6,"ok":true,"seconds":2.5}',
+    '{"epoch":1,"event":"copy","step":6,"ok":false,"detail":"no route"}',
     '{"epoch":1,"event":"export","step":6,"ok":false,"detail":"full"}',
     '{"epoch":1,"event":"complete","step":40,"tokens":99}',
     '{"epoch":1,"event":"stop","step":40}',
