@@ -53,7 +53,7 @@ WHOLE_RUNS = ("test_doctor", "test_examples", "test_lora", "test_recipes", "test
 """Files of tests/integration that take as long as the chaos tests, and run beside the other ones."""
 SIMULATED = ("sim", "syncer")
 """Folders of tests/unit that take half of its processor time: in one process, it would end long after all others."""
-AT_ONCE = 8
+AT_ONCE = 7
 """Groups that run at the same time: five of the nine wait for pods most of the time."""
 FIRST = ("nice", "-n", "-10")
 """
