@@ -30,6 +30,7 @@ def welcome(
             run=run,
             start_id=start_id,
             snapshot_start_id=snapshot_start_id,
+            peers=[pb.PeerAddress(learner=p.learner, address=p.address) for p in decision.peers],
         )
     )
 

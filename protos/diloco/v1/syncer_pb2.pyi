@@ -189,6 +189,7 @@ class Hello(_message.Message):
     CHECKPOINT_STEP_FIELD_NUMBER: _builtins.int
     FACTS_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
+    PEER_ADDRESS_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     learner: _builtins.str
     """"<region>/<index>" """
@@ -202,6 +203,8 @@ class Hello(_message.Message):
     """Global step of that checkpoint; 0 if none."""
     frozen: _builtins.bytes
     """FrozenTensors, compressed by zlib: a base of 100,000 tensors must fit into this message. Empty: there are none."""
+    peer_address: _builtins.str
+    """host:port on which this learner answers other learners (peer.proto); "": it does not."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
         """trained parameters and merged buffers, sorted by name"""
@@ -228,10 +231,11 @@ class Hello(_message.Message):
         checkpoint_step: _builtins.int = ...,
         facts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         frozen: _builtins.bytes = ...,
+        peer_address: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "constants", b"constants", "facts", b"facts", "frozen", b"frozen", "incarnation", b"incarnation", "job", b"job", "learner", b"learner", "local_step", b"local_step", "region", b"region", "spec_hash", b"spec_hash", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "constants", b"constants", "facts", b"facts", "frozen", b"frozen", "incarnation", b"incarnation", "job", b"job", "learner", b"learner", "local_step", b"local_step", "peer_address", b"peer_address", "region", b"region", "spec_hash", b"spec_hash", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -253,6 +257,7 @@ class Report(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     SYNC_SECONDS_FIELD_NUMBER: _builtins.int
     GLOBAL_STEP_FIELD_NUMBER: _builtins.int
+    RECOVERED_FROM_FIELD_NUMBER: _builtins.int
     local_step: _builtins.int
     """t_m"""
     total_tokens: _builtins.int
@@ -265,6 +270,8 @@ class Report(_message.Message):
     """time learner.step() took from the last step"""
     global_step: _builtins.int
     """t as the learner knows it"""
+    recovered_from: _builtins.str
+    """the learner whose optimizers' state this process began with; "": none"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """c_steps[p] for p in 0..P-1"""
@@ -290,10 +297,11 @@ class Report(_message.Message):
         step_seconds: _builtins.float = ...,
         sync_seconds: _builtins.float = ...,
         global_step: _builtins.int = ...,
+        recovered_from: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_step", b"global_step", "has_loss", b"has_loss", "local_step", b"local_step", "loss", b"loss", "offers", b"offers", "step_seconds", b"step_seconds", "steps", b"steps", "sync_seconds", b"sync_seconds", "tokens", b"tokens", "total_tokens", b"total_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_step", b"global_step", "has_loss", b"has_loss", "local_step", b"local_step", "loss", b"loss", "offers", b"offers", "recovered_from", b"recovered_from", "step_seconds", b"step_seconds", "steps", b"steps", "sync_seconds", b"sync_seconds", "tokens", b"tokens", "total_tokens", b"total_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -409,6 +417,7 @@ class Welcome(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     START_ID_FIELD_NUMBER: _builtins.int
     SNAPSHOT_START_ID_FIELD_NUMBER: _builtins.int
+    PEERS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     incarnation: _builtins.int
     step: _builtins.int
@@ -435,6 +444,10 @@ class Welcome(_message.Message):
     """Random, another one at each start of the syncer: after a restored copy of its volume, epochs are counted again."""
     snapshot_start_id: _builtins.str
     """The start that wrote the snapshot which this one began from; "": there was none, or it is not known."""
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerAddress]:
+        """Learners to ask for the state of their optimizers, best first; empty: there is none to ask, or no need."""
+
     def __init__(
         self,
         *,
@@ -450,14 +463,40 @@ class Welcome(_message.Message):
         run: _builtins.str = ...,
         start_id: _builtins.str = ...,
         snapshot_start_id: _builtins.str = ...,
+        peers: _abc.Iterable[Global___PeerAddress] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compares_frozen", b"compares_frozen", "epoch", b"epoch", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "local_step", b"local_step", "run", b"run", "snapshot_start_id", b"snapshot_start_id", "start_id", b"start_id", "step", b"step", "steps", b"steps", "total_tokens", b"total_tokens", "use_checkpoint", b"use_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compares_frozen", b"compares_frozen", "epoch", b"epoch", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "local_step", b"local_step", "peers", b"peers", "run", b"run", "snapshot_start_id", b"snapshot_start_id", "start_id", b"start_id", "step", b"step", "steps", b"steps", "total_tokens", b"total_tokens", "use_checkpoint", b"use_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
+
+@_typing.final
+class PeerAddress(_message.Message):
+    """A learner that answers other learners."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEARNER_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    learner: _builtins.str
+    address: _builtins.str
+    """host:port"""
+    def __init__(
+        self,
+        *,
+        learner: _builtins.str = ...,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "learner", b"learner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerAddress: _TypeAlias = PeerAddress  # noqa: Y015
 
 @_typing.final
 class Initialise(_message.Message):
@@ -881,6 +920,7 @@ class LearnerStatus(_message.Message):
     SYNC_SECONDS_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
+    RECOVERED_FROM_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     region: _builtins.str
     state: _builtins.str
@@ -902,6 +942,8 @@ class LearnerStatus(_message.Message):
     """earlier processes of this learner, as counted by its supervisor"""
     detail: _builtins.str
     """for people: why it is ejected and when it is probed next; else "" """
+    recovered_from: _builtins.str
+    """the learner whose optimizers' state its process began with; "": none"""
     def __init__(
         self,
         *,
@@ -922,10 +964,11 @@ class LearnerStatus(_message.Message):
         sync_seconds: _builtins.float = ...,
         restarts: _builtins.int = ...,
         detail: _builtins.str = ...,
+        recovered_from: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "global_step", b"global_step", "has_loss", b"has_loss", "incarnation", b"incarnation", "local_step", b"local_step", "loss", b"loss", "merges", b"merges", "name", b"name", "region", b"region", "restarts", b"restarts", "seconds_since_heard", b"seconds_since_heard", "staleness", b"staleness", "state", b"state", "step_seconds", b"step_seconds", "sync_seconds", b"sync_seconds", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "global_step", b"global_step", "has_loss", b"has_loss", "incarnation", b"incarnation", "local_step", b"local_step", "loss", b"loss", "merges", b"merges", "name", b"name", "recovered_from", b"recovered_from", "region", b"region", "restarts", b"restarts", "seconds_since_heard", b"seconds_since_heard", "staleness", b"staleness", "state", b"state", "step_seconds", b"step_seconds", "sync_seconds", b"sync_seconds", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -16,6 +16,7 @@ from typing import Any
 
 from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
+from diloco_syncer.core import peers
 from diloco_syncer.core.announcements import Announcements, lag_of
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.durability import Durability, Stage
@@ -307,7 +308,9 @@ class Engine:
             out.append(ev.Close(session=replaced, reason="StaleIncarnation", detail=detail))
             out += self.scheduler.lost(event.learner, "Replaced", now)
         age = self.step - event.checkpoint_step
-        use_checkpoint = event.fresh and self.initialised and 0 <= age <= self.spec.interval
+        fresh, interval = event.fresh and self.initialised, self.spec.interval
+        use_checkpoint = fresh and event.checkpoint_step > 0 and 0 <= age <= interval
+        able = self.learners.able() if fresh and not use_checkpoint else []
         out += [
             ev.Log(
                 event="join",
@@ -322,14 +325,11 @@ class Engine:
                 },
             ),
             ev.Admit(
-                session=event.session,
-                learner=record.name,
-                incarnation=record.incarnation,
-                local_step=record.local_step,
-                use_checkpoint=use_checkpoint and event.checkpoint_step > 0,
-                total_tokens=record.total_tokens,
+                session=event.session, learner=record.name, incarnation=record.incarnation,
+                local_step=record.local_step, use_checkpoint=use_checkpoint, total_tokens=record.total_tokens,
+                peers=peers.offered(able, record, step=self.step, interval=interval),
             ),
-        ]
+        ]  # fmt: skip
         out += self.ejections.joined(record, now)
         self.initialisation.withdraw(record.name)  # the request went to the old session: repeat it
         self.initialisation.joined(record.name)

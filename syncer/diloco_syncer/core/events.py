@@ -35,6 +35,8 @@ class Hello:
     """Its address, as gRPC names it."""
     certificate: str = ""
     """Serial number of its certificate, hexadecimal; "": no TLS."""
+    peer_address: str = ""
+    """host:port on which it answers other learners; "": it does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ class Reported:
     step_seconds: float
     sync_seconds: float
     loss: float | None
+    recovered_from: str = ""
+    """The learner whose optimizers' state its process began with; "": none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,6 +227,15 @@ Event = (
 # ---------------------------------------------------------------- decisions
 
 
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """A learner that answers others."""
+
+    learner: str
+    address: str
+    """host:port."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Admit:
     """Welcome this session."""
@@ -233,6 +246,8 @@ class Admit:
     local_step: int
     use_checkpoint: bool
     total_tokens: int
+    peers: tuple[PeerAddress, ...] = ()
+    """To ask for the state of their optimizers, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -130,6 +130,10 @@ class LearnerRecord:
     merges: int = 0
     restarts: int = 0
     """Restarts of its process, as its supervisor counts them."""
+    peer_address: str = ""
+    """host:port on which it answers other learners; "": it does not."""
+    first_choices: int = 0
+    """How often a learner that joined was to ask this one first."""
     joined_round: int = 0
     """Global step of the syncer when its session began: no announcement of this session has an older one."""
     lag: float = 0.0
@@ -328,6 +332,7 @@ class LearnerRecords:
         record.session = hello.session
         record.last_seen = now
         record.restarts = hello.restarts
+        record.peer_address = hello.peer_address
         record.report = None
         record.confirmed_step = max(record.confirmed_step, record.local_step, hello.local_step)
         record.region = hello.region

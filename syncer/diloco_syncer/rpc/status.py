@@ -113,6 +113,7 @@ def _learner(engine: Engine, record: LearnerRecord, now: float) -> pb.LearnerSta
         sync_seconds=report.sync_seconds if report else 0.0,
         restarts=record.restarts,
         detail=_ejection(record, now),
+        recovered_from=report.recovered_from if report is not None else "",
     )
 
 

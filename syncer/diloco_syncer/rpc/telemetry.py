@@ -15,10 +15,12 @@ is NaN), so they are replaced or clamped and the rest of the message counts.
 | Hello `frozen` | FROZEN_BYTES; MAX_FROZEN, aliases included, of MAX_DIMENSIONS | refused |
 | Hello `facts` | MAX_FACTS of MAX_FACT characters | refused |
 | Hello `facts["restarts"]` | below 10^9 | 0 |
+| Hello `peer_address` | host:port of MAX_ADDRESS characters | "" (it answers nobody) |
 | Report `tokens`, `total_tokens` | 0..MAX_TOKENS | refused |
 | length of `steps` and `tokens` | P | refused |
 | `offers` | distinct fragments below P | refused |
 | Report `step_seconds`, `sync_seconds` | 0..MAX_SECONDS | not finite or negative: 0 (unknown); above: clamped |
+| Report `recovered_from` | MAX_REASON printable characters | shortened |
 | Report `loss` | ±MAX_LOSS | not finite: none; beyond: clamped |
 | Evaluation `step` | 0..T | refused |
 | Evaluation `loss` | ±MAX_LOSS | not finite: refused (a model without a score has none); beyond: clamped |
@@ -40,6 +42,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from diloco.errors import ProtocolError
+from diloco.rpc.peers import is_address
 from diloco.rpc.tensor_info import from_proto, unpack_frozen
 from diloco.runtime.formatting import shorten
 from diloco.v1 import syncer_pb2 as pb
@@ -209,6 +212,7 @@ def joined(
     hello: pb.Hello, *, session: int, incarnation: int, peer: str = "", certificate: str = ""
 ) -> ev.Hello:
     """The event of a Hello whose `applicant` was admitted."""
+    address = hello.peer_address
     return ev.Hello(
         session=session,
         learner=hello.learner,
@@ -220,6 +224,7 @@ def joined(
         restarts=_restarts(hello.facts.get("restarts", "")),
         peer=peer,
         certificate=certificate,
+        peer_address=address if is_address(address) else "",
     )
 
 
@@ -254,6 +259,7 @@ def reported(report: pb.Report, *, session: int, learner: str, fragments: int) -
         step_seconds=_seconds(report.step_seconds),
         sync_seconds=_seconds(report.sync_seconds),
         loss=_loss(report.loss) if known_loss else None,
+        recovered_from=shorten(report.recovered_from, MAX_REASON),
     )
 
 
