@@ -7,6 +7,7 @@ offers one message to the link without waiting for it.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import time
@@ -87,6 +88,7 @@ class JoinedTrainer(JobTrainer):
                 config.state, keep=checkpoint.keep, digest=self._replica.layout.digest
             )
             self._found = self._checkpoints.newest()
+            self._checkpoints.forget_peer()
             self._journal = BackgroundWriter(
                 JournalWriter(config.state / "steps.jsonl"), part_bytes=STEPS_PART_BYTES
             )
@@ -196,6 +198,8 @@ class JoinedTrainer(JobTrainer):
                     self._load_checkpoint()
                 case core.LoadOptimizers():
                     self._load_optimizers()
+                case core.LoadPeerState():
+                    self._load_peer_state(action)
                 case core.AwaitLink():
                     self._link.wait(POLL_SECONDS)
                 case core.AwaitCheckpoint():
@@ -242,6 +246,23 @@ class JoinedTrainer(JobTrainer):
             self._carry_out(self._core.optimizers_unusable(why))
         else:
             self._carry_out(self._core.optimizers_loaded())
+
+    def _load_peer_state(self, action: core.LoadPeerState) -> None:
+        if self._checkpoints is None:
+            raise AssertionError("there is no directory for what a peer sent")
+        try:
+            sent = self._checkpoints.of_peer()
+            self._checkpoints.load_optimizers(sent, self._model, self._optimizers)
+        except UNUSABLE as error:
+            self._carry_out(self._core.peer_state_unusable(str(error)))
+            return
+        finally:
+            self._checkpoints.forget_peer()
+        found, self._found = self._found, None
+        if action.kept and found is not None:
+            with contextlib.suppress(OSError, DilocoError):  # `keep` states that it starts over
+                self._kept.saved = self._checkpoints.kept(found)
+        self._carry_out(self._core.peer_state_loaded())
 
     def _save_checkpoint(self, action: core.SaveCheckpoint) -> None:
         if self._checkpoints is None or self._checkpoints.busy:

@@ -22,6 +22,7 @@ STEPS_PART_BYTES = 32 << 20
 """Size of each of the two parts of steps.jsonl: about 170,000 steps."""
 
 _FAULT = re.compile(r"(?P<point>[a-z]+):(?P<effect>[a-z-]+)(=(?P<value>\d+))?(@(?P<times>\d+))?")
+_LISTEN = r"\S+:[0-9]{1,5}"
 _EFFECTS = ("corrupt-chunk", "truncate", "repeat", "reorder", "nan")
 
 
@@ -52,6 +53,8 @@ class LearnerSettings:
     proxy: str = ""
     """http://host:port of the HTTP proxy through which a learner dials the syncer; "": none."""
     metrics_port: int = 0
+    peer: str = ""
+    """host:port on which the learner answers other learners, port 0: any free one; "": peers are not used."""
     rank: int = 0
     """Rank of this process in its learner."""
     world_size: int = 1
@@ -81,6 +84,11 @@ class LearnerSettings:
     def region(self) -> str:
         """First half of the learner's name."""
         return self.learner.partition("/")[0]
+
+    @property
+    def peers(self) -> bool:
+        """Whether this learner answers others and asks them: one of several ranks does neither."""
+        return bool(self.peer) and self.state is not None and self.world_size == 1
 
     def index(self, spec: RunSpec) -> int:
         """See `Learner.index`."""
@@ -137,6 +145,7 @@ def from_env(
         tls=env.path("DILOCO_TLS"),
         proxy=env.text("DILOCO_SYNCER_PROXY", pattern=PROXY, expected="http://<host>:<port>"),
         metrics_port=env.port("DILOCO_METRICS_PORT", 0),
+        peer=env.text("DILOCO_PEER", pattern=_LISTEN, expected="<host>:<port>"),
         rank=env.integer("RANK", 0, least=0),
         world_size=env.integer("WORLD_SIZE", 1, least=1),
         master=env.text("MASTER_ADDR"),

@@ -17,6 +17,16 @@ def server_name(job: str) -> str:
     return f"{job}-syncer"
 
 
+def learner_server_name(job: str, region: str) -> str:
+    """
+    The DNS name in the certificate of a region whose learners answer others.
+
+    >>> learner_server_name("stdlib-gpt", "eu")
+    'eu.stdlib-gpt-learners'
+    """
+    return f"{region}.{job}-learners"
+
+
 def region_uri(job: str, region: str) -> str:
     """
     The URI name that lets the holder of a certificate act for a region of a job.

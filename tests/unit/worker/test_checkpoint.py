@@ -16,9 +16,10 @@ import torch
 from torch import nn
 
 from diloco.errors import ConfigError, DamagedError
+from diloco_worker.core.sealed import unsealed
 from diloco_worker.trainer import checkpoint
 from diloco_worker.trainer.checkpoint import Checkpoints, local_checkpoint
-from diloco_worker.trainer.trees import pack, unpack, unsealed
+from diloco_worker.trainer.trees import pack, unpack
 
 FACTS = {"local_step": 1, "total_tokens": 2, "steps": [1], "tokens": [2]}
 

@@ -14,6 +14,7 @@ from torch import nn
 from diloco.errors import ConfigError
 from diloco_testing.learners.rank_threads import in_ranks
 from diloco_worker.core.checkpoint_schedule import Outcome
+from diloco_worker.core.sealed import sealed, unsealed
 from diloco_worker.core.shard_slices import piece, whole
 from diloco_worker.trainer import pieces, rank_checkpoints
 from diloco_worker.trainer.checkpoint import (
@@ -24,7 +25,6 @@ from diloco_worker.trainer.checkpoint import (
 from diloco_worker.trainer.layout import Share
 from diloco_worker.trainer.rank_checkpoints import RankCheckpoints, of_ranks
 from diloco_worker.trainer.rank_group import RankGroup
-from diloco_worker.trainer.trees import sealed, unsealed
 
 DIGEST = "layout"
 WIDE = 200

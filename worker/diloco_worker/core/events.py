@@ -9,6 +9,25 @@ from dataclasses import dataclass
 from diloco_worker.core.inbox import Staged, Version
 from diloco_worker.core.messages import TrainerState
 
+
+@dataclass(frozen=True, slots=True)
+class PeerAddress:
+    """A learner that answers others."""
+
+    learner: str
+    address: str
+    """host:port."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerState:
+    """The state of a peer's optimizers, which is complete in the directory of this learner."""
+
+    learner: str
+    local_step: int
+    global_step: int
+
+
 # ---------------------------------------------------------------- events
 
 
@@ -37,6 +56,8 @@ class Welcomed:
     """Of the syncer's start; "": not stated."""
     snapshot_start_id: str = ""
     """Of the start that wrote the snapshot which this one began from; "": none, or not stated."""
+    peers: tuple[PeerAddress, ...] = ()
+    """Learners to ask for the state of their optimizers, best first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,13 +162,30 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAnswered:
+    """A request to a peer ended."""
+
+    number: int
+    state: PeerState | None = None
+    error: str = ""
+    """Why there is none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeerAsks:
+    """A peer waits for a local checkpoint of this global step or a later one."""
+
+    step: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Tick:
     """Time has passed."""
 
 
 Event = (
     TrainerUpdate | Welcomed | InitialRequested | ModelReady | Committed | Opened | Pulled | ResultAnnounced | Completed
-    | SessionLost | InitialUploaded | Downloaded | Placed | Tick
+    | SessionLost | InitialUploaded | Downloaded | Placed | PeerAnswered | PeerAsks | Tick
 )  # fmt: skip
 
 # ---------------------------------------------------------------- decisions
@@ -230,11 +268,29 @@ class Discard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AskPeer:
+    """Ask a peer for the state of its optimizers; `PeerAnswered` follows unless it is dropped."""
+
+    number: int
+    peer: PeerAddress
+    step: int
+    """t_s: the state must be of this global step or a later one."""
+    run: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DropPeer:
+    """End the request of this number."""
+
+    number: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NotifyTrainer:
     """Send `LinkProtocol.link_state`, as it is when this is carried out, to the trainer."""
 
 
 Decision = (
     Connect | SendReport | SendHeartbeat | Leave | CancelTransfers | Upload | UploadInitial | Download | Place
-    | Discard | NotifyTrainer
+    | Discard | AskPeer | DropPeer | NotifyTrainer
 )  # fmt: skip

@@ -22,6 +22,7 @@ from typing import Any
 from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot, Staged
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
+from diloco_worker.core.peer_recovery import PeerRecovery
 from diloco_worker.core.updates import Updates
 
 DOWNLOAD_TRIES = 3
@@ -52,11 +53,12 @@ class LinkProtocol:
         next_delay: returns the seconds until the next attempt to connect.
         reset_delay: called when an attempt succeeds.
         syncer: address of the syncer, for messages.
+        recovery: asks peers for the state of their optimizers; None: nobody is asked.
     """
 
     def __init__(
         self, *, slots: list[Slot], has_constants: bool, next_delay: Callable[[], float],
-        reset_delay: Callable[[], None], syncer: str,
+        reset_delay: Callable[[], None], syncer: str, recovery: PeerRecovery | None = None,
     ) -> None:  # fmt: skip
         self._slots = slots
         self._updates = Updates(slots)
@@ -64,6 +66,7 @@ class LinkProtocol:
         """Fragments that may be pulled next."""
         self._constants = len(slots) if has_constants else None
         self._next_delay, self._reset_delay, self._syncer = next_delay, reset_delay, syncer
+        self._recovery = recovery
         self._trainer: TrainerState | None = None
         self._state = LinkState(
             text=f"waiting for the syncer at {syncer}", versions=[slot.inbox for slot in slots]
@@ -91,6 +94,7 @@ class LinkProtocol:
             ev.Completed: self._completed, ev.SessionLost: self._session_lost,
             ev.InitialUploaded: self._initial_upload_ended, ev.Downloaded: self._downloaded,
             ev.Placed: self._placed, ev.Tick: self._tick,
+            ev.PeerAnswered: self._peer_answered, ev.PeerAsks: self._peer_asks,
         }  # fmt: skip
 
     @property
@@ -119,7 +123,7 @@ class LinkProtocol:
             What to do, in order.
         """
         previous = self._state
-        decisions = self._handlers[type(event)](event, now)
+        decisions = self._handlers[type(event)](event, now) + self._proceed_recovery(now)
         self._publish_open()
         self._publish_late(now)
         self._publish_starts()
@@ -169,7 +173,7 @@ class LinkProtocol:
                 # What was committed since the checkpoint, or during the download.
                 out += self._updates.catch_up()
         elif phase is Phase.LOAD_CHECKPOINT and state.checkpoint_step == 0:
-            out += self._download_model()  # the checkpoint turned out to be unusable
+            out += self._download_model(now)  # the checkpoint turned out to be unusable
         out += self._confirm(state)
         if state.initial_copied == self._state.initial_requested > self._initial_uploaded:
             self._initial_uploaded = state.initial_copied
@@ -228,6 +232,8 @@ class LinkProtocol:
             connected=True, epoch=event.epoch, incarnation=event.incarnation, step=event.step, steps=event.steps,
             local_step=event.local_step, total_tokens=event.total_tokens, run=event.run,
         )  # fmt: skip
+        if self._recovery is not None:
+            self._recovery.offered(event.peers)
         if self._state.phase is Phase.CONNECTING:
             self._update(
                 phase=Phase.WAITING, text="waiting for another learner to upload the initial model"
@@ -268,7 +274,7 @@ class LinkProtocol:
         if recent and self._updates.follows(self._trainer.checkpoint_start):
             self._update(phase=Phase.LOAD_CHECKPOINT, text="loading the local checkpoint")
             return out
-        return [*out, *self._download_model()]
+        return [*out, *self._download_model(now)]
 
     def _committed(self, event: ev.Committed, now: float) -> list[ev.Decision]:
         self._updates.note(event.fragment, event.version)
@@ -297,14 +303,15 @@ class LinkProtocol:
         self.late = f"not offered before it arrives: fragment {names}" if late else ""
         self._update(text=self.late)
 
-    def _download_model(self) -> list[ev.Decision]:
+    def _download_model(self, now: float) -> list[ev.Decision]:
         # Of an earlier session there may be parts that the syncer has undone since.
         discarded = _discard(self._updates.restart())
         self._missing = {slot.fragment for slot in self._slots}
         if self._constants is not None:
             self._missing.add(self._constants)
         self._update(phase=Phase.DOWNLOADING, text="downloading the model")
-        return [*discarded, *(ev.Download(fragment=index) for index in sorted(self._missing))]
+        downloads = [ev.Download(fragment=index) for index in sorted(self._missing)]
+        return [*discarded, *downloads, *self._begin_recovery(now)]
 
     def _opened(self, event: ev.Opened, now: float) -> list[ev.Decision]:
         self._announced = tuple(p for p in event.fragments if self._exists(p))
@@ -357,6 +364,43 @@ class LinkProtocol:
             return [ev.SendHeartbeat()] if due else []
         if self._connect_at is not None and now >= self._connect_at:
             return [ev.Connect(state=self._trainer)]
+        return []
+
+    # ------------------------------------------------------------ peers
+
+    def _begin_recovery(self, now: float) -> list[ev.Decision]:
+        if self._recovery is None:
+            return []
+        return self._recovery.begin(step=self._state.step, run=self._state.run, now=now)
+
+    def _peer_answered(self, event: ev.PeerAnswered, now: float) -> list[ev.Decision]:
+        if self._recovery is None:
+            return []
+        state = self._state
+        return self._recovery.answered(event, step=state.step, run=state.run, now=now)
+
+    def _proceed_recovery(self, now: float) -> list[ev.Decision]:
+        """Abandon what is of no use any longer, and publish what there is."""
+        recovery, state = self._recovery, self._state
+        if recovery is None:
+            return []
+        if self._ended or (self._trainer is not None and self._trainer.model_loaded):
+            out = recovery.stop()
+        else:
+            out = recovery.proceed(step=state.step, run=state.run, now=now)
+        if (state.peer_pending, state.peer_problem) != (recovery.pending, recovery.why):
+            source = recovery.source or ev.PeerState(learner="", local_step=0, global_step=0)
+            self._update(
+                peer_pending=recovery.pending, peer=source.learner, peer_local_step=source.local_step,
+                peer_step=source.global_step, peer_problem=recovery.why,
+            )  # fmt: skip
+        if recovery.pending and state.phase is Phase.APPLY_MODEL:
+            self._update(text=f"waiting for the optimizers' state of {recovery.asked}")
+        return out
+
+    def _peer_asks(self, event: ev.PeerAsks, now: float) -> list[ev.Decision]:
+        # Several may wait: a checkpoint of the newest step is enough for all.
+        self._update(checkpoint_wanted=max(self._state.checkpoint_wanted, event.step))
         return []
 
     # ------------------------------------------------------------ downloads

@@ -72,6 +72,8 @@ class TrainerState:
     step_seconds: float = 0.0
     sync_seconds: float = 0.0
     """Of the previous step."""
+    recovered_from: str = ""
+    """The learner whose optimizers' state this process began with; empty: none."""
     total_sync_seconds: float = 0.0
     """Time that this process has taken from the training loop."""
     initial_copied: int = 0
@@ -124,6 +126,17 @@ class LinkState:
     """Per fragment, (epoch, global step) of what is in the inbox; null: nothing."""
     initial_requested: int = 0
     """Counts the requests for the initial model; 0: none."""
+    peer_pending: bool = False
+    """A peer is being asked for the state of its optimizers: wait for it before training."""
+    peer: str = ""
+    """The learner whose state has arrived; empty: none."""
+    peer_local_step: int = 0
+    peer_step: int = 0
+    """What that state is of: local and global step."""
+    peer_problem: str = ""
+    """Why none has arrived, in one sentence; empty: nobody was asked, or it has."""
+    checkpoint_wanted: int = 0
+    """A peer waits for a local checkpoint of this global step or a later one; 0: none does."""
     complete: bool = False
     refused_exit: int = 0
     """Exit code if the syncer refuses this process; else 0."""

@@ -98,6 +98,18 @@ class LoadOptimizers:
 
 
 @dataclass(frozen=True, slots=True)
+class LoadPeerState:
+    """
+    Load the optimizers' state that a peer sent.
+
+    Answer: `peer_state_loaded` or `peer_state_unusable`.
+    """
+
+    kept: bool
+    """Whether `Learner.keep` continues with the local checkpoint."""
+
+
+@dataclass(frozen=True, slots=True)
 class SaveCheckpoint:
     """
     Start a local checkpoint, unless the previous one is still being written.
@@ -146,7 +158,7 @@ class Exit:
 
 Action = (
     CopyModel | CopyFragment | ApplyModel | ApplyFragment | Send | LoadCheckpoint | LoadOptimizers
-    | SaveCheckpoint | AwaitCheckpoint | AwaitLink | ShowProgress | Leave | Exit
+    | LoadPeerState | SaveCheckpoint | AwaitCheckpoint | AwaitLink | ShowProgress | Leave | Exit
 )  # fmt: skip
 
 
@@ -189,7 +201,9 @@ class TrainerCore:
         self.run = ""
         """Name of the run, from the last Welcome; "": not known."""
         self.resumed = False
-        """Whether the optimizers have the state of a local checkpoint."""
+        """Whether the optimizers have the state of a local checkpoint, or of a peer."""
+        self.recovered_from = ""
+        """The peer whose optimizers' state this process began with; "": none."""
         self._name, self._found = name, found
         self._checkpoint_every = checkpoint_every
         self._timeout_seconds = connect_timeout_seconds
@@ -201,6 +215,8 @@ class TrainerCore:
         """Local step and total tokens when this process began to train."""
         self._checkpoint_step = 0
         """Local step of the last checkpoint that was started, or of the start."""
+        self._saved_step = 0
+        """Global step of the last checkpoint that was started; 0: none was."""
         self._loss: float | None = None
         # Joining.
         self._join_started_at: float | None = None
@@ -247,6 +263,7 @@ class TrainerCore:
             step_seconds=self._step_seconds,
             sync_seconds=self._sync_seconds,
             total_sync_seconds=self._total_sync_seconds,
+            recovered_from=self.recovered_from,
             initial_copied=self._initial_copied,
             problem=problem.kind if problem else "",
             problem_text=problem.text if problem else "",
@@ -284,7 +301,7 @@ class TrainerCore:
             actions.append(ShowProgress(f"{self._name}: {link_state.text} ({waited:.0f} s)"))
         initial = self._initial_if_requested(wait=True)
         actions += [*initial, Send(self.state())] if initial else []
-        if link_state.phase is Phase.APPLY_MODEL:
+        if link_state.phase is Phase.APPLY_MODEL and not link_state.peer_pending:
             actions.append(ApplyModel([fragment for fragment, _ in link_state.ready]))
             for fragment, generation in link_state.ready:
                 self._received(fragment, generation)
@@ -316,6 +333,14 @@ class TrainerCore:
 
     def _optimizers(self) -> list[Action]:
         """What becomes of the optimizers when the parameters are the job's."""
+        found, state = self._found, self.link_state
+        if state.peer:
+            return [LoadPeerState(kept=found is not None and not self._of_another_run(found))]
+        asked = f"no peer has sent the optimizers' state: {state.peer_problem}"
+        return [*([self._show(asked)] if state.peer_problem else []), *self._own_optimizers()]
+
+    def _own_optimizers(self) -> list[Action]:
+        """The same without a peer."""
         found = self._found
         if found is not None and not (why := self._of_another_run(found)):
             return [LoadOptimizers()]
@@ -348,6 +373,22 @@ class TrainerCore:
                 f"the local checkpoint of local step {found.local_step}, global step {found.global_step}"
             )
         ]
+
+    def peer_state_loaded(self) -> list[Action]:
+        """The optimizers have the state that a peer sent; the parameters are the job's."""
+        state = self.link_state
+        self.resumed, self.recovered_from = True, state.peer
+        return [
+            self._show(
+                f"the parameters are those of global step {state.step}; the optimizers continue with the state of "
+                f"{state.peer} at its local step {state.peer_local_step}, global step {state.peer_step}"
+            )
+        ]
+
+    def peer_state_unusable(self, why: str) -> list[Action]:
+        """The state that a peer sent cannot be loaded, for this reason: this learner's own counts."""
+        text = f"the optimizers' state of {self.link_state.peer} cannot be used: {why}"
+        return [self._show(text), *self._own_optimizers()]
 
     def optimizers_unusable(self, why: str) -> list[Action]:
         """The optimizers start with new state, for this reason."""
@@ -432,6 +473,9 @@ class TrainerCore:
         actions: list[Action] = [Send(self.state(offers=fragments))]
         every = self._checkpoint_every
         due = every is not None and self.ledger.local_step - self._checkpoint_step >= every
+        # A peer waits for one that has seen this step.
+        wanted = every is not None and self._saved_step < self.link_state.checkpoint_wanted
+        due = due or (wanted and self.link_state.checkpoint_wanted <= self.link_state.step)
         if due and self._checks.finite:  # a restart must not load what has diverged
             actions.append(self._save())
         return actions
@@ -479,7 +523,7 @@ class TrainerCore:
 
     def checkpoint_started(self, local_step: int) -> None:
         """The state of this step is copied and is being written."""
-        self._checkpoint_step = local_step
+        self._checkpoint_step, self._saved_step = local_step, self.link_state.step
 
     def checkpoint_skipped(self, local_step: int) -> None:
         """An object of the program has no state to save now: the next checkpoint is due in its turn."""

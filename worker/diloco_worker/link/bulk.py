@@ -72,6 +72,11 @@ class BulkTransfers:
         self._uploads = self._scheduled(most_transfers(spec), "upload")
         self._downloads = self._scheduled(most_transfers(spec), "download")
 
+    @property
+    def uploading(self) -> bool:
+        """Whether an upload runs; any thread may ask."""
+        return self._uploads.running > 0
+
     # ------------------------------------------------------------ starting and cancelling
 
     def upload(self, pull: ev.Pulled, identity: Identity) -> None:

@@ -31,12 +31,15 @@ from diloco_worker.core import events as ev
 from diloco_worker.core.inbox import Slot
 from diloco_worker.core.link_protocol import LinkProtocol
 from diloco_worker.core.messages import TrainerState
+from diloco_worker.core.peer_recovery import PeerRecovery
 from diloco_worker.ipc.pipe import Pipe
 from diloco_worker.ipc.shared_memory import SharedMemory
 from diloco_worker.link import session
 from diloco_worker.link.bulk import BulkTransfers, Ended
 from diloco_worker.link.heartbeat import HealthReporter
 from diloco_worker.link.metrics import Metrics
+from diloco_worker.link.peer_server import Facts
+from diloco_worker.link.peers import Peers
 from diloco_worker.link.transfer import Identity
 from diloco_worker.settings import LearnerSettings
 
@@ -91,6 +94,13 @@ class Link:
         self._session_number = 0
         self._transfers = BulkTransfers(config, spec, shared, self._events.put)
         self._identity = Identity(learner=config.learner, epoch=0, incarnation=0)
+        self._step_seconds = 0.0
+        facts = Facts(
+            run=lambda: self._protocol.link_state.run,
+            step_seconds=lambda: self._step_seconds,
+            uploading=lambda: self._transfers.uploading,
+            wanted=lambda step: self._events.put((0, ev.PeerAsks(step=step))),
+        )
         self._metrics = Metrics(config.metrics_port, restarts=config.restarts)
         self._health = HealthReporter(BackgroundHealthFile(config.health_file))
         self._health_retry_at = float("-inf")
@@ -104,6 +114,14 @@ class Link:
             next_delay=backoff.next,
             reset_delay=backoff.reset,
             syncer=config.syncer,
+            recovery=PeerRecovery(interval=spec.interval) if config.peers else None,
+        )
+        self._peers = Peers(
+            config,
+            spec,
+            shared.layout,
+            facts=facts,
+            post=lambda event: self._events.put((0, event)),
         )
 
     def _slot(self, fragment: int) -> Slot:
@@ -181,6 +199,7 @@ class Link:
 
     def _observe(self, state: TrainerState) -> None:
         """Metrics and health of a state of the trainer; neither may end this process."""
+        self._step_seconds = state.step_seconds
         with self._logged("health file"):
             self._health.observe(state, time.monotonic())
         with self._logged("metrics"):
@@ -265,6 +284,10 @@ class Link:
                 self._transfers.download(decision, self._identity)
             case ev.Discard():
                 self._transfers.discard(decision.staged)
+            case ev.AskPeer():
+                self._peers.ask(decision)
+            case ev.DropPeer():
+                self._peers.drop(decision.number)
             case ev.Place() | ev.Leave():
                 raise AssertionError("handled by the event loop")
 
@@ -280,7 +303,14 @@ class Link:
             "pid": str(os.getppid()),
             "restarts": str(self._config.restarts),
         }
-        first = session.hello(self._config, self._spec, self._shared.layout, state, facts)
+        first = session.hello(
+            self._config,
+            self._spec,
+            self._shared.layout,
+            state,
+            facts,
+            peer_address=self._peers.address,
+        )
         self._session_number += 1
         number = self._session_number
         self._session = session.Session(

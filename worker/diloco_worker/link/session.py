@@ -26,6 +26,7 @@ from diloco.errors import (
     UnknownLearnerError,
 )
 from diloco.model.fragments import Layout
+from diloco.rpc.peers import is_address
 from diloco.rpc.status_codes import error_of
 from diloco.rpc.tensor_info import pack_frozen, to_proto
 from diloco.spec import RunSpec
@@ -41,6 +42,9 @@ HEARTBEATS = (0.1, 60.0)
 """Seconds between two heartbeats that a syncer may ask for."""
 
 MAX_RUN_CHARACTERS = 64
+
+MAX_PEERS = 8
+"""Of one Welcome; further ones are not asked."""
 
 UNAUTHORISED_SECONDS = 10.0
 """Pause after the certificate was refused: each refusal is an event in the journal of the syncer."""
@@ -140,6 +144,8 @@ def hello(
     layout: Layout,
     state: TrainerState,
     facts: dict[str, str],
+    *,
+    peer_address: str = "",
 ) -> pb.Hello:
     """The first message of a session."""
     return pb.Hello(
@@ -154,6 +160,7 @@ def hello(
         checkpoint_step=state.checkpoint_step,
         facts=facts,
         frozen=pack_frozen(layout.frozen),
+        peer_address=peer_address,
     )
 
 
@@ -170,6 +177,7 @@ def report(state: TrainerState) -> pb.Report:
         step_seconds=state.step_seconds,
         sync_seconds=state.sync_seconds,
         global_step=state.global_step,
+        recovered_from=state.recovered_from,
     )
 
 
@@ -184,6 +192,10 @@ def event_of(message: pb.SyncerMessage) -> ev.Event | None:
                 use_checkpoint=w.use_checkpoint, run=w.run[:MAX_RUN_CHARACTERS],
                 start_id=w.start_id[:MAX_RUN_CHARACTERS],
                 snapshot_start_id=w.snapshot_start_id[:MAX_RUN_CHARACTERS],
+                peers=tuple(
+                    ev.PeerAddress(p.learner, p.address)
+                    for p in w.peers[:MAX_PEERS] if is_address(p.address)
+                ),
             )  # fmt: skip
         case "initialise":
             return ev.InitialRequested()

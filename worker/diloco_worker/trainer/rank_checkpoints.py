@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 from diloco.errors import ConfigError, DilocoError, StorageError
 from diloco.runtime import files
 from diloco_worker.core.checkpoint_schedule import Outcome, of_all
+from diloco_worker.core.sealed import sealed
 from diloco_worker.core.shard_slices import Box
 from diloco_worker.trainer import optimizer_state, pieces
 from diloco_worker.trainer.checkpoint import (
@@ -42,7 +43,6 @@ from diloco_worker.trainer.copies import Copy
 from diloco_worker.trainer.kept import SavedEntries
 from diloco_worker.trainer.layout import Share, is_dtensor, local
 from diloco_worker.trainer.rank_group import RankGroup
-from diloco_worker.trainer.trees import sealed
 
 log = logging.getLogger(__name__)
 

@@ -4,21 +4,15 @@ Trees of plain values and tensors without pickle: the values as JSON, the tensor
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-from collections.abc import Mapping
 from typing import Any, BinaryIO, Protocol
 
 import torch
 
-from diloco.errors import ConfigError, DamagedError, StorageError
+from diloco.errors import ConfigError, DamagedError
 from diloco.model import tensorfile
 from diloco.model.tensorfile import DTYPES, Entry
 from diloco_worker.trainer.layout import dtype_name, is_dtensor
-
-SEAL = "manifestSha256"
-"""Member of a manifest: the SHA-256 of the JSON of all others."""
 
 
 def pack(value: Any, tensors: dict[str, torch.Tensor], path: str = "") -> Any:
@@ -118,29 +112,3 @@ def entry_of(name: str, tensor: torch.Tensor) -> Entry:
             f"expected strided and one of {', '.join(DTYPES)}"
         )
     return Entry(name=name, dtype=dtype, shape=tuple(tensor.shape))
-
-
-def sealed(manifest: Mapping[str, Any]) -> bytes:
-    """A manifest as JSON, with its own digest: a flipped bit would change an option or a counter unseen."""
-    text = json.dumps(manifest)
-    return json.dumps({**manifest, SEAL: hashlib.sha256(text.encode()).hexdigest()}).encode()
-
-
-def unsealed(text: bytes) -> dict[str, Any]:
-    """
-    A manifest; those of older versions have no digest.
-
-    Raises:
-        StorageError: it is not what was written.
-        ValueError: it is not JSON.
-    """
-    data = json.loads(text)
-    if not isinstance(data, dict):
-        raise StorageError("the manifest is not a JSON object")
-    expected = data.pop(SEAL, None)
-    found = hashlib.sha256(json.dumps(data).encode()).hexdigest()
-    if expected is not None and found != expected:
-        raise StorageError(
-            f"the manifest has SHA-256 {found[:16]}…, expected {str(expected)[:16]}…"
-        )
-    return data

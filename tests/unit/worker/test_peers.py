@@ -1,0 +1,266 @@
+"""The two ends of a request to a peer, over gRPC on 127.0.0.1, with real local checkpoints."""
+
+from __future__ import annotations
+
+import json
+import queue
+import stat
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+import torch
+from torch import nn
+
+from diloco.errors import StorageError
+from diloco.v1 import peer_pb2 as pb
+from diloco.v1.peer_pb2_grpc import PeerServicer, add_PeerServicer_to_server
+from diloco_worker.core import events as ev
+from diloco_worker.core.peer_files import PEER_MANIFEST, PEER_TENSORS, received, select
+from diloco_worker.core.sealed import sealed
+from diloco_worker.link.peer_client import PeerClient
+from diloco_worker.link.peer_server import Facts, PeerServer
+from diloco_worker.trainer.checkpoint import Checkpoints
+
+DIGEST = "d" * 64
+
+
+def trained(seed: int, steps: int = 3):
+    torch.manual_seed(seed)
+    model = nn.Linear(300, 300)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.randn(4, 300)).square().mean().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def moments(optimizer):
+    return [state["exp_avg"].clone() for state in optimizer.state.values()]
+
+
+class Peer:
+    """A learner that answers others."""
+
+    def __init__(self, directory, **changes):
+        self.checkpoints = Checkpoints(directory, keep=2, digest=DIGEST)
+        self.model, self.optimizer = trained(1)
+        self.wanted = queue.SimpleQueue()
+        facts = Facts(
+            run=lambda: "r",
+            step_seconds=lambda: 0.0,
+            uploading=lambda: False,
+            wanted=self.wanted.put,
+        )
+        values = {
+            "job": "j",
+            "layout": DIGEST,
+            "directory": directory,
+            "interval": 4,
+            "facts": facts,
+            "tls": None,
+        }
+        self.server = PeerServer(**{**values, **changes})
+        self.address = f"127.0.0.1:{self.server.listen('127.0.0.1:0')}"
+
+    def save(self, *, global_step, local_step=7):
+        self.checkpoints.start(
+            self.model, [self.optimizer], local_step=local_step, global_step=global_step, facts={}, run="r"
+        )  # fmt: skip
+        assert self.checkpoints.finish()
+
+
+@pytest.fixture
+def peer(tmp_path):
+    peer = Peer(tmp_path / "peer")
+    yield peer
+    peer.server.close()
+
+
+class Newcomer:
+    def __init__(self, directory, **changes):
+        directory.mkdir(exist_ok=True)
+        self.directory, self.answers = directory, queue.SimpleQueue()
+        values = {
+            "job": "j", "learner": "eu/0", "layout": DIGEST, "elements": 90_300, "directory": directory,
+            "tls": None, "post": self.answers.put,
+        }  # fmt: skip
+        self.client = PeerClient(**{**values, **changes})
+
+    def ask(self, address, *, step=10, number=1, run="r"):
+        peer = ev.PeerAddress("eu/1", address)
+        self.client.ask(ev.AskPeer(number=number, peer=peer, step=step, run=run))
+
+    def answer(self):
+        return self.answers.get(timeout=60)
+
+
+@pytest.fixture
+def newcomer(tmp_path):
+    return Newcomer(tmp_path / "newcomer")
+
+
+def test_the_optimizers_of_the_newcomer_have_the_moments_of_the_peer(peer, newcomer):
+    peer.save(global_step=12)
+    newcomer.ask(peer.address)
+    assert newcomer.answer() == ev.PeerAnswered(
+        number=1,
+        state=ev.PeerState(learner="eu/1", local_step=7, global_step=12),
+        error="no reason",
+    )
+    # Only the optimizers' tensors travel, and others cannot read them.
+    size = (newcomer.directory / PEER_TENSORS).stat().st_size
+    assert size < 0.8 * next((peer.checkpoints._directory).glob("*.safetensors")).stat().st_size
+    assert stat.S_IMODE((newcomer.directory / PEER_TENSORS).stat().st_mode) == 0o600
+    model, optimizer = trained(2)
+    before = model.weight.clone()
+    checkpoints = Checkpoints(newcomer.directory, keep=2, digest=DIGEST)
+    checkpoints.load_optimizers(checkpoints.of_peer(), model, [optimizer])
+    for ours, theirs in zip(moments(optimizer), moments(peer.optimizer), strict=True):
+        assert torch.equal(ours, theirs)
+    assert torch.equal(model.weight, before)
+    assert checkpoints.newest() is None
+    checkpoints.forget_peer()
+    assert list(newcomer.directory.iterdir()) == []
+
+
+def test_it_waits_for_a_checkpoint_of_the_step_and_asks_for_it_once(peer, newcomer):
+    peer.save(global_step=9)
+    newcomer.ask(peer.address, step=10)
+    assert peer.wanted.get(timeout=60) == 10
+    peer.save(global_step=10, local_step=8)
+    assert newcomer.answer().state.local_step == 8
+    assert peer.wanted.empty()
+
+
+def test_it_serves_one_at_a_time(peer, newcomer, tmp_path):
+    newcomer.ask(peer.address)
+    peer.wanted.get(timeout=60)
+    other = Newcomer(tmp_path / "other")
+    other.ask(peer.address)
+    assert other.answer().error == "it is serving another learner"
+    newcomer.client.drop(1)
+    assert newcomer.answer().state is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "asked", "error"),
+    [
+        ({"job": "k"}, {}, "it trains another model"),
+        ({"layout": "e"}, {}, "it trains another model"),
+        ({}, {"run": "s"}, "it is in another run of the job"),
+        ({"elements": -10_000_000}, {}, "bytes of tensors, expected at most"),
+    ],
+)
+def test_what_does_not_fit_is_refused(peer, tmp_path, changes, asked, error):
+    peer.save(global_step=12)
+    newcomer = Newcomer(tmp_path / "n", **changes)
+    newcomer.ask(peer.address, **asked)
+    answer = newcomer.answer()
+    assert answer.state is None
+    assert error in answer.error
+    assert list(newcomer.directory.iterdir()) == []
+
+
+def test_a_peer_that_is_gone_is_an_answer_with_the_reason(peer, newcomer):
+    peer.server.close()
+    newcomer.ask(peer.address)
+    answer = newcomer.answer()
+    assert (answer.state, bool(answer.error)) == (None, True)
+
+
+class Scripted(PeerServicer):
+    """Sends what a test gives it."""
+
+    parts: Sequence[pb.PeerPart] = ()
+
+    def GetState(self, request, context):  # noqa: N802
+        yield from self.parts
+
+
+@pytest.fixture
+def scripted():
+    server = grpc.server(ThreadPoolExecutor(2))
+    peer = Scripted()
+    add_PeerServicer_to_server(peer, server)
+    peer.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    yield peer
+    server.stop(None)
+
+
+def honest(peer):
+    """The parts that an honest peer sends."""
+    request = pb.PeerRequest(job="j", learner="eu/0", layout=DIGEST, run="r", step=10)
+    with grpc.insecure_channel(peer.address) as wire:
+        from diloco.v1.peer_pb2_grpc import PeerStub
+
+        return [*PeerStub(wire).GetState(request)]
+
+
+def flip(parts):
+    data = bytearray(parts[-2].chunk)
+    data[len(data) // 2] ^= 1
+    parts[-2].chunk = bytes(data)
+
+
+def cut_short(parts):
+    del parts[-2:]
+
+
+def lacks_a_chunk(parts):
+    del parts[-2]
+
+
+def longer(parts):
+    parts.insert(-1, pb.PeerPart(chunk=b"x"))
+
+
+def nothing(parts):
+    parts.clear()
+
+
+@pytest.mark.parametrize("damage", [flip, cut_short, lacks_a_chunk, longer, nothing])
+def test_what_arrives_damaged_is_no_state_and_leaves_nothing(peer, scripted, newcomer, damage):
+    peer.save(global_step=12)
+    scripted.parts = honest(peer)
+    damage(scripted.parts)
+    newcomer.ask(scripted.address)
+    answer = newcomer.answer()
+    assert (answer.state, answer.error != "no reason") == (None, True)
+    assert list(newcomer.directory.iterdir()) == []
+    # The next peer is asked with the same client.
+    newcomer.ask(peer.address, number=2)
+    assert newcomer.answer().state is not None
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [
+        ({"digest": "e"}, "another model"),
+        ({"run": "s"}, "another run"),
+        ({"global_step": 9}, "global step 9, expected 10 or later"),
+    ],
+)
+def test_a_manifest_of_something_else_is_refused(change, error):
+    manifest = sealed({"digest": DIGEST, "run": "r", "global_step": 10, **change})
+    with pytest.raises(StorageError, match=error):
+        received(manifest, sha256="", tensors_bytes=0, digest=DIGEST, run="r", step=10)
+
+
+def test_a_flipped_bit_of_a_manifest_is_found():
+    manifest = sealed({"digest": DIGEST, "run": "r", "global_step": 10, "tree": 1})
+    data = json.loads(manifest)
+    data["tree"] = 2
+    with pytest.raises(StorageError, match="SHA-256"):
+        received(
+            json.dumps(data).encode(), sha256="", tensors_bytes=0, digest=DIGEST, run="r", step=10
+        )
+
+
+def test_a_checkpoint_of_an_earlier_release_is_not_sent():
+    with pytest.raises(StorageError, match="does not describe its optimizers"):
+        select({"tree": {"dict": []}}, {})
+    assert PEER_MANIFEST.endswith(".json")

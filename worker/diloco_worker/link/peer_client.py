@@ -1,0 +1,168 @@
+"""
+Asks a peer for the state of its optimizers, and writes it to the state directory (docs/adr/0033).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+
+from diloco.errors import DilocoError, StorageError
+from diloco.rpc.channels import channel
+from diloco.rpc.identity import learner_server_name
+from diloco.rpc.tls import Tls
+from diloco.runtime import files
+from diloco.v1 import peer_pb2 as pb
+from diloco.v1.peer_pb2_grpc import PeerStub
+from diloco_worker.core import events as ev
+from diloco_worker.core.peer_files import (
+    BYTES_PER_ELEMENT,
+    MOST_MANIFEST_BYTES,
+    PEER_MANIFEST,
+    PEER_TENSORS,
+    SMALL_BYTES,
+    received,
+)
+
+log = logging.getLogger("diloco.link")
+
+REPLY_BYTES = 4 << 20
+"""Largest message of a peer."""
+
+FAILED = (DilocoError, OSError, ValueError, KeyError, TypeError)
+"""What a state raises that is not what was asked for, or cannot be written."""
+
+
+class PeerClient:
+    """
+    One request at a time, on a thread of its own.
+
+    Args:
+        job: of this learner.
+        learner: who asks.
+        layout: digest of the layout of its model.
+        elements: of its trained tensors.
+        directory: where to write what arrives.
+        tls: directory of the certificates; None: plain text.
+        post: takes the ends.
+    """
+
+    def __init__(
+        self, *, job: str, learner: str, layout: str, elements: int, directory: Path, tls: Path | None,
+        post: Callable[[ev.PeerAnswered], object],
+    ) -> None:  # fmt: skip
+        self._job, self._learner, self._layout = job, learner, layout
+        self._most_bytes = SMALL_BYTES + BYTES_PER_ELEMENT * elements
+        self._directory, self._tls, self._post = directory, tls, post
+        self._executor = ThreadPoolExecutor(1, thread_name_prefix="peer")
+        self._lock = threading.Lock()
+        self._dropped = 0
+        """Requests up to this number have ended for the protocol."""
+        self._call: tuple[int, grpc.RpcContext] | None = None
+
+    def ask(self, request: ev.AskPeer) -> None:
+        """Begin a request; `PeerAnswered` follows."""
+        self._executor.submit(self._run, request)
+
+    def drop(self, number: int) -> None:
+        """End a request."""
+        with self._lock:
+            self._dropped = max(self._dropped, number)
+            if self._call is not None and self._call[0] <= number:
+                self._call[1].cancel()
+
+    def _run(self, request: ev.AskPeer) -> None:
+        state, error = None, ""
+        log.info("asking %s for the state of its optimizers", request.peer.learner)
+        try:
+            state = self._fetch(request)
+        except grpc.RpcError as failure:
+            error = failure.details() if isinstance(failure, grpc.Call) else repr(failure)
+        except FAILED as failure:
+            error = str(failure)
+        except Exception as failure:
+            log.exception("the state of a peer's optimizers")
+            error = repr(failure)
+        if state is None:
+            for name in (PEER_MANIFEST, PEER_TENSORS):
+                with contextlib.suppress(OSError):
+                    (self._directory / name).unlink()
+        if state is None and request.number > self._dropped:
+            log.warning("%s has not sent its state: %s", request.peer.learner, error)
+        self._post(ev.PeerAnswered(number=request.number, state=state, error=error or "no reason"))
+
+    def _fetch(self, request: ev.AskPeer) -> ev.PeerState:
+        region = request.peer.learner.partition("/")[0]
+        wire = channel(
+            request.peer.address, tls=Tls.load(self._tls), purpose="bulk",
+            server_name=learner_server_name(self._job, region), reply_bytes=REPLY_BYTES,
+        )  # fmt: skip
+        message = pb.PeerRequest(
+            job=self._job,
+            learner=self._learner,
+            layout=self._layout,
+            run=request.run,
+            step=request.step,
+        )
+        with contextlib.closing(wire):
+            call = PeerStub(wire).GetState(message)
+            with self._lock:
+                self._call = request.number, call
+                if request.number <= self._dropped:
+                    call.cancel()
+            try:
+                return self._receive(request, iter(call))
+            finally:
+                call.cancel()
+                with self._lock:
+                    self._call = None
+
+    def _receive(self, request: ev.AskPeer, parts: Iterator[pb.PeerPart]) -> ev.PeerState:
+        header = next(parts, pb.PeerPart()).header
+        if not 0 < header.manifest_bytes <= MOST_MANIFEST_BYTES:
+            raise StorageError(f"it states a manifest of {header.manifest_bytes} bytes")
+        if not 0 < header.tensors_bytes <= self._most_bytes:
+            raise StorageError(
+                f"it states {header.tensors_bytes} bytes of tensors, expected at most {self._most_bytes}"
+            )
+        manifest, tensors_path = bytearray(), self._directory / PEER_TENSORS
+        (self._directory / PEER_MANIFEST).unlink(missing_ok=True)
+        part = pb.PeerPart()
+        tensors, whole, written = hashlib.sha256(), hashlib.sha256(), 0
+        with files.replacing(tensors_path, durable=False, mode=files.PRIVATE) as fd:
+            for part in parts:
+                if part.WhichOneof("kind") != "chunk":
+                    break
+                whole.update(part.chunk)
+                lacking = header.manifest_bytes - len(manifest)
+                manifest += part.chunk[:lacking]
+                rest = part.chunk[lacking:]
+                written += len(rest)
+                if written > header.tensors_bytes:
+                    raise StorageError(
+                        f"it sent more than the {header.tensors_bytes} bytes that it stated"
+                    )
+                tensors.update(rest)
+                files.write_all(fd, rest)
+            if part.trailer.sha256 != whole.hexdigest() or written != header.tensors_bytes:
+                raise StorageError(f"{written} bytes of tensors arrived damaged or incomplete")
+        text = received(
+            bytes(manifest), sha256=tensors.hexdigest(), tensors_bytes=written, digest=self._layout,
+            run=request.run, step=request.step,
+        )  # fmt: skip
+        with files.replacing(
+            self._directory / PEER_MANIFEST, durable=False, mode=files.PRIVATE
+        ) as fd:
+            files.write_all(fd, text)
+        return ev.PeerState(
+            learner=request.peer.learner,
+            local_step=header.local_step,
+            global_step=header.global_step,
+        )

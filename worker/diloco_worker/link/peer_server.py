@@ -1,0 +1,229 @@
+"""
+Answers other learners that ask for the state of the optimizers of this one (docs/adr/0033).
+
+Reads local checkpoints, which the training process writes anyway or begins when one is asked for; that process does
+nothing else for a peer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn
+
+import grpc
+
+from diloco.errors import StorageError
+from diloco.model import tensorfile
+from diloco.rpc.identity import region_uri
+from diloco.rpc.servers import bind, server
+from diloco.rpc.tls import Tls
+from diloco.runtime import files
+from diloco.v1 import peer_pb2 as pb
+from diloco.v1.peer_pb2_grpc import PeerServicer, add_PeerServicer_to_server
+from diloco_worker.core.peer_files import Selection, select
+from diloco_worker.core.peer_pace import YIELD_SECONDS, Pace, bytes_per_second
+from diloco_worker.core.sealed import unsealed
+
+log = logging.getLogger("diloco.link")
+
+CHUNK_BYTES = 1 << 20
+
+POLL_SECONDS = 0.1
+"""How often the state directory is inspected for a checkpoint that was asked for."""
+
+THREADS = 4
+"""One serves, the others refuse."""
+
+LEAST_PRIORITY = 19
+"""Of the thread that reads and sends, so that it takes little from the training."""
+
+DAMAGED = (OSError, ValueError, KeyError, TypeError, StorageError)
+"""What a checkpoint raises that is not intact, or is being deleted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What a peer's server needs to know of its learner now."""
+
+    run: Callable[[], str]
+    step_seconds: Callable[[], float]
+    uploading: Callable[[], bool]
+    """Whether a fragment is being uploaded."""
+    wanted: Callable[[int], object]
+    """A local checkpoint of this global step or a later one is needed."""
+
+
+class PeerServer(PeerServicer):
+    """
+    Serves one learner at a time.
+
+    Args:
+        job: of this learner.
+        layout: digest of the layout of its model.
+        directory: with the local checkpoints.
+        interval: H.
+        facts: of the learner.
+        tls: directory of the certificates; None: plain text.
+    """
+
+    def __init__(
+        self, *, job: str, layout: str, directory: Path, interval: int, facts: Facts, tls: Path | None,
+    ) -> None:  # fmt: skip
+        self._job, self._layout, self._directory = job, layout, directory
+        self._interval, self._facts, self._tls = interval, facts, tls
+        self._turn = threading.Lock()
+        self._server: grpc.Server | None = None
+
+    def listen(self, address: str) -> int:
+        """
+        Begin to serve; returns the port.
+
+        Args:
+            address: host:port; port 0: any free one.
+
+        Raises:
+            ConfigError: the address or the TLS files cannot be used.
+        """
+        self._server = server(max_workers=THREADS)
+        add_PeerServicer_to_server(self, self._server)
+        port = bind(self._server, address, Tls.load(self._tls), tls_dir=self._tls)
+        self._server.start()
+        return port
+
+    def close(self) -> None:
+        """Stop to serve at once."""
+        if self._server is not None:
+            self._server.stop(None)
+
+    def GetState(  # noqa: N802 - as in peer.proto
+        self, request: pb.PeerRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.PeerPart]:
+        """See peer.proto."""
+        self._check(request, context)
+        if not self._turn.acquire(blocking=False):
+            _abort(context, grpc.StatusCode.RESOURCE_EXHAUSTED, "it is serving another learner")
+        try:
+            with contextlib.suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LEAST_PRIORITY)
+            yield from self._parts(request, context)
+        except DAMAGED as error:
+            _abort(context, grpc.StatusCode.UNAVAILABLE, f"its local checkpoint: {error}")
+        finally:
+            self._turn.release()
+
+    def _check(self, request: pb.PeerRequest, context: grpc.ServicerContext) -> None:
+        region = request.learner.partition("/")[0]
+        if self._tls is not None:
+            names: Any = context.auth_context().get("peer_uri", ())
+            if region_uri(self._job, region).encode() not in names:
+                text = "the certificate does not name the region of the learner that asks"
+                _abort(context, grpc.StatusCode.PERMISSION_DENIED, text)
+        if request.job != self._job or request.layout != self._layout:
+            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "it trains another model")
+        if request.run != self._facts.run():
+            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "it is in another run of the job")
+
+    def _parts(
+        self, request: pb.PeerRequest, context: grpc.ServicerContext
+    ) -> Iterator[pb.PeerPart]:
+        found = self._checkpoint(request, context)
+        if found is None:
+            return
+        manifest, file = found
+        with file:
+            size = os.fstat(file.fileno()).st_size
+            entries = tensorfile.parse(_header(file), size)
+            selection = select(manifest, entries)
+            log.info(
+                "%s takes the optimizers' state of local step %d: %d bytes",
+                request.learner, manifest["local_step"], selection.tensors_bytes,
+            )  # fmt: skip
+            yield pb.PeerPart(
+                header=pb.PeerHeader(
+                    local_step=int(manifest["local_step"]),
+                    global_step=int(manifest["global_step"]),
+                    manifest_bytes=len(selection.manifest),
+                    tensors_bytes=selection.tensors_bytes,
+                )
+            )
+            rate = bytes_per_second(
+                selection.tensors_bytes, interval=self._interval, step_seconds=self._facts.step_seconds()
+            )  # fmt: skip
+            pace, sha = Pace(rate, now=time.monotonic()), hashlib.sha256()
+            for chunk in _chunks(selection, file):
+                self._pause(pace, len(chunk))
+                if not context.is_active():
+                    return
+                sha.update(chunk)
+                yield pb.PeerPart(chunk=chunk)
+            yield pb.PeerPart(trailer=pb.PeerTrailer(sha256=sha.hexdigest()))
+
+    def _pause(self, pace: Pace, size: int) -> None:
+        until = time.monotonic() + YIELD_SECONDS
+        while self._facts.uploading() and time.monotonic() < until:
+            time.sleep(POLL_SECONDS)
+        time.sleep(pace.wait_seconds(size, now=time.monotonic()))
+
+    def _checkpoint(
+        self, request: pb.PeerRequest, context: grpc.ServicerContext
+    ) -> tuple[dict[str, Any], BinaryIO] | None:
+        """The newest checkpoint of the step or a later one, when there is one; None: nobody waits any longer."""
+        seen: set[str] = set()
+        asked = False
+        while context.is_active():
+            for path in sorted(self._directory.glob("checkpoint-*.json"), reverse=True):
+                if path.name not in seen:
+                    seen.add(path.name)
+                    with contextlib.suppress(*DAMAGED):
+                        if (found := self._usable(path, request)) is not None:
+                            return found
+            if not asked:
+                self._facts.wanted(request.step)
+                asked = True
+            time.sleep(POLL_SECONDS)
+        return None
+
+    def _usable(
+        self, path: Path, request: pb.PeerRequest
+    ) -> tuple[dict[str, Any], BinaryIO] | None:
+        manifest = unsealed(files.read(path))
+        same = (manifest["digest"], manifest["run"]) == (self._layout, request.run)
+        if not same or int(manifest["global_step"]) < request.step or "pieces" in manifest:
+            return None
+        tensors = path.with_suffix(".safetensors")
+        return manifest, open(files.open_regular(tensors), "rb", buffering=0)
+
+
+def _header(file: BinaryIO) -> bytes:
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(file.read(8), "little")
+    file.seek(0)
+    return file.read(min(8 + length, size))
+
+
+def _chunks(selection: Selection, file: BinaryIO) -> Iterator[bytes]:
+    """The manifest, the header and the tensors in pieces."""
+    for text in (selection.manifest, selection.header):
+        for lo in range(0, len(text), CHUNK_BYTES):
+            yield text[lo : lo + CHUNK_BYTES]
+    for lo, hi in selection.ranges:
+        at = lo
+        while at < hi:
+            piece = os.pread(file.fileno(), min(CHUNK_BYTES, hi - at), at)
+            if not piece:
+                raise StorageError(f"the file ends at byte {at}")
+            at += len(piece)
+            yield piece
+
+
+def _abort(context: grpc.ServicerContext, code: grpc.StatusCode, text: str) -> NoReturn:
+    context.abort(code, text)
+    raise AssertionError("abort raises")
