@@ -138,6 +138,7 @@ def _learner(facts: RunFacts, learner: LearnerPlan, reported: pb.LearnerStatus |
         "loss": reported.loss if reported.has_loss else None,
         "staleness": reported.staleness,
         "merges": reported.merges,
+        "recoveredFrom": reported.recovered_from,
         "detail": detail,
     }
 

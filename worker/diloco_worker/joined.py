@@ -23,6 +23,7 @@ from diloco.journal.background import BackgroundWriter
 from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
+from diloco_worker.core.peer_files import PEER_MANIFEST, PEER_TENSORS
 from diloco_worker.ipc.link_process import LinkProcess
 from diloco_worker.job_trainer import JobTrainer
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
@@ -78,6 +79,7 @@ class JoinedTrainer(JobTrainer):
         self._link = LinkProcess(self._replica.shared)
         self._loss, self._optimizer_steps = LossReader(), OptimizerSteps(optimizers)
         self._run_queue = RunQueue()
+        self._state = config.state
         self._checkpoints: Checkpoints | None = None
         self._found: Manifest | None = None
         self._kept = KeptState(self._show, self._exit)
@@ -88,7 +90,7 @@ class JoinedTrainer(JobTrainer):
                 config.state, keep=checkpoint.keep, digest=self._replica.layout.digest
             )
             self._found = self._checkpoints.newest()
-            self._checkpoints.forget_peer()
+            self._forget_peer_state()
             self._journal = BackgroundWriter(
                 JournalWriter(config.state / "steps.jsonl"), part_bytes=STEPS_PART_BYTES
             )
@@ -257,12 +259,18 @@ class JoinedTrainer(JobTrainer):
             self._carry_out(self._core.peer_state_unusable(str(error)))
             return
         finally:
-            self._checkpoints.forget_peer()
+            self._forget_peer_state()
         found, self._found = self._found, None
         if action.kept and found is not None:
             with contextlib.suppress(OSError, DilocoError):  # `keep` states that it starts over
                 self._kept.saved = self._checkpoints.kept(found)
         self._carry_out(self._core.peer_state_loaded())
+
+    def _forget_peer_state(self) -> None:
+        if (directory := self._state) is not None:
+            for name in (PEER_MANIFEST, PEER_TENSORS):
+                with contextlib.suppress(OSError):
+                    (directory / name).unlink()
 
     def _save_checkpoint(self, action: core.SaveCheckpoint) -> None:
         if self._checkpoints is None or self._checkpoints.busy:

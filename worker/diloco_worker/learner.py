@@ -194,7 +194,7 @@ class Learner:
     @property
     def resumed(self) -> bool:
         """
-        Whether the optimizers continue with the state of a local checkpoint; without a job: False.
+        Whether the optimizers continue with the state of a local checkpoint, or of a peer; without a job: False.
 
         False after a restart: they start with new state, and the learning rate may need a warm-up of its own.
         """

@@ -15,7 +15,7 @@ is NaN), so they are replaced or clamped and the rest of the message counts.
 | Hello `frozen` | FROZEN_BYTES; MAX_FROZEN, aliases included, of MAX_DIMENSIONS | refused |
 | Hello `facts` | MAX_FACTS of MAX_FACT characters | refused |
 | Hello `facts["restarts"]` | below 10^9 | 0 |
-| Hello `peer_address` | host:port of MAX_ADDRESS characters | "" (it answers nobody) |
+| Hello `peer_address` | host:port of MAX_ADDRESS characters | "" (it answers no other) |
 | Report `tokens`, `total_tokens` | 0..MAX_TOKENS | refused |
 | length of `steps` and `tokens` | P | refused |
 | `offers` | distinct fragments below P | refused |
@@ -42,7 +42,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError, Message
 
 from diloco.errors import ProtocolError
-from diloco.rpc.peers import is_address
+from diloco.rpc.peer_address import is_address
 from diloco.rpc.tensor_info import from_proto, unpack_frozen
 from diloco.runtime.formatting import shorten
 from diloco.v1 import syncer_pb2 as pb

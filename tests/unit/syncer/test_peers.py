@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from diloco.rpc.peers import is_address
+from diloco.rpc.peer_address import is_address
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.learners import LearnerRecord
@@ -41,7 +41,7 @@ def test_a_learner_without_an_address_and_the_newcomer_itself_are_no_peers():
 
 
 @pytest.mark.parametrize(("step", "found"), [(0, []), (H - 1, []), (H, ["eu/0"])])
-def test_before_the_first_interval_nobody_has_moments_of_value(step, found):
+def test_before_the_first_interval_no_learner_has_moments_of_value(step, found):
     assert names([record("eu/0")], step=step) == found
 
 

@@ -77,7 +77,7 @@ def test_it_asks_the_first_peer_while_it_downloads_the_model():
     assert (process.state.peer_local_step, process.state.peer_step) == (7, 11)
 
 
-def test_after_a_refusal_it_asks_the_next_with_the_step_of_that_moment_then_nobody():
+def test_after_a_refusal_it_asks_the_next_with_the_step_of_that_moment_then_none():
     process = Process()
     process.step(12)
     out = process(ev.PeerAnswered(number=1, error="damaged"))
@@ -116,7 +116,7 @@ def test_a_trainer_that_trains_or_leaves_ends_the_request():
 
 
 @pytest.mark.parametrize("changes", [{"peers": ()}, {"recovery": False}])
-def test_without_peers_nobody_is_asked(changes):
+def test_without_peers_none_is_asked(changes):
     process = Process(**changes)
     assert asked(process.begun) == []
     process.download()

@@ -53,7 +53,7 @@ class LinkProtocol:
         next_delay: returns the seconds until the next attempt to connect.
         reset_delay: called when an attempt succeeds.
         syncer: address of the syncer, for messages.
-        recovery: asks peers for the state of their optimizers; None: nobody is asked.
+        recovery: asks peers for the state of their optimizers; None: none is asked.
     """
 
     def __init__(

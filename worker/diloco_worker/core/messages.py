@@ -134,7 +134,7 @@ class LinkState:
     peer_step: int = 0
     """What that state is of: local and global step."""
     peer_problem: str = ""
-    """Why none has arrived, in one sentence; empty: nobody was asked, or it has."""
+    """Why none has arrived, in one sentence; empty: none was asked, or it has."""
     checkpoint_wanted: int = 0
     """A peer waits for a local checkpoint of this global step or a later one; 0: none does."""
     complete: bool = False

@@ -33,7 +33,7 @@ class PeerRecovery:
         self.source: ev.PeerState | None = None
         """What has arrived; None: nothing."""
         self.why = ""
-        """Why nothing has, in one sentence; empty: nobody was asked, or it has."""
+        """Why nothing has, in one sentence; empty: none was asked, or it has."""
 
     @property
     def pending(self) -> bool:

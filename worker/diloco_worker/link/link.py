@@ -38,8 +38,8 @@ from diloco_worker.link import session
 from diloco_worker.link.bulk import BulkTransfers, Ended
 from diloco_worker.link.heartbeat import HealthReporter
 from diloco_worker.link.metrics import Metrics
+from diloco_worker.link.peer_ends import Peers
 from diloco_worker.link.peer_server import Facts
-from diloco_worker.link.peers import Peers
 from diloco_worker.link.transfer import Identity
 from diloco_worker.settings import LearnerSettings
 

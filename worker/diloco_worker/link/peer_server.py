@@ -175,7 +175,7 @@ class PeerServer(PeerServicer):
     def _checkpoint(
         self, request: pb.PeerRequest, context: grpc.ServicerContext
     ) -> tuple[dict[str, Any], BinaryIO] | None:
-        """The newest checkpoint of the step or a later one, when there is one; None: nobody waits any longer."""
+        """The newest checkpoint of the step or a later one, when there is one; None: the client is gone."""
         seen: set[str] = set()
         asked = False
         while context.is_active():

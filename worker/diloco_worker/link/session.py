@@ -26,7 +26,7 @@ from diloco.errors import (
     UnknownLearnerError,
 )
 from diloco.model.fragments import Layout
-from diloco.rpc.peers import is_address
+from diloco.rpc.peer_address import is_address
 from diloco.rpc.status_codes import error_of
 from diloco.rpc.tensor_info import pack_frozen, to_proto
 from diloco.spec import RunSpec

@@ -38,7 +38,7 @@ from diloco.model import tensorfile
 from diloco.runtime import files
 from diloco_worker.core import trainer as core
 from diloco_worker.core.copy_budget import ATTEMPTS, SHARE
-from diloco_worker.core.peer_files import PEER_MANIFEST, PEER_TENSORS
+from diloco_worker.core.peer_files import PEER_MANIFEST
 from diloco_worker.core.sealed import sealed, unsealed
 from diloco_worker.trainer import optimizer_state, pieces
 from diloco_worker.trainer.copies import Copies, Copy, Result, touch
@@ -467,19 +467,8 @@ class Checkpoints:
         restore_random(random_state)
 
     def of_peer(self) -> Manifest:
-        """
-        The optimizers' state that a peer sent, which `load_optimizers` loads.
-
-        Raises:
-            one of DAMAGED: it is not what was sent, or of another model.
-        """
+        """The optimizers' state that a peer sent, for `load_optimizers`; raises one of DAMAGED if it is not."""
         return self._read(self._directory / PEER_MANIFEST)
-
-    def forget_peer(self) -> None:
-        """Remove what a peer sent."""
-        for name in (PEER_MANIFEST, PEER_TENSORS):
-            with contextlib.suppress(OSError):
-                (self._directory / name).unlink()
 
     def kept(self, manifest: Manifest) -> SavedEntries:
         """
