@@ -336,8 +336,8 @@ class TrainerCore:
         found, state = self._found, self.link_state
         if state.peer:
             return [LoadPeerState(kept=found is not None and not self._of_another_run(found))]
-        asked = f"no peer has sent the optimizers' state: {state.peer_problem}"
-        return [*([self._show(asked)] if state.peer_problem else []), *self._own_optimizers()]
+        why = f"no peer has sent the optimizers' state: {state.peer_problem}"
+        return [*([self._show(why)] if state.peer_problem else []), *self._own_optimizers()]
 
     def _own_optimizers(self) -> list[Action]:
         """The same without a peer."""
@@ -367,23 +367,17 @@ class TrainerCore:
         if self._found is None:
             raise AssertionError("there is no checkpoint that could have been loaded")
         self.resumed, found = True, self._found
-        return [
-            self._show(
-                f"the parameters are those of global step {self.link_state.step}; the optimizers continue with "
-                f"the local checkpoint of local step {found.local_step}, global step {found.global_step}"
-            )
-        ]
+        text = f"local step {found.local_step}, global step {found.global_step}"
+        return [self._parameters(f"the optimizers continue with the local checkpoint of {text}")]
 
     def peer_state_loaded(self) -> list[Action]:
         """The optimizers have the state that a peer sent; the parameters are the job's."""
         state = self.link_state
         self.resumed, self.recovered_from = True, state.peer
-        return [
-            self._show(
-                f"the parameters are those of global step {state.step}; the optimizers continue with the state of "
-                f"{state.peer} at its local step {state.peer_local_step}, global step {state.peer_step}"
-            )
-        ]
+        text = (
+            f"{state.peer} at its local step {state.peer_local_step}, global step {state.peer_step}"
+        )
+        return [self._parameters(f"the optimizers continue with the state of {text}")]
 
     def peer_state_unusable(self, why: str) -> list[Action]:
         """The state that a peer sent cannot be loaded, for this reason: this learner's own counts."""
@@ -392,12 +386,10 @@ class TrainerCore:
 
     def optimizers_unusable(self, why: str) -> list[Action]:
         """The optimizers start with new state, for this reason."""
-        return [
-            self._show(
-                f"the parameters are those of global step {self.link_state.step}; "
-                f"the optimizers start with new state: {why}"
-            )
-        ]
+        return [self._parameters(f"the optimizers start with new state: {why}")]
+
+    def _parameters(self, rest: str) -> ShowProgress:
+        return self._show(f"the parameters are those of global step {self.link_state.step}; {rest}")
 
     def _begin(self, now: float) -> list[Action]:
         self.joined = True
@@ -508,12 +500,8 @@ class TrainerCore:
             # Part of syncSeconds: ready to run, but without a core.
             "queuedSeconds": round(queued_seconds, 6),
             # Part of seconds, in a step beside which a checkpoint was copied.
-            **(
-                {}
-                if copy_wait_seconds is None
-                else {"copyWaitSeconds": round(copy_wait_seconds, 6)}
-            ),
-        }
+            **({"copyWaitSeconds": round(copy_wait_seconds, 6)} if copy_wait_seconds is not None else {}),
+        }  # fmt: skip
 
     def ended(self, *, now: float) -> None:
         """The training loop continues."""
