@@ -231,7 +231,9 @@ def _split(
 def _writes(tensor: torch.Tensor) -> int:
     """How often it was written in place; tensors of inference mode do not count."""
     held = local(tensor)
-    return 0 if held.is_inference() else held._version
+    # What is written to a DTensor counts there, and what is written to its local part counts here.
+    both = (held,) if held is tensor else (held, tensor)
+    return sum(0 if part.is_inference() else part._version for part in both)
 
 
 def _digest(tensor: torch.Tensor) -> int:
