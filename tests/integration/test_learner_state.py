@@ -82,20 +82,6 @@ class Shards:
     def load_state_dict(self, state):
         self.epoch, self.yielded = state["epoch"], state["sample_in_epoch"]
 
-def row(items):
-    return int(items[0]["index"])
-
-def streaming():
-    import pathlib
-    from streaming import MDSWriter, StreamingDataset, StreamingDataLoader
-    folder = pathlib.Path(os.environ["DATA"])
-    if not folder.exists():
-        with MDSWriter(out=str(folder), columns={"index": "int"}, size_limit=1 << 12) as writer:
-            for index in range(4_000):
-                writer.write({"index": index})
-    data = StreamingDataset(local=str(folder), shuffle=True, shuffle_seed=3, batch_size=1, num_canonical_nodes=1)
-    return StreamingDataLoader(data, batch_size=1, num_workers=4, collate_fn=row)
-
 def make(kind):
     if kind == "own":
         return Loader()
