@@ -87,8 +87,6 @@ def make(kind):
         return Loader()
     if kind == "shards":
         return Shards()
-    if kind == "streaming":
-        return streaming()
     if kind == "datasets":
         return Dataset()
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -140,22 +138,16 @@ def lines(process, count=None):
         ("shards", True),
         *(
             pytest.param(*row, marks=pytest.mark.slow_tier)
-            for row in (
-                ("own", False),
-                ("torchdata", True),
-                ("datasets", True),
-                ("streaming", True),
-            )
+            for row in (("own", False), ("torchdata", True), ("datasets", True))
         ),
     ],
 )
 def test_a_loader_that_prefetches_repeats_and_skips_no_batch_after_a_kill(
-    enter, monkeypatch, tmp_path, loader, use_checkpoint
+    enter, monkeypatch, loader, use_checkpoint
 ):
     if loader not in ("own", "shards") and importlib.util.find_spec(loader) is None:
         pytest.skip(f"{loader} is not installed")
     monkeypatch.setenv("LOADER", loader)
-    monkeypatch.setenv("DATA", str(tmp_path / "mds"))
     spec = make_spec(learner_checkpoint=Checkpoint(every_steps=5, keep=2))
     with ScriptedSyncer(spec) as syncer:
         syncer.step, syncer.welcome = 10, {"run": "a"}
