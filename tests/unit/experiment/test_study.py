@@ -77,7 +77,8 @@ def test_a_variant_chooses_what_happens_to_the_moments(tmp_path):
         "average": {"moments": "Average"},
     }
     found = cells(tmp_path, variants=variants)
-    assert [c.task.moments for c in found if c.method is Method.DECOUPLED] == [*Moments]
+    chosen = {c.variant: c.task.moments for c in found if c.method is Method.DECOUPLED}
+    assert chosen == {moments.value.lower(): moments for moments in Moments}
     different = {method: len({c.digest for c in found if c.method is method}) for method in Method}
     assert different == {m: 1 if m is Method.SYNCHRONOUS else 3 for m in Method}
     unknown = refusal(tmp_path, variants={"a": {"moments": "Mean"}})
