@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from diloco.errors import ConfigError, DilocoError
 from diloco.journal.background import BackgroundWriter
 from diloco.journal.writer import JournalWriter
+from diloco.runtime import files
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
 from diloco_worker.core.peer_files import PEER_MANIFEST, PEER_TENSORS
@@ -272,9 +273,10 @@ class JoinedTrainer(JobTrainer):
 
     def _forget_peer_state(self) -> None:
         if (directory := self._state) is not None:
-            for name in (PEER_MANIFEST, PEER_TENSORS):
-                with contextlib.suppress(OSError):
-                    (directory / name).unlink()
+            for path in (directory / PEER_MANIFEST, directory / PEER_TENSORS):
+                for each in (path, files.temporary(path)):  # the latter if it was killed meanwhile
+                    with contextlib.suppress(OSError):
+                        each.unlink()
 
     def _save_checkpoint(self, action: core.SaveCheckpoint) -> None:
         if self._checkpoints is None or self._checkpoints.busy:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import queue
 import stat
+import threading
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -14,11 +18,13 @@ import torch
 from torch import nn
 
 from diloco.errors import StorageError
+from diloco.runtime import files
 from diloco.v1 import peer_pb2 as pb
-from diloco.v1.peer_pb2_grpc import PeerServicer, add_PeerServicer_to_server
+from diloco.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerServicer_to_server
 from diloco_worker.core import events as ev
 from diloco_worker.core.peer_files import PEER_MANIFEST, PEER_TENSORS, received, select
 from diloco_worker.core.sealed import sealed
+from diloco_worker.joined import JoinedTrainer
 from diloco_worker.link.peer_client import PeerClient
 from diloco_worker.link.peer_server import Facts, PeerServer
 from diloco_worker.trainer.checkpoint import Checkpoints
@@ -48,8 +54,11 @@ class Peer:
         self.checkpoints = Checkpoints(directory, keep=2, digest=DIGEST)
         self.model, self.optimizer = trained(1)
         self.wanted = queue.SimpleQueue()
+        self.saves = True
         facts = Facts(
             run=lambda: "r",
+            step=lambda: 10,
+            saves=lambda: self.saves,
             step_seconds=lambda: 0.0,
             uploading=lambda: False,
             wanted=self.wanted.put,
@@ -145,6 +154,86 @@ def test_it_serves_one_at_a_time(peer, newcomer, tmp_path):
     assert newcomer.answer().state is None
 
 
+def test_a_peer_without_local_checkpoints_refuses_at_once_also_one_that_stops_to_write_them(
+    peer, newcomer
+):
+    newcomer.ask(peer.address)
+    assert peer.wanted.get(timeout=60) == 10
+    peer.saves = False
+    assert newcomer.answer().error == "it writes no local checkpoints"
+    newcomer.ask(peer.address, number=2)
+    assert newcomer.answer().error == "it writes no local checkpoints"
+    assert peer.wanted.empty()
+
+
+def test_a_request_of_a_far_step_does_not_stop_later_ones(peer, newcomer):
+    newcomer.ask(peer.address, step=1 << 62)
+    assert "it is at global step 10" in newcomer.answer().error
+    assert peer.wanted.empty()
+
+
+def test_a_state_that_is_complete_when_it_is_abandoned_leaves_nothing(peer, newcomer, monkeypatch):
+    peer.save(global_step=12)
+    fetch = newcomer.client._fetch
+
+    def late(request):
+        state = fetch(request)
+        newcomer.client.drop(request.number)
+        return state
+
+    monkeypatch.setattr(newcomer.client, "_fetch", late)
+    newcomer.ask(peer.address)
+    assert newcomer.answer().state is None
+    assert list(newcomer.directory.iterdir()) == []
+
+
+def test_what_a_killed_newcomer_left_is_deleted_at_its_next_start(tmp_path):
+    for name in (PEER_MANIFEST, PEER_TENSORS):
+        (tmp_path / name).touch()
+        files.temporary(tmp_path / name).touch()
+    trainer = JoinedTrainer.__new__(JoinedTrainer)
+    trainer._state = tmp_path
+    trainer._forget_peer_state()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_newcomers_that_are_gone_in_the_middle_leave_no_thread_and_no_file_open(peer, tmp_path):
+    peer.save(global_step=12)
+    newcomer = Newcomer(tmp_path / "n")
+    newcomer.ask(peer.address)
+    assert newcomer.answer().state is not None
+
+    def held():
+        return threading.active_count(), sum(
+            ".safetensors" in os.readlink(f"/proc/self/fd/{fd}")
+            for fd in os.listdir("/proc/self/fd")
+            if os.path.islink(f"/proc/self/fd/{fd}")
+        )
+
+    before = held()
+    for _ in range(20):
+        with grpc.insecure_channel(peer.address) as wire:
+            call = PeerStub(wire).GetState(
+                pb.PeerRequest(job="j", learner="eu/0", layout=DIGEST, run="r", step=10),
+                wait_for_ready=True,
+            )
+            with contextlib.suppress(grpc.RpcError):  # the one before is not noticed yet
+                next(call)
+            call.cancel()
+    deadline = time.monotonic() + 60
+    number = 1
+    while True:  # it serves again
+        number += 1
+        newcomer.ask(peer.address, number=number)
+        if newcomer.answer().state is not None:
+            break
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    while held()[0] > before[0] + 4 or held()[1] > before[1]:
+        assert time.monotonic() < deadline, (before, held())
+        time.sleep(0.05)
+
+
 @pytest.mark.parametrize(
     ("changes", "asked", "error"),
     [
@@ -195,8 +284,6 @@ def honest(peer):
     """The parts that an honest peer sends."""
     request = pb.PeerRequest(job="j", learner="eu/0", layout=DIGEST, run="r", step=10)
     with grpc.insecure_channel(peer.address) as wire:
-        from diloco.v1.peer_pb2_grpc import PeerStub
-
         return [*PeerStub(wire).GetState(request)]
 
 

@@ -103,6 +103,22 @@ def test_an_answer_that_takes_more_than_h_steps_and_a_minute_is_abandoned():
     assert process.state.peer == "eu/1"
 
 
+def test_a_request_is_abandoned_after_a_minute_without_a_global_step():
+    # The job may wait for this learner: with two learners and a stopped peer, nobody else trains.
+    process = Process()
+    process.now = 50.0
+    process.step(11)
+    process.now = LEAST_SECONDS + 1
+    assert asked(process(ev.Tick())) == []
+    process.now = 50.0 + LEAST_SECONDS + 1
+    out = process(ev.Tick())
+    assert (dropped(out), asked(out)) == ([1], [("us/0", 11, "r")])
+    process.now += LEAST_SECONDS + 1
+    assert dropped(process(ev.Tick())) == [2]
+    assert not process.state.peer_pending
+    assert "61 s" in process.state.peer_problem
+
+
 def test_a_lost_session_does_not_end_the_request():
     process = Process()
     assert dropped(process(ev.SessionLost(text="x"))) == []
@@ -214,9 +230,14 @@ def test_a_checkpoint_for_a_peer_begins_once_and_not_before_its_step():
     assert saved(trainer, checkpoint_wanted=12, step=12) != []
 
 
-def test_a_trainer_without_checkpoints_makes_none_for_a_peer():
+def test_a_trainer_without_checkpoints_makes_none_for_a_peer_and_says_so():
     trainer = make(every=None)
     join(trainer, MODEL)
+    assert not trainer.state().saves
+    turned_off = make()
+    assert turned_off.state().saves
+    turned_off.checkpoints_off()
+    assert not turned_off.state().saves
     assert saved(trainer, checkpoint_wanted=5, step=11) == []
 
 

@@ -72,6 +72,8 @@ class TrainerState:
     step_seconds: float = 0.0
     sync_seconds: float = 0.0
     """Of the previous step."""
+    saves: bool = False
+    """Whether it writes local checkpoints."""
     recovered_from: str = ""
     """The learner whose optimizers' state this process began with; empty: none."""
     total_sync_seconds: float = 0.0

@@ -12,7 +12,10 @@ from collections.abc import Sequence
 from diloco_worker.core import events as ev
 
 LEAST_SECONDS = 60.0
-"""H global steps may be a second, in which a peer of another region is not even connected."""
+"""
+H global steps may be a second, in which a peer of another region is not even connected. Without a global step for so
+long, a request is abandoned as well: the job may wait for this learner.
+"""
 
 
 class PeerRecovery:
@@ -28,6 +31,9 @@ class PeerRecovery:
         self._peers: list[ev.PeerAddress] = []
         self._asked: ev.AskPeer | None = None
         self._asked_at = 0.0
+        self._step = 0
+        self._step_at = 0.0
+        """The newest global step, and when it was first seen."""
         self._number = 0
         self._begun = False
         self.source: ev.PeerState | None = None
@@ -70,10 +76,13 @@ class PeerRecovery:
         """Time has passed: abandon a request that is too old."""
         if self._asked is None:
             return []
-        late = step > self._asked.step + self._interval and now > self._asked_at + LEAST_SECONDS
-        if not late:
+        if step != self._step:
+            self._step, self._step_at = step, now
+        steps, waited = step - self._asked.step, now - self._asked_at
+        stands_still = now > self._step_at + LEAST_SECONDS
+        if waited <= LEAST_SECONDS or not (steps > self._interval or stands_still):
             return []
-        why = f"no complete answer within {step - self._asked.step} global steps"
+        why = f"no complete answer within {steps} global steps and {waited:.0f} s"
         return [ev.DropPeer(number=self._asked.number), *self._next(why, step, run, now)]
 
     def stop(self) -> list[ev.Decision]:
@@ -92,5 +101,5 @@ class PeerRecovery:
         self._number += 1
         peer = self._peers.pop(0)
         self._asked = ev.AskPeer(number=self._number, peer=peer, step=step, run=run)
-        self._asked_at = now
+        self._asked_at, self._step, self._step_at = now, step, now
         return [self._asked]

@@ -263,6 +263,7 @@ class TrainerCore:
             step_seconds=self._step_seconds,
             sync_seconds=self._sync_seconds,
             total_sync_seconds=self._total_sync_seconds,
+            saves=self._checkpoint_every is not None,
             recovered_from=self.recovered_from,
             initial_copied=self._initial_copied,
             problem=problem.kind if problem else "",

@@ -94,9 +94,11 @@ class Link:
         self._session_number = 0
         self._transfers = BulkTransfers(config, spec, shared, self._events.put)
         self._identity = Identity(learner=config.learner, epoch=0, incarnation=0)
-        self._step_seconds = 0.0
+        self._step_seconds, self._saves = 0.0, False
         facts = Facts(
             run=lambda: self._protocol.link_state.run,
+            step=lambda: self._protocol.link_state.step,
+            saves=lambda: self._saves,
             step_seconds=lambda: self._step_seconds,
             uploading=lambda: self._transfers.uploading,
             wanted=lambda step: self._events.put((0, ev.PeerAsks(step=step))),
@@ -199,7 +201,7 @@ class Link:
 
     def _observe(self, state: TrainerState) -> None:
         """Metrics and health of a state of the trainer; neither may end this process."""
-        self._step_seconds = state.step_seconds
+        self._step_seconds, self._saves = state.step_seconds, state.saves
         with self._logged("health file"):
             self._health.observe(state, time.monotonic())
         with self._logged("metrics"):

@@ -19,6 +19,7 @@ from diloco.rpc.channels import channel
 from diloco.rpc.identity import learner_server_name
 from diloco.rpc.tls import Tls
 from diloco.runtime import files
+from diloco.runtime.formatting import shorten
 from diloco.v1 import peer_pb2 as pb
 from diloco.v1.peer_pb2_grpc import PeerStub
 from diloco_worker.core import events as ev
@@ -35,6 +36,9 @@ log = logging.getLogger("diloco.link")
 
 REPLY_BYTES = 4 << 20
 """Largest message of a peer."""
+
+MAX_REASON = 300
+"""Characters of a peer's reason."""
 
 FAILED = (DilocoError, OSError, ValueError, KeyError, TypeError)
 """What a state raises that is not what was asked for, or cannot be written."""
@@ -90,13 +94,16 @@ class PeerClient:
         except Exception as failure:
             log.exception("the state of a peer's optimizers")
             error = repr(failure)
+        error = shorten(error or "no reason", MAX_REASON)
+        if request.number <= self._dropped:
+            state = None  # nobody takes it any longer
         if state is None:
             for name in (PEER_MANIFEST, PEER_TENSORS):
                 with contextlib.suppress(OSError):
                     (self._directory / name).unlink()
         if state is None and request.number > self._dropped:
             log.warning("%s has not sent its state: %s", request.peer.learner, error)
-        self._post(ev.PeerAnswered(number=request.number, state=state, error=error or "no reason"))
+        self._post(ev.PeerAnswered(number=request.number, state=state, error=error))
 
     def _fetch(self, request: ev.AskPeer) -> ev.PeerState:
         region = request.peer.learner.partition("/")[0]

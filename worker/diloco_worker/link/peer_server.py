@@ -26,6 +26,7 @@ from diloco.rpc.identity import region_uri
 from diloco.rpc.servers import bind, server
 from diloco.rpc.tls import Tls
 from diloco.runtime import files
+from diloco.runtime.formatting import shorten
 from diloco.v1 import peer_pb2 as pb
 from diloco.v1.peer_pb2_grpc import PeerServicer, add_PeerServicer_to_server
 from diloco_worker.core.peer_files import Selection, select
@@ -42,6 +43,9 @@ POLL_SECONDS = 0.1
 THREADS = 4
 """One serves, the others refuse."""
 
+MAX_NAME = 128
+"""Characters of the learner that asks, in the log."""
+
 LEAST_PRIORITY = 19
 """Of the thread that reads and sends, so that it takes little from the training."""
 
@@ -54,6 +58,10 @@ class Facts:
     """What a peer's server needs to know of its learner now."""
 
     run: Callable[[], str]
+    step: Callable[[], int]
+    """The newest global step that it knows."""
+    saves: Callable[[], bool]
+    """Whether local checkpoints are written."""
     step_seconds: Callable[[], float]
     uploading: Callable[[], bool]
     """Whether a fragment is being uploaded."""
@@ -130,6 +138,10 @@ class PeerServer(PeerServicer):
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "it trains another model")
         if request.run != self._facts.run():
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "it is in another run of the job")
+        if request.step > (step := self._facts.step()) + self._interval:
+            # Nothing serves it soon, and no later request would be served before it.
+            text = f"it is at global step {step}, far before {request.step}"
+            _abort(context, grpc.StatusCode.FAILED_PRECONDITION, text)
 
     def _parts(
         self, request: pb.PeerRequest, context: grpc.ServicerContext
@@ -144,7 +156,7 @@ class PeerServer(PeerServicer):
             selection = select(manifest, entries)
             log.info(
                 "%s takes the optimizers' state of local step %d: %d bytes",
-                request.learner, manifest["local_step"], selection.tensors_bytes,
+                shorten(request.learner, MAX_NAME), manifest["local_step"], selection.tensors_bytes,
             )  # fmt: skip
             yield pb.PeerPart(
                 header=pb.PeerHeader(
@@ -185,6 +197,9 @@ class PeerServer(PeerServicer):
                     with contextlib.suppress(*DAMAGED):
                         if (found := self._usable(path, request)) is not None:
                             return found
+            if not self._facts.saves():
+                text = "it writes no local checkpoints"
+                _abort(context, grpc.StatusCode.FAILED_PRECONDITION, text)
             if not asked:
                 self._facts.wanted(request.step)
                 asked = True
