@@ -310,7 +310,7 @@ class Engine:
         age = self.step - event.checkpoint_step
         fresh, interval = event.fresh and self.initialised, self.spec.interval
         use_checkpoint = fresh and event.checkpoint_step > 0 and 0 <= age <= interval
-        able = self.learners.able() if fresh and not use_checkpoint else []
+        able = self.learners.able() if fresh and not use_checkpoint else None
         out += [
             ev.Log(
                 event="join",

@@ -135,6 +135,8 @@ class LearnerRecord:
     """Restarts of its process, as its supervisor counts them."""
     peer_address: str = ""
     """host:port on which it answers other learners; "": it does not."""
+    began_at: int = 0
+    """Global step of the syncer when its process began without a recent checkpoint; 0: it did not, or before all."""
     first_choices: int = 0
     """How often a learner that joined was to ask this one first."""
     joined_round: int = 0

@@ -45,6 +45,17 @@ def test_before_the_first_interval_no_learner_has_moments_of_value(step, found):
     assert names([record("eu/0")], step=step) == found
 
 
+def test_a_process_that_began_without_state_is_no_peer_for_h_steps():
+    # Its moments may be of its first steps, and those of the newcomer's own old checkpoint better.
+    restarted = record("eu/0")
+    offered([], restarted, step=10, interval=H)
+    assert names([restarted, record("us/0")], step=9 + H) == ["us/0"]
+    assert names([restarted, record("us/0")], step=10 + H) == ["eu/0", "us/0"]
+    # A session that continues, or a recent checkpoint, changes nothing.
+    assert offered(None, restarted, step=30, interval=H) == ()
+    assert names([restarted], step=31) == ["eu/0"]
+
+
 @given(st.lists(st.sampled_from(["eu/1", "eu/2", "us/1", "us/2", "us/3"]), unique=True))
 def test_the_order_of_the_records_does_not_matter(order):
     known = sorted(names([record(name) for name in order]))
@@ -72,6 +83,7 @@ def job():
     for name in "ab":
         session = hello(job, name).session
         job.report(name, 1, session=session)
+        job[name].began_at = 0
     job.engine.scheduler.step = 10
     return job
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 LEAST_BYTES_PER_SECOND = 8 << 20
 MOST_BYTES_PER_SECOND = 256 << 20
 
-SHARE = 0.5
-"""Of the time that the newcomer may wait: the rest is for the copy, and for pauses while uploads run."""
+SHARE = 0.125
+"""Of the time that the newcomer may wait, in which it does not train; the job may wait for it."""
 
 YIELD_SECONDS = 1.0
 """Longest pause for uploads before each piece."""

@@ -79,8 +79,8 @@ class PeerRecovery:
         if step != self._step:
             self._step, self._step_at = step, now
         steps, waited = step - self._asked.step, now - self._asked_at
-        stands_still = now > self._step_at + LEAST_SECONDS
-        if waited <= LEAST_SECONDS or not (steps > self._interval or stands_still):
+        standstill = now > self._step_at + LEAST_SECONDS
+        if waited <= LEAST_SECONDS or not (steps > self._interval or standstill):
             return []
         why = f"no complete answer within {steps} global steps and {waited:.0f} s"
         return [ev.DropPeer(number=self._asked.number), *self._next(why, step, run, now)]

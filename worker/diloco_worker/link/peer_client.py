@@ -96,7 +96,7 @@ class PeerClient:
             error = repr(failure)
         error = shorten(error or "no reason", MAX_REASON)
         if request.number <= self._dropped:
-            state = None  # nobody takes it any longer
+            state = None  # the protocol has asked the next peer, or trains
         if state is None:
             for name in (PEER_MANIFEST, PEER_TENSORS):
                 with contextlib.suppress(OSError):
