@@ -329,10 +329,12 @@ def test_what_arrives_damaged_is_no_state_and_leaves_nothing(peer, scripted, new
         ({"digest": "e"}, "another model"),
         ({"run": "s"}, "another run"),
         ({"global_step": 9}, "global step 9, expected 10 or later"),
+        ({"optimizers": None}, "does not describe its optimizers"),
     ],
 )
 def test_a_manifest_of_something_else_is_refused(change, error):
-    manifest = sealed({"digest": DIGEST, "run": "r", "global_step": 10, **change})
+    known = {"digest": DIGEST, "run": "r", "global_step": 10, "optimizers": []}
+    manifest = sealed({**known, **change})
     with pytest.raises(StorageError, match=error):
         received(manifest, sha256="", tensors_bytes=0, digest=DIGEST, run="r", step=10)
 

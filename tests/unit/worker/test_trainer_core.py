@@ -81,7 +81,7 @@ def test_the_first_state_shows_what_there_is():
     state = make(found=FOUND).state()
     assert state == TrainerState(
         checkpoint_local_step=7, checkpoint_step=40, steps=[0, 0], tokens=[0, 0], applied=[0, 0],
-        versions=[None, None],
+        versions=[None, None], saves=True,
     )  # fmt: skip
     assert make().state().checkpoint_step == 0
 

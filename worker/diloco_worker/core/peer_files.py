@@ -86,6 +86,8 @@ def received(
         raise StorageError("it is the state of another model")
     if data["run"] != run:
         raise StorageError("it is the state of another run")
+    if data["optimizers"] is None:
+        raise StorageError("it does not describe its optimizers")
     if int(data["global_step"]) < step:
         raise StorageError(f"it is of global step {data['global_step']}, expected {step} or later")
     return sealed({**data, "sha256": sha256, "bytes": tensors_bytes})
