@@ -57,7 +57,7 @@ AT_ONCE = 7
 """Groups that run at the same time: five of the nine wait for pods most of the time."""
 FIRST = ("nice", "-n", "-10")
 """
-Before the commands for which the groups on clusters wait. Without the right to a higher priority, nice runs
+Before the commands for which others wait. Without the right to a higher priority, nice runs
 them with the usual one.
 """
 LONGEST = "what imports torch"
@@ -143,9 +143,9 @@ class Group:
             )
         return result
 
-    def behind(self) -> Group:
-        """The same with a smaller share of the cores."""
-        return replace(self, command=("nice", "-n", "5", *self.command))
+    def first(self) -> Group:
+        """The same with a larger share of the cores, where this process has the right to it."""
+        return replace(self, command=(*FIRST, *self.command))
 
     def repeat(self, result: Result) -> Result:
         """The result after a second run of the tests that failed, if they are few."""
@@ -338,7 +338,7 @@ def fast() -> list[Group]:
     paths["the others"] = list(others)
     groups = [Group("types", ("mypy",), {})]
     groups += [pytest(name, *chosen, *part, OMP_NUM_THREADS="1") for name, part in paths.items()]
-    return [group if group.name == LONGEST else group.behind() for group in groups]
+    return [group.first() if group.name == LONGEST else group for group in groups]
 
 
 def at_once(groups: Sequence[Group]) -> Result:
