@@ -59,7 +59,7 @@ while not done():
     if learner is not None:
         learner.step(tokens=4 * size, loss=loss)
     share()
-    time.sleep(0.1)
+    time.sleep(0.25)
 """
 LEARNERS = (("ranks-eu-0", "ranks-eu-1"), ("ranks-eu-2", "ranks-eu-3"))
 """The pods of each learner, by rank."""
@@ -217,7 +217,7 @@ def test_a_preempted_pod_takes_its_learner_out_until_there_is_room_again(healed)
         lambda: f"Insufficient {SLOT}" in job.condition("LearnersReady")["message"],
         BACK_SECONDS, expected="the condition states what the pod waits for", details=job.details,
     )  # fmt: skip
-    job.until_step(job.step() + 50, BACK_SECONDS)
+    job.until_step(job.step() + 20, BACK_SECONDS)
     kubectl.delete("pod", URGENT, job.namespace, "--force", "--grace-period=0")
     job.until_condition("LearnersReady", BACK_SECONDS)
     now = job.instances()
