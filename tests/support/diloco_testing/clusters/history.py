@@ -24,7 +24,7 @@ def tree(commit: str, folder: Path) -> Path:
     done = _git("archive", "--format=tar", commit)
     assert done.returncode == 0, done.stderr.decode(errors="replace")
     # Python's tarfile needs 3.11.4 or newer to take only data from an archive; Debian 12 has 3.11.2.
-    subprocess.run(("tar", "-x", "-C", str(folder)), input=done.stdout, check=True)
+    subprocess.run(("tar", "-x", "-f", "-", "-C", str(folder)), input=done.stdout, check=True)
     return folder
 
 
