@@ -140,6 +140,8 @@ class Coordinator:
             spec=self.spec.hash,
             learners=self.spec.learners,
         )
+        if engine.blocks.dataset is not None:
+            self._record("data", **engine.blocks.record())
         return now
 
     def handle(self, event: Event, now: float) -> float:
@@ -288,6 +290,8 @@ class Coordinator:
                 message = learner_messages.fragments(decision, steps=self.spec.steps)
                 for learner in decision.learners:
                     self.sessions.send(learner, message)
+            case ev.LeaseBlocks():
+                self.sessions.send(decision.learner, learner_messages.leases(decision))
             case ev.Pull():
                 self._pull(decision)
             case ev.ProbeLearner():

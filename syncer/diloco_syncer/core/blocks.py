@@ -1,0 +1,346 @@
+"""
+Which learner trains on which block of the data. Pure.
+
+The items of a dataset are cut into blocks of equal size. A pass over all of them follows the other, so a
+block has a serial number in the run: pass × blocks + its number in the dataset. Each serial is free, open
+at exactly one learner, or trained; nothing else is kept, so the state grows with the open ones only.
+
+The lowest free serial is leased first. A serial is leased only while every one that is a whole pass older
+is trained, so no block is open at two learners, not even in two passes.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from diloco_syncer.core.events import BlocksStated, Decision, LeaseBlocks, Log, TrainedBlock
+
+HOLD_SECONDS = 30.0
+"""A learner whose connection broke keeps its open blocks for this long, and then for the other learners."""
+
+INTERRUPTED = frozenset({"StreamEnded", "HeartbeatLate", "Unavailable"})
+"""Reasons for which a session ends while its learner may continue to train."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """As the first learner stated it."""
+
+    items: int
+    size: int
+    """Items of a block; the last one may have fewer."""
+    stated_by: str
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, at least 1."""
+        return -(-self.items // self.size)
+
+
+class FreeSerials:
+    """
+    A set of whole numbers without an upper end, as sorted gaps and a number from which on all belong to it.
+
+    Args:
+        gaps: (first, end) of each, sorted, not adjacent.
+        rest: larger than each.
+    """
+
+    def __init__(self, gaps: Iterable[tuple[int, int]] = (), rest: int = 0) -> None:
+        self._spans = [(first, end) for first, end in gaps]
+        self.rest = rest
+
+    @property
+    def lowest(self) -> int:
+        """The smallest of them."""
+        return self._spans[0][0] if self._spans else self.rest
+
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(first, end) of what is below `rest`."""
+        return tuple(self._spans)
+
+    def __contains__(self, serial: int) -> bool:
+        at = bisect_right(self._spans, (serial, 1 << 64)) - 1
+        return serial >= self.rest or (at >= 0 and serial < self._spans[at][1])
+
+    def remove(self, serial: int) -> None:
+        """Take one that is in the set."""
+        if serial >= self.rest:
+            if serial > self.rest:
+                self._spans.append((self.rest, serial))
+            self.rest = serial + 1
+            return
+        at = bisect_right(self._spans, (serial, 1 << 64)) - 1
+        first, end = self._spans[at]
+        parts = [(first, serial), (serial + 1, end)]
+        self._spans[at : at + 1] = [(a, b) for a, b in parts if a < b]
+
+    def add(self, serial: int) -> None:
+        """Put one back that is not in the set, and is below `rest`."""
+        at = bisect_right(self._spans, (serial, serial))
+        first, end = serial, serial + 1
+        if at < len(self._spans) and self._spans[at][0] == end:
+            end = self._spans.pop(at)[1]
+        if at > 0 and self._spans[at - 1][1] == first:
+            at -= 1
+            first = self._spans.pop(at)[0]
+        if end == self.rest:
+            self.rest = first
+            return
+        self._spans.insert(at, (first, end))
+
+
+@dataclass(slots=True, kw_only=True)
+class Holder:
+    """A learner that takes part."""
+
+    incarnation: int
+    open: list[int] = field(default_factory=list)
+    """In the order in which they were leased."""
+    session: int | None = None
+    """That stated the dataset; None: it is not connected, or has not yet."""
+    wanted: int = 0
+    """How many it wants open; only while it is connected."""
+    lost_at: float | None = None
+    """Since when it is not connected; None: it is, or its blocks were found in a snapshot."""
+    changed: bool = False
+    """It must be sent what is open."""
+    refused: bool = False
+    """Of this session, a block was refused and recorded."""
+
+
+@dataclass(slots=True)
+class BlockLedger:
+    """The leases of a job. Every call is of the current incarnation and session of a learner."""
+
+    dataset: Dataset | None = None
+    free: FreeSerials = field(default_factory=FreeSerials)
+    holders: dict[str, Holder] = field(default_factory=dict)
+
+    # ------------------------------------------------------------ events
+
+    def conflict(self, event: BlocksStated) -> str:
+        """Why this learner cannot take part; empty: it can."""
+        known = self.dataset
+        if known is None or (known.items, known.size) == (event.items, event.size):
+            return ""
+        return (
+            f"{event.learner} states a dataset of {event.items} items in blocks of {event.size}, "
+            f"expected {known.items} items in blocks of {known.size} as {known.stated_by} stated first; "
+            "give all learners the same dataset, or begin another run"
+        )
+
+    def stated(self, event: BlocksStated, *, incarnation: int) -> list[Decision]:
+        """A learner states its dataset, what it has trained on, and what is open there."""
+        out: list[Decision] = []
+        if self.dataset is None:
+            self.dataset = Dataset(items=event.items, size=event.size, stated_by=event.learner)
+            out.append(Log(event="data", fields=self.record()))
+        holder = self.holders.setdefault(event.learner, Holder(incarnation=incarnation))
+        if holder.incarnation != incarnation:
+            out += self.release(event.learner, "Replaced")
+            holder = self.holders[event.learner] = Holder(incarnation=incarnation)
+        if holder.session != event.session:
+            # What it has from an earlier session counts, unless another learner has it meanwhile.
+            claimed = [*(block.serial for block in event.trained), *event.open]
+            out += self._adopt(event.learner, holder, claimed)
+            holder.session, holder.lost_at, holder.refused = event.session, None, False
+        out += self._trained(event.learner, holder, event.trained)
+        holder.wanted, holder.changed = event.wanted, True
+        return out
+
+    def left(self, learner: str, reason: str, now: float) -> list[Decision]:
+        """Its session ended."""
+        holder = self.holders.get(learner)
+        if holder is None:
+            return []
+        holder.session, holder.wanted, holder.lost_at = None, 0, now
+        return [] if reason in INTERRUPTED else self.release(learner, reason)
+
+    def joined(self, learner: str, incarnation: int) -> list[Decision]:
+        """A learner joined; a new process has nothing of what the one before had open."""
+        holder = self.holders.get(learner)
+        if holder is None or holder.incarnation == incarnation:
+            return []
+        return self.release(learner, "Replaced")
+
+    def release(self, learner: str, reason: str) -> list[Decision]:
+        """What the learner has open is leased again."""
+        holder = self.holders.pop(learner)
+        for serial in holder.open:
+            self.free.add(serial)
+        return (
+            [_log("release", learner, holder, blocks=spans(holder.open), reason=reason)]
+            if holder.open
+            else []
+        )
+
+    def shift(self, seconds: float) -> None:
+        """The syncer itself was paused for this long."""
+        for holder in self.holders.values():
+            if holder.lost_at is not None:
+                holder.lost_at += seconds
+
+    def advance(self, now: float) -> list[Decision]:
+        """Release what is overdue, lease what is wanted, and send every change."""
+        out: list[Decision] = []
+        for learner, holder in list(self.holders.items()):
+            if holder.session is None and holder.lost_at is None:
+                holder.lost_at = now  # found in a snapshot
+            elif holder.lost_at is not None and now - holder.lost_at >= HOLD_SECONDS:
+                out += self.release(learner, "Overdue")
+        leased: dict[str, list[int]] = {}
+        while (learner := self._next()) is not None:
+            serial = self.free.lowest
+            self.free.remove(serial)
+            self.holders[learner].open.append(serial)
+            self.holders[learner].changed = True
+            leased.setdefault(learner, []).append(serial)
+        for learner, serials in leased.items():
+            out.append(_log("lease", learner, self.holders[learner], blocks=spans(serials)))
+        for learner, holder in self.holders.items():
+            if holder.changed and holder.session is not None:
+                holder.changed = False
+                out.append(LeaseBlocks(learner=learner, serials=tuple(holder.open)))
+        return out
+
+    # ------------------------------------------------------------ parts
+
+    def _next(self) -> str | None:
+        """The learner that gets the next block: the one with the fewest; None: nothing can be leased."""
+        wanting = [
+            (len(holder.open), learner)
+            for learner, holder in self.holders.items()
+            if len(holder.open) < holder.wanted
+        ]
+        if not wanting or not self._allowed(self.free.lowest):
+            return None
+        return min(wanting)[1]
+
+    def _allowed(self, serial: int) -> bool:
+        return self.dataset is not None and serial < self.oldest + self.dataset.blocks
+
+    @property
+    def oldest(self) -> int:
+        """The smallest serial that is not trained."""
+        return min(
+            [self.free.lowest, *(serial for h in self.holders.values() for serial in h.open)]
+        )
+
+    def _adopt(self, learner: str, holder: Holder, claimed: Iterable[int]) -> list[Decision]:
+        adopted = []
+        for serial in claimed:
+            if serial in self.free and self._allowed(serial):
+                self.free.remove(serial)
+                holder.open.append(serial)
+                adopted.append(serial)
+        return [_log("lease", learner, holder, blocks=spans(adopted))] if adopted else []
+
+    def _trained(
+        self, learner: str, holder: Holder, trained: Iterable[TrainedBlock]
+    ) -> list[Decision]:
+        counted, refused = [], []
+        for block in trained:
+            if block.serial in holder.open:
+                holder.open.remove(block.serial)
+                counted.append({"block": block.serial, "begin": block.begin, "end": block.end})
+            else:
+                refused.append(block.serial)
+        out: list[Decision] = [_log("trained", learner, holder, blocks=counted)] if counted else []
+        if refused and not holder.refused:
+            holder.refused = True
+            detail = (
+                f"trained on {self._named(refused[0])}, which is not leased to it; it does not count. "
+                "No more are recorded in this session"
+            )
+            out.append(
+                Log(
+                    event="refuse",
+                    fields={"learner": learner, "reason": "Protocol", "detail": detail},
+                )
+            )
+        return out
+
+    def _named(self, serial: int) -> str:
+        if self.dataset is None:
+            return f"block {serial}"
+        of_pass, number = divmod(serial, self.dataset.blocks)
+        return f"block {number} of pass {of_pass}"
+
+    # ------------------------------------------------------------ state that outlives the process
+
+    def record(self) -> dict[str, Any]:
+        """Fields of the line `data` of events.jsonl: the state from here on; only once there is a dataset."""
+        if self.dataset is None:
+            raise AssertionError("no learner has stated a dataset")
+        opened = [serial for holder in self.holders.values() for serial in holder.open]
+        return {
+            "items": self.dataset.items,
+            "size": self.dataset.size,
+            "learner": self.dataset.stated_by,
+            "next": self.free.rest,
+            "free": [{"first": first, "count": end - first} for first, end in self.free.gaps],
+            "open": spans(opened),
+        }
+
+    def to_json(self) -> dict[str, Any] | None:
+        """For a snapshot; None: no learner has stated a dataset."""
+        if self.dataset is None:
+            return None
+        held = {
+            name: {"incarnation": holder.incarnation, "open": [*holder.open]}
+            for name, holder in self.holders.items()
+            if holder.open
+        }
+        return {
+            "items": self.dataset.items,
+            "size": self.dataset.size,
+            "statedBy": self.dataset.stated_by,
+            "next": self.free.rest,
+            "free": [list(gap) for gap in self.free.gaps],
+            "held": held,
+        }
+
+    @classmethod
+    def from_json(cls, data: Mapping[str, Any] | None) -> BlockLedger:
+        """The ledger that `to_json` described; its learners have HOLD_SECONDS from the first event on."""
+        if data is None:
+            return cls()
+        return cls(
+            dataset=Dataset(
+                items=int(data["items"]), size=int(data["size"]), stated_by=str(data["statedBy"])
+            ),
+            free=FreeSerials([(int(a), int(b)) for a, b in data["free"]], int(data["next"])),
+            holders={
+                name: Holder(incarnation=int(h["incarnation"]), open=[int(n) for n in h["open"]])
+                for name, h in data["held"].items()
+            },
+        )
+
+
+def spans(serials: Iterable[int]) -> list[dict[str, int]]:
+    """These serials as runs, for events.jsonl."""
+    return [{"first": first, "count": count} for first, count in _runs(sorted(serials))]
+
+
+def _runs(serials: list[int]) -> Iterator[tuple[int, int]]:
+    first = count = 0
+    for serial in serials:
+        if count and serial == first + count:
+            count += 1
+            continue
+        if count:
+            yield first, count
+        first, count = serial, 1
+    if count:
+        yield first, count
+
+
+def _log(event: str, learner: str, holder: Holder, **fields: object) -> Log:
+    return Log(
+        event=event, fields={"learner": learner, "incarnation": holder.incarnation, **fields}
+    )

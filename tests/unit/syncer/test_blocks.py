@@ -1,0 +1,227 @@
+"""Leases of blocks: each serial has one fate, whatever happens in which order."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from diloco_syncer.core.blocks import HOLD_SECONDS, BlockLedger, FreeSerials
+from diloco_syncer.core.events import BlocksStated, Decision, LeaseBlocks, Log, TrainedBlock
+
+NAMES = ("eu/0", "eu/1", "us/0")
+
+
+def stated(name="eu/0", *, session=1, items=100, size=10, wanted=2, opened=(), trained=()):
+    return BlocksStated(
+        session=session, learner=name, items=items, size=size, wanted=wanted, open=tuple(opened),
+        trained=tuple(TrainedBlock(serial=s, begin=0, end=1) for s in trained),
+    )  # fmt: skip
+
+
+def leases(decisions):
+    return {d.learner: d.serials for d in decisions if isinstance(d, LeaseBlocks)}
+
+
+def logged(decisions, event):
+    return [d.fields for d in decisions if isinstance(d, Log) and d.event == event]
+
+
+def take(ledger, event, now=0.0, incarnation=1):
+    return [*ledger.stated(event, incarnation=incarnation), *ledger.advance(now)]
+
+
+def test_blocks_are_leased_in_order_and_again_when_their_learner_is_gone():
+    ledger = BlockLedger()
+    assert leases(take(ledger, stated())) == {"eu/0": (0, 1)}
+    assert leases(take(ledger, stated("us/0"))) == {"us/0": (2, 3)}
+    out = ledger.left("eu/0", "SIGTERM", 1.0)
+    assert logged(out, "release")[0]["blocks"] == [{"first": 0, "count": 2}]
+    assert leases(take(ledger, stated("us/0", opened=[3], trained=[2]))) == {"us/0": (3, 0)}
+
+
+def test_a_broken_connection_keeps_its_blocks_for_a_while():
+    ledger = BlockLedger()
+    take(ledger, stated())
+    assert ledger.left("eu/0", "StreamEnded", 1.0) == []
+    assert ledger.advance(HOLD_SECONDS + 0.9) == []
+    assert leases(take(ledger, stated(session=2, opened=[0, 1]), HOLD_SECONDS)) == {"eu/0": (0, 1)}
+    ledger.left("eu/0", "StreamEnded", 40.0)
+    out = ledger.advance(40.0 + HOLD_SECONDS)
+    assert logged(out, "release")[0]["reason"] == "Overdue"
+
+
+def test_a_new_process_has_nothing_of_the_one_before():
+    ledger = BlockLedger()
+    take(ledger, stated())
+    ledger.left("eu/0", "StreamEnded", 1.0)
+    assert logged(ledger.joined("eu/0", 2), "release")[0]["reason"] == "Replaced"
+    assert leases(take(ledger, stated(session=2), incarnation=2)) == {"eu/0": (0, 1)}
+
+
+def test_a_block_of_another_learner_or_an_unknown_one_does_not_count_and_is_recorded_once():
+    ledger = BlockLedger()
+    take(ledger, stated())
+    take(ledger, stated("us/0"))
+    for serial in (0, 10**15, 77):
+        out = take(ledger, stated("us/0", opened=[2, 3], trained=[serial]))
+        assert not logged(out, "trained")
+        refused = logged(out, "refuse")
+        assert len(refused) == (serial == 0)
+        if refused:
+            assert "trained on block 0 of pass 0, which is not leased to it" in refused[0]["detail"]
+    assert ledger.holders["eu/0"].open == [0, 1]
+
+
+def test_another_dataset_is_a_conflict_in_one_sentence():
+    ledger = BlockLedger()
+    take(ledger, stated())
+    assert ledger.conflict(stated("us/0")) == ""
+    assert ledger.conflict(stated("us/0", items=99)) == (
+        "us/0 states a dataset of 99 items in blocks of 10, expected 100 items in blocks of 10 as eu/0 stated first; "
+        "give all learners the same dataset, or begin another run"
+    )
+
+
+def test_of_a_small_dataset_no_block_is_open_twice_in_two_passes():
+    ledger = BlockLedger()
+    assert leases(take(ledger, stated(items=20, wanted=5))) == {"eu/0": (0, 1)}
+    assert leases(take(ledger, stated(items=20, wanted=5, opened=[0], trained=[1]))) == {
+        "eu/0": (0,)
+    }
+    assert leases(take(ledger, stated(items=20, wanted=5, trained=[0]))) == {"eu/0": (2, 3)}
+
+
+def test_of_a_huge_dataset_only_what_is_open_is_kept():
+    ledger = BlockLedger()
+    take(ledger, stated(items=10**12, size=1, wanted=32))
+    for serial in range(1000):
+        take(ledger, stated(items=10**12, size=1, wanted=32, trained=[serial]))
+    assert len(json.dumps(ledger.to_json())) < 500
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
+def test_free_serials_are_a_set(operations):
+    free, model = FreeSerials(), set(range(100))
+    for add, serial in operations:
+        if add and serial not in model and serial < free.rest:
+            free.add(serial)
+            model.add(serial)
+        elif not add and serial in model:
+            free.remove(serial)
+            model.discard(serial)
+        assert {n for n in range(100) if n in free} == model
+        assert free.lowest == min(model)
+        assert all(a < b for a, b in free.gaps)
+        assert all(b < a for (_, b), (a, _) in zip(free.gaps, free.gaps[1:], strict=False))
+
+
+@dataclass
+class History:
+    """Learners that train, leave, return and die, and a syncer that resumes from snapshots."""
+
+    blocks: int
+    ledger: BlockLedger = field(default_factory=BlockLedger)
+    now: float = 0.0
+    session: int = 0
+    trained: list[int] = field(default_factory=list)
+    sent: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    incarnations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(NAMES, 1))
+    sessions: dict[str, int | None] = field(default_factory=dict)
+    saved: str = "null"
+    saved_trained: list[int] = field(default_factory=list)
+
+    def took(self, decisions: list[Decision]) -> None:
+        self.sent |= leases(decisions)
+        for fields in logged(decisions, "trained"):
+            self.trained += [block["block"] for block in fields["blocks"]]
+        self.check()
+
+    def check(self) -> None:
+        ledger = self.ledger
+        opened = [serial for holder in ledger.holders.values() for serial in holder.open]
+        numbers = [serial % self.blocks for serial in opened]
+        assert len(set(numbers)) == len(numbers), "a block is open at two learners"
+        assert len(set(self.trained)) == len(self.trained), "a serial counts twice"
+        assert not set(opened) & set(self.trained)
+        for serial in range(ledger.free.rest):
+            assert (serial in ledger.free) + (serial in opened) + (serial in self.trained) == 1
+
+    def state(self, name: str, trained: tuple[int, ...]) -> None:
+        if self.sessions.get(name) is None:
+            self.session += 1
+            self.sessions[name] = self.session
+            self.took(self.ledger.joined(name, self.incarnations[name]))
+        opened = [serial for serial in self.sent.get(name, ()) if serial not in trained]
+        event = stated(
+            name, session=self.sessions[name], items=self.blocks, size=1, wanted=3,
+            opened=opened, trained=trained,
+        )  # fmt: skip
+        self.took(self.ledger.stated(event, incarnation=self.incarnations[name]))
+        self.took(self.ledger.advance(self.now))
+
+    def step(self, action: str, name: str, number: int) -> None:
+        self.now += number
+        match action:
+            case "train":
+                self.state(name, self.sent.get(name, ())[: number + 1])
+            case "lie":
+                self.state(name, (number,))
+            case "cut" | "leave":
+                if self.sessions.get(name) is not None:
+                    self.sessions[name] = None
+                    reason = "StreamEnded" if action == "cut" else "Goodbye"
+                    self.took(self.ledger.left(name, reason, self.now))
+            case "die":
+                self.sessions[name] = None
+                self.incarnations[name] += 1
+                self.sent.pop(name, None)
+                self.took(self.ledger.left(name, "StreamEnded", self.now))
+            case "wait":
+                self.now += 10
+                self.took(self.ledger.advance(self.now))
+            case "snapshot":
+                self.saved, self.saved_trained = json.dumps(self.ledger.to_json()), [*self.trained]
+            case "crash":
+                self.ledger = BlockLedger.from_json(json.loads(self.saved))
+                self.trained = [*self.saved_trained]
+                self.sessions.clear()
+                self.took(self.ledger.advance(self.now))
+
+
+ACTIONS = ("train", "train", "train", "lie", "cut", "leave", "die", "wait", "snapshot", "crash")
+
+
+@given(
+    st.integers(1, 20),
+    st.lists(
+        st.tuples(st.sampled_from(ACTIONS), st.sampled_from(NAMES), st.integers(0, 3)), max_size=60
+    ),
+)
+def test_in_any_history_each_serial_is_free_open_at_one_learner_or_trained_once(blocks, history):
+    run = History(blocks)
+    for action, name, number in history:
+        run.step(action, name, number)
+    # Whatever happened: who remains trains on everything that is left of two passes.
+    for name in NAMES[1:]:
+        run.step("leave", name, 0)
+    run.now += 2 * HOLD_SECONDS
+    run.took(run.ledger.advance(run.now))
+    last = max([run.ledger.free.rest, 2 * blocks])
+    for _ in range(4 * last + 4):
+        if run.ledger.oldest >= last:
+            break
+        run.state("eu/0", run.sent.get("eu/0", ()))
+    assert set(range(last)) <= set(run.trained)
+
+
+@pytest.mark.parametrize("gaps", [(), ((1, 3), (5, 6))])
+def test_the_state_survives_a_snapshot(gaps):
+    ledger = BlockLedger()
+    take(ledger, stated(wanted=9))
+    ledger.free = FreeSerials(gaps, 10)
+    again = BlockLedger.from_json(json.loads(json.dumps(ledger.to_json())))
+    assert again.to_json() == ledger.to_json()
