@@ -194,12 +194,12 @@ class BlockLedger:
             elif holder.lost_at is not None and now - holder.lost_at >= HOLD_SECONDS:
                 out += self.release(learner, "Overdue")
         leased: dict[str, list[int]] = {}
-        while (learner := self._next()) is not None:
+        while (wanting := self._next()) is not None:
             serial = self.free.lowest
             self.free.remove(serial)
-            self.holders[learner].open.append(serial)
-            self.holders[learner].changed = True
-            leased.setdefault(learner, []).append(serial)
+            self.holders[wanting].open.append(serial)
+            self.holders[wanting].changed = True
+            leased.setdefault(wanting, []).append(serial)
         for learner, serials in leased.items():
             out.append(_log("lease", learner, self.holders[learner], blocks=spans(serials)))
         for learner, holder in self.holders.items():

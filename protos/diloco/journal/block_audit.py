@@ -1,0 +1,202 @@
+"""
+Proves from events.jsonl what became of each block of the data. Pure.
+
+    a block is open at one learner at most, in whatever pass
+    a learner trains only on blocks that are open there, and one serial counts once
+    no serial is lost: when a syncer begins with a snapshot, each one below `next` is free, open or trained
+
+A syncer that resumes from a snapshot has none of the merges after it, so what was trained since is leased again:
+`undone`. A block counts in the merges whose report of the same incarnation has one of its local steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from diloco.journal.records import Data, Lease, Merge, Release, Span, Trained
+
+MAX_SERIALS = 1 << 22
+"""Free ones that a line may list; more cannot be leased by a job, and are refused as a whole."""
+
+
+@dataclass(slots=True)
+class Fate:
+    """A serial that was trained on."""
+
+    learner: str
+    incarnation: int
+    begin: int
+    """t_m before its first step."""
+    end: int
+    time: str = ""
+    """Of the line that states it."""
+    merges: list[int] = field(default_factory=list)
+    """Global steps of the merges in which it counts."""
+
+
+@dataclass(slots=True)
+class BlockBook:
+    """State after the lines so far."""
+
+    blocks: int = 0
+    """Of the dataset; 0: no learner has stated one."""
+    next: int = 0
+    free: set[int] = field(default_factory=set)
+    """Below `next`."""
+    open: dict[int, str] = field(default_factory=dict)
+    """Serial → learner; "": of an earlier epoch, not known."""
+    trained: dict[int, Fate] = field(default_factory=dict)
+    before: int = 0
+    """Serials below this one were trained on before the first line."""
+    undone: int = 0
+    refused: int = 0
+    _of: dict[tuple[str, int], list[Fate]] = field(default_factory=dict)
+    """(learner, incarnation) → what it trained on, in its order."""
+    _merged: dict[tuple[str, int], list[tuple[int, int, int]]] = field(default_factory=dict)
+    """(learner, incarnation) → (first and last local step, global step) of its merged reports."""
+
+    # ------------------------------------------------------------ lines
+
+    def data(self, line: Data) -> Iterator[str]:
+        """The dataset, and the state of all serials."""
+        if min(line.items, line.size) < 1 or _size(line.free) + _size(line.open) > MAX_SERIALS:
+            yield f"states {line.items} items in blocks of {line.size}, or too many blocks"
+            return
+        first, self.blocks = not self.blocks, -(-line.items // line.size)
+        free, opened = set(_serials(line.free)), list(_serials(line.open))
+        if first:
+            self.before = line.next
+        for serial in [n for n in self.trained if n in free or n in opened or n >= line.next]:
+            fate = self.trained.pop(serial)
+            self._of[fate.learner, fate.incarnation].remove(fate)
+            self.undone += 1
+        for serial in range(
+            self.before if not first else line.next, min(line.next, self.before + MAX_SERIALS)
+        ):
+            if serial not in free and serial not in opened and serial not in self.trained:
+                yield f"{self.named(serial)} is lost: neither to be leased, nor open, nor trained on"
+        self.next, self.free = line.next, free
+        self.open = dict.fromkeys(opened, "")
+
+    def lease(self, line: Lease) -> Iterator[str]:
+        """Blocks are open at a learner."""
+        numbers = {serial % max(1, self.blocks): serial for serial in self.open}
+        for serial in _serials(line.blocks):
+            other = numbers.get(serial % max(1, self.blocks))
+            if other is not None:
+                yield f"{self.named(serial)} is leased to {line.learner} while it is open at {self.open[other] or 'another'}"
+            elif serial in self.trained:
+                yield f"{self.named(serial)} is leased to {line.learner}, but was trained on"
+            self.free.discard(serial)
+            if serial >= self.next:
+                self.free.update(range(self.next, min(serial, self.next + MAX_SERIALS)))
+                self.next = serial + 1
+            self.open[serial] = line.learner
+
+    def release(self, line: Release) -> Iterator[str]:
+        """They are no longer."""
+        for serial in _serials(line.blocks):
+            if self.open.pop(serial, None) not in (line.learner, ""):
+                yield f"{self.named(serial)} is released by {line.learner}, where it is not open"
+            self.free.add(serial)
+
+    def train(self, line: Trained, time: str) -> Iterator[str]:
+        """A learner has trained on blocks."""
+        for block in line.blocks:
+            if self.open.pop(block.block, None) not in (line.learner, ""):
+                yield f"{self.named(block.block)} counts for {line.learner}, where it is not open"
+            if block.block in self.trained:
+                yield f"{self.named(block.block)} counts twice"
+            fate = Fate(line.learner, line.incarnation, block.begin, block.end, time)
+            key = line.learner, line.incarnation
+            fate.merges += [
+                t for a, b, t in self._merged.get(key, ()) if a <= block.end and b > block.begin
+            ]
+            self.trained[block.block] = fate
+            self._of.setdefault(key, []).append(fate)
+
+    def merge(self, line: Merge) -> None:
+        """Reports were merged: their local steps count."""
+        if not self.blocks:
+            return
+        for member in line.members:
+            key, first = (member.learner, member.incarnation), member.step - int(member.steps) + 1
+            if member.weight <= 0:
+                continue
+            self._merged.setdefault(key, []).append((first, member.step, line.step))
+            for fate in reversed(self._of.get(key, [])):
+                if fate.end < first - 1024:
+                    break
+                if first <= fate.end and member.step > fate.begin:
+                    fate.merges.append(line.step)
+
+    # ------------------------------------------------------------ for people
+
+    def named(self, serial: int) -> str:
+        """A serial in words."""
+        of_pass, number = divmod(serial, max(1, self.blocks))
+        return f"block {number} of pass {of_pass}"
+
+    def sentence(self) -> str:
+        """What became of the blocks; empty: the job leases none."""
+        if not self.blocks:
+            return ""
+        by: dict[str, int] = {}
+        for fate in self.trained.values():
+            by[fate.learner] = by.get(fate.learner, 0) + 1
+        who = ", ".join(f"{learner} {count}" for learner, count in sorted(by.items()))
+        merged = sum(bool(fate.merges) for fate in self.trained.values())
+        parts = [
+            f"Blocks of data: {len(self.trained)} trained on ({who or 'no learner'})",
+            f"{merged} of them in at least one merge",
+            f"{len(self.open)} open",
+            f"{len(self.free)} to be leased again",
+        ]
+        if self.undone:
+            parts.append(f"{self.undone} undone by restarts of the syncer")
+        if self.before:
+            parts.append(f"{self.before} before the first line")
+        return "; ".join(parts) + "."
+
+    def rows(self) -> list[dict[str, object]]:
+        """One row for each block that was trained on."""
+        rows: list[dict[str, object]] = []
+        for serial, fate in sorted(self.trained.items()):
+            of_pass, number = divmod(serial, self.blocks)
+            rows.append(
+                {
+                    "pass": of_pass,
+                    "block": number,
+                    "learner": fate.learner,
+                    "incarnation": fate.incarnation,
+                    "time": fate.time,
+                    "localSteps": [fate.begin + 1, fate.end],
+                    "merges": sorted(set(fate.merges)),
+                }
+            )
+        return rows
+
+
+def _size(spans: Iterable[Span]) -> int:
+    return sum(span.count for span in spans)
+
+
+def _serials(spans: Iterable[Span]) -> Iterator[int]:
+    for span in spans:
+        yield from range(span.first, span.first + min(span.count, MAX_SERIALS))
+
+
+def of_line(book: BlockBook, record: object, event: Mapping[str, object]) -> Iterator[str]:
+    """Violations of a line that may be about blocks."""
+    match record:
+        case Data():
+            yield from book.data(record)
+        case Lease():
+            yield from book.lease(record)
+        case Release():
+            yield from book.release(record)
+        case Trained():
+            yield from book.train(record, str(event.get("time", "")))
+        case Merge():
+            book.merge(record)
