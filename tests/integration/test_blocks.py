@@ -24,7 +24,7 @@ learner = Learner.connect(model, optimizer)
 items = json.loads(os.environ["DILOCO_CONFIG"]).get("items", 1200)
 for block in learner.blocks(items, size=12):
     for first in range(block.range.start, block.range.stop, 4):
-        time.sleep(0.02)
+        time.sleep(0.1)
         optimizer.zero_grad()
         loss = model(torch.full((4, 8), first / items)).square().mean()
         loss.backward()
@@ -61,7 +61,7 @@ def events(run, kind):
 
 @pytest.mark.timeout(560)
 def test_blocks_of_a_killed_learner_are_leased_again_and_each_has_one_fate(job):
-    run = job(steps=120)
+    run = job(steps=500)
     run.until(
         lambda: {x["learner"] for x in events(run, "trained")} == {"eu/0", "us/0"},
         240,
@@ -104,7 +104,7 @@ def test_a_learner_with_another_dataset_is_refused_and_the_other_continues(job):
         {"name": "eu", "learners": 1},
         {"name": "us", "learners": 1, "config": {"items": 1199}},
     ]
-    run = job(steps=60, regions=regions)
+    run = job(steps=500, regions=regions)
     run.until(
         lambda: [x for x in events(run, "refuse") if x["reason"] == "Config"],
         240,

@@ -85,7 +85,8 @@ class BlockBook:
         for serial in _serials(line.blocks):
             other = numbers.get(serial % max(1, self.blocks))
             if other is not None:
-                yield f"{self.named(serial)} is leased to {line.learner} while it is open at {self.open[other] or 'another'}"
+                holder = self.open[other] or "another learner"
+                yield f"{self.named(serial)} is leased to {line.learner} while it is open at {holder}"
             elif serial in self.trained:
                 yield f"{self.named(serial)} is leased to {line.learner}, but was trained on"
             self.free.discard(serial)
@@ -134,7 +135,7 @@ class BlockBook:
     # ------------------------------------------------------------ for people
 
     def named(self, serial: int) -> str:
-        """A serial in words."""
+        """What a serial is, for people."""
         of_pass, number = divmod(serial, max(1, self.blocks))
         return f"block {number} of pass {of_pass}"
 
