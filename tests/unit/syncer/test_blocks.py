@@ -9,8 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from diloco.errors import ProtocolError
+from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer.core.blocks import HOLD_SECONDS, BlockLedger, FreeSerials
 from diloco_syncer.core.events import BlocksStated, Decision, LeaseBlocks, Log, TrainedBlock
+from diloco_syncer.rpc import telemetry
 
 NAMES = ("eu/0", "eu/1", "us/0")
 
@@ -225,3 +228,33 @@ def test_the_state_survives_a_snapshot(gaps):
     ledger.free = FreeSerials(gaps, 10)
     again = BlockLedger.from_json(json.loads(json.dumps(ledger.to_json())))
     assert again.to_json() == ledger.to_json()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"items": 0, "size": 1},
+        {"items": 5, "size": 0},
+        {"items": 5, "size": 6},
+        {"items": (1 << 48) + 1, "size": 1},
+        {"items": 5, "size": 1, "wanted": 33},
+        {"items": 5, "size": 1, "open": list(range(33))},
+        {"items": 5, "size": 1, "open": [1], "trained": [pb.TrainedBlock(serial=1)]},
+        {"items": 5, "size": 1, "open": [(1 << 62) + 1]},
+        {"items": 5, "size": 1, "trained": [pb.TrainedBlock(end=1 << 50)]},
+    ],
+)
+def test_a_statement_beyond_its_bounds_is_refused(fields):
+    data = pb.LearnerMessage(blocks=pb.Blocks(**fields)).SerializeToString()
+    with pytest.raises(ProtocolError):
+        telemetry.received(data, session=1, learner="eu/0", fragments=2)
+
+
+def test_the_largest_statement_fits_into_a_message():
+    big = [(1 << 62) - n for n in range(64)]
+    trained = [pb.TrainedBlock(serial=n, begin=1 << 39, end=1 << 40) for n in big[:32]]
+    stated = pb.Blocks(items=1 << 48, size=1, wanted=32, open=big[32:], trained=trained)
+    data = pb.LearnerMessage(blocks=stated).SerializeToString()
+    event = telemetry.received(data, session=1, learner="eu/0", fragments=1)
+    assert isinstance(event, BlocksStated)
+    assert len(event.trained) == len(event.open) == 32
