@@ -23,9 +23,9 @@ from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
 from diloco_worker.core.agreement import PLANS, Board, PassedError, Plan
-from diloco_worker.core.blocks import Data
 from diloco_worker.core.checkpoint_schedule import CheckpointSchedule
 from diloco_worker.core.ledger import HostCopy
+from diloco_worker.core.open_blocks import Data
 from diloco_worker.job_trainer import JobTrainer
 from diloco_worker.rank_liveness import report_progress
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings

@@ -24,8 +24,8 @@ from diloco.errors import EXIT_REFUSED, ConfigError
 from diloco.model.fragments import Layout
 from diloco.runtime import files
 from diloco.spec import RunSpec
-from diloco_worker.core.blocks import Data
 from diloco_worker.core.ledger import Ledger
+from diloco_worker.core.open_blocks import Data
 from diloco_worker.settings import LearnerSettings
 from diloco_worker.trainer.buffers import Watch
 from diloco_worker.trainer.frozen import digest

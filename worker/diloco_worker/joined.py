@@ -23,7 +23,7 @@ from diloco.journal.writer import JournalWriter
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
 from diloco_worker.core.block_wait import BlockWait
-from diloco_worker.core.blocks import Data
+from diloco_worker.core.open_blocks import Data
 from diloco_worker.ipc.link_process import LinkProcess
 from diloco_worker.job_trainer import JobTrainer
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings

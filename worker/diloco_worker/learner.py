@@ -34,8 +34,8 @@ from diloco.errors import (
 )
 from diloco.spec import RunSpec
 from diloco_worker import settings
-from diloco_worker.blocks import Block, blocks_of, data_of
-from diloco_worker.core.blocks import Data
+from diloco_worker.core.open_blocks import Data
+from diloco_worker.data_blocks import Block, blocks_of, data_of
 from diloco_worker.examined import ExaminedTrainer
 from diloco_worker.identities import Identity, of
 from diloco_worker.joined import JoinedTrainer

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from diloco.spec import RunSpec
-from diloco_worker.core.blocks import Data
 from diloco_worker.core.ledger import Ledger
+from diloco_worker.core.open_blocks import Data
 from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
 from diloco_worker.trainer.loss import LossReader
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 
 from diloco.errors import EXIT_REFUSED, EXIT_TRY_AGAIN
-from diloco_worker.blocks import blocks_of, data_of
 from diloco_worker.core.block_wait import BlockWait
-from diloco_worker.core.blocks import Blocks, Data
 from diloco_worker.core.messages import LinkState
+from diloco_worker.core.open_blocks import Blocks, Data
 from diloco_worker.core.trainer import Exit, Send, ShowProgress, TrainerCore
+from diloco_worker.data_blocks import blocks_of, data_of
 from diloco_worker.standalone import StandaloneTrainer
 
 DATA = Data(items=25, size=10, ahead=2)

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from diloco.errors import EXIT_REFUSED, EXIT_TRY_AGAIN
-from diloco_worker.core.blocks import Blocks, Data
+from diloco_worker.core.open_blocks import Blocks, Data
 from diloco_worker.core.trainer import (
     PROGRESS_SECONDS,
     Action,

@@ -81,7 +81,7 @@ class TrainerState:
     problem_text: str = ""
     """The same in one sentence."""
     blocks: dict[str, Any] = field(default_factory=dict)
-    """`Blocks.to_json` (core/blocks.py); empty: the program takes none."""
+    """`Blocks.to_json` (core/open_blocks.py); empty: the program takes none."""
     leaving: str = ""
     """Why this learner leaves now; empty: it stays."""
 

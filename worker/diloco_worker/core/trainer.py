@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from diloco.errors import EXIT_TRY_AGAIN
-from diloco_worker.core.blocks import Blocks
 from diloco_worker.core.inbox import version_of
 from diloco_worker.core.ledger import HostCopy, Ledger
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
+from diloco_worker.core.open_blocks import Blocks
 from diloco_worker.core.step_checks import StepChecks
 
 PROGRESS_SECONDS = 5.0

@@ -184,7 +184,7 @@ def report(state: TrainerState) -> pb.Report:
 
 
 def blocks(stated: Mapping[str, Any]) -> pb.Blocks:
-    """The trainer's blocks (core/blocks.py) as a message."""
+    """The trainer's blocks (core/open_blocks.py) as a message."""
     trained = [pb.TrainedBlock(serial=s, begin=b, end=e) for s, b, e in stated["trained"]]
     return pb.Blocks(
         items=stated["items"],

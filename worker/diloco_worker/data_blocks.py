@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from diloco_worker.core.blocks import Data
+from diloco_worker.core.open_blocks import Data
 
 MAX_ITEMS = 1 << 48
 MAX_AHEAD = 31
