@@ -22,8 +22,9 @@ from diloco.errors import NotFiniteError
 from diloco.model.fragments import Fragment
 from diloco.spec import RunSpec
 from diloco_experiment.models import CPU, Placed, Recipe, Trained
+from diloco_experiment.moments import apply, average
 from diloco_experiment.results import Curve, Result, Status, digest_of
-from diloco_experiment.tasks import Task
+from diloco_experiment.tasks import Moments, Task
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.merging.streaming import FragmentMerge
@@ -70,7 +71,7 @@ def diloco(task: Task) -> Result:
     recipe, spec = Recipe(task), task.spec
     learners = [Trained(recipe, name) for name in task.names]
     theta = Placed(recipe.new_model(), recipe.layout)
-    outer = _Outer(spec, recipe.layout.fragments[0], learners, theta.values[0])
+    outer = _Outer(spec, recipe.layout.fragments[0], learners, theta.values[0], task.moments)
     curve, losses, merged = Curve(), [], 0
     for step in range(spec.steps):
         for learner in learners:
@@ -114,6 +115,7 @@ class _Outer:
     learners: Sequence[Trained]
     theta_N: F32
     """A view of Θ."""
+    moments: Moments
     merges: int = 0
     momentum_N: F32 = field(init=False)
     base_N: F32 = field(init=False)
@@ -162,6 +164,11 @@ class _Outer:
             formats.decode(down, bytes(envelope.payload), self.base_N[lo:hi])
         for learner in self.learners:
             learner.values[0][:] = self.base_N
+        if self.moments is not Moments.LOCAL:
+            own = [learner.moments(0) for learner in self.learners]
+            values = average(own, [c.weight for c in contributions])
+            for each in own:
+                apply(each, values, {})  # of now: nothing changed since
         self.merges += 1
 
     def _encode(

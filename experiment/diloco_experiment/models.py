@@ -28,7 +28,8 @@ from diloco.errors import ConfigError
 from diloco.model.fragments import Layout, cut
 from diloco.spec import RunSpec
 from diloco_experiment.gradients import gradients
-from diloco_experiment.tasks import Method, Task
+from diloco_experiment.moments import MergedMoments, Values, apply, moments_of
+from diloco_experiment.tasks import Method, Moments, Task
 from diloco_worker.recipes import config as config_reader
 from diloco_worker.recipes import data, gpt, optim
 from diloco_worker.trainer.layout import describe
@@ -198,6 +199,10 @@ class Recipe:
         self.group = Group(self)
         self.steps_of: Counter[str] = Counter()
         """Local steps of each learner so far."""
+        self.moments = MergedMoments(self.layout) if task.moments is not Moments.LOCAL else None
+        """None: each learner keeps its own."""
+        self.keeps_moments = task.moments is Moments.AVERAGE
+        """A learner keeps what its own changed since they were copied."""
         self.diverged = ""
         """Which learner's loss is not finite, and where; empty: none."""
         self._scores = data.validation_windows(
@@ -314,6 +319,22 @@ class Trained(Placed):
                 f"the loss of {self.name} in its local step {self.local_step} is {self.loss}"
             )
         return self.loss
+
+    def copied(self, fragment: int, local_step: int) -> None:
+        """See `Model`."""
+        if self._recipe.moments is not None:
+            self._recipe.moments.copied(fragment, self.name, local_step, self.moments(fragment))
+
+    def received(self, fragment: int, version: tuple[int, int]) -> None:
+        """See `Model`."""
+        if self._recipe.moments is not None:
+            merged, copied = self._recipe.moments.merged(fragment, version, self.name)
+            apply(self.moments(fragment), merged, copied if self._recipe.keeps_moments else {})
+
+    def moments(self, fragment: int) -> Values:
+        """Of its optimizers."""
+        parameters = dict(self.model.named_parameters())
+        return moments_of(parameters, self.optimizers, self._recipe.layout.fragments[fragment])
 
     def copy(self) -> Any:
         """See `Model`."""

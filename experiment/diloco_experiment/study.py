@@ -20,7 +20,7 @@ from pydantic_core import ErrorDetails
 
 from diloco.errors import ConfigError
 from diloco_experiment.scenarios import Failures, Fields, Scavenging, Scenario, plan_of
-from diloco_experiment.tasks import Checks, Method, Task, task_of
+from diloco_experiment.tasks import Checks, Method, Moments, Task, task_of
 from diloco_job.manifest_file import parse_job, parse_yaml
 from diloco_job.plan import plan
 from diloco_job.validation_messages import path_text, shown
@@ -58,6 +58,7 @@ class Variant(Fields):
     """None: those of the study."""
     scenarios: tuple[str, ...] | None = None
     """None: those of the study."""
+    moments: Moments = Moments.LOCAL
 
 
 class Study(Fields):
@@ -252,6 +253,7 @@ def _cell(
     task = task_of(
         method, spec, [(learner.name, dict(learner.config)) for learner in of.learners],
         study.scenarios[scenario], checks=study.checks, evaluate_every=every,
+        moments=study.variants[variant].moments,
     )  # fmt: skip
     _check(task)
     return Cell(

@@ -42,6 +42,17 @@ class Checks(StrEnum):
     """Also the replay of each merge in float64."""
 
 
+class Moments(StrEnum):
+    """What a merge does with the moments of the inner optimizers."""
+
+    LOCAL = "Local"
+    """Each learner keeps its own, as in a job."""
+    OVERWRITE = "Overwrite"
+    """Each fragment's are averaged with it, and a learner continues with the average; counts of steps stay."""
+    AVERAGE = "Average"
+    """The same, and a learner keeps what its own changed since the copy that was merged."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
     """A function of it gives the result of a cell."""
@@ -54,6 +65,7 @@ class Task:
     evaluate_every: int
     """Global steps."""
     checks: Checks = Checks.LIGHT
+    moments: Moments = Moments.LOCAL
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -82,13 +94,15 @@ class Task:
             "scenario": self.scenario.model_dump(mode="json"),
             "every": self.evaluate_every,
             "checks": self.checks,
+            # Left out of what there was before, so that results of earlier studies are found.
+            **({} if self.moments is Moments.LOCAL else {"moments": self.moments}),
         }
         return hashlib.sha256(canonical(data).encode()).hexdigest()[:16]
 
 
 def task_of(
     method: Method, spec: RunSpec, configs: Sequence[tuple[str, dict[str, Any]]], scenario: Scenario, *,
-    evaluate_every: int, checks: Checks,
+    evaluate_every: int, checks: Checks, moments: Moments = Moments.LOCAL,
 ) -> Task:  # fmt: skip
     """The task of a job under a method, without what does not concern it."""
     learners = len(configs)
@@ -119,4 +133,5 @@ def task_of(
         scenario=Scenario() if waits else scenario,
         evaluate_every=evaluate_every,
         checks=Checks.LIGHT if waits else checks,
+        moments=Moments.LOCAL if method is Method.SYNCHRONOUS else moments,
     )

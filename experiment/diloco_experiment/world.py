@@ -198,9 +198,10 @@ class TrainingWorld(World):
         self.merged = Merges(task.spec.fragments)
         self.starts = 0
         self._last: dict[str, list[float]] = {}
+        moments = [self.recipe.moments] if self.recipe.moments is not None else []
         super().__init__(
             cell_of(task, self.recipe),
-            checkers=[self.evaluations, self.merged],
+            checkers=[self.evaluations, self.merged, *moments],
             new_model=self._start,
         )
 

@@ -279,12 +279,13 @@ class SimulatedLearner:
                         values = self.behaviour.copied(values, copy.local_step)
                     self.memory.host(fragment)[:] = values
                     self.memory.copies[fragment] = copy
+                    self.model.copied(fragment, copy.local_step)
                     copied.append(fragment)
                 case core.ApplyFragment() if self.behaviour.stale:
                     pass
                 case core.ApplyFragment(fragment):
                     self.memory.loaded.pop(fragment, None)
-                    self.model.values[fragment][:] = self.memory.inbox(fragment)
+                    self._apply(fragment)
                 case core.Send(state):
                     if self.uplink is not None:
                         self.uplink.from_trainer.offer(state)
@@ -296,7 +297,7 @@ class SimulatedLearner:
                         self.memory.copies[fragment] = copy
                 case core.ApplyModel(fragments):
                     for fragment in fragments:
-                        self.model.values[fragment][:] = self.memory.inbox(fragment)
+                        self._apply(fragment)
                 case core.LoadCheckpoint():
                     self._load()
                 case core.LoadOptimizers():
@@ -309,6 +310,11 @@ class SimulatedLearner:
                 case core.AwaitLink() | core.AwaitCheckpoint() | core.ShowProgress():
                     pass
         return copied
+
+    def _apply(self, fragment: int) -> None:
+        self.model.values[fragment][:] = self.memory.inbox(fragment)
+        if (version := self.memory.inbox_state(fragment).version) is not None:
+            self.model.received(fragment, version)
 
     def _save(self, action: core.SaveCheckpoint) -> None:
         values, life = self.model.copy(), self.process.life

@@ -100,6 +100,12 @@ class Model(Protocol):
     def step(self) -> float:
         """Make the optimizer's step; returns the loss."""
 
+    def copied(self, fragment: int, local_step: int) -> None:
+        """The values of a fragment were copied for the link."""
+
+    def received(self, fragment: int, version: tuple[int, int]) -> None:
+        """The values of a fragment are those of this merge."""
+
     def copy(self) -> Any:
         """The content of a local checkpoint."""
 
@@ -135,6 +141,12 @@ class ToyModel:
         """See `Model`."""
         self._flat += self.RATE * (self._target - self._flat)
         return 1.0
+
+    def copied(self, fragment: int, local_step: int) -> None:
+        """See `Model`: it has nothing else."""
+
+    def received(self, fragment: int, version: tuple[int, int]) -> None:
+        """See `Model`: it has nothing else."""
 
     def copy(self) -> F32:
         """See `Model`."""

@@ -199,6 +199,16 @@ def test_tokens_of_all_micro_batches_count_once_and_evaluation_does_not(train, m
     assert job.tokens == [2 * BATCH * CONTEXT] * 3
 
 
+def test_micro_batches_that_are_left_at_the_end_of_the_data_are_a_step_with_their_tokens(
+    train, monkeypatch
+):
+    """Ten rows in batches of four, two of which make a step: the last batch has two rows, and is a step alone."""
+    job = Rejoined(steps=5).join(monkeypatch)
+    train(DiLoCoCallback(), gradient_accumulation_steps=2)
+    whole, rest = 2 * BATCH * CONTEXT, 2 * CONTEXT
+    assert job.tokens == [whole, rest, whole, rest, whole]
+
+
 def test_the_loss_is_the_one_that_the_trainer_logs(train, monkeypatch):
     job = Rejoined(steps=3).join(monkeypatch)
     trainer, _ = train(DiLoCoCallback(tokens=7))

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from diloco.errors import StaleIncarnationError, UnavailableError
+from diloco.errors import EXIT_REFUSED, StaleIncarnationError, UnavailableError
 from diloco.journal.background import CAPACITY
 from diloco.journal.writer import JournalWriter
 from diloco.v1 import bulk_pb2 as bulk
@@ -477,3 +477,43 @@ def test_a_syncer_that_lost_everything_gets_the_current_model(enter):
         step_until(lambda: second.initialised, learner, model, opt)
         assert not np.array_equal(second.theta[0], syncer.theta[0])
         step_until(lambda: second.reports, learner, model, opt)
+
+
+def refusal(capfd, act) -> str:
+    """What the learner prints when it ends for good."""
+    with pytest.raises(SystemExit) as end:
+        act()
+    assert end.value.code == EXIT_REFUSED
+    return capfd.readouterr().err
+
+
+def test_a_model_that_is_converted_later_ends_the_learner_and_not_its_optimizer(enter, capfd):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter, optimizer=torch.optim.AdamW)
+        train(learner, model, opt)  # the optimizer has its moments
+        model.to(torch.bfloat16)
+        for parameter in opt.param_groups[0]["params"]:
+            parameter.grad = torch.ones_like(parameter)
+        text = refusal(capfd, opt.step)
+        assert (
+            "eu/0: the element type of parameter 0.weight is bfloat16, and was float32 at" in text
+        )
+        assert learner.done
+        opt.param_groups[0]["foreach"] = False
+        opt.state.clear()
+        opt.step()  # after the job, a program may do what it likes
+
+
+def test_a_layer_that_is_replaced_later_ends_the_learner(enter, capfd):
+    with ScriptedSyncer(make_spec()) as syncer:
+        learner, model, opt = connected(syncer, enter)
+        train(learner, model, opt)
+        model[0] = torch.nn.Linear(8, 16)
+        syncer.open(0, 1)
+        opt = torch.optim.SGD(model.parameters(), lr=0.05)
+        text = refusal(capfd, lambda: step_until(lambda: False, learner, model, opt))
+        assert (
+            "eu/0: since Learner.connect, the program has put another tensor in the place of"
+            in text
+        )
+        assert "parameters 0.weight, 0.bias, so that no merge" in text

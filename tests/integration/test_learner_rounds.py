@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.checkpoint import checkpoint
 
 from diloco.codec import formats
 from diloco.runtime import health
@@ -97,6 +98,52 @@ def test_a_compiled_model_is_trained_and_computes_with_the_results_that_arrive(e
             inputs = torch.ones(4, 8)
             torch.testing.assert_close(compiled(inputs), model(inputs))
             assert compiler.frame_count == 1
+
+
+class Recomputed(nn.Module):
+    """A block with dropout, whose activations are computed again in the backward pass if `again`."""
+
+    def __init__(self, *, again: bool) -> None:
+        super().__init__()
+        self.again, self.forwards = again, 0
+        self.block = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Dropout(0.2), nn.Linear(16, 8))
+        self.head = nn.Linear(8, 4)
+        self.block.register_forward_pre_hook(self._count)
+
+    def _count(self, *_: object) -> None:
+        self.forwards += 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = checkpoint(self.block, x, use_reentrant=False) if self.again else self.block(x)
+        return self.head(x)
+
+
+def test_a_model_that_computes_its_activations_again_trains_as_one_that_keeps_them(enter):
+    """With `torch.utils.checkpoint`: the same parameters to the bit, and results of merges arrive in it."""
+    found = {}
+    for again in (False, True):
+        with ScriptedSyncer(make_spec(wire_up="FP32", wire_down="FP32")) as syncer:
+            enter(syncer.spec, syncer.port, name=f"eu/{again:d}")
+            torch.manual_seed(0)
+            model = Recomputed(again=again)
+            opt = torch.optim.AdamW(model.parameters(), lr=0.01)
+            with Learner.connect(model, opt, connect_timeout_seconds=90) as learner:
+                torch.manual_seed(1)
+                for _ in range(6):
+                    train(learner, model, opt)
+                found[again] = [parameter.detach().clone() for parameter in model.parameters()]
+                values = [
+                    np.where(theta != 0, 0.25, 0).astype(np.float32) for theta in syncer.theta
+                ]
+                for fragment in range(2):
+                    syncer.commit(fragment, values[fragment], round_=1 + fragment)
+                opt.param_groups[0]["lr"] = 0.0  # the parameters are those of the results
+                step_until(
+                    lambda s=syncer, m=model, v=values: all(holds(s, f, m, v[f]) for f in range(2)),
+                    learner, model, opt,
+                )  # fmt: skip
+                assert model.forwards == (1 + again) * learner.local_step
+    assert all(torch.equal(kept, made) for kept, made in zip(*found.values(), strict=True))
 
 
 def test_an_upload_matches_the_step_and_counters_in_its_header(enter):

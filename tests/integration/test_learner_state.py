@@ -56,9 +56,37 @@ class Dataset:
     def __iter__(self):
         return (row["index"] for row in self.rows)
 
+class Shards:
+    '''As a StreamingDataset with its loader: shuffled shards, four read ahead; its state counts the samples.'''
+    def __init__(self):
+        self.epoch = self.yielded = 0
+    def order(self):
+        generator = torch.Generator().manual_seed(self.epoch)
+        for shard in torch.randperm(5, generator=generator).tolist():
+            rows = torch.randperm(7, generator=generator).tolist()
+            yield from (shard * 7 + row for row in rows)
+    def __iter__(self):
+        while True:
+            ahead = collections.deque()
+            for sample in [*self.order()][self.yielded:]:
+                ahead.append(sample)
+                if len(ahead) > 4:
+                    self.yielded += 1
+                    yield ahead.popleft()
+            while ahead:
+                self.yielded += 1
+                yield ahead.popleft()
+            self.epoch, self.yielded = self.epoch + 1, 0
+    def state_dict(self):
+        return {"epoch": self.epoch, "sample_in_epoch": self.yielded, "num_canonical_nodes": 1, "shuffle_seed": 0}
+    def load_state_dict(self, state):
+        self.epoch, self.yielded = state["epoch"], state["sample_in_epoch"]
+
 def make(kind):
     if kind == "own":
         return Loader()
+    if kind == "shards":
+        return Shards()
     if kind == "datasets":
         return Dataset()
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -107,6 +135,7 @@ def lines(process, count=None):
     [
         ("own", True),
         ("torchdata", False),
+        ("shards", True),
         *(
             pytest.param(*row, marks=pytest.mark.slow_tier)
             for row in (("own", False), ("torchdata", True), ("datasets", True))
@@ -116,7 +145,7 @@ def lines(process, count=None):
 def test_a_loader_that_prefetches_repeats_and_skips_no_batch_after_a_kill(
     enter, monkeypatch, loader, use_checkpoint
 ):
-    if loader != "own" and importlib.util.find_spec(loader) is None:
+    if loader not in ("own", "shards") and importlib.util.find_spec(loader) is None:
         pytest.skip(f"{loader} is not installed")
     monkeypatch.setenv("LOADER", loader)
     spec = make_spec(learner_checkpoint=Checkpoint(every_steps=5, keep=2))

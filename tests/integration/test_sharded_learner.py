@@ -7,6 +7,7 @@ For those on several machines, see test_machines_of_a_learner.py.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -295,3 +296,35 @@ def test_a_rank_that_never_connects_ends_the_others_which_name_it(tmp_path):
         ) in error
         assert second.poll() is None, "nothing but its absence ended the other"
         assert syncer.events("join") == []
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("what", "difference"),
+    [
+        pytest.param("left out", 1, id="left out"),
+        pytest.param("twice", -1, id="twice", marks=pytest.mark.slow_tier),
+    ],
+)
+def test_a_rank_that_calls_step_once_less_or_more_ends_the_learner_before_a_mixed_upload(
+    tmp_path, what, difference
+):
+    spec = make_spec(learners={"eu": 1}, steps=10**6, fragments=4, interval=4)
+    with (
+        RealSyncer(tmp_path / "syncer", spec) as syncer,
+        Ranks(tmp_path, syncer, "ddp", 2, more=[what]) as ranks,
+    ):
+        ended = ranks.ended()
+        assert ended[0][0] == 75, ended
+        assert ended[1][0] != 0, "an error of gloo may be the first that it sees"
+        found = re.search(
+            r"after as many calls of learner\.step\(\), rank 0 has made (\d+) optimizer steps, and rank 1 "
+            r"\(process \d+\) (\d+); expected every rank to call learner\.step\(\) once after each optimizer step",
+            ended[0][1],
+        )
+        assert found, ended[0][1]
+        first, second = map(int, found.groups())
+        assert second - first == difference
+        copied = [m["step"] for line in syncer.events("merge") for m in line["members"]]
+        assert all(step < sharded.WRONG_STEP for step in copied), "of steps that all ranks made"

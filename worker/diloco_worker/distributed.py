@@ -96,7 +96,10 @@ class DistributedTrainer(JobTrainer):
         """That plan ends the learner, because a rank received SIGTERM."""
         self._model_copied = False
         """This rank copied the whole model at the boundary that it is at."""
-        self._loss, self._optimizer_steps = LossReader(), OptimizerSteps(optimizers)
+        self._loss, self._optimizer_steps = (
+            LossReader(),
+            OptimizerSteps(optimizers, self._other_type),
+        )
         self._run_queue, self._kept = RunQueue(), KeptState(self._show, self._end)
         self._termination = Termination()
         checkpoint = self._run_spec.learner_checkpoint
@@ -171,6 +174,7 @@ class DistributedTrainer(JobTrainer):
         if self._core.closed:
             return
         self._check_machines()
+        self._check_model()
         self._kept.begin_steps(saving=self._checkpoints is not None)
         now, queued = time.monotonic(), self._run_queue.seconds()
         if self._checkpoints is not None:

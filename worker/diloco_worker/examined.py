@@ -13,7 +13,7 @@ import json
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 import xxhash
@@ -27,7 +27,7 @@ from diloco.spec import RunSpec
 from diloco_worker.core.ledger import Ledger
 from diloco_worker.core.open_blocks import Data
 from diloco_worker.settings import LearnerSettings
-from diloco_worker.trainer.buffers import Watch
+from diloco_worker.trainer.buffers import Watch, other_type
 from diloco_worker.trainer.frozen import digest
 from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
 from diloco_worker.trainer.layout import Named, describe
@@ -90,9 +90,12 @@ class ExaminedTrainer:
         self._trained = tensors.trained
         self._before = _digests(tensors.trained)
         self._watch = Watch(
-            model, constant=() if kept else tensors.buffers, moving=tensors.moving, frozen=tensors.frozen
+            model, constant=() if kept else tensors.buffers, moving=tensors.moving, frozen=tensors.frozen,
+            trained=tensors.trained,
         )  # fmt: skip
-        self._optimizer_steps = OptimizerSteps(optimizers)
+        self._optimizer_steps = OptimizerSteps(
+            optimizers, lambda parameter, dtype: self._refuse(other_type(model, parameter, dtype))
+        )
         self._inputs, self._rate = _Inputs(model), _Rate(optimizers)
         self._record: dict[str, Any] = {
             "learner": self.name,
@@ -171,6 +174,8 @@ class ExaminedTrainer:
         )
         if self._ledger.local_step == STEPS:
             self._record["changedBuffers"] = self._watch.changed()
+            if text := self._watch.refused:
+                self._refuse(text)
             self._record["trained"] = _digests(self._trained) != self._before
             self._record["checkpointBytes"] = _bytes(self._trained) + sum(
                 map(_state_bytes, self._optimizers)
@@ -193,7 +198,10 @@ class ExaminedTrainer:
         try:
             self._kept.capture()
         except ConfigError as error:
-            raise exit_with(EXIT_REFUSED, f"{self.name}: {error}") from None
+            self._refuse(str(error))
+
+    def _refuse(self, text: str) -> NoReturn:
+        raise exit_with(EXIT_REFUSED, f"{self.name}: {text}")
 
     def _write(self) -> None:
         if self._file is not None:

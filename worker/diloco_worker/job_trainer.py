@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
+import torch
+from torch import nn
+
+from diloco.errors import EXIT_REFUSED
 from diloco.journal.background import BackgroundWriter
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
+from diloco_worker.trainer.buffers import other_type
 from diloco_worker.trainer.kept import KeptState
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.runqueue import RunQueue
@@ -16,6 +21,10 @@ from diloco_worker.trainer.termination import Termination
 
 class Replicated(Protocol):
     """A replica of the model, or a rank's part of one."""
+
+    @property
+    def refused(self) -> str:
+        """Why the learner cannot continue with its model; "": it can."""
 
     def apply(self, fragment: int) -> None:
         """Overwrite a fragment from its inbox."""
@@ -28,6 +37,7 @@ class JobTrainer:
     """Implements what `Learner` needs of the core, the files and the process; subclasses make the attributes."""
 
     name: str
+    _model: nn.Module
     _run_spec: RunSpec
     _core: core.TrainerCore
     _replica: Replicated
@@ -62,6 +72,20 @@ class JobTrainer:
     def keep(self, objects: Mapping[str, Any]) -> None:
         """See `Learner.keep`; each rank keeps its own state."""
         self._kept.keep(objects, local_step=self.local_step)
+
+    def _check_model(self) -> None:
+        """End if the program has changed what it trains."""
+        if text := self._replica.refused:
+            self._end(EXIT_REFUSED, text)
+
+    def _other_type(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
+        """Of an optimizer that begins a step: see `OptimizerSteps`."""
+        if not self._core.closed:
+            self._end(EXIT_REFUSED, other_type(self._model, parameter, dtype))
+
+    def _end(self, code: int, text: str) -> NoReturn:
+        """Leave the job, and end the process with this sentence."""
+        raise NotImplementedError
 
     def _show(self, text: str) -> None:
         self._carry_out([core.ShowProgress(f"{self.name}: {text}")])

@@ -77,11 +77,14 @@ class JoinedTrainer(JobTrainer):
             model, self._run_spec, encode=config.encode_on == "device"
         )
         self._link = LinkProcess(self._replica.shared)
-        self._loss, self._optimizer_steps = LossReader(), OptimizerSteps(optimizers)
+        self._loss, self._optimizer_steps = (
+            LossReader(),
+            OptimizerSteps(optimizers, self._other_type),
+        )
         self._run_queue = RunQueue()
         self._checkpoints: Checkpoints | None = None
         self._found: Manifest | None = None
-        self._kept = KeptState(self._show, self._exit)
+        self._kept = KeptState(self._show, self._end)
         self._journal: BackgroundWriter | None = None
         checkpoint = self._run_spec.learner_checkpoint
         if config.state is not None:
@@ -122,7 +125,7 @@ class JoinedTrainer(JobTrainer):
             self._carry_out(self._core.check(state, terminated=self._termination.received))
         return self._core.closed
 
-    def _exit(self, code: int, text: str) -> NoReturn:
+    def _end(self, code: int, text: str) -> NoReturn:
         self._carry_out(self._core.close("interrupted"))
         raise exit_with(code, f"{self.name}: {text}")
 
@@ -141,6 +144,7 @@ class JoinedTrainer(JobTrainer):
         """One step of Algorithm 1, after the optimizer's: see `TrainerCore.step`."""
         if self._core.closed:
             return
+        self._check_model()
         self._kept.begin_steps(saving=self._checkpoints is not None)
         now, queued = time.monotonic(), self._run_queue.seconds()
         if self._checkpoints is not None and not self._checkpoints.boundary():

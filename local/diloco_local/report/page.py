@@ -17,7 +17,7 @@ import numpy as np
 
 from diloco.runtime import files
 from diloco.runtime.formatting import printable
-from diloco_local.report import costs, faults
+from diloco_local.report import costs, distance, faults
 from diloco_local.report.plot import draw
 from diloco_local.report.run_files import F64, LearnerRun, Run, load
 from diloco_local.report.style import quantity
@@ -59,6 +59,7 @@ def page(run: Run, png: bytes) -> str:
 {_learners(run)}
 {_metrics(run)}
 {_sample(run)}
+{_distance(run)}
 <h2>Spec</h2>
 {_table(["field", "value"], ([key, str(value)] for key, value in sorted(run.spec.items())))}
 </body></html>
@@ -158,6 +159,13 @@ def _sample(run: Run) -> str:
     if run.sample is None:
         return ""
     return f"<h2>Sample of the model</h2><pre>{_e(run.sample)}</pre>"
+
+
+def _distance(run: Run) -> str:
+    known = distance.known(run.spec)
+    if not known:
+        return ""
+    return f"<h2>Distance to synchronous training</h2>{''.join(f'<p>{_e(line)}</p>' for line in known)}"
 
 
 def _table(head: list[str], rows: Iterable[list[str]]) -> str:

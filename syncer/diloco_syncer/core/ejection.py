@@ -86,7 +86,7 @@ class Ejections:
         self, name: str, reason: str, now: float, *, waited: float = 0.0
     ) -> list[ev.Decision]:
         """
-        Eject a learner, unless there would be no quorum without it; empty if it was not ejected.
+        Eject a learner, unless there would be no quorum without it, or most are silent as it is; empty if it was not.
 
         Args:
             name: of the learner.
@@ -95,7 +95,7 @@ class Ejections:
             waited: seconds that the others waited for it in vain.
         """
         record = self.learners.by_name[name]
-        if record.session is None:
+        if record.session is None or self.learners.silent_with_most(record, now):
             return []
         self._charge(record, waited, now)
         return self._eject(record, reason, now)
@@ -146,7 +146,14 @@ class Ejections:
                 record.late.seconds = max(0.0, record.late.seconds - common[-1])
 
     def _charge(self, record: LearnerRecord, seconds: float, now: float) -> bool:
-        """Add up a wait in vain, also to what the learner costs in all; whether either is too much now."""
+        """
+        Add up a wait in vain, also to what the learner costs in all; whether either is too much now.
+
+        While most learners are silent, the cause is common, such as the network of the syncer: that is the fault
+        of none.
+        """
+        if seconds > 0 and self.learners.silent_with_most(record, now):
+            return False
         hold = self.hold_seconds()
         if not record.waits.add(seconds, now, most=hold):
             return False

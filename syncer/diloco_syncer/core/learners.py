@@ -31,6 +31,9 @@ HANGS_STEPS = 4.0
 UNMEASURED_SECONDS = 60.0
 """Longest step that is believed without a measurement when others wait. Paper leaves this open."""
 
+SILENT_SECONDS = 3.0
+"""A learner sends something every 2 s: after this time, something is missing."""
+
 FORGIVEN_PER_SECOND = 0.02
 """Of the time that others have waited for a learner, so much is forgiven: it may cost them 2 % of their time."""
 
@@ -273,6 +276,14 @@ class LearnerRecords:
             steps = any(not record.hangs for record in (*self.training(), *self.ejected()))
             self._able = [r for r in self.training() if not (steps and r.hangs)]
         return self._able
+
+    def silent_with_most(self, record: LearnerRecord, now: float) -> bool:
+        """Whether nothing comes from this learner and from more than half of all, itself and those connected."""
+        if now - record.last_seen <= SILENT_SECONDS:
+            return False
+        others = [other for other in self.connected() if other is not record]
+        silent = sum(now - other.last_seen > SILENT_SECONDS for other in others)
+        return 2 * (1 + silent) > 1 + len(others)
 
     def ejected(self) -> list[LearnerRecord]:
         """Connected learners that have reported but are ejected, by name."""

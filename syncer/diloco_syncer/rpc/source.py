@@ -65,8 +65,9 @@ class _Reading(NamedTuple):
         return _Reading(min(START_SECONDS, ahead))
 
     def is_slow(self, now: float) -> bool:
-        """Whether a learner over the slowest link would have read more."""
-        return self._ahead(now) < 0
+        """Whether a learner over the slowest link would have read more, up to the end of this frame."""
+        allowed = min(START_SECONDS, self.ahead + self.unread_bytes / MIN_BYTES_PER_SECOND)
+        return allowed < max(0.0, now - self.since)
 
     def _ahead(self, now: float) -> float:
         return self.ahead - max(0.0, now - self.since)

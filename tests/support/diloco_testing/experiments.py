@@ -12,7 +12,7 @@ from typing import Any
 from diloco.spec import Checkpoint, RunSpec
 from diloco_experiment.results import Result
 from diloco_experiment.scenarios import Scenario
-from diloco_experiment.tasks import Checks, Method, Task, task_of
+from diloco_experiment.tasks import Checks, Method, Moments, Task, task_of
 
 CONFIG: dict[str, Any] = {
     "layers": 1, "width": 16, "heads": 2, "context": 16, "batch": 2, "validationTokens": 64,
@@ -34,7 +34,8 @@ def _sentences(count: int) -> Iterator[str]:
 
 def task(
     folder: Path, method: Method = Method.DECOUPLED, *, learners: int = 2, scenario: Scenario | None = None,
-    checks: Checks = Checks.LIGHT, config: dict[str, Any] | None = None, **spec: Any,
+    checks: Checks = Checks.LIGHT, moments: Moments = Moments.LOCAL, config: dict[str, Any] | None = None,
+    **spec: Any,
 ) -> Task:  # fmt: skip
     """A task of 12 steps."""
     values: dict[str, Any] = {
@@ -47,7 +48,7 @@ def task(
     own = {**CONFIG, "data": text(folder), **(config or {})}
     return task_of(
         method, job, [(f"eu/{index}", own) for index in range(learners)], scenario or Scenario(),
-        evaluate_every=6, checks=checks,
+        evaluate_every=6, checks=checks, moments=moments,
     )  # fmt: skip
 
 

@@ -14,13 +14,16 @@ from diloco_experiment import lockstep, models
 from diloco_experiment.cells import run
 from diloco_experiment.gradients import gradients
 from diloco_experiment.models import Recipe, Trained, check
+from diloco_experiment.moments import MergedMoments, Values
 from diloco_experiment.results import Status, parse, text_of
 from diloco_experiment.scenarios import Failures, Scavenging, Scenario
-from diloco_experiment.tasks import Checks, Method
+from diloco_experiment.tasks import Checks, Method, Moments
 from diloco_experiment.world import Evaluations, TrainingWorld
-from diloco_sim.checkers.observations import Resumed
+from diloco_sim.checkers.observations import Committed, Resumed
 from diloco_sim.faults import Kind
 from diloco_sim.learner import TRAINER
+from diloco_syncer.core.contribution import Contribution
+from diloco_syncer.core.events import BeginMerge
 from diloco_testing.experiments import task
 from diloco_worker.recipes import data, gpt
 
@@ -104,6 +107,86 @@ def test_feedback_changes_what_is_sent(tmp_path):
         for feedback in (True, False)
     )
     assert with_it.theta != without.theta
+
+
+def test_averaged_moments_change_no_first_merge_and_every_later_one(tmp_path):
+    """The learners begin with equal parameters; what they have learnt since is in their moments, too."""
+    for steps, different in ((4, 1), (8, 2)):
+        found = [run(task(tmp_path, Method.DILOCO, steps=steps, moments=m)) for m in Moments]
+        assert {f.status for f in found} == {Status.OK}
+        # Who waits has no step since its copy.
+        assert found[1].theta == found[2].theta
+        assert len({f.theta for f in found}) == different
+
+
+@pytest.mark.parametrize("moments", [Moments.OVERWRITE, Moments.AVERAGE])
+@pytest.mark.parametrize("method", [Method.STREAMING, Method.DECOUPLED])
+def test_learners_continue_with_the_weighted_mean_of_the_moments(
+    tmp_path, method, moments, monkeypatch
+):
+    """Of the step of which each member's copy was; `Average` keeps what changed since."""
+    of = task(tmp_path, method, learners=3, moments=moments, guard=0.0)
+    of = replace(of, configs=tuple(
+        (name, {**raw, "batch": 2 + index}) for index, (name, raw) in enumerate(of.configs)
+    ))  # fmt: skip
+    world = TrainingWorld(of)
+    copies: dict[tuple[str, int, int], Values] = {}
+    merges: dict[tuple[int, int], tuple[Contribution, ...]] = {}
+    compared: list[tuple[int, int]] = []
+    copied, observe, received = MergedMoments.copied, MergedMoments.observe, Trained.received
+
+    def cloned(values: Values) -> Values:
+        return {key: value.clone() for key, value in values.items()}
+
+    def note_copy(
+        self: MergedMoments, fragment: int, learner: str, step: int, values: Values
+    ) -> None:
+        copies[learner, fragment, step] = cloned(values)
+        copied(self, fragment, learner, step, values)
+
+    def note_merge(self: MergedMoments, event: BeginMerge | Committed, now: float) -> None:
+        if isinstance(event, BeginMerge):
+            merges[event.fragment, event.round] = event.contributions
+        observe(self, event, now)
+
+    def compare(self: Trained, fragment: int, version: tuple[int, int]) -> None:
+        before = cloned(self.moments(fragment))
+        received(self, fragment, version)
+        if not (members := merges.get((fragment, version[1]), ())):
+            return
+        mine = {c.learner: copies[c.learner, fragment, c.local_step] for c in members}
+        for key, value in self.moments(fragment).items():
+            expected = sum(c.weight * mine[c.learner][key] for c in members)
+            expected = expected / sum(c.weight for c in members)
+            if moments is Moments.AVERAGE and self.name in mine:
+                expected = expected + before[key] - mine[self.name][key]
+            if key[1] == "exp_avg_sq":
+                expected = expected.clamp(min=0)
+            torch.testing.assert_close(value, expected, rtol=1e-4, atol=1e-9)
+        compared.append((len({c.weight for c in members}), version[1]))
+
+    monkeypatch.setattr(MergedMoments, "copied", note_copy)
+    monkeypatch.setattr(MergedMoments, "observe", note_merge)
+    monkeypatch.setattr(Trained, "received", compare)
+    found = world.result()
+    assert found.status is Status.OK, found.detail
+    assert len(set(compared)) >= 8
+    assert max(compared)[0] > 1, "members of different weights"
+
+
+def test_moments_are_averaged_where_learners_fail_and_return(tmp_path):
+    failing = Scenario(failures=Failures(goodput=0.6, outage_steps=3))
+    of = task(tmp_path, learners=3, scenario=failing, steps=40, moments=Moments.AVERAGE)
+    first, second = run(of), run(of)
+    assert first.status is Status.OK, first.detail
+    assert first.restarts > 1
+    assert text_of(first) == text_of(second)
+    assert first.theta != run(replace(of, moments=Moments.LOCAL)).theta
+
+
+def test_synchronous_training_has_no_moments_to_average(tmp_path):
+    tasks = [task(tmp_path, Method.SYNCHRONOUS, moments=moments) for moments in Moments]
+    assert tasks[0] == tasks[1] == tasks[2]
 
 
 def test_streaming_has_all_learners_in_each_merge_and_decoupled_need_not(tmp_path):

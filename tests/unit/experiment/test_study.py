@@ -11,7 +11,7 @@ import yaml
 from diloco.errors import ConfigError
 from diloco_experiment import study as studies
 from diloco_experiment.study import Cell, Study
-from diloco_experiment.tasks import Method
+from diloco_experiment.tasks import Method, Moments
 
 JOB: dict[str, Any] = {
     "apiVersion": "diloco.dev/v1alpha1",
@@ -68,6 +68,22 @@ def test_a_field_that_does_not_concern_a_method_does_not_make_another_task(tmp_p
     assert different == {
         Method.SYNCHRONOUS: 1, Method.DILOCO: 2, Method.STREAMING: 4, Method.DECOUPLED: 4,
     }  # fmt: skip
+
+
+def test_a_variant_chooses_what_happens_to_the_moments(tmp_path):
+    variants = {
+        "local": {},
+        "overwrite": {"moments": "Overwrite"},
+        "average": {"moments": "Average"},
+    }
+    found = cells(tmp_path, variants=variants)
+    chosen = {c.variant: c.task.moments for c in found if c.method is Method.DECOUPLED}
+    assert chosen == {moments.value.lower(): moments for moments in Moments}
+    different = {method: len({c.digest for c in found if c.method is method}) for method in Method}
+    assert different == {m: 1 if m is Method.SYNCHRONOUS else 3 for m in Method}
+    unknown = refusal(tmp_path, variants={"a": {"moments": "Mean"}})
+    assert "variants.a.moments" in unknown
+    assert "'Average'" in unknown
 
 
 def test_methods_have_the_settings_that_define_them(tmp_path):

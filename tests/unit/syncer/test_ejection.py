@@ -1,5 +1,7 @@
 """Ejecting, probing and readmitting, without rounds."""
 
+import math
+
 import pytest
 
 from diloco_syncer.core import events as ev
@@ -50,6 +52,7 @@ class Learners:
             ),
             now=0.0,
         )  # fmt: skip
+        self[name].last_seen = math.inf  # its heartbeats arrive
 
     def __getitem__(self, name):
         return self.records.by_name[name]
@@ -557,3 +560,20 @@ def test_a_wait_in_vain_ejects_when_all_that_a_learner_cost_is_two_and_a_half_wi
     late = learners["a"].late
     late.seconds, late.begun, late.at = 2.0, 103.0, 103.0
     assert len(learners.it.waited("a", seconds, "LeftRound", 103.0)) == ejected
+
+
+@pytest.mark.parametrize(
+    ("silent", "charged"), [("a", True), ("ab", False), ("abc", False), ("bc", True)]
+)
+def test_what_a_learner_costs_is_not_charged_to_it_while_it_is_silent_with_most(silent, charged):
+    for event in ("leaves", "is late"):
+        job = Learners()
+        for name in silent:
+            job[name].last_seen = 6.9
+        if event == "leaves":
+            job.records.leave("a", 1)
+            job.it.waited("a", 9.0, "LeftRound", 10.0)
+        else:
+            job.it.eject("a", "AnswerLate", 10.0, waited=9.0)
+        assert (job["a"].ejection is not None) is charged
+        assert (job["a"].late.seconds > 0) is charged

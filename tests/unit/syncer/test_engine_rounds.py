@@ -171,7 +171,7 @@ def test_a_member_that_is_lost_after_the_others_waited_long_is_ejected_for_that(
     job.report_all(1)
     for name in "abc":
         job.contribute(name)
-    job(ev.Tick(), at=2.0)
+    job.heartbeats(at=2.0)
     out = job.left("b", at=4.0)
     [line] = logs("eject", out)
     assert (line["learner"], line["reason"]) == ("b", "LeftRound")

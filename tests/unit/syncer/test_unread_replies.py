@@ -304,6 +304,24 @@ def test_an_older_version_stays_for_a_peer_that_reads_as_fast_as_the_slowest_lin
     assert not before.may_end(parameters, now + NEVER), "this one is current"
 
 
+def test_an_older_version_stays_for_a_peer_that_reads_its_first_chunk_fast_enough(serve):
+    """A chunk counts as read when all of it is: until then, the time that it takes over the slowest link does."""
+    served = serve(LARGE)
+    parameters = served.syncer.state.parameters
+    assert parameters is not None
+    source = served.learners[3].download(pb.Pull(fragment=0))
+    header = source.next_frame(0.0)
+    assert header is not None
+    begun = len(header) / MIN_BYTES_PER_SECOND
+    chunk = source.next_frame(begun)
+    assert chunk is not None
+    for _ in range(2):
+        served.merge(served.learners[4])
+    ends = begun + len(chunk) / MIN_BYTES_PER_SECOND
+    assert not source.may_end(parameters, ends - 0.01)
+    assert source.may_end(parameters, ends + 0.01)
+
+
 class Passing:
     """A call whose cancelling a test sees."""
 

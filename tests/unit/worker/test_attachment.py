@@ -48,6 +48,24 @@ def test_each_step_of_the_optimizer_counts_with_its_tokens(job, model):
     assert (learner.local_step, job.tokens, job.losses) == (3, [6, 6, 6], [0.5, 1.5, 2.5])
 
 
+def test_a_step_of_the_micro_batches_that_are_left_counts_with_their_tokens(job, model):
+    optimizer, rows = sgd(model), [0]
+
+    def tokens() -> int:
+        taken, rows[0] = rows[0], 0
+        return taken
+
+    attach(model, optimizer, tokens=tokens)
+    sizes = [4, 4, 4, 4, 2]  # the last one is smaller, and a step alone
+    for index, size in enumerate(sizes, start=1):
+        model(torch.ones(size, 2)).square().sum().backward()
+        rows[0] += size
+        if index % 2 == 0 or index == len(sizes):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert job.tokens == [8, 8, 2]
+
+
 def test_tokens_may_come_from_a_function(job, model):
     optimizer, counts = sgd(model), iter([5, 7])
     attach(model, optimizer, tokens=lambda: next(counts))

@@ -51,7 +51,7 @@ def rank(number: int) -> DistributedTrainer:
     )
     nothing = SimpleNamespace(
         close=lambda: None, restore=lambda: None, give_up=lambda: None, received=False,
-        end=lambda boundary, fetches: boundary,
+        refused="", end=lambda boundary, fetches: boundary,
     )  # fmt: skip
     trainer._checkpoints, trainer._kept = None, KeptState(trainer._show, trainer._end)
     trainer._replica = trainer._run_queue = trainer._termination = nothing
@@ -213,7 +213,7 @@ def test_a_line_of_steps_jsonl_has_learning_rate_and_age_of_the_result_where_the
         ended=lambda **_: None,
     )  # fmt: skip
     trainer._replica = SimpleNamespace(
-        apply=lambda fragment: None, end=lambda boundary, fetches: boundary
+        refused="", apply=lambda fragment: None, end=lambda boundary, fetches: boundary
     )
     trainer._run_queue = SimpleNamespace(seconds=lambda: 0.0)
     trainer._termination = SimpleNamespace(received=False)

@@ -231,6 +231,15 @@ def test_a_tensor_that_cannot_be_merged_is_named():
     assert "odd" in [n.info.name for n in describe(model).trained]
 
 
+def test_a_trained_parameter_whose_values_are_one_in_memory_is_refused_and_a_frozen_one_is_not():
+    model = nn.Linear(2, 2)
+    model.gain = nn.Parameter(torch.ones(1).expand(3))
+    with pytest.raises(ConfigError, match=r"model: gain is expanded: .* as clone\(\) returns it"):
+        describe(model)
+    model.gain.requires_grad_(False)
+    assert [n.info.name for n in describe(model).frozen] == ["gain"]
+
+
 def test_a_buffer_without_dense_values_is_named_unless_it_is_not_persistent():
     table = torch.eye(3).to_sparse()
     model = nn.Sequential(Fused(torch.clone))

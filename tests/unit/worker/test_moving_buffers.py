@@ -288,6 +288,63 @@ def test_parameters_that_are_trained_from_later_on_are_noticed_once():
     assert watch.changed() == ""
 
 
+def watch_of(model: nn.Module) -> Watch:
+    found = describe(model)
+    return Watch(model, constant=(), moving=found.moving, trained=found.trained)
+
+
+def three() -> nn.Sequential:
+    """With a tied weight."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    model[2].weight = model[1].weight
+    return model
+
+
+@pytest.mark.parametrize(
+    ("replace", "names"),
+    [
+        (lambda m: m.__setitem__(0, nn.Linear(2, 2)), "parameters 0.weight, 0.bias,"),
+        (
+            lambda m: m.load_state_dict(three()[:1].state_dict(), strict=False, assign=True),
+            "parameters 0.weight, 0.bias,",
+        ),
+        (lambda m: setattr(m[2], "weight", nn.Parameter(torch.ones(2, 2))), "parameter 2.weight,"),
+        (
+            lambda m: setattr(m[0], "bias", nn.Parameter(torch.ones(2), requires_grad=False)),
+            "parameter 0.bias,",
+        ),
+    ],
+)  # fmt: skip
+def test_a_learner_whose_trained_parameters_are_replaced_cannot_continue(replace, names):
+    model = three()
+    watch = watch_of(model)
+    assert (watch.changed(), watch.refused) == ("", "")
+    replace(model)
+    assert watch.changed() == ""
+    assert f"has put another tensor in the place of {names}" in watch.refused
+
+
+def test_a_learner_whose_trained_parameters_get_another_type_cannot_continue():
+    model = three()
+    watch = watch_of(model)
+    model[1].bfloat16()
+    assert watch.changed() == ""
+    assert watch.refused.startswith(
+        "the element type of parameters 1.bias, 1.weight is bfloat16, and was float32 at Learner.connect"
+    )
+    model[1].float()
+    assert (watch.changed(), watch.refused) == ("", "")
+
+
+def test_a_parameter_that_is_removed_is_noticed_once_and_one_with_another_name_is_not():
+    model = three()
+    watch = watch_of(model)
+    nn.utils.parametrizations.spectral_norm(model[0])
+    del model[2]  # its weight is that of another layer
+    assert "the program has removed parameter 2.bias from the model; the job" in watch.changed()
+    assert (watch.changed(), watch.refused) == ("", "")
+
+
 def test_a_frozen_parameter_that_is_written_is_noticed_once(caplog):
     """As a teacher that follows the trained parameters is."""
     model = nn.ModuleDict({"net": nn.Linear(2, 2), "teacher": nn.Linear(2, 2)})

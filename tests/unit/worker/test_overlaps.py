@@ -52,6 +52,16 @@ def test_tensors_have_values_in_common_exactly_where_they_have_a_byte_in_common(
     assert len(pairs) == len(expected)
 
 
+def test_an_expanded_tensor_cannot_be_merged_and_may_be_frozen():
+    expanded = torch.zeros(4).expand(3, 4)
+    tensors = [("rows", expanded), ("one", torch.zeros(1).expand(1, 1))]
+    [text] = overlaps.problems(tensors, {"rows", "one"})
+    assert text.startswith(
+        "rows is expanded: some of its values are one in memory, so that neither"
+    )
+    assert overlaps.problems(tensors, {"one"}) == []
+
+
 def test_columns_of_different_types_in_one_memory_are_different_tensors():
     memory = torch.zeros(10, 8, dtype=torch.uint8)
     whole, half = memory[:, :4].view(torch.float32), memory[:, 4:6].view(torch.bfloat16)

@@ -182,6 +182,25 @@ def test_rank_0_alone_names_patterns_without_a_buffer_and_looks_at_buffers(ranks
     assert looked == [0]
 
 
+def test_frozen_parameters_that_are_written_are_named_by_rank_0(ranks, caplog):
+    models, replicas = ranks
+    for model, replica in zip(models, replicas, strict=True):
+        with torch.no_grad():
+            model.base.mul_(0.5)  # as a teacher that follows the trained parameters
+        replica.copy_out(0, HOME)
+    [line] = [record.getMessage() for record in caplog.records]
+    assert line.startswith("frozen parameter base was written while training, which no other")
+
+
+def test_ranks_whose_parameters_are_replaced_cannot_continue(ranks):
+    models, replicas = ranks
+    assert replicas[0].refused == ""
+    for model, replica in zip(models, replicas, strict=True):
+        model.wide = nn.Linear(200, 300)
+        replica.copy_out(0, HOME)
+    assert "in the place of parameters wide.weight, wide.bias" in replicas[0].refused
+
+
 @pytest.mark.parametrize("name", ["wide.weight", "base"])
 def test_replicas_that_begin_with_other_values_are_refused_in_all_ranks(name):
     models = nets(3)

@@ -1,13 +1,13 @@
 """
 Notices what this learner alone has: buffers and frozen parameters that change while training though the job keeps them
-as they were, and parameters that it trains though the job does not know them.
+as they were, parameters that it trains though the job does not know them, and those that are no longer the job's.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from diloco_worker.trainer.device import Device
 from diloco_worker.trainer.layout import ModelTensors, Named, is_dtensor, local, pieces, unmatched
-from diloco_worker.trainer.wrappers import bare, plain_names
+from diloco_worker.trainer.wrappers import bare, plain_names, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -49,21 +49,29 @@ class Watch:
         moving: those that it merges, in place.
         frozen: parameters that are not trained; those that are written count as changed, because to read them all
             would take long.
+        trained: the parameters that it merges.
     """
 
     def __init__(
         self, model: nn.Module, *, constant: Iterable[Named], moving: Iterable[Named],
-        frozen: Iterable[Named] = (),
+        frozen: Iterable[Named] = (), trained: Iterable[Named] = (),
     ) -> None:  # fmt: skip
         self._model = bare(model)
         plain = plain_names(self._model)
         buffers = self._model.named_buffers(remove_duplicate=False)
         self._paths = {plain(name): name for name, _ in buffers}
         """By plain name, the one with the names of wrappers."""
-        parameters = [*self._model.parameters()]
+        parameters = dict(self._model.named_parameters(remove_duplicate=False))
         # Those of FSDP2 are others while they are whole.
-        whole = not any(map(is_dtensor, parameters))
-        self._trained = {id(p): p for p in parameters if p.requires_grad} if whole else None
+        whole = not any(map(is_dtensor, parameters.values()))
+        self._trained = (
+            {id(p): p for p in parameters.values() if p.requires_grad} if whole else None
+        )
+        self._first = {n: p for n, p in parameters.items() if p.requires_grad} if whole else {}
+        """By name, those that were trained at first and have been found since."""
+        self._merged = [(n, n.tensor.dtype) for n in trained]
+        self.refused = ""
+        """A sentence about parameters with which the learner cannot continue, as of the last `changed`."""
         self._constant, self._moving, self._frozen = list(constant), list(moving), list(frozen)
         self._known: dict[str, _Known] = {}
         self.reset()
@@ -79,8 +87,12 @@ class Watch:
     def changed(self) -> str:
         """
         A sentence about constant buffers that changed, merged ones that were replaced, frozen parameters that were
-        written, and parameters that are trained since; each once.
+        written, parameters that are trained since, and those that were removed; each once.
         """
+        found = dict(self._model.named_parameters(remove_duplicate=False)) if self._first else {}
+        self.refused = self._other_types() or self._other_parameters(found)
+        if self.refused:
+            return ""
         written, self._constant = _split(self._constant, self._has_changed)
         replaced, self._moving = _split(self._moving, self._is_replaced)
         sentences = []
@@ -101,6 +113,11 @@ class Watch:
                 "gets, and a start without the local checkpoint begins with the first values: make what moves, such as "
                 "a teacher, buffers named in spec.sync.movingBuffers; if those values come back, ignore this line"
             )
+        if removed := self._removed(found):
+            sentences.append(
+                f"since Learner.connect, the program has removed {_listed('parameter', removed)} from the model; the "
+                "job and the exported model keep what was removed, as it was: complete the model before Learner.connect"
+            )
         if added := self._newly_trained():
             sentences.append(
                 f"a gradient is computed for {_listed('parameter', added)}, and was not when this learner connected, "
@@ -117,6 +134,33 @@ class Watch:
         known |= {id(p): p for p in added.values()}
         plain = plain_names(self._model) if added else str
         return [plain(name) for name in added]
+
+    def _other_types(self) -> str:
+        other = [(n, dtype) for n, dtype in self._merged if n.tensor.dtype is not dtype]
+        if not other:
+            return ""
+        named, dtype = other[0]
+        return _other_type(_names(n for n, _ in other), dtype, named.tensor.dtype)
+
+    def _other_parameters(self, found: Mapping[str, torch.Tensor]) -> str:
+        other = [name for name, p in self._first.items() if found.get(name, p) is not p]
+        if not other:
+            return ""
+        plain = plain_names(self._model)
+        return (
+            "since Learner.connect, the program has put another tensor in the place of "
+            f"{_listed('parameter', [plain(n) for n in other])}, so that no merge has what this learner trains; "
+            "expected the same parameters until the end: complete the model before Learner.connect, and change values "
+            "in place"
+        )
+
+    def _removed(self, found: Mapping[str, torch.Tensor]) -> list[str]:
+        if self._first.keys() <= found.keys():
+            return []
+        held = set(map(id, found.values()))  # a parametrization gives a parameter another name
+        without = [name for name in self._first if name not in found]
+        plain = plain_names(self._model)
+        return [plain(name) for name in without if id(self._first.pop(name)) not in held]
 
     def _has_changed(self, named: Named) -> bool:
         known = self._known[named.info.name]
@@ -187,7 +231,9 @@ def _split(
 def _writes(tensor: torch.Tensor) -> int:
     """How often it was written in place; tensors of inference mode do not count."""
     held = local(tensor)
-    return 0 if held.is_inference() else held._version
+    # What is written to a DTensor counts there, and what is written to its local part counts here.
+    both = (held,) if held is tensor else (held, tensor)
+    return sum(0 if part.is_inference() else part._version for part in both)
 
 
 def _digest(tensor: torch.Tensor) -> int:
@@ -195,6 +241,24 @@ def _digest(tensor: torch.Tensor) -> int:
     for piece in pieces(tensor):
         state.update(piece)
     return state.intdigest()
+
+
+def other_type(model: nn.Module, parameter: torch.Tensor, dtype: torch.dtype) -> str:
+    """A sentence about a parameter of an optimizer that had this element type at `Learner.connect`, and has another."""
+    names = [name for name, tensor in tensors_of(model) if tensor is parameter]
+    return _other_type(names or ["of an optimizer"], dtype, parameter.dtype)
+
+
+def _other_type(names: Sequence[str], dtype: torch.dtype, found: torch.dtype) -> str:
+    return (
+        f"the element type of {_listed('parameter', names)} is {_plain(found)}, and was {_plain(dtype)} at "
+        "Learner.connect; expected the same until the end: convert the model before the optimizers are made and before "
+        "Learner.connect, or compute in another type by torch.autocast"
+    )
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _names(found: Iterable[Named]) -> list[str]:

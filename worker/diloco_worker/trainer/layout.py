@@ -25,8 +25,7 @@ from diloco.errors import ConfigError, DamagedError
 from diloco.model import tensorfile
 from diloco.model.fragments import Fragment, Layout, Slot, Tensor
 from diloco_worker.core.shard_slices import Box, whole
-from diloco_worker.trainer import digits
-from diloco_worker.trainer.overlaps import overlapping
+from diloco_worker.trainer import digits, overlaps
 from diloco_worker.trainer.wrappers import bare, distinct, plain_names
 
 F32 = npt.NDArray[np.float32]
@@ -378,13 +377,8 @@ def _check(
         if n.info.newest and n.info.elements > MAX_INTEGERS
     ]
     merged = {n.info.name for n in (*trained, *moving)}
-    held = ((n.info.name, local(n.tensor)) for n in (*trained, *moving, *frozen))
-    problems += [
-        f"{a} and {b} have values in common in memory, but are not one parameter; expected a copy, or the same "
-        "parameter in both places, transposed in forward if need be"
-        for a, b in overlapping((name, tensor) for name, tensor in held if _has_memory(tensor))
-        if a in merged or b in merged
-    ]
+    held = [(n.info.name, local(n.tensor)) for n in (*trained, *moving, *frozen)]
+    problems += overlaps.problems([(name, t) for name, t in held if _has_memory(t)], merged)
     if problems:
         raise ConfigError("model: " + "; ".join(problems))
 

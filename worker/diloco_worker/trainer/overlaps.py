@@ -1,9 +1,9 @@
-"""Tensors that have some values in common without being one tensor: they cannot be merged as two."""
+"""Tensors that have some values in common, within one or without being one tensor: they cannot be merged."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,6 +25,27 @@ class _Span:
         sides = zip(tensor.shape, tensor.stride(), strict=True)
         size = tensor.element_size() * (1 + sum((n - 1) * s for n, s in sides))
         return cls(tensor.data_ptr(), tensor.data_ptr() + size, name, tensor)
+
+
+def problems(tensors: Sequence[tuple[str, torch.Tensor]], merged: Container[str]) -> list[str]:
+    """
+    A sentence for each tensor, or pair of tensors, that cannot be merged because of its memory.
+
+    Args:
+        tensors: with memory of their own; each once.
+        merged: names of those that are merged.
+    """
+    expanded = [name for name, t in tensors if name in merged and distinct(t) is not t]
+    return [
+        f"{name} is expanded: some of its values are one in memory, so that neither an optimizer nor a merge can write "
+        "them; expected a tensor of its own, as clone() returns it"
+        for name in expanded
+    ] + [
+        f"{a} and {b} have values in common in memory, but are not one parameter; expected a copy, or the same "
+        "parameter in both places, transposed in forward if need be"
+        for a, b in overlapping(tensors)
+        if a in merged or b in merged
+    ]
 
 
 def overlapping(tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, str]]:

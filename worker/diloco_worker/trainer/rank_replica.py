@@ -82,7 +82,10 @@ class RankReplica:
         kept = spec.buffers == "Initial"
         if self.rank == 0:
             log_unmatched(tensors, () if kept else spec.moving_buffers)
-        self._watch = Watch(model, constant=() if kept else tensors.buffers, moving=tensors.moving)
+        self._watch = Watch(
+            model, constant=() if kept else tensors.buffers, moving=tensors.moving, frozen=tensors.frozen,
+            trained=tensors.trained,
+        )  # fmt: skip
         self._checks = WatchBeside(self._watch, device) if device is not None else None
         self._copier = Copier(tensors, self.layout, shares=own)
         named = (*tensors.merged, *tensors.frozen, *tensors.buffers)
@@ -172,6 +175,11 @@ class RankReplica:
         if shared is None:
             raise AssertionError("the error was raised")
         return shared
+
+    @property
+    def refused(self) -> str:
+        """Why the learner cannot continue with its model: see `Watch.refused`; rank 0 inspects it."""
+        return self._watch.refused
 
     def copy_out(self, fragment: int, place: int) -> None:
         """Write this rank's part of a host copy; beside the training, if `end` states that it is not finished."""

@@ -56,7 +56,8 @@ class Replica:
         )  # here, not in each session of the link, that they fit is checked
         log_unmatched(tensors, () if kept else spec.moving_buffers)
         self._watch = Watch(
-            model, constant=() if kept else tensors.buffers, moving=tensors.moving, frozen=tensors.frozen
+            model, constant=() if kept else tensors.buffers, moving=tensors.moving, frozen=tensors.frozen,
+            trained=tensors.trained,
         )  # fmt: skip
         fragments = range(len(self.layout.fragments))
         self._copier = Copier(tensors, self.layout)
@@ -66,6 +67,11 @@ class Replica:
         self._copier.attach(
             [[self.shared.host(p)] for p in fragments], [self.shared.inbox(p) for p in fragments]
         )
+
+    @property
+    def refused(self) -> str:
+        """Why the learner cannot continue with its model: see `Watch.refused`."""
+        return self._watch.refused
 
     # ------------------------------------------------------------ what trainer and link know of each other
 

@@ -3,7 +3,8 @@ A learner whose ranks hold a part or a replica of a small model, in the way that
 
 Prints as a JSON object what `tests/integration/test_sharded_learner.py` compares: per step the versions that the
 model holds, and hashes of what this rank holds at the beginning and at the end. Rank 0 writes its whole final model to
-a file. With "late" as third argument, its ranks copy by devices that are late.
+a file. With "late" as third argument, its ranks copy by devices that are late; with "left out" or "twice", rank 1
+leaves out the tenth call of `learner.step`, or makes it twice.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ ROWS = 24
 """Divides by each number of data-parallel ranks: they average the means of their rows."""
 RATE = 0.1
 TOKENS = 10
+WRONG_STEP = 10
 
 
 class Experts(nn.Module):
@@ -185,6 +187,13 @@ class LateDevice:
         self.device.pass_time(self.chance.choice((0, 20, 100, 400)))
 
 
+def calls(step: int, rank: int) -> int:
+    """How often this rank calls `learner.step` after its optimizer step of this number."""
+    if rank == 0 or step != WRONG_STEP:
+        return 1
+    return 0 if "left out" in sys.argv[3:] else 2 if "twice" in sys.argv[3:] else 1
+
+
 def main() -> None:
     """Train until the learner is done."""
     how, out = sys.argv[1], Path(sys.argv[2])
@@ -201,6 +210,7 @@ def main() -> None:
     learner = Learner.connect(model, optimizer, **patience)
     began = digest(local_parts(model))
     log: list[object] = []
+    step = 0
     while not learner.done:
         loss = train(model, optimizer, learner.local_step + 1, part, parts)
         if how == "plain":
@@ -210,8 +220,10 @@ def main() -> None:
         if how == "experts":  # they have the rows of two ranks, of which each has the mean
             model[2].experts.weight.grad /= 2
         optimizer.step()
-        with beside():
-            learner.step(tokens=TOKENS, loss=loss)
+        step += 1
+        for _ in range(calls(step, rank)):
+            with beside():
+                learner.step(tokens=TOKENS, loss=loss)
         log.append(
             [learner.local_step, [v and v[1] for v in learner._trainer._core.ledger.versions]]
         )

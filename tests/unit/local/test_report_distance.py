@@ -1,0 +1,93 @@
+"""What the report states about the distance to synchronous training: the figures of the studies, and no others."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from diloco_local.report.distance import MEASURED, Measurement, known
+
+STUDIES = Path(__file__).parents[3] / "benchmarks/studies"
+
+EXAMPLE: dict[str, Any] = {
+    "interval": 24,
+    "merge": "Radial",
+    "outer_learning_rate": 0.7,
+    "outer_momentum": 0.5,
+    "learners": {"eu": 2, "us": 2},
+}
+
+
+def losses(measured: Measurement, method: str) -> dict[str, dict[int, float]]:
+    """Variant → seed → loss, of the complete cells of a method."""
+    folder, prefix = measured.source[0].split("/")
+    name = f"{prefix}-results.csv" if prefix else "results.csv"
+    found: dict[str, dict[int, float]] = {}
+    with (STUDIES / folder / name).open() as file:
+        for row in csv.DictReader(file):
+            if row["method"] == method and row["status"] == "ok":
+                found.setdefault(row["variant"], {})[int(row["seed"])] = float(row["loss"])
+    return found
+
+
+def mean(values: dict[int, float]) -> float:
+    return sum(values.values()) / len(values)
+
+
+@pytest.mark.parametrize("measured", MEASURED, ids=lambda m: " ".join(m.source))
+def test_each_figure_is_that_of_its_study(measured: Measurement) -> None:
+    own = losses(measured, "Decoupled")[measured.source[1]]
+    # The best synchronous training with the recipe of the variant; others have another momentum of Muon.
+    alike = {k: v for k, v in losses(measured, "Synchronous").items() if "muon" not in k}
+    reference = min(mean(values) for values in alike.values())
+
+    assert len(own) == measured.seeds
+    assert measured.percent == pytest.approx(100 * (mean(own) / reference - 1), abs=0.05)
+
+
+def test_a_job_with_measured_settings_gets_all_figures_that_fit_it() -> None:
+    text = " ".join(known(EXAMPLE))
+
+    assert text.startswith(
+        "Measured for M = 4, H = 24, Radial, outer learning rate 0.7, momentum 0.5: +6"
+    )
+    assert text.count("parameters") == sum(m.setting.interval == 24 for m in MEASURED)
+    assert "learners of one speed" in text
+
+
+@pytest.mark.parametrize(
+    ("changed", "closest"),
+    [
+        ({"learners": {"eu": 8}}, "M = 4, H = 24, Radial"),
+        ({"interval": 30}, "M = 4, H = 24, Radial"),
+        ({"interval": 7, "merge": "Average"}, "M = 4, H = 6, Average"),
+        ({"interval": 1000, "merge": "Average"}, "M = 4, H = 12, Average"),
+        ({"outer_learning_rate": 0.9}, "M = 4, H = 24, Radial, outer learning rate 0.7"),
+    ],
+)
+def test_a_job_with_other_settings_gets_the_closest_ones(
+    changed: dict[str, Any], closest: str
+) -> None:
+    text = " ".join(known({**EXAMPLE, **changed}))
+
+    assert text.startswith("Not measured for M = ")
+    assert f"The closest settings are {closest}" in text
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {},
+        {**EXAMPLE, "interval": 0},
+        {**EXAMPLE, "interval": "24"},
+        {**EXAMPLE, "merge": None},
+        {**EXAMPLE, "outer_momentum": "x"},
+        {**EXAMPLE, "learners": {}},
+        {**EXAMPLE, "learners": [2]},
+    ],
+)
+def test_an_incomplete_spec_gets_no_sentence(damaged: dict[str, Any]) -> None:
+    assert known(damaged) == []
