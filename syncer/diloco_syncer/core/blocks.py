@@ -11,6 +11,7 @@ is trained, so no block is open at two learners, not even in two passes.
 
 from __future__ import annotations
 
+import heapq
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,15 @@ from diloco_syncer.core.events import BlocksStated, Decision, LeaseBlocks, Log, 
 
 HOLD_SECONDS = 30.0
 """A learner whose connection broke keeps its open blocks for this long, and then for the other learners."""
+
+IDLE_SECONDS = 120.0
+"""A connected learner that makes no steps keeps its open blocks for this long once the others wait for them."""
+
+BLOCK_SECONDS = 300.0
+"""The same of one that steps, and states no change of its blocks; doubled each time that this happens."""
+
+MAX_ADOPTED = 1 << 20
+"""A learner that returns may have what is less than so many serials after the oldest one that is not trained."""
 
 INTERRUPTED = frozenset({"StreamEnded", "HeartbeatLate", "Unavailable"})
 """Reasons for which a session ends while its learner may continue to train."""
@@ -107,8 +117,10 @@ class Holder:
     """How many it wants open; only while it is connected."""
     lost_at: float | None = None
     """Since when it is not connected; None: it is, or its blocks were found in a snapshot."""
-    changed: bool = False
-    """It must be sent what is open."""
+    stated_at: float = 0.0
+    """When it last stated its blocks, or was leased one."""
+    stepped_at: float = 0.0
+    """The same, or when it last made a step."""
     refused: bool = False
     """Of this session, a block was refused and recorded."""
 
@@ -120,6 +132,18 @@ class BlockLedger:
     dataset: Dataset | None = None
     free: FreeSerials = field(default_factory=FreeSerials)
     holders: dict[str, Holder] = field(default_factory=dict)
+    patience: float = BLOCK_SECONDS
+    # What follows from the holders, so that an event costs the same however many there are.
+    _holder_of: dict[int, str] = field(default_factory=dict)
+    """Of each open serial."""
+    _opened: list[int] = field(default_factory=list)
+    """A heap of the open serials, and of some that no longer are."""
+    _absent: set[str] = field(default_factory=set)
+    """Holders that are not connected, or have not stated anything yet."""
+    _wanting: set[str] = field(default_factory=set)
+    """Holders that have fewer than they want."""
+    _changed: dict[str, None] = field(default_factory=dict)
+    """Learners that must be sent what is open."""
 
     # ------------------------------------------------------------ events
 
@@ -134,7 +158,7 @@ class BlockLedger:
             "give all learners the same dataset, or begin another run"
         )
 
-    def stated(self, event: BlocksStated, *, incarnation: int) -> list[Decision]:
+    def stated(self, event: BlocksStated, *, incarnation: int, now: float) -> list[Decision]:
         """A learner states its dataset, what it has trained on, and what is open there."""
         out: list[Decision] = []
         if self.dataset is None:
@@ -149,9 +173,19 @@ class BlockLedger:
             claimed = [*(block.serial for block in event.trained), *event.open]
             out += self._adopt(event.learner, holder, claimed)
             holder.session, holder.lost_at, holder.refused = event.session, None, False
+            self._absent.discard(event.learner)
         out += self._trained(event.learner, holder, event.trained)
-        holder.wanted, holder.changed = event.wanted, True
+        holder.wanted = event.wanted
+        holder.stated_at = holder.stepped_at = now
+        self._changed[event.learner] = None
+        self._want(event.learner, holder)
         return out
+
+    def stepped(self, learner: str, now: float) -> None:
+        """A learner made a step."""
+        holder = self.holders.get(learner)
+        if holder is not None:
+            holder.stepped_at = now
 
     def left(self, learner: str, reason: str, now: float) -> list[Decision]:
         """Its session ended."""
@@ -159,6 +193,8 @@ class BlockLedger:
         if holder is None:
             return []
         holder.session, holder.wanted, holder.lost_at = None, 0, now
+        self._absent.add(learner)
+        self._wanting.discard(learner)
         return [] if reason in INTERRUPTED else self.release(learner, reason)
 
     def joined(self, learner: str, incarnation: int) -> list[Decision]:
@@ -171,7 +207,10 @@ class BlockLedger:
     def release(self, learner: str, reason: str) -> list[Decision]:
         """What the learner has open is leased again."""
         holder = self.holders.pop(learner)
+        self._absent.discard(learner)
+        self._wanting.discard(learner)
         for serial in holder.open:
+            del self._holder_of[serial]
             self.free.add(serial)
         return (
             [_log("release", learner, holder, blocks=spans(holder.open), reason=reason)]
@@ -182,44 +221,71 @@ class BlockLedger:
     def shift(self, seconds: float) -> None:
         """The syncer itself was paused for this long."""
         for holder in self.holders.values():
+            holder.stated_at += seconds
+            holder.stepped_at += seconds
             if holder.lost_at is not None:
                 holder.lost_at += seconds
 
     def advance(self, now: float) -> list[Decision]:
         """Release what is overdue, lease what is wanted, and send every change."""
         out: list[Decision] = []
-        for learner, holder in list(self.holders.items()):
-            if holder.session is None and holder.lost_at is None:
+        for learner in sorted(self._absent):
+            holder = self.holders[learner]
+            if holder.lost_at is None:
                 holder.lost_at = now  # found in a snapshot
-            elif holder.lost_at is not None and now - holder.lost_at >= HOLD_SECONDS:
+            elif now - holder.lost_at >= HOLD_SECONDS:
                 out += self.release(learner, "Overdue")
         leased: dict[str, list[int]] = {}
-        while (wanting := self._next()) is not None:
+        while self._wanting:
             serial = self.free.lowest
-            self.free.remove(serial)
-            self.holders[wanting].open.append(serial)
-            self.holders[wanting].changed = True
-            leased.setdefault(wanting, []).append(serial)
+            if not self._allowed(serial):
+                if not (overdue := self._overdue(now)):
+                    break
+                out += overdue
+                continue
+            learner = min(self._wanting, key=lambda name: (len(self.holders[name].open), name))
+            holder = self.holders[learner]
+            self._open(learner, holder, serial)
+            holder.stated_at = holder.stepped_at = now
+            self._changed[learner] = None
+            leased.setdefault(learner, []).append(serial)
         for learner, serials in leased.items():
             out.append(_log("lease", learner, self.holders[learner], blocks=spans(serials)))
-        for learner, holder in self.holders.items():
-            if holder.changed and holder.session is not None:
-                holder.changed = False
-                out.append(LeaseBlocks(learner=learner, serials=tuple(holder.open)))
+        for learner in self._changed:
+            known = self.holders.get(learner)
+            out.append(LeaseBlocks(learner=learner, serials=tuple(known.open) if known else ()))
+        self._changed.clear()
         return out
 
     # ------------------------------------------------------------ parts
 
-    def _next(self) -> str | None:
-        """The learner that gets the next block: the one with the fewest; None: nothing can be leased."""
-        wanting = [
-            (len(holder.open), learner)
-            for learner, holder in self.holders.items()
-            if len(holder.open) < holder.wanted
-        ]
-        if not wanting or not self._allowed(self.free.lowest):
-            return None
-        return min(wanting)[1]
+    def _overdue(self, now: float) -> list[Decision]:
+        """Others wait for the oldest block: release what its holder has, if that may not come to an end."""
+        learner = self._holder_of[self.oldest]
+        holder = self.holders[learner]
+        if holder.session is None:
+            return []  # see HOLD_SECONDS
+        if now - holder.stepped_at >= IDLE_SECONDS:
+            reason = "NoSteps"
+        elif now - holder.stated_at >= self.patience:
+            reason, self.patience = "Overdue", 2 * self.patience
+        else:
+            return []
+        self._changed[learner] = None
+        return self.release(learner, reason)
+
+    def _open(self, learner: str, holder: Holder, serial: int) -> None:
+        self.free.remove(serial)
+        holder.open.append(serial)
+        self._holder_of[serial] = learner
+        heapq.heappush(self._opened, serial)
+        self._want(learner, holder)
+
+    def _want(self, learner: str, holder: Holder) -> None:
+        if len(holder.open) < holder.wanted:
+            self._wanting.add(learner)
+        else:
+            self._wanting.discard(learner)
 
     def _allowed(self, serial: int) -> bool:
         return self.dataset is not None and serial < self.oldest + self.dataset.blocks
@@ -227,16 +293,15 @@ class BlockLedger:
     @property
     def oldest(self) -> int:
         """The smallest serial that is not trained."""
-        return min(
-            [self.free.lowest, *(serial for h in self.holders.values() for serial in h.open)]
-        )
+        while self._opened and self._opened[0] not in self._holder_of:
+            heapq.heappop(self._opened)
+        return min([self.free.lowest, *self._opened[:1]])
 
     def _adopt(self, learner: str, holder: Holder, claimed: Iterable[int]) -> list[Decision]:
         adopted = []
         for serial in claimed:
-            if serial in self.free and self._allowed(serial):
-                self.free.remove(serial)
-                holder.open.append(serial)
+            if serial in self.free and self._allowed(serial) and serial < self.oldest + MAX_ADOPTED:
+                self._open(learner, holder, serial)
                 adopted.append(serial)
         return [_log("lease", learner, holder, blocks=spans(adopted))] if adopted else []
 
@@ -245,11 +310,13 @@ class BlockLedger:
     ) -> list[Decision]:
         counted, refused = [], []
         for block in trained:
-            if block.serial in holder.open:
+            if self._holder_of.get(block.serial) == learner:
                 holder.open.remove(block.serial)
+                del self._holder_of[block.serial]
                 counted.append({"block": block.serial, "begin": block.begin, "end": block.end})
-            else:
+            elif block.serial in self._holder_of or block.serial in self.free:
                 refused.append(block.serial)
+            # Else it counts already: the statement crossed the leases that show it.
         out: list[Decision] = [_log("trained", learner, holder, blocks=counted)] if counted else []
         if refused and not holder.refused:
             holder.refused = True
@@ -310,7 +377,7 @@ class BlockLedger:
         """The ledger that `to_json` described; its learners have HOLD_SECONDS from the first event on."""
         if data is None:
             return cls()
-        return cls(
+        ledger = cls(
             dataset=Dataset(
                 items=int(data["items"]), size=int(data["size"]), stated_by=str(data["statedBy"])
             ),
@@ -320,6 +387,11 @@ class BlockLedger:
                 for name, h in data["held"].items()
             },
         )
+        ledger._absent.update(ledger.holders)
+        for name, holder in ledger.holders.items():
+            ledger._holder_of.update(dict.fromkeys(holder.open, name))
+        ledger._opened = sorted(ledger._holder_of)
+        return ledger
 
 
 def spans(serials: Iterable[int]) -> list[dict[str, int]]:

@@ -363,6 +363,8 @@ class Engine:
                 record, CONFIRMED_INTERVALS * self.spec.interval + CONFIRMED_STEPS
             )
             self._announcements.touch(event.learner)
+            if steps:
+                self.blocks.stepped(event.learner, now)
             self.ejections.reported(event.learner, now)
             if self.learners.paces(record, now):
                 self.scheduler.pace.stepped(event.learner, steps)
@@ -376,7 +378,7 @@ class Engine:
         if detail := self.blocks.conflict(event):
             left = ev.Left(session=event.session, learner=event.learner, reason="Config")
             return [*refusal(event, "Config", detail), *self._left(left, now)]
-        return self.blocks.stated(event, incarnation=record.incarnation)
+        return self.blocks.stated(event, incarnation=record.incarnation, now=now)
 
     def _heartbeat(self, event: ev.Heartbeat, now: float) -> list[ev.Decision]:
         record = self.learners.of_session(event.learner, event.session)

@@ -21,6 +21,7 @@ is NaN), so they are replaced or clamped and the rest of the message counts.
 | Blocks `items`, `size` | 1..MAX_ITEMS, `size` up to `items` | refused |
 | Blocks `wanted`, length of `open` and `trained` | 0..MAX_OPEN, distinct | refused |
 | Blocks serials | below MAX_SERIAL | refused |
+| Blocks `begin`, `end` of a trained block | 0..MAX_STEPS, `begin` below `end` | refused |
 | Report `step_seconds`, `sync_seconds` | 0..MAX_SECONDS | not finite or negative: 0 (unknown); above: clamped |
 | Report `loss` | ±MAX_LOSS | not finite: none; beyond: clamped |
 | Evaluation `step` | 0..T | refused |
@@ -290,7 +291,9 @@ def blocks(stated: pb.Blocks, *, session: int, learner: str) -> ev.BlocksStated:
     trained = tuple(
         ev.TrainedBlock(serial=b.serial, begin=b.begin, end=b.end) for b in stated.trained
     )
-    _check_counts("blocks: end", (max(b.begin, b.end) for b in trained), MAX_STEPS)
+    _check_counts("blocks: end", (b.end for b in trained), MAX_STEPS)
+    if any(b.begin >= b.end for b in trained):
+        raise ProtocolError("blocks: one is trained on without a step")
     return ev.BlocksStated(
         session=session,
         learner=learner,

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 
 from diloco.errors import ProtocolError
 from diloco.v1 import syncer_pb2 as pb
-from diloco_syncer.core.blocks import HOLD_SECONDS, BlockLedger, FreeSerials
+from diloco_syncer.core.blocks import (
+    BLOCK_SECONDS,
+    HOLD_SECONDS,
+    IDLE_SECONDS,
+    MAX_ADOPTED,
+    BlockLedger,
+    FreeSerials,
+)
 from diloco_syncer.core.events import BlocksStated, Decision, LeaseBlocks, Log, TrainedBlock
 from diloco_syncer.rpc import telemetry
 
@@ -34,7 +41,7 @@ def logged(decisions, event):
 
 
 def take(ledger, event, now=0.0, incarnation=1):
-    return [*ledger.stated(event, incarnation=incarnation), *ledger.advance(now)]
+    return [*ledger.stated(event, incarnation=incarnation, now=now), *ledger.advance(now)]
 
 
 def test_blocks_are_leased_in_order_and_again_when_their_learner_is_gone():
@@ -77,6 +84,67 @@ def test_a_block_of_another_learner_or_an_unknown_one_does_not_count_and_is_reco
         if refused:
             assert "trained on block 0 of pass 0, which is not leased to it" in refused[0]["detail"]
     assert ledger.holders["eu/0"].open == [0, 1]
+
+
+def test_a_statement_that_crosses_the_leases_or_is_repeated_after_a_cut_accuses_nobody():
+    ledger = BlockLedger()
+    take(ledger, stated(wanted=3))
+    take(ledger, stated(wanted=3, opened=[1, 2], trained=[0]))
+    out = take(ledger, stated(wanted=3, opened=[2], trained=[0, 1]))
+    assert [b["block"] for fields in logged(out, "trained") for b in fields["blocks"]] == [1]
+    assert not logged(out, "refuse")
+    ledger.left("eu/0", "StreamEnded", 1.0)
+    assert not logged(take(ledger, stated(session=2, opened=[2], trained=[0, 1])), "refuse")
+    again = BlockLedger.from_json(json.loads(json.dumps(ledger.to_json())))
+    assert not logged(take(again, stated(session=3, opened=[2], trained=[0, 1])), "refuse")
+
+
+def starved():
+    """us/0 has the rest of a pass while eu/0 sits on three blocks of it."""
+    ledger = BlockLedger()
+    take(ledger, stated(items=40, wanted=3))
+    out = take(ledger, stated("us/0", items=40, wanted=3))
+    while serials := leases(out).get("us/0"):
+        out = take(ledger, stated("us/0", items=40, trained=serials[:1], opened=serials[1:]), 1.0)
+    return ledger
+
+
+def test_blocks_of_a_connected_learner_that_makes_no_steps_are_leased_again_once_others_wait():
+    ledger = starved()
+    ledger.stepped("eu/0", 5.0)
+    assert ledger.advance(IDLE_SECONDS + 4.9) == []
+    out = ledger.advance(IDLE_SECONDS + 5.0)
+    assert logged(out, "release")[0]["reason"] == "NoSteps"
+    assert leases(out)["eu/0"] == ()
+    assert leases(out)["us/0"][0] == 0
+    # It continues: what it had begun counts only if nobody has it.
+    out = take(ledger, stated(items=40, wanted=3, trained=[0], opened=[]), 200.0)
+    assert len(logged(out, "refuse")) == 1
+    assert leases(out)["eu/0"]
+
+
+def test_a_learner_that_steps_and_never_ends_a_block_delays_the_others_for_a_while_only():
+    ledger = starved()
+    for second in range(1, int(BLOCK_SECONDS)):
+        ledger.stepped("eu/0", float(second))
+        assert ledger.advance(float(second)) == []
+    assert logged(ledger.advance(BLOCK_SECONDS), "release")[0]["reason"] == "Overdue"
+    assert ledger.patience == 2 * BLOCK_SECONDS
+
+
+def test_while_nobody_waits_a_learner_keeps_its_blocks():
+    ledger = BlockLedger()
+    take(ledger, stated())
+    assert ledger.advance(1e6) == []
+
+
+def test_a_returning_learner_cannot_claim_blocks_far_ahead():
+    ledger = BlockLedger()
+    take(ledger, stated(items=10**12, size=1))
+    ledger.left("eu/0", "StreamEnded", 1.0)
+    claimed = [MAX_ADOPTED - 1, MAX_ADOPTED, 10**11]
+    take(ledger, stated(session=2, items=10**12, size=1, trained=claimed), 1.0)
+    assert ledger.free.rest == MAX_ADOPTED
 
 
 def test_another_dataset_is_a_conflict_in_one_sentence():
@@ -163,7 +231,7 @@ class History:
             name, session=self.sessions[name], items=self.blocks, size=1, wanted=3,
             opened=opened, trained=trained,
         )  # fmt: skip
-        self.took(self.ledger.stated(event, incarnation=self.incarnations[name]))
+        self.took(self.ledger.stated(event, incarnation=self.incarnations[name], now=self.now))
         self.took(self.ledger.advance(self.now))
 
     def step(self, action: str, name: str, number: int) -> None:
@@ -186,6 +254,9 @@ class History:
             case "wait":
                 self.now += 10
                 self.took(self.ledger.advance(self.now))
+            case "long":
+                self.now += BLOCK_SECONDS
+                self.took(self.ledger.advance(self.now))
             case "snapshot":
                 self.saved, self.saved_trained = json.dumps(self.ledger.to_json()), [*self.trained]
             case "crash":
@@ -195,7 +266,19 @@ class History:
                 self.took(self.ledger.advance(self.now))
 
 
-ACTIONS = ("train", "train", "train", "lie", "cut", "leave", "die", "wait", "snapshot", "crash")
+ACTIONS = (
+    "train",
+    "train",
+    "train",
+    "lie",
+    "cut",
+    "leave",
+    "die",
+    "wait",
+    "long",
+    "snapshot",
+    "crash",
+)
 
 
 @given(
@@ -242,6 +325,7 @@ def test_the_state_survives_a_snapshot(gaps):
         {"items": 5, "size": 1, "open": [1], "trained": [pb.TrainedBlock(serial=1)]},
         {"items": 5, "size": 1, "open": [(1 << 62) + 1]},
         {"items": 5, "size": 1, "trained": [pb.TrainedBlock(end=1 << 50)]},
+        {"items": 5, "size": 1, "trained": [pb.TrainedBlock(begin=3, end=3)]},
     ],
 )
 def test_a_statement_beyond_its_bounds_is_refused(fields):

@@ -63,7 +63,9 @@ def test_a_learner_without_a_block_states_so_shows_it_and_ends_after_a_limit():
     [send] = wait.wait(now=0.0)
     assert isinstance(send, Send)
     assert send.state.blocks["wanted"] == 3
-    [shown, _] = wait.wait(now=6.0)
+    [shown, again, _] = wait.wait(now=6.0)
+    assert isinstance(again, Send)
+    assert again.state.blocks != send.state.blocks  # so the link states it again
     assert isinstance(shown, ShowProgress)
     assert shown.text == "eu/0: waiting for a block of data: all blocks are at other learners (6 s)"
     end = wait.wait(now=61.0)[-1]

@@ -79,4 +79,9 @@ class BlockWait:
         if now < self._progress_at:
             return [AwaitLink()]
         self._progress_at = now + PROGRESS_SECONDS
-        return [ShowProgress(f"{text} ({waited:.0f} s)"), AwaitLink()]
+        if core.blocks is not None:
+            core.blocks.asked += (
+                1  # what was leased may have been taken back while this process was stopped
+            )
+        shown = ShowProgress(f"{text} ({waited:.0f} s)")
+        return [shown, Send(core.state(offers=core.offers)), AwaitLink()]

@@ -29,6 +29,8 @@ class Blocks:
     """The blocks of one process."""
 
     data: Data
+    asked: int = 0
+    """How often the loop waited; it makes the link repeat what it stated already."""
     _waiting: list[int] = field(default_factory=list)
     _begun: list[tuple[int, int]] = field(default_factory=list)
     """Serial of each block that is begun and not trained on, and t_m at that time; the newest is in use."""
@@ -76,4 +78,5 @@ class Blocks:
             "wanted": self.data.ahead + 1,
             "open": [*(serial for serial, _ in self._begun), *self._waiting],
             "trained": [[*block] for block in self._trained],
+            "asked": self.asked,
         }
