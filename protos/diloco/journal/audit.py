@@ -256,6 +256,7 @@ class _Book:
     def _rotate(self, rotate: Rotate) -> Iterator[str]:
         if self.events == 1 + self.restarts:  # the supervisor may be first when a part begins
             self.deleted = max(0, rotate.part - 1)
+            self.data.unsure = self.deleted > 0
         elif rotate.part != self.part + 1:
             yield f"part {rotate.part} begins after part {self.part}: lines are missing or counted twice"
         self.part = max(self.part, rotate.part)

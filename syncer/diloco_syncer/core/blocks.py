@@ -163,7 +163,7 @@ class BlockLedger:
         out: list[Decision] = []
         if self.dataset is None:
             self.dataset = Dataset(items=event.items, size=event.size, stated_by=event.learner)
-            out.append(Log(event="data", fields=self.record()))
+            out += data_line(self.to_json())
         holder = self.holders.setdefault(event.learner, Holder(incarnation=incarnation))
         if holder.incarnation != incarnation:
             out += self.release(event.learner, "Replaced")
@@ -340,20 +340,6 @@ class BlockLedger:
 
     # ------------------------------------------------------------ state that outlives the process
 
-    def record(self) -> dict[str, Any]:
-        """Fields of the line `data` of events.jsonl: the state from here on; only once there is a dataset."""
-        if self.dataset is None:
-            raise AssertionError("no learner has stated a dataset")
-        opened = [serial for holder in self.holders.values() for serial in holder.open]
-        return {
-            "items": self.dataset.items,
-            "size": self.dataset.size,
-            "learner": self.dataset.stated_by,
-            "next": self.free.rest,
-            "free": [{"first": first, "count": end - first} for first, end in self.free.gaps],
-            "open": spans(opened),
-        }
-
     def to_json(self) -> dict[str, Any] | None:
         """For a snapshot; None: no learner has stated a dataset."""
         if self.dataset is None:
@@ -392,6 +378,21 @@ class BlockLedger:
             ledger._holder_of.update(dict.fromkeys(holder.open, name))
         ledger._opened = sorted(ledger._holder_of)
         return ledger
+
+
+def data_line(state: Mapping[str, Any] | None) -> list[Log]:
+    """The line `data` of events.jsonl: the state that `to_json` described; none without a dataset."""
+    if state is None:
+        return []
+    fields = {
+        "items": state["items"],
+        "size": state["size"],
+        "learner": state["statedBy"],
+        "next": state["next"],
+        "free": [{"first": first, "count": end - first} for first, end in state["free"]],
+        "open": spans(serial for held in state["held"].values() for serial in held["open"]),
+    }
+    return [Log(event="data", fields=fields)]
 
 
 def spans(serials: Iterable[int]) -> list[dict[str, int]]:

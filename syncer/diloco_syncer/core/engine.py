@@ -375,7 +375,7 @@ class Engine:
         record = self.learners.of_session(event.learner, event.session)
         if record is None:
             return []
-        if detail := self.blocks.conflict(event):
+        if detail := self.blocks.conflict(event) or self.learners.implausible(event, now):
             left = ev.Left(session=event.session, learner=event.learner, reason="Config")
             return [*refusal(event, "Config", detail), *self._left(left, now)]
         return self.blocks.stated(event, incarnation=record.incarnation, now=now)

@@ -94,6 +94,11 @@ class BlocksStated:
     trained: tuple[TrainedBlock, ...]
     """Those that it was sent after it had stated them are left out."""
 
+    @property
+    def local_step(self) -> int:
+        """The largest t_m that it states."""
+        return max((block.end for block in self.trained), default=0)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:

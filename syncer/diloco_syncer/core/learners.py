@@ -313,7 +313,7 @@ class LearnerRecords:
             self._measured = _measure(training)
         return self._measured
 
-    def implausible(self, event: Hello | Reported, now: float) -> str:
+    def implausible(self, event: Hello | Reported | BlocksStated, now: float) -> str:
         """Why the learner cannot have come as far as it states; empty: it can."""
         record = self.by_name.get(event.learner)
         tokens = event.total_tokens if isinstance(event, Reported) else 0

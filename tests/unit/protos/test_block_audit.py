@@ -92,3 +92,53 @@ def test_a_restart_leases_again_what_was_trained_after_its_snapshot_and_loses_no
     assert "1 undone by restarts of the syncer" in found.data
     found = audit([*BEGIN, lease("eu/0", 0, 1), start(2), data(2, after=2, free=[1])])
     assert "block 0 of pass 0 is lost" in found.violations[0]
+
+
+def test_after_lines_that_are_missing_nothing_is_stated_before_the_next_state():
+    rest = [trained("eu/0", 0, 0, 3), lease("eu/1", 1), release("eu/1", 1), lease("eu/1", 4)]
+    rotated = line("rotate", part=3, fragments=1, interval=1)
+    assert audit([rotated, joined("eu/0"), joined("eu/1"), *rest]).ok
+    dropped = line("dropped", lines=2, events={"lease": 2})
+    found = audit([*BEGIN, dropped, *rest])
+    assert found.ok, found.violations
+    again = [dropped, *rest, data(after=6, free=[5], opened=[4]), lease("eu/1", 4)]
+    [sentence] = audit([*BEGIN, *again]).violations
+    assert "block 4 of pass 0 is leased to eu/1 while it is open at eu/1" in sentence
+
+
+def test_lines_about_blocks_without_a_dataset_are_a_violation():
+    found = audit([start(), joined("eu/0"), lease("eu/0", 0)])
+    assert "of a dataset that no line states" in found.violations[0]
+
+
+def test_a_state_within_an_epoch_shows_what_was_removed_from_the_lines_before():
+    lines = [*BEGIN, lease("eu/0", 0, 1), trained("eu/0", 0, 0, 3), data(after=2, opened=[1])]
+    found = audit(lines)
+    assert found.ok, found.violations
+    del lines[-2]
+    assert "block 0 of pass 0 is lost" in audit(lines).violations[0]
+
+
+def test_merges_that_a_restart_undid_do_not_count():
+    before = [*BEGIN, lease("eu/0", 0), trained("eu/0", 0, 0, 3), merge(1, 0, "eu/0", 1, 1)]
+    undone = [
+        merge(2, 0, "eu/0", 3, 2),
+        line("start", 2, step=1, fragments=1, interval=1, learners=LEARNERS),
+    ]
+    found = audit([*before, *undone, data(2, after=1)])
+    assert [row["merges"] for row in found.blocks] == [[1]]
+
+
+def test_many_blocks_and_merges_are_audited():
+    lines = [*BEGIN[:3], line("data", items=10**12, size=1, next=0, free=[], open=[])]
+    opened = 0
+    for step in range(1, 4001):
+        blocks = [{"first": opened, "count": 8}]
+        lines.append(line("lease", learner="eu/0", incarnation=1, blocks=blocks))
+        done = [{"block": opened + n, "begin": step - 1, "end": step} for n in range(8)]
+        lines.append(line("trained", learner="eu/0", incarnation=1, blocks=done))
+        opened += 8
+        lines.append(merge(step, 0, "eu/0", step, 1))
+    book = audit(lines)
+    assert book.ok, book.violations[:3]
+    assert len(book.blocks) == 32000
