@@ -279,6 +279,8 @@ class BlockLedger:
         holder.open.append(serial)
         self._holder_of[serial] = learner
         heapq.heappush(self._opened, serial)
+        if len(self._opened) > 2 * len(self._holder_of) + 64:
+            self._opened = sorted(self._holder_of)  # else it grows while one block stays open
         self._want(learner, holder)
 
     def _want(self, learner: str, holder: Holder) -> None:

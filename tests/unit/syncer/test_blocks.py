@@ -174,6 +174,18 @@ def test_of_a_huge_dataset_only_what_is_open_is_kept():
     assert len(json.dumps(ledger.to_json())) < 500
 
 
+def test_while_one_block_stays_open_nothing_grows():
+    ledger = BlockLedger()
+    take(ledger, stated(items=10**12, size=1))
+    out = take(ledger, stated("us/0", items=10**12, size=1))
+    for _ in range(2000):
+        a, b = leases(out)["us/0"]
+        out = take(ledger, stated("us/0", items=10**12, size=1, trained=[a], opened=[b]))
+    assert ledger.oldest == 0
+    assert len(ledger._opened) < 100
+    assert len(json.dumps(ledger.to_json())) < 500
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 30)), max_size=60))
 def test_free_serials_are_a_set(operations):
     free, model = FreeSerials(), set(range(100))
