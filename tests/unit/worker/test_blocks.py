@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco.errors import EXIT_REFUSED, EXIT_TRY_AGAIN
+from diloco_syncer.rpc.telemetry import MAX_OPEN
 from diloco_worker.core.block_wait import BlockWait
 from diloco_worker.core.messages import LinkState
 from diloco_worker.core.open_blocks import Blocks, Data
@@ -47,6 +48,18 @@ def test_what_is_trained_on_is_stated_until_the_leases_no_longer_have_it():
     blocks.leased([1, 2])
     assert blocks.to_json()["trained"] == []
     assert blocks.take(2) == 2
+
+
+def test_a_statement_is_within_the_bounds_of_the_syncer_also_after_leases_were_taken_back():
+    blocks = Blocks(data=Data(items=1000, size=1, ahead=31))
+    blocks.leased(range(32))
+    blocks.take(0)
+    blocks.leased(range(100, 132))  # after a cut: block 0 is at another learner
+    assert len(blocks.to_json()["open"]) == MAX_OPEN
+    for step in range(1, 34):
+        blocks.stepped(step)
+        blocks.take(step)
+    assert len(blocks.to_json()["trained"]) == MAX_OPEN
 
 
 def core_of(state):

@@ -12,6 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+MAX_STATED = 32
+"""As the syncer bounds them: what was begun and went to another learner comes on top of the leases."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Data:
@@ -76,7 +79,7 @@ class Blocks:
             "items": self.data.items,
             "size": self.data.size,
             "wanted": self.data.ahead + 1,
-            "open": [*(serial for serial, _ in self._begun), *self._waiting],
-            "trained": [[*block] for block in self._trained],
+            "open": [*(serial for serial, _ in self._begun), *self._waiting][:MAX_STATED],
+            "trained": [[*block] for block in self._trained[:MAX_STATED]],
             "asked": self.asked,
         }
