@@ -86,7 +86,7 @@ def test_a_block_of_another_learner_or_an_unknown_one_does_not_count_and_is_reco
     assert ledger.holders["eu/0"].open == [0, 1]
 
 
-def test_a_statement_that_crosses_the_leases_or_is_repeated_after_a_cut_accuses_nobody():
+def test_a_statement_that_crosses_the_leases_or_is_repeated_after_a_cut_accuses_no_learner():
     ledger = BlockLedger()
     take(ledger, stated(wanted=3))
     take(ledger, stated(wanted=3, opened=[1, 2], trained=[0]))
@@ -117,7 +117,7 @@ def test_blocks_of_a_connected_learner_that_makes_no_steps_are_leased_again_once
     assert logged(out, "release")[0]["reason"] == "NoSteps"
     assert leases(out)["eu/0"] == ()
     assert leases(out)["us/0"][0] == 0
-    # It continues: what it had begun counts only if nobody has it.
+    # It continues: what it had begun counts only if no other learner has it.
     out = take(ledger, stated(items=40, wanted=3, trained=[0], opened=[]), 200.0)
     assert len(logged(out, "refuse")) == 1
     assert leases(out)["eu/0"]
@@ -132,7 +132,7 @@ def test_a_learner_that_steps_and_never_ends_a_block_delays_the_others_for_a_whi
     assert ledger.patience == 2 * BLOCK_SECONDS
 
 
-def test_while_nobody_waits_a_learner_keeps_its_blocks():
+def test_while_no_learner_waits_a_learner_keeps_its_blocks():
     ledger = BlockLedger()
     take(ledger, stated())
     assert ledger.advance(1e6) == []

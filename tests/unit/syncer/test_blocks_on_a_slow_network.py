@@ -123,7 +123,7 @@ def histories(*more: str) -> st.SearchStrategy[list[tuple[str, str]]]:
 
 
 @given(st.integers(1, 12), histories())
-def test_short_cuts_and_late_messages_accuse_nobody_and_every_block_counts_for_who_trained_on_it(
+def test_short_cuts_and_late_messages_accuse_no_learner_and_every_block_counts_for_who_trained_on_it(
     blocks, history
 ):
     world = World(blocks, len(NAMES))
@@ -148,7 +148,7 @@ def test_after_any_history_the_learners_that_remain_train_on_everything(blocks, 
     world = World(blocks, len(NAMES))
     for action, name in history:
         world.act(action, name)
-    # eu/0 stops for ever, connected or not; the others go on.
+    # eu/0 stops, connected or not; the others continue.
     target = max([2 * blocks, *(serial + 1 for serial in world.trained)])
     for _ in range(40 * target):
         for name in NAMES[1:]:
