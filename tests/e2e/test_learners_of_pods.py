@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from diloco_testing.clusters.faults import kill_child
+from diloco_testing.clusters.faults import another_node, kill_child, silent_kubelet
 from diloco_testing.clusters.job import Job, manifest
 from diloco_testing.clusters.kubectl import KubectlError, until
 from diloco_testing.clusters.provision import Cluster
@@ -59,7 +59,7 @@ while not done():
     if learner is not None:
         learner.step(tokens=4 * size, loss=loss)
     share()
-    time.sleep(0.1)
+    time.sleep(0.25)
 """
 LEARNERS = (("ranks-eu-0", "ranks-eu-1"), ("ranks-eu-2", "ranks-eu-3"))
 """The pods of each learner, by rank."""
@@ -67,6 +67,9 @@ SLOT = "example.com/slot"
 """A resource of which the node has as many as the job has pods."""
 URGENT = "urgent"
 """Name of a PriorityClass, and of a pod of it that takes a slot."""
+
+LOST_SECONDS = 300.0
+"""Until a pod of a silent node is replaced: 50 s until the node counts as lost, its tolerance, its grace period."""
 
 
 @pytest.fixture(scope="module")
@@ -217,7 +220,7 @@ def test_a_preempted_pod_takes_its_learner_out_until_there_is_room_again(healed)
         lambda: f"Insufficient {SLOT}" in job.condition("LearnersReady")["message"],
         BACK_SECONDS, expected="the condition states what the pod waits for", details=job.details,
     )  # fmt: skip
-    job.until_step(job.step() + 50, BACK_SECONDS)
+    job.until_step(job.step() + 20, BACK_SECONDS)
     kubectl.delete("pod", URGENT, job.namespace, "--force", "--grace-period=0")
     job.until_condition("LearnersReady", BACK_SECONDS)
     now = job.instances()
@@ -252,3 +255,35 @@ def test_a_changed_template_replaces_one_whole_learner_after_the_other(healed):
     )  # fmt: skip
     assert (0, 1) not in down, "one learner at a time"
     job.until_condition("LearnersReady", BACK_SECONDS)
+
+
+@pytest.mark.slow_tier
+def test_a_lost_node_takes_one_learner_whole_and_it_comes_back_whole(healed):
+    """The pods of the other learner tolerate the loss for longer, and train on."""
+    job, (others, mine) = healed, LEARNERS
+    if not job.cluster.local:
+        pytest.skip("the kubelet of a given cluster cannot be stopped")
+    job.change(runPolicy={"forceDeletePodsAfterSeconds": 5})
+    before, joined = job.instances(), joins(job, "eu/1")
+    running = {pod: counts(job, pod)["lives"] for pod in others}
+    for pod in mine:
+        lost = {"key": "node.kubernetes.io/unreachable", "operator": "Exists",
+                "effect": "NoExecute", "tolerationSeconds": 10}  # fmt: skip
+        tolerations = job.cluster.kubectl.get("pod", pod, job.namespace)["spec"]["tolerations"]
+        # The first that matches a taint counts, and the control plane has added one of 300 s.
+        change = {"spec": {"tolerations": [lost, *tolerations]}}
+        job.cluster.kubectl.patch("pod", pod, change, job.namespace)
+    with another_node(job.cluster), silent_kubelet(job.cluster):
+        until(
+            lambda: all(job.instances().get(p, before[p])[0] != before[p][0] for p in mine),
+            LOST_SECONDS, expected="both pods of the learner are replaced", details=job.details,
+        )  # fmt: skip
+        # No status shows it: the Service of the syncer, which is on that node, has no endpoints meanwhile.
+        merges = len(job.merges())
+        until(
+            lambda: len(job.merges()) > merges + 5, BACK_SECONDS,
+            expected="the other learner trains on", details=job.details,
+        )  # fmt: skip
+    until_back(job, "eu/1", joined)
+    assert {pod: job.instances()[pod] for pod in others} == {pod: before[pod] for pod in others}
+    assert {pod: counts(job, pod)["lives"] for pod in others} == running

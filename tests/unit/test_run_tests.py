@@ -212,6 +212,14 @@ def test_the_fast_run_takes_every_unit_test_once(runner):
     assert all((ROOT / path).is_dir() for path in chosen)
 
 
+def test_the_fast_run_checks_types_beside_the_tests_and_the_longest_part_has_the_larger_share(
+    runner,
+):
+    groups = {group.name: group.command for group in runner.fast()}
+    assert groups["types"] == ("mypy",)
+    assert [name for name, command in groups.items() if command[0] == "nice"] == [runner.LONGEST]
+
+
 SKIPPED = """
 import pytest
 

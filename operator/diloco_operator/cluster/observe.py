@@ -19,6 +19,7 @@ from diloco.rpc.tls import Tls
 from diloco_job import names
 from diloco_job.types import DiLoCoJob
 from diloco_operator.cluster.client import ApiError, Cluster, Json
+from diloco_operator.cluster.stuck_events import StuckEvents
 from diloco_operator.cluster.syncers import Address, Syncers
 from diloco_operator.resources.operator_scope import OperatorScope, tls_secret
 from diloco_operator.resources.queue_labels import asks_for_pod_groups
@@ -66,11 +67,13 @@ class Observer:
         self._scope = scope
         self._now = now
         self._syncers = Syncers(answered_late)
+        self._events = StuckEvents(cluster)
         self._silent_since: dict[Key, datetime] = {}
 
     def forget(self, key: Key) -> None:
         """The job was deleted."""
         self._syncers.forget(key)
+        self._events.forget(key)
         self._silent_since.pop(key, None)
 
     def close(self) -> None:
@@ -114,7 +117,7 @@ class Observer:
             stored=stored,
             children=children,
             pods=pods,
-            events=tuple(event for item in stuck for event in self._cluster.events_about(item)),
+            events=self._events.about(key, stuck),
             workloads=self._workloads(key, pods),
             syncer=self._ask(key, job, own, credentials),
             last_answer=self._syncers.last_answer(key),

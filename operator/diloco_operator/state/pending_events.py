@@ -3,7 +3,7 @@ Pods that do not come: which objects are stuck, and what Kubernetes reports abou
 
 Pure. Quotas, admission, volumes and networks leave no trace in the status of a pod or a StatefulSet:
 their controllers and the kubelet report in Events only. The Events of an object are read only while
-it is stuck, so a job that runs costs no such request.
+it is stuck, so a job that runs costs no such request (`cluster.stuck_events`).
 """
 
 from __future__ import annotations
@@ -80,15 +80,20 @@ def reported_problem(objects: Iterable[Object], events: Sequence[Object], former
     for item in objects:
         kind, name = item["kind"], item["metadata"]["name"]
         where = f"pod {name}: " if kind == "Pod" else f"{kind} {name}: "
-        about = [event for event in events if _is_about(event, item) and _counts(event)]
-        # Of one second the warning: the time of an Event has no fractions.
-        newest = max(about, key=lambda event: (_time(event), _is_warning(event)), default=None)
+        newest = newest_event(item, events)
         if newest is not None and _is_warning(newest):
             return f"{where}{newest.get('reason', '')}: {newest.get('message', '')}"
         known = re.search(rf"{re.escape(where)}[A-Z]\w*: ", former)
         if newest is None and known is not None and _is_stuck(item):
             return former[known.start() :]
     return ""
+
+
+def newest_event(item: Object, events: Iterable[Object]) -> Object | None:
+    """Of the Events about this object, the last warning or progress; None: there is neither."""
+    about = (event for event in events if _is_about(event, item) and _counts(event))
+    # Of one second the warning: the time of an Event has no fractions.
+    return max(about, key=lambda event: (_time(event), _is_warning(event)), default=None)
 
 
 def deployment_problem(deployment: Object | None) -> str:

@@ -9,6 +9,7 @@
 #   cluster.sh kueue               build an image of Kueue's controller with Go (minutes, once); print its archive
 #   cluster.sh up NAME-N           start a cluster; N (1 ... 40) gives it its addresses: the node is 10.91.0.(10+N)
 #   cluster.sh up-ipv6 NAME-N      the same with IPv6 addresses only
+#   cluster.sh up-dual NAME-N      the same with addresses of both families, IPv4 first
 #   cluster.sh up-api NAME-N       etcd and API server alone: no pods, no controllers
 #   cluster.sh up-groups NAME-N    etcd, and API server and scheduler of the version in pod-groups/go.mod, with PodGroups
 #   cluster.sh unpack TAR...       import oci-archives once, for the nodes that start from now on
@@ -34,13 +35,21 @@ use() {   # the variables of one cluster
   [[ $INDEX =~ ^[0-9]+$ && $INDEX -ge 1 && $INDEX -le 40 ]] || { echo "$1: expected NAME-N with N from 1 to 40" >&2; exit 2; }
   D=$CACHE/clusters/$NAME WAN=dlc$INDEX NODE=10.91.0.$((10+INDEX)) WAN_NET=10.91.0.1/24 ANY=0.0.0.0 NODE_MASK=24
   PODS=10.$((100+INDEX)).0.0/16 POD_NET=10.$((100+INDEX)).0.0/24 SERVICES=10.$((150+INDEX)).0.0/16 KUBERNETES=10.$((150+INDEX)).0.1
-  HOST=$NODE EVERYWHERE=0.0.0.0/0
+  HOST=$NODE RANGES="[{\"subnet\": \"$POD_NET\"}]" ROUTES='{"dst": "0.0.0.0/0"}' NODE_6=
 }
 
 use_ipv6() {   # no address of the cluster is an IPv4 one but 127.0.0.1
   NODE=fd00:91::$((10+INDEX)) WAN_NET=fd00:91::1/64 ANY=:: NODE_MASK=64
   PODS=fd00:$((100+INDEX))::/56 POD_NET=fd00:$((100+INDEX))::/64 SERVICES=fd00:$((150+INDEX))::/112 KUBERNETES=fd00:$((150+INDEX))::1
-  HOST=[$NODE] EVERYWHERE=::/0
+  HOST=[$NODE] RANGES="[{\"subnet\": \"$POD_NET\"}]" ROUTES='{"dst": "::/0"}'
+}
+
+use_dual() {
+  local ranges=$RANGES routes=$ROUTES pods=$PODS services=$SERVICES
+  local node=$NODE wan_net=$WAN_NET any=$ANY mask=$NODE_MASK kubernetes=$KUBERNETES
+  use_ipv6
+  NODE_6=$NODE RANGES="$ranges, $RANGES" ROUTES="$routes, $ROUTES" PODS="$pods,$PODS" SERVICES="$services,$SERVICES"
+  NODE=$node HOST=$node WAN_NET=$wan_net ANY=$any NODE_MASK=$mask KUBERNETES=$kubernetes
 }
 
 # --- programs --------------------------------------------------------------------------------------------------------
@@ -195,6 +204,7 @@ network() {
   # Without it, an IPv6 address cannot be used before it is known that no other node has it.
   in_ns sysctl -qw net.ipv6.conf.wan0.accept_dad=0
   in_ns ip addr add "$NODE/$NODE_MASK" dev wan0
+  [ -z "$NODE_6" ] || in_ns ip addr add "$NODE_6/64" dev wan0
   in_ns ip link set wan0 up
   in_ns ip route add default via "${WAN_NET%/*}"
   in_ns sysctl -qw net.ipv4.ip_forward=1 net.ipv4.conf.all.route_localnet=1 net.ipv6.conf.all.forwarding=1
@@ -272,7 +282,7 @@ container_runtime() {
   cat > cni/10-bridge.conflist <<Y
 {"cniVersion": "0.4.0", "name": "pods", "plugins": [
   {"type": "bridge", "bridge": "cni0", "isGateway": true, "ipMasq": true, "hairpinMode": true,
-   "ipam": {"type": "host-local", "dataDir": "$D/ipam", "ranges": [[{"subnet": "$POD_NET"}]], "routes": [{"dst": "$EVERYWHERE"}]}},
+   "ipam": {"type": "host-local", "dataDir": "$D/ipam", "ranges": [$RANGES], "routes": [$ROUTES]}},
   {"type": "portmap", "capabilities": {"portMappings": true}}]}
 Y
   # restrict_oom_score_adj: root without CAP_SYS_RESOURCE may not lower it, and runc would fail with "can't get final child's PID"
@@ -317,7 +327,7 @@ localStorageCapacityIsolation: false
 enforceNodeAllocatable: []
 imageGCHighThresholdPercent: 100
 Y
-  start kubelet "$HYPERKUBE" kubelet --config=kubelet.yaml --kubeconfig=kubelet.conf --root-dir="$D/kubelet" --hostname-override="$NAME" --node-ip="$NODE"
+  start kubelet "$HYPERKUBE" kubelet --config=kubelet.yaml --kubeconfig=kubelet.conf --root-dir="$D/kubelet" --hostname-override="$NAME" --node-ip="$NODE${NODE_6:+,$NODE_6}"
   cat > proxy.yaml <<Y
 apiVersion: kubeproxy.config.k8s.io/v1alpha1
 kind: KubeProxyConfiguration
@@ -413,7 +423,7 @@ down() {
   rm -rf "$D"
 }
 
-case ${1:-} in check|packages|build|promtool|kueue|unpack|up|up-ipv6|up-api|up-groups|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,25s/^# \?//p' "$0"; exit 2 ;; esac
+case ${1:-} in check|packages|build|promtool|kueue|unpack|up|up-ipv6|up-dual|up-api|up-groups|load|cut|heal|shape|api-stop|api-start|exec|down) ;; *) sed -n '2,26s/^# \?//p' "$0"; exit 2 ;; esac
 [[ $1 =~ ^(check|packages|build|promtool|kueue|unpack)$ ]] || use "${2:?NAME-N}"
 case $1 in
   check) check ;;
@@ -424,6 +434,7 @@ case $1 in
   unpack) unpack "${@:2}" ;;
   up) up yes ;;
   up-ipv6) use_ipv6; up yes ;;
+  up-dual) use_dual; up yes ;;
   up-api) up no ;;
   up-groups) up groups ;;
   load) load "$3" ;;

@@ -28,6 +28,8 @@ from diloco_operator.reconcile import Reconciler
 from diloco_operator.workqueue import Key
 from diloco_testing.kubernetes.reconciled_cluster import NOW, SCOPE, job
 
+pytestmark = pytest.mark.slow  # test_many_jobs.py compares three times as many
+
 FEW, MANY = 20, 100
 ROUNDS = 2
 """Reconciles of each job at rest."""

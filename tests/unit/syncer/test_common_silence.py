@@ -26,12 +26,12 @@ class Cut(VirtualJob):
         for name in names:
             self.join(name)
 
-    def _heard(self, name):
+    def _received(self, name):
         return self.now < CUT_AT or name not in self.silent
 
     def _merging(self, begin):
         cut_off = CUT_AT - 1 <= self.now <= CUT_AT  # in the middle of its uploads
-        if not cut_off and all(self._heard(c.learner) for c in begin.contributions):
+        if not cut_off and all(self._received(c.learner) for c in begin.contributions):
             super()._merging(begin)
 
     def _pulled(self, learner, pull):
@@ -40,7 +40,7 @@ class Cut(VirtualJob):
         self.at(self.now + seconds, lambda: VirtualJob._pulled(self, learner, pull))
 
     def _send(self, event, learner, what):
-        if self._heard(learner.name):
+        if self._received(learner.name):
             super()._send(event, learner, what)
 
     def _wake_at(self, when):
@@ -49,7 +49,7 @@ class Cut(VirtualJob):
         def tick():
             if self._wake == when:
                 for learner in self.learners.values():
-                    if learner.alive and self._heard(learner.name):
+                    if learner.alive and self._received(learner.name):
                         self.post(ev.Heartbeat(session=learner.session, learner=learner.name))
                 self.post(ev.Tick())
 

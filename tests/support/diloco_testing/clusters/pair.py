@@ -5,6 +5,7 @@ One job in two clusters over mutual TLS: region eu in one, region us in the othe
 from __future__ import annotations
 
 import base64
+import copy
 from collections.abc import Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -48,7 +49,10 @@ class Pair:
                     "service": {"type": "NodePort", "nodePort": node_port}},
             **spec,
         )  # fmt: skip
-        self.jobs = {region: Job(cluster, name, made) for region, cluster in clusters.items()}
+        # Each cluster has its own copy of the manifest, and tests change one or both.
+        self.jobs = {
+            region: Job(cluster, name, copy.deepcopy(made)) for region, cluster in clusters.items()
+        }
         self.eu, self.us = self.jobs["eu"], self.jobs["us"]
         self.home = self.jobs[syncer]
         """Where the syncer runs."""

@@ -186,8 +186,9 @@ class LocalClusters:
         Args:
             name: how the tests call it.
             kind: "up": one with a node, in ten seconds; "up-ipv6": the same with IPv6 addresses only;
-                "up-api": etcd and API server alone, in four seconds; "up-groups": etcd, and API server
-                and scheduler of a Kubernetes with PodGroups, built the first time.
+                "up-dual": the same with addresses of both families; "up-api": etcd and API server
+                alone, in four seconds; "up-groups": etcd, and API server and scheduler of a Kubernetes
+                with PodGroups, built the first time.
         """
         build()
         number = self._claim(name)
