@@ -4,7 +4,9 @@ Events that reach the link, and its decisions. Plain values.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from diloco_worker.core.inbox import Staged, Version
 from diloco_worker.core.messages import TrainerState
@@ -37,6 +39,8 @@ class Welcomed:
     """Of the syncer's start; "": not stated."""
     snapshot_start_id: str = ""
     """Of the start that wrote the snapshot which this one began from; "": none, or not stated."""
+    leases_blocks: bool = True
+    """The syncer answers blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,6 +93,13 @@ class ResultAnnounced:
     round: int
     attempt: int
     fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leased:
+    """All blocks of data that are open at this learner."""
+
+    serials: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +157,8 @@ class Tick:
 
 
 Event = (
-    TrainerUpdate | Welcomed | InitialRequested | ModelReady | Committed | Opened | Pulled | ResultAnnounced | Completed
+    TrainerUpdate | Welcomed | InitialRequested | ModelReady | Committed | Opened | Pulled | ResultAnnounced | Leased
+    | Completed
     | SessionLost | InitialUploaded | Downloaded | Placed | Tick
 )  # fmt: skip
 
@@ -165,6 +177,13 @@ class SendReport:
     """Report this state; a newer report may replace it before it is sent."""
 
     state: TrainerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendBlocks:
+    """State the blocks of this learner; a newer statement may replace it before it is sent."""
+
+    blocks: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,6 +254,6 @@ class NotifyTrainer:
 
 
 Decision = (
-    Connect | SendReport | SendHeartbeat | Leave | CancelTransfers | Upload | UploadInitial | Download | Place
-    | Discard | NotifyTrainer
+    Connect | SendReport | SendBlocks | SendHeartbeat | Leave | CancelTransfers | Upload | UploadInitial | Download
+    | Place | Discard | NotifyTrainer
 )  # fmt: skip

@@ -23,6 +23,7 @@ from diloco.errors import EXIT_TRY_AGAIN
 from diloco_worker.core.inbox import version_of
 from diloco_worker.core.ledger import HostCopy, Ledger
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
+from diloco_worker.core.open_blocks import Blocks
 from diloco_worker.core.step_checks import StepChecks
 
 PROGRESS_SECONDS = 5.0
@@ -188,6 +189,10 @@ class TrainerCore:
         self.joined = self.closed = False
         self.run = ""
         """Name of the run, from the last Welcome; "": not known."""
+        self.blocks: Blocks | None = None
+        """Of data, if the program takes some."""
+        self.offers: Sequence[int] = ()
+        """Of the last step."""
         self.resumed = False
         """Whether the optimizers have the state of a local checkpoint."""
         self._name, self._found = name, found
@@ -250,6 +255,7 @@ class TrainerCore:
             initial_copied=self._initial_copied,
             problem=problem.kind if problem else "",
             problem_text=problem.text if problem else "",
+            blocks=self.blocks.to_json() if self.blocks is not None else {},
             leaving=leaving,
         )
 
@@ -391,6 +397,8 @@ class TrainerCore:
         if self.closed:
             return []
         self.ledger.count(tokens)
+        if self.blocks is not None:
+            self.blocks.stepped(self.ledger.local_step)
         self._checks.stepped(tokens=tokens, optimizer_steps=optimizer_steps)
         self._stepped, self._tokens = True, tokens
         self._sync_started_at, self._step_seconds = now, now - self._step_ended_at
@@ -429,6 +437,7 @@ class TrainerCore:
         self._loss = loss
         if finite is not None:
             self._checks.loss_read(finite=finite)
+        self.offers = fragments
         actions: list[Action] = [Send(self.state(offers=fragments))]
         every = self._checkpoint_every
         due = every is not None and self.ledger.local_step - self._checkpoint_step >= every
@@ -547,6 +556,8 @@ class TrainerCore:
             self.link_state = link_state
             # A new link process does not know it before its first Welcome.
             self.run = link_state.run or self.run
+            if self.blocks is not None and link_state.leases is not None:
+                self.blocks.leased(link_state.leases)
 
     def _initial_if_requested(self, *, wait: bool) -> list[Action]:
         """Θ^(0), or the current model for a syncer that has lost everything."""

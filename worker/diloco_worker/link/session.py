@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import grpc
 
@@ -74,6 +75,15 @@ class Session:
         """Send a report, in place of any that was not sent yet."""
         with self._changed:
             self._report = pb.LearnerMessage(report=message)
+            self._changed.notify()
+
+    def blocks(self, message: pb.Blocks) -> None:
+        """State the blocks of this learner, in place of a statement that was not sent yet."""
+        with self._changed:
+            waiting = [m for m in self._queue if m.WhichOneof("kind") == "blocks"]
+            for earlier in waiting:
+                self._queue.remove(earlier)
+            self._queue.append(pb.LearnerMessage(blocks=message))
             self._changed.notify()
 
     def send(self, message: pb.LearnerMessage) -> None:
@@ -173,6 +183,18 @@ def report(state: TrainerState) -> pb.Report:
     )
 
 
+def blocks(stated: Mapping[str, Any]) -> pb.Blocks:
+    """The trainer's blocks (core/open_blocks.py) as a message."""
+    trained = [pb.TrainedBlock(serial=s, begin=b, end=e) for s, b, e in stated["trained"]]
+    return pb.Blocks(
+        items=stated["items"],
+        size=stated["size"],
+        wanted=stated["wanted"],
+        open=stated["open"],
+        trained=trained,
+    )
+
+
 def event_of(message: pb.SyncerMessage) -> ev.Event | None:
     """What a message of the syncer means; None: nothing."""
     match message.WhichOneof("kind"):
@@ -184,6 +206,7 @@ def event_of(message: pb.SyncerMessage) -> ev.Event | None:
                 use_checkpoint=w.use_checkpoint, run=w.run[:MAX_RUN_CHARACTERS],
                 start_id=w.start_id[:MAX_RUN_CHARACTERS],
                 snapshot_start_id=w.snapshot_start_id[:MAX_RUN_CHARACTERS],
+                leases_blocks=w.leases_blocks,
             )  # fmt: skip
         case "initialise":
             return ev.InitialRequested()
@@ -206,6 +229,8 @@ def event_of(message: pb.SyncerMessage) -> ev.Event | None:
         case "result":
             r = message.result
             return ev.ResultAnnounced(round=r.round, attempt=r.attempt, fragment=r.fragment)
+        case "leases":
+            return ev.Leased(serials=tuple(message.leases.serials))
         case "complete":
             return ev.Completed(step=message.complete.step)
     return None  # a heartbeat, or a message of a newer version
