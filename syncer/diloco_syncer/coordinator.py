@@ -13,9 +13,9 @@ calls from one thread at a time; `facts`, `sessions` and `attempts` may be read 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from diloco.codec import formats
 from diloco.errors import ALL_ERRORS, UnavailableError
@@ -26,6 +26,7 @@ from diloco_syncer import learner_messages
 from diloco_syncer.attempts import Attempt, Attempts
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Applicant, Refused
+from diloco_syncer.core.blocks import data_line
 from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.merging.buffers import Buffers
 from diloco_syncer.merging.streaming import FragmentMerge
@@ -42,6 +43,9 @@ MERGE_WINDOW_BYTES = 16 << 20
 
 _WARNINGS = frozenset({"error", "halt", "unchanged"})
 """Lines of events.jsonl after which a person must act, or that are a fault of the syncer."""
+
+_FREQUENT = frozenset({"merge", "lease", "trained"})
+"""Lines of events.jsonl that the log does not repeat."""
 
 _ERRORS = {error.reason: error for error in ALL_ERRORS}
 
@@ -140,6 +144,7 @@ class Coordinator:
             spec=self.spec.hash,
             learners=self.spec.learners,
         )
+        self._record_blocks(engine.blocks.to_json())
         return now
 
     def handle(self, event: Event, now: float) -> float:
@@ -262,7 +267,7 @@ class Coordinator:
         match decision:
             case ev.Log():
                 self._record(decision.event, **decision.fields)
-                if decision.event != "merge":
+                if decision.event not in _FREQUENT:
                     level = logging.WARNING if decision.event in _WARNINGS else logging.INFO
                     log.log(level, "%s %s", decision.event, decision.fields)
             case ev.Admit(learner=learner, incarnation=incarnation, session=number):
@@ -288,6 +293,8 @@ class Coordinator:
                 message = learner_messages.fragments(decision, steps=self.spec.steps)
                 for learner in decision.learners:
                     self.sessions.send(learner, message)
+            case ev.LeaseBlocks():
+                self.sessions.send(decision.learner, learner_messages.leases(decision))
             case ev.Pull():
                 self._pull(decision)
             case ev.ProbeLearner():
@@ -299,6 +306,7 @@ class Coordinator:
             case ev.Commit():
                 self._commit(decision)
             case ev.TakeSnapshot():
+                self._record_blocks(decision.engine.get("blocks"))
                 self._writer.snapshot(
                     self._capture(self._parameters(), decision.engine, step=decision.step)
                 )
@@ -308,6 +316,10 @@ class Coordinator:
                 )
             case ev.WakeAt():
                 raise AssertionError("handled with its batch")
+
+    def _record_blocks(self, state: Mapping[str, Any] | None) -> None:
+        for line in data_line(state):
+            self._record(line.event, **line.fields)
 
     def _parameters(self) -> Parameters:
         if self._state.parameters is None:

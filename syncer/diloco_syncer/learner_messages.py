@@ -27,6 +27,7 @@ def welcome(
             use_checkpoint=decision.use_checkpoint,
             total_tokens=decision.total_tokens,
             compares_frozen=True,
+            leases_blocks=True,
             run=run,
             start_id=start_id,
             snapshot_start_id=snapshot_start_id,
@@ -69,6 +70,11 @@ def committed(fragment: int, version: tuple[int, int]) -> pb.SyncerMessage:
     return pb.SyncerMessage(
         committed=pb.Committed(fragment=fragment, version=pb.Version(epoch=epoch, step=step))
     )
+
+
+def leases(decision: ev.LeaseBlocks) -> pb.SyncerMessage:
+    """All blocks that are open at a learner."""
+    return pb.SyncerMessage(leases=pb.Leases(serials=decision.serials))
 
 
 def result(decision: ev.Pull) -> pb.SyncerMessage:

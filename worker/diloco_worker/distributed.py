@@ -25,6 +25,7 @@ from diloco_worker.core import trainer as core
 from diloco_worker.core.agreement import PLANS, Board, PassedError, Plan
 from diloco_worker.core.checkpoint_schedule import CheckpointSchedule
 from diloco_worker.core.ledger import HostCopy
+from diloco_worker.core.open_blocks import Data
 from diloco_worker.job_trainer import JobTrainer
 from diloco_worker.rank_liveness import report_progress
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
@@ -204,6 +205,13 @@ class DistributedTrainer(JobTrainer):
         if self._rank > 0:
             report_progress()  # rank 0's link does
         self._core.ended(now=time.monotonic())
+
+    def take_block(self, data: Data) -> int | None:
+        """See `Learner.blocks`: the ranks do not share blocks yet."""
+        self._exit(
+            "learner.blocks: this learner has several ranks, expected one process; give each rank its part of "
+            "learner.shard(dataset)"
+        )
 
     def close(self, error: BaseException | None = None) -> None:
         """See `Learner.close`; after an error of this rank's program, the other ranks end as well."""

@@ -25,6 +25,7 @@ from diloco.model.fragments import Layout
 from diloco.runtime import files
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import Ledger
+from diloco_worker.core.open_blocks import Data
 from diloco_worker.settings import LearnerSettings
 from diloco_worker.trainer.buffers import Watch, other_type
 from diloco_worker.trainer.frozen import digest
@@ -79,7 +80,7 @@ class ExaminedTrainer:
         self._file = config.examination if config.rank == 0 else None
         self._optimizers = optimizers
         self._ledger, self._loss, self._kept = Ledger(0), LossReader(), Kept()
-        self._closed = False
+        self._closed, self._blocks = False, 0
 
         layout = _layout(model, spec, group)
         kept = spec.buffers == "Initial"
@@ -180,6 +181,13 @@ class ExaminedTrainer:
                 map(_state_bytes, self._optimizers)
             )
         self._write()
+
+    def take_block(self, data: Data) -> int | None:
+        """See `Learner.blocks`: two learners that are examined begin with different ones, as in a job."""
+        if self.done:
+            return None
+        self._blocks += 1
+        return self._begin + self._blocks - 1
 
     def close(self, error: BaseException | None = None) -> None:
         """See `Learner.close`."""

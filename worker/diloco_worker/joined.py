@@ -24,6 +24,8 @@ from diloco.journal.writer import JournalWriter
 from diloco.runtime import files
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
+from diloco_worker.core.block_wait import BlockWait
+from diloco_worker.core.open_blocks import Data
 from diloco_worker.core.peer_files import PEER_MANIFEST, PEER_TENSORS
 from diloco_worker.ipc.link_process import LinkProcess
 from diloco_worker.job_trainer import JobTrainer
@@ -105,6 +107,9 @@ class JoinedTrainer(JobTrainer):
             checkpoint_every=checkpoint.every_steps if self._checkpoints is not None else None,
             connect_timeout_seconds=connect_timeout_seconds,
         )
+        self._block_wait = BlockWait(
+            self._core, name=self.name, timeout_seconds=connect_timeout_seconds
+        )
         self._termination = Termination()
         try:
             self._join()
@@ -168,6 +173,18 @@ class JoinedTrainer(JobTrainer):
         if self._kept and self._termination.received:
             # Before the loop draws a batch and reads `done`: the batch would be lost.
             self._carry_out(self._core.check(None, terminated=True))
+
+    def take_block(self, data: Data) -> int | None:
+        """See `Learner.blocks`; waits for the syncer if there is none."""
+        serial = self._block_wait.take(data)
+        while not self.done:  # reads the newest leases
+            if serial is not None:
+                return serial
+            if (serial := self._block_wait.retry()) is None:
+                now = time.monotonic()
+                self._ensure_link(now)
+                self._carry_out(self._block_wait.wait(now=now))
+        return None
 
     def close(self, error: BaseException | None = None) -> None:
         """See `Learner.close`."""
@@ -259,7 +276,7 @@ class JoinedTrainer(JobTrainer):
             raise AssertionError("there is no directory for what a peer sent")
         try:
             sent = self._checkpoints.of_peer()
-            self._checkpoints.load_optimizers(sent, self._model, self._optimizers)
+            self._checkpoints.load_optimizers(sent, self._model, self._optimizers, of_peer=True)
         except UNUSABLE as error:
             self._carry_out(self._core.peer_state_unusable(str(error)))
             return

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -34,6 +34,8 @@ from diloco.errors import (
 )
 from diloco.spec import RunSpec
 from diloco_worker import settings
+from diloco_worker.core.open_blocks import Data
+from diloco_worker.data_blocks import Block, blocks_of, data_of
 from diloco_worker.examined import ExaminedTrainer
 from diloco_worker.identities import Identity, of
 from diloco_worker.joined import JoinedTrainer
@@ -84,6 +86,9 @@ class Trainer(Protocol):
 
     def step(self, *, tokens: int, loss: float | torch.Tensor | None = None) -> None:
         """Count an optimizer step and exchange fragments."""
+
+    def take_block(self, data: Data) -> int | None:
+        """The serial of the next block of data; None: the loop ends."""
 
     def close(self, error: BaseException | None = None) -> None:
         """Leave the job, perhaps after an error of the program."""
@@ -287,6 +292,26 @@ class Learner:
     def seed(self) -> int:
         """A seed that differs between learners and between restarts: see `Identity.seed`."""
         return self.identity.seed()
+
+    def blocks(self, dataset: Any, *, size: int, ahead: int = 2) -> Iterator[Block]:
+        """
+        Blocks of a dataset until `done`, each at one learner of the job at a time; another pass follows each.
+
+        A block that a lost learner had goes to another one. It counts as trained on when the loop takes the next
+        one. Without a job, this learner gets all blocks.
+
+        Args:
+            dataset: something with a length, or the number of its items; the same in all learners.
+            size: items of a block; the last one may have fewer.
+            ahead: blocks to have besides the one in use, so that the loop does not wait for the network.
+
+        Raises:
+            SystemExit: 78 if another learner has stated another dataset, the syncer is of an earlier release, or
+                this learner has several ranks; 75 if no block came in time.
+            TypeError: the dataset has no length, or a number is not whole.
+            ValueError: a number is out of its range, or blocks of another dataset were taken before.
+        """
+        return blocks_of(data_of(dataset, size=size, ahead=ahead), self._trainer.take_block)
 
     # ------------------------------------------------------------ training
 

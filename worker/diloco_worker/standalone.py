@@ -9,6 +9,7 @@ import torch
 
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import Ledger
+from diloco_worker.core.open_blocks import Data
 from diloco_worker.trainer.kept import AFTER_A_STEP, Kept
 from diloco_worker.trainer.loss import LossReader
 
@@ -29,6 +30,8 @@ class StandaloneTrainer:
         self.resumed = False
         self._ledger, self._loss = Ledger(0), LossReader()
         self._kept = Kept()
+        self._blocks = 0
+        """How many were taken."""
         self._closed = False
 
     @property
@@ -58,6 +61,13 @@ class StandaloneTrainer:
         """See `Learner.step`."""
         self._loss.read(loss)  # refused here as in a job
         self._ledger.count(tokens)
+
+    def take_block(self, data: Data) -> int | None:
+        """See `Learner.blocks`: this learner has all of them."""
+        if self.done:
+            return None
+        self._blocks += 1
+        return self._blocks - 1
 
     def close(self, error: BaseException | None = None) -> None:
         """See `Learner.close`."""

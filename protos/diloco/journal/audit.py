@@ -34,15 +34,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.journal import reader, records
+from diloco.journal.block_audit import BlockBook, of_line
 from diloco.journal.records import (
+    Data,
     Dropped,
     Join,
+    Lease,
     Limits,
     Merge,
     MergeMember,
+    Release,
     Restart,
     Rotate,
     Start,
+    Trained,
 )
 from diloco.model.fragments import due
 
@@ -58,6 +63,7 @@ CLAIMED_MULTIPLE = 4.0
 """Steps that a member with an empty delta may claim, as a multiple of the members' median."""
 
 _CHECKED = {Start.kind, Limits.kind, Join.kind, Merge.kind, Rotate.kind, Dropped.kind}
+_CHECKED |= {Data.kind, Lease.kind, Release.kind, Trained.kind}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +83,10 @@ class Audit:
     learners: int
     incarnations: int
     torn_lines: int
+    data: str = ""
+    """One sentence about the blocks of the data; empty: the job leases none."""
+    blocks: tuple[dict[str, object], ...] = ()
+    """Of each block that was trained on: learner, local steps, merges."""
 
     @property
     def ok(self) -> bool:
@@ -145,6 +155,8 @@ def audit_parts(lines: Iterable[tuple[str, str]]) -> Audit:
         learners=len({learner for learner, _ in book.incarnations}),
         incarnations=len(book.incarnations),
         torn_lines=len(torn),
+        data=book.data.sentence(),
+        blocks=tuple(book.data.rows()),
     )
 
 
@@ -184,6 +196,7 @@ class _Book:
     explained: int = 0
     """Torn lines at which a syncer was killed."""
     restarts: int = 0
+    data: BlockBook = field(default_factory=BlockBook)
 
     def unseen(self) -> tuple[str, ...]:
         found = []
@@ -211,7 +224,9 @@ class _Book:
             self.restarts += 1
         elif "epoch" in event:
             yield from self._epoch(records.value(event, "epoch", int))
-        match records.decode(event) if kind in _CHECKED else None:
+        record = records.decode(event) if kind in _CHECKED else None
+        yield from of_line(self.data, record, event)
+        match record:
             case Start() as start:
                 yield from self._start(start)
             case Limits() as limits:
@@ -241,6 +256,7 @@ class _Book:
     def _rotate(self, rotate: Rotate) -> Iterator[str]:
         if self.events == 1 + self.restarts:  # the supervisor may be first when a part begins
             self.deleted = max(0, rotate.part - 1)
+            self.data.unsure = self.deleted > 0
         elif rotate.part != self.part + 1:
             yield f"part {rotate.part} begins after part {self.part}: lines are missing or counted twice"
         self.part = max(self.part, rotate.part)

@@ -228,6 +228,70 @@ class Merge(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Span(Fields):
+    """Serials of blocks that follow each other."""
+
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Data(Record):
+    """The state of all blocks from here on: a learner stated the dataset, or a syncer began with a snapshot."""
+
+    kind = "data"
+    items: int
+    size: int
+    learner: str = ""
+    """Who stated the dataset."""
+    next: int
+    """Serials from here on were not leased."""
+    free: tuple[Span, ...]
+    """Serials below `next` to be leased again."""
+    open: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease(Record):
+    """Blocks are open at this learner from here on."""
+
+    kind = "lease"
+    learner: str
+    incarnation: int
+    blocks: tuple[Span, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release(Record):
+    """Blocks are no longer open at this learner: they are leased again."""
+
+    kind = "release"
+    learner: str
+    incarnation: int
+    blocks: tuple[Span, ...]
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedBlock(Fields):
+    """One block, and the local steps (begin, end] of its items."""
+
+    block: int
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained(Record):
+    """A learner has trained on these blocks."""
+
+    kind = "trained"
+    learner: str
+    incarnation: int
+    blocks: tuple[TrainedBlock, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Unchanged(Record):
     """Several rounds in a row were committed without a change: no member had a weight."""
 
@@ -344,7 +408,7 @@ KINDS: Mapping[str, type[Record]] = {
     record.kind: record
     for record in (
         *(Start, Join, Leave, Refuse, Eject, Readmit, Pause, Error, Initialised, Merge, Unchanged),
-        Halt,
+        *(Halt, Data, Lease, Release, Trained),
         *(Snapshot, Copy, Export, Complete, Stop, Restart, Rotate, Dropped, Limits),
     )
 }

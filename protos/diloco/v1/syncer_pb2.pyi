@@ -126,6 +126,7 @@ class LearnerMessage(_message.Message):
     REPORT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -134,6 +135,8 @@ class LearnerMessage(_message.Message):
     def heartbeat(self) -> Global___Heartbeat: ...
     @_builtins.property
     def goodbye(self) -> Global___Goodbye: ...
+    @_builtins.property
+    def blocks(self) -> Global___Blocks: ...
     def __init__(
         self,
         *,
@@ -141,12 +144,13 @@ class LearnerMessage(_message.Message):
         report: Global___Report | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         goodbye: Global___Goodbye | None = ...,
+        blocks: Global___Blocks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "report", "heartbeat", "goodbye"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "report", "heartbeat", "goodbye", "blocks"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -308,6 +312,99 @@ class Report(_message.Message):
 Global___Report: _TypeAlias = Report  # noqa: Y015
 
 @_typing.final
+class Blocks(_message.Message):
+    """Learner → syncer, whenever it changes: the blocks of data that it takes (ADR 0032). Complete, so that a newer one
+    replaces an older one. A block has a serial: pass × number of blocks + its number in the dataset.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ITEMS_FIELD_NUMBER: _builtins.int
+    SIZE_FIELD_NUMBER: _builtins.int
+    WANTED_FIELD_NUMBER: _builtins.int
+    OPEN_FIELD_NUMBER: _builtins.int
+    TRAINED_FIELD_NUMBER: _builtins.int
+    items: _builtins.int
+    """of the dataset"""
+    size: _builtins.int
+    """items of a block"""
+    wanted: _builtins.int
+    """how many it wants open"""
+    @_builtins.property
+    def open(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """that it has, and has not trained on completely"""
+
+    @_builtins.property
+    def trained(self) -> _containers.RepeatedCompositeFieldContainer[Global___TrainedBlock]:
+        """until a Leases message no longer has them"""
+
+    def __init__(
+        self,
+        *,
+        items: _builtins.int = ...,
+        size: _builtins.int = ...,
+        wanted: _builtins.int = ...,
+        open: _abc.Iterable[_builtins.int] | None = ...,
+        trained: _abc.Iterable[Global___TrainedBlock] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["items", b"items", "open", b"open", "size", b"size", "trained", b"trained", "wanted", b"wanted"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Blocks: _TypeAlias = Blocks  # noqa: Y015
+
+@_typing.final
+class TrainedBlock(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERIAL_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    serial: _builtins.int
+    begin: _builtins.int
+    """t_m before its first step"""
+    end: _builtins.int
+    """t_m after its last step"""
+    def __init__(
+        self,
+        *,
+        serial: _builtins.int = ...,
+        begin: _builtins.int = ...,
+        end: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "serial", b"serial"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrainedBlock: _TypeAlias = TrainedBlock  # noqa: Y015
+
+@_typing.final
+class Leases(_message.Message):
+    """Syncer → learner, after a Blocks and whenever it changes: all that is open at the learner, in this order."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERIALS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def serials(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        serials: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["serials", b"serials"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leases: _TypeAlias = Leases  # noqa: Y015
+
+@_typing.final
 class Heartbeat(_message.Message):
     """Learner → syncer when there was no report for one heartbeat interval."""
 
@@ -358,6 +455,7 @@ class SyncerMessage(_message.Message):
     COMPLETE_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     COMMITTED_FIELD_NUMBER: _builtins.int
+    LEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -376,6 +474,8 @@ class SyncerMessage(_message.Message):
     def heartbeat(self) -> Global___Heartbeat: ...
     @_builtins.property
     def committed(self) -> Global___Committed: ...
+    @_builtins.property
+    def leases(self) -> Global___Leases: ...
     def __init__(
         self,
         *,
@@ -388,12 +488,13 @@ class SyncerMessage(_message.Message):
         complete: Global___Complete | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         committed: Global___Committed | None = ...,
+        leases: Global___Leases | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "complete", b"complete", "heartbeat", b"heartbeat", "initialise", b"initialise", "kind", b"kind", "open", b"open", "pull", b"pull", "ready", b"ready", "result", b"result", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "complete", b"complete", "heartbeat", b"heartbeat", "initialise", b"initialise", "kind", b"kind", "leases", b"leases", "open", b"open", "pull", b"pull", "ready", b"ready", "result", b"result", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "complete", b"complete", "heartbeat", b"heartbeat", "initialise", b"initialise", "kind", b"kind", "open", b"open", "pull", b"pull", "ready", b"ready", "result", b"result", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed", b"committed", "complete", b"complete", "heartbeat", b"heartbeat", "initialise", b"initialise", "kind", b"kind", "leases", b"leases", "open", b"open", "pull", b"pull", "ready", b"ready", "result", b"result", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "initialise", "ready", "open", "pull", "result", "complete", "heartbeat", "committed"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["welcome", "initialise", "ready", "open", "pull", "result", "complete", "heartbeat", "committed", "leases"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -417,6 +518,7 @@ class Welcome(_message.Message):
     RUN_FIELD_NUMBER: _builtins.int
     START_ID_FIELD_NUMBER: _builtins.int
     SNAPSHOT_START_ID_FIELD_NUMBER: _builtins.int
+    LEASES_BLOCKS_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     incarnation: _builtins.int
@@ -444,6 +546,8 @@ class Welcome(_message.Message):
     """Random, another one at each start of the syncer: after a restored copy of its volume, epochs are counted again."""
     snapshot_start_id: _builtins.str
     """The start that wrote the snapshot which this one began from; "": there was none, or it is not known."""
+    leases_blocks: _builtins.bool
+    """The syncer answers Blocks; one that is older than that message ignores it."""
     @_builtins.property
     def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerAddress]:
         """Learners to ask for the state of their optimizers, best first; empty: there is none to ask, or no need."""
@@ -463,11 +567,12 @@ class Welcome(_message.Message):
         run: _builtins.str = ...,
         start_id: _builtins.str = ...,
         snapshot_start_id: _builtins.str = ...,
+        leases_blocks: _builtins.bool = ...,
         peers: _abc.Iterable[Global___PeerAddress] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["compares_frozen", b"compares_frozen", "epoch", b"epoch", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "local_step", b"local_step", "peers", b"peers", "run", b"run", "snapshot_start_id", b"snapshot_start_id", "start_id", b"start_id", "step", b"step", "steps", b"steps", "total_tokens", b"total_tokens", "use_checkpoint", b"use_checkpoint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["compares_frozen", b"compares_frozen", "epoch", b"epoch", "heartbeat_seconds", b"heartbeat_seconds", "incarnation", b"incarnation", "leases_blocks", b"leases_blocks", "local_step", b"local_step", "peers", b"peers", "run", b"run", "snapshot_start_id", b"snapshot_start_id", "start_id", b"start_id", "step", b"step", "steps", b"steps", "total_tokens", b"total_tokens", "use_checkpoint", b"use_checkpoint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

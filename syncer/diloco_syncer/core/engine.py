@@ -18,13 +18,14 @@ from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
 from diloco_syncer.core import peers
 from diloco_syncer.core.announcements import Announcements, lag_of
+from diloco_syncer.core.blocks import BlockLedger
 from diloco_syncer.core.contribution import Contribution
 from diloco_syncer.core.durability import Durability, Stage
 from diloco_syncer.core.ejection import Ejections
 from diloco_syncer.core.initialisation import Initialisation
 from diloco_syncer.core.learner_limits import beyond
-from diloco_syncer.core.learners import LearnerRecord, LearnerRecords
-from diloco_syncer.core.scheduler import AFTER_HALT, UNCHANGED_ROUNDS, Scheduler
+from diloco_syncer.core.learners import LearnerRecord, LearnerRecords, refusal
+from diloco_syncer.core.scheduler import AFTER_HALT, Scheduler
 
 HEARTBEAT_SECONDS = 2.0
 """A learner sends something at least this often."""
@@ -62,6 +63,7 @@ class Engine:
     exported: bool = False
     """At the start: the model of step T is written already."""
     learners: LearnerRecords = field(default_factory=LearnerRecords)
+    blocks: BlockLedger = field(default_factory=BlockLedger)
     scheduler: Scheduler = field(init=False)
     initialisation: Initialisation = field(init=False)
     durability: Durability = field(init=False)
@@ -119,7 +121,7 @@ class Engine:
         pause = self._own_pause(now)
         if not pause and len(self.learners.training()) < self.spec.quorum:
             self._excuse_mergeless(seconds)
-        out = [*pause, *self._process(event, now), *self._advance(now)]
+        out = [*pause, *self._process(event, now), *self.blocks.advance(now), *self._advance(now)]
         if any(isinstance(decision, ev.TakeSnapshot) for decision in out):
             self.scheduler.growth.snapshot()
         return out
@@ -139,6 +141,7 @@ class Engine:
             record.history.pause()
         self.scheduler.shift(seconds)
         self.initialisation.shift(seconds)
+        self.blocks.shift(seconds)
         self._excuse_mergeless(seconds)
         return [ev.Log(event="pause", fields={"seconds": round(seconds, 3)})]
 
@@ -158,6 +161,8 @@ class Engine:
                 return self._left(event, now)
             case ev.Reported():
                 return self._reported(event, now)
+            case ev.BlocksStated():
+                return self._blocks_stated(event, now)
             case ev.Heartbeat():
                 return self._heartbeat(event, now)
             case ev.Initialised():
@@ -217,7 +222,7 @@ class Engine:
         if self.complete:
             return ""
         if not self.initialised:
-            return self._waiting_for_parameters()
+            return self.initialisation.waiting_for()
         if self.scheduler.halted:
             return f"manual action: {self.scheduler.halted}; {AFTER_HALT}"
         if end := self.durability.waiting_for():
@@ -229,25 +234,7 @@ class Engine:
                 f"{r.name} ({r.ejection.reason})" for r in self.learners.ejected() if r.ejection
             ]
             return f"{text}; ejected: {', '.join(ejected[:8])}" if ejected else text
-        return self._unchanged() or self._stuck()
-
-    def _waiting_for_parameters(self) -> str:
-        text = f"{self.initialiser or 'the first learner'} to upload the initial model"
-        names = sorted(self.initialisation.waiting)
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        return f"{text}; with another model: {', '.join(names[:8])}{more}" if names else text
-
-    def _unchanged(self) -> str:
-        """Why the rounds change nothing; empty: they do."""
-        if (rounds := self.scheduler.unchanged) < UNCHANGED_ROUNDS:
-            return ""
-        names = self.scheduler.without_tokens
-        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
-        members = ", ".join(names[:8]) or "their members"
-        return (
-            f"tokens: the last {rounds} merges changed nothing, and {members}{more} "
-            "reported none; pass the number of tokens of each step to learner.step()"
-        )
+        return self.scheduler.unchanged_for() or self._stuck()
 
     def _stuck(self) -> str:
         """Why there was no merge for longer than anything explains; empty: it is not that long."""
@@ -289,9 +276,9 @@ class Engine:
     def _hello(self, event: ev.Hello, now: float) -> list[ev.Decision]:
         if self._limits is not None and (detail := beyond(event.learner, self._limits)):
             # The limits have changed since it was admitted.
-            return _refuse(event, "Unavailable", detail)
+            return refusal(event, "Unavailable", detail)
         if detail := self.learners.implausible(event, now):
-            return _refuse(event, "Protocol", detail)
+            return refusal(event, "Protocol", detail)
         admitted = self.learners.admit(event, now=now)
         if admitted is None:
             current = self.learners.by_name[event.learner].incarnation
@@ -299,7 +286,7 @@ class Engine:
                 f"incarnation {event.incarnation} of {event.learner} was replaced by {current}; "
                 "this process must stop"
             )
-            return _refuse(event, "StaleIncarnation", detail)
+            return refusal(event, "StaleIncarnation", detail)
         record, replaced = admitted
         record.joined_round = self.step
         out: list[ev.Decision] = []
@@ -330,6 +317,7 @@ class Engine:
                 peers=peers.offered(able, record, step=self.step, interval=interval),
             ),
         ]  # fmt: skip
+        out += self.blocks.joined(record.name, record.incarnation)
         out += self.ejections.joined(record, now)
         self.initialisation.withdraw(record.name)  # the request went to the old session: repeat it
         self.initialisation.joined(record.name)
@@ -356,13 +344,13 @@ class Engine:
             },
         )
         lost = self.scheduler.lost(record.name, event.reason, now, charged=charged)
-        return [log, *ended, *lost]
+        return [log, *ended, *self.blocks.left(record.name, event.reason, now), *lost]
 
     def _reported(self, event: ev.Reported, now: float) -> list[ev.Decision]:
         current = self.learners.of_session(event.learner, event.session) is not None
         if current and (detail := self.learners.implausible(event, now)):
             left = ev.Left(session=event.session, learner=event.learner, reason="Protocol")
-            return [*_refuse(event, "Protocol", detail), *self._left(left, now)]
+            return [*refusal(event, "Protocol", detail), *self._left(left, now)]
         steps = self.learners.report(event, now=now)
         if steps is not None:
             record = self.learners.by_name[event.learner]
@@ -375,11 +363,22 @@ class Engine:
                 record, CONFIRMED_INTERVALS * self.spec.interval + CONFIRMED_STEPS
             )
             self._announcements.touch(event.learner)
+            if steps:
+                self.blocks.stepped(event.learner, now)
             self.ejections.reported(event.learner, now)
             if self.learners.paces(record, now):
                 self.scheduler.pace.stepped(event.learner, steps)
             return self.scheduler.reported(event.learner, now)
         return []
+
+    def _blocks_stated(self, event: ev.BlocksStated, now: float) -> list[ev.Decision]:
+        record = self.learners.of_session(event.learner, event.session)
+        if record is None:
+            return []
+        if detail := self.blocks.conflict(event) or self.learners.implausible(event, now):
+            left = ev.Left(session=event.session, learner=event.learner, reason="Config")
+            return [*refusal(event, "Config", detail), *self._left(left, now)]
+        return self.blocks.stated(event, incarnation=record.incarnation, now=now)
 
     def _heartbeat(self, event: ev.Heartbeat, now: float) -> list[ev.Decision]:
         record = self.learners.of_session(event.learner, event.session)
@@ -472,7 +471,13 @@ class Engine:
             case ev.Finish():
                 self.durability.export_failed(reason, now)
                 return [log]
-            case ev.Admit() | ev.RequestInitial() | ev.AnnounceReady() | ev.AnnounceComplete():
+            case (
+                ev.Admit()
+                | ev.RequestInitial()
+                | ev.AnnounceReady()
+                | ev.AnnounceComplete()
+                | ev.LeaseBlocks()
+            ):
                 return [log, *self._start_session_over(decision.learner, reason, now)]
             case ev.Log():
                 return []  # the journal counts the lines that it lost
@@ -560,6 +565,7 @@ class Engine:
             "merges": self.scheduler.merges,
             "members": self.learners.to_json(),
             "halted": self.scheduler.halted,
+            "blocks": self.blocks.to_json(),
         }
 
     @classmethod
@@ -582,6 +588,7 @@ class Engine:
             initialised=True,
             exported=exported,
             learners=LearnerRecords.from_json(state["members"]),
+            blocks=BlockLedger.from_json(state.get("blocks")),  # older snapshots have none
         )
         engine.scheduler.merges = int(state["merges"])
         engine.scheduler.halted = str(state.get("halted", ""))  # older snapshots have none
@@ -591,10 +598,3 @@ class Engine:
     def staleness(self, record: LearnerRecord) -> int:
         """Global steps since this learner was last part of a merge."""
         return self.step - record.merged_round
-
-
-def _refuse(event: ev.Hello | ev.Reported, reason: str, detail: str) -> list[ev.Decision]:
-    """Close a session because of its Hello, without a join, or because of a Report."""
-    fields = {"learner": event.learner, "reason": reason, "detail": detail}
-    close = ev.Close(session=event.session, reason=reason, detail=detail)
-    return [close, ev.Log(event="refuse", fields=fields)]

@@ -71,6 +71,40 @@ class Reported:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedBlock:
+    """A block whose items a learner stepped on."""
+
+    serial: int
+    begin: int
+    """t_m before the first of these steps."""
+    end: int
+    """t_m after the last one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlocksStated:
+    """A learner takes blocks of data (core/blocks.py); complete, it replaces what the learner stated before."""
+
+    session: int
+    learner: str
+    items: int
+    """Of the dataset."""
+    size: int
+    """Items of a block."""
+    wanted: int
+    """How many it wants open."""
+    open: tuple[int, ...]
+    """Serials that it has and has not trained on completely."""
+    trained: tuple[TrainedBlock, ...]
+    """Those that it was sent after it had stated them are left out."""
+
+    @property
+    def local_step(self) -> int:
+        """The largest t_m that it states."""
+        return max((block.end for block in self.trained), default=0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     """A learner is alive and has nothing to report."""
 
@@ -209,6 +243,7 @@ Event = (
     Hello
     | Left
     | Reported
+    | BlocksStated
     | Heartbeat
     | Initialised
     | InitialFailed
@@ -287,6 +322,14 @@ class AnnounceFragments:
     learners: tuple[str, ...]
     step: int
     fragments: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeaseBlocks:
+    """Send this learner the serials of all blocks that are open there."""
+
+    learner: str
+    serials: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -378,6 +421,7 @@ Decision = (
     | AnnounceReady
     | AnnounceComplete
     | AnnounceFragments
+    | LeaseBlocks
     | Pull
     | ProbeLearner
     | BeginMerge

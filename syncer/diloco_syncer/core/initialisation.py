@@ -88,6 +88,13 @@ class Initialisation:
         fewest = min(map(self._failed, learners), default=0)
         return first if self._failed(first) < fewest else ""
 
+    def waiting_for(self) -> str:
+        """What Θ^(0) waits for, for people."""
+        text = f"{self.learner or 'the first learner'} to upload the initial model"
+        names = sorted(self.waiting)
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        return f"{text}; with another model: {', '.join(names[:8])}{more}" if names else text
+
     def _failed(self, learner: str) -> int:
         return self.failures.get(learner, 0)
 

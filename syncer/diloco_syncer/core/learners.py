@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.journal.records import RecordError, value
-from diloco_syncer.core.events import Hello, Reported
+from diloco_syncer.core.events import BlocksStated, Close, Decision, Hello, Log, Reported
 from diloco_syncer.core.history import History, Origin
 from diloco_syncer.core.pacing import ema
 from diloco_syncer.core.upload_limits import UploadProgress
@@ -319,7 +319,7 @@ class LearnerRecords:
             self._measured = _measure(training)
         return self._measured
 
-    def implausible(self, event: Hello | Reported, now: float) -> str:
+    def implausible(self, event: Hello | Reported | BlocksStated, now: float) -> str:
         """Why the learner cannot have come as far as it states; empty: it can."""
         record = self.by_name.get(event.learner)
         tokens = event.total_tokens if isinstance(event, Reported) else 0
@@ -532,3 +532,10 @@ def _evident_interval(record: LearnerRecord) -> float | None:
 
 def _least(record: LearnerRecord, usual: float) -> float:
     return 0.0 if record.confirmed else usual
+
+
+def refusal(event: Hello | Reported | BlocksStated, reason: str, detail: str) -> list[Decision]:
+    """Close a session because of its Hello, without a join, or because of a Report."""
+    fields = {"learner": event.learner, "reason": reason, "detail": detail}
+    close = Close(session=event.session, reason=reason, detail=detail)
+    return [close, Log(event="refuse", fields=fields)]

@@ -466,6 +466,18 @@ class Scheduler:
             *warning,
         ]
 
+    def unchanged_for(self) -> str:
+        """Why the rounds change nothing, for people; empty: they do."""
+        if (rounds := self.unchanged) < UNCHANGED_ROUNDS:
+            return ""
+        names = self.without_tokens
+        more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+        members = ", ".join(names[:8]) or "their members"
+        return (
+            f"tokens: the last {rounds} merges changed nothing, and {members}{more} "
+            "reported none; pass the number of tokens of each step to learner.step()"
+        )
+
     def _count_unchanged(self, round_: Round) -> list[ev.Decision]:
         """Count the commits that change nothing; a line when they are too many to be chance."""
         self.unchanged = 0 if round_.changes_parameters else self.unchanged + 1

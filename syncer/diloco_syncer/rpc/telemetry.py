@@ -19,6 +19,10 @@ is NaN), so they are replaced or clamped and the rest of the message counts.
 | Report `tokens`, `total_tokens` | 0..MAX_TOKENS | refused |
 | length of `steps` and `tokens` | P | refused |
 | `offers` | distinct fragments below P | refused |
+| Blocks `items`, `size` | 1..MAX_ITEMS, `size` up to `items` | refused |
+| Blocks `wanted`, length of `open` and `trained` | 0..MAX_OPEN, distinct | refused |
+| Blocks serials | below MAX_SERIAL | refused |
+| Blocks `begin`, `end` of a trained block | 0..MAX_STEPS, `begin` below `end` | refused |
 | Report `step_seconds`, `sync_seconds` | 0..MAX_SECONDS | not finite or negative: 0 (unknown); above: clamped |
 | Report `recovered_from` | MAX_REASON printable characters | shortened |
 | Report `loss` | ±MAX_LOSS | not finite: none; beyond: clamped |
@@ -61,6 +65,14 @@ MAX_STEPS = 1 << 40
 
 MAX_TOKENS = 1 << 50
 """Tokens of a learner: 10^15. The sum over 1000 learners still fits the int64 of a Kubernetes status."""
+
+MAX_ITEMS = 1 << 48
+"""Items of a dataset: more than all tokens that were ever trained on."""
+
+MAX_OPEN = 32
+"""Blocks that may be open at a learner: at some steps each, longer than any round trip."""
+
+MAX_SERIAL = 1 << 62
 
 MAX_SECONDS = 86400.0
 """Longest duration of a step that is kept: a day."""
@@ -136,7 +148,7 @@ def hello(first: bytes | None) -> pb.Hello:
 
 def received(
     data: bytes, *, session: int, learner: str, fragments: int
-) -> ev.Reported | ev.Heartbeat | ev.Left:
+) -> ev.Reported | ev.BlocksStated | ev.Heartbeat | ev.Left:
     """
     The event of a message after the Hello, for a model with P = `fragments`; Left for a Goodbye.
 
@@ -147,6 +159,8 @@ def received(
     kind = message.WhichOneof("kind")
     if kind == "report":
         return reported(message.report, session=session, learner=learner, fragments=fragments)
+    if kind == "blocks":
+        return blocks(message.blocks, session=session, learner=learner)
     if kind == "goodbye":
         reason = shorten(message.goodbye.reason, MAX_REASON) or "Goodbye"
         return ev.Left(session=session, learner=learner, reason=reason)
@@ -260,6 +274,40 @@ def reported(report: pb.Report, *, session: int, learner: str, fragments: int) -
         sync_seconds=_seconds(report.sync_seconds),
         loss=_loss(report.loss) if known_loss else None,
         recovered_from=shorten(report.recovered_from, MAX_REASON),
+    )
+
+
+def blocks(stated: pb.Blocks, *, session: int, learner: str) -> ev.BlocksStated:
+    """
+    The event of a Blocks.
+
+    Raises:
+        ProtocolError: a number or a list is beyond its bound.
+    """
+    if not 1 <= stated.size <= stated.items <= MAX_ITEMS:
+        raise ProtocolError(
+            f"blocks: {stated.items} items in blocks of {stated.size}, expected 1 to {MAX_ITEMS} items, in blocks of "
+            "1 item up to all of them"
+        )
+    serials = [*stated.open, *(block.serial for block in stated.trained)]
+    most = max(stated.wanted, len(stated.open), len(stated.trained))
+    if most > MAX_OPEN or len(set(serials)) < len(serials):
+        raise ProtocolError(f"blocks: {most} of them, or one twice, expected at most {MAX_OPEN}")
+    _check_counts("blocks: serial", serials, MAX_SERIAL)
+    trained = tuple(
+        ev.TrainedBlock(serial=b.serial, begin=b.begin, end=b.end) for b in stated.trained
+    )
+    _check_counts("blocks: end", (b.end for b in trained), MAX_STEPS)
+    if any(b.begin >= b.end for b in trained):
+        raise ProtocolError("blocks: one is trained on without a step")
+    return ev.BlocksStated(
+        session=session,
+        learner=learner,
+        items=stated.items,
+        size=stated.size,
+        wanted=stated.wanted,
+        open=tuple(stated.open),
+        trained=trained,
     )
 
 

@@ -26,6 +26,10 @@ LINES = [
     '"graceSeconds":0.0,"syncSeconds":1.25,"bytesUp":10,"bytesDown":20,"deltaNorm":0.5,"members":['
     '{"learner":"eu/0","incarnation":1,"step":7,"steps":3,"tokens":30,"weight":300.0,"base":null},'
     '{"learner":"eu/1","incarnation":2,"step":8,"steps":4,"tokens":40,"weight":400.0,"base":6}]}',
+    '{"epoch":1,"event":"data","items":9,"size":2,"learner":"eu/0","next":4,"free":[{"first":1,"count":2}],"open":[]}',
+    '{"epoch":1,"event":"lease","learner":"eu/0","incarnation":1,"blocks":[{"first":1,"count":2}]}',
+    '{"epoch":1,"event":"trained","learner":"eu/0","incarnation":1,"blocks":[{"block":1,"begin":0,"end":5}]}',
+    '{"epoch":1,"event":"release","learner":"eu/0","incarnation":1,"blocks":[{"first":2,"count":1}],"reason":"x"}',
     '{"epoch":1,"event":"snapshot","step":6,"ok":true,"seconds":0.1}',
     '{"epoch":1,"event":"snapshot","step":6,"ok":false,"detail":"full"}',
     '{"epoch":1,"event":"copy","step":6,"ok":true,"seconds":2.5}',

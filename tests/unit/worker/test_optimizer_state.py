@@ -66,6 +66,17 @@ def test_the_optimizers_alone_are_restored_into_a_model_that_is_newer(tmp_path):
     assert all(torch.equal(a, b) for a, b in zip(before, other.parameters(), strict=True))
 
 
+def test_of_a_peer_the_moments_are_taken_and_not_the_options_that_its_config_may_choose(tmp_path):
+    model, optimizer = trained(weight_decay=0.01)
+    store = saved(tmp_path, model, optimizer)
+    other, own = trained(seed=9, steps=1, weight_decay=0.1)
+    own.param_groups[0].update(lr=0.3, betas=(0.8, 0.9))
+    store.load_optimizers(store.newest(), other, [own], of_peer=True)
+    [group] = own.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.3, (0.8, 0.9), 0.1)
+    assert_equal(own.state_dict()["state"], optimizer.state_dict()["state"])
+
+
 @pytest.mark.parametrize("whole", [False, True])
 @pytest.mark.parametrize("steps", [0, 2])
 def test_the_state_of_another_class_is_refused(tmp_path, whole, steps):

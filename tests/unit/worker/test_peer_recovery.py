@@ -187,7 +187,7 @@ def test_the_state_of_a_peer_comes_before_an_older_one_of_its_own(found, kept):
     assert core.LoadPeerState(kept=kept) in actions
     assert not [a for a in actions if isinstance(a, core.LoadOptimizers)]
     [shown] = trainer.peer_state_loaded()
-    assert "eu/1 at its local step 7, global step 11" in shown.text
+    assert "eu/1 at local step 7, global step 11" in shown.text
     assert (trainer.resumed, trainer.state().recovered_from) == (True, "eu/1")
     # The position in the data is its own.
     assert trainer.ledger.local_step == 5

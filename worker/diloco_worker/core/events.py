@@ -4,7 +4,9 @@ Events that reach the link, and its decisions. Plain values.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from diloco_worker.core.inbox import Staged, Version
 from diloco_worker.core.messages import TrainerState
@@ -58,6 +60,8 @@ class Welcomed:
     """Of the start that wrote the snapshot which this one began from; "": none, or not stated."""
     peers: tuple[PeerAddress, ...] = ()
     """Learners to ask for the state of their optimizers, best first."""
+    leases_blocks: bool = True
+    """The syncer answers blocks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +114,13 @@ class ResultAnnounced:
     round: int
     attempt: int
     fragment: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Leased:
+    """All blocks of data that are open at this learner."""
+
+    serials: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,8 +195,8 @@ class Tick:
 
 
 Event = (
-    TrainerUpdate | Welcomed | InitialRequested | ModelReady | Committed | Opened | Pulled | ResultAnnounced | Completed
-    | SessionLost | InitialUploaded | Downloaded | Placed | PeerAnswered | PeerAsks | Tick
+    TrainerUpdate | Welcomed | InitialRequested | ModelReady | Committed | Opened | Pulled | ResultAnnounced | Leased
+    | Completed | SessionLost | InitialUploaded | Downloaded | Placed | PeerAnswered | PeerAsks | Tick
 )  # fmt: skip
 
 # ---------------------------------------------------------------- decisions
@@ -203,6 +214,13 @@ class SendReport:
     """Report this state; a newer report may replace it before it is sent."""
 
     state: TrainerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SendBlocks:
+    """State the blocks of this learner; a newer statement may replace it before it is sent."""
+
+    blocks: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,6 +309,6 @@ class NotifyTrainer:
 
 
 Decision = (
-    Connect | SendReport | SendHeartbeat | Leave | CancelTransfers | Upload | UploadInitial | Download | Place
-    | Discard | AskPeer | DropPeer | NotifyTrainer
+    Connect | SendReport | SendBlocks | SendHeartbeat | Leave | CancelTransfers | Upload | UploadInitial | Download
+    | Place | Discard | AskPeer | DropPeer | NotifyTrainer
 )  # fmt: skip

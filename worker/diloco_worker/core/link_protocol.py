@@ -39,7 +39,7 @@ LATE_SECONDS = 30.0
 LATE_NAMES = 8
 """At most so many of them are named."""
 
-_SENDING = (ev.SendReport, ev.SendHeartbeat)
+_SENDING = (ev.SendReport, ev.SendBlocks, ev.SendHeartbeat)
 
 
 class LinkProtocol:
@@ -78,6 +78,8 @@ class LinkProtocol:
         self._initial_uploaded = 0
         """The last request for Θ^(0) that an upload was started for."""
         self._reported_step = -1
+        self._blocks_sent: dict[str, Any] = {}
+        """What was stated in this session."""
         self._outdated_since: dict[int, float] = {}
         """Fragments that must not be offered, and since when."""
         self.late = ""
@@ -91,7 +93,7 @@ class LinkProtocol:
             ev.InitialRequested: self._initial_requested, ev.ModelReady: self._model_ready,
             ev.Committed: self._committed,
             ev.Opened: self._opened, ev.Pulled: self._pulled, ev.ResultAnnounced: self._result_announced,
-            ev.Completed: self._completed, ev.SessionLost: self._session_lost,
+            ev.Leased: self._leased, ev.Completed: self._completed, ev.SessionLost: self._session_lost,
             ev.InitialUploaded: self._initial_upload_ended, ev.Downloaded: self._downloaded,
             ev.Placed: self._placed, ev.Tick: self._tick,
             ev.PeerAnswered: self._peer_answered, ev.PeerAsks: self._peer_asks,
@@ -146,7 +148,7 @@ class LinkProtocol:
         self._trainer = state
         if state.leaving:
             # The last step counts for the position in the data, also if its own state did not come.
-            last = [] if self._ended else self._report()
+            last = [] if self._ended else [*self._state_blocks(), *self._report()]
             self._ended = True
             return [*last, ev.Leave(reason=state.leaving)]
         if self._ended:
@@ -178,7 +180,18 @@ class LinkProtocol:
         if state.initial_copied == self._state.initial_requested > self._initial_uploaded:
             self._initial_uploaded = state.initial_copied
             out.append(ev.UploadInitial(request=state.initial_copied))
-        return [*out, *self._report()]
+        return [*out, *self._state_blocks(), *self._report()]
+
+    def _state_blocks(self) -> list[ev.Decision]:
+        state = self._trainer
+        if state is None or not self._ready or state.blocks == self._blocks_sent:
+            return []
+        self._blocks_sent = state.blocks
+        return [ev.SendBlocks(blocks=state.blocks)]
+
+    def _leased(self, event: ev.Leased, now: float) -> list[ev.Decision]:
+        self._update(leases=event.serials)
+        return []
 
     def _confirm(self, state: TrainerState) -> list[ev.Decision]:
         out: list[ev.Decision] = []
@@ -226,11 +239,12 @@ class LinkProtocol:
 
     def _welcomed(self, event: ev.Welcomed, now: float) -> list[ev.Decision]:
         self._welcome, self._ready, self._last_sent_at = event, False, now
-        self._reported_step = -1
+        self._reported_step, self._blocks_sent = -1, {}
         self._reset_delay()
         self._update(
             connected=True, epoch=event.epoch, incarnation=event.incarnation, step=event.step, steps=event.steps,
             local_step=event.local_step, total_tokens=event.total_tokens, run=event.run,
+            leases_blocks=event.leases_blocks,
         )  # fmt: skip
         if self._recovery is not None:
             self._recovery.offered(event.peers)
@@ -266,7 +280,7 @@ class LinkProtocol:
         self._publish_ready()
         if self._trainer.model_loaded:
             self._update(phase=Phase.TRAINING, text="")
-            return [*out, *self._updates.catch_up(), *self._report()]
+            return [*out, *self._updates.catch_up(), *self._state_blocks(), *self._report()]
         if self._state.phase in (Phase.APPLY_MODEL, Phase.LOAD_CHECKPOINT):
             # The trainer may be reading the model already; its next state confirms it.
             return out

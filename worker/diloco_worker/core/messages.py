@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
@@ -84,6 +84,8 @@ class TrainerState:
     """What is wrong with the work of this learner (core/step_checks.py); empty: nothing."""
     problem_text: str = ""
     """The same in one sentence."""
+    blocks: dict[str, Any] = field(default_factory=dict)
+    """`Blocks.to_json` (core/open_blocks.py); empty: the program takes none."""
     leaving: str = ""
     """Why this learner leaves now; empty: it stays."""
 
@@ -126,6 +128,10 @@ class LinkState:
     """(fragment, generation) that are in the inbox and not applied yet."""
     versions: Sequence[Sequence[int] | None] = ()
     """Per fragment, (epoch, global step) of what is in the inbox; null: nothing."""
+    leases: Sequence[int] | None = None
+    """Serials of all blocks that are open at this learner; None: this link was sent none."""
+    leases_blocks: bool = True
+    """Whether the syncer leases blocks, as far as it is known."""
     initial_requested: int = 0
     """Counts the requests for the initial model; 0: none."""
     peer_pending: bool = False

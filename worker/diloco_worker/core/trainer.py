@@ -23,6 +23,7 @@ from diloco.errors import EXIT_TRY_AGAIN
 from diloco_worker.core.inbox import version_of
 from diloco_worker.core.ledger import HostCopy, Ledger
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
+from diloco_worker.core.open_blocks import Blocks
 from diloco_worker.core.step_checks import StepChecks
 
 PROGRESS_SECONDS = 5.0
@@ -81,11 +82,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class LoadCheckpoint:
-    """
-    Load the local checkpoint.
-
-    Answer: `checkpoint_loaded` or `checkpoint_unusable`.
-    """
+    """Load the local checkpoint; answer: `checkpoint_loaded` or `checkpoint_unusable`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +96,7 @@ class LoadOptimizers:
 
 @dataclass(frozen=True, slots=True)
 class LoadPeerState:
-    """
-    Load the optimizers' state that a peer sent.
-
-    Answer: `peer_state_loaded` or `peer_state_unusable`.
-    """
+    """Load the optimizers' state that a peer sent; answer: `peer_state_loaded` or `peer_state_unusable`."""
 
     kept: bool
     """Whether `Learner.keep` continues with the local checkpoint."""
@@ -200,6 +193,10 @@ class TrainerCore:
         self.joined = self.closed = False
         self.run = ""
         """Name of the run, from the last Welcome; "": not known."""
+        self.blocks: Blocks | None = None
+        """Of data, if the program takes some."""
+        self.offers: Sequence[int] = ()
+        """Of the last step."""
         self.resumed = False
         """Whether the optimizers have the state of a local checkpoint, or of a peer."""
         self.recovered_from = ""
@@ -268,6 +265,7 @@ class TrainerCore:
             initial_copied=self._initial_copied,
             problem=problem.kind if problem else "",
             problem_text=problem.text if problem else "",
+            blocks=self.blocks.to_json() if self.blocks is not None else {},
             leaving=leaving,
         )
 
@@ -375,9 +373,7 @@ class TrainerCore:
         """The optimizers have the state that a peer sent; the parameters are the job's."""
         state = self.link_state
         self.resumed, self.recovered_from = True, state.peer
-        text = (
-            f"{state.peer} at its local step {state.peer_local_step}, global step {state.peer_step}"
-        )
+        text = f"{state.peer} at local step {state.peer_local_step}, global step {state.peer_step}"
         return [self._parameters(f"the optimizers continue with the state of {text}")]
 
     def peer_state_unusable(self, why: str) -> list[Action]:
@@ -425,6 +421,8 @@ class TrainerCore:
         if self.closed:
             return []
         self.ledger.count(tokens)
+        if self.blocks is not None:
+            self.blocks.stepped(self.ledger.local_step)
         self._checks.stepped(tokens=tokens, optimizer_steps=optimizer_steps)
         self._stepped, self._tokens = True, tokens
         self._sync_started_at, self._step_seconds = now, now - self._step_ended_at
@@ -463,6 +461,7 @@ class TrainerCore:
         self._loss = loss
         if finite is not None:
             self._checks.loss_read(finite=finite)
+        self.offers = fragments
         actions: list[Action] = [Send(self.state(offers=fragments))]
         every = self._checkpoint_every
         due = every is not None and self.ledger.local_step - self._checkpoint_step >= every
@@ -580,6 +579,8 @@ class TrainerCore:
             self.link_state = link_state
             # A new link process does not know it before its first Welcome.
             self.run = link_state.run or self.run
+            if self.blocks is not None and link_state.leases is not None:
+                self.blocks.leased(link_state.leases)
 
     def _initial_if_requested(self, *, wait: bool) -> list[Action]:
         """Θ^(0), or the current model for a syncer that has lost everything."""

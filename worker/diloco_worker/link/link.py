@@ -273,6 +273,9 @@ class Link:
             case ev.SendReport():
                 if self._session is not None:
                     self._session.report(session.report(decision.state))
+            case ev.SendBlocks():
+                if self._session is not None:
+                    self._session.blocks(session.blocks(decision.blocks))
             case ev.SendHeartbeat():
                 if self._session is not None:
                     self._session.send(pb.LearnerMessage(heartbeat=pb.Heartbeat()))

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import grpc
 
@@ -78,6 +79,15 @@ class Session:
         """Send a report, in place of any that was not sent yet."""
         with self._changed:
             self._report = pb.LearnerMessage(report=message)
+            self._changed.notify()
+
+    def blocks(self, message: pb.Blocks) -> None:
+        """State the blocks of this learner, in place of a statement that was not sent yet."""
+        with self._changed:
+            waiting = [m for m in self._queue if m.WhichOneof("kind") == "blocks"]
+            for earlier in waiting:
+                self._queue.remove(earlier)
+            self._queue.append(pb.LearnerMessage(blocks=message))
             self._changed.notify()
 
     def send(self, message: pb.LearnerMessage) -> None:
@@ -181,6 +191,18 @@ def report(state: TrainerState) -> pb.Report:
     )
 
 
+def blocks(stated: Mapping[str, Any]) -> pb.Blocks:
+    """The trainer's blocks (core/open_blocks.py) as a message."""
+    trained = [pb.TrainedBlock(serial=s, begin=b, end=e) for s, b, e in stated["trained"]]
+    return pb.Blocks(
+        items=stated["items"],
+        size=stated["size"],
+        wanted=stated["wanted"],
+        open=stated["open"],
+        trained=trained,
+    )
+
+
 def event_of(message: pb.SyncerMessage) -> ev.Event | None:
     """What a message of the syncer means; None: nothing."""
     match message.WhichOneof("kind"):
@@ -196,6 +218,7 @@ def event_of(message: pb.SyncerMessage) -> ev.Event | None:
                     ev.PeerAddress(p.learner, p.address)
                     for p in w.peers[:MAX_PEERS] if is_address(p.address)
                 ),
+                leases_blocks=w.leases_blocks,
             )  # fmt: skip
         case "initialise":
             return ev.InitialRequested()
@@ -218,6 +241,8 @@ def event_of(message: pb.SyncerMessage) -> ev.Event | None:
         case "result":
             r = message.result
             return ev.ResultAnnounced(round=r.round, attempt=r.attempt, fragment=r.fragment)
+        case "leases":
+            return ev.Leased(serials=tuple(message.leases.serials))
         case "complete":
             return ev.Completed(step=message.complete.step)
     return None  # a heartbeat, or a message of a newer version

@@ -480,8 +480,8 @@ class Checkpoints:
         return kept_of(manifest)
 
     def load_optimizers(
-        self, manifest: Manifest, model: nn.Module, optimizers: Sequence[Optimizer]
-    ) -> None:
+        self, manifest: Manifest, model: nn.Module, optimizers: Sequence[Optimizer], *, of_peer: bool = False,
+    ) -> None:  # fmt: skip
         """
         Restore the optimizers alone; after an error they have their own state.
 
@@ -495,7 +495,7 @@ class Checkpoints:
             return
         with open(files.open_regular(manifest.path), "rb", buffering=0) as file:
             saved = unpack(dict(manifest.tree["dict"])["optimizers"], TensorReader(file))
-        optimizer_state.load(saved, manifest.optimizers, model, optimizers)
+        optimizer_state.load(saved, manifest.optimizers, model, optimizers, of_peer=of_peer)
 
 
 def local_checkpoint(found: Manifest | None) -> core.LocalCheckpoint | None:

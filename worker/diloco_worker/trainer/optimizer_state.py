@@ -26,6 +26,9 @@ SCHEDULED = ("lr", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momen
 IMPLEMENTATION = ("fused", "foreach", "capturable", "differentiable")
 """Options of a group that state how a step is computed, which may be impossible on the device of this process."""
 
+CHOSEN = ("lr", "betas", "eps", "weight_decay")
+"""Options of a group that a learner's config may choose, and on whose values no state depends."""
+
 PER_ELEMENT = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
 """State with the shape of its parameter."""
 
@@ -47,7 +50,7 @@ def describe(model: nn.Module, optimizers: Sequence[Optimizer]) -> list[dict[str
 
 def load(
     saved: Sequence[Mapping[str, Any]], description: Sequence[Mapping[str, Any]] | None,
-    model: nn.Module, optimizers: Sequence[Optimizer],
+    model: nn.Module, optimizers: Sequence[Optimizer], *, of_peer: bool = False,
 ) -> None:  # fmt: skip
     """
     Give the optimizers the saved state; after an error they have their own.
@@ -61,6 +64,7 @@ def load(
         description: what `describe` returned then; None: not known.
         model: of this process.
         optimizers: of this process.
+        of_peer: another learner saved it, whose config may differ: the options of `CHOSEN` stay the program's.
 
     Raises:
         ConfigError: the state does not fit, is not finite, or is refused by an optimizer.
@@ -80,7 +84,8 @@ def load(
         for state, optimizer in zip(saved, optimizers, strict=True):
             for group, own in zip(state["param_groups"], optimizer.param_groups, strict=True):
                 _keep_schedule(group, own)
-                group.update({key: own[key] for key in IMPLEMENTATION if key in own})
+                kept = IMPLEMENTATION + (CHOSEN if of_peer else ())
+                group.update({key: own[key] for key in kept if key in own})
                 _fill(group, own)
             try:
                 optimizer.load_state_dict(dict(state))
