@@ -72,7 +72,7 @@ MEASURED = (
     Measurement(_DEFAULTS, 4, "41 thousand", 600, 3, 6.2, ("interval/", "3-h24")),
     Measurement(_DEFAULTS, 4, "41 thousand", 3000, 3, 5.5, ("interval/long", "3-h24")),
     Measurement(_MIDDLE, 4, "41 thousand", 600, 3, 4.9, ("interval/", "6-h12-average")),
-    Measurement(_SHORT, 4, "0.85 million", 600, 1, 1.7, ("interval/example", "4-h6-average-20")),
+    Measurement(_SHORT, 4, "0.85 million", 600, 3, 1.9, ("interval/example", "4-h6-average-20")),
     Measurement(_SHORT, 4, "41 thousand", 600, 3, 2.5, ("interval/", "5-h6-average")),
     Measurement(_SHORT, 4, "41 thousand", 3000, 3, 2.5, ("interval/long", "6-h6-average-024")),
 )
