@@ -104,7 +104,7 @@ def test_an_answer_that_takes_more_than_h_steps_and_a_minute_is_abandoned():
 
 
 def test_a_request_is_abandoned_after_a_minute_without_a_global_step():
-    # The job may wait for this learner: with two learners and a stopped peer, no learner else trains.
+    # The job may wait for this learner: with two learners and a stopped peer, no other learner trains.
     process = Process()
     process.now = 50.0
     process.step(11)
@@ -230,7 +230,7 @@ def test_a_checkpoint_for_a_peer_begins_once_and_not_before_its_step():
     assert saved(trainer, checkpoint_wanted=12, step=12) != []
 
 
-def test_a_trainer_without_checkpoints_makes_none_for_a_peer_and_states_so():
+def test_a_trainer_without_checkpoints_makes_none_for_a_peer_and_states_that():
     trainer = make(every=None)
     join(trainer, MODEL)
     assert not trainer.state().saves
