@@ -7,7 +7,6 @@ import tempfile
 from pathlib import Path
 
 from chart_readme import chart_readme
-from grpc_tools import protoc
 from package_imports import PAGE, adr
 
 from diloco_job.crd import crd_yaml
@@ -26,6 +25,8 @@ TEXTS = {
 
 def stubs(out: Path) -> None:
     """Compile protos/**/*.proto into Python stubs with types."""
+    from grpc_tools import protoc  # the texts need no compiler
+
     files = [str(p) for p in sorted(PROTOS.rglob("*.proto"))]
     flags = [f"--{kind}_out={option}{out}" for kind, option in KINDS.items()]
     os.environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"  # finds the plugins

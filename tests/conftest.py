@@ -9,6 +9,7 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 
+gc.disable()  # while modules are imported and tests collected: what they leave stays until the end
 standard = settings.get_profile("ci" if os.environ.get("CI") else "default")
 # `fast` is what `make check` has time for, `full` is what every other run uses.
 settings.register_profile("full", standard, deadline=None)
@@ -81,3 +82,4 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 def pytest_collection_finish() -> None:
     # Modules and tests stay until the end; without them, each collection of garbage takes a fraction of the time.
     gc.freeze()
+    gc.enable()

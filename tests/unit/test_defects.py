@@ -5,6 +5,7 @@ A name begins with the numbers of the defects: `test_06_snapshots_that_...`, `01
 Defects of the operator have no numbers; OPERATOR has them by topic, with the tests for each.
 """
 
+import functools
 import re
 from pathlib import Path
 
@@ -194,12 +195,13 @@ def numbers(name: str) -> set[str]:
     return found
 
 
-def covered() -> set[str]:
+@functools.cache
+def covered() -> frozenset[str]:
     """Numbers of all tests and golden scripts."""
     names = [path.stem for path in (TESTS / "golden/scripts").rglob("*.txt")]
     for path in TESTS.rglob("test_*.py"):
         names += re.findall(r"^(?:async )?def test_(\w+)", path.read_text(), re.MULTILINE)
-    return set().union(*map(numbers, names))
+    return frozenset().union(*map(numbers, names))
 
 
 @pytest.mark.parametrize("number", sorted(DEFECTS.keys() - OPEN.keys()))

@@ -212,12 +212,22 @@ def test_the_fast_run_takes_every_unit_test_once(runner):
     assert all((ROOT / path).is_dir() for path in chosen)
 
 
-def test_the_fast_run_checks_types_beside_the_tests_and_the_longest_part_has_the_larger_share(
+def test_the_fast_run_checks_types_and_import_contracts_beside_the_tests_as_the_full_one_before(
     runner,
 ):
-    groups = {group.name: group.command for group in runner.fast()}
-    assert groups["types"] == ("mypy",)
-    assert [name for name, command in groups.items() if command[0] == "nice"] == [runner.LONGEST]
+    groups = {group.name: " ".join(group.command) for group in runner.fast()}
+    check = (ROOT / "scripts/check").read_text()
+    for name in ("types", "import contracts"):
+        assert f'heading "{name}"; {groups[name]}\n' in check
+    assert groups.keys() == {"types", "import contracts", *runner.FAST_PARTS}
+
+
+def test_the_longer_a_part_of_the_fast_run_takes_the_larger_is_its_share_of_the_cores(runner):
+    commands = {group.name: group.command for group in runner.fast()}
+    shares = [commands[name][:3] for name in runner.FAST_PARTS]
+    assert shares == [("nice", "-n", str(step)) for _, step in runner.FAST_PARTS.values()]
+    steps = [int(step) for _, _, step in shares]
+    assert steps == sorted(steps)
 
 
 SKIPPED = """

@@ -144,16 +144,22 @@ class BlockBook:
 
     def train(self, line: Trained, time: str) -> Iterator[str]:
         """A learner has trained on blocks."""
+        key = line.learner, line.incarnation
+        begin = min((block.begin for block in line.blocks), default=0)
+        end = max((block.end for block in line.blocks), default=0)
+        merged = []  # near any of the blocks: sought once for all of them
+        for first, last, step in reversed(self._merged.get(key, [])):
+            if last < begin - LOOK_BACK:
+                break
+            if first <= end and last > begin:
+                merged.append((first, last, step))
         for block in line.blocks:
             if self._close(block.block) not in (line.learner, ""):
                 yield f"{self.named(block.block)} counts for {line.learner}, where it is not open"
             if block.block in self.trained:
                 yield f"{self.named(block.block)} counts twice"
             fate = Fate(line.learner, line.incarnation, block.begin, block.end, time)
-            key = line.learner, line.incarnation
-            for first, last, step in reversed(self._merged.get(key, [])):
-                if last < fate.begin - LOOK_BACK:
-                    break
+            for first, last, step in merged:
                 if first <= fate.end and last > fate.begin:
                     _add(fate, step)
             self.trained[block.block] = fate

@@ -439,11 +439,12 @@ def value(data: Mapping[str, Any], key: str, kind: Any) -> Any:
         RecordError: it is missing or has another type.
     """
     found = data.get(key)
-    if get_origin(kind) is Mapping:
+    plain = isinstance(kind, type)  # as of most fields
+    if not plain and get_origin(kind) is Mapping:
         if not isinstance(found, dict) or not all(type(n) is int for n in found.values()):
             raise RecordError(f"has {key} {found!r}, expected whole numbers by name")
         return found
-    options = get_args(kind)
+    options = () if plain else get_args(kind)
     if NoneType in options:
         return None if found is None else value(data, key, options[0])
     if options and options[-1] is Ellipsis:

@@ -49,7 +49,16 @@ def test_running_statistics_move_and_other_buffers_only_if_they_are_named():
         "norm.running_var",
     ]
     assert names(found.buffers) == ["seen", "table", "usage"]
-    found = describe(torch.compile(Net()), moving=["us*", "seen"])
+    check_named_buffers(Net())
+
+
+@pytest.mark.slow  # to import the compiler takes a second
+def test_the_buffers_of_a_compiled_module_are_named_as_those_of_the_module():
+    check_named_buffers(torch.compile(Net()))
+
+
+def check_named_buffers(model: nn.Module) -> None:
+    found = describe(model, moving=["us*", "seen"])
     assert names(found.moving)[3:] == ["seen", "usage"]
     assert names(found.constants(ship_frozen=True)) == ["table"]
     assert names(found.merged) == sorted(names(found.trained) + names(found.moving))

@@ -43,8 +43,15 @@ def check_models(learner: LateRanks) -> None:
             assert torch.equal(found, expected[name]), name
 
 
-@pytest.mark.parametrize("registers", [True, False], ids=["registered", "pinned"])
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize(
+    ("ranks", "registers"),
+    [
+        pytest.param(2, True, id="2-registered"),
+        pytest.param(3, False, id="3-pinned"),
+        pytest.param(2, False, id="2-pinned", marks=pytest.mark.slow),
+        pytest.param(3, True, id="3-registered", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("seed", seeds(1, range(4)))
 def test_over_hundreds_of_steps_uploads_are_whole_and_replicas_equal(
     monkeypatch, tmp_path, seed, ranks, registers

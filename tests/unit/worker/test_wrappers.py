@@ -115,6 +115,7 @@ class Forwarding(nn.Module):
             return getattr(self.base_model, name)
 
 
+@pytest.mark.slow  # to import the compiler takes a second
 def test_a_model_around_a_compiled_one_keeps_its_own_names():
     model = Forwarding(torch.compile(nn.Linear(2, 1, bias=False)))
     assert bare(model) is model

@@ -511,6 +511,7 @@ def _handler(api: FakeApi) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
         disable_nagle_algorithm = True
+        wbufsize = -1  # an answer is one write, and its end flushes it
 
         def _do(self) -> None:
             size = int(self.headers.get("Content-Length") or 0)
@@ -551,15 +552,11 @@ def _handler(api: FakeApi) -> type[BaseHTTPRequestHandler]:
         do_GET = do_POST = do_PUT = do_PATCH = do_DELETE = _do
 
         def _answer(
-            self,
-            request: Request,
-            status: int,
-            body: Json | str,
-            headers: dict[str, str] | None = None,
-        ) -> None:
+            self, request: Request, status: int, body: Json | str, headers: dict[str, str] | None = None,
+        ) -> None:  # fmt: skip
             request.status = status
             data = body.encode() if isinstance(body, str) else json.dumps(body).encode()
-            self.send_response(status)
+            self.send_response_only(status)
             for name, value in (headers or {}).items():
                 self.send_header(name, value)
             kind = "text/plain" if isinstance(body, str) else "application/json"
@@ -570,10 +567,11 @@ def _handler(api: FakeApi) -> type[BaseHTTPRequestHandler]:
 
         def _stream(self, request: Request) -> None:
             request.status = 200
-            self.send_response(200)
+            self.send_response_only(200)
             self.send_header("Content-Type", "application/json")
             self.send_header("Transfer-Encoding", "chunked")
             self.end_headers()
+            self.wfile.flush()
             for event in api.watch(request):
                 if event is not None:
                     line = json.dumps(event).encode() + b"\n"

@@ -10,10 +10,10 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
-from functools import cache
 from typing import Any
 
 from diloco.rpc.certificates import CertificateFacts
@@ -340,18 +340,23 @@ def is_idle(decisions: Decisions) -> bool:
 
 def training(job: Json | None = None, **world: Any) -> OperatedJob:
     """A job whose learners all train."""
-    if job is None and not world:
-        return copy.deepcopy(_trained())
-    trained = OperatedJob(job=job or manifest(), **world)
-    trained.settle()
-    trained.answers()
-    trained.settle()
-    return trained
+    return _trains(OperatedJob(job=job or manifest(), **world))
 
 
-@cache
-def _trained() -> OperatedJob:
-    return training(manifest())
+_TRAINING: dict[bytes, bytes] = {}
+"""By the world before: many tests begin with the same one, and to settle it takes most of their time."""
+
+
+def _trains(world: OperatedJob) -> OperatedJob:
+    """This world when all of its learners train, computed once."""
+    before = pickle.dumps(world)
+    if before not in _TRAINING:
+        world.settle()
+        world.answers()
+        world.settle()
+        _TRAINING[before] = pickle.dumps(world)
+    found: OperatedJob = pickle.loads(_TRAINING[before])
+    return found
 
 
 def certificate(job: str = "a", *regions: str, **facts: Any) -> CertificateFacts:
@@ -367,10 +372,7 @@ def trains_in(region: str, **spec: Any) -> OperatedJob:
     }
     job = OperatedJob(job=manifest(**both, **spec), scope=replace(SCOPE, region=region))
     job.certificate = certificate("a", region)
-    job.settle()
-    job.answers()
-    job.settle()
-    return job
+    return _trains(job)
 
 
 def set_ready(pod: Json, ready: bool) -> None:
@@ -432,7 +434,7 @@ def _stored(wanted: Json) -> Json:
     Raises:
         TypeError, AttributeError, KeyError: it has a shape that the server does not accept.
     """
-    new = copy.deepcopy(wanted)
+    new: Json = _copied(wanted)
     template = new.get("spec", {}).get("template")
     if template is not None:
         template["spec"].setdefault("restartPolicy", "Always")
