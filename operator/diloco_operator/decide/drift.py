@@ -73,8 +73,8 @@ def covers(live: Any, wanted: Any, field: str = "") -> bool:
     if live is None:
         # The API server omits empty values.
         return not wanted
-    if isinstance(wanted, dict):  # as in all JSON; to ask for a Mapping takes several times as long
-        if not isinstance(live, dict):
+    if isinstance(wanted, Mapping):
+        if not isinstance(live, Mapping):
             return False
         if field in _QUANTITIES:
             return all(same_quantity(live.get(key), value) for key, value in wanted.items())
@@ -89,7 +89,7 @@ def covers(live: Any, wanted: Any, field: str = "") -> bool:
 
 def _list_covers(live: list[Any], wanted: list[Any], field: str) -> bool:
     keys = _KEYS.get(field)
-    if keys is None or not all(isinstance(entry, dict) for entry in (*live, *wanted)):
+    if keys is None or not all(isinstance(entry, Mapping) for entry in (*live, *wanted)):
         return len(live) == len(wanted) and all(map(covers, live, wanted))
     found = {_key(entry, keys): entry for entry in live}
     return all(covers(found.get(_key(entry, keys), {}), entry) for entry in wanted)

@@ -7,7 +7,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Any
 
 from diloco.spec import canonical
@@ -48,7 +47,7 @@ class Wanted:
     """The syncer's volume; without it, the job has no children at all."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobContext:
     """What every child is built from."""
 
@@ -84,7 +83,7 @@ class JobContext:
         """Labels and annotations of every child and its pods, besides the operator's own."""
         return self.scope.extra_metadata.of_children(self.owner.metadata)
 
-    @cached_property
+    @property
     def spec_map(self) -> str:
         """
         Name of the ConfigMap with `spec`.

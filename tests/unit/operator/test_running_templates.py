@@ -486,7 +486,7 @@ def test_a_syncer_with_the_document_of_an_earlier_version_restarts_once_to_read_
 ):
     world = training(job())
     before = specs(world)
-    former = JobContext.spec_map.func
+    former = JobContext.spec_map.fget
     another = property(lambda context: former(context)[:-10] + "9876543210")
     monkeypatch.setattr(JobContext, "spec_map", another)
     world.settle()
