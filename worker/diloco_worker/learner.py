@@ -37,7 +37,7 @@ from diloco_worker import settings
 from diloco_worker.core.open_blocks import Data
 from diloco_worker.data_blocks import Block, blocks_of, data_of
 from diloco_worker.examined import ExaminedTrainer
-from diloco_worker.identities import Identity, of
+from diloco_worker.identities import Identity, of, with_ranks
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.standalone import StandaloneTrainer
 from diloco_worker.trainer.kept import Stateful
@@ -153,6 +153,7 @@ class Learner:
             if config is None:
                 return Learner(StandaloneTrainer(steps=standalone_steps))
             _refuse_import()
+            config = with_ranks(config)
             trainer = _trainer(
                 config, model, optimizers, every_rank=every_rank, timeout_seconds=connect_timeout_seconds
             )  # fmt: skip
