@@ -1,6 +1,6 @@
 """
 Notices what this learner alone has: buffers and frozen parameters that change while training though the job keeps them
-as they were, parameters that it trains though the job does not know them, and those that are no longer the job's.
+as they were, parameters and buffers that the job does not know, and those that are no longer the job's.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ class Watch:
         buffers = self._model.named_buffers(remove_duplicate=False)
         self._paths = {plain(name): name for name, _ in buffers}
         """By plain name, the one with the names of wrappers."""
+        self._seen = set(self._paths.values())
+        """Of buffers that need no sentence, or had one."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         # Those of FSDP2 are others while they are whole.
         whole = not any(map(is_dtensor, parameters.values()))
@@ -69,6 +71,7 @@ class Watch:
         )
         self._first = {n: p for n, p in parameters.items() if p.requires_grad} if whole else {}
         """By name, those that were trained at first and have been found since."""
+        self._plain = {name: plain(name) for name in self._first}
         self._merged = [(n, n.tensor.dtype) for n in trained]
         self.refused = ""
         """A sentence about parameters with which the learner cannot continue, as of the last `changed`."""
@@ -87,7 +90,7 @@ class Watch:
     def changed(self) -> str:
         """
         A sentence about constant buffers that changed, merged ones that were replaced, frozen parameters that were
-        written, parameters that are trained since, and those that were removed; each once.
+        written, parameters that are trained since, those that were removed or renamed, and new buffers; each once.
         """
         found = dict(self._model.named_parameters(remove_duplicate=False)) if self._first else {}
         self.refused = self._other_types() or self._other_parameters(found)
@@ -113,10 +116,23 @@ class Watch:
                 "gets, and a start without the local checkpoint begins with the first values: make what moves, such as "
                 "a teacher, buffers named in spec.sync.movingBuffers; if those values come back, ignore this line"
             )
-        if removed := self._removed(found):
+        removed, renamed = self._lost(found)
+        if removed:
             sentences.append(
                 f"since Learner.connect, the program has removed {_listed('parameter', removed)} from the model; the "
                 "job and the exported model keep what was removed, as it was: complete the model before Learner.connect"
+            )
+        if renamed:
+            sentences.append(
+                f"since Learner.connect, the program has given {_listed('parameter', renamed)} another name, as a mask "
+                "or a parametrization does; the exported model has the value under the first one, and not what is "
+                "computed from it: complete the model before Learner.connect"
+            )
+        if unknown := self._new_buffers():
+            sentences.append(
+                f"since Learner.connect, the program has added {_listed('buffer', unknown)}, so that each learner has "
+                "its own, and the exported model none: complete the model before Learner.connect, and list what "
+                "changes in spec.sync.movingBuffers"
             )
         if added := self._newly_trained():
             sentences.append(
@@ -154,13 +170,33 @@ class Watch:
             "in place"
         )
 
-    def _removed(self, found: Mapping[str, torch.Tensor]) -> list[str]:
+    def _lost(self, found: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+        """Names of parameters that were removed, and of those that have another name."""
         if self._first.keys() <= found.keys():
+            return [], []
+        names, plain = {id(p): name for name, p in found.items()}, plain_names(self._model)
+        lost = {name: self._first.pop(name) for name in [*self._first] if name not in found}
+        now = {self._plain[name]: plain(names.get(id(p), "")) for name, p in lost.items()}
+        known = {*self._plain.values()}  # one that is tied has another of its names
+        return (
+            [name for name, other in now.items() if not other],
+            [f"{name} ({o})" for name, o in now.items() if o and o not in known],
+        )
+
+    def _new_buffers(self) -> list[str]:
+        added = [n for n, _ in self._model.named_buffers(remove_duplicate=False) if n not in self._seen]
+        if not added:
             return []
-        held = set(map(id, found.values()))  # a parametrization gives a parameter another name
-        without = [name for name in self._first if name not in found]
+        self._seen.update(added)
         plain = plain_names(self._model)
-        return [plain(name) for name in without if id(self._first.pop(name)) not in held]
+        return [
+            plain(n) for n in added if plain(n) not in self._paths and self._is_persistent(n)
+        ]
+
+    def _is_persistent(self, name: str) -> bool:
+        path, _, own = name.rpartition(".")
+        module = self._model.get_submodule(path)
+        return own not in getattr(module, "_non_persistent_buffers_set", ())
 
     def _has_changed(self, named: Named) -> bool:
         known = self._known[named.info.name]
@@ -241,6 +277,30 @@ def _digest(tensor: torch.Tensor) -> int:
     for piece in pieces(tensor):
         state.update(piece)
     return state.intdigest()
+
+
+class Loaded:
+    """
+    What `Learner.connect` has put into a model, to notice a program that overwrites it.
+
+    Args:
+        model: holds the parameters of the job.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = [(n, p, _writes(p)) for n, p in tensors_of(model) if p.requires_grad]
+
+    def written(self) -> str:
+        """A sentence about trained parameters that were written since; call it before the first step of an optimizer."""
+        names = [name for name, parameter, writes in self._known if writes != _writes(parameter)]
+        if not names:
+            return ""
+        verb = "were" if len(names) > 1 else "was"
+        return (
+            f"{_listed('parameter', names)} {verb} written between Learner.connect and the first step of the optimizer, so "
+            "that this learner does not begin with what the job has trained: load weights, and checkpoints of your own, "
+            "before Learner.connect; if the values are the same, ignore this line"
+        )
 
 
 def other_type(model: nn.Module, parameter: torch.Tensor, dtype: torch.dtype) -> str:

@@ -14,6 +14,7 @@ from torch import nn
 from diloco.spec import Checkpoint, RunSpec
 from diloco_testing.syncers.scripted import ScriptedSyncer
 from diloco_worker import Learner
+from diloco_worker.learner import _connected
 
 
 def make_spec(**changes: object) -> RunSpec:
@@ -95,6 +96,7 @@ def connected(
     syncer, enter, *, spec=None, seed=0, optimizer=torch.optim.SGD, name="eu/0", faults=""
 ):
     enter(spec or syncer.spec, syncer.port, name=name, faults=faults)
+    _connected.clear()  # the learners of a test stand for processes of their own
     model = make_model(seed)
     opt = optimizer([p for p in model.parameters() if p.requires_grad], lr=0.05)
     return Learner.connect(model, opt, connect_timeout_seconds=90), model, opt
