@@ -152,6 +152,7 @@ class JoinedTrainer(JobTrainer):
         if self._core.closed:
             return
         self._check_model()
+        self._replica.stepped()
         self._kept.begin_steps(saving=self._checkpoints is not None)
         now, queued = time.monotonic(), self._run_queue.seconds()
         if self._checkpoints is not None and not self._checkpoints.boundary():

@@ -106,14 +106,14 @@ class Watch:
             )
         if replaced:
             sentences.append(
-                f"{_listed('buffer', _names(replaced))} was replaced by another tensor, so that it is neither averaged "
-                "nor exported: change a buffer in place"
+                f"{_listed('buffer', _names(replaced), 'was', 'were')} replaced by another tensor, and what is there now "
+                "is neither averaged nor exported: change a buffer in place"
             )
         rewritten, self._frozen = _split(self._frozen, self._is_written)
         if rewritten:
             sentences.append(
-                f"{_listed('frozen parameter', _names(rewritten))} was written while training, which no other learner "
-                "gets, and a start without the local checkpoint begins with the first values: make what moves, such as "
+                f"{_listed('frozen parameter', _names(rewritten), 'was', 'were')} written while training, which no other "
+                "learner gets, and a start without the local checkpoint begins with the first values: make what moves, such as "
                 "a teacher, buffers named in spec.sync.movingBuffers; if those values come back, ignore this line"
             )
         removed, renamed = self._lost(found)
@@ -295,9 +295,8 @@ class Loaded:
         names = [name for name, parameter, writes in self._known if writes != _writes(parameter)]
         if not names:
             return ""
-        verb = "were" if len(names) > 1 else "was"
         return (
-            f"{_listed('parameter', names)} {verb} written between Learner.connect and the first step of the optimizer, so "
+            f"{_listed('parameter', names, 'was', 'were')} written between Learner.connect and the first step of the optimizer, so "
             "that this learner does not begin with what the job has trained: load weights, and checkpoints of your own, "
             "before Learner.connect; if the values are the same, ignore this line"
         )
@@ -325,9 +324,12 @@ def _names(found: Iterable[Named]) -> list[str]:
     return [n.info.name for n in found]
 
 
-def _listed(noun: str, names: Sequence[str]) -> str:
+def _listed(noun: str, names: Sequence[str], *verbs: str) -> str:
+    """The names after their noun, and before the verb for one or for several."""
+    several = len(names) > 1
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"{noun}{'s' * (len(names) > 1)} {', '.join(names[:MOST_NAMES])}{more}"
+    verb = f" {verbs[several]}" if verbs else ""
+    return f"{noun}{'s' * several} {', '.join(names[:MOST_NAMES])}{more}{verb}"
 
 
 MAX_PATTERNS = 8
