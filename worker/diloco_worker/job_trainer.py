@@ -33,6 +33,10 @@ class Replicated(Protocol):
     def refused(self) -> str:
         """Why the learner cannot continue with its model; "": it can."""
 
+    @property
+    def problem(self) -> str:
+        """What the program trains that the job does not, or the other way round; "": nothing was seen."""
+
     def apply(self, fragment: int) -> None:
         """Overwrite a fragment from its inbox."""
 
@@ -102,6 +106,7 @@ class JobTrainer:
         self._loaded = None
         if text := self._replica.refused:
             self._end(EXIT_REFUSED, text)
+        self._core.checks.other_model = self._replica.problem
         self._late += self._core.link_state.complete or self._termination.received
         if self._late == LATE_STEPS:
             log.warning(

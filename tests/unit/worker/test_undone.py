@@ -22,8 +22,9 @@ def results(step, model, *, count=40, size=0.02):
     for _ in range(count):
         undone.apply(model.weight, overwrite)
         step()
-        found.append(undone.stepped())
-    return [text for text in found if text]
+        if undone.stepped():
+            found.append(undone.problem)
+    return found
 
 
 @pytest.fixture
@@ -67,4 +68,4 @@ def test_parameters_of_every_shape_can_be_compared():
         undone = Undone()
         undone.apply(parameter, lambda: None)
         undone.apply(nn.Parameter(torch.ones(4, 3).t()), lambda: None)
-        assert undone.stepped() == ""
+        assert not undone.stepped()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,6 +75,8 @@ class Watch:
         self._merged = [(n, n.tensor.dtype) for n in trained]
         self.refused = ""
         """A sentence about parameters with which the learner cannot continue, as of the last `changed`."""
+        self.problem = ""
+        """A sentence about what is trained here alone, or no longer; it stays, because the result lacks it."""
         self._constant, self._moving, self._frozen = list(constant), list(moving), list(frozen)
         self._known: dict[str, _Known] = {}
         self.reset()
@@ -104,43 +106,48 @@ class Watch:
                 f"{_listed('buffer', _names(written))} changed while training and will be exported as of step 0: name "
                 "what must move with the model in spec.sync.movingBuffers; if nothing must, ignore this line"
             )
-        if replaced:
-            sentences.append(
-                f"{_listed('buffer', _names(replaced), 'was', 'were')} replaced by another tensor, and what is there now "
-                "is neither averaged nor exported: change a buffer in place"
-            )
         rewritten, self._frozen = _split(self._frozen, self._is_written)
         if rewritten:
             sentences.append(
                 f"{_listed('frozen parameter', _names(rewritten), 'was', 'were')} written while training, which no other "
-                "learner gets, and a start without the local checkpoint begins with the first values: make what moves, such as "
-                "a teacher, buffers named in spec.sync.movingBuffers; if those values come back, ignore this line"
+                "learner gets, and a start without the local checkpoint begins with the first values: make what moves, "
+                "such as a teacher, buffers named in spec.sync.movingBuffers; if those values come back, ignore this line"
+            )
+        problems = [*self._problems(found, _names(replaced))]
+        self.problem = "; ".join([*filter(None, [self.problem]), *problems])
+        return "; ".join([*sentences, *problems])
+
+    def _problems(self, found: Mapping[str, torch.Tensor], replaced: Sequence[str]) -> Iterator[str]:
+        """Sentences about what the job does not have as the program does."""
+        if replaced:
+            yield (
+                f"{_listed('buffer', replaced, 'was', 'were')} replaced by another tensor, and what is there now is "
+                "neither averaged nor exported: change a buffer in place"
             )
         removed, renamed = self._lost(found)
         if removed:
-            sentences.append(
+            yield (
                 f"since Learner.connect, the program has removed {_listed('parameter', removed)} from the model; the "
                 "job and the exported model keep what was removed, as it was: complete the model before Learner.connect"
             )
         if renamed:
-            sentences.append(
+            yield (
                 f"since Learner.connect, the program has given {_listed('parameter', renamed)} another name, as a mask "
                 "or a parametrization does; the exported model has the value under the first one, and not what is "
                 "computed from it: complete the model before Learner.connect"
             )
         if unknown := self._new_buffers():
-            sentences.append(
+            yield (
                 f"since Learner.connect, the program has added {_listed('buffer', unknown)}, so that each learner has "
                 "its own, and the exported model none: complete the model before Learner.connect, and list what "
                 "changes in spec.sync.movingBuffers"
             )
         if added := self._newly_trained():
-            sentences.append(
+            yield (
                 f"a gradient is computed for {_listed('parameter', added)}, and was not when this learner connected, "
                 "so that they are trained here alone and not merged: build the model, and choose what is trained, "
                 "before Learner.connect"
             )
-        return "; ".join(sentences)
 
     def _newly_trained(self) -> list[str]:
         if self._trained is None:

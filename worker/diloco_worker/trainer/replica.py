@@ -42,6 +42,8 @@ class Undone:
         self._applied: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
         """A parameter, and its values before and after."""
         self._in_row = 0
+        self.problem = ""
+        """A sentence, once results were undone."""
 
     def apply(self, tensor: torch.Tensor, overwrite: Callable[[], object]) -> None:
         """Call `overwrite`, which puts a result into the tensor and others."""
@@ -49,21 +51,21 @@ class Undone:
         overwrite()
         self._applied.append((tensor, before, self._some(tensor)))
 
-    def stepped(self) -> str:
-        """The program has made a step: a sentence, once, if it undoes results; "": it does not."""
-        for tensor, before, after in self._applied:
+    def stepped(self) -> bool:
+        """The program has made a step; whether `problem` is new."""
+        applied, self._applied = self._applied, []
+        for tensor, before, after in applied:
             way, left = (after - before).norm(), (self._some(tensor) - before).norm()
             if way > 0:
                 self._in_row = self._in_row + 1 if left < self.NEAR * way else 0
-                if self._in_row == self.IN_ROW:
-                    self._applied.clear()
-                    return (
-                        f"the last {self.IN_ROW} results of merges were undone in the next step, so that this learner "
-                        "does not get what the others train: step the parameters of the model in place, and do not "
-                        "write a vector or a copy of them to the model"
-                    )
-        self._applied.clear()
-        return ""
+        if self.problem or self._in_row < self.IN_ROW:
+            return False
+        self.problem = (
+            f"the last {self.IN_ROW} results of merges were undone in the next step, so that this learner does not get "
+            "what the others train: step the parameters of the model in place, and do not write a vector or a copy of "
+            "them to the model"
+        )
+        return True
 
     def _some(self, tensor: torch.Tensor) -> torch.Tensor:
         values = tensor.detach()
@@ -120,6 +122,11 @@ class Replica:
         """Why the learner cannot continue with its model: see `Watch.refused`."""
         return self._watch.refused
 
+    @property
+    def problem(self) -> str:
+        """What the program trains that the job does not, or the other way round; "": nothing was seen."""
+        return self._watch.problem or self._undone.problem
+
     # ------------------------------------------------------------ what trainer and link know of each other
 
     def shown(self, state: LinkState | None) -> LinkState | None:
@@ -163,8 +170,8 @@ class Replica:
 
     def stepped(self) -> None:
         """The program has made a step."""
-        if text := self._undone.stepped():
-            log.warning("%s", text)
+        if self._undone.stepped():
+            log.warning("%s", self._undone.problem)
 
     def copy_model(self, copies: Sequence[HostCopy]) -> None:
         """
