@@ -51,12 +51,15 @@ def test_a_second_connect_is_refused_until_the_first_is_closed(enter, capfd):
     """As for a generator and a critic: each would replace the other at the syncer, again and again."""
     with ScriptedSyncer(make_spec()) as syncer:
         learner, model, opt = connected(syncer, enter)
+        critic = nn.Linear(8, 1)
+        critics = torch.optim.SGD(critic.parameters())
         with learner, pytest.raises(SystemExit) as refused:
-            critic = nn.Linear(8, 1)
-            Learner.connect(critic, torch.optim.SGD(critic.parameters()))
+            Learner.connect(critic, critics)
         assert refused.value.code == EXIT_REFUSED
         error = capfd.readouterr().err
-        assert "called again although learner eu/0 is connected; a learner has one model: put" in error
+        assert (
+            "called again although learner eu/0 is connected; a learner has one model: put" in error
+        )
         assert learner.done
         Learner.connect(model, opt).close()
 
@@ -68,7 +71,9 @@ def test_weights_that_are_loaded_after_connect_are_named_before_the_first_step(e
             model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
             for _ in range(3):
                 train(learner, model, opt)
-            found = [r.getMessage() for r in caplog.records if "between Learner.connect" in r.message]
+            found = [
+                r.getMessage() for r in caplog.records if "between Learner.connect" in r.message
+            ]
             assert len(found) == 1
             assert "load weights, and checkpoints of your own, before Learner.connect" in found[0]
 
@@ -110,4 +115,7 @@ def test_a_process_that_starts_after_the_end_states_that_its_model_is_not_the_jo
         syncer.complete = True
         learner, _, _ = connected(syncer, enter)
         assert learner.done
-        assert "eu/0: there is nothing left to train, so that this model has no parameters" in caplog.text
+        assert (
+            "eu/0: there is nothing left to train, so that this model has no parameters"
+            in caplog.text
+        )

@@ -19,7 +19,6 @@ from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.runqueue import RunQueue
 from diloco_worker.trainer.termination import Termination
 
-
 log = logging.getLogger(__name__)
 
 LATE_STEPS = 20

@@ -189,7 +189,9 @@ def test_a_layer_that_is_replaced_is_refused_in_the_last_step(config, capsys, at
     assert ended.value.code == 78
     error = capsys.readouterr().err
     assert "in the place of parameters head.weight, head.bias, so that no merge has what" in error
-    assert len(record(config)["steps"]) == examined.STEPS - 1, "the diagnosis must see that it ended"
+    assert len(record(config)["steps"]) == examined.STEPS - 1, (
+        "the diagnosis must see that it ended"
+    )
 
 
 @pytest.mark.parametrize(

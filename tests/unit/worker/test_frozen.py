@@ -58,7 +58,11 @@ def test_quantized_weights_have_the_digest_of_the_tensors_that_hold_them():
     values, scales = torch.arange(4.0).reshape(2, 2), torch.ones(2, 2)
     base = digest(TwoTensor(values, scales))
     assert base == digest(TwoTensor(values.clone(), scales.clone()))
-    others = [TwoTensor(values, scales + 1), TwoTensor(scales, values), TwoTensor(values[:1], scales[:1])]
+    others = [
+        TwoTensor(values, scales + 1),
+        TwoTensor(scales, values),
+        TwoTensor(values[:1], scales[:1]),
+    ]
     assert len({base, *map(digest, others)}) == 4
 
 

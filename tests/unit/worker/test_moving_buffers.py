@@ -344,7 +344,9 @@ def test_parameters_that_are_removed_or_renamed_are_noticed_once():
     del model[2]  # its weight is that of another layer
     text = watch.changed()
     assert "the program has removed parameter 2.bias from the model; the job" in text
-    assert "given parameter 0.weight (0.parametrizations.weight.original) another name, as a" in text
+    assert (
+        "given parameter 0.weight (0.parametrizations.weight.original) another name, as a" in text
+    )
     assert (watch.changed(), watch.refused) == ("", "")
 
 
@@ -362,7 +364,9 @@ def test_masks_that_are_added_later_are_named_once_and_buffers_of_no_file_are_no
     model[1].register_buffer("cache", torch.zeros(2), persistent=False)
     prune.l1_unstructured(model[0], "weight", 1)
     text = watch.changed()
-    assert "has added buffer 0.weight_mask, so that each learner has its own, and the exported" in text
+    assert (
+        "has added buffer 0.weight_mask, so that each learner has its own, and the exported" in text
+    )
     assert "given parameter 0.weight (0.weight_orig) another name" in text
     assert (watch.changed(), watch.problem) == ("", text), "the result lacks it to the end"
 

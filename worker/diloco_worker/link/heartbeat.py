@@ -77,7 +77,8 @@ class HealthReporter:
             return (
                 "Unchanged",
                 f"the last {unchanged} deltas were zero, so this learner has no part in the result; train the model "
-                "that Learner.connect was given, in place and not a copy of its parameters, and check the learning rate",
+                "that Learner.connect was given, in place and not a copy of its parameters, and check the learning "
+                "rate",
             )
         return trainer.problem, trainer.problem_text
 

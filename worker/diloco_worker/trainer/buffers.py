@@ -109,15 +109,18 @@ class Watch:
         rewritten, self._frozen = _split(self._frozen, self._is_written)
         if rewritten:
             sentences.append(
-                f"{_listed('frozen parameter', _names(rewritten), 'was', 'were')} written while training, which no other "
-                "learner gets, and a start without the local checkpoint begins with the first values: make what moves, "
-                "such as a teacher, buffers named in spec.sync.movingBuffers; if those values come back, ignore this line"
+                f"{_listed('frozen parameter', _names(rewritten), 'was', 'were')} written while training, which no "
+                "other learner gets, and a start without the local checkpoint begins with the first values: make what "
+                "moves, such as a teacher, buffers named in spec.sync.movingBuffers; if those values come back, ignore "
+                "this line"
             )
         problems = [*self._problems(found, _names(replaced))]
         self.problem = "; ".join([*filter(None, [self.problem]), *problems])
         return "; ".join([*sentences, *problems])
 
-    def _problems(self, found: Mapping[str, torch.Tensor], replaced: Sequence[str]) -> Iterator[str]:
+    def _problems(
+        self, found: Mapping[str, torch.Tensor], replaced: Sequence[str]
+    ) -> Iterator[str]:
         """Sentences about what the job does not have as the program does."""
         if replaced:
             yield (
@@ -191,14 +194,14 @@ class Watch:
         )
 
     def _new_buffers(self) -> list[str]:
-        added = [n for n, _ in self._model.named_buffers(remove_duplicate=False) if n not in self._seen]
+        added = [
+            n for n, _ in self._model.named_buffers(remove_duplicate=False) if n not in self._seen
+        ]
         if not added:
             return []
         self._seen.update(added)
         plain = plain_names(self._model)
-        return [
-            plain(n) for n in added if plain(n) not in self._paths and self._is_persistent(n)
-        ]
+        return [plain(n) for n in added if plain(n) not in self._paths and self._is_persistent(n)]
 
     def _is_persistent(self, name: str) -> bool:
         path, _, own = name.rpartition(".")
@@ -298,14 +301,14 @@ class Loaded:
         self._known = [(n, p, _writes(p)) for n, p in tensors_of(model) if p.requires_grad]
 
     def written(self) -> str:
-        """A sentence about trained parameters that were written since; call it before the first step of an optimizer."""
+        """A sentence about trained parameters that were written since; call it before an optimizer's first step."""
         names = [name for name, parameter, writes in self._known if writes != _writes(parameter)]
         if not names:
             return ""
         return (
-            f"{_listed('parameter', names, 'was', 'were')} written between Learner.connect and the first step of the optimizer, so "
-            "that this learner does not begin with what the job has trained: load weights, and checkpoints of your own, "
-            "before Learner.connect; if the values are the same, ignore this line"
+            f"{_listed('parameter', names, 'was', 'were')} written between Learner.connect and the first step of the "
+            "optimizer, so that this learner does not begin with what the job has trained: load weights, and "
+            "checkpoints of your own, before Learner.connect; if the values are the same, ignore this line"
         )
 
 
