@@ -20,7 +20,7 @@ class Termination:
     """
 
     def __init__(self) -> None:
-        self.received = False
+        self.received = self._ended = False
         self._pid = os.getpid()
         self._previous: Callable[[int, FrameType | None], Any] | int | None = None
         self._installed = threading.current_thread() is threading.main_thread()
@@ -33,12 +33,24 @@ class Termination:
             signal.signal(number, self._previous if callable(self._previous) else signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        if self._ended and signal.getsignal(number) == self._handle:
+            # The learner ended in another thread, which could not put the previous handler back.
+            self.restore()
+            os.kill(os.getpid(), number)
+            return
         self.received = True
         if callable(self._previous):
             self._previous(number, frame)
 
     def restore(self) -> None:
-        """Put the previous handler back, unless the user has installed another one since."""
+        """
+        Put the previous handler back, unless the user has installed another one since.
+
+        Another thread than the main one cannot: the next signal does.
+        """
+        self._ended = True
+        if threading.current_thread() is not threading.main_thread():
+            return
         if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
             with contextlib.suppress(TypeError):
                 signal.signal(signal.SIGTERM, self._previous)
