@@ -46,7 +46,7 @@ from diloco_worker.trainer.kept import Stateful
 from diloco_worker.trainer.layout import is_dtensor
 from diloco_worker.trainer.learning_rate import GlobalStepScheduler, refuse_second
 from diloco_worker.trainer.stepped import not_stepped
-from diloco_worker.trainer.termination import exit_with
+from diloco_worker.trainer.termination import exit_with, once_more
 from diloco_worker.trainer.wrappers import optimizers_of
 
 if TYPE_CHECKING:
@@ -192,7 +192,7 @@ class Learner:
         """
         own, (caught, self._caught) = self._own("done"), (self._caught, None)
         if caught is not None:  # a refusal must not pass for a loop that ended by itself
-            raise caught
+            raise once_more(caught)
         done = own.done
         self._follow()
         return done

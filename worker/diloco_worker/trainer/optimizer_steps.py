@@ -24,7 +24,7 @@ class OptimizerSteps:
 
     def __init__(
         self, optimizers: Sequence[Optimizer], other_type: Callable[[torch.Tensor, torch.dtype], object] | None = None,
-        *, before: Callable[..., object] | None = None,
+        *, before: Callable[..., None] | None = None,
     ) -> None:  # fmt: skip
         self.learning_rate: float | None = None
         """

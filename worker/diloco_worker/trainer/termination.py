@@ -60,4 +60,11 @@ class Termination:
 def exit_with(code: int, message: str) -> SystemExit:
     """Print the message to standard error; raise the result to end the process with `code`."""
     print(f"diloco: {message}", file=sys.stderr, flush=True)
-    return SystemExit(code)
+    error = SystemExit(code)
+    error.add_note(message)
+    return error
+
+
+def once_more(caught: SystemExit) -> SystemExit:
+    """One that the program has caught: its message is to be the last line of the log, which states why it ended."""
+    return exit_with(int(caught.code or 0), "; ".join(getattr(caught, "__notes__", ())))
