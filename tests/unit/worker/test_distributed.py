@@ -213,7 +213,7 @@ def test_a_line_of_steps_jsonl_has_learning_rate_and_age_of_the_result_where_the
         ended=lambda **_: None,
     )  # fmt: skip
     trainer._replica = SimpleNamespace(
-        refused="", apply=lambda fragment: None, end=lambda boundary, fetches: boundary
+        refused="", problem="", apply=lambda fragment: None, end=lambda boundary, fetches: boundary
     )
     trainer._run_queue = SimpleNamespace(seconds=lambda: 0.0)
     trainer._termination = SimpleNamespace(received=False)

@@ -107,6 +107,7 @@ def test_a_number_of_numpy_is_a_number_of_tokens():
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """The environment of a learner of a job without a syncer."""
+    learner._connected.clear()  # each test is a process
     spec = RunSpec(job="j", steps=9, fragments=2, interval=2, overlap=1, learners={"eu": 1})
     (tmp_path / "spec.json").write_text(spec.to_json())
     for name, value in {

@@ -37,6 +37,7 @@ def job_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable
     """A function that sets the environment of a learner."""
 
     def set_env(spec: RunSpec, port: int, *, name: str = "eu/0", faults: str = "") -> Path:
+        _connected.clear()  # the learners of a test stand for processes of their own
         (tmp_path / "spec.json").write_text(spec.to_json())
         state = tmp_path / name.replace("/", "-")
         values = {
@@ -96,7 +97,6 @@ def connected(
     syncer, enter, *, spec=None, seed=0, optimizer=torch.optim.SGD, name="eu/0", faults=""
 ):
     enter(spec or syncer.spec, syncer.port, name=name, faults=faults)
-    _connected.clear()  # the learners of a test stand for processes of their own
     model = make_model(seed)
     opt = optimizer([p for p in model.parameters() if p.requires_grad], lr=0.05)
     return Learner.connect(model, opt, connect_timeout_seconds=90), model, opt
