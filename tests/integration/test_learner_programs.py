@@ -78,7 +78,7 @@ def test_weights_that_are_loaded_after_connect_are_named_before_the_first_step(e
             assert "load weights, and checkpoints of your own, before Learner.connect" in found[0]
 
 
-def test_a_loop_that_goes_on_after_the_end_of_the_job_is_named_once(enter, caplog):
+def test_a_loop_that_continues_after_the_end_of_the_job_is_named_once(enter, caplog):
     with ScriptedSyncer(make_spec()) as syncer:
         learner, model, opt = connected(syncer, enter)
         with learner:
@@ -92,7 +92,7 @@ def test_a_loop_that_goes_on_after_the_end_of_the_job_is_named_once(enter, caplo
             assert caplog.text.count("end the loop when learner.done is true") == 1
 
 
-def test_a_refusal_that_a_program_catches_is_its_exit_code_all_the_same(enter, capfd):
+def test_a_refusal_that_a_program_catches_is_still_its_exit_code(enter, capfd):
     """A loop with `except:` would end with 0, as one that is too short does, and start again and again."""
     with ScriptedSyncer(make_spec()) as syncer:
         learner, model, opt = connected(syncer, enter)

@@ -110,7 +110,7 @@ class Learner:
     def __init__(self, trainer: Trainer, *, identity: Identity | None = None) -> None:
         self._trainer, self._pid = trainer, os.getpid()
         self._caught: SystemExit | None = None
-        """With which a method has ended the process; if that goes on, it has been caught."""
+        """With which a method has ended the process; if the program continues, it has been caught."""
         self._schedulers: dict[int, GlobalStepScheduler] = {}
         """By id of what they wrap."""
         self.identity = identity or Identity()
@@ -397,7 +397,7 @@ def _refuse_second(name: str) -> None:
     if (first := _connected.get(name)) is not None and not first.closed:
         raise ConfigError(
             f"Learner.connect: called again although learner {name} is connected; a learner has one model: put "
-            "several modules into one torch.nn.ModuleDict, and connect it once with all optimizers; to connect anew, "
+            "several modules into one torch.nn.ModuleDict, and connect it once with all optimizers; to connect again, "
             "call close() of the first one before"
         )
 
