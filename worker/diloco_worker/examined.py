@@ -315,10 +315,14 @@ def _values(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _random_state() -> str:
+    """Its digest; "": it cannot be read, as inside of `torch.func.grad`."""
     states = [torch.random.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
-    return "".join(map(digest, states))
+    try:
+        return "".join(map(digest, states))
+    except RuntimeError:
+        return ""
 
 
 def _digests(tensors: Iterable[Named]) -> list[str]:

@@ -111,6 +111,21 @@ def test_a_scripted_model_is_examined_without_its_inputs(config):
     assert record(config)["steps"][0]["inputs"] == ""
 
 
+def test_a_functional_step_is_examined_and_changes_no_parameter(config):
+    trainer, model, _ = examination(config, nn.Linear(2, 1))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (batch,)).sum()
+
+    for _ in range(examined.STEPS):
+        gradients = torch.func.grad(loss)(parameters, torch.ones(1, 2))
+        parameters = {name: p - gradients[name] for name, p in parameters.items()}
+        trainer.step(tokens=1)
+    assert [step["inputs"] for step in record(config)["steps"]] == [""] * examined.STEPS
+    assert record(config)["trained"] is False
+
+
 def test_the_pages_of_files_are_recorded_apart_from_the_memory(config):
     examination(config)
     found = record(config)
