@@ -51,6 +51,8 @@ STYLES = {
     "Degraded": "yellow",
     "Ejected": "yellow",
     "RepeatedSteps": "yellow",
+    "OtherModel": "yellow",
+    "Unchanged": "yellow",
     "NoScore": "yellow",
     "NoFirstStep": "yellow",
     "NotFinite": "red",

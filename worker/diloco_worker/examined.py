@@ -80,7 +80,7 @@ class ExaminedTrainer:
         self._file = config.examination if config.rank == 0 else None
         self._optimizers = optimizers
         self._ledger, self._loss, self._kept = Ledger(0), LossReader(), Kept()
-        self._closed, self._blocks = False, 0
+        self.closed, self._blocks = False, 0
 
         layout = _layout(model, spec, group)
         kept = spec.buffers == "Initial"
@@ -132,7 +132,7 @@ class ExaminedTrainer:
     @property
     def done(self) -> bool:
         """See `Learner.done`."""
-        return self._closed or self._ledger.local_step >= STEPS
+        return self.closed or self._ledger.local_step >= STEPS
 
     @property
     def step_index(self) -> int:
@@ -191,7 +191,7 @@ class ExaminedTrainer:
 
     def close(self, error: BaseException | None = None) -> None:
         """See `Learner.close`."""
-        self._closed = True
+        self.closed = True
         self._write()
 
     def _check_kept(self) -> None:
@@ -315,10 +315,14 @@ def _values(value: Any, depth: int) -> Iterator[Any]:
 
 
 def _random_state() -> str:
+    """Its digest; "": it cannot be read, as inside of `torch.func.grad`."""
     states = [torch.random.get_rng_state()]
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         states.append(torch.cuda.get_rng_state())
-    return "".join(map(digest, states))
+    try:
+        return "".join(map(digest, states))
+    except RuntimeError:
+        return ""
 
 
 def _digests(tensors: Iterable[Named]) -> list[str]:

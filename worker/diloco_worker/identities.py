@@ -7,6 +7,7 @@ program can build its dataset, its loader and its model from it; `Learner.connec
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import itertools
 import operator
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import distributed
 from torch.utils.data import IterableDataset, Subset
 
 from diloco.errors import EXIT_REFUSED, ConfigError
@@ -232,9 +234,22 @@ def identity() -> Identity:
     """
     try:
         config = settings.from_env()
-        return Identity() if config is None else of(config)
+        return Identity() if config is None else of(with_ranks(config))
     except ConfigError as error:
         raise exit_with(EXIT_REFUSED, str(error)) from None
+
+
+def with_ranks(config: settings.LearnerSettings) -> settings.LearnerSettings:
+    """
+    The settings with rank and number of ranks of torch.distributed, if the environment states none.
+
+    A program that starts its ranks by `torch.multiprocessing.spawn` passes both to `init_process_group`.
+    """
+    if config.world_size > 1 or not (distributed.is_available() and distributed.is_initialized()):
+        return config
+    return dataclasses.replace(
+        config, rank=distributed.get_rank(), world_size=distributed.get_world_size()
+    )
 
 
 def of(config: settings.LearnerSettings, *, local_step: int | None = None) -> Identity:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn, Protocol
 
@@ -12,11 +13,16 @@ from diloco.errors import EXIT_REFUSED
 from diloco.journal.background import BackgroundWriter
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
-from diloco_worker.trainer.buffers import other_type
+from diloco_worker.trainer.buffers import Loaded, other_type
 from diloco_worker.trainer.kept import KeptState
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.runqueue import RunQueue
 from diloco_worker.trainer.termination import Termination
+
+log = logging.getLogger(__name__)
+
+LATE_STEPS = 20
+"""So many steps of a loop after the end of the job are no last ones of an epoch."""
 
 
 class Replicated(Protocol):
@@ -25,6 +31,10 @@ class Replicated(Protocol):
     @property
     def refused(self) -> str:
         """Why the learner cannot continue with its model; "": it can."""
+
+    @property
+    def problem(self) -> str:
+        """What the program trains that the job does not, or the other way round; "": nothing was seen."""
 
     def apply(self, fragment: int) -> None:
         """Overwrite a fragment from its inbox."""
@@ -48,6 +58,15 @@ class JobTrainer:
     _journal: BackgroundWriter | None
     _result_age: int | None = None
     """Of the oldest result that this step applied, in global steps since its merge; None: it applied none."""
+    _loaded: Loaded | None = None
+    """From `connect` to the first step."""
+    _late = 0
+    """Steps after the end of the job, or SIGTERM."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has left the job."""
+        return self._core.closed
 
     @property
     def step_index(self) -> int:
@@ -73,10 +92,26 @@ class JobTrainer:
         """See `Learner.keep`; each rank keeps its own state."""
         self._kept.keep(objects, local_step=self.local_step)
 
+    def _before_step(self, *_: object) -> None:
+        """Of an optimizer; before the first one, warn if the program has written over what `connect` loaded."""
+        if torch.compiler.is_compiling():
+            return
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None and (text := loaded.written()):
+            log.warning("%s", text)
+
     def _check_model(self) -> None:
-        """End if the program has changed what it trains."""
+        """End if the program has changed what it trains; warn if its loop does not end."""
+        self._loaded = None
         if text := self._replica.refused:
             self._end(EXIT_REFUSED, text)
+        self._core.checks.other_model = self._replica.problem
+        self._late += self._core.link_state.complete or self._termination.received
+        if self._late == LATE_STEPS:
+            log.warning(
+                "%s: learner.step() was called %d times since the job was complete or SIGTERM was received; end the "
+                "loop when learner.done is true: what is trained from now on is lost", self.name, LATE_STEPS,
+            )  # fmt: skip
 
     def _other_type(self, parameter: torch.Tensor, dtype: torch.dtype) -> None:
         """Of an optimizer that begins a step: see `OptimizerSteps`."""

@@ -31,6 +31,7 @@ from diloco_worker.ipc.link_process import LinkProcess
 from diloco_worker.job_trainer import JobTrainer
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
 from diloco_worker.trainer import optimizer_state
+from diloco_worker.trainer.buffers import Loaded
 from diloco_worker.trainer.checkpoint import Checkpoints, Manifest, local_checkpoint
 from diloco_worker.trainer.device_replica import replica_of
 from diloco_worker.trainer.kept import KeptState
@@ -82,7 +83,7 @@ class JoinedTrainer(JobTrainer):
         self._link = LinkProcess(self._replica.shared)
         self._loss, self._optimizer_steps = (
             LossReader(),
-            OptimizerSteps(optimizers, self._other_type),
+            OptimizerSteps(optimizers, self._other_type, before=self._before_step),
         )
         self._run_queue = RunQueue()
         self._state = config.state
@@ -113,6 +114,7 @@ class JoinedTrainer(JobTrainer):
         self._termination = Termination()
         try:
             self._join()
+            self._loaded = Loaded(self._model)
             self._replica.shown(self._core.link_state)
             if self._checkpoints is not None:
                 self._checkpoints.watch(optimizers, self._model)
@@ -150,6 +152,7 @@ class JoinedTrainer(JobTrainer):
         if self._core.closed:
             return
         self._check_model()
+        self._replica.stepped()
         self._kept.begin_steps(saving=self._checkpoints is not None)
         now, queued = time.monotonic(), self._run_queue.seconds()
         if self._checkpoints is not None and not self._checkpoints.boundary():

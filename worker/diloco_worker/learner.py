@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import os
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -37,14 +39,14 @@ from diloco_worker import settings
 from diloco_worker.core.open_blocks import Data
 from diloco_worker.data_blocks import Block, blocks_of, data_of
 from diloco_worker.examined import ExaminedTrainer
-from diloco_worker.identities import Identity, of
+from diloco_worker.identities import Identity, of, with_ranks
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.standalone import StandaloneTrainer
 from diloco_worker.trainer.kept import Stateful
 from diloco_worker.trainer.layout import is_dtensor
 from diloco_worker.trainer.learning_rate import GlobalStepScheduler, refuse_second
 from diloco_worker.trainer.stepped import not_stepped
-from diloco_worker.trainer.termination import exit_with
+from diloco_worker.trainer.termination import exit_with, once_more
 from diloco_worker.trainer.wrappers import optimizers_of
 
 if TYPE_CHECKING:
@@ -64,6 +66,10 @@ class Trainer(Protocol):
     @property
     def done(self) -> bool:
         """Whether to leave the loop."""
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has left the job."""
 
     @property
     def step_index(self) -> int:
@@ -102,7 +108,9 @@ class Learner:
     """
 
     def __init__(self, trainer: Trainer, *, identity: Identity | None = None) -> None:
-        self._trainer = trainer
+        self._trainer, self._pid = trainer, os.getpid()
+        self._caught: SystemExit | None = None
+        """With which a method has ended the process; if the program continues, it has been caught."""
         self._schedulers: dict[int, GlobalStepScheduler] = {}
         """By id of what they wrap."""
         self.identity = identity or Identity()
@@ -153,9 +161,17 @@ class Learner:
             if config is None:
                 return Learner(StandaloneTrainer(steps=standalone_steps))
             _refuse_import()
+            _refuse_second(config.learner)
+            config = with_ranks(config)
             trainer = _trainer(
                 config, model, optimizers, every_rank=every_rank, timeout_seconds=connect_timeout_seconds
             )  # fmt: skip
+            _connected[config.learner] = trainer
+            if trainer.closed and config.rank == 0:
+                log.warning(
+                    "%s: there is nothing left to train, so that this model has no parameters of the job; what it "
+                    "trained is the exported model", config.learner,
+                )  # fmt: skip
             return Learner(trainer, identity=of(config, local_step=trainer.local_step))
         except UnavailableError as error:
             raise exit_with(EXIT_TRY_AGAIN, str(error)) from None
@@ -174,7 +190,10 @@ class Learner:
 
         The first time it is true, the learner leaves the job.
         """
-        done = self._trainer.done
+        own, (caught, self._caught) = self._own("done"), (self._caught, None)
+        if caught is not None:  # a refusal must not pass for a loop that ended by itself
+            raise once_more(caught)
+        done = own.done
         self._follow()
         return done
 
@@ -251,7 +270,7 @@ class Learner:
             SystemExit: 78 if an object does not take the state that it had. The first `step` ends the same
                 way if a state cannot be saved.
         """
-        self._trainer.keep(objects)
+        self._own("keep").keep(objects)
 
     def scheduler(self, scheduler: LRScheduler) -> GlobalStepScheduler:
         """
@@ -311,7 +330,8 @@ class Learner:
             TypeError: the dataset has no length, or a number is not whole.
             ValueError: a number is out of its range, or blocks of another dataset were taken before.
         """
-        return blocks_of(data_of(dataset, size=size, ahead=ahead), self._trainer.take_block)
+        take = self._own("blocks").take_block
+        return blocks_of(data_of(dataset, size=size, ahead=ahead), take)
 
     # ------------------------------------------------------------ training
 
@@ -329,12 +349,17 @@ class Learner:
             ValueError: `tokens` is not a whole number, or `loss` is not one number.
         """
         count = int(tokens) if isinstance(tokens, np.integer) else tokens
-        self._trainer.step(tokens=count, loss=loss)
+        own = self._own("step")
+        try:
+            own.step(tokens=count, loss=loss)
+        except SystemExit as error:
+            self._caught = error
+            raise
         self._follow()
 
     def close(self) -> None:
         """Leave the job; `done` is true from now on. Not needed after `done` became true."""
-        self._trainer.close()
+        self._leave()
 
     def __enter__(self) -> Learner:
         """Return this learner, for `with`."""
@@ -344,7 +369,37 @@ class Learner:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
         """Leave the job."""
-        self._trainer.close(error)
+        self._leave(error)
+
+    # ------------------------------------------------------------ processes that the program forks
+
+    def _own(self, method: str) -> Trainer:
+        # A fork has the memory and the socket of the process that trains: what it took there would be missing here.
+        if os.getpid() != self._pid:
+            raise RuntimeError(
+                f"learner.{method}: used in process {os.getpid()}, which was forked from process {self._pid}, where "
+                "Learner.connect was called; only that one can use the learner: pass the others what they need, such "
+                "as a multiprocessing.Event for `done`"
+            )
+        return self._trainer
+
+    def _leave(self, error: BaseException | None = None) -> None:
+        if os.getpid() == self._pid:  # a fork that ends inside of `with` is not the learner
+            self._trainer.close(error)
+
+
+_connected: weakref.WeakValueDictionary[str, Trainer] = weakref.WeakValueDictionary()
+"""By name of the learner, what this process has connected; forks know it, too."""
+
+
+def _refuse_second(name: str) -> None:
+    # It would replace the first one at the syncer, as the next process of a learner does.
+    if (first := _connected.get(name)) is not None and not first.closed:
+        raise ConfigError(
+            f"Learner.connect: called again although learner {name} is connected; a learner has one model: put "
+            "several modules into one torch.nn.ModuleDict, and connect it once with all optimizers; to connect again, "
+            "call close() of the first one before"
+        )
 
 
 def _trainer(

@@ -32,12 +32,12 @@ class StandaloneTrainer:
         self._kept = Kept()
         self._blocks = 0
         """How many were taken."""
-        self._closed = False
+        self.closed = False
 
     @property
     def done(self) -> bool:
         """See `Learner.done`."""
-        return self._closed or (
+        return self.closed or (
             self.total_steps is not None and self._ledger.local_step >= self.total_steps
         )
 
@@ -71,4 +71,4 @@ class StandaloneTrainer:
 
     def close(self, error: BaseException | None = None) -> None:
         """See `Learner.close`."""
-        self._closed = True
+        self.closed = True

@@ -210,10 +210,10 @@ def test_a_line_of_steps_jsonl_has_learning_rate_and_age_of_the_result_where_the
     trainer._core = SimpleNamespace(
         closed=False, link_state=LinkState(step=12), ledger=SimpleNamespace(versions=[(1, 9), (1, 7)]),
         step=lambda *_, **__: actions.pop(0), copied=lambda *_, **__: [], line=lambda **_: {"localStep": 3},
-        ended=lambda **_: None,
+        ended=lambda **_: None, checks=SimpleNamespace(),
     )  # fmt: skip
     trainer._replica = SimpleNamespace(
-        refused="", apply=lambda fragment: None, end=lambda boundary, fetches: boundary
+        refused="", problem="", apply=lambda fragment: None, end=lambda boundary, fetches: boundary
     )
     trainer._run_queue = SimpleNamespace(seconds=lambda: 0.0)
     trainer._termination = SimpleNamespace(received=False)

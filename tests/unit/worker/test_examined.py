@@ -111,6 +111,21 @@ def test_a_scripted_model_is_examined_without_its_inputs(config):
     assert record(config)["steps"][0]["inputs"] == ""
 
 
+def test_a_functional_step_is_examined_and_changes_no_parameter(config):
+    trainer, model, _ = examination(config, nn.Linear(2, 1))
+    parameters = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(parameters: dict[str, torch.Tensor], batch: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, (batch,)).sum()
+
+    for _ in range(examined.STEPS):
+        gradients = torch.func.grad(loss)(parameters, torch.ones(1, 2))
+        parameters = {name: p - gradients[name] for name, p in parameters.items()}
+        trainer.step(tokens=1)
+    assert [step["inputs"] for step in record(config)["steps"]] == [""] * examined.STEPS
+    assert record(config)["trained"] is False
+
+
 def test_the_pages_of_files_are_recorded_apart_from_the_memory(config):
     examination(config)
     found = record(config)
@@ -138,3 +153,73 @@ def test_an_examination_in_a_job_is_refused(config):
 def test_an_examination_states_itself_in_the_log(config, caplog):
     examination(config)
     assert "eu/0: an examination of diloco doctor: 3 steps" in caplog.text
+
+
+# ------------------------------------------------------------ what the program does to its parameters after `connect`
+
+
+def steps(trainer, model, optimizer, *, at, change):
+    """Three steps of training; before the one of this number, the program changes its model."""
+    for number in range(1, examined.STEPS + 1):
+        if number == at:
+            change(model)
+        model(torch.ones(2)).backward()
+        optimizer.step()
+        trainer.step(tokens=1, loss=1.0)
+
+
+class TwoLayers(nn.Module):
+    """One is trained, the other frozen; a third may be put in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.base = nn.Linear(2, 1), nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.base(x).to(self.head.weight.dtype)).sum()
+
+
+def replace_head(model):
+    model.head = nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_a_model_that_is_converted_is_refused_before_its_optimizer_fails(config, capsys, at):
+    trainer, model, optimizer = examination(config, TwoLayers())
+    with pytest.raises(SystemExit) as ended:
+        steps(trainer, model, optimizer, at=at, change=lambda model: model.head.to(torch.bfloat16))
+    assert ended.value.code == 78
+    error = capsys.readouterr().err
+    assert error.startswith(
+        "diloco: eu/0: the element type of parameter head.weight is bfloat16, and was float32"
+    )
+    assert len(record(config)["steps"]) == at - 1
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_a_layer_that_is_replaced_is_refused_in_the_last_step(config, capsys, at):
+    trainer, model, optimizer = examination(config, TwoLayers())
+    with pytest.raises(SystemExit) as ended:
+        steps(trainer, model, optimizer, at=at, change=replace_head)
+    assert ended.value.code == 78
+    error = capsys.readouterr().err
+    assert "in the place of parameters head.weight, head.bias, so that no merge has what" in error
+    assert len(record(config)["steps"]) == examined.STEPS - 1, (
+        "the diagnosis must see that it ended"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda model: model.base.requires_grad_(True), "a gradient is computed for parameters base.weight, base.bias"),
+        (lambda model: nn.init.zeros_(model.base.weight), "frozen parameter base.weight was written while training"),
+        (lambda model: model.add_module("more", nn.Linear(2, 1)), "computed for parameters more.weight, more.bias"),
+        (lambda model: model.head.register_parameter("bias", None), "has removed parameter head.bias from the model"),
+    ],
+    ids=["unfrozen", "written", "added", "removed"],
+)  # fmt: skip
+def test_what_else_happens_to_parameters_is_recorded(config, change, sentence):
+    trainer, model, optimizer = examination(config, TwoLayers())
+    steps(trainer, model, optimizer, at=2, change=change)
+    assert sentence in record(config)["changedBuffers"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 import xxhash
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from diloco.errors import ConfigError, UnavailableError
 from diloco.spec import RunSpec
@@ -13,6 +14,7 @@ from diloco_worker.trainer import frozen, layout
 from diloco_worker.trainer.frozen import digest, with_digests
 from diloco_worker.trainer.layout import describe
 from diloco_worker.trainer.replica import Replica
+from diloco_worker.trainer.wrappers import tensors_of
 
 
 def test_a_digest_covers_dtype_shape_and_every_bit_of_the_values():
@@ -50,6 +52,29 @@ def test_a_tensor_is_read_in_pieces_and_in_any_layout(monkeypatch, dtype):
     assert digest(values) == whole
     assert digest(values.t().contiguous().t()) == whole, "a view that is not contiguous"
     assert digest(values[2:3].reshape(6)[3]) == digest(values[2, 3].clone()), "a scalar"
+
+
+def test_quantized_weights_have_the_digest_of_the_tensors_that_hold_them():
+    values, scales = torch.arange(4.0).reshape(2, 2), torch.ones(2, 2)
+    base = digest(TwoTensor(values, scales))
+    assert base == digest(TwoTensor(values.clone(), scales.clone()))
+    others = [
+        TwoTensor(values, scales + 1),
+        TwoTensor(scales, values),
+        TwoTensor(values[:1], scales[:1]),
+    ]
+    assert len({base, *map(digest, others)}) == 4
+
+
+def test_a_quantized_base_stays_with_its_learner_and_no_job_can_store_it():
+    model = nn.Linear(2, 2)
+    quantized = TwoTensor(torch.ones(2, 2), torch.ones(2, 2))
+    model.base = nn.Parameter(quantized, requires_grad=False)
+    found = describe(model)
+    assert [t.name for t in with_digests(found.frozen)] == ["base"]
+    assert "base" not in dict(tensors_of(model)), "no checkpoint can hold it"
+    with pytest.raises(ConfigError, match=r"constant base is a TwoTensor, which the job cannot"):
+        found.constants(ship_frozen=True)
 
 
 def test_a_tensor_whose_bytes_cannot_be_read_is_named(monkeypatch):

@@ -116,3 +116,17 @@ def test_a_learner_that_stops_calling_step_differs_from_one_that_has_not_begun(r
     reporter.observe(trainer(6), 21.0)
     reporter.report(CONNECTED, 21.0 + 120.0)
     assert reporter.written().problem == "NoSteps"
+
+
+def test_a_learner_whose_model_never_changes_is_reported_after_what_is_worse(reporter):
+    reporter.observe(trainer(5), 20.0)
+    reporter.report(CONNECTED, 21.0, unchanged=12)
+    found = reporter.written()
+    assert (found.ready, found.problem) == (True, "Unchanged")
+    assert found.why.startswith("the last 12 deltas were zero, so this learner has no part in the")
+    reporter.observe(dataclasses.replace(trainer(6), problem="NoTokens", problem_text="none"), 31.0)
+    reporter.report(CONNECTED, 32.0, unchanged=14)
+    assert reporter.written().problem == "NoTokens"
+    reporter.observe(trainer(7), 42.0)
+    reporter.report(CONNECTED, 43.0, unchanged=0)
+    assert reporter.written().problem == ""

@@ -20,7 +20,7 @@ from diloco_agent.causes import cause_of, code_of
 from diloco_local.doctor import NO_SYNCER
 from diloco_testing.learners.alone import alone
 from diloco_testing.learners.rejoined import Rejoined
-from diloco_worker import Learner, attach, learner
+from diloco_worker import Learner, attach, identity, learner
 from diloco_worker.trainer.rank_group import RankGroup
 
 
@@ -107,6 +107,7 @@ def test_a_number_of_numpy_is_a_number_of_tokens():
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """The environment of a learner of a job without a syncer."""
+    learner._connected.clear()  # each test is a process
     spec = RunSpec(job="j", steps=9, fragments=2, interval=2, overlap=1, learners={"eu": 1})
     (tmp_path / "spec.json").write_text(spec.to_json())
     for name, value in {
@@ -152,6 +153,26 @@ def test_rank_0_waits_longer_for_another_rank_of_a_model_that_averages_over_rank
             connect(model, optimizer, connect_timeout_seconds=50, every_rank=every_rank)
     assert ended.value.code == 75
     assert asked == [expected]
+
+
+def test_ranks_of_multiprocessing_spawn_connect_as_one_learner(job):
+    """The environment states no ranks: each would connect as the whole learner, and replace the others."""
+    asked = []
+
+    def asks(group: RankGroup, **kwargs: object) -> bool:
+        asked.append((group.rank, group.size))
+        raise UnavailableError("enough")
+
+    job.setattr(RankGroup, "alone", asks)
+    with alone():
+        model = DistributedDataParallel(nn.Linear(2, 2))
+        job.setattr(torch.distributed, "get_rank", lambda: 1)
+        job.setattr(torch.distributed, "get_world_size", lambda: 2)
+        assert identity().process == 1, "its seeds are its own"
+        with pytest.raises(SystemExit) as ended:
+            Learner.connect(model, torch.optim.SGD(model.parameters()))
+    assert ended.value.code == 75
+    assert asked == [(1, 2)]
 
 
 def test_an_optimizer_of_other_parameters_than_the_models_is_refused(job, capsys):

@@ -6,13 +6,14 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 
 from diloco.errors import ConfigError
 from diloco.model.fragments import cut
 from diloco.spec import RunSpec
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.trainer import buffers, layout
-from diloco_worker.trainer.buffers import Watch
+from diloco_worker.trainer.buffers import Loaded, Watch
 from diloco_worker.trainer.layout import MAX_INTEGERS, Copier, describe
 from diloco_worker.trainer.replica import Replica
 
@@ -345,13 +346,38 @@ def test_a_learner_whose_trained_parameters_get_another_type_cannot_continue():
     assert (watch.changed(), watch.refused) == ("", "")
 
 
-def test_a_parameter_that_is_removed_is_noticed_once_and_one_with_another_name_is_not():
+def test_parameters_that_are_removed_or_renamed_are_noticed_once():
     model = three()
     watch = watch_of(model)
-    nn.utils.parametrizations.spectral_norm(model[0])
+    nn.utils.parametrizations.orthogonal(model[0])
     del model[2]  # its weight is that of another layer
-    assert "the program has removed parameter 2.bias from the model; the job" in watch.changed()
+    text = watch.changed()
+    assert "the program has removed parameter 2.bias from the model; the job" in text
+    assert (
+        "given parameter 0.weight (0.parametrizations.weight.original) another name, as a" in text
+    )
     assert (watch.changed(), watch.refused) == ("", "")
+
+
+def test_a_layer_that_is_wrapped_later_keeps_its_name():
+    model = three()
+    watch = watch_of(model)
+    model[0] = torch.compile(model[0])
+    assert (watch.changed(), watch.refused) == ("", "")
+
+
+def test_masks_that_are_added_later_are_named_once_and_buffers_of_no_file_are_not():
+    """Otherwise the exported model of a run that prunes its weights is silently the one that is not pruned."""
+    model = three()
+    watch = watch_of(model)
+    model[1].register_buffer("cache", torch.zeros(2), persistent=False)
+    prune.l1_unstructured(model[0], "weight", 1)
+    text = watch.changed()
+    assert (
+        "has added buffer 0.weight_mask, so that each learner has its own, and the exported" in text
+    )
+    assert "given parameter 0.weight (0.weight_orig) another name" in text
+    assert (watch.changed(), watch.problem) == ("", text), "the result lacks it to the end"
 
 
 def test_a_frozen_parameter_that_is_written_is_noticed_once(caplog):
@@ -403,3 +429,16 @@ def test_a_line_about_buffers_names_at_most_eight():
     sentence = watch.changed()
     assert "buffers b00, " in sentence
     assert "b07 and 3 more changed" in sentence
+
+
+def test_weights_that_a_program_loads_after_it_connected_are_named():
+    """A checkpoint of its own, for example, loaded at each start right before the loop."""
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False))
+    loaded, saved = Loaded(model), {k: v.clone() for k, v in model.state_dict().items()}
+    model(torch.ones(1, 2)).sum().backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    assert loaded.written() == ""
+    model.load_state_dict(saved)
+    assert loaded.written().startswith(
+        "parameters 0.weight, 0.bias were written between Learner.connect and the first step of"
+    )

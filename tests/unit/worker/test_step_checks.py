@@ -133,3 +133,12 @@ def test_the_problem_of_repeated_steps_names_the_calls_without_an_optimizer_step
         checks.stepped(tokens=8, optimizer_steps=int(call % 3 == 0))
     without = CALLS - len(range(0, CALLS, 3))
     assert f"before {without} of the last {CALLS} calls" in checks.problem().text
+
+
+def test_a_model_that_is_not_the_jobs_is_a_problem_after_what_is_worse():
+    checks = StepChecks()
+    checks.other_model = "a mask was added"
+    assert (checks.problem().kind, checks.problem().text) == ("OtherModel", "a mask was added")
+    for _ in range(STEPS_IN_ROW):
+        checks.stepped(tokens=0, optimizer_steps=1)
+    assert checks.problem().kind == "NoTokens"

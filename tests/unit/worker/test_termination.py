@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
+import threading
+
+from diloco_worker.trainer.termination import Termination
 
 FORKED = """
 import os, signal, time
@@ -29,3 +34,19 @@ print(signal.getsignal(signal.SIGTERM) == signal.SIG_DFL)
 def test_a_forked_child_still_ends_on_sigterm_and_the_parent_notices_only_its_own_signal():
     out = subprocess.run([sys.executable, "-c", FORKED], capture_output=True, text=True, check=True)
     assert out.stdout.split("\n")[:3] == ["15 False", "True", "True"]
+
+
+def test_a_learner_that_ends_in_another_thread_gives_the_signal_back_when_it_arrives():
+    """Python lets only the main thread set handlers: the end of such a loop was a traceback."""
+    seen = []
+    before = signal.signal(signal.SIGTERM, lambda *_: seen.append("own"))
+    try:
+        termination = Termination()
+        thread = threading.Thread(target=termination.restore)
+        thread.start()
+        thread.join()
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert (seen, termination.received) == (["own", "own"], False)
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -223,3 +223,36 @@ def test_an_upload_of_another_fragment_meanwhile_does_not_end_the_check_for_repe
 
     encoder._sent.update({1: Meanwhile(7), 2: Meanwhile(3)})
     assert encoder.repeats(pull)
+
+
+def test_deltas_of_a_model_that_never_changes_are_counted_once_there_are_two_of_each_fragment():
+    """As of a program that trains a copy of the parameters; statistics may change without them."""
+    tensors = [
+        *(Tensor(name=name, shape=(128,), dtype="float32") for name in "ab"),
+        Tensor(name="mean", shape=(4,), dtype="float32", buffer=True),
+    ]
+    memory = PlainMemory(cut(tensors, num_fragments=3))
+    spec = RunSpec(job="j", steps=9, fragments=3, interval=3, overlap=1)
+    encoder = Encoder(memory, spec, BufferPool(most_idle_bytes=1 << 20))
+    memory.copies = [HostCopy(local_step=3, steps=3, tokens=30, base=1)] * 3
+    for fragment in range(3):
+        memory.publish(fragment, 1, (1, 4))
+
+    def counts(*fragments: int, probe: bool = False) -> list[int]:
+        found = []
+        for fragment in fragments:
+            pull = Pulled(round=1, attempt=1, fragment=fragment, versions=((1, 4),), probe=probe)
+            encoder.pull(pull, IDENTITY).close()
+            found.append(encoder.unchanged)
+        return found
+
+    buffers = next(f.index for f in memory.layout.fragments if f.buffers)
+    a, b = (f.index for f in memory.layout.fragments if not f.buffers)
+    memory.host(buffers)[0] = 1.0
+    assert counts(a, b, a, buffers) == [0, 0, 0, 0]
+    assert counts(b, probe=True) == [0]
+    assert counts(b, a) == [4, 5]
+    memory.host(b)[5] = 1e-20
+    assert counts(b, a) == [0, 0]
+    memory.host(b)[5] = 0
+    assert counts(a, a, a, b) == [0, 0, 0, 5], "one fragment of several may rest"

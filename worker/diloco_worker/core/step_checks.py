@@ -1,6 +1,6 @@
 """
-What the steps of a learner show about its program: a loss that is not finite, steps without tokens, and calls
-of `learner.step()` without an optimizer step. Pure.
+What the steps of a learner show about its program: a loss that is not finite, steps without tokens, calls of
+`learner.step()` without an optimizer step, and a model that is no longer that of the job. Pure.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Problem:
     """What is wrong with the work of a learner."""
 
     kind: str
-    """NotFinite | NoTokens | RepeatedSteps."""
+    """NotFinite | NoTokens | RepeatedSteps | OtherModel."""
     text: str
     """One sentence: what was seen, and what to do."""
 
@@ -33,6 +33,8 @@ class StepChecks:
     def __init__(self) -> None:
         self._not_finite = self._without_tokens = 0
         """Steps in a row."""
+        self.other_model = ""
+        """A sentence about what the program trains that the job does not, or the other way round; "": nothing."""
         self._followed: deque[bool] = deque(maxlen=CALLS)
         """Of the last calls, whether an optimizer step preceded them."""
 
@@ -77,7 +79,7 @@ class StepChecks:
                 text=f"before {without} of the last {CALLS} calls of learner.step() there was no optimizer step; "
                 "call it once after each step of the optimizer",
             )
-        return None
+        return Problem(kind="OtherModel", text=self.other_model) if self.other_model else None
 
     def _without_between(self) -> int:
         """

@@ -186,7 +186,7 @@ class TrainerCore:
         self, *, name: str, fragments: int, found: LocalCheckpoint | None, checkpoint_every: int | None,
         connect_timeout_seconds: float,
     ) -> None:  # fmt: skip
-        self.ledger, self._checks = Ledger(fragments), StepChecks()
+        self.ledger, self.checks = Ledger(fragments), StepChecks()
         self.applied = [0] * fragments
         """Per fragment, the newest inbox generation that the parameters hold."""
         self.link_state = LinkState(text="starting the link process")
@@ -231,12 +231,12 @@ class TrainerCore:
     @property
     def trained(self) -> bool:
         """Whether a checkpoint is of use: the model made a step, and its loss is finite."""
-        return self.joined and self._stepped and self._checks.finite
+        return self.joined and self._stepped and self.checks.finite
 
     def state(self, *, offers: Sequence[int] = (), leaving: str = "") -> TrainerState:
         """What the link should know."""
         found, ledger, link_state = self._found, self.ledger, self.link_state
-        problem = self._checks.problem()
+        problem = self.checks.problem()
         return TrainerState(
             incarnation=link_state.incarnation,
             epoch=link_state.epoch,
@@ -423,7 +423,7 @@ class TrainerCore:
         self.ledger.count(tokens)
         if self.blocks is not None:
             self.blocks.stepped(self.ledger.local_step)
-        self._checks.stepped(tokens=tokens, optimizer_steps=optimizer_steps)
+        self.checks.stepped(tokens=tokens, optimizer_steps=optimizer_steps)
         self._stepped, self._tokens = True, tokens
         self._sync_started_at, self._step_seconds = now, now - self._step_ended_at
         refusal = self._refusal()
@@ -460,7 +460,7 @@ class TrainerCore:
             return []
         self._loss = loss
         if finite is not None:
-            self._checks.loss_read(finite=finite)
+            self.checks.loss_read(finite=finite)
         self.offers = fragments
         actions: list[Action] = [Send(self.state(offers=fragments))]
         every = self._checkpoint_every
@@ -468,7 +468,7 @@ class TrainerCore:
         # A peer waits for one that has seen this step.
         wanted = every is not None and self._saved_step < self.link_state.checkpoint_wanted
         due = due or (wanted and self.link_state.checkpoint_wanted <= self.link_state.step)
-        if due and self._checks.finite:  # a restart must not load what has diverged
+        if due and self.checks.finite:  # a restart must not load what has diverged
             actions.append(self._save())
         return actions
 

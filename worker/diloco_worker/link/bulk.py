@@ -67,8 +67,8 @@ class BulkTransfers:
         )  # fmt: skip
         self.buffers = BufferPool(most_idle_bytes=most_idle_bytes(shared.layout, spec))
         self._placement = Placement(shared, spec, self.buffers)
-        encoder = Encoder(shared, spec, self.buffers, faults=config.faults)
-        self._uploader = Uploader(lambda: self._up.channel, encoder)
+        self._encoder = Encoder(shared, spec, self.buffers, faults=config.faults)
+        self._uploader = Uploader(lambda: self._up.channel, self._encoder)
         self._uploads = self._scheduled(most_transfers(spec), "upload")
         self._downloads = self._scheduled(most_transfers(spec), "download")
 
@@ -76,6 +76,11 @@ class BulkTransfers:
     def uploading(self) -> bool:
         """Whether an upload runs; any thread may ask."""
         return self._uploads.running > 0
+
+    @property
+    def unchanged(self) -> int:
+        """See `Encoder.unchanged`."""
+        return self._encoder.unchanged
 
     # ------------------------------------------------------------ starting and cancelling
 

@@ -71,9 +71,24 @@ class Encoder:
         """Epoch and start of the syncer that the feedback is of."""
         self._sent: dict[int, int] = {}
         """Fragment → t_m of its last upload for a round."""
+        self._zero: set[int] = set()
+        """Fragments of parameters whose last delta was all zeros."""
+        self._zeros = 0
+        """Such deltas in a row."""
         self._replaced: set[str] = set()
         """Buffers whose values that are not finite were logged."""
         self._faults = FaultInjector(faults)
+
+    @property
+    def unchanged(self) -> int:
+        """
+        How many deltas of parameters in a row, at least two of each fragment, were all zeros; 0: fewer.
+
+        Any thread may ask. Paper leaves this open: a program whose model does not change has no part in the result.
+        """
+        parameters = sum(not f.buffers for f in self._memory.layout.fragments)
+        zeros = self._zeros
+        return zeros if zeros >= 2 * parameters and len(self._zero) == parameters else 0
 
     def pull(
         self, pull: Pulled, identity: Identity, *, stopped: Callable[[], bool] = lambda: False
@@ -193,12 +208,22 @@ class Encoder:
             raise
         header.base.CopyFrom(pb.Version(epoch=base[0], step=base[1]))
         header.norms.extend(norms)
+        if not (pull.probe or fragment.buffers):
+            self._count_zeros(fragment.index, norms)
         upload = self._upload(header, fragment, buffer)
         if residual_N is not None:
             self._unconfirmed[fragment.index] = _Unconfirmed(
                 round=pull.round, residual_N=residual_N, upload=upload
             )
         return upload
+
+    def _count_zeros(self, fragment: int, norms: list[float]) -> None:
+        if any(norms):
+            self._zero.clear()
+            self._zeros = 0
+        else:
+            self._zero.add(fragment)
+            self._zeros += 1
 
     def _upload(
         self, header: bulk.UploadHeader, fragment: Fragment, buffer: U8 | None

@@ -44,8 +44,15 @@ class HealthReporter:
         elif state.local_step > previous.local_step:
             self._progress_at, self._stepped = now, True
 
-    def report(self, link: LinkState, now: float) -> None:
-        """Write the file if a report is due, and at once when the learner has joined."""
+    def report(self, link: LinkState, now: float, *, unchanged: int = 0) -> None:
+        """
+        Write the file if a report is due, and at once when the learner has joined.
+
+        Args:
+            link: its state.
+            now: monotonic seconds.
+            unchanged: deltas in a row, of all fragments, that were all zeros; 0: few or none.
+        """
         trainer = self._trainer
         if trainer is None or not (
             trainer.model_loaded and link.connected and not link.refused_exit
@@ -54,10 +61,10 @@ class HealthReporter:
             return
         first, self._joined = not self._joined, True
         why = f"training, local step {trainer.local_step}" + (f"; {link.text}" if link.text else "")
-        problem, text = self._problem(trainer, now)
+        problem, text = self._problem(trainer, now, unchanged)
         self._write(now, ready=True, why=text or why, problem=problem, at_once=first)
 
-    def _problem(self, trainer: TrainerState, now: float) -> tuple[str, str]:
+    def _problem(self, trainer: TrainerState, now: float, unchanged: int) -> tuple[str, str]:
         """Kind and sentence; empty: there is none."""
         silence = 0.0 if self._progress_at is None else now - self._progress_at
         if silence >= max(NO_STEP_SECONDS, NO_STEP_DURATIONS * trainer.step_seconds):
@@ -65,6 +72,13 @@ class HealthReporter:
                 "NoSteps" if self._stepped else "NoFirstStep",
                 f"learner.step() was not called for {silence:.0f} s; call it once after each step of the "
                 "optimizer",
+            )
+        if unchanged and not trainer.problem:
+            return (
+                "Unchanged",
+                f"the last {unchanged} deltas were zero, so this learner has no part in the result; train the model "
+                "that Learner.connect was given, in place and not a copy of its parameters, and check the learning "
+                "rate",
             )
         return trainer.problem, trainer.problem_text
 

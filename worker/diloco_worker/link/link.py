@@ -194,7 +194,8 @@ class Link:
         if now >= self._health_retry_at:
             self._health_retry_at = now + HEALTH_RETRY_SECONDS
             with self._logged("health file"):
-                self._health.report(self._protocol.link_state, now)
+                unchanged = self._transfers.unchanged
+                self._health.report(self._protocol.link_state, now, unchanged=unchanged)
                 self._health_retry_at = now
         due = self._health.due_at
         return None if due is None else max(due, self._health_retry_at)

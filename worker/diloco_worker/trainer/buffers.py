@@ -1,13 +1,13 @@
 """
 Notices what this learner alone has: buffers and frozen parameters that change while training though the job keeps them
-as they were, parameters that it trains though the job does not know them, and those that are no longer the job's.
+as they were, parameters and buffers that the job does not know, and those that are no longer the job's.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,6 +61,8 @@ class Watch:
         buffers = self._model.named_buffers(remove_duplicate=False)
         self._paths = {plain(name): name for name, _ in buffers}
         """By plain name, the one with the names of wrappers."""
+        self._seen = set(self._paths.values())
+        """Of buffers that need no sentence, or had one."""
         parameters = dict(self._model.named_parameters(remove_duplicate=False))
         # Those of FSDP2 are others while they are whole.
         whole = not any(map(is_dtensor, parameters.values()))
@@ -69,9 +71,12 @@ class Watch:
         )
         self._first = {n: p for n, p in parameters.items() if p.requires_grad} if whole else {}
         """By name, those that were trained at first and have been found since."""
+        self._plain = {name: plain(name) for name in self._first}
         self._merged = [(n, n.tensor.dtype) for n in trained]
         self.refused = ""
         """A sentence about parameters with which the learner cannot continue, as of the last `changed`."""
+        self.problem = ""
+        """A sentence about what is trained here alone, or no longer; it stays, because the result lacks it."""
         self._constant, self._moving, self._frozen = list(constant), list(moving), list(frozen)
         self._known: dict[str, _Known] = {}
         self.reset()
@@ -87,7 +92,7 @@ class Watch:
     def changed(self) -> str:
         """
         A sentence about constant buffers that changed, merged ones that were replaced, frozen parameters that were
-        written, parameters that are trained since, and those that were removed; each once.
+        written, parameters that are trained since, those that were removed or renamed, and new buffers; each once.
         """
         found = dict(self._model.named_parameters(remove_duplicate=False)) if self._first else {}
         self.refused = self._other_types() or self._other_parameters(found)
@@ -101,30 +106,51 @@ class Watch:
                 f"{_listed('buffer', _names(written))} changed while training and will be exported as of step 0: name "
                 "what must move with the model in spec.sync.movingBuffers; if nothing must, ignore this line"
             )
-        if replaced:
-            sentences.append(
-                f"{_listed('buffer', _names(replaced))} was replaced by another tensor, so that it is neither averaged "
-                "nor exported: change a buffer in place"
-            )
         rewritten, self._frozen = _split(self._frozen, self._is_written)
         if rewritten:
             sentences.append(
-                f"{_listed('frozen parameter', _names(rewritten))} was written while training, which no other learner "
-                "gets, and a start without the local checkpoint begins with the first values: make what moves, such as "
-                "a teacher, buffers named in spec.sync.movingBuffers; if those values come back, ignore this line"
+                f"{_listed('frozen parameter', _names(rewritten), 'was', 'were')} written while training, which no "
+                "other learner gets, and a start without the local checkpoint begins with the first values: make what "
+                "moves, such as a teacher, buffers named in spec.sync.movingBuffers; if those values come back, ignore "
+                "this line"
             )
-        if removed := self._removed(found):
-            sentences.append(
+        problems = [*self._problems(found, _names(replaced))]
+        self.problem = "; ".join([*filter(None, [self.problem]), *problems])
+        return "; ".join([*sentences, *problems])
+
+    def _problems(
+        self, found: Mapping[str, torch.Tensor], replaced: Sequence[str]
+    ) -> Iterator[str]:
+        """Sentences about what the job does not have as the program does."""
+        if replaced:
+            yield (
+                f"{_listed('buffer', replaced, 'was', 'were')} replaced by another tensor, and what is there now is "
+                "neither averaged nor exported: change a buffer in place"
+            )
+        removed, renamed = self._lost(found)
+        if removed:
+            yield (
                 f"since Learner.connect, the program has removed {_listed('parameter', removed)} from the model; the "
                 "job and the exported model keep what was removed, as it was: complete the model before Learner.connect"
             )
+        if renamed:
+            yield (
+                f"since Learner.connect, the program has given {_listed('parameter', renamed)} another name, as a mask "
+                "or a parametrization does; the exported model has the value under the first one, and not what is "
+                "computed from it: complete the model before Learner.connect"
+            )
+        if unknown := self._new_buffers():
+            yield (
+                f"since Learner.connect, the program has added {_listed('buffer', unknown)}, so that each learner has "
+                "its own, and the exported model none: complete the model before Learner.connect, and list what "
+                "changes in spec.sync.movingBuffers"
+            )
         if added := self._newly_trained():
-            sentences.append(
+            yield (
                 f"a gradient is computed for {_listed('parameter', added)}, and was not when this learner connected, "
                 "so that they are trained here alone and not merged: build the model, and choose what is trained, "
                 "before Learner.connect"
             )
-        return "; ".join(sentences)
 
     def _newly_trained(self) -> list[str]:
         if self._trained is None:
@@ -154,13 +180,33 @@ class Watch:
             "in place"
         )
 
-    def _removed(self, found: Mapping[str, torch.Tensor]) -> list[str]:
+    def _lost(self, found: Mapping[str, torch.Tensor]) -> tuple[list[str], list[str]]:
+        """Names of parameters that were removed, and of those that have another name."""
         if self._first.keys() <= found.keys():
+            return [], []
+        names, plain = {id(p): name for name, p in found.items()}, plain_names(self._model)
+        lost = {name: self._first.pop(name) for name in [*self._first] if name not in found}
+        now = {self._plain[name]: plain(names.get(id(p), "")) for name, p in lost.items()}
+        known = {*self._plain.values()}  # one that is tied has another of its names
+        return (
+            [name for name, other in now.items() if not other],
+            [f"{name} ({o})" for name, o in now.items() if o and o not in known],
+        )
+
+    def _new_buffers(self) -> list[str]:
+        added = [
+            n for n, _ in self._model.named_buffers(remove_duplicate=False) if n not in self._seen
+        ]
+        if not added:
             return []
-        held = set(map(id, found.values()))  # a parametrization gives a parameter another name
-        without = [name for name in self._first if name not in found]
+        self._seen.update(added)
         plain = plain_names(self._model)
-        return [plain(name) for name in without if id(self._first.pop(name)) not in held]
+        return [plain(n) for n in added if plain(n) not in self._paths and self._is_persistent(n)]
+
+    def _is_persistent(self, name: str) -> bool:
+        path, _, own = name.rpartition(".")
+        module = self._model.get_submodule(path)
+        return own not in getattr(module, "_non_persistent_buffers_set", ())
 
     def _has_changed(self, named: Named) -> bool:
         known = self._known[named.info.name]
@@ -243,6 +289,29 @@ def _digest(tensor: torch.Tensor) -> int:
     return state.intdigest()
 
 
+class Loaded:
+    """
+    What `Learner.connect` has put into a model, to notice a program that overwrites it.
+
+    Args:
+        model: holds the parameters of the job.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._known = [(n, p, _writes(p)) for n, p in tensors_of(model) if p.requires_grad]
+
+    def written(self) -> str:
+        """A sentence about trained parameters that were written since; call it before an optimizer's first step."""
+        names = [name for name, parameter, writes in self._known if writes != _writes(parameter)]
+        if not names:
+            return ""
+        return (
+            f"{_listed('parameter', names, 'was', 'were')} written between Learner.connect and the first step of the "
+            "optimizer, so that this learner does not begin with what the job has trained: load weights, and "
+            "checkpoints of your own, before Learner.connect; if the values are the same, ignore this line"
+        )
+
+
 def other_type(model: nn.Module, parameter: torch.Tensor, dtype: torch.dtype) -> str:
     """A sentence about a parameter of an optimizer that had this element type at `Learner.connect`, and has another."""
     names = [name for name, tensor in tensors_of(model) if tensor is parameter]
@@ -265,9 +334,12 @@ def _names(found: Iterable[Named]) -> list[str]:
     return [n.info.name for n in found]
 
 
-def _listed(noun: str, names: Sequence[str]) -> str:
+def _listed(noun: str, names: Sequence[str], *verbs: str) -> str:
+    """The names after their noun, and before the verb for one or for several."""
+    several = len(names) > 1
     more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"{noun}{'s' * (len(names) > 1)} {', '.join(names[:MOST_NAMES])}{more}"
+    verb = f" {verbs[several]}" if verbs else ""
+    return f"{noun}{'s' * several} {', '.join(names[:MOST_NAMES])}{more}{verb}"
 
 
 MAX_PATTERNS = 8

@@ -15,6 +15,7 @@ import xxhash
 from diloco.errors import ConfigError, DilocoError, UnavailableError
 from diloco.model.fragments import Tensor
 from diloco_worker.trainer.layout import Named, dtype_name, pieces
+from diloco_worker.trainer.wrappers import wraps
 
 ANNOUNCED_BYTES = 4 << 30
 """From here on, a line states why `Learner.connect` takes seconds."""
@@ -83,6 +84,10 @@ def digest(tensor: torch.Tensor) -> str:
     It detects mistakes, not forgeries.
     """
     state = xxhash.xxh3_64(f"{dtype_name(tensor)} {list(tensor.shape)};".encode())
+    if wraps(tensor):  # as those of quantized weights
+        parts = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
+        state.update("".join(f"{name} {digest(getattr(tensor, name))};" for name in parts).encode())
+        return state.hexdigest()
     for piece in pieces(tensor):
         state.update(piece)
     return state.hexdigest()

@@ -26,7 +26,7 @@ from diloco.model import tensorfile
 from diloco.model.fragments import Fragment, Layout, Slot, Tensor
 from diloco_worker.core.shard_slices import Box, whole
 from diloco_worker.trainer import digits, overlaps
-from diloco_worker.trainer.wrappers import bare, distinct, plain_names
+from diloco_worker.trainer.wrappers import bare, distinct, plain_names, wraps
 
 F32 = npt.NDArray[np.float32]
 U8 = npt.NDArray[np.uint8]
@@ -106,6 +106,11 @@ class ModelTensors:
             f"constant {n.info.name} has dtype {n.info.dtype}; expected one of {', '.join(tensorfile.DTYPES)}"
             for n in constants
             if n.info.dtype not in tensorfile.DTYPES
+        ] + [
+            f"constant {n.info.name} is a {type(n.tensor).__name__}, which the job cannot store; expected a plain "
+            "tensor, or a frozen parameter with spec.sync.frozen: Keep"
+            for n in constants
+            if wraps(n.tensor)
         ]
         if problems:
             raise ConfigError("model: " + "; ".join(problems))

@@ -19,10 +19,12 @@ class OptimizerSteps:
         optimizers: of the model.
         other_type: called before the step of an optimizer with a parameter that has another element type than now,
             and with that one. The step would end in an error of torch, or change the type of what is merged.
+        before: called before each step of any of them.
     """
 
     def __init__(
         self, optimizers: Sequence[Optimizer], other_type: Callable[[torch.Tensor, torch.dtype], object] | None = None,
+        *, before: Callable[..., None] | None = None,
     ) -> None:  # fmt: skip
         self.learning_rate: float | None = None
         """
@@ -34,6 +36,8 @@ class OptimizerSteps:
         self._steps = 0
         for number, optimizer in enumerate(optimizers):
             optimizer.register_step_post_hook(self._stepped if number else self._first_stepped)
+            if before is not None:
+                optimizer.register_step_pre_hook(before)
             if other_type is not None:
                 optimizer.register_step_pre_hook(_Types(optimizer, other_type))
 

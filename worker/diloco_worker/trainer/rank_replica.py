@@ -181,6 +181,11 @@ class RankReplica:
         """Why the learner cannot continue with its model: see `Watch.refused`; rank 0 inspects it."""
         return self._watch.refused
 
+    @property
+    def problem(self) -> str:
+        """See `Watch.problem`; rank 0 inspects it."""
+        return self._watch.problem
+
     def copy_out(self, fragment: int, place: int) -> None:
         """Write this rank's part of a host copy; beside the training, if `end` states that it is not finished."""
         if fragment == 0 and self.rank == 0:

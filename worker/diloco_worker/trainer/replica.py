@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import torch
 from torch import nn
 
 from diloco.model.fragments import cut
@@ -23,6 +25,52 @@ from diloco_worker.trainer.frozen import with_digests
 from diloco_worker.trainer.layout import Copier, describe
 
 log = logging.getLogger(__name__)
+
+
+class Undone:
+    """
+    Notices a program that writes its own parameters over the results of merges, such as those of a vector or of a copy.
+
+    Compares some values of each result with what they were before and are one step later. A step of an optimizer goes
+    anywhere; one that ends near where the parameters were before, several times in a row, has undone the results.
+    """
+
+    IN_ROW, MOST_VALUES, NEAR = 4, 1024, 0.5
+    """NEAR: in parts of the way that the result went."""
+
+    def __init__(self) -> None:
+        self._applied: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = []
+        """A parameter, and its values before and after."""
+        self._in_row = 0
+        self.problem = ""
+        """A sentence, once results were undone."""
+
+    def apply(self, tensor: torch.Tensor, overwrite: Callable[[], object]) -> None:
+        """Call `overwrite`, which puts a result into the tensor and others."""
+        before = self._some(tensor)
+        overwrite()
+        self._applied.append((tensor, before, self._some(tensor)))
+
+    def stepped(self) -> bool:
+        """The program has made a step; whether `problem` is new."""
+        applied, self._applied = self._applied, []
+        for tensor, before, after in applied:
+            way, left = (after - before).norm(), (self._some(tensor) - before).norm()
+            if way > 0:
+                self._in_row = self._in_row + 1 if left < self.NEAR * way else 0
+        if self.problem or self._in_row < self.IN_ROW:
+            return False
+        self.problem = (
+            f"the last {self.IN_ROW} results of merges were undone in the next step, so that this learner does not get "
+            "what the others train: step the parameters of the model in place, and do not write a vector or a copy of "
+            "them to the model"
+        )
+        return True
+
+    def _some(self, tensor: torch.Tensor) -> torch.Tensor:
+        values = tensor.detach()
+        flat = (values if values.is_contiguous() else values[:1]).reshape(-1)
+        return flat[: self.MOST_VALUES].float().clone()
 
 
 class Replica:
@@ -59,6 +107,7 @@ class Replica:
             model, constant=() if kept else tensors.buffers, moving=tensors.moving, frozen=tensors.frozen,
             trained=tensors.trained,
         )  # fmt: skip
+        self._undone = Undone()
         fragments = range(len(self.layout.fragments))
         self._copier = Copier(tensors, self.layout)
         self.shared = SharedMemory.create(
@@ -72,6 +121,11 @@ class Replica:
     def refused(self) -> str:
         """Why the learner cannot continue with its model: see `Watch.refused`."""
         return self._watch.refused
+
+    @property
+    def problem(self) -> str:
+        """What the program trains that the job does not, or the other way round; "": nothing was seen."""
+        return self._watch.problem or self._undone.problem
 
     # ------------------------------------------------------------ what trainer and link know of each other
 
@@ -107,7 +161,17 @@ class Replica:
 
     def apply(self, fragment: int) -> None:
         """Overwrite a fragment from its inbox."""
-        self._copier.copy_in(fragment)
+        overwrite = partial(self._copier.copy_in, fragment)
+        largest = max(self._copier.held[fragment], key=lambda pair: pair.tensor.numel())
+        if self.layout.fragments[fragment].buffers:
+            overwrite()
+        else:
+            self._undone.apply(largest.tensor, overwrite)
+
+    def stepped(self) -> None:
+        """The program has made a step."""
+        if self._undone.stepped():
+            log.warning("%s", self._undone.problem)
 
     def copy_model(self, copies: Sequence[HostCopy]) -> None:
         """

@@ -20,7 +20,7 @@ class Termination:
     """
 
     def __init__(self) -> None:
-        self.received = False
+        self.received = self._ended = False
         self._pid = os.getpid()
         self._previous: Callable[[int, FrameType | None], Any] | int | None = None
         self._installed = threading.current_thread() is threading.main_thread()
@@ -33,12 +33,24 @@ class Termination:
             signal.signal(number, self._previous if callable(self._previous) else signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
+        if self._ended and signal.getsignal(number) == self._handle:
+            # The learner ended in another thread, which could not put the previous handler back.
+            self.restore()
+            os.kill(os.getpid(), number)
+            return
         self.received = True
         if callable(self._previous):
             self._previous(number, frame)
 
     def restore(self) -> None:
-        """Put the previous handler back, unless the user has installed another one since."""
+        """
+        Put the previous handler back, unless the user has installed another one since.
+
+        Another thread than the main one cannot: the next signal does.
+        """
+        self._ended = True
+        if threading.current_thread() is not threading.main_thread():
+            return
         if self._installed and signal.getsignal(signal.SIGTERM) == self._handle:
             with contextlib.suppress(TypeError):
                 signal.signal(signal.SIGTERM, self._previous)
@@ -48,4 +60,11 @@ class Termination:
 def exit_with(code: int, message: str) -> SystemExit:
     """Print the message to standard error; raise the result to end the process with `code`."""
     print(f"diloco: {message}", file=sys.stderr, flush=True)
-    return SystemExit(code)
+    error = SystemExit(code)
+    error.add_note(message)
+    return error
+
+
+def once_more(caught: SystemExit) -> SystemExit:
+    """One that the program has caught: its message is to be the last line of the log, which states why it ended."""
+    return exit_with(int(caught.code or 0), "; ".join(getattr(caught, "__notes__", ())))

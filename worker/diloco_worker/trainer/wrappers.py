@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from diloco.model import tensorfile
 
@@ -130,9 +131,14 @@ def distinct(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def wraps(tensor: torch.Tensor) -> bool:
+    """Whether it has its values in other tensors, as quantized weights have; a DTensor is none of these."""
+    return is_traceable_wrapper_subclass(tensor) and not hasattr(tensor, "placements")
+
+
 def _storable(tensor: torch.Tensor) -> bool:
     known = str(tensor.dtype).removeprefix("torch.") in tensorfile.DTYPES
-    return known and _dense(tensor) and tensor.device.type != "meta"
+    return known and _dense(tensor) and tensor.device.type != "meta" and not wraps(tensor)
 
 
 def _dense(tensor: torch.Tensor) -> bool:

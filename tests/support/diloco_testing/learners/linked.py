@@ -14,6 +14,7 @@ from torch import nn
 from diloco.spec import Checkpoint, RunSpec
 from diloco_testing.syncers.scripted import ScriptedSyncer
 from diloco_worker import Learner
+from diloco_worker.learner import _connected
 
 
 def make_spec(**changes: object) -> RunSpec:
@@ -36,6 +37,7 @@ def job_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable
     """A function that sets the environment of a learner."""
 
     def set_env(spec: RunSpec, port: int, *, name: str = "eu/0", faults: str = "") -> Path:
+        _connected.clear()  # the learners of a test stand for processes of their own
         (tmp_path / "spec.json").write_text(spec.to_json())
         state = tmp_path / name.replace("/", "-")
         values = {
