@@ -147,6 +147,11 @@ def test_many_blocks_and_merges_are_audited():
     assert len(book.blocks) == 32000
 
 
+def later(epoch, *lines):
+    """These lines, in an epoch after the first one."""
+    return [json.dumps(json.loads(line) | {"epoch": epoch}) for line in lines]
+
+
 def members(step, *counted):
     """A merge of fragment 0 with (learner, t_m, steps, weight) each."""
     return line(
@@ -250,7 +255,9 @@ def test_a_block_that_counts_twice_for_the_same_learner_is_a_violation():
 
 def test_after_a_restart_it_is_not_known_who_has_what_until_it_is_leased_again():
     before = [*BEGIN, lease("eu/0", 0, 1, 2), start(2), data(2, after=3, opened=[0, 1, 2])]
-    found = audit([*before, trained("eu/1", 0, 0, 1), release("eu/1", 1), lease("eu/1", 1)])
+    found = audit(
+        [*before, *later(2, trained("eu/1", 0, 0, 1), release("eu/1", 1), lease("eu/1", 1))]
+    )
     assert found.ok, found.violations
     [sentence] = audit([*before, lease("eu/1", 2, epoch=2)]).violations
     assert sentence.endswith(
@@ -265,14 +272,15 @@ def test_a_merge_that_a_restart_undid_does_not_count_for_a_block_that_is_stated_
     undone = [merge(1, 0, "eu/0", 1, 1), merge(2, 0, "eu/0", 3, 2)]
     resumed = line("start", 2, step=1, fragments=1, interval=1, learners=LEARNERS)
     lines = [*BEGIN, lease("eu/0", 0), *undone, resumed, data(2, after=1, opened=[0])]
-    found = audit([*lines, trained("eu/0", 0, 0, 3)])
+    found = audit([*lines, *later(2, trained("eu/0", 0, 0, 3))])
     assert found.ok, found.violations
     assert [row["merges"] for row in found.blocks] == [[1]]
 
 
 def test_a_restart_undoes_what_its_snapshot_has_as_free_or_open_or_does_not_know():
     before = [*BEGIN, lease("eu/0", 0, 1, 2, 3), *(trained("eu/0", n, n, n + 1) for n in range(4))]
-    found = audit([*before, start(2), data(2, after=3, free=[1], opened=[2]), merge(1, 0, "eu/0", 4, 4)])
+    resumed = [start(2), data(2, after=3, free=[1], opened=[2])]
+    found = audit([*before, *resumed, *later(2, merge(1, 0, "eu/0", 4, 4))])
     assert found.ok, found.violations
     assert [(row["block"], row["merges"]) for row in found.blocks] == [(0, [1])]
     assert found.data == (
@@ -281,8 +289,8 @@ def test_a_restart_undoes_what_its_snapshot_has_as_free_or_open_or_does_not_know
     )
     # Two restarts add up, and a block that is undone may count again.
     again = [
-        start(2), data(2, after=4, free=[1]), lease("eu/1", 1, epoch=2), trained("eu/1", 1, 0, 1), start(3),
-        data(3, after=4, free=[1]),
+        start(2), data(2, after=4, free=[1]), *later(2, lease("eu/1", 1), trained("eu/1", 1, 0, 1)),
+        start(3), data(3, after=4, free=[1]),
     ]  # fmt: skip
     found = audit([*before, *again])
     assert found.ok, found.violations
@@ -341,3 +349,11 @@ def test_a_block_lists_a_bounded_number_of_merges():
     merges = [merge(step, 0, "eu/0", 1, 1) for step in range(1, MAX_MERGES + 10)]
     book = audit([*BEGIN, lease("eu/0", 0), trained("eu/0", 0, 0, 1), *merges])
     assert len(book.blocks[0]["merges"]) == MAX_MERGES
+
+
+def test_a_member_counts_however_small_its_weight_is():
+    lines = [*BEGIN, lease("eu/0", 0), trained("eu/0", 0, 0, 4)]
+    member = {"learner": "eu/0", "incarnation": 1, "step": 4, "steps": 4, "tokens": 1, "weight": 0.25, "base": None}
+    found = audit([*lines, line("merge", step=1, fragment=0, quorum=1, members=[member])])
+    assert found.ok, found.violations
+    assert [row["merges"] for row in found.blocks] == [[1]]

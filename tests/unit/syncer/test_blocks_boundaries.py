@@ -51,9 +51,9 @@ def test_the_first_statement_records_the_dataset_and_then_what_is_leased():
 
 def test_the_line_of_the_dataset_after_a_restart_states_every_serial():
     ledger = BlockLedger()
-    take(ledger, stated(wanted=4))
-    take(ledger, stated("us/0", wanted=2))
-    take(ledger, stated(wanted=0, opened=[0, 2, 3], trained=[1]))
+    for name, wanted in (("eu/0", 2), ("us/0", 2), ("ap/0", 1)):
+        take(ledger, stated(name, wanted=wanted))
+    take(ledger, stated(wanted=1, opened=[0], trained=[1]))
     ledger.left("us/0", "Goodbye", 0.0)
     take(ledger, stated("us/0", session=2, wanted=1))
     assert lines(data_line(ledger.to_json())) == [
@@ -63,15 +63,15 @@ def test_the_line_of_the_dataset_after_a_restart_states_every_serial():
                 "items": 100,
                 "size": 10,
                 "learner": "eu/0",
-                "next": 6,
-                "free": [{"first": 5, "count": 1}],
-                "open": [{"first": 0, "count": 1}, {"first": 2, "count": 3}],
+                "next": 5,
+                "free": [{"first": 3, "count": 1}],
+                "open": [{"first": n, "count": 1} for n in (0, 2, 4)],
             },
         )
     ]
     assert data_line(None) == []
     assert BlockLedger().to_json() is None
-    assert BlockLedger.from_json(None) == BlockLedger()
+    assert BlockLedger.from_json(None).to_json() is None
 
 
 def test_what_a_learner_has_from_before_the_syncer_lost_its_state_is_recorded_as_leased():
@@ -243,7 +243,7 @@ def test_a_new_lease_begins_a_new_time():
     assert ledger.holders["us/0"].stepped_at == ledger.holders["us/0"].stated_at == IDLE_SECONDS
     out = take(ledger, stated(items=40, wanted=3), IDLE_SECONDS + 1)
     assert leases(out)["eu/0"]
-    assert ledger.advance(2 * IDLE_SECONDS) == []
+    assert ledger.advance(2 * IDLE_SECONDS - 0.1) == []
 
 
 def test_blocks_of_a_learner_whose_connection_broke_are_not_taken_early():

@@ -517,3 +517,25 @@ def test_a_probe_may_take_a_quarter_longer_than_tau_steps():
     for name in "ab":
         job.report(name, 1, step_seconds=4.0)
     assert job.engine.ejections.free_seconds() == 1.25 * 2 * 4.0
+
+
+def test_a_member_that_is_refused_but_needed_stays_in_the_other_rounds():
+    """Without it there would be no quorum, so it is not ejected: only the round that it failed repeats."""
+    job = Job("ab", quorum=2).meet()
+    job.report_all(1)
+    assert pulls(job.report_all(2)) == [(2, 1, ("a", "b"))]
+    out = job.dropped("b", round=1)
+    assert [(d.round, d.attempt) for d in of(ev.AbortMerge, out)] == [(1, 1)]
+    assert job["b"].ejection is None
+    assert sorted(job.rounds[1].members) == ["a", "b"]
+
+
+def test_a_used_report_is_not_charged_with_the_pause_of_a_repeated_round():
+    """It is not pulled again, so the pause does not grow because of it."""
+    job = Job("ab", quorum=2, overlap=2).meet()
+    job.report_all(1)
+    job.rounds[0].losses["a"] = 9  # the pause would be the longest
+    job["a"].used_reports.add(1)
+    job.contribute("b")
+    job.contribute("a", at=2.5)
+    assert job["a"].waits.seconds == pytest.approx(0.5), "beyond two steps of a second"

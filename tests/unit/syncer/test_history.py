@@ -526,3 +526,11 @@ def test_tokens_that_the_total_of_a_report_takes_back_are_taken_from_what_is_cre
     history = honest()
     history.add(report(6, tokens=500, total=450), 6.0)
     assert history.newest.tokens == (450,)
+
+
+def test_of_steps_that_the_time_does_not_allow_an_upload_is_credited_a_share_of_their_tokens():
+    """Two of the four steps since the last report; the copy is of the third, and the result came after it."""
+    history = honest()
+    assert history.add(report(9, steps=1, total=900), 5.0001) == 2
+    credited = history.credit(upload(8, 8, 800), 0)
+    assert (credited.steps, credited.tokens) == (7, 700)

@@ -444,3 +444,12 @@ def test_a_pause_of_the_syncer_forgives_no_wait_and_hides_none():
     assert not waits.add(10.0, 150.0, most=60.0), "the same wait"
     assert waits.add(20.0, 150.0, most=60.0), "half of it was not counted yet"
     assert waits.left(150.0) == 20.0
+
+
+def test_a_wait_that_begins_when_the_one_before_ended_is_counted_with_it_as_one():
+    waits = Waits()
+    assert waits.add(2.0, 2.0, most=60.0)
+    assert waits.add(2.0, 4.0, most=60.0)
+    before = waits.left(5.0)
+    assert waits.add(4.0, 5.0, most=60.0), "from 1 to 5, of which one second is new"
+    assert waits.left(5.0) == pytest.approx(before + 1.0)

@@ -163,3 +163,13 @@ def test_other_data_is_refused_with_both_descriptions():
     with pytest.raises(ValueError, match="^blocks of ") as found:
         wait.take(other)
     assert str(found.value) == f"blocks of {other}, expected those of {DATA} as before"
+
+
+def test_leases_of_the_link_reach_the_blocks_of_the_program_and_before_that_nothing():
+    core, wait = waiting(LinkState(connected=True))
+    core.check(LinkState(connected=True, leases=[5]), terminated=False)
+    assert wait.take(DATA) == 5
+    core.check(LinkState(connected=True, leases=[5, 6]), terminated=False)
+    core.check(LinkState(connected=True, leases=None), terminated=False)
+    core.blocks.stepped(1)
+    assert wait.retry() == 6

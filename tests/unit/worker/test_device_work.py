@@ -11,7 +11,7 @@ from diloco_worker.core.agreement import HOME
 from diloco_worker.core.device_work import DeviceWork
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
-from diloco_worker.core.rooms import Rooms
+from diloco_worker.core.rooms import UNDER_WAY, Devices, Rooms
 
 SIZES = (128, 128, 128, 128)
 COPY = HostCopy(local_step=1, steps=1, tokens=1, base=1)
@@ -156,3 +156,24 @@ def test_only_a_place_that_is_large_enough_is_released_for_a_fragment():
     assert found.idle([], 0) == [1, 2]
     assert found.idle([], 1) == [1]
     assert found.idle([1], 1) == []
+
+
+def test_a_copy_that_was_lost_is_not_offered_and_its_buffer_and_place_are_free_again():
+    found = work()
+    first, second = found.copy_out(2, COPY), found.copy_out(3, COPY)
+    assert found.copies == (first, second)
+    found.lost(first)
+    assert found.copies == (second,)
+    again = found.copy_out(1, COPY)
+    assert (again.buffer, again.place) == (first.buffer, first.place)
+
+
+def test_devices_have_buffers_for_tau_and_four_more_fragments_and_for_three_boundaries():
+    devices = Devices.of((10, 30, 20, 50, 40, 60, 70, 5), overlap=1)
+    assert devices.fragments == (10, 30, 20, 50, 40, 60, 70, 5)
+    assert devices.announced == 5
+    assert devices.rooms == Rooms(
+        spares=[n for n in (70, 60, 50, 40, 30) for _ in range(UNDER_WAY + 1)],
+        outgoing=[70, 60, 50, 40, 30],
+        incoming=[70, 60, 50],
+    )
