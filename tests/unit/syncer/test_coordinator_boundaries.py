@@ -361,7 +361,9 @@ def test_a_snapshot_is_preceded_by_the_state_of_the_blocks_that_it_holds():
     syncer.run(ev.SnapshotDone(step=0), ev.BlocksStated(**blocks, wanted=2))
     before = len(syncer.lines)
     [pull] = learner.step()
-    learner.upload(pull, random_delta(learner.layout.fragments[pull.fragment], 1)).send_all()
+    upload = learner.upload(pull, random_delta(learner.layout.fragments[pull.fragment], 1)).send(1)
+    syncer.run()
+    upload.resume().send_all()
     syncer.run()
     assert [snapshot.step for snapshot in syncer.writer.snapshots] == [0, 1]
     assert [line["event"] for line in syncer.lines[before:]] == ["merge", "data"]
@@ -375,5 +377,5 @@ def test_leases_are_sent_to_the_learner_that_they_are_for():
     )  # fmt: skip
     syncer.run(stated)
     [leases] = of_kind(second, "leases")
-    assert list(leases.open) == [0, 1]
+    assert list(leases.serials) == [0, 1]
     assert of_kind(first, "leases") == []

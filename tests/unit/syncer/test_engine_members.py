@@ -539,3 +539,16 @@ def test_a_used_report_is_not_charged_with_the_pause_of_a_repeated_round():
     job.contribute("b")
     job.contribute("a", at=2.5)
     assert job["a"].waits.seconds == pytest.approx(0.5), "beyond two steps of a second"
+
+
+def test_before_the_time_of_a_step_is_known_no_part_of_a_wait_is_free():
+    job = Job("ab", quorum=2, overlap=2)
+    for name in "ab":
+        job.report(name, 0, offers=frozenset(), step_seconds=0.0)
+    for name in "ab":
+        job.report(name, 1, step_seconds=0.0)
+    assert job.engine.learners.fastest_step_seconds() is None
+    job["a"].used_reports.add(1)
+    job.contribute("b")
+    job.contribute("a", at=1.0)
+    assert job["a"].waits.seconds == pytest.approx(1.0)

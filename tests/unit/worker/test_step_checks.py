@@ -133,3 +133,12 @@ def test_the_problem_of_repeated_steps_names_the_calls_without_an_optimizer_step
         checks.stepped(tokens=8, optimizer_steps=int(call % 3 == 0))
     without = CALLS - len(range(0, CALLS, 3))
     assert f"before {without} of the last {CALLS} calls" in checks.problem().text
+
+
+def test_twenty_steps_without_tokens_in_a_row_are_a_problem_and_no_fewer():
+    checks = StepChecks()
+    trained(checks)
+    assert trained(checks, steps=STEPS_IN_ROW - 1, tokens=0) is None
+    assert trained(checks, tokens=0).kind == "NoTokens"
+    assert trained(checks) is None
+    assert trained(checks, steps=STEPS_IN_ROW - 1, tokens=0) is None
