@@ -7,7 +7,7 @@ import json
 import pytest
 
 from diloco.journal.audit import audit
-from diloco.journal.block_audit import MAX_MERGES, MAX_SERIALS
+from diloco.journal.block_audit import LOOK_BACK, MAX_MERGES, MAX_SERIALS
 
 LEARNERS = {"eu": 2}
 
@@ -357,3 +357,11 @@ def test_a_member_counts_however_small_its_weight_is():
     found = audit([*lines, line("merge", step=1, fragment=0, quorum=1, members=[member])])
     assert found.ok, found.violations
     assert [row["merges"] for row in found.blocks] == [[1]]
+
+
+def test_a_block_that_was_trained_on_long_after_the_last_merge_is_recorded():
+    far = 10 * LOOK_BACK
+    lines = [*BEGIN, lease("eu/0", 0, 1), trained("eu/0", 0, 0, 1), merge(1, 0, "eu/0", 1, 1)]
+    found = audit([*lines, trained("eu/0", 1, far, far + 1), merge(2, 0, "eu/0", far + 1, 1)])
+    assert found.ok, found.violations
+    assert [row["merges"] for row in found.blocks] == [[1], [2]]

@@ -178,9 +178,9 @@ def test_a_process_that_restarts_while_the_syncer_does_loses_what_it_had():
     take(ledger, stated())
     again = restarted(ledger)
     out = take(again, stated(session=9), 1.0, incarnation=2)
-    assert [(event, fields["incarnation"]) for event, fields in lines(out)] == [
-        ("release", 1),
-        ("lease", 2),
+    assert [(event, fields["incarnation"], fields.get("reason")) for event, fields in lines(out)] == [
+        ("release", 1, "Replaced"),
+        ("lease", 2, None),
     ]
     assert leases(out) == {"eu/0": (0, 1)}
 

@@ -420,3 +420,9 @@ def test_of_many_learners_with_another_model_a_few_are_named(waiting, named, mor
     assert it.waiting_for() == (
         f"the first learner to upload the initial model; with another model: {names}{more}"
     )
+
+
+def test_the_initial_model_has_a_part_for_each_fragment_and_one_for_the_constants():
+    """A learner may begin each of them a few times before its progress no longer counts."""
+    job = EngineJob("a", initialised=False, fragments=4)
+    assert job.engine.initialisation.parts == 5

@@ -481,3 +481,18 @@ def test_members_that_are_fewer_than_the_quorum_are_late_by_what_they_need_beyon
     round_.progressed("a", 1, waiting=False, done=True, now=102.0, awaited=2.0)
     round_.update_hold(102.0, quorum=2)
     assert round_.late_seconds(0.5) == {"a": 1.5}
+
+
+def test_the_wait_for_a_member_leaves_out_the_time_in_which_it_waited_itself():
+    round_ = pulled("a", "b", "c", "d")
+    for name in "cd":
+        delivers(round_, name, done=True)
+    round_.update_hold(100.0, quorum=1)  # c and d wait for a and b
+    delivers(round_, "a", waiting=True, now=102.0)
+    round_.update_hold(102.0, quorum=1)
+    delivers(round_, "a", now=105.0)
+    round_.update_hold(105.0, quorum=1)
+    assert round_.waited_seconds("a", 106.0, quorum=1) == 3.0
+    assert round_.waited_seconds("b", 106.0, quorum=1) == 6.0
+    delivers(round_, "a", waiting=True, now=106.0)
+    assert round_.waited_seconds("a", 109.0, quorum=1) == 3.0, "both times together"

@@ -177,3 +177,9 @@ def test_devices_have_buffers_for_tau_and_four_more_fragments_and_for_three_boun
         outgoing=[70, 60, 50, 40, 30],
         incoming=[70, 60, 50],
     )
+
+
+def test_a_new_link_that_asks_before_anything_is_known_gets_the_present_state():
+    found = work()
+    found.copy_out(2, COPY)
+    assert found.known(state(1, 2)) == state(1, 2)
