@@ -36,7 +36,9 @@ def member(name, *, local_step=10, steps=2, tokens=200, weight=None, **fields):
 
 
 def merge(members, *, step=1, epoch=1, fragment=0, quorum=1, **fields):
-    return line("merge", epoch, step=step, fragment=fragment, quorum=quorum, members=members, **fields)
+    return line(
+        "merge", epoch, step=step, fragment=fragment, quorum=quorum, members=members, **fields
+    )
 
 
 def sentences(*lines):
@@ -72,7 +74,12 @@ def test_a_norm_may_differ_by_the_tolerance(deviation, found):
     [
         (10.0, 10.0, 0, ""),
         (10.0, 10.5, 2, ""),
-        (10.0, 10.5, 0, "has a delta of 10.5 times the median and 0 clipped tensors, the guard is 10"),
+        (
+            10.0,
+            10.5,
+            0,
+            "has a delta of 10.5 times the median and 0 clipped tensors, the guard is 10",
+        ),
         (10.0, 9.5, 1, "has a delta of 9.5 times the median and 1 clipped tensor, the guard is 10"),
         (10.0, None, None, ""),
         (10.0, None, 2, "has a delta of 0 times the median and 2 clipped tensors, the guard is 10"),
@@ -107,8 +114,13 @@ def test_a_weight_is_tokens_squared_by_steps(steps, tokens, weight, expected):
     assert found == ([prefix + expected + suffix] if expected else [])
 
 
-@pytest.mark.parametrize(("others", "guard", "limited"), [(2, 10.0, True), (1, 10.0, False), (2, 0.0, False), (2, None, False)])  # fmt: skip
-def test_tokens_per_step_are_limited_by_the_median_of_three_members_with_a_guard(others, guard, limited):
+@pytest.mark.parametrize(
+    ("others", "guard", "limited"),
+    [(2, 10.0, True), (1, 10.0, False), (2, 0.0, False), (2, None, False)],
+)
+def test_tokens_per_step_are_limited_by_the_median_of_three_members_with_a_guard(
+    others, guard, limited
+):
     members = [member(name) for name in NAMES[:others]]
     rate = RATE_MULTIPLE * 100
     eager = member("us/0", steps=2, tokens=1000)
@@ -120,7 +132,10 @@ def test_tokens_per_step_are_limited_by_the_median_of_three_members_with_a_guard
 
 
 def test_members_without_steps_or_tokens_do_not_count_for_the_median():
-    idle = [member("eu/1", steps=0, tokens=0, weight=0.0), member("eu/2", steps=3, tokens=0, weight=0.0)]
+    idle = [
+        member("eu/1", steps=0, tokens=0, weight=0.0),
+        member("eu/2", steps=3, tokens=0, weight=0.0),
+    ]
     eager = member("us/0", steps=2, tokens=1000)
     assert of_merge([member("eu/0"), eager, *idle], guard=10.0) == []
 
@@ -133,7 +148,10 @@ def test_members_without_steps_or_tokens_do_not_count_for_the_median():
 )  # fmt: skip
 def test_a_merge_is_no_longer_than_the_weighted_mean_of_its_members(norm, found):
     # Weights are 1 : 3.
-    members = [member("eu/0", steps=1, tokens=100, norm=5.0), member("eu/1", steps=3, tokens=300, norm=1.0)]
+    members = [
+        member("eu/0", steps=1, tokens=100, norm=5.0),
+        member("eu/1", steps=3, tokens=300, norm=1.0),
+    ]
     result = of_merge(members, deltaNorm=norm)
     assert len(result) == found
     if found:
@@ -186,14 +204,20 @@ def test_a_quorum_counts_distinct_learners():
     assert of_merge([member("eu/0"), member("eu/1")], quorum=3) == [
         "merge of step 1 has 2 learners, its quorum is 3"
     ]
-    assert of_merge([member("eu/0")], quorum=0) == ["merge of step 1 has 1 learner, its quorum is 0"]
+    assert of_merge([member("eu/0")], quorum=0) == [
+        "merge of step 1 has 1 learner, its quorum is 0"
+    ]
 
 
 # ---------------------------------------------------------------- order
 
 
 def test_steps_of_merges_grow_within_an_epoch_and_may_be_repeated_in_the_next():
-    first = [start(), merge([member("eu/0", local_step=1)]), merge([member("eu/0", local_step=2)], step=2)]
+    first = [
+        start(),
+        merge([member("eu/0", local_step=1)]),
+        merge([member("eu/0", local_step=2)], step=2),
+    ]
     assert sentences(*first, merge([member("eu/0", local_step=3)], step=2)) == [
         "merge of step 2 comes after that of step 2 in epoch 1"
     ]
@@ -216,10 +240,22 @@ def test_a_report_counts_once_and_none_is_older_than_one_before():
 
 
 def test_what_is_older_than_the_newest_of_all_merges_stays_older():
-    begin = [start(), *(merge([member("eu/0", local_step=n)], step=step) for step, n in ((1, 9), (2, 12)))]
+    begin = [
+        start(),
+        *(merge([member("eu/0", local_step=n)], step=step) for step, n in ((1, 9), (2, 12))),
+    ]
     assert audit(begin).ok
-    found = audit([*begin, merge([member("eu/0", local_step=10)], step=3), merge([member("eu/0", local_step=11)], step=4)])
-    assert [sentence.rpartition(", ")[0].rpartition(" ")[2] for sentence in found.violations] == ["12", "12"]
+    found = audit(
+        [
+            *begin,
+            merge([member("eu/0", local_step=10)], step=3),
+            merge([member("eu/0", local_step=11)], step=4),
+        ]
+    )
+    assert [sentence.rpartition(", ")[0].rpartition(" ")[2] for sentence in found.violations] == [
+        "12",
+        "12",
+    ]
 
 
 def test_an_incarnation_is_dead_once_a_later_one_joined():
@@ -233,17 +269,30 @@ def test_an_incarnation_is_dead_once_a_later_one_joined():
     assert sentences(*begin, line("join", learner="eu/0", incarnation=2)) == [
         "incarnation 2 of eu/0 joined after its successor 3"
     ]
-    after = [*begin, line("join", learner="eu/0", incarnation=2), line("join", learner="eu/0", incarnation=3)]
+    after = [
+        *begin,
+        line("join", learner="eu/0", incarnation=2),
+        line("join", learner="eu/0", incarnation=3),
+    ]
     assert len(audit(after).violations) == 1, "the largest counts, not the last one"
 
 
 @pytest.mark.parametrize(
     ("learner", "found"),
-    [("eu/0", False), ("eu/1", False), ("eu/2", True), ("us/0", True), ("eu/x", True), ("eu", True)],
+    [
+        ("eu/0", False),
+        ("eu/1", False),
+        ("eu/2", True),
+        ("us/0", True),
+        ("eu/x", True),
+        ("eu", True),
+    ],
 )
 def test_learners_are_those_of_the_spec(learner, found):
     result = sentences(start(learners={"eu": 2}), line("join", learner=learner, incarnation=1))
-    assert result == ([f"{learner} joined, but is not one of the learners of the spec"] if found else [])
+    assert result == (
+        [f"{learner} joined, but is not one of the learners of the spec"] if found else []
+    )
 
 
 def test_merges_are_of_the_fragment_that_is_due():
@@ -318,14 +367,18 @@ def test_the_verdict_counts_in_words():
 
 
 def test_lines_that_cannot_be_read_are_placed_and_counted():
-    found = audit_parts([("a:1", start()), ("a:2", "{"), ("a:3", "["), ("b:1", merge([member("eu/0")]))])
+    found = audit_parts(
+        [("a:1", start()), ("a:2", "{"), ("a:3", "["), ("b:1", merge([member("eu/0")]))]
+    )
     assert found.notes == ("a:2 is torn", "a:3 is torn")
     assert found.violations == (
         "2 lines cannot be read (a:2, a:3), but kills of the syncer explain only 0: events are missing",
     )
     torn = [("a:1", start()), *((f"b:{n}", "{") for n in range(10))]
     [sentence] = audit_parts(torn).violations
-    assert sentence.startswith("10 lines cannot be read (b:0, b:1, b:2, b:3, b:4, b:5, b:6, b:7), but ")
+    assert sentence.startswith(
+        "10 lines cannot be read (b:0, b:1, b:2, b:3, b:4, b:5, b:6, b:7), but "
+    )
     assert sentence.endswith(" explain only 1: events are missing")
 
 
@@ -364,3 +417,15 @@ def test_a_line_with_a_wrong_field_names_its_event():
     assert sentences(start(fragments=1), start(2, fragments=0)) == [
         "start has a schedule without fragments or steps"
     ]
+
+
+@pytest.mark.parametrize(("steps", "found"), [(12, False), (13, True)])
+def test_claims_are_compared_with_the_median_of_the_steps(steps, found):
+    members = [
+        member("eu/0", steps=1, tokens=100, norm=1.0),
+        member("eu/1", steps=3, tokens=300, norm=1.0),
+    ]
+    claims = member("us/0", steps=steps, tokens=100 * steps, norm=0.0)
+    result = of_merge([*members, claims], deltaNorm=0.0)
+    sentence = "merge of step 1: us/0 claims 13 steps, the others 3, and its delta is empty"
+    assert result == ([sentence] if found else [])

@@ -353,7 +353,15 @@ def test_a_block_lists_a_bounded_number_of_merges():
 
 def test_a_member_counts_however_small_its_weight_is():
     lines = [*BEGIN, lease("eu/0", 0), trained("eu/0", 0, 0, 4)]
-    member = {"learner": "eu/0", "incarnation": 1, "step": 4, "steps": 4, "tokens": 1, "weight": 0.25, "base": None}
+    member = {
+        "learner": "eu/0",
+        "incarnation": 1,
+        "step": 4,
+        "steps": 4,
+        "tokens": 1,
+        "weight": 0.25,
+        "base": None,
+    }
     found = audit([*lines, line("merge", step=1, fragment=0, quorum=1, members=[member])])
     assert found.ok, found.violations
     assert [row["merges"] for row in found.blocks] == [[1]]

@@ -178,7 +178,9 @@ def test_a_process_that_restarts_while_the_syncer_does_loses_what_it_had():
     take(ledger, stated())
     again = restarted(ledger)
     out = take(again, stated(session=9), 1.0, incarnation=2)
-    assert [(event, fields["incarnation"], fields.get("reason")) for event, fields in lines(out)] == [
+    assert [
+        (event, fields["incarnation"], fields.get("reason")) for event, fields in lines(out)
+    ] == [
         ("release", 1, "Replaced"),
         ("lease", 2, None),
     ]
@@ -274,7 +276,9 @@ def test_a_state_with_gaps_is_the_same_after_a_restart():
     # What is leased next is the same, and nothing that is open.
     assert leases(take(again, stated("ap/0", wanted=5))) == {"ap/0": (2, 3, 4, 5, 8)}
     assert again.oldest == ledger.oldest == 0
-    assert again.conflict(stated(items=101)).endswith("; give all learners the same dataset, or begin another run")
+    assert again.conflict(stated(items=101)).endswith(
+        "; give all learners the same dataset, or begin another run"
+    )
 
 
 def test_serials_are_listed_as_runs():

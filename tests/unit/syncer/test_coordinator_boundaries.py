@@ -357,7 +357,14 @@ def test_a_snapshot_is_preceded_by_the_state_of_the_blocks_that_it_holds():
     """So the audit can compare what is in it with all lines before (diloco audit, "Blocks of data")."""
     syncer, [learner] = begin(syncer_checkpoint=Checkpoint(every_steps=1, keep=3))
     number = learner.session.number
-    blocks = {"session": number, "learner": "eu/0", "items": 30, "size": 10, "open": (), "trained": ()}
+    blocks = {
+        "session": number,
+        "learner": "eu/0",
+        "items": 30,
+        "size": 10,
+        "open": (),
+        "trained": (),
+    }
     syncer.run(ev.SnapshotDone(step=0), ev.BlocksStated(**blocks, wanted=2))
     before = len(syncer.lines)
     [pull] = learner.step()

@@ -82,7 +82,9 @@ def test_a_new_process_of_a_learner_gives_up_what_the_one_before_had():
     state(job, "a")
     job(ev.Left(session=1, learner="a", reason="StreamEnded"))
     out = job.hello("a", session=5, incarnation=5)
-    assert [(line["learner"], line["reason"]) for line in logs("release", out)] == [("a", "Replaced")]
+    assert [(line["learner"], line["reason"]) for line in logs("release", out)] == [
+        ("a", "Replaced")
+    ]
     # The same process has its blocks again.
     state(job, "b")
     job(ev.Left(session=2, learner="b", reason="StreamEnded"))

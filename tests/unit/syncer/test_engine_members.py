@@ -552,3 +552,11 @@ def test_before_the_time_of_a_step_is_known_no_part_of_a_wait_is_free():
     job.contribute("b")
     job.contribute("a", at=1.0)
     assert job["a"].waits.seconds == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("reason", ["Damaged", ev.STREAM_BROKEN])
+def test_a_round_remembers_why_it_lost_a_member_for_the_status(reason):
+    job = Job("ab", quorum=2, overlap=1).meet()
+    job.report_all(1)
+    job.dropped("b", reason=reason)
+    assert job.rounds[0].failure == f"b: {reason}"

@@ -411,7 +411,9 @@ def test_a_learner_that_waited_and_joined_is_not_named_as_waiting():
     assert job.engine.waiting_for() == "a to upload the initial model"
 
 
-@pytest.mark.parametrize(("waiting", "named", "more"), [(8, 8, ""), (9, 8, " and 1 more"), (12, 8, " and 4 more")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("waiting", "named", "more"), [(8, 8, ""), (9, 8, " and 1 more"), (12, 8, " and 4 more")]
+)
 def test_of_many_learners_with_another_model_a_few_are_named(waiting, named, more):
     it = Initialisation()
     for number in range(waiting):

@@ -160,7 +160,7 @@ def test_other_data_is_refused_with_both_descriptions():
     _, wait = waiting(LinkState())
     wait.take(DATA)
     other = Data(items=26, size=10, ahead=2)
-    with pytest.raises(ValueError, match="^blocks of ") as found:
+    with pytest.raises(ValueError, match=r"^blocks of ") as found:
         wait.take(other)
     assert str(found.value) == f"blocks of {other}, expected those of {DATA} as before"
 

@@ -101,8 +101,14 @@ def test_large_boxes_are_split_without_gap_or_overlap(monkeypatch, shape, box):
 
 def test_several_boxes_of_a_tensor_are_in_order_whatever_order_they_came_in(layout):
     """Both ends of a relay make the same list."""
-    boxes = {"a": [Box((4, 0), (2, 10)), Box((0, 0), (2, 10))], "mask": [Box((2, 0), (1, 5)), Box((0, 0), (1, 5))]}
-    for found in (parts.copied(layout, boxes), parts.copied(layout, {n: b[::-1] for n, b in boxes.items()})):
+    boxes = {
+        "a": [Box((4, 0), (2, 10)), Box((0, 0), (2, 10))],
+        "mask": [Box((2, 0), (1, 5)), Box((0, 0), (1, 5))],
+    }
+    for found in (
+        parts.copied(layout, boxes),
+        parts.copied(layout, {n: b[::-1] for n, b in boxes.items()}),
+    ):
         listed = [(part.name, part.box.lo[0]) for unit in found for part in unit]
         assert listed == [("a", 0), ("a", 4), ("mask", 0), ("mask", 2)]
 

@@ -81,7 +81,9 @@ def test_a_checkpoint_that_does_not_describe_its_optimizers_is_not_sent():
     manifest = checkpoint()
     del manifest["optimizers"]
     for incomplete in (manifest, checkpoint(optimizers=None)):
-        with pytest.raises(StorageError, match="^the checkpoint does not describe its optimizers$"):
+        with pytest.raises(
+            StorageError, match=r"^the checkpoint does not describe its optimizers$"
+        ):
             select(incomplete, ENTRIES)
 
 
@@ -120,7 +122,9 @@ def test_a_manifest_that_was_changed_is_refused_and_one_without_a_seal_is_not():
     assert unsealed(text) == {"a": 1}
     assert unsealed(b'{"a": 1}') == {"a": 1}
     assert len(json.loads(text)[SEAL]) == 64
-    with pytest.raises(StorageError, match="^the manifest has SHA-256 [0-9a-f]{16}…, expected [0-9a-f]{16}…$"):
+    with pytest.raises(
+        StorageError, match=r"^the manifest has SHA-256 [0-9a-f]{16}…, expected [0-9a-f]{16}…$"
+    ):
         unsealed(text.replace(b"1", b"2", 1))
-    with pytest.raises(StorageError, match="^the manifest is not a JSON object$"):
+    with pytest.raises(StorageError, match=r"^the manifest is not a JSON object$"):
         unsealed(b"[1]")

@@ -18,7 +18,12 @@ def begun(*peers, step=10, now=100.0):
 
 def test_before_it_begins_none_is_asked_and_nothing_is_known():
     recovery = PeerRecovery(interval=H)
-    assert (recovery.pending, recovery.asked, recovery.why, recovery.source) == (False, "", "", None)
+    assert (recovery.pending, recovery.asked, recovery.why, recovery.source) == (
+        False,
+        "",
+        "",
+        None,
+    )
     assert recovery.stop() == []
     assert recovery.proceed(step=1, run="r", now=1e6) == []
     assert recovery.answered(ev.PeerAnswered(number=0, state=STATE), step=1, run="r", now=0.0) == []
@@ -55,16 +60,22 @@ def test_it_begins_once():
 
 def test_the_next_peer_is_asked_with_the_step_of_now_and_the_reason_is_kept_until_one_answers():
     recovery, _ = begun(A, B)
-    [asked] = recovery.answered(ev.PeerAnswered(number=1, error="busy"), step=13, run="s", now=105.0)
+    [asked] = recovery.answered(
+        ev.PeerAnswered(number=1, error="busy"), step=13, run="s", now=105.0
+    )
     assert asked == ev.AskPeer(number=2, peer=B, step=13, run="s")
     assert recovery.why == "eu/0: busy"
-    assert recovery.answered(ev.PeerAnswered(number=2, state=STATE), step=13, run="s", now=106.0) == []
+    assert (
+        recovery.answered(ev.PeerAnswered(number=2, state=STATE), step=13, run="s", now=106.0) == []
+    )
     assert (recovery.source, recovery.why, recovery.pending) == (STATE, "", False)
 
 
 def test_after_the_last_peer_the_trainer_waits_no_longer_and_the_reason_stays():
     recovery, _ = begun(A)
-    assert recovery.answered(ev.PeerAnswered(number=1, error="busy"), step=13, run="r", now=1.0) == []
+    assert (
+        recovery.answered(ev.PeerAnswered(number=1, error="busy"), step=13, run="r", now=1.0) == []
+    )
     assert (recovery.pending, recovery.asked, recovery.why) == (False, "", "eu/0: busy")
 
 
@@ -99,5 +110,7 @@ def test_a_trainer_that_no_longer_waits_ends_the_request_and_its_answer_does_not
     recovery, _ = begun(A, B)
     assert recovery.stop() == [ev.DropPeer(number=1)]
     assert recovery.stop() == []
-    assert recovery.answered(ev.PeerAnswered(number=1, state=STATE), step=10, run="r", now=101.0) == []
+    assert (
+        recovery.answered(ev.PeerAnswered(number=1, state=STATE), step=10, run="r", now=101.0) == []
+    )
     assert recovery.source is None

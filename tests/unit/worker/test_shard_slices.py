@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from diloco_worker.core.shard_slices import DIVIDED_ELEMENTS, EVEN_ROWS, Box, piece, uncovered, whole
+from diloco_worker.core.shard_slices import (
+    DIVIDED_ELEMENTS,
+    EVEN_ROWS,
+    Box,
+    piece,
+    uncovered,
+    whole,
+)
 
 
 def copies(shape, boxes, **options) -> np.ndarray:
@@ -73,7 +80,9 @@ def test_a_piece_is_found_within_the_part_that_the_rank_holds():
     assert Box((6, 1), (2, 1)).slices(held.lo) == (slice(2, 4), slice(1, 2))
 
 
-@pytest.mark.parametrize(("rows", "expected"), [(EVEN_ROWS * 2, (16, 2000)), (EVEN_ROWS * 2 - 1, (31, 1000))])  # fmt: skip
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(EVEN_ROWS * 2, (16, 2000)), (EVEN_ROWS * 2 - 1, (31, 1000))]
+)
 def test_rows_are_divided_from_sixteen_for_each_holder_on(rows, expected):
     boxes = {rank: whole((rows, 2000)) for rank in range(2)}
     assert {piece(boxes, rank, turn=0).shape for rank in range(2)} == {expected}
