@@ -496,3 +496,12 @@ def test_the_wait_for_a_member_leaves_out_the_time_in_which_it_waited_itself():
     assert round_.waited_seconds("b", 106.0, quorum=1) == 6.0
     delivers(round_, "a", waiting=True, now=106.0)
     assert round_.waited_seconds("a", 109.0, quorum=1) == 3.0, "both times together"
+
+
+def test_no_member_is_late_before_it_took_a_quarter_more_than_most_others():
+    round_ = pulled("a", "b", "c")
+    for name in "bc":
+        round_.contributed(contribution(name), 108.0)  # most needed 8 s
+    round_.update_hold(108.0, quorum=1)
+    assert round_.late(109.9, hold_seconds=0.5, window_seconds=1.0) == []
+    assert round_.late(110.0, hold_seconds=0.5, window_seconds=1.0) == ["a"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from diloco_testing.learners.control_area import board
-from diloco_worker.core.agreement import HOME, Places
+from diloco_worker.core.agreement import HOME, FirstRank, Places
+from diloco_worker.core.messages import LinkState
 from diloco_worker.core.rooms import Devices, Rooms
 
 
@@ -48,3 +49,17 @@ def test_a_rank_that_does_not_count_its_steps_states_none():
     rows = board(ranks=1, fragments=1)
     rows.enter(0, 5, terminated=False)
     assert (rows.steps(), rows.finished()) == ([(5, 0)], 5)
+
+
+def test_a_result_is_not_applied_before_any_device_has_finished_a_boundary():
+    first = FirstRank(2, 2, devices=Devices.of((128, 128), overlap=1))
+
+    def plan(boundary):
+        state = LinkState(ready=[(0, 1)])
+        return first.plan(boundary, state, applied=[0, 0], terminated=False, now=0.0)
+
+    begun = plan(1)
+    assert [(f.fragment, f.generation) for f in begun.fetches] == [(0, 1)]
+    assert [list(begun.link_state.ready), list(plan(2).link_state.ready)] == [[], []]
+    first.finished = 1
+    assert list(plan(3).link_state.ready) == [(0, 1)]

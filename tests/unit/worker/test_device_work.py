@@ -183,3 +183,11 @@ def test_a_new_link_that_asks_before_anything_is_known_gets_the_present_state():
     found = work()
     found.copy_out(2, COPY)
     assert found.known(state(1, 2)) == state(1, 2)
+
+
+def test_while_results_are_under_way_they_are_not_begun_again():
+    found = work()
+    assert len(found.fetch(READY.ready, (1, 1, 1, 1))) == 2
+    found.close(state(1))
+    assert found.busy
+    assert found.fetch(READY.ready, (1, 1, 1, 1)) == []
