@@ -534,3 +534,9 @@ def test_of_steps_that_the_time_does_not_allow_an_upload_is_credited_a_share_of_
     assert history.add(report(9, steps=1, total=900), 5.0001) == 2
     credited = history.credit(upload(8, 8, 800), 0)
     assert (credited.steps, credited.tokens) == (7, 700)
+
+
+def test_an_upload_of_no_steps_between_two_reports_is_refused():
+    """A copy is taken before results are applied, so it has a step at least."""
+    with pytest.raises(CountsDifferError, match="0 tokens in 0 steps at local step 7"):
+        reset(7).credit(upload(7, 0, 0), 0)

@@ -453,3 +453,12 @@ def test_a_wait_that_begins_when_the_one_before_ended_is_counted_with_it_as_one(
     before = waits.left(5.0)
     assert waits.add(4.0, 5.0, most=60.0), "from 1 to 5, of which one second is new"
     assert waits.left(5.0) == pytest.approx(before + 1.0)
+
+
+def test_the_time_between_two_waits_may_still_be_counted():
+    waits = Waits()
+    assert waits.add(2.0, 2.0, most=60.0)
+    assert waits.add(2.0, 12.0, most=60.0)
+    before = waits.left(12.0)
+    assert waits.add(7.0, 12.0, most=60.0), "from 5 to 12, of which two seconds were counted"
+    assert waits.left(12.0) == pytest.approx(before + 5.0)
