@@ -348,8 +348,8 @@ def test_each_part_follows_the_one_before():
 
 def test_the_verdict_counts_in_words():
     begin = [start(), line("join", learner="eu/0", incarnation=1)]
-    one = audit([*begin, merge([member("eu/0")])])
-    assert one.verdict == (
+    single = audit([*begin, merge([member("eu/0")])])
+    assert single.verdict == (
         "Passed: 1 merge of 1 report from 1 learner in 1 incarnation, 1 syncer epoch; no report was merged "
         "twice, no merge was below the quorum, every weight is tokens²/steps, and every fragment kept its "
         "schedule."

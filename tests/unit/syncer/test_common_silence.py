@@ -88,7 +88,7 @@ def test_a_learner_that_falls_silent_alone_is_charged():
 
 
 def records(*seen, gone=()):
-    """Connected learners eu/0, eu/1, … that were last heard of at these times, and some that are not connected."""
+    """Connected learners eu/0, eu/1, … whose last message came at these times, and some that are not connected."""
     found = LearnerRecords()
     for number, last_seen in enumerate(seen):
         record = found.get_or_add(f"eu/{number}", region="eu")
@@ -99,11 +99,11 @@ def records(*seen, gone=()):
 
 
 @pytest.mark.parametrize(
-    ("silent", "heard", "common"),
+    ("silent", "others", "common"),
     [(1, 0, True), (1, 1, False), (2, 0, True), (1, 2, False), (2, 1, True), (2, 2, False), (3, 1, True), (3, 2, True)],
 )  # fmt: skip
-def test_silence_is_common_if_more_than_half_of_all_are_silent(silent, heard, common):
-    found = records(*[0.0] * silent, *[9.0] * heard)
+def test_silence_is_common_if_more_than_half_of_all_are_silent(silent, others, common):
+    found = records(*[0.0] * silent, *[9.0] * others)
     assert found.silent_with_most(found.by_name["eu/0"], 10.0) is common
 
 
@@ -112,10 +112,10 @@ def test_a_learner_is_silent_after_more_than_three_seconds():
     first = found.by_name["eu/0"]
     assert not found.silent_with_most(first, SILENT_SECONDS)
     assert found.silent_with_most(first, SILENT_SECONDS + 0.001)
-    # One that is heard of is none of the silent, whatever the others do.
+    # One that sent something is none of the silent, whatever the others do.
     first.last_seen = 5.0
     assert not found.silent_with_most(first, 5.0 + SILENT_SECONDS)
-    # Others that were heard of just in time count as heard of.
+    # Others that sent something just in time are not silent.
     found = records(0.0, 5.0, 5.0)
     assert not found.silent_with_most(found.by_name["eu/0"], 5.0 + SILENT_SECONDS)
     assert found.silent_with_most(found.by_name["eu/0"], 5.001 + SILENT_SECONDS)

@@ -77,7 +77,7 @@ def test_blocks_of_a_learner_that_leaves_are_leased_to_the_next_and_those_of_a_b
     assert logs("release", job(ev.Tick(), at=1.9 + HOLD_SECONDS)) == []
 
 
-def test_a_new_process_of_a_learner_gives_up_what_the_one_before_had():
+def test_a_new_process_of_a_learner_has_nothing_of_what_the_one_before_had():
     job = Job("ab")
     state(job, "a")
     job(ev.Left(session=1, learner="a", reason="StreamEnded"))

@@ -560,3 +560,25 @@ def test_a_round_remembers_why_it_lost_a_member_for_the_status(reason):
     job.report_all(1)
     job.dropped("b", reason=reason)
     assert job.rounds[0].failure == f"b: {reason}"
+
+
+def test_a_job_is_stuck_by_the_steps_of_the_learners_that_the_quorum_needs_not_of_a_slow_one():
+    job = Job("ab", fragments=2, interval=4, overlap=1, quorum=1)
+    job.report("a", 0, offers=frozenset())
+    job.report("b", 0, step_seconds=20.0, offers=frozenset())
+    stuck = []
+    for second in range(1, 70):
+        job.report(
+            "a", second, offers=frozenset(), at=float(second)
+        )  # it steps, and offers nothing
+        job(ev.Heartbeat(session=2, learner="b"))
+        if job.engine.waiting_for():
+            stuck.append(second)
+    assert stuck == [*range(int(STUCK_SECONDS) + 10 * 3 + 1, 70)]
+
+
+def test_a_halt_of_which_the_reason_is_lost_still_counts_after_a_restart():
+    scheduler = Job("a").engine.scheduler
+    lines = [{"event": "merge"}, {"event": "halt"}]
+    assert list(scheduler.replayed(lines)) == lines
+    assert scheduler.halted == "a merge was implausible"

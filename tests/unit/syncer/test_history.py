@@ -540,3 +540,9 @@ def test_an_upload_of_no_steps_between_two_reports_is_refused():
     """A copy is taken before results are applied, so it has a step at least."""
     with pytest.raises(CountsDifferError, match="0 tokens in 0 steps at local step 7"):
         reset(7).credit(upload(7, 0, 0), 0)
+
+
+def test_after_a_result_an_upload_is_credited_the_tokens_of_its_own_steps_at_most():
+    """The fragment was received at step 7; the copy is of one step, with the tokens of five."""
+    credited = reset(7).credit(upload(8, 1, 500), 0)
+    assert (credited.steps, credited.tokens) == (1, HISTORY_MULTIPLE * 100)

@@ -191,3 +191,19 @@ def test_while_results_are_under_way_they_are_not_begun_again():
     found.close(state(1))
     assert found.busy
     assert found.fetch(READY.ready, (1, 1, 1, 1)) == []
+
+
+def test_a_result_that_no_free_buffer_has_room_for_does_not_hold_up_a_smaller_one():
+    found = DeviceWork((900, 100), Rooms(spares=[], outgoing=[], incoming=[100]))
+    assert [i.fragment for i in found.fetch([(0, 2), (1, 2)], (1, 1))] == [1]
+
+
+def test_a_result_that_is_on_the_device_is_not_fetched_again():
+    found = DeviceWork(SIZES, Rooms.of(SIZES, announced=2, results=4))
+    assert len(found.fetch(READY.ready, (1, 1, 1, 1))) == 2
+    found.close(state(1))
+    found.settle([])
+    found.shown(READY)
+    assert found.fetch(READY.ready, (1, 1, 1, 1)) == []
+    newer = found.fetch([(0, 3), (1, 2)], (1, 1, 1, 1))
+    assert [(i.fragment, i.generation) for i in newer] == [(0, 3)]

@@ -1,4 +1,4 @@
-"""When the link states a learner's blocks of data to the syncer: when they change, and anew in each session."""
+"""When the link states a learner's blocks of data to the syncer: when they change, and first in each session."""
 
 from __future__ import annotations
 

@@ -52,10 +52,10 @@ def test_it_begins_once():
     recovery.stop()
     assert recovery.begin(step=12, run="r", now=102.0) == []
     assert asked.number == 1
-    nobody, out = begun()
+    without, out = begun()
     assert out == []
-    nobody.offered([A])
-    assert nobody.begin(step=10, run="r", now=0.0) == []
+    without.offered([A])
+    assert without.begin(step=10, run="r", now=0.0) == []
 
 
 def test_the_next_peer_is_asked_with_the_step_of_now_and_the_reason_is_kept_until_one_answers():

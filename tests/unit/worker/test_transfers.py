@@ -269,7 +269,7 @@ def test_constants_that_do_not_fit_are_refused_and_hold_no_buffer(world):
     assert world.buffers.used_bytes == 0
 
 
-def test_a_result_that_cannot_be_decoded_is_not_published_and_says_why(world):
+def test_a_result_that_cannot_be_decoded_is_not_published_and_the_answer_states_why(world):
     size = PAYLOADS[0]
     buffer = world.buffers.acquire(size)
     buffer[:] = 0xFF  # NaN
