@@ -494,6 +494,8 @@ def test_the_wait_for_a_member_leaves_out_the_time_in_which_it_waited_itself():
     round_.update_hold(105.0, quorum=1)
     assert round_.waited_seconds("a", 106.0, quorum=1) == 3.0
     assert round_.waited_seconds("b", 106.0, quorum=1) == 6.0
+    assert round_.late(106.9, hold_seconds=4.0, window_seconds=0.1) == ["b"]
+    assert round_.late(107.0, hold_seconds=4.0, window_seconds=0.1) == ["a", "b"]
     delivers(round_, "a", waiting=True, now=106.0)
     assert round_.waited_seconds("a", 109.0, quorum=1) == 3.0, "both times together"
 

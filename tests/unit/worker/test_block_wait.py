@@ -173,3 +173,10 @@ def test_leases_of_the_link_reach_the_blocks_of_the_program_and_before_that_noth
     core.check(LinkState(connected=True, leases=None), terminated=False)
     core.blocks.stepped(1)
     assert wait.retry() == 6
+
+
+def test_blocks_of_one_batch_count_with_the_step_of_the_trainer():
+    core, wait = waiting(LinkState(connected=True, leases=[3, 4, 5]))
+    assert [wait.take(DATA), wait.take(DATA)] == [3, 4]
+    core.step(10, None, now=1.0)
+    assert core.blocks.to_json()["trained"] == [[3, 0, 1]]
