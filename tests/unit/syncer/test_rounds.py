@@ -432,7 +432,7 @@ def test_a_member_of_a_merged_round_that_is_lost_costs_the_whole_attempt():
 
 
 def test_the_line_of_a_merge_has_all_of_a_member_and_its_times_in_microseconds():
-    round_ = pulled("a", now=100.0000001)
+    round_ = pulled("a", now=100.00000004)
     round_.quorum_at, round_.grace_seconds = 92.12345678, 1.0
     round_.contributed(
         contribution("a", tokens=10, steps=2, norms=(6.0, 1.0), norm_limits=(2.0, 2.0)), 100.0

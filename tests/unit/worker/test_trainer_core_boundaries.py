@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from diloco_worker.core.messages import LinkState, Phase
+from diloco_worker.core.step_checks import CALLS
 from diloco_worker.core.trainer import (
     ApplyModel,
     AwaitLink,
@@ -248,3 +249,20 @@ def test_a_loaded_checkpoint_is_shown_with_its_local_step():
         "eu/0: parameters and optimizers are those of the local checkpoint of local step 6"
     )
     assert (core.resumed, core.ledger.steps, core.ledger.total_tokens) == (True, [2], 60)
+
+
+def test_without_a_checkpoint_none_is_stated():
+    state = joined().state()
+    assert (state.checkpoint_local_step, state.checkpoint_step, state.checkpoint_start) == (
+        0,
+        0,
+        "",
+    )
+
+
+def test_the_steps_of_the_optimizers_reach_the_checks():
+    core = joined()
+    for step in range(2 * CALLS):
+        core.step(1, None, now=float(step), optimizer_steps=step % 2)
+        core.copied([], loss=1.0)
+    assert core.state().problem == "RepeatedSteps"
