@@ -1,5 +1,7 @@
 """What the syncer remembers of learners: sessions, incarnations, counters."""
 
+from dataclasses import replace
+
 import pytest
 
 from diloco_syncer.core.events import Hello, Reported
@@ -462,3 +464,18 @@ def test_the_time_between_two_waits_may_still_be_counted():
     before = waits.left(12.0)
     assert waits.add(7.0, 12.0, most=60.0), "from 5 to 12, of which two seconds were counted"
     assert waits.left(12.0) == pytest.approx(before + 5.0)
+
+
+def test_a_step_that_was_reported_before_a_cut_is_credited_once():
+    """The same process reports again from its last step on: what it was credited stays."""
+    learners = LearnerRecords()
+    learners.admit(hello(), now=0.0)
+    report = Reported(
+        session=1, learner="eu/0", local_step=5, steps=(5,), tokens=(50,), offers=frozenset(), total_tokens=50,
+        global_step=0, step_seconds=1.0, sync_seconds=0.0, loss=None,
+    )  # fmt: skip
+    learners.report(report, now=1.0)
+    learners.leave("eu/0", 1)
+    learners.admit(hello(session=2, fresh=False, local_step=5), now=2.0)
+    assert learners.report(replace(report, session=2), now=3.0) == 1
+    assert len(learners.by_name["eu/0"].history.reports) == 1

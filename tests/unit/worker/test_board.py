@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from diloco_testing.learners.control_area import board
-from diloco_worker.core.agreement import HOME, FirstRank, Places
+from diloco_worker.core.agreement import HOME, PLANS, FirstRank, Places, Plan, board_bytes
 from diloco_worker.core.messages import LinkState
 from diloco_worker.core.rooms import Devices, Rooms
 
@@ -63,3 +63,14 @@ def test_a_result_is_not_applied_before_any_device_has_finished_a_boundary():
     assert [list(begun.link_state.ready), list(plan(2).link_state.ready)] == [[], []]
     first.finished = 1
     assert list(plan(3).link_state.ready) == [(0, 1)]
+
+
+def test_a_plan_of_exactly_the_room_reaches_the_board_of_another_machine():
+    here, there = board(ranks=2, fragments=1), board(ranks=2, fragments=1)
+    empty = Plan(boundary=7, link_state=LinkState())
+    taken = len(here.publish(empty))
+    room = (board_bytes(ranks=2, fragments=1) - board_bytes(ranks=2, fragments=0)) // PLANS + 32768
+    record = here.publish(Plan(boundary=7, link_state=LinkState(text="x" * (room - taken))))
+    assert len(record) == room
+    there.take(record)
+    assert there.plan(7) == here.plan(7)

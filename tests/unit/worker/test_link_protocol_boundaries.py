@@ -559,3 +559,10 @@ def test_leases_reach_the_trainer_and_the_newest_replace_the_earlier_ones():
     assert link.state.leases == (3, 4)
     link(ev.Leased(serials=()))
     assert link.state.leases == ()
+
+
+def test_at_the_beginning_no_fragment_is_late():
+    link = Link()
+    assert link.core.late == ""
+    link.trainer()
+    assert link.core.late == ""
