@@ -577,8 +577,19 @@ def test_a_job_is_stuck_by_the_steps_of_the_learners_that_the_quorum_needs_not_o
     assert stuck == [*range(int(STUCK_SECONDS) + 10 * 3 + 1, 70)]
 
 
-def test_a_halt_of_which_the_reason_is_lost_still_counts_after_a_restart():
-    scheduler = Job("a").engine.scheduler
-    lines = [{"event": "merge"}, {"event": "halt"}]
-    assert list(scheduler.replayed(lines)) == lines
-    assert scheduler.halted == "a merge was implausible"
+def test_the_probe_after_one_that_broke_is_of_the_next_fragment():
+    job = Job("abc", overlap=1).meet()
+    job.report_all(1)
+    job.dropped("c")
+    found = []
+    for _ in range(3):
+        while not (probes := of(ev.ProbeLearner, job.wait(job.now + 1.0))):
+            pass
+        [probe] = probes
+        found.append(probe.fragment)
+        job(
+            ev.Dropped(
+                learner="c", round=probe.round, attempt=probe.attempt, reason=ev.STREAM_BROKEN, detail="x"
+            )
+        )  # fmt: skip
+    assert found == [0, 1, 2]

@@ -74,3 +74,14 @@ def test_a_plan_of_exactly_the_room_reaches_the_board_of_another_machine():
     assert len(record) == room
     there.take(record)
     assert there.plan(7) == here.plan(7)
+
+
+def test_a_plan_of_a_thousand_fragments_fits():
+    rows, many = board(ranks=1, fragments=1000), range(1000)
+    state = LinkState(
+        versions=[[9, 10**6 + n] for n in many], ready=[(n, 10**6) for n in many], open=[*many], text="x" * 500
+    )  # fmt: skip
+    plan = Plan(boundary=5, link_state=state, places=dict.fromkeys(many, 9))
+    rows.publish(plan)
+    assert rows.plan(5).places == plan.places
+    assert rows.plan(5).link_state.text == state.text
