@@ -386,3 +386,14 @@ def test_leases_are_sent_to_the_learner_that_they_are_for():
     [leases] = of_kind(second, "leases")
     assert list(leases.serials) == [0, 1]
     assert of_kind(first, "leases") == []
+
+
+def test_a_syncer_that_starts_states_the_blocks_of_its_snapshot():
+    syncer, [learner] = begin()
+    stated = ev.BlocksStated(
+        session=learner.session.number, learner="eu/0", items=30, size=10, wanted=2, open=(), trained=()
+    )  # fmt: skip
+    syncer.run(stated)
+    syncer.coordinator.start(9.0)
+    assert [line["event"] for line in syncer.lines[-2:]] == ["start", "data"]
+    assert syncer.lines[-1]["open"] == [{"first": 0, "count": 2}]

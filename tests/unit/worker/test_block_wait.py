@@ -180,3 +180,11 @@ def test_blocks_of_one_batch_count_with_the_step_of_the_trainer():
     assert [wait.take(DATA), wait.take(DATA)] == [3, 4]
     core.step(10, None, now=1.0)
     assert core.blocks.to_json()["trained"] == [[3, 0, 1]]
+
+
+def test_with_a_syncer_that_leases_none_it_leaves_and_ends():
+    _, wait = waiting(LinkState(connected=True, leases_blocks=False))
+    wait.take(DATA)
+    leave, end = wait.wait(now=0.0)
+    assert leave.state.leaving == "interrupted"
+    assert end.text.startswith("eu/0: the syncer is older than this learner, and leases no blocks")
