@@ -20,6 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "mutants"
 LINKS = {
+    "src/diloco": "protos/diloco",
     "src/diloco_syncer": "syncer/diloco_syncer",
     "src/diloco_worker": "worker/diloco_worker",
     "tests": "tests",

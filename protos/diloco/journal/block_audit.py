@@ -101,11 +101,9 @@ class BlockBook:
         if first:
             self.before, self.unsure = line.next, False
         undone = {n for n in self.trained if n in free or n in opened or n >= line.next}
-        if undone:
-            gone = {id(self.trained.pop(serial)) for serial in undone}
-            for key, fates in self._of.items():
-                self._of[key] = [fate for fate in fates if id(fate) not in gone]
-            self.undone += len(undone)
+        for serial in undone:
+            del self.trained[serial]
+        self.undone += len(undone)
         known = free.union(opened)
         for serial in range(self.before, min(line.next, self.before + MAX_SERIALS)):
             if serial not in known and serial not in self.trained:

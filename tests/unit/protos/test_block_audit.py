@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 
+import pytest
+
 from diloco.journal.audit import audit
-from diloco.journal.block_audit import LOOK_BACK
+from diloco.journal.block_audit import LOOK_BACK, MAX_MERGES, MAX_SERIALS
 
 LEARNERS = {"eu": 2}
 
@@ -143,3 +145,231 @@ def test_many_blocks_and_merges_are_audited():
     book = audit(lines)
     assert book.ok, book.violations[:3]
     assert len(book.blocks) == 8 * steps
+
+
+def later(epoch, *lines):
+    """These lines, in an epoch after the first one."""
+    return [json.dumps(json.loads(line) | {"epoch": epoch}) for line in lines]
+
+
+def members(step, *counted):
+    """A merge of fragment 0 with (learner, t_m, steps, weight) each."""
+    return line(
+        "merge", step=step, fragment=0, quorum=1,
+        members=[
+            {
+                "learner": learner, "incarnation": 1, "step": local_step, "steps": steps,
+                "tokens": 4 * steps if weight else 0, "weight": weight, "base": None,
+            }
+            for learner, local_step, steps, weight in counted
+        ],
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("local_step", "steps", "counts"),
+    [(3, 3, False), (4, 1, True), (4, 4, True), (6, 1, True), (7, 1, False), (9, 3, False), (9, 4, True), (9, 9, True)],
+)  # fmt: skip
+@pytest.mark.parametrize("first", ["merge", "block"])
+def test_a_block_counts_in_a_merge_that_has_one_of_its_steps(local_step, steps, counts, first):
+    # Its steps are 4 to 6.
+    lines = [merge(1, 0, "eu/0", local_step, steps), trained("eu/0", 0, 3, 6)]
+    found = audit([*BEGIN, lease("eu/0", 0), *(lines if first == "merge" else lines[::-1])])
+    assert found.ok, found.violations
+    assert [row["merges"] for row in found.blocks] == [[1] if counts else []]
+
+
+def test_members_without_weight_do_not_count_and_those_after_them_do():
+    found = audit(
+        [
+            *BEGIN, lease("eu/0", 0), lease("eu/1", 1), trained("eu/0", 0, 0, 3), trained("eu/1", 1, 0, 3),
+            members(1, ("eu/0", 3, 3, 0.0), ("eu/1", 3, 3, 48.0)),
+        ]
+    )  # fmt: skip
+    assert found.ok, found.violations
+    assert [row["merges"] for row in found.blocks] == [[], [1]]
+    assert found.data.startswith(
+        "Blocks of data: 2 trained on (eu/0 1, eu/1 1); 1 of them in at least one merge;"
+    )
+
+
+def test_only_merges_of_the_same_incarnation_count():
+    lines = [*BEGIN, lease("eu/0", 0), trained("eu/0", 0, 0, 3)]
+    other = json.loads(merge(1, 0, "eu/0", 3, 3))
+    other["members"][0]["incarnation"] = 2
+    [row] = audit([*lines, json.dumps(other)]).blocks
+    assert (row["incarnation"], row["merges"]) == (1, [])
+    assert [row["merges"] for row in audit([*lines, merge(1, 0, "eu/0", 3, 3)]).blocks] == [[1]]
+
+
+def test_each_row_is_complete():
+    done = json.loads(trained("eu/1", 13, 4, 9)) | {"time": "2026-01-02T03:04:05Z"}
+    [row] = audit(
+        [
+            *BEGIN[:3], data(after=13), lease("eu/1", 13), merge(2, 0, "eu/1", 9, 2), merge(1, 0, "eu/1", 7, 2),
+            json.dumps(done),
+        ]
+    ).blocks  # fmt: skip
+    assert row == {
+        "pass": 1,
+        "block": 3,
+        "learner": "eu/1",
+        "incarnation": 1,
+        "time": "2026-01-02T03:04:05Z",
+        "localSteps": [5, 9],
+        "merges": [1, 2],
+    }
+
+
+def test_serials_that_a_lease_leaves_out_are_to_be_leased_later():
+    # A learner that returned had them from before the syncer lost its state.
+    found = audit([*BEGIN, lease("eu/0", 3), lease("eu/1", 1)])
+    assert found.ok, found.violations
+    assert found.data == (
+        "Blocks of data: 0 trained on (no learner); 0 of them in at least one merge; 2 open; 2 to be leased again."
+    )
+
+
+def test_what_is_released_by_a_learner_that_does_not_have_it_is_a_violation():
+    for line_ in (release("eu/1", 0), release("eu/0", 5)):
+        [sentence] = audit([*BEGIN, lease("eu/0", 0), line_]).violations
+        learner, number = json.loads(line_)["learner"], json.loads(line_)["blocks"][0]["first"]
+        assert sentence.endswith(
+            f": block {number} of pass 0 is released by {learner}, where it is not open"
+        )
+    # It is free then, and can be leased to the other one.
+    found = audit([*BEGIN, lease("eu/0", 0), release("eu/0", 0), lease("eu/1", 0)])
+    assert found.ok, found.violations
+    assert "; 1 open; 0 to be leased again." in found.data
+
+
+def test_a_block_that_counts_twice_for_the_same_learner_is_a_violation():
+    found = audit(
+        [*BEGIN, lease("eu/0", 0), trained("eu/0", 0, 0, 1), trained("eu/0", 0, 1, 2)]
+    ).violations
+    assert [sentence.partition(": ")[2] for sentence in found] == [
+        "block 0 of pass 0 counts for eu/0, where it is not open",
+        "block 0 of pass 0 counts twice",
+    ]
+
+
+def test_after_a_restart_it_is_not_known_who_has_what_until_it_is_leased_again():
+    before = [*BEGIN, lease("eu/0", 0, 1, 2), start(2), data(2, after=3, opened=[0, 1, 2])]
+    found = audit(
+        [*before, *later(2, trained("eu/1", 0, 0, 1), release("eu/1", 1), lease("eu/1", 1))]
+    )
+    assert found.ok, found.violations
+    [sentence] = audit([*before, lease("eu/1", 2, epoch=2)]).violations
+    assert sentence.endswith(
+        "block 2 of pass 0 is leased to eu/1 while it is open at another learner"
+    )
+    # The state alone, in the same epoch, does not make it forget.
+    found = audit([*BEGIN, lease("eu/0", 0), data(after=1, opened=[0]), trained("eu/1", 0, 0, 1)])
+    assert "counts for eu/1, where it is not open" in found.violations[0]
+
+
+def test_a_merge_that_a_restart_undid_does_not_count_for_a_block_that_is_stated_later():
+    undone = [merge(1, 0, "eu/0", 1, 1), merge(2, 0, "eu/0", 3, 2)]
+    resumed = line("start", 2, step=1, fragments=1, interval=1, learners=LEARNERS)
+    lines = [*BEGIN, lease("eu/0", 0), *undone, resumed, data(2, after=1, opened=[0])]
+    found = audit([*lines, *later(2, trained("eu/0", 0, 0, 3))])
+    assert found.ok, found.violations
+    assert [row["merges"] for row in found.blocks] == [[1]]
+
+
+def test_a_restart_undoes_what_its_snapshot_has_as_free_or_open_or_does_not_know():
+    before = [*BEGIN, lease("eu/0", 0, 1, 2, 3), *(trained("eu/0", n, n, n + 1) for n in range(4))]
+    resumed = [start(2), data(2, after=3, free=[1], opened=[2])]
+    found = audit([*before, *resumed, *later(2, merge(1, 0, "eu/0", 4, 4))])
+    assert found.ok, found.violations
+    assert [(row["block"], row["merges"]) for row in found.blocks] == [(0, [1])]
+    assert found.data == (
+        "Blocks of data: 1 trained on (eu/0 1); 1 of them in at least one merge; 1 open; 1 to be leased again; "
+        "3 undone by restarts of the syncer."
+    )
+    # Two restarts add up, and a block that is undone may count again.
+    again = [
+        start(2), data(2, after=4, free=[1]), *later(2, lease("eu/1", 1), trained("eu/1", 1, 0, 1)),
+        start(3), data(3, after=4, free=[1]),
+    ]  # fmt: skip
+    found = audit([*before, *again])
+    assert found.ok, found.violations
+    assert "; 2 undone by restarts of the syncer." in found.data
+
+
+def test_serials_before_the_first_line_are_counted_as_such():
+    rotated = line("rotate", part=3, fragments=1, interval=1)
+    rest = [joined("eu/0"), data(after=7, free=[4], opened=[5, 6]), trained("eu/0", 5, 0, 1)]
+    found = audit([rotated, *rest])
+    assert found.ok, found.violations
+    assert found.data == (
+        "Blocks of data: 1 trained on (eu/0 1); 0 of them in at least one merge; 1 open; 1 to be leased again; "
+        "6 before the first line, or where lines are missing."
+    )
+    assert audit([rotated, joined("eu/0")]).data == (
+        "Blocks of data: not known, the lines are missing."
+    )
+    assert audit([start(), joined("eu/0")]).data == ""
+
+
+@pytest.mark.parametrize(
+    ("dropped", "unsure"),
+    [
+        ({"lines": 1, "events": {"release": 1}}, True),
+        ({"lines": 1, "events": {"eject": 1}, "torn": 1}, True),
+        ({"lines": 1, "events": {"eject": 1}}, False),
+    ],
+)
+def test_only_missing_lines_that_may_be_about_blocks_make_them_unsure(dropped, unsure):
+    lines = [*BEGIN, line("dropped", **dropped), release("eu/0", 3)]
+    assert audit(lines).ok == unsure
+
+
+@pytest.mark.parametrize(
+    ("changes", "refused"),
+    [
+        ({"items": 0}, True),
+        ({"size": 0}, True),
+        ({"items": 1, "size": 1}, False),
+        ({"free": [{"first": 0, "count": MAX_SERIALS}], "open": [{"first": 9, "count": 1}]}, True),
+    ],
+)
+def test_a_state_of_no_dataset_or_of_too_many_blocks_is_refused_as_a_whole(changes, refused):
+    stated = json.loads(data()) | changes
+    found = audit([*BEGIN[:3], json.dumps(stated)])
+    assert found.ok != refused
+    if refused:
+        assert found.violations[0].partition(": ")[2] == (
+            f"states {stated['items']} items in blocks of {stated['size']}, or too many blocks"
+        )
+        assert found.data == ""
+
+
+def test_a_block_lists_a_bounded_number_of_merges():
+    merges = [merge(step, 0, "eu/0", 1, 1) for step in range(1, MAX_MERGES + 10)]
+    book = audit([*BEGIN, lease("eu/0", 0), trained("eu/0", 0, 0, 1), *merges])
+    assert len(book.blocks[0]["merges"]) == MAX_MERGES
+
+
+def test_a_member_counts_however_small_its_weight_is():
+    lines = [*BEGIN, lease("eu/0", 0), trained("eu/0", 0, 0, 4)]
+    member = {
+        "learner": "eu/0",
+        "incarnation": 1,
+        "step": 4,
+        "steps": 4,
+        "tokens": 1,
+        "weight": 0.25,
+        "base": None,
+    }
+    found = audit([*lines, line("merge", step=1, fragment=0, quorum=1, members=[member])])
+    assert found.ok, found.violations
+    assert [row["merges"] for row in found.blocks] == [[1]]
+
+
+def test_a_block_that_was_trained_on_long_after_the_last_merge_is_recorded():
+    far = 10 * LOOK_BACK
+    lines = [*BEGIN, lease("eu/0", 0, 1), trained("eu/0", 0, 0, 1), merge(1, 0, "eu/0", 1, 1)]
+    found = audit([*lines, trained("eu/0", 1, far, far + 1), merge(2, 0, "eu/0", far + 1, 1)])
+    assert found.ok, found.violations
+    assert [row["merges"] for row in found.blocks] == [[1], [2]]

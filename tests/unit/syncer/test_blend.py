@@ -170,3 +170,10 @@ def test_an_error_names_the_learner_first():
 def test_a_contribution_cannot_be_changed():
     with pytest.raises(dataclasses.FrozenInstanceError):
         contribution().tokens = 9
+
+
+@pytest.mark.parametrize("radial", [True, False])
+def test_factors_are_fp32_as_the_compiled_loops_expect_them(radial):
+    """With another type, each loop would be compiled again, in the middle of a merge."""
+    found = blend([1.0, 2.0], [1.0, 3.0], radial=radial)
+    assert [found.factors.dtype, found.shares.dtype] == [np.float32, np.float32]

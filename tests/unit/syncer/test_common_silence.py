@@ -6,6 +6,7 @@ import pytest
 
 from diloco.spec import RunSpec
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.learners import SILENT_SECONDS, LearnerRecords
 from diloco_testing.syncers.virtual_job import VirtualJob
 
 CUT_AT = 20.0
@@ -84,3 +85,44 @@ def test_a_learner_that_falls_silent_alone_is_charged():
     job.run(CUT_AT + 20)
     [ejected] = job.logged("eject")
     assert (ejected["learner"], ejected["reason"]) == ("eu/0", "AnswerLate")
+
+
+def records(*seen, gone=()):
+    """Connected learners eu/0, eu/1, … whose last message came at these times, and some that are not connected."""
+    found = LearnerRecords()
+    for number, last_seen in enumerate(seen):
+        record = found.get_or_add(f"eu/{number}", region="eu")
+        record.session, record.last_seen = number + 1, last_seen
+    for number, last_seen in enumerate(gone):
+        found.get_or_add(f"us/{number}", region="us").last_seen = last_seen
+    return found
+
+
+@pytest.mark.parametrize(
+    ("silent", "others", "common"),
+    [(1, 0, True), (1, 1, False), (2, 0, True), (1, 2, False), (2, 1, True), (2, 2, False), (3, 1, True), (3, 2, True)],
+)  # fmt: skip
+def test_silence_is_common_if_more_than_half_of_all_are_silent(silent, others, common):
+    found = records(*[0.0] * silent, *[9.0] * others)
+    assert found.silent_with_most(found.by_name["eu/0"], 10.0) is common
+
+
+def test_a_learner_is_silent_after_more_than_three_seconds():
+    found = records(0.0, 0.0, 0.0)
+    first = found.by_name["eu/0"]
+    assert not found.silent_with_most(first, SILENT_SECONDS)
+    assert found.silent_with_most(first, SILENT_SECONDS + 0.001)
+    # One that sent something is none of the silent, whatever the others do.
+    first.last_seen = 5.0
+    assert not found.silent_with_most(first, 5.0 + SILENT_SECONDS)
+    # Others that sent something just in time are not silent.
+    found = records(0.0, 5.0, 5.0)
+    assert not found.silent_with_most(found.by_name["eu/0"], 5.0 + SILENT_SECONDS)
+    assert found.silent_with_most(found.by_name["eu/0"], 5.001 + SILENT_SECONDS)
+
+
+def test_learners_that_are_not_connected_are_no_others_but_one_that_is_gone_is_judged_by_those_that_are():
+    found = records(9.0, 9.0, gone=[0.0, 0.0, 0.0, 0.0])
+    assert not found.silent_with_most(found.by_name["us/0"], 10.0)
+    found = records(0.0, gone=[0.0])
+    assert found.silent_with_most(found.by_name["us/0"], 10.0)

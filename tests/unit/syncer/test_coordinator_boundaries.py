@@ -10,6 +10,7 @@ import pytest
 from diloco.codec import formats
 from diloco.errors import DilocoError, StaleIncarnationError, UnavailableError
 from diloco.model.fragments import Tensor
+from diloco.spec import Checkpoint
 from diloco_syncer.attempts import Attempt, AttemptAbortedError
 from diloco_syncer.coordinator import MERGE_WINDOW_BYTES, BrokenStateError, ParametersReceived
 from diloco_syncer.core import events as ev
@@ -350,3 +351,49 @@ def test_the_model_of_a_session_counts_before_its_first_message_was_processed():
     syncer.coordinator.admit(Applicant(**stated, learner="eu/0", tensors=TENSORS))
     with pytest.raises(UnavailableError, match="a different model than another learner"):
         syncer.coordinator.admit(Applicant(**stated, learner="eu/1", tensors=TENSORS[1:]))
+
+
+def test_a_snapshot_is_preceded_by_the_state_of_the_blocks_that_it_holds():
+    """So the audit can compare what is in it with all lines before (diloco audit, "Blocks of data")."""
+    syncer, [learner] = begin(syncer_checkpoint=Checkpoint(every_steps=1, keep=3))
+    number = learner.session.number
+    blocks = {
+        "session": number,
+        "learner": "eu/0",
+        "items": 30,
+        "size": 10,
+        "open": (),
+        "trained": (),
+    }
+    syncer.run(ev.SnapshotDone(step=0), ev.BlocksStated(**blocks, wanted=2))
+    before = len(syncer.lines)
+    [pull] = learner.step()
+    upload = learner.upload(pull, random_delta(learner.layout.fragments[pull.fragment], 1)).send(1)
+    syncer.run()
+    upload.resume().send_all()
+    syncer.run()
+    assert [snapshot.step for snapshot in syncer.writer.snapshots] == [0, 1]
+    assert [line["event"] for line in syncer.lines[before:]] == ["merge", "data"]
+    assert syncer.lines[-1]["open"] == [{"first": 0, "count": 2}]
+
+
+def test_leases_are_sent_to_the_learner_that_they_are_for():
+    syncer, [first, second] = begin(learners=2)
+    stated = ev.BlocksStated(
+        session=second.session.number, learner="eu/1", items=30, size=10, wanted=2, open=(), trained=()
+    )  # fmt: skip
+    syncer.run(stated)
+    [leases] = of_kind(second, "leases")
+    assert list(leases.serials) == [0, 1]
+    assert of_kind(first, "leases") == []
+
+
+def test_a_syncer_that_starts_states_the_blocks_of_its_snapshot():
+    syncer, [learner] = begin()
+    stated = ev.BlocksStated(
+        session=learner.session.number, learner="eu/0", items=30, size=10, wanted=2, open=(), trained=()
+    )  # fmt: skip
+    syncer.run(stated)
+    syncer.coordinator.start(9.0)
+    assert [line["event"] for line in syncer.lines[-2:]] == ["start", "data"]
+    assert syncer.lines[-1]["open"] == [{"first": 0, "count": 2}]

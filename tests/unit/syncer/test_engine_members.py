@@ -517,3 +517,79 @@ def test_a_probe_may_take_a_quarter_longer_than_tau_steps():
     for name in "ab":
         job.report(name, 1, step_seconds=4.0)
     assert job.engine.ejections.free_seconds() == 1.25 * 2 * 4.0
+
+
+def test_a_member_that_is_refused_but_needed_stays_in_the_other_rounds():
+    """Without it there would be no quorum, so it is not ejected: only the round that it failed repeats."""
+    job = Job("ab", quorum=2).meet()
+    job.report_all(1)
+    assert pulls(job.report_all(2)) == [(2, 1, ("a", "b"))]
+    out = job.dropped("b", round=1)
+    assert [(d.round, d.attempt) for d in of(ev.AbortMerge, out)] == [(1, 1)]
+    assert job["b"].ejection is None
+    assert sorted(job.rounds[1].members) == ["a", "b"]
+
+
+def test_a_used_report_is_not_charged_with_the_pause_of_a_repeated_round():
+    """It is not pulled again, so the pause does not grow because of it."""
+    job = Job("ab", quorum=2, overlap=2).meet()
+    job.report_all(1)
+    job.rounds[0].losses["a"] = 9  # the pause would be the longest
+    job["a"].used_reports.add(1)
+    job.contribute("b")
+    job.contribute("a", at=2.5)
+    assert job["a"].waits.seconds == pytest.approx(0.5), "beyond two steps of a second"
+
+
+def test_before_the_time_of_a_step_is_known_no_part_of_a_wait_is_free():
+    job = Job("ab", quorum=2, overlap=2)
+    for name in "ab":
+        job.report(name, 0, offers=frozenset(), step_seconds=0.0)
+    for name in "ab":
+        job.report(name, 1, step_seconds=0.0)
+    assert job.engine.learners.fastest_step_seconds() is None
+    job["a"].used_reports.add(1)
+    job.contribute("b")
+    job.contribute("a", at=1.0)
+    assert job["a"].waits.seconds == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("reason", ["Damaged", ev.STREAM_BROKEN])
+def test_a_round_remembers_why_it_lost_a_member_for_the_status(reason):
+    job = Job("ab", quorum=2, overlap=1).meet()
+    job.report_all(1)
+    job.dropped("b", reason=reason)
+    assert job.rounds[0].failure == f"b: {reason}"
+
+
+def test_a_job_is_stuck_by_the_steps_of_the_learners_that_the_quorum_needs_not_of_a_slow_one():
+    job = Job("ab", fragments=2, interval=4, overlap=1, quorum=1)
+    job.report("a", 0, offers=frozenset())
+    job.report("b", 0, step_seconds=20.0, offers=frozenset())
+    stuck = []
+    for second in range(1, 70):
+        job.report(
+            "a", second, offers=frozenset(), at=float(second)
+        )  # it steps, and offers nothing
+        job(ev.Heartbeat(session=2, learner="b"))
+        if job.engine.waiting_for():
+            stuck.append(second)
+    assert stuck == [*range(int(STUCK_SECONDS) + 10 * 3 + 1, 70)]
+
+
+def test_the_probe_after_one_that_broke_is_of_the_next_fragment():
+    job = Job("abc", overlap=1).meet()
+    job.report_all(1)
+    job.dropped("c")
+    found = []
+    for _ in range(3):
+        while not (probes := of(ev.ProbeLearner, job.wait(job.now + 1.0))):
+            pass
+        [probe] = probes
+        found.append(probe.fragment)
+        job(
+            ev.Dropped(
+                learner="c", round=probe.round, attempt=probe.attempt, reason=ev.STREAM_BROKEN, detail="x"
+            )
+        )  # fmt: skip
+    assert found == [0, 1, 2]

@@ -587,3 +587,13 @@ def test_a_refused_hello_is_written_down_with_the_reason_and_the_detail():
     assert logs("refuse", out) == [
         {"learner": "eu/0", "reason": "Protocol", "detail": close.detail}
     ]
+
+
+def test_a_probe_whose_connection_broke_is_no_failure_of_the_learner():
+    job, mine = probed()
+    out = job(ev.Dropped(**mine, reason=ev.STREAM_BROKEN, detail="x"))
+    assert len(of(ev.AbortMerge, out)) == 1
+    assert (job["c"].ejections, job["c"].ejection.unproven) == (1, 1)
+    job, mine = probed()
+    job(ev.Dropped(**mine, reason="Damaged", detail="x"))
+    assert (job["c"].ejections, job["c"].ejection.unproven) == (2, 0)

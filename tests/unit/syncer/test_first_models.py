@@ -398,3 +398,33 @@ def test_sessions_that_make_room_for_another_model_are_closed_so_that_their_lear
     out = job.wait(STALL_SECONDS)
     assert [(close.session, close.reason) for close in of(ev.Close, out)] == [(1, "Unavailable")]
     assert [line["reason"] for line in logs("leave", out)] == ["OtherModel"]
+
+
+def test_a_learner_that_waited_and_joined_is_not_named_as_waiting():
+    job = EngineJob("ab", initialised=False)
+    job.engine.waits("x")
+    assert job.engine.waiting_for().endswith("; with another model: x")
+    hello = ev.Hello(
+        session=9, learner="x", region="eu", incarnation=9, fresh=True, local_step=0, checkpoint_step=0
+    )  # fmt: skip
+    assert of(ev.Admit, job(hello))
+    assert job.engine.waiting_for() == "a to upload the initial model"
+
+
+@pytest.mark.parametrize(
+    ("waiting", "named", "more"), [(8, 8, ""), (9, 8, " and 1 more"), (12, 8, " and 4 more")]
+)
+def test_of_many_learners_with_another_model_a_few_are_named(waiting, named, more):
+    it = Initialisation()
+    for number in range(waiting):
+        it.wait(f"x{number:02}", 0.0)
+    names = ", ".join(f"x{number:02}" for number in range(named))
+    assert it.waiting_for() == (
+        f"the first learner to upload the initial model; with another model: {names}{more}"
+    )
+
+
+def test_the_initial_model_has_a_part_for_each_fragment_and_one_for_the_constants():
+    """A learner may begin each of them a few times before its progress no longer counts."""
+    job = EngineJob("a", initialised=False, fragments=4)
+    assert job.engine.initialisation.parts == 5

@@ -3,6 +3,7 @@
 import math
 
 from diloco_syncer.core.growth import Growth
+from diloco_testing.syncers.engine_job import Job
 
 
 def test_theta_may_grow_from_zero_and_by_less_than_tenfold_between_snapshots():
@@ -37,3 +38,10 @@ def test_theta_may_grow_exactly_tenfold():
     assert not growth.check(0, 0.5, 5.0)
     growth.snapshot_done(durable=True)
     assert growth.check(0, 4.9, 5.1), "that snapshot was not of this process"
+
+
+def test_a_halt_of_which_the_reason_is_lost_still_counts_after_a_restart():
+    scheduler = Job("a").engine.scheduler
+    lines = [{"event": "merge"}, {"event": "halt"}]
+    assert list(scheduler.replayed(lines)) == lines
+    assert scheduler.halted == "a merge was implausible"

@@ -526,3 +526,23 @@ def test_tokens_that_the_total_of_a_report_takes_back_are_taken_from_what_is_cre
     history = honest()
     history.add(report(6, tokens=500, total=450), 6.0)
     assert history.newest.tokens == (450,)
+
+
+def test_of_steps_that_the_time_does_not_allow_an_upload_is_credited_a_share_of_their_tokens():
+    """Two of the four steps since the last report; the copy is of the third, and the result came after it."""
+    history = honest()
+    assert history.add(report(9, steps=1, total=900), 5.0001) == 2
+    credited = history.credit(upload(8, 8, 800), 0)
+    assert (credited.steps, credited.tokens) == (7, 700)
+
+
+def test_an_upload_of_no_steps_between_two_reports_is_refused():
+    """A copy is taken before results are applied, so it has a step at least."""
+    with pytest.raises(CountsDifferError, match="0 tokens in 0 steps at local step 7"):
+        reset(7).credit(upload(7, 0, 0), 0)
+
+
+def test_after_a_result_an_upload_is_credited_the_tokens_of_its_own_steps_at_most():
+    """The fragment was received at step 7; the copy is of one step, with the tokens of five."""
+    credited = reset(7).credit(upload(8, 1, 500), 0)
+    assert (credited.steps, credited.tokens) == (1, HISTORY_MULTIPLE * 100)

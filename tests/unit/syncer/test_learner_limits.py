@@ -202,3 +202,8 @@ def test_a_document_that_is_refused_is_named_by_its_source():
         with pytest.raises(ConfigError, match=r"^spec\.json: "):
             parse(text, SPEC, source="spec.json")
     assert "beyond" in beyond("eu/x", SPEC.learners), "no index at all"
+
+
+def test_a_document_without_a_name_of_its_own_is_called_the_spec_document():
+    with pytest.raises(ConfigError, match=r"^spec document: "):
+        parse("{", SPEC)

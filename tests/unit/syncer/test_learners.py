@@ -1,5 +1,7 @@
 """What the syncer remembers of learners: sessions, incarnations, counters."""
 
+from dataclasses import replace
+
 import pytest
 
 from diloco_syncer.core.events import Hello, Reported
@@ -444,3 +446,36 @@ def test_a_pause_of_the_syncer_forgives_no_wait_and_hides_none():
     assert not waits.add(10.0, 150.0, most=60.0), "the same wait"
     assert waits.add(20.0, 150.0, most=60.0), "half of it was not counted yet"
     assert waits.left(150.0) == 20.0
+
+
+def test_a_wait_that_begins_when_the_one_before_ended_is_counted_with_it_as_one():
+    waits = Waits()
+    assert waits.add(2.0, 2.0, most=60.0)
+    assert waits.add(2.0, 4.0, most=60.0)
+    before = waits.left(5.0)
+    assert waits.add(4.0, 5.0, most=60.0), "from 1 to 5, of which one second is new"
+    assert waits.left(5.0) == pytest.approx(before + 1.0)
+
+
+def test_the_time_between_two_waits_may_still_be_counted():
+    waits = Waits()
+    assert waits.add(2.0, 2.0, most=60.0)
+    assert waits.add(2.0, 12.0, most=60.0)
+    before = waits.left(12.0)
+    assert waits.add(7.0, 12.0, most=60.0), "from 5 to 12, of which two seconds were counted"
+    assert waits.left(12.0) == pytest.approx(before + 5.0)
+
+
+def test_a_step_that_was_reported_before_a_cut_is_credited_once():
+    """The same process reports again from its last step on: what it was credited stays."""
+    learners = LearnerRecords()
+    learners.admit(hello(), now=0.0)
+    report = Reported(
+        session=1, learner="eu/0", local_step=5, steps=(5,), tokens=(50,), offers=frozenset(), total_tokens=50,
+        global_step=0, step_seconds=1.0, sync_seconds=0.0, loss=None,
+    )  # fmt: skip
+    learners.report(report, now=1.0)
+    learners.leave("eu/0", 1)
+    learners.admit(hello(session=2, fresh=False, local_step=5), now=2.0)
+    assert learners.report(replace(report, session=2), now=3.0) == 1
+    assert len(learners.by_name["eu/0"].history.reports) == 1

@@ -176,3 +176,15 @@ def test_a_small_variance_stays_positive_since_buffers_travel_in_fp32(name):
     assert formats.of_fragment(name, fragment_of(5)) == formats.format_of(name)
     assert least(formats.of_fragment(name, FRAGMENT)) == pytest.approx(1e-4, rel=1e-3)
     assert least(formats.format_of(name)) <= 0
+
+
+def test_the_size_of_one_value_is_the_value_itself():
+    fragment = fragment_of(1)
+    theta_N = np.zeros(fragment.elements, np.float32)
+    theta_N[0] = -3.0
+    delta_N = np.zeros(fragment.elements, np.float32)
+    delta_N[0] = 1.0
+    each = upload(fragment, "a", delta_N)
+    merge = merge_of(fragment, [each.contribution], theta_N=theta_N)
+    feed(merge, [each])
+    assert merge.result().sizes == (3.0, 4.0)

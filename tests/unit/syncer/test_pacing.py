@@ -119,3 +119,15 @@ def test_a_learner_that_left_neither_counts_nor_comes_back_by_stepping():
     assert not it.may_start()
     it.stepped("a", 3)
     assert it.positions == {}
+
+
+def test_a_learner_that_joins_again_in_its_place_has_no_step_in_advance():
+    pace = Pace(step=3)
+    for name in "ab":
+        pace.join(name)
+    pace.stepped("a", 1)
+    assert pace.may_start()
+    pace.join("a")  # another session, without a leave between
+    assert not pace.may_start()
+    pace.stepped("b", 1)
+    assert pace.may_start()

@@ -432,7 +432,7 @@ def test_a_member_of_a_merged_round_that_is_lost_costs_the_whole_attempt():
 
 
 def test_the_line_of_a_merge_has_all_of_a_member_and_its_times_in_microseconds():
-    round_ = pulled("a", now=100.0000001)
+    round_ = pulled("a", now=100.00000004)
     round_.quorum_at, round_.grace_seconds = 92.12345678, 1.0
     round_.contributed(
         contribution("a", tokens=10, steps=2, norms=(6.0, 1.0), norm_limits=(2.0, 2.0)), 100.0
@@ -481,3 +481,29 @@ def test_members_that_are_fewer_than_the_quorum_are_late_by_what_they_need_beyon
     round_.progressed("a", 1, waiting=False, done=True, now=102.0, awaited=2.0)
     round_.update_hold(102.0, quorum=2)
     assert round_.late_seconds(0.5) == {"a": 1.5}
+
+
+def test_the_wait_for_a_member_leaves_out_the_time_in_which_it_waited_itself():
+    round_ = pulled("a", "b", "c", "d")
+    for name in "cd":
+        delivers(round_, name, done=True)
+    round_.update_hold(100.0, quorum=1)  # c and d wait for a and b
+    delivers(round_, "a", waiting=True, now=102.0)
+    round_.update_hold(102.0, quorum=1)
+    delivers(round_, "a", now=105.0)
+    round_.update_hold(105.0, quorum=1)
+    assert round_.waited_seconds("a", 106.0, quorum=1) == 3.0
+    assert round_.waited_seconds("b", 106.0, quorum=1) == 6.0
+    assert round_.late(106.9, hold_seconds=4.0, window_seconds=0.1) == ["b"]
+    assert round_.late(107.0, hold_seconds=4.0, window_seconds=0.1) == ["a", "b"]
+    delivers(round_, "a", waiting=True, now=106.0)
+    assert round_.waited_seconds("a", 109.0, quorum=1) == 3.0, "both times together"
+
+
+def test_no_member_is_late_before_it_took_a_quarter_more_than_most_others():
+    round_ = pulled("a", "b", "c")
+    for name in "bc":
+        round_.contributed(contribution(name), 108.0)  # most needed 8 s
+    round_.update_hold(108.0, quorum=1)
+    assert round_.late(109.9, hold_seconds=0.5, window_seconds=1.0) == []
+    assert round_.late(110.0, hold_seconds=0.5, window_seconds=1.0) == ["a"]

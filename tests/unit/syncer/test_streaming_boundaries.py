@@ -211,3 +211,13 @@ def test_a_tensor_that_is_complete_before_the_one_in_front_of_it_releases_none_o
     assert found == [False, False, True, True]
     add(1)
     assert merge.finished
+
+
+def test_a_member_without_weight_is_never_held_back():
+    """What it sends is not used, so it may be as far ahead as it likes."""
+    uploads = uploads_of("a", "b")
+    weightless = replace(uploads[0].contribution, tokens=0)
+    merge = merge_of(FRAGMENT, [weightless, uploads[1].contribution], window=1)
+    assert merge.has_room("a", 1)
+    assert merge.wait_for_room("a", 1, 0.0)
+    merge.add("a", 1, b"no chunk at all")

@@ -14,6 +14,7 @@ from functools import partial
 
 import pytest
 
+from diloco_testing.learners.control_area import ControlArea
 from diloco_testing.properties import seeds
 from diloco_worker.core.agreement import (
     HOME,
@@ -36,20 +37,14 @@ TOKENS = 10
 NOTHING = HostCopy(local_step=0, steps=0, tokens=0, base=0)
 
 
-class Memory:
+class Memory(ControlArea):
     def __init__(self, ranks: int, *, spares: int) -> None:
-        self.control = bytearray(board_bytes(ranks=ranks, fragments=P))
+        super().__init__(board_bytes(ranks=ranks, fragments=P))
         self.home = [[None] * ranks for _ in range(P)]
         self.spare = [[None] * ranks for _ in range(spares + 1)]
         self.place, self.header = [HOME] * P, [NOTHING] * P
         self.inbox = [[0] * ranks for _ in range(P)]
         self.locked: set[int] = set()
-
-    def read_control(self, offset: int, size: int) -> bytes:
-        return bytes(self.control[offset : offset + size])
-
-    def write_control(self, offset: int, data: bytes) -> None:
-        self.control[offset : offset + len(data)] = data
 
     def cells(self, fragment: int, place: int) -> list:
         return self.home[fragment] if place == HOME else self.spare[place]
@@ -402,7 +397,7 @@ def test_a_plan_comes_back_as_it_was_published(board):
 def test_a_plan_that_is_partly_written_is_not_used(board):
     board.publish(Plan(boundary=1, link_state=LinkState(text="x")))
     assert board.plan(1) is not None
-    area = board._area.control
+    area = board._area.data
     area[area.index(b"linkState")] ^= 1
     assert board.plan(1) is None
 
@@ -551,7 +546,7 @@ def test_the_first_failure_stays_and_one_that_is_partly_written_is_none(board):
     board.fail("rank 1 … has ended")
     board.fail("another")
     assert board.failure == "rank 1 … has ended"
-    area = board._area.control
+    area = board._area.data
     area[area.index(b"has ended")] ^= 1
     assert board.failure == ""
     other = Board(Memory(2, spares=0), ranks=2, fragments=P)

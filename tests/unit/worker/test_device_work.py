@@ -11,7 +11,7 @@ from diloco_worker.core.agreement import HOME
 from diloco_worker.core.device_work import DeviceWork
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.core.messages import LinkState, TrainerState
-from diloco_worker.core.rooms import Rooms
+from diloco_worker.core.rooms import UNDER_WAY, Devices, Rooms
 
 SIZES = (128, 128, 128, 128)
 COPY = HostCopy(local_step=1, steps=1, tokens=1, base=1)
@@ -156,3 +156,54 @@ def test_only_a_place_that_is_large_enough_is_released_for_a_fragment():
     assert found.idle([], 0) == [1, 2]
     assert found.idle([], 1) == [1]
     assert found.idle([1], 1) == []
+
+
+def test_a_copy_that_was_lost_is_not_offered_and_its_buffer_and_place_are_free_again():
+    found = work()
+    first, second = found.copy_out(2, COPY), found.copy_out(3, COPY)
+    assert found.copies == (first, second)
+    found.lost(first)
+    assert found.copies == (second,)
+    again = found.copy_out(1, COPY)
+    assert (again.buffer, again.place) == (first.buffer, first.place)
+
+
+def test_devices_have_buffers_for_tau_and_four_more_fragments_and_for_three_boundaries():
+    devices = Devices.of((10, 30, 20, 50, 40, 60, 70, 5), overlap=1)
+    assert devices.fragments == (10, 30, 20, 50, 40, 60, 70, 5)
+    assert devices.announced == 5
+    assert devices.rooms == Rooms(
+        spares=[n for n in (70, 60, 50, 40, 30) for _ in range(UNDER_WAY + 1)],
+        outgoing=[70, 60, 50, 40, 30],
+        incoming=[70, 60, 50],
+    )
+
+
+def test_a_new_link_that_asks_before_anything_is_known_gets_the_present_state():
+    found = work()
+    found.copy_out(2, COPY)
+    assert found.known(state(1, 2)) == state(1, 2)
+
+
+def test_while_results_are_under_way_they_are_not_begun_again():
+    found = work()
+    assert len(found.fetch(READY.ready, (1, 1, 1, 1))) == 2
+    found.close(state(1))
+    assert found.busy
+    assert found.fetch(READY.ready, (1, 1, 1, 1)) == []
+
+
+def test_a_result_that_no_free_buffer_has_room_for_does_not_hold_up_a_smaller_one():
+    found = DeviceWork((900, 100), Rooms(spares=[], outgoing=[], incoming=[100]))
+    assert [i.fragment for i in found.fetch([(0, 2), (1, 2)], (1, 1))] == [1]
+
+
+def test_a_result_that_is_on_the_device_is_not_fetched_again():
+    found = DeviceWork(SIZES, Rooms.of(SIZES, announced=2, results=4))
+    assert len(found.fetch(READY.ready, (1, 1, 1, 1))) == 2
+    found.close(state(1))
+    found.settle([])
+    found.shown(READY)
+    assert found.fetch(READY.ready, (1, 1, 1, 1)) == []
+    newer = found.fetch([(0, 3), (1, 2)], (1, 1, 1, 1))
+    assert [(i.fragment, i.generation) for i in newer] == [(0, 3)]

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from diloco_worker.core.inbox import Slot, Staged
-from diloco_worker.core.ledger import Ledger
+from diloco_worker.core.ledger import MOST_TOKENS, Ledger
 
 
 def staged(step: int, *, epoch: int = 1) -> Staged:
@@ -96,3 +96,12 @@ def test_no_sequence_of_events_writes_an_inbox_that_the_trainer_may_read(history
     slot.confirmed(slot.published)
     newest = slot.version[1] if slot.version else 0
     assert newest == max(arrived, default=0)
+
+
+def test_a_step_has_two_to_the_fortieth_tokens_at_most():
+    ledger = Ledger(1)
+    ledger.count(MOST_TOKENS)
+    assert (ledger.local_step, ledger.total_tokens) == (1, 1 << 40)
+    with pytest.raises(ValueError, match=r"is not a whole number from 0 to 2\*\*40"):
+        ledger.count(MOST_TOKENS + 1)
+    assert (ledger.local_step, ledger.total_tokens) == (1, 1 << 40)

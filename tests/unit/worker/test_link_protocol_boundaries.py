@@ -548,3 +548,21 @@ def test_completion_is_passed_on_to_the_trainer_with_its_step():
     link(ev.Completed(step=100))
     found = link.state
     assert (found.complete, found.step, found.text) == (True, 100, "the job is complete")
+
+
+def test_leases_reach_the_trainer_and_the_newest_replace_the_earlier_ones():
+    link = Link()
+    link.trainer()
+    link(welcome())
+    assert link.state.leases is None
+    assert ev.NotifyTrainer() in link(ev.Leased(serials=(3, 4)))
+    assert link.state.leases == (3, 4)
+    link(ev.Leased(serials=()))
+    assert link.state.leases == ()
+
+
+def test_at_the_beginning_no_fragment_is_late():
+    link = Link()
+    assert link.core.late == ""
+    link.trainer()
+    assert link.core.late == ""

@@ -97,3 +97,22 @@ def test_large_boxes_are_split_without_gap_or_overlap(monkeypatch, shape, box):
     wanted = np.zeros(shape, np.float32)
     wanted[box.slices()] = 1
     assert np.array_equal(layout.fragments[0].slots[0].values(memory), wanted)
+
+
+def test_several_boxes_of_a_tensor_are_in_order_whatever_order_they_came_in(layout):
+    """Both ends of a relay make the same list."""
+    boxes = {
+        "a": [Box((4, 0), (2, 10)), Box((0, 0), (2, 10))],
+        "mask": [Box((2, 0), (1, 5)), Box((0, 0), (1, 5))],
+    }
+    for found in (
+        parts.copied(layout, boxes),
+        parts.copied(layout, {n: b[::-1] for n, b in boxes.items()}),
+    ):
+        listed = [(part.name, part.box.lo[0]) for unit in found for part in unit]
+        assert listed == [("a", 0), ("a", 4), ("mask", 0), ("mask", 2)]
+
+
+def test_a_box_without_elements_is_no_part(layout):
+    found = parts.copied(layout, {"mask": [Box((3, 0), (0, 5)), Box((0, 0), (3, 5))]})
+    assert [part.box.shape for part in found[-1]] == [(3, 5, 2)]

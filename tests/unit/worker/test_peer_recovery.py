@@ -257,3 +257,17 @@ def test_a_pace_spreads_bytes_and_does_not_make_up_for_lost_time():
     assert pace.wait_seconds(20, now=0.5) == 1.5
     assert pace.wait_seconds(20, now=100.0) == 0.0
     assert pace.wait_seconds(20, now=100.0) == 2.0
+
+
+def test_a_peer_that_waits_for_the_first_global_step_is_served():
+    trainer = make()
+    join(trainer, MODEL)
+    [action] = saved(trainer, checkpoint_wanted=1, step=1)
+    assert action.global_step == 1
+
+
+def test_pieces_of_a_pace_are_due_one_after_the_other_however_early_they_come():
+    pace = Pace(10.0, now=0.0)
+    pace.wait_seconds(20, now=0.0)
+    assert pace.wait_seconds(20, now=0.5) == 1.5
+    assert pace.wait_seconds(20, now=2.0) == 2.0

@@ -5,7 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from diloco_worker.core.shard_slices import DIVIDED_ELEMENTS, Box, piece, uncovered, whole
+from diloco_worker.core.shard_slices import (
+    DIVIDED_ELEMENTS,
+    EVEN_ROWS,
+    Box,
+    piece,
+    uncovered,
+    whole,
+)
 
 
 def copies(shape, boxes, **options) -> np.ndarray:
@@ -71,3 +78,11 @@ def test_shards_that_are_not_exactly_the_tensor_are_described(boxes, why):
 def test_a_piece_is_found_within_the_part_that_the_rank_holds():
     held = Box((4, 0), (4, 3))
     assert Box((6, 1), (2, 1)).slices(held.lo) == (slice(2, 4), slice(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("rows", "expected"), [(EVEN_ROWS * 2, (16, 2000)), (EVEN_ROWS * 2 - 1, (31, 1000))]
+)
+def test_rows_are_divided_from_sixteen_for_each_holder_on(rows, expected):
+    boxes = {rank: whole((rows, 2000)) for rank in range(2)}
+    assert {piece(boxes, rank, turn=0).shape for rank in range(2)} == {expected}

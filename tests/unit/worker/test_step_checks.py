@@ -142,3 +142,21 @@ def test_a_model_that_is_not_the_jobs_is_a_problem_after_what_is_worse():
     for _ in range(STEPS_IN_ROW):
         checks.stepped(tokens=0, optimizer_steps=1)
     assert checks.problem().kind == "NoTokens"
+
+
+def test_twenty_steps_without_tokens_in_a_row_are_a_problem_and_no_fewer():
+    checks = StepChecks()
+    trained(checks)
+    assert trained(checks, steps=STEPS_IN_ROW - 1, tokens=0) is None
+    assert trained(checks, tokens=0).kind == "NoTokens"
+    assert trained(checks) is None
+    assert trained(checks, steps=STEPS_IN_ROW - 1, tokens=0) is None
+
+
+def test_steps_that_are_repeated_stay_a_problem_and_are_forgotten_after_as_many_good_ones():
+    checks = StepChecks()
+    for _ in range(2 * CALLS):
+        trained(checks, optimizer_steps=1)
+        trained(checks, optimizer_steps=0)
+    assert trained(checks).kind == "RepeatedSteps"
+    assert trained(checks, steps=CALLS) is None

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from diloco_worker.core.messages import LinkState, Phase
+from diloco_worker.core.step_checks import CALLS
 from diloco_worker.core.trainer import (
     ApplyModel,
     AwaitLink,
@@ -226,3 +227,42 @@ def test_a_checkpoint_states_the_last_start_of_the_syncer_that_its_versions_are_
 def test_a_checkpoint_without_a_known_start_states_neither_a_start_nor_versions():
     facts = joined(fragments=2).facts()
     assert ("start" in facts, facts["versions"]) == (False, [None, None])
+
+
+def test_a_checkpoint_that_is_skipped_is_due_again_in_its_turn():
+    core = joined(checkpoint_every=2)
+    due = []
+    for step in range(1, 7):
+        core.step(1, None, now=float(step))
+        for action in core.copied([], loss=None):
+            if isinstance(action, SaveCheckpoint):
+                due.append(action.local_step)
+                core.checkpoint_skipped(action.local_step)
+    assert due == [2, 4, 6]
+
+
+def test_a_loaded_checkpoint_is_shown_with_its_local_step():
+    core = joined(found=LocalCheckpoint(local_step=6, global_step=5, run="r"))
+    facts = {"local_step": 6, "total_tokens": 60, "steps": [2], "tokens": [20], "versions": [None]}
+    shown, _ = core.checkpoint_loaded(facts, now=1.0)
+    assert shown.text == (
+        "eu/0: parameters and optimizers are those of the local checkpoint of local step 6"
+    )
+    assert (core.resumed, core.ledger.steps, core.ledger.total_tokens) == (True, [2], 60)
+
+
+def test_without_a_checkpoint_none_is_stated():
+    state = joined().state()
+    assert (state.checkpoint_local_step, state.checkpoint_step, state.checkpoint_start) == (
+        0,
+        0,
+        "",
+    )
+
+
+def test_the_steps_of_the_optimizers_reach_the_checks():
+    core = joined()
+    for step in range(2 * CALLS):
+        core.step(1, None, now=float(step), optimizer_steps=step % 2)
+        core.copied([], loss=1.0)
+    assert core.state().problem == "RepeatedSteps"

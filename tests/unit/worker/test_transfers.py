@@ -267,3 +267,29 @@ def test_constants_that_do_not_fit_are_refused_and_hold_no_buffer(world):
     with pytest.raises(DilocoError, match="constants of 10 bytes, expected at most 0"):
         world.placement.stage(ev.Download(fragment=P), payloads)
     assert world.buffers.used_bytes == 0
+
+
+def test_a_result_that_cannot_be_decoded_is_not_published_and_the_answer_states_why(world):
+    size = PAYLOADS[0]
+    buffer = world.buffers.acquire(size)
+    buffer[:] = 0xFF  # NaN
+    payloads = Payloads(format=formats.BF16, version=(1, 5), step=5, buffer=buffer, size_bytes=size)
+    staged = world.placement.stage(ev.Download(fragment=0, round=5), payloads)
+    assert (staged.fragment, staged.version) == (0, (1, 5))
+    placed = world.placement.place(ev.Place(staged=staged, generation=2))
+    assert placed.fragment == 0
+    assert "NaN or Inf" in placed.error
+    assert world.buffers.used_bytes == 0
+
+
+def test_a_result_is_placed_under_the_lock_of_its_fragment(world):
+    locked, lock = [], world.memory.lock
+    world.memory.lock = lambda fragment: (locked.append(fragment), lock(fragment))[1]
+    buffer = world.buffers.acquire(PAYLOADS[1])
+    buffer[:] = 0
+    payloads = Payloads(
+        format=formats.BF16, version=(1, 5), step=5, buffer=buffer, size_bytes=PAYLOADS[1]
+    )
+    staged = world.placement.stage(ev.Download(fragment=1, round=5), payloads)
+    assert world.placement.place(ev.Place(staged=staged, generation=2)).error == ""
+    assert locked == [1]

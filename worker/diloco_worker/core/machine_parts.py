@@ -78,7 +78,7 @@ def copied(layout: Layout, boxes: Boxes) -> list[list[Part]]:
     named = sorted(layout.constants, key=lambda tensor: tensor.name)
     files = [tensorfile.Entry(name=t.name, dtype=t.dtype, shape=t.shape) for t in named]
     found: list[Part] = []
-    for entry in tensorfile.plan(files)[1] if files else ():
+    for entry in tensorfile.plan(files)[1]:
         size = tensorfile.DTYPES[entry.dtype].size
         for box in sorted(boxes.get(entry.name, ()), key=lambda box: box.lo):
             part = _part(entry.name, entry.dtype, entry.lo, entry.shape, size, box)

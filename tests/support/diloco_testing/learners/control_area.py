@@ -12,9 +12,11 @@ class ControlArea:
         self.data = bytearray(size)
 
     def read_control(self, offset: int, size: int) -> bytes:
+        assert 0 <= offset <= len(self.data) - size
         return bytes(self.data[offset : offset + size])
 
     def write_control(self, offset: int, data: bytes) -> None:
+        assert 0 <= offset <= len(self.data) - len(data)
         self.data[offset : offset + len(data)] = data
 
 
