@@ -1,5 +1,6 @@
 """
-The `diloco` command: composition root of the commands in `programs`, `runs`, `chaos`, `jobs` and `worlds`.
+The `diloco` command: composition root of the commands in `programs`, `runs`, `tapes`, `chaos`, `jobs` and
+`worlds`.
 
 Every command reads its arguments, calls one function and prints. Exit codes: 0 success, 2 invalid
 command line or manifest, 1 anything else; errors go to standard error. Commands import what they need
@@ -18,7 +19,7 @@ try:
 
     from diloco.errors import EXIT_USAGE, ConfigError, DilocoError
     from diloco.runtime.signals import handled
-    from diloco_cli import chaos, jobs, programs, runs, worlds
+    from diloco_cli import chaos, jobs, programs, runs, tapes, worlds
     from diloco_cli.options import echo
 except KeyboardInterrupt:  # Ctrl-C before a command has begun: nothing needs to be undone
     raise SystemExit(130) from None
@@ -27,7 +28,7 @@ GROUPS = {
     "Start a training program": (programs.new, programs.doctor),
     "Run a job on this machine": (runs.run, runs.suspend, runs.resume, runs.kill),
     "Test a job": (chaos.chaos,),
-    "Inspect a run": (runs.status, runs.report, runs.audit),
+    "Inspect a run": (runs.status, runs.report, runs.audit, tapes.replay, tapes.tape),
     "Use the model": (runs.export, runs.sample),
     "Work with manifests and clusters": (
         *(jobs.validate, jobs.render, jobs.crd),

@@ -172,6 +172,15 @@ class RunDir:
             files.replace(self.manifest, text, durable=True, mode=PRIVATE)
         return origin.parent
 
+    def origin(self) -> Path:
+        """
+        The manifest that this run was started with; the user's own commands start in its directory.
+
+        Raises:
+            StorageError: it is not known.
+        """
+        return self._origin_of(self.manifest)
+
     def _origin_of(self, job_path: Path) -> Path:
         """`job_path`, or the file it was copied from if it is this directory's job.yaml."""
         path = job_path.absolute()

@@ -21,6 +21,7 @@ OURS = (
         "DILOCO_LOG_FORMAT",
         "DILOCO_EXAMINATION",
         "DILOCO_EXAMINATION_STEP",
+        "DILOCO_REPLAY",
         "DILOCO_MACHINE",
         "DILOCO_RELAY_PORT",
         "DILOCO_ENCODE_ON",

@@ -18,6 +18,7 @@ import grpc
 from diloco.codec import formats
 from diloco.errors import EXIT_DONE, EXIT_USAGE, ConfigError, DilocoError
 from diloco.journal.background import BackgroundWriter
+from diloco.journal.replay_files import plan_in
 from diloco.journal.writer import JournalWriter
 from diloco.rpc.servers import bind, server
 from diloco.rpc.tls import Tls
@@ -32,6 +33,7 @@ from diloco.spec import RunSpec
 from diloco_syncer import settings
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Admission
+from diloco_syncer.core.replay import ReplayEngine
 from diloco_syncer.merging import streaming
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.refusals import RefusalLog
@@ -199,6 +201,8 @@ def _assemble(
     engine, parameters = snapshots.resume(
         spec, given.directory, snapshot, epoch=epoch, run=run, output=output.url if output else ""
     )
+    if given.replay is not None:
+        engine = _replayed(spec, given, epoch=epoch, fresh=snapshot is None)
     formats.warm_up()
     streaming.warm_up()
     newest = max((learner.incarnation for learner in engine.learners), default=0)
@@ -249,6 +253,12 @@ def _assemble(
         state=state, runner=runner, limits=limits, control=control,
         bulk=BulkService(runner, authorizer, limits), events=events, scores=scores,
     )  # fmt: skip
+
+
+def _replayed(spec: RunSpec, given: settings.Settings, *, epoch: int, fresh: bool) -> ReplayEngine:
+    if given.replay is None or not fresh:
+        raise ConfigError(f"{given.directory}: holds snapshots; a replay needs a new directory")
+    return ReplayEngine(spec=spec, epoch=epoch, plan=plan_in(given.replay))
 
 
 def _objects(url: str, given: settings.Settings, spec: RunSpec) -> Objects | None:

@@ -27,6 +27,7 @@ from diloco_syncer.attempts import Attempt, Attempts
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Applicant, Refused
 from diloco_syncer.core.blocks import data_line
+from diloco_syncer.core.contribution import Version
 from diloco_syncer.core.outer import OuterOptimizer
 from diloco_syncer.merging.buffers import Buffers
 from diloco_syncer.merging.streaming import FragmentMerge
@@ -284,7 +285,10 @@ class Coordinator:
             case ev.RequestInitial():
                 self.sessions.send(decision.learner, learner_messages.INITIALISE)
             case ev.AnnounceReady():
-                self.sessions.send(decision.learner, learner_messages.ready(self._state.parameters))
+                self.sessions.send(
+                    decision.learner,
+                    learner_messages.ready(self._state.parameters, decision.learner),
+                )
             case ev.AnnounceComplete():
                 self.sessions.send(
                     decision.learner, learner_messages.complete(self._state.engine.step)
@@ -314,8 +318,8 @@ class Coordinator:
                 self._writer.export(
                     self._parameters(), step=decision.step, tokens=self._state.engine.tokens
                 )
-            case ev.WakeAt():
-                raise AssertionError("handled with its batch")
+            case ev.WakeAt() | ev.ShowVersion():
+                raise AssertionError("handled with its batch, or by a replay")
 
     def _record_blocks(self, state: Mapping[str, Any] | None) -> None:
         for line in data_line(state):
@@ -329,7 +333,6 @@ class Coordinator:
     # ------------------------------------------------------------ rounds
 
     def _pull(self, decision: ev.Pull) -> None:
-        message = learner_messages.pull(decision, self._parameters())
         self.attempts.add(
             Attempt(
                 round=decision.round,
@@ -339,6 +342,10 @@ class Coordinator:
                 members=decision.learners,
             )
         )
+        self._send_pull(decision)
+
+    def _send_pull(self, decision: ev.Pull) -> None:
+        message = learner_messages.pull(decision, self._parameters())
         for learner in decision.learners:
             self.sessions.send(learner, message)
         # Now, not when all have contributed: a far learner's request travels while it encodes.
@@ -398,7 +405,10 @@ class Coordinator:
             ),
         )
         self.attempts.commit(attempt)
-        self.sessions.send_all(learner_messages.committed(decision.fragment, attempt.version))
+        self._announce(decision.fragment, attempt.version)
+
+    def _announce(self, fragment: int, version: Version) -> None:
+        self.sessions.send_all(learner_messages.committed(fragment, version))
 
     # ------------------------------------------------------------ disk
 

@@ -4,8 +4,11 @@ Decisions of the engine as messages to learners (syncer.proto).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer.core import events as ev
+from diloco_syncer.core.contribution import Version
 from diloco_syncer.core.engine import HEARTBEAT_SECONDS, Engine
 from diloco_syncer.storage.parameters import Parameters
 
@@ -20,7 +23,7 @@ def welcome(
         welcome=pb.Welcome(
             epoch=engine.epoch,
             incarnation=decision.incarnation,
-            step=engine.step,
+            step=engine.step if decision.step is None else decision.step,
             steps=engine.spec.steps,
             local_step=decision.local_step,
             heartbeat_seconds=HEARTBEAT_SECONDS,
@@ -36,9 +39,9 @@ def welcome(
     )
 
 
-def ready(parameters: Parameters | None) -> pb.SyncerMessage:
-    """Θ exists; the current version of every fragment."""
-    fragments = parameters.all() if parameters is not None else []
+def ready(parameters: Parameters | None, learner: str) -> pb.SyncerMessage:
+    """Θ exists; the version of every fragment that this learner may have."""
+    fragments = parameters.all(learner) if parameters is not None else []
     versions = [pb.Version(epoch=f.version[0], step=f.version[1]) for f in fragments]
     return pb.SyncerMessage(ready=pb.Ready(versions=versions))
 
@@ -50,9 +53,12 @@ def fragments(decision: ev.AnnounceFragments, *, steps: int) -> pb.SyncerMessage
     )
 
 
-def pull(decision: ev.Pull | ev.ProbeLearner, parameters: Parameters) -> pb.SyncerMessage:
-    """The request for a fragment, with the versions that a delta may be based on."""
-    versions = [pb.Version(epoch=e, step=s) for e, s in parameters.versions(decision.fragment)]
+def pull(
+    decision: ev.Pull | ev.ProbeLearner, parameters: Parameters, *, bases: Sequence[Version] | None = None
+) -> pb.SyncerMessage:  # fmt: skip
+    """The request for a fragment, with the versions that a delta may be based on; None: all that are kept."""
+    kept = parameters.versions(decision.fragment) if bases is None else bases
+    versions = [pb.Version(epoch=e, step=s) for e, s in kept]
     return pb.SyncerMessage(
         pull=pb.Pull(
             round=decision.round,

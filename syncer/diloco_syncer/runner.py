@@ -24,7 +24,9 @@ from diloco_syncer.attempts import Attempts
 from diloco_syncer.coordinator import Coordinator, Event, Fault, no_fault
 from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import Applicant
+from diloco_syncer.core.replay import ReplayEngine
 from diloco_syncer.metrics import Metrics
+from diloco_syncer.replaying import ReplayCoordinator
 from diloco_syncer.sessions import Session, Sessions
 from diloco_syncer.state import State, StateView
 from diloco_syncer.storage import capture
@@ -86,7 +88,8 @@ class Runner:
             run=state.run, mirror=mirror, output=output,
         )  # fmt: skip
         self._mirror, self._output = mirror, output
-        self._coordinator = Coordinator(state, record=self.record, writer=self._writer, fault=fault)
+        made = ReplayCoordinator if isinstance(state.engine, ReplayEngine) else Coordinator
+        self._coordinator = made(state, record=self.record, writer=self._writer, fault=fault)
         self._wake = 0.0
         self._metrics_due = False
         self._unreported = ""

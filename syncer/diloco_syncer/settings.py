@@ -35,6 +35,8 @@ class Settings:
     json_logs: bool
     health_file: Path | None
     """See diloco.runtime.health."""
+    replay: Path | None = None
+    """The document of a replay, whose tape decides (diloco.journal.replay_files); None: this is none."""
     plain_http: bool = False
     """The endpoint of S3 in the environment has no TLS."""
 
@@ -76,5 +78,6 @@ def read(arguments: Sequence[str] | None = None) -> Settings:
         metrics_port=given.metrics_port,
         json_logs=given.json_logs,
         health_file=env.path("DILOCO_HEALTH_FILE"),
+        replay=env.path("DILOCO_REPLAY"),
         plain_http=any(env.text(name).startswith("http://") for name in ENDPOINTS),
     )

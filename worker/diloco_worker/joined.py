@@ -9,9 +9,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NoReturn
 
 import torch
@@ -25,10 +28,14 @@ from diloco.runtime import files
 from diloco.spec import RunSpec
 from diloco_worker.core import trainer as core
 from diloco_worker.core.block_wait import BlockWait
+from diloco_worker.core.ledger import HostCopy
+from diloco_worker.core.messages import LinkState
 from diloco_worker.core.open_blocks import Data
 from diloco_worker.core.peer_files import PEER_MANIFEST, PEER_TENSORS
+from diloco_worker.core.replay import Replay
 from diloco_worker.ipc.link_process import LinkProcess
 from diloco_worker.job_trainer import JobTrainer
+from diloco_worker.replayed import life_of
 from diloco_worker.settings import STEPS_PART_BYTES, LearnerSettings
 from diloco_worker.trainer import optimizer_state
 from diloco_worker.trainer.buffers import Loaded
@@ -39,12 +46,16 @@ from diloco_worker.trainer.loss import LossReader
 from diloco_worker.trainer.optimizer_steps import OptimizerSteps
 from diloco_worker.trainer.replica import Replica
 from diloco_worker.trainer.runqueue import RunQueue
+from diloco_worker.trainer.tape import Tape
 from diloco_worker.trainer.termination import Termination, exit_with
 from diloco_worker.trainer.wrappers import bare
 
 log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
+
+RETRY_SECONDS = 0.001
+"""A replay repeats a copy that the link has kept from being made."""
 
 UNUSABLE = (
     *(DilocoError, OSError, LookupError, RuntimeError, TypeError, ValueError),
@@ -91,6 +102,9 @@ class JoinedTrainer(JobTrainer):
         self._found: Manifest | None = None
         self._kept = KeptState(self._show, self._end)
         self._journal: BackgroundWriter | None = None
+        self._tape: Tape | None = None
+        self._replay: Replay | None = None
+        self._source, found_step = "model", 0
         checkpoint = self._run_spec.learner_checkpoint
         if config.state is not None:
             self._checkpoints = Checkpoints(
@@ -101,6 +115,13 @@ class JoinedTrainer(JobTrainer):
             self._journal = BackgroundWriter(
                 JournalWriter(config.state / "steps.jsonl"), part_bytes=STEPS_PART_BYTES
             )
+            self._tape = Tape(config.state, learner=self.name, restarts=config.restarts)
+            found_step = self._found.local_step if self._found is not None else 0
+        if config.replay is not None:
+            self._replay = Replay(life_of(config, found=found_step))
+            begin = self._replay.life.process.begin
+            if (begin.source, begin.optimizers) == ("model", "new"):
+                self._found = None  # that process could not use what it found
         self._core = core.TrainerCore(
             name=self.name,
             fragments=len(self._replica.layout.fragments),
@@ -116,6 +137,7 @@ class JoinedTrainer(JobTrainer):
             self._join()
             self._loaded = Loaded(self._model)
             self._replica.shown(self._core.link_state)
+            self._begin_tape(found_step)
             if self._checkpoints is not None:
                 self._checkpoints.watch(optimizers, self._model)
         except BaseException:
@@ -128,7 +150,9 @@ class JoinedTrainer(JobTrainer):
     def done(self) -> bool:
         """See `Learner.done`."""
         if not self._core.closed:
-            state = self._replica.shown(self._link.newest(now=time.monotonic()))
+            state = self._newest(time.monotonic())
+            if self._replay is not None:
+                state = self._replay.between(self._core.ledger.local_step)
             self._carry_out(self._core.check(state, terminated=self._termination.received))
         return self._core.closed
 
@@ -144,6 +168,9 @@ class JoinedTrainer(JobTrainer):
             now = time.monotonic()
             self._ensure_link(now)
             state = self._link.newest(now=now)
+            if self._replay is not None:
+                self._replay.observe(state)
+                state = self._replay.joining()
             terminated = self._termination.received
             self._carry_out(self._core.join(state, now=now, terminated=terminated))
 
@@ -158,11 +185,16 @@ class JoinedTrainer(JobTrainer):
         if self._checkpoints is not None and not self._checkpoints.boundary():
             self._core.checkpoint_lost()
         self._ensure_link(now)
-        state = self._replica.shown(self._link.newest(now=now))
+        state = self._newest(now)
+        if self._replay is not None:
+            state = self._await_tape(self._replay)
         self._loss.read(loss)
-        taken = self._optimizer_steps.taken()
+        taken, seen = self._optimizer_steps.taken(), self.step_index
         self._result_age = None
-        copied = self._carry_out(self._core.step(tokens, state, now=now, optimizer_steps=taken))
+        actions = self._core.step(tokens, state, now=now, optimizer_steps=taken)
+        if self._tape is not None and not self._core.closed:
+            self._tape.step(self._core, actions, seen=seen)
+        copied = self._carry_out(actions)
         self._carry_out(
             self._core.copied(copied, loss=self._loss.value, finite=self._loss.newly_finite)
         )
@@ -173,6 +205,8 @@ class JoinedTrainer(JobTrainer):
         )
         self._append(line)
         self._core.ended(now=time.monotonic())
+        if self._replay is not None:
+            self._follow_tape(self._replay)
         if self._kept and self._termination.received:
             # Before the loop draws a batch and reads `done`: the batch would be lost.
             self._carry_out(self._core.check(None, terminated=True))
@@ -193,6 +227,60 @@ class JoinedTrainer(JobTrainer):
         """See `Learner.close`."""
         self._carry_out(self._core.close("Closed"))
 
+    # ------------------------------------------------------------ tape
+
+    def _begin_tape(self, found_step: int) -> None:
+        if self._tape is None or not self._core.joined:
+            return
+        own = "checkpoint" if self._core.resumed else "new"
+        optimizers = self._core.recovered_from or own
+        self._tape.begin(
+            self._core, self._replica.layout, found=found_step, source=self._source, optimizers=optimizers
+        )  # fmt: skip
+        if self._replay is not None:
+            if text := self._replay.began_otherwise(
+                self._source, optimizers, self._core.link_state
+            ):
+                self._end(1, text)
+            # A report before the first step: the syncer shows results to processes that have begun.
+            self._link.offer(replace(self._core.state(), stepped=True))
+            self._follow_tape(self._replay)
+
+    def _newest(self, now: float) -> LinkState | None:
+        state = self._replica.shown(self._link.newest(now=now))
+        if self._replay is not None:
+            self._replay.observe(state)
+        return state
+
+    def _await_tape(self, replay: Replay) -> LinkState | None:
+        """What the tape has for the end of this step, once the link is so far."""
+        number = self._core.ledger.local_step + 1
+        while not (replay.refused or self._termination.received):
+            if (state := replay.boundary(number)) is not None:
+                return state
+            self._await_link()
+        return replay.joining()
+
+    def _follow_tape(self, replay: Replay) -> None:
+        """Save what a later process finds, and end as this one did."""
+        number = self._core.ledger.local_step
+        if number in replay.life.saves and self._checkpoints is not None:
+            self._checkpoints.finish()
+            self._save_checkpoint(self._core.save())
+            self._checkpoints.finish()
+        if number < replay.life.last:
+            return
+        while not (replay.merged or replay.refused or self._termination.received):
+            self._await_link()
+        if replay.life.killed and not self._termination.received:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def _await_link(self) -> None:
+        now = time.monotonic()
+        self._ensure_link(now)
+        self._link.wait(POLL_SECONDS)
+        self._newest(now)
+
     def _ensure_link(self, now: float) -> None:
         if self._link.pid is None:
             self._link.ensure(self._replica.known(self._core.state()), now=now)
@@ -205,7 +293,7 @@ class JoinedTrainer(JobTrainer):
         for action in actions:
             match action:
                 case core.CopyFragment(fragment, copy):
-                    if self._replica.try_copy(fragment, copy):
+                    if self._try_copy(fragment, copy):
                         copied.append(fragment)
                 case core.ApplyFragment(fragment):
                     self._apply(fragment)
@@ -213,7 +301,8 @@ class JoinedTrainer(JobTrainer):
                     if (known := self._replica.report(state)) is not None:
                         self._link.offer(known)
                 case core.SaveCheckpoint():
-                    self._save_checkpoint(action)
+                    if self._replay is None:
+                        self._save_checkpoint(action)
                 case core.CopyModel(copies, wait=True):
                     self._replica.copy_model(copies)
                 case core.CopyModel(copies):
@@ -240,6 +329,13 @@ class JoinedTrainer(JobTrainer):
                     raise exit_with(code, text)
         return copied
 
+    def _try_copy(self, fragment: int, copy: HostCopy) -> bool:
+        copied = self._replica.try_copy(fragment, copy)
+        while not copied and self._replay is not None:
+            time.sleep(RETRY_SECONDS)
+            copied = self._replica.try_copy(fragment, copy)
+        return copied
+
     def _load_checkpoint(self) -> None:
         if self._checkpoints is None or self._found is None:
             raise AssertionError("there is no checkpoint to load")
@@ -249,6 +345,7 @@ class JoinedTrainer(JobTrainer):
             with optimizer_state.own_on_error(self._optimizers):
                 self._checkpoints.load(found, self._model, self._optimizers)
                 self._replica.loaded()
+                self._source = "checkpoint"
                 loaded = self._core.checkpoint_loaded(found.facts, now=time.monotonic())
         except UNUSABLE as error:
             self._kept.forget_saved()
@@ -328,4 +425,13 @@ class JoinedTrainer(JobTrainer):
         self._link.leave(action.state)
         if self._checkpoints is not None:
             self._checkpoints.finish()
+        if self._tape is not None:
+            if self._core.joined:
+                try:
+                    digests = self._replica.digests()
+                except (RuntimeError, MemoryError) as error:  # such as of a device that has failed
+                    log.warning("the tape has no digests of the last parameters: %s", error)
+                    digests = []
+                self._tape.end(self._core, action.state.leaving, digests)
+            self._tape.close()
         self._release()

@@ -76,6 +76,8 @@ class LearnerSettings:
     json_logs: bool = False
     examination: Path | None = None
     """Where to record three steps instead of joining the job; see diloco_worker.examined."""
+    replay: Path | None = None
+    """The document of the replay that this process is part of (diloco.journal.replay); None: it is of none."""
     examination_step: int = 0
     """The global step at which they begin."""
     faults: tuple[Fault, ...] = ()
@@ -157,6 +159,7 @@ def from_env(
         health_file=env.path("DILOCO_HEALTH_FILE"),
         json_logs=env.text("DILOCO_LOG_FORMAT") == "json",
         examination=env.path("DILOCO_EXAMINATION"),
+        replay=env.path("DILOCO_REPLAY"),
         examination_step=env.integer("DILOCO_EXAMINATION_STEP", 0, least=0),
         faults=_faults(env),
     )

@@ -202,6 +202,8 @@ class MergeMember(Fields):
     """Largest norm of a tensor in multiples of the members' median; 0: fewer than 3, or no guard."""
     clipped: int | None = None
     """Tensors that were clipped to `guard` times the median."""
+    digests: str | None = None
+    """Of the values at the learner, in hexadecimal (diloco/model/digests.py)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,6 +226,12 @@ class Merge(Record):
     """Multiple of the members' median norm to which deltas are clipped; 0: off."""
     buffers: bool | None = None
     """Whether the fragment holds buffers; None: it does not."""
+    clock: Mapping[str, int] | None = None
+    """t_m of the newest report of each learner that trained, when this was pulled."""
+    abandoned: str | None = None
+    """Members of attempts that were aborted: names, separated by commas; None: there are none."""
+    digests: str | None = None
+    """Of Θ and momentum of the fragment, in hexadecimal; None: nothing has changed."""
     members: tuple[MergeMember, ...]
 
 

@@ -103,6 +103,7 @@ class UploadHeader(_message.Message):
     ELEMENTS_FIELD_NUMBER: _builtins.int
     CHUNKS_FIELD_NUMBER: _builtins.int
     NORMS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     learner: _builtins.str
     incarnation: _builtins.int
@@ -121,6 +122,8 @@ class UploadHeader(_message.Message):
     elements: _builtins.int
     """padded length of the fragment (diloco/model/fragments.py); bytes for RAW"""
     chunks: _builtins.int
+    digests: _builtins.bytes
+    """Digests of the values of the host copy, before they are encoded (diloco/model/digests.py); empty: not stated."""
     @_builtins.property
     def base(self) -> _syncer_pb2.Version:
         """DELTA only"""
@@ -147,10 +150,11 @@ class UploadHeader(_message.Message):
         elements: _builtins.int = ...,
         chunks: _builtins.int = ...,
         norms: _abc.Iterable[_builtins.float] | None = ...,
+        digests: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base", b"base", "chunks", b"chunks", "content", b"content", "elements", b"elements", "epoch", b"epoch", "format", b"format", "fragment", b"fragment", "incarnation", b"incarnation", "learner", b"learner", "local_step", b"local_step", "norms", b"norms", "round", b"round", "steps", b"steps", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt", b"attempt", "base", b"base", "chunks", b"chunks", "content", b"content", "digests", b"digests", "elements", b"elements", "epoch", b"epoch", "format", b"format", "fragment", b"fragment", "incarnation", b"incarnation", "learner", b"learner", "local_step", b"local_step", "norms", b"norms", "round", b"round", "steps", b"steps", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -72,6 +72,8 @@ class Contribution:
     """The most weight beside the other members (core/guard.py)."""
     buffers: bool = False
     """Of buffers: running statistics may change by any length in any number of steps."""
+    digests: bytes = b""
+    """Of the values at the learner (diloco/model/digests.py), for the tape; empty: not stated."""
     norm_limits: tuple[float, ...] = ()
     """The largest norm per tensor beside the other members; longer deltas are clipped. Empty: none."""
 

@@ -188,6 +188,8 @@ class Merged:
     """Of the members of positive weight, in the order of their names."""
     sizes: tuple[float, float] = (0.0, 0.0)
     """Root of the mean square of the fragment of Θ, before and after."""
+    digests: bytes = b""
+    """Of Θ and momentum of the fragment, for the tape."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -283,6 +285,8 @@ class Admit:
     total_tokens: int
     peers: tuple[PeerAddress, ...] = ()
     """To ask for the state of their optimizers, best first."""
+    step: int | None = None
+    """Global step that the state of a peer must be of, or a later one; None: the present one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -400,6 +404,18 @@ class Finish:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShowVersion:
+    """Of a replay: this learner may have this version of a fragment from now on, and no newer one."""
+
+    learner: str
+    fragment: int
+    step: int
+    """Global, of the commit that made it."""
+    announced: bool
+    """False: it is part of the model that a new process downloads."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Log:
     """One line of events.jsonl."""
 
@@ -429,6 +445,7 @@ Decision = (
     | Commit
     | TakeSnapshot
     | Finish
+    | ShowVersion
     | Log
     | WakeAt
 )

@@ -55,6 +55,10 @@ class Round:
     """How often each learner was lost as a member."""
     quorum_at: float | None = None
     pulled_at: float = 0.0
+    pulled: set[str] = field(default_factory=set)
+    """Learners that were members of any attempt."""
+    clock: dict[str, int] = field(default_factory=dict)
+    """t_m of the newest report of each learner that trained, at the last pull."""
     grace_seconds: float = 0.0
     """How long the grace window lasted."""
     members: dict[str, UploadProgress] = field(default_factory=dict)
@@ -107,6 +111,7 @@ class Round:
         self.phase = Phase.PULLING
         self.attempt += 1
         self.members = {name: UploadProgress.begin(now) for name in members}
+        self.pulled.update(self.members)
         self.pending = len(self.members)
         self.contributions, self.early = {}, {}
         self.pulled_at = now
@@ -292,6 +297,7 @@ def merge_line(
 ) -> dict[str, Any]:
     """The fields of a `merge` line of events.jsonl: what the audit needs to judge it."""
     confirmed = {found.learner: found for found in merged.confirmed}
+    abandoned = ", ".join(sorted(round_.pulled - round_.contributions.keys()))
     return {
         "step": round_.step,
         "fragment": round_.fragment,
@@ -305,6 +311,9 @@ def merge_line(
         "deltaNorm": merged.delta_norm,
         "guard": guard,
         **({"buffers": True} if any(c.buffers for c in round_.by_name()) else {}),
+        "clock": round_.clock,
+        **({"abandoned": abandoned} if abandoned else {}),
+        **({"digests": merged.digests.hex()} if merged.digests else {}),
         "members": [_member(c, confirmed.get(c.learner), guard) for c in round_.by_name()],
     }
 
@@ -322,4 +331,5 @@ def _member(c: Contribution, found: ConfirmedNorm | None, guard: float) -> dict[
         "deviation": 0.0 if found is None else found.deviation,
         "ofMedian": guard * c.excess,
         "clipped": c.clipped,
+        **({"digests": c.digests.hex()} if c.digests else {}),
     }

@@ -142,6 +142,7 @@ class Scheduler:
 
     def _pull(self, round_: Round, members: list[str], now: float) -> list[ev.Decision]:
         round_.pull(members, now)
+        round_.clock = {r.name: r.local_step for r in self.learners.training()}
         for name in members:
             record = self.learners.by_name[name]
             if record.report is not None:

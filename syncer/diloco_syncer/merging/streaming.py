@@ -26,6 +26,7 @@ import numpy.typing as npt
 
 from diloco.codec import formats, frames
 from diloco.errors import DilocoError, ProtocolError, UnavailableError
+from diloco.model.digests import digests
 from diloco.model.fragments import BLOCK, Fragment, Slot, Tensor
 from diloco_syncer.core.contribution import Contribution, ContributionError
 from diloco_syncer.core.outer import OuterOptimizer
@@ -96,6 +97,7 @@ class FragmentMerge:
         self._output = threading.Condition(self._lock)
         """A chunk is final, or the merge is over."""
         self._abort_reason: str | None = None
+        self._digests: bytes | None = None
         self._outputs: list[bytes | None] = [None] * fragment.chunks
         self._unfinished = fragment.chunks if self._contributions else 0
         if not self._contributions:
@@ -274,6 +276,14 @@ class FragmentMerge:
             delta_norm=0.0,
             encoded_bytes=formats.encoded_bytes(self._down, self._fragment.elements),
         )
+
+    def digests(self) -> bytes:
+        """Of the new Θ and momentum, once it is `finished`: several members may end at the same time."""
+        with self._lock:
+            if self._digests is None:
+                result = self.result()
+                self._digests = digests(self._fragment, result.theta_N, result.momentum_N)
+            return self._digests
 
     # ------------------------------------------------------------ bookkeeping
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 
 from diloco.codec import formats
 from diloco.errors import DilocoError, NotFiniteError, ProtocolError, UnavailableError
+from diloco.model.digests import MAX_BYTES
 from diloco.model.fragments import Layout
 from diloco.v1 import bulk_pb2 as bulk
 from diloco_syncer.attempts import AttemptAbortedError, MemberUpload
@@ -336,4 +337,6 @@ def contribution_of(header: bulk.UploadHeader, layout: Layout) -> Contribution:
         format=header.format,
         norms=tuple(header.norms),
         buffers=layout.fragments[header.fragment].buffers,
+        # No merge depends on them, and a line of the journal is bounded.
+        digests=header.digests if len(header.digests) <= MAX_BYTES else b"",
     )

@@ -23,7 +23,7 @@ from diloco_syncer.core.contribution import Version
 from diloco_syncer.core.upload_limits import MIN_BYTES_PER_SECOND, START_SECONDS
 from diloco_syncer.merging.streaming import MergeAbortedError
 from diloco_syncer.rpc.transfers import Host, Waiting, check_sender, pack
-from diloco_syncer.storage.parameters import Parameters
+from diloco_syncer.storage.parameters import FragmentParameters, Parameters
 
 log = logging.getLogger(__name__)
 
@@ -194,7 +194,8 @@ def _content(host: Host, parameters: Parameters, wanted: bulk.DownloadRequest) -
     fragment, step = layout.fragments[wanted.fragment], host.facts.step
     down = formats.of_fragment(host.spec.wire_down, fragment)
     if wanted.round == 0:
-        return _Current(parameters, fragment, fmt=wanted.format or down, step=step)
+        current = parameters.current(fragment.index, wanted.learner)
+        return _Current(current, fragment, fmt=wanted.format or down, step=step)
     attempt = host.attempts.get(wanted.round, wanted.attempt)
     if attempt is None or attempt.fragment != wanted.fragment:
         raise UnavailableError(
@@ -227,8 +228,9 @@ class _Committed:
 class _Current(_Committed):
     """The committed version, encoded chunk by chunk."""
 
-    def __init__(self, parameters: Parameters, fragment: Fragment, *, fmt: int, step: int) -> None:
-        current = parameters.current(fragment.index)
+    def __init__(
+        self, current: FragmentParameters, fragment: Fragment, *, fmt: int, step: int
+    ) -> None:
         self._fragment, self._fmt, self._theta_N = fragment, fmt, current.theta_N
         self._buffer = np.empty(formats.encoded_bytes(fmt, min(CHUNK, fragment.elements)), np.uint8)
         self.header = _header(fragment, current.version, fmt=fmt, step=step)

@@ -167,6 +167,7 @@ class MemberChunks:
                     bytes_result=result.encoded_bytes,
                     confirmed=result.confirmed,
                     sizes=result.sizes,
+                    digests=merge.digests(),
                 )
             )
 

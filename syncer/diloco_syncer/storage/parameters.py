@@ -68,6 +68,8 @@ class Parameters:
         self.layout = layout
         self.constants, self.source = constants, source
         self._lock = threading.Lock()
+        self._shown: dict[tuple[str, int], FragmentParameters] = {}
+        """Learner and fragment → what the learner gets; empty but in a replay."""
         self._old: list[deque[tuple[Version, F32]]] = [deque(maxlen=keep_old) for _ in thetas]
         momenta = momenta or [np.zeros_like(t) for t in thetas]
         self._current = [
@@ -75,15 +77,20 @@ class Parameters:
             for t, m, v in zip(thetas, momenta, versions, strict=True)
         ]
 
-    def current(self, fragment: int) -> FragmentParameters:
-        """The current version of one fragment."""
+    def current(self, fragment: int, learner: str = "") -> FragmentParameters:
+        """The current version of one fragment; of a learner, the version that it is shown."""
         with self._lock:
-            return self._current[fragment]
+            return self._shown.get((learner, fragment)) or self._current[fragment]
 
-    def all(self) -> list[FragmentParameters]:
-        """The current version of every fragment, all from the same instant."""
+    def all(self, learner: str = "") -> list[FragmentParameters]:
+        """`current` of every fragment, all from the same instant."""
         with self._lock:
-            return list(self._current)
+            return [self._shown.get((learner, p)) or now for p, now in enumerate(self._current)]
+
+    def show(self, learner: str, fragment: int, version: FragmentParameters) -> None:
+        """Of a replay: the learner gets this version, whatever the current one is, until it is shown another."""
+        with self._lock:
+            self._shown[learner, fragment] = version
 
     def versions(self, fragment: int) -> list[Version]:
         """Versions of a fragment that a delta may be based on, newest first."""

@@ -140,6 +140,7 @@ def test_help_lists_every_command_in_a_group(tmp_path):
     assert set(re.findall(r"^  (\w+)  ", commands, re.M)) == {
         "new", "doctor", "validate", "run", "status", "kill", "suspend", "resume", "report",
         "export", "sample", "audit", "render", "crd", "certs", "logs", "experiment", "sim", "chaos",
+        "replay", "tape",
     }  # fmt: skip
 
 
@@ -186,12 +187,25 @@ def test_every_command_of_a_run_takes_its_directory_in_both_ways(tmp_path, run_d
     commands = {
         **{name: [name] for name in ("suspend", "resume", "status", "report", "audit", "sample")},
         **{"kill": ["kill", "eu/0"], "export": ["export", "--to", "out"]},
+        **{"replay": ["replay"], "tape": ["tape", "show"]},
     }
     for name, command in commands.items():
         by_option = diloco(*command, "--dir", run_dir / "none", cwd=tmp_path)
         by_position = diloco(*command, run_dir / "none", cwd=tmp_path)
         assert f"{run_dir / 'none'}: not a run directory" in by_position.stderr, name
         assert by_position.stderr == by_option.stderr
+
+
+def test_a_run_without_a_tape_is_neither_shown_nor_replayed(tmp_path, run_dir):
+    shown = diloco("tape", "show", run_dir, cwd=tmp_path)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert (
+        f"{run_dir}: no tape; a run of this release writes it when the job starts" in shown.stderr
+    )
+    replayed = diloco("replay", run_dir, cwd=tmp_path)
+    assert (replayed.returncode, replayed.stdout) == (2, "")
+    assert str(run_dir) in replayed.stderr
+    assert "Traceback" not in replayed.stderr
 
 
 def test_the_only_run_is_the_default(tmp_path, run_dir):

@@ -337,6 +337,7 @@ def test_a_deadline_never_moves_back():
 
 def test_the_line_of_a_merge_shows_the_duration_of_each_part_and_the_members():
     round_ = pulled("b", "a", now=100.0)
+    round_.clock = {"a": 7, "b": 9, "c": 1}
     round_.quorum_at, round_.grace_seconds = 92.5, 1.23456789
     round_.contributed(contribution("b"), 100.0)
     round_.contributed(contribution("a", base=None, steps=4, tokens=20), 100.0)
@@ -349,7 +350,7 @@ def test_the_line_of_a_merge_shows_the_duration_of_each_part_and_the_members():
     assert line == {
         "step": 7, "fragment": 2, "attempt": 1, "quorum": 2, "quorumSeconds": 2.5,
         "graceSeconds": 1.234568, "syncSeconds": 4.5, "bytesUp": 11, "bytesDown": 39, "deltaNorm": 0.5,
-        "guard": 10.0,
+        "guard": 10.0, "clock": {"a": 7, "b": 9, "c": 1},
     }  # fmt: skip
     assert [m["learner"] for m in members] == ["a", "b"]
     assert members[0]["base"] is None
@@ -357,6 +358,18 @@ def test_the_line_of_a_merge_shows_the_duration_of_each_part_and_the_members():
     assert {k: members[1][k] for k in ("incarnation", "step", "steps", "tokens", "base")} == {
         "incarnation": 3, "step": 9, "steps": 2, "tokens": 10, "base": 4,
     }  # fmt: skip
+
+
+def test_the_line_of_a_merge_has_digests_and_the_members_of_aborted_attempts():
+    round_ = pulled("a", "b", "c", now=100.0)
+    round_.pull(["a"], 101.0)
+    round_.contributed(contribution("a", digests=b"\x01\xff\x00\x00"), 102.0)
+    merged = Merged(
+        round=7, attempt=2, delta_norm=0.5, bytes_up=11, bytes_result=13, digests=b"\0\0\0\x0a"
+    )  # fmt: skip
+    line = merge_line(round_, merged, quorum=1, guard=10.0, receivers=3, now=104.5)
+    assert (line["abandoned"], line["digests"]) == ("b, c", "0000000a")
+    assert [member["digests"] for member in line["members"]] == ["01ff0000"]
 
 
 def test_a_member_that_is_removed_is_no_longer_pending():

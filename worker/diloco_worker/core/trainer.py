@@ -469,7 +469,7 @@ class TrainerCore:
         wanted = every is not None and self._saved_step < self.link_state.checkpoint_wanted
         due = due or (wanted and self.link_state.checkpoint_wanted <= self.link_state.step)
         if due and self.checks.finite:  # a restart must not load what has diverged
-            actions.append(self._save())
+            actions.append(self.save())
         return actions
 
     def line(
@@ -526,13 +526,10 @@ class TrainerCore:
         """The state cannot be saved: there are no further checkpoints."""
         self._checkpoint_every = None
 
-    def _save(self) -> SaveCheckpoint:
-        return SaveCheckpoint(
-            local_step=self.ledger.local_step,
-            global_step=self.link_state.step,
-            run=self.run,
-            facts=self.facts(),
-        )
+    def save(self) -> SaveCheckpoint:
+        """A checkpoint of the present state."""
+        step, t_m = self.link_state.step, self.ledger.local_step
+        return SaveCheckpoint(local_step=t_m, global_step=step, run=self.run, facts=self.facts())
 
     def facts(self) -> dict[str, Any]:
         """The counters for a checkpoint, and the start of the syncer that their versions are of; both or neither."""
@@ -560,7 +557,7 @@ class TrainerCore:
         saving: list[Action] = []
         if self._checkpoint_every is not None and self.trained:
             # A step boundary of a trained model is worth a checkpoint.
-            saving = [AwaitCheckpoint(), self._save()]
+            saving = [AwaitCheckpoint(), self.save()]
         return [*saving, *self.close("SIGTERM" if terminated else "Complete")]
 
     def _refusal(self) -> list[Action]:

@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from diloco.codec import formats
 from diloco.errors import NotFiniteError, UnavailableError
+from diloco.model.digests import digests
 from diloco.model.fragments import CHUNK, Fragment
 from diloco.spec import RunSpec
 from diloco.v1 import bulk_pb2 as bulk
@@ -185,6 +186,8 @@ class Encoder:
         buffer = self._buffers.acquire(formats.encoded_bytes(header.format, fragment.elements))
         try:
             host_N = self._memory.host(fragment.index)
+            if not (pull.probe or copy.format):
+                header.digests = digests(fragment, host_N)
             if fragment.buffers and inbox.version is not None:
                 host_N = self._finite(fragment, host_N)
             if base is None:

@@ -14,6 +14,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from diloco.model.digests import digests
 from diloco.model.fragments import cut
 from diloco.rpc.tensor_info import pack_frozen
 from diloco.spec import RunSpec
@@ -208,6 +209,15 @@ class Replica:
             if held:
                 self._copy(fragment, copy)
         return held
+
+    def digests(self) -> list[bytes]:
+        """Digests of the values of each fragment (diloco/model/digests.py); takes a pass over the model."""
+        found = []
+        for fragment in self.layout.fragments:
+            values = torch.zeros(fragment.elements)
+            self._copier.stage_out(fragment.index, values)
+            found.append(digests(fragment, values.numpy()))
+        return found
 
     def close(self) -> None:
         """Release the shared memory."""

@@ -1,0 +1,237 @@
+"""The engine of a replay: what it waits for, and what it never does by itself."""
+
+from dataclasses import replace
+
+import pytest
+
+from diloco.journal.replay import plan_of
+from diloco.spec import RunSpec
+from diloco_syncer.core import events as ev
+from diloco_syncer.core.contribution import Contribution
+from diloco_syncer.core.replay import ReplayEngine
+from diloco_testing.local.tapes import initialised, member, merge, process, start, tapes
+
+SPEC = RunSpec(job="j", steps=3, fragments=2, interval=3, overlap=2, quorum=1, learners={"eu": 1, "us": 1})  # fmt: skip
+EVENTS = [
+    start(steps=3),
+    initialised("us/0"),
+    merge(1, member("eu/0", 2), clock={"eu/0": 2, "us/0": 1}),
+    merge(2, member("eu/0", 4), member("us/0", 3)),
+    merge(3, member("us/0", 4, base=1)),
+]
+TAPES = tapes(
+    eu_0=process("eu/0", 6, results={3: [(1, 1)], 5: [(0, 2)]}),
+    us_0=process("us/0", 5, results={3: [(1, 1)], 5: [(0, 2)]}),
+)
+
+
+class Driven:
+    """A replay engine with two learners, driven by hand."""
+
+    def __init__(self, *, learners=("eu/0", "us/0"), initial=True, plan=None):
+        plan = plan or plan_of(EVENTS, TAPES, feedback=False)
+        self.engine = ReplayEngine(spec=SPEC, epoch=1, plan=plan)
+        self.now, self.decisions = 0.0, []
+        for number, name in enumerate(learners, 1):
+            self.hello(name, number)
+        if initial:
+            self.handle(ev.Initialised(learner="us/0"))
+
+    def handle(self, event, seconds=0.1):
+        self.now += seconds
+        found = self.engine.handle(event, self.now)
+        self.decisions += found
+        return found
+
+    def hello(self, name, number, *, restarts=0, fresh=True):
+        return self.handle(ev.Hello(
+            session=number, learner=name, region=name[:2], incarnation=number, fresh=fresh, local_step=0,
+            checkpoint_step=0, restarts=restarts,
+        ))  # fmt: skip
+
+    def report(self, name, local_step):
+        session = self.engine.learners.by_name[name].session
+        return self.handle(ev.Reported(
+            session=session, learner=name, local_step=local_step, steps=(1, 1), tokens=(8, 8),
+            offers=frozenset(), total_tokens=8 * local_step, global_step=0, step_seconds=0.1, sync_seconds=0.0,
+            loss=None,
+        ))  # fmt: skip
+
+    def contribute(self, pull, name, local_step, base=(1, 0)):
+        number = self.engine.learners.by_name[name].incarnation
+        return self.handle(Contribution(
+            learner=name, incarnation=number, round=pull.round, attempt=pull.attempt, local_step=local_step,
+            steps=9, tokens=99, base=base, format=1, norms=(1.0,),
+        ))  # fmt: skip
+
+    def merged(self, pull):
+        return self.handle(ev.Merged(
+            round=pull.round, attempt=pull.attempt, delta_norm=1.0, bytes_up=1, bytes_result=1, sizes=(1.0, 1.0),
+        ))  # fmt: skip
+
+
+def of(decisions, kind):
+    return [each for each in decisions if isinstance(each, kind)]
+
+
+def pulls(decisions):
+    return [(pull.round, pull.learners) for pull in of(decisions, ev.Pull)]
+
+
+def test_only_the_learner_of_the_tape_is_asked_for_the_initial_model():
+    driven = Driven(learners=("eu/0",), initial=False)
+    assert of(driven.decisions, ev.RequestInitial) == []
+    assert of(driven.hello("us/0", 2), ev.RequestInitial) == [ev.RequestInitial(learner="us/0")]
+
+
+def test_a_round_pulls_its_members_when_all_learners_are_as_far_as_they_were():
+    driven = Driven()
+    assert pulls(driven.report("eu/0", 2)) == []  # us/0 had made a step
+    assert pulls(driven.report("us/0", 1)) == [(1, ("eu/0",))]
+
+
+def test_no_learner_that_was_no_member_is_pulled_however_long_the_round_takes():
+    driven = Driven()
+    driven.report("us/0", 50)
+    for _ in range(100):
+        driven.handle(ev.Tick(), seconds=2.0)
+        driven.handle(ev.Heartbeat(session=1, learner="eu/0"), seconds=0.1)
+        driven.handle(ev.Heartbeat(session=2, learner="us/0"), seconds=0.1)
+    assert pulls(driven.decisions) == []
+
+
+def test_several_rounds_are_in_flight_as_before_and_commit_in_order():
+    driven = Driven()
+    driven.report("us/0", 3)
+    [first] = of(driven.report("eu/0", 2), ev.Pull)
+    [second] = of(driven.report("eu/0", 4), ev.Pull)
+    assert (second.round, second.learners) == (2, ("eu/0", "us/0"))
+    driven.contribute(second, "eu/0", 4)
+    driven.contribute(second, "us/0", 3)
+    assert of(driven.merged(second), ev.Commit) == []
+    driven.contribute(first, "eu/0", 2)
+    assert [commit.round for commit in of(driven.merged(first), ev.Commit)] == [1, 2]
+
+
+def test_counters_are_those_of_the_tape():
+    driven = Driven()
+    driven.report("us/0", 1)
+    [pull] = of(driven.report("eu/0", 2), ev.Pull)
+    [begin] = of(driven.contribute(pull, "eu/0", 2), ev.BeginMerge)
+    assert [(c.steps, c.tokens, c.weight) for c in begin.contributions] == [(1, 8, 64.0)]
+
+
+def committed_first():
+    driven = Driven()
+    driven.report("us/0", 1)
+    [pull] = of(driven.report("eu/0", 2), ev.Pull)
+    driven.contribute(pull, "eu/0", 2)
+    return driven, driven.merged(pull)
+
+
+def test_a_version_is_shown_to_those_that_applied_it_when_it_exists():
+    driven, decisions = committed_first()
+    shown = of(decisions, ev.ShowVersion)
+    assert [(s.learner, s.fragment, s.step, s.announced) for s in shown] == [
+        ("eu/0", 1, 1, True),
+        ("us/0", 1, 1, True),
+    ]
+    initial = of(driven.decisions, ev.ShowVersion)[:4]
+    assert {(s.learner, s.fragment, s.step, s.announced) for s in initial} == {
+        (name, fragment, 0, False) for name in ("eu/0", "us/0") for fragment in (0, 1)
+    }
+
+
+def test_no_result_is_shown_to_a_process_that_may_still_download_the_model():
+    driven = Driven()
+    driven.engine.scheduler._plan[1] = replace(driven.engine.scheduler._plan[1], clock={})
+    [pull] = of(driven.report("eu/0", 2), ev.Pull)
+    driven.contribute(pull, "eu/0", 2)
+    assert [s.learner for s in of(driven.merged(pull), ev.ShowVersion)] == ["eu/0"]
+    shown = of(driven.report("us/0", 0), ev.ShowVersion)  # as it begins
+    assert [(s.learner, s.step) for s in shown] == [("us/0", 1)]
+
+
+def test_a_version_is_not_shown_while_a_copy_of_before_may_still_be_sent():
+    # Of this process, a copy of fragment 0 from local step 3 is merged in step 2, and it applied that in step 5.
+    late = tapes(
+        eu_0=process("eu/0", 6, results={3: [(1, 1)], 5: [(0, 2)]}),
+        us_0=process("us/0", 5, results={4: [(1, 1)], 5: [(0, 2)]}),
+    )
+    events = [
+        *EVENTS[:-1],
+        merge(3, member("us/0", 4, base=0)),
+    ]  # it was copied before version 1 came
+    driven = Driven(plan=plan_of(events, late, feedback=False))
+    driven.report("us/0", 1)
+    [pull] = of(driven.report("eu/0", 2), ev.Pull)
+    driven.contribute(pull, "eu/0", 2)
+    shown = of(driven.merged(pull), ev.ShowVersion)
+    assert [s.learner for s in shown] == ["eu/0"]
+
+
+def test_the_global_step_is_announced_and_no_fragment_to_keep():
+    _, decisions = committed_first()
+    [announced] = of(decisions, ev.AnnounceFragments)
+    assert (announced.step, announced.fragments, announced.learners) == (1, (), ("eu/0", "us/0"))
+
+
+@pytest.mark.parametrize("how", ["dropped", "left"])
+def test_a_member_that_cannot_deliver_is_waited_for_and_never_replaced(how):
+    driven = Driven()
+    driven.report("us/0", 1)
+    [pull] = of(driven.report("eu/0", 2), ev.Pull)
+    if how == "dropped":
+        driven.handle(
+            ev.Dropped(learner="eu/0", round=1, attempt=1, reason="StreamBroken", detail="x")
+        )
+    else:
+        driven.handle(ev.Left(session=1, learner="eu/0", reason="StreamEnded"))
+        assert pulls(driven.handle(ev.Tick(), seconds=2.0)) == []
+        driven.hello("eu/0", 1, fresh=False)
+        driven.report("eu/0", 3)
+    driven.handle(ev.Tick(), seconds=1.0)
+    again = of(driven.decisions, ev.Pull)[-1]
+    assert (again.round, again.learners) == (1, pull.learners)
+    assert again.attempt > pull.attempt
+    events = {log.event for log in of(driven.decisions, ev.Log)}
+    assert "eject" not in events
+
+
+def test_a_process_that_the_tape_does_not_have_is_refused():
+    driven = Driven(learners=("us/0",))
+    [close] = of(driven.hello("eu/0", 7, restarts=3), ev.Close)
+    assert (close.reason, close.detail) == (
+        "Config",
+        "the tape has no process of eu/0 after 3 restarts",
+    )
+
+
+def test_a_process_begins_with_the_counters_of_the_tape_and_asks_no_peer():
+    driven = Driven()
+    [first, _] = of(driven.decisions, ev.Admit)
+    assert (first.local_step, first.total_tokens, first.use_checkpoint, first.peers) == (0, 0, False, ())  # fmt: skip
+
+
+def test_ready_is_sent_again_in_a_new_session_and_nothing_is_shown_twice():
+    driven, _ = committed_first()
+    driven.handle(ev.Left(session=1, learner="eu/0", reason="StreamEnded"))
+    decisions = driven.hello("eu/0", 1, fresh=False)
+    assert of(decisions, ev.AnnounceReady) == [ev.AnnounceReady(learner="eu/0")]
+    assert of(decisions, ev.ShowVersion) == []
+
+
+def test_the_job_is_complete_after_the_last_round():
+    driven, _ = committed_first()
+    driven.report("us/0", 3)
+    [pull] = of(driven.report("eu/0", 4), ev.Pull)
+    driven.contribute(pull, "eu/0", 4)
+    driven.contribute(pull, "us/0", 3)
+    driven.merged(pull)
+    [pull] = of(driven.report("us/0", 4), ev.Pull)
+    driven.contribute(pull, "us/0", 4, base=(1, 1))
+    driven.merged(pull)
+    assert driven.engine.step == 3
+    [snapshot] = of(driven.handle(ev.SnapshotDone(step=0)), ev.TakeSnapshot)
+    assert snapshot.step == 3
+    assert of(driven.handle(ev.SnapshotDone(step=3)), ev.Finish) == [ev.Finish(step=3)]
