@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from diloco_worker.core.messages import LinkState, Phase
+from diloco_worker.core.recovery import LocalCheckpoint
 from diloco_worker.core.trainer import (
     ApplyModel,
     AwaitLink,
     CopyModel,
     LoadCheckpoint,
     LoadOptimizers,
-    LocalCheckpoint,
     SaveCheckpoint,
     Send,
     ShowProgress,
