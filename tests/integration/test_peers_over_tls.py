@@ -157,7 +157,9 @@ def test_a_learner_that_lost_its_disk_takes_the_moments_of_its_region_over_mutua
     assert "the optimizers continue with the state of eu/0" in lost.log()
     verdict = audit((syncer.dir / "events.jsonl").read_text().rpartition("\n")[0].splitlines())
     assert verdict.ok, verdict.violations
-    assert "1 with the optimizers' state of a peer" in verdict.recovery
+    # Those that joined late at the beginning may have taken the state of another one as well.
+    assert verdict.recoveries[-1].peer == "eu/0"
+    assert "with the optimizers' state of a peer" in verdict.recovery
 
 
 def test_impostors_are_refused_with_a_sentence_and_the_next_peer_is_asked(syncer, start, authority):
