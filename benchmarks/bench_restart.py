@@ -36,11 +36,11 @@ State = tuple[dict[str, Any], list[dict[str, Any]]]
 
 
 class Training:
-    """One training run without a job."""
+    """One training run without a job, on the data of one learner."""
 
-    def __init__(self, optimizer: str, *, seed: int) -> None:
+    def __init__(self, optimizer: str, *, seed: int, learner: str = "eu/0") -> None:
         self.config = config_reader.read(gpt.Config, {**CONFIG, "optimizer": optimizer})
-        self.seed, self.step = seed, 0
+        self.seed, self.learner, self.step = seed, learner, 0
         self.corpus = gpt.load_data(self.config)
         self.model = gpt.GPT(self.config, seed=seed)
         self.optimizers = optim.build(
@@ -67,7 +67,7 @@ class Training:
         losses = []
         for self.step in range(self.step + 1, self.step + steps + 1):  # noqa: B020 - it continues
             windows = data.batch(
-                self.corpus.train, seed=self.seed, learner="eu/0", step=self.step,
+                self.corpus.train, seed=self.seed, learner=self.learner, step=self.step,
                 batch=self.config.batch, context=self.config.context,
             )  # fmt: skip
             loss = gpt.loss_of(self.model, windows, self.config, torch.device("cpu"))

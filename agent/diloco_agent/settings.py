@@ -143,6 +143,8 @@ def _learner(env: Environment) -> dict[str, str]:
         return {}
     index, rank = divmod(int(ordinal[2]), size)
     own = {"DILOCO_LEARNER": f"{region}/{index}"}
+    if env.text("DILOCO_PEER"):
+        own["DILOCO_PEER_HOST"] = f"{pod}.{job}-{region}"
     if size > 1:
         own |= {
             "RANK": str(rank),

@@ -24,7 +24,7 @@ from cryptography.x509.oid import NameOID
 
 from diloco.errors import ConfigError
 from diloco.rpc.certificates import USAGES, certificates, day, is_key_of
-from diloco.rpc.identity import observer_uri, region_uri, server_name
+from diloco.rpc.identity import learner_server_name, observer_uri, region_uri, server_name
 from diloco.runtime import files
 from diloco_job.types import DiLoCoJob
 
@@ -301,9 +301,10 @@ def write_certs(
     written = []
     for file, own in [*clusters.items(), ("all", regions)]:
         server = job.spec.syncer_region in own
+        names = [learner_server_name(job.metadata.name, region) for region in own]
         issued = issue(
-            authority, job=job.metadata.name, regions=own,
-            server_names=_server_names(job, namespace, hosts) if server else (), now=now, days=days,
+            authority, job=job.metadata.name, regions=own, now=now, days=days,
+            server_names=[*(_server_names(job, namespace, hosts) if server else ()), *names],
         )  # fmt: skip
         path = directory / f"{file}.yaml"
         document = secret(name, namespace, issued, authority.bundle)

@@ -177,11 +177,8 @@ def audit(
     if not parts(events):
         raise ConfigError(f"{events}: no such file; the syncer writes it when the job starts")
     found = audit_parts(reader.lines(events))
-    text = "\n".join(
-        map(
-            printable, [found.verdict, *found.violations, *found.notes, *filter(None, [found.data])]
-        )
-    )
+    rest = filter(None, [found.data, found.recovery])
+    text = "\n".join(map(printable, [found.verdict, *found.violations, *found.notes, *rest]))
     show(output, {"ok": found.ok, "verdict": found.verdict, **asdict(found)}, text)
     if not found.ok:
         raise typer.Exit(1)

@@ -46,6 +46,8 @@ class LearnerPlan(ProgramPlan):
     region: str
     index: int
     """Within its region."""
+    has_peers: bool
+    """Whether it takes the state of its optimizers from other learners, and answers those."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +262,7 @@ def learner_plan(job: DiLoCoJob, region: Region, index: int) -> LearnerPlan:
         name=names.learner_name(region.name, index),
         region=region.name,
         index=index,
+        has_peers=learner.has_peers,
         argv=argv,
         config=config,
         env=_user_env(job),

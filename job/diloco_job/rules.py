@@ -204,7 +204,7 @@ RULES: tuple[Rule, ...] = (
         cel="!has(self.learner.recipe) || self.learner.podsPerLearner == 1",
         cel_values=("self.learner.podsPerLearner",),
     ),
-    _distinct("learner", "health", "metrics", "rendezvous"),
+    _distinct("learner", "health", "metrics", "rendezvous", "peer"),
     _distinct("syncer", "health", "metrics", "sync"),
     _distinct("evaluation", "health", "metrics"),
     Rule(

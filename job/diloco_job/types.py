@@ -186,6 +186,8 @@ class LearnerPorts(Ports):
 
     rendezvous: Port = 29500
     """MASTER_PORT of learners of several pods."""
+    peer: Port = 7071
+    """Port on which learners of one pod answer other learners, if learner.recovery is Peer."""
 
 
 class SyncerPorts(Ports):
@@ -281,6 +283,9 @@ class Learner(Model):
     """Number of pods of each learner."""
     checkpoint: LearnerCheckpoint = LearnerCheckpoint()
     """The learner's own checkpoint."""
+    recovery: Literal["Peer", "Checkpoint"] = "Peer"
+    """Where a learner without a recent checkpoint takes the state of its optimizers from. Peer: from another learner;
+    Checkpoint: from its own last one, however old. Learners of several processes always do the latter."""
     storage: LearnerStorage | None = None
     """Volumes for its checkpoints; omitted: these are deleted with the pod. `diloco run` uses its directory."""
     env: Annotated[
@@ -295,6 +300,11 @@ class Learner(Model):
     """Ports of its pods, for learners in the network of their node; `diloco run` ignores them."""
     pod_template: PodTemplate = PodTemplate()
     """Overlay for its pods."""
+
+    @property
+    def has_peers(self) -> bool:
+        """Whether its learners answer each other: not those of several pods."""
+        return self.recovery == "Peer" and self.pods_per_learner == 1
 
 
 class Region(Model):

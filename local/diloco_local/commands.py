@@ -75,7 +75,8 @@ class Commands:
             raise ValueError(f"{name} is not part of the plan")
         own = self._environment(learner, endpoint, state)
         own |= {"DILOCO_RESTARTS": str(restarts), **self._health(name)}
-        own["DILOCO_PEER"] = "127.0.0.1:0"
+        if learner.has_peers:
+            own["DILOCO_PEER"] = "127.0.0.1:0"
         devices = self.settings.devices_of(
             self.plan.learners.index(learner), learners=len(self.plan.learners)
         )

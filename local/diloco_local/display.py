@@ -21,6 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from diloco.journal.recoveries import MEANINGS
 from diloco.runtime import formatting
 
 if TYPE_CHECKING:
@@ -237,6 +238,7 @@ def status_table(status: Status, rate: Rate) -> RenderableType:
     if problem := _not_copied(status):
         shown.append(_text(formatting.printable(problem), style="yellow"))
     shown += [_text(text, style="yellow") for text in _details(status)]
+    shown += [_text(text, style="dim") for text in _recoveries(status)]
     return Group(head, *shown, _table(status))
 
 
@@ -264,6 +266,28 @@ def _details(status: Status) -> list[str]:
         f"{_word(process['state'])} {process['name']}: {formatting.printable(process['detail'])}"
         for process in found[:MAX_DETAILS]
     ] + more
+
+
+def _recoveries(status: Status) -> list[str]:
+    """One phrase per learner whose process has no recent checkpoint of its own; a terminal has a limited height."""
+    found = [
+        (learner["name"], recovery)
+        for learner in _learners(status)
+        # None in a status of an earlier version.
+        if (recovery := learner.get("recovery")) and recovery["source"] != "Checkpoint"
+    ]
+    more = [f"and {len(found) - MAX_DETAILS} more"] if len(found) > MAX_DETAILS else []
+    return [
+        f"{name} began with {_state_of(recovery)}" for name, recovery in found[:MAX_DETAILS]
+    ] + more
+
+
+def _state_of(recovery: Status) -> str:
+    if recovery["source"] != "Peer":
+        why = f" ({formatting.printable(recovery['problem'])})" if recovery["problem"] else ""
+        return f"{MEANINGS.get(recovery['source'], recovery['source'])}{why}"
+    amount = f"{formatting.size(recovery['bytes'])} in {formatting.duration(recovery['seconds'])}"
+    return f"the optimizers' state of {formatting.printable(recovery['peer'])}: {amount}"
 
 
 def _word(state: str) -> str:

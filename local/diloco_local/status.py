@@ -138,8 +138,24 @@ def _learner(facts: RunFacts, learner: LearnerPlan, reported: pb.LearnerStatus |
         "loss": reported.loss if reported.has_loss else None,
         "staleness": reported.staleness,
         "merges": reported.merges,
-        "recoveredFrom": reported.recovered_from,
+        "recovery": _recovery(reported),
         "detail": detail,
+    }
+
+
+def _recovery(reported: pb.LearnerStatus) -> Status | None:
+    """With which state its optimizers began; None: it began with the job, or has not stated it."""
+    if not reported.HasField("recovery"):
+        return None
+    found = reported.recovery
+    return {
+        "source": found.source,
+        "peer": found.peer,
+        "step": found.step,
+        "age": found.age,
+        "bytes": found.bytes,
+        "seconds": found.seconds,
+        "problem": found.problem,
     }
 
 

@@ -27,6 +27,7 @@ from diloco_sim.pipe import Pipe
 from diloco_sim.uplink import Uplink
 from diloco_worker.core import trainer as core
 from diloco_worker.core.messages import LinkState, Phase
+from diloco_worker.core.recovery import LocalCheckpoint
 
 TRAINER = "+trainer"
 """Suffix of the name of the trainer process."""
@@ -110,7 +111,7 @@ class SimulatedLearner:
         self.model = self._new_model()
         found, saved = None, self._saved
         if saved is not None:
-            found = core.LocalCheckpoint(
+            found = LocalCheckpoint(
                 local_step=saved[0].local_step,
                 global_step=saved[0].global_step,
                 run=saved[0].run,

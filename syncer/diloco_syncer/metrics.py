@@ -56,6 +56,8 @@ class Metrics:
         elif event == "refuse":
             count = fields.get("count", 1)  # refusals that were only counted come as one event
             metrics["diloco_refused_total"].labels(reason=fields["reason"]).inc(count)
+        elif event == "recovery":
+            metrics["diloco_recoveries_total"].labels(source=fields["source"]).inc()
         elif event == "eject":
             metrics["diloco_ejections_total"].labels(reason=fields["reason"]).inc()
         elif event == "snapshot" and fields.get("ok"):

@@ -83,6 +83,7 @@ def check(run):
     verdict = audit(text.rpartition("\n")[0].splitlines())  # the last line may be cut
     assert verdict.ok, verdict.violations
     assert not list(run.dir.glob("learners/*/peer-state*"))
+    return verdict
 
 
 def test_a_learner_that_lost_its_checkpoints_takes_the_moments_of_another(start):
@@ -93,10 +94,15 @@ def test_a_learner_that_lost_its_checkpoints_takes_the_moments_of_another(start)
     )
     run.until(lambda: run.incarnations("us/0") > 1, 120, expected="us/0 trains again")
     shown = run.until(
-        lambda: [p for p in run.status()["processes"] if p.get("recoveredFrom")], 60, expected="status"
+        lambda: [p for p in run.status()["processes"] if p.get("recovery")], 60, expected="status"
     )  # fmt: skip
-    assert [(p["name"], p["recoveredFrom"]) for p in shown] == [("us/0", "eu/0")]
-    check(run)
+    assert [(p["name"], p["recovery"]["peer"]) for p in shown] == [("us/0", "eu/0")]
+    verdict = check(run)
+    [found] = [r for r in verdict.recoveries if r.source == "Peer"]
+    assert (found.learner, found.peer) == ("us/0", "eu/0")
+    assert found.bytes > 0
+    assert found.seconds > 0
+    assert found.problem == ""
 
 
 @pytest.mark.slow_tier

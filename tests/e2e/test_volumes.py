@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from diloco.journal.records import Recovery
 from diloco_testing.clusters.faults import another_node, silent_kubelet
 from diloco_testing.clusters.job import Job, manifest
 from diloco_testing.clusters.kubectl import until
@@ -25,9 +26,10 @@ NOT_THERE = "not-there"
 def make(eu, fleet, namespace):
     """A job in a namespace of this test."""
 
-    def made(name: str, **spec) -> Job:
+    def made(name: str, *, regions=None, **spec) -> Job:
         fields = fleet.images.pod_fields
-        body = manifest(name, steps=10**6, regions={"eu": 1}, pod_fields=fields, **spec)
+        regions = regions or {"eu": 1}
+        body = manifest(name, steps=10**6, regions=regions, pod_fields=fields, **spec)
         return Job(eu, namespace, body)
 
     return made
@@ -74,6 +76,11 @@ def until_event(job: Job, reason: str, message: str) -> None:
         lambda: any(why == reason and message in text for why, text in job.events()),
         30, expected=f"an Event {reason} with {message!r}", details=job.details,
     )  # fmt: skip
+
+
+def recoveries(job: Job, learner: str) -> list[Recovery]:
+    """With which state each process of a learner began, if it began after step 0."""
+    return [found for found in job.audit().recoveries if found.learner == learner]
 
 
 def give_up(job: Job, uid: str) -> None:
@@ -132,6 +139,28 @@ def test_a_learner_that_moves_finds_its_state_on_its_volume(make):
     found = re.findall(r"checkpoint-(\d+)\.json", job.in_learner("eu/0", listing))
     assert any(int(step) < began for step in found), "with the checkpoint that it wrote at its end"
     assert job.condition("Accepted")["reason"] == "Valid"
+
+
+def test_a_learner_that_lost_its_volume_returns_with_the_moments_of_another_pod_of_its_region(make):
+    job = make("robbed", regions={"eu": 2}).apply()
+    job.until_step(40, 240)  # H is 8: from then on, learners have moments of value
+    job.until_condition("LearnersReady", SOON)
+    kubectl, pod = job.cluster.kubectl, job.pod_of("eu/1")
+    other = job.pod_of("eu/0")
+    before, known, step = job.instances(), len(recoveries(job, "eu/1")), job.step()
+    kubectl.delete("pod", pod, job.namespace, "--force", "--grace-period=0")
+    found = until(
+        lambda: recoveries(job, "eu/1")[known:],
+        2 * SOON, expected="eu/1 trains again", details=job.details,
+    )  # fmt: skip
+    assert [(r.source, r.peer, r.problem) for r in found] == [("Peer", "eu/0", "")]
+    assert found[0].bytes > 0
+    assert found[0].state_step >= step, "it is of the moment of the request"
+    listing = "import os; print(*os.listdir('/var/lib/diloco'))"
+    assert "peer-state" not in job.in_learner("eu/1", listing)
+    job.until_condition("LearnersReady", SOON)
+    assert job.instances()[other] == before[other], "the other one trains on"
+    assert job.audit().ok
 
 
 def test_a_lost_claim_holds_the_job_until_a_person_gives_it_up(make):

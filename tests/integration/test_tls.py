@@ -145,7 +145,7 @@ def test_each_region_trains_with_its_own_secret_at_an_address_that_no_certificat
     tmp_path, secrets, syncer
 ):
     served = tls_facts(secrets["eu"].certificate, secrets["eu"].authority, datetime.now(UTC))
-    assert served.server_names == ("j-syncer",)
+    assert served.server_names == ("j-syncer", "eu.j-learners")
     with (
         Trainer(tmp_path / "eu", syncer.port, "eu/0", mount(tmp_path / "a", secrets["eu"])),
         Trainer(tmp_path / "us", syncer.port, "us/0", mount(tmp_path / "b", secrets["us"])),

@@ -55,6 +55,10 @@ class LearnerSettings:
     metrics_port: int = 0
     peer: str = ""
     """host:port on which the learner answers other learners, port 0: any free one; "": peers are not used."""
+    peer_host: str = ""
+    """Host at which others find it; "": that of `peer`."""
+    cluster: str = ""
+    """Name of the network that this host is of; "": there is only one."""
     rank: int = 0
     """Rank of this process in its learner."""
     world_size: int = 1
@@ -148,6 +152,8 @@ def from_env(
         proxy=env.text("DILOCO_SYNCER_PROXY", pattern=PROXY, expected="http://<host>:<port>"),
         metrics_port=env.port("DILOCO_METRICS_PORT", 0),
         peer=env.text("DILOCO_PEER", pattern=_LISTEN, expected="<host>:<port>"),
+        peer_host=env.text("DILOCO_PEER_HOST"),
+        cluster=env.text("DILOCO_CLUSTER"),
         rank=env.integer("RANK", 0, least=0),
         world_size=env.integer("WORLD_SIZE", 1, least=1),
         master=env.text("MASTER_ADDR"),

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from diloco.journal.recoveries import MEANINGS
 from diloco.runtime import files
-from diloco.runtime.formatting import printable
+from diloco.runtime.formatting import printable, size
 from diloco_local.report import costs, distance, faults
 from diloco_local.report.plot import draw
 from diloco_local.report.run_files import F64, LearnerRun, Run, load
@@ -24,6 +25,7 @@ from diloco_local.report.style import quantity
 
 DOTS_PER_INCH = 110
 MAX_VIOLATIONS = 20
+MAX_RECOVERIES = 100
 
 
 def write_report(run_dir: Path) -> None:
@@ -57,6 +59,7 @@ def page(run: Run, png: bytes) -> str:
 <img alt="losses, processes, weights, merges, bytes, tokens/s, times, norms, rates" src="data:image/png;base64,{image}">
 <h2>Learners</h2>
 {_learners(run)}
+{_recoveries(run)}
 {_metrics(run)}
 {_sample(run)}
 {_distance(run)}
@@ -140,6 +143,38 @@ def _learners(run: Run) -> str:
             for learner in run.learners
         ),
     )
+
+
+def _recoveries(run: Run) -> str:
+    """The newest processes that began after step 0."""
+    if not run.audit.recoveries:
+        return ""
+    head = [
+        "learner",
+        "incarnation",
+        "step",
+        "continues with",
+        "of",
+        "steps old",
+        "size",
+        "time",
+        "why not of a peer",
+    ]
+    rows = (
+        [
+            found.learner,
+            f"{found.incarnation}",
+            f"{found.step:,}",
+            MEANINGS.get(found.source, found.source),
+            found.peer or "–",
+            f"{found.age:,}" if found.state_step else "–",
+            size(found.bytes) if found.bytes else "–",
+            f"{found.seconds:.1f} s" if found.seconds else "–",
+            found.problem or "–",
+        ]
+        for found in reversed(run.audit.recoveries[-MAX_RECOVERIES:])
+    )
+    return f"<h2>Recovery</h2><p>{_e(run.audit.recovery)}</p>{_table(head, rows)}"
 
 
 def _metrics(run: Run) -> str:

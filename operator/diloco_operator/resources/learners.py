@@ -25,6 +25,9 @@ ROLE = "learner"
 POD_GROUP_VERSION = "scheduling.k8s.io/v1beta1"
 """Of Kubernetes 1.37; the alpha versions of 1.35 and 1.36 were removed."""
 
+PEER = "peer"
+"""Name of the port on which a learner answers others."""
+
 GRACE_SECONDS = 60
 """Time to leave the job and write a checkpoint."""
 
@@ -40,12 +43,8 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
         "publishNotReadyAddresses": True,
         "selector": select,
         "ports": [
-            {
-                "name": "metrics",
-                "port": context.job.spec.learner.ports.metrics,
-                "targetPort": "metrics",
-                "protocol": "TCP",
-            }
+            {"name": name, "port": port, "targetPort": name, "protocol": "TCP"}
+            for name, port in _service_ports(context.job).items()
         ],
     }
     budget = {
@@ -72,6 +71,14 @@ def children(context: JobContext, region: Region) -> list[dict[str, Any]]:
         ),
         *_pod_groups(context, region),
     ]
+
+
+def _service_ports(job: DiLoCoJob) -> dict[str, int]:
+    learner = job.spec.learner
+    return {
+        "metrics": learner.ports.metrics,
+        **({PEER: learner.ports.peer} if learner.has_peers else {}),
+    }
 
 
 def _pod_groups(context: JobContext, region: Region) -> list[dict[str, Any]]:
@@ -248,6 +255,7 @@ def _parts(context: JobContext, region: Region) -> pod_templates.Parts:
     proxy = context.scope.proxy_to_syncer(context.job)
     rendezvous = learner.ports.rendezvous
     own_ports = has_units(context.job) and learner.ports != LearnerPorts()
+    on_node = pod_templates.on_node(learner.pod_template, region.pod_template)
     env = {
         **process_env(
             context.plan,
@@ -263,6 +271,7 @@ def _parts(context: JobContext, region: Region) -> pod_templates.Parts:
         **({"DILOCO_RESTART_LIMIT": str(limit)} if limit is not None else {}),
         **({"DILOCO_SYNCER_PROXY": proxy} if proxy else {}),
         **({"DILOCO_RENDEZVOUS_PORT": str(rendezvous)} if own_ports else {}),
+        **(_peer_env(context) if learner.has_peers else {}),
     }
     return pod_templates.Parts(
         role=ROLE,
@@ -278,5 +287,19 @@ def _parts(context: JobContext, region: Region) -> pod_templates.Parts:
         claim_for_each=learner.storage is not None,
         ports=learner.ports,
         # With the default ports, that of the probes keeps two pods from one node's network.
-        extra_ports={"rendezvous": rendezvous} if own_ports else {},
+        extra_ports={
+            **({"rendezvous": rendezvous} if own_ports else {}),
+            # Declared in the network of a node, it would keep learners of two jobs from sharing one; so, the second
+            # one does not answer others.
+            **({PEER: learner.ports.peer} if learner.has_peers and not on_node else {}),
+        },
     )
+
+
+def _peer_env(context: JobContext) -> dict[str, str]:
+    cluster = context.scope.region
+    return {
+        "DILOCO_PEER": f"0.0.0.0:{context.job.spec.learner.ports.peer}",
+        # The names of pods are known in their cluster alone.
+        **({"DILOCO_CLUSTER": cluster} if cluster else {}),
+    }

@@ -12,7 +12,7 @@ from typing import Any
 
 from diloco_job import names
 from diloco_job.types import Region
-from diloco_operator.resources import common, learners, syncer
+from diloco_operator.resources import common, learners, pod_templates, syncer
 from diloco_operator.resources.common import JobContext, child
 from diloco_operator.resources.operator_scope import NetworkPolicies
 
@@ -38,7 +38,10 @@ def _of_learners(context: JobContext, allowed: NetworkPolicies, region: Region) 
     select = {"matchLabels": labels, "matchExpressions": [others]}
     # The pods of a learner talk to each other on ports of their own choice.
     together = [{"from": [{"podSelector": select}]}] if _is_many_pods(context) else []
-    ingress = [*together, *_observers(allowed)]
+    # A learner without state asks others for that of their optimizers.
+    known = {} if _are_on_nodes(context) else {"from": [_pods_of(context, learners.ROLE)]}
+    asked = [{"ports": [_port(learners.PEER)], **known}] if _has_peers(context) else []
+    ingress = [*together, *asked, *_observers(allowed)]
     name = names.child_name(context.name, region.name)
     return _policy(context, name, learners.ROLE, region.name, select, ingress)
 
@@ -73,18 +76,29 @@ def _has_unknown_clients(context: JobContext, allowed: NetworkPolicies) -> bool:
     Whether the syncer has clients whose addresses are not known here: other clusters, which mutual TLS
     authenticates, and pods in the network of their node, which no selector of pods matches.
     """
+    endpoint = bool(context.job.spec.syncer.endpoint)
+    return endpoint or allowed.operator_on_host_network or _are_on_nodes(context)
+
+
+def _are_on_nodes(context: JobContext) -> bool:
+    """Whether learners have the addresses of their nodes, which no selector of pods matches."""
     spec = context.job.spec
-    templates = [spec.learner.pod_template, *(region.pod_template for region in spec.regions)]
-    on_nodes = any(template.spec.get("hostNetwork") for template in templates)
-    return bool(spec.syncer.endpoint) or allowed.operator_on_host_network or on_nodes
+    regions = (region.pod_template for region in spec.regions)
+    return pod_templates.on_node(spec.learner.pod_template, *regions)
+
+
+def _has_peers(context: JobContext) -> bool:
+    return context.job.spec.learner.has_peers
 
 
 def _is_many_pods(context: JobContext) -> bool:
     return context.job.spec.learner.pods_per_learner > 1
 
 
-def _pods_of(context: JobContext) -> dict[str, Any]:
-    return {"podSelector": {"matchLabels": {"diloco.dev/job": context.name}}}
+def _pods_of(context: JobContext, role: str = "") -> dict[str, Any]:
+    """Pods of the job, of this role if one is given."""
+    own = {"diloco.dev/job": context.name, **({"diloco.dev/role": role} if role else {})}
+    return {"podSelector": {"matchLabels": own}}
 
 
 def _operator(allowed: NetworkPolicies) -> dict[str, Any]:

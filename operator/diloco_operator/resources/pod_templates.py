@@ -119,6 +119,11 @@ def learner_resources(job: DiLoCoJob, region: Region) -> Resources:
     return region.resources if as_fields(region.resources) else job.spec.learner.resources
 
 
+def on_node(*templates: PodTemplate) -> bool:
+    """Whether pods with one of these templates are in the network of their node."""
+    return any(template.spec.get("hostNetwork") for template in templates)
+
+
 def _grace_seconds(pod: Mapping[str, Any], parts: Parts) -> int:
     """The grace period after the user's templates; the default where it is not a number."""
     grace = pod.get("terminationGracePeriodSeconds")

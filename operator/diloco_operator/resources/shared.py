@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from diloco.rpc.identity import region_uri, server_name
+from diloco.rpc.identity import learner_server_name, region_uri, server_name
 from diloco_job import names
 from diloco_operator.resources import common, pod_templates
 from diloco_operator.resources.common import JobContext, child
@@ -46,6 +46,8 @@ def _certificate(context: JobContext, labels: dict[str, str]) -> list[dict[str, 
     name, host = names.tls_name(context.name), server_name(context.name)
     inside = f"{host}.{context.owner.namespace}.svc"
     hosts = [host, inside, f"{inside}.{context.scope.cluster_domain}"] if context.has_syncer else []
+    if context.job.spec.learner.has_peers:
+        hosts += [learner_server_name(context.name, region.name) for region in context.regions]
     spec = {
         "secretName": name,
         "secretTemplate": _secret_template(context),

@@ -20,6 +20,7 @@ Pure: lines in, violations out. Checked for every line, from the oldest part on:
     torn lines only where a syncer was killed: directly before the first line of an epoch, one for each
         epoch that ended there, and one at the end, besides those that the file states
     no part is missing between two others
+    a process takes the optimizers' state of a learner that had joined
 
 Torn lines that a kill or the disk explains are notes, everything else is a violation. What the file states
 not to contain, older parts that were deleted and lines that a disk did not take, is `unseen`.
@@ -43,12 +44,14 @@ from diloco.journal.records import (
     Limits,
     Merge,
     MergeMember,
+    Recovery,
     Release,
     Restart,
     Rotate,
     Start,
     Trained,
 )
+from diloco.journal.recoveries import RecoveryBook
 from diloco.model.fragments import due
 
 WEIGHT_TOLERANCE = 1e-9
@@ -63,7 +66,7 @@ CLAIMED_MULTIPLE = 4.0
 """Steps that a member with an empty delta may claim, as a multiple of the members' median."""
 
 _CHECKED = {Start.kind, Limits.kind, Join.kind, Merge.kind, Rotate.kind, Dropped.kind}
-_CHECKED |= {Data.kind, Lease.kind, Release.kind, Trained.kind}
+_CHECKED |= {Data.kind, Lease.kind, Release.kind, Trained.kind, Recovery.kind}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +90,10 @@ class Audit:
     """One sentence about the blocks of the data; empty: the job leases none."""
     blocks: tuple[dict[str, object], ...] = ()
     """Of each block that was trained on: learner, local steps, merges."""
+    recovery: str = ""
+    """One sentence about processes that began after step 0; empty: there were none."""
+    recoveries: tuple[Recovery, ...] = ()
+    """The newest of them, in their order."""
 
     @property
     def ok(self) -> bool:
@@ -157,6 +164,8 @@ def audit_parts(lines: Iterable[tuple[str, str]]) -> Audit:
         torn_lines=len(torn),
         data=book.data.sentence(),
         blocks=tuple(book.data.rows()),
+        recovery=book.recoveries.sentence(),
+        recoveries=tuple(book.recoveries.newest.values()),
     )
 
 
@@ -197,6 +206,7 @@ class _Book:
     """Torn lines at which a syncer was killed."""
     restarts: int = 0
     data: BlockBook = field(default_factory=BlockBook)
+    recoveries: RecoveryBook = field(default_factory=RecoveryBook)
 
     def unseen(self) -> tuple[str, ...]:
         found = []
@@ -233,6 +243,9 @@ class _Book:
                 self.learners = limits.learners
             case Join() as join:
                 yield from self._join(join.learner, join.incarnation)
+            case Recovery() as recovery:
+                complete = not self.deleted and not self.dropped[Join.kind]
+                yield from self.recoveries.add(recovery, self.incarnations, complete=complete)
             case Rotate() as rotate:
                 yield from self._rotate(rotate)
             case Dropped() as dropped:

@@ -115,6 +115,31 @@ class Join(Record):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Recovery(Record):
+    """With which state the optimizers of an incarnation began; a syncer that restarts writes it again."""
+
+    kind = "recovery"
+    learner: str
+    incarnation: int
+    step: int = 0
+    """Global, of the syncer."""
+    source: str
+    """Checkpoint, Peer, OldCheckpoint or None."""
+    peer: str = ""
+    """The learner whose state it is; "": not that of another one."""
+    state_step: int = 0
+    """Global step of that state; 0: there is none."""
+    age: int = 0
+    """Global steps between that and the start."""
+    bytes: int = 0
+    """That came from the peer."""
+    seconds: float = 0.0
+    """From the first request to a peer until the last answer; 0: none was asked."""
+    problem: str = ""
+    """Why the state is not that of a peer; "": it is, or none was needed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Leave(Record):
     """A learner's session ended."""
 
@@ -415,7 +440,20 @@ class Dropped(Record):
 KINDS: Mapping[str, type[Record]] = {
     record.kind: record
     for record in (
-        *(Start, Join, Leave, Refuse, Eject, Readmit, Pause, Error, Initialised, Merge, Unchanged),
+        *(
+            Start,
+            Join,
+            Recovery,
+            Leave,
+            Refuse,
+            Eject,
+            Readmit,
+            Pause,
+            Error,
+            Initialised,
+            Merge,
+            Unchanged,
+        ),
         *(Halt, Data, Lease, Release, Trained),
         *(Snapshot, Copy, Export, Complete, Stop, Restart, Rotate, Dropped, Limits),
     )

@@ -19,6 +19,9 @@ log = logging.getLogger(__name__)
 FILES = ("tls.crt", "tls.key", "ca.crt")
 _READS = 5
 
+_HOSTNAME_MISMATCH = 62
+"""X509_V_ERR_HOSTNAME_MISMATCH of OpenSSL."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tls:
@@ -113,28 +116,52 @@ def fault_of(directory: Path) -> str:
     A server that refuses a certificate does not report why (TLS 1.3), so the client verifies it
     itself, in a handshake in memory.
     """
+    found = _handshake(directory, server_name="")
+    where = directory / FILES[0]
+    return (
+        f"the certificate in {where} is refused by its own {FILES[2]}: {found[1]}" if found else ""
+    )
+
+
+def lacks_name(directory: Path, server_name: str) -> bool:
+    """Whether clients that verify this DNS name would refuse the certificate in these files for lack of it alone."""
+    found = _handshake(directory, server_name=server_name)
+    return found is not None and found[0] == _HOSTNAME_MISMATCH
+
+
+def _handshake(directory: Path, *, server_name: str) -> tuple[int, str] | None:
+    """
+    Code and message with which one end refuses the certificate in these files; None: neither does, or unreadable.
+
+    Args:
+        directory: both ends have these files.
+        server_name: what the client verifies; "": the server alone verifies its client.
+    """
     server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     client = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
-    server.verify_mode = ssl.CERT_REQUIRED
+    if not server_name:
+        client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+        server.verify_mode = ssl.CERT_REQUIRED
     certificate, key, authority = (directory / name for name in FILES)
     try:
         for context in (server, client):
             context.load_cert_chain(certificate, key, password="")
-        server.load_verify_locations(authority)
+            context.load_verify_locations(authority)
         to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
         ends = (
-            client.wrap_bio(to_client, to_server, server_side=False),
+            client.wrap_bio(
+                to_client, to_server, server_side=False, server_hostname=server_name or None
+            ),
             server.wrap_bio(to_server, to_client, server_side=True),
         )
         for end in ends * 2:
             with contextlib.suppress(ssl.SSLWantReadError):
                 end.do_handshake()
     except ssl.SSLCertVerificationError as error:
-        return f"the certificate in {certificate} is refused by its own {FILES[2]}: {error.verify_message}"
-    except OSError:
-        return ""
-    return ""
+        return error.verify_code, error.verify_message
+    except (OSError, ValueError):
+        return None
+    return None
 
 
 def _pem(file: Path) -> bytes:

@@ -98,6 +98,13 @@ METRICS: tuple[Metric, ...] = (
         labels=("reason",),
     ),
     Metric(
+        name="diloco_recoveries_total",
+        kind="counter",
+        component="syncer",
+        help="Learner processes that began after step 0, by the source of their optimizers' state.",
+        labels=("source",),
+    ),
+    Metric(
         name="diloco_snapshot_seconds",
         kind="histogram",
         component="syncer",

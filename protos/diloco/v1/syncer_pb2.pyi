@@ -127,6 +127,7 @@ class LearnerMessage(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    RECOVERY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -137,6 +138,8 @@ class LearnerMessage(_message.Message):
     def goodbye(self) -> Global___Goodbye: ...
     @_builtins.property
     def blocks(self) -> Global___Blocks: ...
+    @_builtins.property
+    def recovery(self) -> Global___Recovery: ...
     def __init__(
         self,
         *,
@@ -145,12 +148,13 @@ class LearnerMessage(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         goodbye: Global___Goodbye | None = ...,
         blocks: Global___Blocks | None = ...,
+        recovery: Global___Recovery | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "report", b"report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "recovery", b"recovery", "report", b"report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "report", b"report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "kind", b"kind", "recovery", b"recovery", "report", b"report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "report", "heartbeat", "goodbye", "blocks"]  # noqa: Y015
+    _WhichOneofReturnType_kind: _TypeAlias = _typing.Literal["hello", "report", "heartbeat", "goodbye", "blocks", "recovery"]  # noqa: Y015
     _WhichOneofArgType_kind: _TypeAlias = _typing.Literal["kind", b"kind"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_kind) -> _WhichOneofReturnType_kind | None: ...
 
@@ -194,6 +198,7 @@ class Hello(_message.Message):
     FACTS_FIELD_NUMBER: _builtins.int
     FROZEN_FIELD_NUMBER: _builtins.int
     PEER_ADDRESS_FIELD_NUMBER: _builtins.int
+    CLUSTER_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     learner: _builtins.str
     """"<region>/<index>" """
@@ -209,6 +214,8 @@ class Hello(_message.Message):
     """FrozenTensors, compressed by zlib: a base of 100,000 tensors must fit into this message. Empty: there are none."""
     peer_address: _builtins.str
     """host:port on which this learner answers other learners (peer.proto); "": it does not."""
+    cluster: _builtins.str
+    """The network that this address is of: a learner that states another one cannot reach it. "": there is only one."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___TensorInfo]:
         """trained parameters and merged buffers, sorted by name"""
@@ -236,14 +243,61 @@ class Hello(_message.Message):
         facts: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         frozen: _builtins.bytes = ...,
         peer_address: _builtins.str = ...,
+        cluster: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "constants", b"constants", "facts", b"facts", "frozen", b"frozen", "incarnation", b"incarnation", "job", b"job", "learner", b"learner", "local_step", b"local_step", "peer_address", b"peer_address", "region", b"region", "spec_hash", b"spec_hash", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_step", b"checkpoint_step", "cluster", b"cluster", "constants", b"constants", "facts", b"facts", "frozen", b"frozen", "incarnation", b"incarnation", "job", b"job", "learner", b"learner", "local_step", b"local_step", "peer_address", b"peer_address", "region", b"region", "spec_hash", b"spec_hash", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class Recovery(_message.Message):
+    """Learner → syncer, in each session of a process that began after step 0: the state with which its optimizers began."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    BYTES_FIELD_NUMBER: _builtins.int
+    SECONDS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    source: _builtins.str
+    """Checkpoint | Peer | OldCheckpoint | None"""
+    peer: _builtins.str
+    """the learner whose state it is; "": not that of another learner"""
+    step: _builtins.int
+    """global step of that state"""
+    age: _builtins.int
+    """global steps between that and the start"""
+    bytes: _builtins.int
+    """that came from the peer"""
+    seconds: _builtins.float
+    """from the first request to a peer until the last answer; 0: none was asked"""
+    problem: _builtins.str
+    """why no peer's, in one sentence; "": it is, or none was needed"""
+    def __init__(
+        self,
+        *,
+        source: _builtins.str = ...,
+        peer: _builtins.str = ...,
+        step: _builtins.int = ...,
+        age: _builtins.int = ...,
+        bytes: _builtins.int = ...,
+        seconds: _builtins.float = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "bytes", b"bytes", "peer", b"peer", "problem", b"problem", "seconds", b"seconds", "source", b"source", "step", b"step"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Recovery: _TypeAlias = Recovery  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
@@ -261,7 +315,6 @@ class Report(_message.Message):
     STEP_SECONDS_FIELD_NUMBER: _builtins.int
     SYNC_SECONDS_FIELD_NUMBER: _builtins.int
     GLOBAL_STEP_FIELD_NUMBER: _builtins.int
-    RECOVERED_FROM_FIELD_NUMBER: _builtins.int
     local_step: _builtins.int
     """t_m"""
     total_tokens: _builtins.int
@@ -274,8 +327,6 @@ class Report(_message.Message):
     """time learner.step() took from the last step"""
     global_step: _builtins.int
     """t as the learner knows it"""
-    recovered_from: _builtins.str
-    """the learner whose optimizers' state this process began with; "": none"""
     @_builtins.property
     def steps(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """c_steps[p] for p in 0..P-1"""
@@ -301,11 +352,10 @@ class Report(_message.Message):
         step_seconds: _builtins.float = ...,
         sync_seconds: _builtins.float = ...,
         global_step: _builtins.int = ...,
-        recovered_from: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_step", b"global_step", "has_loss", b"has_loss", "local_step", b"local_step", "loss", b"loss", "offers", b"offers", "recovered_from", b"recovered_from", "step_seconds", b"step_seconds", "steps", b"steps", "sync_seconds", b"sync_seconds", "tokens", b"tokens", "total_tokens", b"total_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["global_step", b"global_step", "has_loss", b"has_loss", "local_step", b"local_step", "loss", b"loss", "offers", b"offers", "step_seconds", b"step_seconds", "steps", b"steps", "sync_seconds", b"sync_seconds", "tokens", b"tokens", "total_tokens", b"total_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1025,7 +1075,7 @@ class LearnerStatus(_message.Message):
     SYNC_SECONDS_FIELD_NUMBER: _builtins.int
     RESTARTS_FIELD_NUMBER: _builtins.int
     DETAIL_FIELD_NUMBER: _builtins.int
-    RECOVERED_FROM_FIELD_NUMBER: _builtins.int
+    RECOVERY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     region: _builtins.str
     state: _builtins.str
@@ -1047,8 +1097,10 @@ class LearnerStatus(_message.Message):
     """earlier processes of this learner, as counted by its supervisor"""
     detail: _builtins.str
     """for people: why it is ejected and when it is probed next; else "" """
-    recovered_from: _builtins.str
-    """the learner whose optimizers' state its process began with; "": none"""
+    @_builtins.property
+    def recovery(self) -> Global___Recovery:
+        """of its process; absent: it began at step 0, or did not state it"""
+
     def __init__(
         self,
         *,
@@ -1069,11 +1121,11 @@ class LearnerStatus(_message.Message):
         sync_seconds: _builtins.float = ...,
         restarts: _builtins.int = ...,
         detail: _builtins.str = ...,
-        recovered_from: _builtins.str = ...,
+        recovery: Global___Recovery | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["recovery", b"recovery"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "global_step", b"global_step", "has_loss", b"has_loss", "incarnation", b"incarnation", "local_step", b"local_step", "loss", b"loss", "merges", b"merges", "name", b"name", "recovered_from", b"recovered_from", "region", b"region", "restarts", b"restarts", "seconds_since_heard", b"seconds_since_heard", "staleness", b"staleness", "state", b"state", "step_seconds", b"step_seconds", "sync_seconds", b"sync_seconds", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["detail", b"detail", "global_step", b"global_step", "has_loss", b"has_loss", "incarnation", b"incarnation", "local_step", b"local_step", "loss", b"loss", "merges", b"merges", "name", b"name", "recovery", b"recovery", "region", b"region", "restarts", b"restarts", "seconds_since_heard", b"seconds_since_heard", "staleness", b"staleness", "state", b"state", "step_seconds", b"step_seconds", "sync_seconds", b"sync_seconds", "tokens", b"tokens", "tokens_per_second", b"tokens_per_second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -165,6 +165,9 @@ class Engine:
                 return self._blocks_stated(event, now)
             case ev.Heartbeat():
                 return self._heartbeat(event, now)
+            case ev.Recovered():
+                record = self.learners.of_session(event.learner, event.session)
+                return peers.recovered(record, event, step=self.step)
             case ev.Initialised():
                 return self._initialised(event, now)
             case ev.InitialFailed():
@@ -297,7 +300,7 @@ class Engine:
         age = self.step - event.checkpoint_step
         fresh, interval = event.fresh and self.initialised, self.spec.interval
         use_checkpoint = fresh and event.checkpoint_step > 0 and 0 <= age <= interval
-        able = self.learners.able() if fresh and not use_checkpoint else None
+        known = self.learners if fresh and not use_checkpoint else None
         out += [
             ev.Log(
                 event="join",
@@ -314,7 +317,7 @@ class Engine:
             ev.Admit(
                 session=event.session, learner=record.name, incarnation=record.incarnation,
                 local_step=record.local_step, use_checkpoint=use_checkpoint, total_tokens=record.total_tokens,
-                peers=peers.offered(able, record, step=self.step, interval=interval),
+                peers=peers.offered(known, record, step=self.step, interval=interval),
             ),
         ]  # fmt: skip
         out += self.blocks.joined(record.name, record.incarnation)
@@ -335,14 +338,8 @@ class Engine:
         ended = self.ejections.left(record)
         self.initialisation.withdraw(record.name)
         self._announcements.forget(record.name)
-        log = ev.Log(
-            event="leave",
-            fields={
-                "learner": record.name,
-                "incarnation": record.incarnation,
-                "reason": event.reason,
-            },
-        )
+        fields = {"learner": record.name, "incarnation": record.incarnation, "reason": event.reason}
+        log = ev.Log(event="leave", fields=fields)
         lost = self.scheduler.lost(record.name, event.reason, now, charged=charged)
         return [log, *ended, *self.blocks.left(record.name, event.reason, now), *lost]
 

@@ -37,6 +37,8 @@ class Hello:
     """Serial number of its certificate, hexadecimal; "": no TLS."""
     peer_address: str = ""
     """host:port on which it answers other learners; "": it does not."""
+    cluster: str = ""
+    """The network that this address is of: learners of another one cannot reach it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,8 +68,32 @@ class Reported:
     step_seconds: float
     sync_seconds: float
     loss: float | None
-    recovered_from: str = ""
-    """The learner whose optimizers' state its process began with; "": none."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recovered:
+    """With which state the optimizers of a process began; not at the beginning of the job."""
+
+    session: int
+    learner: str
+    source: str
+    """One of SOURCES."""
+    peer: str = ""
+    """The learner whose state it is."""
+    state_step: int = 0
+    """Global step of that state."""
+    age: int = 0
+    """Global steps between that and the start."""
+    bytes: int = 0
+    """That came from the peer."""
+    seconds: float = 0.0
+    """From the first request to a peer until the last answer."""
+    problem: str = ""
+    """Why no peer's, in one sentence."""
+
+
+SOURCES = ("Checkpoint", "Peer", "OldCheckpoint", "None")
+"""Its own recent checkpoint, another learner, its own checkpoint of whatever age, new state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -246,6 +272,7 @@ Event = (
     | Left
     | Reported
     | BlocksStated
+    | Recovered
     | Heartbeat
     | Initialised
     | InitialFailed

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from diloco.journal.records import RecordError, value
-from diloco_syncer.core.events import BlocksStated, Close, Decision, Hello, Log, Reported
+from diloco_syncer.core.events import BlocksStated, Close, Decision, Hello, Log, Recovered, Reported
 from diloco_syncer.core.history import History, Origin
 from diloco_syncer.core.pacing import ema
 from diloco_syncer.core.upload_limits import UploadProgress
@@ -137,8 +137,14 @@ class LearnerRecord:
     """host:port on which it answers other learners; "": it does not."""
     began_at: int = 0
     """Global step of the syncer when its process began without a recent checkpoint; 0: it did not, or before all."""
+    cluster: str = ""
+    """The network that this address is of."""
     first_choices: int = 0
     """How often a learner that joined was to ask this one first."""
+    first_peer: str = ""
+    """The learner that its present process was to ask first; "": none."""
+    recovery: Recovered | None = None
+    """With which state the optimizers of its present process began; None: not stated."""
     joined_round: int = 0
     """Global step of the syncer when its session began: no announcement of this session has an older one."""
     lag: float = 0.0
@@ -345,7 +351,7 @@ class LearnerRecords:
         record.session = hello.session
         record.last_seen = now
         record.restarts = hello.restarts
-        record.peer_address = hello.peer_address
+        record.peer_address, record.cluster = hello.peer_address, hello.cluster
         record.report = None
         record.confirmed_step = max(record.confirmed_step, record.local_step, hello.local_step)
         record.region = hello.region
@@ -354,6 +360,7 @@ class LearnerRecords:
         record.lag = 0.0
         record.history.pause()
         if hello.fresh:
+            record.first_peer, record.recovery = "", None
             record.used_reports, record.confirmed = UsedReports(), False
             record.history.restart()
         self.changed()

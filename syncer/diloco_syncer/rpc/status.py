@@ -9,6 +9,7 @@ import time
 from diloco.rpc.tensor_info import to_proto
 from diloco.v1 import syncer_pb2 as pb
 from diloco_syncer.core.engine import Engine
+from diloco_syncer.core.events import Recovered
 from diloco_syncer.core.learners import LearnerRecord
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.state import State
@@ -40,7 +41,7 @@ def reply(
         quorum=engine.spec.quorum,
         last_members=scheduler.last_members,
         seconds_since_merge=-1.0 if last is None else now - last,
-        learners=[_learner(engine, record, now) for record in engine.learners],
+        learners=[learner_status(engine, record, now) for record in engine.learners],
         model_path=model.path if model else "",
         model_sha256=model.sha256 if model else "",
         snapshot_step=engine.durable_step,
@@ -88,7 +89,8 @@ def _failure(failure: tuple[str, str] | None) -> pb.Failure | None:
     return pb.Failure(reason=failure[0], message=failure[1]) if failure else None
 
 
-def _learner(engine: Engine, record: LearnerRecord, now: float) -> pb.LearnerStatus:
+def learner_status(engine: Engine, record: LearnerRecord, now: float) -> pb.LearnerStatus:
+    """One learner, as of `now` (monotonic)."""
     report = record.report
     gone = record.session is None
     step_seconds = record.step_seconds or 0.0
@@ -113,8 +115,17 @@ def _learner(engine: Engine, record: LearnerRecord, now: float) -> pb.LearnerSta
         sync_seconds=report.sync_seconds if report else 0.0,
         restarts=record.restarts,
         detail=_ejection(record, now),
-        recovered_from=report.recovered_from if report is not None else "",
+        recovery=_recovery(record.recovery),
     )
+
+
+def _recovery(found: Recovered | None) -> pb.Recovery | None:
+    if found is None:
+        return None
+    return pb.Recovery(
+        source=found.source, peer=found.peer, step=found.state_step, age=found.age, bytes=found.bytes,
+        seconds=found.seconds, problem=found.problem,
+    )  # fmt: skip
 
 
 def _ejection(record: LearnerRecord, now: float) -> str:

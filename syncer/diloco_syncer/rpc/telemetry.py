@@ -16,6 +16,7 @@ is NaN), so they are replaced or clamped and the rest of the message counts.
 | Hello `facts` | MAX_FACTS of MAX_FACT characters | refused |
 | Hello `facts["restarts"]` | below 10^9 | 0 |
 | Hello `peer_address` | host:port of MAX_ADDRESS characters | "" (it answers no other) |
+| Hello `cluster` | MAX_REGION printable characters | shortened |
 | Report `tokens`, `total_tokens` | 0..MAX_TOKENS | refused |
 | length of `steps` and `tokens` | P | refused |
 | `offers` | distinct fragments below P | refused |
@@ -23,8 +24,12 @@ is NaN), so they are replaced or clamped and the rest of the message counts.
 | Blocks `wanted`, length of `open` and `trained` | 0..MAX_OPEN, distinct | refused |
 | Blocks serials | below MAX_SERIAL | refused |
 | Blocks `begin`, `end` of a trained block | 0..MAX_STEPS, `begin` below `end` | refused |
+| Recovery `source` | one of SOURCES | refused |
+| Recovery `step`, `age` | 0..MAX_STEPS | refused |
+| Recovery `bytes` | 0..MAX_BYTES | refused |
+| Recovery `seconds` | as `step_seconds` | as there |
+| Recovery `peer`, `problem` | MAX_REASON, MAX_MESSAGE printable characters | shortened |
 | Report `step_seconds`, `sync_seconds` | 0..MAX_SECONDS | not finite or negative: 0 (unknown); above: clamped |
-| Report `recovered_from` | MAX_REASON printable characters | shortened |
 | Report `loss` | ±MAX_LOSS | not finite: none; beyond: clamped |
 | Evaluation `step` | 0..T | refused |
 | Evaluation `loss` | ±MAX_LOSS | not finite: refused (a model without a score has none); beyond: clamped |
@@ -54,6 +59,7 @@ from diloco_syncer.core import events as ev
 from diloco_syncer.core.admission import (
     MAX_DIMENSIONS,
     MAX_FROZEN,
+    MAX_REGION,
     MAX_TENSORS,
     Applicant,
     too_many_dimensions,
@@ -65,6 +71,9 @@ MAX_STEPS = 1 << 40
 
 MAX_TOKENS = 1 << 50
 """Tokens of a learner: 10^15. The sum over 1000 learners still fits the int64 of a Kubernetes status."""
+
+MAX_BYTES = 1 << 50
+"""That a peer has sent: a state of 10^14 parameters."""
 
 MAX_ITEMS = 1 << 48
 """Items of a dataset: more than all tokens that were ever trained on."""
@@ -148,7 +157,7 @@ def hello(first: bytes | None) -> pb.Hello:
 
 def received(
     data: bytes, *, session: int, learner: str, fragments: int
-) -> ev.Reported | ev.BlocksStated | ev.Heartbeat | ev.Left:
+) -> ev.Reported | ev.BlocksStated | ev.Recovered | ev.Heartbeat | ev.Left:
     """
     The event of a message after the Hello, for a model with P = `fragments`; Left for a Goodbye.
 
@@ -161,6 +170,8 @@ def received(
         return reported(message.report, session=session, learner=learner, fragments=fragments)
     if kind == "blocks":
         return blocks(message.blocks, session=session, learner=learner)
+    if kind == "recovery":
+        return recovered(message.recovery, session=session, learner=learner)
     if kind == "goodbye":
         reason = shorten(message.goodbye.reason, MAX_REASON) or "Goodbye"
         return ev.Left(session=session, learner=learner, reason=reason)
@@ -239,6 +250,7 @@ def joined(
         peer=peer,
         certificate=certificate,
         peer_address=address if is_address(address) else "",
+        cluster=shorten(hello.cluster, MAX_REGION),
     )
 
 
@@ -273,7 +285,31 @@ def reported(report: pb.Report, *, session: int, learner: str, fragments: int) -
         step_seconds=_seconds(report.step_seconds),
         sync_seconds=_seconds(report.sync_seconds),
         loss=_loss(report.loss) if known_loss else None,
-        recovered_from=shorten(report.recovered_from, MAX_REASON),
+    )
+
+
+def recovered(stated: pb.Recovery, *, session: int, learner: str) -> ev.Recovered:
+    """
+    The event of a Recovery.
+
+    Raises:
+        ProtocolError: a number is beyond its bound, or the source is not known.
+    """
+    if stated.source not in ev.SOURCES:
+        source = shorten(stated.source, MAX_REASON)
+        raise ProtocolError(f"recovery: source {source!r}, expected one of {', '.join(ev.SOURCES)}")
+    _check_counts("recovery: step", (stated.step, stated.age), MAX_STEPS)
+    _check_counts("recovery: bytes", (stated.bytes,), MAX_BYTES)
+    return ev.Recovered(
+        session=session,
+        learner=learner,
+        source=stated.source,
+        peer=shorten(stated.peer, MAX_REASON),
+        state_step=stated.step,
+        age=stated.age,
+        bytes=stated.bytes,
+        seconds=_seconds(stated.seconds),
+        problem=shorten(stated.problem, MAX_MESSAGE),
     )
 
 

@@ -42,6 +42,12 @@ def test_the_port_of_the_rendezvous_is_read():
     assert read(ARGUMENTS, env).environment["MASTER_PORT"] == "29510"
 
 
+def test_other_learners_find_a_learner_that_answers_them_at_the_name_of_its_pod():
+    assert "DILOCO_PEER_HOST" not in read(ARGUMENTS, LEARNER).environment
+    child = read(ARGUMENTS, {**LEARNER, "DILOCO_PEER": "0.0.0.0:7071"}).environment
+    assert child["DILOCO_PEER_HOST"] == "j-eu-3.j-eu"
+
+
 def test_ranks_above_0_report_their_progress_where_the_agent_reads_their_health():
     env = {**LEARNER, "DILOCO_PODS_PER_LEARNER": "4"}
     given = read(ARGUMENTS, {**env, "DILOCO_POD": "j-eu-5"})

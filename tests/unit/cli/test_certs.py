@@ -77,9 +77,10 @@ def test_each_region_gets_a_secret_with_its_own_name_and_only_the_syncers_can_se
     assert [secret.path.name for secret in written] == ["eu.yaml", "us.yaml", "all.yaml"]
     eu, us, everything = (facts(secret.path) for secret in written)
     assert (eu.regions, us.regions, everything.regions) == (("eu",), ("us",), ("eu", "us"))
-    assert eu.server_names == ()
-    names = ("gpt-syncer", "gpt-syncer.ml.svc", "sync.example.com", "10.0.0.9")
-    assert us.server_names == everything.server_names == names
+    assert eu.server_names == ("eu.gpt-learners",)
+    names = ("gpt-syncer", "gpt-syncer.ml.svc", "sync.example.com")
+    assert us.server_names == (*names, "us.gpt-learners", "10.0.0.9")
+    assert everything.server_names == (*names, "eu.gpt-learners", "us.gpt-learners", "10.0.0.9")
     assert {found.problem for found in (eu, us, everything)} == {""}
 
 

@@ -381,6 +381,36 @@ def test_a_resumed_run_counts_suspensions_and_only_real_restarts(tmp_path: Path)
     assert "<span>suspensions</span>1</div>" in html
 
 
+def test_the_page_lists_with_which_state_processes_began(tmp_path: Path):
+    rows = [
+        {"time": stamp(0), "epoch": 1, "event": "start", "fragments": P, "interval": H},
+        *(
+            {"time": stamp(1), "epoch": 1, "event": "join", "learner": name, "incarnation": number}
+            for number, name in enumerate(("eu/0", "eu/1"))
+        ),
+        {
+            "time": stamp(2), "epoch": 1, "event": "recovery", "learner": "eu/1", "incarnation": 1, "step": 50,
+            "source": "Peer", "peer": "eu/0", "stateStep": 48, "age": 2, "bytes": 3 << 20, "seconds": 0.5,
+        },
+    ]  # fmt: skip
+    append(tmp_path / "events.jsonl", rows)
+    html = page(load(tmp_path), b"")
+    cells = (
+        "eu/1",
+        "1",
+        "50",
+        "the optimizers&#x27; state of a peer",
+        "eu/0",
+        "2",
+        "3.00 MiB",
+        "0.5 s",
+        "–",
+    )
+    assert "".join(f"<td>{cell}</td>" for cell in cells) in html
+    (tmp_path / "events.jsonl").unlink()
+    assert "<h2>Recovery</h2>" not in page(load(tmp_path), b"")
+
+
 def test_a_crash_of_the_syncer_alone_is_not_a_suspension(ordinary: Path):
     run = load(ordinary)
     assert len(run.epochs) == 2

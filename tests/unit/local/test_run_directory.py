@@ -358,6 +358,22 @@ def test_the_learners_environment_overrides_the_dealt_gpu(tmp_path, manifest):
         assert {command.environment[name] for command in started} == expected
 
 
+@pytest.mark.parametrize(
+    ("sets", "expected"), [((), "127.0.0.1:0"), (["spec.learner.recovery=Checkpoint"], None)]
+)
+def test_learners_answer_each_other_on_this_machine_unless_the_job_does_not_want_it(
+    tmp_path, manifest, sets, expected
+):
+    found = plan(load_job(manifest, sets))
+    settings = Settings(environment={}, python="python", cores=2)
+    commands = Commands(
+        plan=found, run_dir=RunDir(tmp_path / "run"), settings=settings, directory=tmp_path,
+        programs=Programs(),
+    )  # fmt: skip
+    started = [commands.of(learner.name, port=0, endpoint="") for learner in found.learners]
+    assert {command.environment.get("DILOCO_PEER") for command in started} == {expected}
+
+
 @pytest.mark.parametrize("mine", [None, "ACTIVE"])
 def test_threads_of_the_sample_do_not_spin_unless_the_user_wants_it(tmp_path, manifest, mine):
     commands = Commands(

@@ -163,6 +163,23 @@ def test_an_ejected_learner_is_shown_with_its_reason():
     assert f"ejected eu/1: {why}" in shown
 
 
+def test_with_which_state_a_learner_began_is_shown():
+    peer = pb.Recovery(source="Peer", peer="us/0", step=90, age=2, bytes=3 << 20, seconds=0.5)
+    new = pb.Recovery(source="None", problem="us/0: busy")
+    recent = pb.Recovery(source="Checkpoint", step=98, age=2)
+    learners = zip(NAMES, (peer, new, recent), strict=False)
+    answer = reply(*(learner_status(name, recovery=found) for name, found in learners))
+    found = status(None, answer)
+    assert entry(found, NAMES[0])["recovery"] == {
+        "source": "Peer", "peer": "us/0", "step": 90, "age": 2, "bytes": 3 << 20, "seconds": 0.5, "problem": "",
+    }  # fmt: skip
+    assert entry(status(), NAMES[0])["recovery"] is None
+    shown = text_of(status_table(found, Rate()), width=120)
+    assert f"{NAMES[0]} began with the optimizers' state of us/0: 3.00 MiB in 0.5 s" in shown
+    assert f"{NAMES[1]} began with new optimizers' state (us/0: busy)" in shown
+    assert "recent checkpoint" not in shown
+
+
 def problem(kind, text="the loss was NaN"):
     return Problem(kind=kind, text=text, since=1.0)
 

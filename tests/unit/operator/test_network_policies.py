@@ -102,7 +102,9 @@ def test_every_port_that_a_policy_names_is_one_of_the_pod():
         for spec in policies().values():
             if selects(spec["podSelector"], labels):
                 named = {p["port"] for rule in spec["ingress"] for p in rule.get("ports", ())}
-                assert named <= ports
+                # The evaluator has the policy of the learners of its region, and answers none.
+                answers = labels["diloco.dev/role"] == "learner"
+                assert named <= ports | (set() if answers else {"peer"})
 
 
 @pytest.mark.parametrize(
@@ -165,6 +167,32 @@ def test_only_pods_of_one_region_reach_each_other_and_only_if_a_learner_has_seve
     assert allows(several, LEARNER, "rendezvous", LEARNER)
     assert not allows(several, LEARNER, "rendezvous", other_region)
     assert not allows(several, LEARNER, "rendezvous", OUTSIDER)
+
+
+@pytest.mark.parametrize(
+    ("peer", "namespace", "expected"),
+    [
+        (LEARNER, "work", True),
+        ({**LEARNER, "diloco.dev/region": "us"}, "work", True),
+        (EVALUATOR, "work", False),
+        (SYNCER, "work", False),
+        (OPERATOR, "system", False),
+        (OUTSIDER, "work", False),
+        (OTHER_JOB, "work", False),
+        (LEARNER, "elsewhere", False),
+    ],
+)
+def test_learners_are_asked_for_their_state_by_the_learners_of_their_job_alone(
+    peer, namespace, expected
+):
+    assert allows((), LEARNER, "peer", peer, namespace) is expected
+    off = ("spec.learner.recovery=Checkpoint",)
+    assert not allows(off, LEARNER, "peer", peer, namespace)
+
+
+def test_learners_with_the_addresses_of_their_nodes_may_ask_others():
+    sets = ("spec.regions[us].podTemplate.spec.hostNetwork=true",)
+    assert allows(sets, LEARNER, "peer", {}, "of a node")
 
 
 def test_each_operator_keeps_the_policies_of_its_own_regions():

@@ -137,9 +137,16 @@ def test_the_certificate_of_cert_manager_covers_every_own_region():
 
 def test_a_certificate_far_from_the_syncer_has_no_host_names():
     tls = "spec.tls={mode: CertManager, issuerRef: {name: ca}}"
-    made = find(children(TWO_REGIONS, [tls], region="us"), "Certificate", "wan-tls")
+    off = "spec.learner.recovery=Checkpoint"
+    made = find(children(TWO_REGIONS, [tls, off], region="us"), "Certificate", "wan-tls")
     assert made["spec"]["uris"] == ["diloco://wan/region/us"]
     assert "dnsNames" not in made["spec"]
+
+
+def test_a_certificate_of_learners_that_answer_others_has_their_name_of_each_own_region():
+    tls = "spec.tls={mode: CertManager, issuerRef: {name: ca}}"
+    made = find(children(TWO_REGIONS, [tls], region="us"), "Certificate", "wan-tls")
+    assert made["spec"]["dnsNames"] == ["us.wan-learners"]
 
 
 # ------------------------------------------------------------------------------ what should run
@@ -381,7 +388,7 @@ def test_the_contract_wins_over_the_users_template():
     volumes = {item["name"]: item for item in pod(made)["volumes"]}
     assert volumes == {item["name"]: item for item in pod(untouched)["volumes"]}
     ports = {item["name"]: item["containerPort"] for item in main(made)["ports"]}
-    assert ports == {"metrics": 9090, "health": 8080, "other": 80}
+    assert ports == {"peer": 7071, "metrics": 9090, "health": 8080, "other": 80}
     probe = main(made)["livenessProbe"]
     assert probe["httpGet"] == {"path": "/livez", "port": "health"}
     assert probe["failureThreshold"] == 9

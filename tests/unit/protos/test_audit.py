@@ -481,3 +481,64 @@ def test_a_line_of_limits_without_numbers_is_a_violation():
     broken = {"epoch": 1, "event": "limits", "learners": {"eu": "2"}}
     [sentence] = audit(lines([of_learners(eu=1), broken])).violations
     assert "limits has learners" in sentence
+
+
+def recovery(
+    learner: str, incarnation: int, source: str = "Peer", epoch: int = 1, **fields: Any
+) -> Event:
+    return {
+        "epoch": epoch, "event": "recovery", "learner": learner, "incarnation": incarnation, "source": source,
+        **fields,
+    }  # fmt: skip
+
+
+TWO = [start(1), join(1, "eu/0", 1), join(1, "eu/1", 2)]
+
+
+def test_recoveries_are_summed_up_and_listed_once_for_each_incarnation():
+    events = [
+        *TWO, recovery("eu/0", 1, peer="eu/1", stateStep=8, age=2, bytes=3 << 20, seconds=0.5),
+        recovery("eu/1", 2, "None", problem="busy"), start(2), join(2, "eu/0", 1),
+        # The syncer restarted: the learner states it again.
+        recovery("eu/0", 1, epoch=2, peer="eu/1", stateStep=8, age=2, bytes=3 << 20, seconds=0.5),
+    ]  # fmt: skip
+    found = audit(lines(events))
+    assert found.ok, found.violations
+    assert found.recovery == (
+        "Recovery: 2 processes began after step 0: 1 with the optimizers' state of a peer, 1 with new optimizers' "
+        "state. Peers sent 3.00 MiB."
+    )
+    assert [(r.learner, r.peer, r.problem) for r in found.recoveries] == [
+        ("eu/0", "eu/1", ""),
+        ("eu/1", "", "busy"),
+    ]
+    assert audit(lines(TWO)).recovery == ""
+
+
+@pytest.mark.parametrize(
+    ("line", "sentence"),
+    [
+        (recovery("eu/0", 1, peer="eu/7"), "the optimizers' state of eu/7, which never joined"),
+        (recovery("eu/0", 1, peer="eu/0"), "the optimizers' state of itself"),
+        (recovery("eu/0", 5, "None"), "began to train without having joined"),
+    ],
+)
+def test_a_recovery_that_cannot_have_happened_is_a_violation(line, sentence):
+    [found] = audit(lines([*TWO, line])).violations
+    assert sentence in found
+
+
+def test_a_recovery_is_not_held_against_joins_that_the_file_lacks():
+    older = {"epoch": 1, "event": "rotate", "part": 3}
+    assert audit(lines([older, start(1), recovery("eu/0", 1, peer="eu/7")])).ok
+    lost = {"epoch": 1, "event": "dropped", "lines": 1, "events": {"join": 1}}
+    assert audit(lines([*TWO, lost, recovery("eu/0", 9, peer="eu/7")])).ok
+
+
+def test_only_the_newest_recoveries_are_kept_and_all_are_counted():
+    many = [recovery("eu/0", 1, "None"), *(recovery("eu/1", n, "None") for n in range(1100))]
+    joins = [join(1, "eu/1", n) for n in range(1100)]
+    found = audit(lines([start(1), join(1, "eu/0", 1), *joins, *many]))
+    assert len(found.recoveries) == 1000
+    assert found.recoveries[0].learner == "eu/1"
+    assert "1101 processes" in found.recovery

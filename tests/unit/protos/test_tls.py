@@ -251,3 +251,16 @@ def test_while_an_authority_is_replaced_certificates_of_both_are_accepted(author
             ) as channel,
         ):
             assert channel.unary_unary("/test/Call")(b"x", timeout=20) == b"x"
+
+
+def test_a_certificate_lacks_the_names_that_it_does_not_have(tmp_path, authority):
+    write(tmp_path, authority.make(names=["eu.j-learners"]))
+    assert not tls.lacks_name(tmp_path, "eu.j-learners")
+    assert tls.lacks_name(tmp_path, "us.j-learners")
+    assert tls.lacks_name(tmp_path, "eu.k-learners")
+
+
+def test_another_fault_of_a_certificate_is_no_lack_of_a_name(tmp_path, authority):
+    write(tmp_path, authority.make(names=["eu.j-learners"], expires_in_seconds=-60))
+    assert not tls.lacks_name(tmp_path, "eu.j-learners")
+    assert not tls.lacks_name(tmp_path / "nowhere", "eu.j-learners")

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -18,15 +19,20 @@ import torch
 from torch import nn
 
 from diloco.errors import StorageError
+from diloco.model.fragments import Layout
 from diloco.runtime import files
 from diloco.v1 import peer_pb2 as pb
 from diloco.v1.peer_pb2_grpc import PeerServicer, PeerStub, add_PeerServicer_to_server
+from diloco_testing.network.certificates import Authority, mount, write
+from diloco_testing.syncers.process import make_spec
 from diloco_worker.core import events as ev
 from diloco_worker.core.peer_files import PEER_MANIFEST, PEER_TENSORS, received, select
 from diloco_worker.core.sealed import sealed
 from diloco_worker.joined import JoinedTrainer
 from diloco_worker.link.peer_client import PeerClient
+from diloco_worker.link.peer_ends import Peers
 from diloco_worker.link.peer_server import Facts, PeerServer
+from diloco_worker.settings import LearnerSettings
 from diloco_worker.trainer.checkpoint import Checkpoints
 
 DIGEST = "d" * 64
@@ -114,11 +120,11 @@ def newcomer(tmp_path):
 def test_the_optimizers_of_the_newcomer_have_the_moments_of_the_peer(peer, newcomer):
     peer.save(global_step=12)
     newcomer.ask(peer.address)
-    assert newcomer.answer() == ev.PeerAnswered(
-        number=1,
-        state=ev.PeerState(learner="eu/1", local_step=7, global_step=12),
-        error="no reason",
-    )
+    state = newcomer.answer().state
+    assert (state.learner, state.local_step, state.global_step) == ("eu/1", 7, 12)
+    tensors, manifest = (newcomer.directory / name for name in (PEER_TENSORS, PEER_MANIFEST))
+    # The manifest arrived without the digest that the newcomer adds.
+    assert 0 < state.bytes - tensors.stat().st_size < manifest.stat().st_size
     # Only the optimizers' tensors travel, and others cannot read them.
     size = (newcomer.directory / PEER_TENSORS).stat().st_size
     assert size < 0.8 * next((peer.checkpoints._directory).glob("*.safetensors")).stat().st_size
@@ -352,3 +358,119 @@ def test_a_flipped_bit_of_a_manifest_is_found():
 def test_a_checkpoint_of_an_earlier_release_is_not_sent():
     with pytest.raises(StorageError, match="does not describe its optimizers"):
         select({"tree": {"dict": []}}, {})
+
+
+# ---------------------------------------------------------------- certificates
+
+NAMES = ("eu.j-learners",)
+
+
+@pytest.fixture(scope="module")
+def authority():
+    return Authority()
+
+
+def answer_over_tls(tmp_path, peers, newcomers):
+    """What a newcomer learns from a peer; None: plain text."""
+    peer = Peer(tmp_path / "peer", tls=write(tmp_path / "a", peers) if peers else None)
+    peer.save(global_step=12)
+    newcomer = Newcomer(tmp_path / "n", tls=write(tmp_path / "b", newcomers))
+    try:
+        newcomer.ask(peer.address)
+        answer = newcomer.answer()
+    finally:
+        peer.server.close()
+    assert answer.state is not None or list(newcomer.directory.iterdir()) == []
+    return answer
+
+
+def test_certificates_of_the_region_of_each_let_both_in(tmp_path, authority):
+    peers = authority.make(regions=["eu"], names=NAMES)
+    answer = answer_over_tls(tmp_path, peers, authority.make(regions=["eu"], names=NAMES))
+    assert answer.state is not None, answer.error
+
+
+@pytest.mark.parametrize(
+    ("changes", "seen"), [({"regions": ["us"]}, "region us"), ({"job": "k", "regions": ["eu"]}, "no region")]
+)  # fmt: skip
+def test_a_learner_of_another_region_or_job_is_refused_whatever_it_claims(
+    tmp_path, authority, changes, seen
+):
+    peers = authority.make(regions=["eu"], names=NAMES)
+    answer = answer_over_tls(tmp_path, peers, authority.make(**changes))
+    assert answer.state is None
+    assert answer.error == (
+        f"eu/0 presented a certificate for {seen} of job j, expected one with the URI name diloco://j/region/eu"
+    )
+
+
+@pytest.mark.parametrize(
+    "names",
+    [("j-syncer", "localhost"), ("us.j-learners",), ("eu.k-learners",)],
+    ids=["no learner", "another region", "another job"],
+)
+def test_an_impostor_at_the_address_of_a_peer_is_refused(tmp_path, authority, names):
+    peers = authority.make(names=names)
+    answer = answer_over_tls(tmp_path, peers, authority.make())
+    assert answer.state is None
+    assert answer.error.startswith(
+        "the server at its address has no certificate with the DNS name eu.j-learners: "
+    )
+
+
+@pytest.mark.parametrize(
+    ("peers", "error"),
+    [
+        (lambda own: Authority("other").make(names=NAMES), "was not issued by the authority in ca.crt"),
+        (lambda own: own.make(names=NAMES, expires_in_seconds=-60), "has expired: renew the Secret"),
+        (lambda own: None, "did not negotiate TLS"),
+    ],
+    ids=["other authority", "expired", "plain text"],
+)  # fmt: skip
+def test_a_peer_without_a_valid_certificate_is_refused(tmp_path, authority, peers, error):
+    answer = answer_over_tls(tmp_path, peers(authority), authority.make())
+    assert answer.state is None
+    assert error in answer.error
+
+
+def test_a_newcomer_whose_certificate_is_forged_learns_where_to_look(tmp_path, authority):
+    forged = replace(Authority("other").make(), authority=authority.made.bundle)
+    answer = answer_over_tls(tmp_path, authority.make(names=NAMES), forged)
+    assert answer.state is None
+    assert "check tls.crt of this learner" in answer.error
+
+
+def peers_of(tmp_path, **changes):
+    """Both ends of eu/0, as its link makes them."""
+    values = {
+        "job": "j", "learner": "eu/0", "syncer": "s:1", "spec": tmp_path, "state": tmp_path, "peer": "127.0.0.1:0",
+        **changes,
+    }  # fmt: skip
+    facts = Facts(
+        **dict.fromkeys(("run", "step", "saves", "step_seconds", "uploading", "wanted"), lambda: 0)
+    )
+    layout = Layout(fragments=(), tensors=())
+    return Peers(
+        LearnerSettings(**values), make_spec(), layout, facts=facts, post=lambda event: None
+    )
+
+
+def test_others_find_a_learner_at_its_host_and_the_port_that_it_got(tmp_path):
+    assert peers_of(tmp_path).address.startswith("127.0.0.1:")
+    found = peers_of(tmp_path, peer_host="j-eu-0.j-eu").address
+    assert found.startswith("j-eu-0.j-eu:")
+    assert int(found.rpartition(":")[2]) > 0
+    assert peers_of(tmp_path, world_size=2).address == ""
+    assert peers_of(tmp_path, peer="").address == ""
+
+
+def test_a_learner_whose_certificate_lacks_the_name_is_not_asked_until_it_is_renewed(
+    tmp_path, authority, caplog
+):
+    tls = mount(tmp_path / "tls", authority.make(regions=["eu"], names=[]))
+    peers = peers_of(tmp_path, tls=tls)
+    assert (peers.address, peers.address) == ("", "")
+    [warning] = [r.getMessage() for r in caplog.records if "eu.j-learners" in r.getMessage()]
+    assert "renew the Secret of region eu (diloco certs)" in warning
+    mount(tls, authority.make(regions=["eu"], names=NAMES))
+    assert peers.address.startswith("127.0.0.1:")

@@ -18,10 +18,12 @@ from diloco_worker.core.peer_pace import (
     bytes_per_second,
 )
 from diloco_worker.core.peer_recovery import LEAST_SECONDS, PeerRecovery
+from diloco_worker.core.recovery import LocalCheckpoint, began
+from diloco_worker.link import session
 
 H = 4
 PEERS = (ev.PeerAddress("eu/1", "a:1"), ev.PeerAddress("us/0", "b:1"))
-STATE = ev.PeerState(learner="eu/1", local_step=7, global_step=11)
+STATE = ev.PeerState(learner="eu/1", local_step=7, global_step=11, bytes=500)
 
 
 class Process:
@@ -34,11 +36,11 @@ class Process:
             syncer="s:1", recovery=PeerRecovery(interval=H) if recovery else None,
         )  # fmt: skip
         self(ev.TrainerUpdate(state=TrainerState(checkpoint_step=checkpoint_step)))
-        welcome = ev.Welcomed(
+        self.welcome = ev.Welcomed(
             epoch=1, incarnation=2, step=10, steps=99, local_step=5, total_tokens=50, heartbeat_seconds=1.0,
             use_checkpoint=use_checkpoint, run="r", peers=peers,
         )  # fmt: skip
-        self(welcome)
+        self(self.welcome)
         self.begun = self(ev.ModelReady(versions=((1, 10),)))
 
     def __call__(self, event):
@@ -75,16 +77,19 @@ def test_it_asks_the_first_peer_while_it_downloads_the_model():
     process(ev.PeerAnswered(number=1, state=STATE))
     assert (process.state.peer, process.state.peer_pending) == ("eu/1", False)
     assert (process.state.peer_local_step, process.state.peer_step) == (7, 11)
+    assert process.state.peer_bytes == 500
 
 
 def test_after_a_refusal_it_asks_the_next_with_the_step_of_that_moment_then_none():
     process = Process()
     process.step(12)
+    process.now = 1.5
     out = process(ev.PeerAnswered(number=1, error="damaged"))
     assert asked(out) == [("us/0", 12, "r")]
+    process.now = 2.5
     out = process(ev.PeerAnswered(number=2, error="busy"))
     assert (asked(out), process.state.peer_pending, process.state.peer) == ([], False, "")
-    assert process.state.peer_problem == "us/0: busy"
+    assert (process.state.peer_problem, process.state.peer_seconds) == ("us/0: busy", 2.5)
 
 
 def test_an_answer_that_takes_more_than_h_steps_and_a_minute_is_abandoned():
@@ -131,9 +136,13 @@ def test_a_trainer_that_trains_or_leaves_ends_the_request():
     assert not process.state.peer_pending
 
 
-@pytest.mark.parametrize("changes", [{"peers": ()}, {"recovery": False}])
-def test_without_peers_none_is_asked(changes):
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [({"peers": ()}, "the syncer named no learner to ask"), ({"recovery": False}, "")],
+)
+def test_without_peers_none_is_asked(changes, problem):
     process = Process(**changes)
+    assert process.state.peer_problem == problem
     assert asked(process.begun) == []
     process.download()
     assert (process.state.phase, process.state.peer_pending) == (Phase.APPLY_MODEL, False)
@@ -145,6 +154,35 @@ def test_a_recent_checkpoint_of_its_own_comes_first():
     assert process.state.phase is Phase.LOAD_CHECKPOINT
     # It turns out to be unusable: now a peer is asked.
     assert asked(process(ev.TrainerUpdate(state=TrainerState()))) == [("eu/1", 10, "r")]
+
+
+def sent(decisions):
+    return [d.recovery for d in decisions if isinstance(d, ev.SendRecovery)]
+
+
+def test_the_syncer_learns_in_each_session_with_which_state_the_process_began():
+    process, stated = Process(recovery=False), {"source": "None"}
+    process.download()
+    trains = ev.TrainerUpdate(state=TrainerState(model_loaded=True, recovery=stated))
+    assert sent(process(trains)) == [stated]
+    assert sent(process(trains)) == [], "not with each step"
+    process(ev.SessionLost(text="x"))
+    process(process.welcome)
+    assert sent(process(ev.ModelReady(versions=((1, 10),)))) == [stated]
+
+
+def test_a_process_that_begins_with_the_job_states_nothing():
+    process = Process(recovery=False)
+    process.download()
+    assert sent(process(ev.TrainerUpdate(state=TrainerState(model_loaded=True)))) == []
+
+
+def test_a_recovery_is_a_message_of_its_fields():
+    stated = began("Peer", ARRIVED, step=11)
+    message = session.recovery(stated).recovery
+    assert {field.name: value for field, value in message.ListFields()} == {
+        "source": "Peer", "peer": "eu/1", "step": 11, "bytes": 500, "seconds": 1.5,
+    }  # fmt: skip
 
 
 def test_a_peer_that_waits_is_made_known_to_the_trainer():
@@ -160,8 +198,10 @@ MODEL = LinkState(
     phase=Phase.APPLY_MODEL, connected=True, epoch=1, incarnation=2, step=10, run="r", ready=[(0, 1)],
     local_step=5,
 )  # fmt: skip
-ARRIVED = dataclasses.replace(MODEL, peer="eu/1", peer_local_step=7, peer_step=11)
-FOUND = core.LocalCheckpoint(local_step=2, global_step=1, run="r")
+ARRIVED = dataclasses.replace(
+    MODEL, peer="eu/1", peer_local_step=7, peer_step=11, peer_bytes=500, peer_seconds=1.5
+)
+FOUND = LocalCheckpoint(local_step=2, global_step=1, run="r")
 
 
 def make(found=None, every=100):
@@ -188,7 +228,10 @@ def test_the_state_of_a_peer_comes_before_an_older_one_of_its_own(found, kept):
     assert not [a for a in actions if isinstance(a, core.LoadOptimizers)]
     [shown] = trainer.peer_state_loaded()
     assert "eu/1 at local step 7, global step 11" in shown.text
-    assert (trainer.resumed, trainer.state().recovered_from) == (True, "eu/1")
+    assert trainer.resumed
+    assert trainer.state().recovery == {
+        "source": "Peer", "peer": "eu/1", "step": 11, "age": 0, "bytes": 500, "seconds": 1.5, "problem": "",
+    }  # fmt: skip
     # The position in the data is its own.
     assert trainer.ledger.local_step == 5
 
@@ -199,10 +242,41 @@ def test_a_peers_state_that_does_not_fit_gives_way_to_its_own_and_then_to_a_new_
     shown, load = trainer.peer_state_unusable("another class")
     assert "another class" in shown.text
     assert load == core.LoadOptimizers()
+    trainer.optimizers_loaded()
+    found = trainer.recovery
+    assert (found["source"], found["peer"], found["step"], found["age"]) == (
+        "OldCheckpoint",
+        "",
+        1,
+        9,
+    )
+    assert found["problem"] == "the optimizers' state of eu/1 cannot be used: another class"
     trainer = make()
     join(trainer, ARRIVED)
     assert "new state" in trainer.peer_state_unusable("another class")[-1].text
-    assert (trainer.resumed, trainer.recovered_from) == (False, "")
+    assert (trainer.resumed, trainer.recovery["source"]) == (False, "None")
+    assert "another class; there is no local checkpoint" in trainer.recovery["problem"]
+
+
+def test_a_recent_checkpoint_and_a_first_start_in_a_running_job_are_recoveries_as_well():
+    trainer = make(LocalCheckpoint(local_step=2, global_step=8, run="r"))
+    join(trainer, dataclasses.replace(MODEL, phase=Phase.LOAD_CHECKPOINT))
+    facts = {"local_step": 2, "total_tokens": 20, "steps": [2], "tokens": [20]}
+    trainer.checkpoint_loaded(facts, now=0.0)
+    assert (trainer.recovery["source"], trainer.recovery["age"]) == ("Checkpoint", 2)
+    new = make()
+    why = "the syncer named no learner to ask"
+    join(new, dataclasses.replace(MODEL, local_step=0, peer_problem=why))
+    assert new.recovery == {
+        "source": "None", "peer": "", "step": 0, "age": 0, "bytes": 0, "seconds": 0.0,
+        "problem": f"no peer has sent the optimizers' state: {why}",
+    }  # fmt: skip
+
+
+def test_a_process_that_begins_with_the_job_recovers_nothing():
+    trainer = make()
+    join(trainer, dataclasses.replace(MODEL, step=0, local_step=0))
+    assert (trainer.joined, trainer.recovery) == (True, {})
 
 
 def test_why_no_peer_has_sent_anything_is_shown():

@@ -45,6 +45,16 @@ def test_the_variables_of_a_supervisor_are_read():
     )
 
 
+def test_a_learner_that_answers_others_knows_where_they_find_it():
+    env = {"DILOCO_PEER": "0.0.0.0:7071", "DILOCO_PEER_HOST": "j-eu-0.j-eu", "DILOCO_CLUSTER": "c"}
+    found = from_env({**ENV, **env, "DILOCO_STATE": "/s"})
+    assert (found.peer, found.peer_host, found.cluster) == ("0.0.0.0:7071", "j-eu-0.j-eu", "c")
+    assert found.peers
+    assert not from_env({**ENV, **env}).peers
+    with pytest.raises(ConfigError, match="DILOCO_PEER"):
+        from_env({**ENV, "DILOCO_PEER": "here"})
+
+
 def test_a_process_knows_its_rank_in_its_learner():
     assert (from_env(ENV).rank, from_env(ENV).world_size) == (0, 1)
     settings = from_env({**ENV, "RANK": "3", "WORLD_SIZE": "4"})

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from diloco_worker.core.ledger import HostCopy, Ledger
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
+from diloco_worker.core.recovery import LocalCheckpoint
 from diloco_worker.core.trainer import (
     ApplyFragment,
     ApplyModel,
@@ -22,7 +23,6 @@ from diloco_worker.core.trainer import (
     Exit,
     Leave,
     LoadCheckpoint,
-    LocalCheckpoint,
     SaveCheckpoint,
     Send,
     ShowProgress,

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from diloco_worker.core.messages import LinkState, Phase
+from diloco_worker.core.recovery import LocalCheckpoint
 from diloco_worker.core.step_checks import CALLS
 from diloco_worker.core.trainer import (
     ApplyModel,
@@ -14,7 +15,6 @@ from diloco_worker.core.trainer import (
     CopyModel,
     LoadCheckpoint,
     LoadOptimizers,
-    LocalCheckpoint,
     SaveCheckpoint,
     Send,
     ShowProgress,

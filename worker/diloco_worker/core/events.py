@@ -28,6 +28,8 @@ class PeerState:
     learner: str
     local_step: int
     global_step: int
+    bytes: int = 0
+    """That were received."""
 
 
 # ---------------------------------------------------------------- events
@@ -224,6 +226,13 @@ class SendBlocks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SendRecovery:
+    """State with which state the optimizers began (core/recovery.py)."""
+
+    recovery: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SendHeartbeat:
     """Send a heartbeat to the syncer."""
 
@@ -309,6 +318,6 @@ class NotifyTrainer:
 
 
 Decision = (
-    Connect | SendReport | SendBlocks | SendHeartbeat | Leave | CancelTransfers | Upload | UploadInitial | Download
-    | Place | Discard | AskPeer | DropPeer | NotifyTrainer
+    Connect | SendReport | SendBlocks | SendRecovery | SendHeartbeat | Leave | CancelTransfers | Upload | UploadInitial
+    | Download | Place | Discard | AskPeer | DropPeer | NotifyTrainer
 )  # fmt: skip

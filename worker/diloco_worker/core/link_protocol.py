@@ -39,7 +39,7 @@ LATE_SECONDS = 30.0
 LATE_NAMES = 8
 """At most so many of them are named."""
 
-_SENDING = (ev.SendReport, ev.SendBlocks, ev.SendHeartbeat)
+_SENDING = (ev.SendReport, ev.SendBlocks, ev.SendRecovery, ev.SendHeartbeat)
 
 
 class LinkProtocol:
@@ -79,6 +79,7 @@ class LinkProtocol:
         """The last request for Θ^(0) that an upload was started for."""
         self._reported_step = -1
         self._blocks_sent: dict[str, Any] = {}
+        self._recovery_sent: dict[str, Any] = {}
         """What was stated in this session."""
         self._outdated_since: dict[int, float] = {}
         """Fragments that must not be offered, and since when."""
@@ -148,7 +149,7 @@ class LinkProtocol:
         self._trainer = state
         if state.leaving:
             # The last step counts for the position in the data, also if its own state did not come.
-            last = [] if self._ended else [*self._state_blocks(), *self._report()]
+            last = [] if self._ended else [*self._statements(), *self._report()]
             self._ended = True
             return [*last, ev.Leave(reason=state.leaving)]
         if self._ended:
@@ -180,14 +181,20 @@ class LinkProtocol:
         if state.initial_copied == self._state.initial_requested > self._initial_uploaded:
             self._initial_uploaded = state.initial_copied
             out.append(ev.UploadInitial(request=state.initial_copied))
-        return [*out, *self._state_blocks(), *self._report()]
+        return [*out, *self._statements(), *self._report()]
 
-    def _state_blocks(self) -> list[ev.Decision]:
-        state = self._trainer
-        if state is None or not self._ready or state.blocks == self._blocks_sent:
-            return []
-        self._blocks_sent = state.blocks
-        return [ev.SendBlocks(blocks=state.blocks)]
+    def _statements(self) -> list[ev.Decision]:
+        """What the syncer does not know yet in this session, besides reports."""
+        state, out = self._trainer, list[ev.Decision]()
+        if state is None or not self._ready:
+            return out
+        if state.recovery != self._recovery_sent:
+            self._recovery_sent = state.recovery
+            out.append(ev.SendRecovery(recovery=state.recovery))
+        if state.blocks != self._blocks_sent:
+            self._blocks_sent = state.blocks
+            out.append(ev.SendBlocks(blocks=state.blocks))
+        return out
 
     def _leased(self, event: ev.Leased, now: float) -> list[ev.Decision]:
         self._update(leases=event.serials)
@@ -239,7 +246,7 @@ class LinkProtocol:
 
     def _welcomed(self, event: ev.Welcomed, now: float) -> list[ev.Decision]:
         self._welcome, self._ready, self._last_sent_at = event, False, now
-        self._reported_step, self._blocks_sent = -1, {}
+        self._reported_step, self._blocks_sent, self._recovery_sent = -1, {}, {}
         self._reset_delay()
         self._update(
             connected=True, epoch=event.epoch, incarnation=event.incarnation, step=event.step, steps=event.steps,
@@ -280,7 +287,7 @@ class LinkProtocol:
         self._publish_ready()
         if self._trainer.model_loaded:
             self._update(phase=Phase.TRAINING, text="")
-            return [*out, *self._updates.catch_up(), *self._state_blocks(), *self._report()]
+            return [*out, *self._updates.catch_up(), *self._statements(), *self._report()]
         if self._state.phase in (Phase.APPLY_MODEL, Phase.LOAD_CHECKPOINT):
             # The trainer may be reading the model already; its next state confirms it.
             return out
@@ -406,7 +413,8 @@ class LinkProtocol:
             source = recovery.source or ev.PeerState(learner="", local_step=0, global_step=0)
             self._update(
                 peer_pending=recovery.pending, peer=source.learner, peer_local_step=source.local_step,
-                peer_step=source.global_step, peer_problem=recovery.why,
+                peer_step=source.global_step, peer_bytes=source.bytes, peer_problem=recovery.why,
+                peer_seconds=recovery.seconds,
             )  # fmt: skip
         if recovery.pending and state.phase is Phase.APPLY_MODEL:
             self._update(text=f"waiting for the optimizers' state of {recovery.asked}")

@@ -74,8 +74,8 @@ class TrainerState:
     """Of the previous step."""
     saves: bool = False
     """Whether it writes local checkpoints."""
-    recovered_from: str = ""
-    """The learner whose optimizers' state this process began with; empty: none."""
+    recovery: dict[str, Any] = field(default_factory=dict)
+    """With which state the optimizers began (core/recovery.py); empty: not yet, or at the beginning of the job."""
     total_sync_seconds: float = 0.0
     """Time that this process has taken from the training loop."""
     initial_copied: int = 0
@@ -141,8 +141,12 @@ class LinkState:
     peer_local_step: int = 0
     peer_step: int = 0
     """What that state is of: local and global step."""
+    peer_bytes: int = 0
+    """What its peer has sent."""
+    peer_seconds: float = 0.0
+    """From the first request to a peer until the last answer; 0: none was asked."""
     peer_problem: str = ""
-    """Why none has arrived, in one sentence; empty: none was asked, or it has."""
+    """Why none has arrived, in one sentence; empty: none is needed, or it has."""
     checkpoint_wanted: int = 0
     """A peer waits for a local checkpoint of this global step or a later one; 0: none does."""
     complete: bool = False

@@ -36,10 +36,13 @@ class PeerRecovery:
         """The newest global step, and when it was first seen."""
         self._number = 0
         self._begun = False
+        self._begun_at = 0.0
         self.source: ev.PeerState | None = None
         """What has arrived; None: nothing."""
         self.why = ""
-        """Why nothing has, in one sentence; empty: none was asked, or it has."""
+        """Why nothing has, in one sentence; empty: none is needed, or it has."""
+        self.seconds = 0.0
+        """From the first request until the last answer."""
 
     @property
     def pending(self) -> bool:
@@ -60,13 +63,16 @@ class PeerRecovery:
         """The model is about to be downloaded: ask the first peer, unless one was asked before."""
         if self._begun:
             return []
-        self._begun = True
+        self._begun, self._begun_at = True, now
+        if not self._peers and step > 0:
+            self.why = "the syncer named no learner to ask"
         return self._ask(step, run, now)
 
     def answered(self, event: ev.PeerAnswered, *, step: int, run: str, now: float) -> list[ev.Decision]:  # fmt: skip
         """A request has ended; those that were abandoned no longer count."""
         if self._asked is None or event.number != self._asked.number:
             return []
+        self.seconds = now - self._begun_at
         if event.state is not None:
             self.source, self.why, self._asked = event.state, "", None
             return []
@@ -82,6 +88,7 @@ class PeerRecovery:
         standstill = now > self._step_at + LEAST_SECONDS
         if waited <= LEAST_SECONDS or not (steps > self._interval or standstill):
             return []
+        self.seconds = now - self._begun_at
         why = f"no complete answer within {steps} global steps and {waited:.0f} s"
         return [ev.DropPeer(number=self._asked.number), *self._next(why, step, run, now)]
 

@@ -24,6 +24,7 @@ from diloco_worker.core.inbox import version_of
 from diloco_worker.core.ledger import HostCopy, Ledger
 from diloco_worker.core.messages import LinkState, Phase, TrainerState
 from diloco_worker.core.open_blocks import Blocks
+from diloco_worker.core.recovery import LocalCheckpoint, began
 from diloco_worker.core.step_checks import StepChecks
 
 PROGRESS_SECONDS = 5.0
@@ -155,18 +156,6 @@ Action = (
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LocalCheckpoint:
-    """What the newest local checkpoint is of."""
-
-    local_step: int
-    global_step: int
-    run: str = ""
-    """Name of the run; "": not known."""
-    start: str = ""
-    """The last start of the syncer that its versions are of; "": not stated."""
-
-
 # ---------------------------------------------------------------- the machine
 
 
@@ -199,14 +188,16 @@ class TrainerCore:
         """Of the last step."""
         self.resumed = False
         """Whether the optimizers have the state of a local checkpoint, or of a peer."""
-        self.recovered_from = ""
-        """The peer whose optimizers' state this process began with; "": none."""
+        self.recovery: dict[str, Any] = {}
+        """With which state the optimizers began."""
         self._name, self._found = name, found
         self._checkpoint_every = checkpoint_every
         self._timeout_seconds = connect_timeout_seconds
         self._stepped = False
         self._unusable = ""
         """Why the local checkpoint that was there is not used."""
+        self._no_peer = ""
+        """Why the state is not that of a peer; "": none was asked."""
         self._initial_copied = self._initial_before = 0
         self._start = (0, 0)
         """Local step and total tokens when this process began to train."""
@@ -261,7 +252,7 @@ class TrainerCore:
             sync_seconds=self._sync_seconds,
             total_sync_seconds=self._total_sync_seconds,
             saves=self._checkpoint_every is not None,
-            recovered_from=self.recovered_from,
+            recovery=self.recovery,
             initial_copied=self._initial_copied,
             problem=problem.kind if problem else "",
             problem_text=problem.text if problem else "",
@@ -320,7 +311,8 @@ class TrainerCore:
             KeyError: `facts` is incomplete; nothing has changed.
         """
         self.ledger = Ledger.from_json(facts)
-        self.resumed = True
+        self.resumed, found = True, self._found
+        self.recovery = began("Checkpoint", self.link_state, step=found.global_step if found else 0)
         step = self.ledger.local_step
         text = f"parameters and optimizers are those of the local checkpoint of local step {step}"
         return [self._show(text), *self._begin(now)]
@@ -335,24 +327,22 @@ class TrainerCore:
         found, state = self._found, self.link_state
         if state.peer:
             return [LoadPeerState(kept=found is not None and not self._of_another_run(found))]
-        why = f"no peer has sent the optimizers' state: {state.peer_problem}"
-        return [*([self._show(why)] if state.peer_problem else []), *self._own_optimizers()]
-
-    def _own_optimizers(self) -> list[Action]:
-        """The same without a peer."""
-        found = self._found
-        if found is not None and not (why := self._of_another_run(found)):
-            return [LoadOptimizers()]
-        if found is not None:
-            return self.optimizers_unusable(why)
-        if self._unusable:
-            return self.optimizers_unusable(self._unusable)
-        # At its first start, a learner has no state to lose.
-        return (
-            self.optimizers_unusable("there is no local checkpoint")
-            if self.link_state.local_step
-            else []
+        return self._own_optimizers(
+            f"no peer has sent the optimizers' state: {why}" if (why := state.peer_problem) else ""
         )
+
+    def _own_optimizers(self, no_peer: str) -> list[Action]:
+        """The same without a peer, for this reason; "": none was asked."""
+        found, self._no_peer = self._found, no_peer
+        shown: list[Action] = [self._show(no_peer)] if no_peer else []
+        if found is not None and not (why := self._of_another_run(found)):
+            return [*shown, LoadOptimizers()]
+        why = why if found is not None else self._unusable
+        if why or self.link_state.local_step:
+            return [*shown, *self.optimizers_unusable(why or "there is no local checkpoint")]
+        # At its first start, a learner has no state to lose.
+        self.recovery = began("None", self.link_state, why=no_peer)
+        return shown
 
     def _of_another_run(self, found: LocalCheckpoint) -> str:
         """Why the checkpoint belongs to other parameters than the job's; empty: it does not."""
@@ -366,23 +356,29 @@ class TrainerCore:
         if self._found is None:
             raise AssertionError("there is no checkpoint that could have been loaded")
         self.resumed, found = True, self._found
+        self.recovery = began(
+            "OldCheckpoint", self.link_state, step=found.global_step, why=self._no_peer
+        )
         text = f"local step {found.local_step}, global step {found.global_step}"
         return [self._parameters(f"the optimizers continue with the local checkpoint of {text}")]
 
     def peer_state_loaded(self) -> list[Action]:
         """The optimizers have the state that a peer sent; the parameters are the job's."""
         state = self.link_state
-        self.resumed, self.recovered_from = True, state.peer
+        self.resumed, self.recovery = True, began("Peer", state, step=state.peer_step)
         text = f"{state.peer} at local step {state.peer_local_step}, global step {state.peer_step}"
         return [self._parameters(f"the optimizers continue with the state of {text}")]
 
     def peer_state_unusable(self, why: str) -> list[Action]:
         """The state that a peer sent cannot be loaded, for this reason: this learner's own counts."""
-        text = f"the optimizers' state of {self.link_state.peer} cannot be used: {why}"
-        return [self._show(text), *self._own_optimizers()]
+        return self._own_optimizers(
+            f"the optimizers' state of {self.link_state.peer} cannot be used: {why}"
+        )
 
     def optimizers_unusable(self, why: str) -> list[Action]:
         """The optimizers start with new state, for this reason."""
+        reasons = "; ".join(filter(None, (self._no_peer, why)))
+        self.recovery = began("None", self.link_state, why=reasons)
         return [self._parameters(f"the optimizers start with new state: {why}")]
 
     def _parameters(self, rest: str) -> ShowProgress:

@@ -277,6 +277,9 @@ class Link:
             case ev.SendBlocks():
                 if self._session is not None:
                     self._session.blocks(session.blocks(decision.blocks))
+            case ev.SendRecovery():
+                if self._session is not None:
+                    self._session.send(session.recovery(decision.recovery))
             case ev.SendHeartbeat():
                 if self._session is not None:
                     self._session.send(pb.LearnerMessage(heartbeat=pb.Heartbeat()))

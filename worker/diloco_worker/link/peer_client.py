@@ -16,6 +16,7 @@ import grpc
 
 from diloco.errors import DilocoError, StorageError
 from diloco.rpc.channels import channel
+from diloco.rpc.connection_reasons import explain
 from diloco.rpc.identity import learner_server_name
 from diloco.rpc.tls import Tls
 from diloco.runtime import files
@@ -39,6 +40,19 @@ REPLY_BYTES = 4 << 20
 
 MAX_REASON = 300
 """Characters of a peer's reason."""
+
+_TLS_FAULTS = {
+    "CertificateNotForSyncer": "the server at its address has no certificate with the DNS name {name}: it is another "
+    "program, or a learner whose Secret must be renewed (diloco certs)",
+    "CertificateOfOtherAuthority": "its certificate was not issued by the authority in ca.crt of this learner: the "
+    "Secrets of all regions must come from the same authority",
+    "CertificateExpired": "its certificate or that of its authority has expired: renew the Secret of its region",
+    "CertificateNotYetValid": "its certificate is not valid yet: check the clocks",
+    "PlainText": "the server at its address did not negotiate TLS: it is another program",
+    "HandshakeRefused": "it closed the connection: it requires TLS with a valid certificate of its authority; check "
+    "tls.crt of this learner",
+}
+"""Sentences for reasons of diloco.rpc.connection_reasons, of which those are about the syncer."""
 
 FAILED = (DilocoError, OSError, ValueError, KeyError, TypeError)
 """What a state raises that is not what was asked for, or cannot be written."""
@@ -89,6 +103,8 @@ class PeerClient:
             state = self._fetch(request)
         except grpc.RpcError as failure:
             error = failure.details() if isinstance(failure, grpc.Call) else repr(failure)
+            fault = _TLS_FAULTS.get(explain(error or ""), "")
+            error = fault.format(name=self._name_of(request.peer)) or error
         except FAILED as failure:
             error = str(failure)
         except Exception as failure:
@@ -105,11 +121,13 @@ class PeerClient:
             log.warning("%s has not sent its state: %s", request.peer.learner, error)
         self._post(ev.PeerAnswered(number=request.number, state=state, error=error))
 
+    def _name_of(self, peer: ev.PeerAddress) -> str:
+        return learner_server_name(self._job, peer.learner.partition("/")[0])
+
     def _fetch(self, request: ev.AskPeer) -> ev.PeerState:
-        region = request.peer.learner.partition("/")[0]
         wire = channel(
             request.peer.address, tls=Tls.load(self._tls), purpose="bulk",
-            server_name=learner_server_name(self._job, region), reply_bytes=REPLY_BYTES,
+            server_name=self._name_of(request.peer), reply_bytes=REPLY_BYTES,
         )  # fmt: skip
         message = pb.PeerRequest(
             job=self._job,
@@ -172,4 +190,5 @@ class PeerClient:
             learner=request.peer.learner,
             local_step=header.local_step,
             global_step=header.global_step,
+            bytes=len(manifest) + written,
         )

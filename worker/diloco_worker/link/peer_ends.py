@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 from diloco.errors import ConfigError
 from diloco.model.fragments import Layout
+from diloco.rpc.identity import learner_server_name
+from diloco.rpc.tls import lacks_name
 from diloco.spec import RunSpec
 from diloco_worker.core import events as ev
 from diloco_worker.link.peer_client import PeerClient
@@ -34,8 +36,9 @@ class Peers:
         self, config: LearnerSettings, spec: RunSpec, layout: Layout, *, facts: Facts,
         post: Callable[[ev.PeerAnswered], object],
     ) -> None:  # fmt: skip
-        self.address = ""
-        """Where this learner answers others; "": it does not."""
+        self._config, self._address = config, ""
+        self._nameless = False
+        """It is known that the certificate lacks the name of this region's learners."""
         self._client: PeerClient | None = None
         if not config.peers or config.state is None:
             return
@@ -48,11 +51,26 @@ class Peers:
             job=config.job, layout=layout.digest, directory=config.state, interval=spec.interval,
             facts=facts, tls=config.tls,
         )  # fmt: skip
-        host = config.peer.rpartition(":")[0]
+        host = config.peer_host or config.peer.rpartition(":")[0]
         try:
-            self.address = f"{host}:{server.listen(config.peer)}"
+            self._address = f"{host}:{server.listen(config.peer)}"
         except ConfigError as error:
             log.warning("DILOCO_PEER: other learners cannot ask this one: %s", error)
+
+    @property
+    def address(self) -> str:
+        """Where this learner answers others; "": it does not, or its certificate of now does not let it."""
+        tls = self._config.tls
+        if not self._address or tls is None:
+            return self._address
+        name = learner_server_name(self._config.job, self._config.region)
+        before, self._nameless = self._nameless, lacks_name(tls, name)
+        if self._nameless and not before:
+            log.warning(
+                "other learners cannot ask this one for the state of its optimizers: tls.crt lacks the DNS name %s; "
+                "renew the Secret of region %s (diloco certs)", name, self._config.region,
+            )  # fmt: skip
+        return "" if self._nameless else self._address
 
     def ask(self, request: ev.AskPeer) -> None:
         """Ask a peer; `PeerAnswered` follows unless it is dropped."""

@@ -22,7 +22,7 @@ import grpc
 
 from diloco.errors import StorageError
 from diloco.model import tensorfile
-from diloco.rpc.identity import region_uri
+from diloco.rpc.identity import region_uri, regions_of
 from diloco.rpc.servers import bind, server
 from diloco.rpc.tls import Tls
 from diloco.runtime import files
@@ -131,8 +131,13 @@ class PeerServer(PeerServicer):
         region = request.learner.partition("/")[0]
         if self._tls is not None:
             names: Any = context.auth_context().get("peer_uri", ())
-            if region_uri(self._job, region).encode() not in names:
-                text = "the certificate does not name the region of the learner that asks"
+            if (needed := region_uri(self._job, region)).encode() not in names:
+                found = regions_of((name.decode(errors="replace") for name in names), self._job)
+                seen = f"region {', '.join(found)}" if found else "no region"
+                text = (
+                    f"{shorten(request.learner, MAX_NAME)} presented a certificate for {seen} of job {self._job}, "
+                    f"expected one with the URI name {shorten(needed, MAX_NAME)}"
+                )
                 _abort(context, grpc.StatusCode.PERMISSION_DENIED, text)
         if request.job != self._job or request.layout != self._layout:
             _abort(context, grpc.StatusCode.FAILED_PRECONDITION, "it trains another model")

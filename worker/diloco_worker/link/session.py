@@ -171,6 +171,7 @@ def hello(
         facts=facts,
         frozen=pack_frozen(layout.frozen),
         peer_address=peer_address,
+        cluster=settings.cluster,
     )
 
 
@@ -187,8 +188,12 @@ def report(state: TrainerState) -> pb.Report:
         step_seconds=state.step_seconds,
         sync_seconds=state.sync_seconds,
         global_step=state.global_step,
-        recovered_from=state.recovered_from,
     )
+
+
+def recovery(stated: Mapping[str, Any]) -> pb.LearnerMessage:
+    """With which state the optimizers began (core/recovery.py), as a message."""
+    return pb.LearnerMessage(recovery=pb.Recovery(**stated))
 
 
 def blocks(stated: Mapping[str, Any]) -> pb.Blocks:

@@ -36,9 +36,9 @@ from torch.optim import Optimizer
 from diloco.errors import ConfigError, StorageError
 from diloco.model import tensorfile
 from diloco.runtime import files
-from diloco_worker.core import trainer as core
 from diloco_worker.core.copy_budget import ATTEMPTS, SHARE
 from diloco_worker.core.peer_files import PEER_MANIFEST
+from diloco_worker.core.recovery import LocalCheckpoint
 from diloco_worker.core.sealed import sealed, unsealed
 from diloco_worker.trainer import optimizer_state, pieces
 from diloco_worker.trainer.copies import Copies, Copy, Result, touch
@@ -498,11 +498,11 @@ class Checkpoints:
         optimizer_state.load(saved, manifest.optimizers, model, optimizers, of_peer=of_peer)
 
 
-def local_checkpoint(found: Manifest | None) -> core.LocalCheckpoint | None:
+def local_checkpoint(found: Manifest | None) -> LocalCheckpoint | None:
     """What the core needs to know of a checkpoint."""
     if found is None:
         return None
-    return core.LocalCheckpoint(
+    return LocalCheckpoint(
         local_step=found.local_step, global_step=found.global_step, run=found.run,
         start=str(found.facts.get("start", "")),
     )  # fmt: skip

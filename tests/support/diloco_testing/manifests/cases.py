@@ -84,7 +84,7 @@ BROKEN_RULES = [
     ),
     (
         ["spec.learner.ports={health: 9090}"],
-        "spec.learner.ports: health 9090, metrics 9090, rendezvous 29500; use a different port for each",
+        "spec.learner.ports: health 9090, metrics 9090, rendezvous 29500, peer 7071; use a different port for each",
     ),
     (
         ["spec.syncer.ports={sync: 8080}"],
