@@ -224,6 +224,11 @@ class TrainerCore:
         """Whether a checkpoint is of use: the model made a step, and its loss is finite."""
         return self.joined and self._stepped and self.checks.finite
 
+    @property
+    def recovered_from(self) -> str:
+        """The peer with whose state the optimizers began; "": none."""
+        return str(self.recovery.get("peer", ""))
+
     def state(self, *, offers: Sequence[int] = (), leaving: str = "") -> TrainerState:
         """What the link should know."""
         found, ledger, link_state = self._found, self.ledger, self.link_state
