@@ -395,7 +395,8 @@ def test_the_page_lists_with_which_state_processes_began(tmp_path: Path):
     ]  # fmt: skip
     append(tmp_path / "events.jsonl", rows)
     html = page(load(tmp_path), b"")
-    cells = ("eu/1", "1", "50", "the optimizers&#x27; state of a peer", "eu/0", "2", "3.00 MiB", "0.5 s", "–")  # fmt: skip
+    state = "the optimizers&#x27; state of a peer"
+    cells = ("eu/1", "1", "50", state, "eu/0", "2", "3.00 MiB", "0.5 s", "–")
     assert "".join(f"<td>{cell}</td>" for cell in cells) in html
     (tmp_path / "events.jsonl").unlink()
     assert "<h2>Recovery</h2>" not in page(load(tmp_path), b"")
