@@ -31,7 +31,7 @@ F32 = npt.NDArray[np.float32]
 NO_CONSTANTS = b"\2\0\0\0\0\0\0\0{}"
 """An empty safetensors file."""
 
-START_SECONDS = 60.0
+START_SECONDS = 240.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
