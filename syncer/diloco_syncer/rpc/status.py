@@ -14,6 +14,9 @@ from diloco_syncer.core.learners import LearnerRecord
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.state import State
 
+MOST_RECOVERIES = 1000
+"""Learners up to which the status has how each began: its sentences would exceed the limit of a larger one."""
+
 
 def reply(
     state: State, metrics: Metrics, request: pb.StatusRequest | None = None
@@ -24,6 +27,10 @@ def reply(
     last, layout, model = scheduler.last_merge_at, state.admission.layout, state.model
     if request is not None and request.without_model:
         layout = None
+    learners = [learner_status(engine, record, now) for record in engine.learners]
+    if len(learners) > MOST_RECOVERIES:
+        for learner in learners:
+            learner.ClearField("recovery")
     return pb.StatusReply(
         job=engine.spec.job,
         epoch=engine.epoch,
@@ -41,7 +48,7 @@ def reply(
         quorum=engine.spec.quorum,
         last_members=scheduler.last_members,
         seconds_since_merge=-1.0 if last is None else now - last,
-        learners=[learner_status(engine, record, now) for record in engine.learners],
+        learners=learners,
         model_path=model.path if model else "",
         model_sha256=model.sha256 if model else "",
         snapshot_step=engine.durable_step,

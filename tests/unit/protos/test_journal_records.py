@@ -12,6 +12,8 @@ LINES = [
     '{"epoch":1,"event":"start","step":0,"steps":40,"fragments":3,"interval":6,"quorum":2,"spec":"ab"}',
     '{"epoch":1,"event":"limits","learners":{"eu":2},"step":3}',
     '{"epoch":1,"event":"join","learner":"eu/0","incarnation":1,"step":0,"fresh":true,"localStep":0}',
+    '{"epoch":1,"event":"recovery","learner":"eu/0","incarnation":2,"step":50,"source":"Peer","peer":"eu/1",'
+    '"stateStep":48,"age":2,"bytes":4399,"seconds":0.5,"problem":""}',
     '{"epoch":1,"event":"leave","learner":"eu/0","incarnation":1,"reason":"Closed"}',
     '{"epoch":1,"event":"refuse","learner":"eu/0","reason":"Damaged","detail":"x"}',
     '{"epoch":1,"event":"refuse","learner":"eu/0","reason":"Damaged","detail":"x","step":6,"fragment":0}',

@@ -11,7 +11,8 @@ PROMISED = """
 syncer: diloco_global_step diloco_merges_total diloco_merge_members diloco_quorum_wait_seconds
   diloco_grace_seconds diloco_sync_seconds diloco_learners{region,state}
   diloco_learner_staleness_steps{learner} diloco_wire_bytes_total{direction,region}
-  diloco_refused_total{reason} diloco_ejections_total{reason} diloco_snapshot_seconds
+  diloco_refused_total{reason} diloco_ejections_total{reason} diloco_recoveries_total{source}
+  diloco_snapshot_seconds
   diloco_snapshot_copy_seconds diloco_snapshot_copy_step diloco_snapshot_copy_failures_total
   diloco_tokens_total{region}
 learner: diloco_learner_steps_total diloco_learner_tokens_total diloco_learner_loss

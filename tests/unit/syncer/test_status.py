@@ -64,10 +64,22 @@ def test_a_status_of_27000_ejected_learners_after_a_long_training_is_read(syncer
     record.total_tokens, record.restarts = 10**12, 99
     record.report = dataclasses.replace(record.report, global_step=1_000_000, loss=2.5)
     record.ejection = Ejection(reason="AnswerLate", failed_at=0.0, probe_at=time.monotonic() + 500)
-    found = status._learner(syncer.state.engine, record, time.monotonic())
+    found = status.learner_status(syncer.state.engine, record, time.monotonic())
     assert "next probe" in found.detail
     all_of_them = 27_000 * len(pb.StatusReply(learners=[found]).SerializeToString())
     assert 0.9 * STATUS_BYTES < all_of_them < STATUS_BYTES
+
+
+def test_a_status_of_many_learners_leaves_out_how_each_began(syncer, monkeypatch):
+    for record in syncer.state.engine.learners:
+        record.recovery = ev.Recovered(
+            session=1, learner=record.name, source="None", problem="x" * 1000
+        )
+    count = len(list(syncer.state.engine.learners))
+    assert all(x.HasField("recovery") for x in status.reply(syncer.state, syncer.metrics).learners)
+    monkeypatch.setattr(status, "MOST_RECOVERIES", count - 1)
+    found = status.reply(syncer.state, syncer.metrics).learners
+    assert [x.HasField("recovery") for x in found] == [False] * count
 
 
 class Served(SyncerServicer):
