@@ -205,7 +205,7 @@ class _Replay:
 
     def _follow(self) -> Difference | None:
         """Until everything on the tape is done, or something differs."""
-        compare_at = 0.0
+        compare_at, compared = 0.0, 0
         while True:
             for done in self._processes.exits():
                 self._exited(done)
@@ -215,8 +215,9 @@ class _Replay:
             if now >= compare_at or done_all:
                 compare_at = now + COMPARE_SECONDS
                 self._read()
-                if difference := first_difference(self._plan, self._merges, {}):
+                if difference := first_difference(self._plan, self._merges, {}, since=compared):
                     return difference
+                compared = len(self._merges)
                 if done_all and len(self._merges) >= len(self._plan.rounds):
                     return None
                 self._check_progress(now)

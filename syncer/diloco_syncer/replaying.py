@@ -59,8 +59,7 @@ class ReplayCoordinator(Coordinator):
         return engine
 
     def _send_pull(self, decision: ev.Pull) -> None:
-        merge = next(m for m in self._engine.plan.rounds if m.step == decision.round)
-        for member in merge.members:
+        for member in self._engine.plan.by_step[decision.round].members:
             bases = () if member.base is None else ((self._engine.epoch, member.base),)
             message = learner_messages.pull(decision, self._parameters(), bases=bases)
             self.sessions.send(member.learner, message)

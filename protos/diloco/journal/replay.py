@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 from diloco.errors import ConfigError
@@ -96,9 +98,9 @@ class Life:
         return self.process.end is None and not self.stopped
 
 
-@dataclass(slots=True, kw_only=True)
+@dataclass(kw_only=True)
 class Plan:
-    """A replay."""
+    """A replay; it does not change once `plan_of` has returned it."""
 
     initialiser: str
     """The learner that uploaded Θ^(0)."""
@@ -116,15 +118,16 @@ class Plan:
         """Global step of the last merge."""
         return self.rounds[-1].step
 
-    @property
-    def complete(self) -> bool:
-        """Whether the last global step is part of it."""
-        return not self.ends and self.to + self._idle() >= self.steps
+    @cached_property
+    def by_step(self) -> dict[int, Merge]:
+        """The rounds by global step."""
+        return {merge.step: merge for merge in self.rounds}
 
-    def _idle(self) -> int:
-        """Most global steps in a row without a due fragment."""
-        gaps = [b.step - a.step for a, b in zip(self.rounds, self.rounds[1:], strict=False)]
-        return max(gaps, default=1) - 1
+    @cached_property
+    def complete(self) -> bool:
+        """Whether the last global step is part of it: no more steps are missing than have ever been without a round."""
+        gaps = (b.step - a.step for a, b in pairwise(self.rounds))
+        return not self.ends and self.to + max(gaps, default=1) > self.steps
 
     def lives_of(self, learner: str) -> list[Life]:
         """Of one learner, in order."""
@@ -162,14 +165,13 @@ def plan_of(
     )  # fmt: skip
     for processes in tapes.values():
         _add_lives(plan, processes)
-    for merge in plan.rounds:
-        for member in merge.members:
-            _add_copy(plan, merge, member)
+    _add_copies(plan)
     for life in plan.lives.values():
         _add_results(life)
     for life in list(plan.lives.values()):
         _add_peer(plan, life)
-    plan.rounds = [_with_clock(plan, merge) for merge in plan.rounds]
+    lives = {learner: plan.lives_of(learner) for learner in tapes}
+    plan.rounds = [_with_clock(merge, lives) for merge in plan.rounds]
     return plan
 
 
@@ -241,7 +243,7 @@ class _Run:
         if self.ends:
             return
         self.rounds.append(merge)
-        for learner in (merge.abandoned or "").split(", "):
+        for learner in merge.abandoned.split(", ") if merge.abandoned else ():
             self._lost[learner, self._incarnations.get(learner, 0), merge.fragment] = merge.step
 
     def _why_not(self, merge: Merge, member: MergeMember) -> str:
@@ -311,46 +313,51 @@ def _add_lives(plan: Plan, processes: Sequence[Process]) -> None:
             return
 
 
-def _add_copy(plan: Plan, merge: Merge, member: MergeMember) -> None:
-    life = next(
-        (
-            each
-            for each in plan.lives_of(member.learner)
-            if each.process.begin.incarnation == member.incarnation
-        ),
-        None,
-    )
-    if life is None or member.step > life.last:
-        raise ConfigError(
-            f"nothing can be replayed: step {merge.step} merged local step {member.step} of {member.learner}, and "
-            "its tape does not state what that process began from"
-        )
-    earlier = [
-        c.round for copies in life.copies.values() for c in copies if c.fragment == merge.fragment
-    ]
-    life.copies.setdefault(member.step, []).append(
-        Copy(
-            fragment=merge.fragment, round=merge.step, after=max(earlier, default=0), base=member.base
-        )
-    )  # fmt: skip
-    life.final = merge.step
+def _add_copies(plan: Plan) -> None:
+    """
+    The host copies that were merged.
+
+    Raises:
+        ConfigError: a member has no process that can be replayed.
+    """
+    lives = {(life.key[0], life.process.begin.incarnation): life for life in plan.lives.values()}
+    newest: dict[tuple[Key, int], int] = {}
+    """Process and fragment → the last merge of a copy."""
+    for merge in plan.rounds:
+        for member in merge.members:
+            life = lives.get((member.learner, member.incarnation))
+            if life is None or member.step > life.last:
+                raise ConfigError(
+                    f"nothing can be replayed: step {merge.step} merged local step {member.step} of {member.learner}, "
+                    "and its tape does not state what that process began from"
+                )
+            place = life.key, merge.fragment
+            copy = Copy(
+                fragment=merge.fragment,
+                round=merge.step,
+                after=newest.get(place, 0),
+                base=member.base,
+            )
+            life.copies.setdefault(member.step, []).append(copy)
+            newest[place] = life.final = merge.step
 
 
 def _add_results(life: Life) -> None:
-    for number, step in sorted(life.process.steps.items()):
+    newest: dict[int, int] = {}
+    """Fragment → the last merge of a copy of this step or an earlier one."""
+    for number in sorted({*life.process.steps, *life.copies}):
         if number > life.last:
             return
-        for held in step.results or ():
-            earlier = (
-                copy.round
-                for local_step, copies in life.copies.items()
-                for copy in copies
-                if copy.fragment == held.fragment and local_step <= number
-            )
-            after = max(earlier, default=0)
+        for copy in life.copies.get(number, ()):
+            newest[copy.fragment] = max(newest.get(copy.fragment, 0), copy.round)
+        step = life.process.steps.get(number)
+        for held in (step.results if step is not None else None) or ():
             life.results.append(
-                Result(fragment=held.fragment, step=held.step, local_step=number, after=after)
-            )
+                Result(
+                    fragment=held.fragment, step=held.step, local_step=number,
+                    after=newest.get(held.fragment, 0),
+                )
+            )  # fmt: skip
 
 
 def _add_peer(plan: Plan, life: Life) -> None:
@@ -389,13 +396,13 @@ def _add_peer(plan: Plan, life: Life) -> None:
     life.peer = Peer(learner=begin.optimizers, local_step=local_step, step=step)
 
 
-def _with_clock(plan: Plan, merge: Merge) -> Merge:
+def _with_clock(merge: Merge, lives: Mapping[str, Sequence[Life]]) -> Merge:
     """The merge with the part of its clock that the replay reaches: the last steps of a process may be lost."""
     clock = {}
     for learner, local_step in (merge.clock or {}).items():
         reached = [
             min(local_step, life.last)
-            for life in plan.lives_of(learner)
+            for life in lives.get(learner, ())
             if life.process.begin.local_step < local_step
         ]
         clock[learner] = max(reached, default=0)
@@ -428,6 +435,8 @@ def first_difference(
     plan: Plan,
     merges: Sequence[Merge],
     tapes: Mapping[str, Sequence[Process]],
+    *,
+    since: int = 0,
 ) -> Difference | None:
     """
     Where a replay first differs from its tape.
@@ -436,8 +445,9 @@ def first_difference(
         plan: of the replay.
         merges: of the replay, in order; it may have come less far.
         tapes: of the replay, by learner.
+        since: so many merges were compared before.
     """
-    for recorded, found in zip(plan.rounds, merges, strict=False):
+    for recorded, found in zip(plan.rounds[since:], merges[since:], strict=False):
         if difference := _of_merge(plan, recorded, found):
             return difference
     if len(merges) < len(plan.rounds):

@@ -1,7 +1,7 @@
 """
 The files of a replay: the document that names a run, and the tape of that run.
 
-    {"run": "/work/runs/job", "to": 120}      `to` null: the whole run
+    {"run": "/home/me/runs/job", "to": 120}      `to` null: the whole run
 """
 
 from __future__ import annotations

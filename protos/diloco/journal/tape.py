@@ -123,7 +123,7 @@ class Process:
     @property
     def last(self) -> int:
         """Its last local step."""
-        return max(self.steps, default=self.begin.local_step)
+        return self.begin.local_step + len(self.steps)
 
 
 def encode(record: Record) -> dict[str, Any]:

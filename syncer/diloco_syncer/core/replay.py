@@ -41,7 +41,7 @@ class TapeScheduler(Scheduler):
 
     def __init__(self, plan: Plan, engine: Engine) -> None:
         super().__init__(engine.spec, engine.learners, 0)
-        self._plan = {merge.step: merge for merge in plan.rounds}
+        self._plan = plan.by_step
         self._next = deque(plan.rounds)
 
     def start_steps(self, now: float) -> None:

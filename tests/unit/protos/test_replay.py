@@ -35,6 +35,21 @@ def changed(number, change, events=EVENTS):
 # ------------------------------------------------------------ plans
 
 
+@pytest.mark.slow
+def test_the_plan_of_a_long_run_costs_as_much_per_step_as_that_of_a_short_one():
+    """If each step or merge were compared with all others, this would take hours: it ends at the time limit then."""
+    steps = 60_000
+    results = {number: [((number - 1) % 2, number - 1)] for number in range(2, steps + 1)}
+    found = tapes(eu_0=process("eu/0", steps, results=results))
+    rounds = (merge(number, member("eu/0", number)) for number in range(1, steps + 1))
+    made = plan([start(steps=steps), initialised(), *rounds], found)
+    life = made.lives["eu/0", 0]
+    assert made.complete
+    assert (len(made.rounds), len(life.copies), len(life.results)) == (steps, steps, steps - 1)
+    assert life.copies[steps][0].after == steps - 2, "of the same fragment"
+    assert life.results[-1].after == steps - 1
+
+
 def test_a_plan_has_every_round_copy_and_result():
     made = plan()
     assert (made.initialiser, made.to, made.ends, [m.step for m in made.rounds]) == (
