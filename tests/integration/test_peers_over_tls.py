@@ -17,28 +17,12 @@ import pytest
 from diloco.journal.audit import audit
 from diloco.rpc.identity import learner_server_name, server_name
 from diloco.rpc.tls import Tls
+from diloco_testing.learners.small import PROGRAM
 from diloco_testing.network.certificates import Authority, mount
 from diloco_testing.syncers.process import RealSyncer, make_spec, until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-PROGRAM = """
-import time, torch
-from diloco_worker import Learner
-torch.manual_seed(0)
-torch.set_num_threads(1)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
-optimizer = torch.optim.AdamW(model.parameters(), lr=0.001)
-learner = Learner.connect(model, optimizer)
-while not learner.done:
-    loss = model(torch.ones(4, 8)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    learner.step(tokens=10, loss=loss)
-    time.sleep(0.02)
-learner.close()
-"""
 JOB = "j"
 
 

@@ -31,6 +31,7 @@ from diloco.v1 import bulk_pb2 as bulk
 from diloco.v1 import syncer_pb2 as pb
 from diloco.v1.syncer_pb2_grpc import SyncerStub
 from diloco_testing.learners.scripted import ScriptedLearner, good_round, random_delta
+from diloco_testing.learners.small import PROGRAM
 from diloco_testing.network.certificates import Authority, mount, write
 from diloco_testing.network.relay import Relay
 from diloco_testing.syncers.process import RealSyncer, make_spec, until
@@ -48,24 +49,6 @@ spec:
   tls: {mode: Secret, secretName: j-tls}
 """
 
-TRAIN = """
-import time, torch
-from diloco_worker import Learner
-torch.manual_seed(0)
-torch.set_num_threads(1)
-model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 4))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-learner = Learner.connect(model, optimizer)
-while not learner.done:
-    loss = model(torch.ones(4, 8)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    learner.step(tokens=10, loss=loss)
-    time.sleep(0.02)
-learner.close()
-"""
-
 
 class Trainer:
     """A real learner: training process and link; a context manager."""
@@ -80,7 +63,7 @@ class Trainer:
         }  # fmt: skip
         with self._log.open("wb") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-c", TRAIN],
+                [sys.executable, "-c", PROGRAM],
                 env=os.environ | {f"DILOCO_{key}": value for key, value in values.items()},
                 stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             )  # fmt: skip
