@@ -333,7 +333,12 @@ def test_the_stored_job_shows_its_defaults_and_no_empty_ones(stored):
     assert spec["sync"]["outer"] == {"learningRate": "0.7", "momentum": "0.5", "nesterov": True}
     assert spec["runPolicy"] == {"suspend": False, "cleanupPolicy": "Running", "managedBy": ""}
     assert spec["regions"][0] == {"name": "eu", "learners": 2, "cluster": ""}
-    assert spec["learner"]["ports"] == {"health": 8080, "metrics": 9090, "rendezvous": 29500}
+    assert spec["learner"]["ports"] == {
+        "health": 8080,
+        "metrics": 9090,
+        "peer": 7071,
+        "rendezvous": 29500,
+    }
 
 
 STATUS = {
