@@ -6,7 +6,7 @@ Tests on clusters mostly wait for pods, and building the clusters' programs wait
 the tests that need neither run meanwhile. The output of a group is printed whole when it ends.
 
 Tests that failed run a second time, alone, if they are few; those that pass then are counted as flaky
-and named above the summary, as are those that fail again.
+and named above the summary, as are those that fail again. The ends of their reports stand above that.
 
 Where no cluster can run, all other tests do, and a sentence names what did not run.
 With CI=true or DILOCO_E2E=required all of these have to run. --fast: unit tests alone, without the slow ones.
@@ -74,9 +74,13 @@ CONTRACTS = ("lint-imports", "--no-cache")
 LAST = "test_rbac"
 """Reads the audit logs of all other groups."""
 COUNT = re.compile(r"(\d+) (passed|failed|error|skipped|xfailed|xpassed)")
+SECTION = re.compile(r"=+ (?P<title>[^=]+) =+$")
+REPORT = re.compile(r"_{3,} .+ _{3,}$")
 SKIP = re.compile(r"SKIPPED \[(?P<number>\d+)\] \S+:(\d+:)? (?P<reason>.*)")
 TEMPORARY = re.compile(rf"{re.escape(tempfile.gettempdir())}/[^\s'\",;:)]+")
 """Differs in each run, so that a reason with it would be counted apart."""
+REPORTS, REPORT_LINES = 12, 60
+"""How many reports of failures are repeated at the end, and how much of each: the output of all groups is long."""
 SECOND_RUNS = 3
 """More failed tests than these in a group have a cause that a second run must not hide."""
 
@@ -90,10 +94,15 @@ class Result:
     """pytest's line for each test that failed, with the beginning of its message."""
     skipped: Counter[str] = field(default_factory=Counter)
     """Number of skipped tests by reason."""
+    reports: tuple[str, ...] = ()
+    """What pytest printed about each failure: its end."""
 
     def __add__(self, other: Result) -> Result:
         return Result(
-            self.counts + other.counts, self.failures + other.failures, self.skipped + other.skipped
+            self.counts + other.counts,
+            self.failures + other.failures,
+            self.skipped + other.skipped,
+            self.reports + other.reports,
         )
 
     def after(self, second: Result) -> Result:
@@ -106,7 +115,8 @@ class Result:
         again = {failure.split(" - ")[0] for failure in second.failures}
         flaky = [f for f in self.failures if f.split(" - ")[0] not in again]
         flaky = [f"FLAKY {f.partition(' ')[2]}" for f in flaky]
-        return Result(+counts, (*second.failures, *flaky), self.skipped)
+        reports = (*self.reports, *second.reports)
+        return Result(+counts, (*second.failures, *flaky), self.skipped, reports)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +154,9 @@ class Group:
             f"and its children\n{output}",
             flush=True,
         )  # Programs that outlive their parents, such as those of clusters, are not in it.
-        result = Result(outcomes("".join(lines)), failures(lines), skipped(lines))
+        result = Result(
+            outcomes("".join(lines)), failures(lines), skipped(lines), reports(lines, of=self.name)
+        )
         if process.returncode and not result.counts["failed"]:
             print(f"== {self.name}: exit status {process.returncode}", flush=True)
             return result + Result(
@@ -170,6 +182,20 @@ def failures(lines: Sequence[str]) -> tuple[str, ...]:
         line.strip()[:500]
         for line in short_summary(lines) if line.startswith(("FAILED ", "ERROR "))
     )  # fmt: skip
+
+
+def reports(lines: Sequence[str], *, of: str) -> tuple[str, ...]:
+    """The end of what pytest printed about each failed test of a group, below the heading with its name."""
+    found: list[list[str]] = []
+    inside = False
+    for line in lines:
+        if section := SECTION.match(line):
+            inside = section["title"] in ("FAILURES", "ERRORS")
+        elif inside and REPORT.match(line):
+            found.append([f"{line.rstrip()} ({of})\n"])
+        elif inside and found:
+            found[-1].append(line)
+    return tuple("".join((head, *rest[-REPORT_LINES:])).rstrip() for head, *rest in found)
 
 
 def skipped(lines: Sequence[str]) -> Counter[str]:
@@ -374,6 +400,10 @@ def main() -> int:
         else:
             with tempfile.TemporaryDirectory(prefix="diloco-audits-") as audits:
                 result = all_of_it(audits, slow_tier=with_slow_tier())
+    for report in result.reports[:REPORTS]:
+        print(f"\n{report}")
+    if more := len(result.reports[REPORTS:]):
+        print(f"\nReports of {more} more failures are in the output of their groups.")
     print(f"\n{not_run}{skips(result.skipped)}".rstrip(), *result.failures, sep="\n")
     print(summary(result.counts))
     return 1 if result.counts["failed"] else 0

@@ -122,6 +122,22 @@ def test_what_fails_once_is_flaky_and_named_and_what_fails_twice_has_failed(grou
     failed, flaky = result.failures
     assert re.match(r"FAILED .*test_them.py::test_fails - assert 1 == 2", failed)
     assert re.match(r"FLAKY .*test_them.py::test_fails_once - ", flaky)
+    once, never, again = result.reports
+    assert once.startswith("_")
+    assert "test_fails_once" in once.splitlines()[0]
+    assert "assert not first" in once
+    assert "assert 1 == 2" not in once
+    assert "assert 1 == 2" in never
+    assert "second run" in again.splitlines()[0]
+
+
+def test_reports_are_cut_to_their_end_and_those_of_other_sections_are_none(runner):
+    many = [f"line {number}\n" for number in range(100)]
+    lines = ["____ not here ____\n", "=== FAILURES ===\n", "____ test_a ____\n", *many]
+    lines += ["=== short test summary info ===\n", "FAILED test_a\n"]
+    [report] = runner.reports(lines, of="some")
+    expected = [f"line {number}" for number in range(100 - runner.REPORT_LINES, 100)]
+    assert report.splitlines() == ["____ test_a ____ (some)", *expected]
 
 
 @pytest.mark.slow
