@@ -165,7 +165,7 @@ class Group:
         return result
 
     def nicer(self, niceness: int) -> Group:
-        """The same with a smaller share of the cores."""
+        """The same with a smaller share of the cores; below 0, with a larger one where that is allowed."""
         return replace(self, command=("nice", "-n", str(niceness), *self.command))
 
     def repeat(self, result: Result) -> Result:
@@ -285,7 +285,8 @@ def everywhere(*arguments: str) -> list[Group]:
     units = ("tests/unit", *(f"--ignore={path}" for path in worlds))
     return [
         # The threads of BLAS would spin for the cores of the other groups.
-        pytest("simulator and syncer", *worlds, *tier(), *options, OMP_NUM_THREADS="1"),
+        # One process that computes for as long as all others: with an equal share it would end long after them.
+        pytest("simulator and syncer", *worlds, *tier(), *options, OMP_NUM_THREADS="1").nicer(-5),
         pytest("other unit tests", *units, *tier(), *options, OMP_NUM_THREADS="1"),
         pytest("whole runs and chaos tests", *whole, "tests/chaos", *tier(), *options),
         pytest("integration tests", *others, *tier(), *options),

@@ -1,6 +1,7 @@
 """What holds for every test: the profiles of hypothesis, the option --no-skips, and what took processor time."""
 
 import gc
+import logging
 import os
 import resource
 import signal
@@ -83,3 +84,7 @@ def pytest_collection_finish() -> None:
     # Modules and tests stay until the end; without them, each collection of garbage takes a fraction of the time.
     gc.freeze()
     gc.enable()
+    # pytest adds its handlers to each logger that does not propagate, several times per test; torch has eighty.
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch.") and isinstance(logger, logging.Logger):
+            logger.propagate = True

@@ -145,10 +145,14 @@ class RunSpec:
         return canonical({"hash": self.hash, **self._fields()}) + "\n"
 
     def _fields(self) -> dict[str, Any]:
-        data = dataclasses.asdict(self)
+        # Not asdict: it copies everything, and an operator asks for documents and hashes all the time.
+        data = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         for f in dataclasses.fields(self):
-            if f.name in _LATER and data[f.name] == f.default:
+            value = data[f.name]
+            if f.name in _LATER and value == f.default:
                 del data[f.name]
+            elif isinstance(value, Checkpoint):
+                data[f.name] = dataclasses.asdict(value)
         return data
 
     @classmethod

@@ -66,15 +66,19 @@ def covers(live: Any, wanted: Any, field: str = "") -> bool:
     Whether `live` holds all fields of `wanted`.
 
     Args:
-        live: a value of the live object; None: the field is missing.
-        wanted: the value to apply.
+        live: a value of the live object, as JSON; None: the field is missing.
+        wanted: the value to apply, as JSON.
         field: name of the field that holds both; "" for a whole object.
     """
     if live is None:
         # The API server omits empty values.
         return not wanted
-    if isinstance(wanted, Mapping):
-        if not isinstance(live, Mapping):
+    if (
+        type(wanted) is str and field not in _QUANTITY
+    ):  # most values: without asking what else it is
+        return bool(live == wanted)
+    if isinstance(wanted, dict):
+        if not isinstance(live, dict):
             return False
         if field in _QUANTITIES:
             return all(same_quantity(live.get(key), value) for key, value in wanted.items())
@@ -89,7 +93,7 @@ def covers(live: Any, wanted: Any, field: str = "") -> bool:
 
 def _list_covers(live: list[Any], wanted: list[Any], field: str) -> bool:
     keys = _KEYS.get(field)
-    if keys is None or not all(isinstance(entry, Mapping) for entry in (*live, *wanted)):
+    if keys is None or not all(isinstance(entry, dict) for entry in (*live, *wanted)):
         return len(live) == len(wanted) and all(map(covers, live, wanted))
     found = {_key(entry, keys): entry for entry in live}
     return all(covers(found.get(_key(entry, keys), {}), entry) for entry in wanted)

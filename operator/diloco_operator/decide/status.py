@@ -257,7 +257,7 @@ def is_worth_writing(new: Status, job: Mapping[str, Any], now: datetime) -> bool
 
 def _part(value: Any, without: tuple[str, ...]) -> Any:
     """The value without some fields, at any depth; lists of objects sorted by name."""
-    if isinstance(value, Mapping):
+    if isinstance(value, dict):
         return {key: _part(item, without) for key, item in value.items() if key not in without}
     if isinstance(value, list):
         return sorted((_part(item, without) for item in value), key=_name)

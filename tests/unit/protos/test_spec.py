@@ -164,9 +164,9 @@ def changed(**changes: object) -> str:
         (
             changed(recipe_config=...)[:-1]
             + ', "recipe_config": '
-            + 600 * '{"a":'
+            + 5000 * '{"a":'
             + "1"
-            + 601 * "}",
+            + 5001 * "}",
             "recursion",
         ),
         ("[]", "holds a list, expected an object"),
