@@ -277,7 +277,7 @@ def tier() -> tuple[str, ...]:
 
 
 def everywhere(*arguments: str) -> list[Group]:
-    """Tests that need no clusters."""
+    """Tests that need no clusters; in the last group, nothing waits, so it may begin last."""
     options = (*no_skips(), *arguments)
     whole = [f"tests/integration/{name}.py" for name in WHOLE_RUNS]
     others = ("tests/integration", *(f"--ignore={path}" for path in whole))
@@ -287,9 +287,9 @@ def everywhere(*arguments: str) -> list[Group]:
         # The threads of BLAS would spin for the cores of the other groups.
         # One process that computes for as long as all others: with an equal share it would end long after them.
         pytest("simulator and syncer", *worlds, *tier(), *options, OMP_NUM_THREADS="1").nicer(-5),
-        pytest("other unit tests", *units, *tier(), *options, OMP_NUM_THREADS="1"),
         pytest("whole runs and chaos tests", *whole, "tests/chaos", *tier(), *options),
         pytest("integration tests", *others, *tier(), *options),
+        pytest("other unit tests", *units, *tier(), *options, OMP_NUM_THREADS="1"),
     ]
 
 
@@ -347,12 +347,14 @@ def all_of_it(audits: str, *, slow_tier: bool) -> Result:
     with ThreadPoolExecutor(AT_ONCE) as pool, ThreadPoolExecutor() as builders:
         building = started(builders, programs())
         compiled = kernels().run()
-        running = started(pool, everywhere(f"--ignore={CHART}"))
+        *computing, filler = everywhere(f"--ignore={CHART}")
+        running = started(pool, computing)
         built = [compiled, *(future.result() for _, future in building)]
         if any(result.counts["failed"] for result in built):
-            return sum(built, ended(running))
+            return sum(built, ended(running + started(pool, [filler])))
         groups, last = on_clusters(audits, slow_tier=slow_tier)
-        running += started(pool, groups)
+        # Clusters wait for pods: the unit tests, which only compute, fill what they leave.
+        running += started(pool, [*groups, filler])
     return ended(running) + last.run()
 
 
