@@ -125,6 +125,7 @@ def again(syncer, process, *, expected):
     return recoveries(syncer, process.name)[-1]
 
 
+@pytest.mark.slow_tier
 def test_a_learner_that_lost_its_disk_takes_the_moments_of_its_region_over_mutual_tls(
     syncer, start
 ):
@@ -169,6 +170,7 @@ def test_impostors_are_refused_with_a_sentence_and_the_next_peer_is_asked(syncer
     assert "no certificate with the DNS name eu.j-learners" in found["problem"]
 
 
+@pytest.mark.slow_tier
 def test_a_learner_whose_certificate_lacks_the_name_is_not_offered(syncer, start):
     lost = start("eu/1")
     nameless = start("eu/0", names=[])

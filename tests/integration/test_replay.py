@@ -16,7 +16,7 @@ from diloco_local.replay import ReplayError, replay
 from diloco_testing.local.fake_run import until
 from diloco_testing.local.run_process import LocalRun
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.slow, pytest.mark.slow_tier, pytest.mark.timeout(1800)]
 
 PROGRAM = """
 import time
