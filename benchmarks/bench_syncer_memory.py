@@ -70,8 +70,8 @@ class Learner:
     """
     One scripted learner: uploads when pulled, downloads every result, reports at every pull.
 
-    As for the link, a transfer that fails is no trouble: a member was late, say, and the attempt is over.
-    The next pull and the next result follow.
+    As for the link, a transfer that fails is no trouble: its attempt is over if another member was late,
+    for example. The next pull and the next result follow.
     """
 
     def __init__(

@@ -230,7 +230,7 @@ class SlowThreads(queue.SimpleQueue):
     """
     The calls of a pool whose first thread is delayed when it finds none, and the second before it looks.
 
-    So from Python 3.12 on, the first takes a call that came meanwhile, and is counted as idle all the same.
+    So from Python 3.12 on, the first takes a call that came meanwhile, and is counted as idle as well.
     """
 
     def __init__(self):

@@ -83,7 +83,7 @@ class RunningSyncer:
     """A runner whose files are on such a disk; what `DrivenLearner` needs of a syncer."""
 
     def __init__(self, folder: Path, disk: HangingDisk, **changes: Any) -> None:
-        # As the program does before it serves: a learner is gone that says nothing while they are compiled.
+        # As the program does before it serves: a learner that sends nothing while they are compiled is gone.
         formats.warm_up()
         streaming.warm_up()
         self.folder, self.disk = folder, disk
