@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 from _job import NO_CONSTANTS, Syncer, json_lines, memory_bytes, minor_faults, syncer, wait_for
@@ -43,6 +44,8 @@ from diloco_worker.link.transfer import CancelToken, Identity
 from diloco_worker.link.upload import Uploader
 from diloco_worker.settings import LearnerSettings
 
+E = TypeVar("E")
+
 GOAL = 1.10
 ROUNDS = 60
 LEARNERS = (2, 4, 8)
@@ -64,7 +67,12 @@ def layout_of(width: int, layers: int, vocabulary: int) -> Layout:
 
 
 class Learner:
-    """One scripted learner: uploads when pulled, downloads every result, reports at every pull."""
+    """
+    One scripted learner: uploads when pulled, downloads every result, reports at every pull.
+
+    As for the link, a transfer that fails is no trouble: its attempt is over if another member was late,
+    for example. The next pull and the next result follow.
+    """
 
     def __init__(
         self, number: int, spec: RunSpec, syncer: Syncer, shared: SharedMemory, step_seconds: float
@@ -88,18 +96,17 @@ class Learner:
         )
         self._downloads: queue.SimpleQueue[ev.ResultAnnounced | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._watched, args=(work,), daemon=True)
-            for work in (self._upload, self._download)
+            threading.Thread(target=self._transfers, args=args, daemon=True)
+            for args in ((self._uploads, self._upload), (self._downloads, self._download))
         ]
         hello = session.hello(settings, spec, shared.layout, TrainerState(), {})
-        self._leaving, self.trouble = False, ""
+        self.leaving, self.trouble = False, ""
         for thread in self._threads:
             thread.start()
         self._session = session.Session(self._channels[0], hello, self._on_event)
 
     def close(self) -> None:
         """Leave."""
-        self._leaving = True
         time.sleep(self._step_seconds)  # for the last report
         self._session.close()
         self._uploads.put(None)
@@ -139,40 +146,42 @@ class Learner:
         )  # fmt: skip
         self._session.report(message)
 
-    def _watched(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        except DilocoError as error:
-            if not self._leaving:
-                self.trouble = str(error)
+    def _transfers(
+        self, events: queue.SimpleQueue[E | None], transfer: Callable[[E], None]
+    ) -> None:
+        while (event := events.get()) is not None:
+            try:
+                transfer(event)
+            except DilocoError as error:
+                if isinstance(event, ev.InitialRequested):
+                    self.trouble = str(error)
+                elif not self.leaving:
+                    print(f"{self._identity.learner}: {error}", flush=True)
 
-    def _upload(self) -> None:
-        while (event := self._uploads.get()) is not None:
-            if isinstance(event, ev.InitialRequested):
-                self._uploader.initial(self._identity, CancelToken())
-                continue
-            index = event.fragment
-            with self._shared.lock(index):
-                base = self._shared.inbox_state(index).generation
-                # Equal for all members of a round, so any of them may write it.
-                copy = HostCopy(local_step=event.round, steps=24, tokens=2400, base=base)
-                self._shared.set_host_copy(index, copy)
-            self._uploader.pull(event, self._identity, CancelToken())
+    def _upload(self, event: ev.Pulled | ev.InitialRequested) -> None:
+        if isinstance(event, ev.InitialRequested):
+            self._uploader.initial(self._identity, CancelToken())
+            return
+        index = event.fragment
+        with self._shared.lock(index):
+            base = self._shared.inbox_state(index).generation
+            # Equal for all members of a round, so any of them may write it.
+            copy = HostCopy(local_step=event.round, steps=24, tokens=2400, base=base)
+            self._shared.set_host_copy(index, copy)
+        self._uploader.pull(event, self._identity, CancelToken())
 
-    def _download(self) -> None:
-        while (event := self._downloads.get()) is not None:
-            fragment = self._shared.layout.fragments[event.fragment]
-            request = ev.Download(fragment=event.fragment, round=event.round, attempt=event.attempt)
-            assembly = self._placement.begin(request, self._identity)
-            payloads = download.fetch(self._channels[2], assembly, CancelToken())
-            if payloads is None:
-                continue
-            staged = self._placement.stage(request, payloads)
-            if self._keeper:
-                before = self._shared.inbox_state(fragment.index).generation
-                self._placement.place(ev.Place(staged=staged, generation=before + 1))
-            else:
-                self._placement.discard(staged)
+    def _download(self, event: ev.ResultAnnounced) -> None:
+        request = ev.Download(fragment=event.fragment, round=event.round, attempt=event.attempt)
+        assembly = self._placement.begin(request, self._identity)
+        payloads = download.fetch(self._channels[2], assembly, CancelToken())
+        if payloads is None:
+            return
+        staged = self._placement.stage(request, payloads)
+        if self._keeper:
+            before = self._shared.inbox_state(event.fragment).generation
+            self._placement.place(ev.Place(staged=staged, generation=before + 1))
+        else:
+            self._placement.discard(staged)
 
 
 def measure(layout: Layout, learners: int, rounds: int, step_seconds: float) -> dict[str, float]:
@@ -218,6 +227,8 @@ def measure(layout: Layout, learners: int, rounds: int, step_seconds: float) -> 
             "faults": (minor_faults(process.pid) - faults) / max(1, count),
             "rate": count / seconds,
         }
+        for member in members:
+            member.leaving = True  # the first that leaves ends the attempts of all
         for member in members:
             member.close()
     shared.close()

@@ -79,7 +79,6 @@ class Durability:
     def reached_end(self, step: int) -> list[ev.Decision]:
         """Global step T is done and nothing is in flight."""
         self.stage = Stage.SNAPSHOT
-        self.snapshot_step = min(self.snapshot_step, step - 1)
         return self._finish_snapshot(step)
 
     def exported(self) -> list[ev.Decision]:

@@ -135,6 +135,8 @@ class InitialPart:
         # Not a bytearray, which writes its zeros: untouched pages cost nothing until data arrives.
         self._blob = np.zeros(header.elements if self._whole else 0, np.uint8)
         self._complete = False
+        self.delivered = False
+        """Nothing is left to do."""
         self._adopted: threading.Event | None = None
         self._bytes, self._posted_at = 0, float("-inf")
 
@@ -182,23 +184,21 @@ class InitialPart:
             _check_names(part, self._layout)
         self._adopted = self._initial.keep(self._header, self._layout, part, self._upload)
         self._complete = True
+        self.resume(now)
 
     def resume(self, now: float) -> None:
-        """Nothing is held back."""
+        """Ask whether Θ exists: no other call may change the answer, or its sender would wait for a reply."""
+        exists = self._adopted is None or self._adopted.is_set()
+        self.delivered = self._complete and (
+            exists or self._initial.host.facts.parameters is not None
+        )
 
     @property
     def waiting(self) -> Waiting | None:
         """The last part: until all parts have become Θ, so that its sender can download them."""
-        if self._adopted is None or self._adopted.is_set():
-            return None
-        if self._initial.host.facts.parameters is not None:
+        if self._adopted is None or self.delivered:
             return None
         return Waiting(until=self._adopted.wait, seconds=ADOPTION_SECONDS)
-
-    @property
-    def delivered(self) -> bool:
-        """Nothing is left to do."""
-        return self._complete and self.waiting is None
 
 
 def _replace(uploads: list[MemberUpload]) -> None:

@@ -40,7 +40,11 @@ class Part(Protocol):
 
     @property
     def waiting(self) -> Waiting | None:
-        """Why the next message must wait."""
+        """
+        Why the next message must wait.
+
+        Only the calls below change it: if it ended by itself, its thread would read on, and no message may come.
+        """
 
     @property
     def delivered(self) -> bool:

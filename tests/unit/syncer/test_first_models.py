@@ -220,7 +220,8 @@ def test_parameters_of_a_model_that_no_longer_counts_come_too_late():
     job.join("eu/0", OURS)
     job.syncer.run(late)
     assert job.syncer.facts.parameters is None
-    assert constants.receiver.waiting is None, "its sender does not wait forever"
+    assert constants.receiver.waiting.until(0) is True
+    assert constants.resume().receiver.done, "its sender does not wait forever"
     job.deliver("eu/0")
 
 

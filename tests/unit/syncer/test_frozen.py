@@ -127,6 +127,22 @@ def test_a_program_of_an_earlier_version_is_refused_with_the_reason():
     assert "use one version" in refusal(old_job.handle(applicant("eu/1"), layout_fixed=True))
 
 
+def test_frozen_values_that_differ_are_not_blamed_on_earlier_versions_where_buffers_agree():
+    """Both merge a buffer and ship a constant, and neither has one of them as the other kind."""
+    moving = Tensor(name="mean", shape=(3,), dtype="float32", buffer=True)
+    same = {
+        "tensors": (*TRAINED, moving),
+        "constants": (Tensor(name="table", shape=(3,), dtype="float32"),),
+    }
+    of_job = cut(
+        same["tensors"], num_fragments=2, constants=same["constants"], frozen=base("a", "b")
+    )
+    theirs = applicant("eu/1", frozen=base("a", "c"), **same)
+    text = refusal(running(layout=of_job).handle(theirs, layout_fixed=True))
+    assert "load the same values" in text
+    assert "Earlier versions" not in text
+
+
 def test_a_program_that_keeps_running_statistics_as_constants_is_refused_with_the_reason():
     constant = Tensor(name="mean", shape=(3,), dtype="float32")
     moving = dataclasses.replace(constant, buffer=True)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from diloco.codec import formats
 from diloco.journal.background import BackgroundWriter
 from diloco.journal.writer import JournalWriter
 from diloco.model.fragments import Tensor
@@ -19,6 +20,7 @@ from diloco.spec import Checkpoint, RunSpec
 from diloco_syncer.coordinator import Event
 from diloco_syncer.core.admission import Admission
 from diloco_syncer.core.engine import Engine
+from diloco_syncer.merging import streaming
 from diloco_syncer.metrics import Metrics
 from diloco_syncer.rpc.initial import InitialParameters
 from diloco_syncer.runner import Runner
@@ -81,6 +83,9 @@ class RunningSyncer:
     """A runner whose files are on such a disk; what `DrivenLearner` needs of a syncer."""
 
     def __init__(self, folder: Path, disk: HangingDisk, **changes: Any) -> None:
+        # As the program does before it serves: a learner that sends nothing while they are compiled is gone.
+        formats.warm_up()
+        streaming.warm_up()
         self.folder, self.disk = folder, disk
         self.spec: RunSpec = driven_spec(
             syncer_checkpoint=Checkpoint(every_steps=1, keep=3), **changes
@@ -115,11 +120,12 @@ class RunningSyncer:
         return self.runner.ask(lambda state: state.engine.step)
 
     def durable_step(self) -> int:
-        return self.runner.ask(lambda state: state.engine.durable_step)
+        """Of the newest durable snapshot; -1: there is none."""
+        return self.runner.ask(lambda state: state.engine.durability.durable_step)
 
     def merges(self) -> list[int]:
-        """Global steps of the merge lines that the disk has."""
-        lines = (self.folder / "events.jsonl").read_text().splitlines()
+        """Global steps of the whole merge lines that the disk has."""
+        lines = (self.folder / "events.jsonl").read_text().rpartition("\n")[0].splitlines()
         return [line["step"] for line in map(json.loads, lines) if line["event"] == "merge"]
 
 
@@ -141,7 +147,8 @@ def begin(folder: Path, disk: HangingDisk, **changes: Any) -> tuple[RunningSynce
     syncer = RunningSyncer(folder, disk, **changes)
     learner = DrivenLearner(syncer, "eu/0", TENSORS)
     learner.initialise(thetas_of(learner))
-    until(lambda: syncer.store.newest() is not None, "the first snapshot")
+    # `newest` is for the start: beside a thread that writes, a manifest may appear while it reads.
+    until(lambda: syncer.durable_step() == 0, "the first snapshot")
     return syncer, learner
 
 

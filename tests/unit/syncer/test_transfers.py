@@ -20,7 +20,7 @@ from diloco_syncer.attempts import MemberUpload
 from diloco_syncer.core import events as ev
 from diloco_syncer.core import upload_limits
 from diloco_syncer.rpc import initial, source, upload_parts
-from diloco_testing.learners.scripted import chunk, random_delta
+from diloco_testing.learners.scripted import chunk, random_delta, thetas_of
 from diloco_testing.syncers.driven import DrivenLearner, DrivenSyncer, DrivenUpload, driven_spec
 from diloco_testing.syncers.pulled import WINDOW, finish, pulled_together
 
@@ -59,6 +59,25 @@ def test_a_member_a_window_ahead_waits_for_the_slowest(pair):
     pair.syncer.run()
     assert [u.replies[-1].done for u in (first, second)] == [True, True]
     assert pair.syncer.merged() == [1]
+
+
+def test_the_last_part_of_the_initial_model_is_answered_however_late_its_thread_asks_what_it_waits_for():
+    """Else it would wait for another message, and its sender for the reply."""
+    syncer = DrivenSyncer(driven_spec())
+    learner = DrivenLearner(syncer, "eu/0", SMALL)
+    for fragment, theta_N in enumerate(thetas_of(learner)):
+        pull = pb.Pull(fragment=fragment)
+        learner.upload(pull, theta_N, content=bulk.INITIAL, base=None, norms=[]).send_all()
+    header = learner.header(
+        pb.Pull(), content=bulk.CONSTANTS, format=bulk.RAW, elements=0, chunks=0
+    )
+    upload = DrivenUpload(learner, header, []).send_all()
+    assert upload.replies == []
+    syncer.run()
+    assert syncer.facts.parameters is not None
+    assert upload.receiver.waiting.until(0) is True
+    assert upload.resume().replies[-1].done
+    assert upload.receiver.waiting is None
 
 
 @pytest.mark.parametrize("content", ["WHOLE", "an older version"])

@@ -201,7 +201,7 @@ def test_the_thread_of_a_reply_that_is_not_read_is_free_after_the_deadline(serve
     assert set(served.refused()) == {("", "its reply was not read within 0.3 s")}
     assert served.limits.queries.waiting == {}
     executor = served.limits.queries.executor
-    until(lambda: executor._idle_semaphore._value == len(executor._threads))
+    until(lambda: executor._calls == 0)
 
 
 def test_a_refusal_that_is_not_read_frees_its_thread_as_well(serve):

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import struct
+import zlib
+
 import pytest
 
-from diloco_testing.learners.control_area import board
-from diloco_worker.core.agreement import HOME, PLANS, FirstRank, Places, Plan, board_bytes
+from diloco_testing.learners.control_area import ControlArea, board
+from diloco_worker.core.agreement import HOME, PLANS, Board, FirstRank, Places, Plan, board_bytes
 from diloco_worker.core.messages import LinkState
 from diloco_worker.core.rooms import Devices, Rooms
+
+HEAD = struct.Struct("<QII")  # of a plan: boundary, bytes, checksum
 
 
 def test_the_steps_of_each_rank_are_of_the_boundary_that_it_entered_with_them():
@@ -74,6 +79,20 @@ def test_a_plan_of_exactly_the_room_reaches_the_board_of_another_machine():
     assert len(record) == room
     there.take(record)
     assert there.plan(7) == here.plan(7)
+
+
+@pytest.mark.parametrize("beyond", [0, 1, 32])
+def test_what_states_more_bytes_than_a_plan_has_room_for_is_none(beyond):
+    """Whatever its checksum: the bytes beyond the room belong to the plan of another boundary."""
+    room = (board_bytes(ranks=1, fragments=1) - board_bytes(ranks=1, fragments=0)) // PLANS + 32768
+    area = ControlArea(board_bytes(ranks=1, fragments=1))
+    rows = Board(area, ranks=1, fragments=1)
+    at = len(rows.rows_of([0]))
+    plan = Plan(boundary=PLANS, link_state=LinkState())
+    data = plan.to_bytes().ljust(room - HEAD.size + beyond)
+    area.write_control(at, HEAD.pack(PLANS, len(data), zlib.crc32(data, PLANS)) + data)
+    found = rows.plan(PLANS)
+    assert (found.boundary if found else None) == (None if beyond else PLANS)
 
 
 def test_a_plan_of_a_thousand_fragments_fits():

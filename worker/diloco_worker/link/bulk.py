@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 
@@ -136,8 +136,6 @@ class BulkTransfers:
     # ------------------------------------------------------------ on the threads
 
     def _scheduled(self, most: int, name: str) -> Schedule[_Job]:
-        executor = ThreadPoolExecutor(most, thread_name_prefix=name)
-
         def run(job: _Job, cancel: CancelToken) -> None:
             event = None
             try:
@@ -146,7 +144,8 @@ class BulkTransfers:
                 self._post(Ended(schedule=schedule, cancel=cancel, event=event))
 
         def start(job: _Job, cancel: CancelToken) -> None:
-            executor.submit(run, job, cancel)
+            # Not an executor: from Python 3.12 on, it may count a busy thread as idle, and start none.
+            threading.Thread(target=run, args=(job, cancel), name=name, daemon=True).start()
 
         schedule: Schedule[_Job] = Schedule(most, start)
         return schedule

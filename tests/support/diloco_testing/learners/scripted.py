@@ -117,6 +117,13 @@ class Stream:
             raise error_of(error) from None
         return bulk.UploadReply.FromString(bytes(frames.unpack(message).payload))
 
+    def last_reply(self) -> bulk.UploadReply:
+        """The next reply, which is the last: gRPC's thread that sends the messages ends as well."""
+        try:
+            return self.reply()
+        finally:
+            self.close()
+
 
 class ScriptedLearner:
     """One process of a learner; a context manager."""
@@ -267,7 +274,7 @@ class ScriptedLearner:
         self, pull: pb.Pull, delta_N: F32, *, fmt: int = bulk.FP32, **changes: Any
     ) -> bulk.UploadReply:
         """`sent`, and its last reply."""
-        return self.sent(pull, delta_N, fmt=fmt, **changes).reply()
+        return self.sent(pull, delta_N, fmt=fmt, **changes).last_reply()
 
     def initialise(self, thetas: list[F32], constants: bytes = b"", *, asked: bool = True) -> None:
         """Upload Θ^(0) as the syncer asked; fewer fragments: only those, and no constants."""
@@ -291,7 +298,7 @@ class ScriptedLearner:
             "content": bulk.CONSTANTS, "format": bulk.RAW, "elements": len(blob), "chunks": len(pieces), **changes,
         }  # fmt: skip
         stream = self.stream(bulk.UploadHeader(**fields))
-        return stream.send(*(chunk(i, p) for i, p in enumerate(pieces)), END).reply()
+        return stream.send(*(chunk(i, p) for i, p in enumerate(pieces)), END).last_reply()
 
     def download(
         self, fragment: int, **request: Any
