@@ -29,6 +29,7 @@ from diloco_local.events import (
     Tick,
 )
 from diloco_local.policy import Policy
+from diloco_local.supervisor import exit_code
 
 SIGKILL, SIGSEGV = 9, 11
 LEARNERS = ("eu/0", "eu/1")
@@ -111,6 +112,30 @@ def test_a_complete_job_started_again_still_evaluates_its_final_model():
     run = fresh()
     run.exits("kernels", 0)
     assert names(run.handle(Served(complete=True, evaluated=False)), Start) == ["evaluator"]
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (Completed(unchanged=True), "the final step is complete, but no learner changed"),
+        (Served(complete=True, unchanged=True), "the job was already complete, but no learner"),
+    ],
+)
+def test_a_complete_job_whose_parameters_never_changed_exits_with_1(event, message):
+    run = fresh()
+    run.exits("kernels", 0)
+    if isinstance(event, Completed):
+        run.handle(Served())
+    run.handle(event)
+    assert run.policy.outcome is Outcome.COMPLETE, "it does not start again"
+    assert run.policy.message.startswith(message)
+    assert exit_code(run.policy) == 1
+
+
+def test_a_complete_job_whose_parameters_changed_exits_with_0():
+    run = training()
+    run.handle(Completed())
+    assert (run.policy.message, exit_code(run.policy)) == ("the final step is complete", 0)
 
 
 # ---------------------------------------------------------------------------------- restarts
