@@ -321,12 +321,19 @@ class Policy:
             return []
         self.phase, self._closing_at = Phase.CLOSING, now
         self.outcome, self.message = outcome, message
+        noted: list[Decision] = []
         for process in self.processes.values():
             backing_off = process.state is State.BACK_OFF and not self._is_needed(process)
             if backing_off or process.state is State.WAITING:
                 done = backing_off and process.last_code == EXIT_DONE
                 process.state = State.DONE if done else State.STOPPED
-        return [Close(outcome=outcome, message=message)]
+                if backing_off and not done and outcome is Outcome.COMPLETE:
+                    text = (
+                        f"{process.name} does not restart, because the job is complete; what its program does "
+                        "after its loop is not done"
+                    )
+                    noted.append(Acknowledge(message=text))
+        return [Close(outcome=outcome, message=message), *noted]
 
     def _closing(self, now: float) -> list[Decision]:
         """Terminate role after role, each when the processes of the previous one have exited."""

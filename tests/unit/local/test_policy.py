@@ -412,6 +412,17 @@ def test_a_learner_that_fails_after_the_job_is_complete_is_reported_and_does_not
     assert run.starts("eu/0") == [0.0]
 
 
+def test_a_learner_that_is_to_restart_when_the_job_is_complete_is_named():
+    """As one that was killed shortly before: it saves no file."""
+    run = training()
+    run.exits("eu/0", -SIGKILL)
+    run.exits("eu/1", 0)
+    [_, noted] = [d for d in run.handle(Completed()) if isinstance(d, Close | Acknowledge)]
+    assert noted.message.startswith("eu/0 does not restart, because the job is complete; what its")
+    run.wait(until=30.0)
+    assert run.starts("eu/0") == [0.0]
+
+
 def test_an_interrupt_terminates_learners_then_evaluator_then_syncer():
     run = training()
     assert names(run.handle(Interrupted()), Terminate) == ["eu/0", "eu/1"]

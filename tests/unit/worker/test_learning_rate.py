@@ -261,7 +261,7 @@ class Rejoined(StandaloneTrainer):
 
 
 def warned(caplog, make, *, at, follow=lambda learner, scheduler: None, made=0) -> str:
-    """What a process that begins at a step says about the schedule of its optimizer in its first two steps."""
+    """What a process that begins at a step logs about the schedule of its optimizer in its first two steps."""
     caplog.clear()
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
     learner = Learner(Rejoined(at), optimizers=[optimizer])
