@@ -327,6 +327,7 @@ class Policy:
             if backing_off or process.state is State.WAITING:
                 done = backing_off and process.last_code == EXIT_DONE
                 process.state = State.DONE if done else State.STOPPED
+                process.restarts -= backing_off and not done  # counted when it exited
                 if backing_off and not done and outcome is Outcome.COMPLETE:
                     text = (
                         f"{process.name} does not restart, because the job is complete; what its program does "

@@ -421,6 +421,7 @@ def test_a_learner_that_is_to_restart_when_the_job_is_complete_is_named():
     assert noted.message.startswith("eu/0 does not restart, because the job is complete; what its")
     run.wait(until=30.0)
     assert run.starts("eu/0") == [0.0]
+    assert run.policy.processes["eu/0"].restarts == 0
 
 
 def test_an_interrupt_terminates_learners_then_evaluator_then_syncer():
