@@ -182,6 +182,19 @@ def by_hand() -> Made:
     return model, [], step
 
 
+def frozen_later() -> Made:
+    """The first layer is trained in two steps only."""
+    model, optimizers, plain_step = of(two_layers())
+    steps = iter(range(10**6))
+
+    def step() -> torch.Tensor:
+        if next(steps) == 2:
+            model[0].requires_grad_(False)
+        return plain_step()
+
+    return model, optimizers, step
+
+
 def complex_buffer() -> Made:
     model = two_layers()
     model.register_buffer("phases", torch.tensor([1 + 2j, 3 - 1j]))
@@ -212,6 +225,7 @@ KINDS: dict[str, Callable[[], Made]] = {
     "groups": rates,
     "LBFGS": closures,
     "no optimizer": by_hand,
+    "frozen later": frozen_later,
     "complex buffer": complex_buffer,
     "channels_last": images,
     "checkpoint_wrapper": recomputed,
