@@ -53,8 +53,8 @@ def run(
 ) -> None:
     """Run a job on this machine, or resume it.
 
-    Exit status: 0 complete; 75 suspended, so that it can be resumed; 1 failed; 2 invalid manifest or
-    command line; 130 stopped immediately.
+    Exit status: 0 complete; 75 suspended, so that it can be resumed; 1 failed, or complete without a
+    change of the parameters; 2 invalid manifest or command line; 130 stopped immediately.
     """
     from diloco_local import supervisor
     from diloco_local.manifest import load_job

@@ -420,7 +420,18 @@ REASONS: tuple[Reason, ...] = (
             "restore the claim from a copy and confirm the loss of the former one, or create a new job",
         ),
     ),
-    *_of("Complete", "True", ("StepsDone", "Normal", "all {steps} steps are complete")),
+    *_of(
+        "Complete",
+        "True",
+        ("StepsDone", "Normal", "all {steps} steps are complete"),
+        (
+            "ParametersUnchanged",
+            "Warning",
+            "all {steps} steps are complete, but no learner changed the parameters: the model is that of step 0",
+            "train the model that Learner.connect is given, in place and not a copy of its parameters, and check "
+            "the learning rate",
+        ),
+    ),
     *_of(
         "Complete",
         "False",

@@ -99,6 +99,8 @@ class Served:
     """It already has the final step: a finished job was started again."""
     evaluated: bool = True
     """The final model has a validation loss."""
+    unchanged: bool = False
+    """As of `Completed`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +127,9 @@ class StandsStill:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completed:
     """The syncer has done the final step."""
+
+    unchanged: bool = False
+    """No merge has changed a trained parameter: the model is that of step 0."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,11 @@ from diloco_local.events import (
     Tick,
 )
 
+UNCHANGED = (
+    "no learner changed the parameters, so the model is that of step 0; train the model that Learner.connect is "
+    "given, in place and not a copy of its parameters, and check the learning rate"
+)
+
 
 @dataclass(slots=True, kw_only=True)
 class Process:
@@ -89,6 +94,8 @@ class Policy:
     outcome: Outcome | None = None
     message: str = ""
     """Why the run ended."""
+    unchanged: bool = False
+    """The job is complete, and no learner changed its parameters."""
     forced: bool = False
     """Interrupted twice: all processes were killed."""
     processes: dict[str, Process] = field(init=False)
@@ -117,7 +124,9 @@ class Policy:
             case Exited():
                 decisions += self._on_exit(event, now)
             case Completed():
-                decisions += self._close(Outcome.COMPLETE, "the final step is complete", now)
+                decisions += self._complete(
+                    "the final step is complete", now, unchanged=event.unchanged
+                )
             case StandsStill():
                 decisions += self._close(Outcome.FAILED, event.message, now)
             case Exported():
@@ -143,7 +152,14 @@ class Policy:
             return []
         needed = [] if event.evaluated else self.of(Role.EVALUATOR)
         started = [start for process in needed for start in self._start(process, now)]
-        return started + self._close(Outcome.COMPLETE, "the job was already complete", now)
+        return started + self._complete(
+            "the job was already complete", now, unchanged=event.unchanged
+        )
+
+    def _complete(self, message: str, now: float, *, unchanged: bool) -> list[Decision]:
+        self.unchanged = unchanged
+        message = f"{message}, but {UNCHANGED}" if unchanged else message
+        return self._close(Outcome.COMPLETE, message, now)
 
     def _on_exit(self, event: Exited, now: float) -> list[Decision]:
         process = self.processes[event.name]
@@ -305,12 +321,20 @@ class Policy:
             return []
         self.phase, self._closing_at = Phase.CLOSING, now
         self.outcome, self.message = outcome, message
+        noted: list[Decision] = []
         for process in self.processes.values():
             backing_off = process.state is State.BACK_OFF and not self._is_needed(process)
             if backing_off or process.state is State.WAITING:
                 done = backing_off and process.last_code == EXIT_DONE
                 process.state = State.DONE if done else State.STOPPED
-        return [Close(outcome=outcome, message=message)]
+                process.restarts -= backing_off and not done  # counted when it exited
+                if backing_off and not done and outcome is Outcome.COMPLETE:
+                    text = (
+                        f"{process.name} does not restart, because the job is complete; what its program does "
+                        "after its loop is not done"
+                    )
+                    noted.append(Acknowledge(message=text))
+        return [Close(outcome=outcome, message=message), *noted]
 
     def _closing(self, now: float) -> list[Decision]:
         """Terminate role after role, each when the processes of the previous one have exited."""

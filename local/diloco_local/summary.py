@@ -16,7 +16,7 @@ from diloco_agent.processes import Command, Processes
 from diloco_agent.restarts import exit_cause
 from diloco_local.commands import Commands
 from diloco_local.events import Outcome
-from diloco_local.policy import Policy
+from diloco_local.policy import UNCHANGED, Policy
 from diloco_local.run_directory import RunDir
 
 TIMEOUT_SECONDS = 120.0
@@ -92,6 +92,8 @@ def summary(run_dir: RunDir, policy: Policy, status: dict[str, Any]) -> list[str
         text = run_dir.sample.read_text(errors="replace").strip("\n").split("\n")
         lines.append(f"sample: {place}/model/sample.txt")
         lines += [f"    {line}" for line in text[:SAMPLE_LINES]]
+    if policy.unchanged:
+        lines.append(f"warning: {UNCHANGED}")
     return lines
 
 

@@ -78,7 +78,7 @@ def run(
 
     Returns:
         The exit code: 0 complete; 75 suspended, by one Ctrl-C or `diloco suspend`; 130 stopped by
-        the second; 1 failed.
+        the second; 1 failed, or complete without a change of the parameters.
 
     Raises:
         ConfigError: the job cannot run on one machine, or not in this directory.
@@ -307,11 +307,12 @@ class Supervisor:
         if not syncer.served and (fresh or now - self._listening_at >= FIRST_REPLY_SECONDS):
             complete = reply is not None and is_complete(reply)
             evaluated = reply is None or reply.eval_step >= reply.steps
-            yield e.Served(complete=complete, evaluated=evaluated)
+            unchanged = reply is not None and reply.unchanged
+            yield e.Served(complete=complete, evaluated=evaluated, unchanged=unchanged)
         if reply is None:
             return
         if self.policy.outcome is None and is_complete(reply):
-            yield e.Completed()
+            yield e.Completed(unchanged=reply.unchanged)
         if reply.model_path and reply.state == "Complete":
             yield e.Exported()
         scored = reply.eval_step or reply.eval_loss  # step 0 is scored too
@@ -498,7 +499,7 @@ def exit_code(policy: Policy) -> int:
         return EXIT_FORCED
     match policy.outcome:
         case e.Outcome.COMPLETE:
-            return EXIT_DONE
+            return EXIT_FAILED if policy.unchanged else EXIT_DONE
         case e.Outcome.SUSPENDED:
             return EXIT_TRY_AGAIN
         case _:

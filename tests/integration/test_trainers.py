@@ -71,9 +71,9 @@ def test_a_killed_learner_of_a_trainer_resumes_and_the_job_ends(run):
     lives = sorted({line["incarnation"] for line in lines})
     again = next(line for line in lines if line["incarnation"] == lives[-1])
     log = (run.dir / "logs/eu-0.log").read_text()
-    assert re.search("optimizers (are those of|continue with) the local checkpoint", log), log[
-        -2000:
-    ]
+    # Of a peer, if the job is more than H steps further when it is back.
+    found = "optimizers (are those of|continue with) the (local checkpoint|state of us/0)"
+    assert re.search(found, log), log[-2000:]
     assert again["globalStep"] >= 12
     assert {line["tokens"] for line in lines} == {16 * 64}
     if run.program != "train_accelerate.py":  # has no loss to report

@@ -44,7 +44,11 @@ from diloco_worker.joined import JoinedTrainer
 from diloco_worker.standalone import StandaloneTrainer
 from diloco_worker.trainer.kept import Stateful
 from diloco_worker.trainer.layout import is_dtensor
-from diloco_worker.trainer.learning_rate import GlobalStepScheduler, refuse_second
+from diloco_worker.trainer.learning_rate import (
+    GlobalStepScheduler,
+    refuse_second,
+    starting_over,
+)
 from diloco_worker.trainer.stepped import not_stepped
 from diloco_worker.trainer.termination import exit_with, once_more
 from diloco_worker.trainer.wrappers import optimizers_of
@@ -107,8 +111,16 @@ class Learner:
     Create it with `Learner.connect`, in the main thread and after the model is on its device.
     """
 
-    def __init__(self, trainer: Trainer, *, identity: Identity | None = None) -> None:
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        identity: Identity | None = None,
+        optimizers: Sequence[Optimizer] = (),
+    ) -> None:
         self._trainer, self._pid = trainer, os.getpid()
+        self._unchecked = optimizers
+        """Whose schedules the first step checks, if this process has begun in the middle of the job."""
         self._caught: SystemExit | None = None
         """With which a method has ended the process; if the program continues, it has been caught."""
         self._schedulers: dict[int, GlobalStepScheduler] = {}
@@ -172,7 +184,8 @@ class Learner:
                     "%s: there is nothing left to train, so that this model has no parameters of the job; what it "
                     "trained is the exported model", config.learner,
                 )  # fmt: skip
-            return Learner(trainer, identity=of(config, local_step=trainer.local_step))
+            own = of(config, local_step=trainer.local_step)
+            return Learner(trainer, identity=own, optimizers=optimizers)
         except UnavailableError as error:
             raise exit_with(EXIT_TRY_AGAIN, str(error)) from None
         except StorageError as error:
@@ -296,6 +309,19 @@ class Learner:
             self._schedulers[id(scheduler)] = found
         return found
 
+    def _check_schedules(self) -> None:
+        """Name schedulers that begin again with each process."""
+        optimizers, self._unchecked = self._unchecked, ()
+        if self.spec is None or self.step_index <= self.spec.interval:
+            return
+        if found := starting_over(optimizers):
+            log.warning(
+                "%s: the schedule of the learning rate (%s) starts over, because it counts the steps of this process, "
+                "which began at global step %d; let learner.scheduler(scheduler) follow the global step, and ignore "
+                "this line if its rates are those of learner.step_index",
+                self.name, ", ".join(found), self.step_index,
+            )  # fmt: skip
+
     def _follow(self) -> None:
         for scheduler in self._schedulers.values():
             scheduler.step()
@@ -350,6 +376,8 @@ class Learner:
         """
         count = int(tokens) if isinstance(tokens, np.integer) else tokens
         own = self._own("step")
+        if self._unchecked:
+            self._check_schedules()
         try:
             own.step(tokens=count, loss=loss)
         except SystemExit as error:

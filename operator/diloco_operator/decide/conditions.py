@@ -565,7 +565,11 @@ def _complete(state: JobState, lifecycle: Lifecycle) -> ConditionState:
     steps, previous, answer = state.job.spec.steps, state.previous, state.answer
     if lifecycle.phase is Phase.COMPLETE:
         done = previous.number("step") if lifecycle.volume_gone else steps
-        return condition("Complete", "StepsDone", steps=done)
+        unchanged_model = previous.reason("Complete") == "ParametersUnchanged"
+        if answer is not None and answer.state == "Complete":
+            unchanged_model = answer.unchanged
+        reason = "ParametersUnchanged" if unchanged_model else "StepsDone"
+        return condition("Complete", reason, steps=done)
     if answer is not None and answer.state == "Complete" and not state.has_syncer:
         return condition("Complete", "SyncerDone", step=answer.step, steps=steps)
     if answer is None and previous.reason("Complete") == "SyncerDone" and state.reachable:

@@ -74,6 +74,8 @@ class Answer:
     model_path: str = ""
     """Set once the model is exported."""
     model_sha256: str = ""
+    unchanged: bool = False
+    """No merge has changed a trained parameter: the model is that of step 0."""
     eval_step: int = 0
     differing: tuple[tuple[str, str], ...] = ()
     """Learners that were refused because of another spec, with its hash."""
@@ -174,6 +176,7 @@ def answer_of(reply: pb.StatusReply, at: datetime) -> Answer:
         ),
         model_path=reply.model_path,
         model_sha256=reply.model_sha256,
+        unchanged=reply.unchanged,
         eval_step=reply.eval_step,
         not_copied_to=shorten(reply.copies.url, MAX_SENTENCE) if reply.copies.lasting else "",
         differing=tuple((other.learner, other.spec_hash) for other in reply.differing),

@@ -37,6 +37,7 @@ from typing import Any
 from diloco.journal import reader, records
 from diloco.journal.block_audit import BlockBook, of_line
 from diloco.journal.records import (
+    Complete,
     Data,
     Dropped,
     Join,
@@ -66,7 +67,7 @@ CLAIMED_MULTIPLE = 4.0
 """Steps that a member with an empty delta may claim, as a multiple of the members' median."""
 
 _CHECKED = {Start.kind, Limits.kind, Join.kind, Merge.kind, Rotate.kind, Dropped.kind}
-_CHECKED |= {Data.kind, Lease.kind, Release.kind, Trained.kind, Recovery.kind}
+_CHECKED |= {Data.kind, Lease.kind, Release.kind, Trained.kind, Recovery.kind, Complete.kind}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +146,7 @@ def audit_parts(lines: Iterable[tuple[str, str]]) -> Audit:
             book.check(place, event)
     allowed = book.explained + book.cut + (1 if torn and torn[-1] == last else 0)
     violations = list(book.violations)
-    notes = [f"{place} is torn" for place in torn]
+    notes = [*book.result, *(f"{place} is torn" for place in torn)]
     if len(torn) > allowed:
         violations.append(
             f"{_count(len(torn), 'line')} cannot be read ({', '.join(torn[:8])}), but "
@@ -205,6 +206,8 @@ class _Book:
     explained: int = 0
     """Torn lines at which a syncer was killed."""
     restarts: int = 0
+    result: tuple[str, ...] = ()
+    """A sentence if the last completion was without a change of the parameters."""
     data: BlockBook = field(default_factory=BlockBook)
     recoveries: RecoveryBook = field(default_factory=RecoveryBook)
 
@@ -253,6 +256,9 @@ class _Book:
                 self.cut += max(0, dropped.torn or 0)
                 if Limits.kind in dropped.events or Start.kind in dropped.events:
                     self.learners = None  # who may join is not known until the next line
+            case Complete() as ended:
+                sentence = f"no merge changed a parameter: the model of step {ended.step} is that of step 0"
+                self.result = (sentence,) if ended.unchanged else ()
             case Merge() as merge:
                 yield from self._merge(merge, records.value(event, "epoch", int))
 

@@ -390,6 +390,8 @@ class Complete(Record):
     kind = "complete"
     step: int
     tokens: int = 0
+    unchanged: bool | None = None
+    """Whether no merge has changed a trained parameter; None: one has, or it is not known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

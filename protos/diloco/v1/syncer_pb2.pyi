@@ -895,6 +895,7 @@ class StatusReply(_message.Message):
     REGION_FAILURES_FIELD_NUMBER: _builtins.int
     TIED_CONSTANTS_FIELD_NUMBER: _builtins.int
     COPIES_FIELD_NUMBER: _builtins.int
+    UNCHANGED_FIELD_NUMBER: _builtins.int
     job: _builtins.str
     epoch: _builtins.int
     step: _builtins.int
@@ -928,6 +929,8 @@ class StatusReply(_message.Message):
     eval_loss: _builtins.float
     eval_step: _builtins.int
     """0: no evaluation yet"""
+    unchanged: _builtins.bool
+    """no merge has changed a trained parameter: the model is that of step 0"""
     @_builtins.property
     def learners(self) -> _containers.RepeatedCompositeFieldContainer[Global___LearnerStatus]: ...
     @_builtins.property
@@ -986,10 +989,11 @@ class StatusReply(_message.Message):
         region_failures: _abc.Iterable[Global___RegionFailure] | None = ...,
         tied_constants: _abc.Iterable[Global___TensorInfo] | None = ...,
         copies: Global___SnapshotCopies | None = ...,
+        unchanged: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["copies", b"copies", "failure", b"failure"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "copies", b"copies", "differing", b"differing", "epoch", b"epoch", "eval_loss", b"eval_loss", "eval_step", b"eval_step", "failure", b"failure", "grace_seconds", b"grace_seconds", "job", b"job", "last_members", b"last_members", "learners", b"learners", "merges", b"merges", "model_path", b"model_path", "model_sha256", b"model_sha256", "quorum", b"quorum", "quorum_seconds", b"quorum_seconds", "region_failures", b"region_failures", "seconds_since_merge", b"seconds_since_merge", "snapshot_step", b"snapshot_step", "spec_hash", b"spec_hash", "state", b"state", "step", b"step", "steps", b"steps", "sync_seconds", b"sync_seconds", "tensors", b"tensors", "tied_constants", b"tied_constants", "tokens", b"tokens", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bytes_down", b"bytes_down", "bytes_up", b"bytes_up", "copies", b"copies", "differing", b"differing", "epoch", b"epoch", "eval_loss", b"eval_loss", "eval_step", b"eval_step", "failure", b"failure", "grace_seconds", b"grace_seconds", "job", b"job", "last_members", b"last_members", "learners", b"learners", "merges", b"merges", "model_path", b"model_path", "model_sha256", b"model_sha256", "quorum", b"quorum", "quorum_seconds", b"quorum_seconds", "region_failures", b"region_failures", "seconds_since_merge", b"seconds_since_merge", "snapshot_step", b"snapshot_step", "spec_hash", b"spec_hash", "state", b"state", "step", b"step", "steps", b"steps", "sync_seconds", b"sync_seconds", "tensors", b"tensors", "tied_constants", b"tied_constants", "tokens", b"tokens", "unchanged", b"unchanged", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

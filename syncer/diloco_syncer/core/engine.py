@@ -547,9 +547,10 @@ class Engine:
     def _exported(self) -> list[ev.Decision]:
         if self.durability.stage is not Stage.EXPORT:
             return []
+        more = {} if self.scheduler.parameters_changed else {"unchanged": True}
         return [
             *self.durability.exported(),
-            ev.Log(event="complete", fields={"step": self.step, "tokens": self.tokens}),
+            ev.Log(event="complete", fields={"step": self.step, "tokens": self.tokens, **more}),
             *(ev.AnnounceComplete(learner=r.name) for r in self.learners.connected()),
         ]
 
@@ -562,6 +563,7 @@ class Engine:
             "merges": self.scheduler.merges,
             "members": self.learners.to_json(),
             "halted": self.scheduler.halted,
+            "parametersChanged": self.scheduler.parameters_changed,
             "blocks": self.blocks.to_json(),
         }
 
@@ -589,6 +591,7 @@ class Engine:
         )
         engine.scheduler.merges = int(state["merges"])
         engine.scheduler.halted = str(state.get("halted", ""))  # older snapshots have none
+        engine.scheduler.parameters_changed = bool(state.get("parametersChanged", True))
         engine.durability.durable_step = engine.step
         return engine
 

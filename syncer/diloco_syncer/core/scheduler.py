@@ -65,6 +65,8 @@ class Scheduler:
     """Newest commits in a row that changed nothing: no member had a weight."""
     without_tokens: tuple[str, ...] = ()
     """Members of the last of them that reported no tokens, by name."""
+    parameters_changed: bool = False
+    """Whether a merge, of former processes too, had a delta of trained parameters that is not zero."""
     _readiness: Readiness = field(init=False)
 
     def __post_init__(self) -> None:
@@ -440,6 +442,11 @@ class Scheduler:
         if not any(c.buffers for c in round_.contributions.values()):
             confirmed = explained_members(round_.contributions, merged.confirmed, self.spec.guard)
             self.learners.confirm({name: name in confirmed for name in round_.contributions})
+            # Of a whole fragment, what the wire has rounded is a delta too.
+            self.parameters_changed |= any(
+                found.norm > 0 and round_.contributions[found.learner].base is not None
+                for found in merged.confirmed
+            )
         for name, contribution in round_.contributions.items():
             record = self.learners.by_name[name]
             self._used_reports(name).merge(round_.step, contribution.local_step)

@@ -68,6 +68,7 @@ def reply(
         ],
         tied_constants=[to_proto(t) for t in (layout.constants if layout else ()) if t.aliases],
         copies=_copies(state),
+        unchanged=not scheduler.parameters_changed,
     )
 
 

@@ -29,6 +29,7 @@ from diloco_local.events import (
     Tick,
 )
 from diloco_local.policy import Policy
+from diloco_local.supervisor import exit_code
 
 SIGKILL, SIGSEGV = 9, 11
 LEARNERS = ("eu/0", "eu/1")
@@ -111,6 +112,30 @@ def test_a_complete_job_started_again_still_evaluates_its_final_model():
     run = fresh()
     run.exits("kernels", 0)
     assert names(run.handle(Served(complete=True, evaluated=False)), Start) == ["evaluator"]
+
+
+@pytest.mark.parametrize(
+    ("event", "message"),
+    [
+        (Completed(unchanged=True), "the final step is complete, but no learner changed"),
+        (Served(complete=True, unchanged=True), "the job was already complete, but no learner"),
+    ],
+)
+def test_a_complete_job_whose_parameters_never_changed_exits_with_1(event, message):
+    run = fresh()
+    run.exits("kernels", 0)
+    if isinstance(event, Completed):
+        run.handle(Served())
+    run.handle(event)
+    assert run.policy.outcome is Outcome.COMPLETE, "it does not start again"
+    assert run.policy.message.startswith(message)
+    assert exit_code(run.policy) == 1
+
+
+def test_a_complete_job_whose_parameters_changed_exits_with_0():
+    run = training()
+    run.handle(Completed())
+    assert (run.policy.message, exit_code(run.policy)) == ("the final step is complete", 0)
 
 
 # ---------------------------------------------------------------------------------- restarts
@@ -385,6 +410,18 @@ def test_a_learner_that_fails_after_the_job_is_complete_is_reported_and_does_not
     ]
     run.wait(until=50.0)
     assert run.starts("eu/0") == [0.0]
+
+
+def test_a_learner_that_is_to_restart_when_the_job_is_complete_is_named():
+    """As one that was killed shortly before: it saves no file."""
+    run = training()
+    run.exits("eu/0", -SIGKILL)
+    run.exits("eu/1", 0)
+    [_, noted] = [d for d in run.handle(Completed()) if isinstance(d, Close | Acknowledge)]
+    assert noted.message.startswith("eu/0 does not restart, because the job is complete; what its")
+    run.wait(until=30.0)
+    assert run.starts("eu/0") == [0.0]
+    assert run.policy.processes["eu/0"].restarts == 0
 
 
 def test_an_interrupt_terminates_learners_then_evaluator_then_syncer():

@@ -184,6 +184,25 @@ def test_complete_is_written_at_once_with_the_model():
     assert world.status["completionTime"] == "2026-03-01T12:00:00Z"
 
 
+def test_a_complete_job_whose_parameters_never_changed_states_it_also_without_its_syncer():
+    world = training()
+    world.answers("Complete", step=2000, unchanged=True)
+    world.settle()
+    assert world.status["state"] == "Complete"
+    assert world.reason("Complete") == ("True", "ParametersUnchanged")
+    message = world.condition("Complete")["message"]
+    assert "no learner changed the parameters: the model is that of step 0" in message
+    assert ("Warning", "ParametersUnchanged") in world.events
+    world.becomes_unreachable()
+    world.reconcile(3000)
+    assert world.reason("Complete") == ("True", "ParametersUnchanged")
+    world.change(steps=3000)
+    world.reconcile(10)
+    world.answers("Complete", step=3000)
+    world.settle()
+    assert world.reason("Complete") == ("True", "StepsDone")
+
+
 def test_the_last_step_alone_is_not_complete():
     world = training()
     world.answers("Training", step=2000)

@@ -78,6 +78,15 @@ def test_a_true_history_passes_and_is_counted():
     )
 
 
+def test_a_job_whose_parameters_never_changed_is_noted_until_they_do():
+    events = [*history()[:-1], {"epoch": 2, "event": "complete", "step": 16, "unchanged": True}]
+    found = audit(lines(events))
+    assert found.ok
+    assert found.notes == ("no merge changed a parameter: the model of step 16 is that of step 0",)
+    raised = {"epoch": 2, "event": "complete", "step": 24}
+    assert audit(lines([*events, raised])).notes == ()
+
+
 def test_an_empty_log_is_no_violation():
     assert audit([]).ok
 

@@ -210,3 +210,9 @@ def test_a16_a_learner_that_was_removed_from_the_job_no_longer_has_a_series(sync
     assert series() == []
     states = [s for m in served[0].collect() if m.name == "diloco_learners" for s in m.samples]
     assert {s.value for s in states} == {0.0}, "of a region that is gone, none trains"
+
+
+def test_the_status_states_that_no_merge_has_changed_a_parameter(syncer):
+    assert status.reply(syncer.state, syncer.metrics).unchanged
+    syncer.state.engine.scheduler.parameters_changed = True
+    assert not status.reply(syncer.state, syncer.metrics).unchanged

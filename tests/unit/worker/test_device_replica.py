@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 from diloco.codec import formats
 from diloco.model import integers
 from diloco.v1 import bulk_pb2 as bulk
+from diloco_testing.learners import late_learner
 from diloco_testing.learners.late_learner import SPEC, LateLearner, Net
 from diloco_testing.learners.link_in_process import IDENTITY
 from diloco_testing.learners.slow_device import (
@@ -50,6 +51,9 @@ def train(learner, chance):
         if chance.random() < 0.01:
             learner.link.die()
     learner.check_uploads()
+    assert learner.trainer._replica.problem == "", (
+        "every step moves the parameters from what it got"
+    )
     learner.device.finish()
     for (name, found), (_, expected) in zip(
         learner.model.state_dict().items(), learner.shadow.state_dict().items(), strict=True
@@ -161,7 +165,7 @@ def test_deltas_that_a_device_cannot_keep_the_base_of_are_encoded_on_the_host(ca
 
         def empty(elements: int) -> torch.Tensor:
             rooms[0] += 1
-            if rooms[0] > SPEC.overlap + 3 + 2:
+            if rooms[0] > SPEC.overlap + 3 + 3:
                 raise RuntimeError(why)
             return plain(elements)
 
@@ -476,3 +480,28 @@ def test_the_device_of_these_tests_copies_late_and_leaves_garbage_before():
     assert target.tolist() == [1, 1]
     assert on_device(source)
     assert not on_device(target)
+
+
+def test_a_program_that_undoes_results_is_noticed_and_no_step_waits_for_the_device(
+    monkeypatch, tmp_path, caplog
+):
+    """It writes a vector, or master weights, to the model in each step."""
+    learner = LateLearner(monkeypatch, tmp_path, seed=2)
+    kept = [p.detach().clone() for p in learner.model.parameters()]
+    for tensor in kept:
+        tensor.on_device = True
+
+    def write(model, step):
+        with torch.no_grad():
+            for parameter, values in zip(model.parameters(), kept, strict=True):
+                parameter.copy_(values + 1e-4 * step)
+
+    monkeypatch.setattr(late_learner, "update", write)
+    chance = random.Random(2)
+    for _ in range(STEPS):
+        learner.step()
+        learner.device.pass_time(chance.choice((0, 10, 40, 90)))
+        learner.link.turn()
+    assert caplog.text.count("results of merges were undone in the next step") == 1
+    assert "do not write a vector or a copy of them" in learner.trainer._replica.problem
+    learner.trainer.close()

@@ -10,7 +10,10 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from diloco.errors import ConfigError
+from diloco.spec import RunSpec
 from diloco_worker import Learner
+from diloco_worker.integrations.rates import Rates
+from diloco_worker.standalone import StandaloneTrainer
 from diloco_worker.trainer import learning_rate
 from diloco_worker.trainer.learning_rate import GlobalStepScheduler
 
@@ -243,3 +246,67 @@ def test_a_second_scheduler_of_an_optimizer_is_refused(monkeypatch, kind):
         learner.scheduler(second)
     assert learner.scheduler(first) is followed
     learner.scheduler(lr_scheduler.LinearLR(make_optimizer()))  # of another optimizer
+
+
+class Rejoined(StandaloneTrainer):
+    """A process that begins at a global step of its job."""
+
+    def __init__(self, step: int) -> None:
+        super().__init__(steps=1000)
+        self.step_at, self.spec = step, RunSpec(job="j", steps=1000, interval=24)
+
+    @property
+    def step_index(self) -> int:
+        return self.step_at
+
+
+def warned(caplog, make, *, at, follow=lambda learner, scheduler: None, made=0) -> str:
+    """What a process that begins at a step logs about the schedule of its optimizer in its first two steps."""
+    caplog.clear()
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=0.1)
+    learner = Learner(Rejoined(at), optimizers=[optimizer])
+    scheduler = make(optimizer)
+    follow(learner, scheduler)
+    for _ in range(made):
+        optimizer.step()
+        scheduler.step()
+    for _ in range(2):
+        learner.step(tokens=1)
+    return caplog.text
+
+
+MAKE = {
+    "one cycle": lambda o: lr_scheduler.OneCycleLR(o, 1.0, total_steps=1000),
+    "sequence": lambda o: lr_scheduler.SequentialLR(
+        o,
+        [lr_scheduler.LinearLR(o, total_iters=10), lr_scheduler.CosineAnnealingLR(o, 40)],
+        milestones=[10],
+    ),
+    "plateau": lr_scheduler.ReduceLROnPlateau,
+    "none": lambda o: None,
+}
+
+
+def test_a_schedule_that_starts_over_with_the_process_is_named_once(caplog):
+    text = warned(caplog, MAKE["one cycle"], at=648)
+    assert text.count("the schedule of the learning rate (OneCycleLR) starts over, because") == 1
+    assert "which began at global step 648; let learner.scheduler(scheduler) follow" in text
+    assert "(CosineAnnealingLR, LinearLR, SequentialLR) starts over" in warned(
+        caplog, MAKE["sequence"], at=648
+    )
+
+
+def test_no_other_schedule_is_named(caplog):
+    for kind, make in MAKE.items():
+        assert warned(caplog, make, at=24) == "", f"{kind}, at the beginning of the job"
+    for kind in ("plateau", "none"):
+        assert warned(caplog, MAKE[kind], at=648) == "", kind
+    for kind in ("one cycle", "sequence"):
+        assert warned(caplog, MAKE[kind], at=648, made=20) == "", (
+            f"{kind}, continued by the program"
+        )
+        followed = warned(
+            caplog, MAKE[kind], at=648, follow=lambda learner, s: learner.scheduler(s)
+        )
+        assert followed == "", kind
+        assert warned(caplog, MAKE[kind], at=648, follow=lambda _, s: Rates(s)) == "", kind

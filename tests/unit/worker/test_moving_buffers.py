@@ -6,11 +6,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.utils import prune
 
 from diloco.errors import ConfigError
 from diloco.model.fragments import cut
 from diloco.spec import RunSpec
+from diloco_testing.learners.alone import alone
 from diloco_worker.core.ledger import HostCopy
 from diloco_worker.trainer import buffers, layout
 from diloco_worker.trainer.buffers import Loaded, Watch
@@ -395,6 +397,38 @@ def test_a_frozen_parameter_that_is_written_is_noticed_once(caplog):
         replica.close()
     [text] = [record.getMessage() for record in caplog.records]
     assert text.startswith("frozen parameter teacher.weight was written while training, which no")
+
+
+class Distilled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net, self.teacher = nn.Linear(2, 2), nn.Linear(2, 2).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x) - self.teacher(x)
+
+
+def test_a_frozen_parameter_of_fsdp2_is_written_by_a_teacher_and_not_by_steps_and_evaluations():
+    """FSDP2 puts whole parameters in their place for each forward pass, and has other ones after it."""
+    with alone():
+        model = Distilled()
+        for part in (model.net, model.teacher, model):
+            fully_shard(part)
+        tensors = describe(model, sharded=True)
+        watch = Watch(model, constant=(), moving=(), frozen=tensors.frozen, trained=tensors.trained)
+        optimizer = torch.optim.AdamW(model.net.parameters())
+        for _ in range(4):
+            model(torch.ones(3, 2)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert watch.changed() == ""
+            with torch.no_grad():
+                model(torch.ones(3, 2))
+            assert watch.changed() == ""
+        with torch.no_grad():
+            model.teacher.weight.lerp_(model.net.weight, 0.1)
+        assert watch.changed().startswith("frozen parameter teacher.weight was written while")
+        assert watch.changed() == ""
 
 
 def test_a_buffer_that_is_written_with_its_own_values_is_constant_and_not_read_for_ever(

@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from diloco_worker.trainer.learning_rate import GlobalStepScheduler, copy_of
+from diloco_worker.trainer.learning_rate import GlobalStepScheduler, copy_of, follow
 
 
 class Rates:
@@ -36,6 +36,7 @@ class Rates:
         self, scheduler: LRScheduler, build: Callable[[Optimizer], LRScheduler] | None = None
     ) -> None:
         self._scheduler, self._step = scheduler, 0
+        follow(scheduler)
         self._stand_in = _StandIn(scheduler.optimizer)
         made = (
             copy_of(scheduler, scheduler, self._stand_in)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import logging
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import MethodType
 from typing import Any
@@ -32,6 +34,38 @@ MAX_STEPS = 10_000_000
 CHANGED = ("lr", "momentum", "betas")
 """Options of a group that schedulers change as they step."""
 
+_followed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Those with a schedule that follows the global step."""
+
+
+def follow(scheduler: LRScheduler) -> None:
+    """The rates of this scheduler's optimizer follow the global step."""
+    _followed.add(scheduler.optimizer)
+
+
+def starting_over(optimizers: Iterable[Optimizer]) -> list[str]:
+    """
+    Types of the schedulers of these optimizers that have made at most one step and do not follow the global step.
+
+    An optimizer does not know its schedulers, so this looks through all objects of the process: call it once.
+    """
+    scheduled = {
+        id(optimizer)
+        for optimizer in optimizers
+        if optimizer not in _followed and any("initial_lr" in g for g in optimizer.param_groups)
+    }
+    if not scheduled:
+        return []
+    found = [
+        each
+        for each in gc.get_objects()
+        if issubclass(type(each), LRScheduler) and not isinstance(each, ReduceLROnPlateau)
+        and id(getattr(each, "optimizer", None)) in scheduled
+    ]  # fmt: skip
+    # Of several, such as those of a SequentialLR, some may not have begun.
+    continues = {id(each.optimizer) for each in found if _count(each) > 1}
+    return sorted({type(each).__name__ for each in found if id(each.optimizer) not in continues})
+
 
 class GlobalStepScheduler:
     """
@@ -48,6 +82,7 @@ class GlobalStepScheduler:
 
     def __init__(self, scheduler: LRScheduler, global_step: Callable[[], int]) -> None:
         _check(scheduler)
+        follow(scheduler)
         self.scheduler = scheduler
         """What is wrapped."""
         self._global_step = global_step

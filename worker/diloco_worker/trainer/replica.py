@@ -54,12 +54,22 @@ class Undone:
 
     def stepped(self) -> bool:
         """The program has made a step; whether `problem` is new."""
-        applied, self._applied = self._applied, []
-        for tensor, before, after in applied:
-            way, left = (after - before).norm(), (self._some(tensor) - before).norm()
+        for way, left in self._ways():
             if way > 0:
                 self._in_row = self._in_row + 1 if left < self.NEAR * way else 0
-        if self.problem or self._in_row < self.IN_ROW:
+        return self._judge(self._in_row)
+
+    def _ways(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """How far each result of the last boundary has moved the values, and how far from before they are now."""
+        applied, self._applied = self._applied, []
+        return [
+            ((after - before).norm(), (self._some(tensor) - before).norm())
+            for tensor, before, after in applied
+        ]
+
+    def _judge(self, in_row: float) -> bool:
+        """Whether `problem` is new, if so many results in a row were undone."""
+        if self.problem or in_row < self.IN_ROW:
             return False
         self.problem = (
             f"the last {self.IN_ROW} results of merges were undone in the next step, so that this learner does not get "
@@ -163,11 +173,10 @@ class Replica:
     def apply(self, fragment: int) -> None:
         """Overwrite a fragment from its inbox."""
         overwrite = partial(self._copier.copy_in, fragment)
-        largest = max(self._copier.held[fragment], key=lambda pair: pair.tensor.numel())
         if self.layout.fragments[fragment].buffers:
             overwrite()
         else:
-            self._undone.apply(largest.tensor, overwrite)
+            self._undone.apply(self._largest(fragment), overwrite)
 
     def stepped(self) -> None:
         """The program has made a step."""
@@ -227,6 +236,9 @@ class Replica:
         """Without a lock: to read buffers that were written can take long, and the link would wait."""
         if changed := self._watch.changed():
             log.warning("%s", changed)
+
+    def _largest(self, fragment: int) -> torch.Tensor:
+        return max((pair.tensor for pair in self._copier.held[fragment]), key=torch.Tensor.numel)
 
     def _copy(self, fragment: int, copy: HostCopy) -> None:
         self._copier.copy_out(fragment)
