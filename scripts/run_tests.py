@@ -61,14 +61,16 @@ Before the commands for which others wait. Without the right to a higher priorit
 them with the usual one.
 """
 FAST_PARTS = {
-    "what imports torch": (("experiment", "local", "protos", "worker"), 0),
-    "operator": (("charts", "operator"), 1),
-    "simulator, syncer": (("sim", "syncer"), 4),
-    "the others": ((), 7),
+    "worker, experiment": (("experiment", "worker"), 0),
+    "operator": (("charts", "operator"), 0),
+    "simulator, syncer": (("sim", "syncer"), 1),
+    "protos, local": (("local", "protos"), 2),
+    "the others": ((), 5),
 }
 """
 Folders of each part of the fast tests, and its niceness: a share of the cores in proportion to its processor time
-(each step is a factor of 1.25), so that all end at about the same time and none is left alone on one core.
+(each step is a factor of 1.25) and to how long its tests wait, so that all end at about the same time and none is
+left alone on one core. The first and the fourth import torch, which takes two seconds of processor time.
 """
 CONTRACTS = ("lint-imports", "--no-cache")
 LAST = "test_rbac"
@@ -359,11 +361,7 @@ def all_of_it(audits: str, *, slow_tier: bool) -> Result:
 
 
 def fast() -> list[Group]:
-    """
-    Types, import contracts, and unit tests that start no programs, with a tenth of the examples of properties.
-
-    What imports torch is one part: each process that does takes two seconds of processor time for it.
-    """
+    """Types, import contracts, and unit tests that start no programs, with a tenth of the examples of properties."""
     chosen = ("-m", "not slow", "--hypothesis-profile=fast", "--durations=10")
     groups = [Group("types", ("mypy",), {}), Group("import contracts", CONTRACTS, {})]
     elsewhere = [folder for folders, _ in FAST_PARTS.values() for folder in folders]

@@ -51,6 +51,7 @@ def goodput(folder):
     return costs.goodput(run, run.chaos).share
 
 
+@pytest.mark.slow
 def test_a_run_without_faults_has_no_chaos(tmp_path):
     steps(tmp_path, "eu/0", CALM)
     assert load(tmp_path).chaos is None
@@ -84,6 +85,7 @@ def test_the_time_of_a_restart_and_repeated_steps_do_not_count(tmp_path):
     assert goodput(tmp_path) == pytest.approx((70 + 100) / 200)
 
 
+@pytest.mark.slow
 def test_all_faults_in_the_directory_are_read_and_the_summary_counts_those_of_the_last_plan(
     tmp_path,
 ):

@@ -60,6 +60,7 @@ def test_the_operator_counts_each_page_of_a_list_as_progress_of_the_job(api, tmp
     assert {(KEY, at) for at in first} <= set(progress)
 
 
+@pytest.mark.slow
 def test_a_list_of_many_large_objects_takes_little_memory(tmp_path):
     """The API server limits a page by the number of its objects alone, and an object to 1.5 MB."""
     number, size = 400, 100_000

@@ -2,6 +2,8 @@
 
 import copy
 
+import pytest
+
 from diloco_operator.cluster.client import Cluster, connect
 from diloco_operator.metrics import Metrics
 from diloco_operator.reconcile import Reconciler
@@ -32,6 +34,7 @@ def reconciled(jobs, folder):
         return len(api.requests) / jobs, api.num_decoded / jobs
 
 
+@pytest.mark.slow
 def test_a_job_costs_the_api_server_no_more_where_there_are_three_times_as_many(tmp_path):
     """Each list of a job's objects without a version reads those of all jobs from etcd."""
     few, many = (reconciled(jobs, tmp_path / str(jobs)) for jobs in (FEW, MANY))

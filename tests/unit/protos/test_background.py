@@ -81,6 +81,7 @@ def test_a_disk_that_hangs_drops_lines_counts_them_and_warns_at_most_every_minut
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_long_lines_that_wait_have_a_limit_in_bytes(path, disk):
     """The queue would hold 0.74 GB of the merges of 1000 learners while the disk hangs."""
     log = BackgroundWriter(disk)

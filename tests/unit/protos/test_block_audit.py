@@ -132,6 +132,7 @@ def test_merges_that_a_restart_undid_do_not_count():
     assert [row["merges"] for row in found.blocks] == [[1]]
 
 
+@pytest.mark.slow
 def test_many_blocks_and_merges_are_audited():
     lines = [*BEGIN[:3], line("data", items=10**12, size=1, next=0, free=[], open=[])]
     opened, steps = 0, LOOK_BACK + 500

@@ -361,6 +361,7 @@ def test_parameters_that_are_removed_or_renamed_are_noticed_once():
     assert (watch.changed(), watch.refused) == ("", "")
 
 
+@pytest.mark.slow
 def test_a_layer_that_is_wrapped_later_keeps_its_name():
     model = three()
     watch = watch_of(model)
